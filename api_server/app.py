@@ -21,6 +21,7 @@ from api_server.routes import (
     completions,
     live_view,
     messages,
+    pooling,
     responses,
     responses_websocket,
     sessions,
@@ -35,8 +36,8 @@ def create_app(app_state: AppState) -> FastAPI:
     app = FastAPI(title="tokend", version=system.daemon_version(), docs_url=None, redoc_url=None)
     app.state.app_state = app_state
     errors.install(app)
-    generating = (completions, chat, responses, messages)
-    routers = [module.router for module in generating]
+    computing = (completions, chat, responses, messages, pooling)
+    routers = [module.router for module in computing]
     routers += [
         sessions.router,
         responses_websocket.router,
@@ -51,7 +52,7 @@ def create_app(app_state: AppState) -> FastAPI:
     for router in (*routers, system.no_websocket_router):
         app.include_router(router)
     openapi.install(app, app_state.config)
-    endpoints = endpoints_of(*(module.router for module in generating))
+    endpoints = endpoints_of(*(module.router for module in computing))
     app.add_middleware(FastPath, endpoints=endpoints)
     app.add_middleware(DrainMiddleware)
     app.add_middleware(OriginMiddleware, allowed_origins=app_state.config.allowed_origins)

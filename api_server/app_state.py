@@ -27,7 +27,8 @@ from api_server.text.rendering import TemplateRenderer
 from api_server.text.tokenizer import ModelTokenizer, special_token_texts
 from api_server.tracing import RequestTracer
 from proto.config import FrontEndConfig, ServeConfig
-from proto.errors import ModelError, UnknownModelError
+from proto.errors import InvalidRequestError, ModelError, UnknownModelError
+from proto.pooling import Pooler, pooler_of
 from proto.prepared_model import PreparedModel
 
 
@@ -132,6 +133,18 @@ class AppState:
             shown = name.encode("ascii", "backslashreplace").decode()[:100]
             raise UnknownModelError(
                 f"the model {shown} does not exist; available: {self.model_name}", "model"
+            )
+
+    @property
+    def pooler(self) -> Pooler | None:
+        """How the model pools; None for one that generates."""
+        return pooler_of(self.settings.model, self.model)
+
+    def check_generates(self, api: str) -> None:
+        """Raise InvalidRequestError if the model pools instead of generating. api: its name."""
+        if self.pooler is not None:
+            raise InvalidRequestError(
+                f"The model does not support {api}: it is served for pooling", "model"
             )
 
     @property

@@ -88,6 +88,7 @@ class RequestBuilder:
         grammar: GrammarSource | None,
         trace_headers: TraceHeaders,
     ) -> None:
+        app_state.check_generates("generation of text")
         check_request(request)
         check_beams(request)
         self._grammar = checked_grammar(request, grammar)

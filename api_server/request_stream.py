@@ -334,6 +334,7 @@ class RequestStream:
     reasoning_counters: one per choice of a model with reasoning.
     kv_transfer_params: what the KV connector reports to the client when a choice ends; of the
         choice that ended last.
+    pooler_output: float32 little-endian, the result of a pooling request that has finished.
     """
 
     request_id: int
@@ -351,6 +352,7 @@ class RequestStream:
     num_cached_tokens: int = 0
     max_tokens: int = 0
     kv_transfer_params: dict[str, Any] = field(default_factory=dict)
+    pooler_output: bytes = b""
     error: RequestError | None = None
     _last_token_times: dict[int, float] = field(default_factory=dict)
 
@@ -448,6 +450,8 @@ class RequestStream:
             self._record_first_step(output.first)
         if output.kv_transfer_params:
             self.kv_transfer_params = from_json(output.kv_transfer_params, dict[str, Any])
+        if output.pooler_output:
+            self.pooler_output = output.pooler_output
         if output.prompt_logprobs is not None:
             self._store_prompt_rows(output)
         if output.routed_experts is not None:

@@ -46,6 +46,7 @@ from proto import PROTOCOL_VERSION
 from proto.config import CPU_PREFILL_SLOWDOWN, SchedulerConfig, ServeConfig
 from proto.kv_transfer_config import KVTransferConfig, kv_transfer_config
 from proto.lifecycle import EngineReady, Notice, PhaseClock, ProcessBoot, ProcessStart, WorkerReady
+from proto.pooling import MAX_INPUTS, pooler_of
 from proto.process import freeze_heap
 from proto.scheduler_output import BlockIds
 from proto.sockets import Link, Poller
@@ -69,6 +70,9 @@ def main(boot: ProcessBoot, supervisor: Link) -> None:
         if supervisor_io.is_stopped:
             return
         config = with_step_tokens(boot.config, workers.workers)
+        pools = pooler_of(config.model, boot.model) is not None
+        if pools:
+            config = with_pooling_limits(config)
         kv_events = start_kv_events(config.cache.kv_events_endpoint, boot.run_dir, boot.epoch)
         if kv_events is not None:
             stack.enter_context(closing(kv_events))
@@ -85,6 +89,7 @@ def main(boot: ProcessBoot, supervisor: Link) -> None:
             kv_events,
             structured_output,
             trace,
+            pools=pools,
         )
         if boot.pause_mode is not None:
             core.scheduler.pause(boot.pause_mode)
@@ -104,7 +109,7 @@ def main(boot: ProcessBoot, supervisor: Link) -> None:
         )
         freeze_heap()
         clock.end("scheduler and KV cache")
-        _report_ready(boot, workers, front_ends, supervisor, clock)
+        _report_ready(boot, config, workers, front_ends, supervisor, clock)
         stack.callback(core.scheduler.kv_transfer.close)
         busy_loop.run_until_shutdown()
 
@@ -148,6 +153,7 @@ def _start_trace(config: ServeConfig, workers: WorkerGroup, epoch: int) -> Sched
 
 def _report_ready(
     boot: ProcessBoot,
+    config: ServeConfig,
     workers: WorkerGroup,
     front_ends: FrontEndLinks,
     supervisor: Link,
@@ -155,7 +161,7 @@ def _report_ready(
 ) -> None:
     """Send EngineReady to the supervisor and to all front ends, also to those that come later."""
     worker, plan = workers.workers[0], workers.plan
-    queue = queue_capacity(boot.config.scheduler, plan.num_usable_blocks, plan.block_size)
+    queue = queue_capacity(config.scheduler, plan.num_usable_blocks, plan.block_size)
     ready = EngineReady(
         PROTOCOL_VERSION,
         boot.epoch,
@@ -196,7 +202,8 @@ class EngineCore:
     """The engine without its process: scheduler, KV cache, input and output.
 
     config: with a token budget, see `with_step_tokens`. worker: rank 0, after loading.
-    epoch: of the engine. The optional parts: None if the feature is off.
+    epoch: of the engine. pools: the model pools prompts. The optional parts: None if the feature
+    is off.
     """
 
     def __init__(
@@ -209,6 +216,8 @@ class EngineCore:
         kv_events: KVEventPublisher | None = None,
         structured_output: StructuredOutputManager | None = None,
         trace: SchedulerTrace | None = None,
+        *,
+        pools: bool = False,
     ) -> None:
         pool_observers: list[PoolObserver] = []
         observer: SchedulerObserver = NO_OBSERVER
@@ -255,6 +264,7 @@ class EngineCore:
             plan.max_model_len,
             config.scheduler.scheduling_policy == "priority",
             config.scheduler.crashes_until_isolated,
+            pools=pools,
         )
         self.input_processor = InputProcessor(
             self.scheduler, self.kv_cache, self.output_dispatcher, limits, structured_output
@@ -305,6 +315,16 @@ def with_step_tokens(config: ServeConfig, workers: Sequence[WorkerReady]) -> Ser
         return config
     step_tokens = min(worker.step_tokens for worker in workers)
     scheduler = msgspec.structs.replace(config.scheduler, max_num_batched_tokens=step_tokens)
+    return msgspec.structs.replace(config, scheduler=scheduler)
+
+
+def with_pooling_limits(config: ServeConfig) -> ServeConfig:
+    """Return the configuration with a longer queue: one HTTP request may bring MAX_INPUTS texts."""
+    scheduler = config.scheduler
+    if scheduler.max_num_queued_reqs is None:
+        scheduler = msgspec.structs.replace(scheduler, max_num_queued_reqs=4 * MAX_INPUTS)
+    if scheduler.max_num_queued_tokens is None:
+        scheduler = msgspec.structs.replace(scheduler, max_num_queued_tokens=0)
     return msgspec.structs.replace(config, scheduler=scheduler)
 
 

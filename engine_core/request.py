@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from engine_core.kv_cache.hashing import BlockHasher
 from proto.engine_io import NO_AGENT, AgentHint, EngineCoreRequest, FinishReason
+from proto.pooling import PoolingParams
 from proto.sampling_params import SamplingParams
 
 
@@ -83,7 +84,9 @@ class Request:
         stop_ids: token ids that end it. repetition: repeated outputs end it too, if set.
         seed, choice: key of its random numbers.
         order: (priority, arrival, request id, choice); the lower goes first by priority.
-        skip_reading_prefix_cache: every prompt position must be computed, for prompt logprobs.
+        pooling_params: of a request whose prompt is pooled; None for one that generates.
+        skip_reading_prefix_cache: every prompt position must be computed, for prompt logprobs or
+            pooling.
     Tokens:
         all_token_ids: prompt, then verified outputs; grows at the end only.
         spec_token_ids: drafts that are not verified yet.
@@ -128,6 +131,7 @@ class Request:
         "num_preemptions",
         "num_prompt_tokens",
         "order",
+        "pooling_params",
         "preempted_at",
         "priority",
         "prompt_token_ids",
@@ -169,12 +173,14 @@ class Request:
         agent: AgentHint = NO_AGENT,
         label: str = "",
         reader: int = 0,
+        pooling_params: PoolingParams | None = None,
     ) -> None:
         """output_token_ids: generated in an earlier epoch. prompt_hashes: already known hashes."""
         self.seq_id = seq_id
         self.request_id = request_id
         self.choice = choice
         self.client_index = client_index
+        self.pooling_params = pooling_params
         self._set_prompt(prompt_token_ids, sampling_params)
         self.seed = seed
         self.priority = priority
@@ -215,7 +221,10 @@ class Request:
         self.max_tokens = sampling_params.max_tokens
         self.stop_ids = sampling_params.stop_ids
         self.repetition = sampling_params.repetition
-        self.skip_reading_prefix_cache = sampling_params.prompt_logprobs is not None
+        pooling = self.pooling_params
+        self.skip_reading_prefix_cache = sampling_params.prompt_logprobs is not None or (
+            pooling is not None and pooling.needs_all_tokens
+        )
 
     def next_turn(self, seq_id: int) -> "Request":
         """Return the next turn of a session, which continues where this finished turn ended.
@@ -360,6 +369,7 @@ def choices_of(
             agent=message.agent or NO_AGENT,
             label=message.label,
             reader=message.reader,
+            pooling_params=message.pooling_params,
         )
         for choice in range(message.n)
         if choice not in message.finished_choices

@@ -21,12 +21,14 @@ class RequestLimits:
 
     vocab_size: token ids are below it. max_model_len: maximum tokens of prompt and output.
     priorities: whether the scheduling policy uses them. crashes_until_isolated: the setting.
+    pools: whether the model pools prompts instead of generating.
     """
 
     vocab_size: int
     max_model_len: int
     priorities: bool = False
     crashes_until_isolated: int = 3
+    pools: bool = False
 
 
 def validate_request(message: EngineCoreRequest, limits: RequestLimits) -> None:
@@ -50,7 +52,9 @@ def validate_request(message: EngineCoreRequest, limits: RequestLimits) -> None:
     params.validate(limits.vocab_size)
     _check_token_ids(message.prompt_token_ids, limits, "prompt")
     _check_token_ids(params.eos_token_ids, limits, "eos_token_ids")
-    check_length(len(message.prompt_token_ids), params.max_tokens, limits.max_model_len)
+    _check_pooling(message, limits)
+    num_outputs = 0 if limits.pools else params.max_tokens
+    check_length(len(message.prompt_token_ids), num_outputs, limits.max_model_len)
     _check_resumption(message, limits)
     _check_beams(message)
     _check_deadlines(message)
@@ -86,6 +90,33 @@ def check_length(num_prompt_tokens: int, max_tokens: int, max_model_len: int) ->
             f"{total} tokens, more than the {max_model_len} that a request may have",
             "max_tokens",
         )
+
+
+def _check_pooling(message: EngineCoreRequest, limits: RequestLimits) -> None:
+    """Refuse a request of the wrong kind, and parameters of sampling with pooling."""
+    pooling = message.pooling_params
+    if (pooling is not None) != limits.pools:
+        raise InvalidRequestError(
+            "the model pools and does not generate"
+            if limits.pools
+            else "the model generates and does not pool",
+            "model",
+        )
+    if pooling is None:
+        return
+    pooling.validate()
+    for is_used, name in (
+        (message.n != 1, "n"),
+        (message.resumable, "a session"),
+        (any(message.output_token_ids), "output_token_ids"),
+        (message.grammar is not None, "grammar"),
+        (message.agent is not None, "agent"),
+        (message.sampling_params.max_tokens != 1, "max_tokens"),
+        (message.sampling_params.prompt_logprobs is not None, "prompt_logprobs"),
+        (message.sampling_params.return_routed_experts, "return_routed_experts"),
+    ):
+        if is_used:
+            raise InvalidRequestError(f"{name} does not go with pooling", name)
 
 
 def _check_session(n: int, params: SamplingParams) -> None:

@@ -11,6 +11,7 @@ import msgspec
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 ModelImpl = Literal["auto", "tokend", "transformers"]
+Runner = Literal["auto", "generate", "pooling"]
 KVCacheDType = Literal["auto", "bf16", "f16", "f32", "int8", "fp8"]
 CpuWeights = Literal["auto", "packed", "int8", "packed+int8", "bf16", "f32"]
 CpuKernels = Literal[
@@ -79,6 +80,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum tokens of prompt and output together; by default the model's own maximum."""
     seed: int | None = None
     """Seed for requests without one, so that their sampling is the same after each start."""
+    runner: Runner = "auto"
+    """What the model does: generate text, or pool it into vectors or scores; auto: as its folder
+    says."""
+    pooler_config: str | None = None
+    """Pooling as JSON (pooling_type, normalize, true_token_id, false_token_id), instead of what the
+    model's folder says."""
     enable_return_routed_experts: bool = False
     """Keep the experts that computed each token of a mixture, for return_routed_experts."""
 

@@ -28,6 +28,7 @@ from proto.errors import ConfigError, shown
 from proto.kv_media_checks import check_media, check_preemption
 from proto.kv_transfer_config import FIELD as KV_TRANSFER_FIELD
 from proto.kv_transfer_config import kv_transfer_config
+from proto.pooling import parse_pooler_config
 
 _DTYPES_OF_WEIGHTS: Final[dict[CpuWeights, tuple[DType, ...]]] = {
     "auto": ("auto", "float32", "bfloat16", "float16"),
@@ -69,6 +70,10 @@ def _check_model(model: ModelConfig) -> None:
         value = getattr(model, field)
         if value is not None and not value.strip():
             raise ConfigError(f"{flag_name(field)} must not be empty", field)
+    if model.pooler_config is not None:
+        if model.runner == "generate":
+            raise ConfigError("--pooler-config does not go with --runner generate", "pooler_config")
+        parse_pooler_config(model.pooler_config)
     if model.seed is not None and not 0 <= model.seed < 1 << 63:
         raise ConfigError(f"--seed must be in [0, 2^63), got {model.seed}", "seed")
 

@@ -40,6 +40,7 @@ import msgspec
 
 from proto.errors import ErrorInfo
 from proto.grammar import GrammarSource
+from proto.pooling import PoolingParams
 from proto.sampling_params import SamplingParams, ThinkingRule
 from proto.stats import SchedulerStats
 from proto.view import Watch
@@ -145,6 +146,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_
     thinking: markers and budget of reasoning, if a grammar applies after it or a budget ends it.
     label: id of the response. reader: 64 bits, the user who may see it in the live view.
     trace_headers: W3C trace context, `traceparent` and `tracestate`; empty for none.
+    pooling_params: pool the prompt instead of generating; None for a request that generates.
     """
 
     epoch: int
@@ -170,6 +172,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_
     label: str = ""
     reader: int = 0
     trace_headers: dict[str, str] = {}
+    pooling_params: PoolingParams | None = None
 
     @property
     def trace_id(self) -> str:
@@ -300,6 +303,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):
     goes_on: a turn of a session ended with this finish_reason, and the session continues.
     kv_transfer_params: with a finish_reason, data of the KV connector for the client, a JSON
         object; empty for none. Bytes, so that decoding this message does not parse it.
+    pooler_output: float32 little-endian, the result of a pooling request, with its finish_reason.
     A choice gets exactly one output with a finish_reason and without goes_on, unless
     the front end aborted it.
     """
@@ -317,6 +321,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):
     goes_on: bool = False
     kv_transfer_params: bytes = b""
     routed_experts: RoutedExperts | None = None
+    pooler_output: bytes = b""
 
 
 class RequestProgress(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -20,6 +20,13 @@ class RowExperts(msgspec.Struct, array_like=True, frozen=True):
     experts: RoutedExperts
 
 
+class RowPooled(msgspec.Struct, array_like=True, frozen=True):
+    """The result of one pooled sequence. data: float32 little-endian."""
+
+    seq_id: int
+    data: bytes
+
+
 class ModelRunnerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True):
     """Sampled tokens and log-probabilities of one step.
 
@@ -38,6 +45,7 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True):
         ranks; no token is sampled for them.
     routed_experts: of positions computed in this step, for sequences that request them; in the
         first step of a sequence also of those found in the prefix cache.
+    pooler_outputs: of pooled sequences whose prompt is complete; they have no sampled tokens.
     """
 
     epoch: int
@@ -51,3 +59,4 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True):
     failed_seq_ids: list[int] = []
     candidates: list[RowLogprobs] = []
     routed_experts: list[RowExperts] = []
+    pooler_outputs: list[RowPooled] = []

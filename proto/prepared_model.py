@@ -19,8 +19,9 @@ from typing import Final, NamedTuple
 import msgspec
 
 from proto.errors import ModelError, shown
+from proto.pooling import Pooler
 
-MANIFEST_VERSION = 3
+MANIFEST_VERSION = 4
 FP8: Final = "F8_E4M3"
 """As safetensors names it."""
 
@@ -217,6 +218,8 @@ class PreparedModel(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: rows of the output head; token ids are below it.
     max_position: maximum number of positions of the model.
     eos_token_ids: tokens at which generation ends by default.
+    pooler: how the model pools, if its folder says so; None for a model that only generates.
+    generates: whether it has a language head. hidden_size: numbers of a hidden state.
     weights_sample: hex digest of names, types, shapes and some bytes of all tensors. It tells
         models apart, but not two states of an edited one; part of the fingerprint of KV that ends
         with the process.
@@ -233,3 +236,6 @@ class PreparedModel(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...] = ()
     weights_sample: str
     has_chat_template: bool = False
+    pooler: Pooler | None = None
+    generates: bool = True
+    hidden_size: int = 0

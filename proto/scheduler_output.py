@@ -10,6 +10,7 @@ keeps prompt, sampling parameters and sampled tokens until the seq_id is listed 
 import msgspec
 
 from proto.kv_connector import NO_PAYLOAD, Payload
+from proto.pooling import PoolingParams
 from proto.sampling_params import SamplingParams
 
 BlockIds = list[list[int]]
@@ -24,6 +25,7 @@ class NewRequestData(msgspec.Struct, array_like=True, frozen=True, kw_only=True)
     seed, choice: key of the random numbers.
     block_ids: one list per KV group, covering [0, num_computed + num_scheduled).
     num_computed_tokens: positions [0, n) have valid KV.
+    pooling_params: for a sequence that is pooled; no token is sampled for it.
     """
 
     seq_id: int
@@ -35,6 +37,7 @@ class NewRequestData(msgspec.Struct, array_like=True, frozen=True, kw_only=True)
     block_ids: BlockIds
     num_computed_tokens: int
     num_scheduled_tokens: int
+    pooling_params: PoolingParams | None = None
 
 
 class CachedRequestData(msgspec.Struct, array_like=True, frozen=True):

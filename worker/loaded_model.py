@@ -16,6 +16,7 @@ import torch
 
 from proto.codec import changed
 from proto.config import ServeConfig
+from proto.errors import ConfigError
 from proto.kv_media_checks import kv_outlives_process
 from proto.lifecycle import (
     KVCacheGeometry,
@@ -24,6 +25,7 @@ from proto.lifecycle import (
     WeightFormatMemory,
     describe_weights,
 )
+from proto.pooling import pooler_of
 from proto.prepared_model import PreparedModel
 from worker.device.devices import Device
 from worker.flashinfer_modules import load_modules
@@ -44,6 +46,7 @@ from worker.models.decoder import Decoder
 from worker.models.registry import model_spec, read_config
 from worker.models.transformers_model import TransformersSpec
 from worker.parallel.group import RankGroup
+from worker.pooling import PoolingHead
 
 logger = logging.getLogger("tokend.worker")
 LAYOUT_VERSION: Final = 4
@@ -56,6 +59,7 @@ class LoadedModel:
 
     dtype: of the activations. config: the model's own config.json. group: the ranks that compute
     the model together with this worker. plan: the memory, before the weights were read.
+    pooling_head: None for a model that generates.
     weights_hash: all weights, or the manifest's sample of them if no KV outlives the process.
     """
 
@@ -70,6 +74,7 @@ class LoadedModel:
     geometry: KVCacheGeometry
     plan: MemoryPlan
     weights_hash: str
+    pooling_head: PoolingHead | None = None
 
     @property
     def on_cuda(self) -> bool:
@@ -124,6 +129,9 @@ def load(
     weight_format: None for the one that settings and device choose.
     must_fit: raise ConfigError, before a weight is read, if the model does not fit into memory.
     """
+    pooler = pooler_of(config.model, prepared)
+    if pooler is not None and is_cuda(device):
+        raise ConfigError("--runner pooling needs --device cpu so far", "runner")
     dtype = device.resolve_dtype(activation_dtype(config.model))
     weight_format = weight_format or weight_format_for(config.model, prepared, device)
     plan = plan_memory(config, prepared, device, group.rank, weight_format)
@@ -202,6 +210,7 @@ def load(
         geometry,
         plan,
         weights_hash,
+        None if pooler is None else PoolingHead.load(pooler, prepared),
     )
 
 

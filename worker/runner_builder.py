@@ -38,6 +38,7 @@ from worker.loaded_model import LoadedModel
 from worker.memory_nodes import memory_placement
 from worker.model_runner import DeviceTokens, ModelRunner, SyncModelRunner
 from worker.models.decoder import Decoder
+from worker.pooling import PoolingRunner
 from worker.routed_experts import RoutedExpertsCache, record_experts, slot_bytes
 from worker.sampling.device_kernels import RowEditArrays, TritonDraw, TritonEdits, largest_edits
 from worker.sampling.device_sampler import DeviceDraw, DeviceSampler, KeyedDraw, largest_params
@@ -111,13 +112,12 @@ class RunnerBuilder:
         shape = self._loaded.model.spec.attention_shape
         backend = create_backend(self._config.device.attention_backend, cache, shape)
         attention = with_hooks(backend, connector)
-        runner = ModelRunner(
-            self._model(),
-            attention,
-            create_sampler(),
-            batch,
-            cache,
-            experts=self._experts(cache),
+        parts = (self._model(), attention, create_sampler(), batch, cache)
+        head = self._loaded.pooling_head
+        runner = (
+            ModelRunner(*parts, experts=self._experts(cache))
+            if head is None
+            else PoolingRunner(head, *parts)
         )
         runner.warm_up()
         return runner

@@ -183,7 +183,7 @@ def endpoints_of(*routers: APIRouter) -> dict[str, Endpoint]:
 
 
 class FastPath:
-    """Call the generating endpoints directly, past routing and dependency injection.
+    """Call the endpoints that the engine computes directly, past routing and dependency injection.
 
     Their exceptions are answered as the application would answer them.
     """

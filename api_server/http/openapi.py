@@ -16,6 +16,7 @@ from api_server.http.middleware import OPEN_PATHS
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.completions import CompletionRequest
 from api_server.protocol.messages.request import CountTokensRequest, MessagesRequest
+from api_server.protocol.pooling import EmbeddingRequest, PoolingRequest
 from api_server.protocol.responses.compaction import CompactionRequest
 from api_server.protocol.responses.request import ResponsesRequest
 from api_server.protocol.tokenize import Detokenize, TokenizeChat, TokenizeText
@@ -223,6 +224,36 @@ TOKENS: Final = an_object(
         "token_strs": or_null(a_list(or_null(STRING))),
     }
 )
+_POOLING_USAGE: Final = an_object({"prompt_tokens": INTEGER, "total_tokens": INTEGER})
+
+
+def _pooled(entry: Schema) -> Schema:
+    """Return the schema of a response with an entry for each text."""
+    return an_object(
+        {
+            "id": STRING,
+            "object": one_of("list"),
+            "created": INTEGER,
+            "model": STRING,
+            "data": a_list(entry),
+            "usage": _POOLING_USAGE,
+        }
+    )
+
+
+_NUMBERS: Final[Schema] = {"anyOf": [a_list(NUMBER), STRING]}
+EMBEDDINGS: Final = _pooled(
+    an_object({"object": one_of("embedding"), "index": INTEGER, "embedding": _NUMBERS})
+)
+POOLED: Final = _pooled(
+    an_object(
+        {
+            "object": one_of("pooling"),
+            "index": INTEGER,
+            "data": {"anyOf": [a_list(NUMBER), a_list(a_list(NUMBER)), STRING]},
+        }
+    )
+)
 EVENT: Final = an_object({"data": STRING})
 """An event of a stream: JSON in a string, or [DONE]."""
 TEXT: Final = an_object({"prompt": STRING})
@@ -298,6 +329,8 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         _json_response(an_object({"input_tokens": INTEGER})),
         failure=MESSAGE_ERROR,
     ),
+    ("/v1/embeddings", "post"): Operation((EmbeddingRequest,), _json_response(EMBEDDINGS)),
+    ("/pooling", "post"): Operation((PoolingRequest,), _json_response(POOLED)),
     ("/v1/models", "get"): Operation(
         responses=_json_response(MODELS),
         query={"limit": INTEGER, "after_id": STRING, "before_id": STRING},

@@ -187,6 +187,7 @@ router = APIRouter()
 @router.post("/v1/chat/completions")
 async def create_chat_completion(request: Request) -> Response:
     app_state = app_state_of(request)
+    app_state.check_generates("Chat Completions API")
     tenant = tenant_of(request, app_state.config.tenant_by)
     ignored = IgnoredFields()
     fields = await read_fields(request, ignored)

@@ -29,6 +29,7 @@ router = APIRouter()
 @router.post("/v1/completions")
 async def create_completion(request: Request) -> Response:
     app_state = app_state_of(request)
+    app_state.check_generates("Completions API")
     tenant = tenant_of(request, app_state.config.tenant_by)
     reader = app_state.prompt_reader("prompt")
     ignored = IgnoredFields()

@@ -41,6 +41,7 @@ ID_PREFIX: Final = "msg_"
 @router.post("/v1/messages")
 async def create_message(request: Request) -> Response:
     app_state = app_state_of(request)
+    app_state.check_generates("Messages API")
     tenant, key_name = tenant_of(request, app_state.config.tenant_by), key_name_of(request)
     ignored = IgnoredFields()
     body, passed = parse_request(MessagesRequest, await read_fields(request, ignored), ignored)

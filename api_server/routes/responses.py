@@ -60,6 +60,7 @@ MAX_PAGE: Final = 100
 @router.post("/v1/responses")
 async def create_response(request: Request) -> Response:
     app_state, owner, ignored = app_state_of(request), owner_of(request), IgnoredFields()
+    app_state.check_generates("Responses API")
     body, passed = parse_request(await read_fields(request, ignored), ignored)
     items = conversation(body, await previous_items(app_state, owner, body.previous_response_id))
     response = await prepare_response(app_state, request, body, passed, items, ignored)

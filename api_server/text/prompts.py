@@ -28,7 +28,7 @@ class PromptReader:
     """Reads the prompts of a request.
 
     max_model_len: most tokens of prompt and output together. field: request field, for errors.
-    truncation: applied to each prompt.
+    truncation: applied to each prompt. num_output_tokens: that must fit behind it.
     """
 
     tokenizer: ModelTokenizer
@@ -36,6 +36,8 @@ class PromptReader:
     max_model_len: int
     field: str = "prompt"
     truncation: Truncation = NO_TRUNCATION
+    max_prompts: int = MAX_PROMPTS
+    num_output_tokens: int = 1
 
     def with_truncation(self, truncation: Truncation) -> "PromptReader":
         """Return a reader that truncates prompts."""
@@ -49,13 +51,17 @@ class PromptReader:
         if isinstance(value, str):
             return await self.encode_texts([value], add_special_tokens=add_special_tokens)
         if not isinstance(value, list):
-            raise self._invalid("prompt must be a string, strings, token ids or lists of token ids")
+            raise self._invalid(
+                f"{self.field} must be a string, strings, token ids or lists of token ids"
+            )
         if not value:
-            raise self._invalid("prompt must not be empty")
+            raise self._invalid(f"{self.field} must not be empty")
         if not isinstance(value[0], str | list):
             return [self._id_prompt(value)]
-        if len(value) > MAX_PROMPTS:
-            raise self._invalid(f"at most {MAX_PROMPTS} prompts per request, got {len(value)}")
+        if len(value) > self.max_prompts:
+            raise self._invalid(
+                f"{self.field}: at most {self.max_prompts} per request, got {len(value)}"
+            )
         if all(isinstance(item, str) for item in value):
             return await self.encode_texts(value, add_special_tokens=add_special_tokens)
         return [self._id_prompt(ids) for ids in value]
@@ -64,7 +70,7 @@ class PromptReader:
         """Return the prompts of texts; raise InvalidRequestError for an empty or too long one."""
         for text in texts:
             if not text:
-                raise self._invalid("prompt must not be empty")
+                raise self._invalid(f"{self.field} must not be empty")
             self.check_text(text)
         truncates = self.truncation.max_tokens is not None
         if truncates:  # the kept tokens cannot contain more characters
@@ -121,8 +127,8 @@ class PromptReader:
 
     def _check_length(self, ids: list[Any]) -> None:
         if not ids:
-            raise self._invalid("prompt must not be empty")
-        if len(ids) >= self.max_model_len:
+            raise self._invalid(f"{self.field} must not be empty")
+        if len(ids) + self.num_output_tokens > self.max_model_len:
             raise self._too_long(f"it has {len(ids)} tokens.")
 
     def _too_long(self, problem: str) -> ContextLengthError:

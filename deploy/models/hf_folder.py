@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from deploy.models import quantised_folder, safetensors_header, tiktoken_file
+from deploy.models.pooler_files import family_architecture, read_pooler
 from deploy.models.prepared_folder import (
     ModelContents,
     ProgressCallback,
@@ -19,7 +20,7 @@ from deploy.models.prepared_folder import (
     is_token_id,
 )
 from proto.errors import ModelError, shown
-from proto.prepared_model import TensorIndex, TensorPart
+from proto.prepared_model import FAMILIES, TensorIndex, TensorPart
 
 _MAX_JSON_BYTES: Final = 256 << 20
 _PICKLED: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -37,6 +38,9 @@ def read(path: str, report: ProgressCallback) -> ModelContents:
     report("reading headers")
     config = _object(folder / "config.json", required=True)
     # First: what else is missing does not matter for another architecture.
+    pooling = read_pooler(folder, config)
+    if (family := family_architecture(config)) in FAMILIES:
+        config["architectures"] = [family]
     architecture = architecture_of(config)
     if config.get("auto_map") and architecture not in _PUBLISHED_WITH_CODE:
         raise ModelError(
@@ -44,7 +48,7 @@ def read(path: str, report: ProgressCallback) -> ModelContents:
             "code of a model is never run"
         )
     generation = _object(folder / "generation_config.json")
-    tensors = _tensors(folder, config)
+    tensors = pooling.joined_to(_tensors(folder, config))
     report("reading the tokenizer")
     tokenizer_json, tokenizer_config = _tokenizer(folder)
     return ModelContents(
@@ -55,6 +59,8 @@ def read(path: str, report: ProgressCallback) -> ModelContents:
         tensors=tensors,
         eos_token_ids=_end_tokens(generation, config),
         bos_token_id=_first_token(generation, config),
+        pooler=pooling.pooler,
+        max_tokens=pooling.max_tokens,
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from proto.codec import encode, to_json
 from proto.errors import MAX_SHOWN, ModelError, shown
+from proto.pooling import Pooler
 from proto.prepared_model import FAMILIES, PreparedModel, TensorIndex, family_of
 
 _PANIC: Final = "PanicException"
@@ -69,6 +70,8 @@ class ModelContents:
 
     config: Hugging Face style. tokenizer_json: for the `tokenizers` library.
     tokenizer_config: at least bos_token and eos_token where the model has them.
+    pooler: how the model pools; None for one that only generates. max_tokens: longest text of a
+        model that pools, if it is shorter than the model's length.
     """
 
     config: Mapping[str, Any]
@@ -78,6 +81,8 @@ class ModelContents:
     tensors: TensorIndex
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None = field(default=None)
+    pooler: Pooler | None = None
+    max_tokens: int | None = None
 
 
 def write(
@@ -96,11 +101,14 @@ def write(
         source=source,
         architecture=architecture_of(config),
         vocab_size=_vocab_size(contents),
-        max_position=_max_position(config),
+        max_position=min(_max_position(config), contents.max_tokens or _MAX_TOKENS),
         bos_token_id=contents.bos_token_id,
         eos_token_ids=contents.eos_token_ids,
         weights_sample=weights_sample(contents.tensors),
         has_chat_template=contents.chat_template is not None,
+        pooler=contents.pooler,
+        generates=contents.pooler is None or contents.pooler.generates,
+        hidden_size=_hidden_size(config),
     )
     files = {
         "config.json": _json(config),
@@ -179,6 +187,12 @@ def _vocab_size(contents: ModelContents) -> int:
     if not isinstance(size, int) or not 0 < size < _MAX_TOKENS:
         raise ModelError("neither config.json nor the weights define the size of the vocabulary")
     return size
+
+
+def _hidden_size(config: Mapping[str, Any]) -> int:
+    """Return the size of a hidden state; 0 if it is not a number, which the worker refuses."""
+    size = config.get("hidden_size")
+    return size if type(size) is int and 0 < size < _MAX_TOKENS else 0
 
 
 def _max_position(config: Mapping[str, Any]) -> int:

@@ -53,7 +53,12 @@ def _last_outputs(request: Request, limit: int) -> list[int]:
 
 
 def stop_token(request: Request) -> int | None:
-    """Return the stop token that ended a stopped request; None for an end-of-sequence token."""
+    """Return the stop token that ended a stopped request.
+
+    None for an end-of-sequence token, and for a pooled request.
+    """
+    if request.pooling_params is not None:
+        return None
     params = request.sampling_params
     last = request.all_token_ids[-1]
     if last in params.eos_token_ids and not params.ignore_eos:

@@ -125,6 +125,7 @@ class OutputBuilder:
             block_ids=self._kv_cache.block_ids(request.seq_id),
             num_computed_tokens=request.num_computed_tokens,
             num_scheduled_tokens=num_tokens,
+            pooling_params=request.pooling_params,
         )
 
     def _changes(

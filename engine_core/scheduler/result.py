@@ -84,6 +84,9 @@ def check_result(output: SchedulerOutput, result: ModelRunnerOutput, vocab_size:
         )
     for row in result.candidates:
         _check_candidates(row, vocab_size)
+    for pooled in result.pooler_outputs:
+        if not pooled.data or len(pooled.data) % 4:
+            raise ImpossibleResultError(f"the pooled result of sequence {pooled.seq_id} is invalid")
 
 
 def ends_of_rows(output: SchedulerOutput) -> list[int]:
@@ -154,6 +157,7 @@ class ResultPass:
         prompt_logprobs = {row.seq_id: row.arrays for row in result.prompt_logprobs}
         candidates = {row.seq_id: row.arrays for row in result.candidates}
         experts = {row.seq_id: row.experts for row in result.routed_experts}
+        pooled = {row.seq_id: row.data for row in result.pooler_outputs}
         requests, discard_until_step, invalid = self._requests, self._discard_until_step, ""
         for seq_id, token_ids, end in zip(
             result.seq_ids, result.sampled_token_ids, ends_of_rows(output), strict=True
@@ -163,6 +167,11 @@ class ResultPass:
                 discard_until_step and discard_until_step.get(seq_id, 0) >= output.step
             ):
                 self._num_discarded += len(token_ids)
+                continue
+            if request.pooling_params is not None:
+                invalid = self._apply_pooled(request, end, token_ids, pooled.get(seq_id), outputs)
+                if invalid:
+                    break
                 continue
             tokens, finish_reason, first = request.all_token_ids, None, None
             token_index = len(tokens) - request.num_prompt_tokens
@@ -220,6 +229,37 @@ class ResultPass:
         if self._lifecycle.recently_ended:
             self._lifecycle.forget_ended(output.step)
         return invalid
+
+    def _apply_pooled(
+        self,
+        request: Request,
+        end: int,
+        token_ids: list[int],
+        data: bytes | None,
+        outputs: ClientOutputs,
+    ) -> str:
+        """End a pooled request whose prompt is complete, with its result, `data`.
+
+        end: number of computed tokens. Returns what is wrong with the row; empty if nothing is.
+        """
+        is_complete = end >= request.num_tokens
+        if token_ids or is_complete == (data is None):
+            return f"sequence {request.seq_id} is pooled and has no valid result at {end}"
+        if data is not None:
+            request.num_output_placeholders = 0
+            self._lifecycle.finish_request(request, RequestStatus.FINISHED_STOPPED)
+            outputs.setdefault(request.client_index, []).append(
+                EngineCoreOutput(
+                    request.request_id,
+                    request.choice,
+                    0,
+                    [],
+                    request.status.finish_reason,
+                    first=_first_token_info(request),
+                    pooler_output=data,
+                )
+            )
+        return ""
 
     def fail_request(
         self, error: EngineCoreOutput, request: Request, outputs: ClientOutputs

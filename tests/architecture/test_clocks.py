@@ -12,6 +12,7 @@ WALL_CLOCKS |= {"time.localtime", "time.gmtime", "time.ctime", "time.strftime", 
 DISPLAYED = {
     ("api_server/app_state.py", "time.time"),  # `created` of the model
     ("api_server/request_builder.py", "time.time"),  # `created` of a response
+    ("api_server/routes/pooling.py", "time.time"),  # `created` of a response
     ("api_server/tracing.py", "time.time"),  # start and end of a span
     ("api_server/protocol/responses/encoder.py", "time.time"),  # `completed_at` of a response
     ("engine_core/trace/file.py", "time.time"),  # when a trace began

@@ -17,6 +17,7 @@ from api_server.protocol.completions import CompletionRequest
 from api_server.protocol.fields import ANTHROPIC, HARMLESS, NEUTRAL, OPENAI, VLLM
 from api_server.protocol.messages.request import PASSED as PASSED_BY_MESSAGES
 from api_server.protocol.messages.request import MessagesRequest
+from api_server.protocol.pooling import PoolingFields, PoolingRequest
 from api_server.protocol.responses.request import PASSED, ResponsesRequest
 
 _NO_DEFAULT = "required"
@@ -38,6 +39,11 @@ def markdown() -> str:
         "## Fields of /v1/messages",
         _table(MessagesRequest, set()),
         _as_in_a_chat(PASSED_BY_MESSAGES),
+        "## Fields of the pooling endpoints",
+        _table(PoolingFields, set()),
+        "### /v1/embeddings and /pooling",
+        "`task` only for /pooling.",
+        _table(PoolingRequest, set(PoolingFields.model_fields)),
         "## Fields without effect",
         f"Taken and not looked at: {_names(HARMLESS)}.",
         "Refused by name wherever an endpoint has no such field, unless the value asks for nothing "

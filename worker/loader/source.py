@@ -111,7 +111,9 @@ class WeightSource:
         in_file = {
             name: entry
             for name, entry in entries_by_name(index).items()
-            if (self._is_gguf or not _repeats_config(name)) and not name.startswith(unused)
+            if (self._is_gguf or not _repeats_config(name))
+            and not name.startswith(unused)
+            and name not in spec.unused_tensors
         }
         self._rope_factors: tuple[float, ...] | None = None
         if self._is_gguf and (factors := in_file.pop(ROPE_FACTORS, None)):
@@ -128,8 +130,10 @@ class WeightSource:
             for name, weight in self._weights.items()
         }
         self._stored_tied_head: TensorEntry | None = None
-        if spec.tied_embeddings:
-            head = "output.weight" if self._is_gguf else "lm_head.weight"
+        head = "output.weight" if self._is_gguf else "lm_head.weight"
+        if not spec.has_head:
+            in_file.pop(head, None)
+        elif spec.tied_embeddings:
             self._stored_tied_head = in_file.pop(head, None)
             if self._stored_tied_head is not None:
                 _check_shape(self._stored_tied_head, self._weights["embedding.weight"].shape)

@@ -21,7 +21,7 @@ import torch
 from proto.host_resources import ALLOWED_CPUS
 from proto.prepared_model import PreparedModel
 from worker.layers.activation import Activation
-from worker.layers.embedding import Embedding, VocabParallelTable
+from worker.layers.embedding import Embedding, EmbeddingTable, VocabParallelTable
 from worker.layers.experts import ExpertRanks, Experts
 from worker.layers.linear import Linear, PartOutput, ResidualLinear, VocabParallelHead
 from worker.layers.norm import Norm
@@ -35,6 +35,8 @@ from worker.loader.formats import (
     PackedFormat,
     Product,
     WeightFormat,
+    read_table,
+    table_bytes,
 )
 from worker.loader.product_choice import ProductChoice, choose_products
 from worker.loader.source import WeightSource, block_columns
@@ -148,14 +150,14 @@ class DecoderBuilder:
         """Read embedding, last norm and head; the returned function puts layers between them."""
         self.source.check_tied_head()
         norm = self.source.read_norm("norm")
-        build_ends = self.weight_format.read_ends(self.source, self._ends)
+        build_ends = self._read_table_and_head()
 
         def build(layers: Sequence[DecoderLayer]) -> Decoder:
             table, head = build_ends()
             if self.group.size > 1:
                 own, num_tokens = self._vocab[self.group.rank], self._vocab[-1].stop
                 table = VocabParallelTable(table, self.group, own, num_tokens)
-                head = VocabParallelHead(head, self.group, self._vocab)
+                head = head and VocabParallelHead(head, self.group, self._vocab)
             self.choose_products()
             return Decoder(
                 self.spec,
@@ -173,7 +175,14 @@ class DecoderBuilder:
 
     def build_ends(self) -> None:
         """Build embedding and head without the layers, for measurements."""
-        self.weight_format.read_ends(self.source, self._ends)()
+        self._read_table_and_head()()
+
+    def _read_table_and_head(self) -> Callable[[], tuple[EmbeddingTable, Linear | None]]:
+        """Read embedding and head; of a model without a head only the embedding."""
+        if self.spec.has_head:
+            return self.weight_format.read_ends(self.source, self._ends)
+        table = read_table(self.source, self._ends.embedding, self.weight_format.memory)
+        return lambda: (table, None)
 
     @property
     def _ends(self) -> Ends:
@@ -193,7 +202,11 @@ class DecoderBuilder:
         Norms and biases do not count: they are less than a thousandth of the products.
         """
         source, weight_format = self.source, self.weight_format
-        by_format = Counter(weight_format.ends_bytes(source, self._ends))
+        by_format = Counter(
+            weight_format.ends_bytes(source, self._ends)
+            if self.spec.has_head
+            else table_bytes(source, self._ends.embedding)
+        )
         table = source.joined_shape(self._ends.embedding)
         rearranged = source.has_parts(self._ends.head)
         ends = conversion_bytes(by_format, table, source.dtype, rearranged)

@@ -21,7 +21,7 @@ class Decoder:
     """Computes hidden states from tokens, and logits from hidden states.
 
     stacks: implementations of all layers; the first that takes a step runs it, and the last takes
-    any.
+    any. head: None for a model that pools hidden states.
     """
 
     can_be_captured = True
@@ -35,7 +35,7 @@ class Decoder:
         embedding: Embedding,
         stacks: Sequence[LayerStack],
         norm: Norm,
-        head: Linear,
+        head: Linear | None,
     ) -> None:
         self.spec = spec
         self._embedding = embedding
@@ -69,11 +69,17 @@ class Decoder:
 
         Their dtype is that of the head.
         """
+        assert self._head is not None, "the model has no head"
         logits = self._head(self._norm.into(hidden, self._normed.rows(hidden)))
         scale, soft_cap = self.spec.logit_scale, self.spec.logit_soft_cap
         if soft_cap:
             return logits.mul_(scale / soft_cap).tanh_().mul_(soft_cap)
         return logits if scale == 1.0 else logits.mul_(scale)
+
+    @torch.inference_mode()
+    def final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the last norm of rows of `forward`'s result, [N, hidden] in float32."""
+        return self._norm(hidden.float())
 
     def float32_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the same logits in float32."""

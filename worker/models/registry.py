@@ -14,6 +14,7 @@ import torch
 
 from proto.config import ModelImpl, ServeConfig
 from proto.errors import ConfigError, ModelError
+from proto.pooling import pooler_of
 from proto.prepared_model import FAMILIES, PreparedModel, family_of
 from worker.attention.flashinfer import HEAD_DIMS
 from worker.models.config_reader import ConfigReader
@@ -46,7 +47,14 @@ def model_spec(prepared: PreparedModel, config: ServeConfig) -> ModelSpec:
 
     Raises ModelError as `spec_from_config` does, ConfigError for a setting that it cannot have.
     """
+    pooler = pooler_of(config.model, prepared)
     if runs_on_transformers(prepared, config.model.model_impl):
+        if pooler is not None:
+            raise ConfigError(
+                f"--runner pooling: {prepared.architecture} runs on transformers' code, which only "
+                "generates here",
+                "runner",
+            )
         return _transformers_spec(prepared, config)
     if config.model.model_impl == "tokend" and prepared.architecture not in FAMILIES:
         raise ConfigError(
@@ -55,6 +63,8 @@ def model_spec(prepared: PreparedModel, config: ServeConfig) -> ModelSpec:
             "model_impl",
         )
     spec = spec_from_config(read_config(prepared), config.model.max_model_len)
+    if pooler is not None:
+        spec = spec.for_pooling(pooler)
     return spec.with_expert_parallel() if config.parallel.enable_expert_parallel else spec
 
 

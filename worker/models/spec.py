@@ -10,6 +10,7 @@ from typing import Final, Literal
 
 from proto.errors import ConfigError
 from proto.lifecycle import ComputeShape
+from proto.pooling import Pooler
 from worker.attention.base import AttentionShape
 from worker.models.attention import AttentionSpec
 from worker.models.latent_attention import LatentAttentionSpec
@@ -83,6 +84,8 @@ class ModelSpec:
     embedding_scale: factor of the embedding, not of a tied head.
     logit_scale: factor of the logits.
     num_unused_layers: layers above the last one whose weights files have and nothing reads.
+    has_head: whether it has logits. unused_tensors: names of tensors that are no part of it, which
+        files may have: those of a pooler.
     logit_soft_cap: logits become soft_cap * tanh(logit / soft_cap); 0 leaves them unchanged.
     """
 
@@ -102,6 +105,8 @@ class ModelSpec:
     logit_soft_cap: float = 0.0
     tied_embeddings: bool = False
     num_unused_layers: int = 0
+    has_head: bool = True
+    unused_tensors: frozenset[str] = frozenset()
 
     @property
     def num_layers(self) -> int:
@@ -154,6 +159,14 @@ class ModelSpec:
             )
         return replace(self, layers=layers)
 
+    def for_pooling(self, pooler: Pooler) -> "ModelSpec":
+        """Return the model with a head only if the pooler reads logits."""
+        return replace(
+            self,
+            has_head=bool(pooler.logit_tokens),
+            unused_tensors=frozenset(pooler.tensors),
+        )
+
     @property
     def outputs_per_layer(self) -> int:
         """Numbers that the products of one token give, in the layer with the most of them."""
@@ -182,7 +195,7 @@ class ModelSpec:
         for number, layer in enumerate(self.layers):
             specs += [weight.in_layer(number) for weight in self._layer_weights(layer)]
         specs += norm_weights("norm", "model.norm", "output_norm", self.hidden_size, self.norm_bias)
-        if not self.tied_embeddings:
+        if self.has_head and not self.tied_embeddings:
             specs += projection("head", "lm_head", "output", table)
         return {weight.name: weight for weight in specs}
 

@@ -1,0 +1,178 @@
+"""The pooling endpoints over HTTP, with a scripted engine."""
+
+import asyncio
+import base64
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import pytest_asyncio
+from openai import AsyncOpenAI
+
+from proto.engine_io import EngineCoreRequest, FinishReason
+from proto.errors import ErrorInfo
+from proto.pooling import MAX_INPUTS, Pooler
+from proto.prepared_model import PreparedModel
+from tests.api_server.conftest import FrontEnd, StartFrontEnd, concurrently, serving
+
+SIZE = 4
+EMBEDDER = Pooler(size=SIZE)
+
+
+def vector(request: EngineCoreRequest) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """The result that the engine makes up for a prompt."""
+    params = request.pooling_params
+    assert params is not None
+    ids = request.prompt_token_ids
+    numbers = np.array([len(ids), *ids[:3], 0, 0, 0][:SIZE], dtype="<f4") / 7
+    return numbers[: params.dimensions or SIZE]
+
+
+@pytest_asyncio.fixture
+async def front_end(run_dir: str, model: PreparedModel) -> AsyncIterator[FrontEnd]:
+    """A front end of an embedding model, whose engine answers every request."""
+    pooling = msgspec.structs.replace(model, pooler=EMBEDDER, hidden_size=SIZE)
+    async with serving(run_dir, pooling, accepts=True) as front_end:
+
+        async def answer() -> None:
+            while True:
+                request = await front_end.engine.requests.get()
+                if request.prompt_token_ids[0] == 7:
+                    front_end.engine.refuse(request, ErrorInfo("overloaded", "full"))
+                    continue
+                front_end.engine.emit(
+                    request,
+                    [],
+                    finish=FinishReason.STOP,
+                    pooler_output=vector(request).tobytes(),
+                )
+
+        task = asyncio.create_task(answer())
+        yield front_end
+        task.cancel()
+
+
+async def test_the_openai_client(front_end: FrontEnd) -> None:
+    """Both encodings give the same numbers; usage counts the tokens of all texts."""
+    client = AsyncOpenAI(base_url=front_end.url + "/v1", api_key="x", max_retries=0)
+    texts = ["hello", "the quick brown fox", "hello"]
+    as_base64 = await client.embeddings.create(model="toy", input=texts)
+    as_float = await client.embeddings.create(model="toy", input=texts, encoding_format="float")
+    assert [each.index for each in as_float.data] == [0, 1, 2]
+    for ours, other in zip(as_float.data, as_base64.data, strict=True):
+        np.testing.assert_array_equal(np.float32(ours.embedding), np.float32(other.embedding))
+    assert as_float.data[0].embedding == as_float.data[2].embedding != as_float.data[1].embedding
+    num_tokens = round(7 * sum(each.embedding[0] for each in as_float.data))
+    assert as_float.usage.prompt_tokens == as_float.usage.total_tokens == num_tokens
+    short = await client.embeddings.create(model="toy", input="hello", dimensions=2)
+    assert len(short.data[0].embedding) == 2
+
+
+async def test_inputs_of_all_kinds(front_end: FrontEnd) -> None:
+    async def check(case: tuple[Any, list[list[int]]]) -> None:
+        given, expected = case
+        response = await front_end.http.post("/v1/embeddings", json={"input": given})
+        assert response.status_code == 200, response.text
+        data = response.json()["data"]
+        assert [round(7 * each["embedding"][0]) for each in data] == list(map(len, expected))
+
+    ids = [[5, 6], [8, 9, 10]]
+    await concurrently(check, [(ids[0], ids[:1]), (ids, ids), ([[5]] * MAX_INPUTS, [[5]] * 8192)])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+async def test_truncation(front_end: FrontEnd, side: str) -> None:
+    body = {"input": [list(range(10, 20))], "truncate_prompt_tokens": 2, "truncation_side": side}
+    response = await front_end.http.post("/pooling", json=body)
+    (entry,) = response.json()["data"]
+    first = 18 if side == "left" else 10
+    assert np.rint(7 * np.array(entry["data"])).tolist() == [2, first, first + 1, 0]
+
+
+async def test_the_vectors_of_all_tokens(front_end: FrontEnd) -> None:
+    body = {"input": [5, 6], "task": "token_embed", "encoding_format": "float"}
+    response = await front_end.http.post("/pooling", json=body)
+    assert np.array(response.json()["data"][0]["data"]).shape == (2, SIZE // 2)
+    body["encoding_format"] = "base64"
+    response = await front_end.http.post("/pooling", json=body)
+    assert len(base64.b64decode(response.json()["data"][0]["data"])) == 4 * SIZE
+
+
+async def test_invalid_requests_are_named(front_end: FrontEnd) -> None:
+    """And harm nothing: a valid request follows each of them."""
+    long = "word " * 300
+
+    async def check(case: tuple[str, dict[str, Any], str]) -> None:
+        path, fields, param = case
+        response = await front_end.http.post(path, json=fields)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param), case
+        valid = await front_end.http.post("/v1/embeddings", json={"input": "hello"})
+        assert valid.status_code == 200
+
+    embeddings = "/v1/embeddings"
+    await concurrently(
+        check,
+        [
+            (embeddings, {}, "input"),
+            (embeddings, {"input": ""}, "input"),
+            (embeddings, {"input": ["hello", ""]}, "input"),
+            (embeddings, {"input": []}, "input"),
+            (embeddings, {"input": [[]]}, "input"),
+            (embeddings, {"input": 5}, "input"),
+            (embeddings, {"input": [1 << 40]}, "input"),
+            (embeddings, {"input": ["hello"] * (MAX_INPUTS + 1)}, "input"),
+            (embeddings, {"input": "hello", "dimensions": 0}, "dimensions"),
+            (embeddings, {"input": "hello", "dimensions": SIZE + 1}, "dimensions"),
+            (embeddings, {"input": "hello", "encoding_format": "hex"}, "encoding_format"),
+            (
+                embeddings,
+                {"input": "hello", "truncate_prompt_tokens": 257},
+                "truncate_prompt_tokens",
+            ),
+            (embeddings, {"input": "hello", "truncation_side": "left"}, "truncation_side"),
+            ("/pooling", {"input": "hello", "task": "classify"}, "model"),
+            ("/v1/completions", {"prompt": "hello"}, "model"),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, "model"),
+            ("/v1/responses", {"input": "hello"}, "model"),
+        ],
+    )
+    response = await front_end.http.post(embeddings, json={"input": long})
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+    body = {"input": long, "truncate_prompt_tokens": -1}
+    truncated = await front_end.http.post(embeddings, json=body)
+    assert truncated.json()["usage"]["prompt_tokens"] == 256
+    whole = await front_end.http.post(embeddings, json={"input": [9] * 256})
+    assert whole.status_code == 200, "a text may be as long as the model"
+
+
+async def test_a_failure_of_one_text_ends_the_request(front_end: FrontEnd) -> None:
+    response = await front_end.http.post("/v1/embeddings", json={"input": [[5], [7], [6]]})
+    assert response.status_code == 503
+    assert front_end.app_state.client.num_open == 0
+
+
+async def test_a_client_that_leaves(run_dir: str, model: PreparedModel) -> None:
+    """Its texts are aborted."""
+    pooling = msgspec.structs.replace(model, pooler=EMBEDDER, hidden_size=SIZE)
+    async with serving(run_dir, pooling, accepts=True) as front_end:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(front_end.url[-5:]))
+        body = json.dumps({"input": [[5], [6]]}).encode()
+        head = "POST /v1/embeddings HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        requests = [await front_end.engine.requests.get() for _ in range(2)]
+        writer.close()
+        aborted = {(await front_end.engine.aborts.get()).request_id for _ in range(2)}
+        assert aborted == {request.request_id for request in requests}
+        assert not await reader.read()
+
+
+async def test_a_generating_model_refuses(start: StartFrontEnd) -> None:
+    async with start() as front_end:
+        for path in ("/v1/embeddings", "/pooling"):
+            response = await front_end.http.post(path, json={"input": "hello"})
+            error = response.json()["error"]
+            assert (response.status_code, error["param"]) == (400, "model")
+            assert "does not support" in error["message"]

@@ -1,0 +1,255 @@
+"""From the hidden states of a step to the results of pooled sequences; nothing is sampled.
+
+    hidden [T, H] ─▶ last norm ─▶ PartialPool of each sequence ─▶ PoolingHead ─▶ pooler_outputs
+
+A prompt may come in chunks, so a sequence keeps what it has pooled so far; the last token needs
+nothing kept. Start with `PoolingRunner.finish_on_host`. Everything here is float32.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+
+from proto.errors import ModelError
+from proto.model_runner_output import ModelRunnerOutput, RowPooled
+from proto.pooling import Activation, Pooler, PoolerLayer, PoolingParams, PoolingType
+from proto.prepared_model import PreparedModel, TensorEntry
+from proto.scheduler_output import SchedulerOutput
+from worker.loader.files import TensorFiles, entries_by_name, read_index
+from worker.model_runner import (
+    ForwardOutput,
+    GrammarMaskSource,
+    ModelRunner,
+    nonfinite_sequences,
+)
+
+ACTIVATIONS: Final[Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "none": lambda x: x,
+    "tanh": torch.tanh,
+    "gelu": F.gelu,
+    "relu": torch.relu,
+    "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+    "softmax": lambda x: x.softmax(-1),
+}
+
+
+@dataclass(slots=True)
+class PartialPool:
+    """What a sequence has pooled so far.
+
+    end: tokens that are counted. vectors: the running value of each pooling type, [H].
+    tokens: the hidden states themselves, for the task token_embed.
+    """
+
+    params: PoolingParams
+    num_tokens: int
+    end: int = 0
+    vectors: dict[PoolingType, torch.Tensor] = field(default_factory=dict)
+    tokens: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def keeps_tokens(self) -> bool:
+        return self.params.task == "token_embed"
+
+    def add(self, hidden: torch.Tensor, start: int, types: Sequence[PoolingType]) -> None:
+        """Count the hidden states [n, H] of the positions from `start` on.
+
+        A preempted sequence begins again at 0, or at a position that is counted already.
+        """
+        if start == 0:
+            self.end = 0
+            self.vectors.clear()
+            self.tokens.clear()
+        assert start <= self.end, "hidden states of tokens are missing"
+        hidden = hidden[self.end - start :]
+        if not len(hidden):
+            return
+        if self.keeps_tokens:
+            self.tokens.append(hidden.clone())
+        else:
+            for kind in types:
+                self.vectors[kind] = self._pooled(kind, hidden)
+        self.end += len(hidden)
+
+    def _pooled(self, kind: PoolingType, hidden: torch.Tensor) -> torch.Tensor:
+        before = self.vectors.get(kind)
+        if kind == "cls":
+            return hidden[0].clone() if before is None else before
+        if kind == "last":
+            return hidden[-1].clone()
+        if kind == "max":
+            highest = hidden.amax(0)
+            return highest if before is None else torch.maximum(before, highest)
+        if kind == "weighted_mean":
+            weights = torch.arange(self.end + 1, self.end + len(hidden) + 1, dtype=hidden.dtype)
+            total = weights @ hidden
+        else:
+            total = hidden.sum(0)
+        return total if before is None else before + total
+
+    def vector(self, types: Sequence[PoolingType]) -> torch.Tensor:
+        """Return the pooled vectors of a complete sequence, joined."""
+        count = self.num_tokens
+        divisors = {
+            "mean": float(count),
+            "mean_sqrt_len": count**0.5,
+            "weighted_mean": count * (count + 1) / 2,
+        }
+        return torch.cat([self.vectors[kind] / divisors.get(kind, 1.0) for kind in types])
+
+
+class PoolingHead:
+    """What follows pooling: the layers of a Pooler, then normalisation or activation."""
+
+    def __init__(self, pooler: Pooler, tensors: Mapping[str, torch.Tensor]) -> None:
+        """tensors: float32, by name; see `Pooler.tensors`."""
+        self.pooler = pooler
+        self._layers = [_layer(layer, tensors) for layer in pooler.layers]
+
+    @classmethod
+    def load(cls, pooler: Pooler, prepared: PreparedModel) -> "PoolingHead":
+        """Read the weights of the layers; raises ModelError if one is missing."""
+        index = read_index(prepared)
+        entries, files = entries_by_name(index), TensorFiles(index)
+        tensors = {
+            name: _read_float32(files, entries[name]) for name in pooler.tensors if name in entries
+        }
+        for layer in pooler.layers:
+            if layer.name and f"{layer.name}.weight" not in tensors:
+                raise ModelError(f"tensor {layer.name}.weight of the pooler is missing")
+        return cls(pooler, tensors)
+
+    def apply_layers(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the layers' result for x [N, V]."""
+        for layer in self._layers:
+            x = layer(x)
+        return x
+
+    def finish(self, x: torch.Tensor, params: PoolingParams) -> torch.Tensor:
+        """Return the result of a row, or of rows, as its request asks for it."""
+        if params.task == "classify":
+            activate = params.activate is not False
+            return ACTIVATIONS[self.pooler.activation](x) if activate else x
+        if params.dimensions:
+            x = x[..., : params.dimensions]
+        normalize = self.pooler.normalize if params.activate is None else params.activate
+        return F.normalize(x, dim=-1) if normalize else x
+
+
+def _read_float32(files: TensorFiles, entry: TensorEntry) -> torch.Tensor:
+    return files.read(entry).to(torch.float32, copy=True)
+
+
+def _layer(
+    layer: PoolerLayer, tensors: Mapping[str, torch.Tensor]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    if layer.kind == "normalize":
+        return lambda x: F.normalize(x, dim=-1)
+    weight, bias = tensors[f"{layer.name}.weight"], tensors.get(f"{layer.name}.bias")
+    if layer.kind == "norm":
+        return lambda x: F.layer_norm(x, weight.shape, weight, bias, layer.eps)
+    activation = ACTIVATIONS[layer.activation]
+    return lambda x: activation(F.linear(x, weight, bias))
+
+
+class PoolingRunner(ModelRunner):
+    """A ModelRunner whose steps end with pooling. head: of the model; other arguments as there."""
+
+    def __init__(self, head: PoolingHead, *args: Any, **fields: Any) -> None:
+        super().__init__(*args, **fields)
+        self._head = head
+        self._partial: dict[int, PartialPool] = {}
+
+    @torch.inference_mode()
+    def start_step(self, step: SchedulerOutput) -> ForwardOutput | ModelRunnerOutput:
+        for seq_id in step.finished_seq_ids:
+            self._partial.pop(seq_id, None)
+        for new in step.new_requests:
+            assert new.pooling_params is not None, "this model only pools"
+            self._partial[new.seq_id] = PartialPool(new.pooling_params, len(new.prompt_token_ids))
+        return super().start_step(step)
+
+    @torch.inference_mode()
+    def finish_on_host(
+        self, forward: ForwardOutput, get_grammars: GrammarMaskSource
+    ) -> ModelRunnerOutput:
+        """Pool the step's hidden states and return the results of complete sequences."""
+        nonfinite = nonfinite_sequences(forward.hidden, forward.inputs.query_start)
+        results = self._results(forward, nonfinite)
+        return ModelRunnerOutput(
+            forward.step.epoch,
+            forward.step.step,
+            forward.seq_ids,
+            [[] for _ in forward.seq_ids],
+            compute_seconds=time.monotonic() - forward.started,
+            failed_seq_ids=[forward.seq_ids[index] for index in np.flatnonzero(nonfinite)],
+            pooler_outputs=results,
+        )
+
+    def warm_up(self) -> None:
+        self._model.final_norm(self.run_dummy_layers(1, 1))
+
+    def _results(self, forward: ForwardOutput, nonfinite: NDArray[np.bool_]) -> list[RowPooled]:
+        """Return the results of complete sequences; mark those that are not finite."""
+        complete = self._pool_tokens(forward)
+        if not complete:
+            return []
+        pooler = self._head.pooler
+        partial = [self._partial[forward.seq_ids[index]] for index in complete]
+        vectors = [each for each in partial if not each.keeps_tokens]
+        if pooler.logit_tokens:
+            last = torch.from_numpy(forward.inputs.query_start[1:][complete].astype(np.int64) - 1)
+            logits = self._model.float32_logits(forward.hidden.index_select(0, last))
+            scores = logits[:, list(pooler.logit_tokens)]
+            pooled = iter(scores[:, :1] - scores[:, 1:] if scores.shape[1] > 1 else scores)
+        elif vectors:
+            joined = torch.stack([each.vector(pooler.types) for each in vectors])
+            pooled = iter(self._head.apply_layers(joined))
+        results = []
+        for index, each in zip(complete, partial, strict=True):
+            if each.keeps_tokens:
+                row = self._head.apply_layers(torch.cat(each.tokens))
+            else:
+                row = next(pooled)
+            result = self._head.finish(row, each.params)
+            if nonfinite[index] or not bool(result.isfinite().all()):
+                nonfinite[index] = True
+                continue
+            data = result.contiguous().numpy().astype("<f4", copy=False).tobytes()
+            results.append(RowPooled(forward.seq_ids[index], data))
+        return results
+
+    def _pool_tokens(self, forward: ForwardOutput) -> list[int]:
+        """Count the step's hidden states; return the indices of sequences that are complete."""
+        inputs, pooler = forward.inputs, self._head.pooler
+        starts, ends = inputs.query_start[:-1].tolist(), inputs.query_start[1:].tolist()
+        partial = [self._partial[seq_id] for seq_id in forward.seq_ids]
+        lengths = inputs.seq_lens.tolist()
+        complete = [
+            index for index, each in enumerate(partial) if lengths[index] == each.num_tokens
+        ]
+        if pooler.logit_tokens:
+            return complete
+        counted = [
+            index
+            for index, each in enumerate(partial)
+            if pooler.needs_all_tokens or each.keeps_tokens
+        ]
+        if counted:
+            hidden = self._model.final_norm(forward.hidden)
+            for index in counted:
+                rows = hidden[starts[index] : ends[index]]
+                partial[index].add(rows, int(inputs.num_computed[index]), pooler.types)
+        if others := sorted(set(complete) - set(counted)):
+            last = torch.tensor([ends[index] - 1 for index in others])
+            hidden = self._model.final_norm(forward.hidden.index_select(0, last))
+            for row, index in zip(hidden, others, strict=True):
+                partial[index].vectors["last"] = row
+        return complete
