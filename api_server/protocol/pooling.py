@@ -125,10 +125,12 @@ def texts_of(value: Any, field: str) -> list[str]:
     items = value if isinstance(value, list) else [value]
     if not items or len(items) > MAX_INPUTS:
         raise InvalidRequestError(f"{field}: 1 to {MAX_INPUTS} texts, got {len(items)}", field)
-    texts = [item.get("text") if isinstance(item, dict) else item for item in items]
-    for text in texts:
+    texts: list[str] = []
+    for item in items:
+        text = item.get("text") if isinstance(item, dict) else item
         if not isinstance(text, str) or not text:
             raise InvalidRequestError(f"{field} must be texts that are not empty", field)
+        texts.append(text)
     return texts
 
 

@@ -84,7 +84,7 @@ async def create_scores(request: Request) -> Response:
     queries, documents = texts_of(body.text_1, "text_1"), texts_of(body.text_2, "text_2")
     if len(queries) not in (1, len(documents)):
         raise InvalidRequestError(
-            f"text_1 has {len(queries)} texts: 1 or as many as text_2, {len(documents)}, are needed",
+            f"text_1 must be one text or {len(documents)}, as text_2, got {len(queries)}",
             "text_1",
         )
     job = PoolingJob(app_state_of(request), request, body, ignored, "score-")
@@ -140,7 +140,8 @@ async def _scores(
         params = PoolingParams(
             task="embed", activate=True, needs_all_tokens=pooler.needs_all_tokens
         )
-        prompts = await job.read_texts([*queries, *documents], field)
+        prompts = await job.read_texts(queries, field)
+        prompts += await job.read_texts(documents, field)
         vectors = np.stack(await job.run(prompts, params))
         products = vectors[: len(queries)] * vectors[len(queries) :]
         return [float(score) for score in products.sum(1)]
