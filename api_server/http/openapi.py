@@ -16,7 +16,13 @@ from api_server.http.middleware import OPEN_PATHS
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.completions import CompletionRequest
 from api_server.protocol.messages.request import CountTokensRequest, MessagesRequest
-from api_server.protocol.pooling import EmbeddingRequest, PoolingRequest
+from api_server.protocol.pooling import (
+    ClassificationRequest,
+    EmbeddingRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from api_server.protocol.responses.compaction import CompactionRequest
 from api_server.protocol.responses.request import ResponsesRequest
 from api_server.protocol.tokenize import Detokenize, TokenizeChat, TokenizeText
@@ -254,6 +260,30 @@ POOLED: Final = _pooled(
         }
     )
 )
+CLASSES: Final = _pooled(
+    an_object(
+        {
+            "index": INTEGER,
+            "label": or_null(STRING),
+            "probs": a_list(NUMBER),
+            "num_classes": INTEGER,
+        }
+    )
+)
+SCORES: Final = _pooled(an_object({"object": one_of("score"), "index": INTEGER, "score": NUMBER}))
+RANKING: Final = an_object(
+    {
+        "id": STRING,
+        "model": STRING,
+        "results": a_list(
+            an_object(
+                {"index": INTEGER, "relevance_score": NUMBER},
+                {"document": an_object({"text": STRING})},
+            )
+        ),
+        "usage": _POOLING_USAGE,
+    }
+)
 EVENT: Final = an_object({"data": STRING})
 """An event of a stream: JSON in a string, or [DONE]."""
 TEXT: Final = an_object({"prompt": STRING})
@@ -331,6 +361,12 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
     ),
     ("/v1/embeddings", "post"): Operation((EmbeddingRequest,), _json_response(EMBEDDINGS)),
     ("/pooling", "post"): Operation((PoolingRequest,), _json_response(POOLED)),
+    ("/classify", "post"): Operation((ClassificationRequest,), _json_response(CLASSES)),
+    ("/score", "post"): Operation((ScoreRequest,), _json_response(SCORES)),
+    ("/v1/score", "post"): Operation((ScoreRequest,), _json_response(SCORES)),
+    ("/rerank", "post"): Operation((RerankRequest,), _json_response(RANKING)),
+    ("/v1/rerank", "post"): Operation((RerankRequest,), _json_response(RANKING)),
+    ("/v2/rerank", "post"): Operation((RerankRequest,), _json_response(RANKING)),
     ("/v1/models", "get"): Operation(
         responses=_json_response(MODELS),
         query={"limit": INTEGER, "after_id": STRING, "before_id": STRING},

@@ -1,6 +1,7 @@
 """The requests of the pooling endpoints, and the bodies of their responses."""
 
 from base64 import b64encode
+from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal
 
 import numpy as np
@@ -16,6 +17,7 @@ from api_server.protocol.common import (
     Strict,
     Text,
 )
+from proto.errors import InvalidRequestError
 from proto.pooling import MAX_INPUTS, MAX_VECTOR, PoolingTask
 
 Vector = npt.NDArray[np.float32]
@@ -30,6 +32,10 @@ _INPUT: Final = {
         {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS, "items": _IDS},
     ]
 }
+
+
+_DOCUMENT: Final = {"anyOf": [_TEXT, {"type": "object", "properties": {"text": _TEXT}}]}
+_DOCUMENTS: Final = {"anyOf": [_DOCUMENT, {"type": "array", "minItems": 1, "items": _DOCUMENT}]}
 
 
 class PoolingFields(Strict):
@@ -71,6 +77,35 @@ class PoolingRequest(EmbeddingRequest):
     """embed, classify, or token_embed for a vector of each token; by default the model's own."""
 
 
+class ClassificationRequest(PoolingFields):
+    input: Annotated[Any, WithJsonSchema(_INPUT)]
+    """As in an embedding request."""
+    use_activation: bool = True
+    """Return probabilities; false: the scores before softmax or sigmoid."""
+
+
+class ScoreRequest(PoolingFields):
+    text_1: Annotated[Any, WithJsonSchema(_DOCUMENTS)]
+    """A query, or as many queries as text_2 has documents."""
+    text_2: Annotated[Any, WithJsonSchema(_DOCUMENTS)]
+    """A document or a list of documents."""
+    use_activation: bool = True
+    """Return scores from 0 to 1 where the model has an activation; false: before it."""
+
+
+class RerankRequest(PoolingFields):
+    query: Text
+    """The query."""
+    documents: Annotated[Any, WithJsonSchema(_DOCUMENTS)]
+    """Up to 8192 documents: strings, or objects with a text."""
+    top_n: int = Field(default=0, ge=0, le=INT64_MAX)
+    """Return the best so many documents; 0: all."""
+    return_documents: bool = True
+    """Include the documents in the results."""
+    use_activation: bool = True
+    """As in a score request."""
+
+
 def pooling_usage(num_tokens: int) -> dict[str, int]:
     return {"prompt_tokens": num_tokens, "completion_tokens": 0, "total_tokens": num_tokens}
 
@@ -80,3 +115,41 @@ def encoded(vector: Vector, encoding_format: str) -> Any:
     if encoding_format == "base64":
         return b64encode(vector.astype("<f4", copy=False).tobytes()).decode()
     return vector.tolist()
+
+
+def texts_of(value: Any, field: str) -> list[str]:
+    """Return the texts of a field: a string, an object with a text, or a list of these.
+
+    Raises InvalidRequestError for anything else, for an empty text and for more than MAX_INPUTS.
+    """
+    items = value if isinstance(value, list) else [value]
+    if not items or len(items) > MAX_INPUTS:
+        raise InvalidRequestError(f"{field}: 1 to {MAX_INPUTS} texts, got {len(items)}", field)
+    texts: list[str] = []
+    for item in items:
+        text = item.get("text") if isinstance(item, dict) else item
+        if not isinstance(text, str) or not text:
+            raise InvalidRequestError(f"{field} must be texts that are not empty", field)
+        texts.append(text)
+    return texts
+
+
+def label_entry(index: int, scores: Vector, labels: Sequence[str]) -> dict[str, Any]:
+    """Return an entry of a classification."""
+    best = int(scores.argmax())
+    label = labels[best] if best < len(labels) else None
+    return {"index": index, "label": label, "probs": scores.tolist(), "num_classes": len(scores)}
+
+
+def rerank_results(
+    scores: Sequence[float], documents: Sequence[str], request: RerankRequest
+) -> list[dict[str, Any]]:
+    """Return the documents with their scores, best first."""
+    order = sorted(range(len(scores)), key=lambda index: -scores[index])
+    results: list[dict[str, Any]] = []
+    for index in order[: request.top_n or len(order)]:
+        result: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
+        if request.return_documents:
+            result["document"] = {"text": documents[index]}
+        results.append(result)
+    return results

@@ -3,6 +3,7 @@
 import time
 from typing import Any
 
+import numpy as np
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -10,10 +11,16 @@ from starlette.responses import Response
 from api_server.pooling import DisconnectedError, PoolingJob, pooler_for
 from api_server.protocol.fields import IgnoredFields, parse
 from api_server.protocol.pooling import (
+    ClassificationRequest,
     EmbeddingRequest,
     PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
     encoded,
+    label_entry,
     pooling_usage,
+    rerank_results,
+    texts_of,
 )
 from api_server.routes.common import app_state_of, read_fields
 from proto.codec import to_compact_json
@@ -44,6 +51,112 @@ async def create_pooling(request: Request) -> Response:
     pooler_for(app_state_of(request), task, f"the task {task}")
     job = PoolingJob(app_state_of(request), request, body, ignored, "pool-")
     return await _answer(job, body, _params(pooler, body, task), "pooling", "data")
+
+
+@router.post("/classify")
+async def classify(request: Request) -> Response:
+    """Return the probabilities of the model's labels for each text."""
+    pooler = pooler_for(app_state_of(request), "classify", "Classification API")
+    ignored = IgnoredFields()
+    body = parse(ClassificationRequest, await read_fields(request, ignored), {}, ignored)
+    job = PoolingJob(app_state_of(request), request, body, ignored, "classify-")
+    prompts = await job.read_texts(body.input, "input")
+    params = PoolingParams(
+        task="classify",
+        activate=body.use_activation,
+        needs_all_tokens=pooler.needs_all_tokens,
+    )
+    try:
+        scores = await job.run(prompts, params)
+    except DisconnectedError:
+        return Response()
+    data = [label_entry(index, each, pooler.labels) for index, each in enumerate(scores)]
+    return _json(job, {"object": "list", "data": data, "usage": pooling_usage(job.num_tokens)})
+
+
+@router.post("/v1/score")
+@router.post("/score")
+async def create_scores(request: Request) -> Response:
+    """Return how well each document of text_2 fits its query of text_1."""
+    pooler = pooler_for(app_state_of(request), None, "Score API")
+    ignored = IgnoredFields()
+    body = parse(ScoreRequest, await read_fields(request, ignored), {}, ignored)
+    queries, documents = texts_of(body.text_1, "text_1"), texts_of(body.text_2, "text_2")
+    if len(queries) not in (1, len(documents)):
+        raise InvalidRequestError(
+            f"text_1 must be one text or {len(documents)}, as text_2, got {len(queries)}",
+            "text_1",
+        )
+    job = PoolingJob(app_state_of(request), request, body, ignored, "score-")
+    try:
+        scores = await _scores(job, pooler, queries, documents, body.use_activation, "text_2")
+    except DisconnectedError:
+        return Response()
+    data = [
+        {"index": index, "object": "score", "score": score} for index, score in enumerate(scores)
+    ]
+    return _json(job, {"object": "list", "data": data, "usage": pooling_usage(job.num_tokens)})
+
+
+@router.post("/v2/rerank")
+@router.post("/v1/rerank")
+@router.post("/rerank")
+async def rerank(request: Request) -> Response:
+    """Return documents in the order in which they fit a query, as Jina and Cohere do."""
+    pooler = pooler_for(app_state_of(request), None, "Rerank API")
+    ignored = IgnoredFields()
+    fields = await read_fields(request, ignored)
+    body = parse(RerankRequest, fields, {"documents": ()}, ignored)
+    documents = texts_of(body.documents, "documents")
+    (query,) = texts_of(body.query, "query")
+    job = PoolingJob(app_state_of(request), request, body, ignored, "rerank-")
+    try:
+        scores = await _scores(job, pooler, [query], documents, body.use_activation, "documents")
+    except DisconnectedError:
+        return Response()
+    return _json(
+        job,
+        {
+            "results": rerank_results(scores, documents, body),
+            "usage": pooling_usage(job.num_tokens),
+            "meta": {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}},
+        },
+    )
+
+
+async def _scores(
+    job: PoolingJob,
+    pooler: Pooler,
+    queries: list[str],
+    documents: list[str],
+    activate: bool,
+    field: str,
+) -> list[float]:
+    """Return the score of each document for its query; one query is for all documents.
+
+    A model of embeddings gives their cosine. field: that has the documents, for errors.
+    """
+    if pooler.task == "embed":
+        params = PoolingParams(
+            task="embed", activate=True, needs_all_tokens=pooler.needs_all_tokens
+        )
+        prompts = await job.read_texts(queries, field)
+        prompts += await job.read_texts(documents, field)
+        vectors = np.stack(await job.run(prompts, params))
+        products = vectors[: len(queries)] * vectors[len(queries) :]
+        return [float(score) for score in products.sum(1)]
+    if len(pooler.labels) != 1:
+        raise InvalidRequestError(
+            f"The model does not support scores: it has {len(pooler.labels)} labels", "model"
+        )
+    pairs = [
+        (queries[index if len(queries) > 1 else 0], text) for index, text in enumerate(documents)
+    ]
+    params = PoolingParams(
+        task="classify", activate=activate, needs_all_tokens=pooler.needs_all_tokens
+    )
+    scores = await job.run(await job.read_pairs(pairs, field), params)
+    return [float(score[0]) for score in scores]
 
 
 def _params(pooler: Pooler, body: EmbeddingRequest, task: PoolingTask) -> PoolingParams:

@@ -85,6 +85,16 @@ class PromptReader:
             prompts.append(Prompt(ids, None if truncates else text))
         return prompts
 
+    async def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Prompt]:
+        """Return a prompt of both texts of each pair; raise InvalidRequestError."""
+        for text in {text for pair in pairs for text in pair}:
+            self.check_text(text)
+        encoded = await self.tokenizer.encode_pairs(pairs, max_tokens=self.truncation.max_tokens)
+        for ids in encoded:
+            self._check_length(ids)
+            self._check_range(ids)
+        return [Prompt(ids) for ids in encoded]
+
     @property
     def _max_characters(self) -> int:
         return self.max_model_len * self.tokenizer.longest_token * MAX_NORMALIZATION_RATIO

@@ -143,6 +143,29 @@ class ModelTokenizer:
             add_special_tokens=add_special_tokens,
         )
 
+    async def encode_pairs(
+        self, pairs: Sequence[tuple[str, str]], *, max_tokens: int | None
+    ) -> list[list[int]]:
+        """Return the token ids of each pair, with what the tokenizer adds.
+
+        max_tokens: the second text is cut at its end to keep a pair within it; None for no limit.
+        """
+        size = sum(len(first) + len(second) for first, second in pairs)
+        return await self.run_in_thread_if_large(size, self._encode_pairs, pairs, max_tokens)
+
+    def _encode_pairs(
+        self, pairs: Sequence[tuple[str, str]], max_tokens: int | None
+    ) -> list[list[int]]:
+        texts = [text for pair in pairs for text in pair]
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        added = self._tokenizer.num_special_tokens_to_add(True)
+        found = []
+        for first, second in zip(encodings[::2], encodings[1::2], strict=True):
+            if max_tokens is not None:
+                second.truncate(max(max_tokens - added - len(first.ids), 0))
+            found.append(self._tokenizer.post_process(first, second, add_special_tokens=True).ids)
+        return found
+
     async def run_in_thread_if_large(
         self, size: int, work: Callable[P, R], *args: P.args, **fields: P.kwargs
     ) -> R:

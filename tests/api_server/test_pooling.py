@@ -171,8 +171,70 @@ async def test_a_client_that_leaves(run_dir: str, model: PreparedModel) -> None:
 
 async def test_a_generating_model_refuses(start: StartFrontEnd) -> None:
     async with start() as front_end:
-        for path in ("/v1/embeddings", "/pooling"):
+        for path in ("/v1/embeddings", "/pooling", "/classify", "/score", "/v2/rerank"):
             response = await front_end.http.post(path, json={"input": "hello"})
             error = response.json()["error"]
             assert (response.status_code, error["param"]) == (400, "model")
             assert "does not support" in error["message"]
+
+
+async def test_scores_of_embeddings_are_their_cosine(front_end: FrontEnd) -> None:
+    texts = ["hello", "the sea", "the quick fox", "hello"]
+    response = await front_end.http.post("/v1/embeddings", json={"input": texts})
+    vectors = np.array([each["embedding"] for each in response.json()["data"]])
+    expected = vectors[1:] @ vectors[0]
+    body: dict[str, Any] = {"text_1": texts[0], "text_2": texts[1:]}
+    for path in ("/score", "/v1/score"):
+        data = (await front_end.http.post(path, json=body)).json()["data"]
+        np.testing.assert_allclose([each["score"] for each in data], expected, rtol=1e-6)
+    body = {"query": texts[0], "documents": [texts[1], {"text": texts[2]}, texts[3]], "top_n": 2}
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        response = await front_end.http.post(path, json=body)
+        results = response.json()["results"]
+        order = np.argsort(-expected, kind="stable")[:2].tolist()
+        assert [each["index"] for each in results] == order
+        assert [each["document"]["text"] for each in results] == [texts[1 + i] for i in order]
+
+
+async def test_classes_and_scores_of_pairs(run_dir: str, model: PreparedModel) -> None:
+    """The prompt has both texts; only the document is cut."""
+    scorer = Pooler(task="classify", size=1, activation="sigmoid", labels=("yes",))
+    served = msgspec.structs.replace(model, pooler=scorer, hidden_size=SIZE)
+    async with serving(run_dir, served, accepts=True) as front_end:
+        tokenizer = front_end.app_state.tokenizer
+
+        async def post(path: str, number: int, **fields: Any) -> tuple[Any, list[list[int]]]:
+            call = asyncio.create_task(front_end.http.post(path, json=fields))
+            prompts = []
+            for index in range(number):
+                request = await front_end.engine.requests.get()
+                prompts.append(request.prompt_token_ids)
+                data = np.array([index / 4], dtype="<f4").tobytes()
+                front_end.engine.emit(request, [], finish=FinishReason.STOP, pooler_output=data)
+            return (await call).json(), prompts
+
+        query, first, second = await tokenizer.encode(
+            ["the sea", "a fox", "the old man"], add_special_tokens=False
+        )
+        fields = {"query": "the sea", "documents": ["a fox", "the old man"]}
+        body, prompts = await post("/v1/rerank", 2, **fields, return_documents=False)
+        assert prompts == [query + first, query + second]
+        assert body["results"] == [
+            {"index": 1, "relevance_score": 0.25},
+            {"index": 0, "relevance_score": 0.0},
+        ]
+        limit = len(query) + 1
+        _, prompts = await post("/rerank", 2, **fields, truncate_prompt_tokens=limit)
+        assert prompts == [query + first[:1], query + second[:1]]
+        body, _ = await post("/classify", 1, input="a fox")
+        assert body["data"] == [{"index": 0, "label": "yes", "probs": [0.0], "num_classes": 1}]
+        for path, given, param in (
+            ("/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1"),
+            ("/score", {"text_1": "a", "text_2": []}, "text_2"),
+            ("/rerank", {"query": "a", "documents": ["b", ""]}, "documents"),
+            ("/rerank", {"query": "", "documents": ["b"]}, "query"),
+            ("/rerank", {"query": "a", "documents": ["b"] * (MAX_INPUTS + 1)}, "documents"),
+            ("/v1/embeddings", {"input": "a"}, "model"),
+        ):
+            response = await front_end.http.post(path, json=given)
+            assert (response.status_code, response.json()["error"]["param"]) == (400, param)

@@ -17,7 +17,13 @@ from api_server.protocol.completions import CompletionRequest
 from api_server.protocol.fields import ANTHROPIC, HARMLESS, NEUTRAL, OPENAI, VLLM
 from api_server.protocol.messages.request import PASSED as PASSED_BY_MESSAGES
 from api_server.protocol.messages.request import MessagesRequest
-from api_server.protocol.pooling import PoolingFields, PoolingRequest
+from api_server.protocol.pooling import (
+    ClassificationRequest,
+    PoolingFields,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from api_server.protocol.responses.request import PASSED, ResponsesRequest
 
 _NO_DEFAULT = "required"
@@ -44,6 +50,12 @@ def markdown() -> str:
         "### /v1/embeddings and /pooling",
         "`task` only for /pooling.",
         _table(PoolingRequest, set(PoolingFields.model_fields)),
+        "### /classify",
+        _table(ClassificationRequest, set(PoolingFields.model_fields)),
+        "### /score and /v1/score",
+        _table(ScoreRequest, set(PoolingFields.model_fields)),
+        "### /rerank, /v1/rerank and /v2/rerank",
+        _table(RerankRequest, set(PoolingFields.model_fields)),
         "## Fields without effect",
         f"Taken and not looked at: {_names(HARMLESS)}.",
         "Refused by name wherever an endpoint has no such field, unless the value asks for nothing "

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import AutoModelForSequenceClassification
 
 from deploy.models import hf_folder, prepared_folder
 from engine_core.request import Request
@@ -20,6 +21,7 @@ from proto.model_runner_output import ModelRunnerOutput, RowPooled
 from proto.pooling import PoolingParams, PoolingTask, pooler_of
 from proto.prepared_model import PreparedModel
 from tests.fakes.real_engine import BLOCK, engine_for
+from tests.fakes.tiny_checkpoints import CONFIGS
 from tests.fakes.tiny_pooling import (
     dense,
     hidden_states,
@@ -208,6 +210,24 @@ def test_a_score_is_the_difference_of_two_logits(tmp_path: Path) -> None:
         want = logits[7] - logits[5]
         want = want if request is raw else want.sigmoid()
         torch.testing.assert_close(engine.result(request)[0], want, atol=1e-5, rtol=1e-5)
+
+
+def test_a_head_of_scores(tmp_path: Path) -> None:
+    """A causal model with `score.weight`; the probabilities of its labels."""
+    folder = tmp_path / "model"
+    save_causal(folder)
+    config = CONFIGS["qwen3"].__class__.from_pretrained(folder)
+    config.num_labels, config.pad_token_id = 3, None
+    model = AutoModelForSequenceClassification.from_config(config).eval()
+    model.save_pretrained(folder)
+    engine = PoolingEngine(prepare(folder))
+    assert engine.pooler.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
+    requests = [engine.add(prompt, task="classify") for prompt in PROMPTS]
+    engine.harness.run()
+    for request in requests:
+        with torch.inference_mode():
+            logits = model(torch.tensor([request.prompt_token_ids])).logits[0]
+        torch.testing.assert_close(engine.result(request), logits.softmax(0), atol=1e-5, rtol=1e-5)
 
 
 @pytest.fixture
