@@ -237,8 +237,9 @@ TOKEND_INLINE void add_products(const Block& block, const TokendQuantised* x, in
 // What the sum of a half's products begins with.
 template <class Source>
 TOKEND_INLINE int32_t start_of_dots(const TokendQuantised& x, int zero, int half) {
-    if constexpr (Source::HAS_LOW || IS_SIGNED<Source>) return DOTS_START;
-    return DOTS_START + (Source::HALVES == 2 ? x.minus[half] : x.minus[0] + x.minus[1]) * zero;
+    const int left = zero - (IS_SIGNED<Source> ? 128 : 0);  // to subtract from codes; 0 in a type with minima
+    if (left == 0) return DOTS_START;
+    return DOTS_START + (Source::HALVES == 2 ? x.minus[half] : x.minus[0] + x.minus[1]) * left;
 }
 
 // The sum of the numbers of x to which a minimum applies: of the block, or of a half of it.
