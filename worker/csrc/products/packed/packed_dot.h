@@ -119,8 +119,9 @@ TOKEND_INLINE DotI dot(DotI sum, DotU codes, DotI x) {
 
 // Products are added in pairs of 16 bits, which must not overflow, then in fours.
 constexpr bool WORDS_FIRST = true;
+#define TOKEND_WORDS_FIRST
 
-// Pairs: codes of up to 7 bits, x of -127 … 127.
+// Pairs, whose sums must fit in 16 bits.
 TOKEND_INLINE DotI pairs(DotU codes, DotI x) {
 #if defined(__AVX512F__)
     return (DotI)_mm512_maddubs_epi16((__m512i)codes, (__m512i)x);
@@ -131,25 +132,63 @@ TOKEND_INLINE DotI pairs(DotU codes, DotI x) {
 #endif
 }
 
+// The sum is kept in a register: GCC would rather keep all products, on the stack, and add them in
+// pairs at the end.
 TOKEND_INLINE DotI add_words(DotI a, DotI b) {
 #if defined(__AVX512F__)
-    return (DotI)_mm512_add_epi16((__m512i)a, (__m512i)b);
+    DotI sum = (DotI)_mm512_add_epi16((__m512i)a, (__m512i)b);
+    asm("" : "+v"(sum));
 #elif defined(__AVX2__)
-    return (DotI)_mm256_add_epi16((__m256i)a, (__m256i)b);
+    DotI sum = (DotI)_mm256_add_epi16((__m256i)a, (__m256i)b);
+    asm("" : "+x"(sum));
 #else
-    return (DotI)_mm_add_epi16((__m128i)a, (__m128i)b);
+    DotI sum = (DotI)_mm_add_epi16((__m128i)a, (__m128i)b);
+    asm("" : "+x"(sum));
 #endif
+    return sum;
 }
 
 TOKEND_INLINE DotI add_fours(DotI sum, DotI words) {
 #if defined(__AVX512F__)
-    return sum + (DotI)_mm512_madd_epi16((__m512i)words, _mm512_set1_epi16(1));
+    sum += (DotI)_mm512_madd_epi16((__m512i)words, _mm512_set1_epi16(1));
+    asm("" : "+v"(sum));
 #elif defined(__AVX2__)
-    return sum + (DotI)_mm256_madd_epi16((__m256i)words, _mm256_set1_epi16(1));
+    sum += (DotI)_mm256_madd_epi16((__m256i)words, _mm256_set1_epi16(1));
+    asm("" : "+x"(sum));
 #else
-    return sum + (DotI)_mm_madd_epi16((__m128i)words, _mm_set1_epi16(1));
+    sum += (DotI)_mm_madd_epi16((__m128i)words, _mm_set1_epi16(1));
+    asm("" : "+x"(sum));
 #endif
+    return sum;
 }
+
+// Codes of 8 bits, less 128, as magnitudes and signs: 128 * 127 * 2 fits in 16 bits.
+struct SignedCodes {
+    DotI numbers;
+    DotU magnitudes;
+#if defined(__AVX512F__)
+    __mmask64 negative;
+    TOKEND_INLINE explicit SignedCodes(DotU codes)
+        : numbers((DotI)(codes ^ 0x80808080u)), magnitudes((DotU)_mm512_abs_epi8((__m512i)numbers)),
+          negative(_mm512_movepi8_mask((__m512i)numbers)) {}
+    TOKEND_INLINE DotI pairs_with(DotI x) const {
+        return pairs(magnitudes, (DotI)_mm512_mask_sub_epi8((__m512i)x, negative, __m512i{}, (__m512i)x));
+    }
+#elif defined(__AVX2__)
+    TOKEND_INLINE explicit SignedCodes(DotU codes)
+        : numbers((DotI)(codes ^ 0x80808080u)), magnitudes((DotU)_mm256_abs_epi8((__m256i)numbers)) {}
+    TOKEND_INLINE DotI pairs_with(DotI x) const {
+        return pairs(magnitudes, (DotI)_mm256_sign_epi8((__m256i)x, (__m256i)numbers));
+    }
+#else
+    TOKEND_INLINE explicit SignedCodes(DotU codes)
+        : numbers((DotI)(codes ^ 0x80808080u)), magnitudes((DotU)_mm_abs_epi8((__m128i)numbers)) {}
+    TOKEND_INLINE DotI pairs_with(DotI x) const {
+        return pairs(magnitudes, (DotI)_mm_sign_epi8((__m128i)x, (__m128i)numbers));
+    }
+#endif
+    SignedCodes() = default;
+};
 
 #endif
 

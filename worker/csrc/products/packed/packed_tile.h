@@ -157,8 +157,13 @@ constexpr int VECTORS_OF = 2;
 #else
 constexpr int TILE_ROWS = 4, TILE_MIDDLE = 2;
 template <int ROWS>
-constexpr int VECTORS_OF = 4 / ROWS;
+constexpr int VECTORS_OF = ROWS > 1 ? 2 : 4;
 #endif
+
+// Whether codes become whole numbers with a sign before they are multiplied: 255 * 127 * 2 exceeds
+// the 16 bits of a pair's sum.
+template <class Source>
+constexpr bool IS_SIGNED = WORDS_FIRST && Source::BITS == 8;
 
 // Adds to dots[row][vector] the products of block inputs of one half.
 template <class Source, int HALF, int ROWS, int VECTORS, class Block>
@@ -168,17 +173,15 @@ TOKEND_INLINE void add_products(const Block& block, const TokendQuantised* x, in
     const auto codes_of_x = [&](auto row, auto j) {
         return splat_int(load_bytes<int32_t>(x[row * stride].codes + j * 4));
     };
-#if defined(__SSSE3__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
-    if constexpr (Source::BITS == 8) {
-        // 255 * 127 * 2 exceeds 16 bits: the highest bit is multiplied separately.
+#if defined(TOKEND_WORDS_FIRST)
+    if constexpr (IS_SIGNED<Source>) {
         each<STEPS>([&](auto step) {
             constexpr int J = HALF * STEPS + step;
             each<VECTORS>([&](auto vector) {
-                const DotU all = block.template codes<J>(vector);
-                const DotU low = all & 0x7f7f7f7fu, high = all & 0x80808080u;
+                const SignedCodes codes(block.template codes<J>(vector));
                 each<ROWS>([&](auto row) {
                     const DotI from = codes_of_x(row, std::integral_constant<int, J>());
-                    dots[row][vector] = add_fours(add_fours(dots[row][vector], pairs(low, from)), pairs(high, from));
+                    dots[row][vector] = add_fours(dots[row][vector], codes.pairs_with(from));
                 });
             });
         });
@@ -219,7 +222,7 @@ TOKEND_INLINE void add_products(const Block& block, const TokendQuantised* x, in
 // What the sum of a half's products begins with.
 template <class Source>
 TOKEND_INLINE int32_t start_of_dots(const TokendQuantised& x, int zero, int half) {
-    if constexpr (Source::HAS_LOW) return DOTS_START;
+    if constexpr (Source::HAS_LOW || IS_SIGNED<Source>) return DOTS_START;
     return DOTS_START + (Source::HALVES == 2 ? x.minus[half] : x.minus[0] + x.minus[1]) * zero;
 }
 

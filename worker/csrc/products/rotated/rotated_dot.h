@@ -18,45 +18,16 @@ constexpr int DOT_PANELS = 1, DOT_ROWS = 4;
 #endif
 constexpr int DOT_VECTORS = DOT_PANELS * PANEL_VECTORS;
 
-// 64 bytes of a weight for a product: `start` of a row removes its offset.
+// A vector of a weight's codes for a product.
 struct DotWeight {
-    DotU codes;
-#if defined(__SSSE3__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
-    // 255 * 127 * 2 exceeds 16 bits, but 127 * 127 * 2 does not: magnitudes are multiplied by x
-    // with the weight's sign, which also removes the offset.
-    static constexpr bool OFFSET = false;
-#if defined(__AVX512F__)
-    __mmask64 negative;
-    TOKEND_INLINE explicit DotWeight(const uint8_t* from) {
-        const __m512i plain = _mm512_xor_si512(load_bytes<__m512i>(from), _mm512_set1_epi8(-128));
-        negative = _mm512_movepi8_mask(plain);
-        codes = (DotU)_mm512_abs_epi8(plain);
-    }
-    TOKEND_INLINE DotI add(DotI sum, DotI x) const {
-        const __m512i turned = _mm512_mask_sub_epi8((__m512i)x, negative, _mm512_setzero_si512(), (__m512i)x);
-        return add_fours(sum, pairs(codes, (DotI)turned));
-    }
-#elif defined(__AVX2__)
-    __m256i plain;
-    TOKEND_INLINE explicit DotWeight(const uint8_t* from) {
-        plain = _mm256_xor_si256(load_bytes<__m256i>(from), _mm256_set1_epi8(-128));
-        codes = (DotU)_mm256_abs_epi8(plain);
-    }
-    TOKEND_INLINE DotI add(DotI sum, DotI x) const {
-        return add_fours(sum, pairs(codes, (DotI)_mm256_sign_epi8((__m256i)x, plain)));
-    }
-#else
-    __m128i plain;
-    TOKEND_INLINE explicit DotWeight(const uint8_t* from) {
-        plain = _mm_xor_si128(load_bytes<__m128i>(from), _mm_set1_epi8(-128));
-        codes = (DotU)_mm_abs_epi8(plain);
-    }
-    TOKEND_INLINE DotI add(DotI sum, DotI x) const {
-        return add_fours(sum, pairs(codes, (DotI)_mm_sign_epi8((__m128i)x, plain)));
-    }
-#endif
+#if defined(TOKEND_WORDS_FIRST)
+    static constexpr bool OFFSET = false;  // of the codes, which `start` of a row would remove
+    SignedCodes codes;
+    TOKEND_INLINE explicit DotWeight(const uint8_t* from) : codes(load_bytes<DotU>(from)) {}
+    TOKEND_INLINE DotI add(DotI sum, DotI x) const { return add_fours(sum, codes.pairs_with(x)); }
 #else
     static constexpr bool OFFSET = true;
+    DotU codes;
     TOKEND_INLINE explicit DotWeight(const uint8_t* from) : codes(load_bytes<DotU>(from)) {}
     TOKEND_INLINE DotI add(DotI sum, DotI x) const { return dot(sum, codes, x); }
 #endif
