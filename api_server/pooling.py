@@ -21,7 +21,7 @@ from api_server.protocol.pooling import PoolingFields, Vector
 from api_server.request_builder import hidden_salt
 from api_server.request_stream import Choice, RequestStream, SendBuffer, StreamNotifier, Timeline
 from api_server.stream import TokenStream
-from api_server.text.chat_template import Conversation
+from api_server.text.chat_template import PAIR_ROLES, Conversation
 from api_server.text.detokenizer import NoText
 from api_server.text.prompts import Prompt, PromptReader
 from api_server.text.tokenizer import FILL_CONTEXT, truncation
@@ -102,16 +102,16 @@ class PoolingJob:
     async def read_pairs(self, pairs: Sequence[tuple[str, str]], field: str) -> list[Prompt]:
         """Return a prompt of each query and document, by the template or the tokenizer.
 
-        A chat template is used if it reads messages of the roles query and document.
+        A chat template is used if it mentions the roles of both.
         """
         template, reader = self._app_state.chat_template, self.reader(field)
-        source = template.source or ""
-        if not ("query" in source and "document" in source):
+        if not template.facts.pairs_texts:
             return await reader.encode_pairs(pairs)
         texts = []
-        for query, document in pairs:
-            roles = (("query", query), ("document", document))
-            messages = [{"role": role, "content": text} for role, text in roles]
+        for pair in pairs:
+            messages = [
+                {"role": role, "content": text} for role, text in zip(PAIR_ROLES, pair, strict=True)
+            ]
             texts.append(await template.render(Conversation(messages)))
         return await reader.encode_texts(texts, add_special_tokens=False)
 

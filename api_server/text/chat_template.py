@@ -49,6 +49,8 @@ class Conversation:
 # What a chat template reads, found in its syntax tree.
 
 
+PAIR_ROLES: Final = ("query", "document")
+"""Roles of the messages from which a reranker's template makes a prompt."""
 _CALL_ID_FIELDS: Final = ("id", "tool_call_id")
 
 
@@ -60,7 +62,8 @@ class TemplateFacts:
     message; without that, content must be text. call_id_length: length that the id of a tool call
     must have, in characters; 0 for any. efforts: of OUTER_EFFORTS, those that it mentions.
     renders_calls: it reads the calls of a message. joins_arguments: it appends the arguments of a
-    call to text, so they must be text.
+    call to text, so they must be text. pairs_texts: it mentions the roles of both messages that a
+    reranker reads, the query and a document.
     """
 
     names: frozenset[str] = frozenset()
@@ -69,6 +72,7 @@ class TemplateFacts:
     efforts: frozenset[str] = frozenset()
     renders_calls: bool = False
     joins_arguments: bool = False
+    pairs_texts: bool = False
 
 
 def template_facts(template: nodes.Template) -> TemplateFacts:
@@ -84,6 +88,7 @@ def template_facts(template: nodes.Template) -> TemplateFacts:
             for joined in template.find_all(nodes.Add)
             for side in (joined.left, joined.right)
         ),
+        pairs_texts=set(PAIR_ROLES) <= strings,
     )
 
 

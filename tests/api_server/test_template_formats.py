@@ -203,6 +203,7 @@ def test_features_of_a_template_are_detected(
     assert ("enable_thinking" in facts.names) is (name == "qwen3")
     assert facts.renders_calls is (knows_tools or name == "deepseek_r1")
     assert facts.joins_arguments is (name == "deepseek_r1")
+    assert not facts.pairs_texts
 
 
 @pytest.mark.parametrize(
@@ -217,6 +218,21 @@ def test_features_of_a_template_are_detected(
 )
 def test_templates_that_iterate_over_content_parts_are_detected(source: str) -> None:
     assert ChatTemplate(source, {}).facts.takes_parts
+
+
+@pytest.mark.parametrize(
+    ("source", "pairs_texts"),
+    [
+        (
+            "{% for m in messages %}{% if m.role == 'query' %}Q: {{ m.content }}"
+            "{% elif m.role == 'document' %} D: {{ m.content }}{% endif %}{% endfor %}",
+            True,
+        ),
+        ("{{ query }}{% for document in documents %}{{ document.text }}{% endfor %}", False),
+    ],
+)
+def test_templates_of_rerankers_are_detected(source: str, pairs_texts: bool) -> None:
+    assert ChatTemplate(source, {}).facts.pairs_texts is pairs_texts
 
 
 @pytest.mark.parametrize(
