@@ -5,49 +5,35 @@ A handler of `routes/pooling.py` creates a `PoolingJob`, reads its texts with `r
 """
 
 import math
-import secrets
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from api_server.app_state import AppState
-from api_server.http.tenants import key_name_of, reader_of, tenant_of
+from api_server.engine_call import EngineCall
+from api_server.http.tenants import key_name_of, tenant_of
 from api_server.protocol.fields import IgnoredFields
 from api_server.protocol.pooling import PoolingFields, Vector
-from api_server.request_builder import hidden_salt
-from api_server.request_stream import Choice, RequestStream, SendBuffer, StreamNotifier, Timeline
-from api_server.stream import TokenStream
+from api_server.request_stream import Choice, RequestStream, StreamNotifier, Timeline
 from api_server.text.chat_template import PAIR_ROLES, Conversation
 from api_server.text.detokenizer import NoText
 from api_server.text.prompts import Prompt, PromptReader
 from api_server.text.tokenizer import FILL_CONTEXT, truncation
 from api_server.tracing import trace_headers_of
-from proto.engine_io import EngineCoreRequest
 from proto.errors import InvalidRequestError
-from proto.pooling import (
-    MAX_INPUTS,
-    Pooler,
-    PoolingParams,
-    PoolingTask,
-    check_task,
-)
+from proto.pooling import MAX_INPUTS, Pooler, PoolingParams, PoolingTask, check_task
 from proto.sampling_params import SamplingParams
 
 _NO_SAMPLING = SamplingParams(max_tokens=1, temperature=0.0)
 
 
-class DisconnectedError(Exception):
-    """The client has closed the connection, so no response is needed."""
-
-
-class PoolingJob:
+class PoolingJob(EngineCall[PoolingFields]):
     """The texts of one HTTP request, which are pooled independently.
 
-    api: its name, for errors. Raises InvalidRequestError if the model does not pool.
+    num_tokens: of all texts so far.
     """
 
     def __init__(
@@ -58,13 +44,16 @@ class PoolingJob:
         ignored: IgnoredFields,
         id_prefix: str,
     ) -> None:
-        app_state.check_model(body.model)
-        self._app_state = app_state
+        super().__init__(
+            app_state,
+            body,
+            id_prefix,
+            tenant_of(connection, app_state.config.tenant_by),
+            key_name_of(connection),
+            ignored,
+            trace_headers_of(connection),
+        )
         self._connection = connection
-        self._body = body
-        self._ignored = ignored
-        self._arrival = time.monotonic()
-        self.id = id_prefix + (body.request_id or secrets.token_hex(16))
         self.num_tokens = 0
 
     @property
@@ -115,86 +104,48 @@ class PoolingJob:
             texts.append(await template.render(Conversation(messages)))
         return await reader.encode_texts(texts, add_special_tokens=False)
 
-    async def run(self, prompts: Sequence[Prompt], params: PoolingParams) -> list[Vector]:
+    async def run(
+        self, prompts: Sequence[Prompt], params: PoolingParams, field: str
+    ) -> list[Vector]:
         """Return the result of each prompt, float32.
 
-        Raises the RequestError of the first that fails, DisconnectedError if the client is gone.
+        field: that has the texts. Raises the RequestError of the first prompt that fails,
+        ClientDisconnect if the client is gone.
         """
-        self.num_tokens += sum(len(prompt.token_ids) for prompt in prompts)
-        stream = self._stream([self._request(prompt, params) for prompt in prompts])
-        try:
-            await stream.submit(self._connection)
-            while not stream.finished and stream.error is None and not stream.disconnected:
-                await stream.wait()
-            if stream.disconnected:
-                raise DisconnectedError
-            if stream.error is not None:
-                raise stream.error
-        finally:
-            stream.close()
-        return [np.frombuffer(each.pooler_output, dtype="<f4") for each in stream.streams]
-
-    def headers(self) -> list[tuple[bytes, bytes]]:
-        """Return the headers of the response."""
-        name = self._body.request_id or self.id
-        return [(b"x-request-id", name.encode()), *self._ignored.headers()]
-
-    def _request(self, prompt: Prompt, params: PoolingParams) -> EngineCoreRequest:
-        app_state, body = self._app_state, self._body
-        tenant = tenant_of(self._connection, app_state.config.tenant_by)
-        return EngineCoreRequest(
-            epoch=app_state.epoch,
-            request_id=app_state.client.next_request_id(),
-            prompt_token_ids=prompt.token_ids,
-            sampling_params=_NO_SAMPLING,
-            seed=0,
-            arrival_time=self._arrival,
-            priority=body.priority,
-            cache_salt=hidden_salt(body.cache_salt),
-            tenant=tenant,
-            queue_deadline=self._deadline(
-                body.queue_timeout_ms, app_state.config.queue_timeout * 1000
-            ),
-            deadline=self._deadline(body.timeout_ms),
-            label=self.id,
-            reader=reader_of(tenant, key_name_of(self._connection)),
-            trace_headers=trace_headers_of(self._connection),
-            pooling_params=params,
-        )
-
-    def _deadline(self, *milliseconds: float | None) -> float:
-        given = [limit for limit in milliseconds if limit]
-        return self._arrival + min(given) / 1000 if given else math.inf
-
-    def _stream(self, requests: Sequence[EngineCoreRequest]) -> TokenStream:
-        app_state, notifier, buffer = self._app_state, StreamNotifier(), SendBuffer()
+        num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        if len(prompts) > 1:
+            self._check_queue(field, choices=len(prompts), tokens=num_tokens)
+        self.num_tokens += num_tokens
+        requests = [
+            self._engine_request(prompt, _NO_SAMPLING, 0, pooling_params=params)
+            for prompt in prompts
+        ]
+        notifier = StreamNotifier()
         streams = [
             RequestStream(
                 request.request_id,
                 request.prompt_token_ids,
                 [Choice(index=index, detokenizer=NoText())],
                 notifier,
-                app_state.metrics,
+                self._app_state.metrics,
                 Timeline(self._arrival),
                 may_expire_in_queue=request.queue_deadline < math.inf,
-                send_buffer=buffer,
+                send_buffer=self._send_buffer,
             )
             for index, request in enumerate(requests)
         ]
-        return TokenStream(
-            self.id,
-            app_state.client,
-            app_state.metrics,
-            notifier,
-            requests,
-            streams,
-            log=not app_state.config.disable_log_requests,
-            send_buffer=buffer,
-            open_streams=app_state.open_streams,
-            ignored=str(self._ignored),
-            key_name=key_name_of(self._connection),
-            tracer=app_state.tracer,
-        )
+        stream = self._token_stream(requests, streams, notifier)
+        try:
+            await stream.submit(self._connection)
+            while not stream.finished and stream.error is None and not stream.disconnected:
+                await stream.wait()
+            if stream.disconnected:
+                raise ClientDisconnect
+            if stream.error is not None:
+                raise stream.error
+        finally:
+            stream.close()
+        return [np.frombuffer(each.pooler_output, dtype="<f4") for each in stream.streams]
 
 
 def pooler_for(app_state: AppState, task: PoolingTask | None, api: str) -> Pooler:

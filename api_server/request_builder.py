@@ -4,16 +4,14 @@ A handler calls `RequestBuilder.build_requests`, `build_stream` and, after `Toke
 `response`.
 """
 
-import hashlib
 import math
-import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from api_server.app_state import AppState
-from api_server.http.tenants import reader_of
+from api_server.engine_call import EngineCall
 from api_server.parsers.called_tool import AgentTurn
 from api_server.parsers.output_format import OutputFormat
 from api_server.parsers.reasoning import TokenCounter
@@ -31,7 +29,6 @@ from api_server.request_stream import (
     MAX_UNSENT_BYTES,
     Choice,
     RequestStream,
-    SendBuffer,
     StreamNotifier,
     Timeline,
 )
@@ -69,12 +66,10 @@ class EndpointOptions:
     thinking: ThinkingRule | None = None
 
 
-class RequestBuilder:
+class RequestBuilder(EngineCall[GenerationRequest]):
     """Builds the engine requests, the token stream and the response of one HTTP request.
 
-    Its creation is the arrival time of the request.
-
-    ignored: unknown fields. grammar: of the answer, None for any text.
+    grammar: of the answer, None for any text. Other arguments as in EngineCall.
     """
 
     def __init__(
@@ -93,22 +88,22 @@ class RequestBuilder:
         check_beams(request)
         self._grammar = checked_grammar(request, grammar)
         self._agent = agent_hint(request, tenant)
-        app_state.check_model(request.model)
+        super().__init__(
+            app_state,
+            request,
+            id_prefix,
+            tenant,
+            key_name,
+            ignored,
+            trace_headers,
+            MAX_UNSENT_BYTES if request.stream else math.inf,
+        )
         if request.return_routed_experts:
             require(
                 app_state.settings.model.enable_return_routed_experts,
                 "return_routed_experts",
                 "needs a server with --enable-return-routed-experts",
             )
-        self._app_state = app_state
-        self._request = request
-        self._tenant = tenant
-        self._key_name = key_name
-        self._ignored = ignored
-        self._trace_headers = trace_headers
-        self._arrival = time.monotonic()
-        self._send_buffer = SendBuffer(MAX_UNSENT_BYTES if request.stream else math.inf)
-        self.id = id_prefix + (request.request_id or secrets.token_hex(16))
 
     @property
     def has_grammar(self) -> bool:
@@ -119,7 +114,7 @@ class RequestBuilder:
 
         num_logprobs: alternatives for each token, None for no log-probabilities.
         """
-        request, tokenizer = self._request, self._app_state.tokenizer
+        request, tokenizer = self._body, self._app_state.tokenizer
         if num_logprobs is not None and request.logprob_token_ids:
             num_logprobs = len(request.logprob_token_ids)
         return ResponseOptions(
@@ -140,9 +135,9 @@ class RequestBuilder:
 
     def check_choices(self, num_prompts: int) -> None:
         """Raise InvalidRequestError for too many choices; call it before tokenising the prompts."""
-        n = self._request.n
+        n = self._body.n
         if num_prompts > 1 and self._agent is not None:
-            field = self._request.job_field
+            field = self._body.job_field
             raise InvalidRequestError(f"{field} takes one prompt, got {num_prompts}", field)
         if num_prompts * n > MAX_CHOICES_PER_REQUEST:
             raise InvalidRequestError(
@@ -150,25 +145,21 @@ class RequestBuilder:
                 f"got {num_prompts * n}",
                 "n" if n > 1 else "prompt",
             )
-        most = self._app_state.client.engine.max_num_queued_reqs
-        if num_prompts > 1 and 0 < most < num_prompts * n:
-            raise InvalidRequestError(
-                f"the prompts have {num_prompts * n} choices together, and --max-num-queued-reqs "
-                f"lets {most} wait: send fewer at a time",
-                "prompt",
-            )
+        if num_prompts > 1:
+            self._check_queue("prompt", choices=num_prompts * n)
 
     def build_requests(
         self, prompts: Sequence[Prompt], options: EndpointOptions
     ) -> list[EngineCoreRequest]:
         """Return the engine requests, one per prompt."""
-        if self._request.use_beam_search and options.logprobs is not None:
+        if self._body.use_beam_search and options.logprobs is not None:
             raise InvalidRequestError(
                 "logprobs cannot be combined with use_beam_search", "logprobs"
             )
-        self._check_queue([len(prompt.token_ids) for prompt in prompts])
+        if len(prompts) > 1:
+            self._check_queue("prompt", tokens=sum(len(prompt.token_ids) for prompt in prompts))
         seed = self._seed()
-        requests = [self._engine_request(prompt, options, seed) for prompt in prompts]
+        requests = [self._generation_request(prompt, options, seed) for prompt in prompts]
         entries = sum(map(_num_logprob_entries, requests))
         if entries > MAX_LOGPROB_ENTRIES:
             raise InvalidRequestError(
@@ -195,21 +186,7 @@ class RequestBuilder:
             self._stream(request, notifier, index, text_starts[index], output_format)
             for index, request in enumerate(requests)
         ]
-        app_state = self._app_state
-        return TokenStream(
-            self.id,
-            app_state.client,
-            app_state.metrics,
-            notifier,
-            requests,
-            streams,
-            log=not app_state.config.disable_log_requests,
-            send_buffer=self._send_buffer,
-            open_streams=app_state.open_streams,
-            ignored=str(self._ignored),
-            key_name=self._key_name,
-            tracer=app_state.tracer,
-        )
+        return self._token_stream(requests, streams, notifier)
 
     def response(
         self,
@@ -221,19 +198,14 @@ class RequestBuilder:
         return GenerationResponse(
             stream,
             encoder,
-            as_events=self._request.stream,
+            as_events=self._body.stream,
             keep_alive_seconds=self._app_state.config.sse_keep_alive,
             extra_headers=[*self.headers(), *extra_headers],
         )
 
-    def headers(self) -> list[tuple[bytes, bytes]]:
-        """Return the headers of the response."""
-        name = self._request.request_id or self.id
-        return [(b"x-request-id", name.encode()), *self._ignored.headers()]
-
     def truncation(self, max_tokens: int | None) -> Truncation:
         """Return how prompts are truncated. max_tokens: as given, or the default."""
-        request = self._request
+        request = self._body
         max_prompt_tokens = self._app_state.client.engine.max_model_len - max(max_tokens or 1, 1)
         return truncation(
             request.truncate_prompt_tokens, request.truncation_side, max_prompt_tokens
@@ -241,42 +213,24 @@ class RequestBuilder:
 
     async def prompt_texts(self, prompts: Sequence[Prompt]) -> Sequence[str | None]:
         """Return the text of each prompt if the client requested it, else None for each."""
-        if not self._request.return_prompt_text:
+        if not self._body.return_prompt_text:
             return [None] * len(prompts)
         tokenizer = self._app_state.tokenizer
         num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         return await tokenizer.run_in_thread_if_large(num_tokens, _prompt_texts, prompts, tokenizer)
 
-    def _check_queue(self, num_tokens: list[int]) -> None:
-        """Raise InvalidRequestError for prompts that together never fit into the queue.
-
-        A single prompt always fits into an empty queue. num_tokens: of each prompt.
-        """
-        most = self._app_state.client.engine.max_num_queued_tokens
-        if len(num_tokens) > 1 and 0 < most < sum(num_tokens):
-            raise InvalidRequestError(
-                f"the prompts have {sum(num_tokens)} tokens together, and --max-num-queued-tokens "
-                f"lets {most} wait: send fewer at a time",
-                "prompt",
-            )
-
-    def _deadline(self, *milliseconds: float | None) -> float:
-        """Return the earliest of these deadlines, in monotonic seconds; infinite for none."""
-        given = [limit for limit in milliseconds if limit]
-        return self._arrival + min(given) / 1000 if given else math.inf
-
     def _seed(self) -> int:
         """Return a 64-bit seed: the client's (a negative one wraps around), or the next one."""
-        seed = self._request.seed
+        seed = self._body.seed
         return next(self._app_state.seeds) if seed is None else seed & SEED_MASK
 
-    def _engine_request(
+    def _generation_request(
         self, prompt: Prompt, options: EndpointOptions, seed: int
     ) -> EngineCoreRequest:
         app_state = self._app_state
         engine = app_state.client.engine
         params = sampling_params(
-            self._request,
+            self._body,
             max_tokens=options.max_tokens,
             default_max_tokens=options.default_max_tokens,
             logprobs=options.logprobs,
@@ -288,36 +242,23 @@ class RequestBuilder:
             max_tokens_field=options.max_tokens_field,
             edits=options.edits,
         )
-        return EngineCoreRequest(
-            epoch=app_state.epoch,
-            request_id=app_state.client.next_request_id(),
-            prompt_token_ids=prompt.token_ids,
-            sampling_params=params,
-            seed=seed,
-            arrival_time=self._arrival,
-            n=self._request.n,
-            priority=self._request.priority,
-            cache_salt=hidden_salt(self._request.cache_salt),
-            tenant=self._tenant,
-            queue_deadline=self._deadline(
-                self._request.queue_timeout_ms, app_state.config.queue_timeout * 1000
-            ),
-            deadline=self._deadline(self._request.timeout_ms),
+        return self._engine_request(
+            prompt,
+            params,
+            seed,
+            n=self._body.n,
             grammar=self._grammar,
             agent=self._agent,
             thinking=options.thinking,
-            label=self.id,
-            reader=reader_of(self._tenant, self._key_name),
-            trace_headers=self._trace_headers,
         )
 
     def _agent_turn(self, output_format: OutputFormat) -> AgentTurn | None:
         """Return what finds the tool that an agent calls; None for other requests."""
         if self._agent is None:
             return None
-        hint = self._request.agent_hint
+        hint = self._body.agent_hint
         declared_tool = None if hint is None else hint.tool
-        parsers = [output_format.new_parser() for _ in range(self._request.n)]
+        parsers = [output_format.new_parser() for _ in range(self._body.n)]
         return AgentTurn(parsers, self._tenant, declared_tool)
 
     def _stream(
@@ -328,7 +269,7 @@ class RequestBuilder:
         text_start: int,
         output_format: OutputFormat,
     ) -> RequestStream:
-        app_state, body = self._app_state, self._request
+        app_state, body = self._app_state, self._body
         ids = request.prompt_token_ids
         turn = self._agent_turn(output_format)
         text_tails = turn.tails if turn is not None else []
@@ -366,7 +307,7 @@ class RequestBuilder:
         )
 
     def _stop_strings(self) -> StopStrings | None:
-        body = self._request
+        body = self._body
         if not body.stop:
             return None
         return StopStrings(body.stop, shows_stop=body.include_stop_str_in_output)
@@ -378,7 +319,7 @@ class RequestBuilder:
         counters: list[TokenCounter],
     ) -> Detokenizer:
         """Return the detokenizer of a choice; add its part that counts reasoning to `counters`."""
-        body, markers = self._request, output_format.markers
+        body, markers = self._body, output_format.markers
         detokenizer = self._app_state.tokenizer.detokenizer(
             prompt_token_ids,
             skip_special_tokens=body.skip_special_tokens,
@@ -402,11 +343,6 @@ def prompt_text(prompt: Prompt, tokenizer: ModelTokenizer) -> str:
 
 def _prompt_texts(prompts: Sequence[Prompt], tokenizer: ModelTokenizer) -> list[str]:
     return [prompt_text(prompt, tokenizer) for prompt in prompts]
-
-
-def hidden_salt(salt: str | None) -> str | None:
-    """Return the hash of a client's cache salt, which has a fixed length."""
-    return None if salt is None else hashlib.sha256(salt.encode()).hexdigest()
 
 
 def _num_logprob_entries(request: EngineCoreRequest) -> int:

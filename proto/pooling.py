@@ -8,7 +8,7 @@ applies the settings. `PoolingParams` are what a request may change.
 """
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, get_args
 
 import msgspec
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 PoolingType = Literal["last", "cls", "mean", "max", "mean_sqrt_len", "weighted_mean"]
 """weighted_mean: the first token counts once, the second twice, and so on."""
+POOLING_TYPES: Final[tuple[PoolingType, ...]] = get_args(PoolingType)
 PoolingTask = Literal["embed", "classify", "token_embed"]
 """embed: a vector. classify: scores of labels. token_embed: the vectors of all tokens."""
 Activation = Literal["none", "tanh", "gelu", "relu", "silu", "sigmoid", "softmax"]
@@ -37,6 +38,23 @@ class PoolerLayer(msgspec.Struct, array_like=True, frozen=True):
     name: str = ""
     activation: Activation = "none"
     eps: float = 1e-5
+
+
+class PoolingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """What a request asks of a pooling model.
+
+    dimensions: first numbers of the vector that are returned; 0 for all.
+    activate: normalise an embedding, or apply the activation to scores; None: as the model does.
+    needs_all_tokens: no prefix of the prompt may come from the prefix cache.
+    """
+
+    task: PoolingTask
+    dimensions: int = 0
+    activate: bool | None = None
+    needs_all_tokens: bool = False
+
+    def validate(self) -> None:
+        require(0 <= self.dimensions <= MAX_VECTOR, "dimensions", f"must be 0 to {MAX_VECTOR}")
 
 
 class Pooler(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
@@ -77,22 +95,16 @@ class Pooler(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
         names = [layer.name for layer in self.layers if layer.name]
         return tuple(f"{name}.{kind}" for name in names for kind in ("weight", "bias"))
 
-
-class PoolingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
-    """What a request asks of a pooling model.
-
-    dimensions: first numbers of the vector that are returned; 0 for all.
-    activate: normalise an embedding, or apply the activation to scores; None: as the model does.
-    needs_all_tokens: no prefix of the prompt may come from the prefix cache.
-    """
-
-    task: PoolingTask
-    dimensions: int = 0
-    activate: bool | None = None
-    needs_all_tokens: bool = False
-
-    def validate(self) -> None:
-        require(0 <= self.dimensions <= MAX_VECTOR, "dimensions", f"must be 0 to {MAX_VECTOR}")
+    def params(
+        self, task: PoolingTask, *, dimensions: int = 0, activate: bool | None = None
+    ) -> PoolingParams:
+        """Return what a request asks of this model; arguments as in PoolingParams."""
+        return PoolingParams(
+            task=task,
+            dimensions=dimensions,
+            activate=activate,
+            needs_all_tokens=self.needs_all_tokens or task == "token_embed",
+        )
 
 
 def check_task(pooler: Pooler, task: PoolingTask, api: str) -> None:
@@ -132,24 +144,14 @@ def scoring_by_logits(true_token_id: int, false_token_id: int | None) -> Pooler:
     )
 
 
-_NAMES_OF_TYPES: Final[dict[str, PoolingType]] = {
-    "last": "last",
-    "cls": "cls",
-    "mean": "mean",
-    "max": "max",
-    "mean_sqrt_len": "mean_sqrt_len",
-    "weighted_mean": "weighted_mean",
-}
-
-
 def _pooling_type(name: str) -> PoolingType:
-    found = _NAMES_OF_TYPES.get(name.lower())
-    if found is None:
-        known = ", ".join(each.upper() for each in _NAMES_OF_TYPES)
-        raise ConfigError(
-            f"--pooler-config: pooling_type {name[:40]} is none of {known}", "pooler_config"
-        )
-    return found
+    for known in POOLING_TYPES:
+        if name.lower() == known:
+            return known
+    names = ", ".join(known.upper() for known in POOLING_TYPES)
+    raise ConfigError(
+        f"--pooler-config: pooling_type {name[:40]} is none of {names}", "pooler_config"
+    )
 
 
 def parse_pooler_config(text: str) -> PoolerSettings:

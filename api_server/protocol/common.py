@@ -1,4 +1,4 @@
-"""Request fields that completions and chat completions share, with the limits of their values.
+"""Request fields that several endpoints share, with the limits of their values.
 
 Limits that depend on the model are checked in `request_builder.py`. Types are strict: a number in
 quotes is not a number.
@@ -145,11 +145,26 @@ else:
     )
 
 
-class GenerationRequest(AgentFields, StructuredFields, SamplingNumbers):
-    """Fields of both /v1/completions and /v1/chat/completions."""
+class ComputedRequest(Strict):
+    """Fields of all endpoints that the engine computes."""
 
     model: Text | None = None
     """Name of a served model; by default the one there is."""
+    priority: int = Field(default=0, ge=INT64_MIN, le=INT64_MAX)
+    """Requests with a lower value are scheduled first; needs --scheduling-policy priority."""
+    cache_salt: Salt | None = None
+    """Prompts share cached KV only with prompts of the same salt; 1 to 1024 characters."""
+    timeout_ms: int | None = Field(default=None, ge=1, le=MAX_TIMEOUT_MS)
+    """Milliseconds after arrival at which the request is aborted."""
+    queue_timeout_ms: int | None = Field(default=None, ge=1, le=MAX_TIMEOUT_MS)
+    """Milliseconds after arrival at which the request is refused if it is still queued."""
+    request_id: str | None = Field(default=None, pattern=REQUEST_ID)
+    """Part of the answer's id and of the log line; also as X-Request-Id."""
+
+
+class GenerationRequest(AgentFields, StructuredFields, SamplingNumbers, ComputedRequest):
+    """Fields of both /v1/completions and /v1/chat/completions."""
+
     stream: bool = False
     """Answer with server-sent events."""
     stream_options: Annotated[StreamOptions | None, BeforeValidator(_stream_options)] = None
@@ -168,8 +183,6 @@ class GenerationRequest(AgentFields, StructuredFields, SamplingNumbers):
     when none is possible ("never")."""
     seed: int | None = Field(default=None, ge=INT64_MIN, le=INT64_MAX)
     """Makes sampling repeatable."""
-    priority: int = Field(default=0, ge=INT64_MIN, le=INT64_MAX)
-    """Requests with a lower value are scheduled first; needs --scheduling-policy priority."""
     stop: Annotated[
         list[StopString],
         FailFast(),
@@ -234,14 +247,6 @@ class GenerationRequest(AgentFields, StructuredFields, SamplingNumbers):
     token. Needs --enable-return-routed-experts."""
     return_prompt_text: bool = False
     """Add prompt_text to the answer, as the model saw it."""
-    cache_salt: Salt | None = None
-    """Prompts share cached KV only with prompts of the same salt; 1 to 1024 characters."""
-    timeout_ms: int | None = Field(default=None, ge=1, le=MAX_TIMEOUT_MS)
-    """Milliseconds after arrival at which the request is aborted."""
-    queue_timeout_ms: int | None = Field(default=None, ge=1, le=MAX_TIMEOUT_MS)
-    """Milliseconds after arrival at which the request is refused if it is still queued."""
-    request_id: str | None = Field(default=None, pattern=REQUEST_ID)
-    """Part of the answer's id and of the log line; also as X-Request-Id."""
 
     def number(self, name: str) -> float:
         """Return one of REQUEST_NUMBERS."""

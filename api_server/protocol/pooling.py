@@ -8,15 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, WithJsonSchema
 
-from api_server.protocol.common import (
-    INT64_MAX,
-    INT64_MIN,
-    MAX_TIMEOUT_MS,
-    REQUEST_ID,
-    Salt,
-    Strict,
-    Text,
-)
+from api_server.protocol.common import INT64_MAX, ComputedRequest, Text
 from proto.errors import InvalidRequestError
 from proto.pooling import MAX_INPUTS, MAX_VECTOR, PoolingTask
 
@@ -32,33 +24,19 @@ _INPUT: Final = {
         {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS, "items": _IDS},
     ]
 }
-
-
 _DOCUMENT: Final = {"anyOf": [_TEXT, {"type": "object", "properties": {"text": _TEXT}}]}
 _DOCUMENTS: Final = {"anyOf": [_DOCUMENT, {"type": "array", "minItems": 1, "items": _DOCUMENT}]}
 
 
-class PoolingFields(Strict):
+class PoolingFields(ComputedRequest):
     """Fields of all pooling endpoints."""
 
-    model: Text | None = None
-    """Name of a served model; by default the one there is."""
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=INT64_MAX)
     """Keep at most this many tokens of each text; -1: as many as the model takes."""
     truncation_side: Literal["left", "right"] = "right"
     """The end of a text that is cut."""
     add_special_tokens: bool = True
     """Let the tokenizer add what it adds to every text, such as an end token."""
-    priority: int = Field(default=0, ge=INT64_MIN, le=INT64_MAX)
-    """Requests with a lower value are scheduled first; needs --scheduling-policy priority."""
-    cache_salt: Salt | None = None
-    """Texts share cached KV only with texts of the same salt; 1 to 1024 characters."""
-    timeout_ms: int | None = Field(default=None, ge=1, le=MAX_TIMEOUT_MS)
-    """Milliseconds after arrival at which the request is aborted."""
-    queue_timeout_ms: int | None = Field(default=None, ge=1, le=MAX_TIMEOUT_MS)
-    """Milliseconds after arrival at which the request is refused if it is still queued."""
-    request_id: str | None = Field(default=None, pattern=REQUEST_ID)
-    """Part of the answer's id and of the log line; also as X-Request-Id."""
 
 
 class EmbeddingRequest(PoolingFields):
@@ -67,7 +45,7 @@ class EmbeddingRequest(PoolingFields):
     encoding_format: Literal["float", "base64"] = "float"
     """How the numbers are written: as JSON, or as base64 of float32, little-endian."""
     dimensions: int | None = Field(default=None, ge=1, le=MAX_VECTOR)
-    """Return the first so many numbers of each embedding, normalised again (Matryoshka)."""
+    """Return this many numbers of each embedding, the first ones, normalised again (Matryoshka)."""
     normalize: bool | None = None
     """Whether embeddings have length 1; by default as the model's folder says."""
 
@@ -99,7 +77,7 @@ class RerankRequest(PoolingFields):
     documents: Annotated[Any, WithJsonSchema(_DOCUMENTS)]
     """Up to 8192 documents: strings, or objects with a text."""
     top_n: int = Field(default=0, ge=0, le=INT64_MAX)
-    """Return the best so many documents; 0: all."""
+    """Return this many documents, those with the highest scores; 0: all."""
     return_documents: bool = True
     """Include the documents in the results."""
     use_activation: bool = True

@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api_server.pooling import DisconnectedError, PoolingJob, pooler_for
+from api_server.pooling import PoolingJob, pooler_for
 from api_server.protocol.fields import IgnoredFields, parse
 from api_server.protocol.pooling import (
     ClassificationRequest,
@@ -25,7 +25,7 @@ from api_server.protocol.pooling import (
 from api_server.routes.common import app_state_of, read_fields
 from proto.codec import to_compact_json
 from proto.errors import InvalidRequestError
-from proto.pooling import Pooler, PoolingParams, PoolingTask
+from proto.pooling import Pooler, PoolingParams, PoolingTask, check_task
 
 router = APIRouter()
 
@@ -48,7 +48,7 @@ async def create_pooling(request: Request) -> Response:
     ignored = IgnoredFields()
     body = parse(PoolingRequest, await read_fields(request, ignored), {}, ignored)
     task = body.task or pooler.task
-    pooler_for(app_state_of(request), task, f"the task {task}")
+    check_task(pooler, task, f"the task {task}")
     job = PoolingJob(app_state_of(request), request, body, ignored, "pool-")
     return await _answer(job, body, _params(pooler, body, task), "pooling", "data")
 
@@ -61,15 +61,8 @@ async def classify(request: Request) -> Response:
     body = parse(ClassificationRequest, await read_fields(request, ignored), {}, ignored)
     job = PoolingJob(app_state_of(request), request, body, ignored, "classify-")
     prompts = await job.read_texts(body.input, "input")
-    params = PoolingParams(
-        task="classify",
-        activate=body.use_activation,
-        needs_all_tokens=pooler.needs_all_tokens,
-    )
-    try:
-        scores = await job.run(prompts, params)
-    except DisconnectedError:
-        return Response()
+    params = pooler.params("classify", activate=body.use_activation)
+    scores = await job.run(prompts, params, "input")
     data = [label_entry(index, each, pooler.labels) for index, each in enumerate(scores)]
     return _json(job, {"object": "list", "data": data, "usage": pooling_usage(job.num_tokens)})
 
@@ -88,10 +81,7 @@ async def create_scores(request: Request) -> Response:
             "text_1",
         )
     job = PoolingJob(app_state_of(request), request, body, ignored, "score-")
-    try:
-        scores = await _scores(job, pooler, queries, documents, body.use_activation, "text_2")
-    except DisconnectedError:
-        return Response()
+    scores = await _scores(job, pooler, queries, documents, body.use_activation, "text_2")
     data = [
         {"index": index, "object": "score", "score": score} for index, score in enumerate(scores)
     ]
@@ -110,10 +100,7 @@ async def rerank(request: Request) -> Response:
     documents = texts_of(body.documents, "documents")
     (query,) = texts_of(body.query, "query")
     job = PoolingJob(app_state_of(request), request, body, ignored, "rerank-")
-    try:
-        scores = await _scores(job, pooler, [query], documents, body.use_activation, "documents")
-    except DisconnectedError:
-        return Response()
+    scores = await _scores(job, pooler, [query], documents, body.use_activation, "documents")
     return _json(
         job,
         {
@@ -137,12 +124,10 @@ async def _scores(
     A model of embeddings gives their cosine. field: that has the documents, for errors.
     """
     if pooler.task == "embed":
-        params = PoolingParams(
-            task="embed", activate=True, needs_all_tokens=pooler.needs_all_tokens
-        )
+        params = pooler.params("embed", activate=True)
         prompts = await job.read_texts(queries, field)
         prompts += await job.read_texts(documents, field)
-        vectors = np.stack(await job.run(prompts, params))
+        vectors = np.stack(await job.run(prompts, params, field))
         products = vectors[: len(queries)] * vectors[len(queries) :]
         return [float(score) for score in products.sum(1)]
     if len(pooler.labels) != 1:
@@ -152,10 +137,8 @@ async def _scores(
     pairs = [
         (queries[index if len(queries) > 1 else 0], text) for index, text in enumerate(documents)
     ]
-    params = PoolingParams(
-        task="classify", activate=activate, needs_all_tokens=pooler.needs_all_tokens
-    )
-    scores = await job.run(await job.read_pairs(pairs, field), params)
+    params = pooler.params("classify", activate=activate)
+    scores = await job.run(await job.read_pairs(pairs, field), params, field)
     return [float(score[0]) for score in scores]
 
 
@@ -168,12 +151,7 @@ def _params(pooler: Pooler, body: EmbeddingRequest, task: PoolingTask) -> Poolin
             raise InvalidRequestError(
                 f"dimensions must be at most {pooler.size}, got {body.dimensions}", "dimensions"
             )
-    return PoolingParams(
-        task=task,
-        dimensions=body.dimensions or 0,
-        activate=body.normalize,
-        needs_all_tokens=pooler.needs_all_tokens or task == "token_embed",
-    )
+    return pooler.params(task, dimensions=body.dimensions or 0, activate=body.normalize)
 
 
 async def _answer(
@@ -181,10 +159,7 @@ async def _answer(
 ) -> Response:
     """Pool the texts of `input` and return a list with an object of this kind for each."""
     prompts = await job.read_texts(body.input, "input")
-    try:
-        vectors = await job.run(prompts, params)
-    except DisconnectedError:
-        return Response()
+    vectors = await job.run(prompts, params, "input")
     if params.task == "token_embed":
         shaped = [
             vector.reshape(len(prompt.token_ids), -1)

@@ -132,6 +132,14 @@ class _Keys:
             if self.values.get(key):
                 raise self.refuse(key, "not supported")
 
+    def block(self, key: str) -> tuple[int, int]:
+        """Return rows and columns of a block, both positive."""
+        block = self.values.get(key)
+        is_pair = isinstance(block, list) and len(block) == 2
+        if not is_pair or not all(type(size) is int and size > 0 for size in block):
+            raise self.refuse(key, "two positive numbers are needed")
+        return block[0], block[1]
+
     def group_size(self) -> int:
         size = self.values.get("group_size")
         if type(size) is not int or not (size == -1 or (size > 0 and size % _BLOCK == 0)):
@@ -142,13 +150,9 @@ class _Keys:
 def _fp8(keys: _Keys) -> Scheme:
     keys.one_of("fmt", "e4m3", "e4m3")
     keys.one_of("activation_scheme", "dynamic", "dynamic", "static")
-    block = keys.values.get("weight_block_size")
-    if block is None:
+    if keys.values.get("weight_block_size") is None:
         return Scheme(("fp8",))
-    is_pair = isinstance(block, list) and len(block) == 2
-    if not is_pair or not all(type(size) is int and size > 0 for size in block):
-        raise keys.refuse("weight_block_size", "two positive numbers are needed")
-    return Scheme(("fp8",), block=(block[0], block[1]))
+    return Scheme(("fp8",), block=keys.block("weight_block_size"))
 
 
 def _fbgemm_fp8(keys: _Keys) -> Scheme:
@@ -220,8 +224,7 @@ def _compressed_tensors(keys: _Keys) -> Scheme:
         if strategy == "group":
             sizes.add(of_weights.group_size())
         elif strategy == "block":
-            rows, columns = weights.get("block_structure") or (0, 0)
-            blocks.add((int(rows), int(columns)))
+            blocks.add(of_weights.block("block_structure"))
         else:
             sizes.add(-1)
         if packing is not None:

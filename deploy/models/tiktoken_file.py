@@ -111,7 +111,7 @@ def _tokenizer_json(
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
     vocabulary = {_in_letters(token): rank for token, rank in ranks.items()}
-    # A piece that is a token stays whole, whatever merges would make of it
+    # A piece that is itself a token is not merged
     tokenizer = Tokenizer(models.BPE(vocabulary, _merges(ranks), ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -136,7 +136,7 @@ def _tokenizer_json(
 def _merges(ranks: Mapping[bytes, int]) -> list[tuple[str, str]]:
     """Return all ways to make a token of two others, by the rank of the token.
 
-    tiktoken merges whatever two neighbours are a token together, the lowest rank first.
+    tiktoken merges two neighbours if they are a token together, those of the lowest rank first.
     """
     merges = []
     for token, _ in sorted(ranks.items(), key=lambda item: item[1]):

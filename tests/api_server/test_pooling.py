@@ -17,6 +17,7 @@ from proto.errors import ErrorInfo
 from proto.pooling import MAX_INPUTS, Pooler
 from proto.prepared_model import PreparedModel
 from tests.api_server.conftest import FrontEnd, StartFrontEnd, concurrently, serving
+from tests.fakes.lifecycle_messages import engine_ready
 
 SIZE = 4
 EMBEDDER = Pooler(size=SIZE)
@@ -176,6 +177,28 @@ async def test_a_generating_model_refuses(start: StartFrontEnd) -> None:
             error = response.json()["error"]
             assert (response.status_code, error["param"]) == (400, "model")
             assert "does not support" in error["message"]
+
+
+async def test_more_texts_than_the_queue_limit_are_refused_without_retry(
+    run_dir: str, model: PreparedModel
+) -> None:
+    served = msgspec.structs.replace(model, pooler=EMBEDDER, hidden_size=SIZE)
+    async with serving(run_dir, served, ready=False) as front_end:
+        limits = engine_ready(
+            vocab_size=model.vocab_size, max_num_queued_reqs=4, max_num_queued_tokens=30
+        )
+        front_end.engine._send(limits)
+        await front_end.app_state.client.wait_ready()
+        for path, fields, word, param in (
+            ("/v1/embeddings", {"input": ["one"] * 5}, "reqs lets 4 wait", "input"),
+            ("/v1/embeddings", {"input": [[5] * 16] * 2}, "tokens lets 30 wait", "input"),
+            ("/rerank", {"query": "a", "documents": ["b"] * 4}, "5 choices", "documents"),
+        ):
+            response = await front_end.http.post(path, json=fields)
+            assert response.status_code == 400
+            error = response.json()["error"]
+            assert word in error["message"]
+            assert error["param"] == param
 
 
 async def test_scores_of_embeddings_are_their_cosine(front_end: FrontEnd) -> None:

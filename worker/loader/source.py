@@ -238,9 +238,9 @@ class WeightSource:
         return rows.to(dtype or stored.dtype), self._row_order(name)
 
     def splits_block(self, name: str, block_size: int) -> bool:
-        """Return whether the shard's columns begin or end within a block of so many columns.
+        """Return whether the shard's columns begin or end within a quantisation block.
 
-        They do unless they are all if the columns of the blocks are in another order.
+        A part of the columns also does if blocks have the columns in another order.
         """
         num_columns = self._weights[name].shape[-1]
         first, end, _ = self._shards[name].columns.indices(num_columns)

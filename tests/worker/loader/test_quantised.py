@@ -178,6 +178,12 @@ def test_two_ranks_compute_the_results_of_one(
 # ---- what is refused -----------------------------------------------------------------------------
 
 
+def _in_blocks(structure: Any) -> dict[str, Any]:
+    """Return a configuration of compressed-tensors with FP8 in blocks of this structure."""
+    weights = {"type": "float", "num_bits": 8, "strategy": "block", "block_structure": structure}
+    return SCHEMES["fp8 tensor"].config | {"config_groups": {"group_0": {"weights": weights}}}
+
+
 def read_folder(folder: Path) -> None:
     hf_folder.read(str(folder), lambda what: None)
 
@@ -199,6 +205,8 @@ def read_folder(folder: Path) -> None:
         (SCHEMES["w8a8"].config | {"format": "marlin-24"}, "format = 'marlin-24'"),
         (SCHEMES["w8a8"].config | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme = "),
         (SCHEMES["w8a8"].config | {"config_groups": {}}, "config_groups = {}"),
+        (_in_blocks([0, 128]), "block_structure = [0, 128]"),
+        (_in_blocks("128x128"), "block_structure = '128x128'"),
         (SCHEMES["nf4"].config | {"load_in_8bit": True}, "load_in_8bit = True"),
     ],
     ids=str,

@@ -70,7 +70,7 @@ def _nf4(raw: npt.NDArray[np.uint8]) -> torch.Tensor:
 
 
 def _integers(bits: int, columns: int, raw: npt.NDArray[np.uint8]) -> torch.Tensor:
-    """Blocks of a float16 scale, a zero of 8 bits, a free byte and codes of so many columns."""
+    """Blocks of a float16 scale, a zero of 8 bits, a free byte and the codes of their columns."""
     blocks = raw.reshape(-1, 4 + columns * bits // 8)
     scales = torch.from_numpy(blocks[:, :2].copy().view(np.float16)).float()
     codes = torch.from_numpy(blocks[:, 4:].astype(np.int32))
