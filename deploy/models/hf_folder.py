@@ -86,7 +86,7 @@ def _object(path: Path, *, required: bool = False) -> dict[str, Any]:
 
 
 def _tensors(folder: Path, config: Mapping[str, Any]) -> TensorIndex:
-    quantised_folder.read_scheme(config)  # before anything of the weights
+    scheme = quantised_folder.read_scheme(config)  # refuses before a file of weights is opened
     files = _weight_files(folder)
     entries = []
     owners: dict[str, str] = {}
@@ -102,7 +102,7 @@ def _tensors(folder: Path, config: Mapping[str, Any]) -> TensorIndex:
             stream.seek(part.offset)
             return stream.read(part.num_bytes)
 
-    joined = quantised_folder.join_parts(config, entries, read_bytes)
+    joined = quantised_folder.join_parts(scheme, entries, read_bytes)
     return TensorIndex("safetensors", tuple(str(path) for path in files), joined)
 
 

@@ -2,8 +2,9 @@
 
 `quantization_config` of config.json names a method. `METHODS` has for each what its keys may be and
 how it packs weights; `PACKINGS` has which tensors a packed weight consists of and what they are
-called. `join_parts` checks both and returns every weight as one entry, so that nothing behind it
-knows of the configuration. What their bytes mean is in worker/loader/quantised.py.
+called. `read_scheme` checks the configuration, `join_parts` the tensors; it returns every weight as
+one entry, so that nothing behind it knows of the configuration. What their bytes mean is in
+worker/loader/quantised.py.
 """
 
 import json
@@ -77,14 +78,12 @@ class _Mismatch(ValueError):
 
 
 def join_parts(
-    config: Mapping[str, Any], entries: Iterable[TensorEntry], read_bytes: ReadBytes
+    scheme: Scheme | None, entries: Iterable[TensorEntry], read_bytes: ReadBytes
 ) -> tuple[TensorEntry, ...]:
     """Return the tensors of a folder, those of a quantised weight as one.
 
-    config: config.json. Raises ModelError naming the key of an unsupported quantisation, or the
-    tensors that do not fit each other.
+    scheme: of `read_scheme`. Raises ModelError naming tensors that do not fit each other.
     """
-    scheme = read_scheme(config)
     named = {entry.name: entry for entry in entries}
     for name in scheme.packings if scheme else ():
         _join(name, scheme, named, read_bytes)

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import torch
 
-from deploy.models.quantised_folder import CONFIG_KEYS, join_parts
+from deploy.models.quantised_folder import CONFIG_KEYS, join_parts, read_scheme
 from proto.codec import encode
 from proto.prepared_model import PreparedModel, TensorEntry, TensorIndex, TensorPart
 from worker.layers.norm import NormWeight
@@ -71,7 +71,7 @@ def safetensors_index(
     def read_bytes(part: TensorPart) -> bytes:
         return paths[part.file].read_bytes()[part.offset :][: part.num_bytes]
 
-    joined = join_parts(config, entries, read_bytes)
+    joined = join_parts(read_scheme(config), entries, read_bytes)
     return TensorIndex("safetensors", tuple(map(str, paths)), joined)
 
 
