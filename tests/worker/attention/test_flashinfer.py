@@ -78,7 +78,7 @@ CASES = {
     "a soft cap": case_of(MIXED, soft_cap=2.0),
     "latents": case_of(MIXED, **LATENT),
     "latents, twenty heads": case_of(PREFILLS + DECODES, **LATENT | {"num_heads": 20}),
-    "latents, float16": case_of(DECODES, **LATENT | {"num_heads": 64}, dtype=torch.float16),
+    "latents, 64 heads": case_of(DECODES, **LATENT | {"num_heads": 64}),
     "latents, a token of each page": case_of(MIXED, **LATENT, block_size=1),
 }
 
