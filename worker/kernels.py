@@ -171,6 +171,16 @@ StackLinear = _structure(
 )
 """TokendStackLinear of csrc/layers/stack.h."""
 
+LatentStructure = _structure(
+    "LatentStructure",
+    {
+        **dict.fromkeys(("query_rank", "plain_size", "rotated_size", "rank"), c_int64),
+        **{"value_size": c_int64, "query": StackLinear},
+        **dict.fromkeys(("keys", "values"), c_void_p),
+    },
+)
+"""TokendLatentAttention of csrc/layers/stack.h."""
+
 StackLayer = _structure(
     "StackLayer",
     {
@@ -179,7 +189,7 @@ StackLayer = _structure(
         **{"output": StackLinear, "attention_post_norm": RowNorm},
         **{"mlp_norm": RowNorm, "gate_up": StackLinear},
         **{"down": StackLinear, "mlp_post_norm": RowNorm},
-        **{"moe": c_void_p, "rope_table": c_int64, "sinks": c_void_p},
+        **{"moe": c_void_p, "rope_table": c_int64, "sinks": c_void_p, "latent": c_void_p},
     },
 )
 """TokendStackLayer of csrc/layers/stack.h."""

@@ -154,14 +154,14 @@ class HeadLinears:
         is_one_product = len(dense) == len(linears) and dense[0].device.type == "cuda"
         # [heads, in, out]; the weights of one product are kept only there.
         self._stacked = torch.stack(dense).transpose(1, 2) if is_one_product else None
-        self._linears = () if is_one_product else linears
+        self.linears = () if is_one_product else linears
 
     def into(self, x: torch.Tensor, output: torch.Tensor) -> None:
         """Write the products to output [T, heads, out], whose heads may be a stride apart."""
         if self._stacked is not None:
             output.copy_(torch.bmm(x.transpose(0, 1), self._stacked).transpose(0, 1))
             return
-        for head, linear in enumerate(self._linears):
+        for head, linear in enumerate(self.linears):
             if isinstance(linear, KernelLinear):
                 linear.into(x[:, head], output[:, head])
             else:
@@ -228,6 +228,18 @@ class ProductDescriptions:
             and len({part.format for part in parts}) == 1
         )
         return StackLinear(in_features, out_features, len(parts), ctypes.addressof(array))
+
+    def describe_heads(
+        self, linears: HeadLinears, num_rows: int, in_features: int, out_features: int
+    ) -> int:
+        """Return the address of an array of StackLinear, one for each head, of one part each."""
+        heads = [
+            self.describe(each, num_rows, in_features, out_features) for each in linears.linears
+        ]
+        self.complete &= all(each.num_parts == 1 for each in heads)
+        array = (StackLinear * len(heads))(*heads)
+        self._arrays.append(array)
+        return ctypes.addressof(array)
 
 
 class PartOutput:

@@ -16,6 +16,7 @@ from worker.attention.cpu import CpuAttention
 from worker.kernels import (
     DTYPE_CODES,
     Kernels,
+    LatentStructure,
     RopeTable,
     RowNorm,
     Stack,
@@ -29,10 +30,13 @@ from worker.layers.norm import KernelNorm, Norm
 from worker.layers.scratch import ByteBuffer
 from worker.models.attention import Attention
 from worker.models.kernel_moe import KERNEL, report_mixtures
+from worker.models.latent_attention import LatentAttention, LatentAttentionSpec
 from worker.models.layer_stack import DecoderLayer, EagerLayers, LayerStack
 from worker.models.mlp import Mlp
 from worker.models.moe import MoeMlp
 from worker.models.parts import LayerPart
+
+Mixer = Attention | LatentAttention
 
 
 def make_stacks(
@@ -52,16 +56,24 @@ def is_describable(layers: Sequence[DecoderLayer]) -> bool:
     dense_kinds = set()
     for layer in layers:
         mixer, mlp = layer.mixer, layer.mlp
-        if not isinstance(mixer, Attention) or mixer.output.output.group.size > 1:
+        if not isinstance(mixer, Mixer) or mixer.output.output.group.size > 1:
             return False
         if mixer.rotary.query_scales is not None:
             return False
-        kinds.add((mixer.spec.shape, mixer.spec.joint_qk_norm, layer.is_parallel))
+        kinds.add((mixer.spec.shape, _kind(mixer), layer.is_parallel))
         if isinstance(mlp, Mlp):
             dense_kinds.add((mlp.spec.intermediate_size, mlp.spec.activation, mlp.spec.is_gated))
         elif not isinstance(mlp, MoeMlp) or mlp.kernel is None:
             return False
     return len(kinds) == 1 and len(dense_kinds) <= 1
+
+
+def _kind(mixer: Mixer) -> tuple[int | None, ...]:
+    """Return what attentions of one shape have in common in all layers of a stack."""
+    spec = mixer.spec
+    if isinstance(spec, LatentAttentionSpec):
+        return (spec.q_lora_rank, spec.qk_nope_head_dim, spec.v_head_dim)
+    return (spec.joint_qk_norm,)
 
 
 class KernelStack:
@@ -151,6 +163,7 @@ class StackDescription:
         self._hidden_size = hidden_size
         self._num_rows = num_rows
         self._products = ProductDescriptions()
+        self._latents: list[ctypes.Structure] = []
         self._norms_complete = self._mixtures_complete = True
         attentions = [_attention_of(layer) for layer in layers]
         dense = next((layer.mlp.spec for layer in layers if isinstance(layer.mlp, Mlp)), None)
@@ -163,41 +176,75 @@ class StackDescription:
         self._layers = (StackLayer * len(described))(*described)
         tables = [RopeTable(len(rotary.table), rotary.table.data_ptr()) for rotary in rotaries]
         self._tables = (RopeTable * len(tables))(*tables)
-        attention = attentions[0].spec
+        shape = attentions[0].spec.shape
         self.structure = Stack(
             num_layers=len(layers),
             hidden_size=hidden_size,
             inner_size=0 if dense is None else dense.intermediate_size,
-            num_heads=attention.num_heads,
-            num_kv_heads=attention.num_kv_heads,
-            head_dim=attention.head_dim,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
             gate=0 if dense is None else GATE_CODES[dense.activation],
             is_gated=dense is not None and dense.is_gated,
             is_parallel=layers[0].is_parallel,
-            norms_heads_jointly=attention.joint_qk_norm,
+            norms_heads_jointly=any(
+                isinstance(each, Attention) and each.spec.joint_qk_norm for each in attentions
+            ),
             num_rope_tables=len(tables),
             rope_tables=ctypes.addressof(self._tables),
             layers=ctypes.addressof(self._layers),
         )
 
-    def _layer(
-        self, layer: DecoderLayer, attention: Attention, rope_table: int
-    ) -> ctypes.Structure:
-        hidden = self._hidden_size
-        heads = attention.spec.query_size + 2 * attention.spec.kv_size
-        query_norm, key_norm = attention.head_norms or (None, None)
+    def _layer(self, layer: DecoderLayer, attention: Mixer, rope_table: int) -> ctypes.Structure:
+        parts = (
+            self._latent_attention(attention)
+            if isinstance(attention, LatentAttention)
+            else self._attention(attention)
+        )
         return StackLayer(
             attention_norm=self._norm(layer.mixer_norm),
-            qkv=self._linear(attention.qkv, hidden, heads),
-            query_norm=self._norm(query_norm),
-            key_norm=self._norm(key_norm),
-            output=self._linear(attention.output.linear, attention.spec.query_size, hidden),
             attention_post_norm=self._norm(attention.output.output.norm),
             mlp_norm=self._norm(layer.mlp_norm),
             rope_table=rope_table,
-            sinks=None if attention.sinks is None else attention.sinks.data_ptr(),
+            **parts,
             **self._mlp(layer.mlp),
         )
+
+    def _attention(self, attention: Attention) -> dict[str, ctypes.Structure | int | None]:
+        spec, hidden = attention.spec, self._hidden_size
+        query_norm, key_norm = attention.head_norms or (None, None)
+        return {
+            "qkv": self._linear(attention.qkv, hidden, spec.query_size + 2 * spec.kv_size),
+            "query_norm": self._norm(query_norm),
+            "key_norm": self._norm(key_norm),
+            "output": self._linear(attention.output.linear, spec.query_size, hidden),
+            "sinks": None if attention.sinks is None else attention.sinks.data_ptr(),
+        }
+
+    def _latent_attention(self, attention: LatentAttention) -> dict[str, ctypes.Structure | int]:
+        spec, hidden = attention.spec, self._hidden_size
+        num_heads, rank = len(spec.own_heads), spec.kv_lora_rank
+        queries, query_rank = num_heads * spec.query_dim, spec.q_lora_rank or 0
+        heads = self._products.describe_heads
+        latent = LatentStructure(
+            query_rank=query_rank,
+            plain_size=spec.qk_nope_head_dim,
+            rotated_size=spec.qk_rope_head_dim,
+            rank=rank,
+            value_size=spec.v_head_dim,
+            keys=heads(attention.keys, self._num_rows, spec.qk_nope_head_dim, rank),
+            values=heads(attention.values, self._num_rows, rank, spec.v_head_dim),
+        )
+        if attention.query is not None:
+            latent.query = self._linear(attention.query, query_rank, queries)
+        self._latents.append(latent)
+        return {
+            "qkv": self._linear(attention.inputs, hidden, (query_rank or queries) + spec.head_dim),
+            "query_norm": self._norm(attention.query_norm),
+            "key_norm": self._norm(attention.key_norm),
+            "output": self._linear(attention.output.linear, num_heads * spec.v_head_dim, hidden),
+            "latent": ctypes.addressof(latent),
+        }
 
     def _mlp(self, mlp: LayerPart) -> dict[str, ctypes.Structure | int]:
         hidden = self._hidden_size
@@ -230,15 +277,20 @@ class StackDescription:
         return self._products.describe(linear, self._num_rows, in_features, out_features)
 
 
-def _attention_of(layer: DecoderLayer) -> Attention:
-    assert isinstance(layer.mixer, Attention)
+def _attention_of(layer: DecoderLayer) -> Mixer:
+    assert isinstance(layer.mixer, Mixer)
     return layer.mixer
 
 
 def _thresholds(layer: DecoderLayer) -> set[int]:
     """Return the numbers of rows from which on another format multiplies in this layer."""
     attention, mlp = _attention_of(layer), layer.mlp
-    products = [attention.qkv, attention.output.linear]
+    products = [attention.output.linear]
+    if isinstance(attention, LatentAttention):
+        products += [attention.inputs, *attention.keys.linears, *attention.values.linears]
+        products += [] if attention.query is None else [attention.query]
+    else:
+        products.append(attention.qkv)
     if isinstance(mlp, Mlp):
         products += [mlp.gate_up, mlp.down.linear]
     found = {rows for product in products for rows in format_thresholds(product)}

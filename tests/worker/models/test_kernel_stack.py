@@ -29,7 +29,7 @@ from worker.attention.base import AttentionInputs
 from worker.attention.cpu import CpuAttention
 from worker.build_kernels import KernelVariant
 from worker.kernels import Kernels
-from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
+from worker.kv_cache import KVCache, kv_layout
 from worker.layers import activation, norm
 from worker.loader import product_choice
 from worker.loader.formats import (
@@ -43,6 +43,7 @@ from worker.loader.formats import (
 )
 from worker.loader.product_choice import ProductChoice
 from worker.loader.weights import load_model
+from worker.memory_plan import layer_cache
 from worker.models import kernel_stack, moe
 from worker.models.decoder import Decoder
 from worker.models.kernel_stack import KernelStack, make_stacks
@@ -59,7 +60,12 @@ FAMILIES = (
     *("smollm3", "starcoder2", "exaone4"),
     *("mixtral", "qwen2moe", "qwen3moe-dense-layers", "olmoe", "granitemoe", "glm4moe-groups"),
     *("gptoss", "gptoss-full"),
+    *("deepseek2", "deepseek3", "deepseek3-halves", "glm4moelite"),
 )
+_LATENT = {
+    **{"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 96},
+    **{"qk_head_dim": 48, "head_dim": 16},
+}
 Checkpoint = Callable[[str], PreparedModel]
 best_variant = with_each(LOADABLE[:1])
 
@@ -89,6 +95,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Prep
         config.intermediate_size = 96
         if hasattr(config, "moe_intermediate_size"):
             config.moe_intermediate_size = 64
+        if hasattr(config, "kv_lora_rank"):
+            latent = _LATENT | {"q_lora_rank": config.q_lora_rank and 64}
+            config = type(config)(**config.to_dict() | latent)
         tiny_model(config).save_pretrained(folder)
         return prepare_checkpoint(folder, folder / "prepared")
 
@@ -122,8 +131,7 @@ class StackRunner:
         self.model = copy.copy(model)
         self.model._stacks = stacks
         self._num_groups = layout.num_groups
-        heads = spec.attention_shape
-        geometry = kv_cache_geometry(layout, heads.num_kv_heads, heads.head_dim, torch.float32)
+        _, geometry = layer_cache(spec, torch.float32)
         self.cache = KVCache(geometry, layout, 1 + 2 * self._num_groups * PAGES, BLOCK)
         shape = spec.attention_shape
         self.attention = CpuAttention(kernels, self.cache, shape)
@@ -182,7 +190,7 @@ def test_every_kernel_variant_gives_the_same_bits(
     variant: KernelVariant, use_variant: Callable[[KernelVariant], Kernels], checkpoint: Checkpoint
 ) -> None:
     kernels = use_variant(variant)
-    names = ("llama", "gemma3-pattern-untied", "qwen2moe")
+    names = ("llama", "gemma3-pattern-untied", "qwen2moe", "deepseek3")
     for name, dtype in product(names, (torch.bfloat16, torch.float32)):
         assert_same_bits(load(checkpoint(name), dtype, int8(kernels, dtype)), kernels)
 
@@ -317,7 +325,8 @@ def test_the_number_of_rows_selects_the_stack(
 ) -> None:
     """Steps of few rows use the first format, those of many the second."""
     kernels = use_variant(variant)
-    for name, dtype in product(("qwen2", "gemma3-pattern-untied"), (torch.bfloat16, torch.float32)):
+    names = ("qwen2", "gemma3-pattern-untied", "deepseek3")
+    for name, dtype in product(names, (torch.bfloat16, torch.float32)):
         model = load(checkpoint(name), dtype, MixedFormat(int8(kernels, dtype), kernels))
         assert_same_bits(model, kernels)
         stack = model._stacks[0]

@@ -6,6 +6,8 @@
 //
 //   norm | round | product | attention | round | product | norm | round | product | gate | round | product
 //        ^ same rows: no wait           ^ the same                ^                     ^
+//
+// Latent attention has products of its own before and after it, some with a weight for each head.
 #include "common/team.h"
 #include "layers/moe.h"
 #include "layers/row_parts.h"
@@ -25,6 +27,9 @@ namespace {
 // The scratch memory of a run, in this order.
 struct Space {
     Rows normed, heads, attended, gate_up, inner, added;
+    Rows inputs, query_latents, queries, keys, values;  // of latent attention
+    char* head_codes = nullptr;                         // codes of each head's input, one head after the other
+    int64_t head_code_bytes = 0;
     Rows rotations;  // those of the first of the tables, then those of the next, …
     void* codes;
     void* mixture;  // memory of a mixture of experts
@@ -34,30 +39,79 @@ struct Space {
         const int64_t width = bytes_of(dtype), query_heads = stack.num_heads;
         const int64_t all_heads = query_heads + 2 * stack.num_kv_heads;
         normed = memory.input_rows(num_rows, stack.hidden_size * width);
-        heads = memory.rows(num_rows, all_heads * stack.head_dim * width);
-        attended = memory.rows(num_rows, query_heads * stack.head_dim * width);
+        const TokendLatentAttention* latent = stack.layers->latent;
+        heads = memory.rows(num_rows, (latent ? query_heads : all_heads) * stack.head_dim * width);
+        attended = memory.rows(num_rows, query_heads * (latent ? latent->rank : stack.head_dim) * width);
         gate_up = memory.rows(num_rows, 2 * stack.inner_size * width);
         inner = memory.input_rows(num_rows, stack.inner_size * width);
         added = memory.rows(num_rows, stack.hidden_size * width);
-        const int64_t widest = std::max({stack.hidden_size, query_heads * stack.head_dim, stack.inner_size});
+        int64_t output_inputs = query_heads * stack.head_dim, query_rank = 0;
+        if (latent) {
+            output_inputs = query_heads * latent->value_size;
+            query_rank = latent->query_rank;
+            inputs = memory.rows(num_rows, (plain_inputs(stack) + stack.head_dim) * width);
+            query_latents = memory.input_rows(num_rows, query_rank * width);
+            queries = memory.rows(num_rows, query_rank ? query_numbers(stack) * width : 0);
+            keys = memory.rows(num_rows, stack.head_dim * width);
+            values = memory.input_rows(num_rows, output_inputs * width);
+            head_code_bytes = most_head_code_bytes(stack, num_rows);
+            head_codes = memory.take(query_heads * head_code_bytes);
+        }
+        const int64_t widest = std::max({stack.hidden_size, output_inputs, stack.inner_size, query_rank});
         codes = memory.take(code_bytes(stack, num_rows, widest));
         int64_t mixture_bytes = 0;
         for (int64_t index = 0; index < stack.num_layers; index++)
             if (const TokendMoe* moe = stack.layers[index].moe)
                 mixture_bytes = std::max(mixture_bytes, tokend_moe_bytes(moe, dtype, num_rows));
         mixture = memory.take(mixture_bytes);
-        rotations = memory.rows(stack.num_rope_tables * num_rows, stack.head_dim * int64_t(sizeof(float)));
+        rotations = memory.rows(stack.num_rope_tables * num_rows, rotary_dim(stack) * int64_t(sizeof(float)));
+    }
+
+    // Numbers of a head that rotate.
+    static int64_t rotary_dim(const TokendStack& stack) {
+        return stack.layers->latent ? stack.layers->latent->rotated_size : stack.head_dim;
+    }
+
+    // Numbers of all query heads before keys are multiplied into them.
+    static int64_t query_numbers(const TokendStack& stack) {
+        const TokendLatentAttention& latent = *stack.layers->latent;
+        return stack.num_heads * (latent.plain_size + latent.rotated_size);
+    }
+
+    // Numbers of the input products of latent attention before the latent.
+    static int64_t plain_inputs(const TokendStack& stack) {
+        const int64_t query_rank = stack.layers->latent->query_rank;
+        return query_rank ? query_rank : query_numbers(stack);
     }
 
   private:
+    // Bytes of the codes of one head, in any layer.
+    static int64_t most_head_code_bytes(const TokendStack& stack, int64_t num_rows) {
+        int64_t most = 0;
+        const TokendProductKernels* last = nullptr;
+        for (int64_t index = 0; index < stack.num_layers; index++) {
+            const TokendLatentAttention& latent = *stack.layers[index].latent;
+            for (const TokendStackLinear* linears : {latent.keys, latent.values})
+                for (int64_t head = 0; head < stack.num_heads; head++) {
+                    const TokendProductKernels* kernels = linears[head].parts->kernels;
+                    if (kernels == last) continue;
+                    for (const int64_t size : {latent.plain_size, latent.rank})
+                        most = std::max(most, kernels->most_code_bytes(num_rows, size));
+                    last = kernels;
+                }
+        }
+        return (most + 63) / 64 * 64;
+    }
+
     // Bytes of the codes that the kernels of any product write.
     static int64_t code_bytes(const TokendStack& stack, int64_t num_rows, int64_t in_features) {
         int64_t most = 0;
         const TokendProductKernels* last = nullptr;
         for (int64_t index = 0; index < stack.num_layers; index++) {
             const TokendStackLayer& layer = stack.layers[index];
-            for (const TokendStackLinear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) {
-                if (linear->num_parts == 0) continue;  // of a layer with a mixture
+            const TokendStackLinear* query = layer.latent ? &layer.latent->query : &layer.qkv;
+            for (const TokendStackLinear* linear : {&layer.qkv, query, &layer.output, &layer.gate_up, &layer.down}) {
+                if (linear->num_parts == 0) continue;  // the layer has no such product
                 const TokendProductKernels* kernels = linear->parts->kernels;
                 if (kernels != last) most = std::max(most, kernels->most_code_bytes(num_rows, in_features));
                 last = kernels;
@@ -101,19 +155,26 @@ class Layers {
 
     // The rotations of queries and keys, in the layout that attention reads.
     void gather_rotations() {
+        const int64_t size = Space::rotary_dim(stack_);
         for (int64_t index = 0; index < stack_.num_rope_tables; index++)
             each_row([&](int64_t row) {
-                const float* from = stack_.rope_tables[index].table + run_.positions[row] * stack_.head_dim;
-                std::copy_n(from, stack_.head_dim, rotation(index, row));
+                const float* from = stack_.rope_tables[index].table + run_.positions[row] * size;
+                std::copy_n(from, size, rotation(index, row));
             });
     }
 
     void layer(int64_t index) {
         const TokendStackLayer& layer = stack_.layers[index];
         const Rows from = normed(layer.attention_norm, residual());
-        multiply(layer.qkv, from, space_.heads);
-        attend(layer, run_.attention_calls[index]);
-        end_block(layer.output, space_.attended, layer.attention_post_norm);
+        const TokendAttentionCall& call = run_.attention_calls[index];
+        if (layer.latent) {
+            multiply(layer.qkv, from, space_.inputs);
+            attend_to_latents(layer, *layer.latent, call);
+        } else {
+            multiply(layer.qkv, from, space_.heads);
+            attend(layer, call);
+        }
+        end_block(layer.output, layer.latent ? space_.values : space_.attended, layer.attention_post_norm);
         const Rows mlp_input = normed(layer.mlp_norm, stack_.is_parallel ? from : residual());
         if (layer.moe) return mix_experts(layer, mlp_input);
         multiply(layer.gate_up, mlp_input, space_.gate_up);
@@ -201,6 +262,81 @@ class Layers {
         tokend_attention_run(place.step, place.plan, &call);
         clock_.lap(run_.attention_ns);
     }
+
+    //   inputs  | query, or its latent | latent | rotated |        heads  | latent | rotated | … of each head
+    void attend_to_latents(const TokendStackLayer& layer, const TokendLatentAttention& latent,
+                           const TokendAttentionCall& place) {
+        const int64_t width = bytes_of(run_.dtype), query_size = latent.plain_size + latent.rotated_size;
+        Rows queries = space_.inputs;
+        if (latent.query_rank) {
+            each_row([&](int64_t row) {
+                norm_row(run_.dtype, latent.query_rank, layer.query_norm, space_.inputs.row(row),
+                         space_.query_latents.row(row));
+            });
+            multiply(latent.query, space_.query_latents, space_.queries);
+            queries = space_.queries;
+        }
+        const int64_t latent_at = Space::plain_inputs(stack_) * width, rotated_bytes = latent.rotated_size * width;
+        each_row([&](int64_t row) {
+            const char* input = static_cast<const char*>(space_.inputs.row(row)) + latent_at;
+            char* key = static_cast<char*>(space_.keys.row(row));
+            norm_row(run_.dtype, latent.rank, layer.key_norm, input, key);
+            std::copy_n(input + latent.rank * width, rotated_bytes, key + latent.rank * width);
+            const char* from = static_cast<const char*>(queries.row(row)) + latent.plain_size * width;
+            char* to = static_cast<char*>(space_.heads.row(row)) + latent.rank * width;
+            for (int64_t head = 0; head < stack_.num_heads; head++)
+                std::copy_n(from + head * query_size * width, rotated_bytes, to + head * stack_.head_dim * width);
+        });
+        multiply_heads(latent.keys, queries, query_size, space_.heads, stack_.head_dim);
+        clock_.lap();
+        TokendAttentionLayer call = *place.layer;
+        call.dtype = run_.dtype;
+        call.query = space_.heads.memory;
+        call.query_stride = space_.heads.stride / width;
+        call.key = space_.keys.memory;
+        call.key_stride = space_.keys.stride / width;
+        call.value = nullptr;
+        call.rotation = rotation(layer.rope_table, 0);
+        call.sinks = nullptr;
+        call.output = space_.attended.memory;
+        tokend_attention_run(place.step, place.plan, &call);
+        clock_.lap(run_.attention_ns);
+        multiply_heads(latent.values, space_.attended, latent.rank, space_.values, latent.value_size);
+    }
+
+    // Multiplies each head of the rows by a weight of its own; a head begins from_size, or to_size,
+    // numbers after the one before. Threads share the outputs of all heads.
+    void multiply_heads(const TokendStackLinear* linears, const Rows& from, int64_t from_size, const Rows& to,
+                        int64_t to_size) {
+        clock_.lap();
+        const int64_t width = bytes_of(run_.dtype), num_rows = run_.num_rows, num_heads = stack_.num_heads;
+#pragma omp for schedule(static) nowait
+        for (int64_t index = 0; index < num_rows * num_heads; index++) {
+            const int64_t row = index / num_heads, head = index % num_heads;
+            const TokendLinearPart& part = *linears[head].parts;
+            const int64_t in_features = linears[head].in_features;
+            if (!part.kernels->has_codes(part.format, run_.dtype, in_features)) continue;
+            const char* x = static_cast<const char*>(from.row(row)) + head * from_size * width;
+            part.kernels->code_row(part.format, run_.dtype, in_features, num_rows, row, x, head_codes(head));
+        }
+#pragma omp barrier
+        const int64_t panels = (linears->parts->out_features + SHARE_OUTPUTS - 1) / SHARE_OUTPUTS;
+        const int64_t total = num_heads * panels, threads = omp_get_num_threads(), thread = omp_get_thread_num();
+        const int64_t end = total * (thread + 1) / threads;
+        for (int64_t at = total * thread / threads; at < end;) {
+            const int64_t head = at / panels, first = at % panels, last = std::min(panels, first + end - at);
+            const TokendLinearPart& part = *linears[head].parts;
+            const RowsOf input = {from.stride / width, from.memory + head * from_size * width};
+            const RowsOf output = {to.stride / width, to.memory + head * to_size * width};
+            part.kernels->multiply_share(part, {run_.dtype, num_rows, 0, num_rows, input, head_codes(head), run_.dtype,
+                                                output, first, last});
+            at += last - first;
+        }
+#pragma omp barrier
+        clock_.lap(run_.product_ns);
+    }
+
+    void* head_codes(int64_t head) const { return space_.head_codes + head * space_.head_code_bytes; }
 
     // Adds a product, or its norm, to the residual.
     void end_block(const TokendStackLinear& linear, const Rows& from, const TokendRowNorm& post_norm) {

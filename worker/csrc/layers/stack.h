@@ -48,6 +48,25 @@ struct TokendStackLinear {
     const TokendLinearPart* parts;
 };
 
+// Multi-head latent attention (DeepSeek-V2, section 2.1; worker/models/latent_attention.py). qkv, query_norm
+// and key_norm of the layer are its products and norms of the input:
+//
+//   inputs  = qkv(norm(x))                    query, or a latent of queries ‖ latent ‖ rotated part
+//   query   = query(query_norm(its latent))   where queries have one
+//   key     = key_norm(latent) ‖ rotated part
+//   heads   = keys(plain part of a head) ‖ rotated part of the head, for each head
+//   x      += output(values(attention(heads, key)))
+struct TokendLatentAttention {
+    int64_t query_rank;    // numbers of a latent of queries; 0 without one
+    int64_t plain_size;    // numbers of a query head that do not rotate
+    int64_t rotated_size;  // and those that do
+    int64_t rank;          // numbers of a latent
+    int64_t value_size;    // numbers of a head of values
+    TokendStackLinear query;
+    const TokendStackLinear* keys;    // of each head, one part each: plain_size to rank
+    const TokendStackLinear* values;  // of each head, one part each: rank to value_size
+};
+
 struct TokendStackLayer {
     TokendRowNorm attention_norm;
     TokendStackLinear qkv;
@@ -62,12 +81,13 @@ struct TokendStackLayer {
     const TokendMoe* moe;  // in place of gate_up and down; or null
     int64_t rope_table;  // index into the tables of the stack
     const float* sinks;  // of the attention, [num_heads]; or null
+    const TokendLatentAttention* latent;  // of all layers with equal sizes; or null
 };
 
 // Cosines and sines of every position of the model.
 struct TokendRopeTable {
     int64_t num_positions;
-    const float* table;  // [num_positions, 2, head_dim / 2]
+    const float* table;  // [num_positions, 2, n / 2] for the n numbers of a head that rotate
 };
 
 struct TokendStack {
