@@ -73,6 +73,8 @@ def main(boot: ProcessBoot, supervisor: Link) -> None:
         pools = pooler_of(config.model, boot.model) is not None
         if pools:
             config = with_pooling_limits(config)
+        if not workers.workers[0].geometry.is_cached:
+            config = without_kv_cache(config)
         kv_events = start_kv_events(config.cache.kv_events_endpoint, boot.run_dir, boot.epoch)
         if kv_events is not None:
             stack.enter_context(closing(kv_events))
@@ -326,6 +328,13 @@ def with_pooling_limits(config: ServeConfig) -> ServeConfig:
     if scheduler.max_num_queued_tokens is None:
         scheduler = msgspec.structs.replace(scheduler, max_num_queued_tokens=0)
     return msgspec.structs.replace(config, scheduler=scheduler)
+
+
+def without_kv_cache(config: ServeConfig) -> ServeConfig:
+    """Return the configuration for a model that computes each prompt in one step."""
+    scheduler = msgspec.structs.replace(config.scheduler, enable_chunked_prefill=False)
+    cache = msgspec.structs.replace(config.cache, enable_prefix_caching=False)
+    return msgspec.structs.replace(config, scheduler=scheduler, cache=cache)
 
 
 def scheduler_settings(config: ServeConfig, worker: WorkerReady) -> SchedulerConfig:
