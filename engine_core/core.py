@@ -63,14 +63,15 @@ def main(boot: ProcessBoot, supervisor: Link) -> None:
             closing(FrontEndLinks(boot.run_dir, boot.epoch, boot.front_ends))
         )
         poller = Poller([supervisor])
-        structured_output = start_structured_output(boot)  # it loads while the workers do
+        pools = pooler_of(boot.config.model, boot.model) is not None
+        # It loads while the workers do.
+        structured_output = None if pools else start_structured_output(boot)
         workers = WorkerGroup(boot, poller, supervisor)
         supervisor_io = SupervisorIO(supervisor, workers)
         _wait_for_workers(workers, supervisor_io, front_ends, poller, clock)
         if supervisor_io.is_stopped:
             return
         config = with_step_tokens(boot.config, workers.workers)
-        pools = pooler_of(config.model, boot.model) is not None
         if pools:
             config = with_pooling_limits(config)
         if not workers.workers[0].geometry.is_cached:

@@ -233,7 +233,7 @@ class DecoderBuilder:
             else table_bytes(source, self._ends.embedding)
         )
         table = source.joined_shape(self._ends.embedding)
-        rearranged = source.has_parts(self._ends.head)
+        rearranged = self.spec.has_head and source.has_parts(self._ends.head)
         ends = conversion_bytes(by_format, table, source.dtype, rearranged)
         layers = 0
         for layer in range(self.spec.num_layers):
