@@ -42,3 +42,25 @@ def test_embeddings_of_packed_texts(name: str, tmp_path: Path) -> None:
         assert request.num_cached_tokens == 0
     first = engine.result(requests[0])
     torch.testing.assert_close(engine.result(short), F.normalize(first[:8], dim=0))
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "xlm-roberta", "modernbert"])
+@pytest.mark.parametrize("num_labels", [1, 3])
+def test_scores_of_pairs(name: str, num_labels: int, tmp_path: Path) -> None:
+    """The head of each family; of BERT, the second text of a pair has other token types."""
+    folder = tmp_path / "model"
+    model = save_encoder(name, folder, num_labels=num_labels)
+    engine = PoolingEngine(prepare(folder))
+    requests = [engine.add(prompt, task="classify", second_start=9) for prompt in PROMPTS]
+    single = engine.add(PROMPTS[0], task="classify")
+    engine.harness.run()
+    for request in [*requests, single]:
+        prompt = request.prompt_token_ids
+        types = torch.zeros(1, len(prompt), dtype=torch.long)
+        if request is not single and name == "bert":
+            types[:, 9:] = 1
+        inputs = {} if name == "modernbert" else {"token_type_ids": types}
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt]), torch.ones(1, len(prompt)), **inputs).logits[0]
+        want = logits.sigmoid() if num_labels == 1 else logits.softmax(0)
+        torch.testing.assert_close(engine.result(request), want, atol=1e-5, rtol=1e-5)
