@@ -32,9 +32,9 @@ FileStamp = tuple[int, int, int, int]
 class ModelFamily(NamedTuple):
     """A supported architecture.
 
-    module: of `worker.models`. gguf: the name of the architecture in GGUF files; "" if these are not
-    supported. models: those that have it, for people. is_encoder: it attends in both directions and
-    only pools.
+    module: of `worker.models`. gguf: the name of the architecture in GGUF files; "" if these are
+    not supported. models: those that have it, for people. is_encoder: it attends in both directions
+    and only pools.
     """
 
     module: str

@@ -108,7 +108,7 @@ def kv_layout(windows: Sequence[Window]) -> KVLayout:
 
 
 def scratch_layout(windows: Sequence[Window]) -> KVLayout:
-    """Return the layout of a bidirectional model with these windows; its groups share their slot."""
+    """Return the layout of a bidirectional model with these windows, all groups in one slot."""
     kinds = tuple(sorted(set(windows), key=_order))
     slots = tuple(LayerSlot(kinds.index(window), 0) for window in windows)
     return KVLayout(slots, kinds, 1, is_scratch=True)

@@ -146,9 +146,9 @@ class ModelTokenizer:
     async def encode_pairs(
         self, pairs: Sequence[tuple[str, str]], *, max_tokens: int | None
     ) -> list[tuple[list[int], int]]:
-        """Return the token ids of each pair, with what the tokenizer adds, and their first of type 1.
+        """Return the token ids of each pair, with what the tokenizer adds, and a position.
 
-        The second is the position of the first token of type 1; 0 if all types are 0.
+        The position is that of the first token of type 1; 0 if all types are 0.
         max_tokens: the second text is cut at its end to keep a pair within it; None for no limit.
         """
         size = sum(len(first) + len(second) for first, second in pairs)

@@ -6,19 +6,18 @@ new worker after a death, and with steps that overlap.
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers import AutoModelForSequenceClassification
 
-from deploy.models import hf_folder, prepared_folder
+from deploy.models import hf_folder
 from engine_core.request import Request
-from proto.config import ModelConfig, ServeConfig
+from proto.config import ModelConfig
 from proto.engine_io import FinishReason
 from proto.errors import ConfigError, ModelError
 from proto.model_runner_output import ModelRunnerOutput, RowPooled
-from proto.pooling import PoolingParams, PoolingTask, pooler_of
+from proto.pooling import pooler_of
 from proto.prepared_model import PreparedModel
 from tests.fakes.pooling_engine import PoolingEngine, prepare
 from tests.fakes.real_engine import BLOCK
@@ -31,15 +30,6 @@ from tests.fakes.tiny_pooling import (
     save_modules,
 )
 from worker.attention.base import AttentionBackend
-from worker.attention.registry import create_backend
-from worker.input_batch import InputBatch
-from worker.kv_cache import KVCache
-from worker.loader.weights import load_model
-from worker.memory_plan import layer_cache
-from worker.models.decoder import Decoder
-from worker.models.registry import model_spec
-from worker.pooling import PoolingHead, PoolingRunner
-from worker.sampling.sampler import create_sampler
 
 PROMPTS = [
     torch.randint(3, 96, (length,), generator=torch.Generator().manual_seed(length)).tolist()

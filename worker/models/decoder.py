@@ -21,7 +21,8 @@ class Decoder:
     """Computes hidden states from tokens, and logits from hidden states.
 
     stacks: implementations of all layers; the first that takes a step runs it, and the last takes
-    any. norm: None if the last layer ends with one. head: None for a model that pools hidden states.
+    any. norm: None if the last layer ends with one. head: None for a model that pools hidden
+    states.
     """
 
     can_be_captured = True
@@ -60,7 +61,7 @@ class Decoder:
         """Return hidden states [T, hidden], not yet normed, for int64 [T] token ids and positions.
 
         Positions are below the model's length. `attention` writes every token's key and value and
-        attends for the whole batch. token_types: int64 [T], of an encoder's tokens; None: all are 0.
+        attends for the whole batch. token_types: int64 [T], of an encoder's tokens; None: all 0.
         """
         if isinstance(self._embedding, EncoderInput):
             hidden = self._embedding(token_ids, positions, token_types)
@@ -76,7 +77,8 @@ class Decoder:
 
         Their dtype is that of the head.
         """
-        assert self._head is not None and self._norm is not None, "the model has no head"
+        assert self._head is not None, "the model has no head"
+        assert self._norm is not None
         logits = self._head(self._norm.into(hidden, self._normed.rows(hidden)))
         scale, soft_cap = self.spec.logit_scale, self.spec.logit_soft_cap
         if soft_cap:

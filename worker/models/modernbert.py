@@ -1,4 +1,4 @@
-"""ModernBERT (Warner et al., 2024): rotary positions, gated MLPs, windows in two of three layers."""
+"""ModernBERT (Warner et al., 2024): rotary positions, gated MLPs, windows in most layers."""
 
 from dataclasses import replace
 from typing import Final

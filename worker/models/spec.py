@@ -110,7 +110,8 @@ class ModelSpec:
     layers: bottom to top; they may differ.
     inputs: of an encoder, beside the embedding of its tokens; None for others.
     norms: where each layer has norms. skips_first_norm: but not before the first attention.
-    has_last_norm: whether there is a norm after the last layer. norm_kind: RMSNorm or LayerNorm, the last norm's too.
+    has_last_norm: whether there is a norm after the last layer.
+    norm_kind: RMSNorm or LayerNorm, the last norm's too.
     norm_bias: LayerNorms have a bias.
     norms_add_one: norms multiply by 1 + weight; a GGUF file stores the sum.
     parallel_blocks: the MLP reads what the mixer reads, the norm of the residual before both.
