@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_map_only
 
 from proto.config import DeviceConfig
 from proto.logit_edits import LogitEdits
+from proto.prepared_model import FAMILIES as SUPPORTED
 from proto.sampling_params import SamplingParams
 from proto.scheduler_output import (
     CachedRequestData,
@@ -154,7 +155,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-WITHOUT_GPU_KERNELS = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
+WITHOUT_GPU_KERNELS = (
+    *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"),
+    *(name for name, family in SUPPORTED.items() if family.is_encoder),
+)
 """Families with latent KV, which are refused on a GPU."""
 
 

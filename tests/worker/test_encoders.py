@@ -6,9 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from proto.config import CacheConfig, SchedulerConfig, ServeConfig
+from proto.errors import ConfigError
 from tests.fakes.pooling_engine import PoolingEngine, prepare
 from tests.fakes.tiny_encoders import CONFIGS, save_encoder
 from tests.fakes.tiny_pooling import dense, pooled, save_modules
+from worker.device.devices import CpuDevice
+from worker.memory_plan import plan_memory
 
 PROMPTS = [
     torch.randint(3, 96, (length,), generator=torch.Generator().manual_seed(length)).tolist()
@@ -64,3 +68,27 @@ def test_scores_of_pairs(name: str, num_labels: int, tmp_path: Path) -> None:
             logits = model(torch.tensor([prompt]), torch.ones(1, len(prompt)), **inputs).logits[0]
         want = logits.sigmoid() if num_labels == 1 else logits.softmax(0)
         torch.testing.assert_close(engine.result(request), want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        (ServeConfig(cache=CacheConfig(num_gpu_blocks_override=9)), "num-gpu-blocks-override"),
+        (ServeConfig(cache=CacheConfig(kv_cache_dtype="int8")), "kv-cache-dtype"),
+        (ServeConfig(scheduler=SchedulerConfig(max_num_batched_tokens=127)), "at least 128"),
+        (
+            ServeConfig(scheduler=SchedulerConfig(long_prefill_token_threshold=64)),
+            "long-prefill-token-threshold",
+        ),
+    ],
+)
+def test_settings_that_an_encoder_cannot_have(
+    setting: ServeConfig, named: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    save_encoder("bert", folder)
+    prepared = prepare(folder)
+    plan = plan_memory(ServeConfig(), prepared, CpuDevice())
+    assert (plan.fits, plan.pool_bytes) == (True, 0)
+    with pytest.raises(ConfigError, match=named):
+        plan_memory(setting, prepared, CpuDevice())
