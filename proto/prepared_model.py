@@ -45,7 +45,7 @@ class ModelFamily(NamedTuple):
 
 FAMILIES: Final = {
     "BertModel": ModelFamily(
-        "bert", "", "BERT, MiniLM, BGE, E5, GTE, cross encoders of these", is_encoder=True
+        "bert", "", "BERT, MiniLM, BGE, E5, cross encoders of these", is_encoder=True
     ),
     "Cohere2ForCausalLM": ModelFamily("cohere2", "cohere2", "Command R7B, Command A"),
     "DeepseekV2ForCausalLM": ModelFamily(
@@ -57,7 +57,7 @@ FAMILIES: Final = {
     "Ernie4_5ForCausalLM": ModelFamily("ernie45", "ernie4_5", "ERNIE 4.5 0.3B"),
     "Exaone4ForCausalLM": ModelFamily("exaone4", "exaone4", "EXAONE 4"),
     "Gemma2ForCausalLM": ModelFamily("gemma2", "gemma2", "Gemma 2"),
-    "Gemma3ForCausalLM": ModelFamily("gemma3", "gemma3", "Gemma 3, text only"),
+    "Gemma3ForCausalLM": ModelFamily("gemma3", "gemma3", "Gemma 3, text only; EmbeddingGemma"),
     "GlmForCausalLM": ModelFamily("glm", "chatglm", "GLM-4-9B in transformers' form"),
     "Glm4ForCausalLM": ModelFamily("glm4", "glm4", "GLM-4-0414"),
     "Glm4MoeForCausalLM": ModelFamily("glm4moe", "glm4moe", "GLM-4.5, GLM-4.5-Air, GLM-4.6"),
@@ -77,7 +77,7 @@ FAMILIES: Final = {
     ),
     "MixtralForCausalLM": ModelFamily("mixtral", "llama", "Mixtral"),
     "ModernBertModel": ModelFamily(
-        "modernbert", "", "ModernBERT, GTE and Nomic embeddings on it", is_encoder=True
+        "modernbert", "", "ModernBERT and embeddings of it", is_encoder=True
     ),
     "Olmo2ForCausalLM": ModelFamily("olmo2", "olmo2", "OLMo 2"),
     "Olmo3ForCausalLM": ModelFamily("olmo3", "olmo2", "OLMo 3"),
@@ -94,7 +94,7 @@ FAMILIES: Final = {
     "SmolLM3ForCausalLM": ModelFamily("smollm3", "smollm3", "SmolLM3"),
     "Starcoder2ForCausalLM": ModelFamily("starcoder2", "starcoder2", "StarCoder 2"),
     "XLMRobertaModel": ModelFamily(
-        "roberta", "", "XLM-RoBERTa, BGE-M3 (dense), multilingual E5, BGE reranker", is_encoder=True
+        "roberta", "", "XLM-RoBERTa, BGE-M3 (dense), multilingual E5", is_encoder=True
     ),
 }
 """The supported architectures of config.json."""
