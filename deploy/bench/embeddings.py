@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
 import httpx
 from rich.console import Console
@@ -33,12 +33,8 @@ from deploy.bench.options import BenchParser, at_least_one, writable, write
 from deploy.bench.servers import BenchProcess, StartedServer, signals_deferred, tokend
 from proto.errors import ConfigError, TokendError
 
-if TYPE_CHECKING:
-    from numpy import float32
-    from numpy.typing import NDArray
-
-    Vectors = NDArray[float32]
-
+Vectors = Any
+"""A numpy array of float32, [texts, size]; numpy is imported in functions only."""
 _PEER: Final = "sentence-transformers"
 _REQUEST_SECONDS: Final = 3600.0
 _WARM_UP_TEXTS: Final = 64
@@ -54,7 +50,7 @@ _SPECIAL_TOKENS: Final = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
 class Embedder(Protocol):
     """What is measured."""
 
-    def embed(self, texts: Sequence[str]) -> "tuple[float, Vectors]":
+    def embed(self, texts: Sequence[str]) -> tuple[float, Vectors]:
         """Return the seconds that the texts took, and their embeddings [texts, size]."""
         ...
 
@@ -130,7 +126,7 @@ def _measure(
     return measured
 
 
-def _normalised(vectors: "Vectors") -> "Vectors":
+def _normalised(vectors: Vectors) -> Vectors:
     import numpy as np
 
     result: Vectors = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
@@ -143,7 +139,7 @@ class _Daemon:
     def __init__(self, url: str) -> None:
         self._client = httpx.Client(base_url=url, timeout=_REQUEST_SECONDS)
 
-    def embed(self, texts: Sequence[str]) -> "tuple[float, Vectors]":
+    def embed(self, texts: Sequence[str]) -> tuple[float, Vectors]:
         import numpy as np
 
         started = time.perf_counter()
@@ -175,7 +171,7 @@ class _PeerProcess(BenchProcess):
         self._stdin, self._stdout = process.stdin, process.stdout
         self.version = self._answer()
 
-    def embed(self, texts: Sequence[str]) -> "tuple[float, Vectors]":
+    def embed(self, texts: Sequence[str]) -> tuple[float, Vectors]:
         import numpy as np
 
         self._texts.write_text(json.dumps(texts), encoding="utf-8")
@@ -305,7 +301,11 @@ def _shapes() -> dict[str, tuple[int, ...]]:
         "embeddings.position_embeddings.weight": (_POSITIONS, _HIDDEN),
         "embeddings.token_type_embeddings.weight": (2, _HIDDEN),
     }
-    modules = {"embeddings.LayerNorm": (_HIDDEN,)} | {
+    modules: dict[str, tuple[int, ...]] = {
+        "embeddings.LayerNorm": (_HIDDEN,),
+        "pooler.dense": (_HIDDEN, _HIDDEN),
+    }
+    modules |= {
         f"encoder.layer.{layer}.{name}": shape
         for layer in range(_LAYERS)
         for name, shape in layers.items()

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from proto.config import CacheConfig, SchedulerConfig, ServeConfig
+from proto.config import CacheConfig, DeviceConfig, SchedulerConfig, ServeConfig
 from proto.errors import ConfigError
 from tests.fakes.pooling_engine import PoolingEngine, prepare
 from tests.fakes.tiny_encoders import CONFIGS, save_encoder
@@ -88,7 +88,7 @@ def test_settings_that_an_encoder_cannot_have(
     folder = tmp_path / "model"
     save_encoder("bert", folder)
     prepared = prepare(folder)
-    plan = plan_memory(ServeConfig(), prepared, CpuDevice())
+    plan = plan_memory(ServeConfig(), prepared, CpuDevice(DeviceConfig()))
     assert (plan.fits, plan.pool_bytes) == (True, 0)
     with pytest.raises(ConfigError, match=named):
-        plan_memory(setting, prepared, CpuDevice())
+        plan_memory(setting, prepared, CpuDevice(DeviceConfig()))

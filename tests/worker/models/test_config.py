@@ -166,7 +166,7 @@ def test_a_null_rope_scaling_is_none() -> None:
         ({"model_type": "qwen2"}, "model_type = 'qwen2'"),
         (
             {"architectures": ["PhiForCausalLM"]},
-            "PhiForCausalLM is not supported; supported: Cohere2",
+            "PhiForCausalLM is not supported; supported: BertModel, Cohere2",
         ),
         ({"architectures": None}, "architectures = None"),
     ],
