@@ -12,7 +12,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from tests.e2e.daemon import Daemon, eventually
+from tests.e2e.daemon import REQUEST_GAUGES, Daemon, eventually
 from tests.fakes.tiny_encoders import save_encoder
 from tests.fakes.tiny_pooling import save_modules
 
@@ -25,6 +25,10 @@ LONG = [[(11 * i + j) % 90 + 3 for j in range(100)] for i in range(1500)]
 def expected(model: Any, ids: list[int]) -> np.ndarray[Any, np.dtype[np.float32]]:
     mean = model(torch.tensor([ids])).last_hidden_state[0].mean(0)
     return torch.nn.functional.normalize(mean, dim=0).numpy()
+
+
+def has_requests(daemon: Daemon) -> bool:
+    return any(map(daemon.metric, REQUEST_GAUGES))
 
 
 async def post(daemon: Daemon, path: str, **body: Any) -> httpx.Response:
@@ -66,17 +70,16 @@ async def test_embeddings(tmp_path: Path) -> None:
         late = await post(daemon, "/v1/embeddings", input=LONG, timeout_ms=20)
         assert late.status_code == 504, late.text
         task = asyncio.create_task(post(daemon, "/v1/embeddings", input=LONG))
-        await asyncio.to_thread(eventually, lambda: daemon.metric("vllm:num_requests_running") > 0)
+        assert await asyncio.to_thread(eventually, lambda: has_requests(daemon))
         os.kill(daemon.processes()["worker"].pid, signal.SIGKILL)
         await check()  # beside the long request, and after the worker's death
         survived = vectors(await task)
         np.testing.assert_allclose(survived[-1], expected(model, LONG[-1]), atol=1e-5)
 
         task = asyncio.create_task(post(daemon, "/v1/embeddings", input=LONG))
-        await asyncio.to_thread(eventually, lambda: daemon.metric("vllm:num_requests_running") > 0)
+        assert await asyncio.to_thread(eventually, lambda: has_requests(daemon))
         task.cancel()
-        gauges = ("vllm:num_requests_running", "vllm:num_requests_waiting")
-        assert await asyncio.to_thread(eventually, lambda: not any(map(daemon.metric, gauges)))
+        assert await asyncio.to_thread(eventually, lambda: not has_requests(daemon))
         await check()
 
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,8 +12,18 @@ from proto.errors import ConfigError
 from tests.fakes.pooling_engine import PoolingEngine, prepare
 from tests.fakes.tiny_encoders import CONFIGS, save_encoder
 from tests.fakes.tiny_pooling import dense, pooled, save_modules
+from tests.worker.kernel_variants import LOADABLE, load_variant
+from worker.attention.base import AttentionInputs
+from worker.attention.cpu import CpuAttention
+from worker.attention.scratch_pages import SCRATCH_BLOCK, num_scratch_blocks
 from worker.device.devices import CpuDevice
-from worker.memory_plan import plan_memory
+from worker.kv_cache import KVCache
+from worker.loader.formats import Bf16Format
+from worker.loader.weights import load_model
+from worker.memory_plan import layer_cache, plan_memory
+from worker.models.kernel_stack import KernelStack
+from worker.models.layer_stack import EagerLayers
+from worker.models.registry import model_spec
 
 PROMPTS = [
     torch.randint(3, 96, (length,), generator=torch.Generator().manual_seed(length)).tolist()
@@ -92,3 +103,37 @@ def test_settings_that_an_encoder_cannot_have(
     assert (plan.fits, plan.pool_bytes) == (True, 0)
     with pytest.raises(ConfigError, match=named):
         plan_memory(setting, prepared, CpuDevice(DeviceConfig()))
+
+
+@pytest.mark.parametrize("name", ["bert", "modernbert"])
+def test_one_call_of_all_layers_gives_the_bits_of_each_part_by_itself(
+    name: str, tmp_path: Path
+) -> None:
+    """In bfloat16, on scratch pages that hold NaN before."""
+    save_encoder(name, tmp_path / "model")
+    prepared, kernels = prepare(tmp_path / "model"), load_variant(LOADABLE[0])
+    spec, dtype = model_spec(prepared, ServeConfig()), torch.bfloat16
+    cpu, form = torch.device("cpu"), Bf16Format(kernels)
+    model = load_model(prepared, spec, dtype, cpu, lambda part: None, form)
+    layout, geometry = layer_cache(spec, dtype)
+    lengths = np.array([len(prompt) for prompt in PROMPTS], dtype=np.int32)
+    starts = np.cumsum([0, *lengths], dtype=np.int32)
+    num_tokens = int(starts[-1])
+    empty = np.zeros((len(lengths), 1), dtype=np.int32), np.zeros(num_tokens, dtype=np.int64)
+    positions = torch.from_numpy(np.concatenate([np.arange(length) for length in lengths]))
+    token_ids = torch.tensor([token for prompt in PROMPTS for token in prompt])
+    outputs = []
+    stacks = model._stacks
+    assert [type(stack) for stack in stacks] == [KernelStack, EagerLayers]
+    for stack in stacks:
+        num_blocks = num_scratch_blocks(num_tokens, len(lengths))
+        cache = KVCache(geometry, layout, num_blocks, SCRATCH_BLOCK)
+        cache.buffer.fill_(float("nan"))
+        attention = CpuAttention(kernels, cache, spec.attention_shape)
+        attention.plan([AttentionInputs(starts, lengths, *empty)])
+        assert stack.takes(num_tokens, attention)
+        model._stacks = (stack,)
+        outputs.append(model.forward(token_ids, positions, attention).clone())
+    assert outputs[0].isfinite().all()
+    assert outputs[0].float().std() > 0.1
+    assert torch.equal(*outputs)
