@@ -20,6 +20,7 @@ from proto.errors import ConfigError, TokendError
 from proto.host_resources import available_memory
 from proto.lifecycle import KVCacheGeometry, WeightFormatMemory, describe_weights
 from proto.prepared_model import PreparedModel
+from worker.attention.flashinfer_latent import require_latent_kernels
 from worker.attention.scratch_pages import SCRATCH_BLOCK, num_scratch_blocks
 from worker.device.devices import Device
 from worker.input_batch import InputBatch
@@ -160,13 +161,11 @@ def plan_memory(
     heads = spec.attention_shape
     if spec.is_bidirectional:
         _refuse_kv_settings(config, prepared)
-    if heads.latent_dim and device.torch_device.type == "cuda":
-        raise ConfigError(
-            f"{prepared.architecture} has latent KV, for which there are no GPU kernels here yet; "
-            "--device cpu runs it",
-            "device",
-        )
     kv_dtype = resolve_kv_dtype(cache.kv_cache_dtype, dtype, heads.head_dim, heads.latent_dim)
+    if heads.latent_dim and device.torch_device.type == "cuda":
+        own = shard_model(spec, size)[rank].spec.attention_shape
+        num_tokens = device.step_tokens(config.scheduler)
+        require_latent_kernels(config, prepared.architecture, own, dtype, kv_dtype, num_tokens)
     weights: Counter[str] = Counter()
     work: Counter[str] = Counter()
     conversion = 0
