@@ -254,7 +254,7 @@ def step_tokens(
     if not spec.is_bidirectional:
         return device.step_tokens(config.scheduler)
     budget = config.scheduler.max_num_batched_tokens
-    longest = config.model.max_model_len or prepared.max_position
+    longest = min(config.model.max_model_len or prepared.max_position, prepared.max_position)
     if budget is None:
         return max(ENCODER_STEP_TOKENS, longest)
     if budget < longest:

@@ -45,6 +45,12 @@ _INNER: Final = 1536
 _VOCAB: Final = 30_522
 _POSITIONS: Final = 512
 _SPECIAL_TOKENS: Final = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
+_PLAIN_TOKEN: Final = {
+    "single_word": False,
+    "lstrip": False,
+    "rstrip": False,
+    "normalized": False,
+}
 
 
 class Embedder(Protocol):
@@ -274,14 +280,6 @@ def write_model(folder: Path) -> None:
     for name, document in documents.items():
         (folder / name).write_text(json.dumps(document), encoding="utf-8")
     _write_weights(folder / "model.safetensors")
-
-
-_PLAIN_TOKEN: Final = {
-    "single_word": False,
-    "lstrip": False,
-    "rstrip": False,
-    "normalized": False,
-}
 
 
 def _shapes() -> dict[str, tuple[int, ...]]:
