@@ -137,3 +137,16 @@ def test_one_call_of_all_layers_gives_the_bits_of_each_part_by_itself(
     assert outputs[0].isfinite().all()
     assert outputs[0].float().std() > 0.1
     assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("is_older", [False, True])
+def test_the_activation_of_a_cross_encoder(is_older: bool, tmp_path: Path) -> None:
+    identity = "torch.nn.modules.linear.Identity"
+    changes: dict[str, object] = {"sentence_transformers": {"activation_fn": identity}}
+    if is_older:
+        changes = {"sbert_ce_default_activation_function": identity}
+    save_encoder("bert", tmp_path / "model", num_labels=1, **changes)
+    prepared = prepare(tmp_path / "model")
+    assert prepared.pooler is not None
+    assert prepared.pooler.activation == "none"
+    model_spec(prepared, ServeConfig())  # refuses keys that it does not know
