@@ -117,7 +117,9 @@ class PoolingJob(EngineCall[PoolingFields]):
             self._check_queue(field, choices=len(prompts), tokens=num_tokens)
         self.num_tokens += num_tokens
         requests = [
-            self._engine_request(prompt, _NO_SAMPLING, 0, pooling_params=params)
+            self._engine_request(
+                prompt, _NO_SAMPLING, 0, pooling_params=params.of_pair(prompt.second_start)
+            )
             for prompt in prompts
         ]
         notifier = StreamNotifier()

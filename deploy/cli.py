@@ -55,6 +55,7 @@ usage: tokend bench NAME [flags]; flags: tokend bench NAME --help
   chaos       kill processes under load; exit status 1 if clients are affected
   agents      completion times of agents' sessions under each scheduling policy
   products    a model's matrix products by every kernel that can compute them
+  embeddings  texts a second of an encoder, beside sentence-transformers
 """
 _BENCHES: Final = {
     "serve": "deploy.bench.serve",
@@ -64,6 +65,7 @@ _BENCHES: Final = {
     "chaos": "deploy.bench.chaos.bench",
     "agents": "deploy.bench.agents.bench",
     "products": "deploy.bench.products",
+    "embeddings": "deploy.bench.embeddings",
 }
 
 

@@ -63,16 +63,19 @@ def main(boot: ProcessBoot, supervisor: Link) -> None:
             closing(FrontEndLinks(boot.run_dir, boot.epoch, boot.front_ends))
         )
         poller = Poller([supervisor])
-        structured_output = start_structured_output(boot)  # it loads while the workers do
+        pools = pooler_of(boot.config.model, boot.model) is not None
+        # It loads while the workers do.
+        structured_output = None if pools else start_structured_output(boot)
         workers = WorkerGroup(boot, poller, supervisor)
         supervisor_io = SupervisorIO(supervisor, workers)
         _wait_for_workers(workers, supervisor_io, front_ends, poller, clock)
         if supervisor_io.is_stopped:
             return
         config = with_step_tokens(boot.config, workers.workers)
-        pools = pooler_of(config.model, boot.model) is not None
         if pools:
             config = with_pooling_limits(config)
+        if not workers.workers[0].geometry.is_cached:
+            config = without_kv_cache(config)
         kv_events = start_kv_events(config.cache.kv_events_endpoint, boot.run_dir, boot.epoch)
         if kv_events is not None:
             stack.enter_context(closing(kv_events))
@@ -326,6 +329,13 @@ def with_pooling_limits(config: ServeConfig) -> ServeConfig:
     if scheduler.max_num_queued_tokens is None:
         scheduler = msgspec.structs.replace(scheduler, max_num_queued_tokens=0)
     return msgspec.structs.replace(config, scheduler=scheduler)
+
+
+def without_kv_cache(config: ServeConfig) -> ServeConfig:
+    """Return the configuration for a model that computes each prompt in one step."""
+    scheduler = msgspec.structs.replace(config.scheduler, enable_chunked_prefill=False)
+    cache = msgspec.structs.replace(config.cache, enable_prefix_caching=False)
+    return msgspec.structs.replace(config, scheduler=scheduler, cache=cache)
 
 
 def scheduler_settings(config: ServeConfig, worker: WorkerReady) -> SchedulerConfig:

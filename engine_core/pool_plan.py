@@ -127,6 +127,8 @@ def _num_blocks(workers: list[WorkerReady], config: ServeConfig) -> int:
     """Return the number of blocks in the pool, including the null block."""
     block_size, override = config.cache.block_size, config.cache.num_gpu_blocks_override
     fewest = 1 + len(workers[0].geometry.groups)
+    if not workers[0].geometry.is_cached:
+        return fewest
     if override is not None:
         if override < fewest:
             raise ConfigError(

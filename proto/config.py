@@ -143,8 +143,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int = 256
     """Maximum number of sequences that run at the same time."""
     max_num_batched_tokens: int | None = None
-    """Maximum tokens per step, by default 256 on a CPU, 2048 to 8192 on a GPU by its memory; longer
-    prompts are computed in chunks."""
+    """Maximum tokens per step, by default 256 on a CPU (an encoder's longest text, at least 2048),
+    2048 to 8192 on a GPU by its memory; longer prompts are computed in chunks."""
     long_prefill_token_threshold: int = 0
     """Maximum tokens of one prompt in a step; 0: no limit."""
     enable_chunked_prefill: bool = True

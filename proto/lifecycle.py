@@ -146,12 +146,17 @@ class ProcessStart(msgspec.Struct, array_like=True, frozen=True):
     phases: tuple[StartPhase, ...]
 
 
+NOT_CACHED: Final = "not_cached"
+"""The kind of a KV group whose layers read K and V only in the step that computes them."""
+
+
 class KVGroup(msgspec.Struct, array_like=True, frozen=True):
     """Layers that share a block table.
 
     sliding_window: tokens that a token attends to, itself included; None for all. Blocks before
         the window are freed.
-    kind: name of a class in `engine_core/kv_cache/groups.py:GROUP_KINDS`; empty for attention.
+    kind: name of a class in `engine_core/kv_cache/groups.py:GROUP_KINDS`; empty for attention,
+        NOT_CACHED for the attention of encoders.
     """
 
     sliding_window: int | None = None
@@ -167,7 +172,7 @@ class KVCacheGeometry(msgspec.Struct, array_like=True, frozen=True):
     num_kv_heads: per device.
     head_dim: elements.
     dtype: "bfloat16", "float32", …
-    bytes_per_token: all slots, K and V, and the scales of int8.
+    bytes_per_token: all slots, K and V, and the scales of int8; 0 if nothing is kept between steps.
     groups: KV cache groups, all in one pool of blocks of the same size.
     num_parts: 2 for K and V, 1 for latents, which are both.
     """
@@ -179,6 +184,11 @@ class KVCacheGeometry(msgspec.Struct, array_like=True, frozen=True):
     bytes_per_token: int
     groups: tuple[KVGroup, ...] = (KVGroup(),)
     num_parts: int = 2
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether sequences have blocks; an encoder's do not, and are computed in one step each."""
+        return self.bytes_per_token > 0
 
 
 class WeightFormatMemory(msgspec.Struct, array_like=True, frozen=True):

@@ -46,15 +46,23 @@ class PoolingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     dimensions: first numbers of the vector that are returned; 0 for all.
     activate: normalise an embedding, or apply the activation to scores; None: as the model does.
     needs_all_tokens: no prefix of the prompt may come from the prefix cache.
+    second_start: position of the first token of the second text of a pair, from which on the token
+        type is 1 (Devlin et al., BERT, section 3); 0: all types are 0.
     """
 
     task: PoolingTask
     dimensions: int = 0
     activate: bool | None = None
     needs_all_tokens: bool = False
+    second_start: int = 0
+
+    def of_pair(self, second_start: int) -> "PoolingParams":
+        """Return the same for a pair of texts; second_start: 0 if it is a single text."""
+        return msgspec.structs.replace(self, second_start=second_start) if second_start else self
 
     def validate(self) -> None:
         require(0 <= self.dimensions <= MAX_VECTOR, "dimensions", f"must be 0 to {MAX_VECTOR}")
+        require(0 <= self.second_start <= MAX_VECTOR, "second_start", f"must be 0 to {MAX_VECTOR}")
 
 
 class Pooler(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
@@ -81,8 +89,12 @@ class Pooler(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
     @property
     def tasks(self) -> tuple[PoolingTask, ...]:
-        """The tasks of the model, its own first."""
-        return (self.task, "token_embed") if self.task == "embed" else (self.task,)
+        """The tasks of the model, its own first.
+
+        Layers that read several pooled vectors at once cannot read those of single tokens.
+        """
+        has_tokens = self.task == "embed" and (len(self.types) == 1 or not self.layers)
+        return (self.task, "token_embed") if has_tokens else (self.task,)
 
     @property
     def needs_all_tokens(self) -> bool:

@@ -32,16 +32,21 @@ FileStamp = tuple[int, int, int, int]
 class ModelFamily(NamedTuple):
     """A supported architecture.
 
-    module: of `worker.models`. gguf: the name of the architecture in GGUF files. models: those that
-    have it, for people.
+    module: of `worker.models`. gguf: the name of the architecture in GGUF files; "" if these are
+    not supported. models: those that have it, for people. is_encoder: it attends in both directions
+    and only pools.
     """
 
     module: str
     gguf: str
     models: str
+    is_encoder: bool = False
 
 
 FAMILIES: Final = {
+    "BertModel": ModelFamily(
+        "bert", "", "BERT, MiniLM, BGE, E5, cross encoders of these", is_encoder=True
+    ),
     "Cohere2ForCausalLM": ModelFamily("cohere2", "cohere2", "Command R7B, Command A"),
     "DeepseekV2ForCausalLM": ModelFamily(
         "deepseek2", "deepseek2", "DeepSeek-V2, V2.5, V2-Lite, Coder-V2"
@@ -52,7 +57,7 @@ FAMILIES: Final = {
     "Ernie4_5ForCausalLM": ModelFamily("ernie45", "ernie4_5", "ERNIE 4.5 0.3B"),
     "Exaone4ForCausalLM": ModelFamily("exaone4", "exaone4", "EXAONE 4"),
     "Gemma2ForCausalLM": ModelFamily("gemma2", "gemma2", "Gemma 2"),
-    "Gemma3ForCausalLM": ModelFamily("gemma3", "gemma3", "Gemma 3, text only"),
+    "Gemma3ForCausalLM": ModelFamily("gemma3", "gemma3", "Gemma 3, text only; EmbeddingGemma"),
     "GlmForCausalLM": ModelFamily("glm", "chatglm", "GLM-4-9B in transformers' form"),
     "Glm4ForCausalLM": ModelFamily("glm4", "glm4", "GLM-4-0414"),
     "Glm4MoeForCausalLM": ModelFamily("glm4moe", "glm4moe", "GLM-4.5, GLM-4.5-Air, GLM-4.6"),
@@ -71,6 +76,9 @@ FAMILIES: Final = {
         "mistral", "llama", "Mistral 7B, Nemo, Small, Large, Ministral"
     ),
     "MixtralForCausalLM": ModelFamily("mixtral", "llama", "Mixtral"),
+    "ModernBertModel": ModelFamily(
+        "modernbert", "", "ModernBERT and embeddings of it", is_encoder=True
+    ),
     "Olmo2ForCausalLM": ModelFamily("olmo2", "olmo2", "OLMo 2"),
     "Olmo3ForCausalLM": ModelFamily("olmo3", "olmo2", "OLMo 3"),
     "OlmoeForCausalLM": ModelFamily("olmoe", "olmoe", "OLMoE-1B-7B"),
@@ -81,9 +89,13 @@ FAMILIES: Final = {
     "Qwen3MoeForCausalLM": ModelFamily(
         "qwen3moe", "qwen3moe", "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder"
     ),
+    "RobertaModel": ModelFamily("roberta", "", "RoBERTa, cross encoders of it", is_encoder=True),
     "SeedOssForCausalLM": ModelFamily("seedoss", "seed_oss", "Seed-OSS"),
     "SmolLM3ForCausalLM": ModelFamily("smollm3", "smollm3", "SmolLM3"),
     "Starcoder2ForCausalLM": ModelFamily("starcoder2", "starcoder2", "StarCoder 2"),
+    "XLMRobertaModel": ModelFamily(
+        "roberta", "", "XLM-RoBERTa, BGE-M3 (dense), multilingual E5", is_encoder=True
+    ),
 }
 """The supported architectures of config.json."""
 
@@ -101,7 +113,10 @@ def family_of(architecture: str) -> ModelFamily:
 def supported_models() -> list[str]:
     """Return the table of supported architectures in Markdown, a line each."""
     head = ("Models", "Architecture in config.json", "In GGUF files")
-    rows = [(family.models, architecture, family.gguf) for architecture, family in FAMILIES.items()]
+    rows = [
+        (family.models, architecture, family.gguf or "–")
+        for architecture, family in FAMILIES.items()
+    ]
     rows.sort(key=lambda row: row[0].lower())
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
     lines = (head, tuple("-" * width for width in widths), *rows)

@@ -45,6 +45,7 @@ AttentionStep = _structure(
             c_int64,
         ),
         **dict.fromkeys(("max_blocks", "window", "most_partial_rows", "latent_dim"), c_int64),
+        "ahead": c_int64,
         **dict.fromkeys(("query_start", "seq_lens", "block_table", "slot_mapping"), c_void_p),
         **dict.fromkeys(("scale", "soft_cap"), c_double),
     },
@@ -186,9 +187,9 @@ StackLayer = _structure(
     {
         **{"attention_norm": RowNorm, "qkv": StackLinear},
         **{"query_norm": RowNorm, "key_norm": RowNorm},
-        **{"output": StackLinear, "attention_post_norm": RowNorm},
+        **{"output": StackLinear, "attention_post_norm": RowNorm, "attention_sum_norm": RowNorm},
         **{"mlp_norm": RowNorm, "gate_up": StackLinear},
-        **{"down": StackLinear, "mlp_post_norm": RowNorm},
+        **{"down": StackLinear, "mlp_post_norm": RowNorm, "mlp_sum_norm": RowNorm},
         **{"moe": c_void_p, "rope_table": c_int64, "sinks": c_void_p, "latent": c_void_p},
     },
 )

@@ -34,7 +34,7 @@ import torch
 
 from proto.config import KVCacheDType
 from proto.errors import ConfigError
-from proto.lifecycle import KVCacheGeometry, KVGroup
+from proto.lifecycle import NOT_CACHED, KVCacheGeometry, KVGroup
 
 _ALIGNMENT: Final = 64
 """Bytes of a cache line; rows of a page start on one when head_dim allows."""
@@ -65,15 +65,22 @@ class LayerSlot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """layer_slots: one for each layer. windows: one for each group. num_slots: slots of a block."""
+    """Which layer uses which memory.
+
+    layer_slots: one for each layer. windows: one for each group. num_slots: slots of a block.
+    is_scratch: K and V are read only in the step that computes them, by the same layer, so that all
+        layers share a slot (worker/attention/scratch_pages.py).
+    """
 
     layer_slots: tuple[LayerSlot, ...]
     windows: tuple[Window, ...]
     num_slots: int
+    is_scratch: bool = False
 
     @property
     def num_groups(self) -> int:
-        return len(self.windows)
+        """Groups that have block tables of their own in the engine."""
+        return 1 if self.is_scratch else len(self.windows)
 
 
 def kv_layout(windows: Sequence[Window]) -> KVLayout:
@@ -98,6 +105,13 @@ def kv_layout(windows: Sequence[Window]) -> KVLayout:
     return KVLayout(
         tuple(layer_slots[layer] for layer in range(len(windows))), tuple(group_windows), size
     )
+
+
+def scratch_layout(windows: Sequence[Window]) -> KVLayout:
+    """Return the layout of a bidirectional model with these windows, all groups in one slot."""
+    kinds = tuple(sorted(set(windows), key=_order))
+    slots = tuple(LayerSlot(kinds.index(window), 0) for window in windows)
+    return KVLayout(slots, kinds, 1, is_scratch=True)
 
 
 def _layers_of(window: Window, windows: Sequence[Window]) -> list[int]:
@@ -135,13 +149,18 @@ def kv_cache_geometry(
     layout: KVLayout, num_kv_heads: int, head_dim: int, dtype: torch.dtype, num_parts: int = 2
 ) -> KVCacheGeometry:
     """Return the geometry that a worker reports for layers laid out like this."""
+    row_bytes = num_parts * num_kv_heads * _row_bytes(head_dim, dtype)
     return KVCacheGeometry(
         num_slots=layout.num_slots,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         dtype=str(dtype).removeprefix("torch."),
-        bytes_per_token=layout.num_slots * num_parts * num_kv_heads * _row_bytes(head_dim, dtype),
-        groups=tuple(KVGroup(window) for window in layout.windows),
+        bytes_per_token=0 if layout.is_scratch else layout.num_slots * row_bytes,
+        groups=(
+            (KVGroup(kind=NOT_CACHED),)
+            if layout.is_scratch
+            else tuple(KVGroup(window) for window in layout.windows)
+        ),
         num_parts=num_parts,
     )
 

@@ -21,9 +21,16 @@ from proto.host_resources import available_memory
 from proto.lifecycle import KVCacheGeometry, WeightFormatMemory, describe_weights
 from proto.prepared_model import PreparedModel
 from worker.attention.flashinfer_latent import require_latent_kernels
+from worker.attention.scratch_pages import SCRATCH_BLOCK, num_scratch_blocks
 from worker.device.devices import Device
 from worker.input_batch import InputBatch
-from worker.kv_cache import KVLayout, kv_cache_geometry, kv_layout, resolve_kv_dtype
+from worker.kv_cache import (
+    KVLayout,
+    kv_cache_geometry,
+    kv_layout,
+    resolve_kv_dtype,
+    scratch_layout,
+)
 from worker.loader.format_choice import activation_dtype, weight_format_for
 from worker.loader.formats import WeightFormat
 from worker.loader.weights import create_builder
@@ -34,6 +41,8 @@ from worker.parallel.group import RankGroup
 from worker.parallel.sharding import shard_model
 from worker.routed_experts import require_routed_experts, slot_bytes
 
+ENCODER_STEP_TOKENS: Final = 2048
+"""Tokens of a step of an encoder, unless its longest text has more."""
 LEAST_TOKENS: Final = 1024
 """Tokens that a KV pool of the default size must hold, unless the longest request is shorter."""
 PROCESS_BYTES: Final = 300 << 20
@@ -49,7 +58,7 @@ class MemoryPlan:
     """Bytes that a model takes of a device: those of all workers on a CPU, of one on a GPU.
 
     weights: by format. work: by purpose.
-    block_bytes: of a KV block, with the experts that are kept for it.
+    block_bytes: of a KV block, with the experts that are kept for it; 0 without a KV cache.
     num_groups: KV groups, each of which takes a block for the same tokens.
     num_blocks: blocks of the KV pool, with the null block. least_blocks: fewest that it needs.
     free: what the model may take of the device now.
@@ -109,7 +118,7 @@ class MemoryPlan:
         needed = self.free - self.left + num_blocks * self.block_bytes
         rows = (
             ("weights", self.weights.total(), describe_weights(formats)),
-            ("KV cache", num_blocks * self.block_bytes, pool),
+            *([("KV cache", num_blocks * self.block_bytes, pool)] if self.block_bytes else []),
             ("work space", self.work.total(), work),
             ("needed", needed, ""),
             ("free", self.free, self.device),
@@ -150,6 +159,8 @@ def plan_memory(
     spec = model_spec(prepared, config)
     weight_format = weight_format or weight_format_for(config.model, prepared, device)
     heads = spec.attention_shape
+    if spec.is_bidirectional:
+        _refuse_kv_settings(config, prepared)
     kv_dtype = resolve_kv_dtype(cache.kv_cache_dtype, dtype, heads.head_dim, heads.latent_dim)
     if heads.latent_dim and device.torch_device.type == "cuda":
         own = shard_model(spec, size)[rank].spec.attention_shape
@@ -162,7 +173,7 @@ def plan_memory(
     for number in ranks:
         if isinstance(spec, TransformersSpec):
             weights[weight_format.name] += spec.num_weights * dtype.itemsize
-            work += _step_memory(config, device, spec, dtype)
+            work += _step_memory(config, prepared, device, spec, dtype)
             continue
         builder = create_builder(
             prepared, spec, dtype, device.torch_device, weight_format, RankGroup(number, size)
@@ -170,7 +181,7 @@ def plan_memory(
         sizes = builder.weight_sizes()
         weights += sizes.by_format
         conversion += sizes.conversion
-        work += _step_memory(config, device, builder.spec, dtype)
+        work += _step_memory(config, prepared, device, builder.spec, dtype)
     token_bytes = [
         layer_cache(shard.spec, kv_dtype)[1].bytes_per_token for shard in shard_model(spec, size)
     ]
@@ -182,7 +193,7 @@ def plan_memory(
     free = device.free_bytes(cache)
     longest = config.model.max_model_len or spec.max_position
     # A row cannot become longer than what a pool in this memory holds.
-    most_tokens = (free // block_bytes + 1) * cache.block_size
+    most_tokens = (free // block_bytes + 1) * cache.block_size if block_bytes else longest
     num_rows = config.scheduler.max_num_seqs
     rows = InputBatch.bytes_needed(
         num_rows, min(longest, most_tokens), cache.block_size, layout.num_groups
@@ -198,7 +209,9 @@ def plan_memory(
     more = conversion - least_blocks * block_bytes - (work.total() - work["processes"])
     if device.shares_memory and more > 0:
         work["conversion of weights"] = more
-    if cache.num_gpu_blocks_override is not None:
+    if not block_bytes:
+        num_blocks = least_blocks
+    elif cache.num_gpu_blocks_override is not None:
         num_blocks = cache.num_gpu_blocks_override
     elif cache.kv_cache_memory is not None:
         num_blocks = cache.kv_cache_memory // (cache.block_size * sum(token_bytes))
@@ -222,24 +235,73 @@ def plan_memory(
 
 def layer_cache(spec: ModelSpec, kv_dtype: torch.dtype) -> tuple[KVLayout, KVCacheGeometry]:
     """Return how the layers of a worker share its KV cache, and the shape of that."""
-    heads, layout = spec.attention_shape, kv_layout(spec.windows)
+    heads = spec.attention_shape
+    layout = scratch_layout(spec.windows) if heads.bidirectional else kv_layout(spec.windows)
     num_parts = 1 if heads.latent_dim else 2
     return layout, kv_cache_geometry(
         layout, heads.num_kv_heads, heads.head_dim, kv_dtype, num_parts
     )
 
 
+def step_tokens(
+    config: ServeConfig, prepared: PreparedModel, device: Device, spec: ModelSpec
+) -> int:
+    """Return the token budget of a step: the setting, or what suits the device and the model.
+
+    Bidirectional attention needs all tokens of a text in one step: raises ConfigError for a smaller
+    setting.
+    """
+    if not spec.is_bidirectional:
+        return device.step_tokens(config.scheduler)
+    budget = config.scheduler.max_num_batched_tokens
+    longest = min(config.model.max_model_len or prepared.max_position, prepared.max_position)
+    if budget is None:
+        return max(ENCODER_STEP_TOKENS, longest)
+    if budget < longest:
+        raise ConfigError(
+            f"--max-num-batched-tokens {budget}: {prepared.architecture} computes a text in one "
+            f"step, so at least {longest} are needed, or a lower --max-model-len",
+            "max_num_batched_tokens",
+        )
+    return budget
+
+
+def _refuse_kv_settings(config: ServeConfig, prepared: PreparedModel) -> None:
+    """Raise ConfigError for a setting of the KV cache of a model that has none."""
+    cache = config.cache
+    for field, is_set in (
+        (cache.pool_setting or "", cache.pool_setting is not None),
+        ("kv_cache_dtype", cache.kv_cache_dtype != "auto"),
+        ("kv_transfer_config", cache.kv_transfer_config is not None),
+        ("long_prefill_token_threshold", config.scheduler.long_prefill_token_threshold > 0),
+    ):
+        if is_set:
+            raise ConfigError(
+                f"{flag_name(field)}: {prepared.architecture} attends in both directions: it keeps "
+                "no KV cache, and computes each text in one step",
+                field,
+            )
+
+
 def _step_memory(
-    config: ServeConfig, device: Device, spec: ModelSpec, dtype: torch.dtype
+    config: ServeConfig,
+    prepared: PreparedModel,
+    device: Device,
+    spec: ModelSpec,
+    dtype: torch.dtype,
 ) -> Counter[str]:
     """Return the memory of a worker's steps, at most on a CPU, at least on a GPU."""
-    num_tokens, shape = device.step_tokens(config.scheduler), spec.attention_shape
+    num_tokens, shape = step_tokens(config, prepared, device, spec), spec.attention_shape
     outputs = spec.outputs_per_layer
     # Results of all products of one layer, and as much again while they are rounded.
     layer_results = num_tokens * dtype.itemsize * 2 * (outputs + 3 * spec.hidden_size)
     num_sampled = min(num_tokens, config.scheduler.max_num_seqs)
-    logits = num_sampled * spec.vocab_size * 2 * _FLOAT32
+    logits = num_sampled * spec.vocab_size * 2 * _FLOAT32 if spec.has_head else 0
     tables = len(set(spec.ropes)) * spec.max_position * shape.rotary_dim * _FLOAT32
+    if shape.bidirectional:
+        num_blocks = num_scratch_blocks(num_tokens, config.scheduler.max_num_seqs)
+        heads = shape.num_kv_heads * 2 * shape.head_dim
+        layer_results += num_blocks * SCRATCH_BLOCK * heads * dtype.itemsize
     return Counter(
         {f"steps of {num_tokens:,} tokens": layer_results + logits, "rotary tables": tables}
     )
@@ -250,6 +312,8 @@ def _least_blocks(config: ServeConfig, layout: KVLayout, longest: int) -> int:
 
     A lower bound for windows: the engine knows what a request holds of them at once.
     """
+    if layout.is_scratch:
+        return 2
     cache, tokens = config.cache, longest
     if config.model.max_model_len is None:
         tokens = min(longest, LEAST_TOKENS) if cache.pool_setting is None else 1
@@ -323,6 +387,8 @@ def fitting_flags(
 def _pool_flags(plan: MemoryPlan, config: ServeConfig, device: Device) -> list[str]:
     """Return sizes of the pool, and lengths of requests, for which the rest leaves memory."""
     found: list[str] = []
+    if not plan.block_bytes:
+        return found
     least = plan.least_blocks * plan.block_bytes
     if least <= plan.left:
         pool = max(least, min(plan.pool_bytes, device.default_pool_bytes(plan.left)))

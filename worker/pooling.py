@@ -28,6 +28,7 @@ from worker.model_runner import (
     ModelRunner,
     nonfinite_sequences,
 )
+from worker.step_inputs import StepInputs
 
 ACTIVATIONS: Final[Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]]] = {
     "none": lambda x: x,
@@ -166,6 +167,9 @@ class PoolingRunner(ModelRunner):
         super().__init__(*args, **fields)
         self._head = head
         self._partial: dict[int, PartialPool] = {}
+        inputs = self._model.spec.inputs
+        self._has_token_types = inputs is not None and inputs.token_types > 1
+        self._second_starts = np.zeros(0, dtype=np.int64)
 
     @torch.inference_mode()
     def start_step(self, step: SchedulerOutput) -> ForwardOutput | ModelRunnerOutput:
@@ -174,7 +178,25 @@ class PoolingRunner(ModelRunner):
         for new in step.new_requests:
             assert new.pooling_params is not None, "this model only pools"
             self._partial[new.seq_id] = PartialPool(new.pooling_params, len(new.prompt_token_ids))
+        if self._has_token_types:
+            seq_ids = [new.seq_id for new in step.new_requests] + step.cached_requests.seq_ids
+            starts = [self._partial[seq_id].params.second_start for seq_id in seq_ids]
+            self._second_starts = np.array(starts, dtype=np.int64)
         return super().start_step(step)
+
+    def _run_model(
+        self, inputs: StepInputs, token_ids: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        starts = self._second_starts
+        if not starts.any():
+            return super()._run_model(inputs, token_ids, positions)
+        # A sequence of one text never reaches its second one.
+        starts = np.where(starts, starts, np.iinfo(np.int64).max)
+        types = inputs.positions >= np.repeat(starts, np.diff(inputs.query_start))
+        self._attention.plan(inputs.attention)
+        return self._model.forward(
+            token_ids, positions, self._attention, torch.from_numpy(types.astype(np.int64))
+        )
 
     @torch.inference_mode()
     def finish_on_host(

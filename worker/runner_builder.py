@@ -23,6 +23,7 @@ from worker.attention.flashinfer_latent import backend_class
 from worker.attention.kv_store import TritonStore
 from worker.attention.reference import ReferenceAttention
 from worker.attention.registry import create_backend
+from worker.attention.scratch_pages import SCRATCH_BLOCK, num_scratch_blocks
 from worker.cuda_graphs import DecodeGraphs, graph_sizes
 from worker.device.accelerator import Accelerator
 from worker.device.transfers import DevicePlacement
@@ -37,6 +38,7 @@ from worker.kv_connector.base import (
 from worker.kv_connector.steps import with_hooks
 from worker.loaded_model import LoadedModel
 from worker.memory_nodes import memory_placement
+from worker.memory_plan import step_tokens
 from worker.model_runner import DeviceTokens, ModelRunner, SyncModelRunner
 from worker.models.decoder import Decoder
 from worker.pooling import PoolingRunner
@@ -68,7 +70,7 @@ class RunnerBuilder:
         self._fault_injector = fault_injector
         self._report = report
         self._device = loaded.device
-        self.step_tokens = self._device.step_tokens(config.scheduler)
+        self.step_tokens = step_tokens(config, loaded.prepared, self._device, loaded.model.spec)
         # Ranks route alike, and the engine reads the answers of the first.
         records = config.model.enable_return_routed_experts and loaded.group.rank == 0
         self._expert_record = (
@@ -80,8 +82,10 @@ class RunnerBuilder:
         tokens = loaded.plan.num_blocks * config.cache.block_size
         kv_bytes = loaded.geometry.bytes_per_token
         token_bytes = kv_bytes + (slot_bytes(loaded.model.spec) if records else 0)
-        pool_bytes = self._device.kv_cache_bytes(config.cache, tokens * token_bytes, peak)
-        self.kv_cache_bytes = pool_bytes * kv_bytes // token_bytes
+        self.kv_cache_bytes = 0
+        if token_bytes:
+            pool_bytes = self._device.kv_cache_bytes(config.cache, tokens * token_bytes, peak)
+            self.kv_cache_bytes = pool_bytes * kv_bytes // token_bytes
 
     def build_model_runner(self, message: InitializeCache) -> tuple[Runner, WorkerConnector]:
         """Return the runner and the KV connector for an engine.
@@ -140,7 +144,12 @@ class RunnerBuilder:
         return connector
 
     def _create_pool(self, message: InitializeCache) -> KVCache:
-        cache = self._create_cache(message.num_blocks, message.block_size)
+        if self._loaded.layout.is_scratch:
+            num_seqs = self._config.scheduler.max_num_seqs
+            num_blocks = num_scratch_blocks(self.step_tokens, num_seqs)
+            cache = self._create_cache(num_blocks, SCRATCH_BLOCK)
+        else:
+            cache = self._create_cache(message.num_blocks, message.block_size)
         if not self._loaded.on_cuda and (placement := memory_placement()) is not None:
             placement.interleave(cache.buffer)
         if self._config.cache.kv_cache_populate:
@@ -203,9 +212,13 @@ class FaultyModel(Decoder):
         return self._model.logits(hidden)
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionBackend,
+        token_types: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        hidden = self._model.forward(token_ids, positions, attention)
+        hidden = self._model.forward(token_ids, positions, attention, token_types)
         return hidden * float("nan") if self._fault_injector.injects_nan else hidden
 
 

@@ -16,11 +16,13 @@ MAX_NORMALIZATION_RATIO: Final = 4
 class Prompt:
     """A prompt of at least one token.
 
-    text: None if the client sent ids, or if the prompt is truncated.
+    text: None if the client sent ids, or if the prompt is truncated. second_start: as in
+    PoolingParams.
     """
 
     token_ids: list[int]
     text: str | None = None
+    second_start: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +92,10 @@ class PromptReader:
         for text in {text for pair in pairs for text in pair}:
             self.check_text(text)
         encoded = await self.tokenizer.encode_pairs(pairs, max_tokens=self.truncation.max_tokens)
-        for ids in encoded:
+        for ids, _ in encoded:
             self._check_length(ids)
             self._check_range(ids)
-        return [Prompt(ids) for ids in encoded]
+        return [Prompt(ids, second_start=second_start) for ids, second_start in encoded]
 
     @property
     def _max_characters(self) -> int:

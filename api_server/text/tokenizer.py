@@ -145,9 +145,10 @@ class ModelTokenizer:
 
     async def encode_pairs(
         self, pairs: Sequence[tuple[str, str]], *, max_tokens: int | None
-    ) -> list[list[int]]:
-        """Return the token ids of each pair, with what the tokenizer adds.
+    ) -> list[tuple[list[int], int]]:
+        """Return the token ids of each pair, with what the tokenizer adds, and a position.
 
+        The position is that of the first token of type 1; 0 if all types are 0.
         max_tokens: the second text is cut at its end to keep a pair within it; None for no limit.
         """
         size = sum(len(first) + len(second) for first, second in pairs)
@@ -155,7 +156,7 @@ class ModelTokenizer:
 
     def _encode_pairs(
         self, pairs: Sequence[tuple[str, str]], max_tokens: int | None
-    ) -> list[list[int]]:
+    ) -> list[tuple[list[int], int]]:
         texts = [text for pair in pairs for text in pair]
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         added = self._tokenizer.num_special_tokens_to_add(True)
@@ -163,7 +164,9 @@ class ModelTokenizer:
         for first, second in zip(encodings[::2], encodings[1::2], strict=True):
             if max_tokens is not None:
                 second.truncate(max(max_tokens - added - len(first.ids), 0))
-            found.append(self._tokenizer.post_process(first, second, add_special_tokens=True).ids)
+            both = self._tokenizer.post_process(first, second, add_special_tokens=True)
+            types = both.type_ids
+            found.append((both.ids, types.index(1) if 1 in types else 0))
         return found
 
     async def run_in_thread_if_large(

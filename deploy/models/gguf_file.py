@@ -206,7 +206,7 @@ def _check(header: GgufHeader, path: str) -> None:
     architecture = header.values.get("general.architecture")
     if not isinstance(architecture, str):
         raise ModelError(f"{path} has no general.architecture")
-    supported = dict.fromkeys(family.gguf for family in FAMILIES.values())
+    supported = dict.fromkeys(family.gguf for family in FAMILIES.values() if family.gguf)
     if architecture not in supported:
         raise ModelError(
             f"GGUF architecture {shown(architecture)} is not supported; "

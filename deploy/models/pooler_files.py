@@ -11,6 +11,7 @@ A module or a value that changes the result and is not supported raises ModelErr
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import repeat
 from pathlib import Path
 from typing import Any, Final
 
@@ -54,6 +55,13 @@ _ACTIVATIONS: Final[dict[str, Activation]] = {
     "torch.nn.modules.activation.Softmax": "softmax",
 }
 _MAX_LABELS: Final = 1 << 16
+_PREFIXES: Final = ("model.", "bert.", "roberta.")
+"""Of the names of the body's tensors."""
+_HEADS: Final = ("lm_head.", "score.", "classifier.", "pooler.", "head.")
+"""Beginnings of names of tensors that are not part of the body."""
+_BIDIRECTIONAL_KEY: Final = "use_bidirectional_attention"
+_OLDER_ACTIVATION_KEY: Final = "sbert_ce_default_activation_function"
+"""Of cross encoders of older versions of sentence-transformers."""
 
 
 @dataclass(frozen=True)
@@ -72,20 +80,33 @@ class PoolerContents:
     def joined_to(self, index: TensorIndex) -> TensorIndex:
         """Return the index with the tensors of the layers.
 
-        A folder of a model that pools may have the body's tensors without the prefix `model.`.
+        A folder of a model that pools may have the body's tensors without the prefix `model.`, or
+        with another one.
         """
         tensors = index.tensors
-        names = [tensor.name for tensor in tensors]
-        if self.pooler is not None and not any(name.startswith("model.") for name in names):
+        if self.pooler is not None:
+            names = [tensor.name for tensor in tensors]
+            prefix = next(
+                (it for it in _PREFIXES if any(map(str.startswith, names, repeat(it)))), ""
+            )
             tensors = tuple(
-                tensor
-                if tensor.name.startswith(("lm_head.", "score."))
-                else msgspec.structs.replace(tensor, name=f"model.{tensor.name}")
+                msgspec.structs.replace(tensor, name=_body_name(tensor.name, prefix))
                 for tensor in tensors
             )
         first = len(index.files)
         added = [msgspec.structs.replace(entry, file=first + entry.file) for entry in self.entries]
         return TensorIndex(index.format, (*index.files, *self.files), (*tensors, *added))
+
+
+def _body_name(name: str, prefix: str) -> str:
+    """Return the name of a tensor with the prefix `model.` in place of `prefix`.
+
+    What is not part of the body has none.
+    """
+    body = name.removeprefix(prefix)
+    if body.startswith(_HEADS) or not name.startswith(prefix):
+        return body
+    return f"model.{body}"
 
 
 @dataclass
@@ -180,11 +201,15 @@ def read_pooler(folder: Path, config: Mapping[str, Any]) -> PoolerContents:
     max_tokens = longest.get("max_seq_length") if isinstance(longest, dict) else None
     if type(max_tokens) is not int or max_tokens <= 0:
         max_tokens = None
+    max_tokens = _shorter(max_tokens, _positions_of_roberta(config))
     scores = _score_head(config)
     if scores is not None:
         return PoolerContents(scores, max_tokens=max_tokens)
+    is_encoder = _is_encoder(config)
     listed = _json(folder / "modules.json")
     if listed is None:
+        if is_encoder:  # as sentence-transformers reads such a folder
+            return PoolerContents(Pooler(types=("mean",), generates=False), max_tokens=max_tokens)
         is_body = family_architecture(config) != _architecture(config)
         return PoolerContents(Pooler(generates=False) if is_body else None)
     if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
@@ -205,6 +230,7 @@ def read_pooler(folder: Path, config: Mapping[str, Any]) -> PoolerContents:
         layers=tuple(modules.layers),
         size=modules.size,
         normalize=modules.normalize,
+        generates=not is_encoder,
     )
     return PoolerContents(pooler, tuple(modules.entries), tuple(modules.files), max_tokens)
 
@@ -212,28 +238,95 @@ def read_pooler(folder: Path, config: Mapping[str, Any]) -> PoolerContents:
 def family_architecture(config: Mapping[str, Any]) -> str:
     """Return the architecture with whose code the layers run.
 
-    That of `Qwen3Model` and `Qwen3ForSequenceClassification` is `Qwen3ForCausalLM`.
+    That of `Qwen3Model` and `Qwen3ForSequenceClassification` is `Qwen3ForCausalLM`, that of
+    `BertForSequenceClassification` is `BertModel`.
     """
     name = _architecture(config)
-    for ending in ("ForSequenceClassification", "Model"):
-        if name.endswith(ending) and f"{name.removesuffix(ending)}ForCausalLM" in FAMILIES:
-            return f"{name.removesuffix(ending)}ForCausalLM"
+    for ending in ("ForSequenceClassification", "TextModel", "Model"):
+        if name.endswith(ending):
+            base = name.removesuffix(ending)
+            for family in (f"{base}ForCausalLM", f"{base}Model"):
+                if family in FAMILIES:
+                    return family
     return name
 
 
+def _is_encoder(config: Mapping[str, Any]) -> bool:
+    """Return whether the model attends in both directions, so that it cannot generate."""
+    family = FAMILIES.get(family_architecture(config))
+    return family is not None and (family.is_encoder or config.get(_BIDIRECTIONAL_KEY) is True)
+
+
+def _positions_of_roberta(config: Mapping[str, Any]) -> int | None:
+    """Return the tokens for which a RoBERTa has positions, fewer than it says; None for others."""
+    family = FAMILIES.get(family_architecture(config))
+    rows, padding = config.get("max_position_embeddings"), config.get("pad_token_id", 1)
+    if family is None or family.module != "roberta" or type(rows) is not int:
+        return None
+    return max(rows - padding - 1, 1) if type(padding) is int else None
+
+
+def _shorter(one: int | None, other: int | None) -> int | None:
+    return min(one, other) if one is not None and other is not None else one or other
+
+
 def _score_head(config: Mapping[str, Any]) -> Pooler | None:
-    """Return the pooler of a causal model with a head of scores; None for other models."""
+    """Return the pooler of a model with a head of scores; None for other models."""
     architecture = _architecture(config)
     if not architecture.endswith("ForSequenceClassification"):
         return None
     labels = labels_of(config)
+    kind, layers = _head_layers(config)
     return Pooler(
         task="classify",
-        layers=(PoolerLayer("dense", "score"),),
+        types=(kind,),
+        layers=layers,
         size=len(labels),
         activation=activation_of(config, len(labels)),
         labels=labels,
         generates=False,
+    )
+
+
+def _head_layers(config: Mapping[str, Any]) -> tuple[PoolingType, tuple[PoolerLayer, ...]]:
+    """Return the pooling type before a head of scores, and the layers of the head."""
+    family = FAMILIES.get(family_architecture(config))
+    match family and family.module:
+        case "bert":
+            return "cls", (
+                PoolerLayer("dense", "pooler.dense", "tanh"),
+                PoolerLayer("dense", "classifier"),
+            )
+        case "roberta":
+            return "cls", (
+                PoolerLayer("dense", "classifier.dense", "tanh"),
+                PoolerLayer("dense", "classifier.out_proj"),
+            )
+        case "modernbert":
+            return _modernbert_head(config)
+    return "last", (PoolerLayer("dense", "score"),)
+
+
+def _modernbert_head(
+    config: Mapping[str, Any],
+) -> tuple[PoolingType, tuple[PoolerLayer, ...]]:
+    kinds: dict[Any, PoolingType] = {"cls": "cls", "mean": "mean"}
+    pooling = config.get("classifier_pooling", "cls")
+    activations: dict[Any, Activation] = {"gelu": "gelu", "silu": "silu", "relu": "relu"}
+    activation = config.get("classifier_activation", "gelu")
+    eps = config.get("norm_eps", 1e-5)
+    for key, value, known in (
+        ("classifier_pooling", pooling, kinds),
+        ("classifier_activation", activation, activations),
+    ):
+        if value not in known:
+            raise ModelError(f"{key} {shown(value)}: supported: {', '.join(known)}")
+    if not isinstance(eps, float):
+        raise ModelError(f"norm_eps {shown(eps)} is no number")
+    return kinds[pooling], (
+        PoolerLayer("dense", "head.dense", activations[activation]),
+        PoolerLayer("norm", "head.norm", eps=eps),
+        PoolerLayer("dense", "classifier"),
     )
 
 
@@ -255,7 +348,14 @@ def labels_of(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def activation_of(config: Mapping[str, Any], num_labels: int) -> Activation:
-    """Return the activation of the scores."""
+    """Return the activation of the scores: that of a cross encoder, or what the labels ask for."""
+    own = config.get("sentence_transformers")
+    named = own.get("activation_fn") if isinstance(own, Mapping) else None
+    named = named or config.get(_OLDER_ACTIVATION_KEY)
+    if isinstance(named, str):
+        if named not in _ACTIVATIONS:
+            raise ModelError(f"activation_fn {shown(named)} is not supported")
+        return _ACTIVATIONS[named]
     problem = config.get("problem_type")
     if problem == "regression":
         return "none"

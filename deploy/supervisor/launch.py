@@ -9,7 +9,7 @@ import shlex
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from proto.codec import Message
 from proto.config import ServeConfig, memory_size
@@ -26,6 +26,7 @@ from proto.lifecycle import (
     process_name,
 )
 from proto.log_lines import notice_line
+from proto.pooling import pooler_of
 from proto.prepared_model import PreparedModel
 
 Commands = Mapping[Role, Sequence[str]]
@@ -178,21 +179,30 @@ def ready_message(launch: Launch, readiness: Readiness) -> str:
         if timings:
             lines.append(notice_line(f"started in {timings}", "tokend", level="DEBUG"))
         return "\n".join(lines)
-    request = {"model": launch.model_name, "prompt": "The sea is", "max_tokens": 48, "stream": True}
+    request: dict[str, Any] = {"model": launch.model_name}
+    path = "/v1/completions"
+    pooler = pooler_of(launch.config.model, launch.model)
+    if pooler is None:
+        request |= {"prompt": "The sea is", "max_tokens": 48, "stream": True}
+    else:
+        path = "/v1/embeddings" if pooler.task == "embed" else "/classify"
+        request |= {"input": "The sea is"}
     key = ' -H "Authorization: Bearer $TOKEND_API_KEY"' if config.has_client_keys else ""
     entries = [
         ("length", f"up to {engine.max_model_len:,} tokens, prompt and output together"),
         (
             "KV cache",
             f"{memory_size(engine.kv_cache_bytes)} for {engine.kv_cache_tokens:,} tokens "
-            f"({engine.num_blocks:,} blocks of {engine.block_size})",
+            f"({engine.num_blocks:,} blocks of {engine.block_size})"
+            if engine.kv_cache_bytes
+            else "",
         ),
         ("weights", describe_weights(engine.weights)),
         ("web page", f"{launch.url}/" if config.page else ""),
         ("start", timings),
         (
             "try it",
-            f"curl -N {launch.url}/v1/completions -H 'Content-Type: application/json'{key} "
+            f"curl -N {launch.url}{path} -H 'Content-Type: application/json'{key} "
             f"-d {shlex.quote(json.dumps(request))}",
         ),
     ]

@@ -5,6 +5,7 @@ All groups take their blocks from one pool. The registry `GROUP_KINDS` is at the
 
     FullAttentionGroup    every token sees all earlier ones: a table keeps all its blocks
     SlidingWindowGroup    a token sees a window: blocks before it are freed
+    UncachedGroup         an encoder's: it has no blocks
 
 To add state that is not KV (a recurrent state, an encoder's output), extend `CacheGroup` and
 add a line to `GROUP_KINDS`; workers name the kind in `proto.lifecycle.KVGroup.kind`.
@@ -17,10 +18,13 @@ from typing import Final
 from engine_core.kv_cache.free_queue import NULL_BLOCK
 from engine_core.kv_cache.hashing import GroupKeys, split_key
 from engine_core.kv_cache.pool import BlockPool, HashedTokens
+from proto.lifecycle import NOT_CACHED
 from proto.lifecycle import KVGroup as KVGroupSpec
 
 FULL_ATTENTION: Final = "full_attention"
 SLIDING_WINDOW: Final = "sliding_window"
+_NEVER: Final = 1 << 62
+"""More slots than any sequence needs."""
 
 
 class CacheGroup(ABC):
@@ -423,7 +427,39 @@ class SlidingWindowGroup(FullAttentionGroup):
             self._pool.free_blocks(sequence.blocks[sequence.num_skipped :][::-1])
 
 
+class UncachedGroup(FullAttentionGroup):
+    """Empty block tables: an encoder computes a sequence in one step and keeps nothing of it."""
+
+    @staticmethod
+    def max_blocks(
+        spec: KVGroupSpec, num_tokens: int, block_size: int, longest_chunk: int | None
+    ) -> int:
+        return 0
+
+    def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> list[int]:
+        return []
+
+    def find_fork(self, seq_id: int, num_tokens: int) -> None:
+        """Return None: nothing of a sequence can be shared."""
+
+    def num_new_blocks(
+        self, seq_id: int, num_tokens: int, num_hits: int, num_computed: int = 0
+    ) -> int:
+        return 0
+
+    def allocate_blocks(self, seq_id: int, num_tokens: int) -> list[int]:
+        return []
+
+    def cache_full_blocks(self, seq_id: int, content: HashedTokens, num_tokens: int) -> int:
+        return _NEVER
+
+    def violations(self, seq_id: int, recheck_after: int) -> list[str]:
+        blocks = self._sequences[seq_id].blocks
+        return [f"uncached: sequence {seq_id} has {len(blocks)} blocks"] if blocks else []
+
+
 GROUP_KINDS: Final[dict[str, type[CacheGroup]]] = {
+    NOT_CACHED: UncachedGroup,
     FULL_ATTENTION: FullAttentionGroup,
     SLIDING_WINDOW: SlidingWindowGroup,
 }

@@ -31,7 +31,7 @@ LAZILY = {
     "engine_core": set(),
     "worker": {"flashinfer", "transformers", "triton"},
     "api_server": {"openai_harmony", "opentelemetry"},
-    "deploy": {"numpy", "tokenizers", "transformers"},
+    "deploy": {"numpy", "sentence_transformers", "tokenizers", "torch", "transformers"},
 }
 FOLDERS = sorted(ALWAYS)
 FOREIGN = ROOT / "tests" / "benchmarks" / "peers"

@@ -16,11 +16,10 @@ from typing import Any
 import httpx
 import pytest
 
-from proto.prepared_model import FAMILIES
 from tests.e2e.daemon import Daemon
 from tests.e2e.reference import Reference
 from tests.e2e.test_parity import body
-from tests.fakes.tiny_families import is_mixture, save_folder, save_gguf
+from tests.fakes.tiny_families import GENERATING, is_mixture, save_folder, save_gguf
 
 pytestmark = pytest.mark.suite("families")
 
@@ -88,7 +87,7 @@ async def prove(daemon: Daemon, model: Any) -> None:
     assert found == (len(last[0]) - 1) // BLOCK * BLOCK
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("architecture", GENERATING)
 async def test_a_folder_with_two_workers(architecture: str, tmp_path: Path) -> None:
     model = save_folder(architecture, tmp_path / "model")
     experts = ("--enable-expert-parallel",) if is_mixture(architecture) else ()
@@ -97,7 +96,7 @@ async def test_a_folder_with_two_workers(architecture: str, tmp_path: Path) -> N
         await prove(daemon, model)
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("architecture", GENERATING)
 async def test_a_gguf_file(architecture: str, tmp_path: Path) -> None:
     path, model = save_gguf(architecture, tmp_path)
     with Daemon(str(path), *TIGHT) as daemon:

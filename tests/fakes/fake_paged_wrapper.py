@@ -13,7 +13,7 @@ import torch
 
 from tests.fakes.fake_device import FakeDevice, on_host
 from worker.attention.base import AttentionShape
-from worker.attention.reference import causal_attention, first_in_sight
+from worker.attention.reference import dense_attention, first_in_sight
 
 HEAD_DIMS: Final = (64, 128, 256)
 SIXTEEN_BITS: Final = (torch.bfloat16, torch.float16)
@@ -282,10 +282,10 @@ class PagedWrapper:
             )
             queries = q[at].float()
             if settings["causal"]:
-                output[at] = causal_attention(queries, k, v, heads, window)
+                output[at] = dense_attention(queries, k, v, heads, window)
             else:
                 output[at] = torch.cat(
-                    [causal_attention(each[None], k, v, heads, None) for each in queries]
+                    [dense_attention(each[None], k, v, heads, None) for each in queries]
                 )
             scores[at] = _log_sums(queries, k, heads, window, settings["causal"])
         return output, scores

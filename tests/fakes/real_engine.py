@@ -7,7 +7,7 @@ from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.prepared_models import spec_of
 from worker.attention.registry import create_backend
 from worker.input_batch import InputBatch
-from worker.kv_cache import KVCache, kv_layout
+from worker.kv_cache import KVCache
 from worker.loader.weights import load_model
 from worker.memory_plan import layer_cache
 from worker.model_runner import ModelRunner
@@ -39,13 +39,15 @@ def runner_of(decoder: Decoder, num_blocks: int) -> ModelRunner:
 
 def engine_for(decoder: Decoder, num_blocks: int, **settings: object) -> tuple[EngineHarness, int]:
     """Return an engine without a runner, and the number of blocks that its runner needs."""
-    layout = kv_layout(decoder.spec.windows)
+    layout, geometry = layer_cache(decoder.spec, torch.float32)
     num_blocks *= layout.num_groups
     harness = EngineHarness(
         num_blocks=num_blocks,
         block_size=BLOCK,
         max_model_len=decoder.spec.max_position,
         windows=layout.windows,
+        groups=geometry.groups,
+        enable_prefix_caching=geometry.is_cached,
         **settings,  # type: ignore[arg-type]
     )
     return harness, num_blocks

@@ -185,6 +185,10 @@ GGUFS: Final[dict[str, TinyGguf]] = {
 """By the family's module in worker.models."""
 
 
+GENERATING = tuple(name for name, family in FAMILIES.items() if not family.is_encoder)
+"""The architectures of decoders."""
+
+
 def config_of_family(architecture: str, **changes: Any) -> PretrainedConfig:
     """Return the configuration of a family's tiny model, with the vocabulary of TOKENS."""
     config = CONFIGS[FAMILIES[architecture].module]

@@ -14,7 +14,10 @@ _MODULE = "sentence_transformers.models."
 
 
 def save_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Save a tokenizer of words `w0 w1 …`, which ends each text with token 2."""
+    """Save a tokenizer of words `w0 w1 …`, which ends each text with token 2.
+
+    The second text of a pair has type 1.
+    """
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
     vocab |= {f"w{number}": number for number in range(3, vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
@@ -22,7 +25,7 @@ def save_tokenizer(folder: Path, vocab_size: int) -> None:
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 2)]
+        single="$A </s>", pair="$A </s> $B:1 </s>:1", special_tokens=[("</s>", 2)]
     )
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<unk>"}

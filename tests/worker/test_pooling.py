@@ -6,21 +6,21 @@ new worker after a death, and with steps that overlap.
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers import AutoModelForSequenceClassification
 
-from deploy.models import hf_folder, prepared_folder
+from deploy.models import hf_folder
 from engine_core.request import Request
-from proto.config import ModelConfig, ServeConfig
+from proto.config import ModelConfig
 from proto.engine_io import FinishReason
 from proto.errors import ConfigError, ModelError
 from proto.model_runner_output import ModelRunnerOutput, RowPooled
-from proto.pooling import PoolingParams, PoolingTask, pooler_of
+from proto.pooling import pooler_of
 from proto.prepared_model import PreparedModel
-from tests.fakes.real_engine import BLOCK, engine_for
+from tests.fakes.pooling_engine import PoolingEngine, prepare
+from tests.fakes.real_engine import BLOCK
 from tests.fakes.tiny_checkpoints import CONFIGS
 from tests.fakes.tiny_pooling import (
     dense,
@@ -30,70 +30,11 @@ from tests.fakes.tiny_pooling import (
     save_modules,
 )
 from worker.attention.base import AttentionBackend
-from worker.attention.registry import create_backend
-from worker.input_batch import InputBatch
-from worker.kv_cache import KVCache
-from worker.loader.weights import load_model
-from worker.memory_plan import layer_cache
-from worker.models.decoder import Decoder
-from worker.models.registry import model_spec
-from worker.pooling import PoolingHead, PoolingRunner
-from worker.sampling.sampler import create_sampler
 
-CHUNK = 16
-_AS_THE_FOLDER_SAYS = ModelConfig()
 PROMPTS = [
     torch.randint(3, 96, (length,), generator=torch.Generator().manual_seed(length)).tolist()
     for length in (23, 40, 11, 1, 37)
 ]
-
-
-def prepare(folder: Path, name: str = "emb") -> PreparedModel:
-    target = folder.with_name(folder.name + "-prepared")
-    target.mkdir()
-    contents = hf_folder.read(str(folder), lambda what: None)
-    return prepared_folder.write(
-        contents, name=name, source=str(folder), target=str(target), final=str(target)
-    )
-
-
-class PoolingEngine:
-    """A scheduler and a runner of a pooling model, in float32."""
-
-    def __init__(
-        self, prepared: PreparedModel, config: ModelConfig = _AS_THE_FOLDER_SAYS, **settings: object
-    ) -> None:
-        pooler = pooler_of(config, prepared)
-        assert pooler is not None
-        self.pooler = pooler
-        self.prepared = prepared
-        spec = model_spec(prepared, ServeConfig(model=config))
-        cpu = torch.device("cpu")
-        self.decoder: Decoder = load_model(prepared, spec, torch.float32, cpu, lambda part: None)
-        defaults = {"max_num_batched_tokens": CHUNK}
-        self.harness, self.num_blocks = engine_for(self.decoder, 15, **(defaults | settings))
-        self.harness.runner = self.new_runner()  # type: ignore[assignment]
-
-    def new_runner(self) -> PoolingRunner:
-        spec = self.decoder.spec
-        layout, geometry = layer_cache(spec, torch.float32)
-        cache = KVCache(geometry, layout, self.num_blocks, BLOCK)
-        cache.buffer[1:] = float("nan")
-        rows = InputBatch(64, spec.max_position, BLOCK, layout.num_groups)
-        attention = create_backend("auto", cache, spec.attention_shape)
-        head = PoolingHead.load(self.pooler, self.prepared)
-        return PoolingRunner(head, self.decoder, attention, create_sampler(), rows, cache)
-
-    def add(self, prompt: list[int], task: PoolingTask = "embed", **params: object) -> Request:
-        everything = self.pooler.needs_all_tokens or task == "token_embed"
-        pooling = PoolingParams(task=task, needs_all_tokens=everything, **params)  # type: ignore[arg-type]
-        return self.harness.add_one(prompt, 1, pooling_params=pooling)
-
-    def result(self, request: Request) -> torch.Tensor:
-        (output,) = self.harness.outputs[request.request_id, 0]
-        assert output.finish_reason is FinishReason.STOP
-        assert output.new_token_ids == []
-        return torch.from_numpy(np.frombuffer(output.pooler_output, "<f4").copy())
 
 
 @pytest.fixture(scope="module")

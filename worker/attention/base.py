@@ -56,6 +56,9 @@ class AttentionShape:
     h // (num_heads // num_kv_heads). `scale` multiplies query times key, which then becomes
     soft_cap * tanh(score / soft_cap) (Gemma 2, section 2); a soft_cap of 0 leaves it unchanged.
 
+    bidirectional: a query sees the tokens after its own, too, as far as its window reaches to both
+    sides; all tokens of a sequence are then in the same step.
+
     latent_dim: not 0 in latent attention (DeepSeek-V2, section 2.1), which has one KV head and
     caches no values. The first latent_dim numbers of a key are its value too; the others rotate:
 
@@ -68,6 +71,7 @@ class AttentionShape:
     scale: float
     soft_cap: float = 0.0
     latent_dim: int = 0
+    bidirectional: bool = False
 
     @property
     def rotary_dim(self) -> int:
@@ -91,7 +95,7 @@ class AttentionShape:
 
 
 class AttentionBackend(Protocol):
-    """Causal attention over the pages of one KV cache."""
+    """Attention over the pages of one KV cache."""
 
     def plan(self, inputs: Sequence[AttentionInputs]) -> None:
         """Prepare a step, given one entry per KV cache group; called once before its layers run."""

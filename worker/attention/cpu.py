@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from worker.attention.base import AttentionInputs, AttentionShape
+from worker.attention.scratch_pages import with_pages
 from worker.kernels import (
     DTYPE_CODES,
     AttentionCall,
@@ -98,7 +99,7 @@ class CpuAttention:
 
     def plan(self, inputs: Sequence[AttentionInputs]) -> None:
         # The kernels read these arrays until the next plan.
-        self._inputs = tuple(inputs)
+        self._inputs = with_pages(inputs, self._kv_cache)
         planned = set()
         windows = self._kv_cache.layout.windows
         for window, step, group in zip(windows, self._groups, self._inputs, strict=True):
@@ -159,12 +160,15 @@ class CpuAttention:
 
     def _step(self, window: Window) -> ctypes.Structure:
         """Return the structure of a group, with the fields that do not change from step to step."""
+        tokens = _UNBOUNDED if window is None else window
+        ahead = tokens - 1 if self._shape.bidirectional else 0
         return AttentionStep(
             num_heads=self._shape.num_heads,
             num_kv_heads=self._shape.num_kv_heads,
             head_dim=self._shape.head_dim,
             block_size=self._kv_cache.block_size,
-            window=_UNBOUNDED if window is None else window,
+            window=tokens + ahead,
+            ahead=ahead,
             latent_dim=self._shape.latent_dim,
             scale=self._shape.scale,
             soft_cap=self._shape.soft_cap,

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from worker.attention.base import AttentionInputs, AttentionShape
+from worker.attention.scratch_pages import with_pages
 from worker.kv_cache import KVCache, Pages, Window
 from worker.layers.rotary import Rotation, rotate
 
@@ -21,7 +22,7 @@ class ReferenceAttention:
         self._kv_cache = kv_cache
 
     def plan(self, inputs: Sequence[AttentionInputs]) -> None:
-        self._groups = tuple(inputs)
+        self._groups = with_pages(inputs, self._kv_cache)
 
     def run(
         self,
@@ -47,7 +48,7 @@ class ReferenceAttention:
             tokens = slice(int(inputs.query_start[row]), int(inputs.query_start[row + 1]))
             first = first_in_sight(seq_len - (tokens.stop - tokens.start), window)
             table = torch.from_numpy(inputs.block_table[row]).long()
-            output[tokens] = causal_attention(
+            output[tokens] = dense_attention(
                 turned[tokens],
                 _gather(key_pages, table, first, seq_len),
                 _gather(value_pages, table, first, seq_len)[..., :value_dim],
@@ -63,7 +64,7 @@ def first_in_sight(position: int, window: Window) -> int:
     return 0 if window is None else max(0, position + 1 - window)
 
 
-def causal_attention(
+def dense_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -83,6 +84,8 @@ def causal_attention(
     device = query.device
     positions = torch.arange(num_tokens - num_queries, num_tokens, device=device)
     distance = positions[:, None] - torch.arange(num_tokens, device=device)
+    if shape.bidirectional:
+        distance = distance.abs()
     hidden = distance < 0
     if window is not None:
         hidden |= distance >= window

@@ -14,13 +14,14 @@ from worker.layers.flashinfer_kernels import FlashInferGate, usable_flashinfer
 from worker.layers.scratch import Scratch
 from worker.layers.triton_kernels import TritonGate
 
-Activation = Literal["silu", "gelu_tanh", "swiglu_oai"]
-"""gelu_tanh: GELU in its tanh approximation (Hendrycks and Gimpel, 2016, section 2).
+Activation = Literal["silu", "gelu", "gelu_tanh", "swiglu_oai"]
+"""gelu: GELU, by the error function; gelu_tanh: its tanh approximation (Hendrycks and Gimpel, 2016,
+section 2).
 
 swiglu_oai: the clamped SwiGLU of gpt-oss, x * sigmoid(1.702 x) * (up + 1), x = min(gate, 7) and up
 within -7 and 7; always gated.
 """
-GATE_CODES: Final = {"silu": 0, "gelu_tanh": 1, "swiglu_oai": 2}
+GATE_CODES: Final = {"silu": 0, "gelu_tanh": 1, "swiglu_oai": 2, "gelu": 3}
 """TokendGateKind of csrc/layers/rows.h."""
 ALPHA: Final = 1.702
 LIMIT: Final = 7.0
@@ -54,7 +55,10 @@ class TorchGate:
             gate = gate.clamp(max=LIMIT)
             factor = up[0].clamp(-LIMIT, LIMIT) + 1
             return out.tensor.copy_(gate * torch.sigmoid(ALPHA * gate) * factor)
-        inner = F.silu(gate) if self._name == "silu" else F.gelu(gate, approximate="tanh")
+        if self._name == "silu":
+            inner = F.silu(gate)
+        else:
+            inner = F.gelu(gate, approximate="tanh" if self._name == "gelu_tanh" else "none")
         return out.tensor.copy_(inner * up[0] if up else inner)
 
 

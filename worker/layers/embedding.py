@@ -9,6 +9,7 @@ import torch
 from worker.kernels import Kernels
 from worker.layers.kernel_weights import KernelWeight, unpack_blocks
 from worker.layers.linear import sum_in_float32
+from worker.layers.norm import Norm
 from worker.parallel.group import RankGroup
 
 
@@ -129,3 +130,39 @@ class Embedding:
         """int64 [T] to a new [T, hidden]; raises IndexError for an id outside the table."""
         rows = self._table.rows(token_ids)
         return rows.mul_(self._scale) if self._scaled else rows
+
+
+class EncoderInput:
+    """The input of an encoder's layers: the norm of a sum of embeddings, computed in float32.
+
+    words: of the tokens. positions, token_types: tables [rows, hidden] in float32, or None;
+    first_position: row of position 0.
+    """
+
+    def __init__(
+        self,
+        words: Embedding,
+        positions: torch.Tensor | None,
+        first_position: int,
+        token_types: torch.Tensor | None,
+        norm: Norm,
+    ) -> None:
+        self._words = words
+        self._token_types = token_types
+        self._norm = norm
+        self._positions = None if positions is None else positions[first_position:]
+        if self._positions is not None and token_types is not None:
+            self._positions = self._positions + token_types[0]
+            self._token_types = token_types - token_types[0]
+
+    def __call__(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, token_types: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return [T, hidden] for int64 [T]; token_types: None if all are 0."""
+        words = self._words(token_ids)
+        total = words.float()
+        if self._positions is not None:
+            total = total + self._positions.index_select(0, positions)
+        if self._token_types is not None and token_types is not None:
+            total = total + self._token_types.index_select(0, token_types)
+        return self._norm(total).to(words.dtype)

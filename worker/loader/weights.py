@@ -21,7 +21,12 @@ import torch
 from proto.host_resources import ALLOWED_CPUS
 from proto.prepared_model import PreparedModel
 from worker.layers.activation import Activation
-from worker.layers.embedding import Embedding, EmbeddingTable, VocabParallelTable
+from worker.layers.embedding import (
+    Embedding,
+    EmbeddingTable,
+    EncoderInput,
+    VocabParallelTable,
+)
 from worker.layers.experts import ExpertRanks, Experts
 from worker.layers.linear import Linear, PartOutput, ResidualLinear, VocabParallelHead
 from worker.layers.norm import Norm
@@ -133,11 +138,13 @@ class DecoderBuilder:
 
     def read_layer(self, layer: int) -> Callable[[], DecoderLayer]:
         """Read one layer: the norms before its parts, and the parts."""
-        spec, norms = self.spec.layers[layer], self.spec.norms
+        spec, norms = self.spec.layers[layer], self.spec.norms_of(layer)
         mixer = LayerReader(self, layer, "attention_post_norm" if norms.attention_post else "")
         mlp = LayerReader(self, layer, "mlp_post_norm" if norms.mlp_post else "")
         mixer_norm = mixer.norm("attention_norm") if norms.attention else None
         mlp_norm = mlp.norm("mlp_norm") if norms.mlp else None
+        mixer_sum_norm = mixer.norm("attention_sum_norm") if norms.attention_sum else None
+        mlp_sum_norm = mlp.norm("mlp_sum_norm") if norms.mlp_sum else None
         build_mixer, build_mlp = spec.mixer.read(mixer), spec.mlp.read(mlp)
         return lambda: DecoderLayer(
             mixer_norm and mixer_norm(),
@@ -145,12 +152,15 @@ class DecoderBuilder:
             mlp_norm and mlp_norm(),
             build_mlp(),
             self.spec.parallel_blocks,
+            mixer_sum_norm and mixer_sum_norm(),
+            mlp_sum_norm and mlp_sum_norm(),
         )
 
     def read_ends(self) -> Callable[[Sequence[DecoderLayer]], Decoder]:
         """Read embedding, last norm and head; the returned function puts layers between them."""
         self.source.check_tied_head()
-        norm = self.source.read_norm("norm")
+        norm = self.source.read_norm("norm") if self.spec.has_last_norm else None
+        build_inputs = self._read_inputs()
         build_ends = self._read_table_and_head()
 
         def build(layers: Sequence[DecoderLayer]) -> Decoder:
@@ -160,15 +170,30 @@ class DecoderBuilder:
                 table = VocabParallelTable(table, self.group, own, num_tokens)
                 head = head and VocabParallelHead(head, self.group, self._vocab)
             self.choose_products()
+            embedding = Embedding(table, self.spec.embedding_scale)
             return Decoder(
                 self.spec,
-                Embedding(table, self.spec.embedding_scale),
+                embedding if build_inputs is None else build_inputs(embedding),
                 make_stacks(layers, self.spec.hidden_size, self.device),
-                Norm(norm),
+                None if norm is None else Norm(norm),
                 head,
             )
 
         return build
+
+    def _read_inputs(self) -> Callable[[Embedding], EncoderInput] | None:
+        """Read what an encoder adds to its embedding; None for a decoder."""
+        inputs = self.spec.inputs
+        if inputs is None:
+            return None
+        positions, token_types = (
+            self.source.read(f"{name}.weight", dtype=torch.float32) if rows else None
+            for name, rows in (("positions", inputs.positions), ("token_types", inputs.token_types))
+        )
+        norm = self.source.read_norm("input_norm")
+        return lambda words: EncoderInput(
+            words, positions, inputs.first_position, token_types, Norm(norm)
+        )
 
     def choose_products(self) -> list[ProductChoice]:
         """Let the fastest kernels multiply with the weights that were built so far."""
@@ -209,7 +234,7 @@ class DecoderBuilder:
             else table_bytes(source, self._ends.embedding)
         )
         table = source.joined_shape(self._ends.embedding)
-        rearranged = source.has_parts(self._ends.head)
+        rearranged = self.spec.has_head and source.has_parts(self._ends.head)
         ends = conversion_bytes(by_format, table, source.dtype, rearranged)
         layers = 0
         for layer in range(self.spec.num_layers):

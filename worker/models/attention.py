@@ -38,6 +38,7 @@ class AttentionSpec(PartSpec):
     rotary_dim: first dimensions of a head, which are rotated; 0: all of them.
     interleaved_in: see HeadRows.
     window: sliding window in tokens, the query's own included; None for full attention.
+    bidirectional: a query sees later tokens, too; the window then reaches to both sides.
     qkv_bias, output_bias: biases of the projections.
     stacked_qkv: files have the three projections of the input as one tensor.
     sinks: each head has a logit without a value in its softmax.
@@ -55,6 +56,7 @@ class AttentionSpec(PartSpec):
     rotary_dim: int = 0
     interleaved_in: tuple[str, ...] = ()
     window: int | None = None
+    bidirectional: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
     stacked_qkv: bool = False
@@ -76,7 +78,12 @@ class AttentionSpec(PartSpec):
     def shape(self) -> AttentionShape:
         """Heads and scale, as attention backends take them."""
         return AttentionShape(
-            self.num_heads, self.num_kv_heads, self.head_dim, self.scale, self.soft_cap
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.scale,
+            self.soft_cap,
+            bidirectional=self.bidirectional,
         )
 
     @property

@@ -29,6 +29,7 @@ _HARMLESS: Final = frozenset(
         "pretraining_tp",
         "router_aux_loss_coef",
         "router_jitter_noise",
+        "sbert_ce_default_activation_function",
         "use_sliding_window",
     }
 )

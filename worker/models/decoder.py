@@ -1,4 +1,4 @@
-"""The decoder of every family: embedding, layers, last norm and head.
+"""The decoder of every family: embedding, layers, last norm and head; an encoder, too.
 
 It knows neither requests nor KV pages: the tokens of all requests are one packed batch, and the
 attention backend has planned the step beforehand.
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from worker.attention.base import AttentionBackend
-from worker.layers.embedding import Embedding
+from worker.layers.embedding import Embedding, EncoderInput
 from worker.layers.linear import Linear
 from worker.layers.norm import Norm
 from worker.layers.scratch import RowBuffer
@@ -21,7 +21,8 @@ class Decoder:
     """Computes hidden states from tokens, and logits from hidden states.
 
     stacks: implementations of all layers; the first that takes a step runs it, and the last takes
-    any. head: None for a model that pools hidden states.
+    any. norm: None if the last layer ends with one. head: None for a model that pools hidden
+    states.
     """
 
     can_be_captured = True
@@ -32,9 +33,9 @@ class Decoder:
     def __init__(
         self,
         spec: ModelSpec,
-        embedding: Embedding,
+        embedding: Embedding | EncoderInput,
         stacks: Sequence[LayerStack],
-        norm: Norm,
+        norm: Norm | None,
         head: Linear | None,
     ) -> None:
         self.spec = spec
@@ -51,14 +52,21 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionBackend,
+        token_types: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return hidden states [T, hidden], not yet normed, for int64 [T] token ids and positions.
 
         Positions are below the model's length. `attention` writes every token's key and value and
-        attends for the whole batch.
+        attends for the whole batch. token_types: int64 [T], of an encoder's tokens; None: all 0.
         """
-        hidden = self._embedding(token_ids)
+        if isinstance(self._embedding, EncoderInput):
+            hidden = self._embedding(token_ids, positions, token_types)
+        else:
+            hidden = self._embedding(token_ids)
         num_rows = len(token_ids)
         stack = next(stack for stack in self._stacks if stack.takes(num_rows, attention))
         return stack.run(hidden, positions, attention)
@@ -70,6 +78,7 @@ class Decoder:
         Their dtype is that of the head.
         """
         assert self._head is not None, "the model has no head"
+        assert self._norm is not None
         logits = self._head(self._norm.into(hidden, self._normed.rows(hidden)))
         scale, soft_cap = self.spec.logit_scale, self.spec.logit_soft_cap
         if soft_cap:
@@ -79,7 +88,8 @@ class Decoder:
     @torch.inference_mode()
     def final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the last norm of rows of `forward`'s result, [N, hidden] in float32."""
-        return self._norm(hidden.float())
+        hidden = hidden.float()
+        return hidden if self._norm is None else self._norm(hidden)
 
     def float32_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the same logits in float32."""

@@ -1,5 +1,5 @@
 """Gemma 3, text only: windows in five of six layers, norms before and after each part, two rotary
-bases.
+bases. EmbeddingGemma attends in both directions.
 """
 
 from typing import Final
@@ -24,7 +24,7 @@ def spec(config: ConfigReader) -> ModelSpec:
     attention.
     """
     config.must_be("hidden_activation", "gelu_pytorch_tanh")
-    config.must_be("use_bidirectional_attention", False)
+    bidirectional = config.flag("use_bidirectional_attention", False)
     hidden_size = config.integer("hidden_size")
     pattern = config.integer("_sliding_window_pattern", _DEFAULT_PATTERN)
     pattern = config.integer("sliding_window_pattern", pattern)
@@ -33,7 +33,10 @@ def spec(config: ConfigReader) -> ModelSpec:
         (FULL, WINDOWED),
         lambda layer: WINDOWED if (layer + 1) % pattern else FULL,
     )
-    windows = {FULL: None, WINDOWED: config.integer("sliding_window")}
+    window = config.integer("sliding_window")
+    if bidirectional:
+        window = window // 2 + 1  # the configuration counts both sides
+    windows = {FULL: None, WINDOWED: window}
     ropes = ropes_by_kind(config, _ROPES, config.integer("max_position_embeddings"))
     bias = config.flag("attention_bias", False)
     return llama_like(
@@ -47,6 +50,7 @@ def spec(config: ConfigReader) -> ModelSpec:
             "qkv_bias": bias,
             "output_bias": bias,
             "qk_norm": True,
+            "bidirectional": bidirectional,
         },
         embedding_scale=hidden_size**0.5,
         activation="gelu_tanh",

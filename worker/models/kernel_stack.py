@@ -204,7 +204,9 @@ class StackDescription:
         return StackLayer(
             attention_norm=self._norm(layer.mixer_norm),
             attention_post_norm=self._norm(attention.output.output.norm),
+            attention_sum_norm=self._norm(layer.mixer_sum_norm),
             mlp_norm=self._norm(layer.mlp_norm),
+            mlp_sum_norm=self._norm(layer.mlp_sum_norm),
             rope_table=rope_table,
             **parts,
             **self._mlp(layer.mlp),

@@ -22,6 +22,7 @@ class DecoderLayer:
 
     mixer_norm, mlp_norm: before each part; without one, a part reads the residual itself.
     is_parallel: the MLP reads what the mixer reads.
+    mixer_sum_norm, mlp_sum_norm: of the residual after each part; None: it goes on as it is.
     """
 
     mixer_norm: Norm | None
@@ -29,6 +30,8 @@ class DecoderLayer:
     mlp_norm: Norm | None
     mlp: LayerPart
     is_parallel: bool = False
+    mixer_sum_norm: Norm | None = None
+    mlp_sum_norm: Norm | None = None
 
 
 class LayerStack(Protocol):
@@ -79,7 +82,11 @@ class EagerLayers:
         for layer in self.layers:
             x = layer.mixer_norm.into(hidden, normed) if layer.mixer_norm else hidden
             hidden = layer.mixer.add_to(hidden, x, context)
+            if layer.mixer_sum_norm:
+                hidden = layer.mixer_sum_norm(hidden)
             if not layer.is_parallel:
                 x = layer.mlp_norm.into(hidden, normed) if layer.mlp_norm else hidden
             hidden = layer.mlp.add_to(hidden, x, context)
+            if layer.mlp_sum_norm:
+                hidden = layer.mlp_sum_norm(hidden)
         return hidden

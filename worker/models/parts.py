@@ -126,6 +126,15 @@ class WeightSpec:
             older_gguf_stack=_with_prefix(self.older_gguf_stack, gguf),
         )
 
+    def renamed(self, names: Iterable[tuple[str, str]]) -> "WeightSpec":
+        """Return the weight with parts of its names in Hugging Face folders replaced."""
+        hugging_face, stack = self.hugging_face, self.hugging_face_stack
+        for ours, theirs in names:
+            hugging_face = hugging_face.replace(ours, theirs)
+            if stack is not None:
+                stack = replace(stack, tensor=stack.tensor.replace(ours, theirs))
+        return replace(self, hugging_face=hugging_face, hugging_face_stack=stack)
+
     def name_in(self, file_format: str) -> str:
         """Return the tensor's name in a "gguf" or "safetensors" file."""
         return self.gguf if file_format == "gguf" else self.hugging_face

@@ -37,12 +37,15 @@ class LayerNorms:
 
     attention, mlp: of the residual before each part; without one, a part reads the residual itself.
     attention_post, mlp_post: of what each part adds to the residual.
+    attention_sum, mlp_sum: of the residual after each part, which goes on with the norm.
     """
 
     attention: NormNames | None = None
     attention_post: NormNames | None = None
     mlp: NormNames | None = None
     mlp_post: NormNames | None = None
+    attention_sum: NormNames | None = None
+    mlp_sum: NormNames | None = None
 
     def items(self) -> list[tuple[str, NormNames]]:
         """Return the norms by this program's names."""
@@ -51,6 +54,8 @@ class LayerNorms:
             "attention_post_norm": self.attention_post,
             "mlp_norm": self.mlp,
             "mlp_post_norm": self.mlp_post,
+            "attention_sum_norm": self.attention_sum,
+            "mlp_sum_norm": self.mlp_sum,
         }
         return [(name, names) for name, names in norms.items() if names is not None]
 
@@ -71,13 +76,42 @@ SANDWICH_NORMS: Final = LayerNorms(
 
 
 @dataclass(frozen=True, kw_only=True)
+class InputSpec:
+    """What an encoder adds to the embedding of each token, and the norm of the sum.
+
+    positions: rows of the table of positions, of which token 0 has row `first_position`; 0: there
+        is no such table. token_types: rows of the table of token types.
+    """
+
+    positions: int = 0
+    first_position: int = 0
+    token_types: int = 0
+
+    def weights(self, hidden_size: int, norm_bias: bool) -> list[WeightSpec]:
+        """Return the tables and the norm, with the names before `ModelSpec.hugging_face_names`."""
+        tables = {"positions": self.positions, "token_types": self.token_types}
+        return [
+            *(
+                weight
+                for name, rows in tables.items()
+                if rows
+                for weight in projection(name, f"model.{name}", name, (rows, hidden_size))
+            ),
+            *norm_weights("input_norm", "model.input_norm", "input_norm", hidden_size, norm_bias),
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only model.
+    """A decoder-only model, or an encoder.
 
     architecture: the family, e.g. "LlamaForCausalLM".
     max_position: positions that the model was made for.
     layers: bottom to top; they may differ.
-    norms: where each layer has norms. norm_kind: RMSNorm or LayerNorm, the last norm's too.
+    inputs: of an encoder, beside the embedding of its tokens; None for others.
+    norms: where each layer has norms. skips_first_norm: but not before the first attention.
+    has_last_norm: whether there is a norm after the last layer.
+    norm_kind: RMSNorm or LayerNorm, the last norm's too.
     norm_bias: LayerNorms have a bias.
     norms_add_one: norms multiply by 1 + weight; a GGUF file stores the sum.
     parallel_blocks: the MLP reads what the mixer reads, the norm of the residual before both.
@@ -86,6 +120,8 @@ class ModelSpec:
     num_unused_layers: layers above the last one whose weights files have and nothing reads.
     has_head: whether it has logits. unused_tensors: names of tensors that are no part of it, which
         files may have: those of a pooler.
+    hugging_face_names: parts of the names of Llama's tensors, and what is in their place in
+        Hugging Face folders of this family.
     logit_soft_cap: logits become soft_cap * tanh(logit / soft_cap); 0 leaves them unchanged.
     """
 
@@ -95,7 +131,10 @@ class ModelSpec:
     max_position: int
     norm_eps: float
     layers: tuple[LayerSpec, ...]
+    inputs: InputSpec | None = None
     norms: LayerNorms = PRE_NORMS
+    skips_first_norm: bool = False
+    has_last_norm: bool = True
     norm_kind: Literal["rms", "layer"] = "rms"
     norm_bias: bool = False
     norms_add_one: bool = False
@@ -107,6 +146,7 @@ class ModelSpec:
     num_unused_layers: int = 0
     has_head: bool = True
     unused_tensors: frozenset[str] = frozenset()
+    hugging_face_names: tuple[tuple[str, str], ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -124,6 +164,11 @@ class ModelSpec:
         """Heads and scale, which all layers with attention share: one KV cache holds them all."""
         (shape,) = {attention.shape for attention in self.attention_layers}
         return shape
+
+    @property
+    def is_bidirectional(self) -> bool:
+        """Whether tokens see later ones, so that a prompt is computed as a whole."""
+        return self.attention_shape.bidirectional
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -164,7 +209,7 @@ class ModelSpec:
         return replace(
             self,
             has_head=bool(pooler.logit_tokens),
-            unused_tensors=frozenset(pooler.tensors),
+            unused_tensors=self.unused_tensors | frozenset(pooler.tensors),
         )
 
     @property
@@ -193,16 +238,26 @@ class ModelSpec:
         table = (self.vocab_size, self.hidden_size)
         specs = [*projection("embedding", "model.embed_tokens", "token_embd", table)]
         for number, layer in enumerate(self.layers):
-            specs += [weight.in_layer(number) for weight in self._layer_weights(layer)]
-        specs += norm_weights("norm", "model.norm", "output_norm", self.hidden_size, self.norm_bias)
+            specs += [weight.in_layer(number) for weight in self._layer_weights(number, layer)]
+        if self.inputs is not None:
+            specs += self.inputs.weights(self.hidden_size, self.norm_bias)
+        if self.has_last_norm:
+            size = self.hidden_size
+            specs += norm_weights("norm", "model.norm", "output_norm", size, self.norm_bias)
         if self.has_head and not self.tied_embeddings:
             specs += projection("head", "lm_head", "output", table)
-        return {weight.name: weight for weight in specs}
+        renamed = (weight.renamed(self.hugging_face_names) for weight in specs)
+        return {weight.name: weight for weight in renamed}
 
-    def _layer_weights(self, layer: LayerSpec) -> list[WeightSpec]:
+    def norms_of(self, number: int) -> LayerNorms:
+        """Return the norms of a layer."""
+        skips = self.skips_first_norm and number == 0
+        return replace(self.norms, attention=None) if skips else self.norms
+
+    def _layer_weights(self, number: int, layer: LayerSpec) -> list[WeightSpec]:
         """Return a layer's weights: norms, which belong to the model, and those of its parts."""
         norms = (
             norm_weights(name, *names, self.hidden_size, self.norm_bias)
-            for name, names in self.norms.items()
+            for name, names in self.norms_of(number).items()
         )
         return [*chain.from_iterable(norms), *layer.mixer.weights, *layer.mlp.weights]

@@ -164,7 +164,11 @@ class TransformersDecoder(Decoder):
 
     @torch.inference_mode()
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionBackend,
+        token_types: torch.Tensor | None = None,
     ) -> torch.Tensor:
         with _attention_function(_PagedAttention(self.spec, attention, len(token_ids))):
             output = self._body(

@@ -14,6 +14,7 @@ from deploy import cli
         (["chaos", "--json", "/nowhere/chaos.json"], "/nowhere/chaos.json"),
         (["overload", "--json", "/nowhere/overload.json"], "/nowhere/overload.json"),
         (["overload", "--hours", "1"], "--hours"),
+        (["embeddings", "--tokens", "9", "3"], "--tokens"),
     ],
 )
 def test_an_invalid_argument_is_one_line_and_status_2(

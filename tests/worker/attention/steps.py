@@ -21,6 +21,7 @@ class Case:
 
     dtype: of the activations. kv_dtype: of the cache, if it differs. sinks: heads have one each, of
     about the size of scores, and two far below and above. latent_dim: values are that part of keys.
+    bidirectional: the window reaches to both sides; no tokens are before the step.
     """
 
     sequences: tuple[tuple[int, int], ...]
@@ -35,6 +36,7 @@ class Case:
     soft_cap: float = 0.0
     sinks: bool = False
     latent_dim: int = 0
+    bidirectional: bool = False
 
     @property
     def shape(self) -> AttentionShape:
@@ -46,6 +48,7 @@ class Case:
             scale,
             self.soft_cap,
             self.latent_dim,
+            self.bidirectional,
         )
 
 
@@ -180,9 +183,12 @@ class Step:
         for row, (before, new) in enumerate(case.sequences):
             start = int(self.inputs.query_start[row])
             first, slots = self._in_sight[row]
-            hidden = torch.ones(new, before + new).triu(before + 1).bool()
+            distance = before + torch.arange(new)[:, None] - torch.arange(before + new)
+            if case.bidirectional:
+                distance = distance.abs()
+            hidden = distance < 0
             if case.window is not None:
-                hidden |= torch.ones(new, before + new).tril(before - case.window).bool()
+                hidden |= distance >= case.window
             key, value = (self._read(part, slots).double() for part in (0, 1))
             value = value[..., :value_dim]
             # [new, kv_heads, group, head_dim] against [seen, kv_heads, head_dim]

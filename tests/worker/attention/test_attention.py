@@ -82,6 +82,18 @@ CASES = {
         ((1100, 1), (600, 1), (0, 9), (20, 60)), 16, 1, 96, latent_dim=64
     ),
     "latent of DeepSeek-V3": Case(((270, 1), (0, 2)), 128, 1, 576, latent_dim=512),
+    "both directions": Case(
+        ((0, 1), (0, 200), (0, 33), (0, 16), (0, 700)), 3, 3, 32, bidirectional=True
+    ),
+    "both directions, window": Case(
+        ((0, 1), (0, 300), (0, 20), (0, 65)), window=33, bidirectional=True
+    ),
+    "both directions, window, one kv head, wide": Case(
+        ((0, 90), (0, 600)), 3, 1, 256, window=257, bidirectional=True
+    ),
+    "both directions, several spans": Case(
+        ((0, 1300), (0, 9)), num_heads=2, num_kv_heads=1, soft_cap=2.0, bidirectional=True
+    ),
     "many decodes before a long chunk": Case((*((40, 1),) * 41, (1100, 40))),
 }
 

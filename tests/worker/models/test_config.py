@@ -166,7 +166,7 @@ def test_a_null_rope_scaling_is_none() -> None:
         ({"model_type": "qwen2"}, "model_type = 'qwen2'"),
         (
             {"architectures": ["PhiForCausalLM"]},
-            "PhiForCausalLM is not supported; supported: Cohere2",
+            "PhiForCausalLM is not supported; supported: BertModel, Cohere2",
         ),
         ({"architectures": None}, "architectures = None"),
     ],
@@ -436,7 +436,7 @@ def test_both_spellings_of_two_ropes_are_accepted() -> None:
     ("keys", "named"),
     [
         ({"hidden_activation": "silu"}, "hidden_activation = 'silu'"),
-        ({"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all'"),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
         ({"sliding_window": None}, "sliding_window = None"),

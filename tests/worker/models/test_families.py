@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from deploy.models import gguf_file
-from proto.prepared_model import FAMILIES, PreparedModel
+from proto.prepared_model import PreparedModel
 from proto.scheduler_output import SchedulerOutput
 from tests.e2e.reference import Reference
 from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.prepared_models import prepare, prepare_checkpoint
 from tests.fakes.ranks import LockstepRunners, Ranks
 from tests.fakes.real_engine import BLOCK, engine_for, load, runner_of
-from tests.fakes.tiny_families import save_folder, save_gguf
+from tests.fakes.tiny_families import GENERATING, save_folder, save_gguf
 
 NUM_OUTPUT_TOKENS = 12
 NUM_BLOCKS = 15
@@ -70,14 +70,14 @@ def prove_on_one_rank(prepared: PreparedModel, model: Any) -> None:
     prove(harness, lambda: runner_of(decoder, num_blocks), Reference(model, None))
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("architecture", GENERATING)
 def test_a_folder(architecture: str, tmp_path: Path) -> None:
     model = save_folder(architecture, tmp_path)
     prove_on_one_rank(prepare_checkpoint(tmp_path, tmp_path / "prepared"), model)
 
 
 @pytest.mark.suite("families")
-@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("architecture", GENERATING)
 def test_a_folder_on_two_ranks(architecture: str, tmp_path: Path) -> None:
     model = save_folder(architecture, tmp_path)
     prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")
@@ -91,7 +91,7 @@ def test_a_folder_on_two_ranks(architecture: str, tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("architecture", GENERATING)
 def test_a_gguf_file(architecture: str, tmp_path: Path) -> None:
     path, model = save_gguf(architecture, tmp_path)
     contents = gguf_file.read(str(path), lambda what: None)

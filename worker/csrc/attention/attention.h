@@ -19,6 +19,7 @@ struct TokendAttentionStep {
     int64_t window;  // tokens that a query sees at most, including its own
     int64_t most_partial_rows;  // limit of rows in memory, unless one tile needs more
     int64_t latent_dim;  // 0, or of latent attention: below
+    int64_t ahead;  // tokens after its own that a query sees at most: 0 in causal attention; `window` counts them, too
     const int32_t* query_start;
     const int32_t* seq_lens;
     const int32_t* block_table;

@@ -268,23 +268,29 @@ struct Rows {
             store<16>(at, capped<16>(load<16>(at), piece.scale, piece.soft_cap));
     }
 
+    // Where a row sees no further token: its limit, or the end of the piece.
+    F<16> seen_by(F<16> limit) const {
+        const F<16> end = splat<16>(float(groups.to - groups.start));
+        return limit < end ? limit : end;
+    }
+
     // Of tokens [from, to) of the piece, a row sees [limit - window, limit).
     void hide(int64_t tile, F<16> limit, int64_t from, int64_t to) {
-        const F<16> first = limit - float(piece.window), none = splat<16>(NO_SCORE);
+        const F<16> first = limit - float(piece.window), seen = seen_by(limit), none = splat<16>(NO_SCORE);
         for (int64_t token = from; token < to; token++) {
             float* at = scores + token * PAIR + tile * TILE;
             const F<16> score = first > float(token) ? none : load<16>(at);
-            store<16>(at, limit > float(token) ? score : none);
+            store<16>(at, seen > float(token) ? score : none);
         }
     }
 
     // Rows that see a token with nonfinite V become NaN.
     void set_nan(int64_t tile, F<16> limit) {
-        const F<16> first = limit - float(piece.window);
+        const F<16> first = limit - float(piece.window), end = seen_by(limit);
         float* at = part.total + tile * TILE;
         for (int64_t token = 0; token < PIECE; token++) {
             if (!nonfinite.has(token)) continue;
-            const F<16> total = load<16>(at), seen = limit > float(token) ? splat<16>(NAN) : total;
+            const F<16> total = load<16>(at), seen = end > float(token) ? splat<16>(NAN) : total;
             store<16>(at, first > float(token) ? total : seen);
         }
     }

@@ -67,7 +67,7 @@ struct Piece {
     int64_t rotary_dim;   // of a head, the last ones
     int64_t value_dim;    // of an output, the first ones
     int64_t begin, end;   // KV tokens
-    int64_t first_limit;  // position after the tile's first query
+    int64_t first_limit;  // position after the last token that the tile's first query may see
     int64_t window;       // tokens that a query sees at most
     float scale;
     float soft_cap;
@@ -82,7 +82,8 @@ struct Piece {
         const int64_t from = (t->kv_begin / t->piece_len + index) * t->piece_len;
         begin = std::max<int64_t>(from, t->kv_begin);
         end = std::min<int64_t>(from + t->piece_len, t->kv_end);
-        first_limit = t->kv_end - t->query_count + 1;
+        const int64_t queries = s->query_start[t->seq + 1] - s->query_start[t->seq];
+        first_limit = s->seq_lens[t->seq] - queries + t->query_begin + 1 + s->ahead;
         window = s->window;
         scale = float(s->scale);
         soft_cap = float(s->soft_cap);
@@ -101,11 +102,13 @@ struct Piece {
     }
     int64_t head(int64_t row) const { return tile->kv_head * group + row % group; }
 
-    // A row sees KV tokens [limit - window, limit).
+    // A row sees KV tokens [limit - window, limit) as far as there are any.
     int64_t limit(int64_t row) const { return first_limit + row / group; }
 
     // Whether every row sees all of [from, to).
-    bool all_see(int64_t from, int64_t to) const { return to <= first_limit && from >= limit(rows - 1) - window; }
+    bool all_see(int64_t from, int64_t to) const {
+        return to <= std::min(first_limit, end) && from >= limit(rows - 1) - window;
+    }
 
     // The query of a row, rotated and rounded to the activations' dtype.
     void rotated_query(int64_t row, float* query) const {

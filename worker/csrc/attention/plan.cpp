@@ -23,9 +23,10 @@ constexpr int64_t MOST_HEADS = 8;  // of a task: its data fits into the L2 cache
 struct Cut {
     int64_t kv_begin, kv_end, piece_len, pieces;
 
-    // The tokens visible to the first query: the others see no earlier token.
-    Cut(const TokendAttentionStep* step, int64_t before, int64_t count, int64_t rows)
-        : kv_begin(std::max<int64_t>(0, before + 1 - step->window)), kv_end(before + count),
+    // Of the first of `count` queries, at position `before`: the others see no earlier token.
+    Cut(const TokendAttentionStep* step, int64_t seq_len, int64_t before, int64_t count, int64_t rows)
+        : kv_begin(std::max<int64_t>(0, before + 1 + step->ahead - step->window)),
+          kv_end(std::min(seq_len, before + count + step->ahead)),
           piece_len(rows <= tokend::PIECE_ROWS ? tokend::PIECE : tokend::SPAN),
           pieces((kv_end - 1) / piece_len - kv_begin / piece_len + 1) {}
 };
@@ -37,7 +38,7 @@ bool has_many_pieces(const TokendAttentionStep* step) {
     for (int64_t seq = 0; seq < step->num_seqs && pieces < MANY_PIECES; seq++) {
         const int64_t queries = step->query_start[seq + 1] - step->query_start[seq];
         if (queries * group <= tokend::PIECE_ROWS)
-            pieces += Cut(step, step->seq_lens[seq] - queries, queries, queries * group).pieces;
+            pieces += Cut(step, step->seq_lens[seq], step->seq_lens[seq] - queries, queries, queries * group).pieces;
     }
     return pieces >= MANY_PIECES;
 }
@@ -64,7 +65,7 @@ extern "C" void tokend_attention_plan(const TokendAttentionStep* step, TokendAtt
             const int64_t begin = queries * number / num_tiles;
             const int64_t count = queries * (number + 1) / num_tiles - begin;
             const int64_t rows = count * group;
-            const Cut cut(step, before + begin, count, rows);
+            const Cut cut(step, step->seq_lens[seq], before + begin, count, rows);
             const bool heads_together = many_pieces && rows <= tokend::PIECE_ROWS;
             const int64_t partial_rows = cut.pieces > 1 ? cut.pieces * rows : 0;
             plan->num_elements += (cut.kv_end - cut.kv_begin) * rows * step->num_kv_heads * step->head_dim;

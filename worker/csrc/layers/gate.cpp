@@ -1,7 +1,8 @@
-// The activation of the MLP: silu or GELU (tanh form) of one half of a row, times the other half;
-// or of the whole row, without a gate.
+// The activation of the MLP: silu or GELU of one half of a row, times the other half; or of the
+// whole row, without a gate.
 //
-// All functions are x * sigmoid(y): y = x for silu, 0.5 (1 + tanh u) = sigmoid(2 u) for GELU, and
+// All functions but the exact GELU are x * sigmoid(y): y = x for silu, 0.5 (1 + tanh u) = sigmoid(2 u)
+// for GELU in its tanh form, and
 // y = 1.702 x for the clamped SwiGLU of gpt-oss (OpenAI, gpt-oss model card, section 2.3).
 #include "common/row_vectors.h"
 #include "layers/row_parts.h"
@@ -23,6 +24,20 @@ TOKEND_INLINE F<N> sigmoid(F<N> y) {
     return (y < F<N>{} ? e : one) / (one + e);
 }
 
+// The distribution function of the normal distribution, 0.5 erfc(-x / sqrt 2): for x < 0 by the
+// polynomial 7.1.26 of Abramowitz and Stegun, else 1 minus that of -x. Error below 1e-7.
+TOKEND_INLINE F<N> normal_cdf(F<N> x) {
+    const F<N> size = (x < F<N>{} ? -x : x) * 0.70710678118654752f;
+    const F<N> one = splat<N>(1.0f), t = one / (one + 0.3275911f * size);
+    F<N> p = splat<N>(1.061405429f);
+    p = p * t - 1.453152027f;
+    p = p * t + 1.421413741f;
+    p = p * t - 0.284496736f;
+    p = p * t + 0.254829592f;
+    const F<N> tail = 0.5f * p * t * exp_nonpositive<N>(-size * size);
+    return x < F<N>{} ? tail : one - tail;
+}
+
 constexpr float LIMIT = 7.0f;
 
 // NaN stays NaN.
@@ -31,6 +46,7 @@ TOKEND_INLINE F<N> at_most_limit(F<N> x) { return x > LIMIT ? splat<N>(LIMIT) : 
 template <int64_t KIND>
 TOKEND_INLINE F<N> activated(F<N> x) {
     if constexpr (KIND == TOKEND_SILU) return x * sigmoid(x);
+    if constexpr (KIND == TOKEND_GELU) return x * normal_cdf(x);
     if constexpr (KIND == TOKEND_SWIGLU_OAI) {
         const F<N> clamped = at_most_limit(x);
         return clamped * sigmoid(1.702f * clamped);
@@ -85,6 +101,7 @@ void with_kind(int64_t dtype, int64_t kind, Body body) {
             case TOKEND_SILU: return body(type, std::integral_constant<int64_t, TOKEND_SILU>());
             case TOKEND_GELU_TANH: return body(type, std::integral_constant<int64_t, TOKEND_GELU_TANH>());
             case TOKEND_SWIGLU_OAI: return body(type, std::integral_constant<int64_t, TOKEND_SWIGLU_OAI>());
+            case TOKEND_GELU: return body(type, std::integral_constant<int64_t, TOKEND_GELU>());
         }
     });
 }

@@ -175,14 +175,19 @@ class Layers {
             attend(layer, call);
         }
         end_block(layer.output, layer.latent ? space_.values : space_.attended, layer.attention_post_norm);
+        norm_sum(layer.attention_sum_norm);
         const Rows mlp_input = normed(layer.mlp_norm, stack_.is_parallel ? from : residual());
-        if (layer.moe) return mix_experts(layer, mlp_input);
+        if (layer.moe) {
+            mix_experts(layer, mlp_input);
+            return norm_sum(layer.mlp_sum_norm);
+        }
         multiply(layer.gate_up, mlp_input, space_.gate_up);
         each_row([&](int64_t row) {
             gate_row(stack_.gate, stack_.is_gated, run_.dtype, stack_.inner_size, space_.gate_up.row(row),
                      space_.inner.row(row));
         });
         end_block(layer.down, space_.inner, layer.mlp_post_norm);
+        norm_sum(layer.mlp_sum_norm);
     }
 
   private:
@@ -367,6 +372,12 @@ class Layers {
         each_row([&](int64_t row) {
             add_norm_row(run_.dtype, stack_.hidden_size, norm, space_.added.row(row), hidden(row));
         });
+    }
+
+    // Replaces the residual by its norm.
+    void norm_sum(const TokendRowNorm& norm) {
+        if (!norm.weight) return;
+        each_row([&](int64_t row) { norm_row(run_.dtype, stack_.hidden_size, norm, hidden(row), hidden(row)); });
     }
 
     Rows residual() const {

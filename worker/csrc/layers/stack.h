@@ -3,8 +3,10 @@
 //   x                                                       the residual, [num_rows, hidden_size]
 //   heads = qkv(norm(x))           query ‖ key ‖ value of each row; normed per head where a model does
 //   x    += output(attention(heads))                        or its norm (attention_post_norm)
+//   x     = attention_sum_norm(x)                           where a model does
 //   x    += down(gate(gate_up(norm(x))))                    or its norm (mlp_post_norm);
 //           or a mixture of experts (moe.h) of norm(x)
+//   x     = mlp_sum_norm(x)                                 where a model does
 //
 // A part without a norm before it reads x itself, or in a parallel block what the attention reads.
 //
@@ -74,10 +76,12 @@ struct TokendStackLayer {
     TokendRowNorm key_norm;
     TokendStackLinear output;
     TokendRowNorm attention_post_norm;
+    TokendRowNorm attention_sum_norm;
     TokendRowNorm mlp_norm;
     TokendStackLinear gate_up;
     TokendStackLinear down;
     TokendRowNorm mlp_post_norm;
+    TokendRowNorm mlp_sum_norm;
     const TokendMoe* moe;  // in place of gate_up and down; or null
     int64_t rope_table;  // index into the tables of the stack
     const float* sinks;  // of the attention, [num_heads]; or null

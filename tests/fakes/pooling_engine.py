@@ -1,0 +1,83 @@
+"""A scheduler with the real runner of a pooling model behind it, without sockets and processes."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from deploy.models import hf_folder, prepared_folder
+from engine_core.request import Request
+from proto.config import ModelConfig, ServeConfig
+from proto.engine_io import FinishReason
+from proto.pooling import PoolingParams, PoolingTask, pooler_of
+from proto.prepared_model import PreparedModel
+from tests.fakes.real_engine import BLOCK, engine_for
+from worker.attention.registry import create_backend
+from worker.attention.scratch_pages import SCRATCH_BLOCK, num_scratch_blocks
+from worker.input_batch import InputBatch
+from worker.kv_cache import KVCache
+from worker.loader.weights import load_model
+from worker.memory_plan import layer_cache
+from worker.models.decoder import Decoder
+from worker.models.registry import model_spec
+from worker.pooling import PoolingHead, PoolingRunner
+from worker.sampling.sampler import create_sampler
+
+CHUNK = 16
+_AS_THE_FOLDER_SAYS = ModelConfig()
+
+
+def prepare(folder: Path, name: str = "emb") -> PreparedModel:
+    target = folder.with_name(folder.name + "-prepared")
+    target.mkdir()
+    contents = hf_folder.read(str(folder), lambda what: None)
+    return prepared_folder.write(
+        contents, name=name, source=str(folder), target=str(target), final=str(target)
+    )
+
+
+class PoolingEngine:
+    """A scheduler and a runner of a pooling model, in float32."""
+
+    def __init__(
+        self, prepared: PreparedModel, config: ModelConfig = _AS_THE_FOLDER_SAYS, **settings: object
+    ) -> None:
+        pooler = pooler_of(config, prepared)
+        assert pooler is not None
+        self.pooler = pooler
+        self.prepared = prepared
+        spec = model_spec(prepared, ServeConfig(model=config))
+        cpu = torch.device("cpu")
+        self.decoder: Decoder = load_model(prepared, spec, torch.float32, cpu, lambda part: None)
+        defaults: dict[str, object] = {"max_num_batched_tokens": CHUNK}
+        if spec.is_bidirectional:
+            defaults = {
+                "max_num_batched_tokens": spec.max_position,
+                "enable_chunked_prefill": False,
+            }
+        self.harness, self.num_blocks = engine_for(self.decoder, 15, **(defaults | settings))
+        self.harness.runner = self.new_runner()  # type: ignore[assignment]
+
+    def new_runner(self) -> PoolingRunner:
+        spec = self.decoder.spec
+        layout, geometry = layer_cache(spec, torch.float32)
+        num_blocks, size = self.num_blocks, BLOCK
+        if layout.is_scratch:
+            num_blocks, size = num_scratch_blocks(spec.max_position, 64), SCRATCH_BLOCK
+        cache = KVCache(geometry, layout, num_blocks, size)
+        cache.buffer[0 if layout.is_scratch else 1 :] = float("nan")
+        rows = InputBatch(64, spec.max_position, BLOCK, layout.num_groups)
+        attention = create_backend("auto", cache, spec.attention_shape)
+        head = PoolingHead.load(self.pooler, self.prepared)
+        return PoolingRunner(head, self.decoder, attention, create_sampler(), rows, cache)
+
+    def add(self, prompt: list[int], task: PoolingTask = "embed", **params: object) -> Request:
+        everything = self.pooler.needs_all_tokens or task == "token_embed"
+        pooling = PoolingParams(task=task, needs_all_tokens=everything, **params)  # type: ignore[arg-type]
+        return self.harness.add_one(prompt, 1, pooling_params=pooling)
+
+    def result(self, request: Request) -> torch.Tensor:
+        (output,) = self.harness.outputs[request.request_id, 0]
+        assert output.finish_reason is FinishReason.STOP
+        assert output.new_token_ids == []
+        return torch.from_numpy(np.frombuffer(output.pooler_output, "<f4").copy())

@@ -1,0 +1,152 @@
+"""Bidirectional models through scheduler and runner against transformers, in float32."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from proto.config import CacheConfig, DeviceConfig, SchedulerConfig, ServeConfig
+from proto.errors import ConfigError
+from tests.fakes.pooling_engine import PoolingEngine, prepare
+from tests.fakes.tiny_encoders import CONFIGS, save_encoder
+from tests.fakes.tiny_pooling import dense, pooled, save_modules
+from tests.worker.kernel_variants import LOADABLE, load_variant
+from worker.attention.base import AttentionInputs
+from worker.attention.cpu import CpuAttention
+from worker.attention.scratch_pages import SCRATCH_BLOCK, num_scratch_blocks
+from worker.device.devices import CpuDevice
+from worker.kv_cache import KVCache
+from worker.loader.formats import Bf16Format
+from worker.loader.weights import load_model
+from worker.memory_plan import layer_cache, plan_memory
+from worker.models.kernel_stack import KernelStack
+from worker.models.layer_stack import EagerLayers
+from worker.models.registry import model_spec
+
+PROMPTS = [
+    torch.randint(3, 96, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    for length in (23, 40, 11, 1, 57, 128)
+]
+_KINDS = ("cls_token", "mean_tokens", "weightedmean_tokens", "lasttoken")
+
+
+@torch.inference_mode()
+def hidden_states(model: torch.nn.Module, prompt: list[int], **inputs: object) -> torch.Tensor:
+    hidden: torch.Tensor = model(torch.tensor([prompt]), **inputs).last_hidden_state[0]
+    return hidden
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_embeddings_of_packed_texts(name: str, tmp_path: Path) -> None:
+    """All pooling types, joined, and a Dense module; texts of several steps, none padded."""
+    folder = tmp_path / "model"
+    model = save_encoder(name, folder)
+    save_modules(folder, model.config.hidden_size, *_KINDS, dense=24)
+    engine = PoolingEngine(prepare(folder))
+    requests = [engine.add(prompt) for prompt in (*PROMPTS, *PROMPTS)]
+    short = engine.add(PROMPTS[0], dimensions=8)
+    engine.harness.run()
+    assert engine.harness.kv_cache.usage == 0
+    for request in requests:
+        hidden = hidden_states(model, request.prompt_token_ids)
+        joined = torch.cat([pooled(hidden, kind) for kind in _KINDS])
+        want = F.normalize(dense(folder, joined), dim=0)
+        torch.testing.assert_close(engine.result(request), want, atol=1e-5, rtol=0)
+        assert request.num_cached_tokens == 0
+    first = engine.result(requests[0])
+    torch.testing.assert_close(engine.result(short), F.normalize(first[:8], dim=0))
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "xlm-roberta", "modernbert"])
+@pytest.mark.parametrize("num_labels", [1, 3])
+def test_scores_of_pairs(name: str, num_labels: int, tmp_path: Path) -> None:
+    """The head of each family; of BERT, the second text of a pair has other token types."""
+    folder = tmp_path / "model"
+    model = save_encoder(name, folder, num_labels=num_labels)
+    engine = PoolingEngine(prepare(folder))
+    requests = [engine.add(prompt, task="classify", second_start=9) for prompt in PROMPTS]
+    single = engine.add(PROMPTS[0], task="classify")
+    engine.harness.run()
+    for request in [*requests, single]:
+        prompt = request.prompt_token_ids
+        types = torch.zeros(1, len(prompt), dtype=torch.long)
+        if request is not single and name == "bert":
+            types[:, 9:] = 1
+        inputs = {} if name == "modernbert" else {"token_type_ids": types}
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt]), torch.ones(1, len(prompt)), **inputs).logits[0]
+        want = logits.sigmoid() if num_labels == 1 else logits.softmax(0)
+        torch.testing.assert_close(engine.result(request), want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        (ServeConfig(cache=CacheConfig(num_gpu_blocks_override=9)), "num-gpu-blocks-override"),
+        (ServeConfig(cache=CacheConfig(kv_cache_dtype="int8")), "kv-cache-dtype"),
+        (ServeConfig(scheduler=SchedulerConfig(max_num_batched_tokens=127)), "at least 128"),
+        (
+            ServeConfig(scheduler=SchedulerConfig(long_prefill_token_threshold=64)),
+            "long-prefill-token-threshold",
+        ),
+    ],
+)
+def test_settings_that_an_encoder_cannot_have(
+    setting: ServeConfig, named: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    save_encoder("bert", folder)
+    prepared = prepare(folder)
+    plan = plan_memory(ServeConfig(), prepared, CpuDevice(DeviceConfig()))
+    assert (plan.fits, plan.pool_bytes) == (True, 0)
+    with pytest.raises(ConfigError, match=named):
+        plan_memory(setting, prepared, CpuDevice(DeviceConfig()))
+
+
+@pytest.mark.parametrize("name", ["bert", "modernbert"])
+def test_one_call_of_all_layers_gives_the_bits_of_each_part_by_itself(
+    name: str, tmp_path: Path
+) -> None:
+    """In bfloat16, on scratch pages that hold NaN before."""
+    save_encoder(name, tmp_path / "model")
+    prepared, kernels = prepare(tmp_path / "model"), load_variant(LOADABLE[0])
+    spec, dtype = model_spec(prepared, ServeConfig()), torch.bfloat16
+    cpu, form = torch.device("cpu"), Bf16Format(kernels)
+    model = load_model(prepared, spec, dtype, cpu, lambda part: None, form)
+    layout, geometry = layer_cache(spec, dtype)
+    lengths = np.array([len(prompt) for prompt in PROMPTS], dtype=np.int32)
+    starts = np.cumsum([0, *lengths], dtype=np.int32)
+    num_tokens = int(starts[-1])
+    empty = np.zeros((len(lengths), 1), dtype=np.int32), np.zeros(num_tokens, dtype=np.int64)
+    positions = torch.from_numpy(np.concatenate([np.arange(length) for length in lengths]))
+    token_ids = torch.tensor([token for prompt in PROMPTS for token in prompt])
+    outputs = []
+    stacks = model._stacks
+    assert [type(stack) for stack in stacks] == [KernelStack, EagerLayers]
+    for stack in stacks:
+        num_blocks = num_scratch_blocks(num_tokens, len(lengths))
+        cache = KVCache(geometry, layout, num_blocks, SCRATCH_BLOCK)
+        cache.buffer.fill_(float("nan"))
+        attention = CpuAttention(kernels, cache, spec.attention_shape)
+        attention.plan([AttentionInputs(starts, lengths, *empty)])
+        assert stack.takes(num_tokens, attention)
+        model._stacks = (stack,)
+        outputs.append(model.forward(token_ids, positions, attention).clone())
+    assert outputs[0].isfinite().all()
+    assert outputs[0].float().std() > 0.1
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("is_older", [False, True])
+def test_the_activation_of_a_cross_encoder(is_older: bool, tmp_path: Path) -> None:
+    identity = "torch.nn.modules.linear.Identity"
+    changes: dict[str, object] = {"sentence_transformers": {"activation_fn": identity}}
+    if is_older:
+        changes = {"sbert_ce_default_activation_function": identity}
+    save_encoder("bert", tmp_path / "model", num_labels=1, **changes)
+    prepared = prepare(tmp_path / "model")
+    assert prepared.pooler is not None
+    assert prepared.pooler.activation == "none"
+    model_spec(prepared, ServeConfig())  # refuses keys that it does not know
