@@ -51,6 +51,16 @@ BLOCK_TYPES: Final = {
     "INT8_32": (32, 36),
     "INT8_128": (128, 132),
     "NF4": (32, 18),
+    "IQ1_S": (256, 50),
+    "IQ1_M": (256, 56),
+    "IQ2_XXS": (256, 66),
+    "IQ2_XS": (256, 74),
+    "IQ2_S": (256, 82),
+    "IQ3_XXS": (256, 98),
+    "IQ3_S": (256, 110),
+    "TQ1_0": (256, 54),
+    "TQ2_0": (256, 66),
+    "NVFP4": (64, 36),
 }
 """Numbers and bytes of a block of each type that kernels multiply with as it is: of GGUF files, and
 what worker.loader.quantised makes of the weights of other checkpoints.

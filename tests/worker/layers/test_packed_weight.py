@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.fakes.gguf_files import put_iq1_m_scales
 from tests.worker.kernel_variants import (
     THREADS,
     each_variant,
@@ -96,6 +97,8 @@ def test_products_of_the_largest_codes_do_not_overflow(variant, gguf_type: str) 
         blocks = filled.reshape(shape[0] * shape[1] // BLOCK_TYPES[gguf_type][0], -1)
         if gguf_type == "MXFP4":
             blocks[:, 0] = 126
+        if gguf_type == "IQ1_M":
+            put_iq1_m_scales(blocks, np.full(len(blocks), 0.5, np.float16))
         for at in HALVES[gguf_type]:
             blocks[:, at : at + 2] = np.float16(0.5).view(np.uint16).reshape(1).view(np.uint8)
         numbers = numbers_of(gguf_type, shape, blocks.reshape(-1))
@@ -240,12 +243,16 @@ def test_supported_gguf_types_and_lengths() -> None:
     assert not is_packable("Q6_K", 576)
     assert not is_packable("Q4_0", 48)
     assert not is_packable("Q4_0", 0)
-    assert not is_packable("IQ2_XS", 256)
+    assert not is_packable("Q8_K", 256)
 
 
 @each_variant
 def test_a_packed_weight_is_as_large_as_in_the_file(variant) -> None:
     """Except for the scales of Q4_K and Q5_K, which take 8 bits instead of 6."""
+    for gguf_type in ("IQ1_S", "IQ2_XXS", "IQ3_S", "TQ1_0", "NVFP4"):
+        numbers, file_bytes = BLOCK_TYPES[gguf_type]
+        weight, _ = packed_of(variant, gguf_type, (64, 512))
+        assert weight.nbytes == 64 * 512 // numbers * file_bytes
     for gguf_type, file_bytes in (("Q4_1", 20), ("Q5_0", 22), ("Q8_0", 34)):
         weight, _ = packed_of(variant, gguf_type, (64, 64))
         assert weight.nbytes == 64 * 2 * file_bytes

@@ -148,8 +148,39 @@ struct Unpacked {
 template <class Format>
 using UnpackedOf = Unpacked<Format::HALVES, Format::HAS_LOW, WORDS_FIRST ? Format::CODE_BITS : 8>;
 
-template <class Format>
-TOKEND_FLATTEN void unpack_blocks(const Packed<Format>& source, int64_t begin, int64_t end, uint8_t* to) {
+// A panel in blocks of the file; only to unpack it.
+template <class Format_>
+struct PanelInFileBlocks {
+    using Format = Format_;
+
+    const uint8_t* panel;
+
+    struct Block {
+        Fields fields;
+        int sub;
+
+        template <int J>
+        TOKEND_INLINE DotU codes(int) const {
+            return Format::template codes<J>(fields, sub);
+        }
+        TOKEND_INLINE DotF scale(int half, int) const { return Format::scale(fields, sub, half); }
+    };
+
+    TOKEND_INLINE Block block(int64_t index, int vector) const {
+        return {{panel + Format::place(index) + vector * DOT_LANES}, int(index % Format::SUPER)};
+    }
+
+    // As many lines as the block has, of the next one.
+    TOKEND_INLINE void fetch_ahead(int64_t index) const {
+        constexpr int64_t BYTES = Format::RAW_BYTES * PANEL, SHARE = BYTES / Format::SUPER;
+        const uint8_t* at = panel + Format::place(index) + BYTES + index % Format::SUPER * SHARE;
+        for (int64_t line = 0; line < SHARE; line += 64) __builtin_prefetch(at + line, 0, 2);
+    }
+};
+
+template <class Source>
+TOKEND_FLATTEN void unpack_blocks(const Source& source, int64_t begin, int64_t end, uint8_t* to) {
+    using Format = typename Source::Format;
     for (int64_t index = begin; index < end; index++, to += UnpackedOf<Format>::BYTES)
         for (int vector = 0; vector < PANEL / DOT_LANES; vector++) {
             if (vector == 0) source.fetch_ahead(index);
