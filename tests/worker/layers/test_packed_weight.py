@@ -22,6 +22,9 @@ EXACT = 2e-6
 ROUNDED = 4e-3
 """bfloat16 keeps 8 bits."""
 
+IN_FILE_BLOCKS = TYPES[TYPES.index("IQ1_S") :]
+"""Types that products unpack, and multiply by the same code."""
+
 each_type = pytest.mark.parametrize("gguf_type", TYPES)
 
 
@@ -81,7 +84,8 @@ def test_products_match_float64(variant, gguf_type: str) -> None:
     for seed, (out_features, units) in enumerate(((1, 1), (33, 2), (100, 5), (64, 3))):
         shape = shape_of(gguf_type, out_features, units)
         weight, numbers = packed_of(variant, gguf_type, shape, seed)
-        for num_rows in (*range(1, 15), 17, 70, 97):
+        all_rows = (*range(1, 15), 17, 70, 97)
+        for num_rows in (1, 6, 97) if gguf_type in IN_FILE_BLOCKS else all_rows:
             x = rows_of(num_rows, shape[1], num_rows)
             assert error_of(weight.multiply(x), numbers, x) < EXACT, (shape, num_rows)
 

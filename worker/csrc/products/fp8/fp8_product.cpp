@@ -1,0 +1,148 @@
+// Products with FP8 weights: parts of a pair of panels are unpacked to bfloat16 and multiplied as such.
+#include "products/bf16/bf16_sums.h"
+#include "products/fp8/fp8_format.h"
+
+namespace tokend {
+namespace {
+
+// The prefetch distance of codes in bytes.
+constexpr int64_t FP8_FETCH_AHEAD = 4096;
+
+// A line of 32 codes to 32 numbers of bfloat16. Its exponent is that of the code plus 120; codes with
+// an exponent of 0 are 2^-9 times their fraction, which bfloat16 has as normal numbers.
+#if defined(__AVX512BW__)
+
+struct UnpackFp8 {
+    __m512i subnormal;
+
+    UnpackFp8() {
+        alignas(64) uint16_t table[32] = {};
+        for (int fraction = 1; fraction < 8; fraction++)
+            table[fraction] = uint16_t(bit_cast<uint32_t>(float(fraction) * 0x1p-9f) >> 16);
+        subnormal = load_bytes<__m512i>(table);
+    }
+    TOKEND_INLINE void operator()(const uint8_t* from, uint8_t* to) const {
+        const __m512i codes = _mm512_cvtepu8_epi16(load_bytes<__m256i>(from));
+        const __m512i magnitude = _mm512_and_si512(codes, _mm512_set1_epi16(0x7f));
+        const __mmask32 is_subnormal = _mm512_cmplt_epi16_mask(magnitude, _mm512_set1_epi16(8));
+        const __m512i normal = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16(120 << 7));
+        const __m512i number = _mm512_mask_permutexvar_epi16(normal, is_subnormal, magnitude, subnormal);
+        const __m512i sign = _mm512_slli_epi16(_mm512_and_si512(codes, _mm512_set1_epi16(0x80)), 8);
+        const __m512i all = _mm512_or_si512(number, sign);
+        __builtin_memcpy(to, &all, sizeof(all));
+    }
+};
+
+#else
+
+struct UnpackFp8 {
+    TOKEND_INLINE void operator()(const uint8_t* from, uint8_t* to) const {
+        typedef Vec<ROW_LANES>::U U;
+        for (int64_t at = 0; at < PANEL_OUTPUTS; at += ROW_LANES) {
+            const U words = load_words<ROW_LANES>(from + at * 2);
+            const U low = number(words & 255), high = number(words >> 8);
+            const U both = low >> 16 | high;
+            __builtin_memcpy(to + at * 4, &both, sizeof(both));
+        }
+    }
+    // Codes as bits of float32.
+    template <class U>
+    static TOKEND_INLINE U number(U codes) {
+        typedef typename Vec<ROW_LANES>::I I;
+        const U normal = ((codes & 127) + (120 << 3)) << 20;
+        const F<ROW_LANES> small = __builtin_convertvector((I)(codes & 7), F<ROW_LANES>) * splat<ROW_LANES>(0x1p-9f);
+        const U is_normal = (U)((codes & 127) > 7);
+        return (normal & is_normal) | (bit_cast<U>(small) & ~is_normal) | (codes & 128) << 24;
+    }
+};
+
+#endif
+
+// A weight and the rows for it, as panel_product.h has them.
+class Fp8Form {
+  public:
+    typedef float Sum;
+    static constexpr bool ALWAYS_FETCH = true;
+    typedef BiasedSums Finish;
+    typedef BiasedSums::Columns Columns;
+
+    Fp8Form(const TokendFp8Shape& weight, const RowsOfBf16& rows) : weight_(weight), layout_(weight), rows_(rows) {}
+
+    int64_t num_pairs() const { return layout_.num_pairs; }
+    int64_t pair_bytes() const { return layout_.pair_bytes(); }
+    int64_t out_features() const { return weight_.out_features; }
+
+    struct Strips {
+        template <class Between>
+        void operator()(const Fp8Form& form, int64_t pair, int64_t row, int64_t num_rows, float* sums, bool fetch,
+                        Between between) {
+            const Fp8Layout& layout = form.layout_;
+            const uint8_t* at = form.layout_.pair(form.weight_, pair);
+            const float* scales = reinterpret_cast<const float*>(at);
+            const int64_t of_group = PAIR_OUTPUTS / layout.scale_outputs;
+            const int64_t group_steps = form.weight_.scale_inputs / STEP_INPUTS;
+            at += layout.scale_bytes();
+            std::fill_n(sums, num_rows * PAIR_OUTPUTS, 0.0f);
+            for (int64_t step = 0; step < layout.num_steps;) {
+                const int64_t group = step / group_steps;
+                const int64_t end = std::min({step + FP8_PART_INPUTS / STEP_INPUTS, (group + 1) * group_steps,
+                                              layout.num_steps});
+                unpack(at + step * FP8_STEP_BYTES, end - step, fetch);
+                const Bf16Code* x = form.rows_.codes + row * form.rows_.stride + step * STEP_INPUTS;
+                part_(unpacked_, end - step, x, form.rows_.stride, num_rows, part_sums_, false, between);
+                add(scales + group * of_group, of_group == 1, num_rows, sums);
+                step = end;
+            }
+        }
+
+      private:
+        TOKEND_FLATTEN void unpack(const uint8_t* from, int64_t num_steps, bool fetch) {
+            for (int64_t line = 0; line < num_steps * STEP_LINES * 2; line++) {
+                if (fetch && line % 2 == 0) __builtin_prefetch(from + line * FP8_LINE_BYTES + FP8_FETCH_AHEAD);
+                unpack_(from + line * FP8_LINE_BYTES, unpacked_ + line * LINE_BYTES);
+            }
+        }
+
+        // sums += sums of a part * scales
+        TOKEND_FLATTEN void add(const float* scales, bool one, int64_t num_rows, float* sums) const {
+            constexpr int N = ROW_LANES;
+            for (int64_t at = 0; at < PAIR_OUTPUTS; at += N) {
+                const F<N> scale = one ? splat<N>(scales[0]) : load<N>(scales + at);
+                for (int64_t i = at; i < num_rows * PAIR_OUTPUTS; i += PAIR_OUTPUTS)
+                    store<N>(sums + i, multiply_add<N>(load<N>(part_sums_ + i), scale, load<N>(sums + i)));
+            }
+        }
+
+        UnpackFp8 unpack_;
+        Bf16Strips part_;
+        alignas(64) uint8_t unpacked_[FP8_PART_INPUTS / STEP_INPUTS * PAIR_STEP_BYTES];
+        alignas(64) float part_sums_[STRIP * PAIR_OUTPUTS];
+    };
+
+  private:
+    const TokendFp8Shape& weight_;
+    const Fp8Layout layout_;
+    const RowsOfBf16 rows_;
+};
+
+}  // namespace
+
+void multiply_fp8_part(const TokendFp8Shape& weight, const TokendProduct& product, const void* codes,
+                       const ProductPart& part) {
+    multiply_part(Fp8Form(weight, rows_of_bf16(product, weight.in_features, codes)), product, part);
+}
+
+}  // namespace tokend
+
+using namespace tokend;
+
+extern "C" void tokend_fp8_coded_product(const TokendFp8Shape* weight, const TokendProduct* product, const void* codes) {
+    const Fp8Form form(*weight, rows_of_bf16(*product, weight->in_features, codes));
+    in_team(worth_threads(product->num_rows, weight->in_features, weight->out_features),
+            [&] { multiply_share(form, *product); });
+}
+
+extern "C" void tokend_fp8_product(const TokendFp8Shape* weight, const TokendProduct* product) {
+    with_bf16_codes(*product, weight->in_features, weight->out_features,
+                    [&](const void* codes) { tokend_fp8_coded_product(weight, product, codes); });
+}
