@@ -9,8 +9,8 @@
 //   pair     [ scales | step 0 | step 1 | … ]  32 inputs each
 //   scales   for each group 32 floats, or one for all 32 outputs; whole lines of 64 bytes
 //   step     [ panel 0 | panel 1 ]             16 outputs each
-//   panel    [ line 0 | … | line 15 ]          2 inputs each
-//   line     32 bytes = 16 outputs x 2 inputs  one line of bf16.h once it is unpacked
+//   panel    [ lines 0, 1 | … | lines 14, 15 ] lines of 2 inputs each, as in bf16.h
+//   2 lines  [ 4 outputs of the first | the same of the second ] …   64 bytes, 4 outputs x 2 inputs each
 //
 // A sum is one chain over parts of up to 128 inputs, each sum of a part times its scale. The result of
 // a row is the same, bit by bit, for any batch and any number of threads.

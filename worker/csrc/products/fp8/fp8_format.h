@@ -8,7 +8,7 @@
 
 namespace tokend {
 
-constexpr int64_t FP8_LINE_BYTES = LINE_BYTES / 2;
+constexpr int64_t FP8_LINES_BYTES = LINE_BYTES;  // of two lines
 constexpr int64_t FP8_PANEL_STEP_BYTES = PANEL_STEP_BYTES / 2;
 constexpr int64_t FP8_STEP_BYTES = PAIR_STEP_BYTES / 2;
 // Inputs whose sums get their scale together; the unpacked codes of a pair stay in the first cache.
@@ -33,11 +33,13 @@ struct Fp8Layout {
         uint8_t* at = pair(weight, output / PAIR_OUTPUTS);
         return reinterpret_cast<float*>(at) + output % PAIR_OUTPUTS / scale_outputs;
     }
-    // The first two inputs of an output; the next are a line further, of the same step.
+    // The first two inputs of an output; those of another line of the step are line_at further.
     uint8_t* column(const TokendFp8Shape& weight, int64_t output) const {
+        const int64_t in_panel = output % PANEL_OUTPUTS;
         return pair(weight, output / PAIR_OUTPUTS) + scale_bytes() +
-               output % PAIR_OUTPUTS / PANEL_OUTPUTS * FP8_PANEL_STEP_BYTES + output % PANEL_OUTPUTS * 2;
+               output % PAIR_OUTPUTS / PANEL_OUTPUTS * FP8_PANEL_STEP_BYTES + in_panel / 4 * 16 + in_panel % 4 * 2;
     }
+    static int64_t line_at(int64_t line) { return line / 2 * FP8_LINES_BYTES + line % 2 * 8; }
 };
 
 // A part of tokend_fp8_coded_product, by the calling thread alone.

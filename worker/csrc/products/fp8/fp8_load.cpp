@@ -19,7 +19,7 @@ bool put_row(const Fp8Layout& layout, const TokendFp8Shape& weight, int64_t outp
     uint8_t* to = layout.column(weight, output);
     bool has_nan = false;
     for (int64_t step = 0; step < layout.num_steps; step++, to += FP8_STEP_BYTES, codes += STEP_INPUTS) {
-        for (int64_t line = 0; line < STEP_LINES; line++) std::memcpy(to + line * FP8_LINE_BYTES, codes + 2 * line, 2);
+        for (int64_t line = 0; line < STEP_LINES; line++) std::memcpy(to + layout.line_at(line), codes + 2 * line, 2);
         for (int64_t i = 0; i < STEP_INPUTS; i++) has_nan |= (codes[i] & 0x7f) == 0x7f;
     }
     return has_nan;
@@ -39,7 +39,7 @@ void take_row(const Fp8Layout& layout, const TokendFp8Shape& weight, int64_t id,
     for (int64_t at = 0; at < weight.in_features; at += STEP_INPUTS, from += FP8_STEP_BYTES) {
         const float scale = scales[at / weight.scale_inputs * (PAIR_OUTPUTS / layout.scale_outputs)];
         for (int64_t i = 0; i < STEP_INPUTS; i++)
-            *to++ = number_of(from[i / 2 * FP8_LINE_BYTES + i % 2]) * scale;
+            *to++ = number_of(from[layout.line_at(i / 2) + i % 2]) * scale;
     }
 }
 

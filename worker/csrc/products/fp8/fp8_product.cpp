@@ -8,29 +8,42 @@ namespace {
 // The prefetch distance of codes in bytes.
 constexpr int64_t FP8_FETCH_AHEAD = 4096;
 
-// A line of 32 codes to 32 numbers of bfloat16. Its exponent is that of the code plus 120; codes with
-// an exponent of 0 are 2^-9 times their fraction, which bfloat16 has as normal numbers.
+// Two lines of codes to two lines of bfloat16. Its exponent is that of the code plus 120; codes with an
+// exponent of 0 are 2^-9 times their fraction, which bfloat16 has as normal numbers.
 #if defined(__AVX512BW__)
 
-struct UnpackFp8 {
-    __m512i subnormal;
-
+class UnpackFp8 {
+  public:
     UnpackFp8() {
-        alignas(64) uint16_t table[32] = {};
-        for (int fraction = 1; fraction < 8; fraction++)
-            table[fraction] = uint16_t(bit_cast<uint32_t>(float(fraction) * 0x1p-9f) >> 16);
-        subnormal = load_bytes<__m512i>(table);
+        for (int i = 0; i < 16; i++) high_[i] = uint8_t(i / 8 * 128 + 60 + i % 8);  // sign, half the exponent
+        for (int fraction = 1; fraction < 8; fraction++) {
+            const uint32_t bits = bit_cast<uint32_t>(float(fraction) * 0x1p-9f);
+            small_high_[fraction] = uint8_t(bits >> 24), small_low_[fraction] = uint8_t(bits >> 16);
+        }
     }
     TOKEND_INLINE void operator()(const uint8_t* from, uint8_t* to) const {
-        const __m512i codes = _mm512_cvtepu8_epi16(load_bytes<__m256i>(from));
-        const __m512i magnitude = _mm512_and_si512(codes, _mm512_set1_epi16(0x7f));
-        const __mmask32 is_subnormal = _mm512_cmplt_epi16_mask(magnitude, _mm512_set1_epi16(8));
-        const __m512i normal = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16(120 << 7));
-        const __m512i number = _mm512_mask_permutexvar_epi16(normal, is_subnormal, magnitude, subnormal);
-        const __m512i sign = _mm512_slli_epi16(_mm512_and_si512(codes, _mm512_set1_epi16(0x80)), 8);
-        const __m512i all = _mm512_or_si512(number, sign);
-        __builtin_memcpy(to, &all, sizeof(all));
+        const __m512i codes = load_bytes<__m512i>(from);
+        const __m512i upper = _mm512_and_si512(_mm512_srli_epi16(codes, 4), _mm512_set1_epi8(15));
+        __m512i high = _mm512_shuffle_epi8(table(high_), upper);
+        __m512i low = _mm512_and_si512(_mm512_slli_epi16(codes, 4), _mm512_set1_epi8(-16));
+        const __mmask64 small = _mm512_testn_epi8_mask(codes, _mm512_set1_epi8(0x78));
+        if (__builtin_expect(small != 0, 0)) {  // few weights are that small
+            const __m512i fraction = _mm512_and_si512(codes, _mm512_set1_epi8(7));
+            const __m512i sign = _mm512_and_si512(codes, _mm512_set1_epi8(-128));
+            const __m512i small_high = _mm512_shuffle_epi8(table(small_high_), fraction);
+            high = _mm512_mask_mov_epi8(high, small, _mm512_or_si512(small_high, sign));
+            low = _mm512_mask_shuffle_epi8(low, small, table(small_low_), fraction);
+        }
+        const __m512i lines[2] = {_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)};
+        __builtin_memcpy(to, lines, sizeof(lines));
     }
+
+  private:
+    static TOKEND_INLINE __m512i table(const uint8_t (&bytes)[16]) {
+        return _mm512_broadcast_i32x4(load_bytes<__m128i>(bytes));
+    }
+
+    alignas(16) uint8_t high_[16], small_high_[16] = {}, small_low_[16] = {};
 };
 
 #else
@@ -38,12 +51,15 @@ struct UnpackFp8 {
 struct UnpackFp8 {
     TOKEND_INLINE void operator()(const uint8_t* from, uint8_t* to) const {
         typedef Vec<ROW_LANES>::U U;
-        for (int64_t at = 0; at < PANEL_OUTPUTS; at += ROW_LANES) {
-            const U words = load_words<ROW_LANES>(from + at * 2);
-            const U low = number(words & 255), high = number(words >> 8);
-            const U both = low >> 16 | high;
-            __builtin_memcpy(to + at * 4, &both, sizeof(both));
-        }
+        for (int line = 0; line < 2; line++)
+            for (int64_t at = 0; at < PANEL_OUTPUTS; at += ROW_LANES) {
+                uint8_t codes[ROW_LANES * 2];
+                for (int i = 0; i < ROW_LANES; i += 4)
+                    __builtin_memcpy(codes + i * 2, from + (at + i) * 4 + line * 8, 8);
+                const U words = load_words<ROW_LANES>(codes);
+                const U both = number(words & 255) >> 16 | number(words >> 8);
+                __builtin_memcpy(to + line * LINE_BYTES + at * 4, &both, sizeof(both));
+            }
     }
     // Codes as bits of float32.
     template <class U>
@@ -97,9 +113,9 @@ class Fp8Form {
 
       private:
         TOKEND_FLATTEN void unpack(const uint8_t* from, int64_t num_steps, bool fetch) {
-            for (int64_t line = 0; line < num_steps * STEP_LINES * 2; line++) {
-                if (fetch && line % 2 == 0) __builtin_prefetch(from + line * FP8_LINE_BYTES + FP8_FETCH_AHEAD);
-                unpack_(from + line * FP8_LINE_BYTES, unpacked_ + line * LINE_BYTES);
+            for (int64_t two = 0; two < num_steps * STEP_LINES; two++, from += FP8_LINES_BYTES) {
+                if (fetch) __builtin_prefetch(from + FP8_FETCH_AHEAD);
+                unpack_(from, unpacked_ + two * 2 * LINE_BYTES);
             }
         }
 
