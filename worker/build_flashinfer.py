@@ -1,7 +1,7 @@
 """Compiles FlashInfer's kernels ahead of time, on a machine with nvcc and no GPU.
 
     python -m worker.build_flashinfer FOLDER [--head-dims 64 128] [--windows] [--soft-cap] [--fp8]
-                                      [--experts]
+                                      [--latent] [--experts]
     python -m worker.build_flashinfer FOLDER --for-tests
 
 Makes FOLDER/flashinfer_jit_cache, a package that the library looks for: with FOLDER on
@@ -25,6 +25,7 @@ import torch
 
 from proto.errors import ConfigError
 from worker.attention.flashinfer import HEAD_DIMS
+from worker.attention.flashinfer_latent import latent_module
 from worker.layers.flashinfer_kernels import VERSION
 
 PACKAGE: Final = "flashinfer_jit_cache"
@@ -155,6 +156,8 @@ def specs(options: argparse.Namespace) -> Iterator[Any]:
 
         yield gen_cutlass_fused_moe_sm90_module()
     yield from map(attention_spec, variants(options))
+    if options.latent or options.for_tests:
+        yield latent_module(getattr(torch, options.dtype))
 
 
 def pack(libraries: list[Path], folder: Path) -> Path:
@@ -180,6 +183,7 @@ def parser() -> argparse.ArgumentParser:
         "--soft-cap", action="store_true", help="also for scores with a soft cap, as Gemma 2's"
     )
     words.add_argument("--fp8", action="store_true", help="also for K and V of 8 bits")
+    words.add_argument("--latent", action="store_true", help="also for latent KV, as DeepSeek's")
     words.add_argument("--cascade", action="store_true", help="merging of a shared prefix")
     words.add_argument("--experts", action="store_true", help="mixtures of experts, on Hopper")
     words.add_argument(

@@ -18,6 +18,7 @@ import torch
 from proto.config import DeviceConfig
 from proto.errors import ConfigError
 from worker.attention.flashinfer import EIGHT_BITS, load_library, refuse_unsupported
+from worker.attention.flashinfer_latent import latent_module
 from worker.layers.flashinfer_kernels import (
     SIXTEEN_BITS,
     VERSION,
@@ -86,9 +87,9 @@ def build_command(
 ) -> str:
     """Return the command that prebuilds the modules of load_modules."""
     words = ["python -m worker.build_flashinfer FOLDER"]
-    words.append(
-        f"--dtype {str(dtype).removeprefix('torch.')} --head-dims {spec.attention_shape.head_dim}"
-    )
+    words.append(f"--dtype {str(dtype).removeprefix('torch.')} --head-dims")
+    shape = spec.attention_shape
+    words.append("--latent" if shape.latent_dim else str(shape.head_dim))
     if any(spec.windows):
         words.append("--windows")
     if spec.attention_shape.soft_cap:
@@ -137,6 +138,9 @@ def _modules(
     if kv_dtype is None:
         return
     yield rope.gen_rope_module()
+    if spec.attention_shape.latent_dim:
+        yield latent_module(dtype)
+        return
     if config.cascade_attention_from:
         yield cascade.gen_cascade_module()
     for has_window in sorted({window is not None for window in spec.windows}):

@@ -20,6 +20,7 @@ from proto.errors import ConfigError, TokendError
 from proto.host_resources import available_memory
 from proto.lifecycle import KVCacheGeometry, WeightFormatMemory, describe_weights
 from proto.prepared_model import PreparedModel
+from worker.attention.flashinfer_latent import require_latent_kernels
 from worker.device.devices import Device
 from worker.input_batch import InputBatch
 from worker.kv_cache import KVLayout, kv_cache_geometry, kv_layout, resolve_kv_dtype
@@ -149,13 +150,11 @@ def plan_memory(
     spec = model_spec(prepared, config)
     weight_format = weight_format or weight_format_for(config.model, prepared, device)
     heads = spec.attention_shape
-    if heads.latent_dim and device.torch_device.type == "cuda":
-        raise ConfigError(
-            f"{prepared.architecture} has latent KV, for which there are no GPU kernels here yet; "
-            "--device cpu runs it",
-            "device",
-        )
     kv_dtype = resolve_kv_dtype(cache.kv_cache_dtype, dtype, heads.head_dim, heads.latent_dim)
+    if heads.latent_dim and device.torch_device.type == "cuda":
+        own = shard_model(spec, size)[rank].spec.attention_shape
+        num_tokens = device.step_tokens(config.scheduler)
+        require_latent_kernels(config, prepared.architecture, own, dtype, kv_dtype, num_tokens)
     weights: Counter[str] = Counter()
     work: Counter[str] = Counter()
     conversion = 0

@@ -19,6 +19,7 @@ from worker.async_runner import AsyncModelRunner, Runner
 from worker.attention.base import AttentionBackend
 from worker.attention.flashinfer import FlashInferAttention, load_library, refuse_unsupported
 from worker.attention.flashinfer_group import Library, Options
+from worker.attention.flashinfer_latent import backend_class
 from worker.attention.kv_store import TritonStore
 from worker.attention.reference import ReferenceAttention
 from worker.attention.registry import create_backend
@@ -349,7 +350,7 @@ class CudaRunnerBuilder:
             return ReferenceAttention(kv_cache, self._shape)
         options = Options(sizes, pages, self._config.cascade_attention_from)
         logger.info("attention runs on FlashInfer")
-        return FlashInferAttention(
+        return backend_class(self._shape)(
             kv_cache,
             self._shape,
             self._dtype,

@@ -53,6 +53,8 @@ class FakeCuda(TorchFunctionMode):
             x, weight, bias = (*args, None)[:3]
             product = (x.double() @ weight.double().t()).to(x.dtype)
             return product if bias is None else product.add_(bias)
+        if name == "bmm":
+            return (args[0].double() @ args[1].double()).to(args[0].dtype)
         if name == "addmm_":
             residual, x, transposed = args
             return residual.add_((x.double() @ transposed.double()).to(x.dtype))

@@ -41,9 +41,10 @@ from worker import async_runner as ahead
 from worker.attention import kv_store
 from worker.device.transfers import Download, Downloader
 from worker.input_batch import InputBatch
-from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
+from worker.kv_cache import KVCache
 from worker.layers import activation, norm, triton_experts, triton_kernels
 from worker.loader import formats
+from worker.memory_plan import layer_cache
 from worker.models.decoder import Decoder
 from worker.models.registry import spec_from_config
 from worker.models.spec import ModelSpec
@@ -78,6 +79,18 @@ _GEMMA3 = {
     "layer_types": ["sliding_attention", "full_attention"],
 }
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_LATENT = _EXPERTS | {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 32,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+_GROUPED = {"n_group": 2, "topk_group": 1}
 _WINDOWED = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 
 
@@ -145,6 +158,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         first_k_dense_replace=1,
         partial_rotary_factor=0.5,
     ),
+    "deepseek2": _family(
+        "DeepseekV2ForCausalLM", **_LATENT | {"q_lora_rank": None}, model_type="deepseek_v2"
+    ),
+    "deepseek3": _family("DeepseekV3ForCausalLM", **_LATENT, **_GROUPED, model_type="deepseek_v3"),
+    "glm4moelite": _family(
+        "Glm4MoeLiteForCausalLM", **_LATENT, **_GROUPED, model_type="glm4_moe_lite"
+    ),
     "llama": _LLAMA,
     "mistral": _LLAMA
     | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 8},
@@ -152,10 +172,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": _LLAMA | _QWEN3,
     "gemma3": _LLAMA | _GEMMA3,
 }
-
-
-WITHOUT_GPU_KERNELS = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
-"""Families with latent KV, which are refused on a GPU."""
 
 
 class HotPathError(RuntimeError):
@@ -369,6 +385,9 @@ class FakeLibrary:
     def BatchDecodeWithPagedKVCacheWrapper(self, *args: Any, **settings: Any) -> FakeWrapper:
         return FakeWrapper(on_host=(0, 2))
 
+    def BatchMLAPagedAttentionWrapper(self, *args: Any, **settings: Any) -> FakeWrapper:
+        return FakeWrapper(on_host=(0, 1, 3))
+
     def fast_decode_plan(self, wrapper: Any, *args: Any, **settings: Any) -> None:
         Launches(on_host=(2,))(*args)
 
@@ -427,9 +446,7 @@ def run_steps(
     """Load a model, capture graphs, run prompts, a mixed step with block copies, and decodes."""
     spec = spec_from_config(FAMILIES[family])
     decoder = make_decoder(spec, dtype)
-    layout = kv_layout(spec.windows)
-    heads = spec.attention_shape
-    geometry = kv_cache_geometry(layout, heads.num_kv_heads, heads.head_dim, kv_dtype or dtype)
+    layout, geometry = layer_cache(spec, kv_dtype or dtype)
     with watch:
         cache = KVCache(geometry, layout, 40, BLOCK, CUDA)
     rows = InputBatch(4, spec.max_position, BLOCK, layout.num_groups)

@@ -272,14 +272,14 @@ class DeviceAttentionForHost:
         layer: int,
         query: torch.Tensor,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
         rotation: Rotation,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         adopt = self._device.adopt
         # A backend may rotate queries and keys in place.
         query, key = query.clone(), key.clone()
-        parts = (adopt(part) for part in (query, key, value, rotation))
+        parts = (part if part is None else adopt(part) for part in (query, key, value, rotation))
         result = self._backend.run(layer, *parts, None if sinks is None else adopt(sinks))
         assert self._device.holds(result)
         return on_host(result)

@@ -1,4 +1,4 @@
-"""FlashInfer's two paged wrappers on a FakeDevice: slow, correct, and strict about the contract.
+"""FlashInfer's paged wrappers on a FakeDevice: slow, correct, and strict about the contract.
 
 A violation of what the library assumes without a check (devices, dtypes, order of calls, capacity,
 arguments that need an explicit value) is a ContractError here; results come from the torch
@@ -13,6 +13,7 @@ import torch
 from tests.fakes.fake_device import FakeDevice, on_host
 from tests.fakes.fake_flashinfer_modules import FakeModules
 from tests.fakes.fake_flashinfer_rows import FakeRowKernels
+from tests.fakes.fake_latent_wrapper import FakeLatent
 from tests.fakes.fake_paged_wrapper import SIXTEEN_BITS, PagedWrapper, check_index, demand
 
 _SETTINGS: Final = frozenset(
@@ -36,7 +37,7 @@ class FakeFlashInfer(FakeRowKernels):
 
     def __init__(self, device: FakeDevice, modules: FakeModules | None = None) -> None:
         super().__init__(device, modules)
-        self.wrappers: list[PagedWrapper] = []
+        self.wrappers: list[PagedWrapper | FakeLatent] = []
 
     def BatchPrefillWithPagedKVCacheWrapper(
         self,
@@ -73,6 +74,19 @@ class FakeFlashInfer(FakeRowKernels):
             wrapper.fix(
                 paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer
             )
+        self.wrappers.append(wrapper)
+        return wrapper
+
+    def BatchMLAPagedAttentionWrapper(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        use_cuda_graph: bool = False,
+        *,
+        backend: str,
+    ) -> FakeLatent:
+        wrapper = FakeLatent(
+            self._device, float_workspace_buffer, use_cuda_graph, backend, self._modules
+        )
         self.wrappers.append(wrapper)
         return wrapper
 

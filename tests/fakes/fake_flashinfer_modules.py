@@ -32,6 +32,15 @@ def attention_module(
     )
 
 
+def latent_module(dtype: torch.dtype) -> str:
+    """Return the name of the module of latent attention."""
+    short = _SHORT[dtype]
+    return (
+        f"batch_mla_attention_dtype_q_{short}_dtype_kv_{short}_dtype_o_{short}_dtype_idx_i32_"
+        "head_dim_ckv_512_head_dim_kpe_64_profiler_False"
+    )
+
+
 class FakeModules:
     """The modules of one process.
 
@@ -54,6 +63,10 @@ class FakeModules:
         has_window, has_cap = settings["window_left"] >= 0, bool(settings["logits_soft_cap"])
         self.need(attention_module(dtype, kv_dtype, head_dim, has_window, has_cap))
 
+    def need_latent(self, dtype: torch.dtype) -> None:
+        """Check that the module of a planned batch of latent attention is loaded."""
+        self.need(latent_module(dtype))
+
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Patch the library to be installed with these modules."""
         demand("flashinfer" not in sys.modules, "the real library is not imported")
@@ -63,6 +76,13 @@ class FakeModules:
             demand(backend == "fa2" and dtype == out_dtype and qk == vo, "one dtype and head")
             demand(index_dtype == torch.int32 and rotation == 0 and not half, "the usual kind")
             return FakeModule(self, attention_module(dtype, kv_dtype, qk, window, cap))
+
+        def latent(backend: str, *args: Any) -> "FakeModule":
+            dtype, kv_dtype, out_dtype, index_dtype, rank, rotated, profiler = args
+            demand(backend == "fa2" and dtype == kv_dtype == out_dtype, "one dtype")
+            demand(index_dtype == torch.int32 and not profiler, "the usual kind")
+            demand((rank, rotated) == (512, 64), "the usual sizes")
+            return FakeModule(self, latent_module(dtype))
 
         def named(name: str) -> Any:
             return lambda: FakeModule(self, name)
@@ -80,7 +100,10 @@ class FakeModules:
                 "gen_cutlass_fused_moe_sm90_module": named("fused_moe_90")
             },
             "flashinfer.jit.attention": {},
-            "flashinfer.jit.attention.modules": {"gen_batch_prefill_module": prefill},
+            "flashinfer.jit.attention.modules": {
+                "gen_batch_prefill_module": prefill,
+                "gen_batch_mla_module": latent,
+            },
         }
         for name, content in made.items():
             module = ModuleType(name)

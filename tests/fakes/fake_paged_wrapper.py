@@ -52,7 +52,7 @@ class PagedWrapper:
         backend: str,
         modules: Modules | None = None,
     ) -> None:
-        _check_workspace(device, workspace)
+        check_workspace(device, workspace)
         self._workspace = workspace
         demand(kv_layout in LAYOUTS, "the layout is NHD or HND")
         demand(backend == "fa2", "the backend is named, and fa2")
@@ -69,8 +69,8 @@ class PagedWrapper:
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
     ) -> None:
         demand(self.num_plans == 0, "a schedule would be lost")
-        _check_workspace(self._device, float_workspace_buffer)
-        _check_workspace(self._device, int_workspace_buffer)
+        check_workspace(self._device, float_workspace_buffer)
+        check_workspace(self._device, int_workspace_buffer)
         place = int_workspace_buffer.untyped_storage().data_ptr()
         demand(
             place != float_workspace_buffer.untyped_storage().data_ptr(),
@@ -291,7 +291,7 @@ class PagedWrapper:
         return output, scores
 
 
-def _check_workspace(device: FakeDevice, workspace: torch.Tensor) -> None:
+def check_workspace(device: FakeDevice, workspace: torch.Tensor) -> None:
     demand(device.holds(workspace), "the workspace is the device's")
     demand(workspace.dtype == torch.uint8, "the workspace is bytes")
     demand(not on_host(workspace).any(), "the workspace begins as zeros")

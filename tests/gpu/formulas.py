@@ -20,8 +20,10 @@ def weight_bytes(spec: ModelSpec, itemsize: int = 2) -> int:
 
 
 def kv_bytes_per_token(spec: ModelSpec, itemsize: int = 2) -> int:
-    """Bytes of K and V of all layers per token."""
-    return 2 * itemsize * sum(attention.kv_size for attention in spec.attention_layers)
+    """Bytes of K and V, or of latents, of all layers per token."""
+    shape = spec.attention_shape
+    num_parts = 1 if shape.latent_dim else 2
+    return num_parts * itemsize * len(spec.layers) * shape.num_kv_heads * shape.head_dim
 
 
 def decode_floor(spec: ModelSpec, contexts: Sequence[int], read_rate: float) -> float:

@@ -12,11 +12,12 @@ from tests.gpu.random_model import CONFIGS, random_decoder
 from tests.gpu.report import Report
 from tests.gpu.timing import product_rate, read_rate
 from worker.attention.base import AttentionInputs
-from worker.attention.flashinfer import FlashInferAttention
 from worker.attention.flashinfer_group import Options
+from worker.attention.flashinfer_latent import backend_class
 from worker.cuda_graphs import DecodeGraphs
 from worker.input_batch import BlockTable
-from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
+from worker.kv_cache import KVCache
+from worker.memory_plan import layer_cache
 from worker.models.decoder import Decoder
 from worker.models.registry import spec_from_config
 from worker.models.spec import ModelSpec
@@ -44,15 +45,13 @@ class Bench:
         longest: int = 0,
     ) -> None:
         spec, kernels = decoder.spec, gpu.kernels()
-        layout = kv_layout(spec.windows)
-        heads = spec.attention_shape
-        geometry = kv_cache_geometry(layout, heads.num_kv_heads, heads.head_dim, DTYPE)
+        layout, geometry = layer_cache(spec, DTYPE)
         self.gpu = gpu
         self.decoder = decoder
         self.cache = KVCache(geometry, layout, 1 + -(-num_tokens // BLOCK), BLOCK, gpu.device)
         self.cache.buffer.normal_()
         self.accelerator = gpu.accelerator()
-        self.attention = FlashInferAttention(
+        self.attention = backend_class(spec.attention_shape)(
             self.cache,
             spec.attention_shape,
             DTYPE,
@@ -150,6 +149,11 @@ def decode_1b(report: Report) -> None:
 def decode_8b(report: Report) -> None:
     """Decode rates of 8B: at least 0.85 of the lower bound up to a batch of 64."""
     decode(report, "8B", DECODE_SHARE)
+
+
+def decode_latent(report: Report) -> None:
+    """Decode rates of a model with latent KV, without a target."""
+    decode(report, "latent", 0.0)
 
 
 @torch.inference_mode()

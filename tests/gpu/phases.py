@@ -25,6 +25,7 @@ PHASES: Final = (
     Phase("decode-1b", "models:decode_1b", 60.0),
     Phase("decode-8b", "models:decode_8b", 90.0),
     Phase("prefill-8b", "models:prefill_8b", 50.0),
+    Phase("decode-latent", "models:decode_latent", 40.0),
     Phase("steps-8b", "serving:steps_8b", 70.0),
     Phase("probe", "probe:probe", 150.0),
     Phase("daemon-8b", "server:daemon_8b", 150.0),
@@ -47,7 +48,7 @@ FIRST_HOUR: Final = {
         "parity",
         "decode-1b",
     ),
-    "b": ("decode-8b", "prefill-8b", "steps-8b", "probe"),
+    "b": ("decode-8b", "prefill-8b", "decode-latent", "steps-8b", "probe"),
     "c": ("daemon-8b", "answers-1b"),
     "d": ("memory-mixed", "memory-graphs", "memory-overlapped", "transformers-8b", "experts"),
 }

@@ -28,8 +28,30 @@ CONFIGS: Final[dict[str, dict[str, Any]]] = {
         "tie_word_embeddings": True,
     },
     "8B": _LLAMA | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
+    "latent": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "vocab_size": 102400,
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "num_hidden_layers": 27,
+        "first_k_dense_replace": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1408,
+        "n_shared_experts": 2,
+        "max_position_embeddings": 40960,
+        "hidden_act": "silu",
+    },
 }
-"""Of the shapes of Llama 3.2 1B and Llama 3.1 8B."""
+"""Of the shapes of Llama 3.2 1B, Llama 3.1 8B and DeepSeek-V2-Lite, the last without mixtures."""
 
 
 def random_decoder(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Decoder:

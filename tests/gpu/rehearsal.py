@@ -29,8 +29,18 @@ SMALL = CONFIGS["1B"] | {
     "max_position_embeddings": 256,
     "head_dim": 64,
 }
+SMALL_LATENT = CONFIGS["latent"] | {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+}
 SIZES = Sizes(
-    configs={"1B": SMALL, "8B": SMALL},
+    configs={"1B": SMALL, "8B": SMALL, "latent": SMALL_LATENT},
     rate_bytes=1 << 16,
     product_size=32,
     rounds=2,

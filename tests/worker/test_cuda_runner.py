@@ -38,11 +38,12 @@ from worker.async_runner import AsyncModelRunner, PendingStep, Runner
 from worker.attention.flashinfer import HEAD_DIMS
 from worker.attention.reference import ReferenceAttention
 from worker.input_batch import InputBatch
-from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
+from worker.kv_cache import KVCache, kv_layout
 from worker.layers import activation, linear, norm
 from worker.layers.scratch import RowBuffer
 from worker.loader import formats, weights
 from worker.loader.transformers_weights import load_transformers
+from worker.memory_plan import layer_cache
 from worker.model_runner import ModelRunner, SyncModelRunner
 from worker.models import kernel_stack
 from worker.models.decoder import Decoder
@@ -55,7 +56,17 @@ from worker.sampling.torch_backend import TorchBackend
 
 DTYPE = torch.bfloat16
 STEP_TOKENS = 64
-HEADS = {"llama": 64, "mistral-window": 128, "gemma3-pattern-untied": 256, "mixtral": 64}
+_LATENTS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_head_dim": 88, "head_dim": 64}
+SIZES: dict[str, dict[str, int]] = {
+    "llama": {"head_dim": 64},
+    "mistral-window": {"head_dim": 128},
+    "gemma3-pattern-untied": {"head_dim": 256},
+    "mixtral": {"head_dim": 64},
+    "deepseek2": _LATENTS,
+    "deepseek3": _LATENTS,
+    "glm4moelite": _LATENTS | {"num_attention_heads": 5, "num_key_value_heads": 5},
+}
+"""Sizes of tiny models for which there are GPU kernels."""
 
 
 class SyncRunner:
@@ -75,7 +86,7 @@ class Model:
 
     def __init__(self, name: str, folder: Path) -> None:
         plain = CONFIGS[name]
-        config = type(plain)(**plain.to_dict() | {"head_dim": HEADS[name]})
+        config = type(plain)(**plain.to_dict() | SIZES[name])
         tiny_model(config).save_pretrained(folder)
         self.prepared = prepare_checkpoint(folder, folder / "prepared")
         self.spec = spec_of(self.prepared)
@@ -85,11 +96,7 @@ class Model:
         return weights.load_model(self.prepared, self.spec, DTYPE, device, lambda fraction: None)
 
     def cache(self, device: torch.device, dtype: torch.dtype | None = None) -> KVCache:
-        layout = kv_layout(self.spec.windows)
-        heads = self.spec.attention_shape
-        geometry = kv_cache_geometry(
-            layout, heads.num_kv_heads, heads.head_dim, dtype or self.dtype
-        )
+        layout, geometry = layer_cache(self.spec, dtype or self.dtype)
         return KVCache(geometry, layout, NUM_BLOCKS, BLOCK, device)
 
     def rows(self, count: int) -> InputBatch:
@@ -194,10 +201,10 @@ def compute_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
-    return {name: Model(name, tmp_path_factory.mktemp(name)) for name in HEADS}
+    return {name: Model(name, tmp_path_factory.mktemp(name)) for name in SIZES}
 
 
-@pytest.fixture(params=HEADS)
+@pytest.fixture(params=SIZES)
 def model(request: pytest.FixtureRequest, models: dict[str, Model]) -> Model:
     return models[request.param]
 
@@ -561,7 +568,7 @@ def test_norms_and_gates_use_the_library(
     assert sum(same) > 0.8 * len(same)
     # Gemma's norm weights include the added 1, in float32.
     gemma = {"gelu_tanh_and_mul"}
-    is_gemma = model.spec.attention_shape.head_dim == HEADS["gemma3-pattern-untied"]
+    is_gemma = model.spec.attention_shape.head_dim == 256
     assert set(library.num_calls) == (gemma if is_gemma else {"silu_and_mul", "rmsnorm"})
     assert worker.library.num_calls.keys() == {"rope"}
 

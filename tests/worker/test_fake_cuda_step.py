@@ -14,7 +14,6 @@ from proto.prepared_model import FAMILIES as SUPPORTED
 from tests.fakes.fake_cuda_step import (
     CUDA,
     FAMILIES,
-    WITHOUT_GPU_KERNELS,
     FakeAccelerator,
     FakeLibrary,
     HotPath,
@@ -113,7 +112,7 @@ def test_experts_on_hopper_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_stored_operators_are_those_of_all_families() -> None:
     found = {each["architectures"][0] for each in FAMILIES.values()}
-    assert found == set(SUPPORTED) - set(WITHOUT_GPU_KERNELS)
+    assert found == set(SUPPORTED)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         found = operators.text_of(seen_operators())

@@ -12,8 +12,9 @@ import torch
 from proto.config import DeviceConfig, ServeConfig
 from proto.errors import ConfigError
 from tests.fakes.fake_cuda import FakeCuda
+from tests.fakes.fake_cuda_step import FAMILIES
 from tests.fakes.fake_flashinfer import FakeFlashInfer
-from tests.fakes.fake_flashinfer_modules import FakeModules, attention_module
+from tests.fakes.fake_flashinfer_modules import FakeModules, attention_module, latent_module
 from tests.fakes.fake_paged_wrapper import ContractError
 from tests.worker.test_cuda_device import device_of
 from tests.worker.test_cuda_runner import Model, OnFakeCuda, compute_by_torch
@@ -50,6 +51,9 @@ def spec_of(**changed: Any) -> ModelSpec:
     return spec_from_config(config | changed)
 
 
+LATENT = spec_from_config(FAMILIES["deepseek3"])
+
+
 def load(
     spec: ModelSpec, dtype: torch.dtype = BF16, kv_dtype: torch.dtype = BF16, **settings: Any
 ) -> list[float]:
@@ -67,8 +71,9 @@ def load(
         (spec_of(), BF16, {"cascade_attention_from": 4}, ROWS | {FULL, "cascade"}),
         (spec_of(), BF16, {"attention_backend": "reference"}, ROWS - {"rope"}),
         (spec_of(head_dim=96), BF16, {}, ROWS - {"rope"}),
+        (LATENT, BF16, {}, ROWS | {latent_module(BF16)}),
     ],
-    ids=["plain", "window", "fp8", "cascade", "reference", "no such heads"],
+    ids=["plain", "window", "fp8", "cascade", "reference", "no such heads", "latents"],
 )
 def test_the_modules_of_a_configuration_are_loaded(
     spec: ModelSpec,
@@ -79,6 +84,7 @@ def test_the_modules_of_a_configuration_are_loaded(
 ) -> None:
     modules = FakeModules(prebuilt=needed)
     modules.install(monkeypatch)
+    monkeypatch.setattr(flashinfer_modules, "is_hopper", lambda device: False)
     assert load(spec, kv_dtype=kv_dtype, **settings)[-1] == 1.0
     assert modules.loaded == needed
     assert not modules.compiled
@@ -105,7 +111,7 @@ def test_the_error_without_a_compiler_names_the_build_command(
     assert why_not_compiled() == "FLASHINFER_DISABLE_JIT is set"
 
 
-def test_the_named_build_command_is_valid() -> None:
+def test_the_named_build_command_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     command = build_command(
         DeviceConfig(cascade_attention_from=4), spec_of(sliding_window=7), torch.float16, FP8
     )
@@ -115,6 +121,12 @@ def test_the_named_build_command_is_valid() -> None:
     assert options.fp8
     assert options.cascade
     assert options.rows
+    monkeypatch.setattr(flashinfer_modules, "is_hopper", lambda device: True)
+    command = build_command(DeviceConfig(), LATENT, torch.float16, torch.float16)
+    options = parser().parse_args(command.split()[3:])
+    assert (options.dtype, options.head_dims) == ("float16", [])
+    assert options.latent
+    assert options.experts
 
 
 def test_missing_modules_are_compiled_if_a_compiler_exists(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from proto.config import GIB, ServeConfig, memory_size
 from proto.errors import ConfigError
 from proto.prepared_model import PreparedModel, TensorEntry, TensorIndex
 from tests.e2e.reference import packaged_model
+from tests.fakes import tiny_checkpoints
 from tests.fakes.prepared_models import prepare, prepare_checkpoint
 from tests.fakes.tiny_checkpoints import CONFIGS, save_tiny
 from tests.worker.loader.test_formats import prepared_gguf
@@ -36,6 +37,18 @@ FAMILIES = (
     "gemma3",
     "deepseek3",
 )
+
+
+_LATENTS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_head_dim": 88, "head_dim": 64}
+"""Sizes for which there are GPU kernels."""
+
+
+def prepared_latent(folder: Path, **sizes: int) -> PreparedModel:
+    """Prepare a tiny DeepSeek-V3 in which these sizes are changed."""
+    config = CONFIGS["deepseek3"]
+    model = tiny_checkpoints.tiny_model(type(config)(**config.to_dict() | sizes))
+    model.save_pretrained(folder)
+    return prepare_checkpoint(folder, folder / "prepared")
 
 
 def config_of(*words: str) -> ServeConfig:
@@ -99,11 +112,47 @@ def test_ranks_together_take_what_was_planned(
     assert_planned(prepared, config_of("--cpu-weights", weights, "--tensor-parallel-size", "2"))
 
 
-def test_latent_kv_is_refused_on_a_gpu(tmp_path: Path) -> None:
-    save_tiny("deepseek3", tmp_path)
-    prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")
-    with pytest.raises(ConfigError, match=r"DeepseekV3ForCausalLM has latent KV.*--device cpu"):
-        plan_memory(config_of(), prepared, device_of(free=60 * GIB))
+@pytest.mark.parametrize(
+    ("flags", "sizes", "message", "parameter"),
+    [
+        (
+            [],
+            {},
+            r"DeepseekV3.* has latent KV: .*latents of 512 with 64.* not",
+            "attention_backend",
+        ),
+        (["--kv-cache-dtype", "f32"], _LATENTS, "has latent KV: .*not float32", "kv_cache_dtype"),
+        (
+            ["--cascade-attention-from", "2"],
+            _LATENTS,
+            "cascade.* is not supported with latent KV",
+            "cascade_attention_from",
+        ),
+        (
+            ["--max-num-batched-tokens", "600000"],
+            _LATENTS,
+            r"tokens 600000: with 4 heads .* at most \d{6}$",
+            "max_num_batched_tokens",
+        ),
+    ],
+)
+def test_latent_kv_that_no_kernel_computes_is_refused_on_a_gpu(
+    flags: list[str], sizes: dict[str, int], message: str, parameter: str, tmp_path: Path
+) -> None:
+    prepared = prepared_latent(tmp_path, **sizes)
+    with pytest.raises(ConfigError, match=message) as raised:
+        plan_memory(config_of(*flags), prepared, device_of(free=60 * GIB))
+    assert raised.value.parameter == parameter
+
+
+def test_latent_kv_is_planned_on_a_gpu(tmp_path: Path) -> None:
+    """Each rank has the latents of all heads; the reference computes other sizes, too."""
+    gpu = device_of(free=60 * GIB)
+    flags = ("--tensor-parallel-size", "2", "--max-num-batched-tokens", "600000")
+    plan = plan_memory(config_of(*flags), prepared_latent(tmp_path, **_LATENTS), gpu)
+    assert plan.block_bytes == plan.block_size * 3 * 576 * 2
+    other = prepared_latent(tmp_path / "other")
+    assert plan_memory(config_of("--attention-backend", "reference"), other, gpu).fits
 
 
 def test_experts_that_are_kept_are_part_of_the_pool(kernels: Kernels, tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Attention on CUDA by FlashInfer 0.6.18: decodes and prefills of each group apart.
 
 FlashInferAttention orders a step's sequences and uploads its arrays; paged_batch.py makes the
-index arrays, flashinfer_group.py calls the library. One plan for all would give a decode
+index arrays, flashinfer_group.py calls the library, and flashinfer_latent.py its kernels for
+latent KV. One plan for all would give a decode
 the tiles of the longest prompt, so each kind has its own:
 
     step ──▶ decodes ──▶ plan ──▶ copy of the schedule is queued ──▶ event
@@ -28,6 +29,7 @@ from worker.attention.flashinfer_group import (
     GroupWrappers,
     Library,
     Options,
+    PlannedGroup,
     SentOffsets,
     WrapperMaker,
 )
@@ -45,6 +47,8 @@ from worker.layers.flashinfer_kernels import (
 from worker.layers.rotary import Rotation
 
 HEAD_DIMS: Final = (64, 128, 256)
+LATENT_DIMS: Final = (512, 64)
+"""Of a latent, and of the part of a key that rotates."""
 QUERY_DTYPES: Final = (torch.bfloat16, torch.float16)
 EIGHT_BITS: Final = torch.float8_e4m3fn
 """The other dtype of K and V, without scales."""
@@ -66,14 +70,26 @@ def refuse_unsupported(shape: AttentionShape, dtype: torch.dtype, kv_dtype: torc
     """Raise ConfigError for heads and dtypes that the kernels do not support."""
     if dtype not in QUERY_DTYPES:
         raise _refusal(f"computes in bfloat16 or float16, not {_name(dtype)}")
+    if shape.latent_dim:
+        if kv_dtype != dtype:
+            raise ConfigError(
+                f"--attention-backend flashinfer needs latents of {_name(dtype)}, as the "
+                f"activations are, not {_name(kv_dtype)}",
+                "kv_cache_dtype",
+            )
+        if (shape.latent_dim, shape.rotary_dim) != LATENT_DIMS:
+            raise _refusal(
+                "has kernels for latents of {} with {} numbers that rotate, not {} with {}".format(
+                    *LATENT_DIMS, shape.latent_dim, shape.rotary_dim
+                )
+            )
+        return
     if kv_dtype not in (dtype, EIGHT_BITS):
         raise ConfigError(
             f"--attention-backend flashinfer needs K and V of {_name(dtype)}, as the activations "
             f"are, or of {_name(EIGHT_BITS)}, not {_name(kv_dtype)}",
             "kv_cache_dtype",
         )
-    if shape.latent_dim:
-        raise _refusal("does not compute latent attention yet")
     if shape.head_dim not in HEAD_DIMS:
         sizes = ", ".join(map(str, HEAD_DIMS))
         raise _refusal(f"has kernels for heads of {sizes}, not {shape.head_dim}")
@@ -101,17 +117,30 @@ class FlashInferAttention:
         self._rotate = FlashInferRotary(library, accelerator)
         self._cascade_from = options.cascade_from
         self._uploader = Uploader(accelerator)
-        make = WrapperMaker(accelerator, library, shape, options)
-        self._groups = [
-            GroupWrappers(make, shape, dtype, kv_cache.dtype, kv_cache.block_size, window)
-            for window in kv_cache.layout.windows
-        ]
+        self._groups = self._create_groups(accelerator, library, shape, dtype, options)
         self._pages = [kv_cache.layer_pages(i) for i in range(len(kv_cache.layout.layer_slots))]
         self._capture_sizes = frozenset(options.capture_sizes)
         most = max(options.capture_sizes, default=0)
         self._slots: list[torch.Tensor] = []
         self._offsets: list[SentOffsets] = []
         self._fixed_slots = [accelerator.zeros(most, torch.int64) for _ in self._groups]
+
+    def _create_groups(
+        self,
+        accelerator: Accelerator,
+        library: Library,
+        shape: AttentionShape,
+        dtype: torch.dtype,
+        options: Options,
+    ) -> Sequence[PlannedGroup]:
+        """Create the wrappers of each KV cache group."""
+        make = WrapperMaker(accelerator, library, shape, options)
+        cache = self._kv_cache
+        self._wrappers = [
+            GroupWrappers(make, shape, dtype, cache.dtype, cache.block_size, window)
+            for window in cache.layout.windows
+        ]
+        return self._wrappers
 
     def plan(self, inputs: Sequence[AttentionInputs]) -> None:
         """Plan all groups of a step; waits only for the copies of the plans before."""
@@ -142,12 +171,12 @@ class FlashInferAttention:
         """Queue the kernels of one layer and wait for none. Rotates query and key in place."""
         group = self._kv_cache.layout.layer_slots[layer].group
         pages = self._pages[layer]
-        assert value is not None, "latent attention is refused"
+        assert value is not None, "latents have another backend"
         self._rotate(query, key, rotation)
         self._store(self._slots[group], key, value, pages)
         ordered = query.index_select(0, self._moves[0]) if self._moves else query
         output = ordered.new_empty(ordered.shape)
-        self._groups[group].run(ordered, (pages[0].rows, pages[1].rows), output, sinks)
+        self._wrappers[group].run(ordered, (pages[0].rows, pages[1].rows), output, sinks)
         return output.index_select(0, self._moves[1]) if self._moves else output
 
     def _shared(self, inputs: Sequence[AttentionInputs]) -> list[int]:

@@ -11,7 +11,7 @@ would do: the library's own are float16 and not causal.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -20,7 +20,7 @@ from worker.attention.paged_batch import GroupParts, Part
 from worker.device.accelerator import Accelerator
 from worker.kv_cache import Window
 
-_BACKEND: Final = "fa2"
+BACKEND: Final = "fa2"
 """Named always: on Hopper the library would choose by itself, and plan for longer."""
 _LAYOUT: Final = "HND"
 _LN_2: Final = math.log(2.0)
@@ -192,7 +192,7 @@ class WrapperMaker:
 
     def prefill(self) -> PlannedWrapper:
         wrapper = self.library.BatchPrefillWithPagedKVCacheWrapper(
-            self._workspace, _LAYOUT, use_cuda_graph=False, backend=_BACKEND
+            self._workspace, _LAYOUT, use_cuda_graph=False, backend=BACKEND
         )
         return PlannedWrapper(wrapper, self._accelerator)
 
@@ -202,7 +202,7 @@ class WrapperMaker:
             _LAYOUT,
             use_cuda_graph=False,
             use_tensor_cores=True,
-            backend=_BACKEND,
+            backend=BACKEND,
         )
         return PlannedWrapper(wrapper, self._accelerator)
 
@@ -224,12 +224,23 @@ class WrapperMaker:
                 paged_kv_indptr_buffer=indptr[: size + 1],
                 paged_kv_indices_buffer=indices,
                 paged_kv_last_page_len_buffer=last_page_len[:size],
-                backend=_BACKEND,
+                backend=BACKEND,
             )
             schedule = self._accelerator.zeros(_CAPTURED_SCHEDULE_BYTES, torch.uint8)
             wrapper.reset_workspace_buffer(self._workspace, schedule)
             found[size] = CapturedWrapper(wrapper, self._accelerator, self.library, buffers)
         return found
+
+
+class PlannedGroup(Protocol):
+    """The wrappers of one KV cache group."""
+
+    def plan(self, parts: GroupParts, indices: torch.Tensor, offsets: SentOffsets) -> None:
+        """Plan each part that has rows.
+
+        indices: the page indices of all parts, int32, on the device. offsets: of the decodes.
+        """
+        ...
 
 
 class GroupWrappers:
@@ -263,10 +274,6 @@ class GroupWrappers:
         }
 
     def plan(self, parts: GroupParts, indices: torch.Tensor, offsets: SentOffsets) -> None:
-        """Plan each part that has rows.
-
-        indices: the page indices of all parts, int32, on the device. offsets: of the decodes.
-        """
         pages = indices.split_with_sizes(
             [parts.prefix.num_pages, parts.decodes.num_pages, parts.prefills.num_pages]
         )

@@ -1,5 +1,7 @@
 """Writes K and V of a step's tokens to the pages of a layer on a GPU, each at its slot.
 
+The two parts of latent KV (worker/attention/base.py) are written as if they were K and V.
+
     slots      [ 35 ][ 36 ][ -1 ][ 81 ]            slot = block * block_size + offset
     tokens     [ k0 ][ k1 ][ .. ][ k3 ]            -1: a row of padding
     pages      block 2: … k0 k1 …       block 5: … k3 …
@@ -20,7 +22,7 @@ PADDING_SLOT: Final = -1
 class TritonStore:
     """Writes K and V in one Triton launch, to pages whose elements are the values.
 
-    head_dim and block_size are powers of two.
+    Their dims and block_size are powers of two.
     """
 
     def __init__(self) -> None:
@@ -33,11 +35,11 @@ class TritonStore:
         value: torch.Tensor,
         pages: tuple[Pages, Pages],
     ) -> None:
-        """Write key and value [T, num_kv_heads, head_dim] at slots int64 [T].
+        """Write key [T, num_kv_heads, K] and value [T, num_kv_heads, V] at slots int64 [T].
 
         Heads and dims are contiguous, rows at any stride; the strides of both pages are equal.
         """
-        num_tokens, num_heads, head_dim = key.shape
+        num_tokens, num_heads, key_dim = key.shape
         key_rows, value_rows = pages[0].rows, pages[1].rows
         self.kernel[(num_tokens, num_heads)](
             slots,
@@ -49,8 +51,10 @@ class TritonStore:
             value.stride(0),
             key_rows.stride(0),
             key_rows.stride(1),
+            key_rows.stride(2),
             block_size=key_rows.shape[2],
-            head_dim=head_dim,
+            key_dim=key_dim,
+            value_dim=value.shape[2],
             most=_largest(key_rows.dtype),
         )
 
@@ -71,23 +75,25 @@ def _kernel() -> Any:
         value_stride,
         block_stride,
         head_stride,
+        row_stride,
         block_size: tl.constexpr,
-        head_dim: tl.constexpr,
+        key_dim: tl.constexpr,
+        value_dim: tl.constexpr,
         most: tl.constexpr,
     ):
         token, head = tl.program_id(0), tl.program_id(1)
         slot = tl.load(slots + token)
         if slot >= 0:
-            dims = tl.arange(0, head_dim)
-            k = tl.load(key + token * key_stride + head * head_dim + dims)
-            v = tl.load(value + token * value_stride + head * head_dim + dims)
+            key_dims, value_dims = tl.arange(0, key_dim), tl.arange(0, value_dim)
+            k = tl.load(key + token * key_stride + head * key_dim + key_dims)
+            v = tl.load(value + token * value_stride + head * value_dim + value_dims)
             block, offset = slot // block_size, slot % block_size
-            to = block * block_stride + head * head_stride + offset * head_dim + dims
+            to = block * block_stride + head * head_stride + offset * row_stride
             if most != 0.0:
                 k = tl.clamp(k.to(tl.float32), -most, most, propagate_nan=tl.PropagateNan.ALL)
                 v = tl.clamp(v.to(tl.float32), -most, most, propagate_nan=tl.PropagateNan.ALL)
-            tl.store(key_pages + to, k.to(key_pages.dtype.element_ty))
-            tl.store(value_pages + to, v.to(value_pages.dtype.element_ty))
+            tl.store(key_pages + to + key_dims, k.to(key_pages.dtype.element_ty))
+            tl.store(value_pages + to + value_dims, v.to(value_pages.dtype.element_ty))
 
     return triton.jit(store_head)
 

@@ -150,11 +150,11 @@ class HeadLinears:
     """A product for each head: x [T, heads, in] to [T, heads, out], with weights of their own."""
 
     def __init__(self, linears: Sequence[Linear]) -> None:
-        self._linears = linears
         dense = [each.weight for each in linears if isinstance(each, DenseLinear)]
-        is_one_product = len(dense) == len(linears) and dense[0].is_cuda
-        # [heads, in, out]
+        is_one_product = len(dense) == len(linears) and dense[0].device.type == "cuda"
+        # [heads, in, out]; the weights of one product are kept only there.
         self._stacked = torch.stack(dense).transpose(1, 2) if is_one_product else None
+        self._linears = () if is_one_product else linears
 
     def into(self, x: torch.Tensor, output: torch.Tensor) -> None:
         """Write the products to output [T, heads, out], whose heads may be a stride apart."""

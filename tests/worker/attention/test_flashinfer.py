@@ -16,6 +16,13 @@ from worker.attention import flashinfer
 from worker.attention.base import AttentionInputs, AttentionShape
 from worker.attention.flashinfer import FlashInferAttention
 from worker.attention.flashinfer_group import Options, workspace_bytes
+from worker.attention.flashinfer_latent import (
+    backend_class,
+    head_runs,
+)
+from worker.attention.flashinfer_latent import (
+    workspace_bytes as latent_bytes,
+)
 from worker.attention.paged_batch import pad_decodes
 from worker.attention.reference import ReferenceAttention
 from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
@@ -34,7 +41,7 @@ class FakeBackend:
         self.library = FakeFlashInfer(self.device)
         self.backend = DeviceAttentionForHost(
             self.device,
-            FlashInferAttention(
+            backend_class(step.case.shape)(
                 cache_on(self.device, step.kv_cache),
                 step.case.shape,
                 step.case.dtype,
@@ -54,6 +61,7 @@ def capturing(*sizes: int) -> Options:
     return replace(OPTIONS, capture_sizes=sizes, capture_pages=64)
 
 
+LATENT = {"num_heads": 4, "num_kv_heads": 1, "head_dim": 576, "latent_dim": 512}
 CASES = {
     "mixed": case_of(MIXED),
     "decodes": case_of(DECODES),
@@ -68,6 +76,10 @@ CASES = {
     "a window longer than all": case_of(MIXED, window=900),
     "pages of one, a window": case_of(MIXED, window=6, block_size=1),
     "a soft cap": case_of(MIXED, soft_cap=2.0),
+    "latents": case_of(MIXED, **LATENT),
+    "latents, twenty heads": case_of(PREFILLS + DECODES, **LATENT | {"num_heads": 20}),
+    "latents, 64 heads": case_of(DECODES, **LATENT | {"num_heads": 64}),
+    "latents, a token of each page": case_of(MIXED, **LATENT, block_size=1),
 }
 
 
@@ -139,6 +151,24 @@ def test_steps_of_any_size_share_one_staging_buffer() -> None:
             parts = (part[tokens] for part in (each.query, each.key, each.value, each.rotation))
             results.append(backend.run(LAYER, *parts))
         assert torch.equal(*results)
+
+
+def test_latents_have_a_wrapper_of_decodes_and_one_of_each_run_of_heads() -> None:
+    step = Step(CASES["latents, twenty heads"])
+    fakes = FakeBackend(step)
+    for _ in range(2):
+        step.run(fakes.backend)
+    assert [each.num_plans for each in fakes.library.wrappers] == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "sizes"),
+    [(1, [1]), (20, [16, 4]), (96, [64, 32]), (128, [128]), (300, [128, 128, 32, 8, 4])],
+)
+def test_runs_of_heads_divide_a_tile_and_are_all_heads(num_heads: int, sizes: list[int]) -> None:
+    runs = head_runs(num_heads)
+    assert [head for run in runs for head in range(run.start, run.stop)] == list(range(num_heads))
+    assert [run.stop - run.start for run in runs] == sizes
 
 
 @pytest.mark.parametrize("window", [None, 6])
@@ -250,12 +280,23 @@ def backend_for(
         (torch.bfloat16, torch.float16, 64, "of bfloat16, .* not float16", "kv_cache_dtype"),
         (torch.bfloat16, torch.int8, 64, "not int8", "kv_cache_dtype"),
         (torch.bfloat16, torch.bfloat16, 96, "heads of 64, 128, 256, not 96", "attention_backend"),
+        (torch.float32, torch.float32, -576, "not float32", "attention_backend"),
+        (torch.bfloat16, torch.float32, -576, "of bfloat16, .* not float32", "kv_cache_dtype"),
+        (
+            torch.bfloat16,
+            torch.bfloat16,
+            -544,
+            "512 with 64 .* not 512 with 32",
+            "attention_backend",
+        ),
     ],
 )
 def test_unsupported_dtypes_and_heads_are_a_config_error(
     dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, message: str, parameter: str
 ) -> None:
-    shape = AttentionShape(num_heads=2, num_kv_heads=1, head_dim=head_dim, scale=1.0)
+    """A negative head_dim is that of latent attention, with latents of 512."""
+    latent_dim = 512 if head_dim < 0 else 0
+    shape = AttentionShape(2, 1, abs(head_dim), scale=1.0, latent_dim=latent_dim)
     with pytest.raises(ConfigError, match=message) as raised:
         backend_for(shape, dtype, kv_dtype)
     assert raised.value.parameter == parameter
@@ -292,3 +333,8 @@ def test_the_workspace_is_large_enough_for_any_plan(
     shape = AttentionShape(heads, kv_heads, head_dim, scale=1.0)
     found = workspace_bytes(shape, 132, sizes)
     assert found / (1 << 20) == pytest.approx(mebibytes, abs=0.6)
+
+
+def test_the_workspace_of_latents_is_what_the_planner_takes() -> None:
+    """The library's planner for 132 multiprocessors, the slack of alignment aside."""
+    assert latent_bytes(132) - (1 << 10) == 17_301_504 + 67_584

@@ -18,6 +18,7 @@ from tests.worker.attention.steps import LAYER, Step
 from tests.worker.attention.test_flashinfer import (
     CASES,
     DECODES,
+    LATENT,
     MIXED,
     SHARING,
     case_of,
@@ -25,8 +26,9 @@ from tests.worker.attention.test_flashinfer import (
 )
 from tests.worker.reference.torch_kernels import store_by_index
 from worker.attention.base import AttentionInputs
-from worker.attention.flashinfer import FlashInferAttention, load_library
+from worker.attention.flashinfer import load_library
 from worker.attention.flashinfer_group import Options
+from worker.attention.flashinfer_latent import backend_class
 from worker.attention.kv_store import TritonStore
 from worker.attention.paged_batch import pad_decodes
 from worker.device.accelerator import Accelerator
@@ -96,7 +98,7 @@ class OnDevice:
         self._cache = copy.copy(step.kv_cache)
         self._cache.buffer = device.adopt(step.kv_cache.buffer)
         case = step.case
-        self.backend = FlashInferAttention(
+        self.backend = backend_class(case.shape)(
             self._cache,
             case.shape,
             case.dtype,
@@ -105,17 +107,22 @@ class OnDevice:
             device.store,
             Options(**options),
         )
+        query, key, value = step.qkv(slice(None))
         self.parts = [
-            device.adopt(each) for each in (step.query, step.key, step.value, step.rotation)
+            None if each is None else device.adopt(each)
+            for each in (query, key, value, step.rotation)
         ]
         self._sinks = None if step.sinks is None else device.adopt(step.sinks)
 
     def plan(self, inputs: AttentionInputs) -> None:
         self.backend.plan(self.step.of_all_groups(inputs))
 
-    def run(self, parts: list[torch.Tensor] | None = None) -> torch.Tensor:
+    def run(self, parts: list[torch.Tensor | None] | None = None) -> torch.Tensor:
         """Queue the step; q and k are copied, because the backend rotates them in place."""
         query, key, value, rotation = parts or self.parts
+        assert query is not None
+        assert key is not None
+        assert rotation is not None
         return self.backend.run(LAYER, query.clone(), key.clone(), value, rotation, self._sinks)
 
     def result(self) -> torch.Tensor:
@@ -171,16 +178,34 @@ def test_cascade_attention_equals_separate_attention(device: Gpu, name: str) -> 
     assert (results[1] - results[0]).norm() < 5e-3 * results[0].norm()
 
 
+@on_gpu
+@pytest.mark.parametrize("num_heads", [16, 20, 128])
+def test_latents_of_long_chunks_and_splits_equal_float64(device: Gpu, num_heads: int) -> None:
+    """Chunks begin at any token, where a mask that rounds loses a query's own key."""
+    chunks = tuple((57 + 13 * n, 70 + n) for n in range(6))
+    sequences = (*chunks, (9000, 1), (5000, 33))
+    there = OnDevice(device, Step(case_of(sequences, **LATENT | {"num_heads": num_heads})))
+    result = there.result()
+    exact = there.expected()
+    errors = (result - exact).norm(dim=-1) / exact.norm(dim=-1)
+    assert errors.max() < 2e-2
+    assert (result - exact).norm() < 5e-3 * exact.norm()
+
+
 @on_both
+@pytest.mark.parametrize("fields", [{}, LATENT], ids=["values", "latents"])
 @torch.inference_mode()
-def test_plans_made_ahead_of_the_device_do_not_interfere(device: Gpu) -> None:
-    there = OnDevice(device, Step(case_of(tuple((40 * n, 1 + n % 3) for n in range(1, 9)))))
+def test_plans_made_ahead_of_the_device_do_not_interfere(
+    device: Gpu, fields: dict[str, Any]
+) -> None:
+    sequences = tuple((40 * n, 1 + n % 3) for n in range(1, 9))
+    there = OnDevice(device, Step(case_of(sequences, **fields)))
     rows = [0, 7, 3, 5, 1, 6, 2, 4] * 5
 
     def run(row: int) -> torch.Tensor:
         tokens = slice(*there.step.inputs.query_start[row : row + 2])
         there.plan(there.step.only(row))
-        return there.run([each[tokens] for each in there.parts])
+        return there.run([None if each is None else each[tokens] for each in there.parts])
 
     alone = {row: there.on_host(run(row)) for row in rows}
     device.keep_busy()
@@ -190,12 +215,15 @@ def test_plans_made_ahead_of_the_device_do_not_interfere(device: Gpu) -> None:
 
 
 @on_both
-@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("fields", [{}, {"sinks": True}, LATENT], ids=["", "sinks", "latents"])
 @torch.inference_mode()
-def test_a_replayed_graph_uses_the_latest_plan(device: Gpu, sinks: bool) -> None:
-    step = Step(case_of(tuple((before + 100, 1) for before, _ in DECODES), sinks=sinks))
+def test_a_replayed_graph_uses_the_latest_plan(device: Gpu, fields: dict[str, Any]) -> None:
+    step = Step(case_of(tuple((before + 100, 1) for before, _ in DECODES), **fields))
     there = OnDevice(device, step, capture_sizes=(4,), capture_pages=64)
-    parts = [torch.cat((each, torch.zeros_like(each[:1]))) for each in there.parts]
+    parts = [
+        None if each is None else torch.cat((each, torch.zeros_like(each[:1])))
+        for each in there.parts
+    ]
     long = pad_decodes(step.inputs, 4)
     short = replace(long, seq_lens=np.minimum(long.seq_lens, 9))
     for inputs in (long, short):

@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 
 from tests.fakes.fake_flashinfer import FakeDecode, FakeFlashInfer, FakePrefill
+from tests.fakes.fake_latent_wrapper import FakeLatent
 from worker.attention.flashinfer import load_library
 from worker.layers.flashinfer_kernels import VERSION
 
 PREFILL = "BatchPrefillWithPagedKVCacheWrapper"
 DECODE = "BatchDecodeWithPagedKVCacheWrapper"
+LATENT = "BatchMLAPagedAttentionWrapper"
 CALLS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "making a prefill": (FakeFlashInfer.BatchPrefillWithPagedKVCacheWrapper, PREFILL, "__init__"),
     "making a decode": (FakeFlashInfer.BatchDecodeWithPagedKVCacheWrapper, DECODE, "__init__"),
@@ -29,6 +31,9 @@ CALLS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "planning a decode": (FakeDecode.plan, DECODE, "_plan_impl"),
     "running a prefill": (FakePrefill.run, PREFILL, "run"),
     "running a decode": (FakeDecode.run, DECODE, "run"),
+    "making one for latents": (FakeFlashInfer.BatchMLAPagedAttentionWrapper, LATENT, "__init__"),
+    "planning latents": (FakeLatent.plan, LATENT, "plan"),
+    "running latents": (FakeLatent.run, LATENT, "run"),
     "planning a decode again": (FakeFlashInfer.fast_decode_plan, "fast_decode_plan", ""),
     "a norm": (FakeFlashInfer.rmsnorm, "rmsnorm", ""),
     "a gate": (FakeFlashInfer.silu_and_mul, "silu_and_mul", ""),

@@ -10,7 +10,7 @@ import torch
 
 from tests.worker.reference.torch_kernels import store_by_index
 from worker.attention.kv_store import PADDING_SLOT, TritonStore
-from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
+from worker.kv_cache import DensePages, KVCache, kv_cache_geometry, kv_layout
 
 NUM_BLOCKS, BLOCK_SIZE, HEAD_DIM = 6, 4, 64
 SLOTS = (9, 4, 23, PADDING_SLOT, 10, 5, PADDING_SLOT)
@@ -65,3 +65,24 @@ def test_tokens_are_stored_in_their_slots_only(
                 expected[block, 1, part, :, offset] = token.float().clamp(-largest, largest)
     # The contents of the null block are arbitrary.
     assert torch.equal(cache.buffer[1:].float(), expected[1:])
+
+
+def test_the_two_parts_of_latents_are_stored_side_by_side(store: TritonStore) -> None:
+    layout = kv_layout([None, None])
+    cache = KVCache(
+        kv_cache_geometry(layout, 1, 128 + 16, torch.bfloat16, 1), layout, NUM_BLOCKS, BLOCK_SIZE
+    )
+    rows = cache.layer_pages(1)[0].rows
+    key = torch.randn(len(SLOTS), 1, 128 + 16).bfloat16()
+    store(
+        torch.tensor(SLOTS),
+        key[..., :128],
+        key[..., 128:].contiguous(),
+        (DensePages(rows[..., :128]), DensePages(rows[..., 128:])),
+    )
+    expected = torch.zeros_like(cache.buffer)
+    for slot, token in zip(SLOTS, key, strict=True):
+        if slot != PADDING_SLOT:
+            expected[slot // BLOCK_SIZE, 1, 0, :, slot % BLOCK_SIZE] = token
+    # The contents of the null block are arbitrary.
+    assert torch.equal(cache.buffer[1:], expected[1:])
