@@ -51,16 +51,36 @@ inline constexpr Codebook<1024, 2> IQ2_S_BOOK(IQ2_S_POINTS, IQ2_LEVELS);
 inline constexpr Codebook<256, 1> IQ3_XXS_BOOK(IQ3_XXS_POINTS, IQ3_XXS_LEVELS);
 inline constexpr Codebook<512, 1> IQ3_S_BOOK(IQ3_S_POINTS, IQ3_S_LEVELS);
 
-// Word `WORD` of the points with these indices.
-template <int WORD, int POINTS, int WORDS>
-TOKEND_INLINE DotU points(const Codebook<POINTS, WORDS>& book, DotU index) {
+// Both words of the points with these indices.
+template <int POINTS>
+TOKEND_INLINE void points(const Codebook<POINTS, 2>& book, DotU index, DotU (&words)[2]) {
 #if defined(__AVX512F__)
-    return (DotU)_mm512_i32gather_epi32((__m512i)index, book.words + WORD, WORDS * 4);
+    const __m512i whole = (__m512i)index;
+    const __m512i low = _mm512_i32gather_epi64(_mm512_castsi512_si256(whole), book.words, 8);
+    const __m512i high = _mm512_i32gather_epi64(_mm512_extracti64x4_epi64(whole, 1), book.words, 8);
+    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    words[0] = (DotU)_mm512_permutex2var_epi32(low, even, high);
+    words[1] = (DotU)_mm512_permutex2var_epi32(low, _mm512_add_epi32(even, _mm512_set1_epi32(1)), high);
 #elif defined(__AVX2__)
-    return (DotU)_mm256_i32gather_epi32(reinterpret_cast<const int*>(book.words + WORD), (__m256i)index, WORDS * 4);
+    const int* from = reinterpret_cast<const int*>(book.words);
+    words[0] = (DotU)_mm256_i32gather_epi32(from, (__m256i)index, 8);
+    words[1] = (DotU)_mm256_i32gather_epi32(from + 1, (__m256i)index, 8);
+#else
+    for (int lane = 0; lane < DOT_LANES; lane++)
+        for (int word = 0; word < 2; word++) words[word][lane] = book.words[index[lane] * 2 + word];
+#endif
+}
+
+// The words of points of four components.
+template <int POINTS>
+TOKEND_INLINE DotU points(const Codebook<POINTS, 1>& book, DotU index) {
+#if defined(__AVX512F__)
+    return (DotU)_mm512_i32gather_epi32((__m512i)index, book.words, 4);
+#elif defined(__AVX2__)
+    return (DotU)_mm256_i32gather_epi32(reinterpret_cast<const int*>(book.words), (__m256i)index, 4);
 #else
     DotU result;
-    for (int lane = 0; lane < DOT_LANES; lane++) result[lane] = book.words[index[lane] * WORDS + WORD];
+    for (int lane = 0; lane < DOT_LANES; lane++) result[lane] = book.words[index[lane]];
     return result;
 #endif
 }
@@ -89,10 +109,12 @@ struct Fields {
 
 TOKEND_INLINE DotF to_floats(DotU small) { return to_floats((DotI)small); }
 
-// 128 + number of each magnitude, negative where the bit of its byte (bits 0 … 3) is set.
-TOKEND_INLINE DotU with_signs(DotU magnitudes, DotU bits) {
-    const DotU negative = (bits & 15) * 0x00204081u & EACH_BYTE;  // one bit to each byte
-    return (magnitudes ^ 0x80808080u ^ ((negative << 8) - negative)) + negative;
+// Makes 128 + number of each magnitude, negative where the bit of its byte (bits 0 … 7) is set.
+TOKEND_INLINE void put_signs(DotU (&words)[2], DotU bits) {
+    each<2>([&](auto word) {
+        const DotU negative = (bits >> word * 4 & 15) * 0x00204081u & EACH_BYTE;  // one bit to each byte
+        words[word] = (words[word] ^ 0x80808080u ^ ((negative << 8) - negative)) + negative;
+    });
 }
 
 // Seven bits and the eighth, with which the number of bits is even.
@@ -105,8 +127,8 @@ TOKEND_INLINE DotU with_parity(DotU seven) {
 // ---- types ----------------------------------------------------------------------------------------
 
 // A type of blocks of SUPER * 32 numbers and BYTES bytes. A derived Fields_ has, for block `sub` of 32
-//   codes<J>(fields, sub)          128 + code of inputs 4J … 4J + 3
-//   scale(fields, sub, half)       of 16 numbers if there are two halves; number = code * scale
+//   codes<GROUP>(fields, sub, words)   128 + code of inputs 8 GROUP … 8 GROUP + 7, in two words
+//   scale(fields, sub, half)           of 16 numbers if there are two halves; number = code * scale
 template <int BYTES_, int SUPER_, int HALVES_>
 struct FileBlocks {
     static constexpr bool IN_FILE_BLOCKS = true;
@@ -123,11 +145,11 @@ struct FileBlocks {
 
 // | d | 8 x (4 indices, 4 x 7 bits of signs and 4 bits of scale) |
 struct IQ2_XXS : FileBlocks<66, 8, 1> {
-    template <int J>
-    static TOKEND_INLINE DotU codes(const Fields& of, int sub) {
-        constexpr int GROUP = J / 2;
+    template <int GROUP>
+    static TOKEND_INLINE void codes(const Fields& of, int sub, DotU (&words)[2]) {
         const DotU signs = with_parity(of.double_word(6 + 8 * sub) >> 7 * GROUP & 127);
-        return with_signs(points<J % 2>(IQ2_XXS_BOOK, of.byte(2 + 8 * sub + GROUP)), signs >> J % 2 * 4);
+        points(IQ2_XXS_BOOK, of.byte(2 + 8 * sub + GROUP), words);
+        put_signs(words, signs);
     }
     static TOKEND_INLINE DotF scale(const Fields& of, int sub, int) {
         return of.half(0) * (to_floats(of.byte(9 + 8 * sub) >> 4) + 0.5f) * 0.25f;
@@ -136,10 +158,11 @@ struct IQ2_XXS : FileBlocks<66, 8, 1> {
 
 // | d | 32 x (9 bits of index, 7 of signs) | 16 x 4 bits of scale |
 struct IQ2_XS : FileBlocks<74, 8, 2> {
-    template <int J>
-    static TOKEND_INLINE DotU codes(const Fields& of, int sub) {
-        const DotU both = of.word(2 + 8 * sub + J / 2 * 2);
-        return with_signs(points<J % 2>(IQ2_XS_BOOK, both & 511), with_parity(both >> 9) >> J % 2 * 4);
+    template <int GROUP>
+    static TOKEND_INLINE void codes(const Fields& of, int sub, DotU (&words)[2]) {
+        const DotU both = of.word(2 + 8 * sub + GROUP * 2);
+        points(IQ2_XS_BOOK, both & 511, words);
+        put_signs(words, with_parity(both >> 9));
     }
     static TOKEND_INLINE DotF scale(const Fields& of, int sub, int half) {
         return of.half(0) * (to_floats(of.byte(66 + sub) >> half * 4 & 15) + 0.5f) * 0.25f;
@@ -148,11 +171,11 @@ struct IQ2_XS : FileBlocks<74, 8, 2> {
 
 // | d | 32 low bytes of indices | 32 x 8 signs | 32 x 2 high bits | 16 x 4 bits of scale |
 struct IQ2_S : FileBlocks<82, 8, 2> {
-    template <int J>
-    static TOKEND_INLINE DotU codes(const Fields& of, int sub) {
-        constexpr int GROUP = J / 2;
+    template <int GROUP>
+    static TOKEND_INLINE void codes(const Fields& of, int sub, DotU (&words)[2]) {
         const DotU index = of.byte(2 + 4 * sub + GROUP) | (of.byte(66 + sub) >> 2 * GROUP & 3) << 8;
-        return with_signs(points<J % 2>(IQ2_S_BOOK, index), of.byte(34 + 4 * sub + GROUP) >> J % 2 * 4);
+        points(IQ2_S_BOOK, index, words);
+        put_signs(words, of.byte(34 + 4 * sub + GROUP));
     }
     static TOKEND_INLINE DotF scale(const Fields& of, int sub, int half) {
         return of.half(0) * (to_floats(of.byte(74 + sub) >> half * 4 & 15) + 0.5f) * 0.25f;
@@ -161,10 +184,10 @@ struct IQ2_S : FileBlocks<82, 8, 2> {
 
 // | d | 64 indices | 8 x (4 x 7 bits of signs and 4 bits of scale) |
 struct IQ3_XXS : FileBlocks<98, 8, 1> {
-    template <int J>
-    static TOKEND_INLINE DotU codes(const Fields& of, int sub) {
-        const DotU signs = with_parity(of.double_word(66 + 4 * sub) >> J / 2 * 7 & 127);
-        return with_signs(points<0>(IQ3_XXS_BOOK, of.byte(2 + 8 * sub + J)), signs >> J % 2 * 4);
+    template <int GROUP>
+    static TOKEND_INLINE void codes(const Fields& of, int sub, DotU (&words)[2]) {
+        each<2>([&](auto i) { words[i] = points(IQ3_XXS_BOOK, of.byte(2 + 8 * sub + 2 * GROUP + i)); });
+        put_signs(words, with_parity(of.double_word(66 + 4 * sub) >> GROUP * 7 & 127));
     }
     static TOKEND_INLINE DotF scale(const Fields& of, int sub, int) {
         return of.half(0) * (to_floats(of.byte(69 + 4 * sub) >> 4) + 0.5f) * 0.5f;
@@ -173,10 +196,13 @@ struct IQ3_XXS : FileBlocks<98, 8, 1> {
 
 // | d | 64 low bytes of indices | 64 high bits | 32 x 8 signs | 8 x 4 bits of scale |
 struct IQ3_S : FileBlocks<110, 8, 1> {
-    template <int J>
-    static TOKEND_INLINE DotU codes(const Fields& of, int sub) {
-        const DotU index = of.byte(2 + 8 * sub + J) | (of.byte(66 + sub) >> J & 1) << 8;
-        return with_signs(points<0>(IQ3_S_BOOK, index), of.byte(74 + 4 * sub + J / 2) >> J % 2 * 4);
+    template <int GROUP>
+    static TOKEND_INLINE void codes(const Fields& of, int sub, DotU (&words)[2]) {
+        each<2>([&](auto i) {
+            constexpr int J = 2 * GROUP + i;
+            words[i] = points(IQ3_S_BOOK, of.byte(2 + 8 * sub + J) | (of.byte(66 + sub) >> J & 1) << 8);
+        });
+        put_signs(words, of.byte(74 + 4 * sub + GROUP));
     }
     static TOKEND_INLINE DotF scale(const Fields& of, int sub, int) {
         return of.half(0) * (to_floats(of.byte(106 + sub / 2) >> sub % 2 * 4 & 15) * 2.0f + 1.0f);
@@ -184,20 +210,19 @@ struct IQ3_S : FileBlocks<110, 8, 1> {
 };
 
 // 128 + eight times a point of -1, 0 and 1, plus 1; or minus 1 where `below` is not 0.
-template <int WORD>
-TOKEND_INLINE DotU shifted_points(DotU index, DotU below) {
+TOKEND_INLINE void shifted_points(DotU index, DotU below, DotU (&words)[2]) {
     const DotU shift = EACH_BYTE - ((DotU)(below != 0) & 2 * EACH_BYTE);
-    return points<WORD>(IQ1_S_BOOK, index) + shift;
+    points(IQ1_S_BOOK, index, words);
+    each<2>([&](auto word) { words[word] += shift; });
 }
 
 // | d | 32 low bytes of indices | 8 x (4 x 3 high bits, 3 bits of scale, the sign of 1/8) |
 struct IQ1_S : FileBlocks<50, 8, 1> {
-    template <int J>
-    static TOKEND_INLINE DotU codes(const Fields& of, int sub) {
-        constexpr int GROUP = J / 2;
+    template <int GROUP>
+    static TOKEND_INLINE void codes(const Fields& of, int sub, DotU (&words)[2]) {
         const DotU high = of.word(34 + 2 * sub);
         const DotU index = of.byte(2 + 4 * sub + GROUP) | (high >> 3 * GROUP & 7) << 8;
-        return shifted_points<J % 2>(index, high & 0x8000u);
+        shifted_points(index, high & 0x8000u, words);
     }
     static TOKEND_INLINE DotF scale(const Fields& of, int sub, int) {
         return of.half(0) * (to_floats(of.byte(35 + 2 * sub) >> 4 & 7) * 2.0f + 1.0f) * 0.125f;
@@ -206,11 +231,10 @@ struct IQ1_S : FileBlocks<50, 8, 1> {
 
 // | 32 low bytes of indices | 32 x (3 high bits, the sign of 1/8) | 4 x (4 x 3 bits of scale, 4 bits of d) |
 struct IQ1_M : FileBlocks<56, 8, 2> {
-    template <int J>
-    static TOKEND_INLINE DotU codes(const Fields& of, int sub) {
-        constexpr int GROUP = J / 2;
+    template <int GROUP>
+    static TOKEND_INLINE void codes(const Fields& of, int sub, DotU (&words)[2]) {
         const DotU high = of.byte(32 + 2 * sub + GROUP / 2) >> GROUP % 2 * 4;
-        return shifted_points<J % 2>(of.byte(4 * sub + GROUP) | (high & 7) << 8, high & 8);
+        shifted_points(of.byte(4 * sub + GROUP) | (high & 7) << 8, high & 8, words);
     }
     static TOKEND_INLINE DotF scale(const Fields& of, int sub, int half) {
         const DotU d = of.byte(49) >> 4 | of.byte(51) >> 4 << 4 | of.byte(53) >> 4 << 8 | of.byte(55) >> 4 << 12;
@@ -221,17 +245,21 @@ struct IQ1_M : FileBlocks<56, 8, 2> {
 
 // | 32 x 5 digits | 16 x 5 digits | 4 x 4 digits | d |: digit n of the first bytes, then digit n + 1, …
 struct TQ1_0 : FileBlocks<54, 8, 1> {
-    template <int J>
-    static TOKEND_INLINE DotU codes(const Fields& of, int sub) {
+    template <int GROUP>
+    static TOKEND_INLINE void codes(const Fields& of, int sub, DotU (&words)[2]) {
+        each<2>([&](auto word) { words[word] = four_codes(of, sub, 2 * GROUP + word); });
+    }
+    // Of inputs 4 j … 4 j + 3.
+    static TOKEND_INLINE DotU four_codes(const Fields& of, int sub, int j) {
         constexpr uint32_t POWERS[5] = {1, 3, 9, 27, 81};
-        int64_t first = 4 * J;
+        int64_t first = 4 * j;
         int digit = sub;
         if (sub >= 5) {
-            digit = sub * 2 - 10 + J / 4;
-            first = 32 + J % 4 * 4;
+            digit = sub * 2 - 10 + j / 4;
+            first = 32 + j % 4 * 4;
         }
         if (digit == 5) {
-            digit = J - 4;
+            digit = j - 4;
             first = 48;
         }
         DotU result{};
@@ -244,9 +272,12 @@ struct TQ1_0 : FileBlocks<54, 8, 1> {
 
 // | 2 x 32 x 4 times 2 bits | d |
 struct TQ2_0 : FileBlocks<66, 8, 1> {
-    template <int J>
-    static TOKEND_INLINE DotU codes(const Fields& of, int sub) {
-        return (of.four_bytes(sub / 4 * 32 + 4 * J) >> sub % 4 * 2 & 3 * EACH_BYTE) + 127 * EACH_BYTE;
+    template <int GROUP>
+    static TOKEND_INLINE void codes(const Fields& of, int sub, DotU (&words)[2]) {
+        each<2>([&](auto word) {
+            const DotU four = of.four_bytes(sub / 4 * 32 + 8 * GROUP + 4 * word);
+            words[word] = (four >> sub % 4 * 2 & 3 * EACH_BYTE) + 127 * EACH_BYTE;
+        });
     }
     static TOKEND_INLINE DotF scale(const Fields& of, int, int) { return of.half(64); }
 };
@@ -257,10 +288,12 @@ alignas(16) constexpr uint8_t NVFP4_CODES[16] = {128, 129, 130, 131, 132, 134, 1
 
 // | 4 scales, unsigned E4M3 | 4 x 16 codes of 4 bits, the first eight in the low halves |
 struct NVFP4 : FileBlocks<36, 2, 2> {
-    template <int J>
-    static TOKEND_INLINE DotU codes(const Fields& of, int sub) {
-        const DotU both = of.four_bytes(4 + sub * 16 + J / 4 * 8 + J % 2 * 4);
-        return look_up(NVFP4_CODES, both >> J % 4 / 2 * 4 & 15 * EACH_BYTE);
+    template <int GROUP>
+    static TOKEND_INLINE void codes(const Fields& of, int sub, DotU (&words)[2]) {
+        each<2>([&](auto word) {
+            const DotU both = of.four_bytes(4 + sub * 16 + GROUP / 2 * 8 + word * 4);
+            words[word] = look_up(NVFP4_CODES, both >> GROUP % 2 * 4 & 15 * EACH_BYTE);
+        });
     }
     // Half the number; 0x7f counts as 0.
     static TOKEND_INLINE DotF scale(const Fields& of, int sub, int half) {

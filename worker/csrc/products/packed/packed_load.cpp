@@ -262,10 +262,13 @@ TOKEND_FLATTEN void get_file_block(const uint8_t* panel, int64_t block, int outp
     const Fields fields{panel + Format::place(block) + output - lane};
     float scales[2];
     each<Format::HALVES>([&](auto half) { scales[half] = Format::scale(fields, sub, half)[lane]; });
-    each<WORDS>([&](auto j) {
-        const uint32_t codes = Format::template codes<j>(fields, sub)[lane];
-        for (int i = 0; i < 4; i++)
-            numbers[j * 4 + i] = scales[j * Format::HALVES / WORDS] * float(int(codes >> i * 8 & 255) - Format::ZERO);
+    each<4>([&](auto group) {
+        DotU words[2];
+        Format::template codes<group>(fields, sub, words);
+        for (int i = 0; i < 8; i++) {
+            const int code = int(words[i / 4][lane] >> i % 4 * 8 & 255);
+            numbers[group * 8 + i] = scales[group * Format::HALVES / 4] * float(code - Format::ZERO);
+        }
     });
 }
 template <class Format>

@@ -159,9 +159,10 @@ struct PanelInFileBlocks {
         Fields fields;
         int sub;
 
-        template <int J>
-        TOKEND_INLINE DotU codes(int) const {
-            return Format::template codes<J>(fields, sub);
+        // The codes of 8 inputs in two words.
+        template <int GROUP>
+        TOKEND_INLINE void codes(DotU (&words)[2]) const {
+            Format::template codes<GROUP>(fields, sub, words);
         }
         TOKEND_INLINE DotF scale(int half, int) const { return Format::scale(fields, sub, half); }
     };
@@ -187,7 +188,14 @@ TOKEND_FLATTEN void unpack_blocks(const Source& source, int64_t begin, int64_t e
             const auto block = source.block(index, vector);
             uint8_t* column = to + vector * DOT_LANES * 4;
             const auto put = [&](int row, auto value) { __builtin_memcpy(column + row * ROW, &value, sizeof(value)); };
-            each<8>([&](auto j) { put(j, block.template codes<j>(0)); });
+            if constexpr (Format::IN_FILE_BLOCKS)
+                each<4>([&](auto group) {
+                    DotU words[2];
+                    block.template codes<group>(words);
+                    put(2 * group, words[0]), put(2 * group + 1, words[1]);
+                });
+            else
+                each<8>([&](auto j) { put(j, block.template codes<j>(0)); });
             each<Format::HALVES>([&](auto half) { put(8 + half, block.scale(half, 0)); });
             if constexpr (Format::HAS_LOW)
                 each<Format::HALVES>([&](auto half) { put(8 + Format::HALVES + half, block.low(half, 0)); });
