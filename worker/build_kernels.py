@@ -26,7 +26,7 @@ PRODUCT_SOURCES: Final = ("few_rows_int8.cpp", "packed_product.cpp", "rotated_pr
 """The products of bytes, for which CPUs have the most kinds of instructions."""
 TILE_SOURCES: Final = (
     *("many_rows_bf16.cpp", "few_rows_bf16.cpp", "packed_product.cpp"),
-    *("rotated_product.cpp", "bf16_product.cpp"),
+    *("rotated_product.cpp", "bf16_product.cpp", "fp8_product.cpp"),
 )
 """Those that multiply bfloat16, or use the tile unit, where a variant can. All others are the
 same for every CPU with AVX-512."""

@@ -140,6 +140,16 @@ Bf16Shape = _structure(
 )
 """TokendBf16Shape of csrc/products/bf16/bf16.h."""
 
+Fp8Shape = _structure(
+    "Fp8Shape",
+    {
+        **dict.fromkeys(("out_features", "in_features"), c_int64),
+        **dict.fromkeys(("scale_inputs", "scale_outputs"), c_int64),
+        "packed": c_void_p,
+    },
+)
+"""TokendFp8Shape of csrc/products/fp8/fp8.h."""
+
 Product = _structure(
     "Product",
     {
@@ -344,6 +354,7 @@ class Kernels:
         """Address of TokendProductKernels of csrc/products/weight_formats.h."""
         self._bind_rotated(library)
         self._bind_bf16(library)
+        self._bind_fp8(library)
 
     def _bind_rotated(self, library: ctypes.CDLL) -> None:
         """The functions of csrc/products/rotated/rotated.h."""
@@ -381,6 +392,20 @@ class Kernels:
         self.bf16_product.argtypes = [POINTER(Bf16Shape), POINTER(Product)]
         for function in (self.bf16_pack, self.bf16_product):
             function.restype = None
+
+    def _bind_fp8(self, library: ctypes.CDLL) -> None:
+        """The functions of csrc/products/fp8/fp8.h."""
+        self.fp8_bytes = library.tokend_fp8_bytes
+        self.fp8_bytes.argtypes = [POINTER(Fp8Shape)]
+        self.fp8_pack = library.tokend_fp8_pack
+        self.fp8_pack.argtypes = [POINTER(Fp8Shape), *[c_int64] * 3, *[c_void_p] * 3]
+        self.fp8_rows = library.tokend_fp8_rows
+        self.fp8_rows.argtypes = [POINTER(Fp8Shape), c_int64, c_void_p, c_void_p]
+        for function in (self.fp8_bytes, self.fp8_pack, self.fp8_rows):
+            function.restype = c_int64
+        self.fp8_product = library.tokend_fp8_product
+        self.fp8_product.argtypes = [POINTER(Fp8Shape), POINTER(Product)]
+        self.fp8_product.restype = None
 
 
 DTYPE_CODES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

@@ -8,6 +8,7 @@ worker/loader/quantised.py.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -21,7 +22,7 @@ CONFIG_KEYS: Final = ("quantization_config", "compression_config")
 Parts = Mapping[str, TensorPart]
 Options = dict[str, float]
 ReadBytes = Callable[[TensorPart], bytes]
-"""Reads a small tensor."""
+"""Reads the bytes of a tensor: of scales, or a description."""
 _FLOATS: Final = ("F32", "F16", "BF16")
 _WORD_BITS: Final = 32
 _BLOCK: Final = 32
@@ -29,6 +30,7 @@ _BLOCK: Final = 32
 _LONG_BLOCK: Final = 128
 _MXFP4_BYTES: Final = 16
 _NF4_BLOCK: Final = 64
+_NAN_EXPONENT: Final = 0xFF
 _MAX_STATE_BYTES: Final = 1 << 16
 
 
@@ -275,6 +277,9 @@ def _join(
                 f"{each.name} {each.type} {list(each.shape)}" for each in found.values()
             )
             raise ModelError(f"the tensors of {weight} do not fit: {reason} ({listed})") from None
+        for role, each in found.items():
+            if role not in ("codes", "order", "shape", "state", "zeros"):
+                _check_finite(each, packing_name, read_bytes(parts[role]))
         for each in (*found.values(), *(named.get(base + suffix) for suffix in packing.ignored)):
             if each is not None:
                 del named[each.name]
@@ -282,6 +287,23 @@ def _join(
         named[weight] = TensorEntry(
             weight, kind, shape, codes.file, codes.offset, num_bytes, packing_name, parts, options
         )
+
+
+def _check_finite(entry: TensorEntry, packing: str, raw: bytes) -> None:
+    """Raise ModelError naming the tensor if a scale, or a number of a table, is NaN or infinite."""
+    import numpy as np
+
+    if entry.type == "BF16":
+        numbers = (np.frombuffer(raw, "<u2").astype("<u4") << 16).view("<f4")
+    elif entry.type in _FLOATS:
+        numbers = np.frombuffer(raw, {"F32": "<f4", "F16": "<f2"}[entry.type])
+    elif packing == "mxfp4":  # exponents, of which the last one is NaN
+        numbers = np.where(np.frombuffer(raw, np.uint8) == _NAN_EXPONENT, np.nan, 0.0)
+    else:
+        return
+    wrong = numbers[~np.isfinite(numbers)]
+    if wrong.size:
+        raise ModelError(f"tensor {entry.name} holds {wrong[0]:g}, and scales weights")
 
 
 def _need(is_true: bool, what: str) -> None:
@@ -423,6 +445,7 @@ def _describe_nf4(parts: Parts, scheme: Scheme, read_bytes: ReadBytes) -> Descri
         raise _Mismatch("the state is no JSON object of a quantisation") from None
     _need(len(shape) == 2 and min(shape) > 0 and block > 0, "a matrix in blocks is needed")
     rows, columns = shape
+    _need(math.isfinite(offset), "the offset of the scales is no finite number")
     _need(parts["codes"].num_bytes == -(-rows * columns // 2), f"codes of shape {list(shape)}")
     num_blocks = -(-rows * columns // block)
     _need(parts["scales"].shape == (num_blocks,), f"{num_blocks} scales")

@@ -2,10 +2,9 @@
 
 `python -m tests.benchmarks.products_by_format [--rows 1 16 …] [--threads N] [--types [TYPE …]]`: of
 SmolLM2-135M with embedding and head, or with --types of eight layers of Llama 3.2 1B in types of
-blocks, all of them if none is named. Weights are random; every layer has its own, so that they are
-read from memory as in a step. The formats alternate within each round, and the best round of each
-is shown, with the memory bandwidth and the
-time to read the bytes of each format.
+blocks and in FP8, all of them if none is named. Weights are random; every layer has its own, so
+that they are read from memory as in a step. The formats alternate within each round, and the best
+round of each is shown, with the memory bandwidth and the time to read the bytes of each format.
 """
 
 import argparse
@@ -19,7 +18,14 @@ import torch
 
 from worker.kernels import Kernels, load_kernels
 from worker.large_pages import large_pages
-from worker.layers.kernel_weights import BLOCK_TYPES, Bf16Weight, PackedWeight, RotatedWeight
+from worker.layers.kernel_weights import (
+    BLOCK_TYPES,
+    Bf16Weight,
+    Fp8Weight,
+    KernelWeight,
+    PackedWeight,
+    RotatedWeight,
+)
 from worker.layers.linear import make_linear
 
 LAYERS: Final = 30
@@ -29,7 +35,7 @@ HEAD_SHAPE: Final = (49152, 576)
 LARGE_LAYERS: Final = 8
 LARGE_SHAPES: Final = ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192))
 """Half the layers of Llama 3.2 1B."""
-LARGE_TYPES: Final = ("Q4_K", *(name for name in BLOCK_TYPES if name != "Q4_K"))
+LARGE_TYPES: Final = ("Q4_K", *(name for name in BLOCK_TYPES if name != "Q4_K"), "FP8")
 
 Step = Callable[[dict[int, torch.Tensor]], None]
 
@@ -92,13 +98,23 @@ def head_form(kernels: Kernels) -> Form:
     return Form("head Q8_0 alone", step, head.nbytes)
 
 
-def _packed(kernels: Kernels, gguf_type: str, shape: tuple[int, int]) -> PackedWeight:
+def _packed(kernels: Kernels, gguf_type: str, shape: tuple[int, int]) -> KernelWeight:
+    if gguf_type == "FP8":
+        return _fp8(kernels, shape)
     if gguf_type == "Q8_0":
         return PackedWeight.from_dense(kernels, torch.randn(shape))
     num_bytes = BLOCK_TYPES[gguf_type][1] * shape[0] * shape[1] // BLOCK_TYPES[gguf_type][0]
     raw = np.full(num_bytes, 0x22, dtype=np.uint8)  # as a float16 scale: 0.012
     weight = PackedWeight(kernels, gguf_type, shape)
     weight.put_blocks(0, raw)
+    return weight
+
+
+def _fp8(kernels: Kernels, shape: tuple[int, int]) -> Fp8Weight:
+    """Return a weight with a scale for each block of 128 x 128."""
+    weight = Fp8Weight(kernels, shape, 128, wide=True)
+    codes = (torch.randn(shape) * 100).to(torch.float8_e4m3fn)  # most are far from 448
+    weight.put_rows(0, codes, torch.full((shape[0], shape[1] // 128), 0.01))
     return weight
 
 

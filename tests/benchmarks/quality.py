@@ -278,7 +278,7 @@ def _ask(client: httpx.Client, model: str, piece: str) -> list[Prediction]:
     response = client.post(
         "/v1/completions",
         json={
-            "model": model,
+            "model": Path(model).name,  # a folder is served under its name
             "prompt": piece,
             "max_tokens": 1,
             "temperature": 0,

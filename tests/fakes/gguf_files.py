@@ -10,7 +10,8 @@ import numpy.typing as npt
 PLAIN = ("F32", "F16", "BF16")
 QUANTISED = (
     *("Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4"),
-    *("Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS"),
+    *("Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S"),
+    *("IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0", "NVFP4"),
 )
 _SCALES: dict[str, tuple[float, tuple[int, ...]]] = {
     "Q8_0": (1e-3, (0,)),
@@ -25,6 +26,14 @@ _SCALES: dict[str, tuple[float, tuple[int, ...]]] = {
     "Q3_K": (2e-3, (108,)),
     "IQ4_NL": (5e-4, (0,)),
     "IQ4_XS": (2e-5, (0,)),
+    "IQ1_S": (2e-2, (0,)),
+    "IQ2_XXS": (2e-3, (0,)),
+    "IQ2_XS": (2e-3, (0,)),
+    "IQ2_S": (2e-3, (0,)),
+    "IQ3_XXS": (7e-4, (0,)),
+    "IQ3_S": (6e-4, (0,)),
+    "TQ1_0": (1e-1, (52,)),
+    "TQ2_0": (1e-1, (64,)),
 }
 """Magnitude and offsets of the float16 scales of a block."""
 
@@ -42,11 +51,26 @@ def random_rows(kind: str, rows: int, columns: int, seed: int) -> Bytes:
     if kind == "MXFP4":
         blocks[:, 0] = random.integers(120, 123, len(blocks), dtype=np.uint8)
         return blocks.reshape(rows, -1)
+    if kind == "NVFP4":
+        blocks[:, :4] = random.integers(1, 20, (len(blocks), 4), dtype=np.uint8)
+        return blocks.reshape(rows, -1)
+    if kind == "IQ1_M":
+        scales = random.uniform(-2e-2, 2e-2, len(blocks)).astype(np.float16)
+        put_iq1_m_scales(blocks, scales)
+        return blocks.reshape(rows, -1)
     size, offsets = _SCALES[kind]
     for offset in offsets:
         scales = (random.uniform(-size, size, len(blocks))).astype(np.float16)
         blocks[:, offset : offset + 2] = scales[:, None].view(np.uint8)
     return blocks.reshape(rows, -1)
+
+
+def put_iq1_m_scales(blocks: Bytes, scales: npt.NDArray[np.float16]) -> None:
+    """Write the float16 scales, 4 bits in the highest ones of each of the last four words."""
+    bits = scales.view(np.uint16)
+    for part in range(4):
+        high = blocks[:, 49 + 2 * part]
+        high[:] = (high & 15) | ((bits >> 4 * part & 15) << 4).astype(np.uint8)
 
 
 def numbers(kind: str, rows: Bytes) -> npt.NDArray[np.float32]:

@@ -14,6 +14,8 @@ from typing import Any, Final
 import torch
 from safetensors.torch import load_file, save_file
 
+from proto.prepared_model import FP8
+
 Tensors = dict[str, torch.Tensor]
 Quantise = Callable[[torch.Tensor, torch.Generator], tuple[Tensors, torch.Tensor]]
 """A weight [rows, columns] to the tensors stored for it, by suffix, and its float32 numbers."""
@@ -31,8 +33,8 @@ _AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclass(frozen=True)
 class Scheme:
-    """A way to quantise. config: quantization_config. memory: bytes of a number in the kernels'
-    blocks; 0 if the weight is converted instead."""
+    """A way to quantise. config: quantization_config. block_type: of the weights that kernels
+    multiply; "" if they are converted instead."""
 
     config: dict[str, Any]
     quantise: Quantise
@@ -138,7 +140,7 @@ def fp8(
     config: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
     if block:
         config["weight_block_size"] = list(block)
-    return Scheme(config, quantise)
+    return Scheme(config, quantise, FP8)
 
 
 def bitsandbytes(*, nested: bool, kind: str = "nf4") -> Scheme:
@@ -243,8 +245,8 @@ SCHEMES: Final = {
         "pack-quantized", _args("int", 4, "group", group_size=32, symmetric=False), "INT4_32"
     ),
     "w8a8": compressed_tensors("int-quantized", _args("int", 8, "channel"), "INT8_128"),
-    "fp8 channel": compressed_tensors("float-quantized", _args("float", 8, "channel")),
-    "fp8 tensor": compressed_tensors("float-quantized", _args("float", 8, "tensor")),
+    "fp8 channel": compressed_tensors("float-quantized", _args("float", 8, "channel"), FP8),
+    "fp8 tensor": compressed_tensors("float-quantized", _args("float", 8, "tensor"), FP8),
     "fp8 blocks": fp8((128, 128)),
     "fp8 rows": fp8(None, name=".weight_scale", per_row=True),
     "fp8 one scale": fp8(None, name=".weight_scale"),

@@ -3,6 +3,7 @@
     PackedWeight    the blocks of a GGUF file, or 8 bits with a scale per 32 numbers
     RotatedWeight   8 bits with one scale per output, rotated
     Bf16Weight      bfloat16
+    Fp8Weight       8 bits of floating point with scales of groups of columns
 
 A row's result depends neither on the other rows nor on their number nor on the number of threads,
 bit by bit. A row with a NaN or an infinity gives NaN and affects no other. Kernels take addresses,
@@ -21,9 +22,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from proto.prepared_model import FP8
 from worker.kernels import (
     DTYPE_CODES,
     Bf16Shape,
+    Fp8Shape,
     Kernels,
     LinearPart,
     PackedShape,
@@ -51,12 +54,24 @@ BLOCK_TYPES: Final = {
     "INT8_32": (32, 36),
     "INT8_128": (128, 132),
     "NF4": (32, 18),
+    "IQ1_S": (256, 50),
+    "IQ1_M": (256, 56),
+    "IQ2_XXS": (256, 66),
+    "IQ2_XS": (256, 74),
+    "IQ2_S": (256, 82),
+    "IQ3_XXS": (256, 98),
+    "IQ3_S": (256, 110),
+    "TQ1_0": (256, 54),
+    "TQ2_0": (256, 66),
+    "NVFP4": (64, 36),
 }
 """Numbers and bytes of a block of each type that kernels multiply with as it is: of GGUF files, and
 what worker.loader.quantised makes of the weights of other checkpoints.
 
 The order is that of the list in csrc/products/packed/packed.h.
 """
+BLOCK_COLUMNS: Final = {name: columns for name, (columns, _) in BLOCK_TYPES.items()} | {FP8: 32}
+"""Columns that kernels read together, of each type that they multiply with as it is stored."""
 _TYPE_CODES: Final = {name: code for code, name in enumerate(BLOCK_TYPES)}
 _ROTATED_UNIT: Final = 32
 
@@ -69,6 +84,7 @@ class KernelFormat(IntEnum):
     PACKED = 0
     ROTATED = 1
     BF16 = 2
+    FP8 = 3
 
 
 class KernelWeight:
@@ -118,6 +134,8 @@ class KernelWeight:
                 num_bytes = kernels.rotated_bytes(self._structure)
             case KernelFormat.BF16:
                 num_bytes = kernels.bf16_bytes(self._structure)
+            case KernelFormat.FP8:
+                num_bytes = kernels.fp8_bytes(self._structure)
         return int(num_bytes)
 
     @property
@@ -159,6 +177,8 @@ class KernelWeight:
                 self._product = kernels.rotated_product
             case KernelFormat.BF16:
                 self._product = kernels.bf16_product
+            case KernelFormat.FP8:
+                self._product = kernels.fp8_product
 
     def part(self, bias: torch.Tensor | None) -> Structure:
         """Return weight and bias [out] as a `worker.kernels.LinearPart`; valid while both live."""
@@ -250,9 +270,9 @@ def _describe_bias(call: Structure, out_features: int, bias: torch.Tensor | None
 
 
 def is_packable(gguf_type: str, in_features: int) -> bool:
-    """Return whether weights of this type with rows of this length can stay packed."""
-    block_numbers, _ = BLOCK_TYPES.get(gguf_type, (in_features + 1, 0))
-    return in_features > 0 and in_features % block_numbers == 0
+    """Return whether weights of this type with rows of this length can stay as they are stored."""
+    columns = BLOCK_COLUMNS.get(gguf_type, in_features + 1)
+    return in_features > 0 and in_features % columns == 0
 
 
 def packed_shape(gguf_type: str, shape: tuple[int, int]) -> Structure:
@@ -449,3 +469,81 @@ class Bf16Weight(KernelWeight):
             self._structure, len(ids), ids.data_ptr(), numbers.data_ptr()
         )
         return first_wrong
+
+
+class Fp8Weight(KernelWeight):
+    """A weight of E4M3 codes, filled by put_rows: a number is code * scale.
+
+    Products take codes as bfloat16, which holds them exactly, and rows rounded to it. Sums over up
+    to 128 columns get their scale in float32 (csrc/products/fp8/fp8.h).
+    """
+
+    def __init__(
+        self, kernels: Kernels, shape: tuple[int, int], scale_columns: int, *, wide: bool = False
+    ) -> None:
+        """Allocate a weight [out, in] of zeros.
+
+        scale_columns: columns of a row that share a scale, a multiple of 32.
+        wide: each 32 rows from a multiple of 32 on have the same scales.
+        """
+        assert is_packable(FP8, shape[1])
+        assert is_packable(FP8, scale_columns)
+        structure = fp8_shape(shape, scale_columns, wide=wide)
+        self._num_groups = -(-shape[1] // scale_columns)
+        super().__init__(kernels, KernelFormat.FP8, "fp8", structure)
+
+    @classmethod
+    def from_dense(cls, kernels: Kernels, dense: torch.Tensor) -> Self:
+        """Round a weight [out, in], with a scale of each row."""
+        weight = cls(kernels, (dense.shape[0], dense.shape[1]), dense.shape[1])
+        largest = torch.finfo(torch.float8_e4m3fn).max
+        scales = (dense.float().abs().amax(1, keepdim=True) / largest).clamp_min(1e-30)
+        weight.put_rows(0, (dense.float() / scales).to(torch.float8_e4m3fn), scales)
+        return weight
+
+    def put_rows(
+        self,
+        first: int,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        row_order: npt.NDArray[np.int64] | None = None,
+    ) -> int:
+        """Copy rows; return the row after the last. See put_blocks.
+
+        codes: float8_e4m3fn [rows, in]. scales: float32 [rows, groups of columns]. Raises
+        ValueError for a code that is NaN. Uses torch's threads of the calling thread.
+        """
+        num_rows, columns = codes.shape
+        assert codes.dtype == torch.float8_e4m3fn
+        assert codes.stride(1) == 1
+        assert columns == self.in_features
+        assert scales.dtype == torch.float32
+        assert scales.shape == (num_rows, self._num_groups)
+        assert 0 <= first <= first + num_rows <= self.out_features
+        scales, order = scales.contiguous(), _order_address(row_order, num_rows)
+        has_nan = self._kernels.fp8_pack(
+            self._structure,
+            first,
+            num_rows,
+            codes.stride(0),
+            codes.data_ptr(),
+            scales.data_ptr(),
+            order,
+        )
+        if has_nan:
+            raise ValueError("a number is NaN")
+        return first + num_rows
+
+    def _unpack_rows(self, ids: torch.Tensor, numbers: torch.Tensor) -> int:
+        exact = numbers if numbers.dtype == torch.float32 else numbers.float()
+        first_wrong: int = self._kernels.fp8_rows(
+            self._structure, len(ids), ids.data_ptr(), exact.data_ptr()
+        )
+        if exact is not numbers:
+            numbers.copy_(exact)
+        return first_wrong
+
+
+def fp8_shape(shape: tuple[int, int], scale_columns: int, *, wide: bool) -> Structure:
+    """Describe an Fp8Weight [out, in] to the kernels, without its memory."""
+    return Fp8Shape(*shape, scale_columns, 32 if wide else 1)

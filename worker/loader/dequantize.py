@@ -11,6 +11,7 @@
     IQ4_NL             scale * table[code]          a scale for each 32
     IQ4_XS             scale * table[code]          6-bit scales for each 32, scaled for 256
     MXFP4              scale * E2M1[code]           a power of two for each 32
+    IQ1_…, IQ2_…, IQ3_…, TQ1_0, TQ2_0, NVFP4        in codebooks.py
 
 Kernels multiply with blocks directly; this is for weights that are held in another format.
 """
@@ -21,6 +22,7 @@ from typing import Final
 import torch
 
 from worker.layers.kernel_weights import BLOCK_TYPES
+from worker.loader import codebooks
 
 _E2M1: Final = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), dtype=torch.float32)
 """The numbers of 4 bits without their sign (OCP Microscaling Formats, section 5.3.3)."""
@@ -139,6 +141,16 @@ _CONVERSIONS: Final[Mapping[str, Callable[[torch.Tensor], torch.Tensor]]] = {
     "Q3_K": _q3_k,
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
+    "IQ1_S": codebooks.iq1_s,
+    "IQ1_M": codebooks.iq1_m,
+    "IQ2_XXS": codebooks.iq2_xxs,
+    "IQ2_XS": codebooks.iq2_xs,
+    "IQ2_S": codebooks.iq2_s,
+    "IQ3_XXS": codebooks.iq3_xxs,
+    "IQ3_S": codebooks.iq3_s,
+    "TQ1_0": codebooks.tq1_0,
+    "TQ2_0": codebooks.tq2_0,
+    "NVFP4": codebooks.nvfp4,
 }
 BLOCKS_OF_FILES: Final = {name: BLOCK_TYPES[name] for name in _CONVERSIONS}
 """Numbers and bytes of a block of each type of a GGUF file that can be read."""

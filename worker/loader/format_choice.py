@@ -16,7 +16,7 @@ from proto.errors import ConfigError
 from proto.prepared_model import PreparedModel, TensorIndex
 from worker.device.devices import Device
 from worker.kernels import Kernels, KernelsUnavailableError, load_kernels
-from worker.layers.kernel_weights import BLOCK_TYPES
+from worker.layers.kernel_weights import BLOCK_COLUMNS
 from worker.loader.files import read_index
 from worker.loader.formats import (
     Bf16Format,
@@ -104,14 +104,14 @@ def _dense_format(dtype: torch.dtype, kernels_of_cpu: Callable[[], Kernels]) -> 
 
 
 def part_in_blocks(index: TensorIndex) -> float:
-    """Return the fraction of a model's numbers in quantisation blocks: 0 to 1.
+    """Return the fraction of a model's numbers that kernels multiply as they are stored: 0 to 1.
 
     Not of its bytes: embedding and head of many quantised checkpoints are as they were, and four
     times as long.
     """
     numbers: Counter[bool] = Counter()
     for entry in index.tensors:
-        numbers[entry.type in BLOCK_TYPES] += math.prod(entry.shape)
+        numbers[entry.type in BLOCK_COLUMNS] += math.prod(entry.shape)
     return numbers[True] / max(1, numbers.total())
 
 

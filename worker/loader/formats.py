@@ -2,7 +2,7 @@
 
     DenseFormat    the activations' dtype, in the layout that the device likes best
     Bf16Format     bfloat16 in the layout of our own kernels
-    PackedFormat   the quantisation blocks of the file
+    PackedFormat   the quantisation blocks of the file, or its FP8
     Int8Format     blocks of 8 bits, quantised from any format of the file
     RotatedFormat  8 bits and one scale per output, rotated
     MixedFormat    PackedFormat for few rows, and the same rotated for many
@@ -21,6 +21,8 @@ from typing import Final, Protocol
 
 import torch
 
+from proto.errors import ModelError
+from proto.prepared_model import FP8
 from worker.kernels import Bf16Shape, Kernels, RotatedShape, row_kernels
 from worker.layers.activation import Activation
 from worker.layers.embedding import (
@@ -45,12 +47,15 @@ from worker.layers.flashinfer_kernels import (
     usable_flashinfer,
 )
 from worker.layers.kernel_weights import (
+    BLOCK_COLUMNS,
     BLOCK_TYPES,
     Bf16Weight,
+    Fp8Weight,
     KernelWeight,
     PackedWeight,
     RotatedWeight,
     can_rotate,
+    fp8_shape,
     is_packable,
     packed_shape,
 )
@@ -273,7 +278,7 @@ class PackedFormat:
     """The quantisation blocks of a file, rearranged for the kernels; their values stay.
 
     `dense` is for weights that are not in blocks. Activations of `dtype` are quantised to 8 bits
-    for each product, in blocks as well.
+    for each product, in blocks as well. Weights in FP8 stay so; their activations are bfloat16.
     """
 
     name = "packed"
@@ -327,35 +332,43 @@ class PackedFormat:
         if not all(_is_packable(source, name) for name in names):
             return 0
         return sum(
-            self._bytes_in_blocks(form[0], *source.joined_shape(*alike))
+            self._bytes_alike(source, form[0], tuple(alike))
             for form, alike in groupby(names, source.form_of)
         )
+
+    def _bytes_alike(self, source: WeightSource, stored_as: str, names: tuple[str, ...]) -> int:
+        shape = source.joined_shape(*names)
+        if stored_as != FP8:
+            return self._bytes_in_blocks(stored_as, *shape)
+        columns, wide = source.fp8_scales(names[0])
+        num_bytes: int = self._kernels.fp8_bytes(fp8_shape(shape, columns, wide=wide))
+        return num_bytes
 
     def _bytes_in_blocks(self, gguf_type: str, rows: int, columns: int) -> int:
         num_bytes: int = self._kernels.packed_bytes(packed_shape(gguf_type, (rows, columns)))
         return num_bytes
 
-    def read_packed(self, source: WeightSource, names: Sequence[str]) -> list[PackedWeight]:
+    def read_packed(self, source: WeightSource, names: Sequence[str]) -> list[KernelWeight]:
         """Read weights in blocks, one below the other; empty, and noted, if they stay dense."""
         weights = self._pack(source, names)
         if not weights:
             self.dense_names.extend(f"{name} ({source.type_of(name)})" for name in names)
         return weights
 
-    def build(self, weights: list[PackedWeight], bias: torch.Tensor | None) -> Linear:
+    def build(self, weights: list[KernelWeight], bias: torch.Tensor | None) -> Linear:
         """Return the product of weights that lie one below the other."""
         self.memory[self.name] += sum(weight.nbytes for weight in weights)
         self.kernel_weights += weights
         return KernelLinear(weights, bias)
 
-    def build_head(self, weights: list[PackedWeight]) -> Linear:
+    def build_head(self, weights: list[KernelWeight]) -> Linear:
         """Return the product that computes logits, always in float32."""
         (weight,) = weights
         self.memory[self.name] += weight.nbytes
         self.kernel_weights.append(weight)
         return KernelLinear([weight], None, torch.float32)
 
-    def _pack(self, source: WeightSource, names: Sequence[str]) -> list[PackedWeight]:
+    def _pack(self, source: WeightSource, names: Sequence[str]) -> list[KernelWeight]:
         if not all(_is_packable(source, name) for name in names):
             return []
         return [
@@ -365,13 +378,26 @@ class PackedFormat:
 
     def _pack_alike(
         self, source: WeightSource, gguf_type: str, names: tuple[str, ...]
-    ) -> PackedWeight:
+    ) -> KernelWeight:
         """Pack weights of one type, one below the other, from the mapped file itself."""
+        if gguf_type == FP8:
+            return self._pack_fp8(source, names)
         shape, order = source.joined_shape(*names), source.column_order(names[0])
         weight, first = PackedWeight(self._kernels, gguf_type, shape, order), 0
         for name in names:
             stored = source.read_blocks(name)
             first = weight.put_blocks(first, stored.data, stored.row_order)
+        return weight
+
+    def _pack_fp8(self, source: WeightSource, names: tuple[str, ...]) -> Fp8Weight:
+        columns, wide = source.fp8_scales(names[0])
+        weight = Fp8Weight(self._kernels, source.joined_shape(*names), columns, wide=wide)
+        first = 0
+        for name in names:
+            try:
+                first = weight.put_rows(first, *source.read_fp8(name))
+            except ValueError as reason:
+                raise ModelError(f"tensor {source.name_in_file(name)}: {reason}") from None
         return weight
 
 
@@ -386,7 +412,7 @@ class Int8Format(PackedFormat):
         rows, columns = source.joined_shape(*names)
         return self._bytes_in_blocks("Q8_0", rows, columns) if is_packable("Q8_0", columns) else 0
 
-    def _pack(self, source: WeightSource, names: Sequence[str]) -> list[PackedWeight]:
+    def _pack(self, source: WeightSource, names: Sequence[str]) -> list[KernelWeight]:
         if all(source.type_of(name) == "Q8_0" for name in names):
             return super()._pack(source, names)
         if not is_packable("Q8_0", source.columns_of(names[0])):
@@ -493,7 +519,7 @@ def stacked_experts(stacked: StackedWeights, activation: Activation, ranks: Expe
     return TritonExperts(stacked, activation, ranks.first)
 
 
-def _numbers_of(weights: Sequence[PackedWeight], dtype: torch.dtype) -> torch.Tensor:
+def _numbers_of(weights: Sequence[KernelWeight], dtype: torch.dtype) -> torch.Tensor:
     """Return the numbers that blocks stand for: [out, in]."""
     numbers = [weight.rows(torch.arange(weight.out_features), dtype) for weight in weights]
     return numbers[0] if len(numbers) == 1 else torch.cat(numbers)
@@ -503,9 +529,10 @@ def _is_packable(source: WeightSource, name: str) -> bool:
     """Return whether kernels multiply with a weight, or this rank's shard, as the file has it."""
     stored_as = source.type_of(name)
     return (
-        stored_as in BLOCK_TYPES
+        stored_as in BLOCK_COLUMNS
         and is_packable(stored_as, source.columns_of(name))
-        and not source.splits_block(name, BLOCK_TYPES[stored_as][0])
+        and not source.splits_block(name, BLOCK_COLUMNS[stored_as])
+        and (stored_as != FP8 or is_packable(FP8, source.fp8_scales(name)[0]))
     )
 
 

@@ -105,6 +105,30 @@ def read_blocks(entry: TensorEntry, parts: Parts, row_step: int = 1) -> RawBytes
     return blocks.view(-1).numpy()
 
 
+def read_fp8(
+    entry: TensorEntry, parts: Parts, columns: slice, row_step: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes and scales of these columns of every `row_step`th row.
+
+    codes: float8_e4m3fn [rows, columns], a view. scales: float32 [rows, groups of
+    `fp8_scale_columns`]. Raises ModelError as read_numbers does.
+    """
+    first, end, _ = columns.indices(entry.shape[1])
+    rows = torch.arange(entry.first_row, entry.first_row + entry.shape[0], row_step)
+    step = fp8_scale_columns(entry, columns)
+    groups = torch.arange(first, end, step) // int(entry.options["columns"])
+    scales = _finite(entry, _fp8_scales(entry, parts)[rows // int(entry.options["rows"])])
+    codes = parts["codes"][entry.first_row : entry.first_row + entry.shape[0] : row_step]
+    return codes[:, first:end], scales[:, groups]
+
+
+def fp8_scale_columns(entry: TensorEntry, columns: slice) -> int:
+    """Return how many of these columns of a row share a scale, from the first of them on."""
+    first, end, _ = columns.indices(entry.shape[1])
+    block = int(entry.options["columns"])
+    return math.gcd(block, first) if block < entry.shape[1] else end - first
+
+
 def column_order(entry: TensorEntry, parts: Parts) -> torch.Tensor | None:
     """Return int64 [columns], the columns in the order of their groups; None for that of the file.
 
@@ -296,13 +320,18 @@ def _fp8(entry: TensorEntry, parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
     rows, columns = entry.shape
     first, end = entry.first_row, entry.first_row + rows
     block_rows, block_columns = int(entry.options["rows"]), int(entry.options["columns"])
-    scales = parts["scales"]
-    scales = scales.view(-1, -(-columns // block_columns))
+    scales = _fp8_scales(entry, parts)
     places = torch.arange(first, end) // block_rows
     scales = _finite(entry, scales[places])
-    return parts["codes"][first:end].float(), scales.repeat_interleave(block_columns, 1)[
-        :, :columns
-    ]
+    codes = parts["codes"][first:end].float()
+    if codes.isnan().any():
+        raise ModelError(f"a number of {entry.name} is nan")
+    return codes, scales.repeat_interleave(block_columns, 1)[:, :columns]
+
+
+def _fp8_scales(entry: TensorEntry, parts: Parts) -> torch.Tensor:
+    """Return the scales of all blocks of the tensor, [blocks of rows, blocks of columns]."""
+    return parts["scales"].view(-1, -(-entry.shape[1] // int(entry.options["columns"])))
 
 
 def _mxfp4_blocks(entry: TensorEntry, parts: Parts, row_step: int = 1) -> RawBytes:

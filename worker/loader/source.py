@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 
 from proto.errors import ModelError
-from proto.prepared_model import TensorEntry, TensorIndex
-from worker.layers.kernel_weights import BLOCK_TYPES
+from proto.prepared_model import FP8, TensorEntry, TensorIndex
+from worker.layers.kernel_weights import BLOCK_COLUMNS
 from worker.layers.norm import NormWeight
 from worker.loader import quantised
 from worker.loader.files import StoredBlocks, TensorFiles, check_blocks, entries_by_name
@@ -41,9 +41,9 @@ def block_columns(spec: ModelSpec, index: TensorIndex) -> dict[str, int]:
         stored_as = types.get(weight.name_in(index.format))
         if stack is not None:
             stored_as = types.get(stack.tensor, stored_as)
-        if name.startswith("layers.") and stored_as in BLOCK_TYPES:
+        if name.startswith("layers.") and stored_as in BLOCK_COLUMNS:
             local = name.split(".", 2)[2]
-            columns[local] = max(columns.get(local, 1), BLOCK_TYPES[stored_as][0])
+            columns[local] = max(columns.get(local, 1), BLOCK_COLUMNS[stored_as])
     return columns
 
 
@@ -175,8 +175,12 @@ class WeightSource:
         Where blocks are those of its transpose, the weight is read as numbers: "F32".
         """
         place = self._entries[name]
-        is_read_as_numbers = place.is_transposed and place.entry.type in BLOCK_TYPES
+        is_read_as_numbers = place.is_transposed and place.entry.type in BLOCK_COLUMNS
         return "F32" if is_read_as_numbers else place.entry.type
+
+    def name_in_file(self, name: str) -> str:
+        """Return what the file calls the tensor that a weight lies in."""
+        return self._entries[name].entry.name
 
     def has_parts(self, name: str) -> bool:
         """Return whether a weight lies in several tensors, of which its blocks are made."""
@@ -199,8 +203,10 @@ class WeightSource:
 
     def form_of(self, name: str) -> tuple[str, bytes]:
         """Return what weights have in common whose blocks are multiplied as one."""
-        order = self.column_order(name)
-        return self.type_of(name), b"" if order is None else order.numpy().tobytes()
+        stored_as, order = self.type_of(name), self.column_order(name)
+        if stored_as == FP8:
+            return stored_as, repr(self.fp8_scales(name)).encode()
+        return stored_as, b"" if order is None else order.numpy().tobytes()
 
     def joined_shape(self, *names: str) -> tuple[int, int]:
         """Return rows and columns of these weights, one below the other, as this rank has them."""
@@ -217,6 +223,32 @@ class WeightSource:
         orders = self._row_order(name), self.column_order(name)
         stored = StoredBlocks(place.entry.type, rows, columns, data, *orders)
         return stored.with_columns(shard.columns)
+
+    def fp8_scales(self, name: str) -> tuple[int, bool]:
+        """Return which numbers of a weight in FP8 share a scale, as this rank has it.
+
+        The columns of a row that do, and whether each 32 rows from a multiple of 32 on do.
+        """
+        shard = self._shards[name]
+        place = self._entries[name].with_rows(shard.rows)
+        entry = place.entry
+        numbers = entry.first_row, len(place.places), int(entry.options["rows"])
+        in_order = place.places.step == 1 and self._row_order(name) is None
+        wide = in_order and not any(number % 32 for number in numbers)
+        return quantised.fp8_scale_columns(entry, shard.columns), wide
+
+    def read_fp8(
+        self, name: str
+    ) -> tuple[torch.Tensor, torch.Tensor, npt.NDArray[np.int64] | None]:
+        """Return the codes and scales of a weight in FP8, and the order of its rows.
+
+        See quantised.read_fp8 and read_rows.
+        """
+        shard = self._shards[name]
+        place = self._entries[name].with_rows(shard.rows)
+        parts = self._files.parts_of(place.entry)
+        stored = quantised.read_fp8(place.entry, parts, shard.columns, place.places.step)
+        return *stored, self._row_order(name)
 
     def prefetch(self, name: str) -> None:
         """Let the system read a weight, or this rank's rows of it, into the page cache."""

@@ -4,6 +4,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tests.fakes.gguf_files import put_iq1_m_scales
 from tests.worker.reference import packed as packed_reference
 from worker.layers.kernel_weights import BLOCK_TYPES
 
@@ -15,7 +16,11 @@ HALVES = {  # where float16 numbers lie in a block
     "MXFP4": (),
     "Q2_K": (80, 82),
     "Q3_K": (108,),
-    **dict.fromkeys(("IQ4_NL", "IQ4_XS", "NF4"), (0,)),
+    **dict.fromkeys(("IQ4_NL", "IQ4_XS", "NF4", "IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S"), (0,)),
+    **dict.fromkeys(("IQ3_XXS", "IQ3_S"), (0,)),
+    **dict.fromkeys(("IQ1_M", "NVFP4"), ()),
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
     **dict.fromkeys(("INT4_32", "INT4_128", "INT8_32", "INT8_128"), (0,)),
 }
 
@@ -29,6 +34,8 @@ def random_blocks(
     if gguf_type == "MXFP4":  # and the least exponents, which floats have as subnormal numbers
         raw[:, 0] = rng.integers(120, 130, num_blocks, dtype=np.uint8)
         raw[::7, 0] = rng.integers(0, 4, len(raw[::7]), dtype=np.uint8)
+    if gguf_type == "IQ1_M":
+        put_iq1_m_scales(raw, rng.normal(size=num_blocks).astype(np.float16))
     for at in HALVES[gguf_type]:
         scales = rng.normal(size=num_blocks) * 10.0 ** rng.uniform(-3, 0, num_blocks)
         raw[:, at : at + 2] = scales.astype(np.float16).view(np.uint8).reshape(-1, 2)

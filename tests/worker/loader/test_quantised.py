@@ -27,7 +27,7 @@ from tests.worker.loader.test_formats import (
     packed,
 )
 from worker.kernels import Kernels
-from worker.layers.kernel_weights import PackedWeight
+from worker.layers.kernel_weights import Fp8Weight
 from worker.loader.files import TensorFiles, entries_by_name, read_index
 from worker.loader.source import WeightSource
 from worker.loader.weights import create_builder, load_model
@@ -123,17 +123,17 @@ def test_blocks_have_the_numbers_of_the_file(
     checkpoint = case(name)
     spec, weight_name = spec_of(checkpoint.prepared), "layers.1.down.weight"
     source = WeightSource(read_index(checkpoint.prepared), spec, torch.float32, torch.device("cpu"))
-    stored = source.read_blocks(weight_name)
-    weight = PackedWeight(kernels, stored.type, (stored.rows, stored.columns), stored.column_order)
-    weight.put_blocks(0, stored.data)
-    found, numbers = weight.rows(torch.arange(stored.rows), torch.float32), source.read(weight_name)
-    if stored.type == "NF4":
+    (weight,) = packed(kernels).read_packed(source, [weight_name])
+    numbers = source.read(weight_name)
+    found = weight.rows(torch.arange(weight.out_features), torch.float32)
+    if weight.type_name == "NF4":
         largest = numbers.view(-1, 64).abs().amax(1, keepdim=True)
         assert ((found - numbers).view(-1, 64).abs() <= (NF4_ERROR + 2**-11) * largest).all()
     else:
-        exact = checkpoint_scales(checkpoint) in (torch.float16, torch.bfloat16)
+        halves = checkpoint_scales(checkpoint) in (torch.float16, torch.bfloat16)
+        exact = halves or isinstance(weight, Fp8Weight)
         assert torch.allclose(found, numbers, rtol=0 if exact else 2**-11, atol=0)
-    x = torch.randn(3, stored.columns, generator=torch.Generator().manual_seed(2))
+    x = torch.randn(3, weight.in_features, generator=torch.Generator().manual_seed(2))
     product, expected = weight.multiply(x), x @ numbers.t()
     assert (product - expected).norm() < 0.02 * expected.norm()
 
@@ -141,12 +141,16 @@ def test_blocks_have_the_numbers_of_the_file(
 def checkpoint_scales(checkpoint: Case) -> torch.dtype:
     tensors = load_file(checkpoint.folder / "model.safetensors")
     (scales,) = (
-        tensors[DOWN + end] for end in (".scales", ".weight_scale") if DOWN + end in tensors
+        tensors[DOWN + end]
+        for end in (".scales", ".weight_scale", ".weight_scale_inv")
+        if DOWN + end in tensors
     )
     return scales.dtype
 
 
-@pytest.mark.parametrize("name", ["awq 128", "gptq desc_act", "nf4", "fp8 blocks"])
+@pytest.mark.parametrize(
+    "name", ["awq 128", "gptq desc_act", "nf4", "fp8 blocks", "fp8 rows", "fp8 one scale"]
+)
 def test_two_ranks_compute_the_results_of_one(
     name: str, case: Callable[[str], Case], kernels: Kernels
 ) -> None:
@@ -205,6 +209,7 @@ def read_folder(folder: Path) -> None:
         (SCHEMES["w8a8"].config | {"format": "marlin-24"}, "format = 'marlin-24'"),
         (SCHEMES["w8a8"].config | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme = "),
         (SCHEMES["w8a8"].config | {"config_groups": {}}, "config_groups = {}"),
+        (SCHEMES["w8a8"].config | {"format": "mixed-precision"}, "the format of the group"),
         (_in_blocks([0, 128]), "block_structure = [0, 128]"),
         (_in_blocks("128x128"), "block_structure = '128x128'"),
         (SCHEMES["nf4"].config | {"load_in_8bit": True}, "load_in_8bit = True"),
@@ -256,10 +261,22 @@ def with_number(suffix: str, value: float) -> Callable[[Tensors], None]:
             f"tensor {DOWN}.qweight and tensor {DOWN}.weight are the same weight",
         ),
         ("gptq desc_act", with_number(".g_idx", 2), "its g_idx does not have 128 columns of each"),
-        ("gptq 8", with_number(".scales", math.nan), f"a scale of {DOWN}.weight is nan"),
-        ("w4a16", with_number(".weight_scale", math.inf), f"a scale of {DOWN}.weight is inf"),
-        ("fp8 rows", with_number(".weight_scale", math.nan), f"a scale of {DOWN}.weight is nan"),
-        ("nf4", with_number(".weight.absmax", math.nan), f"a scale of {DOWN}.weight is nan"),
+        ("gptq 8", with_number(".scales", math.nan), f"{DOWN}.scales holds nan"),
+        ("w4a16", with_number(".weight_scale", math.inf), f"{DOWN}.weight_scale holds inf"),
+        ("fp8 rows", with_number(".weight_scale", -math.inf), f"{DOWN}.weight_scale holds -inf"),
+        ("fp8 channel", with_number(".weight_scale", math.nan), f"{DOWN}.weight_scale holds nan"),
+        ("nf4", with_number(".weight.absmax", math.nan), f"{DOWN}.weight.absmax holds nan"),
+        (
+            "nf4 nested",
+            with_number(".weight.nested_quant_map", math.nan),
+            f"{DOWN}.weight.nested_quant_map holds nan",
+        ),
+        (
+            "fp8 rows",
+            with_tensor(".qweight", lambda tensors: torch.zeros(32, 256, dtype=torch.int32)),
+            f"tensor {DOWN}.qweight is no part",
+        ),
+        ("fp8 rows", with_number(".weight", math.nan), f"a number of {DOWN}.weight is nan"),
         (
             "nf4",
             with_tensor(

@@ -206,7 +206,7 @@ def test_ranks_with_experts_of_a_file_round_no_more_than_one(
     assert_no_larger_error(found[0], one_rank, logits(load(prepared, RankGroup()), 30))
 
 
-@pytest.mark.parametrize("kind", [each for each in BLOCK_TYPES if each.endswith("K")])
+@pytest.mark.parametrize("kind", [*(each for each in BLOCK_TYPES if each[-1] == "K"), "IQ2_XXS"])
 def test_weights_whose_blocks_cross_head_boundaries_are_dense(
     kind: str, kernels: Kernels, tmp_path: Path
 ) -> None:

@@ -26,6 +26,7 @@ enum TokendWeightFormat : int64_t {
     TOKEND_PACKED = 0,   // TokendPackedShape of packed.h
     TOKEND_ROTATED = 1,  // TokendRotatedShape of rotated.h
     TOKEND_BF16 = 2,     // TokendBf16Shape of bf16.h
+    TOKEND_FP8 = 3,      // TokendFp8Shape of fp8.h
 };
 
 struct TokendProductKernels;  // of weight_formats.h

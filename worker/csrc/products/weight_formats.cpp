@@ -1,5 +1,6 @@
 // Which codes each weight format needs, and which kernel multiplies with them.
 #include "products/bf16/bf16_format.h"
+#include "products/fp8/fp8_format.h"
 #include "products/packed/packed.h"
 #include "products/packed/packed_format.h"
 #include "products/rotated/rotated_format.h"
@@ -16,13 +17,15 @@ int64_t most_code_bytes(int64_t num_rows, int64_t in_features) {
         {of_blocks, tokend_code_bytes(num_rows, in_features), tokend_bf16_code_bytes(num_rows, in_features)});
 }
 
+bool reads_bf16(int64_t format) { return format == TOKEND_BF16 || format == TOKEND_FP8; }
+
 bool has_codes(int64_t format, int64_t dtype, int64_t in_features) {
-    return format != TOKEND_BF16 || !bf16_rows_in_place(dtype, in_features);
+    return !reads_bf16(format) || !bf16_rows_in_place(dtype, in_features);
 }
 
 void code_row_of(int64_t format, int64_t dtype, int64_t in_features, int64_t num_rows, int64_t row, const void* x,
                  void* codes) {
-    if (format == TOKEND_BF16) return code_bf16_row(dtype, in_features, row, x, codes);
+    if (reads_bf16(format)) return code_bf16_row(dtype, in_features, row, x, codes);
     TokendProduct product = {};
     product.input_dtype = dtype;
     product.input = x;
@@ -56,6 +59,8 @@ void multiply_codes(const TokendLinearPart& part, int64_t dtype, int64_t num_row
             return tokend_coded_product(static_cast<const TokendRotatedShape*>(part.weight), &product, codes);
         case TOKEND_BF16:
             return tokend_bf16_coded_product(static_cast<const TokendBf16Shape*>(part.weight), &product, codes);
+        case TOKEND_FP8:
+            return tokend_fp8_coded_product(static_cast<const TokendFp8Shape*>(part.weight), &product, codes);
     }
 }
 
@@ -79,6 +84,8 @@ void multiply_share(const TokendLinearPart& part, const ProductShare& share) {
             return multiply_rotated_part(*static_cast<const TokendRotatedShape*>(part.weight), product, share.codes, of);
         case TOKEND_BF16:
             return multiply_bf16_part(*static_cast<const TokendBf16Shape*>(part.weight), product, share.codes, of);
+        case TOKEND_FP8:
+            return multiply_fp8_part(*static_cast<const TokendFp8Shape*>(part.weight), product, share.codes, of);
     }
 }
 

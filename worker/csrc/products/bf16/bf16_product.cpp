@@ -1,8 +1,5 @@
 // Products with weights of bfloat16, by tiles or by vectors, and the rows for them.
-#include "products/bf16/bf16_dot.h"
-#include "products/bf16/bf16_format.h"
-#include "products/panel_product.h"
-#include "products/tile_pair.h"
+#include "products/bf16/bf16_sums.h"
 
 namespace tokend {
 namespace {
@@ -19,44 +16,15 @@ struct CodesOfRows {
     int64_t row_bytes() const { return stride * int64_t(sizeof(Bf16Code)); }
 };
 
-#if defined(TOKEND_AMX) && defined(__AMX_BF16__)
-
-struct Bf16Tiles {
-    static constexpr int64_t FETCH_AHEAD = 8192;
-    static void upper_first() { _tile_dpbf16ps(0, 4, 6); }
-    static void upper_second() { _tile_dpbf16ps(1, 4, 7); }
-    static void lower_first() { _tile_dpbf16ps(2, 5, 6); }
-    static void lower_second() { _tile_dpbf16ps(3, 5, 7); }
-};
-
-#endif
-
 // A weight and the rows for it, as panel_product.h has them.
 class Bf16Form {
   public:
     typedef float Sum;
     static constexpr bool ALWAYS_FETCH = true;
+    typedef BiasedSums Finish;
+    typedef BiasedSums::Columns Columns;
 
-    struct Finish {
-        PairBias bias;
-        Finish() = default;
-        Finish(const Bf16Form&, const TokendProduct& product, int64_t first, int64_t width)
-            : bias(product, first, width) {}
-    };
-
-    struct Columns {
-        LineOfPair bias;
-
-        TOKEND_INLINE explicit Columns(const Finish& finish) {
-            each<LINE_VECTORS>([&](auto i) { bias[i] = load<ROW_LANES>(finish.bias.numbers + i * ROW_LANES); });
-        }
-        TOKEND_INLINE void values(const float* sums, int64_t, LineOfPair& to) const {
-            each<LINE_VECTORS>([&](auto i) { to[i] = load<ROW_LANES>(sums + i * ROW_LANES) + bias[i]; });
-        }
-    };
-
-    Bf16Form(const TokendBf16Shape& weight, const void* codes, int64_t stride)
-        : weight_(weight), layout_(weight), codes_(static_cast<const Bf16Code*>(codes)), stride_(stride) {}
+    Bf16Form(const TokendBf16Shape& weight, const RowsOfBf16& rows) : weight_(weight), layout_(weight), rows_(rows) {}
 
     int64_t num_pairs() const { return layout_.num_pairs; }
     int64_t pair_bytes() const { return layout_.pair_bytes(); }
@@ -66,34 +34,19 @@ class Bf16Form {
         template <class Between>
         void operator()(const Bf16Form& form, int64_t pair, int64_t row, int64_t num_rows, float* sums, bool fetch,
                         Between between) {
-            const uint8_t* weight = form.layout_.pair(form.weight_, pair);
-            const Bf16Code* x = form.codes_ + row * form.stride_;
-#if defined(TOKEND_AMX) && defined(__AMX_BF16__)
-            if (allowed_) {
-                const TilesOfPair tiles = {weight, weight + PANEL_STEP_BYTES, PAIR_STEP_BYTES};
-                const int64_t row_bytes = form.stride_ * int64_t(sizeof(Bf16Code));
-                return tiles_(tiles, form.layout_.num_steps, x, row_bytes, num_rows, sums, fetch, between);
-            }
-#endif
-            (void)between;
-            if (fetch)
-                bf16_dot_pair<true>(weight, form.layout_.num_steps, x, form.stride_, num_rows, sums);
-            else
-                bf16_dot_pair<false>(weight, form.layout_.num_steps, x, form.stride_, num_rows, sums);
+            const Bf16Code* x = form.rows_.codes + row * form.rows_.stride;
+            strips_(form.layout_.pair(form.weight_, pair), form.layout_.num_steps, x, form.rows_.stride, num_rows, sums,
+                    fetch, between);
         }
 
-#if defined(TOKEND_AMX) && defined(__AMX_BF16__)
       private:
-        const bool allowed_ = tiles_allowed();
-        TileStrips<Bf16Tiles> tiles_;
-#endif
+        Bf16Strips strips_;
     };
 
   private:
     const TokendBf16Shape& weight_;
     const Bf16Layout layout_;
-    const Bf16Code* codes_;
-    const int64_t stride_;  // numbers from row to row
+    const RowsOfBf16 rows_;
 };
 
 // Numbers rounded to bfloat16, as in rows.
@@ -118,18 +71,11 @@ TOKEND_FLATTEN void code_numbers(const T* from, int64_t count, Bf16Code* to) {
     }
 }
 
-// The weight and the rows for it: those of the product, or their codes.
-Bf16Form form_of(const TokendBf16Shape& weight, const TokendProduct& product, const void* codes) {
-    const int64_t in_features = weight.in_features;
-    if (bf16_rows_in_place(product.input_dtype, in_features)) return {weight, product.input, product.input_stride};
-    return {weight, codes, CodesOfRows(in_features).stride};
-}
-
 }  // namespace
 
 void multiply_bf16_part(const TokendBf16Shape& weight, const TokendProduct& product, const void* codes,
                         const ProductPart& part) {
-    multiply_part(form_of(weight, product, codes), product, part);
+    multiply_part(Bf16Form(weight, rows_of_bf16(product, weight.in_features, codes)), product, part);
 }
 
 bool bf16_rows_in_place(int64_t dtype, int64_t in_features) {
@@ -155,24 +101,12 @@ extern "C" int64_t tokend_bf16_code_bytes(int64_t num_rows, int64_t in_features)
 }
 
 extern "C" void tokend_bf16_coded_product(const TokendBf16Shape* weight, const TokendProduct* product, const void* codes) {
-    const Bf16Form form = form_of(*weight, *product, codes);
+    const Bf16Form form(*weight, rows_of_bf16(*product, weight->in_features, codes));
     in_team(worth_threads(product->num_rows, weight->in_features, weight->out_features),
             [&] { multiply_share(form, *product); });
 }
 
 extern "C" void tokend_bf16_product(const TokendBf16Shape* weight, const TokendProduct* product) {
-    const int64_t in_features = weight->in_features, num_rows = product->num_rows;
-    if (bf16_rows_in_place(product->input_dtype, in_features))
-        return tokend_bf16_coded_product(weight, product, nullptr);
-    void* codes = own_codes(tokend_bf16_code_bytes(num_rows, in_features));
-    const int64_t row_bytes = product->input_stride * (product->input_dtype == 0 ? 4 : 2);
-#pragma omp parallel if (worth_threads(num_rows, in_features, weight->out_features))
-    {
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < num_rows; row++) {
-            const char* x = static_cast<const char*>(product->input) + row * row_bytes;
-            code_bf16_row(product->input_dtype, in_features, row, x, codes);
-        }
-        tokend_bf16_coded_product(weight, product, codes);
-    }
+    with_bf16_codes(*product, weight->in_features, weight->out_features,
+                    [&](const void* codes) { tokend_bf16_coded_product(weight, product, codes); });
 }

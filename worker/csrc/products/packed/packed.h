@@ -22,6 +22,8 @@
 // minima. Codes of MXFP4, IQ4_NL, IQ4_XS and NF4 are places in a table of unsigned numbers, to which
 // their zero applies.
 //
+// IQ1, IQ2, IQ3, TQ1_0, TQ2_0 and NVFP4 stay in the blocks of the file (file_blocks.h).
+//
 // INT4 and INT8 are those of checkpoints whose groups of columns have a scale and a zero each; the
 // number behind it is that of columns that share a head here, by which the group is divisible:
 //
@@ -30,6 +32,14 @@
 #pragma once
 
 #include <cstdint>
+
+namespace tokend {
+
+constexpr int PANEL = 32;       // outputs
+constexpr int BLOCK = 32;       // inputs
+constexpr int ROW = PANEL * 4;  // bytes of a row of codes
+
+}  // namespace tokend
 
 enum {
     TOKEND_Q4_0,
@@ -49,7 +59,17 @@ enum {
     TOKEND_INT4_128,
     TOKEND_INT8_32,
     TOKEND_INT8_128,
-    TOKEND_NF4
+    TOKEND_NF4,
+    TOKEND_IQ1_S,
+    TOKEND_IQ1_M,
+    TOKEND_IQ2_XXS,
+    TOKEND_IQ2_XS,
+    TOKEND_IQ2_S,
+    TOKEND_IQ3_XXS,
+    TOKEND_IQ3_S,
+    TOKEND_TQ1_0,
+    TOKEND_TQ2_0,
+    TOKEND_NVFP4
 };
 
 extern "C" {

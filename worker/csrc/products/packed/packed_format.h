@@ -2,14 +2,11 @@
 #pragma once
 
 #include "common/simd.h"
+#include "products/packed/file_blocks.h"
 #include "products/packed/packed.h"
 #include "products/panels.h"
 
 namespace tokend {
-
-constexpr int PANEL = 32;         // outputs
-constexpr int BLOCK = 32;         // inputs
-constexpr int ROW = PANEL * 4;    // bytes of a row of codes
 
 enum class Scales {
     half,       // float16 a block
@@ -27,6 +24,7 @@ enum class Table { none, e2m1, iq4, nf4 };
 
 template <int BITS_, int ZERO_, Scales SCALES_, int SUPER_ = 1, Table TABLE_ = Table::none>
 struct Format {
+    static constexpr bool IN_FILE_BLOCKS = false;
     static constexpr int BITS = BITS_;
     static constexpr int ZERO = ZERO_;
     static constexpr Scales SCALES = SCALES_;
@@ -121,6 +119,16 @@ void with_format(int64_t type, Body body) {
         case TOKEND_INT8_32: return body(INT8_32());
         case TOKEND_INT8_128: return body(INT8_128());
         case TOKEND_NF4: return body(NF4());
+        case TOKEND_IQ1_S: return body(IQ1_S());
+        case TOKEND_IQ1_M: return body(IQ1_M());
+        case TOKEND_IQ2_XXS: return body(IQ2_XXS());
+        case TOKEND_IQ2_XS: return body(IQ2_XS());
+        case TOKEND_IQ2_S: return body(IQ2_S());
+        case TOKEND_IQ3_XXS: return body(IQ3_XXS());
+        case TOKEND_IQ3_S: return body(IQ3_S());
+        case TOKEND_TQ1_0: return body(TQ1_0());
+        case TOKEND_TQ2_0: return body(TQ2_0());
+        case TOKEND_NVFP4: return body(NVFP4());
     }
 }
 

@@ -96,6 +96,13 @@ constexpr Raw raw_layout() {
     return {210, 208, 0, 128, 0, 192};
 }
 
+// Of a block of the file.
+template <class Format>
+constexpr int raw_bytes() {
+    if constexpr (Format::IN_FILE_BLOCKS) return Format::RAW_BYTES;
+    else return raw_layout<Format>().bytes;
+}
+
 // The 32 codes of block `sub` within a block of the file.
 template <class Format>
 TOKEND_INLINE void raw_codes(const uint8_t* raw, int sub, uint8_t (&codes)[BLOCK]) {
@@ -152,6 +159,14 @@ TOKEND_INLINE uint8_t raw_scale_iq4(const uint8_t* scales, int sub) {
     return uint8_t((low | high << 4) - 32);
 }
 
+// A whole block of a type that stays as it is.
+template <class Format>
+void put_file_block(uint8_t* panel, int64_t block, int output, const uint8_t* row) {
+    uint8_t* to = panel + Format::place(block) + output;
+    const uint8_t* raw = row + block / Format::SUPER * Format::RAW_BYTES;
+    for (int i = 0; i < Format::RAW_BYTES; i++) to[i * PANEL] = raw[i];
+}
+
 template <class Format>
 void put_block(uint8_t* panel, int64_t block, int output, const uint8_t* row) {
     constexpr Raw layout = raw_layout<Format>();
@@ -189,14 +204,18 @@ template <class Format>
 void pack_blocks(
     const TokendPackedShape& weight, int64_t first, int64_t num_rows, const uint8_t* raw, const int64_t* order) {
     const int64_t num_blocks = weight.in_features / BLOCK;
-    const int64_t row_bytes = num_blocks / Format::SUPER * raw_layout<Format>().bytes;
+    const int64_t row_bytes = num_blocks / Format::SUPER * raw_bytes<Format>();
     uint8_t* packed = static_cast<uint8_t*>(weight.packed);
     for (int64_t index = 0; index < num_rows; index++) {
         const int64_t output = first + index;
         const uint8_t* row = raw + (order ? order[index] : index) * row_bytes;
         uint8_t* panel = packed + output / PANEL * Format::panel_bytes(weight.in_features);
-        for (int64_t block = 0; block < num_blocks; block++)
-            put_block<Format>(panel, block, int(output % PANEL), row);
+        if constexpr (Format::IN_FILE_BLOCKS)
+            for (int64_t block = 0; block < num_blocks; block += Format::SUPER)
+                put_file_block<Format>(panel, block, int(output % PANEL), row);
+        else
+            for (int64_t block = 0; block < num_blocks; block++)
+                put_block<Format>(panel, block, int(output % PANEL), row);
     }
 }
 
@@ -237,6 +256,21 @@ void pack_dense(const TokendPackedShape& weight, int64_t stride, const T* dense)
 // ---- rows as numbers ----------------------------------------------------------------
 
 // 32 numbers, equal bit by bit to the format's definition in float32.
+template <class Format>
+TOKEND_FLATTEN void get_file_block(const uint8_t* panel, int64_t block, int output, float* numbers) {
+    const int lane = output % DOT_LANES, sub = int(block % Format::SUPER);
+    const Fields fields{panel + Format::place(block) + output - lane};
+    float scales[2];
+    each<Format::HALVES>([&](auto half) { scales[half] = Format::scale(fields, sub, half)[lane]; });
+    each<4>([&](auto group) {
+        DotU words[2];
+        Format::template codes<group>(fields, sub, words);
+        for (int i = 0; i < 8; i++) {
+            const int code = int(words[i / 4][lane] >> i % 4 * 8 & 255);
+            numbers[group * 8 + i] = scales[group * Format::HALVES / 4] * float(code - Format::ZERO);
+        }
+    });
+}
 template <class Format>
 void get_block(const uint8_t* panel, int64_t block, int output, float* numbers) {
     const uint8_t* from = panel + Format::place(block);
@@ -281,7 +315,10 @@ void unpack_rows(const TokendPackedShape& weight, int64_t num_ids, const int64_t
         const uint8_t* panel = packed + ids[index] / PANEL * Format::panel_bytes(weight.in_features);
         for (int64_t block = 0; block < weight.in_features / BLOCK; block++, to += BLOCK) {
             float numbers[BLOCK];
-            get_block<Format>(panel, block, int(ids[index] % PANEL), numbers);
+            if constexpr (Format::IN_FILE_BLOCKS)
+                get_file_block<Format>(panel, block, int(ids[index] % PANEL), numbers);
+            else
+                get_block<Format>(panel, block, int(ids[index] % PANEL), numbers);
             for (int i = 0; i < BLOCK; i += 8) store<8>(to + i, load<8>(numbers + i));
         }
     }

@@ -48,12 +48,11 @@ int64_t multiply_by_amx([[maybe_unused]] const Source& source, [[maybe_unused]] 
     return 0;
 }
 
-// result[row][output] for the outputs of a panel.
+// Adds to result[row][output] for the outputs of a panel.
 template <class Format>
-void multiply_panel(const uint8_t* panel, int64_t num_blocks, const TokendQuantised* x, int64_t num_rows,
-                    Scratch& scratch, float* result) {
+void multiply_packed(const uint8_t* panel, int64_t num_blocks, const TokendQuantised* x, int64_t num_rows,
+                     Scratch& scratch, float* result) {
     const Packed<Format> packed{panel};
-    std::fill_n(result, num_rows * PANEL, 0.0f);
     int64_t done = 0;
     if constexpr (Format::BITS == 8) {
         done = multiply_by_amx(packed, num_blocks, x, num_blocks, num_rows, result);
@@ -70,6 +69,29 @@ void multiply_panel(const uint8_t* panel, int64_t num_blocks, const TokendQuanti
         }
     }
     tiles(packed, num_blocks, x + done * num_blocks, num_blocks, num_rows - done, result + done * PANEL);
+}
+
+template <class Format>
+void multiply_file_blocks(const uint8_t* panel, int64_t num_blocks, const TokendQuantised* x, int64_t num_rows,
+                          Scratch& scratch, float* result) {
+    for (int64_t begin = 0; begin < num_blocks; begin += DEEP) {
+        const int64_t end = std::min(begin + DEEP, num_blocks);
+        unpack_blocks(PanelInFileBlocks<Format>{panel}, begin, end, scratch.unpacked);
+        const UnpackedOf<Format> plain{scratch.unpacked, Format::ZERO};
+        const int64_t done = multiply_by_amx(plain, end - begin, x + begin, num_blocks, num_rows, result);
+        tiles(plain, end - begin, x + done * num_blocks + begin, num_blocks, num_rows - done, result + done * PANEL);
+    }
+}
+
+// result[row][output] for the outputs of a panel.
+template <class Format>
+void multiply_panel(const uint8_t* panel, int64_t num_blocks, const TokendQuantised* x, int64_t num_rows,
+                    Scratch& scratch, float* result) {
+    std::fill_n(result, num_rows * PANEL, 0.0f);
+    if constexpr (Format::IN_FILE_BLOCKS)
+        multiply_file_blocks<Format>(panel, num_blocks, x, num_rows, scratch, result);
+    else
+        multiply_packed<Format>(panel, num_blocks, x, num_rows, scratch, result);
 }
 
 // The same for a type that is known at run time.

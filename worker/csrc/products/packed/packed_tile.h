@@ -148,15 +148,54 @@ struct Unpacked {
 template <class Format>
 using UnpackedOf = Unpacked<Format::HALVES, Format::HAS_LOW, WORDS_FIRST ? Format::CODE_BITS : 8>;
 
-template <class Format>
-TOKEND_FLATTEN void unpack_blocks(const Packed<Format>& source, int64_t begin, int64_t end, uint8_t* to) {
+// A panel in blocks of the file; only to unpack it.
+template <class Format_>
+struct PanelInFileBlocks {
+    using Format = Format_;
+
+    const uint8_t* panel;
+
+    struct Block {
+        Fields fields;
+        int sub;
+
+        // The codes of 8 inputs in two words.
+        template <int GROUP>
+        TOKEND_INLINE void codes(DotU (&words)[2]) const {
+            Format::template codes<GROUP>(fields, sub, words);
+        }
+        TOKEND_INLINE DotF scale(int half, int) const { return Format::scale(fields, sub, half); }
+    };
+
+    TOKEND_INLINE Block block(int64_t index, int vector) const {
+        return {{panel + Format::place(index) + vector * DOT_LANES}, int(index % Format::SUPER)};
+    }
+
+    // As many lines as the block has, of the next one.
+    TOKEND_INLINE void fetch_ahead(int64_t index) const {
+        constexpr int64_t BYTES = Format::RAW_BYTES * PANEL, SHARE = BYTES / Format::SUPER;
+        const uint8_t* at = panel + Format::place(index) + BYTES + index % Format::SUPER * SHARE;
+        for (int64_t line = 0; line < SHARE; line += 64) __builtin_prefetch(at + line, 0, 2);
+    }
+};
+
+template <class Source>
+TOKEND_FLATTEN void unpack_blocks(const Source& source, int64_t begin, int64_t end, uint8_t* to) {
+    using Format = typename Source::Format;
     for (int64_t index = begin; index < end; index++, to += UnpackedOf<Format>::BYTES)
         for (int vector = 0; vector < PANEL / DOT_LANES; vector++) {
             if (vector == 0) source.fetch_ahead(index);
             const auto block = source.block(index, vector);
             uint8_t* column = to + vector * DOT_LANES * 4;
             const auto put = [&](int row, auto value) { __builtin_memcpy(column + row * ROW, &value, sizeof(value)); };
-            each<8>([&](auto j) { put(j, block.template codes<j>(0)); });
+            if constexpr (Format::IN_FILE_BLOCKS)
+                each<4>([&](auto group) {
+                    DotU words[2];
+                    block.template codes<group>(words);
+                    put(2 * group, words[0]), put(2 * group + 1, words[1]);
+                });
+            else
+                each<8>([&](auto j) { put(j, block.template codes<j>(0)); });
             each<Format::HALVES>([&](auto half) { put(8 + half, block.scale(half, 0)); });
             if constexpr (Format::HAS_LOW)
                 each<Format::HALVES>([&](auto half) { put(8 + Format::HALVES + half, block.low(half, 0)); });

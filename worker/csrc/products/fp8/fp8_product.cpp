@@ -1,0 +1,164 @@
+// Products with FP8 weights: parts of a pair of panels are unpacked to bfloat16 and multiplied as such.
+#include "products/bf16/bf16_sums.h"
+#include "products/fp8/fp8_format.h"
+
+namespace tokend {
+namespace {
+
+// The prefetch distance of codes in bytes.
+constexpr int64_t FP8_FETCH_AHEAD = 4096;
+
+// Two lines of codes to two lines of bfloat16. Its exponent is that of the code plus 120; codes with an
+// exponent of 0 are 2^-9 times their fraction, which bfloat16 has as normal numbers.
+#if defined(__AVX512BW__)
+
+class UnpackFp8 {
+  public:
+    UnpackFp8() {
+        for (int i = 0; i < 16; i++) high_[i] = uint8_t(i / 8 * 128 + 60 + i % 8);  // sign, half the exponent
+        for (int fraction = 1; fraction < 8; fraction++) {
+            const uint32_t bits = bit_cast<uint32_t>(float(fraction) * 0x1p-9f);
+            small_high_[fraction] = uint8_t(bits >> 24), small_low_[fraction] = uint8_t(bits >> 16);
+        }
+    }
+    TOKEND_INLINE void operator()(const uint8_t* from, uint8_t* to) const {
+        const __m512i codes = load_bytes<__m512i>(from);
+        const __m512i upper = _mm512_and_si512(_mm512_srli_epi16(codes, 4), _mm512_set1_epi8(15));
+        __m512i high = _mm512_shuffle_epi8(table(high_), upper);
+        __m512i low = _mm512_and_si512(_mm512_slli_epi16(codes, 4), _mm512_set1_epi8(-16));
+        const __mmask64 small = _mm512_testn_epi8_mask(codes, _mm512_set1_epi8(0x78));
+        if (__builtin_expect(small != 0, 0)) {  // few weights are that small
+            const __m512i fraction = _mm512_and_si512(codes, _mm512_set1_epi8(7));
+            const __m512i sign = _mm512_and_si512(codes, _mm512_set1_epi8(-128));
+            const __m512i small_high = _mm512_shuffle_epi8(table(small_high_), fraction);
+            high = _mm512_mask_mov_epi8(high, small, _mm512_or_si512(small_high, sign));
+            low = _mm512_mask_shuffle_epi8(low, small, table(small_low_), fraction);
+        }
+        const __m512i lines[2] = {_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)};
+        __builtin_memcpy(to, lines, sizeof(lines));
+    }
+
+  private:
+    static TOKEND_INLINE __m512i table(const uint8_t (&bytes)[16]) {
+        return _mm512_broadcast_i32x4(load_bytes<__m128i>(bytes));
+    }
+
+    alignas(16) uint8_t high_[16], small_high_[16] = {}, small_low_[16] = {};
+};
+
+#else
+
+struct UnpackFp8 {
+    TOKEND_INLINE void operator()(const uint8_t* from, uint8_t* to) const {
+        typedef Vec<ROW_LANES>::U U;
+        for (int line = 0; line < 2; line++)
+            for (int64_t at = 0; at < PANEL_OUTPUTS; at += ROW_LANES) {
+                uint8_t codes[ROW_LANES * 2];
+                for (int i = 0; i < ROW_LANES; i += 4)
+                    __builtin_memcpy(codes + i * 2, from + (at + i) * 4 + line * 8, 8);
+                const U words = load_words<ROW_LANES>(codes);
+                const U both = number(words & 255) >> 16 | number(words >> 8);
+                __builtin_memcpy(to + line * LINE_BYTES + at * 4, &both, sizeof(both));
+            }
+    }
+    // Codes as bits of float32.
+    template <class U>
+    static TOKEND_INLINE U number(U codes) {
+        typedef typename Vec<ROW_LANES>::I I;
+        const U normal = ((codes & 127) + (120 << 3)) << 20;
+        const F<ROW_LANES> small = __builtin_convertvector((I)(codes & 7), F<ROW_LANES>) * splat<ROW_LANES>(0x1p-9f);
+        const U is_normal = (U)((codes & 127) > 7);
+        return (normal & is_normal) | (bit_cast<U>(small) & ~is_normal) | (codes & 128) << 24;
+    }
+};
+
+#endif
+
+// A weight and the rows for it, as panel_product.h has them.
+class Fp8Form {
+  public:
+    typedef float Sum;
+    static constexpr bool ALWAYS_FETCH = true;
+    typedef BiasedSums Finish;
+    typedef BiasedSums::Columns Columns;
+
+    Fp8Form(const TokendFp8Shape& weight, const RowsOfBf16& rows) : weight_(weight), layout_(weight), rows_(rows) {}
+
+    int64_t num_pairs() const { return layout_.num_pairs; }
+    int64_t pair_bytes() const { return layout_.pair_bytes(); }
+    int64_t out_features() const { return weight_.out_features; }
+
+    struct Strips {
+        template <class Between>
+        void operator()(const Fp8Form& form, int64_t pair, int64_t row, int64_t num_rows, float* sums, bool fetch,
+                        Between between) {
+            const Fp8Layout& layout = form.layout_;
+            const uint8_t* at = form.layout_.pair(form.weight_, pair);
+            const float* scales = reinterpret_cast<const float*>(at);
+            const int64_t of_group = PAIR_OUTPUTS / layout.scale_outputs;
+            const int64_t group_steps = form.weight_.scale_inputs / STEP_INPUTS;
+            at += layout.scale_bytes();
+            std::fill_n(sums, num_rows * PAIR_OUTPUTS, 0.0f);
+            for (int64_t step = 0; step < layout.num_steps;) {
+                const int64_t group = step / group_steps;
+                const int64_t end = std::min({step + FP8_PART_INPUTS / STEP_INPUTS, (group + 1) * group_steps,
+                                              layout.num_steps});
+                unpack(at + step * FP8_STEP_BYTES, end - step, fetch);
+                const Bf16Code* x = form.rows_.codes + row * form.rows_.stride + step * STEP_INPUTS;
+                part_(unpacked_, end - step, x, form.rows_.stride, num_rows, part_sums_, false, between);
+                add(scales + group * of_group, of_group == 1, num_rows, sums);
+                step = end;
+            }
+        }
+
+      private:
+        TOKEND_FLATTEN void unpack(const uint8_t* from, int64_t num_steps, bool fetch) {
+            for (int64_t two = 0; two < num_steps * STEP_LINES; two++, from += FP8_LINES_BYTES) {
+                if (fetch) __builtin_prefetch(from + FP8_FETCH_AHEAD);
+                unpack_(from, unpacked_ + two * 2 * LINE_BYTES);
+            }
+        }
+
+        // sums += sums of a part * scales
+        TOKEND_FLATTEN void add(const float* scales, bool one, int64_t num_rows, float* sums) const {
+            constexpr int N = ROW_LANES;
+            for (int64_t at = 0; at < PAIR_OUTPUTS; at += N) {
+                const F<N> scale = one ? splat<N>(scales[0]) : load<N>(scales + at);
+                for (int64_t i = at; i < num_rows * PAIR_OUTPUTS; i += PAIR_OUTPUTS)
+                    store<N>(sums + i, multiply_add<N>(load<N>(part_sums_ + i), scale, load<N>(sums + i)));
+            }
+        }
+
+        UnpackFp8 unpack_;
+        Bf16Strips part_;
+        alignas(64) uint8_t unpacked_[FP8_PART_INPUTS / STEP_INPUTS * PAIR_STEP_BYTES];
+        alignas(64) float part_sums_[STRIP * PAIR_OUTPUTS];
+    };
+
+  private:
+    const TokendFp8Shape& weight_;
+    const Fp8Layout layout_;
+    const RowsOfBf16 rows_;
+};
+
+}  // namespace
+
+void multiply_fp8_part(const TokendFp8Shape& weight, const TokendProduct& product, const void* codes,
+                       const ProductPart& part) {
+    multiply_part(Fp8Form(weight, rows_of_bf16(product, weight.in_features, codes)), product, part);
+}
+
+}  // namespace tokend
+
+using namespace tokend;
+
+extern "C" void tokend_fp8_coded_product(const TokendFp8Shape* weight, const TokendProduct* product, const void* codes) {
+    const Fp8Form form(*weight, rows_of_bf16(*product, weight->in_features, codes));
+    in_team(worth_threads(product->num_rows, weight->in_features, weight->out_features),
+            [&] { multiply_share(form, *product); });
+}
+
+extern "C" void tokend_fp8_product(const TokendFp8Shape* weight, const TokendProduct* product) {
+    with_bf16_codes(*product, weight->in_features, weight->out_features,
+                    [&](const void* codes) { tokend_fp8_coded_product(weight, product, codes); });
+}
