@@ -56,6 +56,12 @@ struct Bf16Tiles {
 // A thread's way to multiply rows with steps of a pair.
 class Bf16Strips {
   public:
+#if defined(TOKEND_AMX) && defined(__AMX_BF16__)
+    bool by_tiles() const { return allowed_; }
+#else
+    static bool by_tiles() { return false; }
+#endif
+
     // sums: [num_rows][PAIR_OUTPUTS] of the inputs of these steps. x: the first row's first input.
     template <class Between>
     void operator()(const uint8_t* pair, int64_t num_steps, const Bf16Code* x, int64_t stride, int64_t num_rows,

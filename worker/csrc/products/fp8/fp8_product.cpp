@@ -99,14 +99,25 @@ class Fp8Form {
             const int64_t group_steps = form.weight_.scale_inputs / STEP_INPUTS;
             at += layout.scale_bytes();
             std::fill_n(sums, num_rows * PAIR_OUTPUTS, 0.0f);
+            const auto scales_of = [&](int64_t step) { return scales + step / group_steps * of_group; };
+            const auto end_of = [&](int64_t step) {
+                return std::min({step + FP8_PART_INPUTS / STEP_INPUTS, (step / group_steps + 1) * group_steps,
+                                 layout.num_steps});
+            };
             for (int64_t step = 0; step < layout.num_steps;) {
-                const int64_t group = step / group_steps;
-                const int64_t end = std::min({step + FP8_PART_INPUTS / STEP_INPUTS, (group + 1) * group_steps,
-                                              layout.num_steps});
+                const int64_t end = end_of(step);
+                if (num_rows == 1 && !part_.by_tiles() && end < layout.num_steps && end_of(end) - end == end - step) {
+                    const uint8_t* parts[2] = {at + step * FP8_STEP_BYTES, at + end * FP8_STEP_BYTES};
+                    multiply_two(parts, end - step, form.rows_.codes + row * form.rows_.stride + step * STEP_INPUTS);
+                    add(part_sums_, scales_of(step), of_group == 1, 1, sums);
+                    add(part_sums_ + PAIR_OUTPUTS, scales_of(end), of_group == 1, 1, sums);
+                    step = end_of(end);
+                    continue;
+                }
                 unpack(at + step * FP8_STEP_BYTES, end - step, fetch);
                 const Bf16Code* x = form.rows_.codes + row * form.rows_.stride + step * STEP_INPUTS;
                 part_(unpacked_, end - step, x, form.rows_.stride, num_rows, part_sums_, false, between);
-                add(scales + group * of_group, of_group == 1, num_rows, sums);
+                add(part_sums_, scales_of(step), of_group == 1, num_rows, sums);
                 step = end;
             }
         }
@@ -119,13 +130,48 @@ class Fp8Form {
             }
         }
 
+        // The sums of a single row over two parts of the same length, one after the other in the row:
+        // with the sums of one part, each product would wait for the one before.
+        TOKEND_FLATTEN __attribute__((noinline)) void multiply_two(const uint8_t* const (&parts)[2], int64_t num_steps,
+                                                                   const Bf16Code* x) {
+            constexpr int N = ROW_LANES, VECTORS = int(PAIR_OUTPUTS) / N;
+            const UnpackFp8 unpack = unpack_;
+            const int64_t inputs = num_steps * STEP_INPUTS;
+            F<N> total[2][VECTORS] = {};
+            for (int64_t two = 0; two < num_steps * STEP_LINES / 2; two++, x += 4) {
+                const int64_t from = two / (STEP_LINES / 2) * FP8_STEP_BYTES + two % (STEP_LINES / 2) * FP8_LINES_BYTES;
+                alignas(64) uint8_t lines[2][2][2 * LINE_BYTES];
+                each<2>([&](auto part) {
+                    each<2>([&](auto panel) {
+                        const uint8_t* codes = parts[part] + from + panel * FP8_PANEL_STEP_BYTES;
+                        __builtin_prefetch(codes + 2 * FP8_FETCH_AHEAD);  // what two parts further has
+                        unpack(codes, lines[part][panel]);
+                    });
+                });
+                each<2>([&](auto line) {
+                    each<2>([&](auto part) {
+                        each<VECTORS>([&](auto i) {
+                            constexpr int OUTPUT = i * N;
+                            const uint8_t* words = lines[part][OUTPUT / PANEL_OUTPUTS] + line * LINE_BYTES;
+                            const Bf16Line weight(words + OUTPUT % PANEL_OUTPUTS * 4);
+                            total[part][i] = weight.add(total[part][i], x + part * inputs + line * 2);
+                        });
+                    });
+                });
+            }
+            each<2>([&](auto part) {
+                each<VECTORS>(
+                    [&](auto i) { store<N>(part_sums_ + part * PAIR_OUTPUTS + i * N, total[part][i]); });
+            });
+        }
+
         // sums += sums of a part * scales
-        TOKEND_FLATTEN void add(const float* scales, bool one, int64_t num_rows, float* sums) const {
+        TOKEND_FLATTEN static void add(const float* part, const float* scales, bool one, int64_t num_rows, float* sums) {
             constexpr int N = ROW_LANES;
             for (int64_t at = 0; at < PAIR_OUTPUTS; at += N) {
                 const F<N> scale = one ? splat<N>(scales[0]) : load<N>(scales + at);
                 for (int64_t i = at; i < num_rows * PAIR_OUTPUTS; i += PAIR_OUTPUTS)
-                    store<N>(sums + i, multiply_add<N>(load<N>(part_sums_ + i), scale, load<N>(sums + i)));
+                    store<N>(sums + i, multiply_add<N>(load<N>(part + i), scale, load<N>(sums + i)));
             }
         }
 
