@@ -131,6 +131,15 @@ class TensorFiles:
             data = data.copy()
         return torch.from_numpy(data).view(dtype).view(part.shape)
 
+    def release(self) -> None:
+        """Give back the pages that reading has mapped into this process.
+
+        They stay in the page cache, from which views that are left get them again.
+        """
+        for each in self._maps:
+            memory: mmap.mmap = each.base  # type: ignore[assignment]
+            memory.madvise(mmap.MADV_DONTNEED)
+
     def prefetch(self, entry: TensorEntry) -> None:
         """Let the system read the tensor's bytes into the page cache, without waiting for it."""
         for file, offset, num_bytes in entry.byte_ranges:

@@ -222,6 +222,10 @@ class WeightSource:
         """Let the system read a weight, or this rank's rows of it, into the page cache."""
         self._files.prefetch(self._entries[name].with_rows(self._shards[name].rows).entry)
 
+    def release(self) -> None:
+        """Give back the pages of the files; see TensorFiles."""
+        self._files.release()
+
     def read_rows(
         self, name: str, dtype: torch.dtype | None = None
     ) -> tuple[torch.Tensor, npt.NDArray[np.int64] | None]:

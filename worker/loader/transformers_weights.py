@@ -78,4 +78,5 @@ def load_transformers(
         parameter.nbytes for parameter in model.parameters()
     )
     choose_products(weight_format.kernel_weights, dtype, prepared.folder)
+    files.release()
     return TransformersDecoder(spec, model)

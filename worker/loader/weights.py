@@ -91,6 +91,7 @@ def load_model(
             progress(len(layers) / steps)
         build_decoder = ends.result()
     decoder = build_decoder(layers)
+    builder.source.release()
     progress(1.0)
     return decoder
 

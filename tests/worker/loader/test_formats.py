@@ -4,6 +4,8 @@ Packed weights are compared with a dense model of the dequantised values whose p
 activations like reference/packed.py, so that only the order of sums differs.
 """
 
+import re
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +26,7 @@ from worker.kernels import Kernels
 from worker.layers.embedding import DenseTable
 from worker.layers.linear import Linear, is_reordered_by_onednn
 from worker.loader import formats
+from worker.loader.files import read_index
 from worker.loader.format_choice import describe_dense_weights
 from worker.loader.formats import (
     Bf16Format,
@@ -193,6 +196,30 @@ def test_an_embedding_takes_no_memory_beside_the_head(
     for wrong in (-1, 64):
         with pytest.raises(IndexError):
             table.rows(torch.tensor([0, wrong]))
+
+
+def mapped_kilobytes(path: str) -> int:
+    """Return how much of a mapped file is in this process."""
+    found, total = False, 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            found = line.endswith(path)
+        elif found and line.startswith("Rss:"):
+            total += int(line.split()[1])
+    return total
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_pages_of_a_file_that_stays_mapped_are_given_back(kernels: Kernels, tmp_path: Path) -> None:
+    """The embedding keeps the file mapped; the weights beside it are in the kernels' form."""
+    config = LlamaConfig(**SIZES | {"tie_word_embeddings": False})
+    prepared = prepared_gguf(tmp_path, "Q8_0", config)
+    (path,) = read_index(prepared).files
+    spec, device = spec_of(prepared), torch.device("cpu")
+    decoder = load_model(prepared, spec, torch.float32, device, print, packed(kernels))
+    assert mapped_kilobytes(path) == 0
+    decoder._embedding(torch.tensor([3]))
+    assert mapped_kilobytes(path) > 0
 
 
 def mixed(kernels: Kernels) -> MixedFormat:
