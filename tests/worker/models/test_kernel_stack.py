@@ -307,6 +307,15 @@ def test_more_threads_than_cores_give_the_same_bits(
 
 
 @best_variant
+def test_rotated_weights_of_single_heads_give_the_same_bits(
+    variant: KernelVariant, use_variant: Callable[[KernelVariant], Kernels], checkpoint: Checkpoint
+) -> None:
+    kernels, dtype = use_variant(variant), torch.bfloat16
+    form = RotatedFormat(int8(kernels, dtype), Bf16Format(kernels), kernels)
+    assert_same_bits(load(checkpoint("deepseek3"), dtype, form), kernels, (1, 3))
+
+
+@best_variant
 def test_the_shapes_of_smollm2_give_the_same_bits(
     variant: KernelVariant, use_variant: Callable[[KernelVariant], Kernels], tmp_path: Path
 ) -> None:
