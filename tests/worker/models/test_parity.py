@@ -13,6 +13,9 @@ from worker.models.decoder import Decoder
 
 TOKENS = torch.randint(0, 96, (30,), generator=torch.Generator().manual_seed(7))
 CPU = torch.device("cpu")
+ERRORS = {"deepseek3": 2e-4}
+"""Largest error of a logit where it is not 1e-4: products with absorbed keys and values add more
+numbers (1.1e-4 from float64 here, of logits up to 4)."""
 
 
 def load(checkpoint: Path, dtype: torch.dtype) -> Decoder:
@@ -36,9 +39,10 @@ def test_logits_equal_transformers_in_float32(name: str, tmp_path: Path) -> None
     assert expected.std() > 0.5, "a difference would not be visible"
     decoder = load(tmp_path, torch.float32)
     logits = logits_in_chunks(decoder, 30)
+    error = ERRORS.get(name, 1e-4)
     assert logits.dtype == torch.float32
-    assert (logits - expected).abs().max() < 1e-4
-    assert (logits_in_chunks(decoder, 17, 1, 12) - expected).abs().max() < 1e-4
+    assert (logits - expected).abs().max() < error
+    assert (logits_in_chunks(decoder, 17, 1, 12) - expected).abs().max() < error
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
