@@ -12,7 +12,7 @@ import torch
 from tests.fakes.fake_device import FakeDevice, on_host
 from tests.fakes.fake_paged_wrapper import SIXTEEN_BITS, check_index, check_workspace, demand
 from worker.attention.base import AttentionShape
-from worker.attention.reference import causal_attention
+from worker.attention.reference import dense_attention
 
 LATENT, ROTATED = 512, 64
 _TILE: Final = 64
@@ -181,5 +181,5 @@ class FakeLatent:
             ).float()[None]
             at = slice(qo_indptr[row], qo_indptr[row + 1])
             assert causal or at.stop - at.start == 1
-            output[at] = causal_attention(query[at], key, key[..., :LATENT], shape, None)
+            output[at] = dense_attention(query[at], key, key[..., :LATENT], shape, None)
         return output

@@ -407,8 +407,8 @@ WORKER = (
     Fault(
         "window_one_token_long",
         "worker/attention/cpu.py",
-        "window=_UNBOUNDED if window is None else window,",
-        "window=_UNBOUNDED if window is None else window + 1,",
+        "tokens = _UNBOUNDED if window is None else window\n",
+        "tokens = _UNBOUNDED if window is None else window + 1\n",
         "Models with a sliding window see a token that they were not trained to see.",
         ("tests/worker/attention/test_attention.py",),
     ),

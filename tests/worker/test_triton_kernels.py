@@ -11,14 +11,14 @@ from worker.sampling.device_kernels import SEEN
 KV_DTYPES = [("bf16", "bf16", 0.0), ("fp16", "fp16", 0.0), ("bf16", "fp8e4nv", 448.0)]
 
 
-def store(head_dim: int, dtype: str, kv_dtype: str, largest: float) -> Kernel:
+def store(dims: tuple[int, int], dtype: str, kv_dtype: str, largest: float) -> Kernel:
     pointers = {"slots": "*i64", "key": f"*{dtype}", "value": f"*{dtype}"}
     pages = {"key_pages": f"*{kv_dtype}", "value_pages": f"*{kv_dtype}"}
-    strides = ("key_stride", "value_stride", "block_stride", "head_stride")
+    strides = ("key_stride", "value_stride", "block_stride", "head_stride", "row_stride")
     return Kernel(
         "worker.attention.kv_store:TritonStore",
         pointers | pages | dict.fromkeys(strides, "i32"),
-        {"block_size": 16, "head_dim": head_dim, "most": largest},
+        {"block_size": 16, "key_dim": dims[0], "value_dim": dims[1], "most": largest},
     )
 
 
@@ -54,12 +54,13 @@ LISTED_EDITS = Kernel(
 
 def test_the_kernels_compile_for_a_gpu() -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    stores = [store(size, *dtypes) for size in (64, 128, 256) for dtypes in KV_DTYPES]
+    stores = [store((size, size), *dtypes) for size in (64, 128, 256) for dtypes in KV_DTYPES]
+    stores.append(store((512, 64), "bf16", "bf16", 0.0))
     norms = [norm(False), norm(True), norm(False, centered=True), norm(True, True, biased=True)]
     gates = [gate(False), gate(True), gate(True, gated=False), gate(False, clamped=True)]
     others = [*norms, *gates, EDITED_ROWS, LISTED_EDITS]
     found = compiled([*stores, *others])
-    assert ["e4m3" in ptx for ptx in found[: len(stores)]] == [False, False, True] * 3
+    assert ["e4m3" in ptx for ptx in found[: len(stores)]] == [False, False, True] * 3 + [False]
     *_, edited_rows, listed_edits = found
     assert "fma." not in edited_rows, "the host does not fuse"
     assert "div.rn.f32" in edited_rows
