@@ -109,8 +109,8 @@ class PoolingJob(EngineCall[PoolingFields]):
     ) -> list[Vector]:
         """Return the result of each prompt, float32.
 
-        field: that has the texts. Raises the RequestError of the first prompt that fails,
-        ClientDisconnect if the client is gone.
+        field: of the request, with the texts; named in errors. Raises the RequestError of the
+        first prompt that fails, ClientDisconnect if the client is gone.
         """
         num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         if len(prompts) > 1:

@@ -164,6 +164,9 @@ def _report_ready(
 ) -> None:
     """Send EngineReady to the supervisor and to all front ends, also to those that come later."""
     worker, plan = workers.workers[0], workers.plan
+    num_cached = 0
+    if worker.geometry.is_cached:
+        num_cached = plan.num_usable_blocks // len(worker.geometry.groups) * plan.block_size
     queue = queue_capacity(config.scheduler, plan.num_usable_blocks, plan.block_size)
     ready = EngineReady(
         PROTOCOL_VERSION,
@@ -178,7 +181,7 @@ def _report_ready(
         plan.num_blocks
         * plan.block_size
         * sum(worker.geometry.bytes_per_token for worker in workers.workers),
-        plan.num_usable_blocks // len(worker.geometry.groups) * plan.block_size,
+        num_cached,
         weight_memory(workers.workers),
         (
             *(ProcessStart("worker", worker.rank, worker.phases) for worker in workers.workers),
@@ -189,10 +192,9 @@ def _report_ready(
         supervisor.send(Notice(boot.role, boot.index, plan.notice))
     # Logged before it is sent, so that the supervisor's message to the operator is the last one
     logger.info(
-        "ready: %d blocks of %d tokens, requests up to %d tokens, "
+        "ready: KV cache of %d tokens, requests up to %d tokens, "
         "a queue of up to %s requests and %s tokens",
-        plan.num_usable_blocks,
-        plan.block_size,
+        num_cached,
         plan.max_model_len,
         queue.num_requests or "any number of",
         queue.num_tokens or "any number of",

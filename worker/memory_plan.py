@@ -273,6 +273,7 @@ def _refuse_kv_settings(config: ServeConfig, prepared: PreparedModel) -> None:
         (cache.pool_setting or "", cache.pool_setting is not None),
         ("kv_cache_dtype", cache.kv_cache_dtype != "auto"),
         ("kv_transfer_config", cache.kv_transfer_config is not None),
+        ("kv_events_endpoint", cache.kv_events_endpoint is not None),
         ("long_prefill_token_threshold", config.scheduler.long_prefill_token_threshold > 0),
     ):
         if is_set:

@@ -161,7 +161,7 @@ def _layer(
 
 
 class PoolingRunner(ModelRunner):
-    """A ModelRunner whose steps end with pooling. head: of the model; other arguments as there."""
+    """A ModelRunner whose steps end with pooling. head: the layers after it; others as there."""
 
     def __init__(self, head: PoolingHead, *args: Any, **fields: Any) -> None:
         super().__init__(*args, **fields)
@@ -190,7 +190,7 @@ class PoolingRunner(ModelRunner):
         starts = self._second_starts
         if not starts.any():
             return super()._run_model(inputs, token_ids, positions)
-        # A sequence of one text never reaches its second one.
+        # A single text has no second part: all its token types are 0.
         starts = np.where(starts, starts, np.iinfo(np.int64).max)
         types = inputs.positions >= np.repeat(starts, np.diff(inputs.query_start))
         self._attention.plan(inputs.attention)

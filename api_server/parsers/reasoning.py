@@ -339,7 +339,7 @@ class TokenCounter(Detokenizer, Protocol):
     def num_tokens(self) -> int: ...
 
 
-_MAX_TOKEN_STARTS: Final = 256
+_MAX_TOKENS: Final = 256
 """More than the characters of any marker plus some tokens that have no text."""
 
 
@@ -361,7 +361,7 @@ class ReasoningTokenCounter:
         self._at_start_marker = True
         self._tail = ""  # end of the text, as long as an incomplete marker can be
         self._num_characters = 0
-        self._token_starts: deque[int] = deque(maxlen=_MAX_TOKEN_STARTS)  # text offsets
+        self._tokens: deque[tuple[int, int]] = deque(maxlen=_MAX_TOKENS)  # offsets of their texts
         self._num_tokens = 0
         self._is_finished = False
 
@@ -372,8 +372,9 @@ class ReasoningTokenCounter:
     def decode_token(self, token_id: int) -> str:
         text = self._detokenizer.decode_token(token_id)
         if not self._is_finished:
-            self._token_starts.append(self._num_characters)
+            start = self._num_characters
             self._num_characters += len(text)
+            self._tokens.append((start, self._num_characters))
             self._num_tokens += 1
             self._tail += text
             self._find_end()
@@ -391,7 +392,10 @@ class ReasoningTokenCounter:
             self._tail = self._tail[-len(end) + 1 :]
             return
         end_offset = self._num_characters - len(self._tail) + position
-        self._num_tokens -= sum(start >= end_offset for start in self._token_starts)
+        # A token without text just before the marker is part of the reasoning.
+        self._num_tokens -= sum(
+            first >= end_offset and last > end_offset for first, last in self._tokens
+        )
         self._is_finished = True
 
     def _has_started(self) -> bool:

@@ -121,7 +121,8 @@ async def _scores(
 ) -> list[float]:
     """Return the score of each document for its query; one query is for all documents.
 
-    A model of embeddings gives their cosine. field: that has the documents, for errors.
+    A model of embeddings gives their cosine. field: of the request, with the documents; named in
+    errors.
     """
     if pooler.task == "embed":
         params = pooler.params("embed", activate=True)

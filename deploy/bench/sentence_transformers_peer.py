@@ -3,7 +3,7 @@
 Run by the interpreter of an environment that has it; shares no imports with tokend. Arguments: the
 model's folder, the number of threads, the batch size. Each line of the input names a JSON file of
 texts and a file for their embeddings, float32 one after the other; the answer is a line with the
-seconds that they took. The first line of the output is the version.
+seconds that they took. The first line of the output is the version, when the model is loaded.
 """
 
 import json

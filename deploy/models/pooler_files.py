@@ -260,7 +260,8 @@ def _is_encoder(config: Mapping[str, Any]) -> bool:
 def _positions_of_roberta(config: Mapping[str, Any]) -> int | None:
     """Return the tokens for which a RoBERTa has positions, fewer than it says; None for others."""
     family = FAMILIES.get(family_architecture(config))
-    rows, padding = config.get("max_position_embeddings"), config.get("pad_token_id", 1)
+    rows, padding = config.get("max_position_embeddings"), config.get("pad_token_id")
+    padding = 1 if padding is None else padding
     if family is None or family.module != "roberta" or type(rows) is not int:
         return None
     return max(rows - padding - 1, 1) if type(padding) is int else None
@@ -314,12 +315,12 @@ def _modernbert_head(
     pooling = config.get("classifier_pooling", "cls")
     activations: dict[Any, Activation] = {"gelu": "gelu", "silu": "silu", "relu": "relu"}
     activation = config.get("classifier_activation", "gelu")
-    eps = config.get("norm_eps", 1e-5)
+    eps = config.get("norm_eps") or 1e-5
     for key, value, known in (
         ("classifier_pooling", pooling, kinds),
         ("classifier_activation", activation, activations),
     ):
-        if value not in known:
+        if not isinstance(value, str) or value not in known:
             raise ModelError(f"{key} {shown(value)}: supported: {', '.join(known)}")
     if not isinstance(eps, float):
         raise ModelError(f"norm_eps {shown(eps)} is no number")

@@ -187,9 +187,10 @@ def ready_message(launch: Launch, readiness: Readiness) -> str:
     else:
         path = "/v1/embeddings" if pooler.task == "embed" else "/classify"
         request |= {"input": "The sea is"}
+    together = ", prompt and output together" if pooler is None else " a text"
     key = ' -H "Authorization: Bearer $TOKEND_API_KEY"' if config.has_client_keys else ""
     entries = [
-        ("length", f"up to {engine.max_model_len:,} tokens, prompt and output together"),
+        ("length", f"up to {engine.max_model_len:,} tokens{together}"),
         (
             "KV cache",
             f"{memory_size(engine.kv_cache_bytes)} for {engine.kv_cache_tokens:,} tokens "

@@ -7,7 +7,7 @@ All groups take their blocks from one pool. The registry `GROUP_KINDS` is at the
     SlidingWindowGroup    a token sees a window: blocks before it are freed
     UncachedGroup         an encoder's: it has no blocks
 
-To add state that is not KV (a recurrent state, an encoder's output), extend `CacheGroup` and
+To add state that is not KV (a recurrent state), extend `CacheGroup` and
 add a line to `GROUP_KINDS`; workers name the kind in `proto.lifecycle.KVGroup.kind`.
 """
 

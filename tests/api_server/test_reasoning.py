@@ -239,6 +239,7 @@ class Spelled:
         (INSIDE, ["a", "b", "</", "think", ">\n", "c"], 2),
         (INSIDE, ["a", "b<", "/think>", "c"], 2),
         (INSIDE, ["a", "", "b"], 3),
+        (INSIDE, ["a", "\n", "", "</", "think>", "", "c"], 3),
         (INSIDE, ["</think>"], 0),
         (INSIDE, ["<think>", "a", "</think>", "b"], 1),
         (INSIDE, [" ", "a", "</think>"], 2),

@@ -11,7 +11,7 @@ from tests.e2e.daemon import Daemon, eventually
 pytestmark = pytest.mark.suite("daemons")
 
 MODEL = "smollm2-135m-instruct"
-MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
+MESSAGES = [{"role": "user", "content": "What is the capital of France? Answer briefly."}]
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ def client(daemon: Daemon) -> anthropic.Anthropic:
 def test_a_streamed_message_equals_the_whole_one_and_counts_tokens(
     client: anthropic.Anthropic,
 ) -> None:
-    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    messages = [{"role": "user", "content": "What is the capital of France? Answer briefly."}]
     ask = {"model": MODEL, "max_tokens": 40, "extra_body": GREEDY, "messages": messages}
     whole = client.messages.create(**ask)
     assert "Paris" in whole.content[0].text

@@ -24,7 +24,7 @@ def client(daemon: Daemon) -> openai.OpenAI:
 def test_a_streamed_response_equals_the_whole_one(client: openai.OpenAI) -> None:
     ask = {
         "model": MODEL,
-        "input": "What is the capital of France?",
+        "input": "What is the capital of France? Answer briefly.",
         "max_output_tokens": 40,
         "temperature": 0,
     }

@@ -307,6 +307,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
         max_window_layers=1,
     ),
     "qwen3": Qwen3Config(**_SIZES, head_dim=32),
+    "qwen3-yarn": Qwen3Config(**_SIZES, head_dim=32, rope_parameters=_YARN),
     "qwen3-window": Qwen3Config(
         **_SIZES, **_WINDOW, head_dim=32, use_sliding_window=True, max_window_layers=0
     ),

@@ -12,9 +12,9 @@ own device memory and page indices from the tensor that was planned, nothing els
 decodes launches one grid, whatever their number. So one wrapper serves decodes of every size, and
 graphs of all sizes too, whose page indices lie in fixed memory.
 
-The kernels' causal mask counts keys of a tile of 128 rows as if heads divided it: with 20 heads the
-last query of a tile can miss its own key. Prefills therefore run heads in powers of two, each
-a call; decodes, which see all keys, need no mask.
+The kernels' causal mask assumes that the number of heads divides a tile of 128 rows: with 20
+heads the last query of a tile can miss its own key. Prefills therefore run heads in powers of two,
+a call each; decodes, which see all keys, need no mask.
 
     20 heads    decodes  [ 0 … 19 ]      prefills  [ 0 … 15 ][ 16 … 19 ]
 
@@ -51,7 +51,7 @@ from worker.layers.rotary import Rotation
 TILE_ROWS: Final = 128
 """Query rows of a tile, one for each token and head; of batches with few rows half of them."""
 MOST_TILES: Final = 16384
-"""Tiles of a plan, split ones counted for each part; the planner does not notice more of them."""
+"""Tiles of a plan, split ones counted for each part; the planner does not detect more of them."""
 _MOST_MULTIPROCESSORS: Final = 512
 _SLACK_BYTES: Final = 1 << 10
 """The library aligns what it takes."""

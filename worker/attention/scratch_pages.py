@@ -26,7 +26,7 @@ def num_scratch_blocks(num_tokens: int, num_seqs: int) -> int:
 
 
 def with_pages(inputs: Sequence[AttentionInputs], kv_cache: KVCache) -> tuple[AttentionInputs, ...]:
-    """Return the inputs of each group of a cache's layout; those of scratch pages get their pages.
+    """Return inputs for each group of a cache's layout, with scratch pages if it keeps nothing.
 
     inputs: one for each group in the engine.
     """

@@ -151,6 +151,7 @@ class EncoderInput:
         self._token_types = token_types
         self._norm = norm
         self._positions = None if positions is None else positions[first_position:]
+        assert token_types is None or positions is not None, "no family has types without positions"
         if self._positions is not None and token_types is not None:
             self._positions = self._positions + token_types[0]
             self._token_types = token_types - token_types[0]

@@ -484,7 +484,7 @@ class Fp8Weight(KernelWeight):
         """Allocate a weight [out, in] of zeros.
 
         scale_columns: columns of a row that share a scale, a multiple of 32.
-        wide: each 32 rows from a multiple of 32 on have the same scales.
+        wide: aligned groups of 32 rows share their scales.
         """
         assert is_packable(FP8, shape[1])
         assert is_packable(FP8, scale_columns)

@@ -9,8 +9,8 @@
 
 A format is used in two steps: its `read_…` methods run in a reader thread and take weights out of
 the files; what they return runs in the thread that computes and builds the layer. format_choice.py
-decides which format a model gets. An embedding of its own, whose head is another weight, has no
-format on a CPU: lookups read the mapped file.
+decides which format a model gets. An embedding whose head is another weight is
+not converted on a CPU: lookups read the mapped file.
 """
 
 from collections import Counter
@@ -82,7 +82,7 @@ bits. Of the layers of SmolLM2, milliseconds of one thread, Q4_1 and rotated:
     AVX2              9.9  11    14.1  13    20.9  19     34.1  33   61.4  60    449  435
 
 Beside blocks of 8 bits (Q8_0: on AMX 11.3 for one row, 19.6 for 16; on AVX2 18.7 and 71) they
-win for every number of rows. Two threads share the way to memory, which more bytes need longer.
+win for every number of rows. Two threads share the memory bandwidth, of which more bytes need more.
 Where bytes are multiplied without an instruction for it, there is next to nothing to gain. The
 times over blocks are those of vectors; the tile unit has multiplied blocks only since then."""
 

@@ -51,8 +51,8 @@ def block_columns(spec: ModelSpec, index: TensorIndex) -> dict[str, int]:
 class StoredWeight:
     """Where a weight lies in the files.
 
-    entry: whole rows of a tensor. places: those that are rows of the weight; if it is transposed,
-        the columns that are.
+    entry: whole rows of a tensor. places: the rows of it that are rows of the weight, or the
+        columns if it is stored transposed.
     """
 
     entry: TensorEntry
@@ -202,7 +202,7 @@ class WeightSource:
         return self._column_orders[name]
 
     def form_of(self, name: str) -> tuple[str, bytes]:
-        """Return what weights have in common whose blocks are multiplied as one."""
+        """Return a key: neighbouring weights of equal keys are packed as one."""
         stored_as, order = self.type_of(name), self.column_order(name)
         if stored_as == FP8:
             return stored_as, repr(self.fp8_scales(name)).encode()
@@ -227,7 +227,7 @@ class WeightSource:
     def fp8_scales(self, name: str) -> tuple[int, bool]:
         """Return which numbers of a weight in FP8 share a scale, as this rank has it.
 
-        The columns of a row that do, and whether each 32 rows from a multiple of 32 on do.
+        The columns of a row that do, and whether aligned groups of 32 rows do.
         """
         shard = self._shards[name]
         place = self._entries[name].with_rows(shard.rows)
@@ -263,8 +263,7 @@ class WeightSource:
     ) -> tuple[torch.Tensor, npt.NDArray[np.int64] | None]:
         """Return the rows [rows, columns] of a weight in the file's order, and that order.
 
-        Of the stored dtype, also without `dtype`, they are a view of the mapped file, unless that
-        has the transpose.
+        A view of the mapped file if neither conversion nor transposition is needed.
         The order is int64 [rows], row i of the weight is row order[i] of these; None for the same.
         """
         shard = self._shards[name]

@@ -1,4 +1,4 @@
-"""BERT (Devlin et al., 2018): absolute positions, token types, and a norm of each sum."""
+"""BERT (Devlin et al., 2018): absolute positions, token types, norms after residual sums."""
 
 from typing import Final
 
@@ -52,10 +52,8 @@ def bert_like(config: ConfigReader, *, architecture: str, first_position: int) -
         config.integer("max_position_embeddings", least=first_position + 1),
     )
     kinds = layer_kinds(config, (FULL,), lambda layer: FULL)
-    activation = ACTIVATIONS.get(config.get("hidden_act") or "gelu")
-    if activation is None:
-        supported = ", ".join(ACTIVATIONS)
-        raise config.refusal("hidden_act", config.get("hidden_act"), f"supported: {supported}")
+    config.must_be("hidden_act", *ACTIVATIONS)
+    activation = ACTIVATIONS[config.get("hidden_act") or "gelu"]
     mlp = MlpSpec(
         hidden_size=hidden_size,
         intermediate_size=config.integer("intermediate_size"),

@@ -35,7 +35,7 @@ def spec(config: ConfigReader) -> ModelSpec:
 def mixtures_above_dense_layers(config: ConfigReader, router: RouterSpec) -> tuple[PartSpec, ...]:
     """Return the MLP of each layer: mixtures from `first_k_dense_replace` on, with shared experts.
 
-    Of these every `moe_layer_freq`th one by its number.
+    Every `moe_layer_freq`th of these layers, by its number, has experts.
     """
     num_dense = config.integer("first_k_dense_replace", 0, least=0)
     step = config.integer("moe_layer_freq", 1)

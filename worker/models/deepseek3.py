@@ -21,7 +21,7 @@ def spec(config: ConfigReader) -> ModelSpec:
 
 
 def sigmoid_router(config: ConfigReader) -> RouterSpec:
-    """Return a router whose choice is biased without loss (DeepSeek-V3, section 2.1.2)."""
+    """Return a router with a bias for balance in place of a loss (DeepSeek-V3, section 2.1.2)."""
     config.must_be("topk_method", "noaux_tc")
     return router_from_config(
         config,

@@ -17,7 +17,7 @@ ACTIVATIONS: Final[dict[str, Activation]] = {
 
 
 def bidirectional_attention(config: ConfigReader, **attention: Any) -> AttentionSpec:
-    """Return attention in which every head has keys of its own, and each token sees all.
+    """Return multi-head attention without a causal mask, every head with keys of its own.
 
     attention: other fields of AttentionSpec. Raises ModelError for heads that do not divide the
     hidden size, or of an odd size.

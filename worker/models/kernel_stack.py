@@ -51,7 +51,7 @@ def make_stacks(
 
 
 def is_describable(layers: Sequence[DecoderLayer]) -> bool:
-    """Return whether csrc/layers/stack.cpp knows the parts of these layers, of one kind each."""
+    """Return whether csrc/layers/stack.cpp knows these layers, alike in mixer and MLP."""
     kinds = set()
     dense_kinds = set()
     for layer in layers:

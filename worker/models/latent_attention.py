@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 class LatentAttentionSpec(PartSpec):
     """Latent attention of one layer; sizes by their names in configurations.
 
-    q_lora_rank: numbers of the latent of queries; None for queries that are a product of the input.
+    q_lora_rank: numbers of a compressed query; None if queries are not compressed.
     qk_nope_head_dim, qk_rope_head_dim: of a query and key head, those that do not rotate and those
         that do.
     is_interleaved: files have the two rows that rotate together side by side.
@@ -210,8 +210,8 @@ class LatentAttentionSpec(PartSpec):
 class LatentAttention:
     """Latent attention of one layer with its weights.
 
-    inputs: hidden to queries ‖ latent ‖ part that rotates. With a latent of queries, that is in
-    their place, and query_norm and query make queries of it.
+    inputs: hidden to queries ‖ latent ‖ part that rotates. With q_lora_rank the first
+    part is the compressed query, of which query_norm and query make queries.
     """
 
     def __init__(

@@ -47,10 +47,8 @@ def spec(config: ConfigReader) -> ModelSpec:
     config.get("sliding_window")  # repeats half of local_attention
     windows = layer_windows(config, kinds, {FULL: None, WINDOWED: window})
     ropes = ropes_by_kind(config, _ROPES, length)
-    activation = ACTIVATIONS.get(config.get("hidden_activation") or "gelu")
-    if activation is None:
-        value = config.get("hidden_activation")
-        raise config.refusal("hidden_activation", value, f"supported: {', '.join(ACTIVATIONS)}")
+    config.must_be("hidden_activation", *ACTIVATIONS)
+    activation = ACTIVATIONS[config.get("hidden_activation") or "gelu"]
     bias = config.flag("attention_bias", False)
     attention = bidirectional_attention(
         config, rope=ropes[FULL], stacked_qkv=True, qkv_bias=bias, output_bias=bias

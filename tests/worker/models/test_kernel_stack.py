@@ -57,10 +57,10 @@ FAMILIES = (
     *("llama", "llama-biases", "mistral-wide-heads", "mistral-window", "qwen2-window"),
     *("qwen3", "qwen3-biases-tied", "gemma3", "gemma3-pattern-untied"),
     *("cohere2", "gemma2", "glm4", "granite-biases", "olmo2", "olmo3", "phi3-longrope"),
-    *("smollm3", "starcoder2", "exaone4"),
+    *("smollm3", "starcoder2", "exaone4", "glm", "ernie45", "seedoss", "ministral", "ministral3"),
     *("mixtral", "qwen2moe", "qwen3moe-dense-layers", "olmoe", "granitemoe", "glm4moe-groups"),
     *("gptoss", "gptoss-full"),
-    *("deepseek2", "deepseek3", "deepseek3-halves", "glm4moelite"),
+    *("deepseek2", "deepseek2-groups", "deepseek3", "deepseek3-halves", "glm4moelite"),
 )
 _LATENT = {
     **{"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 96},

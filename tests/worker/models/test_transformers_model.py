@@ -1,22 +1,28 @@
 """Models on transformers' code, token for token against transformers alone, in a packed batch."""
 
 import json
+import re
 import textwrap
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
-from proto.errors import ModelError
-from tests.fakes.prepared_models import prepare, safetensors_index
+from proto.config import ModelConfig, ParallelConfig, ServeConfig
+from proto.errors import ConfigError, ModelError
+from tests.fakes.prepared_models import prepare, prepare_checkpoint, safetensors_index
+from tests.fakes.tiny_checkpoints import save_tiny
 from tests.fakes.tiny_transformers import MODEL_TYPES, save_tiny_transformers, tiny_config
 from worker.attention.base import AttentionInputs
 from worker.attention.reference import ReferenceAttention
+from worker.kernels import Kernels
 from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
-from worker.loader.formats import DenseFormat
+from worker.loader.formats import Bf16Format, DenseFormat
 from worker.loader.transformers_weights import load_transformers
+from worker.models.registry import model_spec
 from worker.models.transformers_model import (
     LinearModule,
     TransformersDecoder,
@@ -34,7 +40,11 @@ def config_json(model_type: str) -> dict[str, Any]:
     return json.loads(tiny_config(model_type).to_json_string(use_diff=False))
 
 
-def load(checkpoint: Path, dtype: torch.dtype = torch.float32) -> TransformersDecoder:
+def load(
+    checkpoint: Path,
+    dtype: torch.dtype = torch.float32,
+    weight_format: DenseFormat | None = None,
+) -> TransformersDecoder:
     config = json.loads((checkpoint / "config.json").read_text())
     spec = spec_of_transformers(config)
     known = {"vocab_size": spec.vocab_size, "max_position_embeddings": spec.max_position}
@@ -46,7 +56,7 @@ def load(checkpoint: Path, dtype: torch.dtype = torch.float32) -> TransformersDe
         dtype,
         torch.device("cpu"),
         lambda fraction: None,
-        DenseFormat(dtype),
+        weight_format or DenseFormat(dtype),
     )
 
 
@@ -167,6 +177,47 @@ def test_weights_that_a_model_reads_itself_stay(tmp_path: Path) -> None:
     assert isinstance(layer.self_attn.q_proj, LinearModule)
     assert type(layer.mlp.gate.wg) is torch.nn.Linear
     assert layer.mlp.gate.wg.weight.dtype == torch.float32
+
+
+def test_bfloat16_weights_are_multiplied_by_the_kernels(kernels: Kernels, tmp_path: Path) -> None:
+    save_tiny_transformers("stablelm", tmp_path)
+    form = Bf16Format(kernels)
+    found, dense, exact = (
+        Batch(load(tmp_path, dtype, weight_format)).run((0, 0, 13), (1, 0, 9)).float()
+        for dtype, weight_format in (
+            (torch.bfloat16, form),
+            (torch.bfloat16, None),
+            (torch.float32, None),
+        )
+    )
+    assert len(form.kernel_weights) > 4
+    assert (found - exact).norm() < 1.5 * (dense - exact).norm()
+
+
+@pytest.mark.parametrize(
+    ("fields", "parallel", "message"),
+    [
+        ({"model_impl": "tokend"}, {}, "--model-impl tokend: OtherForCausalLM is not among"),
+        ({"runner": "pooling"}, {}, "--runner pooling: OtherForCausalLM runs on transformers'"),
+        ({"cpu_weights": "int8"}, {}, "--cpu-weights int8: OtherForCausalLM runs on"),
+        ({}, {"tensor_parallel_size": 2}, "--tensor-parallel-size 2: OtherForCausalLM runs on"),
+        ({"source": "x.gguf"}, {}, "--model-impl auto: x.gguf is a GGUF file"),
+    ],
+)
+def test_settings_that_an_unknown_architecture_cannot_have(
+    fields: dict[str, Any], parallel: dict[str, int], message: str, tmp_path: Path
+) -> None:
+    save_tiny("llama", tmp_path)
+    source, fields = fields.get("source", str(tmp_path)), {**fields}
+    fields.pop("source", None)
+    prepared = msgspec.structs.replace(
+        prepare_checkpoint(tmp_path, tmp_path / "prepared"),
+        architecture="OtherForCausalLM",
+        source=source,
+    )
+    config = ServeConfig(model=ModelConfig(**fields), parallel=ParallelConfig(**parallel))
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        model_spec(prepared, config)
 
 
 @pytest.mark.suite("transformers")

@@ -80,8 +80,8 @@ struct TokendAttentionSchedule {
 //   dtype: of query, key, value and output, not int8
 //   cache_dtype: of the pages; int8 rows [block_size, head_dim] are followed by their
 //       float scales [parts of a row, block_size] (token_rows.h)
-//   rotation: [num_tokens, 2, n / 2], cosines and sines of the n last numbers of a head, which rotate: all but
-//       a latent
+//   rotation: [num_tokens, 2, n / 2], cosines and sines of the last n numbers of a head, which rotate; a
+//       latent does not
 //   value_pages: those of keys in latent attention, where value is null
 //   sinks: [num_heads], a logit of each head that takes part in the softmax but has no value; or null
 struct TokendAttentionLayer {

@@ -309,8 +309,8 @@ class Layers {
         multiply_heads(latent.values, space_.attended, latent.rank, space_.values, latent.value_size);
     }
 
-    // Multiplies each head of the rows by a weight of its own; a head begins from_size, or to_size,
-    // numbers after the one before. Threads share the outputs of all heads.
+    // Multiplies each head of the rows by a weight of its own; from_size and to_size:
+    // numbers from one head to the next, in input and output. Threads share the outputs of all heads.
     void multiply_heads(const TokendStackLinear* linears, const Rows& from, int64_t from_size, const Rows& to,
                         int64_t to_size) {
         clock_.lap();

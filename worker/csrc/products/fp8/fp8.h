@@ -1,8 +1,8 @@
 // The C interface of FP8 weights (E4M3: a sign, 4 bits of exponent, 3 of fraction) and products with
 // them, and their memory layout.
 //
-// A number is code * scale. Some columns of a row share a float32 scale; a group of them never ends
-// within a step. Products unpack the codes to bfloat16, which holds every one exactly, and multiply
+// A number is code * scale. Columns of a row share a float32 scale, in groups of a multiple of 32
+// columns. Products unpack the codes to bfloat16, which holds every one exactly, and multiply
 // them with rows of bfloat16 (bf16.h), whose codes are the same:
 //
 //   weight   [ pair 0 | pair 1 | … ]           32 outputs each

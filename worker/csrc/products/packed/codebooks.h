@@ -2,8 +2,8 @@
 //
 // A point has 8 components of 3 levels (IQ1, IQ2) or 4 of 8 levels (IQ3). Its number has the level of
 // component i as digit i, the first the lowest. Bit n of a codebook, from the lowest bit of the first
-// byte on, tells whether the point with the number n is in it; an index is a place among those that
-// are. What the levels stand for is in file_blocks.h. worker/loader/codebooks.py reads this file.
+// byte on, tells whether the point with the number n is in it; an index counts the points that are
+// in it. What the levels stand for is in file_blocks.h. worker/loader/codebooks.py reads this file.
 #pragma once
 
 namespace tokend {

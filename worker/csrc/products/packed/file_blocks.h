@@ -1,6 +1,6 @@
 // Types that stay in memory in the blocks of the file, and how vectors read them.
 //
-// Their codes are places in codebooks, or digits of 3: what a product would read is up to four times
+// Their codes are places in codebooks, or digits in base 3: unpacked, they would be up to four times
 // as long. Byte i of the blocks of 32 outputs lie together, so that a vector has the same field of
 // several outputs:
 //
@@ -117,7 +117,7 @@ TOKEND_INLINE void put_signs(DotU (&words)[2], DotU bits) {
     });
 }
 
-// Seven bits and the eighth, with which the number of bits is even.
+// Seven bits, and an eighth that makes the number of set bits even.
 TOKEND_INLINE DotU with_parity(DotU seven) {
     DotU folded = seven ^ seven >> 4;
     folded ^= folded >> 2;

@@ -12,7 +12,11 @@ namespace {
 
 // Rows that are multiplied with the unpacked part of a panel: whole tiles, whose blocks stay in the
 // L2 cache. Two chunks are a prompt's part of a step (256 rows).
+#if defined(TOKEND_AMX) && defined(__AMX_INT8__)
+constexpr int64_t CHUNK = 128;
+#else
 constexpr int64_t CHUNK = 132;
+#endif
 
 // Up to this many rows, unpacking a panel within the product costs less than leaving it unpacked in
 // memory; codes of 8 bits are never unpacked. Without an instruction for products of bytes the
