@@ -57,7 +57,7 @@ FAMILIES = (
     *("llama", "llama-biases", "mistral-wide-heads", "mistral-window", "qwen2-window"),
     *("qwen3", "qwen3-biases-tied", "gemma3", "gemma3-pattern-untied"),
     *("cohere2", "gemma2", "glm4", "granite-biases", "olmo2", "olmo3", "phi3-longrope"),
-    *("smollm3", "starcoder2", "exaone4", "glm", "ernie45", "seedoss", "ministral", "ministral3"),
+    *("smollm3", "starcoder2", "exaone4", "glm", "ernie45", "seedoss", "ministral"),
     *("mixtral", "qwen2moe", "qwen3moe-dense-layers", "olmoe", "granitemoe", "glm4moe-groups"),
     *("gptoss", "gptoss-full"),
     *("deepseek2", "deepseek2-groups", "deepseek3", "deepseek3-halves", "glm4moelite"),
