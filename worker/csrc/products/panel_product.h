@@ -6,7 +6,7 @@
 //   ALWAYS_FETCH                     whether lines are asked for also where they come from a cache
 //   num_pairs(), pair_bytes()        of the weight
 //   Strips                           a thread's way to multiply; strips(form, pair, row, num_rows, sums, fetch,
-//                                    between) makes sums [num_rows][PAIR_OUTPUTS]
+//                                    between) makes sums [num_rows][PAIR_OUTPUTS]; fetch: a PairFetch
 //   Columns                          what the sums of a pair become: columns.values(sums, row, values)
 #pragma once
 
@@ -33,6 +33,12 @@ constexpr int ROWS_BETWEEN = 4;
 constexpr int LINE_VECTORS = int(PAIR_OUTPUTS) / ROW_LANES;
 
 typedef F<ROW_LANES> LineOfPair[LINE_VECTORS];
+
+// What is asked for while a pair is multiplied: its own lines some steps ahead, and those of the
+// next pair, if pairs come from memory.
+struct PairFetch {
+    bool lines, next;
+};
 
 inline float number_at(int64_t dtype, const void* from, int64_t index) {
     return dtype == 0 ? static_cast<const float*>(from)[index]
@@ -126,7 +132,8 @@ TOKEND_FLATTEN void multiply_part(const Form& form, const TokendProduct& product
             const int64_t count = std::min(STRIP, part.end_row - row);
             for (int64_t pair = begin; pair < end; pair++) {
                 turn ^= 1;
-                strips(form, pair, row, count, sums[turn], Form::ALWAYS_FETCH || row == part.first_row,
+                const bool from_memory = row == part.first_row;
+                strips(form, pair, row, count, sums[turn], {Form::ALWAYS_FETCH || from_memory, from_memory},
                        [&] { before.template some<ROWS_BETWEEN>(); });
                 before.all();
                 const int64_t first = pair * PAIR_OUTPUTS;

@@ -54,15 +54,23 @@ struct Bf16Line {
 // The prefetch distance of a weight's lines in bytes.
 constexpr int64_t BF16_FETCH_AHEAD = 4096;
 
+// Lines to ask for, `count` of them in each step, into the L2 cache.
+struct LinesAhead {
+    const uint8_t* from;
+    int64_t count;
+};
+
 // The outputs from `first` on, VECTORS vectors of them: sums [ROWS][PAIR_OUTPUTS]. A function of its
 // own, because within its caller GCC keeps the sums in memory instead of registers: a third of the
 // speed.
 template <int ROWS, int VECTORS, bool FETCH>
 TOKEND_FLATTEN __attribute__((noinline)) void bf16_dot_tile(const uint8_t* pair, int64_t num_steps, int first,
-                                                            const Bf16Code* x, int64_t stride, float* sums) {
+                                                            const Bf16Code* x, int64_t stride, LinesAhead ahead,
+                                                            float* sums) {
     constexpr int N = ROW_LANES;
     F<N> total[ROWS][VECTORS] = {};
-    for (int64_t step = 0; step < num_steps; step++, pair += PAIR_STEP_BYTES)
+    for (int64_t step = 0; step < num_steps; step++, pair += PAIR_STEP_BYTES) {
+        for (int64_t i = 0; i < ahead.count; i++, ahead.from += 64) __builtin_prefetch(ahead.from, 0, 2);
         for (int64_t line = 0; line < STEP_LINES; line++, x += 2) {
             const uint8_t* from = pair + line * LINE_BYTES;
             if constexpr (FETCH) {
@@ -78,6 +86,7 @@ TOKEND_FLATTEN __attribute__((noinline)) void bf16_dot_tile(const uint8_t* pair,
                 each<VECTORS>([&](auto i) { total[row][i] = weight[i].add(total[row][i], x + row * stride); });
             });
         }
+    }
     each<ROWS>([&](auto row) {
         each<VECTORS>([&](auto i) { store<N>(sums + row * PAIR_OUTPUTS + first + i * N, total[row][i]); });
     });
@@ -85,21 +94,28 @@ TOKEND_FLATTEN __attribute__((noinline)) void bf16_dot_tile(const uint8_t* pair,
 
 // All 32 outputs of ROWS rows; a single row uses more parallel chains of sums.
 template <int ROWS, bool FETCH>
-inline void bf16_dot_rows(const uint8_t* pair, int64_t num_steps, const Bf16Code* x, int64_t stride, float* sums) {
+inline void bf16_dot_rows(const uint8_t* pair, int64_t num_steps, const Bf16Code* x, int64_t stride, LinesAhead ahead,
+                          float* sums) {
     constexpr int ALL = int(PAIR_OUTPUTS) / ROW_LANES, VECTORS = ROWS > 1 ? 2 : ALL > 4 ? 4 : ALL;
-    bf16_dot_tile<ROWS, VECTORS, FETCH>(pair, num_steps, 0, x, stride, sums);
+    bf16_dot_tile<ROWS, VECTORS, FETCH>(pair, num_steps, 0, x, stride, ahead, sums);
     for (int first = VECTORS * ROW_LANES; first < PAIR_OUTPUTS; first += VECTORS * ROW_LANES)
-        bf16_dot_tile<ROWS, VECTORS, false>(pair, num_steps, first, x, stride, sums);
+        bf16_dot_tile<ROWS, VECTORS, false>(pair, num_steps, first, x, stride, {}, sums);
 }
 
-// sums: [num_rows][PAIR_OUTPUTS]. FETCH: the weight comes from memory.
+// sums: [num_rows][PAIR_OUTPUTS]. FETCH: the first tile asks for lines of this pair. fetch_next: the
+// tiles after it, which find the pair in a cache, ask for the next one, each for its part.
 template <bool FETCH>
 inline void bf16_dot_pair(const uint8_t* pair, int64_t num_steps, const Bf16Code* x, int64_t stride,
-                          int64_t num_rows, float* sums) {
+                          int64_t num_rows, float* sums, bool fetch_next) {
     int64_t row = 0;
+    const int64_t tiles = fetch_next ? (num_rows - 1) / BF16_ROWS : 0;
+    const int64_t lines = tiles ? (PAIR_STEP_BYTES / 64 + tiles - 1) / tiles : 0;
+    LinesAhead ahead = {pair + num_steps * PAIR_STEP_BYTES, 0};
     const auto some = [&](auto rows, auto fetch) {
-        bf16_dot_rows<rows, fetch>(pair, num_steps, x + row * stride, stride, sums + row * PAIR_OUTPUTS);
+        bf16_dot_rows<rows, fetch>(pair, num_steps, x + row * stride, stride, ahead, sums + row * PAIR_OUTPUTS);
         row += rows;
+        ahead.from += ahead.count * num_steps * 64;
+        ahead.count = lines;
     };
     const auto most = [&](auto fetch) {
         const int64_t left = num_rows - row;

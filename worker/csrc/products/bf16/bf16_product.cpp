@@ -32,7 +32,7 @@ class Bf16Form {
 
     struct Strips {
         template <class Between>
-        void operator()(const Bf16Form& form, int64_t pair, int64_t row, int64_t num_rows, float* sums, bool fetch,
+        void operator()(const Bf16Form& form, int64_t pair, int64_t row, int64_t num_rows, float* sums, PairFetch fetch,
                         Between between) {
             const Bf16Code* x = form.rows_.codes + row * form.rows_.stride;
             strips_(form.layout_.pair(form.weight_, pair), form.layout_.num_steps, x, form.rows_.stride, num_rows, sums,

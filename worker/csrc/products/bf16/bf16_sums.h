@@ -65,19 +65,19 @@ class Bf16Strips {
     // sums: [num_rows][PAIR_OUTPUTS] of the inputs of these steps. x: the first row's first input.
     template <class Between>
     void operator()(const uint8_t* pair, int64_t num_steps, const Bf16Code* x, int64_t stride, int64_t num_rows,
-                    float* sums, bool fetch, Between between) {
+                    float* sums, PairFetch fetch, Between between) {
 #if defined(TOKEND_AMX) && defined(__AMX_BF16__)
         if (allowed_) {
             const TilesOfPair tiles = {pair, pair + PANEL_STEP_BYTES, PAIR_STEP_BYTES};
             const int64_t row_bytes = stride * int64_t(sizeof(Bf16Code));
-            return tiles_(tiles, num_steps, x, row_bytes, num_rows, sums, fetch, between);
+            return tiles_(tiles, num_steps, x, row_bytes, num_rows, sums, fetch.lines, between);
         }
 #endif
         (void)between;
-        if (fetch)
-            bf16_dot_pair<true>(pair, num_steps, x, stride, num_rows, sums);
+        if (fetch.lines)
+            bf16_dot_pair<true>(pair, num_steps, x, stride, num_rows, sums, fetch.next);
         else
-            bf16_dot_pair<false>(pair, num_steps, x, stride, num_rows, sums);
+            bf16_dot_pair<false>(pair, num_steps, x, stride, num_rows, sums, fetch.next);
     }
 
 #if defined(TOKEND_AMX) && defined(__AMX_BF16__)

@@ -90,7 +90,7 @@ class Fp8Form {
 
     struct Strips {
         template <class Between>
-        void operator()(const Fp8Form& form, int64_t pair, int64_t row, int64_t num_rows, float* sums, bool fetch,
+        void operator()(const Fp8Form& form, int64_t pair, int64_t row, int64_t num_rows, float* sums, PairFetch fetch,
                         Between between) {
             const Fp8Layout& layout = form.layout_;
             const uint8_t* at = form.layout_.pair(form.weight_, pair);
@@ -114,9 +114,9 @@ class Fp8Form {
                     step = end_of(end);
                     continue;
                 }
-                unpack(at + step * FP8_STEP_BYTES, end - step, fetch);
+                unpack(at + step * FP8_STEP_BYTES, end - step, fetch.lines);
                 const Bf16Code* x = form.rows_.codes + row * form.rows_.stride + step * STEP_INPUTS;
-                part_(unpacked_, end - step, x, form.rows_.stride, num_rows, part_sums_, false, between);
+                part_(unpacked_, end - step, x, form.rows_.stride, num_rows, part_sums_, {}, between);
                 add(part_sums_, scales_of(step), of_group == 1, num_rows, sums);
                 step = end;
             }

@@ -76,7 +76,7 @@ class RotatedForm {
     struct Strips {
         template <class Between>
         void operator()(const RotatedForm& form, int64_t pair, int64_t row, int64_t num_rows, int32_t* sums,
-                        [[maybe_unused]] bool fetch, [[maybe_unused]] Between between) {
+                        [[maybe_unused]] PairFetch fetch, [[maybe_unused]] Between between) {
             const RotatedLayout& layout = form.layout_;
             const uint8_t* weight = layout.panel(form.weight_, 2 * pair);
             const int64_t stride = form.rows_.stride;
@@ -84,7 +84,7 @@ class RotatedForm {
 #if defined(TOKEND_AMX) && defined(__AMX_INT8__)
             if (allowed_) {
                 const TilesOfPair tiles = {weight, weight + layout.panel_bytes, TILE_BYTES};
-                return tiles_(tiles, layout.inputs / DEPTH, x, stride, num_rows, sums, fetch, between);
+                return tiles_(tiles, layout.inputs / DEPTH, x, stride, num_rows, sums, fetch.lines, between);
             }
 #endif
             dot_pair(weight, layout.panel_bytes, layout.inputs, x, stride, num_rows, sums);
