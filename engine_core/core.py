@@ -164,9 +164,10 @@ def _report_ready(
 ) -> None:
     """Send EngineReady to the supervisor and to all front ends, also to those that come later."""
     worker, plan = workers.workers[0], workers.plan
-    num_cached = 0
+    num_cached, cache = 0, "no blocks"
     if worker.geometry.is_cached:
         num_cached = plan.num_usable_blocks // len(worker.geometry.groups) * plan.block_size
+        cache = f"{plan.num_usable_blocks} blocks of {plan.block_size} tokens"
     queue = queue_capacity(config.scheduler, plan.num_usable_blocks, plan.block_size)
     ready = EngineReady(
         PROTOCOL_VERSION,
@@ -192,9 +193,8 @@ def _report_ready(
         supervisor.send(Notice(boot.role, boot.index, plan.notice))
     # Logged before it is sent, so that the supervisor's message to the operator is the last one
     logger.info(
-        "ready: KV cache of %d tokens, requests up to %d tokens, "
-        "a queue of up to %s requests and %s tokens",
-        num_cached,
+        "ready: %s, requests up to %d tokens, a queue of up to %s requests and %s tokens",
+        cache,
         plan.max_model_len,
         queue.num_requests or "any number of",
         queue.num_tokens or "any number of",
