@@ -118,7 +118,6 @@ class FlashInferAttention:
         self._cascade_from = options.cascade_from
         self._uploader = Uploader(accelerator)
         self._groups = self._create_groups(accelerator, library, shape, dtype, options)
-        self._pages = [kv_cache.layer_pages(i) for i in range(len(kv_cache.layout.layer_slots))]
         self._capture_sizes = frozenset(options.capture_sizes)
         most = max(options.capture_sizes, default=0)
         self._slots: list[torch.Tensor] = []
@@ -133,9 +132,10 @@ class FlashInferAttention:
         dtype: torch.dtype,
         options: Options,
     ) -> Sequence[PlannedGroup]:
-        """Create the wrappers of each KV cache group."""
+        """Create the wrappers of each KV cache group, and find the pages of each layer."""
         make = WrapperMaker(accelerator, library, shape, options)
         cache = self._kv_cache
+        self._pages = [cache.layer_pages(layer) for layer in range(len(cache.layout.layer_slots))]
         self._wrappers = [
             GroupWrappers(make, shape, dtype, cache.dtype, cache.block_size, window)
             for window in cache.layout.windows

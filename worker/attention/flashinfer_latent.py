@@ -8,9 +8,9 @@ has one key of 576 numbers for all heads, whose first 512 are its value:
     output   [ T, heads, 512 ]
 
 The library has one kind of wrapper for decodes and prefills. Kernels read a plan from the wrapper's
-own device memory and page indices from the tensor that was planned, nothing else; and a plan of
-decodes launches one grid, whatever their number. So one wrapper serves decodes of every size, and
-graphs of all sizes too, whose page indices lie in fixed memory.
+own device memory and page indices from the tensor that was planned, nothing else; and the
+grid of a plan of decodes has the same size for any number of them. So one wrapper serves decodes of
+every size and graphs of all sizes, whose page indices lie in fixed memory.
 
 The kernels' causal mask assumes that the number of heads divides a tile of 128 rows: with 20
 heads the last query of a tile can miss its own key. Prefills therefore run heads in powers of two,
