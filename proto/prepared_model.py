@@ -204,10 +204,10 @@ class WeightsDigest(msgspec.Struct, frozen=True):
     sha256: str
 
 
-class ProductTimes(msgspec.Struct, frozen=True):
-    """Times of the kernels that can compute a product; see worker.loader.product_choice.
+class KernelTimes(msgspec.Struct, frozen=True):
+    """Times of the kernels that can compute products and attention; see worker.kernel_choice.
 
-    machines: by CPU, threads and kernels; by product; by variant of the kernels: nanoseconds.
+    machines: by CPU, threads and kernels; by product or heads; by variant: nanoseconds.
     """
 
     machines: dict[str, dict[str, dict[str, tuple[float, ...]]]]

@@ -1,8 +1,8 @@
 """Loads the C++ kernels and gives their functions and structures Python signatures.
 
-load_kernels picks the library for this CPU, product_kernels those that can compute products beside
-it. limit_kernels holds both to an instruction set. torch is imported first, because the libraries
-use its OpenMP runtime.
+load_kernels picks the library for this CPU, candidate_kernels those that can compute products and
+attention beside it. limit_kernels holds both to an instruction set. torch is imported first, since
+the libraries use its OpenMP runtime.
 """
 
 import ctypes
@@ -256,7 +256,9 @@ Stack = _structure(
 )
 """TokendStack of csrc/layers/stack.h."""
 
-AttentionCall = _structure("AttentionCall", dict.fromkeys(("step", "plan", "layer"), c_void_p))
+AttentionCall = _structure(
+    "AttentionCall", dict.fromkeys(("run", "step", "plan", "layer"), c_void_p)
+)
 """TokendAttentionCall of csrc/layers/stack.h."""
 
 StackRun = _structure(
@@ -437,8 +439,8 @@ def load_kernels(folder: Path = SOURCE_DIR) -> Kernels:
 
 
 @functools.cache
-def product_kernels() -> tuple[Kernels, ...]:
-    """Return the libraries whose products are worth comparing, the default one first.
+def candidate_kernels() -> tuple[Kernels, ...]:
+    """Return the libraries whose products and attention are worth comparing, the default one first.
 
     Those for any CPU of this kind are left out: the same loops over shorter vectors. Packed weights
     have the same bits in all others.

@@ -29,7 +29,8 @@ from proto.pooling import pooler_of
 from proto.prepared_model import PreparedModel
 from worker.device.devices import Device
 from worker.flashinfer_modules import load_modules
-from worker.kernels import row_kernels
+from worker.kernel_choice import choose_attention
+from worker.kernels import Kernels, row_kernels
 from worker.kv_cache import KVLayout, resolve_kv_dtype
 from worker.loader.digest import hashing
 from worker.loader.format_choice import (
@@ -59,7 +60,7 @@ class LoadedModel:
 
     dtype: of the activations. config: the model's own config.json. group: the ranks that compute
     the model together with this worker. plan: the memory, before the weights were read.
-    pooling_head: None for a model that generates.
+    pooling_head: None for a model that generates. attention_kernels: None for the default ones.
     weights_hash: all weights, or the manifest's sample of them if no KV outlives the process.
     """
 
@@ -75,6 +76,7 @@ class LoadedModel:
     plan: MemoryPlan
     weights_hash: str
     pooling_head: PoolingHead | None = None
+    attention_kernels: Kernels | None = None
 
     @property
     def on_cuda(self) -> bool:
@@ -97,7 +99,9 @@ class LoadedModel:
     def _fingerprint(
         self, block_size: int, geometry: KVCacheGeometry, rank: int, products: Sequence[str] = ()
     ) -> bytes:
-        kernels = None if self.on_cuda else row_kernels()
+        rows = None if self.on_cuda else row_kernels()
+        attention = self.attention_kernels or rows
+        variants = dict.fromkeys(each.variant for each in (rows, attention) if each)
         return kv_fingerprint(
             self.weights_hash,
             self.config,
@@ -107,7 +111,7 @@ class LoadedModel:
             # Another device sums in another order.
             f"cuda {self.weight_format.name}" if self.on_cuda else self.weight_format.name,
             (rank, self.group.size, self.model.spec.is_expert_parallel),
-            ("" if kernels is None else kernels.variant, *products),
+            (*variants, *products),
             self.model.implementation,
             sorted({repr(rope) for rope in self.model.spec.ropes}),
         )
@@ -198,6 +202,10 @@ def load(
     if notice := describe_dense_weights(weight_format):
         report(Notice("worker", group.rank, notice))
     layout, geometry = layer_cache(model.spec, kv_dtype)
+    attention_kernels = None
+    if not is_cuda(device) and config.device.attention_backend != "reference":
+        heads = model.spec.attention_shape
+        attention_kernels, _ = choose_attention(heads, dtype, kv_dtype, prepared.folder)
     return LoadedModel(
         prepared,
         read_config(prepared),
@@ -211,6 +219,7 @@ def load(
         plan,
         weights_hash,
         None if pooler is None else PoolingHead.load(pooler, prepared),
+        attention_kernels,
     )
 
 

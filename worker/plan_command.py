@@ -21,10 +21,10 @@ from proto.errors import TokendError
 from proto.lifecycle import PlanBoot
 from proto.prepared_model import PreparedModel
 from worker.device.devices import Device, create_device
+from worker.kernel_choice import KernelChoice, describe_choices
 from worker.layers.linear import Linear
 from worker.loader.format_choice import activation_dtype, weight_format_for
 from worker.loader.formats import PackedFormat
-from worker.loader.product_choice import ProductChoice, describe_choices
 from worker.loader.weights import DecoderBuilder, create_builder
 from worker.memory_plan import MemoryPlan, fitting_flags, plan_memory, refusal
 from worker.models.registry import model_spec, runs_on_transformers
@@ -77,7 +77,7 @@ class TimeEstimate:
     read_bytes_per_second: float
     flops_prompt: float
     step_tokens: int
-    products: Sequence[ProductChoice]
+    products: Sequence[KernelChoice]
 
     def lines(self) -> list[str]:
         return [
@@ -102,7 +102,7 @@ class TimeEstimate:
             "weight_bytes_per_second": self.bytes_per_second,
             "read_bytes_per_second": self.read_bytes_per_second,
             "flops_per_second": self.flops_prompt,
-            "product_kernels": {choice.product: choice.variant for choice in self.products},
+            "product_kernels": {choice.name: choice.variant for choice in self.products},
         }
 
 

@@ -1,5 +1,4 @@
-"""The process of `tokend bench products`: times each distinct product of a model by all that can
-compute it.
+"""The process of `tokend bench products`: times products and attention of a model by all kernels.
 
 It reads a ProductsBoot from its standard input and prints JSON. It has a worker's threads and
 chooses kernels as a worker does. oneDNN's product of bfloat16 is timed for comparison; a row's bits
@@ -9,21 +8,30 @@ depend on the number of rows there.
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
 import torch
 
 from proto.codec import MessageDecoder
+from proto.config import ServeConfig
 from proto.errors import ConfigError, TokendError
 from proto.lifecycle import ProductsBoot
+from worker.attention.base import AttentionShape
 from worker.device.devices import create_device
-from worker.kernels import Kernels, product_kernels
+from worker.kernel_choice import (
+    AttentionSample,
+    KernelSample,
+    ProductSample,
+    choose_attention,
+    product_name,
+)
+from worker.kernels import candidate_kernels
+from worker.kv_cache import resolve_kv_dtype
 from worker.layers.kernel_weights import KernelFormat, KernelWeight
 from worker.layers.linear import OneDnnLinear, is_reordered_by_onednn
 from worker.loader.format_choice import activation_dtype, weight_format_for
-from worker.loader.product_choice import product_name
 from worker.loader.weights import DecoderBuilder, create_builder
 from worker.models.registry import model_spec
 from worker.models.transformers_model import TransformersSpec
@@ -32,6 +40,8 @@ from worker.parallel.group import RankGroup
 ONEDNN: Final = "oneDNN"
 _SECONDS: Final = 0.2
 """Time for each product and number of rows, by each that can compute it."""
+RowsCall = Callable[[int], Callable[[], object]]
+"""Returns a function that computes so many rows."""
 
 
 def build_distinct(builder: DecoderBuilder) -> None:
@@ -66,31 +76,31 @@ def best_ms(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
 
 
 def measure(
-    weight: KernelWeight, dtype: torch.dtype, rows: Sequence[int]
+    sample: KernelSample, rows: Sequence[int], others: Mapping[str, RowsCall] | None = None
 ) -> dict[str, list[float]]:
-    """Return the milliseconds of the product with `rows` rows by each that can compute it."""
+    """Return the milliseconds of `rows` rows by all candidates, and by others."""
     times: dict[str, list[float]] = {}
-    dense = None
-    if weight.weight_format is KernelFormat.BF16 and is_reordered_by_onednn(
-        torch.device("cpu"), dtype
-    ):
-        zeros = torch.zeros(weight.out_features, weight.in_features, dtype=dtype)
-        dense = OneDnnLinear(zeros, None)
     for num_rows in rows:
-        x = torch.ones(num_rows, weight.in_features, dtype=dtype)
-        calls: dict[str, Callable[[], object]] = {}
-        for kernels in product_kernels():
-            calls[kernels.variant] = partial(_multiply, weight, kernels, x)
-        if dense is not None:
-            calls[ONEDNN] = partial(dense, x)
+        calls = {kernels.variant: sample.call(kernels, num_rows) for kernels in candidate_kernels()}
+        calls |= {name: call_of(num_rows) for name, call_of in (others or {}).items()}
         for name, taken in best_ms(calls).items():
             times.setdefault(name, []).append(taken)
     return times
 
 
-def _multiply(weight: KernelWeight, kernels: Kernels, x: torch.Tensor) -> torch.Tensor:
-    weight.use_kernels(kernels)
-    return weight.multiply(x)
+def onednn_product(weight: KernelWeight, dtype: torch.dtype) -> dict[str, RowsCall]:
+    """Return oneDNN's product with a bfloat16 weight of this shape by its name, if it has one."""
+    if weight.weight_format is not KernelFormat.BF16 or not is_reordered_by_onednn(
+        torch.device("cpu"), dtype
+    ):
+        return {}
+    zeros = torch.zeros(weight.out_features, weight.in_features, dtype=dtype)
+    dense = OneDnnLinear(zeros, None)
+    return {
+        ONEDNN: lambda num_rows: partial(
+            dense, torch.ones(num_rows, weight.in_features, dtype=dtype)
+        )
+    }
 
 
 def report(boot: ProductsBoot) -> dict[str, Any]:
@@ -129,17 +139,40 @@ def report(boot: ProductsBoot) -> dict[str, Any]:
                 "product": name,
                 "weight_bytes": weight.nbytes,
                 "chosen": chosen[name],
-                "ms": measure(weight, dtype, boot.rows),
+                "ms": measure(
+                    ProductSample(weight, dtype), boot.rows, onednn_product(weight, dtype)
+                ),
             }
             for name, weight in weights.items()
         ]
+        attention = attention_times(config, prepared.folder, spec.attention_shape, dtype, boot.rows)
     return {
         "model": prepared.name,
         "device": device.name,
         "num_threads": torch.get_num_threads(),
         "rows": boot.rows,
         "products": products,
+        "attention": attention,
     }
+
+
+def attention_times(
+    config: ServeConfig,
+    folder: str,
+    shape: AttentionShape,
+    dtype: torch.dtype,
+    rows: Sequence[int],
+) -> list[dict[str, Any]]:
+    """Return the figures of attention under one KV head; none for heads that no kernels support."""
+    kv_dtype = resolve_kv_dtype(
+        config.cache.kv_cache_dtype, dtype, shape.head_dim, shape.latent_dim
+    )
+    _, choices = choose_attention(shape, dtype, kv_dtype, folder)
+    sample = AttentionSample(shape, dtype, kv_dtype)
+    return [
+        {"heads": choice.name, "chosen": choice.variant, "ms": measure(sample, rows)}
+        for choice in choices
+    ]
 
 
 def main() -> int:

@@ -114,8 +114,12 @@ class RunnerBuilder:
     def _build_on_host(
         self, cache: KVCache, batch: InputBatch, connector: WorkerConnector
     ) -> ModelRunner:
-        shape = self._loaded.model.spec.attention_shape
-        backend = create_backend(self._config.device.attention_backend, cache, shape)
+        backend = create_backend(
+            self._config.device.attention_backend,
+            cache,
+            self._loaded.model.spec.attention_shape,
+            self._loaded.attention_kernels,
+        )
         attention = with_hooks(backend, connector)
         parts = (self._model(), attention, create_sampler(), batch, cache)
         head = self._loaded.pooling_head

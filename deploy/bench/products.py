@@ -1,8 +1,9 @@
-"""`tokend bench products`: the matrix products of a model by all kernels that can compute them.
+"""`tokend bench products`: products and attention of a model by all kernels that can compute them.
 
 Each distinct product is timed with the weights, threads and settings of a worker, by every
-instruction set that the CPU has, and by oneDNN where the weights are bfloat16. A worker measures
-less, once for a model and a machine, and keeps its choice, which is marked here.
+instruction set that the CPU has, and by oneDNN where the weights are bfloat16; attention under one
+KV head with up to 1,024 tokens of context. A worker measures less, once for a model and a machine,
+and keeps its choice, which is marked here.
 """
 
 import argparse
@@ -54,12 +55,13 @@ def _table(figures: Mapping[str, Any]) -> Table:
     table.add_column("kernels")
     for rows in figures["rows"]:
         table.add_column(str(rows), justify="right")
-    for product in figures["products"]:
+    for measured in (*figures["products"], *figures["attention"]):
         table.add_section()
-        for name, times in product["ms"].items():
-            is_chosen = name == product["chosen"]
+        for name, times in measured["ms"].items():
+            is_chosen = name == measured["chosen"]
             cells = (f"{taken:.3f}" for taken in times)
-            table.add_row(product["product"], f"{name}, {CHOSEN}" if is_chosen else name, *cells)
+            what = measured.get("product") or measured["heads"]
+            table.add_row(what, f"{name}, {CHOSEN}" if is_chosen else name, *cells)
     return table
 
 

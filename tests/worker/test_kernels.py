@@ -24,9 +24,9 @@ from worker.build_kernels import (
 )
 from worker.kernels import (
     KernelsUnavailableError,
+    candidate_kernels,
     limit_kernels,
     load_kernels,
-    product_kernels,
     runnable_variants,
 )
 
@@ -151,9 +151,9 @@ def test_a_broken_library_is_reported(tmp_path: Path) -> None:
 def no_limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Ends the limit that a test sets."""
     monkeypatch.setattr(kernels_module, "_allowed", None)
-    product_kernels.cache_clear()
+    candidate_kernels.cache_clear()
     yield
-    product_kernels.cache_clear()
+    candidate_kernels.cache_clear()
 
 
 def test_kernels_are_held_to_a_variant_and_lesser_ones(no_limit: None) -> None:
@@ -165,9 +165,9 @@ def test_kernels_are_held_to_a_variant_and_lesser_ones(no_limit: None) -> None:
     for name in found:
         kernels_module._allowed = None
         limit_kernels(name)
-        product_kernels.cache_clear()
+        candidate_kernels.cache_clear()
         assert load_kernels().variant == name
-        candidates = [kernels.variant for kernels in product_kernels()]
+        candidates = [kernels.variant for kernels in candidate_kernels()]
         assert candidates[0] == name
         assert set(candidates) <= set(found[found.index(name) :])
 

@@ -190,7 +190,8 @@ class CpuAttention:
         group = layout.layer_slots[layer].group
         plan = self._plans[layout.windows[group]].structure
         return AttentionCall(
-            *map(ctypes.addressof, (self._groups[group], plan, self._layers[layer]))
+            ctypes.cast(self._kernels.attention_run, ctypes.c_void_p),
+            *map(ctypes.addressof, (self._groups[group], plan, self._layers[layer])),
         )
 
     def _check(self, packed: torch.Tensor, num_heads: int) -> None:

@@ -143,7 +143,7 @@ class KernelWeight:
         """Tells products apart whose bits differ: format, length of rows, digest of a sample.
 
         Kernels of several libraries may give the same bits. "" for packed weights: all of
-        `worker.kernels.product_kernels` do.
+        `worker.kernels.candidate_kernels` do.
         """
         if self.weight_format is KernelFormat.PACKED:
             return ""

@@ -11,9 +11,9 @@ import torch
 
 from proto.errors import ModelError
 from proto.prepared_model import PreparedModel
+from worker.kernel_choice import choose_products
 from worker.loader.files import TensorFiles, entries_by_name, read_index
 from worker.loader.formats import DenseFormat
-from worker.loader.product_choice import choose_products
 from worker.models.registry import read_config
 from worker.models.transformers_model import (
     ATTENTION_NAME,

@@ -20,6 +20,7 @@ import torch
 
 from proto.host_resources import ALLOWED_CPUS
 from proto.prepared_model import PreparedModel
+from worker.kernel_choice import KernelChoice, choose_products
 from worker.layers.activation import Activation
 from worker.layers.embedding import (
     Embedding,
@@ -43,7 +44,6 @@ from worker.loader.formats import (
     read_table,
     table_bytes,
 )
-from worker.loader.product_choice import ProductChoice, choose_products
 from worker.loader.source import WeightSource, block_columns
 from worker.models.decoder import Decoder
 from worker.models.kernel_stack import make_stacks
@@ -195,7 +195,7 @@ class DecoderBuilder:
             words, positions, inputs.first_position, token_types, Norm(norm)
         )
 
-    def choose_products(self) -> list[ProductChoice]:
+    def choose_products(self) -> list[KernelChoice]:
         """Let the fastest kernels multiply with the weights that were built so far."""
         return choose_products(self.weight_format.kernel_weights, self.source.dtype, self._folder)
 

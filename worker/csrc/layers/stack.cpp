@@ -264,7 +264,7 @@ class Layers {
         call.rotation = rotation(layer.rope_table, 0);
         call.sinks = layer.sinks;
         call.output = space_.attended.memory;
-        tokend_attention_run(place.step, place.plan, &call);
+        place.run(place.step, place.plan, &call);
         clock_.lap(run_.attention_ns);
     }
 
@@ -304,7 +304,7 @@ class Layers {
         call.rotation = rotation(layer.rope_table, 0);
         call.sinks = nullptr;
         call.output = space_.attended.memory;
-        tokend_attention_run(place.step, place.plan, &call);
+        place.run(place.step, place.plan, &call);
         clock_.lap(run_.attention_ns);
         multiply_heads(latent.values, space_.attended, latent.rank, space_.values, latent.value_size);
     }

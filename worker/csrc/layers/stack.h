@@ -113,6 +113,7 @@ struct TokendStack {
 
 // The arguments of one layer's attention; of TokendAttentionLayer only the pages are read.
 struct TokendAttentionCall {
+    decltype(&tokend_attention_run) run;  // of the library whose attention is used
     const TokendAttentionStep* step;
     const TokendAttentionSchedule* plan;
     const TokendAttentionLayer* layer;

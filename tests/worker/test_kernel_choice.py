@@ -1,4 +1,4 @@
-"""Which kernels multiply a weight: chosen by time, once for a model and a machine."""
+"""Which kernels compute products and attention: chosen by time, once for a model and a machine."""
 
 import logging
 from pathlib import Path
@@ -7,20 +7,25 @@ from typing import NoReturn
 import pytest
 import torch
 
-from worker.kernels import Kernels, product_kernels
-from worker.layers.kernel_weights import Bf16Weight, KernelWeight, PackedWeight, RotatedWeight
-from worker.loader import product_choice
-from worker.loader.product_choice import (
+from worker import kernel_choice
+from worker.attention.base import AttentionShape
+from worker.kernel_choice import (
     ROWS,
     TIMES_FILE,
-    ProductChoice,
+    AttentionSample,
+    KernelChoice,
+    ProductSample,
     choose,
+    choose_attention,
     choose_products,
     describe_choices,
     measure,
 )
+from worker.kernels import Kernels, candidate_kernels
+from worker.layers.kernel_weights import Bf16Weight, KernelWeight, PackedWeight, RotatedWeight
 
 BF16 = torch.bfloat16
+HEADS = AttentionShape(6, 2, 64, 0.125)
 
 
 def weights_of(kernels: Kernels) -> list[KernelWeight]:
@@ -36,22 +41,22 @@ def weights_of(kernels: Kernels) -> list[KernelWeight]:
 
 @pytest.fixture
 def candidates(kernels: Kernels) -> tuple[Kernels, ...]:
-    if len(product_kernels()) == 1:
+    if len(candidate_kernels()) == 1:
         pytest.skip("this CPU runs one variant of the kernels")
-    return product_kernels()
+    return candidate_kernels()
 
 
 @pytest.fixture
 def times(monkeypatch: pytest.MonkeyPatch, candidates: tuple[Kernels, ...]) -> list[list[str]]:
-    """Replaces the measurement: the last candidate is the fastest. Lists the measured products."""
+    """Replaces the measurement: the last candidate is the fastest. Lists what was measured."""
     measured: list[list[str]] = []
 
-    def by_order(products, dtype, kernels):
-        measured.append(list(products))
+    def by_order(samples, kernels, seconds):
+        measured.append(list(samples))
         of_variant = {each.variant: (9.0 - at,) * len(ROWS) for at, each in enumerate(kernels)}
-        return dict.fromkeys(products, of_variant)
+        return dict.fromkeys(samples, of_variant)
 
-    monkeypatch.setattr(product_choice, "measure", by_order)
+    monkeypatch.setattr(kernel_choice, "measure", by_order)
     return measured
 
 
@@ -128,7 +133,11 @@ def test_a_measurement_has_times_of_all_candidates_and_changes_no_weight(
     x = torch.randn(3, 64).bfloat16()
     before = [weight.multiply(x) for weight in weights]
     threads = torch.get_num_threads()
-    found = measure(dict(zip("abcde", weights, strict=True)), BF16, candidates)
+    samples = {
+        name: ProductSample.of_share(weight, BF16)
+        for name, weight in zip("abcde", weights, strict=True)
+    }
+    found = measure(samples, candidates, seconds=0.0)
     assert torch.get_num_threads() == threads
     assert list(found) == list("abcde")
     for times in found.values():
@@ -136,6 +145,54 @@ def test_a_measurement_has_times_of_all_candidates_and_changes_no_weight(
         assert all(min(of_rows) > 0 and len(of_rows) == len(ROWS) for of_rows in times.values())
     for weight, result in zip(weights, before, strict=True):
         assert torch.equal(weight.multiply(x), result)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kv_dtype"),
+    [
+        (HEADS, torch.int8),
+        (AttentionShape(8, 1, 256, 0.1, soft_cap=30.0), BF16),
+        (AttentionShape(64, 1, 96, 0.1, latent_dim=64), BF16),
+        (AttentionShape(2, 2, 32, 0.1, bidirectional=True), torch.float32),
+    ],
+)
+def test_attention_is_measured_with_the_heads_of_the_model(
+    candidates: tuple[Kernels, ...], shape: AttentionShape, kv_dtype: torch.dtype
+) -> None:
+    sample = AttentionSample(shape, BF16, kv_dtype)
+    for num_rows in ROWS:
+        output = sample.call(candidates[0], num_rows)()
+        assert isinstance(output, torch.Tensor)
+        assert output.shape == (num_rows, shape.group_size, shape.value_dim)
+        assert output.isfinite().all()
+    (times,) = measure({"attention": sample}, candidates, seconds=0.0).values()
+    assert list(times) == [kernels.variant for kernels in candidates]
+
+
+def test_attention_of_a_model_is_measured_once(
+    tmp_path: Path,
+    candidates: tuple[Kernels, ...],
+    times: list[list[str]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    choose_products(weights_of(candidates[0])[:1], BF16, str(tmp_path))
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            kernels, (choice,) = choose_attention(HEADS, BF16, torch.int8, str(tmp_path))
+            assert kernels is candidates[-1]
+            assert choice.variant == candidates[-1].variant
+    assert times == [["bf16 96x64 bfloat16"], ["attention 3x64 bfloat16 int8"]]
+    assert f"attention by time: attention by {candidates[-1].variant}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "folder"), [(64, "missing"), (12, "")], ids=["cannot-be-kept", "no-kernels"]
+)
+def test_attention_stays_with_the_default_kernels(
+    tmp_path: Path, candidates: tuple[Kernels, ...], head_dim: int, folder: str
+) -> None:
+    shape = AttentionShape(2, 2, head_dim, 0.1)
+    assert choose_attention(shape, BF16, BF16, str(tmp_path / folder)) == (None, [])
 
 
 @pytest.mark.parametrize(
@@ -155,8 +212,8 @@ def test_the_default_stays_without_a_clear_gain(
 
 def test_products_of_a_type_with_the_same_kernels_are_described_together() -> None:
     ratios = {"avx2": 1.0, "avx512": 2.0}
-    choices = [ProductChoice(f"bf16 {rows}x64 bfloat16", "avx2", ratios) for rows in (1, 2)]
-    other = ProductChoice("Q4_K 1x256 bfloat16", "avx512", {"avx2": 1.5, "avx512": 1.0})
+    choices = [KernelChoice(f"bf16 {rows}x64 bfloat16", "avx2", ratios) for rows in (1, 2)]
+    other = KernelChoice("Q4_K 1x256 bfloat16", "avx512", {"avx2": 1.5, "avx512": 1.0})
     assert describe_choices([choices[0], other, choices[1]]) == (
         "Q4_K by avx512 (avx2 1.50 times as long); bf16 by avx2 (avx512 2.00 times as long)"
     )
@@ -168,9 +225,10 @@ def test_without_a_choice_nothing_is_measured(
     def refuse(*arguments: object) -> NoReturn:
         raise AssertionError("measured")
 
-    monkeypatch.setattr(product_choice, "measure", refuse)
-    monkeypatch.setattr(product_choice, "product_kernels", refuse)
+    monkeypatch.setattr(kernel_choice, "measure", refuse)
+    monkeypatch.setattr(kernel_choice, "candidate_kernels", refuse)
     assert choose_products([], BF16, str(tmp_path)) == []
-    monkeypatch.setattr(product_choice, "product_kernels", lambda: (kernels,))
+    monkeypatch.setattr(kernel_choice, "candidate_kernels", lambda: (kernels,))
     assert choose_products(weights_of(kernels), BF16, str(tmp_path)) == []
+    assert choose_attention(HEADS, BF16, BF16, str(tmp_path)) == (None, [])
     assert not list(tmp_path.iterdir())
