@@ -41,10 +41,13 @@ def load_modules(
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
     progress: Callable[[float], None],
+    *,
+    fp8_blocks: bool = False,
 ) -> None:
     """Load every module that a step of this model calls; none if FlashInfer is not used.
 
-    progress: called with the finished part. Raises ConfigError if the library is requested and is
+    progress: called with the finished part. fp8_blocks: whether it multiplies weights in FP8 with a
+    scale a block. Raises ConfigError if the library is requested and is
     not installed or does not support the model, and if a module is neither prebuilt nor can be
     compiled.
     """
@@ -52,15 +55,15 @@ def load_modules(
     if installed_version() != VERSION or dtype not in SIXTEEN_BITS:
         return
     import_flashinfer()
-    needed = list(_modules(config, spec, dtype, kv_dtype if has_attention else None))
+    needed = list(_modules(config, spec, dtype, kv_dtype if has_attention else None, fp8_blocks))
     missing = [module for module in needed if not module.is_aot]
     if missing and (reason := why_not_compiled()):
         names = ", ".join(module.name for module in missing)
+        command = build_command(config, spec, dtype, kv_dtype, fp8_blocks)
         raise ConfigError(
             f"FlashInfer's kernels ({names}) are not prebuilt "
             f"and cannot be compiled, {reason}: install flashinfer-jit-cache {VERSION}, or run "
-            f"`{build_command(config, spec, dtype, kv_dtype)}` where nvcc is and put FOLDER on "
-            "PYTHONPATH",
+            f"`{command}` where nvcc is and put FOLDER on PYTHONPATH",
             "attention_backend",
         )
     if missing:
@@ -83,7 +86,11 @@ def why_not_compiled() -> str | None:
 
 
 def build_command(
-    config: DeviceConfig, spec: ModelSpec, dtype: torch.dtype, kv_dtype: torch.dtype
+    config: DeviceConfig,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    fp8_blocks: bool = False,
 ) -> str:
     """Return the command that prebuilds the modules of load_modules."""
     words = ["python -m worker.build_flashinfer FOLDER"]
@@ -100,6 +107,8 @@ def build_command(
         words.append("--cascade")
     if _has_fused_experts(spec):
         words.append("--experts")
+    if fp8_blocks:
+        words.append("--fp8-blocks")
     return " ".join(words)
 
 
@@ -121,7 +130,11 @@ def _attends(
 
 
 def _modules(
-    config: DeviceConfig, spec: ModelSpec, dtype: torch.dtype, kv_dtype: torch.dtype | None
+    config: DeviceConfig,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None,
+    fp8_blocks: bool,
 ) -> Iterator[Any]:
     """Yield the library's descriptions of the modules; kv_dtype: None without attention."""
     from flashinfer.jit import activation, cascade, norm, rope
@@ -135,6 +148,10 @@ def _modules(
         from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm90_module
 
         yield gen_cutlass_fused_moe_sm90_module()
+    if fp8_blocks:
+        from flashinfer.jit.gemm import gen_fp8_blockscale_gemm_sm90_module
+
+        yield gen_fp8_blockscale_gemm_sm90_module()
     if kv_dtype is None:
         return
     yield rope.gen_rope_module()

@@ -32,12 +32,14 @@ from worker.flashinfer_modules import load_modules
 from worker.kernels import row_kernels
 from worker.kv_cache import KVLayout, resolve_kv_dtype
 from worker.loader.digest import hashing
+from worker.loader.files import read_index
 from worker.loader.format_choice import (
     activation_dtype,
     describe_dense_weights,
     weight_format_for,
 )
 from worker.loader.formats import DenseFormat, WeightFormat
+from worker.loader.gpu_format import multiplies_blocks
 from worker.loader.transformers_weights import load_transformers
 from worker.loader.weights import load_model
 from worker.memory_nodes import memory_placement
@@ -104,8 +106,10 @@ class LoadedModel:
             geometry,
             block_size,
             str(self.dtype),
-            # Another device sums in another order.
-            f"cuda {self.weight_format.name}" if self.on_cuda else self.weight_format.name,
+            # Another device sums in another order, and so do the kernels of each format.
+            f"cuda {'+'.join(sorted(self.weight_format.memory))}"
+            if self.on_cuda
+            else self.weight_format.name,
             (rank, self.group.size, self.model.spec.is_expert_parallel),
             ("" if kernels is None else kernels.variant, *products),
             self.model.implementation,
@@ -155,6 +159,7 @@ def load(
             dtype,
             kv_dtype,
             lambda fraction: report(Progress("worker", group.rank, "loading kernels", fraction)),
+            fp8_blocks=multiplies_blocks(read_index(prepared), device.torch_device, dtype),
         )
 
     def show_progress(fraction: float) -> None:

@@ -25,6 +25,7 @@ KERNEL_TESTS = (
     ATTENTION,
     "tests/worker/layers/test_flashinfer_kernels_gpu.py",
     "tests/worker/layers/test_experts_gpu.py",
+    "tests/worker/layers/test_quantised_gpu.py",
     "tests/worker/sampling/test_device_edits_gpu.py",
 )
 
