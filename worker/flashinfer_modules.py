@@ -19,6 +19,7 @@ from proto.config import DeviceConfig
 from proto.errors import ConfigError
 from worker.attention.flashinfer import EIGHT_BITS, load_library, refuse_unsupported
 from worker.attention.flashinfer_latent import latent_module
+from worker.attention.flashinfer_ragged import padded_dim
 from worker.layers.flashinfer_kernels import (
     SIXTEEN_BITS,
     VERSION,
@@ -96,7 +97,7 @@ def build_command(
     words = ["python -m worker.build_flashinfer FOLDER"]
     words.append(f"--dtype {str(dtype).removeprefix('torch.')} --head-dims")
     shape = spec.attention_shape
-    words.append("--latent" if shape.latent_dim else str(shape.head_dim))
+    words.append("--latent" if shape.latent_dim else str(_kernel_dim(spec)))
     if any(spec.windows):
         words.append("--windows")
     if spec.attention_shape.soft_cap:
@@ -168,13 +169,19 @@ def _modules(
             kv_dtype,
             dtype,
             torch.int32,
-            spec.attention_shape.head_dim,
-            spec.attention_shape.head_dim,
+            _kernel_dim(spec),
+            _kernel_dim(spec),
             0,
             has_window,
             bool(spec.attention_shape.soft_cap),
             False,
         )
+
+
+def _kernel_dim(spec: ModelSpec) -> int:
+    """Return the size of heads that kernels compute; those of encoders may be narrower."""
+    shape = spec.attention_shape
+    return padded_dim(shape.head_dim) if shape.bidirectional else shape.head_dim
 
 
 def _has_fused_experts(spec: ModelSpec) -> bool:

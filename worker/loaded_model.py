@@ -16,7 +16,6 @@ import torch
 
 from proto.codec import changed
 from proto.config import ServeConfig
-from proto.errors import ConfigError
 from proto.kv_media_checks import kv_outlives_process
 from proto.lifecycle import (
     KVCacheGeometry,
@@ -134,8 +133,6 @@ def load(
     must_fit: raise ConfigError, before a weight is read, if the model does not fit into memory.
     """
     pooler = pooler_of(config.model, prepared)
-    if pooler is not None and is_cuda(device):
-        raise ConfigError("--runner pooling needs --device cpu so far", "runner")
     dtype = device.resolve_dtype(activation_dtype(config.model))
     weight_format = weight_format or weight_format_for(config.model, prepared, device)
     plan = plan_memory(config, prepared, device, group.rank, weight_format)

@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 ATTENTION = "tests/worker/attention/test_flashinfer_gpu.py"
 KERNEL_TESTS = (
     ATTENTION,
+    "tests/worker/attention/test_flashinfer_ragged.py",
     "tests/worker/layers/test_flashinfer_kernels_gpu.py",
     "tests/worker/layers/test_experts_gpu.py",
     "tests/worker/layers/test_quantised_gpu.py",

@@ -18,11 +18,13 @@ import pytest
 from tests.fakes.fake_flashinfer import FakeDecode, FakeFlashInfer, FakePrefill
 from tests.fakes.fake_fp8 import FakeGemm
 from tests.fakes.fake_latent_wrapper import FakeLatent
+from tests.fakes.fake_ragged_wrapper import FakeRagged
 from worker.attention.flashinfer import load_library
 from worker.layers.flashinfer_kernels import VERSION
 
 PREFILL = "BatchPrefillWithPagedKVCacheWrapper"
 DECODE = "BatchDecodeWithPagedKVCacheWrapper"
+RAGGED = "BatchPrefillWithRaggedKVCacheWrapper"
 LATENT = "BatchMLAPagedAttentionWrapper"
 CALLS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "making a prefill": (FakeFlashInfer.BatchPrefillWithPagedKVCacheWrapper, PREFILL, "__init__"),
@@ -45,6 +47,13 @@ CALLS: dict[str, tuple[Callable[..., Any], str, str]] = {
         "apply_rope_with_cos_sin_cache_inplace",
         "",
     ),
+    "making a ragged one": (
+        FakeFlashInfer.BatchPrefillWithRaggedKVCacheWrapper,
+        RAGGED,
+        "__init__",
+    ),
+    "planning texts": (FakeRagged.plan, RAGGED, "plan"),
+    "running texts": (FakeRagged.run, RAGGED, "run"),
     "merging": (FakeFlashInfer.merge_state_in_place, "merge_state_in_place", ""),
     "blocks in FP8": (FakeGemm.fp8_blockscale_gemm_sm90, "gemm.fp8_blockscale_gemm_sm90", ""),
 }
