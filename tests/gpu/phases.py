@@ -35,6 +35,7 @@ PHASES: Final = (
     Phase("memory-overlapped", "memory:overlapped", 80.0),
     Phase("transformers-8b", "serving:transformers_8b", 80.0),
     Phase("experts", "kernels:experts", 40.0),
+    Phase("quantised", "kernels:quantised", 90.0),
 )
 
 FIRST_HOUR: Final = {
@@ -50,6 +51,13 @@ FIRST_HOUR: Final = {
     ),
     "b": ("decode-8b", "prefill-8b", "decode-latent", "steps-8b", "probe"),
     "c": ("daemon-8b", "answers-1b"),
-    "d": ("memory-mixed", "memory-graphs", "memory-overlapped", "transformers-8b", "experts"),
+    "d": (
+        "memory-mixed",
+        "memory-graphs",
+        "memory-overlapped",
+        "transformers-8b",
+        "experts",
+        "quantised",
+    ),
 }
 """The commands of first_hour.sh, in the order of what they prove."""

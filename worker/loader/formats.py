@@ -68,6 +68,7 @@ from worker.layers.linear import (
     make_linear,
 )
 from worker.layers.triton_experts import TritonExperts
+from worker.loader.files import check_scales
 from worker.loader.source import WeightSource
 
 DENSE_NAMES: Final = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -389,6 +390,8 @@ class PackedFormat:
         weight, first = PackedWeight(self._kernels, gguf_type, shape, order), 0
         for name in names:
             stored = source.read_blocks(name)
+            if not source.has_parts(name):  # theirs were checked when the model was prepared
+                check_scales(source.name_in_file(name), stored.type, stored.data)
             first = weight.put_blocks(first, stored.data, stored.row_order)
         return weight
 

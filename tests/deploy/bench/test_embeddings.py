@@ -66,7 +66,11 @@ def test_texts_have_the_tokens_that_are_asked_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("words", "named"),
-    [(["--tokens", "9", "4"], "tokens"), (["--texts", "0"], "texts"), (["--rounds", "0"], "rounds")],
+    [
+        (["--tokens", "9", "4"], "tokens"),
+        (["--texts", "0"], "texts"),
+        (["--rounds", "0"], "rounds"),
+    ],
 )
 def test_impossible_options_are_named(
     words: list[str], named: str, capsys: pytest.CaptureFixture[str]
