@@ -22,8 +22,10 @@ from proto.lifecycle import PlanBoot
 from proto.prepared_model import PreparedModel
 from worker.device.devices import Device, create_device
 from worker.layers.linear import Linear
+from worker.loader.files import read_index
 from worker.loader.format_choice import activation_dtype, weight_format_for
 from worker.loader.formats import PackedFormat
+from worker.loader.gpu_format import multiplies_blocks
 from worker.loader.product_choice import ProductChoice, describe_choices
 from worker.loader.weights import DecoderBuilder, create_builder
 from worker.memory_plan import MemoryPlan, fitting_flags, plan_memory, refusal
@@ -140,6 +142,16 @@ class TimeEstimate:
             "flops_per_second": self.flops_prompt,
             "product_kernels": {choice.product: choice.variant for choice in self.products},
         }
+
+
+def why_not_estimated(config: ServeConfig, prepared: PreparedModel, device: Device) -> str:
+    """Return what products cannot be measured for; "" if they can."""
+    if runs_on_transformers(prepared, config.model.model_impl):
+        return "transformers' code"
+    dtype = device.resolve_dtype(activation_dtype(config.model))
+    if multiplies_blocks(read_index(prepared), device.torch_device, dtype):
+        return "FP8 in blocks, whose kernels may have to be compiled"
+    return ""
 
 
 def estimate_times(
@@ -290,8 +302,8 @@ def main() -> int:
         device = create_device(config, 0)
         device.check_kv_dtype(config.cache.kv_cache_dtype)
         plan = plan_memory(config, prepared, device)
-        times = None
-        if plan.fits and not runs_on_transformers(prepared, config.model.model_impl):
+        times, not_estimated = None, why_not_estimated(config, prepared, device)
+        if plan.fits and not not_estimated:
             times = estimate_times(config, prepared, device, plan)
         if boot.as_json:
             flags = [] if plan.fits else fitting_flags(plan, config, prepared, device)
@@ -302,8 +314,8 @@ def main() -> int:
             print(refusal(plan, config, prepared, device))
         else:
             print("\n".join((f"{prepared.name} on {device.name}", *plan.table(), "")))
-            not_estimated = ["  times            not estimated for transformers' code"]
-            print("\n".join(not_estimated if times is None else times.lines()))
+            lines = [f"  times            not estimated for {not_estimated}"]
+            print("\n".join(lines if times is None else times.lines()))
     except TokendError as error:
         print(f"tokend: {error}", file=sys.stderr)
         return 2
