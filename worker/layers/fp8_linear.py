@@ -22,6 +22,7 @@ LARGEST: Final = torch.finfo(torch.float8_e4m3fn).max
 BLOCK: Final = 128
 """Rows and columns of a weight that share a scale in an Fp8BlockLinear."""
 _VECTOR: Final = 16
+_FEW_COLUMNS: Final = 4096
 _MOST_COLUMNS: Final = 65536
 
 
@@ -136,6 +137,7 @@ class RowRounding:
             fixed=self._scale is not None,
             largest=LARGEST,
             block=1 << (size - 1).bit_length(),
+            num_warps=4 if size <= _FEW_COLUMNS else 16,
         )
         return codes, scales
 
