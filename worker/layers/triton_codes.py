@@ -173,7 +173,9 @@ def _product_kernel(interpreted: str | None = None) -> Any:
                 code = stored
                 if bits == 4:
                     code = stored >> 4 if half else stored & 15
-                number = tl.load(table + code.to(tl.int32)) if has_table else code.to(tl.float32) - zero
+                number = (
+                    tl.load(table + code.to(tl.int32)) if has_table else code.to(tl.float32) - zero
+                )
                 left = tl.load(
                     x_begin + place[None, :] + 16 * half,
                     mask=is_row[:, None] & inside[None, :],
