@@ -199,7 +199,7 @@ class WeightFormatMemory(msgspec.Struct, array_like=True, frozen=True):
 
 
 _WEIGHT_FORMATS: Final = {
-    "packed": "GGUF blocks as stored",
+    "packed": "packed as stored",
 }
 """Weight formats in words; the others are named by their data type."""
 

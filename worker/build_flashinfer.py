@@ -1,7 +1,7 @@
 """Compiles FlashInfer's kernels ahead of time, on a machine with nvcc and no GPU.
 
     python -m worker.build_flashinfer FOLDER [--head-dims 64 128] [--windows] [--soft-cap] [--fp8]
-                                      [--latent] [--experts]
+                                      [--latent] [--experts] [--fp8-blocks]
     python -m worker.build_flashinfer FOLDER --for-tests
 
 Makes FOLDER/flashinfer_jit_cache, a package that the library looks for: with FOLDER on
@@ -30,7 +30,8 @@ from worker.layers.flashinfer_kernels import VERSION
 
 PACKAGE: Final = "flashinfer_jit_cache"
 UNUSED_HEADERS: Final = ("cublasLt.h", "cublas_v2.h", "curand_kernel.h")
-"""Included by the sources of these modules, which use nothing of them."""
+"""Included by the sources of most modules, which use nothing of them. Those of mixtures of experts
+and of FP8 in blocks do, and need nvrtc.h and libnvrtc too."""
 TOOLKITS: Final = Path("/usr/local")
 EIGHT_BITS: Final = "float8_e4m3fn"
 
@@ -85,12 +86,16 @@ def find_toolkit(root: Path = TOOLKITS) -> Path:
 
 
 def build_environment(work: Path, toolkit: Path, arch: str, jobs: int) -> dict[str, str]:
-    """Return environment variables for the library's build; create their files in `work`."""
+    """Return environment variables for the library's build; create their files in `work`.
+
+    Headers that the toolkit lacks are empty.
+    """
     headers, stubs = work / "headers", work / "stubs"
     for folder in (headers, stubs):
         folder.mkdir(parents=True, exist_ok=True)
     for name in UNUSED_HEADERS:
-        (headers / name).touch()
+        if not (toolkit / "include" / name).exists():
+            (headers / name).touch()
     stub = stubs / "libcuda.so"
     if not stub.exists():
         subprocess.run(["gcc", "-shared", "-o", stub, "-x", "c", os.devnull], check=True)
@@ -155,6 +160,10 @@ def specs(options: argparse.Namespace) -> Iterator[Any]:
         from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm90_module
 
         yield gen_cutlass_fused_moe_sm90_module()
+    if options.fp8_blocks or options.for_tests:
+        from flashinfer.jit.gemm import gen_fp8_blockscale_gemm_sm90_module
+
+        yield gen_fp8_blockscale_gemm_sm90_module()
     yield from map(attention_spec, variants(options))
     if options.latent or options.for_tests:
         yield latent_module(getattr(torch, options.dtype))
@@ -186,6 +195,9 @@ def parser() -> argparse.ArgumentParser:
     words.add_argument("--latent", action="store_true", help="also for latent KV, as DeepSeek's")
     words.add_argument("--cascade", action="store_true", help="merging of a shared prefix")
     words.add_argument("--experts", action="store_true", help="mixtures of experts, on Hopper")
+    words.add_argument(
+        "--fp8-blocks", action="store_true", help="weights in FP8 with a scale a block, on Hopper"
+    )
     words.add_argument(
         "--no-rows", action="store_false", dest="rows", help="without norms, gates and rotations"
     )

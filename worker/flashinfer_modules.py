@@ -19,6 +19,7 @@ from proto.config import DeviceConfig
 from proto.errors import ConfigError
 from worker.attention.flashinfer import EIGHT_BITS, load_library, refuse_unsupported
 from worker.attention.flashinfer_latent import latent_module
+from worker.attention.flashinfer_ragged import padded_dim
 from worker.layers.flashinfer_kernels import (
     SIXTEEN_BITS,
     VERSION,
@@ -41,10 +42,13 @@ def load_modules(
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
     progress: Callable[[float], None],
+    *,
+    fp8_blocks: bool = False,
 ) -> None:
     """Load every module that a step of this model calls; none if FlashInfer is not used.
 
-    progress: called with the finished part. Raises ConfigError if the library is requested and is
+    progress: called with the finished part. fp8_blocks: whether it multiplies weights in FP8 with a
+    scale a block. Raises ConfigError if the library is requested and is
     not installed or does not support the model, and if a module is neither prebuilt nor can be
     compiled.
     """
@@ -52,15 +56,15 @@ def load_modules(
     if installed_version() != VERSION or dtype not in SIXTEEN_BITS:
         return
     import_flashinfer()
-    needed = list(_modules(config, spec, dtype, kv_dtype if has_attention else None))
+    needed = list(_modules(config, spec, dtype, kv_dtype if has_attention else None, fp8_blocks))
     missing = [module for module in needed if not module.is_aot]
     if missing and (reason := why_not_compiled()):
         names = ", ".join(module.name for module in missing)
+        command = build_command(config, spec, dtype, kv_dtype, fp8_blocks)
         raise ConfigError(
             f"FlashInfer's kernels ({names}) are not prebuilt "
             f"and cannot be compiled, {reason}: install flashinfer-jit-cache {VERSION}, or run "
-            f"`{build_command(config, spec, dtype, kv_dtype)}` where nvcc is and put FOLDER on "
-            "PYTHONPATH",
+            f"`{command}` where nvcc is and put FOLDER on PYTHONPATH",
             "attention_backend",
         )
     if missing:
@@ -83,13 +87,17 @@ def why_not_compiled() -> str | None:
 
 
 def build_command(
-    config: DeviceConfig, spec: ModelSpec, dtype: torch.dtype, kv_dtype: torch.dtype
+    config: DeviceConfig,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    fp8_blocks: bool = False,
 ) -> str:
     """Return the command that prebuilds the modules of load_modules."""
     words = ["python -m worker.build_flashinfer FOLDER"]
     words.append(f"--dtype {str(dtype).removeprefix('torch.')} --head-dims")
     shape = spec.attention_shape
-    words.append("--latent" if shape.latent_dim else str(shape.head_dim))
+    words.append("--latent" if shape.latent_dim else str(_kernel_dim(spec)))
     if any(spec.windows):
         words.append("--windows")
     if spec.attention_shape.soft_cap:
@@ -100,6 +108,8 @@ def build_command(
         words.append("--cascade")
     if _has_fused_experts(spec):
         words.append("--experts")
+    if fp8_blocks:
+        words.append("--fp8-blocks")
     return " ".join(words)
 
 
@@ -121,7 +131,11 @@ def _attends(
 
 
 def _modules(
-    config: DeviceConfig, spec: ModelSpec, dtype: torch.dtype, kv_dtype: torch.dtype | None
+    config: DeviceConfig,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None,
+    fp8_blocks: bool,
 ) -> Iterator[Any]:
     """Yield the library's descriptions of the modules; kv_dtype: None without attention."""
     from flashinfer.jit import activation, cascade, norm, rope
@@ -135,6 +149,10 @@ def _modules(
         from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm90_module
 
         yield gen_cutlass_fused_moe_sm90_module()
+    if fp8_blocks:
+        from flashinfer.jit.gemm import gen_fp8_blockscale_gemm_sm90_module
+
+        yield gen_fp8_blockscale_gemm_sm90_module()
     if kv_dtype is None:
         return
     yield rope.gen_rope_module()
@@ -151,13 +169,19 @@ def _modules(
             kv_dtype,
             dtype,
             torch.int32,
-            spec.attention_shape.head_dim,
-            spec.attention_shape.head_dim,
+            _kernel_dim(spec),
+            _kernel_dim(spec),
             0,
             has_window,
             bool(spec.attention_shape.soft_cap),
             False,
         )
+
+
+def _kernel_dim(spec: ModelSpec) -> int:
+    """Return the size of heads that kernels compute; those of encoders may be narrower."""
+    shape = spec.attention_shape
+    return padded_dim(shape.head_dim) if shape.bidirectional else shape.head_dim
 
 
 def _has_fused_experts(spec: ModelSpec) -> bool:

@@ -16,7 +16,6 @@ import torch
 
 from proto.codec import changed
 from proto.config import ServeConfig
-from proto.errors import ConfigError
 from proto.kv_media_checks import kv_outlives_process
 from proto.lifecycle import (
     KVCacheGeometry,
@@ -33,12 +32,14 @@ from worker.kernel_choice import choose_attention
 from worker.kernels import Kernels, row_kernels
 from worker.kv_cache import KVLayout, resolve_kv_dtype
 from worker.loader.digest import hashing
+from worker.loader.files import read_index
 from worker.loader.format_choice import (
     activation_dtype,
     describe_dense_weights,
     weight_format_for,
 )
 from worker.loader.formats import DenseFormat, WeightFormat
+from worker.loader.gpu_format import multiplies_blocks
 from worker.loader.transformers_weights import load_transformers
 from worker.loader.weights import load_model
 from worker.memory_nodes import memory_placement
@@ -108,8 +109,10 @@ class LoadedModel:
             geometry,
             block_size,
             str(self.dtype),
-            # Another device sums in another order.
-            f"cuda {self.weight_format.name}" if self.on_cuda else self.weight_format.name,
+            # Another device sums in another order, and so do the kernels of each format.
+            f"cuda {'+'.join(sorted(self.weight_format.memory))}"
+            if self.on_cuda
+            else self.weight_format.name,
             (rank, self.group.size, self.model.spec.is_expert_parallel),
             (*variants, *products),
             self.model.implementation,
@@ -134,8 +137,6 @@ def load(
     must_fit: raise ConfigError, before a weight is read, if the model does not fit into memory.
     """
     pooler = pooler_of(config.model, prepared)
-    if pooler is not None and is_cuda(device):
-        raise ConfigError("--runner pooling needs --device cpu so far", "runner")
     dtype = device.resolve_dtype(activation_dtype(config.model))
     weight_format = weight_format or weight_format_for(config.model, prepared, device)
     plan = plan_memory(config, prepared, device, group.rank, weight_format)
@@ -159,6 +160,7 @@ def load(
             dtype,
             kv_dtype,
             lambda fraction: report(Progress("worker", group.rank, "loading kernels", fraction)),
+            fp8_blocks=multiplies_blocks(read_index(prepared), device.torch_device, dtype),
         )
 
     def show_progress(fraction: float) -> None:

@@ -126,13 +126,16 @@ class MemoryPlan:
         return [f"  {name:<11}{size / GIB:>9.2f} GiB  {note}".rstrip() for name, size, note in rows]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all figures for JSON."""
-        return {
-            "fits": self.fits,
-            "weights_bytes": dict(self.weights),
+        """Return all figures for JSON; those of KV only for a model that keeps some."""
+        pool = {
             "kv_cache_bytes": self.pool_bytes,
             "kv_cache_tokens": self.pool_tokens,
             "kv_bytes_per_1k_tokens": self.kv_bytes_per_1k,
+        }
+        return {
+            "fits": self.fits,
+            "weights_bytes": dict(self.weights),
+            **(pool if self.block_bytes else {}),
             "work_space_bytes": dict(self.work),
             "free_bytes": self.free,
         }

@@ -230,18 +230,19 @@ class ModelRunner:
     @torch.inference_mode()
     def run_dummy_step(self, num_tokens: int, num_seqs: int) -> torch.Tensor:
         """Run a step of dummy tokens in block 0; return the logits of the last token of each."""
-        return self._model.float32_logits(self.run_dummy_layers(num_tokens, num_seqs))
+        hidden, sample_tokens = self._run_dummy_layers(num_tokens, num_seqs)
+        return self._model.float32_logits(hidden.index_select(0, sample_tokens))
 
-    @torch.inference_mode()
-    def run_dummy_layers(self, num_tokens: int, num_seqs: int) -> torch.Tensor:
-        """Run the layers for such a step; return the hidden state of the last token of each."""
+    def _run_dummy_layers(
+        self, num_tokens: int, num_seqs: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the layers for such a step; return all hidden states, and each last token's index."""
         inputs = dummy_inputs(num_tokens, num_seqs, self.batch.block_table)
         token_ids, positions, sample_tokens = self.placement.to_device(
             [inputs.token_ids, inputs.positions, inputs.sample_tokens]
         )
         self._attention.plan(inputs.attention)
-        hidden = self._model.forward(token_ids, positions, self._attention)
-        return hidden.index_select(0, sample_tokens)
+        return self._model.forward(token_ids, positions, self._attention), sample_tokens
 
     def _copy_blocks(self, sources: torch.Tensor, copies: torch.Tensor) -> None:
         self.kv_cache.copy_blocks(sources, copies)

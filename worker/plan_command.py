@@ -8,7 +8,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Final
@@ -23,8 +23,10 @@ from proto.prepared_model import PreparedModel
 from worker.device.devices import Device, create_device
 from worker.kernel_choice import KernelChoice, describe_choices
 from worker.layers.linear import Linear
+from worker.loader.files import read_index
 from worker.loader.format_choice import activation_dtype, weight_format_for
 from worker.loader.formats import PackedFormat
+from worker.loader.gpu_format import multiplies_blocks
 from worker.loader.weights import DecoderBuilder, create_builder
 from worker.memory_plan import MemoryPlan, fitting_flags, plan_memory, refusal
 from worker.models.registry import model_spec, runs_on_transformers
@@ -32,6 +34,8 @@ from worker.parallel.group import RankGroup
 
 PROMPT_TOKENS: Final = 512
 """Length of the prompt whose first token is estimated."""
+TEXT_TOKENS: Final = (128, 512)
+"""Lengths of the texts whose times are estimated for an encoder."""
 _SAMPLE_BYTES: Final = 256 << 20
 """Weights for steps of one token: more than a processor's caches hold."""
 _SAMPLE_SECONDS: Final = 0.7
@@ -59,6 +63,40 @@ class SampledProduct:
     def rows_of_step(self, num_tokens: int) -> int:
         """Return the rows that a step of `num_tokens` tokens multiplies; at least one."""
         return max(1, round(num_tokens * self.rows_share))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextEstimate:
+    """Times of texts that an encoder computes, from products of the model's own weights.
+
+    seconds: of a text of so many tokens. flops: FLOP/s of products in steps of `step_tokens`.
+    """
+
+    seconds: Mapping[int, float]
+    flops: float
+    step_tokens: int
+    products: Sequence[ProductChoice]
+
+    def lines(self) -> list[str]:
+        times = (
+            f"{seconds * 1e3:,.1f} ms with {tokens} tokens ({1 / seconds:,.0f} texts a second)"
+            for tokens, seconds in self.seconds.items()
+        )
+        return [
+            f"  time per text    {', '.join(times)}",
+            f"  measured         {self.flops / 1e9:,.0f} GFLOP/s "
+            f"in steps of {self.step_tokens} tokens",
+            f"  products         {describe_choices(self.products) or 'no choice of kernels'}",
+            "  assumed          an idle machine, texts enough to fill steps; products alone take "
+            "time, and attention is as fast as they are",
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "seconds_per_text": {str(tokens): each for tokens, each in self.seconds.items()},
+            "flops_per_second": self.flops,
+            "product_kernels": {choice.product: choice.variant for choice in self.products},
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,9 +144,19 @@ class TimeEstimate:
         }
 
 
+def why_not_estimated(config: ServeConfig, prepared: PreparedModel, device: Device) -> str:
+    """Return what products cannot be measured for; "" if they can."""
+    if runs_on_transformers(prepared, config.model.model_impl):
+        return "transformers' code"
+    dtype = device.resolve_dtype(activation_dtype(config.model))
+    if multiplies_blocks(read_index(prepared), device.torch_device, dtype):
+        return "FP8 in blocks, whose kernels may have to be compiled"
+    return ""
+
+
 def estimate_times(
     config: ServeConfig, prepared: PreparedModel, device: Device, plan: MemoryPlan
-) -> TimeEstimate:
+) -> TimeEstimate | TextEstimate:
     """Measure products of this model for about two seconds; return what follows for requests.
 
     One rank is measured: ranks compute at the same time.
@@ -126,6 +174,8 @@ def estimate_times(
     with torch.inference_mode():
         products = _sample_products(builder)
         choices = builder.choose_products()
+        if builder.spec.is_bidirectional:
+            return _estimate_texts(builder, products, choices, step_tokens)
         alone = _seconds(products, 1, dtype, device.torch_device)
         few = products[: _count_for_prompts(products)]
         many = _seconds(few, step_tokens, dtype, device.torch_device)
@@ -145,6 +195,33 @@ def estimate_times(
         bytes_per_second=sum(product.num_bytes for product in products) / alone,
         read_bytes_per_second=reading,
         flops_prompt=flops_prompt,
+        step_tokens=step_tokens,
+        products=choices,
+    )
+
+
+def _estimate_texts(
+    builder: DecoderBuilder,
+    products: Sequence[SampledProduct],
+    choices: Sequence[ProductChoice],
+    step_tokens: int,
+) -> TextEstimate:
+    """Return the times of texts of a few lengths; every token sees a window to both sides."""
+    few = products[: _count_for_prompts(products)]
+    seconds = _seconds(few, step_tokens, builder.source.dtype, builder.device)
+    flops = _flops(few, step_tokens) / seconds
+    shape, longest = builder.spec.compute_shape, builder.spec.max_position
+
+    def of_text(tokens: int) -> float:
+        seen = sum(
+            each * min(tokens, 2 * (window or tokens) - 1) for window, each in shape.attention_flops
+        )
+        return (shape.linear_flops + seen) * tokens / flops
+
+    lengths = [length for length in TEXT_TOKENS if length <= longest] or [longest]
+    return TextEstimate(
+        seconds={length: of_text(length) for length in lengths},
+        flops=flops,
         step_tokens=step_tokens,
         products=choices,
     )
@@ -225,8 +302,8 @@ def main() -> int:
         device = create_device(config, 0)
         device.check_kv_dtype(config.cache.kv_cache_dtype)
         plan = plan_memory(config, prepared, device)
-        times = None
-        if plan.fits and not runs_on_transformers(prepared, config.model.model_impl):
+        times, not_estimated = None, why_not_estimated(config, prepared, device)
+        if plan.fits and not not_estimated:
             times = estimate_times(config, prepared, device, plan)
         if boot.as_json:
             flags = [] if plan.fits else fitting_flags(plan, config, prepared, device)
@@ -237,8 +314,8 @@ def main() -> int:
             print(refusal(plan, config, prepared, device))
         else:
             print("\n".join((f"{prepared.name} on {device.name}", *plan.table(), "")))
-            not_estimated = ["  times            not estimated for transformers' code"]
-            print("\n".join(not_estimated if times is None else times.lines()))
+            lines = [f"  times            not estimated for {not_estimated}"]
+            print("\n".join(lines if times is None else times.lines()))
     except TokendError as error:
         print(f"tokend: {error}", file=sys.stderr)
         return 2

@@ -3,7 +3,8 @@
     hidden [T, H] ─▶ last norm ─▶ PartialPool of each sequence ─▶ PoolingHead ─▶ pooler_outputs
 
 A prompt may come in chunks, so a sequence keeps what it has pooled so far; the last token needs
-nothing kept. Start with `PoolingRunner.finish_on_host`. Everything here is float32.
+nothing kept. Start with `PoolingRunner.finish_on_host`. Everything here is float32. Of a GPU's
+hidden states those that are pooled come to the host, after the last norm.
 """
 
 import time
@@ -21,12 +22,15 @@ from proto.model_runner_output import ModelRunnerOutput, RowPooled
 from proto.pooling import Activation, Pooler, PoolerLayer, PoolingParams, PoolingType
 from proto.prepared_model import PreparedModel, TensorEntry
 from proto.scheduler_output import SchedulerOutput
+from worker.device.transfers import HostPlacement, Placement
 from worker.loader.files import TensorFiles, entries_by_name, read_index
 from worker.model_runner import (
     ForwardOutput,
     GrammarMaskSource,
     ModelRunner,
+    any_token_of_sequences,
     nonfinite_sequences,
+    nonfinite_tokens,
 )
 from worker.step_inputs import StepInputs
 
@@ -161,11 +165,18 @@ def _layer(
 
 
 class PoolingRunner(ModelRunner):
-    """A ModelRunner whose steps end with pooling. head: the layers after it; others as there."""
+    """A ModelRunner whose steps end with pooling.
 
-    def __init__(self, head: PoolingHead, *args: Any, **fields: Any) -> None:
+    head: the layers after it. more: the placement of arrays beside those of a step; None on a CPU.
+    Others as there.
+    """
+
+    def __init__(
+        self, head: PoolingHead, *args: Any, more: Placement | None = None, **fields: Any
+    ) -> None:
         super().__init__(*args, **fields)
         self._head = head
+        self._more = more or HostPlacement()
         self._partial: dict[int, PartialPool] = {}
         inputs = self._model.spec.inputs
         self._has_token_types = inputs is not None and inputs.token_types > 1
@@ -178,11 +189,16 @@ class PoolingRunner(ModelRunner):
         for new in step.new_requests:
             assert new.pooling_params is not None, "this model only pools"
             self._partial[new.seq_id] = PartialPool(new.pooling_params, len(new.prompt_token_ids))
-        if self._has_token_types:
-            seq_ids = [new.seq_id for new in step.new_requests] + step.cached_requests.seq_ids
-            starts = [self._partial[seq_id].params.second_start for seq_id in seq_ids]
-            self._second_starts = np.array(starts, dtype=np.int64)
         return super().start_step(step)
+
+    def _build_inputs(
+        self, step: SchedulerOutput, step_rows: NDArray[np.int64]
+    ) -> tuple[StepInputs, list[int], list[int]]:
+        built = super()._build_inputs(step, step_rows)
+        if self._has_token_types:
+            starts = [self._partial[seq_id].params.second_start for seq_id in built[1]]
+            self._second_starts = np.array(starts, dtype=np.int64)
+        return built
 
     def _run_model(
         self, inputs: StepInputs, token_ids: torch.Tensor, positions: torch.Tensor
@@ -194,21 +210,25 @@ class PoolingRunner(ModelRunner):
         starts = np.where(starts, starts, np.iinfo(np.int64).max)
         types = inputs.positions >= np.repeat(starts, np.diff(inputs.query_start))
         self._attention.plan(inputs.attention)
-        return self._model.forward(
-            token_ids, positions, self._attention, torch.from_numpy(types.astype(np.int64))
-        )
+        (token_types,) = self._more.to_device([types.astype(np.int64)])
+        return self._model.forward(token_ids, positions, self._attention, token_types)
 
     @torch.inference_mode()
     def finish_on_host(
         self, forward: ForwardOutput, get_grammars: GrammarMaskSource
     ) -> ModelRunnerOutput:
         """Pool the step's hidden states and return the results of complete sequences."""
-        nonfinite = nonfinite_sequences(forward.hidden, forward.inputs.query_start)
+        inputs, hidden = forward.inputs, forward.hidden
+        if hidden.device.type == "cpu":
+            nonfinite = nonfinite_sequences(hidden, inputs.query_start)
+        else:
+            tokens = self.placement.to_host(nonfinite_tokens(hidden))
+            nonfinite = any_token_of_sequences(tokens, inputs.query_start)
         results = self._results(forward, nonfinite)
         return ModelRunnerOutput(
             forward.step.epoch,
             forward.step.step,
-            forward.seq_ids,
+            [forward.seq_ids[index] for index in forward.step_order],
             [[] for _ in forward.seq_ids],
             compute_seconds=time.monotonic() - forward.started,
             failed_seq_ids=[forward.seq_ids[index] for index in np.flatnonzero(nonfinite)],
@@ -216,7 +236,13 @@ class PoolingRunner(ModelRunner):
         )
 
     def warm_up(self) -> None:
-        self._model.final_norm(self.run_dummy_layers(1, 1))
+        self.run_largest(1, 1)
+
+    @torch.inference_mode()
+    def run_largest(self, num_tokens: int, num_seqs: int) -> None:
+        """Run a step of dummy tokens, all of which are pooled."""
+        hidden, _ = self._run_dummy_layers(num_tokens, num_seqs)
+        self.placement.to_host(self._model.final_norm(hidden))
 
     def _results(self, forward: ForwardOutput, nonfinite: NDArray[np.bool_]) -> list[RowPooled]:
         """Return the results of complete sequences; mark those that are not finite."""
@@ -227,8 +253,10 @@ class PoolingRunner(ModelRunner):
         partial = [self._partial[forward.seq_ids[index]] for index in complete]
         vectors = [each for each in partial if not each.keeps_tokens]
         if pooler.logit_tokens:
-            last = torch.from_numpy(forward.inputs.query_start[1:][complete].astype(np.int64) - 1)
-            logits = self._model.float32_logits(forward.hidden.index_select(0, last))
+            ends = forward.inputs.query_start[1:][complete].astype(np.int64)
+            (last,) = self._more.to_device([ends - 1])
+            hidden = forward.hidden.index_select(0, last)
+            logits = self.placement.to_host(self._model.float32_logits(hidden))
             scores = logits[:, list(pooler.logit_tokens)]
             pooled = iter(scores[:, :1] - scores[:, 1:] if scores.shape[1] > 1 else scores)
         elif vectors:
@@ -265,13 +293,14 @@ class PoolingRunner(ModelRunner):
             if pooler.needs_all_tokens or each.keeps_tokens
         ]
         if counted:
-            hidden = self._model.final_norm(forward.hidden)
+            hidden = self.placement.to_host(self._model.final_norm(forward.hidden))
             for index in counted:
                 rows = hidden[starts[index] : ends[index]]
                 partial[index].add(rows, int(inputs.num_computed[index]), pooler.types)
         if others := sorted(set(complete) - set(counted)):
-            last = torch.tensor([ends[index] - 1 for index in others])
+            (last,) = self._more.to_device([np.array([ends[index] - 1 for index in others])])
             hidden = self._model.final_norm(forward.hidden.index_select(0, last))
+            hidden = self.placement.to_host(hidden)
             for row, index in zip(hidden, others, strict=True):
                 partial[index].vectors["last"] = row
         return complete

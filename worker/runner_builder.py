@@ -41,7 +41,7 @@ from worker.memory_nodes import memory_placement
 from worker.memory_plan import step_tokens
 from worker.model_runner import DeviceTokens, ModelRunner, SyncModelRunner
 from worker.models.decoder import Decoder
-from worker.pooling import PoolingRunner
+from worker.pooling import PoolingHead, PoolingRunner
 from worker.routed_experts import RoutedExpertsCache, record_experts, slot_bytes
 from worker.sampling.device_kernels import RowEditArrays, TritonDraw, TritonEdits, largest_edits
 from worker.sampling.device_sampler import DeviceDraw, DeviceSampler, KeyedDraw, largest_params
@@ -96,8 +96,11 @@ class RunnerBuilder:
         connector = self._connect(message, cache)
         if not self._loaded.on_cuda:
             return SyncModelRunner(self._build_on_host(cache, batch, connector)), connector
+        builder = self._cuda_builder()
+        if (head := self._loaded.pooling_head) is not None:
+            return builder.build_pooling(head, cache, batch, connector), connector
         rank = self._loaded.group.rank
-        runner = self._cuda_builder().build(
+        runner = builder.build(
             cache,
             batch,
             lambda fraction: self._report(Progress("worker", rank, "capturing graphs", fraction)),
@@ -148,17 +151,19 @@ class RunnerBuilder:
         return connector
 
     def _create_pool(self, message: InitializeCache) -> KVCache:
-        if self._loaded.layout.is_scratch:
-            num_seqs = self._config.scheduler.max_num_seqs
-            num_blocks = num_scratch_blocks(self.step_tokens, num_seqs)
-            cache = self._create_cache(num_blocks, SCRATCH_BLOCK)
-        else:
-            cache = self._create_cache(message.num_blocks, message.block_size)
+        cache = self._create_step_cache(message.num_blocks)
         if not self._loaded.on_cuda and (placement := memory_placement()) is not None:
             placement.interleave(cache.buffer)
         if self._config.cache.kv_cache_populate:
             cache.populate()
         return cache
+
+    def _create_step_cache(self, num_blocks: int) -> KVCache:
+        """Return a cache of so many blocks, or the pages of a step if the model keeps nothing."""
+        if not self._loaded.layout.is_scratch:
+            return self._create_cache(num_blocks, self._config.cache.block_size)
+        num_seqs = self._config.scheduler.max_num_seqs
+        return self._create_cache(num_scratch_blocks(self.step_tokens, num_seqs), SCRATCH_BLOCK)
 
     def _create_cache(self, num_blocks: int, block_size: int) -> KVCache:
         loaded = self._loaded
@@ -180,8 +185,13 @@ class RunnerBuilder:
         scheduler, longest = self._config.scheduler, self._loaded.model.spec.max_position
         num_seqs = min(scheduler.max_num_seqs, self.step_tokens)
         num_tokens = min(self.step_tokens, num_seqs * longest)
-        cache = self._create_cache(1, self._config.cache.block_size)
         batch = self._create_batch(longest)
+        if (head := self._loaded.pooling_head) is not None:
+            cache = self._create_step_cache(1)
+            runner = self._cuda_builder().pooling_runner(head, cache, batch, NO_CONNECTOR)
+            runner.run_largest(num_tokens, num_seqs)
+            return
+        cache = self._create_cache(1, self._config.cache.block_size)
         self._cuda_builder().run_largest_step(cache, batch, num_tokens, num_seqs)
 
     def _cuda_builder(self) -> "CudaRunnerBuilder":
@@ -292,6 +302,32 @@ class CudaRunnerBuilder:
             self._kernels.edits,
         )
         return AsyncModelRunner(runner, tokens, self._accelerator, sampler)
+
+    def build_pooling(
+        self,
+        head: PoolingHead,
+        kv_cache: KVCache,
+        batch: InputBatch,
+        connector: WorkerConnector = NO_CONNECTOR,
+    ) -> SyncModelRunner:
+        """Return a runner of a model that pools; each step waits for its results."""
+        runner = self.pooling_runner(head, kv_cache, batch, connector)
+        runner.warm_up()
+        return SyncModelRunner(runner)
+
+    def pooling_runner(
+        self, head: PoolingHead, kv_cache: KVCache, batch: InputBatch, connector: WorkerConnector
+    ) -> PoolingRunner:
+        return PoolingRunner(
+            head,
+            self._model,
+            with_hooks(self._create_attention(kv_cache, (), 0), connector),
+            self._sampler,
+            batch,
+            kv_cache,
+            DevicePlacement(self._accelerator),
+            more=DevicePlacement(self._accelerator),
+        )
 
     def run_largest_step(
         self, kv_cache: KVCache, batch: InputBatch, num_tokens: int, num_seqs: int

@@ -365,7 +365,7 @@ class Worker:
             device_name=loaded.device.name,
             weights=loaded.weights,
             phases=self._phases.phases,
-            computes_ahead=loaded.on_cuda,
+            computes_ahead=loaded.on_cuda and loaded.pooling_head is None,
             step_tokens=self._runner_builder.step_tokens,
             compute=loaded.model.spec.compute_shape,
         )

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from proto.errors import ModelError, shown
 from proto.prepared_model import FP8, TensorEntry, TensorPart
@@ -42,6 +42,7 @@ class Scheme:
     group_sizes: columns that may share a scale; -1 for all of a row, empty for any.
     zero_offset: what is added to stored zeros.
     block: rows and columns of a block of FP8, or None.
+    inputs: what products with weights in FP8 round their input by.
     """
 
     packings: tuple[str, ...]
@@ -49,6 +50,11 @@ class Scheme:
     group_sizes: tuple[int, ...] = ()
     zero_offset: int = 0
     block: tuple[int, int] | None = None
+    inputs: "Inputs" = "dynamic"
+
+
+Inputs = Literal["dynamic", "static", "none"]
+"""By scales of the input itself, by one that the checkpoint has, or not at all."""
 
 
 @dataclass(frozen=True)
@@ -150,10 +156,10 @@ class _Keys:
 
 def _fp8(keys: _Keys) -> Scheme:
     keys.one_of("fmt", "e4m3", "e4m3")
-    keys.one_of("activation_scheme", "dynamic", "dynamic", "static")
+    inputs = keys.one_of("activation_scheme", "dynamic", "dynamic", "static")
     if keys.values.get("weight_block_size") is None:
-        return Scheme(("fp8",))
-    return Scheme(("fp8",), block=keys.block("weight_block_size"))
+        return Scheme(("fp8",), inputs=inputs)
+    return Scheme(("fp8",), block=keys.block("weight_block_size"), inputs=inputs)
 
 
 def _fbgemm_fp8(keys: _Keys) -> Scheme:
@@ -209,6 +215,7 @@ def _compressed_tensors(keys: _Keys) -> Scheme:
     if not isinstance(groups, Mapping) or not groups:
         raise keys.refuse("config_groups", "an object of groups is needed")
     packings, sizes, blocks = [], set(), set()
+    inputs: set[Inputs] = set()
     for name, group in groups.items():
         weights = group.get("weights") if isinstance(group, Mapping) else None
         if not isinstance(weights, Mapping):
@@ -230,9 +237,25 @@ def _compressed_tensors(keys: _Keys) -> Scheme:
             sizes.add(-1)
         if packing is not None:
             packings.append(packing)
+        inputs.add(_inputs(group))
     if len(blocks) > 1:
         raise keys.refuse("config_groups", "blocks of one size are supported")
-    return Scheme(tuple(dict.fromkeys(packings)), 0, tuple(sizes), block=next(iter(blocks), None))
+    return Scheme(
+        tuple(dict.fromkeys(packings)),
+        0,
+        tuple(sizes),
+        block=next(iter(blocks), None),
+        # Which group a weight is of is not read: where groups differ no input is rounded.
+        inputs=inputs.pop() if len(inputs) == 1 else "none",
+    )
+
+
+def _inputs(group: Mapping[str, Any]) -> Inputs:
+    """Return how a group of compressed-tensors rounds inputs; "none" for weights alone."""
+    inputs = group.get("input_activations")
+    if not isinstance(inputs, Mapping):
+        return "none"
+    return "static" if inputs.get("dynamic") is False else "dynamic"
 
 
 METHODS: Final[Mapping[str, Callable[[_Keys], Scheme]]] = {
@@ -413,6 +436,10 @@ def _describe_fp8(parts: Parts, scheme: Scheme, read_bytes: ReadBytes) -> Descri
     codes, scales = parts["codes"], parts["scales"]
     _need(len(codes.shape) == 2, "a matrix is needed")
     rows, columns = codes.shape
+    inputs = {f"{scheme.inputs}_inputs": 1.0}
+    if "inputs" in parts:
+        _need(parts["inputs"].shape in ((), (1,)), "one scale of the input is needed")
+        _need(parts["inputs"].type in _FLOATS, "scales are floats")
     if scheme.block is not None:
         block_rows, block_columns = scheme.block
         blocks = (-(-rows // block_rows), -(-columns // block_columns))
@@ -420,13 +447,13 @@ def _describe_fp8(parts: Parts, scheme: Scheme, read_bytes: ReadBytes) -> Descri
             scales.shape == blocks and scales.type in _FLOATS,
             f"a scale of each block of {block_rows} x {block_columns} is needed",
         )
-        return FP8, codes.shape, {"rows": block_rows, "columns": block_columns}
+        return FP8, codes.shape, {"rows": block_rows, "columns": block_columns} | inputs
     _need(
         scales.shape in ((), (1,), (rows,), (rows, 1)) and scales.type in _FLOATS,
         "one scale, or one of each row, is needed",
     )
     each_row = scales.shape not in ((), (1,)) or rows == 1
-    return FP8, codes.shape, {"rows": 1 if each_row else rows, "columns": columns}
+    return FP8, codes.shape, {"rows": 1 if each_row else rows, "columns": columns} | inputs
 
 
 def _describe_nf4(parts: Parts, scheme: Scheme, read_bytes: ReadBytes) -> Described:
@@ -484,7 +511,8 @@ def _check_words(part: TensorPart, shape: Sequence[int]) -> None:
     _need(part.type == "I32", "zeros are I32")
 
 
-_ACTIVATIONS: Final = (".input_scale", ".input_zero_point", ".output_scale", ".input_scale_ub")
+_BESIDES: Final = (".input_zero_point", ".output_scale", ".input_scale_ub")
+_ACTIVATIONS: Final = (".input_scale", *_BESIDES)
 _STATE: Final = ".quant_state.bitsandbytes__"
 
 PACKINGS: Final[Mapping[str, Packing]] = {
@@ -494,9 +522,13 @@ PACKINGS: Final[Mapping[str, Packing]] = {
     "fp8": Packing(
         ".weight",
         (FP8,),
-        {"scales": (".weight_scale_inv", ".weight_scale")},
+        {
+            "scales": (".weight_scale_inv", ".weight_scale"),
+            "inputs": (".input_scale", ".activation_scale"),
+        },
         _describe_fp8,
-        ignored=(*_ACTIVATIONS, ".activation_scale"),
+        optional=("inputs",),
+        ignored=_BESIDES,
     ),
     "gptq": Packing(
         ".qweight",

@@ -193,7 +193,7 @@ class TestReady:
         assert text.endswith("\n  Ctrl-C stops")
         assert "  length    up to 8,192 tokens," in text
         assert "  KV cache  1.50 GiB for 11,008 tokens (688 blocks of 16)" in text
-        assert "  weights   92 MiB GGUF blocks as stored + 257 MiB bf16\n" in text
+        assert "  weights   92 MiB packed as stored + 257 MiB bf16\n" in text
         assert "  web page  http://127.0.0.1:81/\n" in text
         assert re.search(
             r"start     3\.2\d s: command 3\.2\d s; worker 0: imports 1\.00 s, weights 0\.50 s; "

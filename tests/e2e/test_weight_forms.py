@@ -76,7 +76,7 @@ async def test_packed_weights_alone_and_in_a_batch_of_sixteen(
         assert planned["fits"]
         assert sum(planned["weights_bytes"].values()) == daemon.metric("tokend:weights_bytes")
         assert f"for {planned['kv_cache_tokens']:,} tokens" in daemon.text
-        assert re.search("weights: .* MiB GGUF blocks as stored", daemon.text)
+        assert re.search("weights: .* MiB packed as stored", daemon.text)
         assert 80 < daemon.metric("tokend:weights_bytes") / 2**20 < 110
         async with httpx.AsyncClient(base_url=daemon.url, timeout=300) as client:
             answer = await complete(client, "The capital of France is", max_tokens=8)
@@ -106,7 +106,7 @@ async def test_every_weight_format_predicts_a_text_like_float32(
     """A coarse bound on one text; tests.benchmarks.quality has finer ones on many texts."""
     text = "The sea is the largest part of the surface of the earth, and most of it is deep. " * 3
     with Daemon("--cpu-weights", form) as daemon:
-        stored = "GGUF blocks as stored"
+        stored = "packed as stored"
         written = {"auto": stored, "packed+int8": rf"int8 \+ .* MiB {stored}"}
         assert re.search(f"weights: .* MiB {written.get(form, form)}", daemon.text)
         async with httpx.AsyncClient(base_url=daemon.url, timeout=300) as client:

@@ -16,6 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tests.fakes.fake_device import DeviceError, DeviceTensor, FakeDevice, on_host
+from worker.layers.triton_codes import CodedWeight, TritonCodedLinear
 from worker.layers.triton_experts import PairBlocks, TritonExperts
 
 COPYING = ("tensor", "as_tensor", "asarray")
@@ -99,6 +100,34 @@ class ExpertsWithoutTriton(TritonExperts):
                 on_host(out)[first:end] = product.to(x.dtype).to(out.dtype)
                 if bias is not None:
                     on_host(out)[first:end] += on_host(bias)[expert]
+
+        out.owner.kernel(run)
+
+
+class CodedLinearWithoutTriton(TritonCodedLinear):
+    """TritonCodedLinear for tensors of a FakeDevice: numbers are rounded as the kernel does."""
+
+    def _multiply(
+        self, x: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None, out: torch.Tensor
+    ) -> None:
+        assert isinstance(out, DeviceTensor)
+        assert all(isinstance(each, DeviceTensor) for each in (x, weight.codes, weight.scales))
+
+        def run() -> None:
+            codes, middle = on_host(weight.codes), 1 << weight.bits - 1
+            if weight.bits == 4:
+                halves = codes.view(len(codes), -1, 16)
+                codes = torch.cat((halves & 15, halves >> 4), -1).flatten(1)
+            shape = weight.out_features, -1, weight.group
+            if weight.table is not None:
+                numbers = on_host(weight.table)[codes.long()].view(shape)
+            else:
+                zeros = middle if weight.zeros is None else on_host(weight.zeros).t()[:, :, None]
+                numbers = (codes.short().view(shape) - zeros).float()
+            numbers = numbers * on_host(weight.scales).float().t()[:, :, None]
+            rounded = numbers.view(len(codes), -1).to(x.dtype).double()
+            product = on_host(x).double() @ rounded.t()
+            on_host(out).copy_(product if bias is None else product + on_host(bias).double())
 
         out.owner.kernel(run)
 

@@ -15,6 +15,7 @@ from tests.fakes.fake_flashinfer_modules import FakeModules
 from tests.fakes.fake_flashinfer_rows import FakeRowKernels
 from tests.fakes.fake_latent_wrapper import FakeLatent
 from tests.fakes.fake_paged_wrapper import SIXTEEN_BITS, PagedWrapper, check_index, demand
+from tests.fakes.fake_ragged_wrapper import FakeRagged
 
 _SETTINGS: Final = frozenset(
     (
@@ -49,6 +50,22 @@ class FakeFlashInfer(FakeRowKernels):
     ) -> "FakePrefill":
         demand(not use_cuda_graph, "prefills are not captured")
         wrapper = FakePrefill(
+            self._device, float_workspace_buffer, kv_layout, backend, self._modules
+        )
+        self.wrappers.append(wrapper)
+        return wrapper
+
+    def BatchPrefillWithRaggedKVCacheWrapper(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        *,
+        backend: str,
+    ) -> FakeRagged:
+        demand(not use_cuda_graph, "texts are not captured")
+        demand(kv_layout == "NHD", "tokens come one after the other")
+        wrapper = FakeRagged(
             self._device, float_workspace_buffer, kv_layout, backend, self._modules
         )
         self.wrappers.append(wrapper)

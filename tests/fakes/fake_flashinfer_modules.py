@@ -99,6 +99,9 @@ class FakeModules:
             "flashinfer.jit.fused_moe": {
                 "gen_cutlass_fused_moe_sm90_module": named("fused_moe_90")
             },
+            "flashinfer.jit.gemm": {
+                "gen_fp8_blockscale_gemm_sm90_module": named("fp8_blockscale_gemm_90")
+            },
             "flashinfer.jit.attention": {},
             "flashinfer.jit.attention.modules": {
                 "gen_batch_prefill_module": prefill,

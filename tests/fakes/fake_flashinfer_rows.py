@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from tests.fakes.fake_device import FakeDevice, on_host
 from tests.fakes.fake_flashinfer_modules import FakeModules
+from tests.fakes.fake_fp8 import FakeGemm
 from tests.fakes.fake_paged_wrapper import SIXTEEN_BITS, demand
 
 
@@ -21,8 +22,9 @@ class FakeRowKernels:
     """A part of the module `flashinfer`, for one device."""
 
     def __init__(self, device: FakeDevice, modules: FakeModules | None = None) -> None:
-        self._device = device
+        self._device = self.device = device
         self._modules = modules
+        self.gemm = FakeGemm(device, modules)
         self.num_calls: Counter[str] = Counter()
 
     def rmsnorm(

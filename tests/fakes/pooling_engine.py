@@ -71,10 +71,12 @@ class PoolingEngine:
         head = PoolingHead.load(self.pooler, self.prepared)
         return PoolingRunner(head, self.decoder, attention, create_sampler(), rows, cache)
 
-    def add(self, prompt: list[int], task: PoolingTask = "embed", **params: object) -> Request:
+    def add(
+        self, prompt: list[int], task: PoolingTask = "embed", tenant: int = 0, **params: object
+    ) -> Request:
         everything = self.pooler.needs_all_tokens or task == "token_embed"
         pooling = PoolingParams(task=task, needs_all_tokens=everything, **params)  # type: ignore[arg-type]
-        return self.harness.add_one(prompt, 1, pooling_params=pooling)
+        return self.harness.add_one(prompt, 1, pooling_params=pooling, tenant=tenant)
 
     def result(self, request: Request) -> torch.Tensor:
         (output,) = self.harness.outputs[request.request_id, 0]

@@ -212,6 +212,8 @@ def compressed_tensors(form: str, weights: dict[str, Any], block_type: str = "")
         numbers = compressor.decompress(dict(packed), scheme)["weight"].float()
         return {f".{name}": each for name, each in packed.items()}, numbers
 
+    each_token = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+    inputs = each_token if block_type == FP8 else None
     config = {
         "quant_method": "compressed-tensors",
         "format": form,
@@ -219,7 +221,7 @@ def compressed_tensors(form: str, weights: dict[str, Any], block_type: str = "")
         "kv_cache_scheme": None,
         "ignore": ["lm_head"],
         "config_groups": {
-            "group_0": {"targets": ["Linear"], "input_activations": None, "weights": weights}
+            "group_0": {"targets": ["Linear"], "input_activations": inputs, "weights": weights}
         },
     }
     return Scheme(config, quantise, block_type)

@@ -65,10 +65,15 @@ def save_modules(
     (folder / "modules.json").write_text(json.dumps(listed))
 
 
-def save_causal(folder: Path, *, with_head: bool = False) -> torch.nn.Module:
+def save_causal(
+    folder: Path, *, with_head: bool = False, head_dim: int | None = None
+) -> torch.nn.Module:
     """Save a causal model; without its head tensors are named as in Qwen3-Embedding."""
     folder.mkdir(parents=True, exist_ok=True)
-    model = tiny_model(CONFIGS["qwen3"])
+    config = CONFIGS["qwen3"]
+    if head_dim:
+        config = type(config).from_dict(config.to_dict() | {"head_dim": head_dim})
+    model = tiny_model(config)
     model.save_pretrained(folder)
     save_tokenizer(folder, model.config.vocab_size)
     if with_head:

@@ -3,7 +3,7 @@
 #
 #   bash tests/gpu/first_hour.sh a     versions, limits, kernels, sampling, parity, decode of 1B
 #   bash tests/gpu/first_hour.sh b     8B: decode, prefill, steps, and where their time goes
-#   bash tests/gpu/first_hour.sh c     the daemon: 8B under load, then each feature over HTTP on 1B
+#   bash tests/gpu/first_hour.sh c     the daemon: 8B under load, each feature over HTTP on 1B; quantised products
 #   bash tests/gpu/first_hour.sh d     memory checker; transformers on the same device; experts of mixtures
 #
 # Each stands alone on a host without pip and network: what the host lacks is in gpu-pack.tar.xz at

@@ -23,10 +23,14 @@ ROOT = Path(__file__).parents[2]
 ATTENTION = "tests/worker/attention/test_flashinfer_gpu.py"
 KERNEL_TESTS = (
     ATTENTION,
+    "tests/worker/attention/test_flashinfer_ragged.py",
     "tests/worker/layers/test_flashinfer_kernels_gpu.py",
     "tests/worker/layers/test_experts_gpu.py",
     "tests/worker/sampling/test_device_edits_gpu.py",
 )
+
+
+QUANTISED = "tests/worker/layers/test_quantised_gpu.py"
 
 
 class Outcomes:
@@ -79,6 +83,14 @@ def attention(report: Report) -> None:
     """Run the tests marked gpu: kernels against float64, plans ahead of the device, graphs."""
     files = [ATTENTION] if rehearsing() else list(KERNEL_TESTS)
     run_tests(report, ["-m", hardware().pytest_marks, *files])
+
+
+def quantised(report: Report) -> None:
+    """Run the tests of products with quantised weights: FP8, and codes of 4 and 8 bits."""
+    if rehearsing():
+        report.figure("products", "the strict fake has other tests for them")
+        return
+    run_tests(report, ["-m", hardware().pytest_marks, QUANTISED])
 
 
 def modules(report: Report) -> None:

@@ -30,6 +30,7 @@ PHASES: Final = (
     Phase("probe", "probe:probe", 150.0),
     Phase("daemon-8b", "server:daemon_8b", 150.0),
     Phase("answers-1b", "answers:answers_1b", 220.0),
+    Phase("quantised", "kernels:quantised", 30.0),
     Phase("memory-mixed", "memory:mixed", 100.0),
     Phase("memory-graphs", "memory:graphs", 100.0),
     Phase("memory-overlapped", "memory:overlapped", 80.0),
@@ -49,7 +50,7 @@ FIRST_HOUR: Final = {
         "decode-1b",
     ),
     "b": ("decode-8b", "prefill-8b", "decode-latent", "steps-8b", "probe"),
-    "c": ("daemon-8b", "answers-1b"),
+    "c": ("daemon-8b", "answers-1b", "quantised"),
     "d": ("memory-mixed", "memory-graphs", "memory-overlapped", "transformers-8b", "experts"),
 }
 """The commands of first_hour.sh, in the order of what they prove."""

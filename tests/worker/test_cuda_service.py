@@ -52,7 +52,13 @@ PROMPT = [5, 9, 2, 40, 41]
 class Running:
     """A worker with a fake GPU in a thread; the test acts as its supervisor and engine."""
 
-    def __init__(self, model: Model, run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self,
+        model: Model,
+        run_dir: str,
+        monkeypatch: pytest.MonkeyPatch,
+        step_tokens: int | None = 64,
+    ) -> None:
         self.cuda = FakeCuda()
         compute_by_torch(monkeypatch)
         self._replace_devices(monkeypatch)
@@ -60,7 +66,7 @@ class Running:
         self.engine = Link.bind(f"{run_dir}/e", WorkerReady | CacheReady | ModelRunnerOutput)
         config = ServeConfig(
             cache=CacheConfig(block_size=BLOCK),
-            scheduler=SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=64),
+            scheduler=SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=step_tokens),
         )
         boot = lifecycle_messages.boot("worker", config=config, model=model.prepared)
         self._run_dir, self._boot = run_dir, boot

@@ -1,6 +1,7 @@
 """Bidirectional models through scheduler and runner against transformers, in float32."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +10,11 @@ import torch.nn.functional as F
 
 from proto.config import CacheConfig, DeviceConfig, SchedulerConfig, ServeConfig
 from proto.errors import ConfigError
+from proto.model_runner_output import ModelRunnerOutput
+from proto.prepared_model import PreparedModel
+from proto.scheduler_output import SchedulerOutput
 from tests.fakes.pooling_engine import PoolingEngine, prepare
+from tests.fakes.ranks import Ranks
 from tests.fakes.tiny_encoders import CONFIGS, save_encoder
 from tests.fakes.tiny_pooling import dense, pooled, save_modules
 from tests.worker.kernel_variants import LOADABLE, load_variant
@@ -18,12 +23,14 @@ from worker.attention.cpu import CpuAttention
 from worker.attention.scratch_pages import SCRATCH_BLOCK, num_scratch_blocks
 from worker.device.devices import CpuDevice
 from worker.kv_cache import KVCache
-from worker.loader.formats import Bf16Format
+from worker.loader.formats import Bf16Format, DenseFormat
 from worker.loader.weights import load_model
 from worker.memory_plan import layer_cache, plan_memory
 from worker.models.kernel_stack import KernelStack
 from worker.models.layer_stack import EagerLayers
 from worker.models.registry import model_spec
+from worker.plan_command import TextEstimate, estimate_times
+from worker.pooling import PoolingRunner
 
 PROMPTS = [
     torch.randint(3, 96, (length,), generator=torch.Generator().manual_seed(length)).tolist()
@@ -150,3 +157,73 @@ def test_the_activation_of_a_cross_encoder(is_older: bool, tmp_path: Path) -> No
     assert prepared.pooler is not None
     assert prepared.pooler.activation == "none"
     model_spec(prepared, ServeConfig())  # refuses keys that it does not know
+
+
+class RankedEngine(PoolingEngine):
+    """A PoolingEngine whose model is divided among ranks, which must agree bit by bit."""
+
+    def __init__(self, prepared: PreparedModel, ranks: Ranks) -> None:
+        self._ranks = ranks
+        super().__init__(prepared)
+
+    def new_runner(self) -> PoolingRunner:
+        whole, runners = self.decoder, []
+        spec, cpu = whole.spec, torch.device("cpu")
+        for group in self._ranks.groups:
+            form = DenseFormat(torch.float32)
+            self.decoder = load_model(
+                self.prepared, spec, torch.float32, cpu, lambda part: None, form, group
+            )
+            runners.append(super().new_runner())
+        self.decoder = whole
+        ranked: Any = PooledLockstep(self._ranks, runners)
+        return ranked
+
+
+class PooledLockstep:
+    """The runners of all ranks, used like one."""
+
+    def __init__(self, ranks: Ranks, runners: list[PoolingRunner]) -> None:
+        self._ranks = ranks
+        self._runners = runners
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        first, other = self._ranks.run_on_all(lambda rank: self._runners[rank].execute(step))
+        assert first.pooler_outputs == other.pooler_outputs
+        return first
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_two_ranks_compute_the_embeddings_of_one(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    model = save_encoder(name, folder)
+    save_modules(folder, model.config.hidden_size, "mean_tokens")
+    prepared = prepare(folder)
+    alone = PoolingEngine(prepared)
+    with Ranks(2) as ranks:
+        both = RankedEngine(prepared, ranks)
+        for engine in (alone, both):
+            requests = [engine.add(prompt) for prompt in PROMPTS[:4]]
+            engine.harness.run()
+            results = torch.stack([engine.result(request) for request in requests])
+            if engine is alone:
+                expected = results
+    torch.testing.assert_close(results, expected, atol=1e-6, rtol=0)
+
+
+def test_the_plan_of_an_encoder_is_about_texts(tmp_path: Path) -> None:
+    """It has no KV, and no tokens that follow each other."""
+    save_encoder("modernbert", tmp_path / "model")
+    prepared, config = prepare(tmp_path / "model"), ServeConfig()
+    device = CpuDevice(DeviceConfig())
+    plan = plan_memory(config, prepared, device)
+    times = estimate_times(config, prepared, device, plan)
+    assert isinstance(times, TextEstimate)
+    printed = "\n".join((*plan.table(), *times.lines()))
+    assert "128 tokens (" in printed
+    assert "texts a second" in printed
+    for word in ("KV", "per token", "first token", "context"):
+        assert word not in printed
+    figures = plan.to_dict() | times.to_dict()
+    assert not [name for name in figures if "kv" in name or "token" in name]
+    assert figures["seconds_per_text"]["128"] > 0

@@ -55,10 +55,15 @@ LATENT = spec_from_config(FAMILIES["deepseek3"])
 
 
 def load(
-    spec: ModelSpec, dtype: torch.dtype = BF16, kv_dtype: torch.dtype = BF16, **settings: Any
+    spec: ModelSpec,
+    dtype: torch.dtype = BF16,
+    kv_dtype: torch.dtype = BF16,
+    fp8_blocks: bool = False,
+    **settings: Any,
 ) -> list[float]:
     progress: list[float] = []
-    load_modules(DeviceConfig(**settings), spec, dtype, kv_dtype, progress.append)
+    config = DeviceConfig(**settings)
+    load_modules(config, spec, dtype, kv_dtype, progress.append, fp8_blocks=fp8_blocks)
     return progress
 
 
@@ -72,8 +77,9 @@ def load(
         (spec_of(), BF16, {"attention_backend": "reference"}, ROWS - {"rope"}),
         (spec_of(head_dim=96), BF16, {}, ROWS - {"rope"}),
         (LATENT, BF16, {}, ROWS | {latent_module(BF16)}),
+        (spec_of(), BF16, {"fp8_blocks": True}, ROWS | {FULL, "fp8_blockscale_gemm_90"}),
     ],
-    ids=["plain", "window", "fp8", "cascade", "reference", "no such heads", "latents"],
+    ids=["plain", "window", "fp8", "cascade", "reference", "no such heads", "latents", "blocks"],
 )
 def test_the_modules_of_a_configuration_are_loaded(
     spec: ModelSpec,
@@ -122,11 +128,12 @@ def test_the_named_build_command_is_valid(monkeypatch: pytest.MonkeyPatch) -> No
     assert options.cascade
     assert options.rows
     monkeypatch.setattr(flashinfer_modules, "is_hopper", lambda device: True)
-    command = build_command(DeviceConfig(), LATENT, torch.float16, torch.float16)
+    command = build_command(DeviceConfig(), LATENT, torch.float16, torch.float16, True)
     options = parser().parse_args(command.split()[3:])
     assert (options.dtype, options.head_dims) == ("float16", [])
     assert options.latent
     assert options.experts
+    assert options.fp8_blocks
 
 
 def test_missing_modules_are_compiled_if_a_compiler_exists(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,14 +196,13 @@ def test_modules_are_loaded_before_the_weights(
         )
 
 
-def test_norms_do_not_use_the_cute_compiler(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_nothing_is_compiled_in_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The library reads the environment only while it is imported."""
     (tmp_path / "flashinfer.py").write_text(
         "import os\n"
         "if os.environ.get('FLASHINFER_USE_CUDA_NORM') != '1':\n"
         "    raise RuntimeError('norms would go through the CuTe compiler')\n"
+        "assert os.environ['TRTLLM_DG_ENABLED'] == '0', 'DeepGEMM compiles each shape'\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("FLASHINFER_USE_CUDA_NORM", "0")

@@ -22,6 +22,7 @@ from proto.prepared_model import PreparedModel
 from tests.fakes.pooling_engine import PoolingEngine, prepare
 from tests.fakes.real_engine import BLOCK
 from tests.fakes.tiny_checkpoints import CONFIGS
+from tests.fakes.tiny_encoders import save_encoder
 from tests.fakes.tiny_pooling import (
     dense,
     hidden_states,
@@ -169,6 +170,38 @@ def test_a_head_of_scores(tmp_path: Path) -> None:
         with torch.inference_mode():
             logits = model(torch.tensor([request.prompt_token_ids])).logits[0]
         torch.testing.assert_close(engine.result(request), logits.softmax(0), atol=1e-5, rtol=1e-5)
+
+
+FLOOD, QUIET = 1, 2
+
+
+@pytest.mark.parametrize("kind", ["causal", "bert"])
+def test_a_tenant_does_not_wait_for_the_texts_of_another(
+    kind: str, last_token: tuple[PreparedModel, torch.nn.Module], tmp_path: Path
+) -> None:
+    """Eighty texts wait, and each fills a step or several; the turns of two tenants alternate.
+
+    A text of the same tenant waits for all that came before.
+    """
+    prepared = last_token[0]
+    if kind == "bert":
+        save_encoder("bert", tmp_path / "model")
+        save_modules(tmp_path / "model", 64, "mean_tokens")
+        prepared = prepare(tmp_path / "model")
+    engine = PoolingEngine(prepared)
+    length = engine.decoder.spec.max_position if kind == "bert" else 30
+    flood = [engine.add([7 + number] * length, tenant=FLOOD) for number in range(80)]
+    for _ in range(6):
+        engine.harness.step()
+    texts = {tenant: engine.add([5, 6, 7], tenant=tenant) for tenant in (FLOOD, QUIET)}
+    finished = engine.harness.finish_reason_of
+    for _ in range(4):
+        engine.harness.step()
+    assert finished(texts[QUIET]) is FinishReason.STOP
+    assert finished(texts[FLOOD]) is None
+    assert sum(finished(each) is None for each in flood) > 60
+    engine.harness.run()
+    assert {finished(each) for each in [*flood, *texts.values()]} == {FinishReason.STOP}
 
 
 @pytest.fixture

@@ -35,6 +35,23 @@ def gate(gelu: bool, gated: bool = True, clamped: bool = False) -> Kernel:
     return Kernel("worker.layers.triton_kernels:_gate_kernel", signature, constants)
 
 
+def coded(bits: int, block_rows: int, **kind: bool) -> Kernel:
+    """A product with codes; kind: has_zeros, has_table, biased."""
+    signature = {"x": "*bf16", "codes": "*u8", "scales": "*fp16", "zeros": "*u8", "table": "*fp32"}
+    signature |= {"bias": "*bf16", "out": "*bf16"}
+    signature |= dict.fromkeys(("rows", "outputs", "row_bytes", "x_stride", "out_stride"), "i32")
+    constants = {"bits": bits, "group": 128, "has_zeros": False, "has_table": False}
+    constants |= {"biased": False, "block_rows": block_rows, "block_outputs": 64, "block_bytes": 64}
+    return Kernel("worker.layers.triton_codes:_product_kernel", signature, constants | kind)
+
+
+def rounding(fixed: bool) -> Kernel:
+    signature = {"x": "*bf16", "codes": "*fp8e4nv", "scales": "*fp32"}
+    signature |= {"x_stride": "i32", "size": "i32", "given": "fp32"}
+    constants = {"fixed": fixed, "largest": 448.0, "block": 4096}
+    return Kernel("worker.layers.fp8_linear:_rounding_kernel", signature, constants)
+
+
 EDITED_ROWS = Kernel(
     "worker.sampling.device_kernels:_rows_kernel",
     {"logits": "*fp32", "counts": "*i32", "words": "*i32"}
@@ -59,7 +76,17 @@ def test_the_kernels_compile_for_a_gpu() -> None:
     norms = [norm(False), norm(True), norm(False, centered=True), norm(True, True, biased=True)]
     gates = [gate(False), gate(True), gate(True, gated=False), gate(False, clamped=True)]
     others = [*norms, *gates, EDITED_ROWS, LISTED_EDITS]
-    found = compiled([*stores, *others])
+    products = [
+        coded(4, 16, has_zeros=True),
+        coded(4, 64, biased=True),
+        coded(8, 64, has_zeros=True),
+        coded(4, 16, has_table=True),
+    ]
+    roundings = [rounding(False), rounding(True)]
+    made = compiled([*stores, *others, *products, *roundings])
+    found = made[: len(stores) + len(others)]
+    assert all("mma" in ptx for ptx in made[len(found) : -2])
+    assert all("satfinite.e4m3" in ptx for ptx in made[-2:])
     assert ["e4m3" in ptx for ptx in found[: len(stores)]] == [False, False, True] * 3 + [False]
     *_, edited_rows, listed_edits = found
     assert "fma." not in edited_rows, "the host does not fuse"

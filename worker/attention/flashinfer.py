@@ -33,6 +33,7 @@ from worker.attention.flashinfer_group import (
     SentOffsets,
     WrapperMaker,
 )
+from worker.attention.flashinfer_ragged import padded_dim
 from worker.attention.kv_store import TritonStore
 from worker.attention.paged_batch import StepPages, gather_pages, shared_pages, step_pages
 from worker.device.accelerator import Accelerator
@@ -90,6 +91,8 @@ def refuse_unsupported(shape: AttentionShape, dtype: torch.dtype, kv_dtype: torc
             f"are, or of {_name(EIGHT_BITS)}, not {_name(kv_dtype)}",
             "kv_cache_dtype",
         )
+    if shape.bidirectional and padded_dim(shape.head_dim):
+        return
     if shape.head_dim not in HEAD_DIMS:
         sizes = ", ".join(map(str, HEAD_DIMS))
         raise _refusal(f"has kernels for heads of {sizes}, not {shape.head_dim}")

@@ -196,6 +196,13 @@ class WrapperMaker:
         )
         return PlannedWrapper(wrapper, self._accelerator)
 
+    def ragged(self) -> PlannedWrapper:
+        """Return a wrapper whose keys and values are those of the step's tokens."""
+        wrapper = self.library.BatchPrefillWithRaggedKVCacheWrapper(
+            self._workspace, "NHD", use_cuda_graph=False, backend=BACKEND
+        )
+        return PlannedWrapper(wrapper, self._accelerator)
+
     def decode(self) -> PlannedWrapper:
         wrapper = self.library.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,

@@ -43,6 +43,7 @@ from worker.attention.flashinfer_group import (
     PlannedWrapper,
     SentOffsets,
 )
+from worker.attention.flashinfer_ragged import FlashInferRaggedAttention
 from worker.attention.paged_batch import GroupParts, Part
 from worker.device.accelerator import Accelerator
 from worker.kv_cache import DensePages, Pages
@@ -277,6 +278,10 @@ class FlashInferLatentAttention(FlashInferAttention):
         return DensePages(pages.rows[..., :rank]), DensePages(pages.rows[..., rank:])
 
 
-def backend_class(shape: AttentionShape) -> type[FlashInferAttention]:
+def backend_class(
+    shape: AttentionShape,
+) -> type[FlashInferAttention | FlashInferRaggedAttention]:
     """Return the backend on FlashInfer for layers of this shape."""
+    if shape.bidirectional:
+        return FlashInferRaggedAttention
     return FlashInferLatentAttention if shape.latent_dim else FlashInferAttention

@@ -44,12 +44,15 @@ def installed_version() -> str | None:
 
 
 def import_flashinfer() -> Any:
-    """Import the library so that its norms are compiled by nvcc.
+    """Import the library so that it compiles nothing in the middle of a step.
 
-    With nvidia-cutlass-dsl installed the library would compile them with that instead, at the
-    first step; it reads this variable when it is imported.
+    With nvidia-cutlass-dsl installed it would compile norms with that, at the first step; it reads
+    this variable when it is imported. Products of FP8 in blocks would be compiled by NVRTC for
+    each weight's shape and many numbers of rows, unless DeepGEMM is off: then they run on kernels
+    of the module itself.
     """
     os.environ["FLASHINFER_USE_CUDA_NORM"] = "1"
+    os.environ["TRTLLM_DG_ENABLED"] = "0"
     import flashinfer
 
     return flashinfer

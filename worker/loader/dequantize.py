@@ -19,6 +19,8 @@ Kernels multiply with blocks directly; this is for weights that are held in anot
 from collections.abc import Callable, Mapping
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from worker.layers.kernel_weights import BLOCK_TYPES
@@ -154,6 +156,39 @@ _CONVERSIONS: Final[Mapping[str, Callable[[torch.Tensor], torch.Tensor]]] = {
 }
 BLOCKS_OF_FILES: Final = {name: BLOCK_TYPES[name] for name in _CONVERSIONS}
 """Numbers and bytes of a block of each type of a GGUF file that can be read."""
+
+
+HALF_SCALES: Final[Mapping[str, tuple[int, ...]]] = {
+    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"), (0,)),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), (0,)),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q6_K": (208,),
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
+}
+"""Bytes of a block at which float16 scales and minima begin. That of IQ1_M lies in four parts;
+those of NVFP4 are always numbers."""
+_HALF_EXPONENT: Final = 0x7C00
+_NAN_EXPONENT: Final = 0xFF
+"""Of MXFP4."""
+
+
+def has_wrong_scale(gguf_type: str, blocks: npt.NDArray[np.uint8]) -> bool:
+    """Return whether a scale or minimum of these blocks is NaN or infinite, not for IQ1_M.
+
+    blocks: the bytes of whole blocks, flat.
+    """
+    size = BLOCK_TYPES[gguf_type][1]
+    count = len(blocks) // size
+    if gguf_type == "MXFP4":
+        return bool((blocks[::size] == _NAN_EXPONENT).any())
+    for at in HALF_SCALES.get(gguf_type, ()):
+        halves = np.ndarray(count, "<u2", blocks, at, (size,))
+        if ((halves & _HALF_EXPONENT) == _HALF_EXPONENT).any():
+            return True
+    return False
 
 
 def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:

@@ -20,7 +20,7 @@ from proto.errors import ModelError, ProtocolError
 from proto.prepared_model import FP8, PreparedModel, TensorEntry, TensorIndex, TensorPart
 from worker.layers.kernel_weights import BLOCK_TYPES
 from worker.loader import quantised
-from worker.loader.dequantize import BLOCKS_OF_FILES, dequantize
+from worker.loader.dequantize import BLOCKS_OF_FILES, dequantize, has_wrong_scale
 
 INDEX_FILE = "tensors.msgpack"
 RawBytes = npt.NDArray[np.uint8]
@@ -173,6 +173,7 @@ def decode_gguf(entry: TensorEntry, data: RawBytes) -> torch.Tensor:
         supported = ", ".join((*_GGUF_DTYPES, *BLOCKS_OF_FILES))
         raise ModelError(f"tensor {entry.name} has GGUF type {entry.type}: supported: {supported}")
     block_size, block_bytes = check_blocks(entry)
+    check_scales(entry.name, entry.type, data)
     blocks = torch.from_numpy(data).view(-1, block_bytes)
     return dequantize(entry.type, blocks, block_size).view(entry.shape)
 
@@ -206,6 +207,12 @@ def check_blocks(entry: TensorEntry) -> tuple[int, int]:
         )
     _check_size(entry, math.prod(entry.shape) // block_size * block_bytes)
     return block_size, block_bytes
+
+
+def check_scales(name: str, gguf_type: str, blocks: RawBytes) -> None:
+    """Raise ModelError naming the tensor if a scale of these blocks is NaN or infinite."""
+    if has_wrong_scale(gguf_type, blocks):
+        raise ModelError(f"tensor {name} of type {gguf_type} has a scale that is NaN or infinite")
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from worker.loader.formats import (
     RotatedFormat,
     WeightFormat,
 )
+from worker.loader.gpu_format import GpuFormat
 from worker.models.registry import runs_on_transformers
 
 _NUM_NAMED: Final = 4
@@ -44,7 +45,7 @@ def weight_format_for(config: ModelConfig, prepared: PreparedModel, device: Devi
     """Return the format that a model's weights get on this device."""
     dtype = device.resolve_dtype(activation_dtype(config))
     if device.torch_device.type == "cuda":
-        return DenseFormat(dtype)
+        return GpuFormat(dtype)
     if runs_on_transformers(prepared, config.model_impl):
         return _dense_format(dtype, load_kernels)
     return choose_format(config, dtype, read_index(prepared), load_kernels)

@@ -1,6 +1,7 @@
 """How the weights of linear layers are held in memory, and how they get there from the files.
 
     DenseFormat    the activations' dtype, in the layout that the device likes best
+    GpuFormat      quantised weights as they are, as far as kernels of a GPU multiply them
     Bf16Format     bfloat16 in the layout of our own kernels
     PackedFormat   the quantisation blocks of the file, or its FP8
     Int8Format     blocks of 8 bits, quantised from any format of the file
@@ -67,6 +68,7 @@ from worker.layers.linear import (
     make_linear,
 )
 from worker.layers.triton_experts import TritonExperts
+from worker.loader.files import check_scales
 from worker.loader.source import WeightSource
 
 DENSE_NAMES: Final = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -92,11 +94,13 @@ class Product:
     """Names of weights that are multiplied as one, one below the other, and of their biases.
 
     rows_share: rows that are multiplied, of those of a step; an expert's are a part of them.
+    is_one_head: it multiplies the columns of one head, beside equal products of all others.
     """
 
     weights: tuple[str, ...]
     biases: tuple[str, ...] = ()
     rows_share: float = 1.0
+    is_one_head: bool = False
 
 
 @dataclass(frozen=True)
@@ -386,6 +390,8 @@ class PackedFormat:
         weight, first = PackedWeight(self._kernels, gguf_type, shape, order), 0
         for name in names:
             stored = source.read_blocks(name)
+            if not source.has_parts(name):  # theirs were checked when the model was prepared
+                check_scales(source.name_in_file(name), stored.type, stored.data)
             first = weight.put_blocks(first, stored.data, stored.row_order)
         return weight
 

@@ -18,7 +18,7 @@ of float32 are rounded to it. The codes of NF4 become whole numbers of 8 bits in
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -127,6 +127,85 @@ def fp8_scale_columns(entry: TensorEntry, columns: slice) -> int:
     first, end, _ = columns.indices(entry.shape[1])
     block = int(entry.options["columns"])
     return math.gcd(block, first) if block < entry.shape[1] else end - first
+
+
+@dataclass(frozen=True)
+class Codes:
+    """Rows and columns of a weight as codes with a scale, and perhaps a zero, a group of columns.
+
+    A number is scale * (code - zero), or scale * table[code].
+
+    codes: uint8 [rows, columns] of 8 bits, or [rows, columns / 2] of 4: in blocks of 32 columns the
+        first half is in the low half of 16 bytes. Columns are in `column_order`.
+    scales: [rows, groups], as the file has them. zeros: uint8 [rows, groups]; None where all are
+        the middle of the codes, 8 or 128. table: float32 [16] or None.
+    group: columns that share a scale, a multiple of 32.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    table: torch.Tensor | None
+    group: int
+
+    def with_rows(self, order: torch.Tensor) -> "Codes":
+        """Return the same rows in another order, int64 [rows]."""
+        zeros = None if self.zeros is None else self.zeros[order]
+        return replace(self, codes=self.codes[order], scales=self.scales[order], zeros=zeros)
+
+
+def read_codes(
+    entry: TensorEntry, parts: Parts, columns: slice = slice(None), row_step: int = 1
+) -> Codes:
+    """Return these columns of every `row_step`th row. Raises ModelError as read_numbers does."""
+    first, end, _ = columns.indices(entry.shape[1])
+    group, whole = code_columns(entry, columns), int(_group_of(entry))
+    groups = torch.arange(first, end, group) // whole
+    order, is_nf4 = column_order(entry, parts), entry.packing == "nf4"
+    bits = 4 if is_nf4 else int(entry.options["bits"])
+    found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    for begin, stop in _chunks(entry, row_step):
+        part = entry.with_rows(begin, stop)
+        if is_nf4:
+            codes, wide = _four_bits(part, parts)
+            each = _Groups(codes, wide[:, ::whole], torch.empty(0)).rows(row_step)
+        else:
+            each = _read_groups(part, parts, order).rows(row_step)
+        own = each.codes[:, first:end]
+        own = _in_halves(own).flatten(1) if bits == 4 else own.contiguous()
+        zeros = each.zeros if is_nf4 else each.zeros[:, groups]
+        found.append((own, each.scales[:, groups].to(_scale_dtype(parts)), zeros))
+    codes, scales, zeros = (torch.cat(each) for each in zip(*found, strict=True))
+    return Codes(
+        codes,
+        scales,
+        zeros if "zeros" in parts else None,
+        parts["table"] if is_nf4 else None,
+        group,
+    )
+
+
+def code_columns(entry: TensorEntry, columns: slice = slice(None)) -> int:
+    """Return how many of these columns share a scale of read_codes, from the first of them on."""
+    first, end, _ = columns.indices(entry.shape[1])
+    group = int(_group_of(entry))
+    return math.gcd(group, first, end - first) if group < entry.shape[1] else end - first
+
+
+def scale_bytes(entry: TensorEntry) -> int:
+    """Return the bytes of a scale of read_codes, with its zero."""
+    part = entry.parts["scales"].type
+    return (2 if part in ("F16", "BF16") else 4) + ("zeros" in entry.parts)
+
+
+def _group_of(entry: TensorEntry) -> float:
+    return entry.options["block" if entry.packing == "nf4" else "group"]
+
+
+def _scale_dtype(parts: Parts) -> torch.dtype:
+    """Return the dtype of scales that holds them exactly."""
+    dtype = parts["scales"].dtype
+    return dtype if dtype.is_floating_point else torch.float32
 
 
 def column_order(entry: TensorEntry, parts: Parts) -> torch.Tensor | None:

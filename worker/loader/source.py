@@ -229,13 +229,57 @@ class WeightSource:
 
         The columns of a row that do, and whether aligned groups of 32 rows do.
         """
+        columns, rows = self.fp8_block(name)
+        return columns, rows % 32 == 0
+
+    def fp8_block(self, name: str) -> tuple[int, int]:
+        """Return the columns and the aligned rows of a weight in FP8 that share a scale."""
         shard = self._shards[name]
         place = self._entries[name].with_rows(shard.rows)
         entry = place.entry
-        numbers = entry.first_row, len(place.places), int(entry.options["rows"])
         in_order = place.places.step == 1 and self._row_order(name) is None
-        wide = in_order and not any(number % 32 for number in numbers)
-        return quantised.fp8_scale_columns(entry, shard.columns), wide
+        rows = math.gcd(entry.first_row, len(place.places), int(entry.options["rows"]))
+        return quantised.fp8_scale_columns(entry, shard.columns), rows if in_order else 1
+
+    def rounds_inputs(self, name: str) -> bool:
+        """Return whether the checkpoint wants the input of a weight in FP8 rounded to FP8."""
+        return "none_inputs" not in self._entries[name].entry.options
+
+    def input_scale(self, name: str) -> float | None:
+        """Return the checkpoint's scale of all inputs of a weight in FP8; None for that of a row.
+
+        Raises ModelError for one that is not positive.
+        """
+        entry = self._entries[name].entry
+        if "static_inputs" not in entry.options or "inputs" not in entry.parts:
+            return None
+        scale = float(self._files.parts_of(entry)["inputs"].view(-1)[0])
+        if not scale > 0:
+            raise ModelError(f"the scale of the input of {entry.name} is {scale:g}")
+        return scale
+
+    def read_codes(self, name: str) -> quantised.Codes:
+        """Return a weight as codes, with this rank's rows in order; see quantised.read_codes."""
+        shard = self._shards[name]
+        place = self._entries[name].with_rows(shard.rows)
+        parts = self._files.parts_of(place.entry)
+        found = quantised.read_codes(place.entry, parts, shard.columns, place.places.step)
+        order = self._row_order(name)
+        return found if order is None else found.with_rows(torch.from_numpy(order))
+
+    def code_form(self, name: str) -> tuple[object, ...]:
+        """Return a key: neighbouring weights of equal keys are read_codes of one kind."""
+        entry, columns = self._entries[name].entry, self._shards[name].columns
+        scales = entry.parts["scales"].type, "zeros" in entry.parts
+        return *self.form_of(name), *scales, quantised.code_columns(entry, columns)
+
+    def code_bytes(self, name: str) -> int:
+        """Return the bytes of the codes, scales and zeros of read_codes."""
+        rows, columns = self._shapes[name]
+        entry, shard = self._entries[name].entry, self._shards[name]
+        bits = 8 if entry.type.startswith("INT8") else 4
+        groups = columns // quantised.code_columns(entry, shard.columns)
+        return rows * (columns * bits // 8 + groups * quantised.scale_bytes(entry))
 
     def read_fp8(
         self, name: str

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, NoReturn
 
@@ -279,6 +279,11 @@ class LayerReader:
         """Read `NAME.weight`, one below the other, as one product, with their biases if any."""
         return self._read_product(names, with_bias=True)
 
+    def head_linear(self, name: str) -> Callable[[], Linear]:
+        """Read `NAME.weight`, the product of one head among others."""
+        product = replace(self._product((name,), with_bias=True), is_one_head=True)
+        return self._read(product)
+
     def summed_linear(self, name: str) -> Callable[[], Linear]:
         """Read a product that ranks add up; of several ranks only the first adds the bias."""
         return self._read_product((name,), with_bias=self._builder.group.rank == 0)
@@ -335,7 +340,9 @@ class LayerReader:
         return self._builder.rotary(rope, head_dim, rotary_dim)
 
     def _read_product(self, names: Sequence[str], with_bias: bool) -> Callable[[], Linear]:
-        product = self._product(names, with_bias)
+        return self._read(self._product(names, with_bias))
+
+    def _read(self, product: Product) -> Callable[[], Linear]:
         return self._builder.weight_format.read_product(self._builder.source, product)
 
     def _read_experts(self, experts: ExpertProducts) -> Callable[[], Experts]:
@@ -363,8 +370,8 @@ class ProductList(LayerReader):
     def norm(self, name: str) -> Callable[[], Norm]:
         return _build_nothing
 
-    def _read_product(self, names: Sequence[str], with_bias: bool) -> Callable[[], Linear]:
-        self.products.append(self._product(names, with_bias))
+    def _read(self, product: Product) -> Callable[[], Linear]:
+        self.products.append(product)
         return _build_nothing
 
     def _read_experts(self, experts: ExpertProducts) -> Callable[[], Experts]:

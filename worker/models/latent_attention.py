@@ -154,7 +154,8 @@ class LatentAttentionSpec(PartSpec):
             query_norm = reader.norm("q_a_norm")
         key_norm, output = reader.norm("kv_a_norm"), reader.output_linear("o")
         keys, values = (
-            [reader.linear(f"{name}.{head}") for head in self.own_heads] for name in ("k_b", "v_b")
+            [reader.head_linear(f"{name}.{head}") for head in self.own_heads]
+            for name in ("k_b", "v_b")
         )
         return lambda: LatentAttention(
             self,

@@ -7,6 +7,7 @@ pip install --no-deps flashinfer-python==VERSION apache-tvm-ffi nvidia-ml-py ein
 
 import importlib.metadata
 import inspect
+import operator
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -15,12 +16,15 @@ from typing import Any
 import pytest
 
 from tests.fakes.fake_flashinfer import FakeDecode, FakeFlashInfer, FakePrefill
+from tests.fakes.fake_fp8 import FakeGemm
 from tests.fakes.fake_latent_wrapper import FakeLatent
+from tests.fakes.fake_ragged_wrapper import FakeRagged
 from worker.attention.flashinfer import load_library
 from worker.layers.flashinfer_kernels import VERSION
 
 PREFILL = "BatchPrefillWithPagedKVCacheWrapper"
 DECODE = "BatchDecodeWithPagedKVCacheWrapper"
+RAGGED = "BatchPrefillWithRaggedKVCacheWrapper"
 LATENT = "BatchMLAPagedAttentionWrapper"
 CALLS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "making a prefill": (FakeFlashInfer.BatchPrefillWithPagedKVCacheWrapper, PREFILL, "__init__"),
@@ -43,7 +47,15 @@ CALLS: dict[str, tuple[Callable[..., Any], str, str]] = {
         "apply_rope_with_cos_sin_cache_inplace",
         "",
     ),
+    "making a ragged one": (
+        FakeFlashInfer.BatchPrefillWithRaggedKVCacheWrapper,
+        RAGGED,
+        "__init__",
+    ),
+    "planning texts": (FakeRagged.plan, RAGGED, "plan"),
+    "running texts": (FakeRagged.run, RAGGED, "run"),
     "merging": (FakeFlashInfer.merge_state_in_place, "merge_state_in_place", ""),
+    "blocks in FP8": (FakeGemm.fp8_blockscale_gemm_sm90, "gemm.fp8_blockscale_gemm_sm90", ""),
 }
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 KEYWORD = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -79,7 +91,7 @@ def test_the_library_accepts_calls_that_the_fake_accepts(call: str) -> None:
         pytest.skip(f"flashinfer-python {VERSION} is not installed")
     assert found == VERSION, "the extra gpu and the facts of the fake name one version"
     fake, wrapper, method = CALLS[call]
-    real = getattr(load_library(), wrapper)
+    real = operator.attrgetter(wrapper)(load_library())
     ours = inspect.signature(fake)
     if method:
         real = getattr(real, method)

@@ -23,8 +23,12 @@ from tests.fakes.dense_attention import DenseAttention
 from tests.fakes.gguf_files import PLAIN, QUANTISED, numbers, random_rows, write
 from tests.fakes.prepared_models import gguf_index, prepare, spec_of
 from tests.fakes.tiny_ggufs import SIZES, Tensors, config_of, tiny
+from worker.kernels import Kernels
+from worker.layers.kernel_weights import BLOCK_TYPES
 from worker.layers.rotary import inverse_frequencies
+from worker.loader.dequantize import HALF_SCALES
 from worker.loader.files import decode_gguf
+from worker.loader.formats import DenseFormat, PackedFormat
 from worker.loader.weights import load_model
 from worker.models.rope import DefaultRope, Llama3Rope
 
@@ -194,3 +198,34 @@ def test_zero_and_nonfinite_rope_factors_are_refused(tmp_path: Path, wrong: floa
 def test_unreadable_tensors_are_refused(entry: TensorEntry, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         decode_gguf(entry, np.zeros(entry.num_bytes, dtype=np.uint8))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in QUANTISED if kind not in ("IQ1_M", "NVFP4")])
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_a_scale_that_is_no_number_is_named(kind: str, value: float) -> None:
+    """Of the last block; a minimum is one, too."""
+    block_bytes = BLOCK_TYPES[kind][1]
+    for offset in HALF_SCALES.get(kind, (0,)):
+        rows = random_rows(kind, 5, 512, seed=1)
+        wrong = b"\xff" if kind == "MXFP4" else np.float16(value).tobytes()
+        last = rows.reshape(-1, block_bytes)[-1]
+        last[offset : offset + len(wrong)] = np.frombuffer(wrong, np.uint8)
+        entry = TensorEntry("t", kind, (5, 512), 0, 0, rows.nbytes)
+        with pytest.raises(ModelError, match=f"tensor t of type {kind} has a scale that is NaN"):
+            decode_gguf(entry, rows.reshape(-1))
+
+
+def test_a_packed_weight_with_such_a_scale_is_named(tmp_path: Path, kernels: Kernels) -> None:
+    config = LlamaConfig(**SIZES)
+    _, tensors = tiny("Q4_K", config, permuted=True)
+    name = "blk.1.ffn_down.weight"
+    data = tensors[name][1]
+    data.reshape(-1)[2:4] = np.frombuffer(np.float16(math.inf).tobytes(), np.uint8)
+    write(tmp_path / "model.gguf", tensors)
+    prepared = prepare(
+        tmp_path / "prepared", config_of(config), gguf_index(tmp_path / "model.gguf")
+    )
+    dtype, cpu = torch.float32, torch.device("cpu")
+    form = PackedFormat(kernels, DenseFormat(dtype), dtype)
+    with pytest.raises(ModelError, match=f"tensor {name} of type Q4_K has a scale"):
+        load_model(prepared, spec_of(prepared), dtype, cpu, lambda _: None, form)

@@ -101,11 +101,12 @@ struct Packed {
     }
 
     // Prefetches as many lines as a block has, also of the next panel: the hardware prefetcher does
-    // not cross pages and is not far enough ahead during multiplications. Codes of 8 bits go to the L2
-    // cache, since the bus is busy all the time; for those of fewer bits a Zen 4 waits for the L2 cache.
+    // not cross pages and is not far enough ahead during multiplications. NEAR: into the L1 cache, not the L2 cache,
+    // if codes have less than 8 bits; codes of 8 bits keep the bus busy all the time.
+    template <bool NEAR>
     TOKEND_INLINE void fetch_ahead(int64_t index) const {
         constexpr int64_t DISTANCE = 2048;
-        constexpr int LOCALITY = Format::BITS == 8 ? 2 : 3;
+        constexpr int LOCALITY = NEAR && Format::BITS < 8 ? 3 : 2;
         const uint8_t* at = panel + Format::place(index) + DISTANCE;
         for (int64_t line = 0; line < Format::BLOCK_BYTES + Format::HEAD_BYTES / Format::SUPER; line += 64) __builtin_prefetch(at + line, 0, LOCALITY);
     }
@@ -139,6 +140,7 @@ struct Unpacked {
         }
     };
 
+    template <bool>
     TOKEND_INLINE void fetch_ahead(int64_t) const {}
 
     TOKEND_INLINE Block block(int64_t index, int vector) const {
@@ -174,6 +176,7 @@ struct PanelInFileBlocks {
     }
 
     // As many lines as the block has, of the next one.
+    template <bool>
     TOKEND_INLINE void fetch_ahead(int64_t index) const {
         constexpr int64_t BYTES = Format::RAW_BYTES * PANEL, SHARE = BYTES / Format::SUPER;
         const uint8_t* at = panel + Format::place(index) + BYTES + index % Format::SUPER * SHARE;
@@ -186,7 +189,7 @@ TOKEND_FLATTEN void unpack_blocks(const Source& source, int64_t begin, int64_t e
     using Format = typename Source::Format;
     for (int64_t index = begin; index < end; index++, to += UnpackedOf<Format>::BYTES)
         for (int vector = 0; vector < PANEL / DOT_LANES; vector++) {
-            if (vector == 0) source.fetch_ahead(index);
+            if (vector == 0) source.template fetch_ahead<false>(index);
             const auto block = source.block(index, vector);
             uint8_t* column = to + vector * DOT_LANES * 4;
             const auto put = [&](int row, auto value) { __builtin_memcpy(column + row * ROW, &value, sizeof(value)); };
@@ -303,7 +306,7 @@ TOKEND_FLATTEN __attribute__((noinline)) void tile(const Source& from, int64_t n
     });
     for (int64_t index = 0; index < num_blocks; index++, x++) {
         const auto block = source.block(index, vector);
-        if (vector == 0) source.fetch_ahead(index);
+        if (vector == 0) source.template fetch_ahead<true>(index);
         each<Source::HALVES>([&](auto half) __attribute__((always_inline)) {
             DotI dots[ROWS][VECTORS];
             each<ROWS>([&](auto row) {
@@ -442,7 +445,7 @@ class AmxTiles {
     TOKEND_INLINE static void add(const Source& source, int64_t index, const TokendQuantised* x, int64_t stride,
                                   const int32_t* dots, float* result) {
         const auto block = source.block(index, 0);
-        if (HALF == 0) source.fetch_ahead(index);
+        if (HALF == 0) source.template fetch_ahead<false>(index);
         for (int i = 0; i < PANEL / DOT_LANES; i++) {
             const ScaledDots scaled(block.scale(HALF, i));
             DotF low{};
