@@ -57,6 +57,7 @@ class EngineHarness:
         max_model_len: int = 8192,
         enable_prefix_caching: bool = True,
         next_token: NextToken = hashed_token,
+        num_state_slots: int = 0,
         windows: Sequence[int | None] = (None,),
         groups: Sequence[KVGroup] | None = None,
         gates: Sequence[AdmissionGate] = (),
@@ -79,6 +80,7 @@ class EngineHarness:
             b"f" * 32,
             groups=groups or [KVGroup(window) for window in windows],
             longest_chunk=ChunkRule.from_config(config).longest_chunk,
+            num_state_slots=num_state_slots,
             observers=observers,
         )
         self.scheduler = Scheduler(
