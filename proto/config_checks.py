@@ -26,9 +26,9 @@ from proto.config import (
 from proto.engine_io import MAX_CLIENTS
 from proto.errors import ConfigError, shown
 from proto.kv_media_checks import check_media, check_preemption
-from proto.lifecycle import LEAST_STATE_SLOTS
 from proto.kv_transfer_config import FIELD as KV_TRANSFER_FIELD
 from proto.kv_transfer_config import kv_transfer_config
+from proto.lifecycle import LEAST_STATE_SLOTS
 from proto.pooling import parse_pooler_config
 
 _DTYPES_OF_WEIGHTS: Final[dict[CpuWeights, tuple[DType, ...]]] = {

@@ -275,7 +275,8 @@ DeltaRuleStructure = _structure(
     "DeltaRuleStructure",
     {
         **dict.fromkeys(("num_key_heads", "num_value_heads", "key_size", "value_size"), c_int64),
-        **{"num_taps": c_int64, "taps": c_void_p, "decay": c_void_p, "time_bias": c_void_p},
+        **dict.fromkeys(("is_tiled", "num_taps"), c_int64),
+        **{"taps": c_void_p, "decay": c_void_p, "time_bias": c_void_p},
         **{"norm": c_void_p, "norm_eps": c_double},
     },
 )

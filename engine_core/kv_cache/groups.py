@@ -8,8 +8,8 @@ The registry `GROUP_KINDS` is at the end of the file.
     UncachedGroup         an encoder's: it has no blocks
     RecurrentStateGroup   states of layers without attention: slots of a pool of their own
 
-All but the last take their blocks from one pool. To add state that is not KV, extend `CacheGroup` and
-add a line to `GROUP_KINDS`; workers name the kind in `proto.lifecycle.KVGroup.kind`.
+All but the last take their blocks from one pool. To add state that is not KV, extend `CacheGroup`
+and add a line to `GROUP_KINDS`; workers name the kind in `proto.lifecycle.KVGroup.kind`.
 """
 
 from abc import ABC, abstractmethod
@@ -497,9 +497,9 @@ class _StateSequence:
 class RecurrentStateGroup(CacheGroup):
     """Slots with the states of layers that keep one state of a sequence instead of its KV.
 
-    Entry i of a block table is the slot with the state after the last computed token of block i; null
-    if it is not held. A step that computes the tokens [first, end) begins with the state of the block
-    of token first - 1, and writes the states of all blocks of its tokens that have a slot:
+    Entry i of a block table is the slot with the state after the last computed token of block i;
+    null if it is not held. A step that computes the tokens [first, end) begins with the state of
+    the block of token first - 1, and writes those of all blocks of its tokens that have a slot:
 
         computed   | . . . . | . . . . | . . . . | . .          next position 14, blocks of 4
         table      |    0    |    0    |    9    |  4 |
@@ -511,11 +511,11 @@ class RecurrentStateGroup(CacheGroup):
     those that other requests will look for (`want_state`). What is freed stays findable if a prompt
     ended there, or it was wanted; other states are overwritten first.
 
-    A state can be found from the step after that which computes it: all sequences of a step read
-    their states before any of them is written.
+    A state can be found from the step after that which computes it, because the sequences of a step
+    are computed in any order.
 
-    num_charged: slots that may be needed at once: those of all sequences, held or not yet, and those
-    that they have found.
+    num_charged: slots that may be needed at once: those of all sequences, held or not yet, and
+    those that they have found.
     """
 
     is_downward_closed = False
@@ -597,7 +597,11 @@ class RecurrentStateGroup(CacheGroup):
     def allocate_blocks(self, seq_id: int, num_tokens: int) -> list[int]:
         """Append entries up to the block of the last token, which gets a slot."""
         sequence = self._sequences[seq_id]
-        blocks, first, last = sequence.blocks, len(sequence.blocks), (num_tokens - 1) // self.block_size
+        blocks, first, last = (
+            sequence.blocks,
+            len(sequence.blocks),
+            (num_tokens - 1) // self.block_size,
+        )
         if last < first:
             return []
         new = [NULL_BLOCK] * (last - first + 1)
@@ -687,7 +691,7 @@ class RecurrentStateGroup(CacheGroup):
         num_held = sum(1 for block in blocks if block != NULL_BLOCK)
         if sequence.num_own != num_held - (sequence.found >= 0):
             found.append(
-                f"slots: sequence {seq_id} counts {sequence.num_own} of its own and holds {num_held}"
+                f"slots: sequence {seq_id} counts {sequence.num_own} of its own, holds {num_held}"
             )
         if blocks and blocks[-1] == NULL_BLOCK:
             found.append(f"current state: sequence {seq_id} has none")

@@ -50,8 +50,8 @@ class KVCacheManager:
     num_blocks counts the null block. fingerprint: covers everything that changes KV values; the
     root of the block hashes. hasher: to be given to each Request; None without prefix caching.
     groups: of the model's layers. longest_chunk: maximum tokens of a request in one step;
-    None: all of them. reclaimable: retained prefixes, if there are any. num_state_slots: of the pool of
-    recurrent states, with the null slot.
+    None: all of them. reclaimable: retained prefixes, if there are any. num_state_slots: of the
+    pool of recurrent states, with the null slot.
     """
 
     def __init__(

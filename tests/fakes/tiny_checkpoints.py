@@ -339,8 +339,8 @@ CONFIGS: dict[str, PretrainedConfig] = {
         **_SIZES | _EXPERTS | _DELTA, num_experts=6, shared_expert_intermediate_size=96
     ),
     "qwen35": Qwen3_5TextConfig(**_SIZES | _DELTA, tie_word_embeddings=True),
-    "qwen35-wide-values": Qwen3_5TextConfig(
-        **_SIZES | _DELTA | {"linear_value_head_dim": 40, "linear_num_key_heads": 4, "layer_types": None},
+    "qwen35-biases": Qwen3_5TextConfig(
+        **_SIZES | _DELTA | {"linear_value_head_dim": 40, "linear_num_key_heads": 4},
         attention_bias=True,
     ),
     "qwen35moe": Qwen3_5MoeTextConfig(

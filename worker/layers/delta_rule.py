@@ -26,8 +26,10 @@ _HEAD_EPS = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaRuleShape:
-    """Heads of a layer on one rank; value heads h * n … h * n + n - 1 read key head h.
+    """Heads of a layer on one rank; n value heads read a key head.
 
+    is_tiled: value head h reads key head h modulo num_key_heads, else heads h * n … h * n + n - 1
+        read key head h.
     num_taps: tokens that the convolution sees, the current one included.
     """
 
@@ -36,6 +38,7 @@ class DeltaRuleShape:
     key_size: int
     value_size: int
     num_taps: int
+    is_tiled: bool = False
 
     @property
     def keys(self) -> int:
@@ -116,9 +119,7 @@ def make_delta_rule(shape: DeltaRuleShape, weights: DeltaRuleWeights) -> DeltaRu
 class KernelDeltaRule:
     """By the C++ kernel."""
 
-    def __init__(
-        self, kernels: Kernels, shape: DeltaRuleShape, weights: DeltaRuleWeights
-    ) -> None:
+    def __init__(self, kernels: Kernels, shape: DeltaRuleShape, weights: DeltaRuleWeights) -> None:
         self._kernels = kernels
         self._shape = shape
         self._weights = weights  # the kernel has addresses of these
@@ -127,6 +128,7 @@ class KernelDeltaRule:
             num_value_heads=shape.num_value_heads,
             key_size=shape.key_size,
             value_size=shape.value_size,
+            is_tiled=shape.is_tiled,
             num_taps=shape.num_taps,
             taps=weights.taps.data_ptr(),
             decay=weights.decay.data_ptr(),
@@ -188,13 +190,13 @@ class TorchDeltaRule:
                 matrices, window = torch.zeros_like(matrices), torch.zeros_like(window)
             matrices, window = matrices.clone(), window.clone()
             first, last = plan.write_start[sequence : sequence + 2].tolist()
-            for end, slot in zip(plan.write_ends[first:last], plan.write_slots[first:last], strict=True):
+            for write in range(first, last):
+                end = int(plan.write_ends[write])
                 for token in range(start, end):
                     outputs[token] = self._step(wide[token], matrices, window)
-                start = int(end)
-                for to, part in zip(
-                    self._parts(states.buffer[int(slot), layer]), (matrices, window), strict=True
-                ):
+                start = end
+                written = self._parts(states.buffer[int(plan.write_slots[write]), layer])
+                for to, part in zip(written, (matrices, window), strict=True):
                     to.copy_(part)
         gate = wide[:, shape.channels : shape.channels + shape.values].view(outputs.shape)
         size = [shape.value_size]
@@ -223,8 +225,9 @@ class TorchDeltaRule:
         mixed = F.silu((inputs * weights.taps).sum(0))
         query, key, value = mixed.split([shape.keys, shape.keys, shape.values])
         num_each = shape.num_value_heads // shape.num_key_heads
+        query, key = (part.view(shape.num_key_heads, shape.key_size) for part in (query, key))
         query, key = (
-            part.view(shape.num_key_heads, shape.key_size).repeat_interleave(num_each, 0)
+            part.repeat(num_each, 1) if shape.is_tiled else part.repeat_interleave(num_each, 0)
             for part in (query, key)
         )
         query = query * torch.rsqrt(query.square().sum(1, keepdim=True) + _HEAD_EPS)

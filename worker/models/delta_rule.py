@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class GroupedRows:
     """Rows of several projections that a file has group by group; here they follow each other.
 
-        sizes 2, 1      file [ q0 q0 k0 | q1 q1 k1 ]      here [ q0 q0 q1 q1 | k0 k1 ]
+    sizes 2, 1      file [ q0 q0 k0 | q1 q1 k1 ]      here [ q0 q0 q1 q1 | k0 k1 ]
     """
 
     sizes: tuple[int, ...]
@@ -162,7 +162,8 @@ class DeltaRuleSpec(PartSpec):
         def rows(of_each: int) -> Shard:
             return Shard(rows=slice(own.start * of_each, own.stop * of_each))
 
-        keys, values, heads = rows(shape.key_size), rows(num_each * shape.value_size), rows(num_each)
+        keys, heads = rows(shape.key_size), rows(num_each)
+        values = rows(num_each * shape.value_size)
         shards = {
             **dict.fromkeys(("taps_q", "taps_k", "in_q.weight", "in_k.weight"), keys),
             **dict.fromkeys(("taps_v", "in_v.weight", "in_z.weight"), values),
@@ -171,9 +172,7 @@ class DeltaRuleSpec(PartSpec):
             "in_ba.weight": rows(2 * num_each),
             "out.weight": Shard(columns=values.rows),
         }
-        own_shape = replace(
-            shape, num_key_heads=len(own), num_value_heads=len(own) * num_each
-        )
+        own_shape = replace(shape, num_key_heads=len(own), num_value_heads=len(own) * num_each)
         names = {weight.name for weight in self.weights}
         return replace(self, shape=own_shape), {
             name: shard for name, shard in shards.items() if name in names

@@ -135,11 +135,12 @@ void prepare_head(
     scale(query, size, inverse_norm(query, size) * float(1.0 / std::sqrt(double(size))));
     scale(key, size, inverse_norm(key, size));
     const float product = dot(query, key, size);
-    const int64_t first = head * sizes.heads_per_key;
-    const int64_t from = first * layer.value_size;
-    convolved(2 * sizes.keys + from, sizes.heads_per_key * layer.value_size, to.value + from);
     const T* gates = row + sizes.channels + sizes.values;
-    for (int64_t own = first; own < first + sizes.heads_per_key; own++) {
+    for (int64_t index = 0; index < sizes.heads_per_key; index++) {
+        const int64_t own =
+            layer.is_tiled ? index * layer.num_key_heads + head : head * sizes.heads_per_key + index;
+        const int64_t from = own * layer.value_size;
+        convolved(2 * sizes.keys + from, layer.value_size, to.value + from);
         const double b = element(gates + own), a = element(gates + layer.num_value_heads + own);
         to.strength[own] = float(1.0 / (1.0 + std::exp(-b)));
         to.decay[own] = float(std::exp(layer.decay[own] * softplus(a + layer.time_bias[own])));
@@ -220,7 +221,8 @@ TOKEND_FLATTEN void run_tile(
     int64_t tile, const float* zeros
 ) {
     float* scratch = static_cast<float*>(run.scratch);
-    const int64_t size = layer.key_size, shift = head / sizes.heads_per_key * size;
+    const int64_t key_head = layer.is_tiled ? head % layer.num_key_heads : head / sizes.heads_per_key;
+    const int64_t size = layer.key_size, shift = key_head * size;
     const int64_t column = tile * TILE, width = std::min<int64_t>(TILE, layer.value_size - column);
     const int64_t value_at = head * layer.value_size + column;
     float* const states = run.states + (head * sizes.tiles + tile) * sizes.tile;

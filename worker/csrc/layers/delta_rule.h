@@ -24,12 +24,14 @@ extern "C" {
 enum : int64_t { TOKEND_DELTA_TILE = 32 };
 
 // One layer. Channels of the convolution are queries, keys and values: [ q | k | v ], heads in order.
-// Value heads h * n … h * n + n - 1 read key head h.
+// n value heads read a key head: heads h * n … h * n + n - 1 read key head h or, if is_tiled, each head
+// reads key head h modulo num_key_heads.
 struct TokendDeltaRule {
     int64_t num_key_heads;
     int64_t num_value_heads;  // a multiple
     int64_t key_size;
     int64_t value_size;
+    int64_t is_tiled;
     int64_t num_taps;        // of the convolution, the token's own included
     const float* taps;       // [num_taps, channels]
     const float* decay;      // [num_value_heads], negative; see log a below
