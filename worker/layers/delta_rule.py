@@ -209,7 +209,7 @@ class TorchDeltaRule:
         Views.
         """
         shape = self._shape
-        matrices, window = state.split([shape.matrix_floats, len(state) - shape.matrix_floats])
+        matrices, window = state[: shape.matrix_floats], state[shape.matrix_floats :]
         return (
             matrices.view(shape.num_value_heads, -1, shape.key_size, _TILE),
             window.view(shape.num_taps - 1, shape.channels),
@@ -223,7 +223,7 @@ class TorchDeltaRule:
         inputs = torch.cat((window, row[None, : shape.channels]))
         window.copy_(inputs[1:])
         mixed = F.silu((inputs * weights.taps).sum(0))
-        query, key, value = mixed.split([shape.keys, shape.keys, shape.values])
+        query, key, value = mixed.tensor_split([shape.keys, 2 * shape.keys])
         num_each = shape.num_value_heads // shape.num_key_heads
         query, key = (part.view(shape.num_key_heads, shape.key_size) for part in (query, key))
         query, key = (

@@ -26,6 +26,7 @@ LINEAR: Final = "linear_attention"
 """Kinds of layers, as configurations call them."""
 _DEFAULT_MAX_WINDOW_LAYERS: Final = 28
 _NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
+_NO_MIXERS: Final[Mapping[int, PartSpec]] = MappingProxyType({})
 _MAX_LAYERS: Final = 4096
 _MAX_EXPERTS: Final = 4096
 _MAX_GROUPS: Final = 64
@@ -50,7 +51,7 @@ def llama_like(
     activation: Activation | None = None,
     stacked_gate_up: bool = False,
     mlps: Sequence[PartSpec] | None = None,
-    other_mixers: Mapping[int, PartSpec] = _NOTHING,
+    other_mixers: Mapping[int, PartSpec] = _NO_MIXERS,
     **model: Any,
 ) -> ModelSpec:
     """Return the spec of a decoder with pre-norms, rotary attention and a gated MLP.

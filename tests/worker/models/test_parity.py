@@ -27,7 +27,10 @@ def logits_in_chunks(decoder: Decoder, *sizes: int) -> torch.Tensor:
     """Logits of all tokens, computed in chunks."""
     attention = DenseAttention(decoder.spec)
     chunks = zip(TOKENS.split(sizes), torch.arange(len(TOKENS)).split(sizes), strict=True)
-    hidden = [decoder.forward(tokens, positions, attention) for tokens, positions in chunks]
+    hidden = []
+    for tokens, positions in chunks:
+        attention.begin_chunk(len(tokens))
+        hidden.append(decoder.forward(tokens, positions, attention))
     return decoder.float32_logits(torch.cat(hidden))
 
 
