@@ -569,12 +569,9 @@ class RecurrentStateGroup(CacheGroup):
     def remove_skipped_blocks(self, seq_id: int, num_computed: int) -> None:
         """Free the states before the last end of a block."""
         sequence = self._sequences.get(seq_id)
-        if sequence is None:
-            return
-        end = min(num_computed // self.block_size - 1, len(sequence.blocks))
-        for index in range(sequence.num_skipped, end):
-            self._free_entry(sequence, index)
-        sequence.num_skipped = max(sequence.num_skipped, end)
+        if sequence is not None:
+            end = num_computed // self.block_size - 1
+            self._free_before(sequence, min(end, len(sequence.blocks)))
 
     def num_new_blocks(
         self, seq_id: int, num_tokens: int, num_hits: int, num_computed: int = 0
@@ -604,6 +601,8 @@ class RecurrentStateGroup(CacheGroup):
         )
         if last < first:
             return []
+        # The step begins with the last state so far, which is also that at the end of its block.
+        self._free_before(sequence, first - 1)
         new = [NULL_BLOCK] * (last - first + 1)
         if not self.pool.enable_caching and first:
             new[-1] = blocks[-1]  # the state stays in its slot
@@ -717,6 +716,11 @@ class RecurrentStateGroup(CacheGroup):
         sequence.num_own += 1
         self.num_charged += self._charge_of(sequence) - before
         return self.pool.get_new_blocks(1)[0]
+
+    def _free_before(self, sequence: _StateSequence, end: int) -> None:
+        for index in range(sequence.num_skipped, end):
+            self._free_entry(sequence, index)
+        sequence.num_skipped = max(sequence.num_skipped, end)
 
     def _free_entry(self, sequence: _StateSequence, index: int) -> None:
         slot = sequence.blocks[index]

@@ -99,7 +99,9 @@ class EngineHarness:
         )
         self.max_in_flight = OVERLAPPED if config.async_scheduling else SYNCHRONOUS
         self.in_flight: deque[SchedulerOutput] = deque()
-        self.runner = PagedRunner(block_size, next_token, windows=windows)
+        self.runner = PagedRunner(
+            block_size, next_token, windows=windows, has_states=self.kv_cache.has_states
+        )
         self.step_seconds: Callable[[SchedulerOutput], float] = lambda output: 0.0
         self.ids = itertools.count(100)
         self.tokens: dict[tuple[int, int], list[int]] = {}
@@ -178,7 +180,9 @@ class EngineHarness:
         """
         self.in_flight.clear()
         old = self.runner
-        self.runner = runner or PagedRunner(old.block_size, old.next_token, windows=old.windows)
+        self.runner = runner or PagedRunner(
+            old.block_size, old.next_token, windows=old.windows, has_states=old.has_states
+        )
         outputs = self.scheduler.begin_worker_epoch(epoch)
         self.record_outputs(outputs)
         return outputs
