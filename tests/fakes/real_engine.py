@@ -30,8 +30,10 @@ def load(prepared: PreparedModel, group: RankGroup = _ALONE) -> Decoder:
     return load_model(prepared, spec, torch.float32, cpu, lambda fraction: None, None, group)
 
 
-def runner_of(decoder: Decoder, num_blocks: int) -> ModelRunner:
-    """Return a runner whose KV pool has NaN wherever nothing was written."""
+def runner_of(
+    decoder: Decoder, num_blocks: int, num_state_slots: int = NUM_STATE_SLOTS
+) -> ModelRunner:
+    """Return a runner whose KV pool has NaN wherever nothing was written, and so have its states."""
     spec = decoder.spec
     layout, geometry = layer_cache(spec, torch.float32)
     cache = KVCache(geometry, layout, num_blocks, BLOCK)
@@ -39,13 +41,15 @@ def runner_of(decoder: Decoder, num_blocks: int) -> ModelRunner:
     rows = InputBatch(_MAX_ROWS, spec.max_position, BLOCK, layout.num_groups)
     attention = create_backend("auto", cache, spec.attention_shape)
     if layout.states is not None:
-        states = StateCache(layout.states, NUM_STATE_SLOTS, BLOCK)
+        states = StateCache(layout.states, num_state_slots, BLOCK)
         states.buffer.fill_(float("nan"))
         attention = AttentionWithStates(attention, states)
     return ModelRunner(decoder, attention, create_sampler(), rows, cache)
 
 
-def engine_for(decoder: Decoder, num_blocks: int, **settings: object) -> tuple[EngineHarness, int]:
+def engine_for(
+    decoder: Decoder, num_blocks: int, num_state_slots: int = NUM_STATE_SLOTS, **settings: object
+) -> tuple[EngineHarness, int]:
     """Return an engine without a runner, and the number of blocks that its runner needs."""
     layout, geometry = layer_cache(decoder.spec, torch.float32)
     num_blocks *= layout.num_block_groups
@@ -55,7 +59,7 @@ def engine_for(decoder: Decoder, num_blocks: int, **settings: object) -> tuple[E
         max_model_len=decoder.spec.max_position,
         windows=layout.windows,
         groups=geometry.groups,
-        num_state_slots=NUM_STATE_SLOTS if layout.states else 0,
+        num_state_slots=num_state_slots if layout.states else 0,
         enable_prefix_caching=geometry.is_cached,
         **settings,  # type: ignore[arg-type]
     )

@@ -185,15 +185,16 @@ class DeltaRuleSpec(PartSpec):
             return reader.tensor(name, torch.float32)
 
         inputs, output = reader.linear(*self.inputs), reader.output_linear("out")
-        taps = torch.cat([float32(f"taps_{name}") for name in "qkv"])
-        weights = DeltaRuleWeights(
-            taps.flatten(1).t().contiguous(),
-            -float32("decay").exp(),
-            float32("time_bias"),
-            float32("head_norm.weight"),
-            self.eps,
-        )
-        return lambda: DeltaRuleMixer(self, reader.cache_layer, inputs(), weights, output())
+        taps = [float32(f"taps_{name}") for name in "qkv"]
+        decay, bias, norm = map(float32, ("decay", "time_bias", "head_norm.weight"))
+
+        def build() -> DeltaRuleMixer:
+            weights = DeltaRuleWeights(
+                torch.cat(taps).flatten(1).t().contiguous(), -decay.exp(), bias, norm, self.eps
+            )
+            return DeltaRuleMixer(self, reader.cache_layer, inputs(), weights, output())
+
+        return build
 
 
 class DeltaRuleMixer:

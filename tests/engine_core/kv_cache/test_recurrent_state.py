@@ -1,7 +1,7 @@
 """The group of recurrent states: which are held, found and given away; allocator invariants.
 
-    tokens         |  a b c d  |  e f g h  |  i j
-    block table    |  0        |  2        |  3         the states after h and after j
+tokens         |  a b c d  |  e f g h  |  i j
+block table    |  0        |  2        |  3         the states after h and after j
 """
 
 import random

@@ -164,9 +164,7 @@ def test_a_sequence_has_the_same_bits_with_others_and_from_each_held_state(
     # Three sequences go on from the states of the first one, two of them from the same.
     chunks = [((block + 1) * BLOCK, NUM_TOKENS) for block in (3, 7, 7)]
     tables = [[0] * block + [held[block]] for block in (3, 7, 7)]
-    tables = [
-        row + [0] * (9 - len(row)) + [20 + number] for number, row in enumerate(tables)
-    ]
+    tables = [row + [0] * (9 - len(row)) + [20 + number] for number, row in enumerate(tables)]
     cache.plan_step(inputs_of(chunks, tables))
     parts = [rows[first:] for first, _ in chunks]
     again = rule.run(torch.cat(parts), cache, 2, memory)
