@@ -33,7 +33,7 @@ def load(prepared: PreparedModel, group: RankGroup = _ALONE) -> Decoder:
 def runner_of(
     decoder: Decoder, num_blocks: int, num_state_slots: int = NUM_STATE_SLOTS
 ) -> ModelRunner:
-    """Return a runner whose KV pool has NaN wherever nothing was written, and so have its states."""
+    """Return a runner whose KV pool and states have NaN wherever nothing was written."""
     spec = decoder.spec
     layout, geometry = layer_cache(spec, torch.float32)
     cache = KVCache(geometry, layout, num_blocks, BLOCK)

@@ -18,7 +18,7 @@ from worker.models.mlp import MlpSpec
 from worker.models.moe import MoeNames, MoeSpec
 from worker.models.parts import PartSpec
 from worker.models.rope import FactorsRope, Rope, rope_from_config, rotary_dim_from_config
-from worker.models.spec import LayerSpec, ModelSpec
+from worker.models.spec import LayerNorms, LayerSpec, ModelSpec
 
 FULL: Final = "full_attention"
 WINDOWED: Final = "sliding_attention"
@@ -27,6 +27,11 @@ LINEAR: Final = "linear_attention"
 _DEFAULT_MAX_WINDOW_LAYERS: Final = 28
 _NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 _NO_MIXERS: Final[Mapping[int, PartSpec]] = MappingProxyType({})
+_QWEN_NORMS: Final = LayerNorms(
+    attention=("input_layernorm", "attn_norm"),
+    mlp=("post_attention_layernorm", "post_attention_norm"),
+)
+"""Of models with gated delta-rule layers."""
 _MAX_LAYERS: Final = 4096
 _MAX_EXPERTS: Final = 4096
 _MAX_GROUPS: Final = 64
@@ -206,6 +211,7 @@ def delta_rule_decoder(
     config.must_be("hidden_act", "silu", "swish")
     config.must_be("attn_output_gate", True)
     config.get("mtp_num_hidden_layers")
+    of_llama_cpp = config.flag("of_llama_cpp", False)  # set by deploy/models/gguf_file.py
     interval = config.integer("full_attention_interval", 4)
     kinds = layer_kinds(
         config, (LINEAR, FULL), lambda layer: LINEAR if (layer + 1) % interval else FULL
@@ -227,9 +233,11 @@ def delta_rule_decoder(
             key_size=config.integer("linear_key_head_dim", 128, most=_MAX_HEAD_DIM),
             value_size=config.integer("linear_value_head_dim", 128, most=_MAX_HEAD_DIM),
             num_taps=config.integer("linear_conv_kernel_dim", 4, most=_MAX_TAPS),
+            is_tiled=of_llama_cpp and key_heads < value_heads,
         ),
         eps=config.number("rms_norm_eps", 1e-6),
         grouped_inputs=grouped_inputs,
+        of_llama_cpp=of_llama_cpp,
     )
     bias = config.flag("attention_bias", False)
     max_position = config.integer("max_position_embeddings")
@@ -249,7 +257,9 @@ def delta_rule_decoder(
         },
         mlps=mlps,
         other_mixers={number: mixer for number, kind in enumerate(kinds) if kind == LINEAR},
+        norms=_QWEN_NORMS,
         norms_add_one=True,
+        num_unused_layers=config.integer("num_nextn_predict_layers", 0, least=0),
         unused_prefixes=("mtp.",),
     )
 

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from proto.errors import ConfigError
 from worker.attention.with_states import AttentionWithStates
 from worker.layers.delta_rule import DeltaRuleShape, DeltaRuleWeights, make_delta_rule
 from worker.layers.linear import Linear, ResidualLinear
@@ -54,12 +55,16 @@ class DeltaRuleSpec(PartSpec):
     eps: of the norm of each value head.
     grouped_inputs: files have the rows of q, k, v and z in one tensor, key head by key head, and
         those of b and a in another.
+    of_llama_cpp: weights are as llama.cpp's converter leaves them: value heads are tiled (see
+        DeltaRuleShape), the taps of a channel are a row, and the decay is that of the layer itself
+        instead of its logarithm.
     """
 
     hidden_size: int
     shape: DeltaRuleShape
     eps: float
     grouped_inputs: bool = False
+    of_llama_cpp: bool = False
 
     @property
     def weights(self) -> tuple[WeightSpec, ...]:
@@ -68,7 +73,7 @@ class DeltaRuleSpec(PartSpec):
         taps = [
             WeightSpec(
                 name=f"taps_{name}",
-                shape=(size, 1, shape.num_taps),
+                shape=(size, shape.num_taps) if self.of_llama_cpp else (size, 1, shape.num_taps),
                 hugging_face="linear_attn.conv1d.weight",
                 gguf="ssm_conv1d.weight",
             )
@@ -154,8 +159,17 @@ class DeltaRuleSpec(PartSpec):
     def shard(
         self, rank: int, size: int, block_columns: Mapping[str, int]
     ) -> tuple["DeltaRuleSpec", dict[str, Shard]]:
-        """Give a rank its key heads, in order and as evenly as possible, and their value heads."""
+        """Give a rank its key heads, in order and as evenly as possible, and their value heads.
+
+        Raises ConfigError for tiled value heads, of which a rank would need every few ones.
+        """
         shape = self.shape
+        if size > 1 and shape.is_tiled:
+            raise ConfigError(
+                f"--tensor-parallel-size {size}: a GGUF file has the value heads of linear "
+                "attention in an order that ranks cannot share; use a Hugging Face folder",
+                "tensor_parallel_size",
+            )
         own = divide_evenly(shape.num_key_heads, size)[rank]
         num_each = shape.num_value_heads // shape.num_key_heads
 
@@ -190,7 +204,11 @@ class DeltaRuleSpec(PartSpec):
 
         def build() -> DeltaRuleMixer:
             weights = DeltaRuleWeights(
-                torch.cat(taps).flatten(1).t().contiguous(), -decay.exp(), bias, norm, self.eps
+                torch.cat(taps).flatten(1).t().contiguous(),
+                decay if self.of_llama_cpp else -decay.exp(),
+                bias,
+                norm,
+                self.eps,
             )
             return DeltaRuleMixer(self, reader.cache_layer, inputs(), weights, output())
 
