@@ -422,5 +422,5 @@ def _with_stacks(tensors: Arrays) -> Arrays:
 
 def is_mixture(architecture: str) -> bool:
     """Return whether the model of a family has experts."""
-    module = FAMILIES[architecture].module
-    return "expert_used_count" in GGUFS[module].keys
+    config = CONFIGS[FAMILIES[architecture].module]
+    return getattr(config, "num_experts_per_tok", None) is not None
