@@ -168,6 +168,8 @@ def _report_ready(
     if worker.geometry.is_cached:
         num_cached = plan.num_usable_blocks // worker.geometry.num_block_groups * plan.block_size
         cache = f"{plan.num_usable_blocks} blocks of {plan.block_size} tokens"
+        if plan.num_state_slots:
+            cache += f", {plan.num_state_slots - 1} slots for recurrent states"
     queue = queue_capacity(config.scheduler, plan.num_usable_blocks, plan.block_size)
     ready = EngineReady(
         PROTOCOL_VERSION,

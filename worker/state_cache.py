@@ -85,6 +85,7 @@ class StateCache:
     """
 
     def __init__(self, shape: StateShape, num_slots: int, block_size: int) -> None:
+        assert num_slots >= 2, "there is no slot beside the null slot"
         self.shape = shape
         self.block_size = block_size
         self.buffer = lazy_zeros((num_slots, shape.num_layers, shape.layer_size), STATE_DTYPE)

@@ -230,9 +230,9 @@ class DeltaRuleMixer:
         output: ResidualLinear,
     ) -> None:
         self.spec = spec
+        self.inputs = inputs
         self.output = output
         self._layer = layer
-        self._inputs = inputs
         self._rule = make_delta_rule(spec.shape, weights)
 
     def add_to(
@@ -240,5 +240,5 @@ class DeltaRuleMixer:
     ) -> torch.Tensor:
         attention = context.attention
         assert isinstance(attention, AttentionWithStates), "the step has no states"
-        mixed = self._rule.run(self._inputs(x), attention.states, self._layer, context.memory)
+        mixed = self._rule.run(self.inputs(x), attention.states, self._layer, context.memory)
         return self.output.add_to(residual, mixed)
