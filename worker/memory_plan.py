@@ -1,7 +1,9 @@
 """The memory of a model before it is loaded: whether it fits, and how large the KV pool is.
 
-    free   [ weights | work space | KV pool ................ | left to the machine ]
-                                  <-------- Device.default_pool_bytes -------------->
+    free   [ weights | work space | states | KV pool ................ | left to the machine ]
+                                           <-------- Device.default_pool_bytes -------------->
+
+States are those of recurrent layers, where a model has them.
 
 Sizes come from the headers of the model's files, its configuration and the settings; no weight is
 read. Start at plan_memory. `refusal` says what does not fit, and which flags would make it fit.
