@@ -286,7 +286,8 @@ DeltaRuleRun = _structure(
     "DeltaRuleRun",
     {
         **dict.fromkeys(("dtype", "num_seqs", "num_tokens", "row_stride"), c_int64),
-        **dict.fromkeys(("rows", "query_start", "sources", "write_start"), c_void_p),
+        **{"gate_stride": c_int64, "rows": c_void_p, "gates": c_void_p},
+        **dict.fromkeys(("query_start", "sources", "write_start"), c_void_p),
         **dict.fromkeys(("write_ends", "write_slots", "states"), c_void_p),
         **{"slot_stride": c_int64, "scratch": c_void_p, "out": c_void_p},
     },

@@ -127,6 +127,6 @@ def _clocked_part(part: LayerPart, clock: StepClock) -> LayerPart:
         if isinstance(value, ResidualLinear):
             linear = ClockedLinear(value.linear, clock)
             setattr(clocked, name, ResidualLinear(linear, value.output))
-        elif name in ("qkv", "gate_up", "inputs"):
+        elif name in ("qkv", "gate_up", "inputs", "gates"):
             setattr(clocked, name, ClockedLinear(value, clock))
     return clocked

@@ -56,8 +56,8 @@ class DeltaRuleShape:
 
     @property
     def num_inputs(self) -> int:
-        """Columns of the projections: q ‖ k ‖ v ‖ z ‖ b ‖ a."""
-        return self.channels + self.values + 2 * self.num_value_heads
+        """Columns of the projections q ‖ k ‖ v ‖ z; b ‖ a have two for each value head."""
+        return self.channels + self.values
 
     @property
     def matrix_floats(self) -> int:
@@ -99,11 +99,17 @@ class DeltaRule(Protocol):
     """One implementation, with the weights of a layer."""
 
     def run(
-        self, rows: torch.Tensor, states: StateCache, layer: int, memory: ByteBuffer
+        self,
+        rows: torch.Tensor,
+        gates: torch.Tensor,
+        states: StateCache,
+        layer: int,
+        memory: ByteBuffer,
     ) -> torch.Tensor:
-        """Return the output [T, values] of rows [T, num_inputs], of their dtype.
+        """Return the output [T, values] of q ‖ k ‖ v ‖ z and b ‖ a, of their dtype.
 
-        Reads and writes the states of the planned step. layer: its number among those with states.
+        rows: [T, num_inputs]. gates: [T, 2 * num_value_heads]. layer: its number among those with
+        states. Reads and writes the states of the planned step.
         """
         ...
 
@@ -139,13 +145,20 @@ class KernelDeltaRule:
         assert kernels.delta_state(self._layer) == shape.state_floats
 
     def run(
-        self, rows: torch.Tensor, states: StateCache, layer: int, memory: ByteBuffer
+        self,
+        rows: torch.Tensor,
+        gates: torch.Tensor,
+        states: StateCache,
+        layer: int,
+        memory: ByteBuffer,
     ) -> torch.Tensor:
         plan, num_tokens = states.plan, len(rows)
         assert plan is not None
         assert plan.query_start[-1] == num_tokens
         assert rows.shape[1] == self._shape.num_inputs
-        assert rows.stride(1) == 1
+        assert gates.shape == (num_tokens, 2 * self._shape.num_value_heads)
+        assert gates.dtype == rows.dtype
+        assert rows.stride(1) == gates.stride(1) == 1
         of_layer = states.buffer[:, layer]
         assert of_layer.shape[1] == self._shape.state_floats
         out = rows.new_empty(num_tokens, self._shape.values)
@@ -154,7 +167,9 @@ class KernelDeltaRule:
             num_seqs=len(plan.sources),
             num_tokens=num_tokens,
             row_stride=rows.stride(0),
+            gate_stride=gates.stride(0),
             rows=rows.data_ptr(),
+            gates=gates.data_ptr(),
             query_start=plan.query_start.ctypes.data,
             sources=plan.sources.ctypes.data,
             write_start=plan.write_start.ctypes.data,
@@ -177,11 +192,16 @@ class TorchDeltaRule:
         self._weights = weights
 
     def run(
-        self, rows: torch.Tensor, states: StateCache, layer: int, memory: ByteBuffer
+        self,
+        rows: torch.Tensor,
+        gates: torch.Tensor,
+        states: StateCache,
+        layer: int,
+        memory: ByteBuffer,
     ) -> torch.Tensor:
         plan, shape = states.plan, self._shape
         assert plan is not None
-        wide = rows.float()
+        wide, wide_gates = rows.float(), gates.float()
         outputs = wide.new_empty(len(rows), shape.num_value_heads, shape.value_size)
         for sequence, source in enumerate(plan.sources.tolist()):
             start = int(plan.query_start[sequence])
@@ -193,12 +213,12 @@ class TorchDeltaRule:
             for write in range(first, last):
                 end = int(plan.write_ends[write])
                 for token in range(start, end):
-                    outputs[token] = self._step(wide[token], matrices, window)
+                    outputs[token] = self._step(wide[token], wide_gates[token], matrices, window)
                 start = end
                 written = self._parts(states.buffer[int(plan.write_slots[write]), layer])
                 for to, part in zip(written, (matrices, window), strict=True):
                     to.copy_(part)
-        gate = wide[:, shape.channels : shape.channels + shape.values].view(outputs.shape)
+        gate = wide[:, shape.channels :].view(outputs.shape)
         size = [shape.value_size]
         normed = F.rms_norm(outputs, size, self._weights.norm, self._weights.norm_eps)
         return (normed * F.silu(gate)).flatten(1).to(rows.dtype)
@@ -216,7 +236,11 @@ class TorchDeltaRule:
         )
 
     def _step(
-        self, row: torch.Tensor, matrices: torch.Tensor, window: torch.Tensor
+        self,
+        row: torch.Tensor,
+        gates: torch.Tensor,
+        matrices: torch.Tensor,
+        window: torch.Tensor,
     ) -> torch.Tensor:
         """Return the output [value heads, value_size] of a token; update its state."""
         shape, weights = self._shape, self._weights
@@ -233,7 +257,7 @@ class TorchDeltaRule:
         query = query * torch.rsqrt(query.square().sum(1, keepdim=True) + _HEAD_EPS)
         query = query * shape.key_size**-0.5
         key = key * torch.rsqrt(key.square().sum(1, keepdim=True) + _HEAD_EPS)
-        strength, time = row[shape.channels + shape.values :].view(2, -1)
+        strength, time = gates.view(2, -1)
         decay = (weights.decay * F.softplus(time + weights.time_bias)).exp()
         matrices *= decay[:, None, None, None]
         seen = self._product(matrices, key)

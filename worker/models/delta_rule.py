@@ -103,7 +103,7 @@ class DeltaRuleSpec(PartSpec):
         )
 
     def _inputs(self) -> tuple[WeightSpec, ...]:
-        """Return the projections of the input, which give q ‖ k ‖ v ‖ z ‖ b ‖ a."""
+        """Return the projections of the input, in the order of `inputs`."""
         shape, hidden = self.shape, self.hidden_size
         if not self.grouped_inputs:
             rows = {"q": shape.keys, "k": shape.keys, "v": shape.values}
@@ -137,11 +137,14 @@ class DeltaRuleSpec(PartSpec):
         )
 
     @property
-    def inputs(self) -> tuple[str, ...]:
-        """The projections of the input, as they lie in the product of all."""
+    def inputs(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The projections of the input, as they lie in two products: q ‖ k ‖ v ‖ z and b ‖ a.
+
+        Files often have the second ones in more bits, and a product has weights of one kind.
+        """
         if self.grouped_inputs:
-            return ("in_qkvz", "in_ba")
-        return ("in_q", "in_k", "in_v", "in_z", "in_b", "in_a")
+            return ("in_qkvz",), ("in_ba",)
+        return ("in_q", "in_k", "in_v", "in_z"), ("in_b", "in_a")
 
     @property
     def flops_per_token(self) -> int:
@@ -193,12 +196,13 @@ class DeltaRuleSpec(PartSpec):
         }
 
     def read(self, reader: "LayerReader") -> Callable[[], "DeltaRuleMixer"]:
-        """Read all projections of the input as one product."""
+        """Read the projections of the input as two products."""
 
         def float32(name: str) -> torch.Tensor:
             return reader.tensor(name, torch.float32)
 
-        inputs, output = reader.linear(*self.inputs), reader.output_linear("out")
+        inputs, gates = (reader.linear(*names) for names in self.inputs)
+        output = reader.output_linear("out")
         taps = [float32(f"taps_{name}") for name in "qkv"]
         decay, bias, norm = map(float32, ("decay", "time_bias", "head_norm.weight"))
 
@@ -210,7 +214,7 @@ class DeltaRuleSpec(PartSpec):
                 norm,
                 self.eps,
             )
-            return DeltaRuleMixer(self, reader.cache_layer, inputs(), weights, output())
+            return DeltaRuleMixer(self, reader.cache_layer, inputs(), gates(), weights, output())
 
         return build
 
@@ -218,7 +222,8 @@ class DeltaRuleSpec(PartSpec):
 class DeltaRuleMixer:
     """A gated delta-rule layer with its weights.
 
-    layer: its number among the layers that have a state. inputs: hidden to q ‖ k ‖ v ‖ z ‖ b ‖ a.
+    layer: its number among the layers that have a state. inputs: hidden to q ‖ k ‖ v ‖ z. gates:
+    hidden to b ‖ a.
     """
 
     def __init__(
@@ -226,11 +231,13 @@ class DeltaRuleMixer:
         spec: DeltaRuleSpec,
         layer: int,
         inputs: Linear,
+        gates: Linear,
         weights: DeltaRuleWeights,
         output: ResidualLinear,
     ) -> None:
         self.spec = spec
         self.inputs = inputs
+        self.gates = gates
         self.output = output
         self._layer = layer
         self._rule = make_delta_rule(spec.shape, weights)
@@ -240,5 +247,6 @@ class DeltaRuleMixer:
     ) -> torch.Tensor:
         attention = context.attention
         assert isinstance(attention, AttentionWithStates), "the step has no states"
-        mixed = self._rule.run(self.inputs(x), attention.states, self._layer, context.memory)
+        rows, gates = self.inputs(x), self.gates(x)
+        mixed = self._rule.run(rows, gates, attention.states, self._layer, context.memory)
         return self.output.add_to(residual, mixed)

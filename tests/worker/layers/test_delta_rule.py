@@ -49,7 +49,17 @@ def weights_of(shape: DeltaRuleShape) -> DeltaRuleWeights:
 
 
 def rows_of(shape: DeltaRuleShape, num_rows: int = NUM_TOKENS) -> torch.Tensor:
-    return torch.randn(num_rows, shape.num_inputs, generator=torch.Generator().manual_seed(5))
+    """Return q ‖ k ‖ v ‖ z ‖ b ‖ a of each token."""
+    columns = shape.num_inputs + 2 * shape.num_value_heads
+    return torch.randn(num_rows, columns, generator=torch.Generator().manual_seed(5))
+
+
+def run(
+    rule: DeltaRule, shape: DeltaRuleShape, rows: torch.Tensor, cache: StateCache, layer: int
+) -> torch.Tensor:
+    """Run a layer; both inputs are slices of wider rows."""
+    inputs, gates = rows.tensor_split([shape.num_inputs], 1)
+    return rule.run(inputs, gates, cache, layer, ByteBuffer())
 
 
 def in_float64(
@@ -62,7 +72,7 @@ def in_float64(
     taps = zip(weights.taps.double(), inputs.unfold(0, len(rows), 1).unbind(), strict=True)
     mixed = F.silu(sum(tap * part.T for tap, part in taps))
     query, key, value = mixed.tensor_split([shape.keys, 2 * shape.keys], 1)
-    strength, time = wide[:, shape.channels + shape.values :].chunk(2, 1)
+    strength, time = wide[:, shape.num_inputs :].chunk(2, 1)
     decay = (weights.decay.double() * F.softplus(time + weights.time_bias.double())).exp()
     num_each = shape.num_value_heads // shape.num_key_heads
     heads = torch.arange(shape.num_value_heads)
@@ -83,7 +93,7 @@ def in_float64(
         state = state + key[token, :, :, None] * correction[:, None]
         outputs.append(torch.einsum("hkv,hk->hv", state, query[token]))
     output = torch.stack(outputs)
-    gate = wide[:, shape.channels : shape.channels + shape.values].view_as(output)
+    gate = wide[:, shape.channels : shape.num_inputs].view_as(output)
     normed = F.rms_norm(output, [shape.value_size], weights.norm.double(), weights.norm_eps)
     return (normed * F.silu(gate)).flatten(1)
 
@@ -109,7 +119,7 @@ def run_in_steps(
     rule: DeltaRule, shape: DeltaRuleShape, rows: torch.Tensor, sizes: list[int]
 ) -> torch.Tensor:
     """Compute a sequence in steps; blocks have slots where a step ends, and before the last one."""
-    cache, memory, table = cache_of(shape), ByteBuffer(), [0] * 10
+    cache, table = cache_of(shape), [0] * 10
     outputs, first = [], 0
     for size in sizes:
         end = first + size
@@ -118,7 +128,7 @@ def run_in_steps(
         if last and last % 2:
             table[last - 1] = last
         cache.plan_step(inputs_of([(first, end)], [table]))
-        outputs.append(rule.run(rows[first:end], cache, 1, memory))
+        outputs.append(run(rule, shape, rows[first:end], cache, 1))
         first = end
     return torch.cat(outputs)
 
@@ -153,13 +163,13 @@ def test_a_sequence_has_the_same_bits_with_others_and_from_each_held_state(
     name: str, kernels: Kernels | None
 ) -> None:
     shape = SHAPES[name]
-    rule, rows, memory = rule_of(kernels, shape), rows_of(shape), ByteBuffer()
+    rule, rows = rule_of(kernels, shape), rows_of(shape)
     alone = run_in_steps(rule, shape, rows, [NUM_TOKENS])
     cache = cache_of(shape)
     held = {3: 1, 7: 2, 8: 3}
     table = [held.get(block, 0) for block in range(9)] + [4]
     cache.plan_step(inputs_of([(0, NUM_TOKENS), (0, 22)], [table, [0] * 5 + [9]]))
-    both = rule.run(torch.cat((rows, rows[:22])), cache, 2, memory)
+    both = run(rule, shape, torch.cat((rows, rows[:22])), cache, 2)
     assert torch.equal(both, torch.cat((alone, alone[:22])))
     # Three sequences go on from the states of the first one, two of them from the same.
     chunks = [((block + 1) * BLOCK, NUM_TOKENS) for block in (3, 7, 7)]
@@ -167,7 +177,7 @@ def test_a_sequence_has_the_same_bits_with_others_and_from_each_held_state(
     tables = [row + [0] * (9 - len(row)) + [20 + number] for number, row in enumerate(tables)]
     cache.plan_step(inputs_of(chunks, tables))
     parts = [rows[first:] for first, _ in chunks]
-    again = rule.run(torch.cat(parts), cache, 2, memory)
+    again = run(rule, shape, torch.cat(parts), cache, 2)
     assert torch.equal(again, torch.cat([alone[first:] for first, _ in chunks]))
     assert torch.equal(cache.buffer[20, 2], cache.buffer[21, 2])
     assert torch.equal(cache.buffer[20, 2], cache.buffer[4, 2])

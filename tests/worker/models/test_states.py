@@ -15,13 +15,18 @@ from engine_core.request import Request
 from proto.config import GIB, CacheConfig, ModelConfig, ServeConfig
 from proto.errors import ConfigError, ModelError
 from proto.prepared_model import PreparedModel
+from tests.fakes.dense_attention import DenseAttention
 from tests.fakes.engine_harness import EngineHarness
-from tests.fakes.prepared_models import prepare_checkpoint
+from tests.fakes.prepared_models import prepare_checkpoint, spec_of
+from tests.fakes.quantised_checkpoints import SCHEMES, quantise_folder
 from tests.fakes.real_engine import BLOCK, engine_for, runner_of
-from tests.fakes.tiny_checkpoints import CONFIGS, save_tiny
+from tests.fakes.tiny_checkpoints import CONFIGS, save_tiny, tiny_model
+from tests.worker.loader.test_formats import packed
 from tests.worker.test_cuda_device import device_of
 from worker.device.devices import CpuDevice
+from worker.kernels import Kernels
 from worker.loaded_model import load
+from worker.loader.weights import load_model
 from worker.memory_plan import MemoryPlan, plan_memory
 from worker.models.decoder import Decoder
 from worker.models.registry import spec_from_config
@@ -186,3 +191,47 @@ def test_a_configuration_that_is_not_supported_is_refused_by_name(
     spec_from_config(config)
     with pytest.raises(ModelError, match=named):
         spec_from_config(config | changes)
+
+
+@pytest.mark.parametrize("scheme", ["awq 128", "gptq desc_act", "fp8 blocks", "nf4"])
+@pytest.mark.parametrize("name", NAMES)
+def test_projections_of_states_are_quantised_like_others(
+    name: str, scheme: str, kernels: Kernels, tmp_path: Path
+) -> None:
+    """In float32 with the numbers of the folder, and in its blocks, against transformers.
+
+    Blocks are multiplied with activations of 8 bits, which changes logits of random weights a lot,
+    but not as much as rows in another order would.
+    """
+    sizes: dict[str, Any] = {
+        "hidden_size": 256,
+        "head_dim": 64,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+    }
+    config = type(CONFIGS[name])(**CONFIGS[name].to_dict() | sizes)
+    model = tiny_model(config)
+    model.save_pretrained(tmp_path)
+    kinds = ("_proj.weight", "in_proj_qkv.weight", "in_proj_z.weight", "in_proj_qkvz.weight")
+    numbers = quantise_folder(
+        tmp_path,
+        SCHEMES[scheme],
+        is_quantised=lambda each: "_attn." in each and each.endswith(kinds),
+    )
+    of_mixers = {each: number for each, number in numbers.items() if "_attn." in each}
+    model.load_state_dict(of_mixers, strict=False)
+    tokens = torch.tensor(PROMPTS[0])
+    with torch.no_grad():
+        expected = model(tokens[None]).logits[0]
+    quantised = prepare_checkpoint(tmp_path, tmp_path / "prepared")
+    spec, cpu = spec_of(quantised), torch.device("cpu")
+    for form, most in ((None, 1e-4), (packed(kernels), 0.3)):
+        decoder = load_model(quantised, spec, torch.float32, cpu, lambda fraction: None, form)
+        attention = DenseAttention(spec)
+        attention.begin_chunk(len(tokens))
+        found = decoder.float32_logits(
+            decoder.forward(tokens, torch.arange(len(tokens)), attention)
+        )
+        assert (found - expected).norm() < most * expected.norm()
+    assert form is not None
+    assert not any("in_q" in each or "out" in each for each in form.dense_names)

@@ -135,7 +135,7 @@ void prepare_head(
     scale(query, size, inverse_norm(query, size) * float(1.0 / std::sqrt(double(size))));
     scale(key, size, inverse_norm(key, size));
     const float product = dot(query, key, size);
-    const T* gates = row + sizes.channels + sizes.values;
+    const T* gates = static_cast<const T*>(run.gates) + token * run.gate_stride;
     for (int64_t index = 0; index < sizes.heads_per_key; index++) {
         const int64_t own =
             layer.is_tiled ? index * layer.num_key_heads + head : head * sizes.heads_per_key + index;

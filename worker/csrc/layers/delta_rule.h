@@ -46,14 +46,16 @@ struct TokendDeltaRule {
 // order; the last of them after its last token. A slot that is written may be the one that is read,
 // but not one that another sequence of the step reads or writes.
 struct TokendDeltaRun {
-    int64_t dtype;  // of rows and out
+    int64_t dtype;  // of rows, gates and out
     int64_t num_seqs;
     int64_t num_tokens;
-    // [num_tokens, row_stride]: | q k v, before the convolution | z | b | a |, the first two as long as
-    // all channels and all values, the others num_value_heads. log a of the token is
-    // decay * softplus(a + time_bias); its strength is sigmoid(b).
-    int64_t row_stride;
+    int64_t row_stride;  // elements from one token of rows to the next
+    int64_t gate_stride;
+    // | q k v, before the convolution | z | of each token: all channels, all values.
     const void* rows;
+    // | b | a | of each token, num_value_heads numbers each. log a of the token is
+    // decay * softplus(a + time_bias); its strength is sigmoid(b).
+    const void* gates;
     const int32_t* query_start;
     const int32_t* sources;
     const int32_t* write_start;
