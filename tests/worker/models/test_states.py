@@ -31,6 +31,7 @@ from worker.memory_plan import MemoryPlan, plan_memory
 from worker.models.decoder import Decoder
 from worker.models.registry import spec_from_config
 from worker.parallel.group import RankGroup
+from worker.parallel.sharding import shard_model
 
 NAMES = ("qwen35", "qwen3next")
 NUM_OUTPUTS = 9
@@ -191,6 +192,14 @@ def test_a_configuration_that_is_not_supported_is_refused_by_name(
     spec_from_config(config)
     with pytest.raises(ModelError, match=named):
         spec_from_config(config | changes)
+
+
+def test_ranks_do_not_share_value_heads_in_the_order_of_a_gguf_file() -> None:
+    config = CONFIGS["qwen35"].to_dict() | {"architectures": ["Qwen3_5ForCausalLM"]}
+    assert len(shard_model(spec_from_config(config), 2)) == 2
+    with pytest.raises(ConfigError, match="--tensor-parallel-size 2: a GGUF file") as refusal:
+        shard_model(spec_from_config(config | {"of_llama_cpp": True}), 2)
+    assert refusal.value.parameter == "tensor_parallel_size"
 
 
 @pytest.mark.parametrize("scheme", ["awq 128", "gptq desc_act", "fp8 blocks", "nf4"])
