@@ -6,10 +6,23 @@ import torch
 from worker.attention.base import AttentionInputs
 from worker.attention.with_states import AttentionWithStates
 from worker.layers.rotary import Rotation, rotate
+from worker.models.decoder import Decoder
 from worker.models.spec import ModelSpec
 from worker.state_cache import StateCache
 
 _ONE_BLOCK = 1 << 20
+
+
+def logits_in_chunks(decoder: Decoder, tokens: torch.Tensor, *sizes: int) -> torch.Tensor:
+    """Return the logits of all tokens of a sequence, computed this many at a time."""
+    attention = DenseAttention(decoder.spec)
+    hidden = []
+    for chunk, positions in zip(
+        tokens.split(sizes), torch.arange(len(tokens)).split(sizes), strict=True
+    ):
+        attention.begin_chunk(len(chunk))
+        hidden.append(decoder.forward(chunk, positions, attention))
+    return decoder.float32_logits(torch.cat(hidden))
 
 
 class DenseAttention(AttentionWithStates):
