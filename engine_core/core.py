@@ -166,8 +166,10 @@ def _report_ready(
     worker, plan = workers.workers[0], workers.plan
     num_cached, cache = 0, "no blocks"
     if worker.geometry.is_cached:
-        num_cached = plan.num_usable_blocks // len(worker.geometry.groups) * plan.block_size
+        num_cached = plan.num_usable_blocks // worker.geometry.num_block_groups * plan.block_size
         cache = f"{plan.num_usable_blocks} blocks of {plan.block_size} tokens"
+        if plan.num_state_slots:
+            cache += f", {plan.num_state_slots - 1} slots for recurrent states"
     queue = queue_capacity(config.scheduler, plan.num_usable_blocks, plan.block_size)
     ready = EngineReady(
         PROTOCOL_VERSION,
@@ -238,6 +240,7 @@ class EngineCore:
             worker.fingerprint,
             groups=worker.geometry.groups,
             longest_chunk=ChunkRule.from_config(config.scheduler).longest_chunk,
+            num_state_slots=plan.num_state_slots,
             observers=tuple(pool_observers),
             residency=ResidencyMeter(config.cache.kv_cache_metrics_one_in),
         )
@@ -270,6 +273,7 @@ class EngineCore:
             config.scheduler.scheduling_policy == "priority",
             config.scheduler.crashes_until_isolated,
             pools=pools,
+            has_states=self.kv_cache.has_states,
         )
         self.input_processor = InputProcessor(
             self.scheduler, self.kv_cache, self.output_dispatcher, limits, structured_output

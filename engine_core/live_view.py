@@ -241,7 +241,7 @@ def num_blocks_by_sequence(kv_cache: KVCacheManager) -> dict[int, int]:
     """Return the number of blocks in the tables of each seq_id, without the null block."""
     num_blocks: dict[int, int] = {}
     has_windows = not kv_cache.is_downward_closed
-    for group in kv_cache.groups:
+    for group in kv_cache.block_groups:
         for seq_id, table in group.block_tables().items():
             number = len(table) - (table.count(NULL_BLOCK) if has_windows else 0)
             num_blocks[seq_id] = num_blocks.get(seq_id, 0) + number
@@ -271,7 +271,7 @@ def block_states(kv_cache: KVCacheManager, owners: Mapping[int, int]) -> tuple[I
     pool = kv_cache.pool
     tables = [
         (owners[seq_id], table)
-        for group in kv_cache.groups
+        for group in kv_cache.block_groups
         for seq_id, table in group.block_tables().items()
     ]
     tables.sort(key=lambda owner_and_table: -owner_and_table[0])  # the lowest is written last

@@ -21,12 +21,14 @@ class PoolPlan:
     num_blocks: including the null block 0, which holds nothing.
     max_model_len: most tokens, prompt and output together, of one request.
     notice: a line for the operator if the pool limits `max_model_len`, or "".
+    num_state_slots: slots for recurrent states, with the null slot 0; 0 for a model without them.
     """
 
     num_blocks: int
     block_size: int
     max_model_len: int
     notice: str
+    num_state_slots: int = 0
 
     @property
     def num_usable_blocks(self) -> int:
@@ -55,7 +57,8 @@ def plan_pool(workers: list[WorkerReady], config: ServeConfig, max_position: int
             f"the KV pool of {num_blocks - 1} blocks holds {usable} tokens: "
             f"requests are limited to {usable} tokens instead of {wanted}"
         )
-    return PoolPlan(num_blocks, block_size, usable, notice)
+    num_state_slots = min(worker.num_state_slots for worker in workers)
+    return PoolPlan(num_blocks, block_size, usable, notice, num_state_slots)
 
 
 def check_ranks(workers: Sequence[WorkerReady]) -> None:
@@ -126,7 +129,7 @@ def _too_long(
 def _num_blocks(workers: list[WorkerReady], config: ServeConfig) -> int:
     """Return the number of blocks in the pool, including the null block."""
     block_size, override = config.cache.block_size, config.cache.num_gpu_blocks_override
-    fewest = 1 + len(workers[0].geometry.groups)
+    fewest = 1 + workers[0].geometry.num_block_groups
     if not workers[0].geometry.is_cached:
         return fewest
     if override is not None:

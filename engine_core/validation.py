@@ -21,7 +21,8 @@ class RequestLimits:
 
     vocab_size: token ids are below it. max_model_len: maximum tokens of prompt and output.
     priorities: whether the scheduling policy uses them. crashes_until_isolated: the setting.
-    pools: whether the model pools prompts instead of generating.
+    pools: whether the model pools prompts instead of generating. has_states: whether some of its
+    layers have a recurrent state.
     """
 
     vocab_size: int
@@ -29,6 +30,7 @@ class RequestLimits:
     priorities: bool = False
     crashes_until_isolated: int = 3
     pools: bool = False
+    has_states: bool = False
 
 
 def validate_request(message: EngineCoreRequest, limits: RequestLimits) -> None:
@@ -56,7 +58,7 @@ def validate_request(message: EngineCoreRequest, limits: RequestLimits) -> None:
     num_outputs = 0 if limits.pools else params.max_tokens
     check_length(len(message.prompt_token_ids), num_outputs, limits.max_model_len)
     _check_resumption(message, limits)
-    _check_beams(message)
+    _check_beams(message, limits)
     _check_deadlines(message)
     if message.grammar is not None:
         _check_grammar(message, message.grammar)
@@ -165,11 +167,19 @@ def _check_resumption(message: EngineCoreRequest, limits: RequestLimits) -> None
             )
 
 
-def _check_beams(message: EngineCoreRequest) -> None:
-    """Refuse parameters that need output tokens before the end of a beam search."""
+def _check_beams(message: EngineCoreRequest, limits: RequestLimits) -> None:
+    """Refuse parameters that need output tokens before the end of a beam search.
+
+    And all beam searches of a model with recurrent states, which beams cannot share.
+    """
     params = message.sampling_params
     if params.beam_width == 0:
         return
+    if limits.has_states:
+        raise InvalidRequestError(
+            "the model has layers with a recurrent state, with which beam search does not go",
+            "use_beam_search",
+        )
     for is_used, name in (
         (params.beam_width != message.n, "n"),
         (any(message.output_token_ids), "output_token_ids"),

@@ -239,6 +239,7 @@ class WorkerGroup:
                 self._plan.block_size,
                 self._plan.max_model_len,
                 workers[0].fingerprint,
+                self._plan.num_state_slots,
             )
             for link in self._links:
                 link.send(message)

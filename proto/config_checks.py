@@ -28,6 +28,7 @@ from proto.errors import ConfigError, shown
 from proto.kv_media_checks import check_media, check_preemption
 from proto.kv_transfer_config import FIELD as KV_TRANSFER_FIELD
 from proto.kv_transfer_config import kv_transfer_config
+from proto.lifecycle import LEAST_STATE_SLOTS
 from proto.pooling import parse_pooler_config
 
 _DTYPES_OF_WEIGHTS: Final[dict[CpuWeights, tuple[DType, ...]]] = {
@@ -94,6 +95,11 @@ def _check_cache(cache: CacheConfig) -> None:
         raise ConfigError(
             "--num-gpu-blocks-override and --kv-cache-memory both size the KV pool: give one",
             "num_gpu_blocks_override",
+        )
+    if cache.num_state_slots is not None and cache.num_state_slots < LEAST_STATE_SLOTS:
+        raise ConfigError(
+            f"--num-state-slots must be at least {LEAST_STATE_SLOTS}, got {cache.num_state_slots}",
+            "num_state_slots",
         )
     _check_kv_events(cache)
     _check_kv_transfer(cache)

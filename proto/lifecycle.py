@@ -149,6 +149,21 @@ class ProcessStart(msgspec.Struct, array_like=True, frozen=True):
 NOT_CACHED: Final = "not_cached"
 """The kind of a KV group whose layers read K and V only in the step that computes them."""
 
+RECURRENT_STATE: Final = "recurrent_state"
+"""The kind of a KV group whose layers keep a state of a fixed size for each sequence."""
+
+LEAST_STATE_SLOTS: Final = 4
+"""Fewest usable slots for states: those of a sequence that runs, and of prompts that come again."""
+
+
+def slots_per_sequence(caches_prefixes: bool) -> int:
+    """Return how many slots for states a running sequence may always have.
+
+    Where prefixes are cached these are the state at the last end of a block, which later requests
+    may find, and the current one.
+    """
+    return 2 if caches_prefixes else 1
+
 
 class KVGroup(msgspec.Struct, array_like=True, frozen=True):
     """Layers that share a block table.
@@ -156,7 +171,7 @@ class KVGroup(msgspec.Struct, array_like=True, frozen=True):
     sliding_window: tokens that a token attends to, itself included; None for all. Blocks before
         the window are freed.
     kind: name of a class in `engine_core/kv_cache/groups.py:GROUP_KINDS`; empty for attention,
-        NOT_CACHED for the attention of encoders.
+        NOT_CACHED for the attention of encoders, RECURRENT_STATE for layers without attention.
     """
 
     sliding_window: int | None = None
@@ -173,8 +188,9 @@ class KVCacheGeometry(msgspec.Struct, array_like=True, frozen=True):
     head_dim: elements.
     dtype: "bfloat16", "float32", …
     bytes_per_token: all slots, K and V, and the scales of int8; 0 if nothing is kept between steps.
-    groups: KV cache groups, all in one pool of blocks of the same size.
+    groups: KV cache groups, all in one pool of blocks of the same size, except for that of states.
     num_parts: 2 for K and V, 1 for latents, which are both.
+    state_bytes: of one slot with the states of a sequence; 0 without such layers.
     """
 
     num_slots: int
@@ -184,6 +200,12 @@ class KVCacheGeometry(msgspec.Struct, array_like=True, frozen=True):
     bytes_per_token: int
     groups: tuple[KVGroup, ...] = (KVGroup(),)
     num_parts: int = 2
+    state_bytes: int = 0
+
+    @property
+    def num_block_groups(self) -> int:
+        """Groups whose blocks are those of the KV pool."""
+        return sum(group.kind != RECURRENT_STATE for group in self.groups)
 
     @property
     def is_cached(self) -> bool:
@@ -238,6 +260,7 @@ class WorkerReady(msgspec.Struct, array_like=True, tag=10, frozen=True):
     step_tokens: token budget of a step that its memory was planned for.
     model_fingerprint: hash of what affects KV values and is the same on all ranks.
     compute: for estimates of FLOPs.
+    num_state_slots: slots for states that its memory was planned for, the null slot included.
     """
 
     protocol_version: int
@@ -254,11 +277,13 @@ class WorkerReady(msgspec.Struct, array_like=True, tag=10, frozen=True):
     step_tokens: int = CPU_STEP_TOKENS
     model_fingerprint: bytes = b""
     compute: ComputeShape = ComputeShape()
+    num_state_slots: int = 0
 
 
 class InitializeCache(msgspec.Struct, array_like=True, tag=11, frozen=True):
     """Allocate the KV cache and the input batch. num_blocks includes the null block 0.
 
+    num_state_slots: slots for states, with the null slot 0; 0 for a model without states.
     fingerprint: that of rank 0; all ranks use it in names of KV stored outside the pool.
     """
 
@@ -268,6 +293,7 @@ class InitializeCache(msgspec.Struct, array_like=True, tag=11, frozen=True):
     block_size: int
     max_model_len: int
     fingerprint: bytes = b""
+    num_state_slots: int = 0
 
 
 class CacheReady(msgspec.Struct, array_like=True, tag=12, frozen=True):

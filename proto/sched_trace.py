@@ -45,6 +45,7 @@ class TraceHeader(_Line, frozen=True, kw_only=True, tag="header", omit_defaults=
     epoch: of the engine. started_at: Unix time of time_us = 0.
     num_blocks: of the pool, with the null block. scheduler: settings in effect.
     groups: KV cache groups of the model. device: its name.
+    num_state_slots: of the pool of recurrent states, with the null slot.
     """
 
     version: int = VERSION
@@ -57,6 +58,7 @@ class TraceHeader(_Line, frozen=True, kw_only=True, tag="header", omit_defaults=
     scheduler: SchedulerConfig
     groups: tuple[KVGroup, ...] = (KVGroup(),)
     device: str = ""
+    num_state_slots: int = 0
 
 
 class Content(msgspec.Struct, frozen=True, array_like=True, gc=False):

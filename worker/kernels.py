@@ -273,6 +273,30 @@ StackRun = _structure(
 """TokendStackRun of csrc/layers/stack.h."""
 
 
+DeltaRuleStructure = _structure(
+    "DeltaRuleStructure",
+    {
+        **dict.fromkeys(("num_key_heads", "num_value_heads", "key_size", "value_size"), c_int64),
+        **dict.fromkeys(("is_tiled", "num_taps"), c_int64),
+        **{"taps": c_void_p, "decay": c_void_p, "time_bias": c_void_p},
+        **{"norm": c_void_p, "norm_eps": c_double},
+    },
+)
+"""TokendDeltaRule of csrc/layers/delta_rule.h."""
+
+DeltaRuleRun = _structure(
+    "DeltaRuleRun",
+    {
+        **dict.fromkeys(("dtype", "num_seqs", "num_tokens", "row_stride"), c_int64),
+        **{"gate_stride": c_int64, "rows": c_void_p, "gates": c_void_p},
+        **dict.fromkeys(("query_start", "sources", "write_start"), c_void_p),
+        **dict.fromkeys(("write_ends", "write_slots", "states"), c_void_p),
+        **{"slot_stride": c_int64, "scratch": c_void_p, "out": c_void_p},
+    },
+)
+"""TokendDeltaRun of csrc/layers/delta_rule.h."""
+
+
 class Kernels:
     """The functions of one library. `variant` names its instruction set.
 
@@ -351,6 +375,15 @@ class Kernels:
         self.moe_run = library.tokend_moe_run
         self.moe_run.argtypes = [POINTER(MoeStructure), POINTER(MoeRun)]
         self.moe_run.restype = None
+        self.delta_state = library.tokend_delta_state
+        self.delta_state.argtypes = [POINTER(DeltaRuleStructure)]
+        self.delta_bytes = library.tokend_delta_bytes
+        self.delta_bytes.argtypes = [POINTER(DeltaRuleStructure), c_int64]
+        for function in (self.delta_state, self.delta_bytes):
+            function.restype = c_int64
+        self.delta_run = library.tokend_delta_run
+        self.delta_run.argtypes = [POINTER(DeltaRuleStructure), POINTER(DeltaRuleRun)]
+        self.delta_run.restype = None
         library.tokend_product_kernels.restype = c_void_p
         self.products: int = library.tokend_product_kernels()
         """Address of TokendProductKernels of csrc/products/weight_formats.h."""

@@ -34,7 +34,7 @@ import torch
 
 from proto.config import KVCacheDType
 from proto.errors import ConfigError
-from proto.lifecycle import NOT_CACHED, KVCacheGeometry, KVGroup
+from proto.lifecycle import NOT_CACHED, RECURRENT_STATE, KVCacheGeometry, KVGroup
 
 _ALIGNMENT: Final = 64
 """Bytes of a cache line; rows of a page start on one when head_dim allows."""
@@ -64,22 +64,44 @@ class LayerSlot(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class StateShape:
+    """The states that a model on one rank keeps of a sequence (worker/state_cache.py).
+
+    num_layers: layers with a state. layer_size: float32 numbers of each.
+    """
+
+    num_layers: int
+    layer_size: int
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.num_layers * self.layer_size * torch.float32.itemsize
+
+
+@dataclass(frozen=True, slots=True)
 class KVLayout:
     """Which layer uses which memory.
 
     layer_slots: one for each layer. windows: one for each group. num_slots: slots of a block.
     is_scratch: K and V are read only in the step that computes them, by the same layer, so that all
         layers share a slot (worker/attention/scratch_pages.py).
+    states: of layers that keep no K and V and are not counted here; None without such layers.
     """
 
     layer_slots: tuple[LayerSlot, ...]
     windows: tuple[Window, ...]
     num_slots: int
     is_scratch: bool = False
+    states: StateShape | None = None
 
     @property
     def num_groups(self) -> int:
-        """Groups that have block tables of their own in the engine."""
+        """Groups that have block tables of their own in the engine; that of states is the last."""
+        return self.num_block_groups + (self.states is not None)
+
+    @property
+    def num_block_groups(self) -> int:
+        """Groups whose blocks are those of the KV pool."""
         return 1 if self.is_scratch else len(self.windows)
 
 
@@ -149,6 +171,7 @@ def kv_cache_geometry(
     layout: KVLayout, num_kv_heads: int, head_dim: int, dtype: torch.dtype, num_parts: int = 2
 ) -> KVCacheGeometry:
     """Return the geometry that a worker reports for layers laid out like this."""
+    states = layout.states
     row_bytes = num_parts * num_kv_heads * _row_bytes(head_dim, dtype)
     return KVCacheGeometry(
         num_slots=layout.num_slots,
@@ -159,9 +182,13 @@ def kv_cache_geometry(
         groups=(
             (KVGroup(kind=NOT_CACHED),)
             if layout.is_scratch
-            else tuple(KVGroup(window) for window in layout.windows)
+            else (
+                *(KVGroup(window) for window in layout.windows),
+                *([] if states is None else [KVGroup(kind=RECURRENT_STATE)]),
+            )
         ),
         num_parts=num_parts,
+        state_bytes=0 if states is None else states.slot_bytes,
     )
 
 

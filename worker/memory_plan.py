@@ -1,14 +1,16 @@
 """The memory of a model before it is loaded: whether it fits, and how large the KV pool is.
 
-    free   [ weights | work space | KV pool ................ | left to the machine ]
-                                  <-------- Device.default_pool_bytes -------------->
+    free   [ weights | work space | states | KV pool ................ | left to the machine ]
+                                           <-------- Device.default_pool_bytes -------------->
+
+States are those of recurrent layers, where a model has them.
 
 Sizes come from the headers of the model's files, its configuration and the settings; no weight is
 read. Start at plan_memory. `refusal` says what does not fit, and which flags would make it fit.
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -18,7 +20,13 @@ from proto.config import GIB, ServeConfig, flag_name, memory_size
 from proto.config_checks import validate
 from proto.errors import ConfigError, TokendError
 from proto.host_resources import available_memory
-from proto.lifecycle import KVCacheGeometry, WeightFormatMemory, describe_weights
+from proto.lifecycle import (
+    LEAST_STATE_SLOTS,
+    KVCacheGeometry,
+    WeightFormatMemory,
+    describe_weights,
+    slots_per_sequence,
+)
 from proto.prepared_model import PreparedModel
 from worker.attention.flashinfer_latent import require_latent_kernels
 from worker.attention.scratch_pages import SCRATCH_BLOCK, num_scratch_blocks
@@ -49,6 +57,8 @@ PROCESS_BYTES: Final = 300 << 20
 """Memory of supervisor, engine and the first API server, and of a worker beyond its imports."""
 API_SERVER_BYTES: Final = 130 << 20
 """Memory of every further API server."""
+STATE_SHARE: Final = 0.25
+"""Most of the memory that is left for KV and states together that slots for states take."""
 _MIB: Final = 1 << 20
 _FLOAT32: Final = 4
 
@@ -59,8 +69,10 @@ class MemoryPlan:
 
     weights: by format. work: by purpose.
     block_bytes: of a KV block, with the experts that are kept for it; 0 without a KV cache.
-    num_groups: KV groups, each of which takes a block for the same tokens.
+    num_groups: KV groups with blocks, each of which takes one for the same tokens.
     num_blocks: blocks of the KV pool, with the null block. least_blocks: fewest that it needs.
+    num_state_slots, state_bytes: slots for the states of recurrent layers, with the null slot, and
+        bytes of each; 0 without such layers. slots_per_sequence: of a sequence that runs.
     free: what the model may take of the device now.
     """
 
@@ -74,6 +86,9 @@ class MemoryPlan:
     num_blocks: int
     least_blocks: int
     free: int
+    num_state_slots: int = 0
+    state_bytes: int = 0
+    slots_per_sequence: int = 0
 
     @property
     def pool_bytes(self) -> int:
@@ -90,9 +105,13 @@ class MemoryPlan:
         return 1000 * self.block_bytes * self.num_groups // self.block_size
 
     @property
+    def states_bytes(self) -> int:
+        return self.num_state_slots * self.state_bytes
+
+    @property
     def left(self) -> int:
-        """Bytes that weights and work space leave; may be negative."""
-        return self.free - self.weights.total() - self.work.total()
+        """Bytes that weights, work space and states leave; may be negative."""
+        return self.free - self.weights.total() - self.work.total() - self.states_bytes
 
     @property
     def fits(self) -> bool:
@@ -119,6 +138,7 @@ class MemoryPlan:
         rows = (
             ("weights", self.weights.total(), describe_weights(formats)),
             *([("KV cache", num_blocks * self.block_bytes, pool)] if self.block_bytes else []),
+            *([("states", self.states_bytes, self._states())] if self.states_bytes else []),
             ("work space", self.work.total(), work),
             ("needed", needed, ""),
             ("free", self.free, self.device),
@@ -132,13 +152,26 @@ class MemoryPlan:
             "kv_cache_tokens": self.pool_tokens,
             "kv_bytes_per_1k_tokens": self.kv_bytes_per_1k,
         }
+        states = {
+            "states_bytes": self.states_bytes,
+            "state_slots": max(0, self.num_state_slots - 1),
+        }
         return {
             "fits": self.fits,
             "weights_bytes": dict(self.weights),
             **(pool if self.block_bytes else {}),
+            **(states if self.states_bytes else {}),
             "work_space_bytes": dict(self.work),
             "free_bytes": self.free,
         }
+
+    def _states(self) -> str:
+        """Describe the slots for states."""
+        usable = self.num_state_slots - 1
+        return (
+            f"{usable} slots of {memory_size(self.state_bytes)}, of which a sequence takes "
+            f"{self.slots_per_sequence}"
+        )
 
     def _tokens_of(self, num_blocks: int) -> int:
         return max(0, num_blocks - 1) // self.num_groups * self.block_size
@@ -164,6 +197,13 @@ def plan_memory(
     heads = spec.attention_shape
     if spec.is_bidirectional:
         _refuse_kv_settings(config, prepared)
+    if spec.state_layers:
+        _refuse_with_states(config, prepared, device)
+    elif cache.num_state_slots is not None:
+        raise ConfigError(
+            f"--num-state-slots: {prepared.architecture} has no layers with a recurrent state",
+            "num_state_slots",
+        )
     kv_dtype = resolve_kv_dtype(cache.kv_cache_dtype, dtype, heads.head_dim, heads.latent_dim)
     if heads.latent_dim and device.torch_device.type == "cuda":
         own = shard_model(spec, size)[rank].spec.attention_shape
@@ -193,6 +233,8 @@ def plan_memory(
         token_bytes[0] += slot_bytes(spec)
     block_bytes = cache.block_size * sum(token_bytes[number] for number in ranks)
     layout, _ = layer_cache(spec, kv_dtype)
+    slot_bytes_of_ranks = [_slot_bytes(shard.spec) for shard in shard_model(spec, size)]
+    state_bytes = sum(slot_bytes_of_ranks[number] for number in ranks)
     free = device.free_bytes(cache)
     longest = config.model.max_model_len or spec.max_position
     # A row cannot become longer than what a pool in this memory holds.
@@ -212,6 +254,8 @@ def plan_memory(
     more = conversion - least_blocks * block_bytes - (work.total() - work["processes"])
     if device.shares_memory and more > 0:
         work["conversion of weights"] = more
+    left = max(0, free - weights.total() - work.total())
+    num_state_slots = _num_state_slots(config, left, state_bytes) if state_bytes else 0
     if not block_bytes:
         num_blocks = least_blocks
     elif cache.num_gpu_blocks_override is not None:
@@ -219,7 +263,7 @@ def plan_memory(
     elif cache.kv_cache_memory is not None:
         num_blocks = cache.kv_cache_memory // (cache.block_size * sum(token_bytes))
     else:
-        left = max(0, free - weights.total() - work.total())
+        left = max(0, left - num_state_slots * state_bytes)
         pool = max(device.default_pool_bytes(left), min(left, least_blocks * block_bytes))
         num_blocks = pool // block_bytes
     return MemoryPlan(
@@ -229,10 +273,13 @@ def plan_memory(
         work=work,
         block_size=cache.block_size,
         block_bytes=block_bytes,
-        num_groups=layout.num_groups,
+        num_groups=layout.num_block_groups,
         num_blocks=num_blocks,
         least_blocks=least_blocks,
         free=free,
+        num_state_slots=num_state_slots,
+        state_bytes=state_bytes,
+        slots_per_sequence=slots_per_sequence(cache.enable_prefix_caching),
     )
 
 
@@ -240,6 +287,7 @@ def layer_cache(spec: ModelSpec, kv_dtype: torch.dtype) -> tuple[KVLayout, KVCac
     """Return how the layers of a worker share its KV cache, and the shape of that."""
     heads = spec.attention_shape
     layout = scratch_layout(spec.windows) if heads.bidirectional else kv_layout(spec.windows)
+    layout = replace(layout, states=spec.state_shape)
     num_parts = 1 if heads.latent_dim else 2
     return layout, kv_cache_geometry(
         layout, heads.num_kv_heads, heads.head_dim, kv_dtype, num_parts
@@ -285,6 +333,38 @@ def _refuse_kv_settings(config: ServeConfig, prepared: PreparedModel) -> None:
                 "no KV cache, and computes each text in one step",
                 field,
             )
+
+
+def _refuse_with_states(config: ServeConfig, prepared: PreparedModel, device: Device) -> None:
+    """Raise ConfigError for a device or a setting that a model with states cannot have so far."""
+    what = f"{prepared.architecture} has layers with a recurrent state"
+    if device.torch_device.type != "cpu":
+        raise ConfigError(
+            f"{what}, which runs on a CPU only so far: --device cpu is needed", "device"
+        )
+    if config.cache.kv_transfer_config is not None:
+        raise ConfigError(
+            f"--kv-transfer-config: {what}, which KV connectors do not transfer",
+            "kv_transfer_config",
+        )
+
+
+def _slot_bytes(spec: ModelSpec) -> int:
+    """Return the bytes of the states that a rank keeps of a sequence."""
+    return 0 if spec.state_shape is None else spec.state_shape.slot_bytes
+
+
+def _num_state_slots(config: ServeConfig, left: int, slot_bytes: int) -> int:
+    """Return the slots for states, with the null slot.
+
+    By default twice as many as sequences need that run, so that the others hold states of prompts
+    that may come again; but at most STATE_SHARE of the bytes that are left.
+    """
+    if config.cache.num_state_slots is not None:
+        return 1 + config.cache.num_state_slots
+    per_sequence = slots_per_sequence(config.cache.enable_prefix_caching)
+    wanted = 2 * per_sequence * config.scheduler.max_num_seqs
+    return 1 + max(LEAST_STATE_SLOTS, min(wanted, int(STATE_SHARE * left) // slot_bytes))
 
 
 def _step_memory(
@@ -419,6 +499,7 @@ def _smaller_settings(device: Device) -> list[tuple[str, str, tuple[str | int | 
     return [
         ("cache", "kv_cache_dtype", ("int8",)),
         ("model", "cpu_weights", ("packed", "int8")),
+        ("cache", "num_state_slots", (64, 16, LEAST_STATE_SLOTS)),
         ("scheduler", "max_num_seqs", (256, 128, 64, 32, 16, 8, 4, 1)),
         ("scheduler", "max_num_batched_tokens", (128, 64, 32)),
     ]

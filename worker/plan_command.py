@@ -75,7 +75,7 @@ class TextEstimate:
     seconds: Mapping[int, float]
     flops: float
     step_tokens: int
-    products: Sequence[ProductChoice]
+    products: Sequence[KernelChoice]
 
     def lines(self) -> list[str]:
         times = (
@@ -95,7 +95,7 @@ class TextEstimate:
         return {
             "seconds_per_text": {str(tokens): each for tokens, each in self.seconds.items()},
             "flops_per_second": self.flops,
-            "product_kernels": {choice.product: choice.variant for choice in self.products},
+            "product_kernels": {choice.name: choice.variant for choice in self.products},
         }
 
 
@@ -203,7 +203,7 @@ def estimate_times(
 def _estimate_texts(
     builder: DecoderBuilder,
     products: Sequence[SampledProduct],
-    choices: Sequence[ProductChoice],
+    choices: Sequence[KernelChoice],
     step_tokens: int,
 ) -> TextEstimate:
     """Return the times of texts of a few lengths; every token sees a window to both sides."""

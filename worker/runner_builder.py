@@ -24,6 +24,7 @@ from worker.attention.kv_store import TritonStore
 from worker.attention.reference import ReferenceAttention
 from worker.attention.registry import create_backend
 from worker.attention.scratch_pages import SCRATCH_BLOCK, num_scratch_blocks
+from worker.attention.with_states import AttentionWithStates
 from worker.cuda_graphs import DecodeGraphs, graph_sizes
 from worker.device.accelerator import Accelerator
 from worker.device.transfers import DevicePlacement
@@ -46,6 +47,7 @@ from worker.routed_experts import RoutedExpertsCache, record_experts, slot_bytes
 from worker.sampling.device_kernels import RowEditArrays, TritonDraw, TritonEdits, largest_edits
 from worker.sampling.device_sampler import DeviceDraw, DeviceSampler, KeyedDraw, largest_params
 from worker.sampling.sampler import Sampler, create_sampler
+from worker.state_cache import StateCache
 
 logger = logging.getLogger("tokend.attention")
 
@@ -95,7 +97,7 @@ class RunnerBuilder:
         cache, batch = self._create_pool(message), self._create_batch(message.max_model_len)
         connector = self._connect(message, cache)
         if not self._loaded.on_cuda:
-            return SyncModelRunner(self._build_on_host(cache, batch, connector)), connector
+            return SyncModelRunner(self._build_on_host(message, cache, batch, connector)), connector
         builder = self._cuda_builder()
         if (head := self._loaded.pooling_head) is not None:
             return builder.build_pooling(head, cache, batch, connector), connector
@@ -112,10 +114,14 @@ class RunnerBuilder:
     def build_on_host(self, message: InitializeCache) -> ModelRunner:
         """Return a runner on the CPU without a connector, for benchmarks."""
         cache, batch = self._create_pool(message), self._create_batch(message.max_model_len)
-        return self._build_on_host(cache, batch, NO_CONNECTOR)
+        return self._build_on_host(message, cache, batch, NO_CONNECTOR)
 
     def _build_on_host(
-        self, cache: KVCache, batch: InputBatch, connector: WorkerConnector
+        self,
+        message: InitializeCache,
+        cache: KVCache,
+        batch: InputBatch,
+        connector: WorkerConnector,
     ) -> ModelRunner:
         backend = create_backend(
             self._config.device.attention_backend,
@@ -123,7 +129,7 @@ class RunnerBuilder:
             self._loaded.model.spec.attention_shape,
             self._loaded.attention_kernels,
         )
-        attention = with_hooks(backend, connector)
+        attention = self._with_states(with_hooks(backend, connector), message)
         parts = (self._model(), attention, create_sampler(), batch, cache)
         head = self._loaded.pooling_head
         runner = (
@@ -133,6 +139,20 @@ class RunnerBuilder:
         )
         runner.warm_up()
         return runner
+
+    def _with_states(
+        self, attention: AttentionBackend, message: InitializeCache
+    ) -> AttentionBackend:
+        """Return the backend with the states of layers without attention, if there are any."""
+        shape = self._loaded.layout.states
+        if shape is None:
+            return attention
+        states = StateCache(shape, message.num_state_slots, message.block_size)
+        if (placement := memory_placement()) is not None:
+            placement.interleave(states.buffer)
+        if self._config.cache.kv_cache_populate:
+            states.populate()
+        return AttentionWithStates(attention, states)
 
     def _experts(self, cache: KVCache) -> RoutedExpertsCache | None:
         record = self._expert_record

@@ -368,4 +368,5 @@ class Worker:
             computes_ahead=loaded.on_cuda and loaded.pooling_head is None,
             step_tokens=self._runner_builder.step_tokens,
             compute=loaded.model.spec.compute_shape,
+            num_state_slots=loaded.plan.num_state_slots,
         )

@@ -51,6 +51,7 @@ _MIXTURES: Final[dict[str, dict[str, Any]]] = {
     "olmoe": {},
     "qwen2moe": {},
     "qwen3moe": {"norm_topk_prob": True},
+    "qwen35moe": {},
 }
 """Families of mixtures: what their files leave out because it is the same for all models."""
 
@@ -63,6 +64,8 @@ _MODEL_TYPES: Final = {
     "gptoss": "gpt_oss",
     "qwen2moe": "qwen2_moe",
     "qwen3moe": "qwen3_moe",
+    "qwen35": "qwen3_5_text",
+    "qwen35moe": "qwen3_5_moe_text",
     "seedoss": "seed_oss",
 }
 """`model_type` of the families for which it is not the name of their module."""
@@ -103,6 +106,18 @@ _LENGTHS_OF_HEADS: Final = {
 """Lengths of latent attention's heads in older files, and in newer ones, where the first two are
 those of its latents."""
 _WITH_LATENT_KV: Final = ("deepseek2", "deepseek3")
+_VALUES, _SECTIONS = "ssm.inner_size", "rope.dimension_sections"
+_DELTA_RULE_KEYS: Final = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+    "full_attention_interval": "full_attention_interval",
+    "nextn_predict_layers": "num_nextn_predict_layers",
+}
+"""Keys of families with gated delta-rule layers; values of all their heads are _VALUES. Text does
+not need _SECTIONS, which are those of positions in images."""
+_WITH_DELTA_RULE: Final = ("qwen35", "qwen35moe")
 _OWN_KEYS: Final[dict[str, dict[str, str]]] = {
     "cohere2": {
         "attention.layer_norm_epsilon": "layer_norm_eps",
@@ -123,6 +138,8 @@ _OWN_KEYS: Final[dict[str, dict[str, str]]] = {
     "granitemoe": _GRANITE_KEYS,
     "olmo3": {_WINDOW: "sliding_window"},
     "phi3": {_WINDOW: "sliding_window"},
+    "qwen35": _DELTA_RULE_KEYS,
+    "qwen35moe": _DELTA_RULE_KEYS,
     "starcoder2": {"attention.layer_norm_epsilon": "norm_epsilon", _WINDOW: "sliding_window"},
 }
 """Keys of one family, as _CONFIG_KEYS."""
@@ -130,7 +147,7 @@ _OWN_KEYS: Final[dict[str, dict[str, str]]] = {
 _WITH_PATTERN: Final = ("exaone4", "olmo3")
 """Families whose files say which layers have a window."""
 
-_PARTIALLY_ROTATED: Final = ("glm", "glm4", "glm4moe", "phi3")
+_PARTIALLY_ROTATED: Final = ("glm", "glm4", "glm4moe", "phi3", "qwen35", "qwen35moe")
 """Families whose rope.dimension_count may be less than the head size."""
 
 _ROPE_FACTORS: Final = {
@@ -243,10 +260,11 @@ def _config(path: str, header: GgufHeader) -> dict[str, Any]:
             and not (mixture is not None and key == _GATING_KEY and own[key] == gating)
             and not (is_latent and key in (*_LENGTHS_OF_HEADS.values(), _YARN_LOG))
             and not (key == "expert_count" and own[key] == 0)
+            and not (family in _WITH_DELTA_RULE and key in (_VALUES, _SECTIONS))
         ):
             raise ModelError(f"the GGUF file sets {prefix}{key}, which is not supported")
     for key in _REQUIRED_KEYS:
-        if key not in own:
+        if key not in own and not (family == "qwen35moe" and key == "feed_forward_length"):
             raise ModelError(f"{path} has no {prefix}{key}")
     num_layers = own["block_count"]
     if type(num_layers) is not int or not 0 < num_layers <= _MAX_LAYERS:
@@ -269,8 +287,10 @@ def _config(path: str, header: GgufHeader) -> dict[str, Any]:
         _add_head_dim(config, own, prefix, family)
     names = {tensor.name for tensor in header.tensors}
     config |= {flag: tensor in names for flag, tensor in _BIASES.get(family, {}).items()}
-    if mixture is not None:  # counts the layers that predict further tokens, too
+    if "nextn_predict_layers" in keys:  # the count has the layers that predict further tokens, too
         config["num_hidden_layers"] -= own.get("nextn_predict_layers", 0)
+    if family in _WITH_DELTA_RULE:
+        _add_delta_rule(config, own, prefix)
     if family in _WITH_PATTERN and isinstance(own.get(_WINDOW_PATTERN), list):
         config["layer_types"] = [
             "sliding_attention" if has_window else "full_attention"
@@ -328,6 +348,18 @@ def _add_latent_heads(
     if _YARN_LOG in own and rope["rope_type"] == "yarn":
         # A file has 0.1 times this, and no other mscale: cosines and sines are not scaled.
         rope["mscale"] = rope["mscale_all_dim"] = 10 * own[_YARN_LOG]
+
+
+def _add_delta_rule(config: dict[str, Any], own: Mapping[str, Any], prefix: str) -> None:
+    """Add the size of a value head, and that weights are as llama.cpp's converter leaves them."""
+    size, heads = own.get(_VALUES), own.get("ssm.time_step_rank")
+    if type(size) is not int or type(heads) is not int or heads < 1 or size % heads:
+        raise ModelError(
+            f"{prefix}{_VALUES} {shown(size)} and ssm.time_step_rank {shown(heads)}: the values of "
+            "all heads and the number of these heads are needed"
+        )
+    config["linear_value_head_dim"] = size // heads
+    config["of_llama_cpp"] = True
 
 
 def _add_head_dim(config: dict[str, Any], own: Mapping[str, Any], prefix: str, family: str) -> None:

@@ -18,7 +18,7 @@ from math import lcm
 from typing import Final
 
 from engine_core.kv_cache.free_queue import NULL_BLOCK
-from engine_core.kv_cache.groups import CacheGroup, group_class
+from engine_core.kv_cache.groups import CacheGroup, RecurrentStateGroup, group_class
 from engine_core.kv_cache.hashing import GroupKeys
 from engine_core.kv_cache.pool import BlockPool, HashedTokens
 from proto.lifecycle import KVGroup as KVGroupSpec
@@ -66,12 +66,14 @@ class ComputedBlocks:
     block_ids: per group; empty for no prefix. num_tokens: tokens that the request need not compute.
     tails: for a fork, per group the block in which the prefix ends, which the worker copies; the
         null block where it ends with a block. Empty for cached blocks.
+    num_with_kv: tokens whose KV is cached, if they are more, because a recurrent state is missing.
     Valid until the pool changes: pass it to allocate_slots in the same step.
     """
 
     block_ids: tuple[list[int], ...]
     num_tokens: int
     tails: tuple[int, ...] = ()
+    num_with_kv: int = 0
 
 
 NOTHING_COMPUTED: Final = ComputedBlocks((), 0)
@@ -83,6 +85,9 @@ class KVCacheCoordinator:
     def __init__(self, groups: Sequence[CacheGroup]) -> None:
         self.groups = tuple(groups)
         self._skipping = tuple(group for group in groups if not group.is_downward_closed)
+        self.state_groups = tuple(
+            group for group in groups if isinstance(group, RecurrentStateGroup)
+        )
 
     def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> ComputedBlocks:
         """Return the longest prefix of at most `max_tokens` tokens that every group has cached."""
@@ -130,6 +135,18 @@ class KVCacheCoordinator:
     def attach_blocks(self, seq_id: int, computed: ComputedBlocks) -> None:
         for number, group in enumerate(self.groups):
             group.attach_blocks(seq_id, computed.block_ids[number] if computed.num_tokens else ())
+        if computed.num_with_kv:
+            for state_group in self.state_groups:
+                state_group.want_state(seq_id, computed.num_with_kv)
+
+    def can_start(self, computed: ComputedBlocks) -> bool:
+        """Return whether there are slots for the states of one more sequence."""
+        for number, group in enumerate(self.groups):
+            if isinstance(group, RecurrentStateGroup):
+                hits = computed.block_ids[number] if computed.num_tokens else ()
+                if not group.can_start(hits):
+                    return False
+        return True
 
     def allocate_blocks(self, seq_id: int, num_slots: int) -> BlockIds:
         return [group.allocate_blocks(seq_id, num_slots) for group in self.groups]
@@ -196,6 +213,7 @@ class HybridCoordinator(KVCacheCoordinator):
             if group.is_downward_closed:
                 found[group] = group.find_longest_hit(block_hashes, length)
                 length = self._aligned(len(found[group]) * group.block_size)
+        num_with_kv = length
         num_accepted = turn = 0
         while num_accepted < len(self._skipping) and length > 0:
             group = self._skipping[turn % len(self._skipping)]
@@ -206,23 +224,31 @@ class HybridCoordinator(KVCacheCoordinator):
             num_accepted = num_accepted + 1 if held == length else int(held == lowered)
             length = lowered
             turn += 1
+        if not self.state_groups or num_with_kv == length:
+            num_with_kv = 0
         if length == 0:
-            return NOTHING_COMPUTED
+            return ComputedBlocks((), 0, (), num_with_kv) if num_with_kv else NOTHING_COMPUTED
         block_ids = tuple(found[group][: length // group.block_size] for group in self.groups)
-        return ComputedBlocks(block_ids, length)
+        return ComputedBlocks(block_ids, length, (), num_with_kv)
 
     def _aligned(self, num_tokens: int) -> int:
         return num_tokens - num_tokens % self._alignment
 
 
 def make_coordinator(
-    pool: BlockPool, specs: Sequence[KVGroupSpec], block_size: int
+    pool: BlockPool, specs: Sequence[KVGroupSpec], block_size: int, num_state_slots: int = 0
 ) -> KVCacheCoordinator:
-    """Return the coordinator of a model whose layers form these groups."""
-    groups = [
-        group_class(spec)(pool, GroupKeys(number, block_size, block_size), spec)
-        for number, spec in enumerate(specs)
-    ]
+    """Return the coordinator of a model whose layers form these groups.
+
+    num_state_slots: of the pool of states, with the null slot; 0 without such layers.
+    """
+    groups: list[CacheGroup] = []
+    for number, spec in enumerate(specs):
+        kind = group_class(spec)
+        own = pool
+        if kind is RecurrentStateGroup:
+            own = BlockPool(num_state_slots, pool.enable_caching)
+        groups.append(kind(own, GroupKeys(number, block_size, block_size), spec))
     if not pool.enable_caching:
         return KVCacheCoordinator(groups)
     if len(groups) == 1:

@@ -1,14 +1,15 @@
 """KV cache groups: layers that share one block table per sequence.
 
 A group owns the block tables of its sequences and decides which blocks a number of tokens needs.
-All groups take their blocks from one pool. The registry `GROUP_KINDS` is at the end of the file.
+The registry `GROUP_KINDS` is at the end of the file.
 
     FullAttentionGroup    every token sees all earlier ones: a table keeps all its blocks
     SlidingWindowGroup    a token sees a window: blocks before it are freed
     UncachedGroup         an encoder's: it has no blocks
+    RecurrentStateGroup   states of layers without attention: slots of a pool of their own
 
-To add state that is not KV (a recurrent state), extend `CacheGroup` and
-add a line to `GROUP_KINDS`; workers name the kind in `proto.lifecycle.KVGroup.kind`.
+All but the last take their blocks from one pool. To add state that is not KV, extend `CacheGroup`
+and add a line to `GROUP_KINDS`; workers name the kind in `proto.lifecycle.KVGroup.kind`.
 """
 
 from abc import ABC, abstractmethod
@@ -18,7 +19,7 @@ from typing import Final
 from engine_core.kv_cache.free_queue import NULL_BLOCK
 from engine_core.kv_cache.hashing import GroupKeys, split_key
 from engine_core.kv_cache.pool import BlockPool, HashedTokens
-from proto.lifecycle import NOT_CACHED
+from proto.lifecycle import NOT_CACHED, RECURRENT_STATE, slots_per_sequence
 from proto.lifecycle import KVGroup as KVGroupSpec
 
 FULL_ATTENTION: Final = "full_attention"
@@ -31,6 +32,7 @@ class CacheGroup(ABC):
     """A group as the coordinator and the manager use it; its blocks need not hold K and V.
 
     block_size: tokens that one entry of a block table stands for.
+    pool: of its blocks.
     is_downward_closed: if a prefix is cached, every shorter prefix that ends with a block is too.
     """
 
@@ -38,6 +40,7 @@ class CacheGroup(ABC):
 
     def __init__(self, pool: BlockPool, keys: GroupKeys, spec: KVGroupSpec) -> None:
         self.block_size = keys.block_size
+        self.pool = pool
 
     @staticmethod
     @abstractmethod
@@ -458,8 +461,290 @@ class UncachedGroup(FullAttentionGroup):
         return [f"uncached: sequence {seq_id} has {len(blocks)} blocks"] if blocks else []
 
 
+class _StateSequence:
+    """A state group's record of one sequence.
+
+    blocks: its block table. num_cached, num_skipped: as in `_Sequence`.
+    found: the entry that was found when it began, as long as it is held; else -1.
+    num_own: slots that it holds beside that one.
+    wanted: entries to hold when the tokens are computed, if there is a free slot.
+    kept: entries that stay findable when they are freed. is_begun: whether `kept` has those of the
+    prompt.
+    """
+
+    __slots__ = (
+        "blocks",
+        "found",
+        "is_begun",
+        "kept",
+        "num_cached",
+        "num_own",
+        "num_skipped",
+        "wanted",
+    )
+
+    def __init__(self) -> None:
+        self.blocks: list[int] = []
+        self.found = -1
+        self.is_begun = False
+        self.kept: set[int] = set()
+        self.num_cached = 0
+        self.num_own = 0
+        self.num_skipped = 0
+        self.wanted: set[int] = set()
+
+
+class RecurrentStateGroup(CacheGroup):
+    """Slots with the states of layers that keep one state of a sequence instead of its KV.
+
+    Entry i of a block table is the slot with the state after the last computed token of block i;
+    null if it is not held. A step that computes the tokens [first, end) begins with the state of
+    the block of token first - 1, and writes those of all blocks of its tokens that have a slot:
+
+        computed   | . . . . | . . . . | . . . . | . .          next position 14, blocks of 4
+        table      |    0    |    0    |    9    |  4 |
+                                         ^ held at the last end of a block: what a next turn finds
+
+    A sequence that runs may always have `slots_per_sequence` slots: the current state and that one.
+    States at other ends of blocks are held as long as there are slots for them: that of the last
+    block before a chunk's last token, from which the same prompt goes on when it comes again, and
+    those that other requests will look for (`want_state`). What is freed stays findable if a prompt
+    ended there, or it was wanted; other states are overwritten first.
+
+    A state can be found from the step after that which computes it, because the sequences of a step
+    are computed in any order.
+
+    num_charged: slots that may be needed at once: those of all sequences, held or not yet, and
+    those that they have found.
+    """
+
+    is_downward_closed = False
+
+    def __init__(self, pool: BlockPool, keys: GroupKeys, spec: KVGroupSpec) -> None:
+        super().__init__(pool, keys, spec)
+        self._keys = keys
+        self._sequences: dict[int, _StateSequence] = {}
+        self._per_sequence = slots_per_sequence(pool.enable_caching)
+        self._num_usable = pool.num_blocks - 1
+        self._fresh: set[int] = set()
+        self.num_charged = 0
+
+    @staticmethod
+    def max_blocks(
+        spec: KVGroupSpec, num_tokens: int, block_size: int, longest_chunk: int | None
+    ) -> int:
+        """Return 0: its slots are not blocks of the KV pool."""
+        return 0
+
+    def begin_step(self) -> None:
+        """Let the states that the steps so far compute be found."""
+        self._fresh.clear()
+
+    def can_start(self, hits: Sequence[int]) -> bool:
+        """Return whether there are slots for one more sequence; hits: what it would start with."""
+        return self.num_charged + self._per_sequence + bool(hits) <= self._num_usable
+
+    def want_state(self, seq_id: int, num_tokens: int) -> None:
+        """Hold the state after these tokens, whole blocks, when it is computed."""
+        sequence = self._sequences.get(seq_id)
+        index = num_tokens // self.block_size - 1
+        if sequence is not None and self.pool.enable_caching and index >= sequence.num_skipped:
+            sequence.wanted.add(index)
+            sequence.kept.add(index)
+
+    def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> list[int]:
+        """Search from the end: one state is enough, and it is in the last entry."""
+        find, fresh = self.pool.index.get, self._fresh
+        end = min(max_tokens // self.block_size, self._keys.count(block_hashes))
+        for index in range(end - 1, -1, -1):
+            slot = find(self._keys.key(block_hashes, index))
+            if slot is not None and slot not in fresh:
+                return [*[NULL_BLOCK] * index, slot]
+        return []
+
+    def find_fork(self, seq_id: int, num_tokens: int) -> tuple[list[int], int] | None:
+        """Return None: a state that goes on changing cannot be shared."""
+        return None
+
+    def remove_skipped_blocks(self, seq_id: int, num_computed: int) -> None:
+        """Free the states before the last end of a block."""
+        sequence = self._sequences.get(seq_id)
+        if sequence is not None:
+            end = num_computed // self.block_size - 1
+            self._free_before(sequence, min(end, len(sequence.blocks)))
+
+    def num_new_blocks(
+        self, seq_id: int, num_tokens: int, num_hits: int, num_computed: int = 0
+    ) -> int:
+        """Return 0: its slots are not blocks of the KV pool."""
+        return 0
+
+    def attach_blocks(self, seq_id: int, hits: Sequence[int]) -> None:
+        assert seq_id not in self._sequences, f"sequence {seq_id} has a table already"
+        assert self.can_start(hits), "there are too few slots for states"
+        sequence = self._sequences[seq_id] = _StateSequence()
+        self.num_charged += self._per_sequence
+        if hits:
+            self.pool.touch(hits)
+            sequence.blocks.extend(hits)
+            sequence.num_cached = len(hits)
+            sequence.num_skipped = sequence.found = len(hits) - 1
+            self.num_charged += 1
+
+    def allocate_blocks(self, seq_id: int, num_tokens: int) -> list[int]:
+        """Append entries up to the block of the last token, which gets a slot."""
+        sequence = self._sequences[seq_id]
+        blocks, first, last = (
+            sequence.blocks,
+            len(sequence.blocks),
+            (num_tokens - 1) // self.block_size,
+        )
+        if last < first:
+            return []
+        # The step begins with the last state so far, which is also that at the end of its block.
+        self._free_before(sequence, first - 1)
+        new = [NULL_BLOCK] * (last - first + 1)
+        if not self.pool.enable_caching and first:
+            new[-1] = blocks[-1]  # the state stays in its slot
+            blocks[-1] = NULL_BLOCK
+        else:
+            new[-1] = self._take_slot(sequence)
+        if self.pool.enable_caching:
+            for index in sorted({last - 1, *sequence.wanted}):
+                has_slot = (
+                    sequence.num_own < self._per_sequence or self.num_charged < self._num_usable
+                )
+                if first <= index < last and has_slot:
+                    new[index - first] = self._take_slot(sequence)
+        blocks += new
+        return new
+
+    def cache_full_blocks(self, seq_id: int, content: HashedTokens, num_tokens: int) -> int:
+        sequence = self._sequences[seq_id]
+        block_size = self.block_size
+        room_ends = len(sequence.blocks) * block_size + 1
+        if not self.pool.enable_caching:
+            return room_ends
+        if not sequence.is_begun:
+            # The prompt, and the longest part of it that the same prompt can start from.
+            sequence.is_begun = True
+            num_known = len(content.all_token_ids)
+            sequence.kept |= {num_known // block_size - 1, (num_known - 1) // block_size - 1}
+        num_full = num_tokens // block_size
+        for index in range(sequence.num_cached, num_full):
+            slot = sequence.blocks[index]
+            if slot != NULL_BLOCK:
+                self.pool.cache_full_block(slot, self._keys.key(content.block_hashes, index))
+                self._fresh.add(slot)
+        sequence.num_cached = max(sequence.num_cached, num_full)
+        next_fills = (sequence.num_cached + 1) * block_size
+        return room_ends if room_ends < next_fills else next_fills
+
+    def uncache_after(self, seq_id: int, num_tokens: int) -> None:
+        sequence = self._sequences.get(seq_id)
+        if sequence is not None:
+            num_kept = num_tokens // self.block_size
+            self.pool.uncache(sequence.blocks[num_kept : sequence.num_cached])
+
+    def uncache_hashes(self, block_hashes: Sequence[bytes]) -> None:
+        for key in self._keys.leading(block_hashes, self._keys.count(block_hashes)):
+            self.pool.uncache_key(key)
+
+    def rename_sequence(self, seq_id: int, new_seq_id: int) -> None:
+        assert new_seq_id not in self._sequences, f"sequence {new_seq_id} has a table already"
+        self._sequences[new_seq_id] = self._sequences.pop(seq_id)
+
+    def free_sequence(self, seq_id: int) -> None:
+        """Free the slots of a sequence; the state at the last end of a block stays findable."""
+        sequence = self._sequences.pop(seq_id, None)
+        if sequence is None:
+            return
+        sequence.kept.update(range(sequence.num_cached))
+        for index in range(len(sequence.blocks) - 1, sequence.num_skipped - 1, -1):
+            self._free_entry(sequence, index)
+        self.num_charged -= self._per_sequence
+
+    def num_valid_tokens(self, seq_id: int, bad_blocks: Collection[int]) -> int | None:
+        """Return 0: KV that is loaded has no states with it."""
+        return 0
+
+    def prefix_blocks(self, seq_id: int, num_tokens: int) -> list[int]:
+        """Return nothing: its slots are not blocks of the KV pool."""
+        return []
+
+    def cached_blocks(self, seq_id: int, first_token: int) -> list[tuple[int, int]]:
+        """Return nothing: its slots are not blocks of the KV pool."""
+        return []
+
+    def block_table(self, seq_id: int) -> list[int]:
+        sequence = self._sequences.get(seq_id)
+        return [] if sequence is None else sequence.blocks.copy()
+
+    def block_tables(self) -> dict[int, list[int]]:
+        return {seq_id: sequence.blocks for seq_id, sequence in self._sequences.items()}
+
+    def violations(self, seq_id: int, recheck_after: int) -> list[str]:
+        found = []
+        sequence = self._sequences[seq_id]
+        blocks, hashes = sequence.blocks, self.pool.hashes
+        num_held = sum(1 for block in blocks if block != NULL_BLOCK)
+        if sequence.num_own != num_held - (sequence.found >= 0):
+            found.append(
+                f"slots: sequence {seq_id} counts {sequence.num_own} of its own, holds {num_held}"
+            )
+        if blocks and blocks[-1] == NULL_BLOCK:
+            found.append(f"current state: sequence {seq_id} has none")
+        if any(blocks[: sequence.num_skipped]):
+            found.append(f"skipped states: sequence {seq_id} holds some")
+        if any(hashes[block] is not None for block in blocks[sequence.num_cached :]):
+            found.append(f"cached count: sequence {seq_id} has a state that is findable too early")
+        if recheck_after > len(blocks) * self.block_size + 1:
+            found.append(f"room: sequence {seq_id} is not checked before its table ends")
+        charged = sum(map(self._charge_of, self._sequences.values()))
+        if charged != self.num_charged or charged > self._num_usable:
+            found.append(
+                f"charge: sequences may need {charged} slots of {self._num_usable}, "
+                f"{self.num_charged} are recorded"
+            )
+        return found
+
+    def _charge_of(self, sequence: _StateSequence) -> int:
+        return max(self._per_sequence, sequence.num_own) + (sequence.found >= 0)
+
+    def _take_slot(self, sequence: _StateSequence) -> int:
+        before = self._charge_of(sequence)
+        sequence.num_own += 1
+        self.num_charged += self._charge_of(sequence) - before
+        return self.pool.get_new_blocks(1)[0]
+
+    def _free_before(self, sequence: _StateSequence, end: int) -> None:
+        for index in range(sequence.num_skipped, end):
+            self._free_entry(sequence, index)
+        sequence.num_skipped = max(sequence.num_skipped, end)
+
+    def _free_entry(self, sequence: _StateSequence, index: int) -> None:
+        slot = sequence.blocks[index]
+        if slot == NULL_BLOCK:
+            return
+        before = self._charge_of(sequence)
+        stays = index in sequence.kept
+        if index == sequence.found:
+            sequence.found = -1
+            stays = True
+        else:
+            sequence.num_own -= 1
+        self.num_charged += self._charge_of(sequence) - before
+        sequence.blocks[index] = NULL_BLOCK
+        if not stays and self.pool.ref_counts[slot] == 1:
+            self.pool.uncache([slot])
+        self.pool.free_blocks([slot])
+        if self.pool.hashes[slot] is None:
+            self.pool.free_queue.move_to_front([slot])
+
+
 GROUP_KINDS: Final[dict[str, type[CacheGroup]]] = {
     NOT_CACHED: UncachedGroup,
+    RECURRENT_STATE: RecurrentStateGroup,
     FULL_ATTENTION: FullAttentionGroup,
     SLIDING_WINDOW: SlidingWindowGroup,
 }

@@ -50,7 +50,8 @@ class KVCacheManager:
     num_blocks counts the null block. fingerprint: covers everything that changes KV values; the
     root of the block hashes. hasher: to be given to each Request; None without prefix caching.
     groups: of the model's layers. longest_chunk: maximum tokens of a request in one step;
-    None: all of them. reclaimable: retained prefixes, if there are any.
+    None: all of them. reclaimable: retained prefixes, if there are any. num_state_slots: of the
+    pool of recurrent states, with the null slot.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class KVCacheManager:
         *,
         groups: Sequence[KVGroupSpec] = (KVGroupSpec(),),
         longest_chunk: int | None = None,
+        num_state_slots: int = 0,
         eviction_policy: str = "lru",
         observers: Sequence[PoolObserver] = (),
         residency: ResidencyMeter = NO_RESIDENCY,
@@ -79,7 +81,11 @@ class KVCacheManager:
         self._specs = tuple(groups)
         self._longest_chunk = longest_chunk
         self._residency = residency
-        self._coordinator = make_coordinator(self.pool, groups, block_size)
+        self._coordinator = make_coordinator(self.pool, groups, block_size, num_state_slots)
+        self.has_states = bool(self._coordinator.state_groups)
+        self.block_groups = tuple(
+            group for group in self._coordinator.groups if group.pool is self.pool
+        )
         self._pending_copies = PendingCopies()
         self.transfer_refs = TransferRefs(self.pool)
         self.reclaimable: ReclaimableBlocks | None = None
@@ -89,6 +95,19 @@ class KVCacheManager:
         self._confirmed_until: dict[int, int] = {}
         self._num_queried = 0
         self._num_hit = 0
+
+    def begin_step(self) -> None:
+        """Note that a step is planned: states that earlier steps compute can be found from now."""
+        for group in self._coordinator.state_groups:
+            group.begin_step()
+
+    def want_state(self, request: Request, num_tokens: int) -> None:
+        """Hold the recurrent state after these tokens, whole blocks, for requests that will look.
+
+        Does nothing for a model without states, nor while there are no slots.
+        """
+        for group in self._coordinator.state_groups:
+            group.want_state(request.seq_id, num_tokens)
 
     # Prefixes
 
@@ -281,7 +300,11 @@ class KVCacheManager:
 
         Blocks that only a copy of a connector references do not prevent it.
         """
-        return self.pool.reset_prefix_cache(self.transfer_refs.num_alone)
+        if not self.pool.reset_prefix_cache(self.transfer_refs.num_alone):
+            return False
+        for group in self._coordinator.state_groups:
+            group.pool.reset_prefix_cache()
+        return True
 
     # Questions and statistics
 
@@ -390,13 +413,16 @@ class KVCacheManager:
         num_left = self.pool.num_available - num_new_blocks
         if num_left < 0 or (computed.num_tokens and not self._hits_fit(computed, num_left)):
             return None
-        if seq_id not in self._recheck_after:
+        is_new = seq_id not in self._recheck_after
+        if self.has_states and is_new and not coordinator.can_start(computed):
+            return None
+        if is_new:
             coordinator.attach_blocks(seq_id, computed)
             self._count_lookup(request, computed)
             if num_external:
                 coordinator.remove_skipped_blocks(seq_id, num_computed)
         new_blocks = NO_NEW_BLOCKS
-        if num_new_blocks:
+        if num_new_blocks or self.has_states:
             if num_new_blocks > self.pool.num_free:  # hits are referenced by now
                 assert self.reclaimable is not None, "blocks are pinned, but none can be reclaimed"
                 self.reclaimable.reclaim_blocks(num_new_blocks - self.pool.num_free)
@@ -414,11 +440,18 @@ class KVCacheManager:
 
     def _hits_fit(self, computed: ComputedBlocks, num_free: int) -> bool:
         """Return whether the hits leave none too few free blocks; counts them only if needed."""
-        num_hits = sum(map(len, computed.block_ids))
+        num_hits = sum(map(len, self._hits_of_pool(computed)))
         return num_hits <= num_free or self._num_free_hits(computed) <= num_free
 
     def _num_free_hits(self, computed: ComputedBlocks) -> int:
-        return sum(map(self.pool.num_evictable, computed.block_ids))
+        return sum(map(self.pool.num_evictable, self._hits_of_pool(computed)))
+
+    def _hits_of_pool(self, computed: ComputedBlocks) -> Sequence[list[int]]:
+        """Return the hits that are blocks of the KV pool, per group; slots of states are not."""
+        if not self.has_states:
+            return computed.block_ids
+        groups = zip(self.groups, computed.block_ids, strict=False)
+        return [blocks for group, blocks in groups if group.pool is self.pool]
 
     def _count_lookup(self, request: Request, computed: ComputedBlocks) -> None:
         """Count a lookup of the prefix cache; forks were not looked up, or counted as a miss."""

@@ -10,7 +10,7 @@ leave:
 """
 
 from engine_core.scheduler.step_plan import StepPlan, num_sampled_positions
-from proto.lifecycle import WorkerReady
+from proto.lifecycle import RECURRENT_STATE, WorkerReady
 
 
 def num_attention_pairs(num_computed: int, num_new: int, window: int | None) -> int:
@@ -32,7 +32,11 @@ class ComputeMeter:
         self._shape = worker.compute
         self._weight_bytes = sum(weights.num_bytes for weights in worker.weights)
         self._kv_bytes = worker.geometry.bytes_per_token
-        self._windows = [group.sliding_window for group in worker.geometry.groups]
+        geometry = worker.geometry
+        self._windows = [
+            group.sliding_window for group in geometry.groups if group.kind != RECURRENT_STATE
+        ]
+        self._state_bytes = geometry.state_bytes
         self._peak_flops = peak_tflops * 1e12
         self._peak_bytes = peak_memory_gbps * 1e9
         self._steps: dict[int, tuple[int, int]] = {}  # in flight: FLOPs and bytes
@@ -61,8 +65,9 @@ class ComputeMeter:
         if not num_tokens:
             return
         flops += shape.linear_flops * num_tokens + shape.head_flops * num_positions
-        read_bytes = self._weight_bytes + num_read * self._kv_bytes
-        write_bytes = num_tokens * self._kv_bytes * len(self._windows)
+        state_bytes = self._state_bytes * len(requests)
+        read_bytes = self._weight_bytes + num_read * self._kv_bytes + state_bytes
+        write_bytes = num_tokens * self._kv_bytes * len(self._windows) + state_bytes
         for index, number in enumerate((flops, read_bytes, write_bytes)):
             self._totals[index] += number
         self._steps[step] = flops, read_bytes + write_bytes

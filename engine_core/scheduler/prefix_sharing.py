@@ -31,7 +31,8 @@ _Ticket = tuple[int, int]
 class _Leader:
     """A running request whose prefix others wait for.
 
-    reached: its computed tokens, including this step. first_block: hash of its first block.
+    reached: its computed tokens, including this step. findable: those that others can find in this
+    step. target: tokens that it has to compute. first_block: hash of its first block.
     expected: tokens that it has after this step if it gets as many as a newly admitted request
     could. num_lost: earlier steps after which it had fewer than expected.
     waiters: heap of (number of tokens to be reached, ticket). limits: heap of (number of lost steps
@@ -40,6 +41,8 @@ class _Leader:
 
     request: Request
     reached: int
+    findable: int
+    target: int
     first_block: bytes
     expected: int
     num_lost: int = 0
@@ -69,7 +72,9 @@ class PrefixWait:
     a step was lost is known after it. After MAX_LOST_STEPS of them the wait ends.
 
     A request does not wait for a leader that is behind the cache, nor for a small part of a chunk
-    (MIN_SHARED_FRACTION), because the wait costs it a step.
+    (MIN_SHARED_FRACTION), because the wait costs it a step. In a model with recurrent states the
+    leader holds its state at the end of the shared tokens for those that wait, who find it one step
+    later.
 
         _leaders         by seq_id, in the order of admission
         _by_first_block  the same, by the hash of their first block
@@ -79,9 +84,10 @@ class PrefixWait:
 
     status: ClassVar[RequestStatus] = RequestStatus.WAITING_FOR_PREFIX
 
-    def __init__(self, block_size: int, longest_chunk: int) -> None:
+    def __init__(self, kv_cache: KVCacheManager, longest_chunk: int) -> None:
         """longest_chunk: maximum tokens of a request in a step."""
-        self._block_size = block_size
+        self._kv_cache = kv_cache
+        self._block_size = kv_cache.block_size
         self._longest_chunk = longest_chunk
         self._min_shared = longest_chunk // MIN_SHARED_FRACTION
         self._num_waits = 0
@@ -117,7 +123,7 @@ class PrefixWait:
             if found < min(most, len(theirs)) and theirs[found] == hashes[found]:
                 shared = _num_shared(hashes, theirs, found + 1, min(most, len(theirs)))
                 num_tokens = shared * self._block_size
-                if num_tokens <= leader.reached:
+                if num_tokens <= leader.findable:
                     continue  # computed already, and evicted
                 if num_tokens - num_found >= self._min_shared:
                     self._hold_request(request, leader, num_tokens)
@@ -128,7 +134,14 @@ class PrefixWait:
         self._num_lost.pop(request.seq_id, None)
         reached = request.num_computed_tokens + num_new_tokens
         if reached < request.num_tokens and (hashes := request.block_hashes):
-            leader = _Leader(request, reached, hashes[0], expected=reached)
+            leader = _Leader(
+                request,
+                reached,
+                self._findable(request, reached),
+                request.num_tokens,
+                hashes[0],
+                expected=reached,
+            )
             self._leaders[request.seq_id] = leader
             self._by_first_block.setdefault(hashes[0], {})[request.seq_id] = leader
 
@@ -151,11 +164,12 @@ class PrefixWait:
             leader.num_lost += num_computed < leader.expected
             leader.expected = min(num_computed + least, request.num_tokens)
             leader.reached = num_computed + planned.get(seq_id, 0)
-            while leader.waiters and leader.waiters[0][0] <= leader.reached:
+            leader.findable = self._findable(request, leader.reached)
+            while leader.waiters and leader.waiters[0][0] <= leader.findable:
                 self._end_wait(heapq.heappop(leader.waiters)[1], leader.num_lost)
             while leader.limits and leader.limits[0][0] <= leader.num_lost:
                 self._end_wait(heapq.heappop(leader.limits)[1], leader.num_lost)
-            if leader.reached >= request.num_tokens:
+            if leader.findable >= leader.target:
                 self._remove_leader(leader)
 
     def _hold_request(self, request: Request, leader: _Leader, num_tokens: int) -> None:
@@ -163,8 +177,13 @@ class PrefixWait:
         ticket = (self._num_waits, request.seq_id)
         origin = leader.num_lost - self._num_lost.get(request.seq_id, 0)
         self._waiters[request.seq_id] = _Waiter(request, self._num_waits, origin)
+        self._kv_cache.want_state(leader.request, num_tokens)
         heapq.heappush(leader.waiters, (num_tokens, ticket))
         heapq.heappush(leader.limits, (origin + MAX_LOST_STEPS, ticket))
+
+    def _findable(self, request: Request, reached: int) -> int:
+        """Return how many of a leader's tokens others find in this step."""
+        return request.num_computed_tokens if self._kv_cache.has_states else reached
 
     def _remove_leader(self, leader: _Leader) -> None:
         """Remove a leader; requests that wait for it have lost another step."""

@@ -269,6 +269,7 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Plan the next step and return the message for the workers."""
         plan = StepPlan(self._step_budget, self._clock())
+        self._kv_cache.begin_step()
         self._update_retained_prefixes(plan)
         self._observer.on_step_begin(plan)
         if not self._pause.frozen:

@@ -156,8 +156,10 @@ class Sessions:
         if session.closed and not session.inputs:
             return
         following = request.next_turn(self._next_seq_id())
-        following.num_computed_tokens = min(request.num_computed_tokens, following.num_tokens)
-        self._kv_cache.hand_over_blocks(request, following, following.num_tokens)
+        goes_back = request.num_computed_tokens > following.num_tokens
+        if not (goes_back and self._kv_cache.has_states):  # a state does not go back to a token
+            following.num_computed_tokens = min(request.num_computed_tokens, following.num_tokens)
+            self._kv_cache.hand_over_blocks(request, following, following.num_tokens)
         session.request, session.finish_reason = following, request.status.finish_reason
         self._ended.append(session)
 

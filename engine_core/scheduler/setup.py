@@ -160,7 +160,7 @@ class SchedulerParts:
             *([] if constraints is None else [constraints]),
             self.beams,
             SiblingForks(kv_cache, self.lifecycle.choices),
-            PrefixWait(kv_cache.block_size, self.chunks.longest_chunk),
+            PrefixWait(kv_cache, self.chunks.longest_chunk),
             self.kv_transfer,
         ]
         self.gates: tuple[AdmissionGate, ...] = (self.pause, self.crash_isolation, *later_gates)

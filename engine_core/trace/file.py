@@ -192,6 +192,7 @@ def start_trace(
         scheduler=scheduler,
         groups=tuple(worker.geometry.groups),
         device=worker.device_name,
+        num_state_slots=plan.num_state_slots,
     )
     path = path_of_epoch(config.sched_trace, epoch)
     return SchedulerTrace(path, config.sched_trace_max_bytes, header, time.monotonic())

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from worker.attention.base import AttentionBackend
+from worker.attention.with_states import AttentionWithStates
 from worker.layers.linear import Linear, ResidualLinear
 from worker.models.decoder import Decoder
 from worker.models.kernel_stack import KernelStack
@@ -50,13 +51,15 @@ class ClockedLinear:
         return result
 
 
-class ClockedAttention:
-    """An attention backend whose layers are timed; it is planned elsewhere."""
+class ClockedAttention(AttentionWithStates):
+    """An attention backend whose layers are timed, with its states; it is planned elsewhere."""
 
     def __init__(self, attention: AttentionBackend, clock: StepClock) -> None:
         self._attention = attention
         self._clock = clock
-        self.plan = attention.plan
+        self.plan = attention.plan  # type: ignore[method-assign]
+        if isinstance(attention, AttentionWithStates):
+            self.states = attention.states
 
     def run(self, *arguments: Any) -> torch.Tensor:
         started = perf_counter()
@@ -124,6 +127,6 @@ def _clocked_part(part: LayerPart, clock: StepClock) -> LayerPart:
         if isinstance(value, ResidualLinear):
             linear = ClockedLinear(value.linear, clock)
             setattr(clocked, name, ResidualLinear(linear, value.output))
-        elif name in ("qkv", "gate_up"):
+        elif name in ("qkv", "gate_up", "inputs", "gates"):
             setattr(clocked, name, ClockedLinear(value, clock))
     return clocked

@@ -54,10 +54,17 @@ class BenchWorker:
         fault_injector = FaultInjector.of((), "worker", 0, 0)
         self._builder = RunnerBuilder(config, self.loaded, fault_injector, report)
 
-    def runner(self, num_blocks: int, max_model_len: int) -> ModelRunner:
+    def runner(self, num_blocks: int, max_model_len: int, num_state_slots: int = 0) -> ModelRunner:
         """Return a model runner with its own KV cache."""
         return self._builder.build_on_host(
-            InitializeCache(PROTOCOL_VERSION, _EPOCH, num_blocks, self._block_size, max_model_len)
+            InitializeCache(
+                PROTOCOL_VERSION,
+                _EPOCH,
+                num_blocks,
+                self._block_size,
+                max_model_len,
+                num_state_slots=num_state_slots,
+            )
         )
 
 
@@ -65,6 +72,8 @@ class DecodeSteps:
     """`num_rows` sequences that decode together, one token per step.
 
     blocks    | 0 | row 0, group 0 | row 0, group 1 | row 1, group 0 | …
+
+    A row has one slot for its recurrent state; the others begin with zeros where row 0 ends.
     """
 
     def __init__(self, worker: BenchWorker, workload: StepWorkload) -> None:
@@ -75,9 +84,11 @@ class DecodeSteps:
         self._computed = workload.context_tokens
         length = workload.context_tokens + workload.warm_up_steps + workload.measured_steps + 1
         self._pages = -(-length // config.cache.block_size)
-        self._groups = worker.loaded.layout.num_groups
+        layout = worker.loaded.layout
+        self._groups, self._has_states = layout.num_block_groups, layout.states is not None
         num_blocks = 1 + self._num_rows * self._groups * self._pages
-        self._runner = worker.runner(num_blocks, length)
+        num_slots = 1 + self._num_rows if self._has_states else 0
+        self._runner = worker.runner(num_blocks, length, num_slots)
         self._step = 0
         self._prefill()
 
@@ -104,7 +115,7 @@ class DecodeSteps:
         pairs = [
             block
             for row in range(1, self._num_rows)
-            for sources, copies in zip(first, self._blocks(row), strict=True)
+            for sources, copies in zip(first[: self._groups], self._blocks(row), strict=False)
             for pair in zip(sources, copies, strict=True)
             for block in pair
         ]
@@ -113,7 +124,8 @@ class DecodeSteps:
 
     def _blocks(self, row: int) -> BlockIds:
         firsts = [1 + (row * self._groups + group) * self._pages for group in range(self._groups)]
-        return [list(range(first, first + self._pages)) for first in firsts]
+        tables = [list(range(first, first + self._pages)) for first in firsts]
+        return [*tables, [1 + row] * self._pages] if self._has_states else tables
 
     def _new(self, row: int, num_computed: int, num_scheduled: int) -> NewRequestData:
         context = range(_FIRST_TOKEN_ID, _FIRST_TOKEN_ID + self._computed)

@@ -19,7 +19,7 @@ import pytest
 from tests.e2e.daemon import Daemon
 from tests.e2e.reference import Reference
 from tests.e2e.test_parity import body
-from tests.fakes.tiny_families import GENERATING, is_mixture, save_folder, save_gguf
+from tests.fakes.tiny_families import GENERATING, IN_GGUF_FILES, is_mixture, save_folder, save_gguf
 
 pytestmark = pytest.mark.suite("families")
 
@@ -96,7 +96,7 @@ async def test_a_folder_with_two_workers(architecture: str, tmp_path: Path) -> N
         await prove(daemon, model)
 
 
-@pytest.mark.parametrize("architecture", GENERATING)
+@pytest.mark.parametrize("architecture", IN_GGUF_FILES)
 async def test_a_gguf_file(architecture: str, tmp_path: Path) -> None:
     path, model = save_gguf(architecture, tmp_path)
     with Daemon(str(path), *TIGHT) as daemon:

@@ -1,21 +1,57 @@
 """An attention backend for one sequence: plain dense torch, no pages."""
 
+import numpy as np
 import torch
 
+from worker.attention.base import AttentionInputs
+from worker.attention.with_states import AttentionWithStates
 from worker.layers.rotary import Rotation, rotate
+from worker.models.decoder import Decoder
 from worker.models.spec import ModelSpec
+from worker.state_cache import StateCache
+
+_ONE_BLOCK = 1 << 20
 
 
-class DenseAttention:
-    """Causal attention over all keys and values passed to `run` since construction."""
+def logits_in_chunks(decoder: Decoder, tokens: torch.Tensor, *sizes: int) -> torch.Tensor:
+    """Return the logits of all tokens of a sequence, computed this many at a time."""
+    attention = DenseAttention(decoder.spec)
+    hidden = []
+    for chunk, positions in zip(
+        tokens.split(sizes), torch.arange(len(tokens)).split(sizes), strict=True
+    ):
+        attention.begin_chunk(len(chunk))
+        hidden.append(decoder.forward(chunk, positions, attention))
+    return decoder.float32_logits(torch.cat(hidden))
+
+
+class DenseAttention(AttentionWithStates):
+    """Causal attention over all keys and values passed to `run` since construction.
+
+    With the states of recurrent layers, for which each chunk has to be announced.
+    """
 
     def __init__(self, spec: ModelSpec) -> None:
+        self._num_tokens = 0
+        if spec.state_shape is not None:
+            self.states = StateCache(spec.state_shape, 2, _ONE_BLOCK)
         self._scale = spec.attention_shape.scale
         self._soft_cap = spec.attention_shape.soft_cap
         self._windows = spec.windows
         self._latent_dim = spec.attention_shape.latent_dim
         self._keys: dict[int, torch.Tensor] = {}
         self._values: dict[int, torch.Tensor] = {}
+
+    def begin_chunk(self, num_tokens: int) -> None:
+        """Announce the next tokens; needed only for a model with states."""
+        start, self._num_tokens = self._num_tokens, self._num_tokens + num_tokens
+        if hasattr(self, "states"):
+            ends = np.array([self._num_tokens], dtype=np.int32)
+            tokens = np.array([0, num_tokens], dtype=np.int32)
+            slot = np.ones((1, 1), dtype=np.int32)
+            self.states.plan_step(
+                AttentionInputs(tokens, ends, slot, np.arange(start, self._num_tokens))
+            )
 
     def run(
         self,

@@ -57,6 +57,7 @@ class EngineHarness:
         max_model_len: int = 8192,
         enable_prefix_caching: bool = True,
         next_token: NextToken = hashed_token,
+        num_state_slots: int = 0,
         windows: Sequence[int | None] = (None,),
         groups: Sequence[KVGroup] | None = None,
         gates: Sequence[AdmissionGate] = (),
@@ -79,6 +80,7 @@ class EngineHarness:
             b"f" * 32,
             groups=groups or [KVGroup(window) for window in windows],
             longest_chunk=ChunkRule.from_config(config).longest_chunk,
+            num_state_slots=num_state_slots,
             observers=observers,
         )
         self.scheduler = Scheduler(
@@ -97,7 +99,9 @@ class EngineHarness:
         )
         self.max_in_flight = OVERLAPPED if config.async_scheduling else SYNCHRONOUS
         self.in_flight: deque[SchedulerOutput] = deque()
-        self.runner = PagedRunner(block_size, next_token, windows=windows)
+        self.runner = PagedRunner(
+            block_size, next_token, windows=windows, has_states=self.kv_cache.has_states
+        )
         self.step_seconds: Callable[[SchedulerOutput], float] = lambda output: 0.0
         self.ids = itertools.count(100)
         self.tokens: dict[tuple[int, int], list[int]] = {}
@@ -176,7 +180,9 @@ class EngineHarness:
         """
         self.in_flight.clear()
         old = self.runner
-        self.runner = runner or PagedRunner(old.block_size, old.next_token, windows=old.windows)
+        self.runner = runner or PagedRunner(
+            old.block_size, old.next_token, windows=old.windows, has_states=old.has_states
+        )
         outputs = self.scheduler.begin_worker_epoch(epoch)
         self.record_outputs(outputs)
         return outputs

@@ -2,7 +2,8 @@
 
 Instead of keys and values it writes a digest of the prefix up to a position. Before every token it
 reads back all positions of the sequence through the block table, so a block that is wrongly shared,
-evicted or reused is detected immediately. A KV group with a window is read over the window only.
+evicted or reused is detected immediately. A KV group with a window is read over the window only. A
+state group has one digest in a slot: it is read before any sequence of the step writes its own.
 The next token is a function of the prefix, so runs can be compared.
 """
 
@@ -75,8 +76,13 @@ class PagedRunner:
         *,
         read_back: bool = True,
         windows: Sequence[int | None] = (None,),
+        has_states: bool = False,
     ) -> None:
-        """windows: one per KV group, None for full attention."""
+        """windows: one per KV group, None for full attention. has_states: whether the last group of
+        block tables, which has no window, is that of recurrent states.
+        """
+        self.has_states = has_states
+        self.states: dict[int, bytes] = {}
         self.block_size = block_size
         self.next_token = next_token
         self.read_back = read_back
@@ -97,10 +103,12 @@ class PagedRunner:
         for seq_id in output.finished_seq_ids:
             del self.rows[seq_id]
         for seq_id in output.preempted_seq_ids:
-            self.rows[seq_id].tables = [[] for _ in self.windows]
+            self.rows[seq_id].tables = [[] for _ in self.rows[seq_id].tables]
         work = [self._begin(new) for new in output.new_requests] + self._continue(output)
         self._copy_blocks(output.block_copies)
         assert output.total_num_scheduled_tokens == sum(scheduled for _, _, scheduled in work)
+        if self.has_states:
+            self._run_states(work)
         # Like a real forward pass, write all rows of the step before reading any.
         for seq_id, computed, scheduled in work:
             self._write(self.rows[seq_id], computed, computed + scheduled)
@@ -128,7 +136,7 @@ class PagedRunner:
             new.sampling_params.num_candidates,
             [list(table) for table in new.block_ids],
         )
-        assert len(new.block_ids) == len(self.windows)
+        assert len(new.block_ids) == len(self.windows) + self.has_states
         return new.seq_id, new.num_computed_tokens, new.num_scheduled_tokens
 
     def _continue(self, output: SchedulerOutput) -> list[tuple[int, int, int]]:
@@ -162,9 +170,32 @@ class PagedRunner:
                 if (source, offset) in self.slots:
                     self.slots[copy, offset] = self.slots[source, offset]
 
+    def _run_states(self, work: list[tuple[int, int, int]]) -> None:
+        """Read and write the states of a step; its sequences are computed in any order."""
+        written: dict[int, bytes] = {}
+        sources: set[int] = set()
+        for seq_id, computed, scheduled in work:
+            row, end, size = self.rows[seq_id], computed + scheduled, self.block_size
+            table, source = row.tables[-1], 0
+            if computed:
+                source = table[(computed - 1) // size]
+                assert self.states[source] == row.digest(computed - 1), "another state"
+            own = {}
+            for block in range(computed // size, (end - 1) // size + 1):
+                reached = min(end, (block + 1) * size)
+                assert table[block] or reached < end, "the last state has no slot"
+                if table[block]:
+                    own[table[block]] = row.digest(reached - 1)
+            assert not own.keys() & written.keys(), "two sequences write to a slot"
+            assert not own.keys() & sources, "a slot that another sequence reads is written"
+            assert source not in written, "a slot that another sequence writes is read"
+            sources.add(source)
+            written |= own
+        self.states |= written
+
     def _write(self, row: Row, start: int, end: int) -> None:
         assert end <= len(row.token_ids), "a position without a token"
-        for group, table in enumerate(row.tables):
+        for group, table in enumerate(row.tables[: len(self.windows)]):
             assert end <= len(table) * self.block_size, "a position without a block"
             for position in range(start, end):
                 self.slots[self._slot(row, group, position)] = self._kv(row, group, position)

@@ -6,6 +6,7 @@ from proto.prepared_model import PreparedModel
 from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.prepared_models import spec_of
 from worker.attention.registry import create_backend
+from worker.attention.with_states import AttentionWithStates
 from worker.input_batch import InputBatch
 from worker.kv_cache import KVCache
 from worker.loader.weights import load_model
@@ -14,8 +15,11 @@ from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
 from worker.parallel.group import RankGroup
 from worker.sampling.sampler import create_sampler
+from worker.state_cache import StateCache
 
 BLOCK = 4
+NUM_STATE_SLOTS = 9
+"""Two for each of four sequences, and the null slot."""
 _MAX_ROWS = 64
 _ALONE = RankGroup()
 
@@ -26,27 +30,36 @@ def load(prepared: PreparedModel, group: RankGroup = _ALONE) -> Decoder:
     return load_model(prepared, spec, torch.float32, cpu, lambda fraction: None, None, group)
 
 
-def runner_of(decoder: Decoder, num_blocks: int) -> ModelRunner:
-    """Return a runner whose KV pool has NaN wherever nothing was written."""
+def runner_of(
+    decoder: Decoder, num_blocks: int, num_state_slots: int = NUM_STATE_SLOTS
+) -> ModelRunner:
+    """Return a runner whose KV pool and states have NaN wherever nothing was written."""
     spec = decoder.spec
     layout, geometry = layer_cache(spec, torch.float32)
     cache = KVCache(geometry, layout, num_blocks, BLOCK)
     cache.buffer[1:] = float("nan")
     rows = InputBatch(_MAX_ROWS, spec.max_position, BLOCK, layout.num_groups)
     attention = create_backend("auto", cache, spec.attention_shape)
+    if layout.states is not None:
+        states = StateCache(layout.states, num_state_slots, BLOCK)
+        states.buffer.fill_(float("nan"))
+        attention = AttentionWithStates(attention, states)
     return ModelRunner(decoder, attention, create_sampler(), rows, cache)
 
 
-def engine_for(decoder: Decoder, num_blocks: int, **settings: object) -> tuple[EngineHarness, int]:
+def engine_for(
+    decoder: Decoder, num_blocks: int, num_state_slots: int = NUM_STATE_SLOTS, **settings: object
+) -> tuple[EngineHarness, int]:
     """Return an engine without a runner, and the number of blocks that its runner needs."""
     layout, geometry = layer_cache(decoder.spec, torch.float32)
-    num_blocks *= layout.num_groups
+    num_blocks *= layout.num_block_groups
     harness = EngineHarness(
         num_blocks=num_blocks,
         block_size=BLOCK,
         max_model_len=decoder.spec.max_position,
         windows=layout.windows,
         groups=geometry.groups,
+        num_state_slots=num_state_slots if layout.states else 0,
         enable_prefix_caching=geometry.is_cached,
         **settings,  # type: ignore[arg-type]
     )

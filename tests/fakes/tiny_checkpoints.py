@@ -34,8 +34,11 @@ from transformers import (
     PretrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
     Starcoder2Config,
@@ -77,6 +80,15 @@ _GPT_OSS: dict[str, Any] = {
 _LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}
 
 _WINDOW = {"sliding_window": 7}
+_DELTA: dict[str, Any] = {
+    "num_hidden_layers": 5,
+    "head_dim": 32,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2 + ["linear_attention"],
+}
 _GEMMA3: dict[str, Any] = _SIZES | {
     "num_key_value_heads": 1,
     "head_dim": 32,
@@ -323,6 +335,17 @@ CONFIGS: dict[str, PretrainedConfig] = {
         decoder_sparse_step=2,
         mlp_only_layers=[3],
     ),
+    "qwen3next": Qwen3NextConfig(
+        **_SIZES | _EXPERTS | _DELTA, num_experts=6, shared_expert_intermediate_size=96
+    ),
+    "qwen35": Qwen3_5TextConfig(**_SIZES | _DELTA, tie_word_embeddings=True),
+    "qwen35-biases": Qwen3_5TextConfig(
+        **_SIZES | _DELTA | {"linear_value_head_dim": 40, "linear_num_key_heads": 4},
+        attention_bias=True,
+    ),
+    "qwen35moe": Qwen3_5MoeTextConfig(
+        **_SIZES | _EXPERTS | _DELTA, num_experts=6, shared_expert_intermediate_size=32
+    ),
 }
 """Every family with every variation of the arithmetic that it supports."""
 
@@ -343,7 +366,7 @@ def tiny_model(config: PretrainedConfig, seed: int = 0) -> Any:
             noise = torch.randn(weight.shape, generator=generator)
             if name.endswith("norm.weight"):
                 weight.copy_(1.0 + 0.3 * noise)
-            elif name.endswith(("bias", "sinks")):
+            elif name.endswith(("bias", "sinks", "A_log")):
                 weight.copy_(0.5 * noise)
             else:
                 weight.copy_(1.5 * noise / weight.shape[1] ** 0.5)

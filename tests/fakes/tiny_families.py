@@ -45,6 +45,19 @@ _LATENT: Final = _EXPERTS | {
     "expert_weights_scale": "routed_scaling_factor",
     "rope.dimension_count": "qk_rope_head_dim",
 }
+_DELTA_RULE: Final = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+}
+_DELTA_VALUES: Final = {
+    "ssm.inner_size": 4 * 16,
+    "full_attention_interval": 4,
+    "rope.dimension_sections": [2, 1, 1, 0],
+}
+_DELTA_CHANGES: Final = {"layer_types": None}
+"""A GGUF file has no other pattern than one layer with attention in four."""
 _GROUPS: Final = {"expert_group_count": "n_group", "expert_group_used_count": "topk_group"}
 _QUERY_LATENT: Final = {"attention.q_lora_rank": "q_lora_rank"}
 _GRANITE: Final = {
@@ -179,6 +192,14 @@ GGUFS: Final[dict[str, TinyGguf]] = {
     ),
     "qwen3": TinyGguf(),
     "qwen3moe": TinyGguf(_MANY_EXPERTS, changes={"norm_topk_prob": True}),
+    "qwen35": TinyGguf(_DELTA_RULE, _DELTA_VALUES, _DELTA_CHANGES),
+    "qwen35moe": TinyGguf(
+        _DELTA_RULE
+        | _MANY_EXPERTS
+        | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+        _DELTA_VALUES,
+        _DELTA_CHANGES,
+    ),
     "smollm3": TinyGguf(changes=_FULL_AT | {"no_rope_layers": None}, permuted=True),
     "starcoder2": TinyGguf({"attention.layer_norm_epsilon": "norm_epsilon"}),
 }
@@ -187,6 +208,7 @@ GGUFS: Final[dict[str, TinyGguf]] = {
 
 GENERATING = tuple(name for name, family in FAMILIES.items() if not family.is_encoder)
 """The architectures of decoders."""
+IN_GGUF_FILES = tuple(name for name in GENERATING if FAMILIES[name].gguf)
 
 
 def config_of_family(architecture: str, **changes: Any) -> PretrainedConfig:
@@ -290,6 +312,8 @@ def _converted(
     if config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
     converted: Arrays = {}
+    if architecture.startswith("qwen35"):
+        tensors = _with_tiled_heads(tensors, config)
     for name, array in _with_stacks(_joined_mxfp4(_split_latents(tensors, config))).items():
         new = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert new is not None, f"the gguf package does not know {name} of {architecture}"
@@ -297,10 +321,40 @@ def _converted(
             is_query = ".q_proj." in name
             heads = config.num_attention_heads if is_query else config.num_key_value_heads
             array = permute_heads(array, heads)
-        if architecture.startswith("gemma") and name.endswith("norm.weight"):
+        adds_one = architecture.startswith(("gemma", "qwen35"))
+        if adds_one and name.endswith("norm.weight") and "linear_attn" not in name:
             array = array + 1.0
         converted[new] = array.squeeze()
     return converted
+
+
+def _with_tiled_heads(tensors: Arrays, config: PretrainedConfig) -> Arrays:
+    """Return the tensors of linear attention with value heads in the order of llama.cpp.
+
+    The first value head of each key head comes first, then the second of each … Decays are
+    negative numbers instead of the logarithm of their size.
+    """
+    groups, heads = config.linear_num_key_heads, config.linear_num_value_heads
+    order = np.arange(heads).reshape(groups, -1).T.reshape(-1)
+    keys = groups * config.linear_key_head_dim
+
+    def tiled(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        of_heads = rows.reshape(heads, -1, *rows.shape[1:])[order]
+        return np.ascontiguousarray(of_heads.reshape(rows.shape))
+
+    found: Arrays = {}
+    for name, array in tensors.items():
+        kind = name.rpartition("linear_attn.")[2]
+        if kind == "A_log":
+            array = -np.exp(array)
+        if kind in ("A_log", "dt_bias") or kind.startswith(("in_proj_z", "in_proj_a", "in_proj_b")):
+            array = tiled(array)
+        elif kind.startswith(("in_proj_qkv", "conv1d")):
+            array = np.concatenate((array[: 2 * keys], tiled(array[2 * keys :])))
+        elif kind == "out_proj.weight":
+            array = np.ascontiguousarray(tiled(np.ascontiguousarray(array.T)).T)
+        found[name.replace("dt_bias", "dt_proj.bias")] = array
+    return found
 
 
 def _split_latents(tensors: Arrays, config: PretrainedConfig) -> Arrays:
@@ -368,5 +422,5 @@ def _with_stacks(tensors: Arrays) -> Arrays:
 
 def is_mixture(architecture: str) -> bool:
     """Return whether the model of a family has experts."""
-    module = FAMILIES[architecture].module
-    return "expert_used_count" in GGUFS[module].keys
+    config = CONFIGS[FAMILIES[architecture].module]
+    return getattr(config, "num_experts_per_tok", None) is not None

@@ -112,7 +112,12 @@ def test_experts_on_hopper_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_stored_operators_are_those_of_all_families() -> None:
     found = {each["architectures"][0] for each in FAMILIES.values()}
-    assert found == {name for name, family in SUPPORTED.items() if not family.is_encoder}
+    on_cpus_only = ("qwen3next", "qwen35", "qwen35moe")
+    assert found == {
+        name
+        for name, family in SUPPORTED.items()
+        if not family.is_encoder and family.module not in on_cpus_only
+    }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         found = operators.text_of(seen_operators())

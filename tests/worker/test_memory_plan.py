@@ -36,6 +36,8 @@ FAMILIES = (
     "qwen3",
     "gemma3",
     "deepseek3",
+    "qwen3next",
+    "qwen35",
 )
 
 

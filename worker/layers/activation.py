@@ -14,14 +14,16 @@ from worker.layers.flashinfer_kernels import FlashInferGate, usable_flashinfer
 from worker.layers.scratch import Scratch
 from worker.layers.triton_kernels import TritonGate
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "swiglu_oai"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "swiglu_oai", "sigmoid"]
 """gelu: GELU, by the error function; gelu_tanh: its tanh approximation (Hendrycks and Gimpel, 2016,
 section 2).
 
 swiglu_oai: the clamped SwiGLU of gpt-oss, x * sigmoid(1.702 x) * (up + 1), x = min(gate, 7) and up
 within -7 and 7; always gated.
+
+sigmoid: of the gate alone, which multiplies the output of an attention.
 """
-GATE_CODES: Final = {"silu": 0, "gelu_tanh": 1, "swiglu_oai": 2, "gelu": 3}
+GATE_CODES: Final = {"silu": 0, "gelu_tanh": 1, "swiglu_oai": 2, "gelu": 3, "sigmoid": 4}
 """TokendGateKind of csrc/layers/rows.h."""
 ALPHA: Final = 1.702
 LIMIT: Final = 7.0
@@ -55,8 +57,8 @@ class TorchGate:
             gate = gate.clamp(max=LIMIT)
             factor = up[0].clamp(-LIMIT, LIMIT) + 1
             return out.tensor.copy_(gate * torch.sigmoid(ALPHA * gate) * factor)
-        if self._name == "silu":
-            inner = F.silu(gate)
+        if self._name in ("silu", "sigmoid"):
+            inner = F.silu(gate) if self._name == "silu" else gate.sigmoid()
         else:
             inner = F.gelu(gate, approximate="tanh" if self._name == "gelu_tanh" else "none")
         return out.tensor.copy_(inner * up[0] if up else inner)

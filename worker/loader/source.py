@@ -112,6 +112,7 @@ class WeightSource:
             name: entry
             for name, entry in entries_by_name(index).items()
             if (self._is_gguf or not _repeats_config(name))
+            and (self._is_gguf or not name.startswith(spec.unused_prefixes))
             and not name.startswith(unused)
             and name not in spec.unused_tensors
         }

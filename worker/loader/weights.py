@@ -261,6 +261,7 @@ class LayerReader:
     """Reads the weights of one part of a layer, by their names in the layer.
 
     post_norm: the norm of what the part adds to the residual; "" if there is none.
+    cache_layer: the number of the layer among those that keep the same: KV, or a state.
 
     The methods that read run in a reader thread; the functions that they return build modules in
     the thread that computes.
@@ -268,6 +269,7 @@ class LayerReader:
 
     def __init__(self, builder: DecoderBuilder, layer: int, post_norm: str) -> None:
         self.layer = layer
+        self.cache_layer = builder.spec.cache_layer(layer)
         self.device = builder.device
         self._builder = builder
         self._post_norm = post_norm

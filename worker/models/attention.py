@@ -8,9 +8,11 @@ import torch
 
 from proto.errors import ConfigError
 from worker.attention.base import AttentionShape
+from worker.layers.activation import Gate, make_gate
 from worker.layers.linear import Linear, ResidualLinear, sum_in_float32
 from worker.layers.norm import Norm
 from worker.layers.rotary import RotaryEmbedding
+from worker.layers.scratch import Scratch
 from worker.models.parts import (
     ForwardContext,
     HeadRows,
@@ -42,6 +44,8 @@ class AttentionSpec(PartSpec):
     qkv_bias, output_bias: biases of the projections.
     stacked_qkv: files have the three projections of the input as one tensor.
     sinks: each head has a logit without a value in its softmax.
+    output_gate: the query projection also gives a gate of each head, whose sigmoid multiplies the
+        output of the attention: | query of head 0 | its gate | query of head 1 | …
     qk_norm: RMSNorm over each query and key head before the rotary embedding.
     joint_qk_norm: the same over all query heads together, and over all key heads.
     """
@@ -63,11 +67,17 @@ class AttentionSpec(PartSpec):
     qk_norm: bool = False
     joint_qk_norm: bool = False
     sinks: bool = False
+    output_gate: bool = False
 
     @property
     def query_size(self) -> int:
-        """Rows of the query projection."""
+        """Numbers of all queries."""
         return self.num_heads * self.head_dim
+
+    @property
+    def query_rows(self) -> int:
+        """Rows of the query projection."""
+        return self.query_size * (2 if self.output_gate else 1)
 
     @property
     def kv_size(self) -> int:
@@ -89,7 +99,7 @@ class AttentionSpec(PartSpec):
     @property
     def weights(self) -> tuple[WeightSpec, ...]:
         hidden, head = self.hidden_size, self.head_dim
-        rows = {"q": self.query_size, "k": self.kv_size, "v": self.kv_size}
+        rows = {"q": self.query_rows, "k": self.kv_size, "v": self.kv_size}
         inputs = [
             projection(
                 name,
@@ -107,7 +117,7 @@ class AttentionSpec(PartSpec):
                 f"{name}_norm",
                 f"self_attn.{name}_norm",
                 f"attn_{name}_norm",
-                rows[name] if self.joint_qk_norm else head,
+                {"q": self.query_size, "k": self.kv_size}[name] if self.joint_qk_norm else head,
             )
             for name in ("q", "k")
             if self.has_qk_norm
@@ -119,9 +129,13 @@ class AttentionSpec(PartSpec):
             hugging_face="self_attn.sinks",
             gguf="attn_sinks.weight",
         )
+        query_rows = replace(head_rows, gated=self.output_gate)
+        orders = {"q.weight": query_rows, "q.bias": query_rows}
         return (
             *(
-                replace(weight, head_rows=head_rows) if weight.name[0] in "qk" else weight
+                replace(weight, head_rows=orders.get(weight.name, head_rows))
+                if weight.name[0] in "qk"
+                else weight
                 for weights in (*inputs, *norms)
                 for weight in weights
             ),
@@ -159,7 +173,10 @@ class AttentionSpec(PartSpec):
             "o.weight": Shard(columns=query),
             "sinks": Shard(rows=slice(heads.start, heads.stop)),
         }
-        for name, rows in (("q", query), ("k", kv), ("v", kv)):
+        query_rows = query
+        if self.output_gate:
+            query_rows = slice(2 * query.start, 2 * query.stop)
+        for name, rows in (("q", query_rows), ("k", kv), ("v", kv)):
             shards |= dict.fromkeys((f"{name}.weight", f"{name}.bias"), Shard(rows=rows))
         if self.joint_qk_norm:
             shards |= {"q_norm.weight": Shard(rows=query), "k_norm.weight": Shard(rows=kv)}
@@ -172,12 +189,13 @@ class AttentionSpec(PartSpec):
         sinks = reader.tensor("sinks", torch.float32) if self.sinks else None
         return lambda: Attention(
             self,
-            reader.layer,
+            reader.cache_layer,
             qkv(),
             tuple(build() for build in norms),
             reader.rotary(self.rope, self.head_dim, self.rotary_dim),
             output(),
             sinks,
+            make_gate("sigmoid", reader.device) if self.output_gate else None,
         )
 
     def _heads_of_ranks(self, size: int) -> list[tuple[range, range]]:
@@ -208,8 +226,9 @@ class AttentionSpec(PartSpec):
 class Attention:
     """Attention of one layer with its weights.
 
+    layer: its number among the layers with attention.
     qkv: hidden to query ‖ key ‖ value heads. head_norms: norms of queries and keys, or empty.
-    sinks: float32 [num_heads], or None.
+    sinks: float32 [num_heads], or None. gate: of the output, or None.
     """
 
     def __init__(
@@ -221,6 +240,7 @@ class Attention:
         rotary: RotaryEmbedding,
         output: ResidualLinear,
         sinks: torch.Tensor | None = None,
+        gate: Gate | None = None,
     ) -> None:
         self.spec = spec
         self.qkv = qkv
@@ -229,15 +249,23 @@ class Attention:
         self.output = output
         self.sinks = sinks
         self._layer = layer
-        self._parts = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+        self._gate = gate
+        self._parts = (
+            spec.query_rows // spec.head_dim,
+            spec.num_kv_heads,
+            spec.num_kv_heads,
+        )
         self._heads = (sum(self._parts), spec.head_dim)
 
     def add_to(
         self, residual: torch.Tensor, x: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
-        # heads  [ q0 q1 … | k0 … | v0 … ]
+        # heads  [ q0 q1 … | k0 … | v0 … ]      with gates  [ q0 g0 q1 g1 … | k0 … | v0 … ]
         heads = self.qkv(x).view(-1, *self._heads)
         query, key, value = heads.split_with_sizes(self._parts, 1)
+        gates = query[:, 1::2]
+        if self._gate is not None:
+            query = query[:, ::2].contiguous()
         if self.head_norms:
             query, key = self._normed(query, key)
         scales = context.query_scales(self.rotary)
@@ -245,6 +273,12 @@ class Attention:
             query = (query * scales[:, None, None]).to(query.dtype)
         rotation = context.rotation(self.rotary)
         attended = context.attention.run(self._layer, query, key, value, rotation, self.sinks)
+        if self._gate is not None:
+            rows = torch.cat((gates, attended), dim=2).flatten(0, 1)
+            gated = context.scratch(self.spec.query_size)
+            # A row of the gate is a head.
+            of_heads = Scratch(gated.tensor.view(len(rows), -1), gated.address, len(rows))
+            attended = self._gate(rows, of_heads).view(attended.shape)
         return self.output.add_to(residual, attended.flatten(1))
 
     def _normed(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

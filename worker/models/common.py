@@ -8,20 +8,30 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from worker.layers.activation import Activation
+from worker.layers.delta_rule import DeltaRuleShape
 from worker.layers.router import RouterSpec
 from worker.models.attention import AttentionSpec
 from worker.models.config_reader import ConfigReader
+from worker.models.delta_rule import DeltaRuleSpec
 from worker.models.latent_attention import LatentAttentionSpec
 from worker.models.mlp import MlpSpec
+from worker.models.moe import MoeNames, MoeSpec
 from worker.models.parts import PartSpec
 from worker.models.rope import FactorsRope, Rope, rope_from_config, rotary_dim_from_config
-from worker.models.spec import LayerSpec, ModelSpec
+from worker.models.spec import LayerNorms, LayerSpec, ModelSpec
 
 FULL: Final = "full_attention"
 WINDOWED: Final = "sliding_attention"
+LINEAR: Final = "linear_attention"
 """Kinds of layers, as configurations call them."""
 _DEFAULT_MAX_WINDOW_LAYERS: Final = 28
 _NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
+_NO_MIXERS: Final[Mapping[int, PartSpec]] = MappingProxyType({})
+_QWEN_NORMS: Final = LayerNorms(
+    attention=("input_layernorm", "attn_norm"),
+    mlp=("post_attention_layernorm", "post_attention_norm"),
+)
+"""Of models with gated delta-rule layers."""
 _MAX_LAYERS: Final = 4096
 _MAX_EXPERTS: Final = 4096
 _MAX_GROUPS: Final = 64
@@ -29,6 +39,7 @@ _MAX_GROUPS: Final = 64
 _EXPERTS_KEYS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
 """What configurations call the number of experts: one name each, some a new one since then."""
 _MAX_HEAD_DIM: Final = 1 << 14
+_MAX_TAPS: Final = 64
 _MAX_ROTATIONS: Final = 1 << 30
 """Positions times the size of a head: cosines and sines of all are kept."""
 
@@ -45,6 +56,7 @@ def llama_like(
     activation: Activation | None = None,
     stacked_gate_up: bool = False,
     mlps: Sequence[PartSpec] | None = None,
+    other_mixers: Mapping[int, PartSpec] = _NO_MIXERS,
     **model: Any,
 ) -> ModelSpec:
     """Return the spec of a decoder with pre-norms, rotary attention and a gated MLP.
@@ -52,7 +64,8 @@ def llama_like(
     A family passes what is different from Llama: head_dim, the default of partial_rotary_factor if
     it may rotate a part of each head, ropes and windows of each layer, other fields of
     AttentionSpec, the activation, whether files stack gate and up projections, the MLP of each
-    layer if these are not gated MLPs of one size, and fields of ModelSpec. The keys of the
+    layer if these are not gated MLPs of one size, the mixers of layers without attention, by the
+    number of the layer, and fields of ModelSpec. The keys of the
     configuration behind ropes, windows, activation and MLPs are read here only if the family does
     not pass them.
     Raises ModelError naming key and value for what is missing or not supported.
@@ -117,9 +130,11 @@ def llama_like(
         max_position=max_position,
         layers=tuple(
             LayerSpec(
-                mixer=AttentionSpec(**(heads | dict(attention)), rope=rope, window=window), mlp=mlp
+                mixer=other_mixers.get(number)
+                or AttentionSpec(**(heads | dict(attention)), rope=rope, window=window),
+                mlp=mlp,
             )
-            for rope, window, mlp in zip(ropes, windows, mlps, strict=True)
+            for number, (rope, window, mlp) in enumerate(zip(ropes, windows, mlps, strict=True))
         ),
         **(fields | model),
     )
@@ -178,6 +193,90 @@ def latent_decoder(
     )
     config.refuse_leftovers()
     return spec
+
+
+def delta_rule_decoder(
+    config: ConfigReader,
+    *,
+    architecture: str,
+    mlps: Sequence[PartSpec] | None = None,
+    grouped_inputs: bool = False,
+) -> ModelSpec:
+    """Return the spec of a decoder of Qwen's in which most layers are gated delta-rule layers.
+
+    The others have attention with a gate. mlps, grouped_inputs: see llama_like and DeltaRuleSpec.
+    Layers that predict further tokens are not loaded. Raises ModelError naming key and value for
+    what is missing or not supported.
+    """
+    config.must_be("hidden_act", "silu", "swish")
+    config.must_be("attn_output_gate", True)
+    config.get("mtp_num_hidden_layers")
+    of_llama_cpp = config.flag("of_llama_cpp", False)  # set by deploy/models/gguf_file.py
+    interval = config.integer("full_attention_interval", 4)
+    kinds = layer_kinds(
+        config, (LINEAR, FULL), lambda layer: LINEAR if (layer + 1) % interval else FULL
+    )
+    if FULL not in kinds:
+        raise config.refusal("layer_types", list(set(kinds)), f"one {FULL} at least is needed")
+    key_heads, value_heads = (
+        config.integer(f"linear_num_{part}_heads", default, most=_MAX_HEAD_DIM)
+        for part, default in (("key", 16), ("value", 32))
+    )
+    if value_heads % key_heads:
+        reason = f"must be a multiple of linear_num_key_heads = {key_heads}"
+        raise config.refusal("linear_num_value_heads", value_heads, reason)
+    mixer = DeltaRuleSpec(
+        hidden_size=config.integer("hidden_size"),
+        shape=DeltaRuleShape(
+            num_key_heads=key_heads,
+            num_value_heads=value_heads,
+            key_size=config.integer("linear_key_head_dim", 128, most=_MAX_HEAD_DIM),
+            value_size=config.integer("linear_value_head_dim", 128, most=_MAX_HEAD_DIM),
+            num_taps=config.integer("linear_conv_kernel_dim", 4, most=_MAX_TAPS),
+            is_tiled=of_llama_cpp and key_heads < value_heads,
+        ),
+        eps=config.number("rms_norm_eps", 1e-6),
+        grouped_inputs=grouped_inputs,
+        of_llama_cpp=of_llama_cpp,
+    )
+    bias = config.flag("attention_bias", False)
+    max_position = config.integer("max_position_embeddings")
+    rope = rope_from_config(config, max_position, of_images=True)
+    return llama_like(
+        config,
+        architecture=architecture,
+        head_dim=config.integer("head_dim", 256),
+        partial_rotary_factor=0.25,
+        ropes=(rope,) * len(kinds),
+        windows=(None,) * len(kinds),
+        attention={
+            "qkv_bias": bias,
+            "output_bias": bias,
+            "qk_norm": True,
+            "output_gate": True,
+        },
+        mlps=mlps,
+        other_mixers={number: mixer for number, kind in enumerate(kinds) if kind == LINEAR},
+        norms=_QWEN_NORMS,
+        norms_add_one=True,
+        num_unused_layers=config.integer("num_nextn_predict_layers", 0, least=0),
+        unused_prefixes=("mtp.",),
+    )
+
+
+def qwen_mixture(config: ConfigReader, *, normalised: bool) -> MoeSpec:
+    """Return the mixture of these models: its shared expert has a gate.
+
+    normalised: whether the weights of a token's experts sum to 1.
+    """
+    return MoeSpec(
+        hidden_size=config.integer("hidden_size"),
+        intermediate_size=config.integer("moe_intermediate_size"),
+        router=router_from_config(config, normalised=normalised),
+        shared_size=config.integer("shared_expert_intermediate_size"),
+        shared_gate=True,
+        names=MoeNames(shared="mlp.shared_expert"),
+    )
 
 
 def router_from_config(config: ConfigReader, **fields: Any) -> RouterSpec:

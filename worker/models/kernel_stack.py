@@ -60,6 +60,8 @@ def is_describable(layers: Sequence[DecoderLayer]) -> bool:
             return False
         if mixer.rotary.query_scales is not None:
             return False
+        if isinstance(mixer, Attention) and mixer.spec.output_gate:
+            return False
         kinds.add((mixer.spec.shape, _kind(mixer), layer.is_parallel))
         if isinstance(mlp, Mlp):
             dense_kinds.add((mlp.spec.intermediate_size, mlp.spec.activation, mlp.spec.is_gated))

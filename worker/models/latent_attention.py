@@ -159,7 +159,7 @@ class LatentAttentionSpec(PartSpec):
         )
         return lambda: LatentAttention(
             self,
-            reader.layer,
+            reader.cache_layer,
             inputs(),
             query_norm and query_norm(),
             query and query(),

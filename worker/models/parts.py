@@ -23,6 +23,14 @@ if TYPE_CHECKING:
     from worker.loader.weights import LayerReader
 
 
+class RowOrder(Protocol):
+    """An order of the rows of a weight that is not that of this program."""
+
+    def order(self, num_rows: int, file_format: str) -> npt.NDArray[np.int64] | None:
+        """Return int64 [num_rows], row i is row order[i] in the file; None for the same order."""
+        ...
+
+
 @dataclass(frozen=True)
 class HeadRows:
     """The order in which a file has the rows of each query and key head.
@@ -38,6 +46,8 @@ class HeadRows:
 
     Query times key does not depend on an order that both have.
 
+    gated: each head has as many rows again behind its own, which do not rotate: those of its gate.
+
     rotates_last: the last `rotary_dim` rows rotate instead of the first, and row i of these
         together with row i + rotary_dim / 2: in latent attention.
 
@@ -49,6 +59,7 @@ class HeadRows:
     rotary_dim: int
     interleaved_in: tuple[str, ...] = ()
     rotates_last: bool = False
+    gated: bool = False
 
     def order(self, num_rows: int, file_format: str) -> npt.NDArray[np.int64] | None:
         """Return int64 [num_rows], row i is row order[i] in the file; None for the same order."""
@@ -64,7 +75,9 @@ class HeadRows:
         else:
             others = np.arange(self.rotary_dim, self.head_dim, dtype=np.int64)
             head = np.concatenate((pairs, others.reshape(2, -1)), axis=1).reshape(-1)
-        firsts = np.arange(0, num_rows, self.head_dim, dtype=np.int64)
+        if self.gated:
+            head = np.concatenate((head, np.arange(self.head_dim, 2 * self.head_dim)))
+        firsts = np.arange(0, num_rows, len(head), dtype=np.int64)
         return (firsts[:, None] + head).reshape(-1)
 
 
@@ -111,7 +124,7 @@ class WeightSpec:
     hugging_face_stack: StackPart | None = None
     gguf_stack: StackPart | None = None
     older_gguf_stack: StackPart | None = None
-    head_rows: HeadRows | None = None
+    head_rows: RowOrder | None = None
 
     def in_layer(self, layer: int) -> "WeightSpec":
         """Return the same weight with full names, as a weight of this layer of the model."""

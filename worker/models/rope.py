@@ -105,10 +105,13 @@ def rope_from_config(
     max_position: int,
     theta: float = _DEFAULT_THETA,
     scales_queries: bool = False,
+    of_images: bool = False,
 ) -> RotatingRope:
     """Return the rotary embedding; raises ModelError for a kind or a key that is not supported.
 
     theta: the family's default. scales_queries: whether the family reads `llama_4_scaling_beta`.
+    of_images: whether it says how the frequencies are divided among the three positions of a part
+        of an image, which are one and the same for a token of text.
     """
     older, newer = config.mapping("rope_scaling"), config.mapping("rope_parameters")
     theta = config.number("rope_theta", theta)
@@ -117,6 +120,9 @@ def rope_from_config(
     values: dict[str, Any] = dict(older or newer)
     if original is not None:
         values["original_max_position_embeddings"] = original
+    if of_images:
+        for name in ("mrope_section", "mrope_interleaved"):
+            values.pop(name, None)
     growth = values.pop("llama_4_scaling_beta", None) if scales_queries else None
     rope = _rope_from_values(values, key, theta, max_position, config.max_model_len)
     if growth is None:

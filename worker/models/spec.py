@@ -12,7 +12,9 @@ from proto.errors import ConfigError
 from proto.lifecycle import ComputeShape
 from proto.pooling import Pooler
 from worker.attention.base import AttentionShape
+from worker.kv_cache import StateShape
 from worker.models.attention import AttentionSpec
+from worker.models.delta_rule import DeltaRuleSpec
 from worker.models.latent_attention import LatentAttentionSpec
 from worker.models.moe import MoeSpec
 from worker.models.parts import PartSpec, WeightSpec, norm_weights, projection
@@ -119,7 +121,8 @@ class ModelSpec:
     logit_scale: factor of the logits.
     num_unused_layers: layers above the last one whose weights files have and nothing reads.
     has_head: whether it has logits. unused_tensors: names of tensors that are no part of it, which
-        files may have: those of a pooler.
+        files may have: those of a pooler. unused_prefixes: the same by how their names in Hugging
+        Face folders begin.
     hugging_face_names: parts of the names of Llama's tensors, and what is in their place in
         Hugging Face folders of this family.
     logit_soft_cap: logits become soft_cap * tanh(logit / soft_cap); 0 leaves them unchanged.
@@ -146,6 +149,7 @@ class ModelSpec:
     num_unused_layers: int = 0
     has_head: bool = True
     unused_tensors: frozenset[str] = frozenset()
+    unused_prefixes: tuple[str, ...] = ()
     hugging_face_names: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -158,6 +162,27 @@ class ModelSpec:
         mixers = (layer.mixer for layer in self.layers)
         kinds = (AttentionSpec, LatentAttentionSpec)
         return tuple(mixer for mixer in mixers if isinstance(mixer, kinds))
+
+    @property
+    def state_layers(self) -> tuple[DeltaRuleSpec, ...]:
+        """The mixers that keep a state instead of KV, bottom to top."""
+        mixers = (layer.mixer for layer in self.layers)
+        return tuple(mixer for mixer in mixers if isinstance(mixer, DeltaRuleSpec))
+
+    @property
+    def state_shape(self) -> StateShape | None:
+        """The state of a sequence; None for a model whose layers all have attention."""
+        layers = self.state_layers
+        if not layers:
+            return None
+        (size,) = {layer.shape.state_floats for layer in layers}
+        return StateShape(len(layers), size)
+
+    def cache_layer(self, layer: int) -> int:
+        """Return the number of a layer among those that keep the same: KV, or a state."""
+        keeps_state = isinstance(self.layers[layer].mixer, DeltaRuleSpec)
+        below = (each.mixer for each in self.layers[:layer])
+        return sum(isinstance(mixer, DeltaRuleSpec) == keeps_state for mixer in below)
 
     @property
     def attention_shape(self) -> AttentionShape:

@@ -219,6 +219,7 @@ class Rig:
             _FINGERPRINT,
             groups=header.groups,
             longest_chunk=ChunkRule.from_config(config).longest_chunk,
+            num_state_slots=header.num_state_slots,
             observers=pool_observers,
         )
         self.scheduler = Scheduler(

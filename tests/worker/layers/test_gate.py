@@ -10,7 +10,7 @@ from worker.layers.scratch import RowBuffer
 # float32 arithmetic, then one rounding to the dtype.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}
 SHAPES = ((1, 1), (3, 5), (2, 16), (1, 1536), (7, 531), (40, 600))
-NAMES: tuple[Activation, ...] = ("silu", "gelu_tanh", "swiglu_oai")
+NAMES: tuple[Activation, ...] = ("silu", "gelu_tanh", "swiglu_oai", "sigmoid")
 
 each_gate = with_each([None, *LOADABLE])  # None: torch
 each_name = pytest.mark.parametrize("name", NAMES)
@@ -24,6 +24,8 @@ def expected(name: Activation, gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.double().chunk(2, dim=1)
     if name == "silu":
         return gate / (1 + (-gate).exp()) * up
+    if name == "sigmoid":
+        return gate.sigmoid() * up
     if name == "swiglu_oai":
         gate = gate.clamp(max=7)
         return gate / (1 + (-1.702 * gate).exp()) * (up.clamp(-7, 7) + 1)
@@ -66,6 +68,11 @@ def test_the_gate_saturates_for_large_values_and_keeps_nan(variant, name) -> Non
         assert found[:5].tolist() == [largest, largest, 0.0, 0.0, 0.0]
         assert found[5].isnan()
         assert found[6].item() == largest
+        return
+    if name == "sigmoid":
+        assert found[:5].tolist() == [2.0, 2.0, 0.0, 0.0, 1.0]
+        assert found[5].isnan()
+        assert found[6].item() == 2.0
         return
     assert found[:5].tolist() == [pytest.approx(2e30), 600.0, 0.0, 0.0, 0.0]
     assert not found[5:].isfinite().any()

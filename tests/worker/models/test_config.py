@@ -261,6 +261,38 @@ DEEPSEEK_V3 = LATENT | {
     "topk_group": 2,
     "topk_method": "noaux_tc",
 }
+QWEN_DELTA: dict[str, Any] = {
+    "head_dim": 16,
+    "full_attention_interval": 2,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 8,
+}
+QWEN_EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 16,
+}
+QWEN_35: dict[str, Any] = QWEN_DELTA | {
+    "attn_output_gate": True,
+    "layer_types": ["linear_attention", "full_attention"],
+    "mamba_ssm_dtype": "float32",
+    "mlp_only_layers": [],
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+        "rope_type": "default",
+        "rope_theta": 10000000,
+        "partial_rotary_factor": 0.25,
+    },
+}
 SHIPPED: dict[str, dict[str, Any]] = {
     "Command R7B": family(
         "Cohere2ForCausalLM",
@@ -327,6 +359,23 @@ SHIPPED: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 64,
         "rope_scaling": LONGROPE,
     },
+    "Qwen3-Next": family(
+        "Qwen3NextForCausalLM",
+        **QWEN_DELTA,
+        model_type="qwen3_next",
+        attention_bias=False,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        norm_topk_prob=True,
+        partial_rotary_factor=0.25,
+        rope_scaling=None,
+        rope_theta=10000000,
+        **QWEN_EXPERTS,
+    ),
+    "Qwen 3.5": family("Qwen3_5ForCausalLM", **QWEN_35, model_type="qwen3_5_text"),
+    "Qwen 3.5 with experts": family(
+        "Qwen3_5MoeForCausalLM", **QWEN_35, **QWEN_EXPERTS, model_type="qwen3_5_moe_text"
+    ),
     "SmolLM3": family("SmolLM3ForCausalLM", max_window_layers=28, use_sliding_window=False),
     "StarCoder 2": family(
         "Starcoder2ForCausalLM",

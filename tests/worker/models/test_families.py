@@ -21,7 +21,7 @@ from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.prepared_models import prepare, prepare_checkpoint
 from tests.fakes.ranks import LockstepRunners, Ranks
 from tests.fakes.real_engine import BLOCK, engine_for, load, runner_of
-from tests.fakes.tiny_families import GENERATING, save_folder, save_gguf
+from tests.fakes.tiny_families import GENERATING, IN_GGUF_FILES, save_folder, save_gguf
 
 NUM_OUTPUT_TOKENS = 12
 NUM_BLOCKS = 15
@@ -91,7 +91,7 @@ def test_a_folder_on_two_ranks(architecture: str, tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("architecture", GENERATING)
+@pytest.mark.parametrize("architecture", IN_GGUF_FILES)
 def test_a_gguf_file(architecture: str, tmp_path: Path) -> None:
     path, model = save_gguf(architecture, tmp_path)
     contents = gguf_file.read(str(path), lambda what: None)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.fakes.dense_attention import DenseAttention
+from tests.fakes.dense_attention import logits_in_chunks
 from tests.fakes.prepared_models import prepare_checkpoint, spec_of
 from tests.fakes.tiny_checkpoints import CONFIGS, save_tiny
 from worker.loader.weights import load_model
@@ -23,14 +23,6 @@ def load(checkpoint: Path, dtype: torch.dtype) -> Decoder:
     return load_model(prepared, spec_of(prepared), dtype, CPU, lambda fraction: None)
 
 
-def logits_in_chunks(decoder: Decoder, *sizes: int) -> torch.Tensor:
-    """Logits of all tokens, computed in chunks."""
-    attention = DenseAttention(decoder.spec)
-    chunks = zip(TOKENS.split(sizes), torch.arange(len(TOKENS)).split(sizes), strict=True)
-    hidden = [decoder.forward(tokens, positions, attention) for tokens, positions in chunks]
-    return decoder.float32_logits(torch.cat(hidden))
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_equal_transformers_in_float32(name: str, tmp_path: Path) -> None:
     model = save_tiny(name, tmp_path)
@@ -38,11 +30,11 @@ def test_logits_equal_transformers_in_float32(name: str, tmp_path: Path) -> None
         expected = model(TOKENS[None]).logits[0]
     assert expected.std() > 0.5, "a difference would not be visible"
     decoder = load(tmp_path, torch.float32)
-    logits = logits_in_chunks(decoder, 30)
+    logits = logits_in_chunks(decoder, TOKENS, 30)
     error = ERRORS.get(name, 1e-4)
     assert logits.dtype == torch.float32
     assert (logits - expected).abs().max() < error
-    assert (logits_in_chunks(decoder, 17, 1, 12) - expected).abs().max() < error
+    assert (logits_in_chunks(decoder, TOKENS, 17, 1, 12) - expected).abs().max() < error
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -52,7 +44,7 @@ def test_half_precision_is_close(name: str, dtype: torch.dtype, tmp_path: Path) 
     with torch.no_grad():
         expected = model(TOKENS[None]).logits[0]
         native = model.to(dtype)(TOKENS[None]).logits[0].float()
-    error = (logits_in_chunks(load(tmp_path, dtype), 30) - expected).abs().mean()
+    error = (logits_in_chunks(load(tmp_path, dtype), TOKENS, 30) - expected).abs().mean()
     assert error < 1.2 * (native - expected).abs().mean()
 
 
@@ -61,7 +53,9 @@ def test_a_checkpoint_of_several_files_is_loaded(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     with torch.no_grad():
         expected = model(TOKENS[None]).logits[0]
-    assert (logits_in_chunks(load(tmp_path, torch.float32), 30) - expected).abs().max() < 1e-4
+    assert (
+        logits_in_chunks(load(tmp_path, torch.float32), TOKENS, 30) - expected
+    ).abs().max() < 1e-4
 
 
 def test_logits_of_no_rows_are_empty(tmp_path: Path) -> None:

@@ -272,5 +272,8 @@ activations are transformers'. A router that the model keeps in float32 stays tr
 TABLE = """
 ## The others
 
+Qwen3-Next and Qwen 3.5 (qwen3_next, qwen3_5_text, qwen3_5_moe_text) are families of tokend's own,
+which keep the state of linear attention; on transformers' code they are refused like the others.
+
 | model type | refused because |
 |---|---|"""

@@ -8,7 +8,7 @@ from transformers import LlamaConfig, MixtralConfig
 
 from proto.errors import ConfigError
 from proto.prepared_model import PreparedModel
-from tests.fakes.dense_attention import DenseAttention
+from tests.fakes.dense_attention import DenseAttention, logits_in_chunks
 from tests.fakes.prepared_models import prepare_checkpoint, spec_of
 from tests.fakes.ranks import Ranks
 from tests.fakes.tiny_checkpoints import CONFIGS, save_tiny
@@ -49,10 +49,7 @@ def load(
 
 def logits(decoder: Decoder, *sizes: int) -> torch.Tensor:
     """Logits of all tokens, computed this many at a time."""
-    attention = DenseAttention(decoder.spec)
-    chunks = zip(TOKENS.split(sizes), torch.arange(len(TOKENS)).split(sizes), strict=True)
-    hidden = [decoder.forward(tokens, positions, attention) for tokens, positions in chunks]
-    return decoder.float32_logits(torch.cat(hidden))
+    return logits_in_chunks(decoder, TOKENS, *sizes)
 
 
 def assert_equals_one_rank(

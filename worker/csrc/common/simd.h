@@ -320,6 +320,15 @@ TOKEND_INLINE F<N> exp_nonpositive(F<N> x) {
     return bit_cast<F<N>>(I(bit_cast<I>(p * bit_cast<F<N>>(exponent)) & ~below));
 }
 
+// 1 / (1 + e^-x). With e = exp(-|x|), which does not overflow, it is 1 / (1 + e) for x >= 0, else
+// e / (1 + e).
+template <int N>
+TOKEND_INLINE F<N> sigmoid(F<N> x) {
+    const F<N> one = splat<N>(1.0f);
+    const F<N> e = exp_nonpositive<N>(x < F<N>{} ? x : -x);
+    return (x < F<N>{} ? e : one) / (one + e);
+}
+
 // tanh x, absolute error below 2e-7.
 template <int N>
 TOKEND_INLINE F<N> tanh(F<N> x) {

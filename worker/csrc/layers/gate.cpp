@@ -1,7 +1,7 @@
 // The activation of the MLP: silu or GELU of one half of a row, times the other half; or of the
 // whole row, without a gate.
 //
-// All functions but the exact GELU are x * sigmoid(y): y = x for silu, 0.5 (1 + tanh u) = sigmoid(2 u)
+// All functions but the exact GELU and the sigmoid itself are x * sigmoid(y): y = x for silu, 0.5 (1 + tanh u) = sigmoid(2 u)
 // for GELU in its tanh form, and
 // y = 1.702 x for the clamped SwiGLU of gpt-oss (OpenAI, gpt-oss model card, section 2.3).
 #include "common/row_vectors.h"
@@ -16,13 +16,6 @@ constexpr int N = ROW_LANES;
 constexpr int64_t PARALLEL_ELEMENTS = 1 << 13;
 // Elements that a thread takes at a time.
 constexpr int64_t SPAN = 512;
-
-// e = exp(-|y|) does not overflow: 1 / (1 + e) for y >= 0, else e / (1 + e).
-TOKEND_INLINE F<N> sigmoid(F<N> y) {
-    const F<N> one = splat<N>(1.0f);
-    const F<N> e = exp_nonpositive<N>(y < F<N>{} ? y : -y);
-    return (y < F<N>{} ? e : one) / (one + e);
-}
 
 // The distribution function of the normal distribution, 0.5 erfc(-x / sqrt 2): for x < 0 by the
 // polynomial 7.1.26 of Abramowitz and Stegun, else 1 minus that of -x. Error below 1e-7.
@@ -45,14 +38,15 @@ TOKEND_INLINE F<N> at_most_limit(F<N> x) { return x > LIMIT ? splat<N>(LIMIT) : 
 
 template <int64_t KIND>
 TOKEND_INLINE F<N> activated(F<N> x) {
-    if constexpr (KIND == TOKEND_SILU) return x * sigmoid(x);
+    if constexpr (KIND == TOKEND_SILU) return x * sigmoid<N>(x);
+    if constexpr (KIND == TOKEND_SIGMOID_GATE) return sigmoid<N>(x);
     if constexpr (KIND == TOKEND_GELU) return x * normal_cdf(x);
     if constexpr (KIND == TOKEND_SWIGLU_OAI) {
         const F<N> clamped = at_most_limit(x);
-        return clamped * sigmoid(1.702f * clamped);
+        return clamped * sigmoid<N>(1.702f * clamped);
     }
     constexpr float TWICE_SQRT_2_OVER_PI = 1.5957691216057308f;
-    return x * sigmoid(TWICE_SQRT_2_OVER_PI * (x + 0.044715f * (x * x * x)));
+    return x * sigmoid<N>(TWICE_SQRT_2_OVER_PI * (x + 0.044715f * (x * x * x)));
 }
 
 // What the activation is multiplied by.
@@ -101,6 +95,7 @@ void with_kind(int64_t dtype, int64_t kind, Body body) {
             case TOKEND_SILU: return body(type, std::integral_constant<int64_t, TOKEND_SILU>());
             case TOKEND_GELU_TANH: return body(type, std::integral_constant<int64_t, TOKEND_GELU_TANH>());
             case TOKEND_SWIGLU_OAI: return body(type, std::integral_constant<int64_t, TOKEND_SWIGLU_OAI>());
+            case TOKEND_SIGMOID_GATE: return body(type, std::integral_constant<int64_t, TOKEND_SIGMOID_GATE>());
             case TOKEND_GELU: return body(type, std::integral_constant<int64_t, TOKEND_GELU>());
         }
     });

@@ -40,7 +40,13 @@ __attribute__((visibility("default"))) void tokend_norm(const TokendNormCall* no
 // out += the norm of x; out is read and written once.
 __attribute__((visibility("default"))) void tokend_add_norm(const TokendNormCall* norm);
 
-enum TokendGateKind : int64_t { TOKEND_SILU = 0, TOKEND_GELU_TANH = 1, TOKEND_SWIGLU_OAI = 2, TOKEND_GELU = 3 };
+enum TokendGateKind : int64_t {
+    TOKEND_SILU = 0,
+    TOKEND_GELU_TANH = 1,
+    TOKEND_SWIGLU_OAI = 2,
+    TOKEND_GELU = 3,
+    TOKEND_SIGMOID_GATE = 4
+};
 
 struct TokendGateCall {
     int64_t kind;

@@ -1,0 +1,246 @@
+"""Models with recurrent states through scheduler and runner: bits, hits, choices and refusals.
+
+test_families.py compares the tokens of the same models with transformers.
+"""
+
+import copy
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine_core.request import Request
+from proto.config import GIB, CacheConfig, ModelConfig, ServeConfig
+from proto.errors import ConfigError, ModelError
+from proto.prepared_model import PreparedModel
+from tests.fakes.dense_attention import DenseAttention
+from tests.fakes.engine_harness import EngineHarness
+from tests.fakes.prepared_models import prepare_checkpoint, spec_of
+from tests.fakes.quantised_checkpoints import SCHEMES, quantise_folder
+from tests.fakes.real_engine import BLOCK, engine_for, runner_of
+from tests.fakes.tiny_checkpoints import CONFIGS, save_tiny, tiny_model
+from tests.worker.loader.test_formats import packed
+from tests.worker.test_cuda_device import device_of
+from worker.device.devices import CpuDevice
+from worker.kernels import Kernels
+from worker.loaded_model import load
+from worker.loader.weights import load_model
+from worker.memory_plan import MemoryPlan, plan_memory
+from worker.models.decoder import Decoder
+from worker.models.registry import spec_from_config
+from worker.parallel.group import RankGroup
+from worker.parallel.sharding import shard_model
+
+NAMES = ("qwen35", "qwen3next")
+NUM_OUTPUTS = 9
+NUM_SLOTS = 31
+PROMPTS = [
+    torch.randint(3, 96, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    for length in (29, 40, 3, 1, 33)
+]
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def prepared(request: pytest.FixtureRequest, tmp_path_factory: Any) -> PreparedModel:
+    folder = tmp_path_factory.mktemp("model")
+    save_tiny(request.param, folder)
+    return prepare_checkpoint(folder, folder / "prepared")
+
+
+@pytest.fixture(scope="module")
+def decoder(prepared: PreparedModel) -> Decoder:
+    """The model with products whose bits do not depend on the number of rows."""
+    config = ServeConfig(model=ModelConfig(cpu_weights="bf16"))
+    device = CpuDevice(config.device)
+    return load(config, prepared, device, RankGroup(), lambda message: None).model
+
+
+def engine_of(decoder: Decoder, num_blocks: int = 60, **settings: object) -> EngineHarness:
+    harness, num_blocks = engine_for(decoder, num_blocks, NUM_SLOTS, **settings)
+    harness.runner = runner_of(decoder, num_blocks, NUM_SLOTS)
+    return harness
+
+
+def add(harness: EngineHarness, prompt: list[int], **options: Any) -> list[Request]:
+    return harness.add(prompt, NUM_OUTPUTS, temperature=0.0, logprobs=4, ignore_eos=True, **options)
+
+
+def bits_of(harness: EngineHarness, request: Request) -> list[bytes]:
+    """Return the log-probabilities of all outputs, each of which depends on all logits."""
+    outputs = harness.outputs[request.request_id, request.choice]
+    found = [each.logprobs.logprobs for each in outputs if each.logprobs is not None]
+    assert len(found) == NUM_OUTPUTS
+    return found
+
+
+def alone(decoder: Decoder) -> list[list[bytes]]:
+    """Return the bits of each prompt by itself, computed in one step."""
+    found = []
+    for prompt in PROMPTS:
+        harness = engine_of(decoder, max_num_batched_tokens=64)
+        (row,) = add(harness, prompt)
+        harness.run()
+        found.append(bits_of(harness, row))
+    return found
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("budget", [64, 16, 7])
+def test_an_answer_has_the_same_bits_alone_with_others_and_in_chunks(
+    budget: int, is_async: bool, decoder: Decoder
+) -> None:
+    harness = engine_of(decoder, max_num_batched_tokens=budget, async_scheduling=is_async)
+    rows = [row for prompt in PROMPTS for row in add(harness, prompt)]
+    harness.run()
+    expected = alone(decoder)
+    assert [bits_of(harness, row) for row in rows] == expected
+    # The same prompts again, from states in the cache, in another order.
+    order = list(range(len(PROMPTS)))
+    random.Random(budget).shuffle(order)
+    again = {index: add(harness, PROMPTS[index])[0] for index in order}
+    harness.run()
+    assert [bits_of(harness, again[index]) for index in range(len(PROMPTS))] == expected
+    assert sum(row.num_cached_tokens for row in again.values()) > 28
+
+
+def test_a_next_turn_goes_on_from_the_state_behind_the_answer(decoder: Decoder) -> None:
+    harness = engine_of(decoder)
+    (first,) = add(harness, PROMPTS[0])
+    harness.run()
+    turn = [*PROMPTS[0], *harness.tokens_of(first), 5, 6, 7]
+    (second,) = add(harness, turn)
+    harness.run()
+    assert second.num_cached_tokens == (len(PROMPTS[0]) + NUM_OUTPUTS - 1) // BLOCK * BLOCK
+    fresh = engine_of(decoder)
+    (third,) = add(fresh, turn)
+    fresh.run()
+    assert bits_of(harness, second) == bits_of(fresh, third)
+
+
+def test_choices_have_states_of_their_own(decoder: Decoder) -> None:
+    """Choices that draw other tokens, and preemptions in between, against each one alone."""
+    options: dict[str, Any] = {"ignore_eos": True, "temperature": 1.0, "seed": 3}
+    harness = engine_of(decoder, num_blocks=25, max_num_batched_tokens=16)
+    rows = harness.add(PROMPTS[1], 20, n=3, **options)
+    harness.run()
+    roomy = engine_of(decoder, num_blocks=100)
+    expected = roomy.add(PROMPTS[1], 20, n=3, **options)
+    roomy.run()
+    tokens = [harness.tokens_of(row) for row in rows]
+    assert tokens == [roomy.tokens_of(row) for row in expected]
+    assert len({tuple(each) for each in tokens}) == 3
+    assert sum(row.num_preemptions for row in rows) > 0
+
+
+def plan(prepared: PreparedModel, device: Any = None, **cache: Any) -> MemoryPlan:
+    config = ServeConfig(cache=CacheConfig(**cache))
+    return plan_memory(config, prepared, device or CpuDevice(config.device))
+
+
+def test_the_plan_counts_a_slot_for_each_state(prepared: PreparedModel, decoder: Decoder) -> None:
+    shape = decoder.spec.state_shape
+    assert shape is not None
+    window = 3 * (2 * 2 * 16 + 4 * 16)
+    assert shape.slot_bytes == 4 * 3 * (4 * 16 * 32 + window)
+    found = plan(prepared, num_state_slots=100)
+    assert (found.num_state_slots, found.state_bytes) == (101, shape.slot_bytes)
+    assert found.states_bytes == 101 * shape.slot_bytes
+    assert any(line.split()[0] == "states" for line in found.table())
+    usual = plan(prepared)
+    assert usual.num_state_slots == 1 + 4 * ServeConfig().scheduler.max_num_seqs
+    assert plan(prepared, enable_prefix_caching=False).num_state_slots == 513
+    tight = plan(prepared, num_state_slots=1 << 40)
+    assert not tight.fits
+    assert usual.num_groups == 1, "blocks of the KV pool are those of attention"
+
+
+def test_what_states_do_not_go_with_is_refused_by_name(
+    prepared: PreparedModel, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="runs on a CPU only so far") as on_gpu:
+        plan(prepared, device_of(free=60 * GIB))
+    assert on_gpu.value.parameter == "device"
+    with pytest.raises(ConfigError, match="KV connectors do not transfer") as connector:
+        plan(prepared, kv_transfer_config='{"kv_connector": "SharedStorageConnector"}')
+    assert connector.value.parameter == "kv_transfer_config"
+    save_tiny("llama", tmp_path)
+    other = prepare_checkpoint(tmp_path, tmp_path / "prepared")
+    with pytest.raises(ConfigError, match="LlamaForCausalLM has no layers with a recurrent state"):
+        plan(other, num_state_slots=8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"layer_types": ["mamba"] * 5}, "layer_types = 'mamba'.*linear_attention, full_attention"),
+        ({"layer_types": ["conv"] * 5}, "layer_types = 'conv'"),
+        ({"layer_types": ["linear_attention"] * 5}, "one full_attention at least"),
+        ({"linear_num_value_heads": 3}, "linear_num_value_heads = 3: must be a multiple"),
+        ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim = 0"),
+        ({"linear_conv_kernel_dim": 65}, "at most 64"),
+        ({"linear_key_head_dim": "16"}, "linear_key_head_dim = '16'"),
+        ({"attn_output_gate": False}, "attn_output_gate = False"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+    ],
+)
+def test_a_configuration_that_is_not_supported_is_refused_by_name(
+    changes: dict[str, Any], named: str
+) -> None:
+    config = copy.deepcopy(CONFIGS["qwen35"]).to_dict() | {"architectures": ["Qwen3_5ForCausalLM"]}
+    spec_from_config(config)
+    with pytest.raises(ModelError, match=named):
+        spec_from_config(config | changes)
+
+
+def test_ranks_do_not_share_value_heads_in_the_order_of_a_gguf_file() -> None:
+    config = CONFIGS["qwen35"].to_dict() | {"architectures": ["Qwen3_5ForCausalLM"]}
+    assert len(shard_model(spec_from_config(config), 2)) == 2
+    with pytest.raises(ConfigError, match="--tensor-parallel-size 2: a GGUF file") as refusal:
+        shard_model(spec_from_config(config | {"of_llama_cpp": True}), 2)
+    assert refusal.value.parameter == "tensor_parallel_size"
+
+
+@pytest.mark.parametrize("scheme", ["awq 128", "gptq desc_act", "fp8 blocks", "nf4"])
+@pytest.mark.parametrize("name", NAMES)
+def test_projections_of_states_are_quantised_like_others(
+    name: str, scheme: str, kernels: Kernels, tmp_path: Path
+) -> None:
+    """In float32 with the numbers of the folder, and in its blocks, against transformers.
+
+    Blocks are multiplied with activations of 8 bits, which changes logits of random weights a lot,
+    but not as much as rows in another order would.
+    """
+    sizes: dict[str, Any] = {
+        "hidden_size": 256,
+        "head_dim": 64,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+    }
+    config = type(CONFIGS[name])(**CONFIGS[name].to_dict() | sizes)
+    model = tiny_model(config)
+    model.save_pretrained(tmp_path)
+    kinds = ("_proj.weight", "in_proj_qkv.weight", "in_proj_z.weight", "in_proj_qkvz.weight")
+    numbers = quantise_folder(
+        tmp_path,
+        SCHEMES[scheme],
+        is_quantised=lambda each: "_attn." in each and each.endswith(kinds),
+    )
+    of_mixers = {each: number for each, number in numbers.items() if "_attn." in each}
+    model.load_state_dict(of_mixers, strict=False)
+    tokens = torch.tensor(PROMPTS[0])
+    with torch.no_grad():
+        expected = model(tokens[None]).logits[0]
+    quantised = prepare_checkpoint(tmp_path, tmp_path / "prepared")
+    spec, cpu = spec_of(quantised), torch.device("cpu")
+    for form, most in ((None, 1e-4), (packed(kernels), 0.3)):
+        decoder = load_model(quantised, spec, torch.float32, cpu, lambda fraction: None, form)
+        attention = DenseAttention(spec)
+        attention.begin_chunk(len(tokens))
+        found = decoder.float32_logits(
+            decoder.forward(tokens, torch.arange(len(tokens)), attention)
+        )
+        assert (found - expected).norm() < most * expected.norm()
+    assert form is not None
+    assert not any("in_q" in each or "out" in each for each in form.dense_names)

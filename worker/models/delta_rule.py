@@ -1,0 +1,252 @@
+"""A gated delta-rule layer as the mixer of a layer: its spec, weights, sharding and forward pass.
+
+Instead of K and V of all tokens it keeps a state of a fixed size (worker/layers/delta_rule.py).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from proto.errors import ConfigError
+from worker.attention.with_states import AttentionWithStates
+from worker.layers.delta_rule import DeltaRuleShape, DeltaRuleWeights, make_delta_rule
+from worker.layers.linear import Linear, ResidualLinear
+from worker.models.parts import (
+    ForwardContext,
+    PartSpec,
+    Shard,
+    WeightSpec,
+    divide_evenly,
+    product_flops,
+    product_outputs,
+    projection,
+    stacked,
+)
+
+if TYPE_CHECKING:
+    from worker.loader.weights import LayerReader
+
+
+@dataclass(frozen=True)
+class GroupedRows:
+    """Rows of several projections that a file has group by group; here they follow each other.
+
+    sizes 2, 1      file [ q0 q0 k0 | q1 q1 k1 ]      here [ q0 q0 q1 q1 | k0 k1 ]
+    """
+
+    sizes: tuple[int, ...]
+
+    def order(self, num_rows: int, file_format: str) -> npt.NDArray[np.int64]:
+        """Return int64 [num_rows], row i is row order[i] in the file."""
+        rows = np.arange(num_rows, dtype=np.int64).reshape(-1, sum(self.sizes))
+        ends = list(accumulate(self.sizes))[:-1]
+        return np.concatenate([part.reshape(-1) for part in np.split(rows, ends, axis=1)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaRuleSpec(PartSpec):
+    """A gated delta-rule layer.
+
+    eps: of the norm of each value head.
+    grouped_inputs: files have the rows of q, k, v and z in one tensor, key head by key head, and
+        those of b and a in another.
+    of_llama_cpp: weights are as llama.cpp's converter leaves them: value heads are tiled (see
+        DeltaRuleShape), the taps of a channel are a row, and the decay is that of the layer itself
+        instead of its logarithm.
+    """
+
+    hidden_size: int
+    shape: DeltaRuleShape
+    eps: float
+    grouped_inputs: bool = False
+    of_llama_cpp: bool = False
+
+    @property
+    def weights(self) -> tuple[WeightSpec, ...]:
+        shape, hidden = self.shape, self.hidden_size
+        rows = {"q": shape.keys, "k": shape.keys, "v": shape.values}
+        taps = [
+            WeightSpec(
+                name=f"taps_{name}",
+                shape=(size, shape.num_taps) if self.of_llama_cpp else (size, 1, shape.num_taps),
+                hugging_face="linear_attn.conv1d.weight",
+                gguf="ssm_conv1d.weight",
+            )
+            for name, size in rows.items()
+        ]
+        heads = shape.num_value_heads
+        by_head = {"decay": ("A_log", "ssm_a"), "time_bias": ("dt_bias", "ssm_dt.bias")}
+        return (
+            *self._inputs(),
+            *stacked(*taps),
+            *(
+                WeightSpec(
+                    name=name,
+                    shape=(heads,),
+                    hugging_face=f"linear_attn.{theirs}",
+                    gguf=gguf,
+                )
+                for name, (theirs, gguf) in by_head.items()
+            ),
+            WeightSpec(
+                name="head_norm.weight",
+                shape=(shape.value_size,),
+                hugging_face="linear_attn.norm.weight",
+                gguf="ssm_norm.weight",
+            ),
+            *projection("out", "linear_attn.out_proj", "ssm_out", (hidden, shape.values)),
+        )
+
+    def _inputs(self) -> tuple[WeightSpec, ...]:
+        """Return the projections of the input, in the order of `inputs`."""
+        shape, hidden = self.shape, self.hidden_size
+        if not self.grouped_inputs:
+            rows = {"q": shape.keys, "k": shape.keys, "v": shape.values}
+            qkv = [
+                projection(f"in_{name}", "linear_attn.in_proj_qkv", "attn_qkv", (size, hidden))[0]
+                for name, size in rows.items()
+            ]
+            heads = (shape.num_value_heads, hidden)
+            return (
+                *stacked(*qkv),
+                *projection("in_z", "linear_attn.in_proj_z", "attn_gate", (shape.values, hidden)),
+                *projection("in_b", "linear_attn.in_proj_b", "ssm_beta", heads),
+                *projection("in_a", "linear_attn.in_proj_a", "ssm_alpha", heads),
+            )
+        num_each = shape.num_value_heads // shape.num_key_heads
+        values = num_each * shape.value_size
+        groups = {
+            "qkvz": (shape.key_size, shape.key_size, values, values),
+            "ba": (num_each, num_each),
+        }
+        names = {"qkvz": "ssm_in", "ba": "ssm_ba"}
+        return tuple(
+            replace(weight, head_rows=GroupedRows(sizes))
+            for name, sizes in groups.items()
+            for weight in projection(
+                f"in_{name}",
+                f"linear_attn.in_proj_{name}",
+                names[name],
+                (shape.num_key_heads * sum(sizes), hidden),
+            )
+        )
+
+    @property
+    def inputs(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The projections of the input, as they lie in two products: q ‖ k ‖ v ‖ z and b ‖ a.
+
+        Files often have the second ones in more bits, and a product has weights of one kind.
+        """
+        if self.grouped_inputs:
+            return ("in_qkvz",), ("in_ba",)
+        return ("in_q", "in_k", "in_v", "in_z"), ("in_b", "in_a")
+
+    @property
+    def flops_per_token(self) -> int:
+        return product_flops(self.weights) + self.shape.flops_per_token
+
+    @property
+    def outputs_per_token(self) -> int:
+        # Memory of a token beside the products, in float32.
+        return product_outputs(self.weights) + 2 * self.shape.scratch_floats + self.shape.values
+
+    @property
+    def max_ranks(self) -> int:
+        return self.shape.num_key_heads
+
+    def shard(
+        self, rank: int, size: int, block_columns: Mapping[str, int]
+    ) -> tuple["DeltaRuleSpec", dict[str, Shard]]:
+        """Give a rank its key heads, in order and as evenly as possible, and their value heads.
+
+        Raises ConfigError for tiled value heads, of which a rank would need every few ones.
+        """
+        shape = self.shape
+        if size > 1 and shape.is_tiled:
+            raise ConfigError(
+                f"--tensor-parallel-size {size}: a GGUF file has the value heads of linear "
+                "attention in an order that ranks cannot share; use a Hugging Face folder",
+                "tensor_parallel_size",
+            )
+        own = divide_evenly(shape.num_key_heads, size)[rank]
+        num_each = shape.num_value_heads // shape.num_key_heads
+
+        def rows(of_each: int) -> Shard:
+            return Shard(rows=slice(own.start * of_each, own.stop * of_each))
+
+        keys, heads = rows(shape.key_size), rows(num_each)
+        values = rows(num_each * shape.value_size)
+        shards = {
+            **dict.fromkeys(("taps_q", "taps_k", "in_q.weight", "in_k.weight"), keys),
+            **dict.fromkeys(("taps_v", "in_v.weight", "in_z.weight"), values),
+            **dict.fromkeys(("decay", "time_bias", "in_b.weight", "in_a.weight"), heads),
+            "in_qkvz.weight": rows(2 * shape.key_size + 2 * num_each * shape.value_size),
+            "in_ba.weight": rows(2 * num_each),
+            "out.weight": Shard(columns=values.rows),
+        }
+        own_shape = replace(shape, num_key_heads=len(own), num_value_heads=len(own) * num_each)
+        names = {weight.name for weight in self.weights}
+        return replace(self, shape=own_shape), {
+            name: shard for name, shard in shards.items() if name in names
+        }
+
+    def read(self, reader: "LayerReader") -> Callable[[], "DeltaRuleMixer"]:
+        """Read the projections of the input as two products."""
+
+        def float32(name: str) -> torch.Tensor:
+            return reader.tensor(name, torch.float32)
+
+        inputs, gates = (reader.linear(*names) for names in self.inputs)
+        output = reader.output_linear("out")
+        taps = [float32(f"taps_{name}") for name in "qkv"]
+        decay, bias, norm = map(float32, ("decay", "time_bias", "head_norm.weight"))
+
+        def build() -> DeltaRuleMixer:
+            weights = DeltaRuleWeights(
+                torch.cat(taps).flatten(1).t().contiguous(),
+                decay if self.of_llama_cpp else -decay.exp(),
+                bias,
+                norm,
+                self.eps,
+            )
+            return DeltaRuleMixer(self, reader.cache_layer, inputs(), gates(), weights, output())
+
+        return build
+
+
+class DeltaRuleMixer:
+    """A gated delta-rule layer with its weights.
+
+    layer: its number among the layers that have a state. inputs: hidden to q ‖ k ‖ v ‖ z. gates:
+    hidden to b ‖ a.
+    """
+
+    def __init__(
+        self,
+        spec: DeltaRuleSpec,
+        layer: int,
+        inputs: Linear,
+        gates: Linear,
+        weights: DeltaRuleWeights,
+        output: ResidualLinear,
+    ) -> None:
+        self.spec = spec
+        self.inputs = inputs
+        self.gates = gates
+        self.output = output
+        self._layer = layer
+        self._rule = make_delta_rule(spec.shape, weights)
+
+    def add_to(
+        self, residual: torch.Tensor, x: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        attention = context.attention
+        assert isinstance(attention, AttentionWithStates), "the step has no states"
+        rows, gates = self.inputs(x), self.gates(x)
+        mixed = self._rule.run(rows, gates, attention.states, self._layer, context.memory)
+        return self.output.add_to(residual, mixed)
