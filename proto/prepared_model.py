@@ -34,13 +34,15 @@ class ModelFamily(NamedTuple):
 
     module: of `worker.models`. gguf: the name of the architecture in GGUF files; "" if these are
     not supported. models: those that have it, for people. is_encoder: it attends in both directions
-    and only pools.
+    and only pools. wrapped_types: `model_type` of language models that have this arithmetic for text
+    inside models for images, beside the `model_type` of the architecture itself.
     """
 
     module: str
     gguf: str
     models: str
     is_encoder: bool = False
+    wrapped_types: tuple[str, ...] = ()
 
 
 FAMILIES: Final = {
@@ -83,9 +85,16 @@ FAMILIES: Final = {
     "Olmo3ForCausalLM": ModelFamily("olmo3", "olmo2", "OLMo 3"),
     "OlmoeForCausalLM": ModelFamily("olmoe", "olmoe", "OLMoE-1B-7B"),
     "Phi3ForCausalLM": ModelFamily("phi3", "phi3", "Phi-3, Phi-3.5, Phi-4, Phi-4-mini"),
-    "Qwen2ForCausalLM": ModelFamily("qwen2", "qwen2", "Qwen2, Qwen2.5, QwQ"),
+    "Qwen2ForCausalLM": ModelFamily(
+        "qwen2",
+        "qwen2",
+        "Qwen2, Qwen2.5, QwQ",
+        wrapped_types=("qwen2_vl_text", "qwen2_5_vl_text"),
+    ),
     "Qwen2MoeForCausalLM": ModelFamily("qwen2moe", "qwen2moe", "Qwen1.5-MoE, Qwen2-57B-A14B"),
-    "Qwen3ForCausalLM": ModelFamily("qwen3", "qwen3", "Qwen3"),
+    "Qwen3ForCausalLM": ModelFamily(
+        "qwen3", "qwen3", "Qwen3", wrapped_types=("qwen3_vl_text",)
+    ),
     "Qwen3MoeForCausalLM": ModelFamily(
         "qwen3moe", "qwen3moe", "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder"
     ),
@@ -235,6 +244,7 @@ class PreparedModel(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tokens at which generation ends by default.
     pooler: how the model pools, if its folder says so; None for a model that only generates.
     generates: whether it has a language head. hidden_size: numbers of a hidden state.
+    unloaded_parts: what the source has beside this language model, such as "vision".
     weights_sample: hex digest of names, types, shapes and some bytes of all tensors. It tells
         models apart, but not two states of an edited one; part of the fingerprint of KV that ends
         with the process.
@@ -254,3 +264,4 @@ class PreparedModel(msgspec.Struct, frozen=True, kw_only=True):
     pooler: Pooler | None = None
     generates: bool = True
     hidden_size: int = 0
+    unloaded_parts: tuple[str, ...] = ()

@@ -1,16 +1,19 @@
 """Reads a Hugging Face folder: config.json, safetensors files, tokenizer.
 
 Only data is read, never code of the folder: neither modules named by `auto_map` nor pickled files.
-The weights are not copied; the tensor index refers to their files.
+The weights are not copied; the tensor index refers to their files. Of a folder that has a language
+model beside a vision or an audio part, the language model is read (wrapped_model.py).
 """
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from deploy.models import quantised_folder, safetensors_header, tiktoken_file
+import msgspec
+
+from deploy.models import quantised_folder, safetensors_header, tiktoken_file, wrapped_model
 from deploy.models.pooler_files import family_architecture, read_pooler
 from deploy.models.prepared_folder import (
     ModelContents,
@@ -20,7 +23,7 @@ from deploy.models.prepared_folder import (
     is_token_id,
 )
 from proto.errors import ModelError, shown
-from proto.prepared_model import FAMILIES, TensorIndex, TensorPart
+from proto.prepared_model import FAMILIES, TensorEntry, TensorIndex, TensorPart
 
 _MAX_JSON_BYTES: Final = 256 << 20
 _PICKLED: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -37,6 +40,9 @@ def read(path: str, report: ProgressCallback) -> ModelContents:
     folder = Path(path)
     report("reading headers")
     config = _object(folder / "config.json", required=True)
+    wrapped = wrapped_model.find(config)
+    if wrapped is not None:
+        config = wrapped.config
     # First: what else is missing does not matter for another architecture.
     pooling = read_pooler(folder, config)
     if (family := family_architecture(config)) in FAMILIES:
@@ -48,7 +54,13 @@ def read(path: str, report: ProgressCallback) -> ModelContents:
             "code of a model is never run"
         )
     generation = _object(folder / "generation_config.json")
-    tensors = pooling.joined_to(_tensors(folder, config))
+    entries, files = _entries(folder, config)
+    if wrapped is not None:
+        report(f"finding the language model of {wrapped.architecture}")
+        entries, wrapped = wrapped_model.language_tensors(entries, wrapped)
+        entries, files = _used_files(entries, files)
+        config = wrapped.config
+    tensors = pooling.joined_to(_joined(config, entries, files))
     report("reading the tokenizer")
     tokenizer_json, tokenizer_config = _tokenizer(folder)
     return ModelContents(
@@ -61,6 +73,7 @@ def read(path: str, report: ProgressCallback) -> ModelContents:
         bos_token_id=_first_token(generation, config),
         pooler=pooling.pooler,
         max_tokens=pooling.max_tokens,
+        unloaded_parts=() if wrapped is None else wrapped.other_parts,
     )
 
 
@@ -85,10 +98,11 @@ def _object(path: Path, *, required: bool = False) -> dict[str, Any]:
     return value
 
 
-def _tensors(folder: Path, config: Mapping[str, Any]) -> TensorIndex:
-    scheme = quantised_folder.read_scheme(config)  # refuses before a file of weights is opened
+def _entries(folder: Path, config: Mapping[str, Any]) -> tuple[list[TensorEntry], list[Path]]:
+    """Return all tensors as they are in the files, and the files."""
+    quantised_folder.read_scheme(config)  # refuses before a file of weights is opened
     files = _weight_files(folder)
-    entries = []
+    entries: list[TensorEntry] = []
     owners: dict[str, str] = {}
     for number, path in enumerate(files):
         for entry in safetensors_header.read(str(path), number):
@@ -96,13 +110,33 @@ def _tensors(folder: Path, config: Mapping[str, Any]) -> TensorIndex:
                 raise ModelError(f"{entry.name} is in {owners[entry.name]} and in {path.name}")
             owners[entry.name] = path.name
             entries.append(entry)
+    return entries, files
+
+
+def _used_files(
+    entries: Sequence[TensorEntry], files: Sequence[Path]
+) -> tuple[list[TensorEntry], list[Path]]:
+    """Return the tensors with only the files that have one of them, so that no other is mapped."""
+    numbers = sorted({entry.file for entry in entries})
+    entries = [
+        msgspec.structs.replace(entry, file=numbers.index(entry.file)) for entry in entries
+    ]
+    return entries, [files[number] for number in numbers]
+
+
+def _joined(
+    config: Mapping[str, Any], entries: Sequence[TensorEntry], files: Sequence[Path]
+) -> TensorIndex:
+    """Return the index of tensors, in which a quantised weight is one."""
 
     def read_bytes(part: TensorPart) -> bytes:
         with files[part.file].open("rb") as stream:
             stream.seek(part.offset)
             return stream.read(part.num_bytes)
 
-    joined = quantised_folder.join_parts(scheme, entries, read_bytes)
+    joined = quantised_folder.join_parts(
+        quantised_folder.read_scheme(config), entries, read_bytes
+    )
     return TensorIndex("safetensors", tuple(str(path) for path in files), joined)
 
 

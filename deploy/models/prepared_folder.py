@@ -71,7 +71,7 @@ class ModelContents:
     config: Hugging Face style. tokenizer_json: for the `tokenizers` library.
     tokenizer_config: at least bos_token and eos_token where the model has them.
     pooler: how the model pools; None for one that only generates. max_tokens: longest text of a
-        model that pools, if it is shorter than the model's length.
+        model that pools, if it is shorter than the model's length. unloaded_parts: see PreparedModel.
     """
 
     config: Mapping[str, Any]
@@ -83,6 +83,7 @@ class ModelContents:
     bos_token_id: int | None = field(default=None)
     pooler: Pooler | None = None
     max_tokens: int | None = None
+    unloaded_parts: tuple[str, ...] = ()
 
 
 def write(
@@ -109,6 +110,7 @@ def write(
         pooler=contents.pooler,
         generates=contents.pooler is None or contents.pooler.generates,
         hidden_size=_hidden_size(config),
+        unloaded_parts=contents.unloaded_parts,
     )
     files = {
         "config.json": _json(config),

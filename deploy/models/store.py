@@ -26,7 +26,7 @@ from proto.codec import from_json
 from proto.errors import ModelError, ProtocolError
 from proto.prepared_model import MANIFEST_VERSION, FileStamp, PreparedModel, file_stamp
 
-PREPARE_VERSION: Final = 6
+PREPARE_VERSION: Final = 7
 """Raise it whenever preparing the same source writes something else than before."""
 
 _HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

@@ -44,7 +44,10 @@ ATTENTION_NAME: Final = "tokend"
 _HEAD_MULTIPLE: Final = 8
 """Numbers: zeros pad heads to a multiple of it, which the C++ kernels need."""
 _PROBE_TOKENS: Final = 2
-_KINDS_OF_LAYERS: Final = ("full_attention", "sliding_attention", "moe", "dense", "sparse")
+_CHUNKED: Final = "chunked_attention"
+_KINDS_OF_LAYERS: Final = (
+    *("full_attention", "sliding_attention", _CHUNKED, "moe", "dense", "sparse"),
+)
 _IGNORED_ARGUMENTS: Final = frozenset(
     {
         "cache_position",
@@ -383,7 +386,7 @@ def spec_of_transformers(
     settings = transformers_config(config)
     if _has_several_models(settings):
         raise refuse("it is made of several models, of which the language model is one")
-    kinds = sorted(set(getattr(settings, "layer_types", None) or ()) - set(_KINDS_OF_LAYERS))
+    kinds = sorted(_layer_kinds(settings) - set(_KINDS_OF_LAYERS))
     if kinds:
         raise refuse(f"layer_types has {', '.join(kinds)}, whose state is not that of KV pages")
     model = _build_of_zeros(config)
@@ -426,11 +429,21 @@ def spec_of_transformers(
     max_position = getattr(settings, "max_position_embeddings", None)
     if type(max_position) is not int or max_position < 1:
         raise refuse("max_position_embeddings is missing")
-    if (longest := _unchanged_rope(settings)) < min(max_model_len or max_position, max_position):
-        raise refuse(
-            "its longrope gives a step with a request of more than "
-            f"{longest} tokens another rotation than others; use --max-model-len {longest}"
-        )
+    for longest, reason in (
+        (
+            _unchanged_rope(settings),
+            "its longrope gives a step with a request of more than {} tokens another rotation than "
+            "others",
+        ),
+        (
+            _longest_of_llama4(settings),
+            "its layers have chunked attention, or queries that grow, in a request of more than {} "
+            "tokens",
+        ),
+    ):
+        if longest < min(max_model_len or max_position, max_position):
+            reason = reason.format(longest)
+            raise refuse(f"{reason}; use --max-model-len {longest}")
     numbers = sum(
         parameter.numel() for _, parameter in model.named_parameters(remove_duplicate=False)
     )
@@ -485,6 +498,19 @@ def _unchanged_rope(settings: Any) -> float:
     return longest
 
 
+def _longest_of_llama4(settings: Any) -> float:
+    """Return the length up to which the layers of Llama 4 attend to all tokens, and all alike.
+
+    Beyond it layers with chunked attention do not, and queries of the others grow.
+    """
+    chunk = settings.attention_chunk_size if _CHUNKED in _layer_kinds(settings) else math.inf
+    return min(chunk, getattr(settings, "floor_scale", math.inf) - 1)
+
+
+def _layer_kinds(settings: Any) -> set[str]:
+    return set(getattr(settings, "layer_types", None) or ())
+
+
 def body_of(model: Any) -> nn.Module:
     """Return the part of a causal language model that gives hidden states."""
     body: nn.Module = model.get_decoder()
@@ -505,6 +531,9 @@ def transformers_config(config: Mapping[str, Any]) -> Any:
     except Exception as error:
         raise ModelError(f"config.json: {error}".splitlines()[0]) from error
     settings.use_cache = False
+    if getattr(settings, "attn_temperature_tuning", False):
+        # Llama 4 would count positions within the step; see _longest_of_llama4.
+        settings.attn_temperature_tuning = False
     return settings
 
 

@@ -13,6 +13,7 @@ import torch
 
 from proto.config import ModelConfig, ParallelConfig, ServeConfig
 from proto.errors import ConfigError, ModelError
+from proto.prepared_model import TensorIndex
 from tests.fakes.prepared_models import prepare, prepare_checkpoint, safetensors_index
 from tests.fakes.tiny_checkpoints import save_tiny
 from tests.fakes.tiny_transformers import MODEL_TYPES, save_tiny_transformers, tiny_config
@@ -46,10 +47,20 @@ def load(
     weight_format: DenseFormat | None = None,
 ) -> TransformersDecoder:
     config = json.loads((checkpoint / "config.json").read_text())
+    index = safetensors_index(*sorted(checkpoint.glob("*.safetensors")))
+    return load_index(checkpoint / "prepared", config, index, dtype, weight_format)
+
+
+def load_index(
+    folder: Path,
+    config: dict[str, Any],
+    index: TensorIndex,
+    dtype: torch.dtype = torch.float32,
+    weight_format: DenseFormat | None = None,
+) -> TransformersDecoder:
     spec = spec_of_transformers(config)
     known = {"vocab_size": spec.vocab_size, "max_position_embeddings": spec.max_position}
-    index = safetensors_index(*sorted(checkpoint.glob("*.safetensors")))
-    prepared = prepare(checkpoint / "prepared", known | config, index)
+    prepared = prepare(folder, known | config, index)
     return load_transformers(
         prepared,
         spec,
@@ -100,9 +111,13 @@ class Batch:
 
 
 def assert_agrees(model_type: str, folder: Path) -> None:
-    """Check greedy tokens in a batch, one prompt in chunks, against transformers alone."""
     model = save_tiny_transformers(model_type, folder)
-    batch = Batch(load(folder))
+    assert_same_tokens(model, load(folder))
+
+
+def assert_same_tokens(model: Any, decoder: TransformersDecoder) -> None:
+    """Check greedy tokens in a batch, one prompt in chunks, against transformers alone."""
+    batch = Batch(decoder)
     batch.run((0, 0, 6))
     steps = [batch.run((0, 6, PROMPTS[0]), (1, 0, PROMPTS[1]))]
     for _ in range(NUM_TOKENS - 1):

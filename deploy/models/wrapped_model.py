@@ -1,0 +1,181 @@
+"""Finds the language model in a folder that wraps it beside a vision or an audio part.
+
+Its config.json has the settings of the language model in a `text_config` (older files: beside
+`vision_config`), and some of them outside. `find` returns the configuration that the language model
+would have in a folder of its own, with the defaults that transformers' configuration classes add.
+`language_tensors` gives its tensors the names that they would have there, decided from the names
+alone:
+
+    in the file                                       here
+    language_model.model.layers.0.mlp.…               model.layers.0.mlp.…
+    model.language_model.embed_tokens.weight          model.embed_tokens.weight
+    language_model.lm_head.weight                     lm_head.weight
+    vision_tower.…, model.visual.…                    left out
+
+So nothing behind these two knows of the other parts.
+"""
+
+import copy
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+
+from deploy.models.prepared_folder import as_model_error
+from deploy.models.quantised_folder import CONFIG_KEYS
+from proto.errors import ModelError, shown
+from proto.prepared_model import FAMILIES, TensorEntry
+
+_GENERATING: Final = ("ForConditionalGeneration", "ForCausalLM")
+"""Endings of the names of architectures with a language head."""
+_TEXT_KEYS: Final = ("text_config", "decoder", "generator")
+"""Where transformers looks for the configuration of a language model."""
+_OUTER_KEYS: Final = ("bos_token_id", "eos_token_id", "auto_map", *CONFIG_KEYS)
+"""Settings of the language model that count where they stand outside of its own configuration."""
+_MROPE_KEYS: Final = ("type", "mrope_section", "mrope_interleaved")
+"""Which of a token's three positions rotates which dimensions; in text the three are equal.
+
+`type` is the older key of `rope_type`, and says "mrope".
+"""
+_BODY: Final = re.compile(r"(.+)\.embed_tokens\.[^.]+")
+_BODY_OF_OPT: Final = "model.decoder"
+
+
+@dataclass(frozen=True)
+class WrappedModel:
+    """A language model in the configuration of a larger one.
+
+    architecture: of the larger one. config: of the language model; its `tie_word_embeddings` holds
+    if the folder has no head, see language_tensors.
+    other_parts: "vision", "audio" and so on.
+    """
+
+    architecture: str
+    config: dict[str, Any]
+    other_parts: tuple[str, ...]
+
+
+def find(config: Mapping[str, Any]) -> WrappedModel | None:
+    """Return the language model in a configuration that wraps one; None for any other.
+
+    Raises ModelError naming what is missing in a configuration that should wrap one, and for a
+    language model whose type neither tokend nor transformers has.
+    """
+    architecture, model_type = _first_architecture(config), config.get("model_type")
+    if not architecture.endswith(_GENERATING) or architecture in FAMILIES:
+        return None
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        return None
+    cls = CONFIG_MAPPING[model_type]
+    keys = [key for key in _TEXT_KEYS if key in cls.sub_configs]
+    if not keys:
+        return None
+    _check_text_config(config, keys[0], architecture)
+    with as_model_error("config.json"):
+        outer = cls.from_dict(cls._decode_special_floats(copy.deepcopy(dict(config))))
+        text = outer.get_text_config(decoder=True)
+        if outer.is_encoder_decoder or text.is_encoder_decoder:
+            return None
+        settings: dict[str, Any] = json.loads(text.to_json_string(use_diff=False))
+    settings = _as_causal_model(settings, architecture)
+    inner = config.get(keys[0]) or {}
+    for key in _OUTER_KEYS:
+        given = [each[key] for each in (config, inner) if each.get(key) is not None]
+        if given:
+            settings[key] = given[0]
+    settings["tie_word_embeddings"] = bool(getattr(outer, "tie_word_embeddings", False))
+    others = (key for key in cls.sub_configs if key not in keys and getattr(outer, key, None))
+    return WrappedModel(
+        architecture, settings, tuple(key.removesuffix("_config") for key in others)
+    )
+
+
+def _first_architecture(config: Mapping[str, Any]) -> str:
+    names = config.get("architectures")
+    first = names[0] if isinstance(names, list) and names else None
+    return first if isinstance(first, str) else ""
+
+
+def _check_text_config(config: Mapping[str, Any], key: str, architecture: str) -> None:
+    """Raise ModelError unless the settings of the language model are there.
+
+    transformers would take those of some model. Older files have them beside the other parts'.
+    """
+    value = config.get(key)
+    if value is None and config.get("num_hidden_layers") is None:
+        raise ModelError(
+            f"config.json has no {key}, where {architecture} has the settings of its language model"
+        )
+    if value is not None and not isinstance(value, Mapping):
+        raise ModelError(f"config.json: {key} = {shown(repr(value))}: an object is needed")
+
+
+def _as_causal_model(settings: dict[str, Any], owner: str) -> dict[str, Any]:
+    """Return the settings of a language model with the architecture that computes it.
+
+    Raises ModelError if there is none.
+    """
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+    model_type = settings.get("model_type")
+    for architecture, family in FAMILIES.items():
+        if model_type in family.wrapped_types:
+            model_types = [name for name, causal in CAUSAL.items() if causal == architecture]
+            ropes = settings.get("rope_parameters") or {}
+            ropes = {key: value for key, value in ropes.items() if key not in _MROPE_KEYS}
+            changes = {"model_type": model_types[0], "rope_parameters": ropes}
+            return settings | changes | {"architectures": [architecture]}
+    if model_type not in CAUSAL:
+        raise ModelError(
+            f"{owner}: its language model has the model_type {shown(repr(model_type))}, which "
+            f"neither tokend nor transformers {transformers.__version__} has as a causal language "
+            "model"
+        )
+    return settings | {"architectures": [CAUSAL[model_type]]}
+
+
+def language_tensors(
+    entries: Iterable[TensorEntry], wrapped: WrappedModel
+) -> tuple[list[TensorEntry], WrappedModel]:
+    """Return the tensors of the language model, and the model with what they say about its head.
+
+    The body of the language model is where there are both `embed_tokens` and `layers.0`; the head
+    is an `lm_head` beside the body or outside of it. A head in the folder is no copy of the
+    embedding, whatever `tie_word_embeddings` says, as in transformers.
+    Raises ModelError unless there is one such body.
+    """
+    entries = list(entries)
+    names = [entry.name for entry in entries]
+    tables = {match[1] for name in names if (match := _BODY.fullmatch(name))}
+    bodies = [
+        body for body in sorted(tables) if any(name.startswith(f"{body}.layers.0.") for name in names)
+    ]
+    if len(bodies) != 1:
+        found = f"{len(bodies)} bodies of one: {', '.join(bodies)}" if bodies else "none"
+        raise ModelError(
+            f"{wrapped.architecture}: the tensors of a language model are PREFIX.embed_tokens and "
+            f"PREFIX.layers.0 with one PREFIX; this folder has {found}"
+        )
+    (body,) = bodies
+    target = _BODY_OF_OPT if body.endswith(".decoder") else "model"
+    parents = body.split(".")
+    outside = (".".join(parents[:depth]) for depth in range(len(parents)))
+    prefixes = {f"{body}.": f"{target}."} | {
+        f"{parent}.lm_head." if parent else "lm_head.": "lm_head." for parent in outside
+    }
+    renamed = [
+        msgspec.structs.replace(entry, name=new + entry.name.removeprefix(old))
+        for entry in entries
+        for old, new in prefixes.items()
+        if entry.name.startswith(old)
+    ]
+    if any(entry.name.startswith("lm_head.") for entry in renamed):
+        config = wrapped.config | {"tie_word_embeddings": False}
+        wrapped = WrappedModel(wrapped.architecture, config, wrapped.other_parts)
+    return renamed, wrapped
