@@ -203,7 +203,7 @@ def _converted_tokenizer(folder: Path) -> bytes:
 
 
 def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
-    """Return the template of the template file, or else of the tokenizer configuration."""
+    """Return the template of a file of its own, or else of the processor's or the tokenizer's."""
     own = folder / "chat_template.jinja"
     try:
         return own.read_text(encoding="utf-8")
@@ -211,8 +211,9 @@ def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | N
         pass  # older folders keep it in a JSON file
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"{own}: {error}") from None
-    legacy = _object(folder / "chat_template.json").get("chat_template")
-    template = legacy if legacy is not None else tokenizer_config.get("chat_template")
+    files = _object(folder / "chat_template.json"), _object(folder / "processor_config.json")
+    given = (settings.get("chat_template") for settings in (*files, tokenizer_config))
+    template = next((each for each in given if each is not None), None)
     if isinstance(template, list):
         named = [entry for entry in template if isinstance(entry, dict)]
         defaults = [entry.get("template") for entry in named if entry.get("name") == "default"]

@@ -514,6 +514,8 @@ def _layer_kinds(settings: Any) -> set[str]:
 def body_of(model: Any) -> nn.Module:
     """Return the part of a causal language model that gives hidden states."""
     body: nn.Module = model.get_decoder()
+    if body is model:  # Llama 4 calls its body otherwise than it says
+        body = next(child for child in model.children() if hasattr(child, "config"))
     return body if hasattr(body, "config") else model.base_model
 
 
