@@ -265,3 +265,12 @@ class PreparedModel(msgspec.Struct, frozen=True, kw_only=True):
     generates: bool = True
     hidden_size: int = 0
     unloaded_parts: tuple[str, ...] = ()
+
+    @property
+    def text_only_notice(self) -> str:
+        """What the source has and nothing reads, in words; "" for a language model alone."""
+        if not self.unloaded_parts:
+            return ""
+        parts = " and ".join(self.unloaded_parts)
+        are = "parts are" if len(self.unloaded_parts) > 1 else "part is"
+        return f"the {parts} {are} not loaded: text only"

@@ -236,7 +236,10 @@ def main() -> int:
         elif not plan.fits:
             print(refusal(plan, config, prepared, device))
         else:
-            print("\n".join((f"{prepared.name} on {device.name}", *plan.table(), "")))
+            title = f"{prepared.name} on {device.name}"
+            if prepared.unloaded_parts:
+                title += f"; {prepared.text_only_notice}"
+            print("\n".join((title, *plan.table(), "")))
             not_estimated = ["  times            not estimated for transformers' code"]
             print("\n".join(not_estimated if times is None else times.lines()))
     except TokendError as error:

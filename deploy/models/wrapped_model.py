@@ -88,7 +88,8 @@ def find(config: Mapping[str, Any]) -> WrappedModel | None:
         given = [each[key] for each in (config, inner) if each.get(key) is not None]
         if given:
             settings[key] = given[0]
-    settings["tie_word_embeddings"] = bool(getattr(outer, "tie_word_embeddings", False))
+    ties = (getattr(each, "tie_word_embeddings", False) for each in (outer, text))
+    settings["tie_word_embeddings"] = any(ties)
     others = (key for key in cls.sub_configs if key not in keys and getattr(outer, key, None))
     return WrappedModel(
         architecture, settings, tuple(key.removesuffix("_config") for key in others)

@@ -1,5 +1,6 @@
 """Tiny random models that wrap a language model, as transformers' own classes save them."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -8,6 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers import PretrainedConfig
+from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.fakes.tiny_model_files import TOKENS, tokenizer_json
@@ -31,6 +33,10 @@ _VISION: Final[dict[str, Any]] = {
     **{"image_size": 28, "patch_size": 14, "vision_output_dim": 32, "projector_output_dim": 32},
     **{"projector_input_dim": 32, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
 }
+_DEFAULT_ROPE: Final = {"rope_type": "default", "rope_theta": 10_000.0}
+_GEMMA4_VISION: Final = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+)
 _KINDS: Final = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 _YARN: Final = {
     "rope_type": "yarn",
@@ -80,12 +86,29 @@ WRAPPED: Final[dict[str, tuple[str, dict[str, Any], dict[str, Any]]]] = {
     ),
     "llava": ("LlavaForConditionalGeneration", {}, {}),
     "aya_vision": ("AyaVisionForConditionalGeneration", _KINDS | {"sliding_window": 7}, {}),
+    "cohere_compass": (
+        "CohereCompassForConditionalGeneration",
+        _KINDS
+        | {
+            "sliding_window": 7,
+            "rope_parameters": {
+                "full_attention": None,
+                "sliding_attention": _DEFAULT_ROPE | {"mrope_section": [4, 2, 2]},
+            },
+        },
+        {},
+    ),
     "idefics3": ("Idefics3ForConditionalGeneration", {}, {}),
     "internvl": ("InternVLForConditionalGeneration", {}, {"tie_word_embeddings": False}),
     "qwen2_5_vl": (
         "Qwen2_5_VLForConditionalGeneration",
-        {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default", "mrope_section": [2, 3, 3]}},
+        {"rope_parameters": _DEFAULT_ROPE | {"mrope_section": [2, 3, 3]}},
         {},
+    ),
+    "qwen2_vl": (
+        "Qwen2VLForConditionalGeneration",
+        {"rope_parameters": _DEFAULT_ROPE | {"mrope_section": [2, 3, 3]}},
+        {"vision_config": {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}},
     ),
     "qwen3_vl": (
         "Qwen3VLForConditionalGeneration",
@@ -98,7 +121,12 @@ WRAPPED: Final[dict[str, tuple[str, dict[str, Any], dict[str, Any]]]] = {
         _KINDS
         | {"sliding_window": 7, "global_head_dim": 32, "num_kv_shared_layers": 1}
         | {"vocab_size_per_layer_input": len(TOKENS), "hidden_size_per_layer_input": 8},
-        {"vision_config": None},
+        {
+            "vision_config": {
+                **{"model_type": "gemma4_vision", "head_dim": 16, "num_key_value_heads": 2},
+                **{key: _VISION[key] for key in _GEMMA4_VISION},
+            }
+        },
     ),
     "llama4": (
         "Llama4ForConditionalGeneration",
@@ -108,11 +136,39 @@ WRAPPED: Final[dict[str, tuple[str, dict[str, Any], dict[str, Any]]]] = {
     "qwen3_5": ("Qwen3_5ForConditionalGeneration", _LINEAR_ATTENTION, {}),
 }
 """model_type (or a variation): class, settings of the language model, settings beside them."""
+MOST_NUMBERS: Final = 30_000_000
 
 
-def wrapped_config(name: str) -> PretrainedConfig:
-    """Return the configuration of a small model."""
-    architecture, of_text, outside = WRAPPED[name]
+def _wrapping_types() -> dict[str, str]:
+    """Return the model types that wrap a language model, with their class."""
+    found = {}
+    for name in dir(modeling_auto):
+        if not name.startswith("MODEL_FOR_") or not name.endswith("_MAPPING_NAMES"):
+            continue
+        for model_type, cls in getattr(modeling_auto, name).items():
+            keys = CONFIG_MAPPING[model_type].sub_configs
+            if "text_config" in keys and str(cls).endswith("ForConditionalGeneration"):
+                found[model_type] = cls
+    return dict(sorted(found.items()))
+
+
+WRAPPING_TYPES: Final = _wrapping_types()
+
+
+def default_json(model_type: str) -> dict[str, Any]:
+    """Return the config.json of a model of this type with all defaults."""
+    config = CONFIG_MAPPING[model_type]()
+    text: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return text | {"architectures": [WRAPPING_TYPES[model_type]]}
+
+
+def _described(name: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    return WRAPPED[name] if name in WRAPPED else (WRAPPING_TYPES[name], {}, {})
+
+
+def wrapped_config(name: str, **changes: Any) -> PretrainedConfig:
+    """Return the configuration of a small model. changes: of its language model."""
+    architecture, of_text, outside = _described(name)
     cls = getattr(transformers, architecture).config_class
     default = cls()
     text = default.get_text_config(decoder=True)
@@ -121,6 +177,7 @@ def wrapped_config(name: str) -> PretrainedConfig:
     of_text = {
         **{key: value for key, value in _TEXT.items() if key in known},
         **of_text,
+        **changes,
         "model_type": model_type,
     }
     parts: dict[str, Any] = {"text_config": of_text}
@@ -133,11 +190,20 @@ def wrapped_config(name: str) -> PretrainedConfig:
     return config
 
 
-def save_wrapped(name: str, folder: Path) -> Any:
-    """Save a random model with a tokenizer; return it as transformers reads it, in float32."""
-    cls = getattr(transformers, WRAPPED[name][0])
+def save_wrapped(name: str, folder: Path, **changes: Any) -> Any:
+    """Save a random model with a tokenizer; return it as transformers reads it, in float32.
+
+    changes: of the settings of its language model. Raises what transformers raises for an impossible
+    configuration, ValueError for a model that is not small.
+    """
+    cls = getattr(transformers, _described(name)[0])
+    config = wrapped_config(name, **changes)
+    with torch.device("meta"):
+        numbers = sum(parameter.numel() for parameter in cls(config).parameters())
+    if numbers > MOST_NUMBERS:
+        raise ValueError(f"its smallest configuration here has {numbers:,} numbers")
     torch.manual_seed(0)
-    model = cls(wrapped_config(name)).float()
+    model = cls(config).float()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -153,7 +219,7 @@ def save_wrapped(name: str, folder: Path) -> Any:
 
 def read_wrapped(name: str, folder: Path) -> Any:
     """Return a saved model as transformers reads it, in float32."""
-    cls = getattr(transformers, WRAPPED[name][0])
+    cls = getattr(transformers, _described(name)[0])
     return cls.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 

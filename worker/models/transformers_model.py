@@ -599,6 +599,8 @@ class _WithoutProducts(TorchFunctionMode):
             return args[0].new_zeros(*args[0].shape[:-1], args[1].shape[0])
         if func in (torch.matmul, torch.Tensor.matmul) and args[1].dim() == 2:
             return args[0].new_zeros(*args[0].shape[:-1], args[1].shape[1])
+        if func in (torch.bmm, torch.Tensor.bmm) and isinstance(args[1], nn.Parameter):
+            return args[0].new_zeros(*args[0].shape[:-1], args[1].shape[2])
         return func(*args, **kwargs or {})
 
 

@@ -30,7 +30,7 @@ from tests.worker.models.test_families import prove_on_one_rank
 from tests.worker.models.test_transformers_model import assert_same_tokens, load_index
 from worker.models.transformers_model import spec_of_transformers
 
-ON_TRANSFORMERS = ("gemma4", "llama4", "qwen3_5")
+ON_TRANSFORMERS = ("cohere_compass", "gemma4", "llama4", "qwen3_5")
 NATIVE = tuple(name for name in WRAPPED if name not in ON_TRANSFORMERS)
 
 
