@@ -59,10 +59,10 @@ class TemplateFacts:
     """What a chat template reads.
 
     names: of its undeclared variables. takes_parts: it iterates over the content parts of a
-    message; without that, content must be text. needs_parts: and never asks whether content is a
-    text, of which it would read the characters as parts. call_id_length: length that the id of a tool call
-    must have, in characters; 0 for any. efforts: of OUTER_EFFORTS, those that it mentions.
-    renders_calls: it reads the calls of a message. joins_arguments: it appends the arguments of a
+    message; without that, content must be text. needs_parts: and it never asks whether content is
+    a text, of which it would read the characters as parts. call_id_length: length that the id of a
+    tool call must have, in characters; 0 for any. efforts: of OUTER_EFFORTS, those that it
+    mentions. renders_calls: it reads the calls of a message. joins_arguments: it appends the arguments of a
     call to text, so they must be text. pairs_texts: it mentions the roles of both messages that a
     reranker reads, the query and a document.
     """

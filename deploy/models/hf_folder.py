@@ -118,9 +118,7 @@ def _used_files(
 ) -> tuple[list[TensorEntry], list[Path]]:
     """Return the tensors with only the files that have one of them, so that no other is mapped."""
     numbers = sorted({entry.file for entry in entries})
-    entries = [
-        msgspec.structs.replace(entry, file=numbers.index(entry.file)) for entry in entries
-    ]
+    entries = [msgspec.structs.replace(entry, file=numbers.index(entry.file)) for entry in entries]
     return entries, [files[number] for number in numbers]
 
 
@@ -134,9 +132,7 @@ def _joined(
             stream.seek(part.offset)
             return stream.read(part.num_bytes)
 
-    joined = quantised_folder.join_parts(
-        quantised_folder.read_scheme(config), entries, read_bytes
-    )
+    joined = quantised_folder.join_parts(quantised_folder.read_scheme(config), entries, read_bytes)
     return TensorIndex("safetensors", tuple(str(path) for path in files), joined)
 
 

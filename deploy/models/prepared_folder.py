@@ -71,7 +71,8 @@ class ModelContents:
     config: Hugging Face style. tokenizer_json: for the `tokenizers` library.
     tokenizer_config: at least bos_token and eos_token where the model has them.
     pooler: how the model pools; None for one that only generates. max_tokens: longest text of a
-        model that pools, if it is shorter than the model's length. unloaded_parts: see PreparedModel.
+        model that pools, if it is shorter than the model's length.
+    unloaded_parts: as in PreparedModel.
     """
 
     config: Mapping[str, Any]

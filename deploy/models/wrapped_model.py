@@ -154,9 +154,8 @@ def language_tensors(
     entries = list(entries)
     names = [entry.name for entry in entries]
     tables = {match[1] for name in names if (match := _BODY.fullmatch(name))}
-    bodies = [
-        body for body in sorted(tables) if any(name.startswith(f"{body}.layers.0.") for name in names)
-    ]
+    layers = {body: f"{body}.layers.0." for body in sorted(tables)}
+    bodies = [body for body in layers if any(name.startswith(layers[body]) for name in names)]
     if len(bodies) != 1:
         found = f"{len(bodies)} bodies of one: {', '.join(bodies)}" if bodies else "none"
         raise ModelError(

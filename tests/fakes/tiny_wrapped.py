@@ -193,8 +193,8 @@ def wrapped_config(name: str, **changes: Any) -> PretrainedConfig:
 def save_wrapped(name: str, folder: Path, **changes: Any) -> Any:
     """Save a random model with a tokenizer; return it as transformers reads it, in float32.
 
-    changes: of the settings of its language model. Raises what transformers raises for an impossible
-    configuration, ValueError for a model that is not small.
+    changes: of the settings of its language model. Raises what transformers raises for a
+    configuration that is not possible, ValueError for a model that is not small.
     """
     cls = getattr(transformers, _described(name)[0])
     config = wrapped_config(name, **changes)

@@ -1,4 +1,4 @@
-"""The suite that makes docs/transformers-models.md: every language model of transformers' registry."""
+"""The suite that makes docs/transformers-models.md: all language models of transformers."""
 
 import textwrap
 from pathlib import Path
@@ -74,19 +74,21 @@ def result_of_wrapped(model_type: str, folder: Path) -> Wrapped:
     except Exception:
         return Wrapped(architecture, "found; transformers makes no tiny model of it here")
     try:
+        contents = hf_folder.read(str(folder), lambda what: None)
+        prepared = folder / "prepared", dict(contents.config), contents.tensors
+        decoder = None if is_native else load_index(*prepared)
+    except ModelError as error:
+        return Wrapped(architecture, reason_of(error))
+    try:
         with torch.inference_mode():
             model(input_ids=torch.tensor([[3, 4, 5]]))
     except Exception:
         return Wrapped(architecture, "found; its class in transformers does not compute text alone")
     try:
-        contents = hf_folder.read(str(folder), lambda what: None)
-        config = dict(contents.config)
-        if is_native:
-            prove_on_one_rank(prepare(folder / "prepared", config, contents.tensors), model)
+        if decoder is None:
+            prove_on_one_rank(prepare(*prepared), model)
         else:
-            assert_same_tokens(model, load_index(folder / "prepared", config, contents.tensors))
-    except ModelError as error:
-        return Wrapped(architecture, reason_of(error))
+            assert_same_tokens(model, decoder)
     except AssertionError:
         return Wrapped(architecture, "differs")
     return Wrapped(architecture, "agrees, on tokend's own code" if is_native else "agrees")

@@ -73,7 +73,7 @@ def test_llama4_is_refused_where_its_chunks_matter(tmp_path: Path) -> None:
 def test_what_is_wrong_with_the_language_model_is_said_of_it(tmp_path: Path) -> None:
     save_wrapped("qwen3_5", tmp_path)
     contents = read(tmp_path)
-    with pytest.raises(ModelError, match="Qwen3_5ForCausalLM cannot run .*linear_attention"):
+    with pytest.raises(ModelError, match=r"Qwen3_5ForCausalLM cannot run .*linear_attention"):
         spec_of_transformers(contents.config)
 
 
@@ -118,9 +118,7 @@ def test_a_head_in_the_folder_is_used_whatever_the_configuration_says(tmp_path: 
     edit_config(tmp_path, tie_word_embeddings=None)
     contents = read(tmp_path)
     assert contents.config["tie_word_embeddings"] is False
-    prove_on_one_rank(
-        prepared(contents, tmp_path / "prepared"), read_wrapped("mistral3", tmp_path)
-    )
+    prove_on_one_rank(prepared(contents, tmp_path / "prepared"), read_wrapped("mistral3", tmp_path))
 
 
 @pytest.mark.parametrize("scheme", ["w4a16 asym", "fp8 one scale", "nf4 nested"])
@@ -141,18 +139,14 @@ def test_quantised_folders(scheme: str, tmp_path: Path) -> None:
     contents = read(folder)
     assert any(entry.parts for entry in contents.tensors.tensors)
     assert "quantization_config" not in contents.config
-    prove_on_one_rank(
-        prepared(contents, tmp_path / "prepared"), read_wrapped("gemma3", plain)
-    )
+    prove_on_one_rank(prepared(contents, tmp_path / "prepared"), read_wrapped("gemma3", plain))
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
     """Change keys of config.json; None removes one."""
     path = folder / "config.json"
     config = json.loads(path.read_text()) | changes
-    path.write_text(
-        json.dumps({key: value for key, value in config.items() if value is not None})
-    )
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
 
 
 GEMMA3_4B: dict[str, Any] = {
