@@ -62,9 +62,9 @@ class TemplateFacts:
     message; without that, content must be text. needs_parts: and it never asks whether content is
     a text, of which it would read the characters as parts. call_id_length: length that the id of a
     tool call must have, in characters; 0 for any. efforts: of OUTER_EFFORTS, those that it
-    mentions. renders_calls: it reads the calls of a message. joins_arguments: it appends the arguments of a
-    call to text, so they must be text. pairs_texts: it mentions the roles of both messages that a
-    reranker reads, the query and a document.
+    mentions. renders_calls: it reads the calls of a message. joins_arguments: it appends the
+    arguments of a call to text, so they must be text. pairs_texts: it mentions the roles of both
+    messages that a reranker reads, the query and a document.
     """
 
     names: frozenset[str] = frozenset()
