@@ -27,8 +27,10 @@ from proto.prepared_model import FAMILIES, TensorEntry, TensorIndex, TensorPart
 
 _MAX_JSON_BYTES: Final = 256 << 20
 _PICKLED: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-_TOKENIZER_FILES: Final = ("tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken")
-"""Older formats, which `transformers` converts."""
+_TOKENIZER_FILES: Final = (
+    *("tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken", "tekken.json"),
+)
+"""Other formats, which `transformers` converts."""
 _CONVERTED_FILES: Final = (*_TOKENIZER_FILES, tiktoken_file.FILE_NAME)
 _PUBLISHED_WITH_CODE: Final = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Phi3ForCausalLM")
 """Folders of these models still name the code from before transformers had the architecture."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from deploy.models import hf_folder, wrapped_model
@@ -19,8 +20,11 @@ from proto.errors import ModelError
 from proto.prepared_model import FAMILIES, PreparedModel
 from tests.fakes.prepared_models import prepare
 from tests.fakes.quantised_checkpoints import SCHEMES, quantise_folder
+from tests.fakes.tiny_model_files import TOKENS, tokenizer_json
+from tests.fakes.tiny_transformers import save_tiny_transformers
 from tests.fakes.tiny_wrapped import (
     WRAPPED,
+    default_json,
     read_wrapped,
     rename_tensors,
     save_wrapped,
@@ -54,6 +58,24 @@ def test_a_family_of_our_own(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["gemma4", "llama4", "gemma3", "ministral3", "qwen3_vl"])
 def test_on_the_code_of_transformers(name: str, tmp_path: Path) -> None:
     model, contents = save_wrapped(name, tmp_path), read(tmp_path)
+    decoder = load_index(tmp_path / "prepared", dict(contents.config), contents.tensors)
+    assert_same_tokens(model, decoder)
+
+
+def test_gemma3n_without_the_package_of_its_vision_part(tmp_path: Path) -> None:
+    """Its class cannot be made without timm, so the folder is made of the text class by hand."""
+    model = save_tiny_transformers("gemma3n_text", tmp_path, vocab_size=len(TOKENS))
+    rename_tensors(tmp_path, lambda name: re.sub("^model", "model.language_model", name))
+    tensors = load_file(tmp_path / "model.safetensors")
+    other = {f"model.{part}.weight": torch.ones(3, 3) for part in ("vision_tower", "embed_audio")}
+    save_file(tensors | other, tmp_path / "model.safetensors")
+    config = default_json("gemma3n")
+    config["text_config"] = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer_json())
+    contents = read(tmp_path)
+    assert contents.unloaded_parts == ("vision", "audio")
+    assert len(contents.tensors.tensors) == len(tensors)
     decoder = load_index(tmp_path / "prepared", dict(contents.config), contents.tensors)
     assert_same_tokens(model, decoder)
 
