@@ -109,6 +109,14 @@ FAMILIES: Final = {
 """The supported architectures of config.json."""
 
 
+TEXT_BODIES: Final = ("glm4v_text", "glm_ocr_text")
+"""`model_type` of language models that transformers has without a head, for models for images.
+
+With a head without a bias they give the logits of the whole model, which is tested; heads of others
+scale them.
+"""
+
+
 def family_of(architecture: str) -> ModelFamily:
     """Return the family of an architecture; raises ModelError for one that is not supported."""
     family = FAMILIES.get(architecture)

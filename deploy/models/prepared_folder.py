@@ -15,7 +15,13 @@ from typing import Any, Final
 from proto.codec import encode, to_json
 from proto.errors import MAX_SHOWN, ModelError, shown
 from proto.pooling import Pooler
-from proto.prepared_model import FAMILIES, PreparedModel, TensorIndex, family_of
+from proto.prepared_model import (
+    FAMILIES,
+    TEXT_BODIES,
+    PreparedModel,
+    TensorIndex,
+    family_of,
+)
 
 _PANIC: Final = "PanicException"
 """Raised by libraries written in Rust; derived from BaseException, and not importable."""
@@ -166,7 +172,8 @@ def architecture_of(config: Mapping[str, Any]) -> str:
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise ModelError("config.json has no valid key `architectures`")
-    if names[0] not in FAMILIES and not _is_known_to_transformers(names[0]):
+    is_body = config.get("model_type") in TEXT_BODIES
+    if names[0] not in FAMILIES and not is_body and not _is_known_to_transformers(names[0]):
         family_of(names[0])
     return names[0]
 

@@ -27,7 +27,7 @@ import msgspec
 from deploy.models.prepared_folder import as_model_error
 from deploy.models.quantised_folder import CONFIG_KEYS
 from proto.errors import ModelError, shown
-from proto.prepared_model import FAMILIES, TensorEntry
+from proto.prepared_model import FAMILIES, TEXT_BODIES, TensorEntry
 
 _GENERATING: Final = ("ForConditionalGeneration", "ForCausalLM")
 """Endings of the names of architectures with a language head."""
@@ -132,6 +132,8 @@ def _as_causal_model(settings: dict[str, Any], owner: str) -> dict[str, Any]:
             ropes = {key: value for key, value in ropes.items() if key not in _MROPE_KEYS}
             changes = {"model_type": model_types[0], "rope_parameters": ropes}
             return settings | changes | {"architectures": [architecture]}
+    if model_type in TEXT_BODIES:
+        return settings | {"architectures": [owner]}
     if model_type not in CAUSAL:
         raise ModelError(
             f"{owner}: its language model has the model_type {shown(repr(model_type))}, which "

@@ -34,6 +34,7 @@ _VISION: Final[dict[str, Any]] = {
     **{"projector_input_dim": 32, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
 }
 _DEFAULT_ROPE: Final = {"rope_type": "default", "rope_theta": 10_000.0}
+_MROPE: Final = {"rope_parameters": _DEFAULT_ROPE | {"mrope_section": [2, 3, 3]}}
 _GEMMA4_VISION: Final = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
 )
@@ -98,16 +99,19 @@ WRAPPED: Final[dict[str, tuple[str, dict[str, Any], dict[str, Any]]]] = {
         },
         {},
     ),
+    "glm4v": ("Glm4vForConditionalGeneration", _MROPE, {}),
+    "glm46v": ("Glm46VForConditionalGeneration", _MROPE, {}),
+    "glm_ocr": ("GlmOcrForConditionalGeneration", _MROPE, {}),
     "idefics3": ("Idefics3ForConditionalGeneration", {}, {}),
     "internvl": ("InternVLForConditionalGeneration", {}, {"tie_word_embeddings": False}),
     "qwen2_5_vl": (
         "Qwen2_5_VLForConditionalGeneration",
-        {"rope_parameters": _DEFAULT_ROPE | {"mrope_section": [2, 3, 3]}},
+        _MROPE,
         {},
     ),
     "qwen2_vl": (
         "Qwen2VLForConditionalGeneration",
-        {"rope_parameters": _DEFAULT_ROPE | {"mrope_section": [2, 3, 3]}},
+        _MROPE,
         {"vision_config": {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}},
     ),
     "qwen3_vl": (

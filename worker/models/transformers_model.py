@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,7 @@ from torch.overrides import TorchFunctionMode
 
 from proto.errors import ModelError
 from proto.lifecycle import ComputeShape
+from proto.prepared_model import TEXT_BODIES
 from worker.attention.base import AttentionBackend, AttentionShape
 from worker.layers.linear import Linear
 from worker.layers.rotary import Rotation
@@ -542,8 +543,13 @@ def transformers_config(config: Mapping[str, Any]) -> Any:
 def model_class(config: Mapping[str, Any]) -> Any:
     """Return transformers' class of a causal language model; raises ModelError for another one."""
     transformers = _import()
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_MAPPING_NAMES,
+    )
 
+    if config.get("model_type") in TEXT_BODIES:
+        return _with_head(getattr(transformers, MODEL_MAPPING_NAMES[config["model_type"]]))
     architecture = config["architectures"][0]
     if architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         raise ModelError(
@@ -551,6 +557,27 @@ def model_class(config: Mapping[str, Any]) -> Any:
             f"{transformers.__version__} has it as a causal language model"
         )
     return getattr(transformers, architecture)
+
+
+def _with_head(body: Any) -> Any:
+    """Return the class of a body in transformers with a head, as a causal language model."""
+    from transformers.modeling_outputs import CausalLMOutput
+
+    class TextModel(body.__base__):  # type: ignore[misc, name-defined]
+        base_model_prefix = "model"
+        config_class = body.config_class
+        _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.model = body(config)
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.post_init()
+
+        def forward(self, **arguments: Any) -> CausalLMOutput:
+            return CausalLMOutput(logits=self.lm_head(self.model(**arguments)[0]))
+
+    return TextModel
 
 
 def _build_of_zeros(config: Mapping[str, Any]) -> Any:

@@ -1,5 +1,6 @@
 """The suite that makes docs/transformers-models.md: all language models of transformers."""
 
+import re
 import textwrap
 from pathlib import Path
 from typing import NamedTuple
@@ -95,7 +96,9 @@ def result_of_wrapped(model_type: str, folder: Path) -> Wrapped:
 
 
 def reason_of(error: ModelError) -> str:
-    return " ".join(str(error).split("transformers: ", 1)[-1].split())
+    """Return the reason without the architecture that it begins with."""
+    text = " ".join(str(error).split("transformers: ", 1)[-1].split())
+    return re.sub(r"^\w+ForConditionalGeneration: ", "", text)
 
 
 def as_document(results: dict[str, str], wrapped: dict[str, Wrapped]) -> str:

@@ -34,7 +34,9 @@ from tests.worker.models.test_families import prove_on_one_rank
 from tests.worker.models.test_transformers_model import assert_same_tokens, load_index
 from worker.models.transformers_model import spec_of_transformers
 
-ON_TRANSFORMERS = ("cohere_compass", "gemma4", "llama4", "qwen3_5")
+ON_TRANSFORMERS = (
+    *("cohere_compass", "gemma4", "glm4v", "glm46v", "glm_ocr", "llama4", "qwen3_5"),
+)
 NATIVE = tuple(name for name in WRAPPED if name not in ON_TRANSFORMERS)
 
 
@@ -55,7 +57,9 @@ def test_a_family_of_our_own(name: str, tmp_path: Path) -> None:
     prove_on_one_rank(prepared(contents, tmp_path / "prepared"), model)
 
 
-@pytest.mark.parametrize("name", ["gemma4", "llama4", "gemma3", "ministral3", "qwen3_vl"])
+@pytest.mark.parametrize(
+    "name", ["gemma4", "llama4", "glm4v", "glm_ocr", "gemma3", "ministral3", "qwen3_vl"]
+)
 def test_on_the_code_of_transformers(name: str, tmp_path: Path) -> None:
     model, contents = save_wrapped(name, tmp_path), read(tmp_path)
     decoder = load_index(tmp_path / "prepared", dict(contents.config), contents.tensors)
