@@ -56,13 +56,14 @@ def read(path: str, report: ProgressCallback) -> ModelContents:
             "code of a model is never run"
         )
     generation = _object(folder / "generation_config.json")
-    entries, files = _entries(folder, config)
+    scheme = quantised_folder.read_scheme(config)  # refuses before a file of weights is opened
+    entries, files = _entries(folder)
     if wrapped is not None:
         report(f"finding the language model of {wrapped.architecture}")
         entries, wrapped = wrapped_model.language_tensors(entries, wrapped)
         entries, files = _used_files(entries, files)
         config = wrapped.config
-    tensors = pooling.joined_to(_joined(config, entries, files))
+    tensors = pooling.joined_to(_joined(scheme, entries, files))
     report("reading the tokenizer")
     tokenizer_json, tokenizer_config = _tokenizer(folder)
     return ModelContents(
@@ -100,9 +101,8 @@ def _object(path: Path, *, required: bool = False) -> dict[str, Any]:
     return value
 
 
-def _entries(folder: Path, config: Mapping[str, Any]) -> tuple[list[TensorEntry], list[Path]]:
+def _entries(folder: Path) -> tuple[list[TensorEntry], list[Path]]:
     """Return all tensors as they are in the files, and the files."""
-    quantised_folder.read_scheme(config)  # refuses before a file of weights is opened
     files = _weight_files(folder)
     entries: list[TensorEntry] = []
     owners: dict[str, str] = {}
@@ -125,7 +125,7 @@ def _used_files(
 
 
 def _joined(
-    config: Mapping[str, Any], entries: Sequence[TensorEntry], files: Sequence[Path]
+    scheme: quantised_folder.Scheme | None, entries: Sequence[TensorEntry], files: Sequence[Path]
 ) -> TensorIndex:
     """Return the index of tensors, in which a quantised weight is one."""
 
@@ -134,7 +134,7 @@ def _joined(
             stream.seek(part.offset)
             return stream.read(part.num_bytes)
 
-    joined = quantised_folder.join_parts(quantised_folder.read_scheme(config), entries, read_bytes)
+    joined = quantised_folder.join_parts(scheme, entries, read_bytes)
     return TensorIndex("safetensors", tuple(str(path) for path in files), joined)
 
 

@@ -18,8 +18,8 @@ So nothing behind these two knows of the other parts.
 import copy
 import json
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import msgspec
@@ -40,7 +40,7 @@ _MROPE_KEYS: Final = ("type", "mrope_section", "mrope_interleaved")
 
 `type` is the older key of `rope_type`, and says "mrope".
 """
-_BODY: Final = re.compile(r"(.+)\.embed_tokens\.[^.]+")
+_EMBEDDING: Final = re.compile(r"(.+)\.embed_tokens\.[^.]+")
 _BODY_OF_OPT: Final = "model.decoder"
 
 
@@ -149,35 +149,40 @@ def language_tensors(
     """Return the tensors of the language model, and the model with what they say about its head.
 
     The body of the language model is where there are both `embed_tokens` and `layers.0`; the head
-    is an `lm_head` beside the body or outside of it. A head in the folder is no copy of the
+    is an `lm_head` there or further outside. A head in the folder is no copy of the
     embedding, whatever `tie_word_embeddings` says, as in transformers.
     Raises ModelError unless there is one such body.
     """
     entries = list(entries)
-    names = [entry.name for entry in entries]
-    tables = {match[1] for name in names if (match := _BODY.fullmatch(name))}
-    layers = {body: f"{body}.layers.0." for body in sorted(tables)}
-    bodies = [body for body in layers if any(name.startswith(layers[body]) for name in names)]
-    if len(bodies) != 1:
-        found = f"{len(bodies)} bodies of one: {', '.join(bodies)}" if bodies else "none"
-        raise ModelError(
-            f"{wrapped.architecture}: the tensors of a language model are PREFIX.embed_tokens and "
-            f"PREFIX.layers.0 with one PREFIX; this folder has {found}"
-        )
-    (body,) = bodies
+    body = _body_of([entry.name for entry in entries], wrapped.architecture)
+    parts = body.split(".")
+    heads = tuple(".".join((*parts[:depth], "lm_head.")) for depth in range(len(parts) + 1))
     target = _BODY_OF_OPT if body.endswith(".decoder") else "model"
-    parents = body.split(".")
-    outside = (".".join(parents[:depth]) for depth in range(len(parents)))
-    prefixes = {f"{body}.": f"{target}."} | {
-        f"{parent}.lm_head." if parent else "lm_head.": "lm_head." for parent in outside
-    }
-    renamed = [
-        msgspec.structs.replace(entry, name=new + entry.name.removeprefix(old))
+
+    def renamed(name: str) -> str:
+        """Return the name in a folder of the language model alone; "" for another part's."""
+        if name.startswith(heads):
+            return name[name.index("lm_head.") :]
+        return target + name.removeprefix(body) if name.startswith(f"{body}.") else ""
+
+    chosen = [
+        msgspec.structs.replace(entry, name=name)
         for entry in entries
-        for old, new in prefixes.items()
-        if entry.name.startswith(old)
+        if (name := renamed(entry.name))
     ]
-    if any(entry.name.startswith("lm_head.") for entry in renamed):
-        config = wrapped.config | {"tie_word_embeddings": False}
-        wrapped = WrappedModel(wrapped.architecture, config, wrapped.other_parts)
-    return renamed, wrapped
+    if any(entry.name.startswith("lm_head.") for entry in chosen):
+        wrapped = replace(wrapped, config=wrapped.config | {"tie_word_embeddings": False})
+    return chosen, wrapped
+
+
+def _body_of(names: Sequence[str], owner: str) -> str:
+    """Return the prefix of a language model's tensors, without its last dot."""
+    tables = {match[1] for name in names if (match := _EMBEDDING.fullmatch(name))}
+    layers = {prefix: f"{prefix}.layers.0." for prefix in sorted(tables)}
+    found = [prefix for prefix in layers if any(name.startswith(layers[prefix]) for name in names)]
+    if len(found) != 1:
+        raise ModelError(
+            f"{owner}: the tensors of a language model are PREFIX.embed_tokens and PREFIX.layers.0 "
+            f"with one PREFIX, which this folder has for {', '.join(found) or 'none'}"
+        )
+    return found[0]
