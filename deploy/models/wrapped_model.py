@@ -73,7 +73,9 @@ def find(config: Mapping[str, Any]) -> WrappedModel | None:
         return None
     cls = CONFIG_MAPPING[model_type]
     keys = [key for key in _TEXT_KEYS if key in cls.sub_configs]
-    if not keys:
+    if not keys or not set(cls.sub_configs) - set(
+        keys
+    ):  # without another part it is something else
         return None
     _check_text_config(config, keys[0], architecture)
     with as_model_error("config.json"):

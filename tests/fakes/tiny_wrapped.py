@@ -1,7 +1,9 @@
 """Tiny random models that wrap a language model, as transformers' own classes save them."""
 
 import json
+import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -140,6 +142,7 @@ WRAPPED: Final[dict[str, tuple[str, dict[str, Any], dict[str, Any]]]] = {
     "qwen3_5": ("Qwen3_5ForConditionalGeneration", _LINEAR_ATTENTION, {}),
 }
 """model_type (or a variation): class, settings of the language model, settings beside them."""
+_SAVED_LAYERS: Final = r"^language_model\.model\.(blocks|encoder\.layers)\."
 MOST_NUMBERS: Final = 30_000_000
 
 
@@ -215,8 +218,8 @@ def save_wrapped(name: str, folder: Path, **changes: Any) -> Any:
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder)
-    # transformers saves Kimi K2.5 with blocks in place of layers, unlike the published folders.
-    rename_tensors(folder, lambda key: key.replace("model.blocks.", "model.layers."))
+    # transformers saves some with other names of layers than the published folders have.
+    rename_tensors(folder, partial(re.sub, _SAVED_LAYERS, "language_model.model.layers."))
     (folder / "tokenizer.json").write_bytes(tokenizer_json())
     return read_wrapped(name, folder)
 

@@ -36,7 +36,8 @@ class Wrapped(NamedTuple):
 @pytest.mark.suite("transformers")
 def test_the_list_of_all_architectures_is_true(tmp_path: Path) -> None:
     """Run every architecture of transformers' registry, and compare with the list in docs."""
-    results = {name: result_of(name, tmp_path / name) for name in MODEL_TYPES}
+    names = [name for name in MODEL_TYPES if name not in WRAPPING_TYPES]
+    results = {name: result_of(name, tmp_path / name) for name in names}
     assert not [name for name, result in results.items() if result == "differs"]
     wrapped = {name: result_of_wrapped(name, tmp_path / f"in {name}") for name in WRAPPING_TYPES}
     assert not [name for name, each in wrapped.items() if each.result == "differs"]

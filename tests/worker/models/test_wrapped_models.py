@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from deploy.models import hf_folder, wrapped_model
 from deploy.models.prepared_folder import ModelContents
@@ -303,6 +304,13 @@ def test_a_configuration_without_a_language_model(
     (tmp_path / "model.safetensors").write_bytes(b"not read")
     with pytest.raises(ModelError, match=re.escape(message)):
         read(tmp_path)
+
+
+def test_a_draft_model_is_not_taken_for_the_language_model_in_it() -> None:
+    """It has a text_config and no other part, and tensors of its own around the language model."""
+    config = CONFIG_MAPPING["gemma4_assistant"](text_config={"hidden_size_per_layer_input": 0})
+    names = {"architectures": ["Gemma4AssistantForCausalLM"]}
+    assert wrapped_model.find(json.loads(config.to_json_string()) | names) is None
 
 
 @pytest.mark.parametrize(
