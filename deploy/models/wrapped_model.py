@@ -73,9 +73,8 @@ def find(config: Mapping[str, Any]) -> WrappedModel | None:
         return None
     cls = CONFIG_MAPPING[model_type]
     keys = [key for key in _TEXT_KEYS if key in cls.sub_configs]
-    if not keys or not set(cls.sub_configs) - set(
-        keys
-    ):  # without another part it is something else
+    others = [key for key in cls.sub_configs if key not in keys]
+    if not keys or not others:  # a model around a language model alone is something else
         return None
     _check_text_config(config, keys[0], architecture)
     with as_model_error("config.json"):
@@ -92,10 +91,8 @@ def find(config: Mapping[str, Any]) -> WrappedModel | None:
             settings[key] = given[0]
     ties = (getattr(each, "tie_word_embeddings", False) for each in (outer, text))
     settings["tie_word_embeddings"] = any(ties)
-    others = (key for key in cls.sub_configs if key not in keys and getattr(outer, key, None))
-    return WrappedModel(
-        architecture, settings, tuple(key.removesuffix("_config") for key in others)
-    )
+    parts = (key.removesuffix("_config") for key in others if getattr(outer, key, None))
+    return WrappedModel(architecture, settings, tuple(parts))
 
 
 def _first_architecture(config: Mapping[str, Any]) -> str:
