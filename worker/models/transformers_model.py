@@ -549,7 +549,8 @@ def model_class(config: Mapping[str, Any]) -> Any:
     )
 
     if config.get("model_type") in TEXT_BODIES:
-        return _with_head(getattr(transformers, MODEL_MAPPING_NAMES[config["model_type"]]))
+        body = str(MODEL_MAPPING_NAMES[config["model_type"]])
+        return _with_head(getattr(transformers, body))
     architecture = config["architectures"][0]
     if architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         raise ModelError(
@@ -563,7 +564,7 @@ def _with_head(body: Any) -> Any:
     """Return the class of a body in transformers with a head, as a causal language model."""
     from transformers.modeling_outputs import CausalLMOutput
 
-    class TextModel(body.__base__):  # type: ignore[misc, name-defined]
+    class TextModel(body.__base__):  # type: ignore[misc]
         base_model_prefix = "model"
         config_class = body.config_class
         _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
