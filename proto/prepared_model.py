@@ -34,13 +34,15 @@ class ModelFamily(NamedTuple):
 
     module: of `worker.models`. gguf: the name of the architecture in GGUF files; "" if these are
     not supported. models: those that have it, for people. is_encoder: it attends in both directions
-    and only pools.
+    and only pools. wrapped_types: `model_type` of language models inside models for images that
+    have this arithmetic for text, beside the `model_type` of the architecture itself.
     """
 
     module: str
     gguf: str
     models: str
     is_encoder: bool = False
+    wrapped_types: tuple[str, ...] = ()
 
 
 FAMILIES: Final = {
@@ -52,12 +54,12 @@ FAMILIES: Final = {
         "deepseek2", "deepseek2", "DeepSeek-V2, V2.5, V2-Lite, Coder-V2"
     ),
     "DeepseekV3ForCausalLM": ModelFamily(
-        "deepseek3", "deepseek2", "DeepSeek-V3, R1, V3.1, Kimi K2"
+        "deepseek3", "deepseek2", "DeepSeek-V3, R1, V3.1, Kimi K2, K2.5"
     ),
     "Ernie4_5ForCausalLM": ModelFamily("ernie45", "ernie4_5", "ERNIE 4.5 0.3B"),
     "Exaone4ForCausalLM": ModelFamily("exaone4", "exaone4", "EXAONE 4"),
     "Gemma2ForCausalLM": ModelFamily("gemma2", "gemma2", "Gemma 2"),
-    "Gemma3ForCausalLM": ModelFamily("gemma3", "gemma3", "Gemma 3, text only; EmbeddingGemma"),
+    "Gemma3ForCausalLM": ModelFamily("gemma3", "gemma3", "Gemma 3, EmbeddingGemma"),
     "GlmForCausalLM": ModelFamily("glm", "chatglm", "GLM-4-9B in transformers' form"),
     "Glm4ForCausalLM": ModelFamily("glm4", "glm4", "GLM-4-0414"),
     "Glm4MoeForCausalLM": ModelFamily("glm4moe", "glm4moe", "GLM-4.5, GLM-4.5-Air, GLM-4.6"),
@@ -71,7 +73,7 @@ FAMILIES: Final = {
         "llama", "llama", "Llama 1 to 3.3, SmolLM 2 and other models of that architecture"
     ),
     "MinistralForCausalLM": ModelFamily("ministral", "llama", "Ministral 8B with windows"),
-    "Ministral3ForCausalLM": ModelFamily("ministral3", "mistral3", "Ministral 3, text only"),
+    "Ministral3ForCausalLM": ModelFamily("ministral3", "mistral3", "Ministral 3"),
     "MistralForCausalLM": ModelFamily(
         "mistral", "llama", "Mistral 7B, Nemo, Small, Large, Ministral"
     ),
@@ -83,9 +85,16 @@ FAMILIES: Final = {
     "Olmo3ForCausalLM": ModelFamily("olmo3", "olmo2", "OLMo 3"),
     "OlmoeForCausalLM": ModelFamily("olmoe", "olmoe", "OLMoE-1B-7B"),
     "Phi3ForCausalLM": ModelFamily("phi3", "phi3", "Phi-3, Phi-3.5, Phi-4, Phi-4-mini"),
-    "Qwen2ForCausalLM": ModelFamily("qwen2", "qwen2", "Qwen2, Qwen2.5, QwQ"),
+    "Qwen2ForCausalLM": ModelFamily(
+        "qwen2",
+        "qwen2",
+        "Qwen2, Qwen2.5, QwQ, Qwen2-VL, Qwen2.5-VL",
+        wrapped_types=("qwen2_vl_text", "qwen2_5_vl_text"),
+    ),
     "Qwen2MoeForCausalLM": ModelFamily("qwen2moe", "qwen2moe", "Qwen1.5-MoE, Qwen2-57B-A14B"),
-    "Qwen3ForCausalLM": ModelFamily("qwen3", "qwen3", "Qwen3"),
+    "Qwen3ForCausalLM": ModelFamily(
+        "qwen3", "qwen3", "Qwen3, Qwen3-VL", wrapped_types=("qwen3_vl_text",)
+    ),
     "Qwen3MoeForCausalLM": ModelFamily(
         "qwen3moe", "qwen3moe", "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder"
     ),
@@ -105,6 +114,14 @@ FAMILIES: Final = {
 """The supported architectures of config.json."""
 
 
+TEXT_BODIES: Final = ("glm4v_text", "glm_ocr_text")
+"""`model_type` of language models that transformers has without a head, for models for images.
+
+With a head without a bias they give the logits of the whole model, which is tested; heads of others
+scale them.
+"""
+
+
 def family_of(architecture: str) -> ModelFamily:
     """Return the family of an architecture; raises ModelError for one that is not supported."""
     family = FAMILIES.get(architecture)
@@ -116,7 +133,7 @@ def family_of(architecture: str) -> ModelFamily:
 
 
 def supported_models() -> list[str]:
-    """Return the table of supported architectures in Markdown, a line each."""
+    """Return the table of supported architectures in Markdown, and what it omits, a line each."""
     head = ("Models", "Architecture in config.json", "In GGUF files")
     rows = [
         (family.models, architecture, family.gguf or "–")
@@ -125,7 +142,15 @@ def supported_models() -> list[str]:
     rows.sort(key=lambda row: row[0].lower())
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
     lines = (head, tuple("-" * width for width in widths), *rows)
-    return [f"| {' | '.join(map(str.ljust, line, widths))} |" for line in lines]
+    table = [f"| {' | '.join(map(str.ljust, line, widths))} |" for line in lines]
+    return [*table, "", *_WRAPPED.splitlines()]
+
+
+_WRAPPED: Final = """\
+A folder in which one of these stands beside a vision or an audio part loads as the language model
+alone, for text (`...ForConditionalGeneration` with a `text_config`: Gemma 3 from 4B, Mistral
+Small 3.1, Ministral 3, LLaVA, Idefics 3, InternVL, Qwen2-VL to Qwen3-VL, Kimi K2.5 and others)."""
+"""Below the table."""
 
 
 class TensorPart(msgspec.Struct, array_like=True, frozen=True):
@@ -240,6 +265,7 @@ class PreparedModel(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tokens at which generation ends by default.
     pooler: how the model pools, if its folder says so; None for a model that only generates.
     generates: whether it has a language head. hidden_size: numbers of a hidden state.
+    unloaded_parts: what the source has beside this language model, such as "vision".
     weights_sample: hex digest of names, types, shapes and some bytes of all tensors. It tells
         models apart, but not two states of an edited one; part of the fingerprint of KV that ends
         with the process.
@@ -259,3 +285,13 @@ class PreparedModel(msgspec.Struct, frozen=True, kw_only=True):
     pooler: Pooler | None = None
     generates: bool = True
     hidden_size: int = 0
+    unloaded_parts: tuple[str, ...] = ()
+
+    @property
+    def text_only_notice(self) -> str:
+        """What the source has and nothing reads, in words; "" for a language model alone."""
+        if not self.unloaded_parts:
+            return ""
+        parts = " and ".join(self.unloaded_parts)
+        are = "parts are" if len(self.unloaded_parts) > 1 else "part is"
+        return f"the {parts} {are} not loaded: text only"

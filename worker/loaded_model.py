@@ -146,6 +146,8 @@ def load(
             raise error
         logger.warning("%s", error)
     logger.info("loading %s as %s", prepared.name, str(dtype).removeprefix("torch."))
+    if prepared.unloaded_parts and group.rank == 0:
+        logger.info("%s: %s", prepared.name, prepared.text_only_notice)
     if not is_cuda(device) and (placement := memory_placement()) is not None:
         logger.info("%s", placement)
     whole = model_spec(prepared, config)

@@ -313,7 +313,10 @@ def main() -> int:
         elif not plan.fits:
             print(refusal(plan, config, prepared, device))
         else:
-            print("\n".join((f"{prepared.name} on {device.name}", *plan.table(), "")))
+            title = f"{prepared.name} on {device.name}"
+            if prepared.unloaded_parts:
+                title += f"; {prepared.text_only_notice}"
+            print("\n".join((title, *plan.table(), "")))
             lines = [f"  times            not estimated for {not_estimated}"]
             print("\n".join(lines if times is None else times.lines()))
     except TokendError as error:

@@ -34,7 +34,13 @@ from api_server.protocol.encoder import (
     usage_object,
     with_usage,
 )
-from api_server.protocol.fields import MESSAGE_NEUTRAL, PART_NEUTRAL, given_fields, ignored_of
+from api_server.protocol.fields import (
+    MESSAGE_NEUTRAL,
+    PART_NEUTRAL,
+    given_fields,
+    ignored_of,
+    no_text,
+)
 from api_server.protocol.tools import ToolFields
 from api_server.request_stream import Delta, RequestStream, Usage
 from api_server.text.logprobs import chat_logprobs
@@ -61,8 +67,10 @@ def _content_parts(content: Any, info: ValidationInfo) -> Any:
             parts.append({"type": "text", "text": part})
             continue
         kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            raise ValueError(no_text(kind))
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise ValueError("takes a string or parts of type text; no other parts yet")
+            raise ValueError("takes a string or parts with the type text and a string as text")
         where = "messages.content."
         try:
             fields = given_fields(part, ("type", "text"), PART_NEUTRAL, ignored_of(info), where)
@@ -191,16 +199,19 @@ class Message(Strict):
             raise ValueError("only messages of the role tool have a tool_call_id")
         return self
 
-    def for_template(self, *, takes_parts: bool) -> dict[str, Any]:
+    def for_template(self, *, takes_parts: bool, needs_parts: bool = False) -> dict[str, Any]:
         """Return the message for a chat template, with only the fields that were given.
 
         takes_parts: keep a list of content parts; otherwise join their texts by line breaks.
+        needs_parts: make a list of a text.
         """
         fields = self.model_dump(exclude_none=True)
         if not self.tool_calls:
             del fields["tool_calls"]  # templates test whether the field exists
         if not takes_parts and isinstance(self.content, list):
             fields["content"] = "\n".join(part.text for part in self.content)
+        if needs_parts and isinstance(self.content, str):
+            fields["content"] = [{"type": "text", "text": self.content}]
         return fields
 
 

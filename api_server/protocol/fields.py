@@ -23,6 +23,11 @@ def media_placeholder(kind: str) -> str:
     return f"[{kind}: not shown, only text can be read here]"
 
 
+def no_text(kind: object) -> str:
+    """Return the reason why a part of this type, such as an image, is refused in a message."""
+    return f"takes text only: this model reads no part of the type {shown(kind)}"
+
+
 class IgnoredFields:
     """Names of ignored fields in their order, without repetition, for a response header.
 

@@ -84,7 +84,10 @@ def build_conversation(
         )
     if request.documents and "documents" not in facts.names:
         raise InvalidRequestError("the model's chat template knows no documents", "documents")
-    messages = [message.for_template(takes_parts=facts.takes_parts) for message in request.messages]
+    messages = [
+        message.for_template(takes_parts=facts.takes_parts, needs_parts=facts.needs_parts)
+        for message in request.messages
+    ]
     return Conversation(
         messages=with_call_ids_of_length(messages, facts.call_id_length),
         tools=tools,

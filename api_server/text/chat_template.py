@@ -59,15 +59,17 @@ class TemplateFacts:
     """What a chat template reads.
 
     names: of its undeclared variables. takes_parts: it iterates over the content parts of a
-    message; without that, content must be text. call_id_length: length that the id of a tool call
-    must have, in characters; 0 for any. efforts: of OUTER_EFFORTS, those that it mentions.
-    renders_calls: it reads the calls of a message. joins_arguments: it appends the arguments of a
-    call to text, so they must be text. pairs_texts: it mentions the roles of both messages that a
-    reranker reads, the query and a document.
+    message; without that, content must be text. needs_parts: and it never asks whether content is
+    a text, of which it would read the characters as parts. call_id_length: length that the id of a
+    tool call must have, in characters; 0 for any. efforts: of OUTER_EFFORTS, those that it
+    mentions. renders_calls: it reads the calls of a message. joins_arguments: it appends the
+    arguments of a call to text, so they must be text. pairs_texts: it mentions the roles of both
+    messages that a reranker reads, the query and a document.
     """
 
     names: frozenset[str] = frozenset()
     takes_parts: bool = False
+    needs_parts: bool = False
     call_id_length: int = 0
     efforts: frozenset[str] = frozenset()
     renders_calls: bool = False
@@ -77,9 +79,11 @@ class TemplateFacts:
 
 def template_facts(template: nodes.Template) -> TemplateFacts:
     strings = {constant.value for constant in template.find_all(nodes.Const)}
+    takes_parts = _iterates_over_content(template)
     return TemplateFacts(
         names=frozenset(meta.find_undeclared_variables(template)),
-        takes_parts=_iterates_over_content(template),
+        takes_parts=takes_parts,
+        needs_parts=takes_parts and not any(map(_asks_for_text, template.find_all(nodes.Test))),
         call_id_length=_call_id_length(template),
         efforts=frozenset(OUTER_EFFORTS & strings),
         renders_calls=any(_is_member(node, ("tool_calls",)) for node in _members(template)),
@@ -101,13 +105,27 @@ def _iterates_over_content(template: nodes.Template) -> bool:
     """Return whether a template loops over `message.content`, directly or through a variable.
 
     Examples: `{% for part in message['content'] %}`; `{% set content = message.content %}` and
-    then `{% for part in content %}`; the same in a macro with a parameter `content`.
+    then `{% for part in content %}`; the same in a macro with a parameter `content`; the same
+    through a filter, as `message['content'] | selectattr('type', 'equalto', 'text')`.
     """
     variables = {"content"}
     for assignment in template.find_all(nodes.Assign):
         if isinstance(assignment.target, nodes.Name) and _is_content(assignment.node, variables):
             variables.add(assignment.target.name)
-    return any(_is_content(loop.iter, variables) for loop in template.find_all(nodes.For))
+    return any(
+        _is_content(_unfiltered(loop.iter), variables) for loop in template.find_all(nodes.For)
+    )
+
+
+def _unfiltered(node: nodes.Node | None) -> nodes.Node | None:
+    """Return what filters that choose parts of a list are applied to."""
+    while isinstance(node, nodes.Filter) and node.name in ("selectattr", "rejectattr", "list"):
+        node = node.node
+    return node
+
+
+def _asks_for_text(test: nodes.Test) -> bool:
+    return test.name in ("string", "sequence", "iterable", "mapping")
 
 
 def _call_id_length(template: nodes.Template) -> int:
@@ -135,7 +153,7 @@ def _is_member(node: nodes.Node | None, names: Sequence[str]) -> bool:
     return False
 
 
-def _is_content(node: nodes.Node, variables: set[str]) -> bool:
+def _is_content(node: nodes.Node | None, variables: set[str]) -> bool:
     if isinstance(node, nodes.Name):
         return node.name in variables
     return _is_member(node, ("content",))

@@ -1,16 +1,19 @@
 """Reads a Hugging Face folder: config.json, safetensors files, tokenizer.
 
 Only data is read, never code of the folder: neither modules named by `auto_map` nor pickled files.
-The weights are not copied; the tensor index refers to their files.
+The weights are not copied; the tensor index refers to their files. Of a folder that has a language
+model beside a vision or an audio part, the language model is read (wrapped_model.py).
 """
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from deploy.models import quantised_folder, safetensors_header, tiktoken_file
+import msgspec
+
+from deploy.models import quantised_folder, safetensors_header, tiktoken_file, wrapped_model
 from deploy.models.pooler_files import family_architecture, read_pooler
 from deploy.models.prepared_folder import (
     ModelContents,
@@ -20,12 +23,14 @@ from deploy.models.prepared_folder import (
     is_token_id,
 )
 from proto.errors import ModelError, shown
-from proto.prepared_model import FAMILIES, TensorIndex, TensorPart
+from proto.prepared_model import FAMILIES, TensorEntry, TensorIndex, TensorPart
 
 _MAX_JSON_BYTES: Final = 256 << 20
 _PICKLED: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-_TOKENIZER_FILES: Final = ("tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken")
-"""Older formats, which `transformers` converts."""
+_TOKENIZER_FILES: Final = (
+    *("tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken", "tekken.json"),
+)
+"""Other formats, which `transformers` converts."""
 _CONVERTED_FILES: Final = (*_TOKENIZER_FILES, tiktoken_file.FILE_NAME)
 _PUBLISHED_WITH_CODE: Final = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Phi3ForCausalLM")
 """Folders of these models still name the code from before transformers had the architecture."""
@@ -37,6 +42,9 @@ def read(path: str, report: ProgressCallback) -> ModelContents:
     folder = Path(path)
     report("reading headers")
     config = _object(folder / "config.json", required=True)
+    wrapped = wrapped_model.find(config)
+    if wrapped is not None:
+        config = wrapped.config
     # First: what else is missing does not matter for another architecture.
     pooling = read_pooler(folder, config)
     if (family := family_architecture(config)) in FAMILIES:
@@ -48,7 +56,14 @@ def read(path: str, report: ProgressCallback) -> ModelContents:
             "code of a model is never run"
         )
     generation = _object(folder / "generation_config.json")
-    tensors = pooling.joined_to(_tensors(folder, config))
+    scheme = quantised_folder.read_scheme(config)  # refuses before a file of weights is opened
+    entries, files = _entries(folder)
+    if wrapped is not None:
+        report(f"finding the language model of {wrapped.architecture}")
+        entries, wrapped = wrapped_model.language_tensors(entries, wrapped)
+        entries, files = _used_files(entries, files)
+        config = wrapped.config
+    tensors = pooling.joined_to(_joined(scheme, entries, files))
     report("reading the tokenizer")
     tokenizer_json, tokenizer_config = _tokenizer(folder)
     return ModelContents(
@@ -61,6 +76,7 @@ def read(path: str, report: ProgressCallback) -> ModelContents:
         bos_token_id=_first_token(generation, config),
         pooler=pooling.pooler,
         max_tokens=pooling.max_tokens,
+        unloaded_parts=() if wrapped is None else wrapped.other_parts,
     )
 
 
@@ -85,10 +101,10 @@ def _object(path: Path, *, required: bool = False) -> dict[str, Any]:
     return value
 
 
-def _tensors(folder: Path, config: Mapping[str, Any]) -> TensorIndex:
-    scheme = quantised_folder.read_scheme(config)  # refuses before a file of weights is opened
+def _entries(folder: Path) -> tuple[list[TensorEntry], list[Path]]:
+    """Return all tensors as they are in the files, and the files."""
     files = _weight_files(folder)
-    entries = []
+    entries: list[TensorEntry] = []
     owners: dict[str, str] = {}
     for number, path in enumerate(files):
         for entry in safetensors_header.read(str(path), number):
@@ -96,6 +112,22 @@ def _tensors(folder: Path, config: Mapping[str, Any]) -> TensorIndex:
                 raise ModelError(f"{entry.name} is in {owners[entry.name]} and in {path.name}")
             owners[entry.name] = path.name
             entries.append(entry)
+    return entries, files
+
+
+def _used_files(
+    entries: Sequence[TensorEntry], files: Sequence[Path]
+) -> tuple[list[TensorEntry], list[Path]]:
+    """Return the tensors with only the files that have one of them, so that no other is mapped."""
+    numbers = sorted({entry.file for entry in entries})
+    entries = [msgspec.structs.replace(entry, file=numbers.index(entry.file)) for entry in entries]
+    return entries, [files[number] for number in numbers]
+
+
+def _joined(
+    scheme: quantised_folder.Scheme | None, entries: Sequence[TensorEntry], files: Sequence[Path]
+) -> TensorIndex:
+    """Return the index of tensors, in which a quantised weight is one."""
 
     def read_bytes(part: TensorPart) -> bytes:
         with files[part.file].open("rb") as stream:
@@ -169,7 +201,7 @@ def _converted_tokenizer(folder: Path) -> bytes:
 
 
 def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
-    """Return the template of the template file, or else of the tokenizer configuration."""
+    """Return the template of a file of its own, or else of the processor's or the tokenizer's."""
     own = folder / "chat_template.jinja"
     try:
         return own.read_text(encoding="utf-8")
@@ -177,8 +209,9 @@ def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | N
         pass  # older folders keep it in a JSON file
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"{own}: {error}") from None
-    legacy = _object(folder / "chat_template.json").get("chat_template")
-    template = legacy if legacy is not None else tokenizer_config.get("chat_template")
+    files = _object(folder / "chat_template.json"), _object(folder / "processor_config.json")
+    given = (settings.get("chat_template") for settings in (*files, tokenizer_config))
+    template = next((each for each in given if each is not None), None)
     if isinstance(template, list):
         named = [entry for entry in template if isinstance(entry, dict)]
         defaults = [entry.get("template") for entry in named if entry.get("name") == "default"]

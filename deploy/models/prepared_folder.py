@@ -15,7 +15,13 @@ from typing import Any, Final
 from proto.codec import encode, to_json
 from proto.errors import MAX_SHOWN, ModelError, shown
 from proto.pooling import Pooler
-from proto.prepared_model import FAMILIES, PreparedModel, TensorIndex, family_of
+from proto.prepared_model import (
+    FAMILIES,
+    TEXT_BODIES,
+    PreparedModel,
+    TensorIndex,
+    family_of,
+)
 
 _PANIC: Final = "PanicException"
 """Raised by libraries written in Rust; derived from BaseException, and not importable."""
@@ -72,6 +78,7 @@ class ModelContents:
     tokenizer_config: at least bos_token and eos_token where the model has them.
     pooler: how the model pools; None for one that only generates. max_tokens: longest text of a
         model that pools, if it is shorter than the model's length.
+    unloaded_parts: as in PreparedModel.
     """
 
     config: Mapping[str, Any]
@@ -83,6 +90,7 @@ class ModelContents:
     bos_token_id: int | None = field(default=None)
     pooler: Pooler | None = None
     max_tokens: int | None = None
+    unloaded_parts: tuple[str, ...] = ()
 
 
 def write(
@@ -109,6 +117,7 @@ def write(
         pooler=contents.pooler,
         generates=contents.pooler is None or contents.pooler.generates,
         hidden_size=_hidden_size(config),
+        unloaded_parts=contents.unloaded_parts,
     )
     files = {
         "config.json": _json(config),
@@ -163,7 +172,8 @@ def architecture_of(config: Mapping[str, Any]) -> str:
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise ModelError("config.json has no valid key `architectures`")
-    if names[0] not in FAMILIES and not _is_known_to_transformers(names[0]):
+    is_body = config.get("model_type") in TEXT_BODIES
+    if names[0] not in FAMILIES and not is_body and not _is_known_to_transformers(names[0]):
         family_of(names[0])
     return names[0]
 

@@ -191,7 +191,6 @@ async def test_a_base_model_refuses_chats(start, scripted, tokenizer, tmp_path):
             "messages",
         ),
         ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages"),
         ([{"role": "user", "content": "x", "reasoning": "y"}], "messages"),
     ],
@@ -204,6 +203,19 @@ async def test_bad_messages(start, scripted, messages, param):
         )
         assert response.status_code == 400, response.text
         assert response.json()["error"]["param"] == param
+        assert front_end.engine.requests.empty()
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "video_url", "file"])
+async def test_media_are_refused_because_models_read_text_only(start, scripted, kind):
+    async with start(scripted("Hi")) as front_end:
+        content = [{"type": "text", "text": "What is this?"}, {"type": kind, kind: {}}]
+        messages = [{"role": "user", "content": content}]
+        response = await front_end.http.post(PATH, json={"messages": messages})
+        assert response.status_code == 400, response.text
+        error = response.json()["error"]
+        assert error["param"] == "messages"
+        assert f"takes text only: this model reads no part of the type {kind}" in error["message"]
         assert front_end.engine.requests.empty()
 
 

@@ -367,7 +367,10 @@ async def test_token_counts_are_exact_without_the_engine(start, scripted):
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
         ({"messages": [*USER, {"role": "user"}]}, "messages.1.content"),
         ({"messages": [{"role": "user", "content": [5]}]}, "messages.0.content.0"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "image"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "takes text only: this model reads no part of the type image",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "document"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages.0.content: holds half"),

@@ -296,7 +296,7 @@ async def test_errors_of_the_engine_name_fields_of_this_api(start):
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
             "input",
-            "input[0].content[0]",
+            "content[0]: takes text only: this model reads no part of the type input_image",
         ),
         ({"input": [{"type": "function_call", "name": "x"}]}, "input", "input[0].arguments"),
         ({"input": [{"type": "function_call_output", "call_id": "x"}]}, "input", "output"),

@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from api_server.protocol.chat import ChatCompletionRequest
+from api_server.protocol.fields import IgnoredFields
+from api_server.text.chat_prompt import build_conversation
 from api_server.text.chat_template import ChatTemplate, Conversation
 from proto.errors import InvalidRequestError
 
@@ -199,6 +202,7 @@ def test_features_of_a_template_are_detected(
     facts = compiled(name).facts
     assert ("tools" in facts.names) is knows_tools
     assert facts.takes_parts is takes_parts
+    assert not facts.needs_parts
     assert ("documents" in facts.names) is (name == "documents")
     assert ("enable_thinking" in facts.names) is (name == "qwen3")
     assert facts.renders_calls is (knows_tools or name == "deepseek_r1")
@@ -214,10 +218,33 @@ def test_features_of_a_template_are_detected(
         "{% for part in text %}{{ part.text }}{% endfor %}{% endfor %}",
         "{% macro show(content) %}{% for p in content %}{{ p.text }}{% endfor %}{% endmacro %}"
         "{% for m in messages %}{{ show(m.content) }}{% endfor %}",
+        "{% for m in messages %}{% for part in m['content'] | selectattr('type', 'equalto', 'text')"
+        " %}{{ part['text'] }}{% endfor %}{% endfor %}",
     ],
 )
 def test_templates_that_iterate_over_content_parts_are_detected(source: str) -> None:
     assert ChatTemplate(source, {}).facts.takes_parts
+
+
+PARTS_ONLY = (
+    "{% for m in messages %}{{ m['role'] | capitalize }}"
+    "{{ ':' if m['content'][0]['type'] == 'image' else ': ' }}"
+    "{% for part in m['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{{ '\n' }}{% endfor %}"
+)
+"""In the form of SmolVLM's, which would read the characters of a text as parts."""
+
+
+def test_a_template_that_knows_only_parts_gets_parts() -> None:
+    template = ChatTemplate(PARTS_ONLY, SPECIALS)
+    messages = [
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": [{"type": "text", "text": "Hi"}]},
+        {"role": "user", "content": "And?"},
+    ]
+    request = ChatCompletionRequest(model="m", messages=messages)
+    conversation = build_conversation(request, template.facts, IgnoredFields())
+    assert template.render(conversation) == "User: Hello\nAssistant: Hi\nUser: And?\n"
 
 
 @pytest.mark.parametrize(

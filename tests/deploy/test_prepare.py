@@ -1,5 +1,6 @@
 """Preparing models: content of the folder, when it is redone, and refused models."""
 
+import base64
 import contextlib
 import json
 import os
@@ -357,6 +358,33 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
     assert folder_refusal(tmp_path).startswith(expected)
     (tmp_path / "vocab.json").write_text("{}")
     assert "its tokenizer cannot be converted: " in folder_refusal(tmp_path)
+
+
+def test_a_folder_with_the_tokenizer_of_mistral(tmp_path: Path) -> None:
+    """tekken.json: special tokens have the first ids, then come the ranks; pieces by its regex."""
+    tokens = [*(bytes([byte]) for byte in range(256)), b"th", b"the", b" a", b" the"]
+    vocabulary = [
+        {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": None}
+        for rank, token in enumerate(tokens)
+    ]
+    names = ("<unk>", "<s>", "</s>", "[INST]")
+    special = [
+        {"rank": rank, "token_str": name, "is_control": True} for rank, name in enumerate(names)
+    ]
+    sizes = {"num_vocab_tokens": len(tokens), "default_vocab_size": len(tokens) + 10}
+    settings = {"pattern": r"\s?\p{L}+|\s", "default_num_special_tokens": 10, "version": "v11"}
+    write_folder(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "tekken.json").write_text(
+        json.dumps({"config": settings | sizes, "vocab": vocabulary, "special_tokens": special})
+    )
+    contents = hf_folder.read(str(tmp_path), silent)
+    tokenizer = Tokenizer.from_str(contents.tokenizer_json.decode())
+    expected = [10 + tokens.index(token) for token in (b"the", b" a", b" the", b" ", b"h")]
+    ids = tokenizer.encode("[INST]the a the h", add_special_tokens=False).ids
+    assert ids == [names.index("[INST]"), *expected]
+    assert tokenizer.decode(ids[1:]) == "the a the h"
 
 
 @pytest.mark.parametrize("architecture", ["MadeUpForCausalLM", "BertForMaskedLM"])

@@ -59,7 +59,8 @@ class Reference:
         key = (tuple(prompt), tuple(output))
         if key not in self._checked:
             tokens = torch.tensor([prompt + output[:-1]])
-            logits = self.model(tokens, logits_to_keep=len(output)).logits[0]
+            # Some models compute all logits nevertheless.
+            logits = self.model(tokens, logits_to_keep=len(output)).logits[0, -len(output) :]
             best, expected = logits.max(dim=-1)
             gaps = best - logits.gather(1, torch.tensor(output)[:, None])[:, 0]
             self._checked[key] = [

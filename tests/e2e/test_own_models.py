@@ -1,6 +1,7 @@
 """Models of the user through the daemon: a Hugging Face folder, a GGUF file, and bad ones."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tests.e2e.daemon import Daemon
 from tests.e2e.reference import Reference, packaged_model, save_random
 from tests.fakes.tiny_families import save_folder
+from tests.fakes.tiny_wrapped import save_wrapped
 
 pytestmark = pytest.mark.suite("daemons")
 
@@ -52,6 +54,39 @@ def test_a_hugging_face_folder_is_served(tmp_path: Path) -> None:
         assert chat.status_code == 400
         assert "chat template" in chat.json()["error"]["message"]
     Reference(model, None).assert_greedy([(PROMPT, output)])
+
+
+def test_the_language_model_of_a_folder_for_images_is_served(tmp_path: Path) -> None:
+    """Chat with the template of the processor; an image is refused."""
+    folder = tmp_path / "my-gemma"
+    sizes = {"vocab_size": 49152, "max_position_embeddings": 512}
+    reference = Reference(save_wrapped("gemma3", folder, **sizes), None)
+    shutil.copy(Path(packaged_model().folder) / "tokenizer.json", folder)
+    template = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    with Daemon(str(folder), "--dtype", "float32") as daemon:
+        assert "my-gemma: the vision part is not loaded: text only" in daemon.text
+        content = [{"type": "text", "text": "The capital "}, {"type": "text", "text": "of France"}]
+        pairs = []
+        for each in (content, "The capital of France"):
+            request = {
+                "messages": [{"role": "user", "content": each}],
+                "max_tokens": 24,
+                "temperature": 0,
+                "ignore_eos": True,
+                "return_token_ids": True,
+            }
+            response = httpx.post(f"{daemon.url}/v1/chat/completions", json=request, timeout=60)
+            assert response.status_code == 200, response.text
+            answer = response.json()
+            pairs.append((answer["prompt_token_ids"], answer["choices"][0]["token_ids"]))
+        image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,eA=="}}
+        request["messages"] = [{"role": "user", "content": [*content, image]}]
+        refused = httpx.post(f"{daemon.url}/v1/chat/completions", json=request, timeout=60)
+        assert refused.status_code == 400
+        assert "text only" in refused.json()["error"]["message"]
+    assert pairs[0] == pairs[1]
+    reference.assert_greedy(pairs[:1])
 
 
 def test_a_gguf_file_is_served_under_a_chosen_name(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,7 @@ from torch.overrides import TorchFunctionMode
 
 from proto.errors import ModelError
 from proto.lifecycle import ComputeShape
+from proto.prepared_model import TEXT_BODIES
 from worker.attention.base import AttentionBackend, AttentionShape
 from worker.layers.linear import Linear
 from worker.layers.rotary import Rotation
@@ -44,7 +45,10 @@ ATTENTION_NAME: Final = "tokend"
 _HEAD_MULTIPLE: Final = 8
 """Numbers: zeros pad heads to a multiple of it, which the C++ kernels need."""
 _PROBE_TOKENS: Final = 2
-_KINDS_OF_LAYERS: Final = ("full_attention", "sliding_attention", "moe", "dense", "sparse")
+_CHUNKED: Final = "chunked_attention"
+_KINDS_OF_LAYERS: Final = (
+    *("full_attention", "sliding_attention", _CHUNKED, "moe", "dense", "sparse"),
+)
 _IGNORED_ARGUMENTS: Final = frozenset(
     {
         "cache_position",
@@ -383,7 +387,7 @@ def spec_of_transformers(
     settings = transformers_config(config)
     if _has_several_models(settings):
         raise refuse("it is made of several models, of which the language model is one")
-    kinds = sorted(set(getattr(settings, "layer_types", None) or ()) - set(_KINDS_OF_LAYERS))
+    kinds = sorted(_layer_kinds(settings) - set(_KINDS_OF_LAYERS))
     if kinds:
         raise refuse(f"layer_types has {', '.join(kinds)}, whose state is not that of KV pages")
     model = _build_of_zeros(config)
@@ -426,11 +430,21 @@ def spec_of_transformers(
     max_position = getattr(settings, "max_position_embeddings", None)
     if type(max_position) is not int or max_position < 1:
         raise refuse("max_position_embeddings is missing")
-    if (longest := _unchanged_rope(settings)) < min(max_model_len or max_position, max_position):
-        raise refuse(
-            "its longrope gives a step with a request of more than "
-            f"{longest} tokens another rotation than others; use --max-model-len {longest}"
-        )
+    for longest, reason in (
+        (
+            _unchanged_rope(settings),
+            "its longrope gives a step with a request of more than {} tokens another rotation than "
+            "others",
+        ),
+        (
+            _longest_of_llama4(settings),
+            "its layers have chunked attention, or queries that grow, in a request of more than {} "
+            "tokens",
+        ),
+    ):
+        if longest < min(max_model_len or max_position, max_position):
+            reason = reason.format(longest)
+            raise refuse(f"{reason}; use --max-model-len {longest}")
     numbers = sum(
         parameter.numel() for _, parameter in model.named_parameters(remove_duplicate=False)
     )
@@ -485,9 +499,24 @@ def _unchanged_rope(settings: Any) -> float:
     return longest
 
 
+def _longest_of_llama4(settings: Any) -> float:
+    """Return the length up to which the layers of Llama 4 attend to all tokens, and all alike.
+
+    Beyond it layers with chunked attention do not, and queries of the others grow.
+    """
+    chunk = settings.attention_chunk_size if _CHUNKED in _layer_kinds(settings) else math.inf
+    return min(chunk, getattr(settings, "floor_scale", math.inf) - 1)
+
+
+def _layer_kinds(settings: Any) -> set[str]:
+    return set(getattr(settings, "layer_types", None) or ())
+
+
 def body_of(model: Any) -> nn.Module:
     """Return the part of a causal language model that gives hidden states."""
     body: nn.Module = model.get_decoder()
+    if body is model:  # Llama 4 calls its body otherwise than it says
+        body = next(child for child in model.children() if hasattr(child, "config"))
     return body if hasattr(body, "config") else model.base_model
 
 
@@ -505,14 +534,23 @@ def transformers_config(config: Mapping[str, Any]) -> Any:
     except Exception as error:
         raise ModelError(f"config.json: {error}".splitlines()[0]) from error
     settings.use_cache = False
+    if getattr(settings, "attn_temperature_tuning", False):
+        # Llama 4 would count positions within the step; see _longest_of_llama4.
+        settings.attn_temperature_tuning = False
     return settings
 
 
 def model_class(config: Mapping[str, Any]) -> Any:
     """Return transformers' class of a causal language model; raises ModelError for another one."""
     transformers = _import()
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_MAPPING_NAMES,
+    )
 
+    if config.get("model_type") in TEXT_BODIES:
+        body = str(MODEL_MAPPING_NAMES[config["model_type"]])
+        return _with_head(getattr(transformers, body))
     architecture = config["architectures"][0]
     if architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         raise ModelError(
@@ -520,6 +558,27 @@ def model_class(config: Mapping[str, Any]) -> Any:
             f"{transformers.__version__} has it as a causal language model"
         )
     return getattr(transformers, architecture)
+
+
+def _with_head(body: Any) -> Any:
+    """Return the class of a body in transformers with a head, as a causal language model."""
+    from transformers.modeling_outputs import CausalLMOutput
+
+    class TextModel(body.__base__):  # type: ignore[misc]
+        base_model_prefix = "model"
+        config_class = body.config_class
+        _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.model = body(config)
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.post_init()
+
+        def forward(self, **arguments: Any) -> CausalLMOutput:
+            return CausalLMOutput(logits=self.lm_head(self.model(**arguments)[0]))
+
+    return TextModel
 
 
 def _build_of_zeros(config: Mapping[str, Any]) -> Any:
@@ -568,6 +627,8 @@ class _WithoutProducts(TorchFunctionMode):
             return args[0].new_zeros(*args[0].shape[:-1], args[1].shape[0])
         if func in (torch.matmul, torch.Tensor.matmul) and args[1].dim() == 2:
             return args[0].new_zeros(*args[0].shape[:-1], args[1].shape[1])
+        if func in (torch.bmm, torch.Tensor.bmm) and isinstance(args[1], nn.Parameter):
+            return args[0].new_zeros(*args[0].shape[:-1], args[1].shape[2])
         return func(*args, **kwargs or {})
 
 

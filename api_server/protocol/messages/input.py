@@ -19,7 +19,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from api_server.protocol.fields import IgnoredFields, media_placeholder
+from api_server.protocol.fields import IgnoredFields, media_placeholder, no_text
 from proto.errors import InvalidRequestError, shown
 
 Json = dict[str, Any]
@@ -176,6 +176,8 @@ class BlockTranslator:
         return "\n".join(texts)
 
     def _ignore_block(self, kind: str, where: str) -> None:
+        if kind in _MEDIA_BLOCKS:
+            raise _invalid(where, no_text(kind))
         if kind not in _SERVER_BLOCKS:
             raise _invalid(where, f"blocks of the type {shown(kind)} are not available here")
         self._ignored.add(f"messages.content.{kind}")
@@ -211,7 +213,7 @@ def _blocks(value: Any, where: str) -> list[Json]:
 def _block_text(block: Mapping[str, Any], where: str) -> str:
     """Return the text of a block; raise InvalidRequestError if it is no text block."""
     if block["type"] != "text":
-        raise _invalid(where, f"takes text, not blocks of the type {shown(block['type'])}")
+        raise _invalid(where, no_text(block["type"]))
     return _string(block, "text", where)
 
 

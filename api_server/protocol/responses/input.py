@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from api_server.protocol.fields import IgnoredFields, media_placeholder
+from api_server.protocol.fields import IgnoredFields, media_placeholder, no_text
 from api_server.protocol.responses.tools import CUSTOM_INPUT, ResponseTools
 from proto.errors import InvalidRequestError, shown
 
@@ -297,9 +297,7 @@ def _content(value: Any, where: str) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         field = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
         if field is None:
-            raise InvalidRequestError(
-                f"{where}[{index}]: takes parts of text, not of the type {shown(kind)}", "input"
-            )
+            raise InvalidRequestError(f"{where}[{index}]: {no_text(kind)}", "input")
         texts.append(_string(part, field, f"{where}[{index}]"))
     return "\n".join(texts)
 

@@ -1,5 +1,6 @@
 """Mixtures of experts: where their weights are in files, and the errors about them."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from tests.fakes.tiny_ggufs import SIZES, config_of, tiny
 from worker.kernels import load_kernels
 from worker.layers.router import Router, RouterSpec
 from worker.layers.scratch import ByteBuffer
+from worker.loader.files import TensorFiles
 from worker.loader.formats import (
     Bf16Format,
     DenseFormat,
@@ -182,7 +184,7 @@ def test_an_older_gguf_file_of_latent_attention(kind: str, tmp_path: Path) -> No
         assert error < 0.02 * expected.std(), "activations are rounded to 8 bits"
 
 
-def drop(name: str) -> Callable[[Tensors], None]:
+def drop(name: str) -> Callable[[dict[str, Any]], None]:
     return lambda tensors: tensors.__delitem__(name)
 
 
@@ -220,6 +222,64 @@ def test_missing_and_surplus_experts_are_named(
 ) -> None:
     with pytest.raises(ModelError, match=message):
         logits(changed("qwen3moe", tmp_path, change))
+
+
+GATE, DOWN = "blk.1.ffn_gate_exps.weight", "blk.0.ffn_down_exps.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "message"),
+    [
+        (
+            drop(DOWN),
+            {},
+            f"tensor blk.0.ffn_down.0.weight of shape [256, 256] is missing, and so is {DOWN}",
+        ),
+        (
+            lambda tensors: tensors.update({GATE: (tensors[GATE][0], tensors[GATE][1][:-1])}),
+            {},
+            f"tensor {GATE} has shape [4, 256, 256], the configuration asks for [5, 256, 256]",
+        ),
+        (
+            lambda tensors: None,
+            {"num_experts": 6},
+            "tensor blk.0.ffn_gate_inp.weight has shape [5, 256], the configuration asks for "
+            "[6, 256]",
+        ),
+        (
+            lambda tensors: None,
+            {"moe_intermediate_size": 128},
+            "tensor blk.0.ffn_gate_exps.weight has shape [5, 256, 256], the configuration asks for "
+            "[5, 128, 256]",
+        ),
+    ],
+    ids=["missing stack", "stack of fewer experts", "other number of experts", "other size"],
+)
+@pytest.mark.parametrize("kind", ["F32", "Q4_K"])
+def test_what_is_wrong_with_the_stacks_of_a_gguf_file_is_named_before_a_weight_is_read(
+    kind: str,
+    change: Callable[[Any], None],
+    settings: dict[str, int],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """settings: those of the metadata that differ from the tensors."""
+    config = GGUF_CONFIGS["qwen3moe"]
+    with torch.no_grad():
+        _, tensors = tiny(kind, config, permuted=False)
+    change(tensors)
+    write(tmp_path / "model.gguf", tensors)
+    prepared = prepare(
+        tmp_path / "prepared", config_of(config) | settings, gguf_index(tmp_path / "model.gguf")
+    )
+
+    def refuse(*arguments: object) -> None:
+        raise AssertionError("a weight is read")
+
+    monkeypatch.setattr(TensorFiles, "bytes_at", refuse)
+    with pytest.raises(ModelError, match=re.escape(message)):
+        logits(prepared)
 
 
 @pytest.mark.parametrize(

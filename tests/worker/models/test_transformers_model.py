@@ -2,7 +2,6 @@
 
 import json
 import re
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,10 @@ import torch
 
 from proto.config import ModelConfig, ParallelConfig, ServeConfig
 from proto.errors import ConfigError, ModelError
+from proto.prepared_model import TensorIndex
 from tests.fakes.prepared_models import prepare, prepare_checkpoint, safetensors_index
 from tests.fakes.tiny_checkpoints import save_tiny
-from tests.fakes.tiny_transformers import MODEL_TYPES, save_tiny_transformers, tiny_config
+from tests.fakes.tiny_transformers import save_tiny_transformers, tiny_config
 from worker.attention.base import AttentionInputs
 from worker.attention.reference import ReferenceAttention
 from worker.kernels import Kernels
@@ -32,7 +32,6 @@ from worker.models.transformers_model import (
 BLOCK_SIZE, BLOCKS = 4, 12
 PROMPTS = (13, 9)
 NUM_TOKENS = 9
-LIST = Path(__file__).parents[3] / "docs" / "transformers-models.md"
 
 
 def config_json(model_type: str) -> dict[str, Any]:
@@ -46,10 +45,20 @@ def load(
     weight_format: DenseFormat | None = None,
 ) -> TransformersDecoder:
     config = json.loads((checkpoint / "config.json").read_text())
+    index = safetensors_index(*sorted(checkpoint.glob("*.safetensors")))
+    return load_index(checkpoint / "prepared", config, index, dtype, weight_format)
+
+
+def load_index(
+    folder: Path,
+    config: dict[str, Any],
+    index: TensorIndex,
+    dtype: torch.dtype = torch.float32,
+    weight_format: DenseFormat | None = None,
+) -> TransformersDecoder:
     spec = spec_of_transformers(config)
     known = {"vocab_size": spec.vocab_size, "max_position_embeddings": spec.max_position}
-    index = safetensors_index(*sorted(checkpoint.glob("*.safetensors")))
-    prepared = prepare(checkpoint / "prepared", known | config, index)
+    prepared = prepare(folder, known | config, index)
     return load_transformers(
         prepared,
         spec,
@@ -100,9 +109,13 @@ class Batch:
 
 
 def assert_agrees(model_type: str, folder: Path) -> None:
-    """Check greedy tokens in a batch, one prompt in chunks, against transformers alone."""
     model = save_tiny_transformers(model_type, folder)
-    batch = Batch(load(folder))
+    assert_same_tokens(model, load(folder))
+
+
+def assert_same_tokens(model: Any, decoder: TransformersDecoder) -> None:
+    """Check greedy tokens in a batch, one prompt in chunks, against transformers alone."""
+    batch = Batch(decoder)
     batch.run((0, 0, 6))
     steps = [batch.run((0, 6, PROMPTS[0]), (1, 0, PROMPTS[1]))]
     for _ in range(NUM_TOKENS - 1):
@@ -218,62 +231,3 @@ def test_settings_that_an_unknown_architecture_cannot_have(
     config = ServeConfig(model=ModelConfig(**fields), parallel=ParallelConfig(**parallel))
     with pytest.raises(ConfigError, match=re.escape(message)):
         model_spec(prepared, config)
-
-
-@pytest.mark.suite("transformers")
-def test_the_list_of_all_architectures_is_true(tmp_path: Path) -> None:
-    """Run every architecture of transformers' registry, and compare with the list in docs."""
-    results = {name: result_of(name, tmp_path / name) for name in MODEL_TYPES}
-    assert not [name for name, result in results.items() if result == "differs"]
-    made = as_document(results)
-    known = LIST.read_text() if LIST.exists() else ""
-    LIST.write_text(made)
-    assert known == made, f"{LIST.name} was not true; it is now"
-
-
-def result_of(model_type: str, folder: Path) -> str:
-    """Return what the list says of a model type."""
-    try:
-        spec_of_transformers(config_json(model_type))
-        assert_agrees(model_type, folder)
-    except ModelError as error:
-        return " ".join(str(error).split("transformers: ", 1)[-1].split())
-    except AssertionError:
-        return "differs"
-    except Exception as error:
-        return f"not tested: {type(error).__name__}"
-    return "agrees"
-
-
-def as_document(results: dict[str, str]) -> str:
-    agreeing = [name for name, result in results.items() if result == "agrees"]
-    rows = [f"| {name} | {reason} |" for name, reason in results.items() if reason != "agrees"]
-    return "\n".join([HEAD.format(len(agreeing)), *fill(agreeing), TABLE, *rows, ""])
-
-
-def fill(names: list[str]) -> list[str]:
-    return textwrap.wrap(", ".join(names), 98, break_on_hyphens=False)
-
-
-HEAD = """# Models on transformers' code
-
-What the suite `transformers` finds for each model type of transformers' registry of causal
-language models. It makes a tiny random model and computes two sequences in one batch, a prompt in
-chunks; greedy tokens in float32 must equal those of transformers alone. What cannot run is
-refused by name before a weight is read.
-
-Attention, KV pages, sliding windows, soft caps and sinks are tokend's, and so are the linear
-layers that a step calls: bfloat16 weights on a CPU are multiplied by tokend's kernels, float32
-weights by oneDNN, weights on a GPU by torch. Experts, norms, embeddings, rotations and
-activations are transformers'. A router that the model keeps in float32 stays transformers'.
-
-## The {} model types that agree
-"""
-TABLE = """
-## The others
-
-Qwen3-Next and Qwen 3.5 (qwen3_next, qwen3_5_text, qwen3_5_moe_text) are families of tokend's own,
-which keep the state of linear attention; on transformers' code they are refused like the others.
-
-| model type | refused because |
-|---|---|"""
