@@ -122,10 +122,12 @@ class HarmonyParser:
 
     def _add_text(self, text: str) -> None:
         if self._header is not None:
-            self._header.append(text)
-            self._header_length += len(text)
-            if self._header_length > MAX_HEADER:
+            room = MAX_HEADER - self._header_length
+            self._header.append(text[:room])
+            self._header_length += len(text[:room])
+            if len(text) > room:  # the same text wherever it was cut
                 self._reject_header()
+                self._write(text[room:])
         elif self._called_tool is not None:
             self._arguments.append(text)
         else:

@@ -72,6 +72,10 @@ WELL_FORMED = {
 MALFORMED = {
     "no header": ("Hi there.<|return|>", ("", "Hi there.", [])),
     "long text without a header": ("Hi! " * 100 + "<|return|>", ("", "Hi! " * 100, [])),
+    "more empty lines than a header is long": (
+        "\n" * 258 + "<|channel|>final<|message|>Hi.<|return|>",
+        ("", "\n\n" + "\n\nHi.", []),
+    ),
     "words in the header": ("oh hello you<|message|>Hi.<|return|>", ("", "Hi.", [])),
     "channel without a name": ("<|channel|><|message|>Hi.<|return|>", ("", "Hi.", [])),
     "no start": (f"{ANALYSIS}Hm.<|end|>{FINAL}Hi.<|return|>", ("Hm.", "Hi.", [])),
