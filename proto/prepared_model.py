@@ -99,9 +99,9 @@ FAMILIES: Final = {
         "qwen3moe", "qwen3moe", "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder"
     ),
     "Qwen3NextForCausalLM": ModelFamily("qwen3next", "", "Qwen3-Next-80B-A3B"),
-    "Qwen3_5ForCausalLM": ModelFamily("qwen35", "qwen35", "Qwen 3.5, text only"),
+    "Qwen3_5ForCausalLM": ModelFamily("qwen35", "qwen35", "Qwen 3.5"),
     "Qwen3_5MoeForCausalLM": ModelFamily(
-        "qwen35moe", "qwen35moe", "Qwen 3.5 with experts, text only"
+        "qwen35moe", "qwen35moe", "Qwen 3.5 with experts"
     ),
     "RobertaModel": ModelFamily("roberta", "", "RoBERTa, cross encoders of it", is_encoder=True),
     "SeedOssForCausalLM": ModelFamily("seedoss", "seed_oss", "Seed-OSS"),
@@ -149,7 +149,8 @@ def supported_models() -> list[str]:
 _WRAPPED: Final = """\
 A folder in which one of these stands beside a vision or an audio part loads as the language model
 alone, for text (`...ForConditionalGeneration` with a `text_config`: Gemma 3 from 4B, Mistral
-Small 3.1, Ministral 3, LLaVA, Idefics 3, InternVL, Qwen2-VL to Qwen3-VL, Kimi K2.5 and others)."""
+Small 3.1, Ministral 3, LLaVA, Idefics 3, InternVL, Qwen2-VL to Qwen3-VL, Qwen 3.5, Kimi K2.5 and
+others)."""
 """Below the table."""
 
 
