@@ -100,9 +100,7 @@ FAMILIES: Final = {
     ),
     "Qwen3NextForCausalLM": ModelFamily("qwen3next", "", "Qwen3-Next-80B-A3B"),
     "Qwen3_5ForCausalLM": ModelFamily("qwen35", "qwen35", "Qwen 3.5"),
-    "Qwen3_5MoeForCausalLM": ModelFamily(
-        "qwen35moe", "qwen35moe", "Qwen 3.5 with experts"
-    ),
+    "Qwen3_5MoeForCausalLM": ModelFamily("qwen35moe", "qwen35moe", "Qwen 3.5 with experts"),
     "RobertaModel": ModelFamily("roberta", "", "RoBERTa, cross encoders of it", is_encoder=True),
     "SeedOssForCausalLM": ModelFamily("seedoss", "seed_oss", "Seed-OSS"),
     "SmolLM3ForCausalLM": ModelFamily("smollm3", "smollm3", "SmolLM3"),

@@ -63,7 +63,7 @@ def test_a_scale_of_each_output(
     num_rows: int, biased: bool, scale: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setup, codes = Setup(monkeypatch), None
-    codes, scales = setup.codes(48, 64), torch.rand(48) * 0.01 + 0.001
+    codes, scales = setup.codes(48, 64), random(48, dtype=F32).abs() * 0.01 + 0.001
     bias = random(48) if biased else None
     linear = Fp8RowLinear(
         setup.adopt(codes),
@@ -87,7 +87,11 @@ def test_a_scale_of_each_output(
 def test_a_scale_of_each_block(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of the input lie apart, as those of one part of a fused product."""
     setup = Setup(monkeypatch, FakeModules())
-    codes, scales, bias = setup.codes(256, 384), torch.rand(2, 3) * 0.01 + 0.001, random(256)
+    codes, scales, bias = (
+        setup.codes(256, 384),
+        random(2, 3, dtype=F32).abs() * 0.01 + 0.001,
+        random(256),
+    )
     linear = Fp8BlockLinear(
         setup.library, setup.adopt(codes), setup.adopt(scales), setup.adopt(bias)
     )
