@@ -1,5 +1,7 @@
-"""Greedy outputs alone and in a batch of eight, for every weight format; with the default also in
-batches of other sizes, in chunks, from cached prefixes and after preemptions.
+"""Greedy outputs alone and in a batch of eight, for every weight format.
+
+With blocks of a GGUF and with bfloat16 also in batches of other sizes, in chunks, from cached
+prefixes and after preemptions.
 """
 
 import asyncio
@@ -66,21 +68,28 @@ async def test_greedy_outputs_alone_and_in_a_batch_of_eight(
         assert len(where) <= max_different
 
 
-async def test_greedy_outputs_do_not_depend_on_how_they_are_computed(reference: Reference) -> None:
-    """With the default: batches of 1 to 64, odd chunks, cached prefixes, preemptions.
+@pytest.mark.parametrize(
+    "weights", [(), ("--cpu-weights", "bf16")], ids=["default", "as a bf16 folder"]
+)
+async def test_greedy_outputs_do_not_depend_on_how_they_are_computed(
+    weights: tuple[str, ...], reference: Reference
+) -> None:
+    """In batches of 1 to 64, odd chunks, with cached prefixes, after preemptions.
 
-    The answers of 24 requests are compared with those that each has alone, in whole prompts.
+    The answers of all requests are compared with those that each has alone, in whole prompts.
     """
     token_prompts = [each[:400] for each in prompts(reference.tokenizer.encode)]
-    with Daemon("--no-enable-prefix-caching", "--max-num-batched-tokens", "512") as daemon:
+    with Daemon(
+        *weights, "--no-enable-prefix-caching", "--max-num-batched-tokens", "512"
+    ) as daemon:
         async with httpx.AsyncClient(base_url=daemon.url, timeout=300) as client:
             alone = [await complete(client, each) for each in token_prompts]
     # 6,000 tokens in the pool: 64 sequences do not fit.
     flags = ("--max-num-batched-tokens", "67", "--num-gpu-blocks-override", "376")
-    with Daemon(*flags, "--max-num-seqs", "64") as daemon:
+    with Daemon(*weights, *flags, "--max-num-seqs", "64") as daemon:
         async with httpx.AsyncClient(base_url=daemon.url, timeout=300) as client:
             for at_once in (1, 5, 64):
-                requests = [each % 24 for each in range(max(at_once, 24))]
+                requests = [each % len(alone) for each in range(max(at_once, len(alone)))]
                 for first in range(0, len(requests), at_once):
                     numbers = requests[first : first + at_once]
                     coming = (complete(client, token_prompts[each]) for each in numbers)
