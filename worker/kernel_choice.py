@@ -56,7 +56,7 @@ Times = dict[str, tuple[float, ...]]
 
 
 class KernelSample(Protocol):
-    """Something that is timed."""
+    """Work that every candidate library can do: a product or attention."""
 
     def call(self, kernels: Kernels, num_rows: int) -> Callable[[], object]:
         """Return a function that computes `num_rows` rows by these kernels."""
@@ -165,7 +165,7 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 class ProductSample:
-    """Products with one weight, which is left with the kernels that were timed last."""
+    """Products with one weight. A call changes the kernels of the weight."""
 
     def __init__(self, weight: KernelWeight, dtype: torch.dtype) -> None:
         self._weight = weight
@@ -230,7 +230,7 @@ def _choose_kernels(
 
     Nothing is chosen, with a warning, where times cannot be kept.
     """
-    if not samples or len(candidates := candidate_kernels()) == 1:
+    if not samples or len(candidates := candidate_kernels()) < 2:
         return []
     try:
         times = _times_of(samples, candidates, folder, seconds)

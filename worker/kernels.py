@@ -475,11 +475,14 @@ def load_kernels(folder: Path = SOURCE_DIR) -> Kernels:
 def candidate_kernels() -> tuple[Kernels, ...]:
     """Return the libraries whose products and attention are worth comparing, the default one first.
 
-    Those for any CPU of this kind are left out: the same loops over shorter vectors. Packed weights
-    have the same bits in all others.
+    Empty if none is compiled. Those for any CPU of this kind are left out: the same loops over
+    shorter vectors. Packed weights have the same bits in all others.
     """
-    best, *others = runnable_variants()
-    return (load_variant(best), *(load_variant(each) for each in others if each.cpu_flags))
+    return tuple(
+        load_variant(variant)
+        for number, variant in enumerate(runnable_variants())
+        if number == 0 or variant.cpu_flags
+    )
 
 
 _allowed: KernelVariant | None = None

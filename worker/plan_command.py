@@ -69,7 +69,7 @@ class SampledProduct:
 class TextEstimate:
     """Times of texts that an encoder computes, from products of the model's own weights.
 
-    seconds: of a text of so many tokens. flops: FLOP/s of products in steps of `step_tokens`.
+    seconds: by the number of tokens of a text. flops: FLOP/s of products in steps of `step_tokens`.
     """
 
     seconds: Mapping[int, float]

@@ -41,7 +41,7 @@ ONEDNN: Final = "oneDNN"
 _SECONDS: Final = 0.2
 """Time for each product and number of rows, by each that can compute it."""
 RowsCall = Callable[[int], Callable[[], object]]
-"""Returns a function that computes so many rows."""
+"""Takes a number of rows and returns a function that computes a product with them."""
 
 
 def build_distinct(builder: DecoderBuilder) -> None:

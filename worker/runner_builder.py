@@ -24,7 +24,6 @@ from worker.attention.kv_store import TritonStore
 from worker.attention.reference import ReferenceAttention
 from worker.attention.registry import create_backend
 from worker.attention.scratch_pages import SCRATCH_BLOCK, num_scratch_blocks
-from worker.attention.with_states import AttentionWithStates
 from worker.cuda_graphs import DecodeGraphs, graph_sizes
 from worker.device.accelerator import Accelerator
 from worker.device.transfers import DevicePlacement
@@ -47,7 +46,7 @@ from worker.routed_experts import RoutedExpertsCache, record_experts, slot_bytes
 from worker.sampling.device_kernels import RowEditArrays, TritonDraw, TritonEdits, largest_edits
 from worker.sampling.device_sampler import DeviceDraw, DeviceSampler, KeyedDraw, largest_params
 from worker.sampling.sampler import Sampler, create_sampler
-from worker.state_cache import StateCache
+from worker.state_cache import AttentionWithStates, StateCache
 
 logger = logging.getLogger("tokend.attention")
 
@@ -179,7 +178,7 @@ class RunnerBuilder:
         return cache
 
     def _create_step_cache(self, num_blocks: int) -> KVCache:
-        """Return a cache of so many blocks, or the pages of a step if the model keeps nothing."""
+        """Return the KV cache that the engine asks for, or scratch pages for an encoder's steps."""
         if not self._loaded.layout.is_scratch:
             return self._create_cache(num_blocks, self._config.cache.block_size)
         num_seqs = self._config.scheduler.max_num_seqs

@@ -11,9 +11,10 @@ writes those after tokens 7 and 13, but not the one after token 11:
     table    |    0    |    9    |     0     |    7    |
                          ^ read, then written   ^ written
 
-Position 0 begins with zeros, whatever a slot holds.
+A sequence begins with zeros at position 0 and does not read its slot there.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,8 +22,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from worker.attention.base import AttentionInputs
+from worker.attention.base import AttentionBackend, AttentionInputs
 from worker.kv_cache import StateShape, lazy_zeros
+from worker.layers.rotary import Rotation
 
 STATE_DTYPE: Final = torch.float32
 """States of fewer bits differ with the steps in which a sequence is computed."""
@@ -98,3 +100,30 @@ class StateCache:
     def populate(self) -> None:
         """Commit all memory now."""
         self.buffer.zero_()
+
+
+class AttentionWithStates:
+    """A backend for the layers with attention, and the states of the others.
+
+    The state group is the last of a step's groups.
+    """
+
+    def __init__(self, attention: AttentionBackend, states: StateCache) -> None:
+        self._attention = attention
+        self.states = states
+
+    def plan(self, inputs: Sequence[AttentionInputs]) -> None:
+        *attention, states = inputs
+        self._attention.plan(attention)
+        self.states.plan_step(states)
+
+    def run(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor | None,
+        rotation: Rotation,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self._attention.run(layer, query, key, value, rotation, sinks)

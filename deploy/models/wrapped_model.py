@@ -148,8 +148,8 @@ def language_tensors(
     """Return the tensors of the language model, and the model with what they say about its head.
 
     The body of the language model is where there are both `embed_tokens` and `layers.0`; the head
-    is an `lm_head` there or further outside. A head in the folder is no copy of the
-    embedding, whatever `tie_word_embeddings` says, as in transformers.
+    is an `lm_head` there or further outside. If the folder has a
+    head, that counts, also where `tie_word_embeddings` is true, as in transformers.
     Raises ModelError unless there is one such body.
     """
     entries = list(entries)

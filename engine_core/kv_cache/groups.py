@@ -28,11 +28,26 @@ _NEVER: Final = 1 << 62
 """More slots than any sequence needs."""
 
 
+class _Sequence:
+    """A group's record of one sequence.
+
+    blocks: its block table. num_cached: leading blocks that were given to the prefix index.
+    num_skipped: leading entries that are null, because no later token needs the blocks.
+    """
+
+    __slots__ = ("blocks", "num_cached", "num_skipped")
+
+    def __init__(self) -> None:
+        self.blocks: list[int] = []
+        self.num_cached = 0
+        self.num_skipped = 0
+
+
 class CacheGroup(ABC):
     """A group as the coordinator and the manager use it; its blocks need not hold K and V.
 
     block_size: tokens that one entry of a block table stands for.
-    pool: of its blocks.
+    pool: the pool from which it takes its blocks.
     is_downward_closed: if a prefix is cached, every shorter prefix that ends with a block is too.
     """
 
@@ -41,6 +56,8 @@ class CacheGroup(ABC):
     def __init__(self, pool: BlockPool, keys: GroupKeys, spec: KVGroupSpec) -> None:
         self.block_size = keys.block_size
         self.pool = pool
+        self._keys = keys
+        self._sequences: dict[int, _Sequence] = {}
 
     @staticmethod
     @abstractmethod
@@ -97,20 +114,25 @@ class CacheGroup(ABC):
         remove_skipped_blocks, allocate_blocks or cache_full_blocks.
         """
 
-    @abstractmethod
     def uncache_after(self, seq_id: int, num_tokens: int) -> None:
         """Remove the blocks after the first `num_tokens` tokens from the prefix index.
 
         The block table keeps them, and they do not become findable again.
         """
+        sequence = self._sequences.get(seq_id)
+        if sequence is not None:
+            num_kept = num_tokens // self.block_size
+            self.pool.uncache(sequence.blocks[num_kept : sequence.num_cached])
 
-    @abstractmethod
     def uncache_hashes(self, block_hashes: Sequence[bytes]) -> None:
         """Remove every block with one of these hashes from the prefix index."""
+        for key in self._keys.leading(block_hashes, self._keys.count(block_hashes)):
+            self.pool.uncache_key(key)
 
-    @abstractmethod
     def rename_sequence(self, seq_id: int, new_seq_id: int) -> None:
         """Give the block table of a sequence to another seq_id."""
+        assert new_seq_id not in self._sequences, f"sequence {new_seq_id} has a table already"
+        self._sequences[new_seq_id] = self._sequences.pop(seq_id)
 
     @abstractmethod
     def free_sequence(self, seq_id: int) -> None:
@@ -131,13 +153,14 @@ class CacheGroup(ABC):
     def cached_blocks(self, seq_id: int, first_token: int) -> list[tuple[int, int]]:
         """Return (position, block) of the findable blocks from the one with `first_token` on."""
 
-    @abstractmethod
     def block_table(self, seq_id: int) -> list[int]:
         """Return a copy of the block table of a sequence, [num_blocks]; empty if it has none."""
+        sequence = self._sequences.get(seq_id)
+        return [] if sequence is None else sequence.blocks.copy()
 
-    @abstractmethod
     def block_tables(self) -> dict[int, list[int]]:
         """Return all block tables by seq_id, not copied; the caller must not change them."""
+        return {seq_id: sequence.blocks for seq_id, sequence in self._sequences.items()}
 
     @abstractmethod
     def violations(self, seq_id: int, recheck_after: int) -> list[str]:
@@ -147,33 +170,12 @@ class CacheGroup(ABC):
         """
 
 
-class _Sequence:
-    """A group's record of one sequence.
-
-    blocks: its block table. num_cached: leading blocks that were given to the prefix index.
-    num_skipped: leading entries that are null, because no later token needs the blocks.
-    """
-
-    __slots__ = ("blocks", "num_cached", "num_skipped")
-
-    def __init__(self) -> None:
-        self.blocks: list[int] = []
-        self.num_cached = 0
-        self.num_skipped = 0
-
-
 class FullAttentionGroup(CacheGroup):
     """Block tables of layers that attend to every earlier position.
 
     block table   | 7 | 3 | 9 | 12 |
     tokens        [0, bs) [bs, 2bs) …
     """
-
-    def __init__(self, pool: BlockPool, keys: GroupKeys, spec: KVGroupSpec) -> None:
-        super().__init__(pool, keys, spec)
-        self._pool = pool
-        self._keys = keys
-        self._sequences: dict[int, _Sequence] = {}
 
     @staticmethod
     def max_blocks(
@@ -183,7 +185,7 @@ class FullAttentionGroup(CacheGroup):
 
     def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> list[int]:
         num_blocks = max_tokens // self.block_size
-        return self._pool.index.longest_prefix(self._keys.leading(block_hashes, num_blocks))
+        return self.pool.index.longest_prefix(self._keys.leading(block_hashes, num_blocks))
 
     def find_fork(self, seq_id: int, num_tokens: int) -> tuple[list[int], int] | None:
         blocks, num_full = self._sequences[seq_id].blocks, num_tokens // self.block_size
@@ -205,7 +207,7 @@ class FullAttentionGroup(CacheGroup):
         assert seq_id not in self._sequences, f"sequence {seq_id} has a table already"
         sequence = self._sequences[seq_id] = _Sequence()
         if hits:
-            self._pool.touch(hits)
+            self.pool.touch(hits)
             sequence.blocks.extend(hits)
             sequence.num_cached = len(hits)
 
@@ -214,7 +216,7 @@ class FullAttentionGroup(CacheGroup):
         num_new = -(-num_tokens // self.block_size) - len(blocks)
         if num_new <= 0:
             return []
-        new_blocks = self._pool.get_new_blocks(num_new)
+        new_blocks = self.pool.get_new_blocks(num_new)
         blocks.extend(new_blocks)
         return new_blocks
 
@@ -222,35 +224,20 @@ class FullAttentionGroup(CacheGroup):
         sequence = self._sequences[seq_id]
         block_size = self.block_size
         room_ends = len(sequence.blocks) * block_size + 1
-        if not self._pool.enable_caching:
+        if not self.pool.enable_caching:
             return room_ends
         num_full = num_tokens // block_size
         if num_full > sequence.num_cached:
             first = max(sequence.num_cached, sequence.num_skipped)
-            self._pool.cache_full_blocks(sequence.blocks, first, num_full, self._keys, content)
+            self.pool.cache_full_blocks(sequence.blocks, first, num_full, self._keys, content)
             sequence.num_cached = num_full
         next_fills = (sequence.num_cached + 1) * block_size
         return room_ends if room_ends < next_fills else next_fills
 
-    def uncache_after(self, seq_id: int, num_tokens: int) -> None:
-        sequence = self._sequences.get(seq_id)
-        if sequence is not None:
-            num_kept = num_tokens // self.block_size
-            self._pool.uncache(sequence.blocks[num_kept : sequence.num_cached])
-
-    def uncache_hashes(self, block_hashes: Sequence[bytes]) -> None:
-        num_blocks = self._keys.count(block_hashes)
-        for key in self._keys.leading(block_hashes, num_blocks):
-            self._pool.uncache_key(key)
-
-    def rename_sequence(self, seq_id: int, new_seq_id: int) -> None:
-        assert new_seq_id not in self._sequences, f"sequence {new_seq_id} has a table already"
-        self._sequences[new_seq_id] = self._sequences.pop(seq_id)
-
     def free_sequence(self, seq_id: int) -> None:
         sequence = self._sequences.pop(seq_id, None)
         if sequence is not None:
-            self._pool.free_blocks(sequence.blocks[::-1])
+            self.pool.free_blocks(sequence.blocks[::-1])
 
     def num_valid_tokens(self, seq_id: int, bad_blocks: Collection[int]) -> int | None:
         sequence = self._sequences.get(seq_id)
@@ -265,20 +252,13 @@ class FullAttentionGroup(CacheGroup):
         return [] if sequence is None else sequence.blocks[: num_tokens // self.block_size]
 
     def cached_blocks(self, seq_id: int, first_token: int) -> list[tuple[int, int]]:
-        hashes, size = self._pool.hashes, self.block_size
+        hashes, size = self.pool.hashes, self.block_size
         blocks, first = self._sequences[seq_id].blocks, first_token // size
         return [
             (index * size, blocks[index])
             for index in range(first, len(blocks))
             if hashes[blocks[index]] is not None
         ]
-
-    def block_table(self, seq_id: int) -> list[int]:
-        sequence = self._sequences.get(seq_id)
-        return [] if sequence is None else sequence.blocks.copy()
-
-    def block_tables(self) -> dict[int, list[int]]:
-        return {seq_id: sequence.blocks for seq_id, sequence in self._sequences.items()}
 
     def violations(self, seq_id: int, recheck_after: int) -> list[str]:
         found = []
@@ -313,7 +293,7 @@ class FullAttentionGroup(CacheGroup):
 
     def _key_on(self, block: int) -> bytes | None:
         """Return the key of a block; None if it has none or is no block of the pool."""
-        hashes = self._pool.hashes
+        hashes = self.pool.hashes
         return hashes[block] if 0 <= block < len(hashes) else None
 
 
@@ -362,7 +342,7 @@ class SlidingWindowGroup(FullAttentionGroup):
         Near the start of the sequence fewer blocks are enough, if they are all before that token.
         """
         num_needed = self._num_seen_blocks
-        first = self._pool.index.get
+        first = self.pool.index.get
         end = min(max_tokens // self.block_size, self._keys.count(block_hashes))
         run: list[int] = []
         for index in range(end - 1, -1, -1):
@@ -414,7 +394,7 @@ class SlidingWindowGroup(FullAttentionGroup):
             return
         blocks = sequence.blocks
         blocks += [NULL_BLOCK] * (end - len(blocks))  # loaded KV may begin after the table's end
-        self._pool.free_blocks(blocks[start:end][::-1])
+        self.pool.free_blocks(blocks[start:end][::-1])
         blocks[start:end] = [NULL_BLOCK] * (end - start)
         sequence.num_skipped = end
 
@@ -427,7 +407,7 @@ class SlidingWindowGroup(FullAttentionGroup):
     def free_sequence(self, seq_id: int) -> None:
         sequence = self._sequences.pop(seq_id, None)
         if sequence is not None:
-            self._pool.free_blocks(sequence.blocks[sequence.num_skipped :][::-1])
+            self.pool.free_blocks(sequence.blocks[sequence.num_skipped :][::-1])
 
 
 class UncachedGroup(FullAttentionGroup):
@@ -461,36 +441,25 @@ class UncachedGroup(FullAttentionGroup):
         return [f"uncached: sequence {seq_id} has {len(blocks)} blocks"] if blocks else []
 
 
-class _StateSequence:
+class _StateSequence(_Sequence):
     """A state group's record of one sequence.
 
-    blocks: its block table. num_cached, num_skipped: as in `_Sequence`.
-    found: the entry that was found when it began, as long as it is held; else -1.
-    num_own: slots that it holds beside that one.
-    wanted: entries to hold when the tokens are computed, if there is a free slot.
-    kept: entries that stay findable when they are freed. is_begun: whether `kept` has those of the
-    prompt.
+    found: index of the entry that the sequence began with, from the cache; -1 when it has been
+        freed, or for none.
+    num_own: number of slots that it holds, without that one.
+    wanted: indices of entries that get a slot when their block is computed, if one is free.
+    kept: indices of entries that stay in the prefix index when they are freed.
+    is_begun: whether the ends of the prompt have been added to `kept`.
     """
 
-    __slots__ = (
-        "blocks",
-        "found",
-        "is_begun",
-        "kept",
-        "num_cached",
-        "num_own",
-        "num_skipped",
-        "wanted",
-    )
+    __slots__ = ("found", "is_begun", "kept", "num_own", "wanted")
 
     def __init__(self) -> None:
-        self.blocks: list[int] = []
+        super().__init__()
         self.found = -1
         self.is_begun = False
         self.kept: set[int] = set()
-        self.num_cached = 0
         self.num_own = 0
-        self.num_skipped = 0
         self.wanted: set[int] = set()
 
 
@@ -505,25 +474,25 @@ class RecurrentStateGroup(CacheGroup):
         table      |    0    |    0    |    9    |  4 |
                                          ^ held at the last end of a block: what a next turn finds
 
-    A sequence that runs may always have `slots_per_sequence` slots: the current state and that one.
+    A sequence that runs may always have `slots_per_sequence` slots: the current state and the one
+    at the last end of a block.
     States at other ends of blocks are held as long as there are slots for them: that of the last
     block before a chunk's last token, from which the same prompt goes on when it comes again, and
-    those that other requests will look for (`want_state`). What is freed stays findable if a prompt
-    ended there, or it was wanted; other states are overwritten first.
+    those that other requests will look for (`want_state`). A freed state stays in the prefix index
+    if a prompt ended there or another request wants it; others are removed from it and overwritten
+    first.
 
-    A state can be found from the step after that which computes it, because the sequences of a step
-    are computed in any order.
+    The sequences of a step are computed in any order, so a hit needs a state of an earlier step:
+    `begin_step` makes those of the last step findable.
 
-    num_charged: slots that may be needed at once: those of all sequences, held or not yet, and
-    those that they have found.
+    num_charged: slots reserved: for each sequence the larger of `slots_per_sequence` and what it
+        holds, and one more while it holds a cached state that it began with.
     """
 
     is_downward_closed = False
 
     def __init__(self, pool: BlockPool, keys: GroupKeys, spec: KVGroupSpec) -> None:
         super().__init__(pool, keys, spec)
-        self._keys = keys
-        self._sequences: dict[int, _StateSequence] = {}
         self._per_sequence = slots_per_sequence(pool.enable_caching)
         self._num_usable = pool.num_blocks - 1
         self._fresh: set[int] = set()
@@ -546,7 +515,7 @@ class RecurrentStateGroup(CacheGroup):
 
     def want_state(self, seq_id: int, num_tokens: int) -> None:
         """Hold the state after these tokens, whole blocks, when it is computed."""
-        sequence = self._sequences.get(seq_id)
+        sequence = self._record(seq_id)
         index = num_tokens // self.block_size - 1
         if sequence is not None and self.pool.enable_caching and index >= sequence.num_skipped:
             sequence.wanted.add(index)
@@ -568,7 +537,7 @@ class RecurrentStateGroup(CacheGroup):
 
     def remove_skipped_blocks(self, seq_id: int, num_computed: int) -> None:
         """Free the states before the last end of a block."""
-        sequence = self._sequences.get(seq_id)
+        sequence = self._record(seq_id)
         if sequence is not None:
             end = num_computed // self.block_size - 1
             self._free_before(sequence, min(end, len(sequence.blocks)))
@@ -582,7 +551,8 @@ class RecurrentStateGroup(CacheGroup):
     def attach_blocks(self, seq_id: int, hits: Sequence[int]) -> None:
         assert seq_id not in self._sequences, f"sequence {seq_id} has a table already"
         assert self.can_start(hits), "there are too few slots for states"
-        sequence = self._sequences[seq_id] = _StateSequence()
+        sequence = _StateSequence()
+        self._sequences[seq_id] = sequence
         self.num_charged += self._per_sequence
         if hits:
             self.pool.touch(hits)
@@ -593,12 +563,10 @@ class RecurrentStateGroup(CacheGroup):
 
     def allocate_blocks(self, seq_id: int, num_tokens: int) -> list[int]:
         """Append entries up to the block of the last token, which gets a slot."""
-        sequence = self._sequences[seq_id]
-        blocks, first, last = (
-            sequence.blocks,
-            len(sequence.blocks),
-            (num_tokens - 1) // self.block_size,
-        )
+        sequence = self._record(seq_id)
+        assert sequence is not None
+        blocks = sequence.blocks
+        first, last = len(blocks), (num_tokens - 1) // self.block_size
         if last < first:
             return []
         # The step begins with the last state so far, which is also that at the end of its block.
@@ -620,7 +588,8 @@ class RecurrentStateGroup(CacheGroup):
         return new
 
     def cache_full_blocks(self, seq_id: int, content: HashedTokens, num_tokens: int) -> int:
-        sequence = self._sequences[seq_id]
+        sequence = self._record(seq_id)
+        assert sequence is not None
         block_size = self.block_size
         room_ends = len(sequence.blocks) * block_size + 1
         if not self.pool.enable_caching:
@@ -640,29 +609,31 @@ class RecurrentStateGroup(CacheGroup):
         next_fills = (sequence.num_cached + 1) * block_size
         return room_ends if room_ends < next_fills else next_fills
 
-    def uncache_after(self, seq_id: int, num_tokens: int) -> None:
-        sequence = self._sequences.get(seq_id)
-        if sequence is not None:
-            num_kept = num_tokens // self.block_size
-            self.pool.uncache(sequence.blocks[num_kept : sequence.num_cached])
-
-    def uncache_hashes(self, block_hashes: Sequence[bytes]) -> None:
-        for key in self._keys.leading(block_hashes, self._keys.count(block_hashes)):
-            self.pool.uncache_key(key)
-
-    def rename_sequence(self, seq_id: int, new_seq_id: int) -> None:
-        assert new_seq_id not in self._sequences, f"sequence {new_seq_id} has a table already"
-        self._sequences[new_seq_id] = self._sequences.pop(seq_id)
-
     def free_sequence(self, seq_id: int) -> None:
         """Free the slots of a sequence; the state at the last end of a block stays findable."""
-        sequence = self._sequences.pop(seq_id, None)
+        sequence = self._record(seq_id)
         if sequence is None:
             return
+        del self._sequences[seq_id]
         sequence.kept.update(range(sequence.num_cached))
         for index in range(len(sequence.blocks) - 1, sequence.num_skipped - 1, -1):
             self._free_entry(sequence, index)
         self.num_charged -= self._per_sequence
+
+    def rename_sequence(self, seq_id: int, new_seq_id: int) -> None:
+        """Give the block table to the next turn, whose prompt ends elsewhere."""
+        super().rename_sequence(seq_id, new_seq_id)
+        sequence = self._record(new_seq_id)
+        assert sequence is not None
+        sequence.is_begun = False
+
+    def block_table(self, seq_id: int) -> list[int]:
+        """Return a copy of the block table; without prefix caching the one slot in all entries.
+
+        The state after the last token is then in that slot, whichever block the token is in.
+        """
+        blocks = super().block_table(seq_id)
+        return blocks if self.pool.enable_caching else blocks[-1:] * len(blocks)
 
     def num_valid_tokens(self, seq_id: int, bad_blocks: Collection[int]) -> int | None:
         """Return 0: KV that is loaded has no states with it."""
@@ -676,16 +647,10 @@ class RecurrentStateGroup(CacheGroup):
         """Return nothing: its slots are not blocks of the KV pool."""
         return []
 
-    def block_table(self, seq_id: int) -> list[int]:
-        sequence = self._sequences.get(seq_id)
-        return [] if sequence is None else sequence.blocks.copy()
-
-    def block_tables(self) -> dict[int, list[int]]:
-        return {seq_id: sequence.blocks for seq_id, sequence in self._sequences.items()}
-
     def violations(self, seq_id: int, recheck_after: int) -> list[str]:
         found = []
-        sequence = self._sequences[seq_id]
+        sequence = self._record(seq_id)
+        assert sequence is not None
         blocks, hashes = sequence.blocks, self.pool.hashes
         num_held = sum(1 for block in blocks if block != NULL_BLOCK)
         if sequence.num_own != num_held - (sequence.found >= 0):
@@ -700,13 +665,19 @@ class RecurrentStateGroup(CacheGroup):
             found.append(f"cached count: sequence {seq_id} has a state that is findable too early")
         if recheck_after > len(blocks) * self.block_size + 1:
             found.append(f"room: sequence {seq_id} is not checked before its table ends")
-        charged = sum(map(self._charge_of, self._sequences.values()))
+        records = map(self._record, self._sequences)
+        charged = sum(self._charge_of(record) for record in records if record is not None)
         if charged != self.num_charged or charged > self._num_usable:
             found.append(
                 f"charge: sequences may need {charged} slots of {self._num_usable}, "
                 f"{self.num_charged} are recorded"
             )
         return found
+
+    def _record(self, seq_id: int) -> _StateSequence | None:
+        sequence = self._sequences.get(seq_id)
+        assert sequence is None or isinstance(sequence, _StateSequence)
+        return sequence
 
     def _charge_of(self, sequence: _StateSequence) -> int:
         return max(self._per_sequence, sequence.num_own) + (sequence.found >= 0)

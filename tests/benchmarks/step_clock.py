@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from worker.attention.base import AttentionBackend
-from worker.attention.with_states import AttentionWithStates
 from worker.layers.linear import Linear, ResidualLinear
 from worker.models.decoder import Decoder
 from worker.models.kernel_stack import KernelStack
 from worker.models.layer_stack import DecoderLayer, EagerLayers, LayerStack
 from worker.models.parts import LayerPart
+from worker.state_cache import AttentionWithStates
 
 
 @dataclass

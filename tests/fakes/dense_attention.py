@@ -4,11 +4,10 @@ import numpy as np
 import torch
 
 from worker.attention.base import AttentionInputs
-from worker.attention.with_states import AttentionWithStates
 from worker.layers.rotary import Rotation, rotate
 from worker.models.decoder import Decoder
 from worker.models.spec import ModelSpec
-from worker.state_cache import StateCache
+from worker.state_cache import AttentionWithStates, StateCache
 
 _ONE_BLOCK = 1 << 20
 

@@ -6,7 +6,6 @@ from proto.prepared_model import PreparedModel
 from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.prepared_models import spec_of
 from worker.attention.registry import create_backend
-from worker.attention.with_states import AttentionWithStates
 from worker.input_batch import InputBatch
 from worker.kv_cache import KVCache
 from worker.loader.weights import load_model
@@ -15,7 +14,7 @@ from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
 from worker.parallel.group import RankGroup
 from worker.sampling.sampler import create_sampler
-from worker.state_cache import StateCache
+from worker.state_cache import AttentionWithStates, StateCache
 
 BLOCK = 4
 NUM_STATE_SLOTS = 9

@@ -5,6 +5,7 @@ from typing import Any, Final
 
 import torch
 import transformers
+from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -140,13 +141,11 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
     return config
 
 
-def save_tiny_transformers(model_type: str, folder: Path, **changes: Any) -> Any:
-    """Save a random model and return it as transformers reads it."""
-    cls = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
-    config = tiny_config(model_type, **changes)
+def random_model(cls: Any, config: PretrainedConfig, most_numbers: int) -> Any:
+    """Return a model of this class in float32; ValueError if it has more numbers than that."""
     with torch.device("meta"):
         numbers = sum(parameter.numel() for parameter in cls(config).parameters())
-    if numbers > MOST_NUMBERS:
+    if numbers > most_numbers:
         raise ValueError(f"its smallest configuration here has {numbers:,} numbers")
     torch.manual_seed(0)
     model = cls(config).float()
@@ -156,5 +155,11 @@ def save_tiny_transformers(model_type: str, folder: Path, **changes: Any) -> Any
                 parameter.normal_(0.0, 0.15)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(folder)
+    return model
+
+
+def save_tiny_transformers(model_type: str, folder: Path, **changes: Any) -> Any:
+    """Save a random model and return it as transformers reads it."""
+    cls = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+    random_model(cls, tiny_config(model_type, **changes), MOST_NUMBERS).save_pretrained(folder)
     return cls.from_pretrained(folder, dtype=torch.float32).eval()

@@ -15,6 +15,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.fakes.tiny_model_files import TOKENS, tokenizer_json
+from tests.fakes.tiny_transformers import random_model
 
 _TEXT: Final[dict[str, Any]] = {
     "vocab_size": len(TOKENS),
@@ -204,20 +205,7 @@ def save_wrapped(name: str, folder: Path, **changes: Any) -> Any:
     configuration that is not possible, ValueError for a model that is not small.
     """
     cls = getattr(transformers, _described(name)[0])
-    config = wrapped_config(name, **changes)
-    with torch.device("meta"):
-        numbers = sum(parameter.numel() for parameter in cls(config).parameters())
-    if numbers > MOST_NUMBERS:
-        raise ValueError(f"its smallest configuration here has {numbers:,} numbers")
-    torch.manual_seed(0)
-    model = cls(config).float()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.15)
-            else:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(folder)
+    random_model(cls, wrapped_config(name, **changes), MOST_NUMBERS).save_pretrained(folder)
     # transformers saves some with other names of layers than the published folders have.
     rename_tensors(folder, partial(re.sub, _SAVED_LAYERS, "language_model.model.layers."))
     (folder / "tokenizer.json").write_bytes(tokenizer_json())

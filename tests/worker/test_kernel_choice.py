@@ -230,5 +230,7 @@ def test_without_a_choice_nothing_is_measured(
     assert choose_products([], BF16, str(tmp_path)) == []
     monkeypatch.setattr(kernel_choice, "candidate_kernels", lambda: (kernels,))
     assert choose_products(weights_of(kernels), BF16, str(tmp_path)) == []
-    assert choose_attention(HEADS, BF16, BF16, str(tmp_path)) == (None, [])
+    for libraries in ((kernels,), ()):
+        monkeypatch.setattr(kernel_choice, "candidate_kernels", lambda found=libraries: found)
+        assert choose_attention(HEADS, BF16, BF16, str(tmp_path)) == (None, [])
     assert not list(tmp_path.iterdir())

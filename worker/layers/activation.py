@@ -89,7 +89,7 @@ def make_gate(name: Activation, device: torch.device, is_gated: bool = True) -> 
     """Return the fastest gate with this activation for tensors on this device."""
     if device.type == "cuda":
         library, own = usable_flashinfer(), TritonGate(name, is_gated)
-        has_kernel = library and is_gated and name != "swiglu_oai"
+        has_kernel = library and is_gated and name in ("silu", "gelu_tanh")
         return FlashInferGate(library, name, own) if has_kernel else own
     kernels = row_kernels() if device.type == "cpu" else None
     if kernels is None:

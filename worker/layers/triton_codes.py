@@ -96,7 +96,10 @@ class TritonCodedLinear:
         """Write the product of x [N, in] to out [N, out]; rows of both may be a stride apart."""
         assert x.shape[1] == weight.in_features
         assert x.stride(1) == out.stride(1) == 1
-        assert all(each is None or each.is_contiguous() for each in (weight.codes, weight.scales))
+        assert all(
+            each is None or each.is_contiguous()
+            for each in (weight.codes, weight.scales, weight.zeros)
+        )
         block = _FEW_ROWS if len(x) < _MANY_ROWS else _MANY_ROWS
         self._kernel[(-(-len(x) // block), -(-weight.out_features // _OUTPUTS))](
             x,

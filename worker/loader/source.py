@@ -249,13 +249,13 @@ class WeightSource:
     def input_scale(self, name: str) -> float | None:
         """Return the checkpoint's scale of all inputs of a weight in FP8; None for that of a row.
 
-        Raises ModelError for one that is not positive.
+        Raises ModelError unless it is positive and finite.
         """
         entry = self._entries[name].entry
         if "static_inputs" not in entry.options or "inputs" not in entry.parts:
             return None
         scale = float(self._files.parts_of(entry)["inputs"].view(-1)[0])
-        if not scale > 0:
+        if not 0 < scale < math.inf:
             raise ModelError(f"the scale of the input of {entry.name} is {scale:g}")
         return scale
 

@@ -13,7 +13,6 @@ import numpy.typing as npt
 import torch
 
 from proto.errors import ConfigError
-from worker.attention.with_states import AttentionWithStates
 from worker.layers.delta_rule import DeltaRuleShape, DeltaRuleWeights, make_delta_rule
 from worker.layers.linear import Linear, ResidualLinear
 from worker.models.parts import (
@@ -27,6 +26,7 @@ from worker.models.parts import (
     projection,
     stacked,
 )
+from worker.state_cache import AttentionWithStates
 
 if TYPE_CHECKING:
     from worker.loader.weights import LayerReader

@@ -5,7 +5,7 @@
 //
 //   S_t = a S_t-1 + k (b (v - a S_t-1^T k))^T        o_t = S_t^T q
 //
-// All arithmetic is in float32 and token after token, whatever the rows beside it, so the results do
+// A sequence is computed in float32, token after token, and apart from the other sequences, so the results do
 // not depend on how a sequence is cut into steps.
 //
 // The state of a layer in one slot, floats:
