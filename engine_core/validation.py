@@ -168,16 +168,16 @@ def _check_resumption(message: EngineCoreRequest, limits: RequestLimits) -> None
 
 
 def _check_beams(message: EngineCoreRequest, limits: RequestLimits) -> None:
-    """Refuse parameters that need output tokens before the end of a beam search.
+    """Refuse beam search for models with recurrent states, which beams cannot share.
 
-    And all beam searches of a model with recurrent states, which beams cannot share.
+    Refuse parameters that need output tokens before the end of a search.
     """
     params = message.sampling_params
     if params.beam_width == 0:
         return
     if limits.has_states:
         raise InvalidRequestError(
-            "the model has layers with a recurrent state, with which beam search does not go",
+            "beam search is not supported for models with a recurrent state",
             "use_beam_search",
         )
     for is_used, name in (

@@ -103,8 +103,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of the KV pool of all workers (suffixes K, M, G); by default on a CPU three quarters of
     the memory that weights and steps leave free."""
     num_state_slots: int | None = None
-    """Slots for the states of recurrent layers, of which a running sequence takes two (one without
-    prefix caching); by default four per sequence, but at most a quarter of the free memory."""
+    """Slots for the states of recurrent layers. A running sequence takes two, three while it holds
+    a cached state that it began with, and one without prefix caching; by default twice the two
+    (or one) of each sequence, but at most a quarter of the free memory."""
     kv_cache_populate: bool = False
     """On a CPU, allocate the memory of the KV pool at the start, not on first use."""
     enable_prefix_caching: bool = True

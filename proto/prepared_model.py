@@ -10,7 +10,7 @@ and chat template. The folder contains
     chat_template.jinja  absent for a model without one
     tensors.msgpack      TensorIndex
     digest.msgpack       WeightsDigest; written by the first worker that needs it
-    products.msgpack     ProductTimes; written by the first worker on each kind of machine
+    kernel_times.msgpack KernelTimes; written by the first worker on each kind of machine
 """
 
 import os

@@ -137,14 +137,14 @@ def test_without_slots_no_sequence_starts_and_running_ones_go_on():
     assert (group.num_charged, group.pool.num_free) == (0, 4)
 
 
-def test_without_prefix_caching_a_sequence_has_one_slot_that_goes_with_it():
+def test_without_prefix_caching_a_sequence_has_one_slot_in_all_entries():
     manager = make(num_slots=3, caching=False)
     requests = Requests(manager)
     first, second = (run(manager, requests, text) for text in ("abcd|ef", "uvwx|yz"))
     (slot,) = {*states_of(manager, first)} - {0}
     for number in range(20):
         assert requests.decode(first, number) is not None
-    assert states_of(manager, first) == [0] * 6 + [slot]
+    assert states_of(manager, first) == [slot] * 7
     assert requests.schedule_groups(requests.make("a")) is None
     manager.free(second)
     assert requests.schedule_groups(requests.make("a")) is not None
@@ -305,8 +305,10 @@ def test_a_busy_engine_gives_each_request_its_tokens(is_async, caching):
 
 
 @IS_ASYNC
-def test_a_session_goes_on_from_its_state(is_async):
-    engine = make_engine(async_scheduling=is_async)
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_session_goes_on_from_its_state(is_async, caching):
+    """The runner checks that each step begins with the state of the tokens before it."""
+    engine = make_engine(async_scheduling=is_async, enable_prefix_caching=caching)
     row = engine.add_one(list(range(1, 30)), 6, ignore_eos=True, resumable=True)
     for turn in range(4):
         for _ in range(12):
