@@ -78,8 +78,8 @@ KV_CACHE = (
     Fault(
         "blocks_freed_first_one_first",
         "engine_core/kv_cache/groups.py",
-        "self._pool.free_blocks(sequence.blocks[::-1])",
-        "self._pool.free_blocks(sequence.blocks)",
+        "self.pool.free_blocks(sequence.blocks[::-1])",
+        "self.pool.free_blocks(sequence.blocks)",
         "The start of a shared prompt is evicted before its end, so prefixes are seldom found.",
         (
             "tests/engine_core/kv_cache/test_manager.py",
@@ -89,8 +89,10 @@ KV_CACHE = (
     Fault(
         "shared_blocks_not_referenced",
         "engine_core/kv_cache/groups.py",
-        "            self._pool.touch(hits)\n",
-        "            self._pool.touch(hits[:1])\n",
+        "            self.pool.touch(hits)\n            sequence.blocks.extend(hits)\n"
+        "            sequence.num_cached = len(hits)\n\n",
+        "            self.pool.touch(hits[:1])\n            sequence.blocks.extend(hits)\n"
+        "            sequence.num_cached = len(hits)\n\n",
         "Blocks that a fork or a prefix hit shares are overwritten while it still reads them.",
         ("tests/engine_core/kv_cache/test_fork.py", "tests/engine_core/kv_cache/test_manager.py"),
     ),

@@ -38,12 +38,11 @@ _NAN: Final = 0x7F
 
 def multiplies_blocks(index: TensorIndex, device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether weights of a model are in FP8 with scales that Fp8BlockLinear takes."""
-    if not has_fp8_products(device, dtype):
-        return False
     blocks = (entry.options for entry in index.tensors if entry.type == FP8)
-    return any(
+    found = any(
         each["rows"] == each["columns"] == BLOCK and "none_inputs" not in each for each in blocks
     )
+    return found and has_fp8_products(device, dtype)
 
 
 class GpuFormat(DenseFormat):
