@@ -1,0 +1,1 @@
+"""Drafts of tokens to come: who guesses them, and how many are worth verifying."""

@@ -1,0 +1,63 @@
+"""A draft, and the interface of what guesses one.
+
+A draft is a guess at the next tokens of a request. The worker computes its tokens together with
+the last verified one, draws a token at every position with the draw that belongs to that position,
+and the scheduler accepts the draft as far as it agrees with what was drawn. A wrong guess costs
+time and never changes an answer.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Final
+
+from engine_core.request import Request
+
+
+class Draft:
+    """A guess at the next tokens of one request.
+
+    token_ids: the guessed tokens, in order; at least one.
+    survival: for each of them, the estimated probability that it and all before it are accepted;
+        does not grow along the draft.
+    source: the name of the proposer.
+    key: what acceptance is recorded by besides source and position, such as the length of the
+        match that the guess continues.
+    """
+
+    __slots__ = ("key", "source", "survival", "token_ids")
+
+    def __init__(
+        self, token_ids: list[int], survival: list[float], source: str, key: int = 0
+    ) -> None:
+        assert len(token_ids) == len(survival) > 0
+        self.token_ids: Final = token_ids
+        self.survival: Final = survival
+        self.source: Final = source
+        self.key: Final = key
+
+
+class Proposer(ABC):
+    """Guesses the next tokens of requests from what the engine knows of them.
+
+    The scheduler calls `begin_request` when a request has blocks for the first time (or again after
+    a preemption), `add_outputs` after every step that gave it tokens, `propose` when a draft may be
+    verified, `end_request` when it is finished or preempted.
+    """
+
+    name: str
+    """As in `--speculative-config`, in metrics and in the trace."""
+
+    @abstractmethod
+    def begin_request(self, request: Request) -> None:
+        """Learn the prompt and the outputs so far; `request.all_token_ids` has both."""
+
+    @abstractmethod
+    def add_outputs(self, request: Request, num_new: int) -> None:
+        """Learn the last `num_new` tokens of `request.all_token_ids`, which are verified."""
+
+    @abstractmethod
+    def propose(self, request: Request, max_tokens: int) -> Draft | None:
+        """Return a draft of at most `max_tokens` tokens to follow `request.all_token_ids`."""
+
+    @abstractmethod
+    def end_request(self, request: Request) -> None:
+        """Forget what is kept of a request alone."""
