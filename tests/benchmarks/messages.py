@@ -188,7 +188,8 @@ class StepWorkload(msgspec.Struct, frozen=True, kw_only=True):
     """Steps of a worker by itself, in which `num_rows` sequences decode one token each.
 
     config: as in the daemon. context_tokens: initial context of each sequence.
-    temperature: of the sampling; 0 is greedy.
+    computes_prompts: a measured step is instead all chunks of a prompt of context_tokens, of each
+        sequence in turn. temperature: of the sampling; 0 is greedy.
     """
 
     config: ServeConfig
@@ -197,6 +198,7 @@ class StepWorkload(msgspec.Struct, frozen=True, kw_only=True):
     context_tokens: int
     warm_up_steps: int
     measured_steps: int
+    computes_prompts: bool = False
     temperature: float = 0.0
 
 

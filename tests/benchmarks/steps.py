@@ -66,6 +66,7 @@ def _measure(
                 context_tokens=options.context,
                 warm_up_steps=options.warm_up,
                 measured_steps=options.steps,
+                computes_prompts=options.prompts,
                 temperature=options.temperature,
             )
             yield program.play(workload, StepTimings, f"{num_rows} sequences")
@@ -73,7 +74,8 @@ def _measure(
 
 def _table(options: argparse.Namespace, rows: Sequence[StepTimings]) -> Table:
     table = Table(
-        title=f"milliseconds a step, medians of {options.steps}; {options.context} tokens each; "
+        title=f"milliseconds a {'prompt' if options.prompts else 'step'}, medians of "
+        f"{options.steps}; {options.context} tokens each; "
         f"{rows[0].device}, {rows[0].num_threads} threads"
     )
     for column in ("sequences", "step", "best", "p99", "products", "attention", "rest"):
@@ -81,7 +83,7 @@ def _table(options: argparse.Namespace, rows: Sequence[StepTimings]) -> Table:
     for column in ("rest, best", "share of rest", "target", "faults", "waits"):
         table.add_column(column, justify="right")
     for row in rows:
-        target = _TARGETS.get(row.num_rows)
+        target = None if options.prompts else _TARGETS.get(row.num_rows)
         table.add_row(
             str(row.num_rows),
             f"{row.step_ms_median:.2f}",
@@ -102,7 +104,7 @@ def _table(options: argparse.Namespace, rows: Sequence[StepTimings]) -> Table:
 def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser = BenchParser(
         prog="python -m tests.benchmarks.steps",
-        description="Measure a worker's decode steps by themselves: products, attention, the rest.",
+        description="Measure a worker's steps by themselves: products, attention, the rest.",
     )
     parser.add_argument(
         "--rows", type=_counts, default=[1, 4, 16, 32], help="sequences at once (1,4,16,32)"
@@ -111,6 +113,9 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         "--context", type=at_least_one, default=256, help="tokens that each has (256)"
     )
     parser.add_argument("--steps", type=at_least_one, default=100, help="measured (100)")
+    parser.add_argument(
+        "--prompts", action="store_true", help="a step is a prompt of so many tokens, in chunks"
+    )
     parser.add_argument("--warm-up", type=at_least_one, default=5, help="steps before them (5)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (0)")
     parser.add_argument(

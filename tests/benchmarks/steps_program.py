@@ -1,6 +1,6 @@
 """Reads workloads from stdin and prints their timings, one JSON line each, until EOF.
 
-A worker like the daemon's computes decode steps; a model is loaded once for all lines that name it.
+A worker like the daemon's computes steps; a model is loaded once for all lines that name it.
 """
 
 import resource
@@ -68,8 +68,8 @@ class BenchWorker:
         )
 
 
-class DecodeSteps:
-    """`num_rows` sequences that decode together, one token per step.
+class Steps:
+    """`num_rows` sequences whose prompts are computed in turn, or that decode together.
 
     blocks    | 0 | row 0, group 0 | row 0, group 1 | row 1, group 0 | …
 
@@ -92,8 +92,13 @@ class DecodeSteps:
         self._step = 0
         self._prefill()
 
-    def run(self) -> ModelRunnerOutput:
-        """Run one step; return its output."""
+    def run_prompts(self) -> None:
+        """Compute the context of every sequence again, chunk by chunk."""
+        for row in range(self._num_rows):
+            self._compute_context(row)
+
+    def run_decodes(self) -> ModelRunnerOutput:
+        """Run one step in which every sequence gets a token; return its output."""
         rows = self._num_rows
         cached = CachedRequestData(
             list(range(rows)), [self._computed] * rows, [1] * rows, [None] * rows
@@ -105,12 +110,7 @@ class DecodeSteps:
     def _prefill(self) -> None:
         """Compute the context of row 0; the others get copies of its blocks."""
         context = self._computed
-        for start in range(0, context, self._chunk):
-            count = min(self._chunk, context - start)
-            if start == 0:
-                self._execute([self._new(0, 0, count)], CachedRequestData(), count)
-            else:
-                self._execute([], CachedRequestData([0], [start], [count], [None]), count)
+        self._compute_context(0)
         first = self._blocks(0)
         pairs = [
             block
@@ -121,6 +121,15 @@ class DecodeSteps:
         ]
         others = [self._new(row, context - 1, 1) for row in range(1, self._num_rows)]
         self._execute(others, CachedRequestData(), len(others), pairs)
+
+    def _compute_context(self, row: int) -> None:
+        context = self._computed
+        for start in range(0, context, self._chunk):
+            count = min(self._chunk, context - start)
+            if start == 0:
+                self._execute([self._new(row, 0, count)], CachedRequestData(), count)
+            else:
+                self._execute([], CachedRequestData([row], [start], [count], [None]), count)
 
     def _blocks(self, row: int) -> BlockIds:
         firsts = [1 + (row * self._groups + group) * self._pages for group in range(self._groups)]
@@ -167,16 +176,17 @@ class DecodeSteps:
 
 def measure(worker: BenchWorker, workload: StepWorkload) -> StepTimings:
     """Run a workload: warm up, then measure."""
-    steps = DecodeSteps(worker, workload)
+    steps = Steps(worker, workload)
+    run = steps.run_prompts if workload.computes_prompts else steps.run_decodes
     for _ in range(workload.warm_up_steps):
-        steps.run()
+        run()
     clock = worker.clock
     total, product, attention, rest = [], [], [], []
     before = resource.getrusage(resource.RUSAGE_SELF)
     for _ in range(workload.measured_steps):
         clock.clear()
         started = perf_counter()
-        steps.run()
+        run()
         total.append(perf_counter() - started)
         product.append(clock.product)
         attention.append(clock.attention)

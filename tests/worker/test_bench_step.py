@@ -6,7 +6,7 @@ import torch
 
 from proto.config import CacheConfig, ModelConfig, SchedulerConfig, ServeConfig
 from tests.benchmarks.messages import StepWorkload
-from tests.benchmarks.steps_program import BenchWorker, DecodeSteps, measure
+from tests.benchmarks.steps_program import BenchWorker, Steps, measure
 from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.tiny_checkpoints import save_tiny
 
@@ -27,8 +27,8 @@ def test_all_parts_of_a_step_are_timed(tmp_path: Path) -> None:
         measured_steps=3,
     )
     worker = BenchWorker(workload.config, workload.model)
-    steps = DecodeSteps(worker, workload)
-    answers = [steps.run() for _ in range(4)]
+    steps = Steps(worker, workload)
+    answers = [steps.run_decodes() for _ in range(4)]
     for answer in answers:
         assert answer.seq_ids == [0, 1, 2]
         assert len({tuple(tokens) for tokens in answer.sampled_token_ids}) == 1
