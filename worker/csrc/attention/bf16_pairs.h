@@ -238,17 +238,19 @@ struct Groups {
 // Prefetches rows a few lines at a time, in the order of use and some groups ahead of it, so that
 // memory never waits for arithmetic: K and V of the piece, then of the next one. Groups that cross
 // pages are skipped.
+//
+// Lines go to the L2 cache; with `near`, also to the L1 cache one group before their use. Asking memory
+// for lines of the L1 cache at once reads at half the rate on a Zen 4.
 struct Ahead {
     static constexpr int64_t LINES = 4;
-    static constexpr int64_t NEAR = 4;  // groups that fit into the L1 cache
 
     const char* parts[4 * PIECE / TILE];  // 16 rows per entry
     int64_t count = 0, index = 0, at = 0, size;
-    bool near;  // to the L1 cache, not only to L2
+    int64_t distance;  // in groups
+    bool near;
 
-    // distance: in groups.
-    Ahead(const Piece& now, const Piece& following, int64_t distance)
-        : size(TILE * now.head_dim * sizeof(bfloat16)), near(distance <= NEAR) {
+    Ahead(const Piece& now, const Piece& following, int64_t groups, bool near_too)
+        : size(TILE * now.head_dim * sizeof(bfloat16)), distance(groups), near(near_too) {
         if (now.step->block_size % TILE != 0) return;
         append(now);
         index = std::min(distance, count);
@@ -271,9 +273,10 @@ struct Ahead {
     TOKEND_INLINE void fetch(int64_t times) {
         for (int64_t i = 0; i < times && index < count; i++) {
             const char* lines = parts[index] + at;
-            for (int64_t line = 0; line < LINES; line++) {
-                if (near) __builtin_prefetch(lines + line * 64, 0, 3);
-                else __builtin_prefetch(lines + line * 64, 0, 2);
+            for (int64_t line = 0; line < LINES; line++) __builtin_prefetch(lines + line * 64, 0, 2);
+            if (near) {
+                const char* next = parts[index - distance + 1] + at;
+                for (int64_t line = 0; line < LINES; line++) __builtin_prefetch(next + line * 64, 0, 3);
             }
             at += LINES * 64;
             if (at >= size) {

@@ -36,8 +36,8 @@ struct FewRows {
     int64_t begin, end;  // the computed tokens, in whole tiles
     float best[TILE], total[TILE];
 
-    FewRows(const Piece& p, const Piece& following, int64_t distance, bfloat16* copy)
-        : piece(p), head_dim(p.head_dim), rows(p.rows), ahead(p, following, distance) {
+    FewRows(const Piece& p, const Piece& following, int64_t distance, bool near, bfloat16* copy)
+        : piece(p), head_dim(p.head_dim), rows(p.rows), ahead(p, following, distance, near) {
         groups.locate(piece, piece.begin, piece.end, copy);
         begin = (groups.from - groups.start) / INNER * INNER;
         end = round_up(groups.to - groups.start, INNER);
@@ -108,8 +108,8 @@ struct Memory {
 struct Rows : Memory, FewRows {
     NonfiniteTokens nonfinite;
 
-    Rows(const Piece& p, const Piece& following, int64_t distance, Scratch& scratch)
-        : Memory(scratch, p.head_dim), FewRows(p, following, distance, copy) {}
+    Rows(const Piece& p, const Piece& following, int64_t distance, bool near, Scratch& scratch)
+        : Memory(scratch, p.head_dim), FewRows(p, following, distance, near, copy) {}
 
     void weigh_all() {
         for (int64_t row = 0; row < rows; row++) {
@@ -151,9 +151,9 @@ struct Rows : Memory, FewRows {
 
 // Products by vectors of pairs: lanes are 16 tokens for scores, 16 dims for the output.
 struct VectorRows : Rows {
-    static constexpr int64_t DISTANCE = Ahead::NEAR;
+    static constexpr int64_t DISTANCE = 5;
 
-    VectorRows(const Piece& p, const Piece& following, Scratch& scratch) : Rows(p, following, DISTANCE, scratch) {
+    VectorRows(const Piece& p, const Piece& following, Scratch& scratch) : Rows(p, following, DISTANCE, true, scratch) {
         for (int64_t row = 0; row < rows; row++) pair_query<bfloat16>(piece, row, queries + row * head_dim / 2);
     }
 
@@ -270,7 +270,7 @@ struct TileRows : Rows {
     static constexpr int64_t DISTANCE = 2 * PIECE / TILE;
 
     TileRows(const Piece& p, const Piece& following, Scratch& scratch)
-        : Rows(p, following, DISTANCE, scratch), columns(round_up(p.rows, 4)) {
+        : Rows(p, following, DISTANCE, false, scratch), columns(round_up(p.rows, 4)) {
         uint32_t* pairs = reinterpret_cast<uint32_t*>(products);  // [TILE, head_dim / 2], unused
         std::fill_n(pairs, TILE * head_dim / 2, 0u);
         for (int64_t row = 0; row < rows; row++) pair_query<bfloat16>(piece, row, pairs + row * head_dim / 2);
