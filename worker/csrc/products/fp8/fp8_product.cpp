@@ -10,7 +10,40 @@ constexpr int64_t FP8_FETCH_AHEAD = 4096;
 
 // Two lines of codes to two lines of bfloat16. Its exponent is that of the code plus 120; codes with an
 // exponent of 0 are 2^-9 times their fraction, which bfloat16 has as normal numbers.
+#if defined(__AVX2__)
+
+// As many bytes as a vector has, in lanes of 16.
 #if defined(__AVX512BW__)
+struct Bytes {
+    typedef __m512i V;
+    typedef __mmask64 Mask;
+    static TOKEND_INLINE V all(int byte) { return _mm512_set1_epi8(char(byte)); }
+    static TOKEND_INLINE V table(const uint8_t (&bytes)[16]) { return _mm512_broadcast_i32x4(load_bytes<__m128i>(bytes)); }
+    static TOKEND_INLINE V look_up(V table, V index) { return _mm512_shuffle_epi8(table, index); }
+    static TOKEND_INLINE V up(V words) { return _mm512_slli_epi16(words, 4); }
+    static TOKEND_INLINE V down(V words) { return _mm512_srli_epi16(words, 4); }
+    static TOKEND_INLINE Mask without(V bytes, int bits) { return _mm512_testn_epi8_mask(bytes, all(bits)); }
+    static TOKEND_INLINE bool any(Mask mask) { return mask != 0; }
+    static TOKEND_INLINE V choose(Mask mask, V yes, V no) { return _mm512_mask_mov_epi8(no, mask, yes); }
+    static TOKEND_INLINE V first(V low, V high) { return _mm512_unpacklo_epi8(low, high); }
+    static TOKEND_INLINE V second(V low, V high) { return _mm512_unpackhi_epi8(low, high); }
+};
+#else
+struct Bytes {
+    typedef __m256i V;
+    typedef __m256i Mask;
+    static TOKEND_INLINE V all(int byte) { return _mm256_set1_epi8(char(byte)); }
+    static TOKEND_INLINE V table(const uint8_t (&bytes)[16]) { return _mm256_broadcastsi128_si256(load_bytes<__m128i>(bytes)); }
+    static TOKEND_INLINE V look_up(V table, V index) { return _mm256_shuffle_epi8(table, index); }
+    static TOKEND_INLINE V up(V words) { return _mm256_slli_epi16(words, 4); }
+    static TOKEND_INLINE V down(V words) { return _mm256_srli_epi16(words, 4); }
+    static TOKEND_INLINE Mask without(V bytes, int bits) { return _mm256_cmpeq_epi8(bytes & all(bits), V{}); }
+    static TOKEND_INLINE bool any(Mask mask) { return !_mm256_testz_si256(mask, mask); }
+    static TOKEND_INLINE V choose(Mask mask, V yes, V no) { return _mm256_blendv_epi8(no, yes, mask); }
+    static TOKEND_INLINE V first(V low, V high) { return _mm256_unpacklo_epi8(low, high); }
+    static TOKEND_INLINE V second(V low, V high) { return _mm256_unpackhi_epi8(low, high); }
+};
+#endif
 
 class UnpackFp8 {
   public:
@@ -22,27 +55,25 @@ class UnpackFp8 {
         }
     }
     TOKEND_INLINE void operator()(const uint8_t* from, uint8_t* to) const {
-        const __m512i codes = load_bytes<__m512i>(from);
-        const __m512i upper = _mm512_and_si512(_mm512_srli_epi16(codes, 4), _mm512_set1_epi8(15));
-        __m512i high = _mm512_shuffle_epi8(table(high_), upper);
-        __m512i low = _mm512_and_si512(_mm512_slli_epi16(codes, 4), _mm512_set1_epi8(-16));
-        const __mmask64 small = _mm512_testn_epi8_mask(codes, _mm512_set1_epi8(0x78));
-        if (__builtin_expect(small != 0, 0)) {  // few weights are that small
-            const __m512i fraction = _mm512_and_si512(codes, _mm512_set1_epi8(7));
-            const __m512i sign = _mm512_and_si512(codes, _mm512_set1_epi8(-128));
-            const __m512i small_high = _mm512_shuffle_epi8(table(small_high_), fraction);
-            high = _mm512_mask_mov_epi8(high, small, _mm512_or_si512(small_high, sign));
-            low = _mm512_mask_shuffle_epi8(low, small, table(small_low_), fraction);
+        typedef Bytes B;
+        constexpr int64_t SIZE = sizeof(B::V);
+        for (int64_t at = 0; at < LINE_BYTES; at += SIZE) {
+            const B::V codes = load_bytes<B::V>(from + at);
+            B::V high = B::look_up(B::table(high_), B::down(codes) & B::all(15));
+            B::V low = B::up(codes) & B::all(-16);
+            const B::Mask small = B::without(codes, 0x78);
+            if (__builtin_expect(B::any(small), 0)) {  // few weights are that small
+                const B::V fraction = codes & B::all(7), sign = codes & B::all(-128);
+                high = B::choose(small, B::look_up(B::table(small_high_), fraction) | sign, high);
+                low = B::choose(small, B::look_up(B::table(small_low_), fraction), low);
+            }
+            const B::V first = B::first(low, high), second = B::second(low, high);
+            __builtin_memcpy(to + at, &first, SIZE);
+            __builtin_memcpy(to + LINE_BYTES + at, &second, SIZE);
         }
-        const __m512i lines[2] = {_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)};
-        __builtin_memcpy(to, lines, sizeof(lines));
     }
 
   private:
-    static TOKEND_INLINE __m512i table(const uint8_t (&bytes)[16]) {
-        return _mm512_broadcast_i32x4(load_bytes<__m128i>(bytes));
-    }
-
     alignas(16) uint8_t high_[16], small_high_[16] = {}, small_low_[16] = {};
 };
 
@@ -137,14 +168,17 @@ class Fp8Form {
             constexpr int N = ROW_LANES, VECTORS = int(PAIR_OUTPUTS) / N;
             const UnpackFp8 unpack = unpack_;
             const int64_t inputs = num_steps * STEP_INPUTS;
+            const uint8_t* ahead = parts[0] + 2 * FP8_FETCH_AHEAD;
             F<N> total[2][VECTORS] = {};
             for (int64_t two = 0; two < num_steps * STEP_LINES / 2; two++, x += 4) {
                 const int64_t from = two / (STEP_LINES / 2) * FP8_STEP_BYTES + two % (STEP_LINES / 2) * FP8_LINES_BYTES;
+                // What two parts further has, in the order of addresses: loads take turns in four places.
+                if (two % 2 == 0)
+                    for (int i = 0; i < 8; i++, ahead += 64) __builtin_prefetch(ahead);
                 alignas(64) uint8_t lines[2][2][2 * LINE_BYTES];
                 each<2>([&](auto part) {
                     each<2>([&](auto panel) {
                         const uint8_t* codes = parts[part] + from + panel * FP8_PANEL_STEP_BYTES;
-                        __builtin_prefetch(codes + 2 * FP8_FETCH_AHEAD);  // what two parts further has
                         unpack(codes, lines[part][panel]);
                     });
                 });
