@@ -609,7 +609,7 @@ def test_drafts_are_verified_on_the_device(
 
     monkeypatch.setattr(found.worker, "launch", count_replays)
     assert serve(found, params) == tokens
-    assert drafting.num_accepted > 10
+    assert drafting.num_accepted > 5
     assert (drafting.num_accepted < drafting.num_drafted) == (acceptance < 1.0)
     assert (replays > 3) == (not eager)
     for key, outputs in expected.outputs.items():
