@@ -26,9 +26,9 @@ from worker.attention.registry import create_backend
 from worker.input_batch import InputBatch
 from worker.kernels import load_kernels
 from worker.kv_cache import KVCache
+from worker.loader.files import read_index
 from worker.loader.format_choice import choose_format
 from worker.loader.formats import DenseFormat, WeightFormat
-from worker.loader.files import read_index
 from worker.loader.weights import load_model
 from worker.memory_plan import layer_cache
 from worker.model_runner import ModelRunner
