@@ -89,6 +89,12 @@ def check_result(output: SchedulerOutput, result: ModelRunnerOutput, vocab_size:
         raise ImpossibleResultError(
             f"step {output.step} sampled a token outside the vocabulary [0, {vocab_size})"
         )
+    drafts = result.draft_token_ids
+    guessed = list(chain.from_iterable(drafts))
+    if len(drafts) != len(result.draft_seq_ids) or not all(
+        0 <= token_id < vocab_size for token_id in guessed
+    ):
+        raise ImpossibleResultError(f"step {output.step} has invalid drafts for the next one")
     for row in result.candidates:
         _check_candidates(row, vocab_size)
     for pooled in result.pooler_outputs:

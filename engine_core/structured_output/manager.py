@@ -328,7 +328,9 @@ class StructuredOutputManager:
         return outputs
 
     def find_violations(self, output: SchedulerOutput, result: ModelRunnerOutput) -> Violations:
-        """Return the sequences of a step that cannot continue, and cut their tokens in the result.
+        """Return the sequences of a step that cannot continue.
+
+        Cuts the tokens of those that go on for a part of their draft, in the result.
 
         Raises WorkerFailedError if the result arrived before its masks were computed.
         """
@@ -351,8 +353,11 @@ class StructuredOutputManager:
                 error, num_allowed = _find_violation(masks.rows.get(seq_id, []), token_ids)
             if error:
                 info = ErrorInfo("invalid_request", f"{row.field}: {error}", row.field)
-                (found.after if num_allowed else found.before)[seq_id] = info
-                del token_ids[num_allowed:]
+                if num_allowed:
+                    found.after[seq_id] = info
+                    del token_ids[num_allowed:]
+                else:
+                    found.before[seq_id] = info
         return found
 
     def _mask_job(self, output: SchedulerOutput) -> MaskJob:

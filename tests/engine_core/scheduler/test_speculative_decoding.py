@@ -264,6 +264,18 @@ def test_workers_may_propose_drafts(form: str) -> None:
     assert engine.scheduler.pop_stats().accepted_per_pos == [1, 1, 1]
 
 
+@pytest.mark.parametrize("drafts", [[[5]], [[5], [1000]], [[5], [-1]]], ids=str)
+def test_invalid_drafts_of_a_worker_are_no_result(drafts: list[list[int]]) -> None:
+    engine = EngineHarness()
+    engine.add_one(PROMPT, 9)
+    output = engine.scheduler.schedule()
+    result = engine.runner.execute(output)
+    result.draft_seq_ids.extend([0, 1])
+    result.draft_token_ids.extend(drafts)
+    with pytest.raises(ImpossibleResultError, match="invalid drafts"):
+        engine.scheduler.update_from_output(output, result)
+
+
 def test_beams_and_pooled_requests_are_not_drafted_for() -> None:
     engine = engine_with(3)
     beam = engine.add(PROMPT, 4, n=2, temperature=0.0, beam_width=2, eos_token_ids=())[0]
