@@ -276,15 +276,8 @@ class InputBatch:
         row = int(positions.rows[index])
         if index not in positions.drafts:
             return self.edits[row]
-        sequence = self._sequences[positions.seq_ids[index]]
-        assert sequence.params.edits is not None
         assert not self.last_is_pending(row), "drafts follow tokens that the host knows"
-        outputs = self.token_ids[row, self.num_prompt_tokens[row] : self.num_tokens[row]].tolist()
-        return RowEdits(
-            sequence.params.edits,
-            sequence.prompt_token_ids,
-            [*outputs, *positions.drafts[index]],
-        )
+        return self.edits[row].after(positions.drafts[index])
 
     def params(self, seq_id: int) -> SamplingParams:
         return self._sequences[seq_id].params
