@@ -21,7 +21,7 @@ from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request
 from engine_core.scheduler.result import ClientOutputs, ImpossibleResultError
 from engine_core.scheduler.scheduler import Scheduler
-from engine_core.structured_output.manager import StructuredOutputManager
+from engine_core.structured_output.manager import NO_VIOLATIONS, StructuredOutputManager
 from engine_core.supervisor_io import SupervisorIO
 from engine_core.transport import FrontEndLinks
 from engine_core.worker_group import WorkerFailedError, WorkerGroup
@@ -164,16 +164,19 @@ class BusyLoop:
                 raise WorkerFailedError(0, f"answered step {result.step} unasked")
             return
         output = self._in_flight.popleft()
+        violations = NO_VIOLATIONS
         try:
             if self._structured_output is not None:
-                errors = self._structured_output.find_violations(output, result)
-                if errors:
-                    self._io.publish(self._scheduler.fail_requests(errors))
+                violations = self._structured_output.find_violations(output, result)
+                if violations.before:
+                    self._io.publish(self._scheduler.fail_requests(violations.before))
             outputs = self._scheduler.update_from_output(output, result)
         except ImpossibleResultError as error:
             self._io.publish(error.outputs)
             raise WorkerFailedError(0, f"sent an impossible result: {error}") from error
         self._io.publish_step(outputs)
+        if violations.after:
+            self._io.publish(self._scheduler.fail_requests(violations.after))
 
     def _update_from_connector(self, report: KVConnectorOutput) -> None:
         """Process completed KV transfers; a failed one can end a request."""

@@ -31,8 +31,8 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True):
     """Sampled tokens and log-probabilities of one step.
 
     seq_ids: every sequence of the step, in the order new requests, cached requests.
-    sampled_token_ids: the tokens of each sequence, one for each sampled position of the step; empty
-        for a sequence whose prompt is not complete yet.
+    sampled_token_ids: the tokens of each sequence; empty for a sequence whose prompt is not
+        complete yet. One token, or the accepted tokens of a draft and the one after them.
     logprobs: of the sampled tokens, for sequences that request them.
     prompt_logprobs: of positions computed in this step, for sequences that request them;
         position p (from 1) is the log-probability of prompt token p.
@@ -46,6 +46,8 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True):
     routed_experts: of positions computed in this step, for sequences that request them; in the
         first step of a sequence also of those found in the prefix cache.
     pooler_outputs: of pooled sequences whose prompt is complete; they have no sampled tokens.
+    draft_seq_ids, draft_token_ids: parallel; sequences for whose next step the worker proposes a
+        draft, and the draft, which follows all sampled tokens.
     """
 
     epoch: int
@@ -60,3 +62,5 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True):
     candidates: list[RowLogprobs] = []
     routed_experts: list[RowExperts] = []
     pooler_outputs: list[RowPooled] = []
+    draft_seq_ids: list[int] = []
+    draft_token_ids: list[list[int]] = []

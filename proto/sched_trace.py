@@ -165,6 +165,7 @@ class Decision(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc
 
     new: admitted for the first time; resumed: admitted again; hits: of both.
     running, running_tokens: sequences that ran already; an empty list of counts means 1 each.
+    drafted, draft_tokens: those of them with a draft, and how many of their tokens are its.
     preempted: in order. num_tokens: of the step. context_tokens: computed tokens of all its
     sequences after it.
     """
@@ -179,6 +180,8 @@ class Decision(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc
     hits: list[PrefixHit] = []
     num_tokens: int = 0
     context_tokens: int = 0
+    drafted: list[int] = []
+    draft_tokens: list[int] = []
 
 
 class Step(_Line, frozen=True, kw_only=True, tag="step"):
@@ -192,6 +195,7 @@ class Step(_Line, frozen=True, kw_only=True, tag="step"):
 class Result(_Line, frozen=True, kw_only=True, tag="result"):
     """The output of a step arrived. first: sequences that got their first token.
 
+    num_tokens: sampled, those of accepted drafts included.
     compute_seconds: measured by the workers; 0 if they do not measure it.
     """
 

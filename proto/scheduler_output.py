@@ -76,6 +76,10 @@ class SchedulerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_on
         a GrammarOutput of this step, because they depend on the tokens of the step before, which
         may still be computed when this message is sent.
     connector_metadata: data for the worker side of the KV connector.
+    spec_decode_seq_ids, scheduled_spec_decode_tokens: parallel; continued sequences with a draft,
+        and its tokens, which follow their known tokens in this step. They are counted in the
+        scheduled tokens. Every position from the last known token on is sampled, and the tokens
+        of a row end with the first one that differs from its draft.
     """
 
     epoch: int
@@ -88,12 +92,20 @@ class SchedulerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_on
     block_copies: list[int] = []
     constrained_seq_ids: list[int] = []
     connector_metadata: Payload = NO_PAYLOAD
+    spec_decode_seq_ids: list[int] = []
+    scheduled_spec_decode_tokens: list[list[int]] = []
+
+    @property
+    def drafts(self) -> dict[int, list[int]]:
+        """The draft of each sequence that has one, by seq_id."""
+        return dict(zip(self.spec_decode_seq_ids, self.scheduled_spec_decode_tokens, strict=True))
 
 
 class GrammarOutput(msgspec.Struct, array_like=True, tag=2, frozen=True):
     """Allowed tokens of the constrained sequences of a step.
 
-    seq_ids: subset of `constrained_seq_ids`; a missing one has ended and is not masked.
+    seq_ids: of `constrained_seq_ids`; a missing one has ended and is not masked. A sequence with a
+        draft has a mask for each of its sampled positions, in order.
     masks: little-endian uint32 [len(seq_ids), ceil(vocab_size / 32)]; token i is allowed if bit
         i % 32 of word i // 32 is 1.
     """

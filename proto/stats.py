@@ -63,6 +63,10 @@ class SchedulerStats(msgspec.Struct, array_like=True, frozen=True):
     num_discarded_tokens: tokens sampled for choices that had ended already.
     request_preemptions: number of preemptions of each finished choice, if it was computed.
 
+    Speculative decoding: num_drafts verified, their tokens (num_draft_tokens), those of them that
+    were accepted, in all and by position in the draft (accepted_per_pos), and tokens that a grammar
+    refused before they were computed (num_invalid_draft_tokens).
+
     Estimates per worker, with --enable-mfu-metrics: FLOPs, bytes read and written; by step, their
     shares of the configured peak rates.
     """
@@ -97,6 +101,11 @@ class SchedulerStats(msgspec.Struct, array_like=True, frozen=True):
     estimated_write_bytes: int = 0
     flops_shares: list[float] = []
     bandwidth_shares: list[float] = []
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_pos: list[int] = []
+    num_invalid_draft_tokens: int = 0
 
     @property
     def cpu_offload_usage(self) -> float:

@@ -9,6 +9,9 @@ log-probabilities computed on the device as well. Grammar masks depend on the to
 host waits for them while the model computes. A step with beam candidates or prompt
 log-probabilities is sampled on the host, when all steps before it have finished.
 
+Which tokens of a draft were accepted is known on the host, with the tokens. The engine plans no
+other step of the sequence before, so no later step in the queue depends on it.
+
 Start with `AsyncModelRunner.launch`.
 """
 
@@ -89,6 +92,7 @@ class QueuedStep:
         self._logprobs = logprobs
         self._download = download
         self._arrays: list[npt.NDArray[np.generic]] = []
+        self._reached: npt.NDArray[np.bool_] | None = None
 
     def wait_for_tokens(self) -> None:
         """Wait for the tokens and write them into the batch; later calls do nothing."""
@@ -97,26 +101,32 @@ class QueuedStep:
         self._arrays = list(self._download.arrays())
         self._seconds = self._device_time.end_step(self._forward.started)
         token_ids = self._arrays[0].astype(np.int64)
-        self._batch.resolve_pending(self._positions, self._indices, token_ids)
+        self._reached = self._positions.reached(token_ids, np.isfinite(self._arrays[1]))
+        self._batch.resolve_pending(self._positions, self._indices, token_ids, self._reached)
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the step and return its answer; called in the order of the steps."""
         self.wait_for_tokens()
         token_ids, best, nonfinite_by_token = self._arrays[:3]
-        sequences = self._positions.sequences
+        positions, inputs = self._positions, self._forward.inputs
         nonfinite = any_token_of_sequences(
-            torch.from_numpy(nonfinite_by_token), self._forward.inputs.query_start
-        )
-        nonfinite[sequences[~np.isfinite(best)]] = True
+            torch.from_numpy(nonfinite_by_token), inputs.query_start
+        ) & (inputs.num_sampled <= 1)
+        nonfinite[positions.sequences[positions.first_of_rows(~np.isfinite(best))]] = True
+        counts = ~nonfinite[positions.sequences]
+        if self._reached is not None:
+            counts &= self._reached
         sampled: list[list[int]] = [[] for _ in self._forward.seq_ids]
-        for sequence, token_id in zip(sequences.tolist(), token_ids.tolist(), strict=True):
-            if not nonfinite[sequence]:
-                sampled[sequence].append(token_id)
-        logprobs = self._pack_logprobs(nonfinite)
+        for sequence, token_id in zip(
+            positions.sequences[counts].tolist(), token_ids[counts].tolist(), strict=True
+        ):
+            sampled[sequence].append(token_id)
+        logprobs = self._pack_logprobs(counts)
         experts = None if self._forward.experts is None else self._arrays[-1]
         return self._forward.answer(sampled, nonfinite, logprobs, [], [], self._seconds, experts)
 
-    def _pack_logprobs(self, nonfinite: npt.NDArray[np.bool_]) -> list[RowLogprobs]:
+    def _pack_logprobs(self, counts: npt.NDArray[np.bool_]) -> list[RowLogprobs]:
+        """Return the log-probabilities of the positions that count, bool [N]."""
         requests, positions = self._logprobs, self._positions
         if not requests:
             return []
@@ -126,7 +136,7 @@ class QueuedStep:
         return logprobs_of_sequences(
             (positions.seq_ids[index], arrays)
             for index, arrays in zip(requests.at.tolist(), packed, strict=True)
-            if not nonfinite[positions.sequences[index]]
+            if counts[index]
         )
 
 
@@ -165,7 +175,8 @@ class AsyncModelRunner:
             return self._finish_on_host(forward, get_grammars)
         grammars = get_grammars(step) if step.constrained_seq_ids else NO_GRAMMARS
         # The device's logit edits allow for one unknown token of a row, that of the step before.
-        self._wait_for_tokens(self._in_flight[:-1])
+        waits_for_all = self._batch.drafts_need_tokens(step)
+        self._wait_for_tokens(self._in_flight if waits_for_all else self._in_flight[:-1])
         queued = self._queue_sampling(forward, grammars)
         self._in_flight = [*self._in_flight[-1:], queued]
         return queued

@@ -6,7 +6,8 @@ batch sizes. A step uses the next larger graph and leaves the rest of its rows e
     step      [ a ][ b ][ c ]            3 sequences
     graph     [ a ][ b ][ c ][ - ]       4 rows: the last reads and writes nothing
 
-Before a replay the step's values are copied to fixed addresses: token ids and positions here, slots
+A draft is more rows of its sequence, so steps that verify drafts use the same graphs. Before a
+replay the step's values are copied to fixed addresses: token ids and positions here, slots
 and plans by the attention backend. Steps with prefills, and steps with more sequences than the
 largest graph, run kernel by kernel.
 """
@@ -87,7 +88,7 @@ class DecodeGraphs:
         )
 
     def fits(self, inputs: StepInputs) -> bool:
-        return inputs.is_decode and len(inputs.rows) <= self._sizes[-1]
+        return inputs.is_decode and len(inputs.token_ids) <= self._sizes[-1]
 
     def replay(
         self, inputs: StepInputs, token_ids: torch.Tensor, positions: torch.Tensor
@@ -96,7 +97,7 @@ class DecodeGraphs:
 
         token_ids, positions: int64 [T], on the device.
         """
-        count = len(inputs.rows)
+        count = len(inputs.token_ids)
         size = next(size for size in self._sizes if size >= count)
         self._token_ids[:count].copy_(token_ids)
         self._positions[:count].copy_(positions)

@@ -140,6 +140,10 @@ class InputBatch:
                 self.block_table.append(self._row_of[seq_id], block_ids)
         for seq_id, token_id in zip(cached.forced_seq_ids, cached.forced_token_ids, strict=True):
             self.append_sampled(np.array([self._row_of[seq_id]]), np.array([token_id]))
+        for seq_id, draft in step.drafts.items():
+            row = self._row_of[seq_id]
+            first = self.num_tokens[row]  # the draft does not count before it is verified
+            self.token_ids[row, first : first + len(draft)] = draft
         seq_ids = [new.seq_id for new in step.new_requests] + cached.seq_ids
         return np.fromiter(map(self._row_of.__getitem__, seq_ids), np.int64, len(seq_ids))
 
@@ -182,33 +186,53 @@ class InputBatch:
     def append_pending(self, positions: SampledPositions) -> NDArray[np.int64]:
         """Append PENDING for each sampled position; return the indices of the tokens in their rows.
 
-        The result is int64 [N], for `resolve_pending`.
+        The result is int64 [N], for `resolve_pending`. A row with a draft is in no other step
+        before its tokens are resolved.
         """
         rows = positions.rows
         self.append_sampled(rows, np.full(len(rows), PENDING))
         return positions.output_index.astype(np.int64) + self.num_prompt_tokens[rows]
 
     def resolve_pending(
-        self, positions: SampledPositions, indices: NDArray[np.int64], token_ids: NDArray[np.int64]
+        self,
+        positions: SampledPositions,
+        indices: NDArray[np.int64],
+        token_ids: NDArray[np.int64],
+        reached: NDArray[np.bool_] | None = None,
     ) -> None:
         """Replace PENDING by the sampled tokens, unless the row belongs to another sequence now.
 
-        indices: int64 [N] from `append_pending`. token_ids: int64 [N].
+        indices: int64 [N] from `append_pending`. token_ids: int64 [N]. reached: bool [N], the
+        positions whose tokens count; the others are taken back.
         """
-        for seq_id, row, index, token_id in zip(
+        counts = [True] * len(indices) if reached is None else reached.tolist()
+        for seq_id, row, index, token_id, is_reached in zip(
             positions.seq_ids,
             positions.rows.tolist(),
             indices.tolist(),
             token_ids.tolist(),
+            counts,
             strict=True,
         ):
             if self._row_of.get(seq_id) == row and self.token_ids[row, index] == PENDING:
                 self.token_ids[row, index] = token_id
-                if row in self.edits:
+                if not is_reached:
+                    self.num_tokens[row] = min(int(self.num_tokens[row]), index)
+                elif row in self.edits:
                     self.edits[row].append(token_id)
 
     def last_is_pending(self, row: int) -> bool:
         return bool(self.token_ids[row, self.num_tokens[row] - 1] == PENDING)
+
+    def drafts_need_tokens(self, step: SchedulerOutput) -> bool:
+        """Return whether edits of a row with a draft depend on a token that is pending.
+
+        The edits of the tokens after a draft are made on the host, out of all tokens before them.
+        """
+        return any(
+            (row := self._row_of[seq_id]) in self.edits and self.last_is_pending(row)
+            for seq_id in step.spec_decode_seq_ids
+        )
 
     def need_host(
         self, rows: NDArray[np.int64], num_computed: NDArray[np.int32]
@@ -252,15 +276,8 @@ class InputBatch:
         row = int(positions.rows[index])
         if index not in positions.drafts:
             return self.edits[row]
-        sequence = self._sequences[positions.seq_ids[index]]
-        assert sequence.params.edits is not None
         assert not self.last_is_pending(row), "drafts follow tokens that the host knows"
-        outputs = self.token_ids[row, self.num_prompt_tokens[row] : self.num_tokens[row]].tolist()
-        return RowEdits(
-            sequence.params.edits,
-            sequence.prompt_token_ids,
-            [*outputs, *positions.drafts[index]],
-        )
+        return self.edits[row].after(positions.drafts[index])
 
     def params(self, seq_id: int) -> SamplingParams:
         return self._sequences[seq_id].params
@@ -326,11 +343,13 @@ def build_inputs(
     step_rows: NDArray[np.int64],
     batch: InputBatch,
     order: NDArray[np.int64] | slice = slice(None),
+    *,
+    chunks_as_decodes: bool = True,
 ) -> StepInputs:
     """Return the inputs of a step that `batch` has applied.
 
     step_rows: from `InputBatch.apply`. order: index of the step's sequence at each place of the
-    inputs.
+    inputs. chunks_as_decodes: of the attention backend.
     """
     new, cached = step.new_requests, step.cached_requests
     step_rows = step_rows[order]
@@ -349,8 +368,8 @@ def build_inputs(
     positions = np.arange(query_start[-1], dtype=np.int64)
     positions += np.repeat(num_computed - query_start[:-1], num_scheduled)
     token_rows = np.repeat(step_rows, num_scheduled)
-    # A sequence is sampled once, when all its known tokens are computed.
-    num_sampled = (seq_lens >= batch.num_tokens[step_rows]).astype(np.int32)
+    # A sequence is sampled from its last known token on.
+    num_sampled = np.maximum(seq_lens + 1 - batch.num_tokens[step_rows], 0)
     sample_start, sample_tokens = sample_last_tokens(query_start, num_sampled)
     return StepInputs(
         token_ids=batch.token_ids[token_rows, positions].astype(np.int64),
@@ -362,7 +381,12 @@ def build_inputs(
         sample_start=sample_start,
         sample_tokens=sample_tokens,
         attention=_attention_inputs(
-            batch.block_table, step_rows, token_rows, positions, query_start, seq_lens
+            batch.block_table,
+            token_rows,
+            positions,
+            query_start
+            if chunks_as_decodes or not step.spec_decode_seq_ids
+            else _split_drafts(query_start, num_sampled),
         ),
     )
 
@@ -394,18 +418,34 @@ def dummy_inputs(num_tokens: int, num_seqs: int, table: BlockTable) -> StepInput
     )
 
 
+def _split_drafts(
+    query_start: NDArray[np.int32], num_sampled: NDArray[np.int32]
+) -> NDArray[np.int32]:
+    """Return where sequences begin if each token of those with a draft is a sequence of its own."""
+    counts = np.diff(query_start)
+    is_split = num_sampled > 1
+    assert (num_sampled[is_split] == counts[is_split]).all(), "a draft follows one token"
+    sizes = np.repeat(np.where(is_split, 1, counts), np.where(is_split, counts, 1))
+    starts = np.zeros(len(sizes) + 1, dtype=np.int32)
+    sizes.cumsum(out=starts[1:])
+    return starts
+
+
 def _attention_inputs(
     table: BlockTable,
-    step_rows: NDArray[np.int64],
     token_rows: NDArray[np.int64],
     positions: NDArray[np.int64],
     query_start: NDArray[np.int32],
-    seq_lens: NDArray[np.int32],
 ) -> tuple[AttentionInputs, ...]:
-    """Return the block tables of the step's rows and the slots of its tokens, group by group."""
+    """Return the block tables of the step's sequences and the slots of its tokens, by group.
+
+    query_start: of the sequences as attention sees them; every one has tokens.
+    """
+    last_tokens = query_start[1:] - 1
+    seq_lens = (positions[last_tokens] + 1).astype(np.int32)
     block_index, offset = np.divmod(positions, table.block_size)
     max_blocks = -(-int(seq_lens.max()) // table.block_size)
-    tables = np.ascontiguousarray(table.ids[:, step_rows, :max_blocks])
+    tables = np.ascontiguousarray(table.ids[:, token_rows[last_tokens], :max_blocks])
     slots = table.ids[:, token_rows, block_index].astype(np.int64) * table.block_size + offset
     return tuple(
         AttentionInputs(query_start, seq_lens, block_table, slot_mapping)

@@ -83,7 +83,9 @@ class ForwardOutput:
         if self.experts is not None:
             assert experts is not None
             shape = tuple(self.experts.shape)
-            routed_experts = expert_rows(self.expert_spans, experts.reshape(shape))
+            routed_experts = expert_rows(
+                self.expert_spans, experts.reshape(shape), self._num_rejected(sampled)
+            )
         return ModelRunnerOutput(
             self.step.epoch,
             self.step.step,
@@ -96,6 +98,14 @@ class ForwardOutput:
             candidates=candidates,
             routed_experts=routed_experts,
         )
+
+    def _num_rejected(self, sampled: list[list[int]]) -> dict[int, int]:
+        """Return how many tokens of each draft were rejected, by seq_id."""
+        index_of = {seq_id: index for index, seq_id in enumerate(self.seq_ids)}
+        return {
+            seq_id: len(draft) + 1 - len(sampled[index_of[seq_id]])
+            for seq_id, draft in self.step.drafts.items()
+        }
 
 
 class DeviceTokens:
@@ -280,10 +290,12 @@ class ModelRunner:
     ) -> tuple[StepInputs, list[int], list[int]]:
         """Return inputs, seq_ids and step_order of `ForwardOutput`."""
         seq_ids = [new.seq_id for new in step.new_requests] + step.cached_requests.seq_ids
+        as_decodes = self._attention.chunks_as_decodes
         if not self.placement.decodes_first:
-            return build_inputs(step, step_rows, self.batch), seq_ids, list(range(len(seq_ids)))
+            inputs = build_inputs(step, step_rows, self.batch, chunks_as_decodes=as_decodes)
+            return inputs, seq_ids, list(range(len(seq_ids)))
         order = decodes_first(step)
-        inputs = build_inputs(step, step_rows, self.batch, order)
+        inputs = build_inputs(step, step_rows, self.batch, order, chunks_as_decodes=as_decodes)
         return inputs, [seq_ids[index] for index in order], np.argsort(order).tolist()
 
     def _run_model(
@@ -367,9 +379,12 @@ class ModelRunner:
         if inputs.samples_every_token:
             return np.zeros(len(inputs.rows), dtype=np.bool_)
         if hidden.device.type == "cpu":
-            return nonfinite_sequences(hidden, inputs.query_start)
-        tokens = self.placement.to_host(nonfinite_tokens(hidden))
-        return any_token_of_sequences(tokens, inputs.query_start)
+            nonfinite = nonfinite_sequences(hidden, inputs.query_start)
+        else:
+            tokens = self.placement.to_host(nonfinite_tokens(hidden))
+            nonfinite = any_token_of_sequences(tokens, inputs.query_start)
+        # All tokens of a sequence with a draft have logits, and those after a rejected one no say.
+        return nonfinite & (inputs.num_sampled <= 1)
 
 
 class FinishedStep:

@@ -7,7 +7,7 @@ slot, so that a prefix found in the cache brings its experts along, as it brings
     slots    [KV slot, mixture, expert]              as small as the number of experts allows
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -82,17 +82,21 @@ class ExpertSpan:
     count: int
 
 
-def expert_rows(spans: Sequence[ExpertSpan], experts: NDArray[np.generic]) -> list[RowExperts]:
-    """Return the experts [n, mixtures, top_k] of the n positions of all spans as messages."""
+def expert_rows(
+    spans: Sequence[ExpertSpan], experts: NDArray[np.generic], num_rejected: Mapping[int, int]
+) -> list[RowExperts]:
+    """Return the experts [n, mixtures, top_k] of the n positions of all spans as messages.
+
+    num_rejected: by seq_id, positions at the end of the span that hold rejected drafts.
+    """
     ends = np.cumsum([span.count for span in spans])
     _, num_layers, top_k = experts.shape
-    return [
-        RowExperts(
-            span.seq_id,
-            RoutedExperts(span.first, num_layers, top_k, experts.itemsize, part.tobytes()),
-        )
-        for span, part in zip(spans, np.split(experts, ends[:-1]), strict=True)
-    ]
+    messages = []
+    for span, part in zip(spans, np.split(experts, ends[:-1]), strict=True):
+        data = part[: span.count - num_rejected.get(span.seq_id, 0)].tobytes()
+        experts_of_span = RoutedExperts(span.first, num_layers, top_k, experts.itemsize, data)
+        messages.append(RowExperts(span.seq_id, experts_of_span))
+    return messages
 
 
 class RoutedExpertsCache:

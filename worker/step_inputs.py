@@ -8,6 +8,14 @@
 
 input_batch.py builds them. `sample_last_tokens` turns a number of sampled positions for each
 sequence into these arrays.
+
+A sequence with a draft is sampled at its last known token x and at each token of the draft:
+
+    tokens       | x | d | e |                 the draft is d e
+    sampled        a   b   c                   if a = d, b counts too; if also b = e, so does c
+
+An attention whose sums differ between a chunk and a decode sees the tokens of a draft as sequences
+of one query each: same block table, lengths n, n + 1, n + 2.
 """
 
 from __future__ import annotations
@@ -27,8 +35,8 @@ from worker.attention.base import AttentionInputs
 class StepInputs:
     """The arrays of a step, for model and sampler; T tokens, S sequences, N sampled positions.
 
-    A sampled position is a token whose logits give the next token. A sequence has any number of
-    them, in order; today 0 or 1.
+    A sampled position is a token whose logits give the next token. A sequence has none while its
+    prompt is incomplete, then one, and one more for each token of a draft, in order.
 
     token_ids, positions: int64 [T].
     rows: int64 [S], rows of the sequences.
@@ -37,7 +45,8 @@ class StepInputs:
     num_computed: int32 [S], tokens computed before the step.
     sample_start: int32 [S + 1], where each sequence's sampled positions begin.
     sample_tokens: int64 [N], index on the token axis of each sampled position.
-    attention: of each KV cache group; they differ in their block tables and slots.
+    attention: of each KV cache group; they differ in their block tables and slots. Their sequences
+        are those of the step, or for drafts one for each token.
     """
 
     token_ids: NDArray[np.int64]
@@ -52,17 +61,22 @@ class StepInputs:
 
     @property
     def is_decode(self) -> bool:
-        """Whether every sequence has exactly one token in this step."""
-        return len(self.token_ids) == len(self.rows)
+        """Whether attention sees a query of its own for each token, and no chunk."""
+        return len(self.token_ids) == self.attention[0].num_seqs
 
     @property
     def samples_every_token(self) -> bool:
         """Whether the logits of all tokens are needed."""
         return len(self.sample_tokens) == len(self.token_ids)
 
+    @property
+    def num_sampled(self) -> NDArray[np.int32]:
+        """Number of sampled positions of each sequence, int32 [S]."""
+        return np.diff(self.sample_start)
+
     def sampled_sequences(self) -> NDArray[np.int64]:
         """Return the index of the sequence of each sampled position, int64 [N]."""
-        num_sampled = self.sample_start[1:] - self.sample_start[:-1]
+        num_sampled = self.num_sampled
         return np.arange(len(num_sampled)).repeat(num_sampled)
 
     def sampled_hidden(self, hidden: torch.Tensor, sample_tokens: torch.Tensor) -> torch.Tensor:
@@ -92,8 +106,35 @@ class SampledPositions:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def first_of_rows(self, chosen: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Return the positions among `chosen`, bool [N], that precede the draft of their row."""
+        if self.drafts:
+            chosen = chosen.copy()
+            chosen[list(self.drafts)] = False
+        return chosen
+
+    def reached(
+        self, token_ids: NDArray[np.int64], finite: NDArray[np.bool_]
+    ) -> NDArray[np.bool_] | None:
+        """Return the positions whose tokens count, bool [N]; None for all of them.
+
+        A token after a draft counts if the sampled tokens before it are those of the draft, and if
+        all logits up to it are finite. token_ids: int64 [N], sampled. finite: bool [N].
+        """
+        if not self.drafts:
+            return None
+        reached = np.ones(len(token_ids), dtype=np.bool_)
+        for index, draft in self.drafts.items():
+            before = index - 1
+            agrees = reached[before] and token_ids[before] == draft[-1]
+            reached[index] = agrees and finite[before] and finite[index]
+        return reached
+
     def select(self, chosen: NDArray[np.bool_]) -> SampledPositions:
-        """Return the positions where `chosen`, bool [N], is True."""
+        """Return the positions where `chosen`, bool [N], is True.
+
+        Of a row's positions the first ones, all of them or none.
+        """
         indices = chosen.nonzero()[0].tolist()
         return SampledPositions(
             self.sequences[chosen],
@@ -115,9 +156,13 @@ class SampledPositions:
 
 
 def decodes_first(step: SchedulerOutput) -> NDArray[np.int64]:
-    """Return an order of the step's sequences, int64 [S]: those with one token come first."""
+    """Return an order of the step's sequences, int64 [S]: first those that decode."""
     counts = [request.num_scheduled_tokens for request in step.new_requests]
     counts += step.cached_requests.num_scheduled_tokens
+    if step.spec_decode_seq_ids:
+        place = {seq_id: index for index, seq_id in enumerate(step.cached_requests.seq_ids)}
+        for seq_id, draft in step.drafts.items():
+            counts[len(step.new_requests) + place[seq_id]] -= len(draft)
     return np.argsort(np.array(counts) > 1, kind="stable")
 
 

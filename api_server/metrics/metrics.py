@@ -89,12 +89,24 @@ _STEP_COUNTERS: Final = {
         "Bytes of KV that one worker wrote, by the model's shape.",
     ),
     "num_corrupted": ("vllm:corrupted_requests", "Requests whose logits were not finite."),
+    "num_drafts": ("vllm:spec_decode_num_drafts", "Drafts that steps verified."),
+    "num_draft_tokens": ("vllm:spec_decode_num_draft_tokens", "Tokens of these drafts."),
+    "num_accepted_tokens": (
+        "vllm:spec_decode_num_accepted_tokens",
+        "Those of them that were accepted.",
+    ),
+    "num_invalid_draft_tokens": (
+        "tokend:spec_decode_num_invalid_tokens",
+        "Tokens of drafts that a grammar refused before they were computed.",
+    ),
     "num_pins_taken": ("tokend:pins_taken", "Turns whose KV was retained for the next turn."),
     "num_pins_hit": ("tokend:pins_hit", "Retained KV that a later turn of its job used."),
     "num_pins_expired": ("tokend:pins_expired", "Retained KV whose time ran out."),
     "num_pins_given_up": ("tokend:pins_given_up", "Retained KV evicted for other requests."),
 }
 """Field of SchedulerStats → name and help text of the counter."""
+DRAFT_POSITIONS: Final = 16
+"""Positions of drafts with a counter of their own."""
 _MEDIUM_COUNTERS: Final = {
     "load_bytes": ("vllm:kv_offload_load_bytes", "Bytes of KV loaded from a medium."),
     "load_seconds": ("vllm:kv_offload_load_time", "Seconds of loads from a medium."),
@@ -149,6 +161,12 @@ class Metrics(Collector):
         self._step_counters = {
             field: self._counter(name, text) for field, (name, text) in _STEP_COUNTERS.items()
         }
+        self._accepted_per_pos = self._counters(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Accepted tokens of drafts, by position in the draft.",
+            "position",
+            tuple(map(str, range(DRAFT_POSITIONS))),
+        )
         self._medium_counters = {
             field: self._counters(name, text, "medium", _MEDIA)
             for field, (name, text) in _MEDIUM_COUNTERS.items()
@@ -348,6 +366,8 @@ class Metrics(Collector):
         self._engine_gauges.write(epoch, timestamp, stats)
         for field, counter in self._step_counters.items():
             counter.increment(getattr(stats, field))
+        for position, number in enumerate(stats.accepted_per_pos[:DRAFT_POSITIONS]):
+            self._accepted_per_pos[str(position)].increment(number)
         for medium_stats in stats.kv_media:
             self._record_medium_stats(medium_stats)
         self._discarded["late"].increment(stats.num_discarded_tokens)

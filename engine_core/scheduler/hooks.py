@@ -3,6 +3,7 @@
     AdmissionGate       can hold a waiting request back: a grammar is being compiled, KV is being
                         loaded, another request is computing the same prefix
     RequestListener     is notified of admissions and ends, and holds nothing back
+    DraftProvider       guesses next tokens of running requests, which a step then verifies
     SchedulerObserver   is notified of every decision and changes none: the trace recorder
 
 A request that a gate blocks is parked: it keeps its place in the queue, requests behind it pass,
@@ -111,6 +112,59 @@ class TokenConstraints(AdmissionGate, Protocol):
 
         Called before the counters of the requests advance.
         """
+        ...
+
+    def num_allowed_tokens(self, request: Request, token_ids: list[int]) -> int:
+        """Return how many of these tokens, one after the other, may follow the known ones.
+
+        All of them for a request without a grammar, and where the position in the grammar is
+        not known yet because steps are in flight.
+        """
+        ...
+
+
+class DraftProvider(Protocol):
+    """Proposes drafts for running requests, and learns which of their tokens were accepted.
+
+    Knows no request that is never drafted for (`speculative_decoding.py:is_drafted_for`).
+    """
+
+    def add_request(self, request: Request) -> None:
+        """Learn a request that was admitted for the first time, with its outputs so far."""
+        ...
+
+    def add_outputs(self, request: Request, num_new: int) -> None:
+        """Learn the last `num_new` of `request.all_token_ids`, also of a preempted request."""
+        ...
+
+    def fill_drafts(self, requests: list[Request], num_other_tokens: int) -> None:
+        """Set `spec_token_ids` of those requests that shall be drafted for in the next step.
+
+        Called once a step. A draft is a guess at the tokens that follow `all_token_ids`; the
+        scheduler cuts it to the room that the step, the request and its grammar have. If a step of
+        the request is in flight, the first token of the draft is that of the step, and is not
+        computed again.
+
+        requests: running ones that decode, in the order in which they are planned. Drafts that a
+        worker has proposed are set already. num_other_tokens: of the step, beside one token and the
+        draft of each of these requests.
+        """
+        ...
+
+    def record_verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+        """Note how much of a draft was accepted; called before `add_outputs`."""
+        ...
+
+    def learn_step(self, num_rows: int, seconds: float) -> None:
+        """Learn the duration of a step. num_rows: all of its tokens, drafts included."""
+        ...
+
+    def end_request(self, request: Request) -> None:
+        """Forget a request that was added and has ended; its status says how."""
+        ...
+
+    def forget_outputs(self) -> None:
+        """Forget the outputs of ended requests, as when the prefix cache is reset."""
         ...
 
 

@@ -76,7 +76,10 @@ class UnconfirmedLoads:
         for seq_id, load in list(self._unconfirmed.items()):
             if load.step <= step:
                 del self._unconfirmed[seq_id]
-                self._kv_cache.confirm_loaded(load.request, load.request.num_computed_tokens)
+                request = load.request
+                # Computed tokens may be drafts, of which windows must not free anything.
+                confirmed = min(request.num_computed_tokens, request.num_tokens)
+                self._kv_cache.confirm_loaded(request, confirmed)
 
     def has_lost(self, request: Request, bad: Collection[int]) -> bool:
         """Return whether a request was preempted whose load into these blocks has failed."""
@@ -312,7 +315,7 @@ class KVTransferManager:
     def resend_rewound(self, plan: StepPlan) -> None:
         """Describe rewound requests in full, because the workers have invalid tokens of them."""
         for seq_id, request in list(self._rewound.items()):
-            if request.status is not RequestStatus.RUNNING:
+            if request.status is not RequestStatus.RUNNING or request in plan.admitted:
                 del self._rewound[seq_id]
             elif request in plan.continued:
                 plan.resend_full(request)
@@ -541,6 +544,7 @@ class KVTransferManager:
     def _rewind(self, request: Request, num_valid: int, step: int) -> None:
         """Rewind a request to its last valid token; ignore its rows of steps in flight."""
         seq_id = request.seq_id
+        num_valid = min(num_valid, request.num_tokens - 1)  # drafts in flight may be beyond
         self._unconfirmed.forget_request(seq_id)
         self._never_load_again.add(seq_id)
         request.num_computed_tokens = num_valid

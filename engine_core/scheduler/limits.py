@@ -373,7 +373,7 @@ class PrefillThrottle:
     def __init__(self, step_budget: int, max_slowdown: float) -> None:
         self._step_budget = step_budget
         self._max_slowdown = max_slowdown
-        self._decode_seconds: dict[int, float] = {}  # by number of sequences
+        self._decode_seconds: dict[int, float] = {}  # by number of rows
         self._token_seconds = 0.0  # 0: unknown
         self._num_prompt_tokens = 0.0  # of requests that have ended, the last ones most
         self._num_output_tokens = 0.0  # of the same requests; 0: none has ended
@@ -406,7 +406,7 @@ class PrefillThrottle:
         return int(seconds / self._token_seconds) // MULTIPLE * MULTIPLE
 
     def learn_step(self, num_decoding: int, num_prompt_tokens: int, seconds: float) -> None:
-        """Learn from the time of a step with decoding rows and prompt tokens."""
+        """Learn from the time of a step with decoding rows, drafts included, and prompt tokens."""
         if not self._max_slowdown or not num_decoding or seconds <= 0.0:
             return
         if not num_prompt_tokens:

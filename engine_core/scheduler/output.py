@@ -112,6 +112,8 @@ class OutputBuilder:
             constrained_seq_ids=(
                 [] if self._constraints is None else self._constraints.constrained_seq_ids(plan)
             ),
+            spec_decode_seq_ids=list(plan.drafts),
+            scheduled_spec_decode_tokens=list(plan.drafts.values()),
         )
 
     def _describe(self, request: Request, num_tokens: int) -> NewRequestData:

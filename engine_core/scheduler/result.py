@@ -16,9 +16,16 @@ from engine_core.retention.agent_sessions import AgentSessions
 from engine_core.scheduler.beam_groups import BeamGroup, BeamGroups
 from engine_core.scheduler.kv_transfer import KVTransferManager
 from engine_core.scheduler.lifecycle import RequestLifecycle, completion
+from engine_core.scheduler.speculative_decoding import SpeculativeDecoding
 from engine_core.scheduler.step_plan import num_sampled_positions
 from engine_core.scheduler.tenant_usage import TenantUsage
-from proto.engine_io import EngineCoreOutput, FinishReason, FirstTokenInfo
+from proto.engine_io import (
+    EngineCoreOutput,
+    FinishReason,
+    FirstTokenInfo,
+    LogprobsArrays,
+    RoutedExperts,
+)
 from proto.errors import ErrorInfo, ProtocolError
 from proto.model_runner_output import ModelRunnerOutput, RowLogprobs
 from proto.scheduler_output import SchedulerOutput
@@ -82,6 +89,12 @@ def check_result(output: SchedulerOutput, result: ModelRunnerOutput, vocab_size:
         raise ImpossibleResultError(
             f"step {output.step} sampled a token outside the vocabulary [0, {vocab_size})"
         )
+    drafts = result.draft_token_ids
+    guessed = list(chain.from_iterable(drafts))
+    if len(drafts) != len(result.draft_seq_ids) or not all(
+        0 <= token_id < vocab_size for token_id in guessed
+    ):
+        raise ImpossibleResultError(f"step {output.step} has invalid drafts for the next one")
     for row in result.candidates:
         _check_candidates(row, vocab_size)
     for pooled in result.pooler_outputs:
@@ -131,6 +144,7 @@ class ResultPass:
         kv_transfer: KVTransferManager,
         agent_sessions: AgentSessions,
         usage: TenantUsage,
+        speculation: SpeculativeDecoding,
         max_model_len: int,
     ) -> None:
         self._lifecycle = lifecycle
@@ -140,6 +154,7 @@ class ResultPass:
         self._kv_transfer = kv_transfer
         self._agent_sessions = agent_sessions
         self._usage = usage
+        self._speculation = speculation
         self._max_model_len = max_model_len
         self._discard_until_step: Mapping[int, int] = kv_transfer.discard_until_step
         self._num_corrupted = 0
@@ -158,6 +173,8 @@ class ResultPass:
         candidates = {row.seq_id: row.arrays for row in result.candidates}
         experts = {row.seq_id: row.experts for row in result.routed_experts}
         pooled = {row.seq_id: row.data for row in result.pooler_outputs}
+        drafts = output.drafts if output.spec_decode_seq_ids else {}
+        learns_outputs = self._speculation.is_active
         requests, discard_until_step, invalid = self._requests, self._discard_until_step, ""
         for seq_id, token_ids, end in zip(
             result.seq_ids, result.sampled_token_ids, ends_of_rows(output), strict=True
@@ -184,8 +201,11 @@ class ResultPass:
             if request.num_output_placeholders:
                 request.num_output_placeholders -= num_positions
             if num_positions > 1:
-                _drop_rejected(request, num_positions - num_new)
-                self._usage.charge_extra_tokens(request, num_new - 1)
+                invalid = self._apply_draft(
+                    request, token_ids, drafts.get(seq_id, []), num_positions
+                )
+                if invalid:
+                    break
             # Nearly every row is one token that ends nothing.
             if (
                 num_new == 1
@@ -201,8 +221,17 @@ class ResultPass:
                 token_ids = self._append_tokens(request, token_ids)
                 if seq_id not in requests:
                     finish_reason = request.status.finish_reason
+                if num_positions > 1:
+                    num_cut = num_new - len(token_ids)
+                    self._num_discarded += num_cut
+                    if seq_id in logprobs:
+                        logprobs[seq_id] = first_rows(logprobs[seq_id], len(token_ids))
+                    if num_cut and seq_id in experts:
+                        experts[seq_id] = without_last(experts[seq_id], num_cut)
             elif seq_id not in prompt_logprobs and seq_id not in experts:
                 continue
+            if learns_outputs and num_new and finish_reason is None:
+                self._speculation.add_outputs(request, num_new)
             if num_new and not request.first_info_sent:
                 first = _first_token_info(request)
             client = request.client_index
@@ -304,12 +333,36 @@ class ResultPass:
         self._kv_transfer.discard_content(request)
         self._agent_sessions.drop_corrupt_prefix(request)
 
+    def _apply_draft(
+        self, request: Request, token_ids: list[int], draft: list[int], num_positions: int
+    ) -> str:
+        """Count the accepted part of a draft, and take back what was counted for the rest.
+
+        The placeholders of all positions are taken back already. Returns what is wrong with the
+        row; empty if nothing is.
+        """
+        num_accepted = len(token_ids) - 1
+        if len(draft) != num_positions - 1 or token_ids[:-1] != draft[:num_accepted]:
+            return f"sequence {request.seq_id} has other tokens than those that were drafted"
+        self._speculation.record_verified(request, len(draft), num_accepted)
+        if request.status is RequestStatus.RUNNING:
+            request.num_computed_tokens -= len(draft) - num_accepted
+        return ""
+
     def _append_tokens(self, request: Request, token_ids: list[int]) -> list[int]:
-        """Append tokens up to the one that ends the request; return the appended ones."""
+        """Append tokens up to the one that ends the request; return the appended ones.
+
+        Accepted drafts are charged to the tenant. Those behind the end are as if never computed.
+        """
         for count, token_id in enumerate(token_ids, 1):
             request.all_token_ids.append(token_id)
+            if count > 1:
+                self._usage.charge_extra_tokens(request, 1)
             status = completion(request, self._max_model_len)
             if status is not request.status:
+                request.num_computed_tokens -= min(
+                    len(token_ids) - count, request.num_computed_tokens
+                )
                 self._lifecycle.finish_request(request, status)
                 return token_ids[:count]
         return token_ids
@@ -336,11 +389,25 @@ class ResultPass:
             )
 
 
-def _drop_rejected(request: Request, num_rejected: int) -> None:
-    """Forget the drafts of a verified row; the KV of rejected ones will be overwritten."""
-    request.spec_token_ids.clear()
-    if request.status is RequestStatus.RUNNING:
-        request.num_computed_tokens -= num_rejected
+def first_rows(arrays: LogprobsArrays, num_rows: int) -> LogprobsArrays:
+    """Return the log-probabilities of the first positions only."""
+    size = 4 * arrays.width * num_rows
+    return LogprobsArrays(
+        arrays.first_position,
+        arrays.width,
+        arrays.token_ids[:size],
+        arrays.logprobs[:size],
+        arrays.ranks[: 4 * num_rows],
+    )
+
+
+def without_last(experts: RoutedExperts, num_tokens: int) -> RoutedExperts:
+    """Return the experts without those of the last tokens."""
+    num_bytes = num_tokens * experts.num_layers * experts.top_k * experts.num_bytes
+    data = experts.data[: max(0, len(experts.data) - num_bytes)]
+    return RoutedExperts(
+        experts.first_position, experts.num_layers, experts.top_k, experts.num_bytes, data
+    )
 
 
 def _first_token_info(request: Request) -> FirstTokenInfo:

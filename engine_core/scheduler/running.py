@@ -6,6 +6,10 @@ its prompt, then one token) never grows. So running requests together never need
 has, and the order of admission is also fair. For the same reason fewer requests than --max-num-seqs
 run if the token budget is smaller.
 
+Drafts are computed only with what is left when each of these has a token, and no request is
+preempted for one (`speculative_decoding.py`). While a step that verifies a draft is in flight it is
+unknown how many tokens the request gets, so it waits for the result; others may be planned ahead.
+
 Requests that defer to another tenant (`fairness.py`) are planned after the second half. They may
 get nothing for a while, because requests that were served less are served first.
 """
@@ -66,6 +70,8 @@ class RunningPass:
             num_tokens = len(request.all_token_ids)
             num_drafts = len(request.spec_token_ids)
             if num_drafts or request.num_output_placeholders:
+                if request.num_output_placeholders > 1:
+                    continue  # a draft is being verified
                 num_tokens = request.num_tokens_ahead
             num_missing = num_tokens - request.num_computed_tokens
             if num_missing <= 0:
@@ -78,14 +84,21 @@ class RunningPass:
                     continue  # decoding requests behind it may still be planned
             blocks = allocate_slots(request, num_new)
             while blocks is None:
-                plan.budget, plan.prompt_budget = budget, prompt_budget
-                index = self._preemption.preempt_one(plan, position - 1)
-                position -= index < position
-                end, budget, prompt_budget = end - (index < end), plan.budget, plan.prompt_budget
-                if request.status is not RequestStatus.RUNNING:
-                    break  # it was preempted itself
+                if num_drafts:  # no request is preempted for a draft
+                    num_drafts, num_new = 0, 1
+                    request.spec_token_ids.clear()
+                else:
+                    plan.budget, plan.prompt_budget = budget, prompt_budget
+                    index = self._preemption.preempt_one(plan, position - 1)
+                    position -= index < position
+                    end -= index < end
+                    budget, prompt_budget = plan.budget, plan.prompt_budget
+                    if request.status is not RequestStatus.RUNNING:
+                        break  # it was preempted itself
                 blocks = allocate_slots(request, num_new)
             else:
+                if num_drafts:
+                    plan.pack_draft(request, num_new)
                 plan.continued.append(request)
                 plan.continued_tokens.append(num_new)
                 plan.continued_blocks.append(blocks)
@@ -97,13 +110,20 @@ class RunningPass:
 
     def _plan_without_preemption(self, plan: StepPlan, deferred: Sequence[Request]) -> None:
         for request in deferred:
+            if request.num_output_placeholders > 1:
+                continue  # a draft is being verified
             num_missing = request.num_tokens_ahead - request.num_computed_tokens
             num_new = min(num_missing, self._longest_chunk, plan.budget)
             is_prefilling = request.is_prefilling
             if is_prefilling:
                 num_new = min(num_new, plan.prompt_budget)
             blocks = self._kv_cache.allocate_slots(request, num_new) if num_new > 0 else None
+            if blocks is None and num_new > 1 and request.spec_token_ids:
+                num_new = 1
+                blocks = self._kv_cache.allocate_slots(request, num_new)
             if blocks is not None:
+                if request.spec_token_ids:
+                    plan.pack_draft(request, num_new)
                 plan.continued.append(request)
                 plan.continued_tokens.append(num_new)
                 plan.continued_blocks.append(blocks)

@@ -16,12 +16,13 @@ from itertools import chain
 from typing import Final
 
 from engine_core.kv_cache.manager import KVCacheManager
-from engine_core.request import Request
+from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.compute_meter import ComputeMeter
 from engine_core.scheduler.crash_isolation import CrashProgressSink, repeated_crash_output
 from engine_core.scheduler.hooks import (
     NO_OBSERVER,
     AdmissionGate,
+    DraftProvider,
     SchedulerObserver,
     TokenConstraints,
 )
@@ -59,6 +60,7 @@ class Scheduler:
     output. vocab_size: sampled token ids are below it. gates: additional admission gates.
     constraints: the gate of requests with a grammar. connect: makes the KV connector.
     load_failure_policy: whether a request whose KV could not be loaded computes it or fails.
+    drafting: proposes drafts for running requests; None for none.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Scheduler:
         load_failure_policy: LoadFailurePolicy = "recompute",
         observer: SchedulerObserver = NO_OBSERVER,
         compute_meter: ComputeMeter | None = None,
+        drafting: DraftProvider | None = None,
     ) -> None:
         self.next_seq_id: Callable[[], int] = itertools.count().__next__
         parts = SchedulerParts(
@@ -90,6 +93,7 @@ class Scheduler:
             connect=connect,
             load_failure_policy=load_failure_policy,
             observer=observer,
+            drafting=drafting,
         )
         self.waiting = parts.waiting
         self.running = parts.running
@@ -101,6 +105,7 @@ class Scheduler:
         self._lifecycle = parts.lifecycle
         self._usage = parts.usage
         self._prefill_throttle = parts.prefill_throttle
+        self._speculation = parts.speculation
         self._preemption = parts.preemption
         self._swap_rule = parts.swap_rule
         self._fairness = parts.fairness
@@ -257,6 +262,7 @@ class Scheduler:
             self._num_preemptions += len(preempted)
         if not self._kv_cache.num_sequences:
             self._retained_prefixes.release_all("reset")
+        self._speculation.forget_outputs()
         self._observer.on_event("reset", "preempting" if preempting else "")
         return self._kv_cache.reset_prefix_cache()
 
@@ -303,8 +309,24 @@ class Scheduler:
             self.sessions.begin_turns(outputs)
         if invalid:
             raise ImpossibleResultError(invalid, outputs)
+        if result.draft_seq_ids:
+            self.update_draft_token_ids(result.draft_seq_ids, result.draft_token_ids)
         self._learn_step_time(output.step, result.compute_seconds)
         return outputs
+
+    def update_draft_token_ids(
+        self, seq_ids: Sequence[int], draft_token_ids: Sequence[list[int]]
+    ) -> None:
+        """Keep drafts that workers propose to follow the tokens of the last processed result.
+
+        They may also come with a result (`ModelRunnerOutput.draft_token_ids`). Drafts for requests
+        that do not run any more are dropped; the next step verifies the others as far as their
+        grammar allows them.
+        """
+        for seq_id, draft in zip(seq_ids, draft_token_ids, strict=True):
+            request = self._lifecycle.requests.get(seq_id)
+            if request is not None and request.status is RequestStatus.RUNNING:
+                self._speculation.attach_worker_draft(request, draft)
 
     def update_from_connector(self, report: KVConnectorOutput) -> ClientOutputs:
         """Process copies that the workers have finished, before the result of a later step.
@@ -337,6 +359,7 @@ class Scheduler:
         external_queries, external_hits = self.kv_transfer.pop_stats()
         job_seconds, tool_seconds = self.agent_sessions.pop_durations()
         num_taken, num_hit, num_expired, num_given_up = self._retained_prefixes.pop_counts()
+        num_drafts, num_drafted, num_accepted, per_pos, num_invalid = self._speculation.pop_stats()
         meter = self._compute_meter
         flops, read_bytes, write_bytes = (0, 0, 0) if meter is None else meter.pop_totals()
         shares: tuple[list[float], list[float]] = ([], []) if meter is None else meter.pop_shares()
@@ -371,6 +394,11 @@ class Scheduler:
             estimated_write_bytes=write_bytes,
             flops_shares=shares[0],
             bandwidth_shares=shares[1],
+            num_drafts=num_drafts,
+            num_draft_tokens=num_drafted,
+            num_accepted_tokens=num_accepted,
+            accepted_per_pos=per_pos,
+            num_invalid_draft_tokens=num_invalid,
         )
         self._num_preemptions = self._num_scheduled_tokens = 0
         return stats
@@ -388,10 +416,15 @@ class Scheduler:
         self._preemption.preempt_above_watermark(plan)
         deferred = self._fairness.order_running()
         plan.prompt_budget = self._prompt_budget()
+        speculation = self._speculation
+        if speculation.is_active:
+            speculation.fill_drafts(plan)
         self._running_pass.plan_running(plan, deferred)
         if not plan.preempted:
             self._admission_pass.admit_waiting(plan)
         self._running_pass.plan_deferred(plan, deferred)
+        if speculation.is_active:
+            speculation.clear_drafts()
 
     def _check_plan(self, plan: StepPlan) -> None:
         num_scheduled = len(plan.continued) + len(plan.admitted)
@@ -420,7 +453,9 @@ class Scheduler:
             placeholders                                   | ? |
             next step computes                             |-1-|   and samples another
 
-        Hashing a block, stop tokens and recomputation need the ids and wait for the result.
+        Hashing a block, stop tokens and recomputation need the ids and wait for the result. A step
+        that verifies a draft may yield a token for each of its positions; the result takes back
+        what was counted for rejected ones.
         """
         if self._compute_meter is not None:
             self._compute_meter.record_step(step, plan)
@@ -437,13 +472,15 @@ class Scheduler:
         num_scheduled = self._step_budget - plan.budget
         if num_scheduled:  # only then there will be a result
             num_decoding = len(plan.continued) + len(plan.admitted) - plan.num_prefilling
-            self._row_counts[step] = num_decoding, plan.num_prompt_tokens
+            num_rows = num_decoding + plan.num_draft_tokens
+            self._row_counts[step] = num_rows, plan.num_prompt_tokens
         self._num_preemptions += len(plan.preempted)
         self._num_scheduled_tokens += num_scheduled
 
     def _learn_step_time(self, step: int, seconds: float) -> None:
         num_decoding, num_prompt_tokens = self._row_counts.pop(step, (0, 0))
         self._prefill_throttle.learn_step(num_decoding, num_prompt_tokens, seconds)
+        self._speculation.learn_step(num_decoding + num_prompt_tokens, seconds)
         self._swap_rule.learn_step(num_prompt_tokens, seconds)
         if self._compute_meter is not None:
             self._compute_meter.record_time(step, seconds)

@@ -19,9 +19,9 @@ order of `SchedulerParts.gates`, and the first one that blocks ends the question
 
 Listeners hold nothing back. They are notified of each admission and of each end, in the order of
 `SchedulerParts.listeners`: pause and crash isolation, then the parts that are no gates (tenant
-fairness, sessions, agents' sessions, queue limits, deadlines, prefill throttle), then the other
-gates. Sibling forks correct `num_cached_tokens` of a fork, so agents' sessions, which need the
-number of tokens that were found in the cache, are notified before.
+fairness, sessions, agents' sessions, queue limits, deadlines, prefill throttle, speculative
+decoding), then the other gates. Sibling forks correct `num_cached_tokens` of a fork, so agents'
+sessions, which need the number of tokens that were found in the cache, are notified before.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,6 +37,7 @@ from engine_core.scheduler.crash_isolation import CrashIsolation
 from engine_core.scheduler.fairness import TenantFairness
 from engine_core.scheduler.hooks import (
     AdmissionGate,
+    DraftProvider,
     RequestListener,
     SchedulerObserver,
     TokenConstraints,
@@ -63,6 +64,7 @@ from engine_core.scheduler.queues.registry import make_policy
 from engine_core.scheduler.result import ResultPass
 from engine_core.scheduler.running import RunningPass
 from engine_core.scheduler.sessions import Sessions
+from engine_core.scheduler.speculative_decoding import SpeculativeDecoding
 from engine_core.scheduler.tenant_usage import TenantUsage
 from proto.config import SchedulerConfig
 from proto.kv_connector import LoadFailurePolicy
@@ -88,6 +90,7 @@ class SchedulerParts:
         connect: Connect,
         load_failure_policy: LoadFailurePolicy,
         observer: SchedulerObserver,
+        drafting: DraftProvider | None,
     ) -> None:
         self.usage = TenantUsage(max_model_len)
         policy = make_policy(config.scheduling_policy, self.usage)
@@ -101,6 +104,16 @@ class SchedulerParts:
         self.chunks = ChunkRule.from_config(config)
         self.prefill_throttle = make_prefill_throttle(
             self.chunks.step_budget, config.max_prefill_slowdown, chunked=self.chunks.chunked
+        )
+
+        self.speculation = SpeculativeDecoding(
+            drafting,
+            self.running,
+            self.waiting,
+            kv_cache,
+            self.chunks,
+            config.max_num_seqs,
+            constraints,
         )
 
         # Which request loses its blocks when they run out
@@ -173,6 +186,7 @@ class SchedulerParts:
             self.queue_limits,
             self.deadlines,
             self.prefill_throttle,
+            self.speculation,
             *later_gates,
         )
         for gate in self.gates:
@@ -202,6 +216,7 @@ class SchedulerParts:
             self.kv_transfer,
             self.agent_sessions,
             self.usage,
+            self.speculation,
             max_model_len,
         )
         self.lifecycle.attach(

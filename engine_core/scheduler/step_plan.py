@@ -34,6 +34,8 @@ class StepPlan:
         tokens to compute and the new block ids per group.
     admitted, admitted_tokens: parallel; requests from the queue. Their num_computed_tokens already
         counts cached tokens.
+    drafts: by seq_id, the drafts of continued requests that the step verifies; their tokens are
+        counted in continued_tokens.
     preempted: running requests that lost their blocks in this step.
     num_prefilling, num_prompt_tokens: planned requests that do not decode, and their tokens.
     """
@@ -45,6 +47,7 @@ class StepPlan:
         "continued",
         "continued_blocks",
         "continued_tokens",
+        "drafts",
         "now",
         "num_prefilling",
         "num_prompt_tokens",
@@ -61,6 +64,7 @@ class StepPlan:
         self.continued_blocks: list[BlockIds] = []
         self.admitted: list[Request] = []
         self.admitted_tokens: list[int] = []
+        self.drafts: dict[int, list[int]] = {}
         self.preempted: list[Request] = []
         self.num_prefilling = 0
         self.num_prompt_tokens = 0
@@ -69,6 +73,26 @@ class StepPlan:
         """Count planned requests that do not decode, and their tokens; negative to subtract."""
         self.num_prefilling += num_requests
         self.num_prompt_tokens += num_tokens
+
+    def pack_draft(self, request: Request, num_new: int) -> None:
+        """Take the draft of a continued request, as far as the step computes it.
+
+        num_new: tokens of the request in the step; called before its counters advance.
+
+            known tokens, placeholders   |------------------|
+            computed                     |---------------|
+            num_new                                      |-------|
+            packed                                          |d|d|d|
+        """
+        draft, request.spec_token_ids = request.spec_token_ids, []
+        num_known = len(request.all_token_ids) + request.num_output_placeholders
+        num_drafts = request.num_computed_tokens + num_new - num_known
+        if num_drafts > 0:
+            self.drafts[request.seq_id] = draft[:num_drafts]
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return sum(map(len, self.drafts.values())) if self.drafts else 0
 
     def num_new_tokens(self, seq_ids: Collection[int]) -> dict[int, int]:
         """Return the planned tokens by seq_id, for those of these sequences that are continued.
@@ -99,6 +123,7 @@ class StepPlan:
         index = self.continued.index(request)
         del self.continued[index], self.continued_blocks[index]
         num_tokens = self.continued_tokens.pop(index)
+        self.drafts.pop(request.seq_id, None)
         self.budget += num_tokens
         if request.is_prefilling:
             self.prompt_budget += num_tokens

@@ -72,6 +72,9 @@ class LLGuidanceMatcher:
         if token_ids:
             self.inner.consume_tokens(list(token_ids))
 
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        return 0 if self.inner.is_error() else self.inner.validate_tokens(list(token_ids))
+
     @property
     def error(self) -> str:
         return _client_error(self.inner.get_error()) if self.inner.is_error() else ""

@@ -14,12 +14,19 @@ The masks are computed in a thread while the model computes the step:
     worker        step N: inputs, forward ───────────────── wait ─▶ sample
 
 Only that thread advances matchers, by tokens that the engine has accepted; tokens that it dropped
-never reach a matcher, so nothing is ever rolled back.
+never reach a matcher, so nothing is ever rolled back. The tokens of a draft are consumed by copies,
+one for each mask behind the first:
+
+    step      | x | d | e |        x: the last known token, d e: its draft
+    masks       m   m   m          of the matcher, of a copy that has read d, of one with d e
+
+A mask behind a token that the grammar refuses has no effect, because the worker accepts no draft
+that it could not have sampled. To not compute such tokens, a draft is cut before it is planned.
 """
 
 import logging
 import queue
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Final
@@ -85,6 +92,7 @@ class MaskJob:
     """The masks of a step to compute; parallel lists of its constrained sequences.
 
     token_ids: per sequence, the tokens that its matcher has not consumed.
+    drafts: per sequence, the tokens behind them whose positions are sampled too.
     """
 
     epoch: int
@@ -93,33 +101,55 @@ class MaskJob:
     seq_ids: list[int] = field(default_factory=list)
     matchers: list[Matcher] = field(default_factory=list)
     token_ids: list[list[int]] = field(default_factory=list)
+    drafts: list[list[int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class StepMasks:
-    """The masks of a step. output: the message for the workers. rows: the same masks by seq_id.
+    """The masks of a step. output: the message for the workers.
 
-    errors: messages for clients, by seq_id, of sequences whose text cannot continue.
+    rows: by seq_id, of each sampled position the same mask, and a message for the client if the
+    text cannot continue there. error: of all sequences, if the masks could not be computed.
     """
 
     output: GrammarOutput
-    rows: dict[int, MaskRow]
-    errors: dict[int, str]
+    rows: dict[int, list[tuple[MaskRow, str]]]
+    error: bool = False
 
 
 def compute_masks(job: MaskJob) -> StepMasks:
     """Advance the matchers of a step, then fill their masks."""
-    for matcher, token_ids in zip(job.matchers, job.token_ids, strict=True):
+    seq_ids, matchers = [], []
+    for seq_id, matcher, token_ids, draft in zip(
+        job.seq_ids, job.matchers, job.token_ids, job.drafts, strict=True
+    ):
         matcher.consume(token_ids)
-    masks = np.empty((len(job.seq_ids), mask_words(job.backend.vocab_size)), dtype=np.int32)
-    job.backend.fill_masks(job.matchers, masks)
-    errors = {
-        seq_id: matcher.error
-        for seq_id, matcher in zip(job.seq_ids, job.matchers, strict=True)
-        if matcher.error
-    }
-    output = GrammarOutput(job.epoch, job.step, job.seq_ids, masks.tobytes())
-    return StepMasks(output, dict(zip(job.seq_ids, masks, strict=True)), errors)
+        seq_ids += [seq_id] * (1 + len(draft))
+        matchers.append(matcher)
+        for token_id in draft:
+            matchers.append(matchers[-1].copy())
+            matchers[-1].consume([token_id])
+    masks = np.empty((len(seq_ids), mask_words(job.backend.vocab_size)), dtype=np.int32)
+    job.backend.fill_masks(matchers, masks)
+    rows: dict[int, list[tuple[MaskRow, str]]] = {seq_id: [] for seq_id in job.seq_ids}
+    for seq_id, mask, matcher in zip(seq_ids, masks, matchers, strict=True):
+        rows[seq_id].append((mask, matcher.error))
+    return StepMasks(GrammarOutput(job.epoch, job.step, seq_ids, masks.tobytes()), rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Violations:
+    """Sequences of a step that cannot continue, by seq_id, with the errors for their clients.
+
+    before: none of their tokens of the step counts, so they end before the result is processed.
+    after: some drafts before the violation were accepted, so they end when those are known.
+    """
+
+    before: dict[int, ErrorInfo]
+    after: dict[int, ErrorInfo]
+
+
+NO_VIOLATIONS: Final = Violations({}, {})
 
 
 class StructuredOutputManager:
@@ -259,14 +289,23 @@ class StructuredOutputManager:
             *self._sampling(plan.admitted, plan.admitted_tokens),
         ]
 
+    def num_allowed_tokens(self, request: Request, token_ids: list[int]) -> int:
+        row = self._rows.get(request.seq_id)
+        if row is None or request.num_output_placeholders:
+            return len(token_ids)
+        # No masks of the request are being computed: none of its steps is in flight.
+        known = request.all_token_ids[request.num_prompt_tokens + row.num_consumed :]
+        return max(0, row.matcher.num_allowed([*known, *token_ids]) - len(known))
+
     def _sampling(self, requests: list[Request], num_tokens: list[int]) -> Iterable[int]:
         for request, number in zip(requests, num_tokens, strict=True):
             row = self._rows.get(request.seq_id)
             if row is not None:
                 known = len(request.all_token_ids) + request.num_output_placeholders
                 end = request.num_computed_tokens + number
-                if num_sampled_positions(known, end) and row.needs_mask(
-                    known - request.num_prompt_tokens
+                num_positions = num_sampled_positions(known, end)
+                if num_positions and row.needs_mask(
+                    known - request.num_prompt_tokens + num_positions - 1
                 ):
                     yield request.seq_id
 
@@ -288,34 +327,42 @@ class StructuredOutputManager:
             outputs.append(masks.output)
         return outputs
 
-    def find_violations(
-        self, output: SchedulerOutput, result: ModelRunnerOutput
-    ) -> dict[int, ErrorInfo]:
-        """Return the sequences of a step that cannot continue, with the errors for their clients.
+    def find_violations(self, output: SchedulerOutput, result: ModelRunnerOutput) -> Violations:
+        """Return the sequences of a step that cannot continue.
+
+        Cuts the tokens of those that go on for a part of their draft, in the result.
 
         Raises WorkerFailedError if the result arrived before its masks were computed.
         """
         if not output.constrained_seq_ids:
-            return {}
+            return NO_VIOLATIONS
         masks = self._masks.pop(output.step, None)
         if masks is None:
             raise WorkerFailedError(
                 0, f"step {output.step} was answered before its masks were computed"
             )
-        errors = {}
+        found = Violations({}, {})
+        constrained = set(output.constrained_seq_ids)
         for seq_id, token_ids in zip(result.seq_ids, result.sampled_token_ids, strict=False):
-            error = masks.errors.get(seq_id)
-            mask = masks.rows.get(seq_id)
-            if error is None and mask is not None and not _allows(mask, token_ids):
-                error = CONTRADICTION
             row = self._rows.get(seq_id)
-            if error is not None and row is not None:
-                message = f"{row.field}: {error or UNUSABLE}"
-                errors[seq_id] = ErrorInfo("invalid_request", message, row.field)
-        return errors
+            if row is None or seq_id not in constrained:
+                continue
+            if masks.error:
+                error, num_allowed = UNUSABLE, 0
+            else:
+                error, num_allowed = _find_violation(masks.rows.get(seq_id, []), token_ids)
+            if error:
+                info = ErrorInfo("invalid_request", f"{row.field}: {error}", row.field)
+                if num_allowed:
+                    found.after[seq_id] = info
+                    del token_ids[num_allowed:]
+                else:
+                    found.before[seq_id] = info
+        return found
 
     def _mask_job(self, output: SchedulerOutput) -> MaskJob:
         job = MaskJob(output.epoch, output.step, self._compiler.backend)
+        drafts = output.drafts
         for seq_id in output.constrained_seq_ids:
             row = self._rows.get(seq_id)
             if row is None:
@@ -325,6 +372,7 @@ class StructuredOutputManager:
             job.matchers.append(row.matcher)
             first = request.num_prompt_tokens + row.num_consumed
             job.token_ids.append(request.all_token_ids[first:])
+            job.drafts.append(drafts.get(seq_id, []))
             row.num_consumed = request.num_output_tokens
         return job
 
@@ -334,8 +382,7 @@ class StructuredOutputManager:
                 masks = compute_masks(job)
             except Exception:  # the workers wait for the masks of the step
                 logger.exception("the masks of step %d could not be computed", job.step)
-                errors = dict.fromkeys(job.seq_ids, "")
-                masks = StepMasks(GrammarOutput(job.epoch, job.step, [], b""), {}, errors)
+                masks = StepMasks(GrammarOutput(job.epoch, job.step, [], b""), {}, error=True)
             self._computed_masks.put(masks)
             self._event_fd.notify()
 
@@ -362,9 +409,23 @@ def _source_of(message: EngineCoreRequest) -> GrammarSource | None:
     return FREE_TEXT if message.grammar is None and message.thinking else message.grammar
 
 
-def _allows(mask: MaskRow, token_ids: list[int]) -> bool:
-    """Return whether a mask allows all tokens; invalid token ids are detected elsewhere."""
-    for token_id in token_ids:
-        if 0 <= token_id < 32 * len(mask) and not int(mask[token_id >> 5]) >> (token_id & 31) & 1:
-            return False
-    return True
+def _find_violation(
+    rows: Sequence[tuple[MaskRow, str]], token_ids: Sequence[int]
+) -> tuple[str, int]:
+    """Return why the text of a sequence cannot continue, and how many of its tokens are allowed.
+
+    rows: of its sampled positions, in order. Empty if there is no reason.
+    """
+    for index, (mask, error) in enumerate(rows[: max(1, len(token_ids))]):
+        if error:
+            return error, index
+        if token_ids and not _allows(mask, token_ids[index]):
+            return CONTRADICTION, index
+    return "", len(token_ids)
+
+
+def _allows(mask: MaskRow, token_id: int) -> bool:
+    """Return whether a mask allows a token; invalid token ids are detected elsewhere."""
+    if not 0 <= token_id < 32 * len(mask):
+        return True
+    return bool(int(mask[token_id >> 5]) >> (token_id & 31) & 1)

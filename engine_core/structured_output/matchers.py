@@ -57,6 +57,10 @@ class Matcher(Protocol):
         """Advance by tokens of the text; a token that is not allowed sets `error`."""
         ...
 
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """Return how many of these tokens may follow, one after the other; changes nothing."""
+        ...
+
     @property
     def is_free(self) -> bool:
         """Whether every token is allowed next."""
@@ -78,6 +82,9 @@ class FreeMatcher:
         return self
 
     def consume(self, token_ids: Sequence[int]) -> None: ...
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        return len(token_ids)
 
 
 FREE: Final = FreeMatcher()
@@ -136,6 +143,18 @@ class TriggeredMatcher:
                 self.inner.consume(token_ids[index:])
                 return
             self._find_trigger(token_id)
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        if self._is_triggered:
+            return self.inner.num_allowed(token_ids)
+        reached = self.copy()
+        for index, token_id in enumerate(token_ids, 1):
+            reached.consume([token_id])
+            if reached.error:
+                return index - 1  # the rest of the token that completes the trigger is not allowed
+            if not reached.is_free:
+                return index + reached.inner.num_allowed(token_ids[index:])
+        return len(token_ids)
 
     def _find_trigger(self, token_id: int) -> None:
         if token_id == self._trigger_token_id:
@@ -198,9 +217,14 @@ class ThinkingMatcher:
             self.phase = ThinkingPhase.ANSWERING
 
     def copy(self) -> "ThinkingMatcher":
-        """Return a copy of a matcher that has consumed nothing."""
-        assert not self._text
-        return ThinkingMatcher(self._answer.copy(), self._rule, self._backend, self._eos_token_ids)
+        answer = self._answer.copy()
+        made = ThinkingMatcher(answer, self._rule, self._backend)
+        made._is_bound, made._eos_token_ids = self._is_bound, self._eos_token_ids
+        made._opening_tokens = self._opening_tokens.copy()
+        made._text, made.phase = self._text, self.phase
+        made._num_thinking_tokens = self._num_thinking_tokens
+        made._num_forced_tokens = self._num_forced_tokens
+        return made
 
     @property
     def text_matcher(self) -> Matcher:
@@ -248,6 +272,27 @@ class ThinkingMatcher:
                 self._consume_opening(token_id)
             else:
                 self._consume_thinking(token_id)
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        reached = self.copy()
+        for index, token_id in enumerate(token_ids):
+            if reached.phase is ThinkingPhase.ANSWERING:
+                return index + reached._answer.num_allowed(token_ids[index:])
+            if not reached._allows(token_id):
+                return index
+            reached.consume([token_id])
+            if reached.error:
+                return index  # the rest of the token that ends the reasoning is not allowed
+        return len(token_ids)
+
+    def _allows(self, token_id: int) -> bool:
+        """Return whether a token may follow before the answer."""
+        if self.phase is ThinkingPhase.ENDING:
+            return token_id == self._rule.end_token_ids[self._num_forced_tokens]
+        if self.phase is ThinkingPhase.THINKING:
+            return token_id not in self._eos_token_ids
+        is_start = self._is_bound and token_id == self._rule.start_token_id
+        return is_start or self._answer.num_allowed([token_id]) == 1
 
     def _consume_opening(self, token_id: int) -> None:
         """Begin reasoning at the start marker; begin the answer at any other text.

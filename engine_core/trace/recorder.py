@@ -247,6 +247,8 @@ class TraceRecorder:
             hits=hits,
             num_tokens=num_tokens,
             context_tokens=context,
+            drafted=list(plan.drafts),
+            draft_tokens=list(map(len, plan.drafts.values())),
         )
 
     def _hit(self, request: Request) -> PrefixHit:

@@ -58,6 +58,10 @@ COUNTERS = {
     "estimated_flops_per_gpu": (),
     "estimated_read_bytes_per_gpu": (),
     "estimated_write_bytes_per_gpu": (),
+    "spec_decode_num_drafts": (),
+    "spec_decode_num_draft_tokens": (),
+    "spec_decode_num_accepted_tokens": (),
+    "spec_decode_num_accepted_tokens_per_pos": ("position",),
     "tool_call_parser_invocations": ("outcome",),
     "kv_offload_load_bytes": ("medium",),
     "kv_offload_load_time": ("medium",),
@@ -89,9 +93,7 @@ HISTOGRAMS = {
 }
 ABSENT = {
     *("num_requests_kv_fetch_by_stage", "engine_sleep_state", "lora_requests_info"),
-    *("mm_cache_queries", "mm_cache_hits", "spec_decode_num_drafts"),
-    *("spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
-    *("spec_decode_num_accepted_tokens_per_pos", "kv_offload_load_size"),
+    *("mm_cache_queries", "mm_cache_hits", "kv_offload_load_size"),
     *("kv_offload_store_size", "kv_offload_lookup_sync_delay_seconds"),
     *("kv_offload_lookup_async_delay_seconds", "kv_offload_tiering_"),
 }

@@ -148,3 +148,16 @@ def test_front_ends_share_the_same_metric_cells():
     requests, durations = both[0].collect()
     assert [each.value for each in requests.samples] == [2]
     assert [each.value for each in durations.samples if each.name.endswith("_count")] == [2]
+
+
+def test_accepted_drafts_by_position():
+    metrics = Metrics("toy", MetricSheet.of_one())
+    for per_pos in ([2, 1], [1] * 20):
+        metrics.record_scheduler_stats(SchedulerStats(0, 0, 0.0, accepted_per_pos=per_pos), 1, 1.0)
+
+    def accepted(position: int) -> float | None:
+        labels = {"model_name": "toy", "engine": "0", "position": str(position)}
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+        return metrics._registry.get_sample_value(name, labels)
+
+    assert [accepted(position) for position in (0, 1, 2, 15, 16)] == [3, 2, 1, 1, None]

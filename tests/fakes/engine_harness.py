@@ -18,6 +18,7 @@ from engine_core.scheduler.compute_meter import ComputeMeter
 from engine_core.scheduler.hooks import (
     NO_OBSERVER,
     AdmissionGate,
+    DraftProvider,
     SchedulerObserver,
     TokenConstraints,
     Unblock,
@@ -69,6 +70,7 @@ class EngineHarness:
         connector: FakeConnector | None = None,
         load_failure_policy: LoadFailurePolicy = "recompute",
         compute_meter: ComputeMeter | None = None,
+        drafting: DraftProvider | None = None,
         **scheduler: int | bool | float | str | None,
     ) -> None:
         self.connector = connector
@@ -96,6 +98,7 @@ class EngineHarness:
             connect=self._connect,
             load_failure_policy=load_failure_policy,
             compute_meter=compute_meter,
+            drafting=drafting,
         )
         self.max_in_flight = OVERLAPPED if config.async_scheduling else SYNCHRONOUS
         self.in_flight: deque[SchedulerOutput] = deque()

@@ -76,9 +76,9 @@ class GrammarRunner(PagedRunner):
         if seq_id not in self.masks.seq_ids:
             return hashed_token(token_ids, choice, SIZE)
         words = np.frombuffer(self.masks.masks, "<u4").reshape(len(self.masks.seq_ids), -1)
-        bits = np.unpackbits(
-            words[self.masks.seq_ids.index(seq_id)].view(np.uint8), bitorder="little", count=SIZE
-        )
+        # A sequence with a draft has a mask for each of its positions.
+        index = self.masks.seq_ids.index(seq_id) + row.num_sampled
+        bits = np.unpackbits(words[index].view(np.uint8), bitorder="little", count=SIZE)
         allowed = np.flatnonzero(bits)
         assert len(allowed), "a mask leaves nothing"
         if len(allowed) == SIZE:  # as good as no mask
@@ -179,9 +179,11 @@ class GrammarEngine:
     def receive(self, result: ModelRunnerOutput) -> None:
         """Process a result, as the busy loop does."""
         output = self.harness.in_flight.popleft()
-        errors = self.manager.find_violations(output, result)
-        self.harness.record_outputs(self.harness.scheduler.fail_requests(errors))
-        self.harness.record_outputs(self.harness.scheduler.update_from_output(output, result))
+        scheduler, record = self.harness.scheduler, self.harness.record_outputs
+        violations = self.manager.find_violations(output, result)
+        record(scheduler.fail_requests(violations.before))
+        record(scheduler.update_from_output(output, result))
+        record(scheduler.fail_requests(violations.after))
 
     def step(self) -> None:
         """Fill the steps in flight, then process one result."""

@@ -47,7 +47,11 @@ def hashed_logprobs(token_ids: list[int], vocab_size: int = 1000) -> NDArray[np.
 
 @dataclass
 class Row:
-    """The worker's state of a sequence."""
+    """The worker's state of a sequence.
+
+    draft: of the step, at the end of token_ids while it is computed. num_sampled: tokens of this
+    sequence that the step has sampled so far.
+    """
 
     token_ids: list[int]
     num_prompt_tokens: int
@@ -56,6 +60,8 @@ class Row:
     num_candidates: int
     tables: list[list[int]]
     digests: list[bytes] = field(default_factory=list)
+    draft: list[int] = field(default_factory=list)
+    num_sampled: int = 0
 
     def digest(self, position: int) -> bytes:
         """Return the digest of the tokens [0, position]."""
@@ -105,6 +111,7 @@ class PagedRunner:
         for seq_id in output.preempted_seq_ids:
             self.rows[seq_id].tables = [[] for _ in self.rows[seq_id].tables]
         work = [self._begin(new) for new in output.new_requests] + self._continue(output)
+        self._begin_drafts(output)
         self._copy_blocks(output.block_copies)
         assert output.total_num_scheduled_tokens == sum(scheduled for _, _, scheduled in work)
         if self.has_states:
@@ -160,6 +167,14 @@ class PagedRunner:
             )
         )
 
+    def _begin_drafts(self, output: SchedulerOutput) -> None:
+        for seq_id, draft in output.drafts.items():
+            assert draft, "a draft without tokens"
+            assert seq_id in output.cached_requests.seq_ids
+            row = self.rows[seq_id]
+            row.draft = draft
+            row.token_ids += draft
+
     def _copy_blocks(self, pairs: list[int]) -> None:
         sources, copies = pairs[::2], pairs[1::2]
         assert not set(sources) & set(copies), "a copy of a copy"
@@ -211,10 +226,18 @@ class PagedRunner:
                     )
 
     def _sample(self, row: Row, end: int) -> list[int]:
+        draft, row.draft, row.num_sampled = row.draft, [], 0
         if end < len(row.token_ids) or row.num_candidates:
+            assert not draft, "a draft that is not computed"
             return []
-        row.token_ids.append(self.next_token(row.token_ids, row.choice))
-        return row.token_ids[-1:]
+        known = len(row.token_ids) - len(draft)
+        del row.token_ids[known:], row.digests[known:]
+        for guess in [*draft, None]:
+            row.token_ids.append(self.next_token(row.token_ids, row.choice))
+            row.num_sampled += 1
+            if row.token_ids[-1] != guess:
+                break
+        return row.token_ids[known:]
 
     def _kv(self, row: Row, group: int, position: int) -> bytes:
         """Return the content of a group at a position; it differs between groups."""

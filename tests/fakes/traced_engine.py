@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from engine_core.request import Request
+from engine_core.scheduler.hooks import DraftProvider
 from engine_core.trace.recorder import TraceRecorder
 from proto.config import SchedulerConfig
 from proto.engine_io import AgentHint
@@ -22,7 +23,9 @@ BUDGET = 64
 class TracedEngine:
     """A harness that records trace lines. Keyword arguments are scheduler settings."""
 
-    def __init__(self, num_blocks: int = 40, **settings: Any) -> None:
+    def __init__(
+        self, num_blocks: int = 40, drafting: DraftProvider | None = None, **settings: Any
+    ) -> None:
         self.lines: list[Any] = []
         self.clock = FakeClock(0.0)
         settings = {"max_num_batched_tokens": BUDGET, "max_num_seqs": SEATS, **settings}
@@ -35,6 +38,7 @@ class TracedEngine:
             observer=recorder,
             observers=(recorder.block_counter,),
             clock=self.clock,
+            drafting=drafting,
             **settings,
         )
         self.header = TraceHeader(

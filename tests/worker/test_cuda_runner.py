@@ -24,6 +24,7 @@ from proto.engine_io import EngineCoreOutput
 from proto.logit_edits import LogitEdits
 from proto.model_runner_output import ModelRunnerOutput
 from proto.scheduler_output import CachedRequestData, GrammarOutput, SchedulerOutput
+from tests.fakes.drafts import SyntheticDrafts
 from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.fake_cuda import CUDA, ExpertsWithoutTriton, FakeCuda, SameThreadExecutor
 from tests.fakes.fake_device import on_host
@@ -57,6 +58,8 @@ from worker.sampling.torch_backend import TorchBackend
 DTYPE = torch.bfloat16
 STEP_TOKENS = 64
 _LATENTS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_head_dim": 88, "head_dim": 64}
+NUM_ROWS = 5
+VOCAB_SIZE = 96
 SIZES: dict[str, dict[str, int]] = {
     "llama": {"head_dim": 64},
     "mistral-window": {"head_dim": 128},
@@ -327,11 +330,15 @@ class LaunchingRunner:
         """Allow three of four tokens, depending on the last one, which is waited for."""
         self._see(step.step)
         self.num_masked += 1
-        last = [(self._outputs.get(each) or [0])[-1] for each in step.constrained_seq_ids]
+        seq_ids, last, drafts = [], [], step.drafts
+        for each in step.constrained_seq_ids:
+            before = [(self._outputs.get(each) or [0])[-1], *drafts.get(each, ())]
+            seq_ids += [each] * len(before)
+            last += before
         tokens = np.arange(VOCAB_SIZE)
         bits = np.array([(tokens + each) % 4 != 0 for each in last])
         masks = np.packbits(bits, axis=1, bitorder="little").tobytes()
-        return GrammarOutput(1, step.step, step.constrained_seq_ids, masks)
+        return GrammarOutput(1, step.step, seq_ids, masks)
 
     def _see(self, last: int) -> None:
         """Collect the tokens of steps launched up to step `last`, once."""
@@ -359,6 +366,9 @@ class ConstrainedThirds:
 
     def on_released(self, request: Request) -> None: ...
 
+    def num_allowed_tokens(self, request: Request, token_ids: list[int]) -> int:
+        return len(token_ids)
+
     def constrained_seq_ids(self, plan: StepPlan) -> list[int]:
         pairs = [
             *zip(plan.continued, plan.continued_tokens, strict=True),
@@ -376,13 +386,15 @@ class ConstrainedThirds:
 class Harness(EngineHarness):
     """The scheduler over a LaunchingRunner."""
 
-    def __init__(self, runner: Runner, num_blocks: int, **settings: Any) -> None:
+    def __init__(
+        self, runner: Runner, num_blocks: int, num_rows: int = NUM_ROWS, **settings: Any
+    ) -> None:
         super().__init__(
             num_blocks=num_blocks,
             block_size=BLOCK,
             max_model_len=128,
             max_num_batched_tokens=16,
-            max_num_seqs=NUM_ROWS,
+            max_num_seqs=num_rows,
             **settings,
         )
         self.worker = LaunchingRunner(runner)
@@ -394,8 +406,6 @@ class Harness(EngineHarness):
         return step
 
 
-NUM_ROWS = 5
-VOCAB_SIZE = 96
 REQUEST_PARAMS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 1.0},
@@ -547,6 +557,68 @@ def assert_logprobs_close(found: EngineHarness, expected: EngineHarness) -> None
             assert np.allclose(*values, atol=1e-5)
             count += 1
     assert count > 30
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "is_async", "eager"),
+    [(0.3, True, True), (1.0, True, False), (0.7, True, False), (0.7, False, False)],
+)
+def test_drafts_are_verified_on_the_device(
+    acceptance: float,
+    is_async: bool,
+    eager: bool,
+    cuda: FakeCuda,
+    llama: Model,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As decodes of several rows over one block table, which graphs replay, too."""
+    num_rows = 10
+    expected = Harness(
+        SyncModelRunner(host_runner(llama, num_rows)), 81, num_rows, constraints=ConstrainedThirds()
+    )
+    params = EDITS[:6]
+    tokens = serve(expected, params)
+
+    def answer(request: Request, num_tokens: int) -> list[int]:
+        recorded = expected.tokens[request.request_id, request.choice]
+        first = request.num_output_tokens
+        return recorded[first : first + num_tokens] or [5]
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the host waits for the device")
+
+    monkeypatch.setattr(ModelRunner, "finish_on_host", refuse)
+    worker = OnFakeCuda(llama, cuda, num_rows, enforce_eager=eager)
+    drafting = SyntheticDrafts(acceptance, answer, vocab_size=VOCAB_SIZE)
+    found = Harness(
+        worker.runner,
+        81,
+        num_rows,
+        constraints=ConstrainedThirds(),
+        async_scheduling=is_async,
+        drafting=drafting,
+    )
+    replays = 0
+    launch = found.worker.launch
+
+    def count_replays(step: SchedulerOutput) -> None:
+        nonlocal replays
+        before = cuda.device.num_replays
+        launch(step)
+        replays += bool(step.drafts) and cuda.device.num_replays > before
+
+    monkeypatch.setattr(found.worker, "launch", count_replays)
+    assert serve(found, params) == tokens
+    assert drafting.num_accepted > 5
+    assert (drafting.num_accepted < drafting.num_drafted) == (acceptance < 1.0)
+    assert (replays > 3) == (not eager)
+    for key, outputs in expected.outputs.items():
+        for field in ("token_ids", "ranks"):
+            one, other = (
+                b"".join(getattr(each.logprobs, field) for each in some if each.logprobs)
+                for some in (outputs, found.outputs[key])
+            )
+            assert one == other
 
 
 def test_norms_and_gates_use_the_library(

@@ -56,7 +56,7 @@ def test_slots_hold_the_experts_of_tokens_and_are_copied_with_blocks(
     experts.copy_blocks(torch.tensor([1]), torch.tensor([4]))
     assert torch.equal(experts.read(torch.tensor([16, 19, 15])).int(), expected)
     spans = ExpertSpan(70, 6, 2), ExpertSpan(71, 0, 1)
-    found = expert_rows(spans, experts.read(slots).numpy())
+    found = expert_rows(spans, experts.read(slots).numpy(), {})
     size = num_mixtures * 2 * num_bytes
     assert [
         (row.seq_id, row.experts.first_position, row.experts.num_bytes, len(row.experts.data))

@@ -127,8 +127,6 @@ def test_stop_tokens_are_allowed_after_min_tokens(variant) -> None:
 
 
 NUM_SAMPLED = [0, 1, 3]
-OUTPUTS = [[4], [5], [6, 7, 8]]
-"""Of the third sequence the last two are drafts: the batch does not know them."""
 RAGGED = {
     "greedy": greedy(),
     "drawn": SamplingParams(max_tokens=9, temperature=0.8),
@@ -143,13 +141,13 @@ RAGGED = {
 }
 
 
-def ragged_step(params: SamplingParams) -> Step:
-    """Three sequences with 0, 1 and 3 sampled positions."""
-    step = Step([params] * 3, OUTPUTS)
+def ragged_step(params: SamplingParams, draft: list[int]) -> Step:
+    """Three sequences with 0, 1 and 3 sampled positions; the third has a draft of two tokens."""
+    step = Step([params] * 3, [[4], [5], [6, *draft]])
     step.batch.num_tokens[step.inputs.rows[2]] -= 2
     if params.edits is not None:
         # The edits of a row depend only on its own tokens.
-        known = Step([params], [OUTPUTS[2][:1]]).batch
+        known = Step([params], [[6]]).batch
         step.batch.edits[int(step.inputs.rows[2])] = known.edits.popitem()[1]
     sample_start, sample_tokens = sample_last_tokens(
         step.inputs.query_start, np.array(NUM_SAMPLED, dtype=np.int32)
@@ -164,30 +162,45 @@ def alone(params: SamplingParams, output: list[int]) -> Step:
     return Step([params], [output])
 
 
-POSITIONS = [OUTPUTS[1], OUTPUTS[2][:1], OUTPUTS[2][:2], OUTPUTS[2]]
-"""The outputs before each sampled position."""
-
-
 def ragged_logits() -> torch.Tensor:
     generator = torch.Generator().manual_seed(4)
-    return some_logits() + torch.randn(len(POSITIONS), VOCAB, generator=generator)
+    return some_logits() + torch.randn(4, VOCAB, generator=generator)
+
+
+def drafted(
+    params: SamplingParams, sampler: Sampler, logits: torch.Tensor, num_right: int
+) -> tuple[list[int], list[StepSamplerOutput]]:
+    """Return a draft whose first tokens are right, and what each sampled position gives alone.
+
+    Of the third sequence only the positions that count: up to the first wrong token.
+    """
+    expected = [alone(params, [5]).sample(sampler, logits[:1].clone())]
+    outputs = [6]
+    for index in range(1, 4):
+        if index <= num_right + 1:
+            given = alone(params, outputs).sample(sampler, logits[index : index + 1].clone())
+            expected.append(given)
+        (token,) = given.tokens[0]
+        outputs.append(token if index <= num_right else (token + 1) % VOCAB)
+    return outputs[1:3], expected
 
 
 @each_backend
 @pytest.mark.parametrize("name", RAGGED)
-def test_a_sampled_position_does_not_depend_on_its_batch(variant, name: str) -> None:
+@pytest.mark.parametrize("num_right", [0, 1, 2])
+def test_a_sampled_position_does_not_depend_on_its_batch(
+    variant, name: str, num_right: int
+) -> None:
     params, sampler, logits = RAGGED[name], Sampler(backend_of(variant)), ragged_logits()
-    step = ragged_step(params)
+    draft, expected = drafted(params, sampler, logits, num_right)
+    step = ragged_step(params, draft)
     found = step.sample(sampler, logits.clone())
-    expected = [
-        alone(params, output).sample(sampler, logits[index : index + 1].clone())
-        for index, output in enumerate(POSITIONS)
-    ]
     first, *others = [token for each in expected for token in each.tokens[0]]
+    assert len(others) == num_right + 1
     assert found.tokens == [[], [first], others]
-    row = step.inputs.rows[2]
-    assert step.batch.token_ids[row, 4:7].tolist() == others, "behind the last known token"
-    assert step.batch.num_tokens[row] == len(PROMPT) + 1 + 3
+    row, end = step.inputs.rows[2], 5 + num_right
+    assert step.batch.token_ids[row, 4:end].tolist() == others, "behind the last known token"
+    assert step.batch.num_tokens[row] == end
     if params.logprobs is not None:
         assert [logprobs.seq_id for logprobs in found.logprobs] == [1, 2]
         arrays, alone_arrays = (
@@ -202,7 +215,8 @@ def test_a_sampled_position_does_not_depend_on_its_batch(variant, name: str) -> 
 @pytest.mark.parametrize("name", RAGGED)
 def test_sampled_positions_on_a_device_equal_those_of_the_host(name: str) -> None:
     params, sampler, logits = RAGGED[name], Sampler(backend_of("reference")), ragged_logits()
-    host, step = ragged_step(params), ragged_step(params)
+    draft, _ = drafted(params, sampler, logits, 2)
+    host, step = ragged_step(params, draft), ragged_step(params, draft)
     expected = host.sample(sampler, logits.clone())
     accelerator = HostAccelerator()
     last = accelerator.zeros(len(step.batch.num_tokens), torch.int64)
@@ -249,6 +263,23 @@ def test_every_sampled_position_has_its_own_grammar_mask(variant) -> None:
     for index, (token,) in enumerate(allowed):
         words[index, token // 32] = 1 << token % 32
     grammars = GrammarOutput(1, 1, [1, 2, 2, 2], words.tobytes())
-    step = ragged_step(greedy())
+    step = ragged_step(greedy(), [4, 5])
     found = step.sample(Sampler(backend_of(variant)), ragged_logits(), grammars)
     assert found.tokens == [[], [3], [4, 5, 6]]
+
+
+@each_backend
+@pytest.mark.parametrize("name", ["greedy", "drawn"])
+@pytest.mark.parametrize("index", [1, 2, 3])
+def test_nonfinite_logits_end_a_draft(variant, name: str, index: int) -> None:
+    """The sequence fails only if they are those of its first position."""
+    params, sampler, logits = RAGGED[name], Sampler(backend_of(variant)), ragged_logits()
+    draft, expected = drafted(params, sampler, logits, 2)
+    logits[index] = float("nan")
+    step = ragged_step(params, draft)
+    nonfinite = np.zeros(3, dtype=np.bool_)
+    found = StepSampler(step.batch, sampler).sample_step(
+        step.inputs, step.seq_ids, logits, nonfinite, lambda: GrammarOutput(0, 0, [], b"")
+    )
+    assert found.tokens[2] == [each.tokens[0][0] for each in expected[1:index]]
+    assert nonfinite.tolist() == [False, False, index == 1]

@@ -97,6 +97,14 @@ class AttentionShape:
 class AttentionBackend(Protocol):
     """Attention over the pages of one KV cache."""
 
+    @property
+    def chunks_as_decodes(self) -> bool:
+        """Whether a query has the same bits within a chunk as alone.
+
+        If not, the tokens of a draft are planned as sequences of one query each.
+        """
+        ...
+
     def plan(self, inputs: Sequence[AttentionInputs]) -> None:
         """Prepare a step, given one entry per KV cache group; called once before its layers run."""
         ...

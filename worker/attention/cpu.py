@@ -85,6 +85,8 @@ class CpuAttention:
         if shape.latent_dim % 8:
             raise UnsupportedShapeError(f"a latent must be a multiple of 8, got {shape.latent_dim}")
         assert shape.scale > 0, "the kernels look for the largest score before scaling"
+        # Decodes multiply int8 pages as integers, chunks do not (AVX-512 VNNI).
+        self.chunks_as_decodes = kv_cache.dtype != torch.int8
         self._kernels = kernels
         self._kv_cache = kv_cache
         self._shape = shape

@@ -104,6 +104,8 @@ class FlashInferAttention:
     Raises ConfigError as `refuse_unsupported` does.
     """
 
+    chunks_as_decodes = False
+
     def __init__(
         self,
         kv_cache: KVCache,

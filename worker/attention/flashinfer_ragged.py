@@ -76,6 +76,8 @@ def padded_dim(head_dim: int) -> int:
 class FlashInferRaggedAttention:
     """An attention backend for bidirectional models; used by one thread on one stream."""
 
+    chunks_as_decodes = False
+
     def __init__(
         self,
         kv_cache: KVCache,

@@ -17,6 +17,8 @@ from worker.layers.rotary import Rotation, rotate
 class ReferenceAttention:
     """An attention backend without kernels."""
 
+    chunks_as_decodes = False
+
     def __init__(self, kv_cache: KVCache, shape: AttentionShape) -> None:
         self._shape = shape
         self._kv_cache = kv_cache

@@ -14,6 +14,7 @@ as in vLLM's sampler: biases count before penalties, and neither of them makes a
 possible again. Start with `RowEdits`; `edit_logits` is the reference in numpy.
 """
 
+import copy
 import ctypes
 from collections import defaultdict
 from collections.abc import Sequence
@@ -55,6 +56,12 @@ class TokenCounts:
             self._index_of[token_id] = index
             self._ids[index] = token_id
         self._counts[: len(distinct)] = counts
+
+    def copy(self) -> "TokenCounts":
+        made = TokenCounts((), ())
+        made._index_of = self._index_of.copy()
+        made._ids, made._counts = self._ids.copy(), self._counts.copy()
+        return made
 
     def count_output(self, token_id: int) -> None:
         index = self._index_of.setdefault(token_id, len(self._index_of))
@@ -104,6 +111,12 @@ class BadWords:
         longest = max(self._lengths, default=0)
         self._tail = list(outputs[len(outputs) - min(longest, len(outputs)) :])
         self._longest = longest
+
+    def copy(self) -> "BadWords":
+        """Return a copy with outputs of its own."""
+        made = copy.copy(self)
+        made._tail = self._tail.copy()
+        return made
 
     def append(self, token_id: int) -> None:
         if self._longest:
@@ -189,6 +202,15 @@ class RowEdits:
             frequency=self.frequency,
             presence=self.presence,
         )
+
+    def after(self, token_ids: Sequence[int]) -> "RowEdits":
+        """Return the edits behind more outputs, which may be drafts; these edits stay."""
+        made = copy.copy(self)
+        made.counts, made.bad_words = self.counts.copy(), self.bad_words.copy()
+        made._fields, made._count_buffers = Edits.from_buffer_copy(self._fields), None
+        for token_id in token_ids:
+            made.append(token_id)
+        return made
 
     def append(self, token_id: int) -> None:
         if self.penalises:

@@ -179,21 +179,30 @@ class StepSampler:
         host. get_grammars: waits for the grammar masks of the step.
         nonfinite: bool [S], set here for sequences with nonfinite logits. They have no tokens in
         the output, but their rows get some, because a later step may be planned on them.
+
+        The tokens after a draft count as far as those before them agree with it. Logits that are
+        not finite end them, too: the sequence fails in the next step, which begins there.
         """
         positions = self._batch.sampled_positions(inputs, seq_ids)
         best = self._sampler.backend.best(logits, self._greedy_changes(positions))
-        nonfinite[positions.sequences[best.nonfinite]] = True
+        broken = best.nonfinite
+        nonfinite[positions.sequences[positions.first_of_rows(broken)]] = True
+        broken |= nonfinite[positions.sequences]
         grammars = get_grammars()
         greedy = self._batch.greedy[positions.rows] & ~_has_mask(grammars, positions)
         output = StepSamplerOutput([[] for _ in seq_ids])
         if greedy.all():
-            self._append_tokens(positions, best.token_ids, nonfinite, output)
+            self._append_tokens(positions, best.token_ids, broken, output)
         elif not greedy.any():
-            self._sample_positions(positions, logits.float(), nonfinite, grammars, output)
+            self._sample_positions(positions, logits.float(), broken, grammars, output)
         else:
-            self._append_tokens(positions.select(greedy), best.token_ids[greedy], nonfinite, output)
+            self._append_tokens(
+                positions.select(greedy), best.token_ids[greedy], broken[greedy], output
+            )
             others = logits[torch.from_numpy(~greedy)].float()
-            self._sample_positions(positions.select(~greedy), others, nonfinite, grammars, output)
+            self._sample_positions(
+                positions.select(~greedy), others, broken[~greedy], grammars, output
+            )
         return output
 
     def _greedy_changes(self, positions: SampledPositions) -> list[RowChange]:
@@ -222,28 +231,37 @@ class StepSampler:
         self,
         positions: SampledPositions,
         token_ids: npt.NDArray[np.int64],
-        nonfinite: npt.NDArray[np.bool_],
+        broken: npt.NDArray[np.bool_],
         output: StepSamplerOutput,
-    ) -> None:
-        """Append tokens [N] to their rows, and to the output unless they are nonfinite."""
-        self._batch.append_sampled(positions.rows, token_ids)
-        finite = ~nonfinite[positions.sequences]
+    ) -> npt.NDArray[np.bool_]:
+        """Append tokens [N] to their rows, and to the output unless their logits are nonfinite.
+
+        Returns the positions that are in the output, bool [N].
+        """
+        reached = positions.reached(token_ids, ~broken)
+        if reached is None:
+            self._batch.append_sampled(positions.rows, token_ids)
+            in_output = ~broken
+        else:
+            self._batch.append_sampled(positions.rows[reached], token_ids[reached])
+            in_output = reached & ~broken
         for sequence, token_id in zip(
-            positions.sequences[finite].tolist(), token_ids[finite].tolist(), strict=True
+            positions.sequences[in_output].tolist(), token_ids[in_output].tolist(), strict=True
         ):
             output.tokens[sequence].append(token_id)
+        return in_output
 
     def _sample_positions(
         self,
         positions: SampledPositions,
         logits: torch.Tensor,
-        nonfinite: npt.NDArray[np.bool_],
+        broken: npt.NDArray[np.bool_],
         grammars: GrammarOutput,
         output: StepSamplerOutput,
     ) -> None:
         """Sample positions that need more than their best token; overwrites logits [N, V]."""
-        if nonfinite.any():
-            logits[torch.from_numpy(nonfinite[positions.sequences])] = 0.0
+        if broken.any():
+            logits[torch.from_numpy(broken)] = 0.0
         beams = self._batch.num_candidates[positions.rows] > 0
         if beams.any():
             chosen = positions.select(beams)
@@ -255,17 +273,18 @@ class StepSampler:
             )
             output.candidates += map(RowLogprobs, chosen.seq_ids, candidates)
             positions, logits = positions.select(~beams), logits[torch.from_numpy(~beams)]
+            broken = broken[~beams]
         if len(positions) == 0:
             return
         batch = self._sampling_batch(positions, grammars)
         token_ids, logprobs = self._sampler.sample(logits, batch)
-        self._append_tokens(positions, token_ids, nonfinite, output)
+        in_output = self._append_tokens(positions, token_ids, broken, output)
         output.logprobs += logprobs_of_sequences(
             (seq_id, arrays)
-            for seq_id, sequence, arrays in zip(
-                positions.seq_ids, positions.sequences.tolist(), logprobs, strict=True
+            for seq_id, counts, arrays in zip(
+                positions.seq_ids, in_output.tolist(), logprobs, strict=True
             )
-            if arrays is not None and not nonfinite[sequence]
+            if arrays is not None and counts
         )
 
     def _sampling_batch(

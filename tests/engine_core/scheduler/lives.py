@@ -23,6 +23,7 @@ from proto.errors import InvalidRequestError
 from proto.kv_connector import KVConnectorOutput
 from tests.engine_core.scheduler.invariants import CheckedEngine
 from tests.fakes.clock import FakeClock
+from tests.fakes.drafts import SyntheticDrafts
 from tests.fakes.engine_harness import EOS
 from tests.fakes.kv_connector import FakeConnector, FakeLoad
 from tests.fakes.paged_runner import undisturbed
@@ -36,6 +37,8 @@ STOPS = tuple(range(EOS % 12, 1000, 12))
 MOST_UNFINISHED = 24
 TIMEOUT = 10.0
 """Seconds that a session may be at rest."""
+ACCEPTANCE = (0.7, 0.7, 1.0, 0.3, 0.0, 1.0, 0.3)
+"""Of drafts, by seed."""
 CALM = ("step", 60), ("add", 22), ("abort", 2)
 
 Operation = tuple[Any, ...]
@@ -43,12 +46,16 @@ Operation = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of run. weights: frequency of each operation. draw: settings of some runs."""
+    """A kind of run. weights: frequency of each operation. draw: settings of some runs.
+
+    has_drafts: requests are drafted for, with an acceptance that is drawn too.
+    """
 
     draw: Callable[[random.Random], dict[str, Any]] = lambda rng: {}
     weights: tuple[tuple[str, int], ...] = ()
     num_tenants: int = 1
     has_connector: bool = False
+    has_drafts: bool = False
     expects: dict[str, int] = field(default_factory=dict)
 
     def settings(self, rng: random.Random, seed: int) -> dict[str, Any]:
@@ -99,6 +106,16 @@ def with_pressure(rng: random.Random) -> dict[str, Any]:
 
 def with_everything(rng: random.Random) -> dict[str, Any]:
     return {**with_pressure(rng), "windows": rng.choice([(None,), *WINDOWS])}
+
+
+def with_drafts(rng: random.Random) -> dict[str, Any]:
+    """Steps with room for drafts, and pools that are full now and then."""
+    return {
+        **with_everything(rng),
+        "max_num_batched_tokens": rng.choice([16, 40, 64]),
+        "max_num_seqs": rng.choice([8, 16, 32]),
+        "long_prefill_token_threshold": rng.choice([0, 0, 4, 12]),
+    }
 
 
 def with_pins(rng: random.Random) -> dict[str, Any]:
@@ -161,6 +178,28 @@ KINDS = {
         has_connector=True,
         expects={"pins": 40, "loads": 300},
     ),
+    "drafts": Kind(
+        with_drafts, (("step", 60), ("add", 9), ("abort", 2)), has_drafts=True,
+        expects={"accepted": 800, "rejected": 400, "preempted": 10, "found": 50},
+    ),
+    "drafts, disturbed": Kind(
+        with_drafts,
+        (("step", 60), ("add", 8), ("abort", 2), ("abort_in_flight", 2), ("reset", 1),
+         ("lose_workers", 1), ("open", 4), ("give", 14), ("close", 3), ("pause", 1),
+         ("resume", 3), ("hold", 1), ("release", 3)),
+        num_tenants=3,
+        has_drafts=True,
+        expects={"accepted": 150, "rejected": 100, "lose_workers": 10, "turns": 20},
+    ),
+    "drafts, pins and loads": Kind(
+        lambda rng: {**with_drafts(rng), **with_pins(rng), **with_loads(rng)},
+        (("step", 60), ("add", 4), ("turn", 8), ("read", 12), ("tick", 6), ("abort", 1),
+         ("stop", 2), ("reset", 1), ("lose_workers", 1), *LOADS),
+        num_tenants=2,
+        has_connector=True,
+        has_drafts=True,
+        expects={"accepted": 50, "rejected": 50, "loads": 100},
+    ),
 }  # fmt: skip
 
 
@@ -206,7 +245,12 @@ class Life:
         self.connector = None
         if self.kind.has_connector:
             self.connector = FakeConnector(self._match, fails=self._fails, delays=self._delays)
-        self.engine = CheckedEngine(connector=self.connector, clock=self.clock, **self.settings)
+        self.drafting = None
+        if self.kind.has_drafts:
+            self.drafting = SyntheticDrafts(ACCEPTANCE[seed % len(ACCEPTANCE)], seed=seed)
+        self.engine = CheckedEngine(
+            connector=self.connector, clock=self.clock, drafting=self.drafting, **self.settings
+        )
         self.engine.step_seconds = lambda output: 0.02 * output.total_num_scheduled_tokens
         self.num_of = self.engine.num_of
         self.operations: list[Operation] = []
@@ -538,6 +582,12 @@ class Life:
             self.finish_load(0)
             self.end_copy(0)
         stats = scheduler.pop_stats()
+        if self.drafting is not None:
+            self.num_of["accepted"] += stats.num_accepted_tokens
+            self.num_of["rejected"] += stats.num_draft_tokens - stats.num_accepted_tokens
+            assert self.drafting.num_known == {}
+            assert self.drafting.num_accepted == stats.num_accepted_tokens
+            assert sum(stats.accepted_per_pos) == stats.num_accepted_tokens
         self.num_of["pins"] += stats.num_pins_taken
         self.num_of["pins hit"] += stats.num_pins_hit
         self.num_of["pins given up"] += stats.num_pins_given_up

@@ -108,7 +108,7 @@ def test_tokens_after_the_one_that_ends_are_cut_off():
     engine = EngineHarness(next_token=scripted([9]))
     request = engine.add_one([1, 2, 3], stop_token_ids=(42, 43))
     engine.step()
-    request.spec_token_ids += [42, 12]
+    request.spec_token_ids += [10, 42]
     output = engine.scheduler.schedule()
     result = ModelRunnerOutput(1, output.step, [request.seq_id], [[10, 42, 12]])
     ((final,),) = engine.scheduler.update_from_output(output, result).values()

@@ -78,4 +78,4 @@ def test_a_row_with_drafts_decodes_however_many_tokens_it_computes():
     result = ModelRunnerOutput(1, output.step, [request.seq_id], [[51, 99]], compute_seconds=0.5)
     engine.scheduler.update_from_output(output, result)
     throttle = engine.scheduler._prefill_throttle
-    assert throttle._decode_seconds == {1: 0.5}, "a step of one decoding row and no prompt tokens"
+    assert throttle._decode_seconds == {3: 0.5}, "a step of three rows and no prompt tokens"

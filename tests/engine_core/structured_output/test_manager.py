@@ -15,12 +15,14 @@ from engine_core.structured_output.matchers import CompilerFailedError
 from engine_core.worker_group import WorkerFailedError
 from proto.engine_io import FinishReason
 from proto.grammar import GrammarSource
+from proto.sampling_params import ThinkingRule
+from tests.fakes.drafts import SyntheticDrafts
 from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.grammar_engine import LIMIT_SECONDS, GatedSandbox, GrammarEngine, NoSandbox
 from tests.fakes.input_harness import InputProcessorHarness, refused
 from tests.fakes.messages import request as make_message
 from tests.fakes.paged_runner import undisturbed
-from tests.fakes.toy_vocabulary import BYTE, EOS, text_of
+from tests.fakes.toy_vocabulary import BYTE, EOS, SIZE, text_of, tokens_of
 
 WORDS = GrammarSource("regex", "([a-c]{3} ){4}[0-9]{1,4}")
 PATTERN = re.compile("([a-c]{3} ){4}[0-9]{1,4}")
@@ -252,3 +254,77 @@ def test_an_engine_without_grammars_refuses_them():
     harness.run()
     assert harness.tokens_of(request) == undisturbed([1, 2], 3)
     assert EOS not in harness.tokens_of(request)
+
+
+THINKING = ThinkingRule(
+    begun=True, start="<t>", end="</t>", end_token_ids=tuple(tokens_of("</t>")), budget=9
+)
+
+
+def serve_all(engine: GrammarEngine) -> dict[tuple[int, int], tuple[list[int], FinishReason]]:
+    """Serve free, constrained and reasoning requests together; return their answers."""
+    engine.send_request(1, WORDS)
+    engine.send_request(2, SCHEMA, n=3)
+    engine.send_request(3, None, max_tokens=30)
+    engine.send_request(4, WORDS, thinking=THINKING)
+    engine.send_request(5, None, max_tokens=30, thinking=THINKING)
+    engine.run()
+    return {
+        key: (tokens, engine.harness.final[key]) for key, tokens in engine.harness.tokens.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def answers(tokenizer_folder) -> dict[tuple[int, int], tuple[list[int], FinishReason]]:
+    plain = GrammarEngine(tokenizer_folder)
+    found = serve_all(plain)
+    plain.close()
+    return found
+
+
+def drafts_of(answers: Any, acceptance: float) -> SyntheticDrafts:
+    def answer(request: Any, num_tokens: int) -> list[int]:
+        recorded, _ = answers[request.request_id, request.choice]
+        first = request.num_output_tokens
+        return recorded[first : first + num_tokens] or [5]
+
+    return SyntheticDrafts(acceptance, answer, vocab_size=SIZE)
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.7, 1.0])
+@pytest.mark.parametrize("is_async", [False, True], ids=["synchronous", "overlapped"])
+def test_constrained_answers_are_those_without_drafts(
+    tokenizer_folder, answers, acceptance, is_async
+):
+    """Each token of a draft is masked, and a reasoning budget ends at the same token."""
+    drafting = drafts_of(answers, acceptance)
+    engine = GrammarEngine(tokenizer_folder, async_scheduling=is_async, drafting=drafting)
+    assert serve_all(engine) == answers
+    stats = engine.harness.scheduler.pop_stats()
+    assert stats.num_draft_tokens == drafting.num_drafted > 20
+    assert (stats.num_accepted_tokens > 10) is (acceptance > 0)
+    if acceptance < 1 and not is_async:
+        assert stats.num_invalid_draft_tokens > 10, "cut where the grammar refuses it"
+    assert_nothing_is_left(engine)
+    engine.close()
+
+
+def test_a_forbidden_token_behind_a_draft_ends_the_request_there(tokenizer_folder, answers):
+    engine = GrammarEngine(tokenizer_folder, drafting=drafts_of(answers, 1.0))
+    engine.send_request(1, WORDS)
+    engine.step()
+    while not engine.send().drafts:
+        engine.receive(engine.compute())
+    (draft,) = engine.harness.in_flight[0].scheduled_spec_decode_tokens
+    result = engine.compute()
+    (row,) = result.sampled_token_ids
+    row[:] = [draft[0], BYTE + ord("#")]
+    before = engine.tokens(1).copy()
+    engine.receive(result)
+    assert engine.tokens(1) == [*before, draft[0]]
+    assert engine.reason(1) is FinishReason.ERROR
+    (*_, output) = engine.harness.outputs[1, 0]
+    assert CONTRADICTION in output.error.message
+    engine.run()
+    assert_nothing_is_left(engine)
+    engine.close()

@@ -1,5 +1,6 @@
 """Reasoning is free, ends when its budget is used up, and grammars apply after it."""
 
+import random
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -284,3 +285,45 @@ def test_a_rule_is_checked() -> None:
     with pytest.raises(InvalidRequestError) as caught:
         ruled(RULE, budget=1 << 40).validate(SIZE)
     assert caught.value.param == "thinking_token_budget"
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    ("rule", "source"),
+    [
+        (None, DIGITS),
+        (None, GrammarSource("regex", "[0-9]{3}", trigger="<d>")),
+        (ruled(RULE, budget=4), DIGITS),
+        (ruled(RULE, budget=4), None),
+        (OPTIONAL, GrammarSource("regex", "[0-9]{3}", trigger="<d>")),
+    ],
+)
+def test_as_many_tokens_are_allowed_as_masks_allow(backend, seed, rule, source):
+    """Of drafts along a random text, whose tokens are right or wrong."""
+    dice = random.Random(seed)
+    compiled = backend.compile(source) if source else FREE
+    matcher = compiled.copy()
+    if rule is not None:
+        matcher = ThinkingMatcher(matcher, rule, backend, (EOS,))
+    said = tokens_of("a<t>b</t><d>123") if rule is None else tokens_of("ab</t><d>123")
+    for _ in range(12):
+        draft, reached, num_allowed, refused = [], matcher.copy(), 0, False
+        for position in range(6):
+            choices = sorted(allowed(backend, reached) - {EOS})
+            some = choices if choices and dice.random() < 0.6 else sorted({*range(SIZE)} - {EOS})
+            token_id = dice.choice(some)
+            if dice.random() < 0.4 and position < len(said):
+                token_id = said[position]
+            draft.append(token_id)
+            refused = refused or token_id not in choices
+            if not refused:
+                reached.consume([token_id])
+                num_allowed += not reached.error
+                refused = bool(reached.error)
+        before = allowed(backend, matcher)
+        assert matcher.num_allowed(draft) == num_allowed
+        assert allowed(backend, matcher) == before, "nothing was consumed"
+        choices = sorted(before - {EOS}) or [EOS]
+        matcher.consume([said.pop(0) if said and said[0] in before else dice.choice(choices)])
+        if matcher.error:
+            break

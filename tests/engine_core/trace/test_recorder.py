@@ -14,6 +14,7 @@ from proto.sched_trace import (
     TraceHeader,
     read_line,
 )
+from tests.fakes.drafts import SyntheticDrafts
 from tests.fakes.traced_engine import BUDGET, SEATS, TracedEngine, random_load
 
 SECRET = 877
@@ -179,3 +180,15 @@ def test_lines_survive_their_json_form_and_other_versions_do_not() -> None:
         read_line(msgspec.json.encode(other))
     grown = msgspec.json.encode(engine.header)[:-1] + b',"later":1}'
     assert isinstance(read_line(grown), TraceHeader)
+
+
+def test_drafts_are_among_the_tokens_of_running_sequences() -> None:
+    engine = TracedEngine(drafting=SyntheticDrafts(1.0))
+    request = engine.harness.add_one([5] * 20, 12, ignore_eos=True)
+    engine.finish()
+    decisions = [each.decision for each in engine.of(Step) if each.decision.drafted]
+    assert decisions
+    for decision in decisions:
+        assert decision.drafted == [request.seq_id]
+        assert decision.running_tokens == [1 + decision.draft_tokens[0]]
+    assert sum(each.num_tokens for each in engine.of(Result)) == 12

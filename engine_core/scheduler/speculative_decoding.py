@@ -1,0 +1,213 @@
+"""Speculative decoding in the scheduler: which requests are drafted for, how much of a draft a step
+has room for, and what became of it.
+
+A draft is a guess at the next tokens of a request. A step computes its tokens together with the
+last known one and samples a token at each position, with the draw of that position. The worker
+accepts the draft as far as the sampled tokens agree with it, so a request has the same tokens as
+without drafts:
+
+    computed      |------------ n ------------|
+    step                                      |x|d|d|d|      x: the last known token, d: the draft
+    sampled                                     a b c d
+    accepted      a and b agree with the draft, c does not: the tokens a b c are known now, and the
+                  KV of the first two drafts is valid; that of the third will be overwritten
+
+What a rejected draft leaves behind is only KV that no request can find: blocks become findable up
+to the known tokens, and windows free blocks up to the confirmed length.
+
+With `--async-scheduling` a step is planned while the one before computes. A request whose step in
+flight verifies a draft is left out, because how many tokens it gets is unknown; all others are
+planned ahead as ever. A draft may follow a token in flight: its first token is a guess at that one,
+which the worker knows by the time it computes the rest. So requests without drafts lose no overlap,
+and the placeholders of a request are exact at every plan. The alternative, to schedule placeholders
+of drafts that the worker fills in, is for drafters on the device and would have the engine correct
+counters of steps in flight.
+"""
+
+from engine_core.kv_cache.manager import KVCacheManager
+from engine_core.request import Request
+from engine_core.scheduler.hooks import DraftProvider, TokenConstraints
+from engine_core.scheduler.limits import ChunkRule
+from engine_core.scheduler.queues.base import RequestQueue
+from engine_core.scheduler.step_plan import StepPlan
+
+
+def is_drafted_for(request: Request) -> bool:
+    """Return whether a request may ever be drafted for.
+
+    Not the rows of a beam search, whose next token depends on the other rows, nor requests that
+    are pooled. Models with recurrent states are excluded as a whole, see `SpeculativeDecoding`.
+    """
+    return request.pooling_params is None and not request.sampling_params.beam_width
+
+
+class SpeculativeDecoding:
+    """Gives each step its drafts; a listener.
+
+    A model with recurrent states is not drafted for: a state after a rejected token cannot be taken
+    back. is_active: whether any request may have a draft; otherwise a step costs nothing here.
+    max_positions: that a step may sample, which the workers' memory is planned for. drafting: None
+    without a drafter in the engine; drafts can still come from the workers.
+    """
+
+    def __init__(
+        self,
+        drafting: DraftProvider | None,
+        running: list[Request],
+        waiting: RequestQueue,
+        kv_cache: KVCacheManager,
+        chunks: ChunkRule,
+        max_positions: int,
+        constraints: TokenConstraints | None,
+    ) -> None:
+        self._is_possible = not kv_cache.has_states
+        self._drafting = drafting if self._is_possible else None
+        self.is_active = self._drafting is not None
+        self._running = running
+        self._waiting = waiting
+        self._longest_chunk = chunks.longest_chunk
+        self._max_positions = max_positions
+        self._constraints = constraints
+        self._added: set[int] = set()  # seq_ids that the drafter knows
+        self._candidates: list[Request] = []
+        self._num_drafts = self._num_draft_tokens = self._num_accepted = self._num_invalid = 0
+        self._accepted_per_pos: list[int] = []
+
+    # A step
+
+    def fill_drafts(self, plan: StepPlan) -> None:
+        """Give decoding requests drafts for the step, within the room that is left for them."""
+        candidates, num_prompt_tokens, num_decoding = [], 0, 0
+        for request in self._running:
+            num_placeholders = request.num_output_placeholders
+            if num_placeholders > 1:
+                continue  # it waits for the result of a draft
+            num_known = len(request.all_token_ids) + num_placeholders
+            num_missing = num_known - request.num_computed_tokens
+            if num_missing > 1:
+                num_prompt_tokens += num_missing
+            elif num_missing == 1:
+                num_decoding += 1
+                if self._most_drafts(request) > 0 and is_drafted_for(request):
+                    candidates.append(request)
+        self._candidates = candidates
+        if not candidates:
+            return
+        room = self._room(plan, num_prompt_tokens)
+        if self._drafting is not None and room > 0:
+            num_others = min(num_prompt_tokens, plan.prompt_budget)
+            num_others += num_decoding - len(candidates)
+            self._drafting.fill_drafts(candidates, num_others)
+        for request in candidates:
+            if request.spec_token_ids:
+                room -= self._cut_draft(request, room)
+
+    def clear_drafts(self) -> None:
+        """Forget drafts that were not planned: tokens in flight may contradict them."""
+        for request in self._candidates:
+            if request.spec_token_ids:
+                request.spec_token_ids.clear()
+        self._candidates = []
+
+    def _room(self, plan: StepPlan, num_prompt_tokens: int) -> int:
+        """Return how many draft tokens the step has room for.
+
+            budget     |- one token of each that runs -|- prompts -|- drafts -|
+            positions  |- one of each that runs or may be admitted -|- drafts -|
+
+        Prompt tokens go first, with those of the head of the queue, so that drafts delay neither.
+        """
+        num_running, num_ready = len(self._running), self._waiting.num_ready
+        if num_ready:
+            num_prompt_tokens += self._waiting.peek_request().num_tokens
+        num_prompt_tokens = min(num_prompt_tokens, plan.prompt_budget)
+        return min(
+            plan.budget - num_running - num_prompt_tokens,
+            self._max_positions - num_running - num_ready,
+        )
+
+    def _most_drafts(self, request: Request) -> int:
+        """Return how many drafts a request has use for: one token always follows the last of them.
+
+        Its last possible token is that of max_tokens, which is within the length of the model.
+        """
+        num_known = len(request.all_token_ids) + request.num_output_placeholders
+        num_left = request.num_prompt_tokens + request.max_tokens - num_known
+        return min(num_left, self._longest_chunk) - 1
+
+    def _cut_draft(self, request: Request, room: int) -> int:
+        """Cut a draft to what can be computed and accepted; return its length then."""
+        draft = request.spec_token_ids
+        if request.num_output_placeholders:
+            del draft[0]  # of the step in flight
+        most = min(self._most_drafts(request), room)
+        del draft[max(most, 0) :]
+        if draft and self._constraints is not None:
+            num_allowed = self._constraints.num_allowed_tokens(request, draft)
+            self._num_invalid += len(draft) - num_allowed
+            del draft[num_allowed:]
+        return len(draft)
+
+    # Results
+
+    def record_verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+        """Note the result of a draft; called before its tokens are appended."""
+        self._num_drafts += 1
+        self._num_draft_tokens += num_drafted
+        self._num_accepted += num_accepted
+        per_pos = self._accepted_per_pos
+        if len(per_pos) < num_drafted:
+            per_pos += [0] * (num_drafted - len(per_pos))
+        for position in range(num_accepted):
+            per_pos[position] += 1
+        if self._drafting is not None:
+            self._drafting.record_verified(request, num_drafted, num_accepted)
+
+    def add_outputs(self, request: Request, num_new: int) -> None:
+        """Note that an unfinished request has new tokens; called while `is_active`."""
+        if self._drafting is not None and request.seq_id in self._added:
+            self._drafting.add_outputs(request, num_new)
+
+    def learn_step(self, num_rows: int, seconds: float) -> None:
+        if self._drafting is not None and seconds > 0.0:
+            self._drafting.learn_step(num_rows, seconds)
+
+    def forget_outputs(self) -> None:
+        if self._drafting is not None:
+            self._drafting.forget_outputs()
+
+    def attach_worker_draft(self, request: Request, draft: list[int]) -> None:
+        """Keep a draft that a worker proposes to follow the known tokens of a request."""
+        if self._is_possible and is_drafted_for(request):
+            self.is_active = True
+            request.spec_token_ids = draft.copy()
+
+    def pop_stats(self) -> tuple[int, int, int, list[int], int]:
+        """Return counts since the last call.
+
+        Drafts, their tokens, accepted ones, accepted ones by position, and tokens that a grammar
+        refused.
+        """
+        stats = (
+            self._num_drafts,
+            self._num_draft_tokens,
+            self._num_accepted,
+            self._accepted_per_pos,
+            self._num_invalid,
+        )
+        self._num_drafts = self._num_draft_tokens = self._num_accepted = self._num_invalid = 0
+        self._accepted_per_pos = []
+        return stats
+
+    # As a listener
+
+    def on_admitted(self, request: Request, num_new_tokens: int) -> None:
+        if self._drafting is None or request.seq_id in self._added or not is_drafted_for(request):
+            return
+        self._added.add(request.seq_id)
+        self._drafting.add_request(request)
+
+    def on_released(self, request: Request) -> None:
+        if self._drafting is not None and request.seq_id in self._added:
+            self._added.remove(request.seq_id)
+            self._drafting.end_request(request)

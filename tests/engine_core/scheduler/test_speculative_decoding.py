@@ -1,0 +1,307 @@
+"""Drafts in the scheduler: who gets one, how long it may be, and what its result changes."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine_core.kv_cache import integrity
+from engine_core.kv_cache.manager import NOTHING_COMPUTED
+from engine_core.request import Request, RequestStatus
+from engine_core.scheduler.result import ImpossibleResultError
+from engine_core.scheduler.speculative_decoding import is_drafted_for
+from engine_core.scheduler.tenant_usage import OUTPUT_WEIGHT
+from proto.engine_io import FinishReason, LogprobsArrays
+from proto.lifecycle import RECURRENT_STATE, KVGroup
+from proto.model_runner_output import ModelRunnerOutput, RowLogprobs
+from proto.scheduler_output import SchedulerOutput
+from tests.fakes.drafts import SyntheticDrafts, hashed_answer
+from tests.fakes.engine_harness import EngineHarness, scheduled
+from tests.fakes.paged_runner import undisturbed
+
+PROMPT = [1, 2, 3, 4, 5, 6]
+
+
+class Eager(SyntheticDrafts):
+    """Drafts right tokens, as many as it is told, for every request."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(1.0, most=length)
+        self.length = length
+
+    def fill_drafts(self, requests: list[Request], num_other_tokens: int) -> None:
+        self.num_other_tokens.append(num_other_tokens)
+        for request in requests:
+            request.spec_token_ids = hashed_answer(request, self.length)
+
+
+def engine_with(length: int = 4, **settings: Any) -> EngineHarness:
+    return EngineHarness(**{"block_size": 4, "drafting": Eager(length), **settings})  # type: ignore[arg-type]
+
+
+def drafted(output: SchedulerOutput) -> dict[int, int]:
+    return {seq_id: len(draft) for seq_id, draft in output.drafts.items()}
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.7, 1.0])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_answers_are_those_without_drafts(acceptance: float, is_async: bool) -> None:
+    drafting = SyntheticDrafts(acceptance)
+    engine = EngineHarness(block_size=4, drafting=drafting, async_scheduling=is_async)
+    requests = [
+        *engine.add([*PROMPT, 7], 30, ignore_eos=True, n=3),
+        *engine.add(PROMPT, 40, ignore_eos=True),
+    ]
+    steps = engine.run()
+    for request in requests:
+        wanted = undisturbed(request.prompt_token_ids, request.max_tokens, request.choice)
+        assert engine.tokens_of(request) == wanted
+        assert engine.finish_reason_of(request) is FinishReason.LENGTH
+    stats = engine.scheduler.pop_stats()
+    assert stats.num_draft_tokens == drafting.num_drafted > 80
+    assert stats.num_accepted_tokens == drafting.num_accepted == sum(stats.accepted_per_pos)
+    assert stats.num_drafts < stats.num_draft_tokens
+    assert engine.scheduler.pop_stats().num_drafts == 0
+    if acceptance == 1.0:
+        assert drafting.num_accepted > 0.9 * drafting.num_drafted
+        assert is_async or steps < 20
+    if acceptance == 0.0:
+        assert drafting.num_accepted == 0
+    assert drafting.num_known == {}
+    assert integrity.check(engine.kv_cache) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "most"),
+    [
+        ({}, 9),
+        ({"max_num_batched_tokens": 6}, 5),
+        ({"max_num_seqs": 4}, 3),
+        ({"long_prefill_token_threshold": 3}, 2),
+        ({"max_model_len": len(PROMPT) + 6}, 4),
+    ],
+)
+def test_a_draft_is_cut_to_the_room_of_a_step(settings: dict[str, Any], most: int) -> None:
+    engine = engine_with(9, **settings)
+    request = engine.add_one(PROMPT, 100, ignore_eos=True)
+    while request.num_output_tokens < 1:
+        engine.step()
+    assert drafted(engine.send()) == {request.seq_id: most}
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 8))
+def test_no_position_is_computed_that_max_tokens_excludes(max_tokens: int) -> None:
+    engine = engine_with(9)
+    request = engine.add_one(PROMPT, max_tokens, ignore_eos=True)
+    engine.run()
+    assert engine.tokens_of(request) == undisturbed(PROMPT, max_tokens)
+    drafts = [drafted(step) for step in engine.runner.steps[1:] if step.total_num_scheduled_tokens]
+    wanted = {1: [], 2: [{}]}.get(max_tokens, [{request.seq_id: max_tokens - 2}])
+    assert drafts == wanted, "the last draft is followed by the last token"
+
+
+def test_prompts_go_before_drafts() -> None:
+    engine = engine_with(9, max_num_batched_tokens=16)
+    first = engine.add_one(PROMPT, 40, ignore_eos=True)
+    engine.step()
+    second = engine.add_one(list(range(100, 130)), 4, ignore_eos=True)
+    assert scheduled(engine.step()) == {first.seq_id: 1, second.seq_id: 15}
+    assert scheduled(engine.step()) == {first.seq_id: 1, second.seq_id: 15}
+    assert drafted(engine.step()) == {first.seq_id: 9, second.seq_id: 2}
+    assert engine.scheduler._speculation._drafting.num_other_tokens == [0]  # type: ignore[union-attr]
+
+
+def test_no_request_is_preempted_for_a_draft() -> None:
+    engine = engine_with(4, num_blocks=5)
+    first = engine.add_one(PROMPT, 5, ignore_eos=True)
+    second = engine.add_one([9, *PROMPT], 5, ignore_eos=True)
+    engine.step()
+    output = engine.step()
+    assert scheduled(output) == {first.seq_id: 1, second.seq_id: 1}, "their blocks end"
+    assert output.preempted_seq_ids == []
+    engine.run()
+    assert engine.tokens_of(first) == undisturbed(PROMPT, 5)
+
+
+def test_a_request_that_leaves_the_plan_leaves_without_its_draft() -> None:
+    engine = engine_with(2, num_blocks=8, max_num_seqs=8)
+    requests = [engine.add_one([*PROMPT, 9, each], 12, ignore_eos=True) for each in (1, 2, 3)]
+    while not (output := engine.step()).preempted_seq_ids:
+        pass
+    assert not set(output.preempted_seq_ids) & set(output.spec_decode_seq_ids)
+    for request in requests:
+        assert request.spec_token_ids == [], "consumed, or lost"
+    engine.run()
+    for request in requests:
+        assert engine.tokens_of(request) == undisturbed(request.prompt_token_ids, 12)
+
+
+def test_a_stop_token_in_a_draft_ends_the_request_there() -> None:
+    answer = undisturbed(PROMPT, 8)
+    plain = EngineHarness(block_size=4)
+    engine = engine_with(6)
+    ended = []
+    for each in (plain, engine):
+        request = each.add_one(PROMPT, 20, stop_token_ids=(answer[3],), logprobs=0)
+        each.run()
+        ended.append((each.tokens_of(request), each.finish_reason_of(request), request.stop_reason))
+        assert request.num_computed_tokens == request.num_tokens - 1
+    assert ended[0] == ended[1] == (answer[:4], FinishReason.STOP, answer[3])
+    cached = [list(each.kv_cache.pool.index.items()) for each in (plain, engine)]
+    assert len(cached[0]) == len(cached[1]), "nothing behind the end is findable"
+    assert engine.scheduler.pop_stats().num_discarded_tokens == 4
+
+
+def test_logprobs_end_with_the_token_that_ends_the_request() -> None:
+    answer = undisturbed(PROMPT, 8)
+    engine = engine_with(5)
+    request = engine.add_one(PROMPT, 20, stop_token_ids=(answer[2],), logprobs=1)
+    engine.step()
+    output = engine.scheduler.schedule()
+    rows = np.arange(12, dtype="<i4")
+    arrays = LogprobsArrays(1, 2, rows.tobytes(), rows.astype("<f4").tobytes(), rows[:6].tobytes())
+    result = ModelRunnerOutput(
+        1, output.step, [request.seq_id], [answer[1:7]], [RowLogprobs(request.seq_id, arrays)]
+    )
+    usage = engine.scheduler._usage
+    usage.register_request(request)  # so that its tenant is not forgotten
+    before = usage.served(request.tenant)
+    ((sent,),) = engine.scheduler.update_from_output(output, result).values()
+    assert sent.new_token_ids == answer[1:3]
+    assert sent.finish_reason is FinishReason.STOP
+    assert sent.logprobs == LogprobsArrays(
+        1, 2, rows[:4].tobytes(), rows[:4].astype("<f4").tobytes(), rows[:2].tobytes()
+    )
+    assert usage.served(request.tenant) - before == OUTPUT_WEIGHT, "for one token beside the first"
+
+
+def test_tokens_that_contradict_the_draft_are_no_result() -> None:
+    engine = engine_with(3)
+    request = engine.add_one(PROMPT, 20, ignore_eos=True)
+    engine.step()
+    output = engine.scheduler.schedule()
+    (draft,) = output.scheduled_spec_decode_tokens
+    result = ModelRunnerOutput(1, output.step, [request.seq_id], [[draft[0] + 1, 5]])
+    with pytest.raises(ImpossibleResultError, match="other tokens than those that were drafted"):
+        engine.scheduler.update_from_output(output, result)
+
+
+def test_drafts_are_never_findable() -> None:
+    engine = EngineHarness(block_size=2, drafting=SyntheticDrafts(0.0, most=6))
+    request = engine.add_one(PROMPT, 20, ignore_eos=True)
+    while engine.scheduler.num_unfinished:
+        engine.send()
+        assert len(engine.kv_cache.pool.index) <= request.num_tokens // 2
+        engine.receive()
+
+
+def test_a_window_frees_by_the_confirmed_length() -> None:
+    engine = EngineHarness(
+        block_size=1, windows=(4,), drafting=SyntheticDrafts(0.0, most=6), num_blocks=40
+    )
+    request = engine.add_one(PROMPT, 20, ignore_eos=True)
+    engine.step()
+    num_steps = 0
+    while engine.scheduler.num_unfinished:
+        confirmed = request.num_computed_tokens
+        output = engine.send()
+        (table,) = engine.kv_cache.block_ids(request.seq_id)
+        seen = table[confirmed - 3 : confirmed]
+        assert 0 not in seen, f"{confirmed} tokens are confirmed: {table}"
+        num_steps += bool(output.drafts)
+        engine.receive()
+    assert num_steps > 10
+    assert engine.tokens_of(request) == undisturbed(PROMPT, 20)
+
+
+def test_a_request_waits_for_the_result_of_its_draft_and_no_other_does() -> None:
+    engine = engine_with(3, async_scheduling=True)
+    first = engine.add_one(PROMPT, 40, ignore_eos=True)
+    other = engine.add_one([*PROMPT, 7], 40, ignore_eos=True, n=1, logprobs=0)
+    engine.scheduler._speculation._drafting.length = 0  # type: ignore[union-attr]
+    engine.send()
+    engine.send()
+    engine.receive()
+    assert first.num_output_placeholders == other.num_output_placeholders == 1
+    first.spec_token_ids = hashed_answer(first, 3)
+    engine.scheduler._speculation.is_active = True
+    answer = undisturbed(PROMPT, 10)
+    engine.scheduler._speculation._drafting.fill_drafts = lambda requests, others: None  # type: ignore[union-attr]
+    output = engine.send()
+    assert output.drafts == {first.seq_id: answer[2:4]}, "the first token is in flight already"
+    assert first.num_output_placeholders == 1 + 3
+    engine.receive()
+    assert scheduled(engine.send()) == {other.seq_id: 1}
+    engine.receive()
+    assert first.num_output_tokens == 5, "both drafts were accepted"
+    assert scheduled(engine.send()) == {first.seq_id: 1, other.seq_id: 1}
+
+
+@pytest.mark.parametrize("form", ["call", "in output"])
+def test_workers_may_propose_drafts(form: str) -> None:
+    engine = EngineHarness(block_size=4)
+    requests = [engine.add_one([*PROMPT, each], 20, ignore_eos=True) for each in (1, 2, 3)]
+    ended, waiting, drafted_for = requests
+    output = engine.scheduler.schedule()
+    result = engine.runner.execute(output)
+    engine.scheduler.abort_request(ended.request_id)
+    seq_ids = [request.seq_id for request in requests]
+    drafts = [undisturbed(request.prompt_token_ids, 4)[1:] for request in requests]
+    if form == "in output":
+        result.draft_seq_ids.extend(seq_ids)
+        result.draft_token_ids.extend(drafts)
+    engine.scheduler.update_from_output(output, result)
+    if form == "call":
+        engine.scheduler.update_draft_token_ids(seq_ids, drafts)
+    engine.scheduler._preemption.preempt_all(0.0)
+    engine.scheduler.update_draft_token_ids([waiting.seq_id], [[5]])
+    assert waiting.spec_token_ids == drafted_for.spec_token_ids == [], "lost with their blocks"
+    engine.step()
+    engine.scheduler.update_draft_token_ids([drafted_for.seq_id], [hashed_answer(drafted_for, 3)])
+    assert drafted(engine.step()) == {drafted_for.seq_id: 3}
+    assert drafted_for.num_output_tokens == 2 + 4
+    assert drafted(engine.step()) == {}
+    assert engine.scheduler.pop_stats().accepted_per_pos == [1, 1, 1]
+
+
+@pytest.mark.parametrize("drafts", [[[5]], [[5], [1000]], [[5], [-1]]], ids=str)
+def test_invalid_drafts_of_a_worker_are_no_result(drafts: list[list[int]]) -> None:
+    engine = EngineHarness()
+    engine.add_one(PROMPT, 9)
+    output = engine.scheduler.schedule()
+    result = engine.runner.execute(output)
+    result.draft_seq_ids.extend([0, 1])
+    result.draft_token_ids.extend(drafts)
+    with pytest.raises(ImpossibleResultError, match="invalid drafts"):
+        engine.scheduler.update_from_output(output, result)
+
+
+def test_beams_and_pooled_requests_are_not_drafted_for() -> None:
+    engine = engine_with(3)
+    beam = engine.add(PROMPT, 4, n=2, temperature=0.0, beam_width=2, eos_token_ids=())[0]
+    assert not is_drafted_for(beam)
+    engine.run()
+    assert not any(step.drafts for step in engine.runner.steps)
+    assert not engine.scheduler._speculation._drafting.num_known  # type: ignore[union-attr]
+
+
+def test_a_model_with_states_is_not_drafted_for() -> None:
+    groups = [KVGroup(None), KVGroup(None, kind=RECURRENT_STATE)]
+    engine = engine_with(3, groups=groups, num_state_slots=20)
+    request = engine.add_one(PROMPT, 10, ignore_eos=True)
+    engine.step()
+    engine.scheduler.update_draft_token_ids([request.seq_id], [[1, 2]])
+    engine.run()
+    assert not any(step.drafts for step in engine.runner.steps)
+    assert engine.tokens_of(request) == undisturbed(PROMPT, 10)
+
+
+def test_a_paused_or_waiting_request_keeps_no_draft() -> None:
+    engine = engine_with(3)
+    request = engine.add_one(PROMPT, 10, ignore_eos=True)
+    engine.step()
+    request.spec_token_ids = [5, 6]
+    engine.scheduler.begin_worker_epoch(2)
+    assert request.spec_token_ids == []
+    assert request.status is RequestStatus.PREEMPTED
+    assert engine.kv_cache.get_computed_blocks(request) is NOTHING_COMPUTED

@@ -1,0 +1,348 @@
+"""Scheduler and runner with drafts: tokens and log-probabilities are those without, bit by bit.
+
+The answers of a run without drafts are recorded; drafts are then right with a chosen probability,
+so rows of any length are accepted and rejected, with every sampling parameter, in full pools, and
+after workers were lost.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from engine_core.request import Request
+from proto.config import ModelConfig
+from proto.engine_io import EngineCoreOutput
+from proto.logit_edits import LogitEdits
+from proto.sampling_params import RepetitionDetection
+from tests.e2e.reference import packaged_model
+from tests.fakes.drafts import SyntheticDrafts
+from tests.fakes.engine_harness import EngineHarness
+from tests.fakes.prepared_models import prepare_checkpoint, spec_of
+from tests.fakes.tiny_checkpoints import save_tiny
+from worker.attention.registry import create_backend
+from worker.input_batch import InputBatch
+from worker.kernels import load_kernels
+from worker.kv_cache import KVCache
+from worker.loader.files import read_index
+from worker.loader.format_choice import choose_format
+from worker.loader.formats import DenseFormat, WeightFormat
+from worker.loader.weights import load_model
+from worker.memory_plan import layer_cache
+from worker.model_runner import ModelRunner
+from worker.models.decoder import Decoder
+from worker.routed_experts import RoutedExpertsCache, record_experts
+from worker.sampling.sampler import create_sampler
+
+CPU = torch.device("cpu")
+BLOCK = 4
+NUM_BLOCKS = 300
+NUM_ROWS = 12
+STEP_TOKENS = 48
+VOCAB_SIZE = 96
+EOS = 7
+
+PARAMS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0, "logprobs": 2},
+    {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "min_p": 0.01},
+    {"temperature": 0.0, "min_tokens": 9, "stop_token_ids": tuple(range(40)), "logprobs": 0},
+    {"temperature": 0.0, "edits": LogitEdits(frequency_penalty=1.5, presence_penalty=0.5)},
+    {"temperature": 0.9, "edits": LogitEdits(repetition_penalty=1.7), "logprobs": 1},
+    {
+        "temperature": 0.0,
+        "edits": LogitEdits(
+            allowed_token_ids=(3, 4, 5), bad_words=((4, 4), (5,), (3, 3, 3), (3, 4, 3))
+        ),
+    },
+    {
+        "temperature": 0.7,
+        "edits": LogitEdits(bias_token_ids=(1, 2, 3), bias_values=(5.0, -9.0, 4.5)),
+        "logprobs": 1,
+        "logprob_token_ids": (8, 2),
+    },
+    {"temperature": 0.0, "prompt_logprobs": 1, "return_routed_experts": True},
+    {
+        "temperature": 0.0,
+        "edits": LogitEdits(allowed_token_ids=(3, 4), bad_words=((3, 3), (4, 4))),
+        "repetition": RepetitionDetection(min_count=3, min_pattern_size=1, max_pattern_size=4),
+    },
+    {"temperature": 1.3, "n": 2},
+]
+
+
+class Setup:
+    """A model on the kernels, and its answers without drafts."""
+
+    def __init__(self, decoder: Decoder, kv_dtype: torch.dtype, *, returns_experts: bool) -> None:
+        self.decoder = decoder
+        self.returns_experts = returns_experts
+        self._kv_dtype = kv_dtype
+        self.answers: dict[tuple[int, int], list[int]] = {}
+        self.expected: list[dict[str, Any]] = []
+
+    def record_answers(self) -> None:
+        plain = self.harness()
+        requests = serve(plain)
+        self.expected = answers_of(plain, requests)
+        for each in requests:
+            self.answers[each.request_id, each.choice] = plain.tokens_of(each)
+
+    def runner(self, backend: str = "cpu") -> ModelRunner:
+        spec = self.decoder.spec
+        layout, geometry = layer_cache(spec, self._kv_dtype)
+        cache = KVCache(geometry, layout, NUM_BLOCKS, BLOCK, CPU)
+        rows = InputBatch(NUM_ROWS, spec.max_position, BLOCK, layout.num_groups)
+        attention = create_backend(backend, cache, spec.attention_shape)
+        experts = None
+        if self.returns_experts:
+            record = record_experts(self.decoder, STEP_TOKENS, CPU)
+            experts = RoutedExpertsCache(spec, cache, record)
+        return ModelRunner(self.decoder, attention, create_sampler(), rows, cache, experts=experts)
+
+    def harness(
+        self, *, is_full: bool = False, drafting: SyntheticDrafts | None = None, **settings: Any
+    ) -> EngineHarness:
+        """is_full: the pool has room for two requests of average length."""
+        windows = layer_cache(self.decoder.spec, self._kv_dtype)[0].windows
+        engine = EngineHarness(
+            num_blocks=30 * len(windows) if is_full else NUM_BLOCKS,
+            block_size=BLOCK,
+            max_model_len=self.decoder.spec.max_position,
+            max_num_batched_tokens=STEP_TOKENS,
+            max_num_seqs=NUM_ROWS,
+            windows=windows,
+            vocab_size=self.decoder.spec.vocab_size,
+            drafting=drafting,
+            **settings,
+        )
+        engine.runner = self.runner()  # type: ignore[assignment]
+        return engine
+
+    def drafts(self, acceptance: float, seed: int = 0) -> SyntheticDrafts:
+        def answer(request: Request, num_tokens: int) -> list[int]:
+            recorded = self.answers[request.request_id, request.choice]
+            first = request.num_output_tokens
+            return recorded[first : first + num_tokens] or [5]
+
+        return SyntheticDrafts(acceptance, answer, seed=seed, vocab_size=VOCAB_SIZE)
+
+
+def all_requests() -> Iterator[tuple[dict[str, Any], list[int], int, int]]:
+    """Yield the parameters of each request, its prompt, its number and its choices."""
+    generator = torch.Generator().manual_seed(3)
+    for index, params in enumerate(PARAMS):
+        count = 3 + 5 * index % 17
+        prompt = torch.randint(0, VOCAB_SIZE, (count,), generator=generator).tolist()
+        others = {name: value for name, value in params.items() if name != "n"}
+        yield others, prompt, index, params.get("n", 1)
+
+
+def add_all(engine: EngineHarness) -> list[Request]:
+    requests = []
+    for params, prompt, index, n in all_requests():
+        requests += engine.add(prompt, 30 + index, n=n, seed=index, eos_token_ids=(EOS,), **params)
+    return requests
+
+
+def serve(
+    engine: EngineHarness, *, loses_workers_at: int = 0, new_runner: Callable[[], Any] | None = None
+) -> list[Request]:
+    """Serve requests that arrive while others run. loses_workers_at: a step; 0 for none."""
+    requests = []
+    for params, prompt, index, n in all_requests():
+        requests += engine.add(prompt, 30 + index, n=n, seed=index, eos_token_ids=(EOS,), **params)
+        engine.step()
+        if loses_workers_at == index + 1:
+            engine.lose_workers(runner=new_runner())  # type: ignore[misc]
+    engine.run()
+    return requests
+
+
+def joined(outputs: list[EngineCoreOutput]) -> dict[str, Any]:
+    """The outputs of a choice as if they were one, without times."""
+    logprobs = [each.logprobs for each in outputs if each.logprobs is not None]
+    found: dict[str, Any] = {
+        "tokens": [token for each in outputs for token in each.new_token_ids],
+        "ends": [(each.finish_reason, each.stop_reason) for each in outputs if each.finish_reason],
+        "last": [each.finish_reason is not None for each in outputs].index(True)
+        == len(outputs) - 1,
+        "cached": [each.first.num_cached_tokens for each in outputs if each.first is not None],
+        "logprobs": b"".join(each.logprobs for each in logprobs),
+        "logprob ids": b"".join(each.token_ids for each in logprobs),
+        "ranks": b"".join(each.ranks for each in logprobs),
+    }
+    index = 0
+    for each in outputs:
+        assert not each.new_token_ids or each.token_index == index
+        index += len(each.new_token_ids)
+        if each.logprobs is not None:
+            assert len(each.logprobs.ranks) == 4 * len(each.new_token_ids)
+            assert each.logprobs.first_position == each.token_index
+    experts: dict[int, bytes] = {}
+    for each in outputs:
+        routed = each.routed_experts
+        if routed is not None:
+            size = routed.num_layers * routed.top_k * routed.num_bytes
+            for offset in range(0, len(routed.data), size):
+                position = routed.first_position + offset // size
+                experts[position] = routed.data[offset : offset + size]
+    found["experts"] = experts
+    prompt: dict[int, bytes] = {}
+    for each in outputs:
+        if each.prompt_logprobs is not None:  # again after a preemption
+            arrays = each.prompt_logprobs
+            size = 4 * arrays.width
+            for offset in range(0, len(arrays.logprobs), size):
+                position = arrays.first_position + offset // size
+                prompt[position] = arrays.logprobs[offset : offset + size]
+    found["prompt"] = prompt
+    return found
+
+
+def answers_of(engine: EngineHarness, requests: list[Request]) -> list[dict[str, Any]]:
+    return [joined(engine.outputs[each.request_id, each.choice]) for each in requests]
+
+
+MODELS = {
+    "llama": (torch.float32, torch.float32),
+    "llama bf16": (torch.bfloat16, torch.bfloat16),
+    "llama f16 pages": (torch.bfloat16, torch.float16),
+    "llama int8 pages": (torch.bfloat16, torch.int8),
+    "gemma3": (torch.bfloat16, torch.bfloat16),
+    "mixtral": (torch.bfloat16, torch.bfloat16),
+    "deepseek2": (torch.bfloat16, torch.bfloat16),
+}
+"""Activations and pages."""
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def setup(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Setup:
+    dtype, kv_dtype = MODELS[request.param]
+    name = request.param.split()[0]
+    folder = tmp_path_factory.mktemp(name)
+    save_tiny(name, folder)
+    prepared = prepare_checkpoint(folder, folder / "prepared")
+    weight_format: WeightFormat = DenseFormat(dtype)
+    decoder = load_model(prepared, spec_of(prepared), dtype, CPU, lambda _: None, weight_format)
+    made = Setup(decoder, kv_dtype, returns_experts=name == "mixtral")
+    made.record_answers()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "settings"),
+    [
+        (0.0, {}),
+        (0.3, {"is_full": True}),
+        (0.7, {"async_scheduling": True}),
+        (0.7, {"is_full": True, "async_scheduling": True}),
+        (1.0, {}),
+    ],
+    ids=str,
+)
+def test_answers_are_those_without_drafts_bit_by_bit(
+    setup: Setup, acceptance: float, settings: dict[str, Any]
+) -> None:
+    drafting = setup.drafts(acceptance)
+    engine = setup.harness(drafting=drafting, **settings)
+    found = answers_of(engine, serve(engine))
+    for answer, wanted in zip(found, setup.expected, strict=True):
+        if settings:  # other requests are in the cache
+            answer, wanted = ({**each, "cached": 0} for each in (answer, wanted))
+        assert answer == wanted
+    assert drafting.num_drafted > 50
+    assert (drafting.num_accepted > 0) is (acceptance > 0)
+
+
+def test_answers_survive_lost_workers(setup: Setup) -> None:
+    drafting = setup.drafts(0.7)
+    engine = setup.harness(drafting=drafting)
+    requests = serve(engine, loses_workers_at=6, new_runner=setup.runner)
+    for request in requests:
+        assert engine.tokens_of(request) == setup.answers[request.request_id, request.choice]
+
+
+def test_answers_survive_a_lost_engine(setup: Setup) -> None:
+    """The next engine gets the tokens that front ends have received."""
+    first = setup.harness(drafting=setup.drafts(0.7))
+    requests = add_all(first)
+    for _ in range(12):
+        first.step()
+    engine = setup.harness(drafting=setup.drafts(0.7))
+    for params, prompt, index, n in all_requests():
+        request_id = 100 + index
+        ended = [choice for choice in range(n) if (request_id, choice) in first.final]
+        if len(ended) == n:
+            next(engine.ids)
+            continue
+        outputs = tuple(tuple(first.tokens.get((request_id, choice), ())) for choice in range(n))
+        engine.add(
+            prompt,
+            30 + index,
+            n=n,
+            seed=index,
+            eos_token_ids=(EOS,),
+            output_token_ids=outputs,
+            finished_choices=tuple(ended),
+            **params,
+        )
+    engine.run()
+    for request in requests:
+        key = request.request_id, request.choice
+        assert first.tokens[key] + engine.tokens.get(key, []) == setup.answers[key]
+
+
+@pytest.mark.suite("daemons")
+def test_the_packaged_model_gives_the_same_tokens() -> None:
+    """With its blocks as they are in the file, and bfloat16 pages."""
+    prepared = packaged_model()
+    index = read_index(prepared)
+    weight_format = choose_format(ModelConfig(), torch.bfloat16, index, load_kernels)
+    decoder = load_model(
+        prepared, spec_of(prepared), torch.bfloat16, CPU, lambda _: None, weight_format
+    )
+    made = Setup(decoder, torch.bfloat16, returns_experts=False)
+    made.record_answers()
+    engine = made.harness(drafting=made.drafts(0.7))
+    assert answers_of(engine, serve(engine)) == made.expected
+
+
+@pytest.mark.parametrize("setup", ["llama bf16"], indirect=True)
+def test_layers_one_by_one_verify_the_same(setup: Setup) -> None:
+    stacks = setup.decoder._stacks
+    assert len(stacks) == 2, "all layers in one call, and one by one"
+    setup.decoder._stacks = stacks[1:]
+    try:
+        engine = setup.harness(drafting=setup.drafts(0.7))
+        found = answers_of(engine, serve(engine))
+    finally:
+        setup.decoder._stacks = stacks
+    assert found == setup.expected
+
+
+@pytest.mark.parametrize("setup", ["llama bf16"], indirect=True)
+def test_nonfinite_logits_after_a_wrong_draft_have_no_effect(setup: Setup) -> None:
+    """After an accepted one they end the request in the next step, as without drafts."""
+    for acceptance in (0.0, 1.0):
+        engine = setup.harness(drafting=setup.drafts(acceptance))
+        request = engine.add_one([5, 6, 8], 12, seed=0, temperature=0.0, ignore_eos=True)
+        plain = EngineHarness.tokens_of
+        runner = engine.runner
+        compute = runner.compute_logits
+        poisoned = Counter[int]()
+
+        def poison(forward: Any, compute: Any = compute, poisoned: Any = poisoned) -> torch.Tensor:
+            logits = compute(forward)
+            for index in range(1, len(logits)):
+                logits[index] = float("nan")
+                poisoned["rows"] += 1
+            return logits
+
+        setup.answers[request.request_id, 0] = []
+        runner.compute_logits = poison  # type: ignore[method-assign]
+        engine.run()
+        assert len(plain(engine, request)) == 12, "every step begins with a finite row"
+        assert poisoned["rows"] > 5
