@@ -1,7 +1,8 @@
 """Compiles csrc/ into small C libraries: block hashes, and the index of token sequences.
 
-Without them the engine hashes blocks in Python and has no drafts from earlier tokens. Runs at installation (setup.py), or with `python -m engine_core.build_native`. It imports only the
-standard library, so that it works before the package is installed.
+Without them the engine hashes blocks in Python and has no drafts from earlier tokens. Runs at
+installation (setup.py), or with `python -m engine_core.build_native`. It imports only the standard
+library, so that it works before the package is installed.
 """
 
 import hashlib

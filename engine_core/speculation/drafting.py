@@ -1,0 +1,243 @@
+"""Drafting: which requests get drafts in a step, from which proposer, and how long.
+
+    add_request ─▶ every proposer learns the prompt
+    fill_drafts ─▶ each request: the draft with the most expected tokens
+                   whole step:   the lengths with the most tokens per time ─▶ spec_token_ids
+    result      ─▶ record_verified (acceptance), add_outputs, learn_step (time by rows)
+
+Where a draft does not pay, because the step is large or acceptance low, none is made. A share of
+the time then goes to short drafts all the same, so that a change is noticed.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Final
+
+from engine_core.request import Request
+from engine_core.speculation.draft_choice import (
+    AcceptanceTable,
+    StepCost,
+    choose_lengths,
+    needed_survival,
+)
+from engine_core.speculation.grammar import ForcedTokenSource, GrammarProposer
+from engine_core.speculation.lookup import NgramProposer, SuffixProposer
+from engine_core.speculation.proposer import Draft, Proposer
+from engine_core.speculation.suffix_index import load_suffix_index
+from proto.speculative_config import SpeculativeConfig
+
+logger = logging.getLogger("tokend.speculation")
+
+PROBE_SHARE: Final = 0.004
+"""Share of the time that drafts may take which are not expected to pay."""
+PROBE_TOKENS: Final = 4
+"""Longest draft of this kind."""
+
+
+class DraftedRequest:
+    """What is kept of a request: the proposers that may draft for it, and its last draft."""
+
+    __slots__ = ("draft", "proposers")
+
+    def __init__(self, proposers: list[Proposer]) -> None:
+        self.proposers: Final = proposers
+        self.draft: Draft | None = None
+
+
+class Drafting:
+    """Owns the proposers, and decides each step what is drafted.
+
+    The scheduler calls `add_request` when a request has blocks for the first time, or again after a
+    preemption, and `end_request` when it is finished or preempted.
+
+    max_tokens: of one draft. max_model_len: of prompt and output.
+    """
+
+    def __init__(self, proposers: Sequence[Proposer], max_tokens: int, max_model_len: int) -> None:
+        self._proposers = list(proposers)
+        self._max_tokens = max_tokens
+        self._max_model_len = max_model_len
+        self._requests: dict[int, DraftedRequest] = {}  # by seq_id
+        self._acceptance = AcceptanceTable()
+        self._cost = StepCost()
+        self._credit = 0.0  # time for probes, in steps with one row
+        self._turn = 0
+
+    def add_request(self, request: Request) -> None:
+        """Begin to draft for a request; the rows of a beam search get no drafts."""
+        if request.pooling_params is not None or request.sampling_params.beam_width:
+            return
+        proposers = [one for one in self._proposers if one.begin_request(request)]
+        self._requests[request.seq_id] = DraftedRequest(proposers)
+
+    def add_outputs(self, request: Request, num_new: int) -> None:
+        """Learn the last `num_new` tokens of `request.all_token_ids`, which are verified."""
+        drafted = self._requests.get(request.seq_id)
+        if drafted is not None and num_new:
+            for proposer in drafted.proposers:
+                proposer.add_outputs(request, num_new)
+
+    def end_request(self, request: Request) -> None:
+        """Forget a request. If it has finished, drafts of its tenant may repeat its outputs."""
+        drafted = self._requests.pop(request.seq_id, None)
+        if drafted is not None:
+            for proposer in drafted.proposers:
+                proposer.end_request(request)
+
+    def forget_outputs(self) -> None:
+        """Forget the outputs of ended requests, as when the prefix cache is reset."""
+        for proposer in self._proposers:
+            proposer.forget_outputs()
+
+    def fill_drafts(self, requests: Sequence[Request], num_other_tokens: int) -> None:
+        """Set `spec_token_ids` of the requests that decode in the next step.
+
+        requests: they have one row each, besides drafts. num_other_tokens: rows of the step that
+        belong to prompts. A request with outputs whose ids are not known yet gets no draft.
+        """
+        num_requests = len(requests)
+        if num_requests == 0:
+            return
+        drafts: list[Draft] = []
+        owners: list[Request] = []
+        survivals: list[list[float]] = []
+        lengths: list[int] = []
+        max_drafts = self._max_tokens * num_requests
+        if needed_survival(num_requests, num_other_tokens, max_drafts, self._cost) <= 1.0:
+            for request in requests:
+                request.spec_token_ids = []
+                draft = self._best_draft(request)
+                if draft is not None:
+                    owners.append(request)
+                    drafts.append(draft)
+                    survivals.append(self._acceptance.survival(draft))
+            lengths = choose_lengths(survivals, num_requests, num_other_tokens, self._cost)
+            for request, draft, length in zip(owners, drafts, lengths, strict=True):
+                self._set_draft(request, draft, length)
+        else:
+            for request in requests:
+                request.spec_token_ids = []
+        self._probe(requests, num_requests + num_other_tokens + sum(lengths))
+
+    def record_verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+        """Learn how much of a request's last draft was accepted, of the tokens that were verified.
+
+        Call it before the next `fill_drafts`; not at all for a draft that was dropped.
+        """
+        drafted = self._requests.get(request.seq_id)
+        if drafted is not None and drafted.draft is not None:
+            self._acceptance.record(drafted.draft, num_drafted, num_accepted)
+            drafted.draft = None
+
+    def learn_step(self, num_rows: int, seconds: float) -> None:
+        """Learn the duration of a step. num_rows: all of its tokens, drafts included."""
+        self._cost.learn_step(num_rows, seconds)
+
+    def _best_draft(self, request: Request) -> Draft | None:
+        """Return the draft with the most expected tokens, cut to what the request may still have.
+
+        A step brings a token more than it has drafts, so the draft ends before the last one that
+        fits. It also ends before a token that ends the request: that one is drawn anyway.
+        """
+        drafted = self._requests.get(request.seq_id)
+        if drafted is None or request.num_output_placeholders:
+            return None
+        num_tokens = len(request.all_token_ids)
+        room = min(
+            self._max_tokens,
+            self._max_model_len - num_tokens - 1,
+            request.num_prompt_tokens + request.max_tokens - num_tokens - 1,
+        )
+        if room <= 0:
+            return None
+        best: Draft | None = None
+        best_total = 0.0
+        for proposer in drafted.proposers:
+            draft = proposer.propose(request, room)
+            if draft is None:
+                continue
+            draft = _before_stop(draft, request)
+            if draft is None:
+                continue
+            total = sum(self._acceptance.survival(draft))
+            if total > best_total:
+                best, best_total = draft, total
+        return best
+
+    def _set_draft(self, request: Request, draft: Draft, length: int) -> None:
+        self._requests[request.seq_id].draft = draft if length else None
+        request.spec_token_ids = draft.token_ids[:length]
+
+    def _probe(self, requests: Sequence[Request], num_rows: int) -> None:
+        """Draft for one request that has no draft, if the time for it was saved up.
+
+        num_rows: of the step so far. Requests take turns.
+        """
+        before = self._cost.cost(num_rows)
+        if self._credit < self._cost.cost(num_rows + PROBE_TOKENS) - before:
+            self._credit += PROBE_SHARE * before
+            return
+        self._turn += 1
+        request = requests[self._turn % len(requests)]
+        draft = None if request.spec_token_ids else self._best_draft(request)
+        if draft is None:
+            return
+        length = min(PROBE_TOKENS, len(draft.token_ids))
+        self._credit -= self._cost.cost(num_rows + length) - before
+        self._set_draft(request, draft, length)
+
+
+def _before_stop(draft: Draft, request: Request) -> Draft | None:
+    """Return the part of a draft before the first token that ends the request."""
+    stop_ids = request.stop_ids
+    if not stop_ids:
+        return draft
+    for index, token_id in enumerate(draft.token_ids):
+        if token_id in stop_ids:
+            if index == 0:
+                return None
+            return Draft(draft.token_ids[:index], draft.survival[:index], draft.source, draft.key)
+    return draft
+
+
+def make_drafting(
+    config: SpeculativeConfig, max_model_len: int, grammars: ForcedTokenSource | None
+) -> Drafting | None:
+    """Return the drafting of a configuration; None if it has no method, or none can be used.
+
+    grammars: of the engine; None for a model whose outputs have no grammars. Without its compiled
+    library `ngram` and `suffix` draft nothing, and a warning says so.
+    """
+    proposers: list[Proposer] = []
+    if "grammar" in config.methods and grammars is not None:
+        proposers.append(GrammarProposer(grammars))
+    make_index = load_suffix_index()
+    if make_index is not None:
+        if "suffix" in config.methods:
+            proposers.append(
+                SuffixProposer(
+                    make_index,
+                    depth=config.suffix_decoding_max_tree_depth,
+                    max_tokens=config.num_speculative_tokens,
+                    factor=config.suffix_decoding_max_spec_factor,
+                    min_probability=config.suffix_decoding_min_token_prob,
+                    max_requests=config.suffix_decoding_max_cached_requests,
+                )
+            )
+        if "ngram" in config.methods:
+            proposers.append(
+                NgramProposer(
+                    make_index,
+                    config.prompt_lookup_min,
+                    config.prompt_lookup_max,
+                    config.num_speculative_tokens,
+                )
+            )
+    elif not set(config.methods).isdisjoint(("suffix", "ngram")):
+        logger.warning(
+            "no drafts by suffix or ngram: engine_core/csrc/suffix_index.c is not compiled "
+            "(python -m engine_core.build_native)"
+        )
+    if not proposers:
+        return None
+    return Drafting(proposers, config.max_tokens, max_model_len)
