@@ -42,6 +42,7 @@ typedef struct {
     int capacity_bits;
     int num_orders, orders[MAX_ORDERS]; /* ascending */
     int depth, max_candidates;
+    double factor, min_probability;
 } Index;
 
 static PyTypeObject IndexType;
@@ -225,10 +226,10 @@ static PyObject *draft_tuple(int length, const uint32_t *drafts, const double *p
 
 #define MAX_DRAFT 256
 
-static int read_source(PyObject *const *args, Py_ssize_t nargs, Py_ssize_t expected,
-                       Index **source, int *max_tokens) {
-    if (nargs != expected || !PyObject_TypeCheck(args[0], &IndexType)) {
-        PyErr_SetString(PyExc_TypeError, "takes an index, max_tokens and numbers");
+static int read_source(PyObject *const *args, Py_ssize_t nargs, Index **source,
+                       int *max_tokens) {
+    if (nargs != 2 || !PyObject_TypeCheck(args[0], &IndexType)) {
+        PyErr_SetString(PyExc_TypeError, "takes an index and max_tokens");
         return -1;
     }
     const long number = PyLong_AsLong(args[1]);
@@ -239,18 +240,15 @@ static int read_source(PyObject *const *args, Py_ssize_t nargs, Py_ssize_t expec
 }
 
 PyDoc_STRVAR(propose_doc,
-             "propose(source, max_tokens, factor, min_probability)\n\n"
+             "propose(source, max_tokens)\n\n"
              "Return (length of the match, token ids, probabilities) of what followed the end of\n"
-             "`source` here, or None. At most `factor` tokens for each token of the match;\n"
-             "probabilities are those of a token and all before it.");
+             "`source` here, or None. A probability is that of a token and all before it.");
 
 static PyObject *index_propose(PyObject *object, PyObject *const *args, Py_ssize_t nargs) {
     Index *self = (Index *)object, *source;
     int max_tokens;
-    if (read_source(args, nargs, 4, &source, &max_tokens)) return NULL;
-    const double factor = PyFloat_AsDouble(args[2]), least = PyFloat_AsDouble(args[3]);
-    if (PyErr_Occurred()) return NULL;
-
+    if (read_source(args, nargs, &source, &max_tokens)) return NULL;
+    const double factor = self->factor;
     uint32_t drafts[2][MAX_DRAFT];
     double probabilities[2][MAX_DRAFT], best_score = 0.0;
     int best = 0, best_count = 0, best_length = 0, count = 0, ceiling = self->depth + 1;
@@ -265,8 +263,8 @@ static PyObject *index_propose(PyObject *object, PyObject *const *args, Py_ssize
             const int limit = least_int(factor * length, max_tokens);
             if (limit <= best_score) break;
             double score;
-            const int num_drafts = walk(self, self == source, i + 1, limit, least,
-                                        drafts[1 - best], probabilities[1 - best], &score);
+            const int num_drafts = walk(self, self == source, i + 1, limit,
+                                        self->min_probability, drafts[1 - best], probabilities[1 - best], &score);
             if (score > best_score) {
                 best = 1 - best;
                 best_score = score, best_count = num_drafts, best_length = length;
@@ -285,7 +283,7 @@ PyDoc_STRVAR(lookup_doc,
 static PyObject *index_lookup(PyObject *object, PyObject *const *args, Py_ssize_t nargs) {
     Index *self = (Index *)object, *source;
     int max_tokens;
-    if (read_source(args, nargs, 2, &source, &max_tokens)) return NULL;
+    if (read_source(args, nargs, &source, &max_tokens)) return NULL;
     int count = 0;
     for (int o = self->num_orders - 1; o >= 0 && count == 0; o--)
         count = gather(self, source, o, self->depth + 1, 0);
@@ -344,12 +342,15 @@ static PyObject *index_forget(PyObject *object, PyObject *argument) {
 }
 
 static PyObject *index_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"orders", "depth", "max_candidates", "max_tokens", NULL};
+    static char *names[] = {"orders",     "depth",  "max_candidates",
+                            "max_tokens", "factor", "min_probability", NULL};
     PyObject *orders;
     int depth = 64, max_candidates = 32;
     unsigned long long max_tokens = MAX_CAPACITY;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!|iiK", names, &PyTuple_Type, &orders, &depth,
-                                     &max_candidates, &max_tokens))
+    double factor = 1.0, min_probability = 0.1;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!|iiKdd", names, &PyTuple_Type, &orders,
+                                     &depth, &max_candidates, &max_tokens, &factor,
+                                     &min_probability))
         return NULL;
     const Py_ssize_t num_orders = PyTuple_GET_SIZE(orders);
     if (num_orders < 1 || num_orders > MAX_ORDERS || max_candidates < 1 ||
@@ -361,6 +362,7 @@ static PyObject *index_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (self == NULL) return NULL;
     self->num_orders = (int)num_orders;
     self->depth = depth, self->max_candidates = max_candidates;
+    self->factor = factor, self->min_probability = min_probability;
     for (int o = 0; o < self->num_orders; o++) {
         const long order = PyLong_AsLong(PyTuple_GET_ITEM(orders, o));
         if (PyErr_Occurred() || order < 1 || order > depth ||
@@ -426,10 +428,12 @@ static PyGetSetDef index_attributes[] = {
 };
 
 PyDoc_STRVAR(index_doc,
-             "SuffixIndex(orders, depth=64, max_candidates=32, max_tokens=2**30)\n\n"
+             "SuffixIndex(orders, depth=64, max_candidates=32, max_tokens=2**30, factor=1.0,\n"
+             "            min_probability=0.1)\n\n"
              "orders: lengths of the shortest matches to look for, ascending. depth: longest match\n"
              "that is told apart. max_candidates: occurrences to count, for each order.\n"
-             "max_tokens: the ring's limit, rounded up to a power of two.");
+             "max_tokens: the ring's limit, rounded up to a power of two. factor: most tokens of a\n"
+             "draft for each token of the match. min_probability: of each token of a draft.");
 
 static PyTypeObject IndexType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "suffix_index.SuffixIndex",

@@ -6,15 +6,14 @@ choose_lengths     the lengths of all drafts of a step
 """
 
 from collections.abc import Sequence
-from heapq import heapify, heappop, heapreplace
 from typing import Final
 
 from engine_core.speculation.proposer import Draft
 
-FORGETTING: Final = 0.97
-"""Weight of what was seen before at each new draft token: about 33 tokens count."""
-PRIOR_WEIGHT: Final = 6.0
-"""Number of tokens of which an expectation counts as much."""
+FORGETTING: Final = 0.98
+"""Weight of what was seen before at each new draft token: about 50 tokens count."""
+PRIOR_WEIGHT: Final = 3.0
+"""Number of tokens of which an expectation counts as much, before any were seen."""
 NUM_PLACES: Final = 7
 """Places in a draft that are told apart: 0, 1, 2, 3, 4 to 7, 8 to 15, and from 16."""
 
@@ -25,11 +24,15 @@ def place_of(position: int) -> int:
 
 
 class KeyAcceptance:
-    """Acceptance of the drafts of one source and key, by place: sums that forget."""
+    """Acceptance of the drafts of one source and key, by place: sums that forget.
 
-    __slots__ = ("accepted", "expected", "ratios")
+    prior: weight of the ratio of the place before. ratios: accepted / expected.
+    """
+
+    __slots__ = ("accepted", "expected", "prior", "ratios")
 
     def __init__(self) -> None:
+        self.prior = [PRIOR_WEIGHT] * NUM_PLACES
         self.accepted = [0.0] * NUM_PLACES
         self.expected = [0.0] * NUM_PLACES
         self.ratios = [1.0] * NUM_PLACES
@@ -72,6 +75,7 @@ class AcceptanceTable:
         for position in range(min(num_drafted, num_accepted + 1, len(draft.survival))):
             expected = draft.survival[position]
             place = place_of(position)
+            known.prior[place] *= FORGETTING
             known.expected[place] *= FORGETTING
             known.accepted[place] *= FORGETTING
             known.expected[place] += expected / before if before > 0.0 else 0.0
@@ -79,9 +83,8 @@ class AcceptanceTable:
             before = expected
         ratio = 1.0
         for place in range(NUM_PLACES):
-            ratio = (known.accepted[place] + PRIOR_WEIGHT * ratio) / (
-                known.expected[place] + PRIOR_WEIGHT
-            )
+            prior = known.prior[place]
+            ratio = (known.accepted[place] + prior * ratio) / (known.expected[place] + prior)
             known.ratios[place] = ratio
 
 
@@ -93,7 +96,9 @@ _PRIOR_SLOPE: Final = 0.07
 """Time of a further row, as a share of that of a step with one row, before any step was seen."""
 _LEAST_SLOPE: Final = 0.001
 _LEVEL_RATE: Final = 0.1
-_MAX_WEIGHT: Final = 40.0
+_MAX_WEIGHT: Final = 16.0
+_FIRST_WEIGHT: Final = 3.0
+_MAX_AGE: Final = 100
 _REFRESH: Final = 16
 """Steps between two updates of the table, after the first ones."""
 
@@ -124,7 +129,8 @@ class StepCost:
         self._rows = _knots()
         self._means = [0.0] * len(self._rows)
         self._weights = [0.0] * len(self._rows)
-        self._costs = [1.0 + _PRIOR_SLOPE * (rows - 1) for rows in self._rows]
+        self._costs = [_prior_cost(rows) for rows in self._rows]
+        self._seen_at = [0] * len(self._rows)  # in steps learnt
         self._level = 0.0  # seconds of a step of cost 1
         self._num_learnt = 0
 
@@ -141,6 +147,13 @@ class StepCost:
         share = (rows - first) / (self._rows[knot + 1] - first)
         return cost + share * (self._costs[knot + 1] - cost)
 
+    def is_stale(self, rows: int) -> bool:
+        """Return whether steps with so many rows were not seen often, or not for long."""
+        knot = _knot_of(min(rows, _MAX_ROWS))
+        if self._weights[knot] < _FIRST_WEIGHT:
+            return True
+        return self._num_learnt - self._seen_at[knot] > _MAX_AGE
+
     def learn_step(self, rows: int, seconds: float) -> None:
         """Learn from a step; ignores steps without rows or time."""
         if rows <= 0 or seconds <= 0.0:
@@ -155,59 +168,55 @@ class StepCost:
         self._means[knot] += (self._costs[knot] * ratio - self._means[knot]) / weight
         self._level *= 1.0 + _LEVEL_RATE * (ratio - 1.0)
         self._num_learnt += 1
+        self._seen_at[knot] = self._num_learnt
         if self._num_learnt <= _REFRESH or self._num_learnt % _REFRESH == 0:
             self._refresh()
 
     def _refresh(self) -> None:
         """Make the table from the means of the knots that were seen."""
-        knots: list[int] = []  # the first one of each pool
-        means: list[float] = []
-        weights: list[float] = []
-        seen: list[int] = []
-        for knot, weight in enumerate(self._weights):
-            if weight == 0.0:
-                continue
-            seen.append(knot)
-            mean, first = self._means[knot], knot
-            while means and means[-1] >= mean:
-                pooled = weights.pop()
-                mean = (mean * weight + means.pop() * pooled) / (weight + pooled)
-                weight += pooled
-                first = knots.pop()
-            knots.append(first)
-            means.append(mean)
-            weights.append(weight)
-        level = {}
-        pool = 0
-        for knot in seen:
-            while pool + 1 < len(knots) and knots[pool + 1] <= knot:
-                pool += 1
-            level[knot] = means[pool]
-        self._interpolate(seen, level)
+        seen = [knot for knot, weight in enumerate(self._weights) if weight > 0.0]
+        self._interpolate(seen, self._pooled_means(seen))
         unit = self._costs[0]
         self._costs = [cost / unit for cost in self._costs]
         self._means = [mean / unit for mean in self._means]
         self._level *= unit
 
-    def _interpolate(self, seen: list[int], level: dict[int, float]) -> None:
-        """Fill the knots between those that were seen, and those beyond."""
+    def _pooled_means(self, seen: list[int]) -> list[float]:
+        """Return the means of these knots, made monotone; weighted means of those out of order."""
+        sizes: list[int] = []
+        means: list[float] = []
+        weights: list[float] = []
+        for knot in seen:
+            size, mean, weight = 1, self._means[knot], self._weights[knot]
+            while means and means[-1] >= mean:
+                pooled = weights.pop()
+                mean = (mean * weight + means.pop() * pooled) / (weight + pooled)
+                weight += pooled
+                size += sizes.pop()
+            sizes.append(size)
+            means.append(mean)
+            weights.append(weight)
+        return [mean for mean, size in zip(means, sizes, strict=True) for _ in range(size)]
+
+    def _interpolate(self, seen: list[int], means: list[float]) -> None:
+        """Fill the table from knots that were seen, between them and beyond."""
         rows, costs = self._rows, self._costs
         first, last = seen[0], seen[-1]
         for knot in range(first):
-            costs[knot] = level[first] * _prior(rows[knot]) / _prior(rows[first])
-        for left, right in zip(seen, [*seen[1:], last], strict=True):
-            costs[left] = level[left]
-            for knot in range(left + 1, right):
-                share = (rows[knot] - rows[left]) / (rows[right] - rows[left])
-                costs[knot] = level[left] + share * (level[right] - level[left])
-        for knot in range(last + 1, len(rows)):
-            costs[knot] = level[last] * _prior(rows[knot]) / _prior(rows[last])
+            costs[knot] = means[0] * _prior_cost(rows[knot]) / _prior_cost(rows[first])
+        for index in range(len(seen) - 1):
+            left, right = seen[index], seen[index + 1]
+            step = (means[index + 1] - means[index]) / (rows[right] - rows[left])
+            for knot in range(left, right):
+                costs[knot] = means[index] + step * (rows[knot] - rows[left])
+        for knot in range(last, len(rows)):
+            costs[knot] = means[-1] * _prior_cost(rows[knot]) / _prior_cost(rows[last])
         for knot in range(1, len(rows)):
             least = _LEAST_SLOPE * costs[0] * (rows[knot] - rows[knot - 1])
             costs[knot] = max(costs[knot], costs[knot - 1] + least)
 
 
-def _prior(rows: int) -> float:
+def _prior_cost(rows: int) -> float:
     return 1.0 + _PRIOR_SLOPE * (rows - 1)
 
 
@@ -247,33 +256,34 @@ def choose_lengths(
     rate is that of a step without, and only the difference of the times is due to the drafts.
     """
     lengths = [0] * len(survivals)
-    if not survivals:
-        return lengths
-    heap = [(-survival[0], index) for index, survival in enumerate(survivals)]
-    heapify(heap)
-    order: list[int] = []  # which draft grows
-    sums: list[float] = []
-    total = 0.0
+    values = [value for survival in survivals for value in survival]
+    values.sort(reverse=True)
     best_rate = num_requests / cost.cost(num_requests)
-    while heap:
-        negative, index = heap[0]
-        total -= negative
-        lengths[index] += 1
-        order.append(index)
-        sums.append(total)
-        best_rate = max(best_rate, (num_requests + total) / cost.cost(num_requests + len(order)))
-        survival = survivals[index]
-        if lengths[index] < len(survival):
-            heapreplace(heap, (-survival[lengths[index]], index))
-        else:
-            heappop(heap)
+    total = 0.0
+    for number, value in enumerate(values, 1):
+        total += value
+        best_rate = max(best_rate, (num_requests + total) / cost.cost(num_requests + number))
     rows = num_requests + num_other
     without = cost.cost(rows)
+    total = 0.0
     best_gain, best = MIN_GAIN * num_requests, 0
-    for number, total in enumerate(sums, 1):
+    for number, value in enumerate(values, 1):
+        total += value
         gain = total - best_rate * (cost.cost(rows + number) - without)
         if gain > best_gain:
             best_gain, best = gain, number
-    for index in order[best:]:
-        lengths[index] -= 1
+    if best == 0:
+        return lengths
+    least = values[best - 1]
+    num_equal = 0  # tokens with the least survival that are taken
+    while num_equal < best and values[best - 1 - num_equal] == least:
+        num_equal += 1
+    for index, survival in enumerate(survivals):
+        length = 0
+        for value in survival:
+            if value < least or (value == least and num_equal == 0):
+                break
+            num_equal -= value == least
+            length += 1
+        lengths[index] = length
     return lengths

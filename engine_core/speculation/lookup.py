@@ -21,6 +21,8 @@ ORDERS: Final = (2, 4, 8)
 """Shortest matches to look for. One token says little: its drafts are accepted less often than
 they pay. A long match is found among its own kind, however often its last two tokens occur."""
 MAX_CANDIDATES: Final = 32
+MAX_REQUEST_TOKENS: Final = 1 << 22
+"""Latest tokens of a request that are looked up."""
 MAX_TENANT_TOKENS: Final = 1 << 17
 """Tokens of earlier outputs that are kept of one tenant: 5 MB."""
 MAX_OUTPUT_BYTES: Final = 64 << 20
@@ -42,6 +44,14 @@ def length_key(match_length: int) -> int:
     """Return the key of a match's length: 2, 3, 4, 6, 8, 12, 16 … have the numbers 0, 1, 2 …"""
     bits = match_length.bit_length() - 1
     return max(0, 2 * bits + (match_length >> (bits - 1) & 1 if bits else 0) - 2)
+
+
+def total(survival: list[float]) -> float:
+    """Return the sum, which is the number of tokens that a draft is expected to bring."""
+    result = 0.0
+    for value in survival:
+        result += value
+    return result
 
 
 class NgramProposer:
@@ -114,6 +124,16 @@ class TenantOutputs:
         return len(self._starts)
 
 
+class IndexedRequest:
+    """A request that SuffixProposer drafts for. key: of the outputs that it may repeat."""
+
+    __slots__ = ("index", "key")
+
+    def __init__(self, index: SuffixIndex, key: OutputKey) -> None:
+        self.index: Final = index
+        self.key: Final = key
+
+
 class SuffixProposer:
     """Drafts as in SuffixDecoding (Oliaro et al. 2024), by counts of what followed matches.
 
@@ -144,13 +164,11 @@ class SuffixProposer:
         self._orders = tuple(order for order in ORDERS if order <= depth)
         self._depth = depth
         self._max_tokens = max_tokens
-        self._factor = factor
-        self._min_probability = min_probability
+        self._draft_limits = factor, min_probability
         self._max_requests = max_requests
         self._max_tenant_tokens = max_tenant_tokens
         self._max_output_bytes = max_output_bytes
-        self._indexes: dict[int, SuffixIndex] = {}  # by seq_id
-        self._keys: dict[int, OutputKey] = {}  # by seq_id
+        self._requests: dict[int, IndexedRequest] = {}  # by seq_id
         self._outputs: OrderedDict[OutputKey, TenantOutputs] = OrderedDict()  # oldest use first
         self._num_output_bytes = 0
 
@@ -160,36 +178,38 @@ class SuffixProposer:
         return self._num_output_bytes
 
     def begin_request(self, request: Request) -> bool:
-        index = self._make_index(self._orders, self._depth, MAX_CANDIDATES)
+        index = self._new_index(MAX_REQUEST_TOKENS)
         index.extend(request.all_token_ids, 0, request.num_tokens)
-        self._indexes[request.seq_id] = index
-        key = self._keys[request.seq_id] = (request.tenant, request.cache_salt)
+        key = (request.tenant, request.cache_salt)
+        self._requests[request.seq_id] = IndexedRequest(index, key)
         if key in self._outputs:
             self._outputs.move_to_end(key)
         return True
 
     def add_outputs(self, request: Request, num_new: int) -> None:
         num_tokens = request.num_tokens
-        self._indexes[request.seq_id].extend(
-            request.all_token_ids, num_tokens - num_new, num_tokens
-        )
+        index = self._requests[request.seq_id].index
+        index.extend(request.all_token_ids, num_tokens - num_new, num_tokens)
 
     def propose(self, request: Request, max_tokens: int) -> Draft | None:
         max_tokens = min(max_tokens, self._max_tokens)
-        index = self._indexes[request.seq_id]
-        draft = self._draft(index, index, max_tokens)
-        outputs = self._outputs.get(self._keys[request.seq_id])
+        indexed = self._requests[request.seq_id]
+        index = indexed.index
+        draft = self._draft(index.propose(index, max_tokens), 0)
+        if not self._outputs:
+            return draft
+        outputs = self._outputs.get(indexed.key)
         if outputs is None:
             return draft
-        other = self._draft(outputs.index, index, max_tokens)
+        other = self._draft(outputs.index.propose(index, max_tokens), 1)
         if draft is None:
             return other
-        if other is None or sum(other.survival) <= sum(draft.survival):
+        if other is None or total(other.survival) <= total(draft.survival):
             return draft
         return other
 
-    def _draft(self, index: SuffixIndex, source: SuffixIndex, max_tokens: int) -> Draft | None:
-        found = index.propose(source, max_tokens, self._factor, self._min_probability)
+    def _draft(self, found: tuple[int, list[int], list[float]] | None, kind: int) -> Draft | None:
+        """Make a draft of what an index found; kind: 0 for the request's own, 1 for outputs."""
         if found is None:
             return None
         match_length, token_ids, probabilities = found
@@ -199,12 +219,10 @@ class SuffixProposer:
         for probability in probabilities:
             power *= acceptance
             survival.append(probability * power)
-        key = 2 * length_key(match_length) + (index is not source)
-        return Draft(token_ids, survival, self.name, key)
+        return Draft(token_ids, survival, self.name, 2 * length_key(match_length) + kind)
 
     def end_request(self, request: Request) -> None:
-        del self._indexes[request.seq_id]
-        key = self._keys.pop(request.seq_id)
+        key = self._requests.pop(request.seq_id).key
         if request.is_finished and request.num_output_tokens and self._max_requests:
             self._keep_output(key, request)
 
@@ -216,10 +234,7 @@ class SuffixProposer:
         """Add the outputs to those of the tenant; evict other tenants' beyond the limit."""
         outputs = self._outputs.pop(key, None)
         if outputs is None:
-            index = self._make_index(
-                self._orders, self._depth, MAX_CANDIDATES, self._max_tenant_tokens
-            )
-            outputs = TenantOutputs(index, self._max_requests)
+            outputs = TenantOutputs(self._new_index(self._max_tenant_tokens), self._max_requests)
         else:
             self._num_output_bytes -= outputs.index.num_bytes
         outputs.add_output(request, self._depth)
@@ -228,3 +243,8 @@ class SuffixProposer:
         while self._num_output_bytes > self._max_output_bytes and len(self._outputs) > 1:
             _, evicted = self._outputs.popitem(last=False)
             self._num_output_bytes -= evicted.index.num_bytes
+
+    def _new_index(self, max_tokens: int) -> SuffixIndex:
+        return self._make_index(
+            self._orders, self._depth, MAX_CANDIDATES, max_tokens, *self._draft_limits
+        )

@@ -14,10 +14,13 @@ from engine_core import build_native
 class SuffixIndex(Protocol):
     """Token sequences, and where the end of a sequence occurred in them before.
 
-    Made as SuffixIndex(orders, depth=64, max_candidates=32, max_tokens=2**30). orders: lengths of
-    the shortest matches to look for, ascending. depth: length beyond which matches are equal.
-    max_candidates: most recent occurrences to count, for each order. max_tokens: limit, rounded up
-    to a power of two, beyond which the oldest tokens are forgotten.
+    Made as SuffixIndex(orders, depth=64, max_candidates=32, max_tokens=2**30, factor=1.0,
+    min_probability=0.1).
+
+    orders: lengths of the shortest matches to look for, ascending. depth: length beyond which
+    matches are equal. max_candidates: most recent occurrences to count, for each order.
+    max_tokens: limit, rounded up to a power of two, beyond which the oldest tokens are forgotten.
+    factor: most tokens of a draft for each token of the match. min_probability: of each token.
     """
 
     @property
@@ -44,14 +47,13 @@ class SuffixIndex(Protocol):
     def forget_before(self, position: int) -> None: ...
 
     def propose(
-        self, source: "SuffixIndex", max_tokens: int, factor: float, min_probability: float
+        self, source: "SuffixIndex", max_tokens: int
     ) -> tuple[int, list[int], list[float]] | None:
         """Return (length of the match, token ids, probabilities) of what followed it here.
 
         The match is of the last tokens of `source`, which may be the index itself. Of all lengths,
-        the one wins whose draft has the highest sum of probabilities; a draft has at most `factor`
-        tokens for each token of the match. A probability is the share of the occurrences that went
-        on with the token and all before it.
+        the one wins whose draft has the highest sum of probabilities. A probability is the share
+        of the occurrences that went on with the token and all before it.
         """
         ...
 

@@ -6,24 +6,10 @@ from collections import Counter
 import pytest
 
 from engine_core import build_native
-from engine_core.build_native import NativeBuildError
 from engine_core.speculation.suffix_index import load_suffix_index
 
 DEPTH = 12
 SEPARATOR = None
-
-
-@pytest.fixture(scope="module")
-def make_index(tmp_path_factory):
-    """The compiled class; compiling it takes less than a second."""
-    folder = tmp_path_factory.mktemp("csrc")
-    try:
-        build_native.build(folder)
-    except NativeBuildError as reason:
-        pytest.skip(str(reason))
-    make = load_suffix_index(folder)
-    assert make is not None
-    return make
 
 
 def common_suffix(left: list, right: list) -> int:
@@ -101,7 +87,8 @@ def test_a_text_continues_as_a_search_of_all_positions_finds(make_index, orders,
     generator = random.Random(seed)
     num_tokens, vocabulary = generator.choice([(30, 2), (300, 3), (600, 20)])
     text: list[int] = []
-    index = make_index(orders, DEPTH, 4096)
+    factor, least = generator.choice([0.5, 1.0, 2.5]), generator.choice([0.0, 0.1, 0.5])
+    index = make_index(orders, DEPTH, 4096, 4096, factor, least)
     while len(text) < num_tokens:
         if text and generator.random() < 0.3:  # a copy
             start = generator.randrange(len(text))
@@ -110,9 +97,8 @@ def test_a_text_continues_as_a_search_of_all_positions_finds(make_index, orders,
             new = [generator.randrange(vocabulary) for _ in range(generator.randrange(1, 6))]
         index.extend([9, *new, 9], 1, 1 + len(new))
         text += new
-        limit, factor = generator.randrange(1, 20), generator.choice([0.5, 1.0, 2.5])
-        least = generator.choice([0.0, 0.1, 0.5])
-        found = index.propose(index, limit, factor, least)
+        limit = generator.randrange(1, 20)
+        found = index.propose(index, limit)
         check_proposal(found, reference_drafts(text, text, orders, limit, factor, least))
 
 
@@ -120,7 +106,7 @@ def test_a_text_continues_as_a_search_of_all_positions_finds(make_index, orders,
 def test_other_sequences_continue_one_and_separators_match_nothing(make_index, seed):
     generator = random.Random(seed)
     corpus: list = []
-    index, own = make_index((2, 4), DEPTH, 4096), make_index((2, 4), DEPTH)
+    index, own = make_index((2, 4), DEPTH, 4096, 4096, 2.0), make_index((2, 4), DEPTH)
     for _ in range(20):
         corpus += [SEPARATOR, *(generator.randrange(3) for _ in range(generator.randrange(12)))]
     fill(index, corpus)
@@ -128,7 +114,7 @@ def test_other_sequences_continue_one_and_separators_match_nothing(make_index, s
     for _ in range(40):
         text.append(generator.randrange(3))
         own.extend(text, len(text) - 1, len(text))
-        found = index.propose(own, 8, 2.0, 0.1)
+        found = index.propose(own, 8)
         check_proposal(found, reference_drafts(corpus, text, (2, 4), 8, 2.0, 0.1))
 
 
@@ -145,7 +131,7 @@ def test_a_full_ring_forgets_the_oldest_tokens(make_index, seed):
         assert index.end == len(text)
         assert index.num_tokens == min(256, len(text))
         kept = text[-256:]
-        found = index.propose(index, 6, 1.0, 0.1)
+        found = index.propose(index, 6)
         check_proposal(found, reference_drafts(kept, kept, (2, 4), 6, 1.0, 0.1))
         num_bytes = max(num_bytes, index.num_bytes)
     assert index.num_bytes == num_bytes < 256 * 20 + 2 * 4096 * 24 + 256
@@ -154,20 +140,20 @@ def test_a_full_ring_forgets_the_oldest_tokens(make_index, seed):
 def test_forgotten_tokens_are_not_found(make_index):
     index = make_index((2,))
     index.extend([1, 2, 3, 1, 2], 0, 5)
-    assert index.propose(index, 3, 1.0, 0.1) == (2, [3, 1], [1.0, 1.0])
+    assert index.propose(index, 3) == (2, [3, 1], [1.0, 1.0])
     index.forget_before(3)
     assert index.num_tokens == 2
-    assert index.propose(index, 3, 1.0, 0.1) is None
+    assert index.propose(index, 3) is None
     index.forget_before(100)
     assert index.num_tokens == 0
     index.extend([1, 2, 4, 1, 2], 0, 5)
-    assert index.propose(index, 3, 1.0, 0.1) == (2, [4, 1], [1.0, 1.0])
+    assert index.propose(index, 3) == (2, [4, 1], [1.0, 1.0])
 
 
 def test_a_text_that_repeats_itself_goes_on_behind_its_end(make_index):
     index = make_index((2,))
     index.extend([1, 2, 3] * 3, 0, 9)
-    assert index.propose(index, 6, 1.0, 0.1)[1] == [1, 2, 3, 1, 2, 3]
+    assert index.propose(index, 6)[1] == [1, 2, 3, 1, 2, 3]
 
 
 def test_lookup_takes_the_most_recent_of_the_longest_matches(make_index):
@@ -185,7 +171,7 @@ def test_only_recent_occurrences_are_counted(make_index):
     for following in (5, 5, 5, 5, 6, 6, 7):
         index.extend([1, 2, following], 0, 3)
     index.extend([1, 2], 0, 2)
-    assert index.propose(index, 1, 1.0, 0.0) == (2, [6], [pytest.approx(2 / 3)])
+    assert index.propose(index, 1) == (2, [6], [pytest.approx(2 / 3)])
 
 
 @pytest.mark.parametrize("token", [-1, 1 << 32, (1 << 32) - 1])
