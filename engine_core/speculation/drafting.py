@@ -33,6 +33,8 @@ PROBE_SHARE: Final = 0.004
 """Share of the time that drafts may take which are not expected to pay."""
 PROBE_TOKENS: Final = 4
 """Longest draft of this kind."""
+_BEHIND_FORCED: Final = 64
+"""Added to the keys of drafts that begin with forced tokens; more than any key."""
 
 
 class DraftedRequest:
@@ -61,7 +63,8 @@ class Drafting:
     The scheduler calls `add_request` when a request has blocks for the first time, or again after a
     preemption, and `end_request` when it is finished or preempted.
 
-    max_tokens: of one draft. max_model_len: of prompt and output.
+    proposers: those that force tokens come first. max_tokens: of one draft. max_model_len: of
+    prompt and output.
     """
 
     def __init__(self, proposers: Sequence[Proposer], max_tokens: int, max_model_len: int) -> None:
@@ -150,23 +153,26 @@ class Drafting:
         """Return the draft with the most expected tokens, cut to what the request may still have.
 
         A step brings a token more than it has drafts, so the draft ends before the last one that
-        fits. It also ends before a token that ends the request: that one is drawn anyway.
+        fits. It also ends before a token that ends the request: that one is drawn anyway. Of a
+        proposer behind one that forces tokens, only what goes on from those counts.
         """
         drafted = self._requests.get(request.seq_id)
         if drafted is None or request.num_output_placeholders:
             return None
         num_tokens = len(request.all_token_ids)
-        room = min(
-            self._max_tokens,
-            self._max_model_len - num_tokens - 1,
-            request.num_prompt_tokens + request.max_tokens - num_tokens - 1,
-        )
+        room = request.num_prompt_tokens + request.max_tokens - num_tokens - 1
+        room = min(min(room, self._max_model_len - num_tokens - 1), self._max_tokens)
         if room <= 0:
             return None
         best: Guess | None = None
         best_total = 0.0
+        forced: Draft | None = None
         for proposer in drafted.proposers:
             draft = proposer.propose(request, room)
+            if draft is not None and draft.is_forced:
+                forced = draft
+            elif draft is not None and forced is not None:
+                draft = _behind_forced(draft, forced)
             if draft is None:
                 continue
             draft = _before_stop(draft, request)
@@ -199,6 +205,16 @@ class Drafting:
         length = min(PROBE_TOKENS, len(guess.draft.token_ids))
         self._credit -= self._cost.cost(num_rows + length) - before
         self._set_draft(request, guess.draft, length)
+
+
+def _behind_forced(draft: Draft, forced: Draft) -> Draft | None:
+    """Return a draft that begins with the forced tokens, with their survival; None for others."""
+    num_forced = len(forced.token_ids)
+    if len(draft.token_ids) <= num_forced or draft.token_ids[:num_forced] != forced.token_ids:
+        return None
+    ratio = forced.survival[-1] / draft.survival[num_forced - 1]
+    survival = forced.survival + [ratio * value for value in draft.survival[num_forced:]]
+    return Draft(draft.token_ids, survival, draft.source, draft.key + _BEHIND_FORCED)
 
 
 def _before_stop(draft: Draft, request: Request) -> Draft | None:

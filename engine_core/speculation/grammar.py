@@ -46,7 +46,7 @@ class GrammarProposer:
         if not token_ids:
             return None
         survival = [_CERTAINTY ** (position + 1) for position in range(len(token_ids))]
-        return Draft(token_ids, survival, self.name)
+        return Draft(token_ids, survival, self.name, is_forced=True)
 
     def end_request(self, request: Request) -> None: ...
 

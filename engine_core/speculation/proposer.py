@@ -20,18 +20,26 @@ class Draft:
     source: the name of the proposer.
     key: what acceptance is recorded by besides source and position, such as the length of the
         match that the guess continues. A source has few keys, so that each is seen often.
+    is_forced: whether other tokens are impossible, so that a draft that differs is wrong.
     """
 
-    __slots__ = ("key", "source", "survival", "token_ids")
+    __slots__ = ("is_forced", "key", "source", "survival", "token_ids")
 
     def __init__(
-        self, token_ids: list[int], survival: list[float], source: str, key: int = 0
+        self,
+        token_ids: list[int],
+        survival: list[float],
+        source: str,
+        key: int = 0,
+        *,
+        is_forced: bool = False,
     ) -> None:
         assert len(token_ids) == len(survival) > 0
         self.token_ids: Final = token_ids
         self.survival: Final = survival
         self.source: Final = source
         self.key: Final = key
+        self.is_forced: Final = is_forced
 
 
 class Proposer(Protocol):

@@ -117,6 +117,33 @@ def test_some_requests_have_no_drafts(make_request):
         drafting.end_request(request)
 
 
+class ForcedProposer(FixedProposer):
+    """Says that nothing else is possible."""
+
+    def propose(self, request, max_tokens) -> Draft | None:
+        found = super().propose(request, max_tokens)
+        return found and Draft(found.token_ids, found.survival, self.name, is_forced=True)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "expected"),
+    [
+        ((1, 2, 3, 4), [1, 2, 3, 4]),  # goes on behind the forced tokens
+        ((1, 9, 3, 4), [1, 2]),  # contradicts them
+        ((5, 6, 7, 8), [1, 2]),
+        ((1,), [1, 2]),
+        ((), [1, 2]),
+    ],
+)
+def test_a_draft_goes_on_behind_forced_tokens(make_request, token_ids, expected):
+    proposers = [ForcedProposer((1, 2), 0.999, "grammar"), FixedProposer(token_ids, 0.9)]
+    drafting = Drafting(proposers, LIMIT, 100)
+    learn_costs(drafting, 0.02)
+    (request,) = start(make_request, drafting)
+    drafting.fill_drafts([request], 0)
+    assert request.spec_token_ids == expected
+
+
 def test_drafts_of_the_step_before_are_replaced(make_request):
     proposer = FixedProposer()
     drafting = Drafting([proposer], LIMIT, 100)
@@ -238,7 +265,7 @@ def test_a_configuration_with_several_methods(make_index, make_request, monkeypa
     for request in (plain, bound):
         drafting.add_request(request)
     drafting.fill_drafts([plain, bound], 0)
-    assert plain.spec_token_ids == [3, 1]
+    assert plain.spec_token_ids == [3, 1, 2, 3]
     assert bound.spec_token_ids == [60, 61, 62, 63]
     bound.all_token_ids += [60, 61, 62, 63, 64]
     drafting.record_verified(bound, 4, 4)
@@ -249,7 +276,7 @@ def test_a_configuration_with_several_methods(make_index, make_request, monkeypa
     later = make_request([60, 61])
     drafting.add_request(later)
     drafting.fill_drafts([later], 0)
-    assert later.spec_token_ids == [62, 63]
+    assert later.spec_token_ids == [62, 63, 64]
     drafting.forget_outputs()
     drafting.fill_drafts([later], 0)
     assert later.spec_token_ids == []
