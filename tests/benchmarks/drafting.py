@@ -36,11 +36,7 @@ from deploy.environment import HostEnvironment
 from deploy.models.store import prepared_model
 
 if __name__ == "__main__":
-    import sys
-
-    from engine_core.compiled import CompiledFinder
-
-    sys.meta_path.insert(0, CompiledFinder(next(Path("/tmp/mini_compiled").iterdir())))  # XX
+    use_compiled()  # before the import of any module with a compiled form
 
 from engine_core.request import Request, RequestStatus
 from engine_core.speculation.drafting import Drafting, make_drafting
