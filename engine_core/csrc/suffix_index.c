@@ -37,7 +37,7 @@ typedef struct {
     uint32_t *following;   /* [num_orders * max_candidates]: scratch of a walk */
     int *alive;            /* the same */
     uint64_t begin, end;   /* valid positions; those before `begin` are overwritten or forgotten */
-    uint64_t run;          /* tokens since the last separator */
+    uint64_t run;          /* tokens since the last separator, of those that were not forgotten */
     uint32_t capacity, max_capacity; /* powers of two */
     int capacity_bits;
     int num_orders, orders[MAX_ORDERS]; /* ascending */
@@ -75,8 +75,7 @@ static void append(Index *self, uint32_t token) {
     self->end++;
     if (self->end - self->begin > self->capacity) self->begin = self->end - self->capacity;
     self->run = token == SEPARATOR ? 0 : self->run + 1;
-    /* A gram that reaches back over the capacity is not there any more. */
-    insert(self, self->end - 1, self->run < self->capacity ? self->run : self->capacity);
+    insert(self, self->end - 1, self->run); /* no order exceeds the capacity */
 }
 
 /* Makes room for `num_new` more tokens, as far as max_capacity allows. Returns 0, or -1 with an
@@ -338,6 +337,7 @@ static PyObject *index_forget(PyObject *object, PyObject *argument) {
     if (position == (unsigned long long)-1 && PyErr_Occurred()) return NULL;
     const uint64_t kept = position < self->end ? position : self->end;
     if (kept > self->begin) self->begin = kept;
+    if (self->run > self->end - self->begin) self->run = self->end - self->begin;
     Py_RETURN_NONE;
 }
 
@@ -354,7 +354,7 @@ static PyObject *index_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         return NULL;
     const Py_ssize_t num_orders = PyTuple_GET_SIZE(orders);
     if (num_orders < 1 || num_orders > MAX_ORDERS || max_candidates < 1 ||
-        max_candidates > (1 << 20) || max_tokens < 1) {
+        max_candidates > (1 << 20) || max_tokens < 1 || depth > FIRST_CAPACITY) {
         PyErr_SetString(PyExc_ValueError, "a number is out of range");
         return NULL;
     }

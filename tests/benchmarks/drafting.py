@@ -34,6 +34,7 @@ from deploy.bench.options import BenchParser, at_least_one, several_counts, writ
 from deploy.display import open_display
 from deploy.environment import HostEnvironment
 from deploy.models.store import prepared_model
+from engine_core.compiled import use_compiled
 
 if __name__ == "__main__":
     use_compiled()  # before the import of any module with a compiled form

@@ -25,7 +25,7 @@ def recordings():
         words = text.replace("\n", " \n ").split(" ")
         return [numbers.setdefault(word, len(numbers)) for word in words]
 
-    return all_recordings(encode, 8)
+    return all_recordings(encode, 4)
 
 
 def test_the_texts_are_always_the_same_and_of_each_kind(recordings):

@@ -180,6 +180,23 @@ def test_a_token_id_out_of_range_is_refused(make_index, token):
         make_index((2,)).extend([token], 0, 1)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_matches_after_a_part_was_forgotten(make_index, seed):
+    """Also while the index grows, which moves what it has."""
+    generator = random.Random(seed)
+    index = make_index((2, 4), DEPTH, 4096)
+    text, first = [], 0
+    while len(text) < 1500:
+        new = [generator.randrange(3) for _ in range(generator.randrange(1, 40))]
+        index.extend(new, 0, len(new))
+        text += new
+        if generator.random() < 0.3:
+            first = generator.randrange(first, len(text) + 1)
+            index.forget_before(first)
+        kept = text[first:]
+        check_proposal(index.propose(index, 6), reference_drafts(kept, kept, (2, 4), 6, 1.0, 0.1))
+
+
 @pytest.mark.parametrize("orders", [(), (0,), (3, 2), (2, 65), (1, 2, 3, 4, 5)])
 def test_impossible_orders_are_refused(make_index, orders):
     with pytest.raises(ValueError, match=r"range|ascend"):
