@@ -34,7 +34,9 @@ PROBE_SHARE: Final = 0.004
 PROBE_TOKENS: Final = 4
 """Longest draft of this kind."""
 _BEHIND_FORCED: Final = 64
-"""Added to the keys of drafts that begin with forced tokens; more than any key."""
+_BEHIND_IN_FLIGHT: Final = 128
+"""Added to the keys of drafts that begin with forced tokens, or behind a token in flight, so that
+their acceptance is learnt apart; more than any key."""
 
 
 class DraftedRequest:
@@ -48,20 +50,28 @@ class DraftedRequest:
 
 
 class Guess:
-    """A draft, with the survivals that its proposer's acceptance so far makes likely."""
+    """A draft, with the survivals that its proposer's acceptance so far makes likely.
 
-    __slots__ = ("draft", "survival")
+    known    x a b c |                 c: the last known token
+    draft            | d e f           all of it is verified behind c
+    in flight        | ? |             the token that a step in flight samples behind c
+    draft            | d | e f         the guess is that it is d; e and f are verified behind it
 
-    def __init__(self, draft: Draft, survival: list[float]) -> None:
+    draft: what is verified. in_flight: [0 or 1], the guess at the token in flight before it.
+    """
+
+    __slots__ = ("draft", "in_flight", "survival")
+
+    def __init__(self, draft: Draft, survival: list[float], in_flight: list[int]) -> None:
         self.draft: Final = draft
         self.survival: Final = survival
+        self.in_flight: Final = in_flight
 
 
 class Drafting:
     """Owns the proposers, and decides each step what is drafted.
 
-    The scheduler calls `add_request` when a request has blocks for the first time, or again after a
-    preemption, and `end_request` when it is finished or preempted.
+    The scheduler calls it for requests that may be drafted for, and clears drafts after each plan.
 
     proposers: those that force tokens come first. max_tokens: of one draft. max_model_len: of
     prompt and output.
@@ -78,9 +88,7 @@ class Drafting:
         self._turn = 0
 
     def add_request(self, request: Request) -> None:
-        """Begin to draft for a request; the rows of a beam search get no drafts."""
-        if request.pooling_params is not None or request.sampling_params.beam_width:
-            return
+        """Begin to draft for a request; `end_request` ends it."""
         proposers = [one for one in self._proposers if one.begin_request(request)]
         self._requests[request.seq_id] = DraftedRequest(proposers)
 
@@ -106,16 +114,17 @@ class Drafting:
     def fill_drafts(self, requests: Sequence[Request], num_other_tokens: int) -> None:
         """Set `spec_token_ids` of the requests that decode in the next step.
 
-        requests: they have one row each, besides drafts. num_other_tokens: rows of the step that
-        belong to prompts. A request with outputs whose ids are not known yet gets no draft.
+        requests: they have one row each, besides drafts. A request that has a draft, by a worker,
+        keeps it. If a step of a request is in flight, its draft begins with a guess at the token of
+        that step, which has a row already. num_other_tokens: further rows of the step, of prompts.
         """
         num_requests = len(requests)
         if num_requests == 0:
             return
+        num_drafted = 0
         for request in requests:
             if request.spec_token_ids:
-                request.spec_token_ids = []
-        num_drafted = 0
+                num_other_tokens += len(request.spec_token_ids)
         max_drafts = self._max_tokens * num_requests
         if needed_survival(num_requests, num_other_tokens, max_drafts, self._cost) <= 1.0:
             owners: list[Request] = []
@@ -132,7 +141,8 @@ class Drafting:
                 if num_drafted and not num_other_tokens and self._cost.is_stale(num_requests):
                     return
                 for request, guess, length in zip(owners, guesses, lengths, strict=True):
-                    self._set_draft(request, guess.draft, length)
+                    if length:
+                        self._set_draft(request, guess, length)
         self._probe(requests, num_requests + num_other_tokens + num_drafted)
 
     def record_verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
@@ -157,12 +167,14 @@ class Drafting:
         proposer behind one that forces tokens, only what goes on from those counts.
         """
         drafted = self._requests.get(request.seq_id)
-        if drafted is None or request.num_output_placeholders:
+        num_in_flight = request.num_output_placeholders
+        if drafted is None or num_in_flight > 1 or request.spec_token_ids:
             return None
         num_tokens = len(request.all_token_ids)
         room = request.num_prompt_tokens + request.max_tokens - num_tokens - 1
-        room = min(min(room, self._max_model_len - num_tokens - 1), self._max_tokens)
-        if room <= 0:
+        room = min(room, self._max_model_len - num_tokens - 1)
+        room = min(room, self._max_tokens + num_in_flight)
+        if room <= num_in_flight:
             return None
         best: Guess | None = None
         best_total = 0.0
@@ -173,20 +185,24 @@ class Drafting:
                 forced = draft
             elif draft is not None and forced is not None:
                 draft = _behind_forced(draft, forced)
+            if draft is not None:
+                draft = _before_stop(draft, request)
             if draft is None:
                 continue
-            draft = _before_stop(draft, request)
-            if draft is None:
-                continue
+            in_flight = draft.token_ids[:num_in_flight]
+            if num_in_flight:
+                if len(draft.token_ids) == 1:
+                    continue
+                draft = _behind_in_flight(draft)
             survival = self._acceptance.survival(draft)
             expected = total(survival)
             if expected > best_total:
-                best, best_total = Guess(draft, survival), expected
+                best, best_total = Guess(draft, survival, in_flight), expected
         return best
 
-    def _set_draft(self, request: Request, draft: Draft, length: int) -> None:
-        self._requests[request.seq_id].draft = draft if length else None
-        request.spec_token_ids = draft.token_ids[:length]
+    def _set_draft(self, request: Request, guess: Guess, length: int) -> None:
+        self._requests[request.seq_id].draft = guess.draft
+        request.spec_token_ids = guess.in_flight + guess.draft.token_ids[:length]
 
     def _probe(self, requests: Sequence[Request], num_rows: int) -> None:
         """Draft for one request that has no draft, if the time for it was saved up.
@@ -199,12 +215,12 @@ class Drafting:
             return
         self._turn += 1
         request = requests[self._turn % len(requests)]
-        guess = None if request.spec_token_ids else self._best_guess(request)
+        guess = self._best_guess(request)
         if guess is None:
             return
         length = min(PROBE_TOKENS, len(guess.draft.token_ids))
         self._credit -= self._cost.cost(num_rows + length) - before
-        self._set_draft(request, guess.draft, length)
+        self._set_draft(request, guess, length)
 
 
 def _behind_forced(draft: Draft, forced: Draft) -> Draft | None:
@@ -215,6 +231,13 @@ def _behind_forced(draft: Draft, forced: Draft) -> Draft | None:
     ratio = forced.survival[-1] / draft.survival[num_forced - 1]
     survival = forced.survival + [ratio * value for value in draft.survival[num_forced:]]
     return Draft(draft.token_ids, survival, draft.source, draft.key + _BEHIND_FORCED)
+
+
+def _behind_in_flight(draft: Draft) -> Draft:
+    """Return a draft without its first token; the survivals include that of this token."""
+    return Draft(
+        draft.token_ids[1:], draft.survival[1:], draft.source, draft.key + _BEHIND_IN_FLIGHT
+    )
 
 
 def _before_stop(draft: Draft, request: Request) -> Draft | None:

@@ -71,6 +71,7 @@ def test_the_proposer_with_the_highest_expectation_wins(make_request):
     drafting.fill_drafts([request], 0)
     assert request.spec_token_ids == [1, 1, 1, 1]
     for _ in range(30):
+        request.spec_token_ids = []
         drafting.fill_drafts([request], 0)
         num_accepted = 0 if request.spec_token_ids[:1] == [1] else 3
         drafting.record_verified(request, len(request.spec_token_ids), num_accepted)
@@ -101,20 +102,63 @@ def test_a_draft_ends_before_a_token_that_ends_the_request(make_request):
 
 
 def test_some_requests_have_no_drafts(make_request):
-    """Beam rows, and those whose last token is not known yet; they still have a row."""
+    """Those that wait for the result of a draft, and unknown ones; they still have a row."""
     drafting = Drafting([FixedProposer()], LIMIT, 100)
     learn_costs(drafting, 0.0)
-    (beams,) = start(make_request, drafting, beam_width=2)
-    (ahead,) = start(make_request, drafting)
-    ahead.num_output_placeholders = 1
-    (unknown,) = (make_request([1, 2]),)
-    requests = [beams, ahead, unknown]
+    (waiting,) = start(make_request, drafting)
+    waiting.num_output_placeholders = 2
+    requests = [waiting, make_request([1, 2])]
     drafting.fill_drafts(requests, 0)
-    assert [request.spec_token_ids for request in requests] == [[], [], []]
+    assert [request.spec_token_ids for request in requests] == [[], []]
     for request in requests:
         drafting.add_outputs(request, 1)
         drafting.record_verified(request, 1, 1)
         drafting.end_request(request)
+
+
+@pytest.mark.parametrize(("token_ids", "expected"), [((1, 2, 3), [1, 2, 3]), ((1,), [])])
+def test_the_first_token_of_a_draft_may_be_in_flight(make_request, token_ids, expected):
+    """It is not computed, so a draft of one token is none; the rest is what is verified."""
+    drafting = Drafting([FixedProposer(token_ids)], LIMIT, 100)
+    learn_costs(drafting, 0.4)
+    (request,) = start(make_request, drafting)
+    request.num_output_placeholders = 1
+    drafting.fill_drafts([request], 0)
+    assert request.spec_token_ids == expected
+    if expected:
+        for _ in range(60):
+            request.spec_token_ids = []
+            drafting.fill_drafts([request], 0)
+            if request.spec_token_ids:
+                drafting.record_verified(request, 2, 0)
+        assert request.spec_token_ids == []
+        request.num_output_placeholders = 0
+        drafting.fill_drafts([request], 0)
+        assert request.spec_token_ids == expected
+
+
+@pytest.mark.parametrize("max_tokens", [2, 3, 4, 100])
+def test_the_longest_draft_behind_a_token_in_flight(make_request, max_tokens):
+    drafting = Drafting([FixedProposer(range(20))], LIMIT, 1000)
+    learn_costs(drafting, 0.0)
+    (request,) = start(make_request, drafting, max_tokens=max_tokens)
+    request.num_output_placeholders = 1
+    drafting.fill_drafts([request], 0)
+    num_verified = min(LIMIT, max_tokens - 3)  # one is known, one in flight, one behind the draft
+    assert len(request.spec_token_ids) == (1 + num_verified if num_verified > 0 else 0)
+
+
+def test_a_draft_by_a_worker_is_kept(make_request):
+    drafting = Drafting([FixedProposer()], LIMIT, 100)
+    learn_costs(drafting, 0.0)
+    first, second = start(make_request, drafting, 2)
+    first.spec_token_ids = [50, 51]
+    for _ in range(3):
+        second.spec_token_ids = []
+        drafting.fill_drafts([first, second], 0)
+        assert first.spec_token_ids == [50, 51]
+    assert second.spec_token_ids == [1, 2, 3, 4]
+    drafting.record_verified(first, 2, 0)
 
 
 class ForcedProposer(FixedProposer):
@@ -144,17 +188,6 @@ def test_a_draft_goes_on_behind_forced_tokens(make_request, token_ids, expected)
     assert request.spec_token_ids == expected
 
 
-def test_drafts_of_the_step_before_are_replaced(make_request):
-    proposer = FixedProposer()
-    drafting = Drafting([proposer], LIMIT, 100)
-    learn_costs(drafting, 0.0)
-    (request,) = start(make_request, drafting)
-    drafting.fill_drafts([request], 0)
-    proposer.token_ids = []
-    drafting.fill_drafts([request], 0)
-    assert request.spec_token_ids == []
-
-
 def test_proposers_learn_of_requests(make_request):
     proposer = FixedProposer()
     drafting = Drafting([proposer], LIMIT, 100)
@@ -174,6 +207,8 @@ def run(drafting, requests, probability, seconds_of, steps, seed=1):
     generator = random.Random(seed)
     tokens, seconds, num_drafts = 0, 0.0, 0
     for _ in range(steps):
+        for request in requests:
+            request.spec_token_ids = []
         drafting.fill_drafts(requests, 0)
         rows = len(requests)
         for request in requests:
@@ -278,6 +313,7 @@ def test_a_configuration_with_several_methods(make_index, make_request, monkeypa
     drafting.fill_drafts([later], 0)
     assert later.spec_token_ids == [62, 63, 64]
     drafting.forget_outputs()
+    later.spec_token_ids = []
     drafting.fill_drafts([later], 0)
     assert later.spec_token_ids == []
 
