@@ -148,10 +148,13 @@ class StepCost:
         return cost + share * (self._costs[knot + 1] - cost)
 
     def is_stale(self, rows: int) -> bool:
-        """Return whether steps with so many rows were not seen often, or not for long."""
+        """Return whether steps with so many rows were not seen often, or not for long.
+
+        False without any steps, whose times are not reported then.
+        """
         knot = _knot_of(min(rows, _MAX_ROWS))
         if self._weights[knot] < _FIRST_WEIGHT:
-            return True
+            return self._num_learnt > 0
         return self._num_learnt - self._seen_at[knot] > _MAX_AGE
 
     def learn_step(self, rows: int, seconds: float) -> None:
