@@ -95,10 +95,14 @@ _MAX_ROWS: Final = _NUM_EXACT << _NUM_OCTAVES
 _PRIOR_SLOPE: Final = 0.07
 """Time of a further row, as a share of that of a step with one row, before any step was seen."""
 _LEAST_SLOPE: Final = 0.001
+"""The same, below which no measurement lets it fall: noise would make rows free."""
 _LEVEL_RATE: Final = 0.1
+"""Share of a step's deviation that the level follows."""
 _MAX_WEIGHT: Final = 16.0
+"""Number of steps whose mean a knot has."""
 _FIRST_WEIGHT: Final = 3.0
 _MAX_AGE: Final = 100
+"""Steps of a row count that are enough, and steps of others after which they are stale."""
 _REFRESH: Final = 16
 """Steps between two updates of the table, after the first ones."""
 

@@ -22,8 +22,8 @@ from engine_core.speculation.draft_choice import (
     needed_survival,
 )
 from engine_core.speculation.grammar import ForcedTokenSource, GrammarProposer
-from engine_core.speculation.lookup import NgramProposer, SuffixProposer, total
-from engine_core.speculation.proposer import Draft, Proposer
+from engine_core.speculation.lookup import NgramProposer, SuffixProposer
+from engine_core.speculation.proposer import Draft, Proposer, expected_tokens
 from engine_core.speculation.suffix_index import load_suffix_index
 from proto.speculative_config import SpeculativeConfig
 
@@ -195,7 +195,7 @@ class Drafting:
                     continue
                 draft = _behind_in_flight(draft)
             survival = self._acceptance.survival(draft)
-            expected = total(survival)
+            expected = expected_tokens(survival)
             if expected > best_total:
                 best, best_total = Guess(draft, survival, in_flight), expected
         return best

@@ -14,7 +14,7 @@ from collections import OrderedDict, deque
 from typing import Final
 
 from engine_core.request import Request
-from engine_core.speculation.proposer import Draft
+from engine_core.speculation.proposer import Draft, expected_tokens
 from engine_core.speculation.suffix_index import MakeSuffixIndex, SuffixIndex
 
 ORDERS: Final = (2, 4, 8)
@@ -22,7 +22,7 @@ ORDERS: Final = (2, 4, 8)
 they pay. A long match is found among its own kind, however often its last two tokens occur."""
 MAX_CANDIDATES: Final = 32
 MAX_REQUEST_TOKENS: Final = 1 << 22
-"""Latest tokens of a request that are looked up."""
+"""Latest tokens of a request that are looked up. Their index is far smaller than their KV."""
 MAX_TENANT_TOKENS: Final = 1 << 17
 """Tokens of earlier outputs that are kept of one tenant: 5 MB."""
 MAX_OUTPUT_BYTES: Final = 64 << 20
@@ -44,14 +44,6 @@ def length_key(match_length: int) -> int:
     """Return the key of a match's length: 2, 3, 4, 6, 8, 12, 16 … have the numbers 0, 1, 2 …"""
     bits = match_length.bit_length() - 1
     return max(0, 2 * bits + (match_length >> (bits - 1) & 1 if bits else 0) - 2)
-
-
-def total(survival: list[float]) -> float:
-    """Return the sum, which is the number of tokens that a draft is expected to bring."""
-    result = 0.0
-    for value in survival:
-        result += value
-    return result
 
 
 class NgramProposer:
@@ -204,7 +196,7 @@ class SuffixProposer:
         other = self._draft(outputs.index.propose(index, max_tokens), 1)
         if draft is None:
             return other
-        if other is None or total(other.survival) <= total(draft.survival):
+        if other is None or expected_tokens(other.survival) <= expected_tokens(draft.survival):
             return draft
         return other
 

@@ -42,6 +42,14 @@ class Draft:
         self.is_forced: Final = is_forced
 
 
+def expected_tokens(survival: list[float]) -> float:
+    """Return the sum of the survivals: how many tokens of a draft are likely to be accepted."""
+    result = 0.0  # the sum() of compiled code takes whole numbers only
+    for value in survival:
+        result += value
+    return result
+
+
 class Proposer(Protocol):
     """Guesses the next tokens of requests from what the engine knows of them.
 
