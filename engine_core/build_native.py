@@ -1,46 +1,66 @@
-"""Compiles csrc/ into a small C library; without it the engine hashes blocks in Python.
+"""Compiles csrc/ into small C libraries: block hashes, and the index of token sequences.
 
-Runs at installation (setup.py), or with `python -m engine_core.build_native`. It imports only the
-standard library, so that it works before the package is installed.
+Without them the engine hashes blocks in Python and has no drafts from earlier tokens. Runs at
+installation (setup.py), or with `python -m engine_core.build_native`. It imports only the standard
+library, so that it works before the package is installed.
 """
 
 import hashlib
 import shutil
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Final
 
-SOURCE: Final = Path(__file__).resolve().parent / "csrc" / "block_hash.c"
+SOURCE_DIR: Final = Path(__file__).resolve().parent / "csrc"
+BLOCK_HASH: Final = SOURCE_DIR / "block_hash.c"
+SUFFIX_INDEX: Final = SOURCE_DIR / "suffix_index.c"
+"""An extension module of Python, for the version that runs."""
 
-_FLAGS: Final = ("-std=c11", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra")
-"""The library checks CPU features at run time, so that one library serves all CPUs."""
+_FLAGS: Final = {
+    BLOCK_HASH.stem: (),
+    SUFFIX_INDEX.stem: (f"-I{sysconfig.get_paths()['include']}",),
+}
+_COMMON_FLAGS: Final = (
+    *("-std=c11", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra"),
+)
+"""The libraries check CPU features at run time, so that one library serves all CPUs."""
 
 
 class NativeBuildError(Exception):
     """The compiler is missing or failed; the message says why."""
 
 
-def library(folder: Path) -> Path:
-    """Return the path of the library; a digest of its sources in it prevents loading an old one."""
-    digest = hashlib.sha256(" ".join(_FLAGS).encode() + SOURCE.read_bytes()).hexdigest()[:8]
-    return folder / f"libtokend_{SOURCE.stem}_{digest}.so"
+def library(source: Path, folder: Path = SOURCE_DIR) -> Path:
+    """Return the path of a library; a digest of its source in it prevents loading an old one."""
+    text = " ".join([sys.implementation.cache_tag, *_flags(source)])
+    digest = hashlib.sha256(text.encode() + source.read_bytes()).hexdigest()[:8]
+    return folder / f"libtokend_{source.stem}_{digest}.so"
 
 
 def build(output_dir: Path) -> list[Path]:
-    """Compile into output_dir, unless it is up to date; return the libraries.
+    """Compile into output_dir what is not up to date; return the libraries.
 
     Removes libraries of other sources. Raises NativeBuildError.
     """
-    target = library(output_dir)
-    for stale in set(output_dir.glob(f"libtokend_{SOURCE.stem}_*.so")) - {target}:
+    return [_build(source, output_dir) for source in (BLOCK_HASH, SUFFIX_INDEX)]
+
+
+def _flags(source: Path) -> tuple[str, ...]:
+    return (*_COMMON_FLAGS, *_FLAGS[source.stem])
+
+
+def _build(source: Path, output_dir: Path) -> Path:
+    target = library(source, output_dir)
+    for stale in set(output_dir.glob(f"libtokend_{source.stem}_*.so")) - {target}:
         stale.unlink()
     if not target.exists():
         output_dir.mkdir(parents=True, exist_ok=True)
-        _compile(target)
-    return [target]
+        _compile(source, target)
+    return target
 
 
-def _compile(target: Path) -> None:
+def _compile(source: Path, target: Path) -> None:
     """Compile to a temporary file and rename it, so that a running process keeps its library."""
     import subprocess  # not at the top: every engine imports this module
 
@@ -48,7 +68,7 @@ def _compile(target: Path) -> None:
     if compiler is None:
         raise NativeBuildError("no C compiler: neither cc nor gcc is on the PATH")
     partial = target.with_suffix(".partial")
-    command = [compiler, *_FLAGS, "-o", str(partial), str(SOURCE)]
+    command = [compiler, *_flags(source), "-o", str(partial), str(source)]
     finished = subprocess.run(command, capture_output=True, text=True, check=False)
     if finished.returncode != 0:
         first = (finished.stderr.strip().splitlines() or ["no message"])[0]
@@ -58,6 +78,6 @@ def _compile(target: Path) -> None:
 
 if __name__ == "__main__":
     try:
-        print(*build(SOURCE.parent), sep="\n")
+        print(*build(SOURCE_DIR), sep="\n")
     except NativeBuildError as reason:
         sys.exit(f"native code not built: {reason}")

@@ -330,6 +330,16 @@ class GrammarConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum total bytes of the sources of cached grammars."""
 
 
+class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Speculative decoding: several tokens of a request in one step."""
+
+    speculative_config: str | None = None
+    """Drafts as JSON, with vLLM's keys: method (suffix, ngram, grammar, several joined by +, none),
+    num_speculative_tokens, prompt_lookup_min …; by default none."""
+    speculative_max_tokens: int = 16
+    """Longest draft of a request, 1 to 64; how much of it is computed is decided in each step."""
+
+
 class ReliabilityConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Restarts, timeouts, shutdown and reload."""
 
@@ -367,6 +377,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     frontend: FrontEndConfig = FrontEndConfig()
     reliability: ReliabilityConfig = ReliabilityConfig()
     grammars: GrammarConfig = GrammarConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
     trace: TraceConfig = TraceConfig()
 
 

@@ -136,11 +136,11 @@ class NativeChain:
 HashChain = HashlibChain | NativeChain
 
 
-def load_hash_chain(block_bytes: int, folder: Path = build_native.SOURCE.parent) -> HashChain:
+def load_hash_chain(block_bytes: int, folder: Path = build_native.SOURCE_DIR) -> HashChain:
     """Return the compiled chain if there is a library in `folder`, otherwise the one of hashlib."""
     try:
         # PyDLL keeps the GIL: a call is shorter than releasing it may take.
-        library = ctypes.PyDLL(str(build_native.library(folder)))
+        library = ctypes.PyDLL(str(build_native.library(build_native.BLOCK_HASH, folder)))
         return NativeChain(block_bytes, library, bool(library.tokend_has_sha_instructions()))
     except (OSError, AttributeError):
         return HashlibChain(block_bytes)

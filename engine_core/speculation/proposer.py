@@ -6,8 +6,7 @@ and the scheduler accepts the draft as far as it agrees with what was drawn. A w
 time and never changes an answer.
 """
 
-from abc import ABC, abstractmethod
-from typing import Final
+from typing import Final, Protocol
 
 from engine_core.request import Request
 
@@ -20,44 +19,70 @@ class Draft:
         does not grow along the draft.
     source: the name of the proposer.
     key: what acceptance is recorded by besides source and position, such as the length of the
-        match that the guess continues.
+        match that the guess continues. A source has few keys, so that each is seen often.
+    is_forced: whether other tokens are impossible, so that a draft that differs is wrong.
     """
 
-    __slots__ = ("key", "source", "survival", "token_ids")
+    __slots__ = ("is_forced", "key", "source", "survival", "token_ids")
 
     def __init__(
-        self, token_ids: list[int], survival: list[float], source: str, key: int = 0
+        self,
+        token_ids: list[int],
+        survival: list[float],
+        source: str,
+        key: int = 0,
+        *,
+        is_forced: bool = False,
     ) -> None:
         assert len(token_ids) == len(survival) > 0
         self.token_ids: Final = token_ids
         self.survival: Final = survival
         self.source: Final = source
         self.key: Final = key
+        self.is_forced: Final = is_forced
 
 
-class Proposer(ABC):
+def expected_tokens(survival: list[float]) -> float:
+    """Return the sum of the survivals: how many tokens of a draft are likely to be accepted."""
+    result = 0.0  # the sum() of compiled code takes whole numbers only
+    for value in survival:
+        result += value
+    return result
+
+
+class Proposer(Protocol):
     """Guesses the next tokens of requests from what the engine knows of them.
 
-    The scheduler calls `begin_request` when a request has blocks for the first time (or again after
-    a preemption), `add_outputs` after every step that gave it tokens, `propose` when a draft may be
+    `Drafting` calls `begin_request` when a request has blocks for the first time (or again after a
+    preemption), `add_outputs` after every step that gave it tokens, `propose` when a draft may be
     verified, `end_request` when it is finished or preempted.
     """
 
     name: str
     """As in `--speculative-config`, in metrics and in the trace."""
 
-    @abstractmethod
-    def begin_request(self, request: Request) -> None:
-        """Learn the prompt and the outputs so far; `request.all_token_ids` has both."""
+    def begin_request(self, request: Request) -> bool:
+        """Learn the prompt and the outputs so far; `request.all_token_ids` has both.
 
-    @abstractmethod
+        Return whether there may be drafts for it; if not, its other methods are not called.
+        """
+        ...
+
     def add_outputs(self, request: Request, num_new: int) -> None:
         """Learn the last `num_new` tokens of `request.all_token_ids`, which are verified."""
+        ...
 
-    @abstractmethod
     def propose(self, request: Request, max_tokens: int) -> Draft | None:
-        """Return a draft of at most `max_tokens` tokens to follow `request.all_token_ids`."""
+        """Return a draft of 1 to `max_tokens` tokens to follow `request.all_token_ids`.
 
-    @abstractmethod
+        The survivals are what the proposer expects before it is known how often it was right.
+        """
+        ...
+
     def end_request(self, request: Request) -> None:
-        """Forget what is kept of a request alone."""
+        """Forget what is kept of a request alone; its status says whether it has finished."""
+        ...
+
+    def forget_outputs(self) -> None:
+        """Forget what was learnt from requests that have ended."""
+        ...

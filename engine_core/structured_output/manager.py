@@ -63,6 +63,8 @@ MAX_THREADS: Final = 8
 """Threads of llguidance that share the masks of a step."""
 CONTRADICTION: Final = "no token satisfies both the grammar and the other parameters of the request"
 UNUSABLE: Final = "the grammar cannot be used"
+_MAX_LEAD_TOKENS: Final = 64
+"""Tokens that the matcher of a draft consumes in one step, 3 to 8 µs each."""
 
 
 @dataclass(slots=True)
@@ -70,15 +72,22 @@ class _ConstrainedRow:
     """One choice and its matcher.
 
     field: path of the request field that its grammar comes from.
+    compiled, rule: what its matchers are made of.
     num_free: number of output tokens before which its masks forbid nothing.
     num_consumed: number of output tokens that its matcher has consumed.
+    lead, num_lead: the same for drafts: a matcher that the engine's thread advances, when it is
+        asked for forced tokens.
     """
 
     request: Request
     matcher: Matcher
     field: str
+    compiled: Matcher
+    rule: ThinkingRule | None = None
     num_free: int = 0
     num_consumed: int = 0
+    lead: Matcher | None = None
+    num_lead: int = 0
 
     def needs_mask(self, num_outputs: int) -> bool:
         """Return whether a token may be forbidden after this many outputs."""
@@ -242,13 +251,18 @@ class StructuredOutputManager:
 
         If only a reasoning budget applies, no mask is needed before it can be used up.
         """
+        matcher = self._new_matcher(request, compiled, rule)
+        num_free = rule.budget or 0 if rule and isinstance(compiled, FreeMatcher) else 0
+        return _ConstrainedRow(request, matcher, field_path, compiled, rule, num_free)
+
+    def _new_matcher(
+        self, request: Request, compiled: Matcher, rule: ThinkingRule | None
+    ) -> Matcher:
         matcher = compiled.copy()
         if rule is None:
-            return _ConstrainedRow(request, matcher, field_path)
-        num_free = rule.budget or 0 if isinstance(matcher, FreeMatcher) else 0
+            return matcher
         eos_token_ids = request.sampling_params.eos_token_ids
-        thinking = ThinkingMatcher(matcher, rule, self._compiler.backend, eos_token_ids)
-        return _ConstrainedRow(request, thinking, field_path, num_free)
+        return ThinkingMatcher(matcher, rule, self._compiler.backend, eos_token_ids)
 
     # The scheduler's gate (TokenConstraints in engine_core/scheduler/hooks.py).
 
@@ -308,6 +322,31 @@ class StructuredOutputManager:
                     known - request.num_prompt_tokens + num_positions - 1
                 ):
                     yield request.seq_id
+
+    # Drafts (ForcedTokenSource in engine_core/speculation/grammar.py).
+
+    def has_grammar(self, request: Request) -> bool:
+        """Return whether a request has a matcher, which may force tokens."""
+        return request.seq_id in self._rows
+
+    def forced_tokens(self, request: Request) -> list[int]:
+        """Return the only tokens that can follow the verified ones; empty at a choice.
+
+        A matcher that is far behind, because nothing was asked for long, catches up over several
+        calls, which return nothing.
+        """
+        row = self._rows.get(request.seq_id)
+        if row is None:
+            return []
+        if row.lead is None:
+            row.lead = self._new_matcher(request, row.compiled, row.rule)
+        first = request.num_prompt_tokens + row.num_lead
+        token_ids = request.all_token_ids[first : first + _MAX_LEAD_TOKENS]
+        row.lead.consume(token_ids)
+        row.num_lead += len(token_ids)
+        if row.num_lead < request.num_output_tokens:
+            return []
+        return self._compiler.backend.forced_tokens(row.lead)
 
     # The masks of steps.
 

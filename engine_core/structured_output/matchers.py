@@ -242,6 +242,13 @@ class ThinkingMatcher:
         return self.text_matcher.is_free
 
     @property
+    def forced_end(self) -> list[int]:
+        """The rest of the end marker, once the budget is used up; else empty."""
+        if self.phase is not ThinkingPhase.ENDING:
+            return []
+        return list(self._rule.end_token_ids[self._num_forced_tokens :])
+
+    @property
     def is_always_free(self) -> bool:
         """Whether every token is allowed from now on."""
         return self.phase is ThinkingPhase.ANSWERING and not self._has_grammar
@@ -255,7 +262,7 @@ class ThinkingMatcher:
         bits = mask.view(np.uint32)
         if self.phase is ThinkingPhase.ENDING:
             bits[:] = 0
-            _allow(bits, self._rule.end_token_ids[self._num_forced_tokens])
+            _allow(bits, self.forced_end[0])
         elif self.phase is ThinkingPhase.THINKING:
             for token_id in self._eos_token_ids:
                 bits[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))

@@ -107,7 +107,8 @@ def copy_working_tree(folder: Path) -> TreeCopy:
     )
     libraries = [
         *(variant.library(build_kernels.SOURCE_DIR) for variant in variants),
-        build_native.library(build_native.SOURCE.parent),
+        build_native.library(build_native.BLOCK_HASH),
+        build_native.library(build_native.SUFFIX_INDEX),
     ]
     names += [str(path.relative_to(ROOT)) for path in libraries if path.exists()]
     for name in names:

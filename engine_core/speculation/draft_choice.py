@@ -1,0 +1,296 @@
+"""How many tokens to draft for which request: the most accepted tokens for the time of a step.
+
+AcceptanceTable    how often drafts were right, against what their proposers expected
+StepCost           how long a step takes by its number of rows
+choose_lengths     the lengths of all drafts of a step
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+from engine_core.speculation.proposer import Draft
+
+FORGETTING: Final = 0.98
+"""Weight of what was seen before at each new draft token: about 50 tokens count."""
+PRIOR_WEIGHT: Final = 3.0
+"""Number of tokens of which an expectation counts as much, before any were seen."""
+NUM_PLACES: Final = 7
+"""Places in a draft that are told apart: 0, 1, 2, 3, 4 to 7, 8 to 15, and from 16."""
+
+
+def place_of(position: int) -> int:
+    """Return which of NUM_PLACES a position in a draft belongs to."""
+    return position if position < 4 else min(position.bit_length() + 1, NUM_PLACES - 1)
+
+
+class KeyAcceptance:
+    """Acceptance of the drafts of one source and key, by place: sums that forget.
+
+    prior: weight of the ratio of the place before. ratios: accepted / expected.
+    """
+
+    __slots__ = ("accepted", "expected", "prior", "ratios")
+
+    def __init__(self) -> None:
+        self.prior = [PRIOR_WEIGHT] * NUM_PLACES
+        self.accepted = [0.0] * NUM_PLACES
+        self.expected = [0.0] * NUM_PLACES
+        self.ratios = [1.0] * NUM_PLACES
+
+
+class AcceptanceTable:
+    """How often drafts were accepted, relative to what was expected, by (source, key, place).
+
+    A place is corrected by the ratio accepted / expected of its tokens; until it has seen many, it
+    resembles the place before it, and the first place its proposer's expectation.
+    """
+
+    def __init__(self) -> None:
+        self._keys: dict[tuple[str, int], KeyAcceptance] = {}
+
+    def survival(self, draft: Draft) -> list[float]:
+        """Return the survivals of a draft, corrected by what was seen of its source and key."""
+        known = self._keys.get((draft.source, draft.key))
+        if known is None:
+            return draft.survival
+        ratios = known.ratios
+        before = survival = 1.0
+        corrected: list[float] = []
+        for position, expected in enumerate(draft.survival):
+            if before > 0.0:
+                survival *= min(1.0, expected / before * ratios[place_of(position)])
+            corrected.append(survival)
+            before = expected
+        return corrected
+
+    def record(self, draft: Draft, num_drafted: int, num_accepted: int) -> None:
+        """Learn that of the first num_drafted tokens of a draft num_accepted were accepted.
+
+        Of the tokens behind the first wrong one nothing is known.
+        """
+        known = self._keys.get((draft.source, draft.key))
+        if known is None:
+            known = self._keys[draft.source, draft.key] = KeyAcceptance()
+        before = 1.0
+        for position in range(min(num_drafted, num_accepted + 1, len(draft.survival))):
+            expected = draft.survival[position]
+            place = place_of(position)
+            known.prior[place] *= FORGETTING
+            known.expected[place] *= FORGETTING
+            known.accepted[place] *= FORGETTING
+            known.expected[place] += expected / before if before > 0.0 else 0.0
+            known.accepted[place] += position < num_accepted
+            before = expected
+        ratio = 1.0
+        for place in range(NUM_PLACES):
+            prior = known.prior[place]
+            ratio = (known.accepted[place] + prior * ratio) / (known.expected[place] + prior)
+            known.ratios[place] = ratio
+
+
+_NUM_EXACT: Final = 32
+"""Row counts that have a knot of their own; beyond, there are 8 knots to an octave."""
+_NUM_OCTAVES: Final = 9
+_MAX_ROWS: Final = _NUM_EXACT << _NUM_OCTAVES
+_PRIOR_SLOPE: Final = 0.07
+"""Time of a further row, as a share of that of a step with one row, before any step was seen."""
+_LEAST_SLOPE: Final = 0.001
+"""The same, below which no measurement lets it fall: noise would make rows free."""
+_LEVEL_RATE: Final = 0.1
+"""Share of a step's deviation that the level follows."""
+_MAX_WEIGHT: Final = 16.0
+"""Number of steps whose mean a knot has."""
+_FIRST_WEIGHT: Final = 3.0
+_MAX_AGE: Final = 100
+"""Steps of a row count that are enough, and steps of others after which they are stale."""
+_REFRESH: Final = 16
+"""Steps between two updates of the table, after the first ones."""
+
+
+def _knot_of(rows: int) -> int:
+    """Return the last knot at or below a row count of at least 1."""
+    if rows < _NUM_EXACT:
+        return rows - 1
+    octave = rows.bit_length() - _NUM_EXACT.bit_length()
+    return _NUM_EXACT - 1 + 8 * octave + ((rows >> (octave + 2)) - 8)
+
+
+def _knots() -> list[int]:
+    octaves = [(32 + 4 * part) << octave for octave in range(_NUM_OCTAVES) for part in range(8)]
+    return [*range(1, _NUM_EXACT), *octaves, _MAX_ROWS]
+
+
+class StepCost:
+    """The time of a step by its number of rows, learnt from steps; the shape, not the level.
+
+    How long all steps take changes with the lengths of their contexts, so a level follows every
+    step, and a knot of the table the steps of its own row count, relative to the level. The table
+    is made monotone by pooling adjacent violators. Between knots it is linear; beyond those that
+    were seen it has the slope of the prior.
+    """
+
+    def __init__(self) -> None:
+        self._rows = _knots()
+        self._means = [0.0] * len(self._rows)
+        self._weights = [0.0] * len(self._rows)
+        self._costs = [_prior_cost(rows) for rows in self._rows]
+        self._seen_at = [0] * len(self._rows)  # in steps learnt
+        self._level = 0.0  # seconds of a step of cost 1
+        self._num_learnt = 0
+
+    def cost(self, rows: int) -> float:
+        """Return the time of a step with so many rows, in steps with one row."""
+        if rows >= _MAX_ROWS:
+            return self._costs[-1]
+        if rows <= 0:
+            return self._costs[0]
+        knot = _knot_of(rows)
+        cost, first = self._costs[knot], self._rows[knot]
+        if rows == first:
+            return cost
+        share = (rows - first) / (self._rows[knot + 1] - first)
+        return cost + share * (self._costs[knot + 1] - cost)
+
+    def is_stale(self, rows: int) -> bool:
+        """Return whether steps with so many rows were not seen often, or not for long.
+
+        False without any steps, whose times are not reported then.
+        """
+        knot = _knot_of(min(rows, _MAX_ROWS))
+        if self._weights[knot] < _FIRST_WEIGHT:
+            return self._num_learnt > 0
+        return self._num_learnt - self._seen_at[knot] > _MAX_AGE
+
+    def learn_step(self, rows: int, seconds: float) -> None:
+        """Learn from a step; ignores steps without rows or time."""
+        if rows <= 0 or seconds <= 0.0:
+            return
+        rows = min(rows, _MAX_ROWS)
+        cost = self.cost(rows)
+        if self._level == 0.0:
+            self._level = seconds / cost
+        ratio = min(4.0, max(0.25, seconds / (self._level * cost)))
+        knot = _knot_of(rows)
+        weight = self._weights[knot] = min(self._weights[knot] + 1.0, _MAX_WEIGHT)
+        self._means[knot] += (self._costs[knot] * ratio - self._means[knot]) / weight
+        self._level *= 1.0 + _LEVEL_RATE * (ratio - 1.0)
+        self._num_learnt += 1
+        self._seen_at[knot] = self._num_learnt
+        if self._num_learnt <= _REFRESH or self._num_learnt % _REFRESH == 0:
+            self._refresh()
+
+    def _refresh(self) -> None:
+        """Make the table from the means of the knots that were seen."""
+        seen = [knot for knot, weight in enumerate(self._weights) if weight > 0.0]
+        self._interpolate(seen, self._pooled_means(seen))
+        unit = self._costs[0]
+        self._costs = [cost / unit for cost in self._costs]
+        self._means = [mean / unit for mean in self._means]
+        self._level *= unit
+
+    def _pooled_means(self, seen: list[int]) -> list[float]:
+        """Return the means of these knots, made monotone; weighted means of those out of order."""
+        sizes: list[int] = []
+        means: list[float] = []
+        weights: list[float] = []
+        for knot in seen:
+            size, mean, weight = 1, self._means[knot], self._weights[knot]
+            while means and means[-1] >= mean:
+                pooled = weights.pop()
+                mean = (mean * weight + means.pop() * pooled) / (weight + pooled)
+                weight += pooled
+                size += sizes.pop()
+            sizes.append(size)
+            means.append(mean)
+            weights.append(weight)
+        return [mean for mean, size in zip(means, sizes, strict=True) for _ in range(size)]
+
+    def _interpolate(self, seen: list[int], means: list[float]) -> None:
+        """Fill the table from knots that were seen, between them and beyond."""
+        rows, costs = self._rows, self._costs
+        first, last = seen[0], seen[-1]
+        for knot in range(first):
+            costs[knot] = means[0] * _prior_cost(rows[knot]) / _prior_cost(rows[first])
+        for index in range(len(seen) - 1):
+            left, right = seen[index], seen[index + 1]
+            step = (means[index + 1] - means[index]) / (rows[right] - rows[left])
+            for knot in range(left, right):
+                costs[knot] = means[index] + step * (rows[knot] - rows[left])
+        for knot in range(last, len(rows)):
+            costs[knot] = means[-1] * _prior_cost(rows[knot]) / _prior_cost(rows[last])
+        for knot in range(1, len(rows)):
+            least = _LEAST_SLOPE * costs[0] * (rows[knot] - rows[knot - 1])
+            costs[knot] = max(costs[knot], costs[knot - 1] + least)
+
+
+def _prior_cost(rows: int) -> float:
+    return 1.0 + _PRIOR_SLOPE * (rows - 1)
+
+
+MIN_GAIN: Final = 0.02
+"""Tokens that drafts must add to a step, for each of its requests. It is more than the noise of
+acceptance and cost, so that a choice between equals does not alternate."""
+
+
+def needed_survival(num_requests: int, num_other: int, max_drafts: int, cost: StepCost) -> float:
+    """Return about the least mean survival with which any number of draft tokens pays.
+
+    More than 1 says that no draft can pay. Parameters as in `choose_lengths`.
+    """
+    rows = num_requests + num_other
+    price = num_requests / cost.cost(num_requests)
+    without = cost.cost(rows)
+    least = price * (cost.cost(rows + 1) - without)
+    number = 2
+    while number < 2 * max_drafts:
+        drafts = min(number, max_drafts)
+        least = min(least, price * (cost.cost(rows + drafts) - without) / drafts)
+        number *= 2
+    return least
+
+
+def choose_lengths(
+    survivals: Sequence[list[float]], num_requests: int, num_other: int, cost: StepCost
+) -> list[int]:
+    """Return how many tokens of each draft to verify.
+
+    survivals: of the drafts, corrected. num_requests: requests that decode, with or without a
+    draft; each has a row. num_other: rows of the step that belong to prompts.
+
+    A step with n requests and the k draft tokens that survive most likely brings n + S(k) tokens
+    in the time c(n + k). Of all k the one is taken with the most tokens per time, which is the one
+    with the highest gain S(k) - r · (c(n + k) - c(n)) at this rate r. In a step with prompts the
+    rate is that of a step without, and only the difference of the times is due to the drafts.
+    """
+    lengths = [0] * len(survivals)
+    values = [value for survival in survivals for value in survival]
+    values.sort(reverse=True)
+    best_rate = num_requests / cost.cost(num_requests)
+    total = 0.0
+    for number, value in enumerate(values, 1):
+        total += value
+        best_rate = max(best_rate, (num_requests + total) / cost.cost(num_requests + number))
+    rows = num_requests + num_other
+    without = cost.cost(rows)
+    total = 0.0
+    best_gain, best = MIN_GAIN * num_requests, 0
+    for number, value in enumerate(values, 1):
+        total += value
+        gain = total - best_rate * (cost.cost(rows + number) - without)
+        if gain > best_gain:
+            best_gain, best = gain, number
+    if best == 0:
+        return lengths
+    least = values[best - 1]
+    num_equal = 0  # tokens with the least survival that are taken
+    while num_equal < best and values[best - 1 - num_equal] == least:
+        num_equal += 1
+    for index, survival in enumerate(survivals):
+        length = 0
+        for value in survival:
+            if value < least or (value == least and num_equal == 0):
+                break
+            num_equal -= value == least
+            length += 1
+        lengths[index] = length
+    return lengths

@@ -1,0 +1,161 @@
+"""Configuration of speculative decoding: --speculative-config and --speculative-max-tokens.
+
+The keys are those of vLLM's option of the same name. A key that is unknown, or has no effect with
+the methods that are given, is refused by name.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+from proto.errors import ConfigError, shown
+
+FIELD: Final = "speculative_config"
+MAX_TOKENS: Final = 64
+"""Longest draft."""
+_MAX_DEPTH: Final = 256
+METHODS: Final = ("suffix", "ngram", "grammar")
+_MODEL_METHODS: Final = ("draft_model", "eagle", "eagle3", "mtp")
+"""Methods of vLLM with weights of their own."""
+_KEYS_OF: Final[dict[str, tuple[str, ...]]] = {
+    "ngram": ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"),
+    "suffix": (
+        "num_speculative_tokens",
+        "suffix_decoding_max_tree_depth",
+        "suffix_decoding_max_cached_requests",
+        "suffix_decoding_max_spec_factor",
+        "suffix_decoding_min_token_prob",
+    ),
+    "grammar": (),
+}
+_MODEL_KEYS: Final = (
+    *("model", "draft_tensor_parallel_size", "quantization", "revision", "max_model_len"),
+)
+_DEFAULT_NGRAM: Final = 5
+
+
+class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Which drafts are made.
+
+    methods: of METHODS; empty for no speculation. max_tokens: of any draft.
+    num_speculative_tokens: of a draft by ngram or suffix.
+    prompt_lookup_min, prompt_lookup_max: lengths of the match that ngram continues.
+    suffix_decoding_max_tree_depth: length of a match beyond which it counts as equal.
+    suffix_decoding_max_cached_requests: outputs to keep of each tenant.
+    suffix_decoding_max_spec_factor: tokens of a draft for each token of the match.
+    suffix_decoding_min_token_prob: probability, by counts, of a token and all before it.
+    """
+
+    methods: tuple[str, ...] = ()
+    max_tokens: int = 16
+    num_speculative_tokens: int = 16
+    prompt_lookup_min: int = _DEFAULT_NGRAM
+    prompt_lookup_max: int = _DEFAULT_NGRAM
+    suffix_decoding_max_tree_depth: int = 64
+    suffix_decoding_max_cached_requests: int = 10_000
+    suffix_decoding_max_spec_factor: float = 2.0
+    suffix_decoding_min_token_prob: float = 0.1
+
+
+def parse_speculative_config(text: str | None, max_tokens: int) -> SpeculativeConfig:
+    """Parse --speculative-config, a JSON text or None, for drafts of at most max_tokens.
+
+    Raises ConfigError naming the key at fault.
+    """
+    if not 1 <= max_tokens <= MAX_TOKENS:
+        raise ConfigError(
+            f"--speculative-max-tokens must be in [1, {MAX_TOKENS}], got {shown(max_tokens)}",
+            "speculative_max_tokens",
+        )
+    if text is None:
+        return SpeculativeConfig(max_tokens=max_tokens, num_speculative_tokens=max_tokens)
+    try:
+        document = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise _error(f" takes JSON: {shown(error)}") from None
+    if not isinstance(document, dict):
+        raise _error(f" takes a JSON object, got {shown(document)}")
+    methods = _methods(document)
+    _check_keys(document, methods)
+    keys = {key: value for key, value in document.items() if key != "method"}
+    keys.setdefault("num_speculative_tokens", max_tokens)
+    if "ngram" in methods:
+        shortest, longest = keys.get("prompt_lookup_min"), keys.get("prompt_lookup_max")
+        keys["prompt_lookup_min"] = shortest or longest or _DEFAULT_NGRAM
+        keys["prompt_lookup_max"] = longest or shortest or _DEFAULT_NGRAM
+        for key, value in (("prompt_lookup_min", shortest), ("prompt_lookup_max", longest)):
+            if value is not None:
+                keys[key] = value
+    for key, value in keys.items():
+        _check_type(key, value)
+    config = SpeculativeConfig(methods=methods, max_tokens=max_tokens, **keys)
+    _check_values(config)
+    return config
+
+
+def _methods(document: Mapping[str, Any]) -> tuple[str, ...]:
+    """Read `method`: a name, names joined by +, a list of names, or none."""
+    given = document.get("method", "draft_model" if "model" in document else None)
+    names = given.split("+") if isinstance(given, str) else given
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or not names:
+        raise _error(f": method takes a name, or names joined by +, got {shown(given)}")
+    names = [name.strip() for name in names]
+    if names == ["none"]:
+        return ()
+    for name in names:
+        if name in _MODEL_METHODS:
+            raise _error(f": method {name} is not supported; there are {', '.join(METHODS)}")
+        if name not in METHODS:
+            raise _error(f": method {shown(name)} is unknown; there are {', '.join(METHODS)}, none")
+        if names.count(name) > 1:
+            raise _error(f": method names {name} twice")
+    return tuple(names)
+
+
+def _check_keys(document: Mapping[str, Any], methods: tuple[str, ...]) -> None:
+    known = dict.fromkeys(key for keys in _KEYS_OF.values() for key in keys)
+    allowed = {"method", *(key for method in methods for key in _KEYS_OF[method])}
+    for key in document:
+        if key in allowed:
+            continue
+        if key in _MODEL_KEYS:
+            raise _error(f": {key} goes with methods that have a model, which are not supported")
+        if key in known:
+            users = [method for method, keys in _KEYS_OF.items() if key in keys]
+            raise _error(f": {key} goes with method {' or '.join(users)}")
+        raise _error(f" has no {shown(key)}; it has method, {', '.join(known)}")
+
+
+def _check_type(key: str, value: Any) -> None:
+    is_number = type(value) in (int, float)
+    if key in ("suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob"):
+        if not is_number:
+            raise _error(f": {key} takes a number, got {shown(value)}")
+    elif type(value) is not int:
+        raise _error(f": {key} takes a whole number, got {shown(value)}")
+
+
+def _check_values(config: SpeculativeConfig) -> None:
+    bounds: tuple[tuple[str, float, float], ...] = (
+        ("num_speculative_tokens", 1, MAX_TOKENS),
+        ("prompt_lookup_min", 1, MAX_TOKENS),
+        ("prompt_lookup_max", 1, MAX_TOKENS),
+        ("suffix_decoding_max_tree_depth", 2, _MAX_DEPTH),
+        ("suffix_decoding_max_cached_requests", 0, 1_000_000),
+        ("suffix_decoding_max_spec_factor", 0.1, MAX_TOKENS),
+        ("suffix_decoding_min_token_prob", 0, 1),
+    )
+    for key, low, high in bounds:
+        value = getattr(config, key)
+        if not low <= value <= high:
+            raise _error(f": {key} must be in [{low:g}, {high:g}], got {shown(value)}")
+    if config.prompt_lookup_min > config.prompt_lookup_max:
+        raise _error(
+            f": prompt_lookup_min ({config.prompt_lookup_min}) must not be more than "
+            f"prompt_lookup_max ({config.prompt_lookup_max})"
+        )
+
+
+def _error(what: str) -> ConfigError:
+    return ConfigError(f"--speculative-config{what}", FIELD)
