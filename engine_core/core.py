@@ -33,6 +33,7 @@ from engine_core.scheduler.hooks import NO_OBSERVER, SchedulerObserver, Unblock
 from engine_core.scheduler.kv_transfer import Connect, IsStorable
 from engine_core.scheduler.limits import ChunkRule, queue_capacity
 from engine_core.scheduler.scheduler import Scheduler
+from engine_core.speculation.drafting import make_drafting
 from engine_core.structured_output.manager import (
     StructuredOutputManager,
     start_structured_output,
@@ -50,6 +51,7 @@ from proto.pooling import MAX_INPUTS, pooler_of
 from proto.process import freeze_heap
 from proto.scheduler_output import BlockIds
 from proto.sockets import Link, Poller
+from proto.speculative_config import parse_speculative_config
 
 logger = logging.getLogger("tokend.engine")
 
@@ -245,6 +247,9 @@ class EngineCore:
             residency=ResidencyMeter(config.cache.kv_cache_metrics_one_in),
         )
         transfer = kv_transfer_config(config.cache.kv_transfer_config)
+        speculative = parse_speculative_config(
+            config.speculation.speculative_config, config.speculation.speculative_max_tokens
+        )
         self.scheduler = Scheduler(
             scheduler_settings(config, worker),
             self.kv_cache,
@@ -262,6 +267,7 @@ class EngineCore:
                 if config.scheduler.enable_mfu_metrics
                 else None
             ),
+            drafting=make_drafting(speculative, plan.max_model_len, structured_output),
         )
         self.output_dispatcher = OutputDispatcher(
             front_ends, self.scheduler, self.kv_cache, epoch, kv_events
