@@ -249,7 +249,12 @@ that is said of the language model."""
                 "hidden_size": 3584,
                 "eos_token_id": 151645,
                 "tie_word_embeddings": False,
-                "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+                "rope_parameters": {
+                    "type": "mrope",
+                    "mrope_section": [16, 24, 24],
+                    "rope_type": "default",
+                    "rope_theta": 1_000_000.0,
+                },
             },
         ),
         (
