@@ -155,8 +155,8 @@ def supported_models() -> list[str]:
 _WRAPPED: Final = """\
 A folder in which one of these stands beside a vision or an audio part loads as the language model
 alone, for text (`...ForConditionalGeneration` with a `text_config`: Gemma 3 from 4B, Mistral
-Small 3.1, Ministral 3, LLaVA, Idefics 3, InternVL, Qwen2-VL to Qwen3-VL, Qwen 3.5, Kimi K2.5 and
-others)."""
+Small 3.1, Ministral 3, LLaVA, Idefics 3, InternVL, Qwen2-VL to Qwen3-VL with and without experts,
+GLM-4.5V, Qwen 3.5, Kimi K2.5 and others)."""
 """Below the table."""
 
 

@@ -148,8 +148,9 @@ def _asks_for_text(template: nodes.Template) -> bool:
 
 def _whole(node: nodes.Node) -> nodes.Node | None:
     """Return the list of which an expression is one part: `content` of `content[0]`."""
-    is_part = isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const)
-    return node.node if is_part and isinstance(node.arg.value, int) else _unfiltered(node)
+    if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
+        return node.node if isinstance(node.arg.value, int) else node
+    return _unfiltered(node)
 
 
 def _call_id_length(template: nodes.Template) -> int:
