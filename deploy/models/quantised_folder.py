@@ -352,7 +352,7 @@ def _check_finite(entry: TensorEntry, packing: str, raw: bytes) -> None:
             is_nan = codes & _FP8_NAN == _FP8_NAN
         else:  # exponents of MXFP4; all others are codes of scales
             is_nan = (codes == _NAN_EXPONENT) & (packing == "mxfp4")
-        numbers = np.where(is_nan, np.nan, 0.0)
+        numbers = np.full(int(is_nan.any()), np.nan)
     wrong = numbers[~np.isfinite(numbers)]
     if wrong.size:
         raise ModelError(f"tensor {entry.name} holds {wrong[0]:g}, and scales weights")
