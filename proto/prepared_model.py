@@ -62,7 +62,12 @@ FAMILIES: Final = {
     "Gemma3ForCausalLM": ModelFamily("gemma3", "gemma3", "Gemma 3, EmbeddingGemma"),
     "GlmForCausalLM": ModelFamily("glm", "chatglm", "GLM-4-9B in transformers' form"),
     "Glm4ForCausalLM": ModelFamily("glm4", "glm4", "GLM-4-0414"),
-    "Glm4MoeForCausalLM": ModelFamily("glm4moe", "glm4moe", "GLM-4.5, GLM-4.5-Air, GLM-4.6"),
+    "Glm4MoeForCausalLM": ModelFamily(
+        "glm4moe",
+        "glm4moe",
+        "GLM-4.5, GLM-4.5-Air, GLM-4.6, GLM-4.5V, GLM-4.6V",
+        wrapped_types=("glm4v_moe_text",),
+    ),
     "Glm4MoeLiteForCausalLM": ModelFamily("glm4moelite", "deepseek2", "GLM-4.7-Flash"),
     "GptOssForCausalLM": ModelFamily("gptoss", "gpt-oss", "gpt-oss-20b, gpt-oss-120b"),
     "GraniteForCausalLM": ModelFamily("granite", "granite", "Granite 3"),
@@ -96,7 +101,10 @@ FAMILIES: Final = {
         "qwen3", "qwen3", "Qwen3, Qwen3-VL", wrapped_types=("qwen3_vl_text",)
     ),
     "Qwen3MoeForCausalLM": ModelFamily(
-        "qwen3moe", "qwen3moe", "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder"
+        "qwen3moe",
+        "qwen3moe",
+        "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder, Qwen3-VL-30B-A3B",
+        wrapped_types=("qwen3_vl_moe_text",),
     ),
     "Qwen3NextForCausalLM": ModelFamily("qwen3next", "", "Qwen3-Next-80B-A3B"),
     "Qwen3_5ForCausalLM": ModelFamily("qwen35", "qwen35", "Qwen 3.5"),
@@ -147,8 +155,8 @@ def supported_models() -> list[str]:
 _WRAPPED: Final = """\
 A folder in which one of these stands beside a vision or an audio part loads as the language model
 alone, for text (`...ForConditionalGeneration` with a `text_config`: Gemma 3 from 4B, Mistral
-Small 3.1, Ministral 3, LLaVA, Idefics 3, InternVL, Qwen2-VL to Qwen3-VL, Qwen 3.5, Kimi K2.5 and
-others)."""
+Small 3.1, Ministral 3, LLaVA, Idefics 3, InternVL, Qwen2-VL to Qwen3-VL with and without experts,
+GLM-4.5V, Qwen 3.5, Kimi K2.5 and others)."""
 """Below the table."""
 
 

@@ -38,7 +38,7 @@ def suite(tmp_path: Path) -> Suite:
     """A suite of three tests: one passes, one hangs in a call, one in an event loop."""
     file = tmp_path / "test_hanging.py"
     file.write_text(HANGING)
-    return Suite("quick", "nothing", 60, 30, paths=(str(file),), processes=1)
+    return Suite("quick", "nothing", 60, 4, paths=(str(file),), processes=1)
 
 
 def options(*more: str) -> list[str]:

@@ -26,8 +26,9 @@ import torch
 from proto.codec import MessageDecoder, encode
 from proto.errors import ProtocolError
 from proto.prepared_model import KernelTimes
-from worker.attention.base import AttentionInputs, AttentionShape
+from worker.attention.base import AttentionBackend, AttentionInputs, AttentionShape
 from worker.attention.cpu import CpuAttention, UnsupportedShapeError
+from worker.attention.reference import ReferenceAttention
 from worker.device.devices import cpu_model_name
 from worker.kernels import Kernels, candidate_kernels
 from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
@@ -191,8 +192,7 @@ class ProductSample:
 class AttentionSample:
     """Attention of one sequence under one KV head; K and V are zeros.
 
-    A bidirectional one sees the rows alone. Calls raise UnsupportedShapeError for heads that the
-    kernels do not support.
+    A bidirectional one sees the rows alone.
     """
 
     def __init__(self, shape: AttentionShape, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
@@ -203,12 +203,22 @@ class AttentionSample:
         self._geometry = kv_cache_geometry(self._layout, 1, shape.head_dim, kv_dtype, num_parts)
 
     def call(self, kernels: Kernels, num_rows: int) -> Callable[[], object]:
+        """As in KernelSample; raises UnsupportedShapeError if they do not support the heads."""
+        return self._call_of(partial(CpuAttention, kernels), num_rows)
+
+    def call_reference(self, num_rows: int) -> Callable[[], object]:
+        """Return a function that computes `num_rows` rows in plain torch."""
+        return self._call_of(ReferenceAttention, num_rows)
+
+    def _call_of(
+        self, backend: Callable[[KVCache, AttentionShape], AttentionBackend], num_rows: int
+    ) -> Callable[[], object]:
         shape, context = self._shape, num_rows
         if not shape.bidirectional:
             context = max(num_rows, min(_MOST_CONTEXT, _SAMPLE_NUMBERS // shape.head_dim))
         blocks = np.arange(-(-context // _BLOCK_SIZE), dtype=np.int32)
         cache = KVCache(self._geometry, self._layout, len(blocks), _BLOCK_SIZE)
-        attention = CpuAttention(kernels, cache, shape)
+        attention = backend(cache, shape)
         inputs = AttentionInputs(
             query_start=np.array([0, num_rows], dtype=np.int32),
             seq_lens=np.array([context], dtype=np.int32),

@@ -47,7 +47,7 @@ from worker.models.spec import ModelSpec
 from worker.models.transformers_model import TransformersSpec
 from worker.parallel.group import RankGroup
 from worker.parallel.sharding import shard_model
-from worker.routed_experts import require_routed_experts, slot_bytes
+from worker.routed_experts import require_routed_experts, routing_bytes
 
 ENCODER_STEP_TOKENS: Final = 2048
 """Tokens of a step of an encoder, unless its longest text has more."""
@@ -230,11 +230,11 @@ def plan_memory(
     ]
     if config.model.enable_return_routed_experts:
         require_routed_experts(spec)
-        token_bytes[0] += slot_bytes(spec)
+        token_bytes[0] += routing_bytes(spec)
     block_bytes = cache.block_size * sum(token_bytes[number] for number in ranks)
     layout, _ = layer_cache(spec, kv_dtype)
-    slot_bytes_of_ranks = [_slot_bytes(shard.spec) for shard in shard_model(spec, size)]
-    state_bytes = sum(slot_bytes_of_ranks[number] for number in ranks)
+    state_bytes_of_ranks = [_state_bytes(shard.spec) for shard in shard_model(spec, size)]
+    state_bytes = sum(state_bytes_of_ranks[number] for number in ranks)
     free = device.free_bytes(cache)
     longest = config.model.max_model_len or spec.max_position
     # A row cannot become longer than what a pool in this memory holds.
@@ -349,12 +349,12 @@ def _refuse_with_states(config: ServeConfig, prepared: PreparedModel, device: De
         )
 
 
-def _slot_bytes(spec: ModelSpec) -> int:
+def _state_bytes(spec: ModelSpec) -> int:
     """Return the bytes of the states that a rank keeps of a sequence."""
     return 0 if spec.state_shape is None else spec.state_shape.slot_bytes
 
 
-def _num_state_slots(config: ServeConfig, left: int, slot_bytes: int) -> int:
+def _num_state_slots(config: ServeConfig, left: int, state_bytes: int) -> int:
     """Return the slots for states, with the null slot.
 
     By default twice as many as sequences need that run, so that the others hold states of prompts
@@ -364,7 +364,7 @@ def _num_state_slots(config: ServeConfig, left: int, slot_bytes: int) -> int:
         return 1 + config.cache.num_state_slots
     per_sequence = slots_per_sequence(config.cache.enable_prefix_caching)
     wanted = 2 * per_sequence * config.scheduler.max_num_seqs
-    return 1 + max(LEAST_STATE_SLOTS, min(wanted, int(STATE_SHARE * left) // slot_bytes))
+    return 1 + max(LEAST_STATE_SLOTS, min(wanted, int(STATE_SHARE * left) // state_bytes))
 
 
 def _step_memory(

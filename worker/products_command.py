@@ -2,7 +2,7 @@
 
 It reads a ProductsBoot from its standard input and prints JSON. It has a worker's threads and
 chooses kernels as a worker does. oneDNN's product of bfloat16 is timed for comparison; a row's bits
-depend on the number of rows there.
+depend on the number of rows there. So is attention in plain torch where a worker uses it.
 """
 
 import json
@@ -19,11 +19,13 @@ from proto.config import ServeConfig
 from proto.errors import ConfigError, TokendError
 from proto.lifecycle import ProductsBoot
 from worker.attention.base import AttentionShape
+from worker.attention.cpu import UnsupportedShapeError
 from worker.device.devices import create_device
 from worker.kernel_choice import (
     AttentionSample,
     KernelSample,
     ProductSample,
+    attention_name,
     choose_attention,
     product_name,
 )
@@ -38,10 +40,12 @@ from worker.models.transformers_model import TransformersSpec
 from worker.parallel.group import RankGroup
 
 ONEDNN: Final = "oneDNN"
+REFERENCE: Final = "reference"
+"""Attention in plain torch, as --attention-backend names it."""
 _SECONDS: Final = 0.2
 """Time for each product and number of rows, by each that can compute it."""
 RowsCall = Callable[[int], Callable[[], object]]
-"""Takes a number of rows and returns a function that computes a product with them."""
+"""Takes a number of rows and returns a function that computes them."""
 
 
 def build_distinct(builder: DecoderBuilder) -> None:
@@ -75,15 +79,17 @@ def best_ms(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
     return best
 
 
-def measure(
-    sample: KernelSample, rows: Sequence[int], others: Mapping[str, RowsCall] | None = None
-) -> dict[str, list[float]]:
-    """Return the milliseconds of `rows` rows by all candidates, and by others."""
+def candidate_calls(sample: KernelSample) -> dict[str, RowsCall]:
+    """Return the sample's calls by each candidate library."""
+    return {kernels.variant: partial(sample.call, kernels) for kernels in candidate_kernels()}
+
+
+def measure(calls: Mapping[str, RowsCall], rows: Sequence[int]) -> dict[str, list[float]]:
+    """Return the milliseconds of `rows` rows by each call."""
     times: dict[str, list[float]] = {}
     for num_rows in rows:
-        calls = {kernels.variant: sample.call(kernels, num_rows) for kernels in candidate_kernels()}
-        calls |= {name: call_of(num_rows) for name, call_of in (others or {}).items()}
-        for name, taken in best_ms(calls).items():
+        of_rows = {name: call_of(num_rows) for name, call_of in calls.items()}
+        for name, taken in best_ms(of_rows).items():
             times.setdefault(name, []).append(taken)
     return times
 
@@ -136,11 +142,12 @@ def report(boot: ProductsBoot) -> dict[str, Any]:
         chosen = {name: weight.multiplied_by.variant for name, weight in weights.items()}
         products = [
             {
-                "product": name,
+                "name": name,
                 "weight_bytes": weight.nbytes,
                 "chosen": chosen[name],
                 "ms": measure(
-                    ProductSample(weight, dtype), boot.rows, onednn_product(weight, dtype)
+                    candidate_calls(ProductSample(weight, dtype)) | onednn_product(weight, dtype),
+                    boot.rows,
                 ),
             }
             for name, weight in weights.items()
@@ -162,17 +169,33 @@ def attention_times(
     shape: AttentionShape,
     dtype: torch.dtype,
     rows: Sequence[int],
-) -> list[dict[str, Any]]:
-    """Return the figures of attention under one KV head; none for heads that no kernels support."""
+) -> dict[str, Any]:
+    """Return the figures of attention under one KV head.
+
+    In plain torch, too, if that is what a worker uses: by its settings, or because no kernels
+    support the heads.
+    """
     kv_dtype = resolve_kv_dtype(
         config.cache.kv_cache_dtype, dtype, shape.head_dim, shape.latent_dim
     )
-    _, choices = choose_attention(shape, dtype, kv_dtype, folder)
     sample = AttentionSample(shape, dtype, kv_dtype)
-    return [
-        {"heads": choice.name, "chosen": choice.variant, "ms": measure(sample, rows)}
-        for choice in choices
-    ]
+    calls = candidate_calls(sample)
+    chosen = REFERENCE
+    try:
+        default = candidate_kernels()[0]
+        sample.call(default, 1)
+        if config.device.attention_backend != REFERENCE:
+            kernels, _ = choose_attention(shape, dtype, kv_dtype, folder)
+            chosen = (kernels or default).variant
+    except UnsupportedShapeError:
+        calls = {}
+    if chosen == REFERENCE:
+        calls[REFERENCE] = sample.call_reference
+    return {
+        "name": attention_name(shape, dtype, kv_dtype),
+        "chosen": chosen,
+        "ms": measure(calls, rows),
+    }
 
 
 def main() -> int:

@@ -46,7 +46,7 @@ def require_routed_experts(spec: ModelSpec) -> None:
         )
 
 
-def slot_bytes(spec: ModelSpec) -> int:
+def routing_bytes(spec: ModelSpec) -> int:
     """Return the bytes of the experts of a KV slot."""
     mixtures = _mixtures(spec)
     return len(mixtures) * mixtures[0].router.top_k * _slot_dtype(spec).itemsize

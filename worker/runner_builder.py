@@ -19,7 +19,7 @@ from worker.async_runner import AsyncModelRunner, Runner
 from worker.attention.base import AttentionBackend
 from worker.attention.flashinfer import FlashInferAttention, load_library, refuse_unsupported
 from worker.attention.flashinfer_group import Library, Options
-from worker.attention.flashinfer_latent import backend_class
+from worker.attention.flashinfer_latent import create_flashinfer
 from worker.attention.kv_store import TritonStore
 from worker.attention.reference import ReferenceAttention
 from worker.attention.registry import create_backend
@@ -42,7 +42,7 @@ from worker.memory_plan import step_tokens
 from worker.model_runner import DeviceTokens, ModelRunner, SyncModelRunner
 from worker.models.decoder import Decoder
 from worker.pooling import PoolingHead, PoolingRunner
-from worker.routed_experts import RoutedExpertsCache, record_experts, slot_bytes
+from worker.routed_experts import RoutedExpertsCache, record_experts, routing_bytes
 from worker.sampling.device_kernels import RowEditArrays, TritonDraw, TritonEdits, largest_edits
 from worker.sampling.device_sampler import DeviceDraw, DeviceSampler, KeyedDraw, largest_params
 from worker.sampling.sampler import Sampler, create_sampler
@@ -82,7 +82,7 @@ class RunnerBuilder:
         peak = self._device.peak_bytes(self._run_largest_step)
         tokens = loaded.plan.num_blocks * config.cache.block_size
         kv_bytes = loaded.geometry.bytes_per_token
-        token_bytes = kv_bytes + (slot_bytes(loaded.model.spec) if records else 0)
+        token_bytes = kv_bytes + (routing_bytes(loaded.model.spec) if records else 0)
         self.kv_cache_bytes = 0
         if token_bytes:
             pool_bytes = self._device.kv_cache_bytes(config.cache, tokens * token_bytes, peak)
@@ -93,7 +93,10 @@ class RunnerBuilder:
 
         Raises ConfigError if memory is missing, or for an impossible connector.
         """
-        cache, batch = self._create_pool(message), self._create_batch(message.max_model_len)
+        cache, batch = (
+            self._create_pool(message),
+            self._create_batch(message.max_model_len, message.block_size),
+        )
         connector = self._connect(message, cache)
         if not self._loaded.on_cuda:
             return SyncModelRunner(self._build_on_host(message, cache, batch, connector)), connector
@@ -112,7 +115,10 @@ class RunnerBuilder:
 
     def build_on_host(self, message: InitializeCache) -> ModelRunner:
         """Return a runner on the CPU without a connector, for benchmarks."""
-        cache, batch = self._create_pool(message), self._create_batch(message.max_model_len)
+        cache, batch = (
+            self._create_pool(message),
+            self._create_batch(message.max_model_len, message.block_size),
+        )
         return self._build_on_host(message, cache, batch, NO_CONNECTOR)
 
     def _build_on_host(
@@ -170,17 +176,17 @@ class RunnerBuilder:
         return connector
 
     def _create_pool(self, message: InitializeCache) -> KVCache:
-        cache = self._create_step_cache(message.num_blocks)
+        cache = self._create_step_cache(message.num_blocks, message.block_size)
         if not self._loaded.on_cuda and (placement := memory_placement()) is not None:
             placement.interleave(cache.buffer)
         if self._config.cache.kv_cache_populate:
             cache.populate()
         return cache
 
-    def _create_step_cache(self, num_blocks: int) -> KVCache:
+    def _create_step_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """Return the KV cache that the engine asks for, or scratch pages for an encoder's steps."""
         if not self._loaded.layout.is_scratch:
-            return self._create_cache(num_blocks, self._config.cache.block_size)
+            return self._create_cache(num_blocks, block_size)
         num_seqs = self._config.scheduler.max_num_seqs
         return self._create_cache(num_scratch_blocks(self.step_tokens, num_seqs), SCRATCH_BLOCK)
 
@@ -190,12 +196,11 @@ class RunnerBuilder:
             loaded.geometry, loaded.layout, num_blocks, block_size, self._device.torch_device
         )
 
-    def _create_batch(self, max_model_len: int) -> InputBatch:
-        config = self._config
+    def _create_batch(self, max_model_len: int, block_size: int) -> InputBatch:
         return InputBatch(
-            config.scheduler.max_num_seqs,
+            self._config.scheduler.max_num_seqs,
             max_model_len,
-            config.cache.block_size,
+            block_size,
             self._loaded.layout.num_groups,
         )
 
@@ -204,13 +209,14 @@ class RunnerBuilder:
         scheduler, longest = self._config.scheduler, self._loaded.model.spec.max_position
         num_seqs = min(scheduler.max_num_seqs, self.step_tokens)
         num_tokens = min(self.step_tokens, num_seqs * longest)
-        batch = self._create_batch(longest)
+        block_size = self._config.cache.block_size
+        batch = self._create_batch(longest, block_size)
         if (head := self._loaded.pooling_head) is not None:
-            cache = self._create_step_cache(1)
+            cache = self._create_step_cache(1, block_size)
             runner = self._cuda_builder().pooling_runner(head, cache, batch, NO_CONNECTOR)
             runner.run_largest(num_tokens, num_seqs)
             return
-        cache = self._create_cache(1, self._config.cache.block_size)
+        cache = self._create_cache(1, block_size)
         self._cuda_builder().run_largest_step(cache, batch, num_tokens, num_seqs)
 
     def _cuda_builder(self) -> "CudaRunnerBuilder":
@@ -422,7 +428,7 @@ class CudaRunnerBuilder:
             return ReferenceAttention(kv_cache, self._shape)
         options = Options(sizes, pages, self._config.cascade_attention_from)
         logger.info("attention runs on FlashInfer")
-        return backend_class(self._shape)(
+        return create_flashinfer(
             kv_cache,
             self._shape,
             self._dtype,

@@ -23,9 +23,16 @@ def media_placeholder(kind: str) -> str:
     return f"[{kind}: not shown, only text can be read here]"
 
 
+_MEDIA_WORDS: Final = ("image", "audio", "video", "document", "file")
+
+
 def no_text(kind: object) -> str:
-    """Return the reason why a part of this type, such as an image, is refused in a message."""
-    return f"takes text only: this model reads no part of the type {shown(kind)}"
+    """Return the reason why a part of this type is refused in a message: an image, or no type."""
+    if not isinstance(kind, str):
+        return "takes text only: each part needs a type"
+    if any(word in kind for word in _MEDIA_WORDS):
+        return f"takes text only: this model reads no part of the type {shown(kind)}"
+    return f"takes text only: {shown(kind)} is no type of a text"
 
 
 class IgnoredFields:

@@ -79,11 +79,11 @@ class TemplateFacts:
 
 def template_facts(template: nodes.Template) -> TemplateFacts:
     strings = {constant.value for constant in template.find_all(nodes.Const)}
-    takes_parts = _iterates_over_content(template)
+    takes_parts = any(_content_loops(template))
     return TemplateFacts(
         names=frozenset(meta.find_undeclared_variables(template)),
         takes_parts=takes_parts,
-        needs_parts=takes_parts and not any(map(_asks_for_text, template.find_all(nodes.Test))),
+        needs_parts=takes_parts and not _asks_for_text(template),
         call_id_length=_call_id_length(template),
         efforts=frozenset(OUTER_EFFORTS & strings),
         renders_calls=any(_is_member(node, ("tool_calls",)) for node in _members(template)),
@@ -101,20 +101,25 @@ def _members(template: nodes.Template) -> Iterator[nodes.Node]:
     yield from template.find_all(nodes.Getitem)
 
 
-def _iterates_over_content(template: nodes.Template) -> bool:
-    """Return whether a template loops over `message.content`, directly or through a variable.
+def _content_loops(template: nodes.Template) -> Iterator[nodes.For]:
+    """Yield the loops of a template over `message.content`, directly or through a variable.
 
     Examples: `{% for part in message['content'] %}`; `{% set content = message.content %}` and
     then `{% for part in content %}`; the same in a macro with a parameter `content`; the same
     through a filter, as `message['content'] | selectattr('type', 'equalto', 'text')`.
     """
+    variables = _content_variables(template)
+    for loop in template.find_all(nodes.For):
+        if _is_content(_unfiltered(loop.iter), variables):
+            yield loop
+
+
+def _content_variables(template: nodes.Template) -> set[str]:
     variables = {"content"}
     for assignment in template.find_all(nodes.Assign):
         if isinstance(assignment.target, nodes.Name) and _is_content(assignment.node, variables):
             variables.add(assignment.target.name)
-    return any(
-        _is_content(_unfiltered(loop.iter), variables) for loop in template.find_all(nodes.For)
-    )
+    return variables
 
 
 def _unfiltered(node: nodes.Node | None) -> nodes.Node | None:
@@ -124,8 +129,28 @@ def _unfiltered(node: nodes.Node | None) -> nodes.Node | None:
     return node
 
 
-def _asks_for_text(test: nodes.Test) -> bool:
-    return test.name in ("string", "sequence", "iterable", "mapping")
+def _asks_for_text(template: nodes.Template) -> bool:
+    """Return whether a template asks for the type of a content, or of one of its parts.
+
+    A test of something else, as of a call's arguments, says nothing about content.
+    """
+    variables = _content_variables(template)
+    for loop in _content_loops(template):
+        variables |= {name.name for name in loop.target.find_all(nodes.Name)}
+        if isinstance(loop.target, nodes.Name):
+            variables.add(loop.target.name)
+    return any(
+        test.name in ("string", "sequence", "iterable", "mapping")
+        and _is_content(_whole(test.node), variables)
+        for test in template.find_all(nodes.Test)
+    )
+
+
+def _whole(node: nodes.Node) -> nodes.Node | None:
+    """Return the list of which an expression is one part: `content` of `content[0]`."""
+    if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
+        return node.node if isinstance(node.arg.value, int) else node
+    return _unfiltered(node)
 
 
 def _call_id_length(template: nodes.Template) -> int:

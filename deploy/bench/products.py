@@ -55,13 +55,13 @@ def _table(figures: Mapping[str, Any]) -> Table:
     table.add_column("kernels")
     for rows in figures["rows"]:
         table.add_column(str(rows), justify="right")
-    for measured in (*figures["products"], *figures["attention"]):
+    for measured in (*figures["products"], figures["attention"]):
         table.add_section()
         for name, times in measured["ms"].items():
             is_chosen = name == measured["chosen"]
             cells = (f"{taken:.3f}" for taken in times)
-            what = measured.get("product") or measured["heads"]
-            table.add_row(what, f"{name}, {CHOSEN}" if is_chosen else name, *cells)
+            by = f"{name}, {CHOSEN}" if is_chosen else name
+            table.add_row(measured["name"], by, *cells)
     return table
 
 

@@ -60,9 +60,10 @@ def read(path: str, report: ProgressCallback) -> ModelContents:
     entries, files = _entries(folder)
     if wrapped is not None:
         report(f"finding the language model of {wrapped.architecture}")
-        entries, wrapped = wrapped_model.language_tensors(entries, wrapped)
+        entries = wrapped_model.language_tensors(entries, wrapped.architecture)
         entries, files = _used_files(entries, files)
-        config = wrapped.config
+        if any(entry.name.startswith("lm_head.") for entry in entries):
+            config["tie_word_embeddings"] = False
     tensors = pooling.joined_to(_joined(scheme, entries, files))
     report("reading the tokenizer")
     tokenizer_json, tokenizer_config = _tokenizer(folder)

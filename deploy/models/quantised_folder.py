@@ -30,6 +30,9 @@ _BLOCK: Final = 32
 _LONG_BLOCK: Final = 128
 _MXFP4_BYTES: Final = 16
 _NF4_BLOCK: Final = 64
+_NVFP4_GROUP: Final = 16
+_FP8_NAN: Final = 0x7F
+"""The code of NaN in E4M3, without its sign."""
 _NAN_EXPONENT: Final = 0xFF
 _MAX_STATE_BYTES: Final = 1 << 16
 
@@ -194,14 +197,29 @@ def _mxfp4(keys: _Keys) -> Scheme:
     return Scheme(("mxfp4",))
 
 
+def _modelopt(keys: _Keys) -> Scheme:
+    keys.must_be_unset("kv_cache_scheme", "kv_cache_quant_algo")
+    if keys.one_of("quant_algo", None, "FP8", "NVFP4") == "FP8":
+        return Scheme(("fp8",), inputs="static")
+    keys.one_of("group_size", _NVFP4_GROUP, _NVFP4_GROUP)
+    return Scheme(("modelopt_nvfp4",))
+
+
 _COMPRESSED: Final = {
     "pack-quantized": "rows",
+    "nvfp4-pack-quantized": "compressed_nvfp4",
     "int-quantized": "int8",
     "float-quantized": "fp8",
     "naive-quantized": "fp8",
     "dense": None,
 }
 """Format of compressed-tensors → packing."""
+_NUMBERS: Final[Mapping[str, tuple[str, tuple[int, ...]]]] = {
+    "compressed_nvfp4": ("float", (4,)),
+    "fp8": ("float", (8,)),
+    "rows": ("int", (4, 8)),
+}
+"""Packing → kind and bits of its numbers; of others whole numbers of 8 bits."""
 
 
 def _compressed_tensors(keys: _Keys) -> Scheme:
@@ -226,8 +244,15 @@ def _compressed_tensors(keys: _Keys) -> Scheme:
         if kind == "mixed-precision":
             raise of_group.refuse("format", "the format of the group is needed")
         packing = _COMPRESSED[kind]
-        of_weights.one_of("type", "int", "float" if packing == "fp8" else "int")
-        of_weights.one_of("num_bits", None, *((4, 8) if packing == "rows" else (8,)))
+        number, bits = _NUMBERS.get(packing or "", ("int", (8,)))
+        of_weights.one_of("type", "int", number)
+        of_weights.one_of("num_bits", None, *bits)
+        if packing == "compressed_nvfp4":
+            of_weights.one_of("strategy", None, "tensor_group")
+            of_weights.one_of("group_size", None, _NVFP4_GROUP)
+            of_weights.one_of("symmetric", True, True)
+            packings.append(packing)
+            continue
         strategy = of_weights.one_of("strategy", "tensor", "tensor", "channel", "group", "block")
         if strategy == "group":
             sizes.add(of_weights.group_size())
@@ -265,6 +290,7 @@ METHODS: Final[Mapping[str, Callable[[_Keys], Scheme]]] = {
     "fbgemm_fp8": _fbgemm_fp8,
     "fp8": _fp8,
     "gptq": _gptq,
+    "modelopt": _modelopt,
     "mxfp4": _mxfp4,
 }
 """quant_method → what its other keys say."""
@@ -320,10 +346,13 @@ def _check_finite(entry: TensorEntry, packing: str, raw: bytes) -> None:
         numbers = (np.frombuffer(raw, "<u2").astype("<u4") << 16).view("<f4")
     elif entry.type in _FLOATS:
         numbers = np.frombuffer(raw, {"F32": "<f4", "F16": "<f2"}[entry.type])
-    elif packing == "mxfp4" and _NAN_EXPONENT in raw:  # exponents, of which the last one is NaN
-        numbers = np.array([np.nan])
     else:
-        return
+        codes = np.frombuffer(raw, "u1")
+        if entry.type == FP8:
+            is_nan = codes & _FP8_NAN == _FP8_NAN
+        else:  # exponents of MXFP4; all others are codes of scales
+            is_nan = (codes == _NAN_EXPONENT) & (packing == "mxfp4")
+        numbers = np.full(int(is_nan.any()), np.nan)
     wrong = numbers[~np.isfinite(numbers)]
     if wrong.size:
         raise ModelError(f"tensor {entry.name} holds {wrong[0]:g}, and scales weights")
@@ -501,6 +530,20 @@ def _describe_mxfp4(parts: Parts, scheme: Scheme, read_bytes: ReadBytes) -> Desc
     return "MXFP4", (*codes.shape[:-2], codes.shape[-2] * 2 * _MXFP4_BYTES), {}
 
 
+def _describe_nvfp4(parts: Parts, scheme: Scheme, read_bytes: ReadBytes) -> Described:
+    codes, scales = parts["codes"], parts["scales"]
+    _need(len(codes.shape) == 2, "a matrix is needed")
+    rows, columns = codes.shape[0], 2 * codes.shape[1]
+    groups = (rows, columns // _NVFP4_GROUP)
+    _need(
+        columns % _NVFP4_GROUP == 0 and scales.shape == groups and scales.type == FP8,
+        f"a scale in FP8 of each {_NVFP4_GROUP} columns is needed",
+    )
+    of_all = parts["factor" if "factor" in parts else "divisor"]
+    _need(of_all.shape in ((), (1,)) and of_all.type == "F32", "one scale of all in F32 is needed")
+    return "FOUR_BITS", (rows, columns), {"group": _NVFP4_GROUP}
+
+
 def _check_floats(part: TensorPart, shape: Sequence[int]) -> None:
     _need(part.shape == tuple(shape), f"scales of shape {list(shape)} are needed")
     _need(part.type in _FLOATS, "scales are floats")
@@ -518,6 +561,13 @@ _STATE: Final = ".quant_state.bitsandbytes__"
 PACKINGS: Final[Mapping[str, Packing]] = {
     "awq": Packing(
         ".qweight", ("I32",), {"scales": (".scales",), "zeros": (".qzeros",)}, _describe_awq
+    ),
+    "compressed_nvfp4": Packing(
+        ".weight_packed",
+        ("U8",),
+        {"scales": (".weight_scale",), "divisor": (".weight_global_scale",)},
+        _describe_nvfp4,
+        ignored=(".input_global_scale",),
     ),
     "fp8": Packing(
         ".weight",
@@ -543,6 +593,13 @@ PACKINGS: Final[Mapping[str, Packing]] = {
         {"scales": (".weight_scale",), "zeros": (".weight_zero_point",)},
         _describe_int8,
         optional=("zeros",),
+        ignored=_ACTIVATIONS,
+    ),
+    "modelopt_nvfp4": Packing(
+        ".weight",
+        ("U8",),
+        {"scales": (".weight_scale",), "factor": (".weight_scale_2",)},
+        _describe_nvfp4,
         ignored=_ACTIVATIONS,
     ),
     "mxfp4": Packing("_blocks", ("U8",), {"scales": ("_scales",)}, _describe_mxfp4, weight=""),

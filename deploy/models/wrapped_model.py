@@ -19,7 +19,7 @@ import copy
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -35,11 +35,8 @@ _TEXT_KEYS: Final = ("text_config", "decoder", "generator")
 """Where transformers looks for the configuration of a language model."""
 _OUTER_KEYS: Final = ("bos_token_id", "eos_token_id", "auto_map", *CONFIG_KEYS)
 """Settings of the language model that count where they stand outside of its own configuration."""
-_MROPE_KEYS: Final = ("type", "mrope_section", "mrope_interleaved")
-"""Which of a token's three positions rotates which dimensions; in text the three are equal.
-
-`type` is the older key of `rope_type`, and says "mrope".
-"""
+_UNSAID: Final[dict[str, dict[str, Any]]] = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
+"""What a type of language model does whatever its configuration says, by that type."""
 _EMBEDDING: Final = re.compile(r"(.+)\.embed_tokens\.[^.]+")
 _BODY_OF_OPT: Final = "model.decoder"
 
@@ -49,7 +46,7 @@ class WrappedModel:
     """A language model in the configuration of a larger one.
 
     architecture: of the larger one. config: of the language model; its `tie_word_embeddings` holds
-    if the folder has no head, see language_tensors.
+    if the folder has no head, as in transformers.
     other_parts: "vision", "audio" and so on.
     """
 
@@ -127,10 +124,8 @@ def _as_causal_model(settings: dict[str, Any], owner: str) -> dict[str, Any]:
     for architecture, family in FAMILIES.items():
         if model_type in family.wrapped_types:
             model_types = [name for name, causal in CAUSAL.items() if causal == architecture]
-            ropes = settings.get("rope_parameters") or {}
-            ropes = {key: value for key, value in ropes.items() if key not in _MROPE_KEYS}
-            changes = {"model_type": model_types[0], "rope_parameters": ropes}
-            return settings | changes | {"architectures": [architecture]}
+            changes = {"model_type": model_types[0], "architectures": [architecture]}
+            return settings | _UNSAID.get(model_type, {}) | changes
     if model_type in TEXT_BODIES:
         return settings | {"architectures": [owner]}
     if model_type not in CAUSAL:
@@ -142,18 +137,14 @@ def _as_causal_model(settings: dict[str, Any], owner: str) -> dict[str, Any]:
     return settings | {"architectures": [CAUSAL[model_type]]}
 
 
-def language_tensors(
-    entries: Iterable[TensorEntry], wrapped: WrappedModel
-) -> tuple[list[TensorEntry], WrappedModel]:
-    """Return the tensors of the language model, and the model with what they say about its head.
+def language_tensors(entries: Iterable[TensorEntry], architecture: str) -> list[TensorEntry]:
+    """Return the tensors of the language model in a folder of this architecture, renamed.
 
     The body of the language model is where there are both `embed_tokens` and `layers.0`; the head
-    is an `lm_head` there or further outside. If the folder has a
-    head, that counts, also where `tie_word_embeddings` is true, as in transformers.
-    Raises ModelError unless there is one such body.
+    is an `lm_head` there or further outside. Raises ModelError unless there is one such body.
     """
     entries = list(entries)
-    body = _body_of([entry.name for entry in entries], wrapped.architecture)
+    body = _body_of([entry.name for entry in entries], architecture)
     parts = body.split(".")
     heads = tuple(".".join((*parts[:depth], "lm_head.")) for depth in range(len(parts) + 1))
     target = _BODY_OF_OPT if body.endswith(".decoder") else "model"
@@ -164,14 +155,11 @@ def language_tensors(
             return name[name.index("lm_head.") :]
         return target + name.removeprefix(body) if name.startswith(f"{body}.") else ""
 
-    chosen = [
+    return [
         msgspec.structs.replace(entry, name=name)
         for entry in entries
         if (name := renamed(entry.name))
     ]
-    if any(entry.name.startswith("lm_head.") for entry in chosen):
-        wrapped = replace(wrapped, config=wrapped.config | {"tie_word_embeddings": False})
-    return chosen, wrapped
 
 
 def _body_of(names: Sequence[str], owner: str) -> str:

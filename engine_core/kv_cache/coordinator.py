@@ -236,18 +236,23 @@ class HybridCoordinator(KVCacheCoordinator):
 
 
 def make_coordinator(
-    pool: BlockPool, specs: Sequence[KVGroupSpec], block_size: int, num_state_slots: int = 0
+    pool: BlockPool,
+    specs: Sequence[KVGroupSpec],
+    block_size: int,
+    num_state_slots: int = 0,
+    eviction_policy: str = "lru",
 ) -> KVCacheCoordinator:
     """Return the coordinator of a model whose layers form these groups.
 
     num_state_slots: of the pool of states, with the null slot; 0 without such layers.
+    eviction_policy: of that pool.
     """
     groups: list[CacheGroup] = []
     for number, spec in enumerate(specs):
         kind = group_class(spec)
         own = pool
         if kind is RecurrentStateGroup:
-            own = BlockPool(num_state_slots, pool.enable_caching)
+            own = BlockPool(num_state_slots, pool.enable_caching, eviction_policy)
         groups.append(kind(own, GroupKeys(number, block_size, block_size), spec))
     if not pool.enable_caching:
         return KVCacheCoordinator(groups)

@@ -513,13 +513,22 @@ class RecurrentStateGroup(CacheGroup):
         """Return whether there are slots for one more sequence; hits: what it would start with."""
         return self.num_charged + self._per_sequence + bool(hits) <= self._num_usable
 
-    def want_state(self, seq_id: int, num_tokens: int) -> None:
-        """Hold the state after these tokens, whole blocks, when it is computed."""
+    def want_state(self, seq_id: int, num_tokens: int) -> bool:
+        """Hold the state after these tokens, whole blocks, when it is computed.
+
+        Returns whether it is held, or will be unless other sequences take the last slots before.
+        A step's slots are given out with its tokens, so a state that this step passes is held only
+        if it has one already.
+        """
         sequence = self._record(seq_id)
         index = num_tokens // self.block_size - 1
-        if sequence is not None and self.pool.enable_caching and index >= sequence.num_skipped:
-            sequence.wanted.add(index)
-            sequence.kept.add(index)
+        if sequence is None or not self.pool.enable_caching or index < sequence.num_skipped:
+            return False
+        sequence.wanted.add(index)
+        sequence.kept.add(index)
+        if index < len(sequence.blocks):
+            return sequence.blocks[index] != NULL_BLOCK
+        return self.num_charged < self._num_usable
 
     def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> list[int]:
         """Search from the end: one state is enough, and it is in the last entry."""

@@ -81,7 +81,9 @@ class KVCacheManager:
         self._specs = tuple(groups)
         self._longest_chunk = longest_chunk
         self._residency = residency
-        self._coordinator = make_coordinator(self.pool, groups, block_size, num_state_slots)
+        self._coordinator = make_coordinator(
+            self.pool, groups, block_size, num_state_slots, eviction_policy
+        )
         self.has_states = bool(self._coordinator.state_groups)
         self.block_groups = tuple(
             group for group in self._coordinator.groups if group.pool is self.pool
@@ -101,13 +103,15 @@ class KVCacheManager:
         for group in self._coordinator.state_groups:
             group.begin_step()
 
-    def want_state(self, request: Request, num_tokens: int) -> None:
+    def want_state(self, request: Request, num_tokens: int) -> bool:
         """Hold the recurrent state after these tokens, whole blocks, for requests that will look.
 
-        Does nothing for a model without states, nor while there are no slots.
+        Returns whether they will find it; True for a model without states, where KV is enough.
         """
+        are_held = True
         for group in self._coordinator.state_groups:
-            group.want_state(request.seq_id, num_tokens)
+            are_held &= group.want_state(request.seq_id, num_tokens)
+        return are_held
 
     # Prefixes
 
@@ -245,7 +249,7 @@ class KVCacheManager:
         if num_verified >= recheck_after:
             self._coordinator.cache_full_blocks(request.seq_id, request, num_verified)
         if self._pending_copies:
-            self._pending_copies.cancel(chain.from_iterable(self.block_ids(request.seq_id)))
+            self._pending_copies.cancel(self._pool_blocks(request.seq_id))
         self._coordinator.free_sequence(request.seq_id)
 
     # Content that is loaded, or wrong
@@ -264,8 +268,7 @@ class KVCacheManager:
         0 if groups have freed what would be needed to compute again from there.
         """
         if not self.is_downward_closed:
-            tables = self.block_ids(request.seq_id)
-            is_bad = any(block in bad_blocks for block in chain.from_iterable(tables))
+            is_bad = any(block in bad_blocks for block in self._pool_blocks(request.seq_id))
             return 0 if is_bad else None
         found = [group.num_valid_tokens(request.seq_id, bad_blocks) for group in self.groups]
         return min([number for number in found if number is not None], default=None)
@@ -445,6 +448,10 @@ class KVCacheManager:
 
     def _num_free_hits(self, computed: ComputedBlocks) -> int:
         return sum(map(self.pool.num_evictable, self._hits_of_pool(computed)))
+
+    def _pool_blocks(self, seq_id: int) -> Iterator[int]:
+        """Yield the blocks of the KV pool in the tables of a sequence."""
+        return chain.from_iterable(group.block_table(seq_id) for group in self.block_groups)
 
     def _hits_of_pool(self, computed: ComputedBlocks) -> Sequence[list[int]]:
         """Return the hits that are blocks of the KV pool, per group; slots of states are not."""

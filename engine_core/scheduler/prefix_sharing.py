@@ -74,7 +74,7 @@ class PrefixWait:
     A request does not wait for a leader that is behind the cache, nor for a small part of a chunk
     (MIN_SHARED_FRACTION), because the wait costs it a step. In a model with recurrent states the
     leader holds its state at the end of the shared tokens for those that wait, who find it one step
-    later.
+    later. A request does not wait for a state that the leader has passed without holding it.
 
         _leaders         by seq_id, in the order of admission
         _by_first_block  the same, by the hash of their first block
@@ -125,7 +125,9 @@ class PrefixWait:
                 num_tokens = shared * self._block_size
                 if num_tokens <= leader.findable:
                     continue  # computed already, and evicted
-                if num_tokens - num_found >= self._min_shared:
+                if num_tokens - num_found < self._min_shared:
+                    continue
+                if self._kv_cache.want_state(leader.request, num_tokens):
                     self._hold_request(request, leader, num_tokens)
                     return True
         return False
@@ -133,11 +135,12 @@ class PrefixWait:
     def on_admitted(self, request: Request, num_new_tokens: int) -> None:
         self._num_lost.pop(request.seq_id, None)
         reached = request.num_computed_tokens + num_new_tokens
-        if reached < request.num_tokens and (hashes := request.block_hashes):
+        findable = self._findable(request, reached)
+        if findable < request.num_tokens and (hashes := request.block_hashes):
             leader = _Leader(
                 request,
                 reached,
-                self._findable(request, reached),
+                findable,
                 request.num_tokens,
                 hashes[0],
                 expected=reached,
@@ -177,7 +180,6 @@ class PrefixWait:
         ticket = (self._num_waits, request.seq_id)
         origin = leader.num_lost - self._num_lost.get(request.seq_id, 0)
         self._waiters[request.seq_id] = _Waiter(request, self._num_waits, origin)
-        self._kv_cache.want_state(leader.request, num_tokens)
         heapq.heappush(leader.waiters, (num_tokens, ticket))
         heapq.heappush(leader.limits, (origin + MAX_LOST_STEPS, ticket))
 

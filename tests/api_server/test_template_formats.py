@@ -235,8 +235,17 @@ PARTS_ONLY = (
 """In the form of SmolVLM's, which would read the characters of a text as parts."""
 
 
-def test_a_template_that_knows_only_parts_gets_parts() -> None:
-    template = ChatTemplate(PARTS_ONLY, SPECIALS)
+CALLS = (
+    "{% for m in messages %}{% for call in m.tool_calls or [] %}"
+    "{% if call.function.arguments is mapping %}{{ call.function.arguments | tojson }}{% endif %}"
+    "{% endfor %}{% endfor %}"
+)
+"""Asks for the type of something else than content."""
+
+
+@pytest.mark.parametrize("source", [PARTS_ONLY, CALLS + PARTS_ONLY], ids=["alone", "with-calls"])
+def test_a_template_that_knows_only_parts_gets_parts(source: str) -> None:
+    template = ChatTemplate(source, SPECIALS)
     messages = [
         {"role": "user", "content": "Hello"},
         {"role": "assistant", "content": [{"type": "text", "text": "Hi"}]},
@@ -245,6 +254,22 @@ def test_a_template_that_knows_only_parts_gets_parts() -> None:
     request = ChatCompletionRequest(model="m", messages=messages)
     conversation = build_conversation(request, template.facts, IgnoredFields())
     assert template.render(conversation) == "User: Hello\nAssistant: Hi\nUser: And?\n"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}{% endfor %}",
+        "{% for m in messages %}{% set c = m['content'] %}{% if c[0] is mapping %}"
+        "{% for part in c %}{{ part.text }}{% endfor %}{% else %}{{ c }}{% endif %}{% endfor %}",
+        "{% for m in messages %}{% for part in m.content %}"
+        "{{ part if part is string else part.text }}{% endfor %}{% endfor %}",
+    ],
+)
+def test_a_template_that_asks_for_text_gets_text(source: str) -> None:
+    facts = ChatTemplate(source, {}).facts
+    assert (facts.takes_parts, facts.needs_parts) == (True, False)
 
 
 @pytest.mark.parametrize(

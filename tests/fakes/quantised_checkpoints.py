@@ -27,6 +27,8 @@ NF4: Final = torch.tensor(
         *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
     ]
 )
+FP4: Final = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+"""The numbers of E2M1 without their sign."""
 _AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight outputs the i-th 4 bits of a word of AWQ belong to."""
 
@@ -143,6 +145,16 @@ def fp8(
     return Scheme(config, quantise, FP8)
 
 
+def modelopt_fp8() -> Scheme:
+    """One scale of each weight, and one of its input."""
+
+    def quantise(weight: torch.Tensor, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+        stored, numbers = fp8(None, name=".weight_scale").quantise(weight, generator)
+        return stored | {".input_scale": torch.tensor(0.03)}, numbers
+
+    return Scheme({"quant_method": "modelopt", "quant_algo": "FP8"}, quantise, FP8)
+
+
 def bitsandbytes(*, nested: bool, kind: str = "nf4") -> Scheme:
     def quantise(weight: torch.Tensor, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
         blocks = weight.float().reshape(-1, 64)
@@ -227,6 +239,50 @@ def compressed_tensors(form: str, weights: dict[str, Any], block_type: str = "")
     return Scheme(config, quantise, block_type)
 
 
+def nvfp4(*, is_modelopt: bool) -> Scheme:
+    """4 bits in groups of 16, packed by compressed-tensors; modelopt's tensors have other names."""
+
+    def quantise(weight: torch.Tensor, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+        from compressed_tensors.compressors import BaseCompressor
+        from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+        largest = weight.float().view(len(weight), -1, 16).abs().amax(2)
+        of_all = 448 * 6 / largest.amax().view(1)
+        scales = (largest / 6 * of_all).to(torch.float8_e4m3fn)
+        scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**args))
+        compressor = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized")
+        tensors = {"weight": weight.float(), "weight_scale": scales.float()}
+        packed = compressor.compress(tensors | {"weight_global_scale": of_all}, scheme)
+        own, stored_of_all = {f".{name}": each for name, each in packed.items()}, 1 / of_all
+        if is_modelopt:
+            own = {".weight": own[".weight_packed"], ".weight_scale": own[".weight_scale"]}
+            own |= {".weight_scale_2": stored_of_all[0], ".input_scale": torch.tensor(0.02)}
+            each_group = scales.float() * stored_of_all
+        else:
+            own[".input_global_scale"] = torch.tensor([300.0])
+            each_group = scales.float() / of_all
+        numbers = torch.empty_like(weight, dtype=torch.float32)
+        for half, codes in enumerate((packed["weight_packed"] & 15, packed["weight_packed"] >> 4)):
+            magnitudes = FP4[codes.long() & 7]
+            numbers[:, half::2] = torch.where(codes > 7, -magnitudes, magnitudes)
+        numbers *= each_group.repeat_interleave(16, 1)
+        unpacked = compressor.decompress(dict(packed), scheme)["weight"]
+        assert torch.allclose(unpacked.float(), numbers, rtol=2**-7, atol=0)
+        return own, numbers
+
+    args = _args("float", 4, "tensor_group", group_size=16)
+    if is_modelopt:
+        return Scheme(
+            {
+                **{"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},
+                **{"ignore": ["lm_head"], "producer": {"name": "modelopt", "version": "0.37"}},
+            },
+            quantise,
+        )
+    config = compressed_tensors("nvfp4-pack-quantized", args).config
+    return Scheme(config, quantise)
+
+
 def _args(kind: str, bits: int, strategy: str, **others: Any) -> dict[str, Any]:
     return {"type": kind, "num_bits": bits, "symmetric": True, "strategy": strategy} | others
 
@@ -252,8 +308,11 @@ SCHEMES: Final = {
     "fp8 blocks": fp8((128, 128)),
     "fp8 rows": fp8(None, name=".weight_scale", per_row=True),
     "fp8 one scale": fp8(None, name=".weight_scale"),
+    "modelopt fp8": modelopt_fp8(),
     "nf4": bitsandbytes(nested=False),
     "nf4 nested": bitsandbytes(nested=True),
+    "nvfp4": nvfp4(is_modelopt=False),
+    "nvfp4 modelopt": nvfp4(is_modelopt=True),
 }
 
 

@@ -348,6 +348,8 @@ CONFIGS: dict[str, PretrainedConfig] = {
     ),
 }
 """Every family with every variation of the arithmetic that it supports."""
+MIXTURES = [name for name, config in CONFIGS.items() if hasattr(config, "num_experts_per_tok")]
+"""Those with experts."""
 
 
 def architecture_of(config: PretrainedConfig) -> str:

@@ -66,6 +66,8 @@ _LATENT: Final = {
     "first_k_dense_replace": 1,
     "num_nextn_predict_layers": 0,
 }
+_EXPERTS: Final = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+_PARTIAL_MROPE: Final = _DEFAULT_ROPE | {"partial_rotary_factor": 0.5, "mrope_section": [1, 2, 1]}
 _LINEAR_ATTENTION: Final = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "linear_num_key_heads": 2,
@@ -103,6 +105,11 @@ WRAPPED: Final[dict[str, tuple[str, dict[str, Any], dict[str, Any]]]] = {
         {},
     ),
     "glm4v": ("Glm4vForConditionalGeneration", _MROPE, {}),
+    "glm4v_moe": (
+        "Glm4vMoeForConditionalGeneration",
+        _EXPERTS | {"n_routed_experts": 8, "rope_parameters": _PARTIAL_MROPE},
+        {},
+    ),
     "glm46v": ("Glm46VForConditionalGeneration", _MROPE, {}),
     "glm_ocr": ("GlmOcrForConditionalGeneration", _MROPE, {}),
     "idefics3": ("Idefics3ForConditionalGeneration", {}, {}),
@@ -121,6 +128,11 @@ WRAPPED: Final[dict[str, tuple[str, dict[str, Any], dict[str, Any]]]] = {
         "Qwen3VLForConditionalGeneration",
         {},
         {"tie_word_embeddings": True, "eos_token_id": 2},
+    ),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoeForConditionalGeneration",
+        _EXPERTS | {"num_experts": 6},
+        {"eos_token_id": 2},
     ),
     "kimi_k25": ("Kimi_K25ForConditionalGeneration", _LATENT, {"tie_word_embeddings": False}),
     "gemma4": (

@@ -220,14 +220,25 @@ def _distribution(
     exact = exact_shares(accelerator.fetch(row)[0].double().numpy(), **settings)
     outside = int(found[exact == 0].sum())
     kept = exact > 0
-    expected = exact[kept] * num_draws
-    chi = float(((found[kept] - expected) ** 2 / expected).sum())
-    freedom = int(kept.sum()) - 1
-    # Wilson and Hilferty: the cube root of chi² / k is nearly normal.
-    deviations = ((chi / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / (2 / (9 * freedom)) ** 0.5
     demand(outside == 0, f"{outside} draws of tokens that are out")
-    demand(deviations < 4, f"chi² {chi:.0f} of {freedom}, {deviations:.1f} deviations")
-    return f"chi² {chi:.0f} of {freedom}"
+    chi, deviations = chi_square(found[kept], exact[kept] * num_draws)
+    figure = f"chi² {chi:.0f} of {int(kept.sum()) - 1}"
+    demand(deviations < 4, f"{figure}, {deviations:.1f} deviations")
+    return figure
+
+
+def chi_square(found: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> tuple[float, float]:
+    """Return chi² of counts and how many standard deviations it is above its mean.
+
+    By Wilson and Hilferty: the cube root of chi² / k is nearly normal. 0 for a single count, which
+    has no freedom.
+    """
+    chi = float(((found - expected) ** 2 / expected).sum())
+    freedom = len(found) - 1
+    if freedom == 0:
+        return chi, 0.0
+    spread = 2 / (9 * freedom)
+    return chi, ((chi / freedom) ** (1 / 3) - (1 - spread)) / spread**0.5
 
 
 def exact_shares(

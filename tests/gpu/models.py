@@ -13,7 +13,7 @@ from tests.gpu.report import Report
 from tests.gpu.timing import product_rate, read_rate
 from worker.attention.base import AttentionInputs
 from worker.attention.flashinfer_group import Options
-from worker.attention.flashinfer_latent import backend_class
+from worker.attention.flashinfer_latent import create_flashinfer
 from worker.cuda_graphs import DecodeGraphs
 from worker.input_batch import BlockTable
 from worker.kv_cache import KVCache
@@ -51,7 +51,7 @@ class Bench:
         self.cache = KVCache(geometry, layout, 1 + -(-num_tokens // BLOCK), BLOCK, gpu.device)
         self.cache.buffer.normal_()
         self.accelerator = gpu.accelerator()
-        self.attention = backend_class(spec.attention_shape)(
+        self.attention = create_flashinfer(
             self.cache,
             spec.attention_shape,
             DTYPE,

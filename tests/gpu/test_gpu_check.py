@@ -27,7 +27,7 @@ from tests.gpu import kernels, models, pack, server
 from tests.gpu.checkpoint import write_checkpoint
 from tests.gpu.formulas import decode_floor, kv_bytes_per_token, prefill_operations, weight_bytes
 from tests.gpu.hardware import REHEARSAL
-from tests.gpu.kernels import exact_shares
+from tests.gpu.kernels import chi_square, exact_shares
 from tests.gpu.phases import FIRST_HOUR, PHASES, Phase
 from tests.gpu.random_model import CONFIGS
 from tests.gpu.rehearsal import SMALL, rehearsed
@@ -74,6 +74,15 @@ def test_exact_shares_equal_the_filtered_distribution(settings: dict[str, Any]) 
     )
     found = exact_shares(logits.numpy(), **settings)
     assert np.allclose(found, scores[0].softmax(0).numpy(), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"), [([100], [100]), ([50, 50], [50, 50]), ([10, 90], [50, 50])]
+)
+def test_the_deviations_of_counts(found: list[int], expected: list[int]) -> None:
+    """A filter may keep one token; then nothing can deviate."""
+    _, deviations = chi_square(np.array(found), np.array(expected, dtype=float))
+    assert (deviations > 4) == (found == [10, 90])
 
 
 def test_sequences_of_simulated_steps_have_their_own_blocks() -> None:

@@ -140,8 +140,7 @@ KV_CACHE = (
         "pending_copy_not_cancelled",
         "engine_core/kv_cache/manager.py",
         "        if self._pending_copies:\n"
-        "            self._pending_copies.cancel("
-        "chain.from_iterable(self.block_ids(request.seq_id)))\n",
+        "            self._pending_copies.cancel(self._pool_blocks(request.seq_id))\n",
         "",
         "The copy for a fork that has ended overwrites the KV of another request.",
         ("tests/engine_core/kv_cache/test_fork.py",),

@@ -64,12 +64,16 @@ SIZES: dict[str, dict[str, int]] = {
     "llama": {"head_dim": 64},
     "mistral-window": {"head_dim": 128},
     "gemma3-pattern-untied": {"head_dim": 256},
+    "gptoss": {"head_dim": 64, "num_experts_per_tok": 6},
     "mixtral": {"head_dim": 64},
     "deepseek2": _LATENTS,
     "deepseek3": _LATENTS,
     "glm4moelite": _LATENTS | {"num_attention_heads": 5, "num_key_value_heads": 5},
 }
 """Sizes of tiny models for which there are GPU kernels."""
+_IN_FLOAT16 = ("gptoss",)
+"""Outputs are rounded before and after the sinks: often another token in bfloat16, and in float16
+in one sequence at most."""
 
 
 class SyncRunner:
@@ -85,9 +89,10 @@ class SyncRunner:
 class Model:
     """A tiny model that can be loaded on any device."""
 
-    dtype = DTYPE
+    dtype: torch.dtype
 
     def __init__(self, name: str, folder: Path) -> None:
+        self.dtype = torch.float16 if name in _IN_FLOAT16 else DTYPE
         plain = CONFIGS[name]
         config = type(plain)(**plain.to_dict() | SIZES[name])
         tiny_model(config).save_pretrained(folder)
@@ -96,7 +101,9 @@ class Model:
         self._reference_tokens: dict[int, list[int]] | None = None
 
     def load(self, device: torch.device) -> Decoder:
-        return weights.load_model(self.prepared, self.spec, DTYPE, device, lambda fraction: None)
+        return weights.load_model(
+            self.prepared, self.spec, self.dtype, device, lambda fraction: None
+        )
 
     def cache(self, device: torch.device, dtype: torch.dtype | None = None) -> KVCache:
         layout, geometry = layer_cache(self.spec, dtype or self.dtype)
@@ -242,7 +249,9 @@ def reference_tokens(model: Model) -> dict[int, list[int]]:
 def test_tokens_equal_the_reference(model: Model, cuda: FakeCuda) -> None:
     worker = OnFakeCuda(model, cuda, len(CHUNKS))
     engine: Any = Engine(SyncRunner(worker.runner), worker.cache)
-    assert engine.generate(model.prompts()) == reference_tokens(model)
+    found, expected = engine.generate(model.prompts()), reference_tokens(model)
+    same = [found[each] == expected[each] for each in expected]
+    assert sum(same) >= len(same) - (model.dtype != DTYPE)
     assert cuda.device.num_replays > 30
 
 
@@ -639,9 +648,12 @@ def test_norms_and_gates_use_the_library(
     # Roundings differ in the last bit, and bfloat16 has many ties.
     assert sum(same) > 0.8 * len(same)
     # Gemma's norm weights include the added 1, in float32.
-    gemma = {"gelu_tanh_and_mul"}
-    is_gemma = model.spec.attention_shape.head_dim == 256
-    assert set(library.num_calls) == (gemma if is_gemma else {"silu_and_mul", "rmsnorm"})
+    norms_and_gates = {
+        "Gemma3ForCausalLM": {"gelu_tanh_and_mul"},
+        "GptOssForCausalLM": {"rmsnorm"},
+    }
+    expected = norms_and_gates.get(model.spec.architecture, {"silu_and_mul", "rmsnorm"})
+    assert set(library.num_calls) == expected
     assert worker.library.num_calls.keys() == {"rope"}
 
 

@@ -2,12 +2,13 @@
 
 import logging
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
 
-from worker import kernel_choice
+from proto.config import DeviceConfig, ServeConfig
+from worker import kernel_choice, products_command
 from worker.attention.base import AttentionShape
 from worker.kernel_choice import (
     ROWS,
@@ -193,6 +194,46 @@ def test_attention_stays_with_the_default_kernels(
 ) -> None:
     shape = AttentionShape(2, 2, head_dim, 0.1)
     assert choose_attention(shape, BF16, BF16, str(tmp_path / folder)) == (None, [])
+
+
+@pytest.mark.parametrize(
+    ("backend", "head_dim", "num_libraries", "folder", "chosen", "timed"),
+    [
+        ("auto", 64, 1, "", "default", {"default"}),
+        ("auto", 64, 2, "missing", "default", {"default", "other"}),
+        ("reference", 64, 2, "", "reference", {"default", "other", "reference"}),
+        ("auto", 12, 2, "", "reference", {"reference"}),
+    ],
+    ids=["one-library", "cannot-be-kept", "reference", "no-kernels"],
+)
+def test_the_benchmark_shows_the_attention_of_a_worker_without_a_choice(
+    tmp_path: Path,
+    candidates: tuple[Kernels, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    backend: Any,
+    head_dim: int,
+    num_libraries: int,
+    folder: str,
+    chosen: str,
+    timed: set[str],
+) -> None:
+    libraries = candidates[:num_libraries]
+    for module in (kernel_choice, products_command):
+        monkeypatch.setattr(module, "candidate_kernels", lambda: libraries)
+    monkeypatch.setattr(products_command, "_SECONDS", 0.0)
+    names = dict(zip(("default", "other"), (each.variant for each in candidates), strict=False))
+    shape = AttentionShape(2, 2, head_dim, 0.1)
+    found = products_command.attention_times(
+        ServeConfig(device=DeviceConfig(attention_backend=backend)),
+        str(tmp_path / folder),
+        shape,
+        BF16,
+        [1, 8],
+    )
+    assert found["name"] == f"attention 1x{head_dim} bfloat16 bfloat16"
+    assert found["chosen"] == names.get(chosen, chosen)
+    assert found["ms"].keys() == {names.get(name, name) for name in timed}
+    assert all(len(times) == 2 for times in found["ms"].values())
 
 
 @pytest.mark.parametrize(

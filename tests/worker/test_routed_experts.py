@@ -1,6 +1,7 @@
 """Experts stored by KV slot, and the settings and models for which they are refused."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +11,12 @@ from proto.config import CacheConfig, ModelConfig, ServeConfig
 from proto.config_checks import validate
 from proto.engine_io import RoutedExperts
 from proto.errors import ConfigError, InternalRequestError
-from tests.fakes.tiny_checkpoints import CONFIGS
+from tests.fakes.dense_attention import DenseAttention
+from tests.fakes.prepared_models import prepare_checkpoint, spec_of
+from tests.fakes.tiny_checkpoints import CONFIGS, MIXTURES, save_tiny
 from tests.fakes.tiny_ggufs import config_of
 from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
+from worker.loader.weights import load_model
 from worker.models.moe import MoeSpec
 from worker.models.registry import spec_from_config
 from worker.models.spec import ModelSpec
@@ -20,6 +24,7 @@ from worker.routed_experts import (
     ExpertSpan,
     RoutedExpertsCache,
     expert_rows,
+    record_experts,
     require_routed_experts,
 )
 
@@ -62,6 +67,32 @@ def test_slots_hold_the_experts_of_tokens_and_are_copied_with_blocks(
         (row.seq_id, row.experts.first_position, row.experts.num_bytes, len(row.experts.data))
         for row in found
     ] == [(70, 6, num_bytes, 2 * size), (71, 0, num_bytes, size)]
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_the_experts_of_every_router_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """By softmax or sigmoid, with groups and a bias for balance or without."""
+    model = save_tiny(name, tmp_path)
+    chosen = []
+    for module in model.modules():
+        if type(module).__name__.endswith("Experts"):
+            module.register_forward_pre_hook(
+                lambda module, arguments: chosen.append(arguments[1].sort(1).values)
+            )
+    tokens = torch.randint(0, 96, (40,), generator=torch.Generator().manual_seed(5))
+    with torch.inference_mode():
+        model(tokens[None])
+    prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")
+    cpu = torch.device("cpu")
+    decoder = load_model(prepared, spec_of(prepared), torch.float32, cpu, lambda fraction: None)
+    record = record_experts(decoder, 40, cpu)
+    attention = DenseAttention(decoder.spec)
+    attention.begin_chunk(len(tokens))
+    decoder.forward(tokens, torch.arange(40), attention)
+    found = record.long().sort(2).values
+    assert len(found) == len(chosen)
+    assert torch.equal(found, torch.stack(chosen))
+    assert len(found.unique()) > found.shape[2], "the router chooses the same for all tokens"
 
 
 def test_rows_are_replaced_by_position_and_none_may_be_lost() -> None:

@@ -44,9 +44,10 @@ from worker.attention.flashinfer_group import (
     SentOffsets,
 )
 from worker.attention.flashinfer_ragged import FlashInferRaggedAttention
+from worker.attention.kv_store import TritonStore
 from worker.attention.paged_batch import GroupParts, Part
 from worker.device.accelerator import Accelerator
-from worker.kv_cache import DensePages, Pages
+from worker.kv_cache import DensePages, KVCache, Pages
 from worker.layers.rotary import Rotation
 
 TILE_ROWS: Final = 128
@@ -278,10 +279,17 @@ class FlashInferLatentAttention(FlashInferAttention):
         return DensePages(pages.rows[..., :rank]), DensePages(pages.rows[..., rank:])
 
 
-def backend_class(
+def create_flashinfer(
+    kv_cache: KVCache,
     shape: AttentionShape,
-) -> type[FlashInferAttention | FlashInferRaggedAttention]:
-    """Return the backend on FlashInfer for layers of this shape."""
+    dtype: torch.dtype,
+    accelerator: Accelerator,
+    library: Library,
+    store: TritonStore,
+    options: Options,
+) -> FlashInferAttention | FlashInferRaggedAttention:
+    """Return the backend on FlashInfer for layers of this shape; arguments as the backends'."""
     if shape.bidirectional:
-        return FlashInferRaggedAttention
-    return FlashInferLatentAttention if shape.latent_dim else FlashInferAttention
+        return FlashInferRaggedAttention(kv_cache, shape, dtype, accelerator, library)
+    backend = FlashInferLatentAttention if shape.latent_dim else FlashInferAttention
+    return backend(kv_cache, shape, dtype, accelerator, library, store, options)

@@ -25,7 +25,6 @@ import torch.nn.functional as F
 
 from worker.attention.base import AttentionInputs, AttentionShape
 from worker.attention.flashinfer_group import Library, Options, PlannedWrapper, WrapperMaker
-from worker.attention.kv_store import TritonStore
 from worker.device.accelerator import Accelerator
 from worker.device.transfers import Uploader
 from worker.kv_cache import KVCache, Window
@@ -85,8 +84,6 @@ class FlashInferRaggedAttention:
         dtype: torch.dtype,
         accelerator: Accelerator,
         library: Library,
-        store: TritonStore,
-        options: Options,
     ) -> None:
         """Arguments as of FlashInferAttention; nothing is kept in the pages of the cache."""
         self._layout = kv_cache.layout

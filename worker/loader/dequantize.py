@@ -26,8 +26,9 @@ import torch
 from worker.layers.kernel_weights import BLOCK_TYPES
 from worker.loader import codebooks
 
-_E2M1: Final = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), dtype=torch.float32)
-"""The numbers of 4 bits without their sign (OCP Microscaling Formats, section 5.3.3)."""
+_MAGNITUDES: Final = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), dtype=torch.float32)
+E2M1: Final = torch.cat((_MAGNITUDES, -_MAGNITUDES))
+"""The numbers of 4 bits (OCP Microscaling Formats, section 5.3.3)."""
 _IQ4: Final = torch.tensor(
     (
         *(-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0),
@@ -95,8 +96,7 @@ def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
 def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
     # the exponent of a float; 0 stands for 2^-127, which a float has as a subnormal number
     bits = (blocks[:, :1].int() << 23).clamp_min(0x00400000)
-    table = torch.cat((_E2M1, -_E2M1))
-    return bits.view(torch.float32) * table[_nibbles(blocks[:, 1:]).long()]
+    return bits.view(torch.float32) * E2M1[_nibbles(blocks[:, 1:]).long()]
 
 
 def _q2_k(blocks: torch.Tensor) -> torch.Tensor:
@@ -170,25 +170,31 @@ HALF_SCALES: Final[Mapping[str, tuple[int, ...]]] = {
 }
 """Bytes of a block at which float16 scales and minima begin. That of IQ1_M lies in four parts;
 those of NVFP4 are always numbers."""
+_IQ1_M_EXPONENT: Final = ((52, 0xC000), (54, 0x7000))
+"""The exponent of the scale of IQ1_M: bytes at which words begin, and its bits in them."""
 _HALF_EXPONENT: Final = 0x7C00
 _NAN_EXPONENT: Final = 0xFF
 """Of MXFP4."""
 
 
 def has_wrong_scale(gguf_type: str, blocks: npt.NDArray[np.uint8]) -> bool:
-    """Return whether a scale or minimum of these blocks is NaN or infinite, not for IQ1_M.
+    """Return whether a scale or minimum of these blocks is NaN or infinite.
 
     blocks: the bytes of whole blocks, flat.
     """
     size = BLOCK_TYPES[gguf_type][1]
-    count = len(blocks) // size
+
+    def all_set(at: int, bits: int) -> npt.NDArray[np.bool_]:
+        words = np.ndarray(len(blocks) // size, "<u2", blocks, at, (size,))
+        found: npt.NDArray[np.bool_] = (words & bits) == bits
+        return found
+
     if gguf_type == "MXFP4":
         return bool((blocks[::size] == _NAN_EXPONENT).any())
-    for at in HALF_SCALES.get(gguf_type, ()):
-        halves = np.ndarray(count, "<u2", blocks, at, (size,))
-        if ((halves & _HALF_EXPONENT) == _HALF_EXPONENT).any():
-            return True
-    return False
+    if gguf_type == "IQ1_M":
+        low, high = (all_set(*part) for part in _IQ1_M_EXPONENT)
+        return bool((low & high).any())
+    return any(all_set(at, _HALF_EXPONENT).any() for at in HALF_SCALES.get(gguf_type, ()))
 
 
 def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:

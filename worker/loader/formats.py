@@ -558,6 +558,7 @@ def read_table(source: WeightSource, name: str, memory: Counter[str]) -> Embeddi
         return MappedTable(rows, source.dtype)
     assert kernels is not None
     blocks = source.read_blocks(name)
+    check_scales(source.name_in_file(name), blocks.type, blocks.data)
     stored = blocks.data.reshape(blocks.rows, -1)
     return MappedBlockTable(kernels, blocks.type, stored, blocks.columns, source.dtype)
 

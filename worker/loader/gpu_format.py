@@ -10,6 +10,7 @@ looked up or multiplied as stacked tensors.
 
 from collections import Counter
 from collections.abc import Sequence
+from enum import Enum, auto
 from itertools import groupby
 from typing import Final
 
@@ -31,6 +32,21 @@ from worker.layers.triton_codes import CodedWeight, TritonCodedLinear
 from worker.loader.formats import BuildLinear, DenseFormat, PackedFormat, Product
 from worker.loader.source import WeightSource
 
+
+class _Holding(Enum):
+    """How the weights of a product are held.
+
+    NUMBERS: converted, as all others of their kind. CONVERTED: although their kind may stay as it
+    is, because kernels do not take these shapes.
+    """
+
+    CODES = auto()
+    FP8_ROWS = auto()
+    FP8_BLOCKS = auto()
+    NUMBERS = auto()
+    CONVERTED = auto()
+
+
 _CODED: Final = ("INT4_32", "INT4_128", "INT8_32", "INT8_128", "NF4")
 _NAN: Final = 0x7F
 """The code of NaN in E4M3, without its sign."""
@@ -50,40 +66,47 @@ class GpuFormat(DenseFormat):
 
     def read_product(self, source: WeightSource, product: Product) -> BuildLinear:
         names = product.weights
-        if product.is_one_head or not self._is_quantised(source, names):
+        holding = self._holding(source, product)
+        if holding is _Holding.CONVERTED:
+            self.dense_names.extend(f"{name} ({source.type_of(name)})" for name in names)
+        if holding in (_Holding.NUMBERS, _Holding.CONVERTED):
             return super().read_product(source, product)
         bias = source.read(*product.biases) if product.biases else None
-        if self._is_coded(source, names):
+        if holding is _Holding.CODES:
             weights = self._read_coded(source, names)
             size = sum(weight.nbytes for weight in weights)
             return self._counted(PackedFormat.name, size, TritonCodedLinear(weights, bias))
-        if self._has_fp8_rows(source, names):
-            codes, scales = self._read_fp8(source, names)
-            size = codes.nbytes + scales.nbytes
+        codes, scales = self._read_fp8(source, names)
+        if holding is _Holding.FP8_ROWS:
             given = [source.input_scale(name) for name in names]
             largest = None if None in given else max(scale for scale in given if scale)
             linear: Linear = Fp8RowLinear(codes, scales, bias, largest)
-            return self._counted("fp8", size, linear)
-        if self._has_fp8_blocks(source, names):
-            codes, rows = self._read_fp8(source, names)
-            scales = rows[::BLOCK].contiguous()
+        else:
+            scales = scales[::BLOCK].contiguous()
             linear = Fp8BlockLinear(usable_flashinfer(), codes, scales, bias)
-            return self._counted("fp8", codes.nbytes + scales.nbytes, linear)
-        self.dense_names.extend(f"{name} ({source.type_of(name)})" for name in names)
-        return super().read_product(source, product)
+        return self._counted("fp8", codes.nbytes + scales.nbytes, linear)
 
     def product_bytes(self, source: WeightSource, product: Product) -> Counter[str]:
+        holding = self._holding(source, product)
+        if holding in (_Holding.NUMBERS, _Holding.CONVERTED):
+            return super().product_bytes(source, product)
+        if holding is _Holding.CODES:
+            return Counter({PackedFormat.name: sum(map(source.code_bytes, product.weights))})
+        rows, columns = source.joined_shape(*product.weights)
+        num_scales = rows if holding is _Holding.FP8_ROWS else rows * columns // BLOCK**2
+        return Counter({"fp8": rows * columns + 4 * num_scales})
+
+    def _holding(self, source: WeightSource, product: Product) -> _Holding:
         names = product.weights
         if product.is_one_head or not self._is_quantised(source, names):
-            return super().product_bytes(source, product)
-        rows, columns = source.joined_shape(*names)
+            return _Holding.NUMBERS
         if self._is_coded(source, names):
-            return Counter({PackedFormat.name: sum(map(source.code_bytes, names))})
+            return _Holding.CODES
         if self._has_fp8_rows(source, names):
-            return Counter({"fp8": rows * columns + 4 * rows})
+            return _Holding.FP8_ROWS
         if self._has_fp8_blocks(source, names):
-            return Counter({"fp8": rows * columns + 4 * rows * columns // BLOCK**2})
-        return super().product_bytes(source, product)
+            return _Holding.FP8_BLOCKS
+        return _Holding.CONVERTED
 
     def _counted(self, form: str, num_bytes: int, linear: Linear) -> BuildLinear:
         def build() -> Linear:

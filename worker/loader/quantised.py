@@ -8,6 +8,7 @@ become numbers, or the blocks that kernels read (csrc/products/packed/packed.h):
     int8             codes, scales, zeros                           scale * (code - zero)
     nf4              codes of 4 bits, a table, scales               scale * table[code]
     mxfp4            codes of 4 bits, exponents                     scale * E2M1[code]
+    nvfp4            codes of 4 bits, scales of groups and of all   scale * of all * E2M1[code]
     fp8              codes, scales                                  scale * E4M3[code]
 
 Numbers are exact in float32, products of a code's few bits with a scale of 16 bits; with a scale of
@@ -28,7 +29,7 @@ import torch
 from proto.errors import ModelError
 from proto.prepared_model import TensorEntry
 from worker.layers.kernel_weights import BLOCK_TYPES
-from worker.loader.dequantize import dequantize
+from worker.loader.dequantize import E2M1, dequantize
 
 RawBytes = npt.NDArray[np.uint8]
 Parts = Mapping[str, torch.Tensor]
@@ -78,6 +79,8 @@ def read_numbers(entry: TensorEntry, parts: Parts) -> torch.Tensor:
             case "nf4":
                 codes, scales = _four_bits(part, parts)
                 torch.mul(parts["table"][codes.long()], scales, out=rows)
+            case "modelopt_nvfp4" | "compressed_nvfp4":
+                torch.mul(*_nvfp4(part, parts), out=rows)
             case _:
                 each = _read_groups(part, parts, order)
                 rows.copy_(each.numbers() if order is None else _put_back(each.numbers(), order))
@@ -392,6 +395,18 @@ def _put_nf4(codes: torch.Tensor, scales: torch.Tensor, blocks: torch.Tensor) ->
     halves = (scales[:, ::32] / NF4_FACTOR).half().contiguous()
     blocks[:, :, :2] = halves.view(torch.uint8).view(*blocks.shape[:2], 2)
     blocks[:, :, 2:] = _in_halves(codes)
+
+
+def _nvfp4(entry: TensorEntry, parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return float32 numbers and scales, both [rows, columns].
+
+    The scale of all is a factor of the others, or divides them.
+    """
+    rows = slice(entry.first_row, entry.first_row + entry.shape[0])
+    scales = parts["scales"][rows].float()
+    scales = scales * parts["factor"] if "factor" in parts else scales / parts["divisor"]
+    scales = _finite(entry, scales).repeat_interleave(int(entry.options["group"]), 1)
+    return E2M1[_split_bytes(parts["codes"][rows], low_first=True).long()], scales
 
 
 def _fp8(entry: TensorEntry, parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:

@@ -409,7 +409,10 @@ def _pop_entry(
 
 
 def _is_transposed(entry: TensorEntry, stack: StackPart) -> bool:
-    return stack.transposed and entry.packing != "mxfp4"
+    if entry.packing == "mxfp4":
+        return False
+    only_shape = stack.shape != entry.shape == stack.shape_in_file(transposed=True)
+    return stack.transposed or (stack.may_be_transposed and only_shape)
 
 
 def _part_of(entry: TensorEntry, stack: StackPart, shape: tuple[int, ...]) -> StoredWeight:

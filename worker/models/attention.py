@@ -263,9 +263,9 @@ class Attention:
         # heads  [ q0 q1 … | k0 … | v0 … ]      with gates  [ q0 g0 q1 g1 … | k0 … | v0 … ]
         heads = self.qkv(x).view(-1, *self._heads)
         query, key, value = heads.split_with_sizes(self._parts, 1)
-        gates = query[:, 1::2]
+        gates = None
         if self._gate is not None:
-            query = query[:, ::2].contiguous()
+            query, gates = query[:, ::2].contiguous(), query[:, 1::2]
         if self.head_norms:
             query, key = self._normed(query, key)
         scales = context.query_scales(self.rotary)
@@ -273,13 +273,20 @@ class Attention:
             query = (query * scales[:, None, None]).to(query.dtype)
         rotation = context.rotation(self.rotary)
         attended = context.attention.run(self._layer, query, key, value, rotation, self.sinks)
-        if self._gate is not None:
-            rows = torch.cat((gates, attended), dim=2).flatten(0, 1)
-            gated = context.scratch(self.spec.query_size)
-            # A row of the gate is a head.
-            of_heads = Scratch(gated.tensor.view(len(rows), -1), gated.address, len(rows))
-            attended = self._gate(rows, of_heads).view(attended.shape)
+        if gates is not None:
+            attended = self._gated(attended, gates, context)
         return self.output.add_to(residual, attended.flatten(1))
+
+    def _gated(
+        self, attended: torch.Tensor, gates: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        """Return the outputs [T, heads, head_dim] times the sigmoids of gates of the same shape."""
+        assert self._gate is not None
+        rows = torch.cat((gates, attended), dim=2).flatten(0, 1)
+        gated = context.scratch(self.spec.query_size)
+        # A row of the gate is a head.
+        of_heads = Scratch(gated.tensor.view(len(rows), -1), gated.address, len(rows))
+        return self._gate(rows, of_heads).view(attended.shape)
 
     def _normed(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         query_norm, key_norm = self.head_norms

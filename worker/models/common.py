@@ -241,7 +241,7 @@ def delta_rule_decoder(
     )
     bias = config.flag("attention_bias", False)
     max_position = config.integer("max_position_embeddings")
-    rope = rope_from_config(config, max_position, of_images=True)
+    rope = rope_from_config(config, max_position)
     return llama_like(
         config,
         architecture=architecture,

@@ -224,6 +224,7 @@ class MoeSpec:
                     first_row=first,
                     row_step=step,
                     transposed=names.transposed and of_weight,
+                    may_be_transposed=of_weight,
                 ),
                 gguf_stack=StackPart(
                     tensor=f"ffn_{name}_exps.{kind}",

@@ -90,6 +90,7 @@ class StackPart:
     row_step: the weight has every row_step-th of these rows.
     transposed: files have the transpose of each of these matrices, except as a pair of MXFP4 blocks
         and scales. The weight then has the columns from first_column on.
+    may_be_transposed: some files do; they are those of which the shape says so.
     """
 
     tensor: str
@@ -98,6 +99,7 @@ class StackPart:
     first_row: int = 0
     row_step: int = 1
     transposed: bool = False
+    may_be_transposed: bool = False
     first_column: int = 0
 
     def shape_in_file(self, transposed: bool) -> tuple[int, ...]:

@@ -7,12 +7,11 @@ from worker.models.common import (
     layer_kinds,
     layer_windows,
     llama_like,
+    qwen_mixture,
     qwen_sparse_layers,
-    router_from_config,
     window_from_config,
 )
 from worker.models.config_reader import ConfigReader
-from worker.models.moe import MoeNames, MoeSpec
 from worker.models.spec import ModelSpec
 
 MODEL_TYPE = "qwen2_moe"
@@ -22,15 +21,7 @@ _DEFAULT_MAX_WINDOW_LAYERS = 28
 def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; with `use_sliding_window` every other lower layer has a window."""
     config.must_be("hidden_act", "silu", "swish")
-    router = router_from_config(config, normalised=config.flag("norm_topk_prob", False))
-    mixture = MoeSpec(
-        hidden_size=config.integer("hidden_size"),
-        intermediate_size=config.integer("moe_intermediate_size"),
-        router=router,
-        shared_size=config.integer("shared_expert_intermediate_size"),
-        shared_gate=True,
-        names=MoeNames(shared="mlp.shared_expert"),
-    )
+    mixture = qwen_mixture(config, normalised=config.flag("norm_topk_prob", False))
     window = window_from_config(config) if config.flag("use_sliding_window", False) else None
     below = config.integer("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS, least=0)
     kinds = layer_kinds(

@@ -13,6 +13,12 @@ from typing import Any
 from worker.models.config_reader import ConfigReader
 
 _DEFAULT_THETA = 10_000.0
+_IMAGE_KEYS = ("mrope_section", "mrope_interleaved")
+"""Which dimensions rotate by which of the three positions of a part of an image.
+
+The three are one and the same for a token of text, so these keys, and a `type` "mrope", change
+nothing.
+"""
 
 
 @dataclass(frozen=True)
@@ -105,13 +111,10 @@ def rope_from_config(
     max_position: int,
     theta: float = _DEFAULT_THETA,
     scales_queries: bool = False,
-    of_images: bool = False,
 ) -> RotatingRope:
     """Return the rotary embedding; raises ModelError for a kind or a key that is not supported.
 
     theta: the family's default. scales_queries: whether the family reads `llama_4_scaling_beta`.
-    of_images: whether it says how the frequencies are divided among the three positions of a part
-        of an image, which are one and the same for a token of text.
     """
     older, newer = config.mapping("rope_scaling"), config.mapping("rope_parameters")
     theta = config.number("rope_theta", theta)
@@ -120,9 +123,6 @@ def rope_from_config(
     values: dict[str, Any] = dict(older or newer)
     if original is not None:
         values["original_max_position_embeddings"] = original
-    if of_images:
-        for name in ("mrope_section", "mrope_interleaved"):
-            values.pop(name, None)
     growth = values.pop("llama_4_scaling_beta", None) if scales_queries else None
     rope = _rope_from_values(values, key, theta, max_position, config.max_model_len)
     if growth is None:
@@ -188,6 +188,8 @@ def _rope_from_values(
     kind = rope.get("rope_type") or kind or "default"
     rope.must_be("max_position_embeddings", max_position)
     rope.get("partial_rotary_factor")  # see rotary_dim_from_config
+    for name in _IMAGE_KEYS:
+        rope.get(name)
     parsed = _parse(rope, kind, theta, max_position)
     rope.refuse_unread()
     return parsed
@@ -195,7 +197,7 @@ def _rope_from_values(
 
 def _parse(rope: ConfigReader, kind: str, theta: float, max_position: int) -> RotatingRope:
     match kind:
-        case "default":
+        case "default" | "mrope":
             rope.get("original_max_position_embeddings")
             return DefaultRope(theta)
         case "linear":

@@ -68,7 +68,7 @@ _MIXES_TOKENS: Final = (nn.Conv1d, nn.RNNBase)
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionCall:
+class AttentionArguments:
     """What one layer passes to the attention function.
 
     key_dim is the size of a query head too. window: in tokens, the query's own included.
@@ -92,7 +92,7 @@ class TransformersSpec(ModelSpec):
     for, ascending; empty for any multiple of 8.
     """
 
-    calls: tuple[AttentionCall, ...]
+    calls: tuple[AttentionArguments, ...]
     linear_shapes: dict[str, tuple[int, int]]
     other_size: int
     head_dims: tuple[int, ...] = ()
@@ -320,7 +320,7 @@ class _CallRecorder:
     """
 
     def __init__(self, refuse: Callable[[str], ModelError]) -> None:
-        self.calls: list[AttentionCall] = []
+        self.calls: list[AttentionArguments] = []
         self._refuse = refuse
 
     def __call__(
@@ -351,7 +351,7 @@ class _CallRecorder:
             if argument is not None and argument is not False and name not in _IGNORED_ARGUMENTS:
                 raise self._refuse(f"its attention needs {name}, which no attention backend has")
         self.calls.append(
-            AttentionCall(
+            AttentionArguments(
                 query.shape[1],
                 key.shape[1],
                 key_dim,

@@ -12,6 +12,8 @@ from engine_core.kv_cache.free_queue import (
     FreeBlockQueue,
     LRUFreeQueue,
 )
+from engine_core.kv_cache.manager import KVCacheManager
+from proto.lifecycle import RECURRENT_STATE, KVGroup
 from tests.fakes.kv_requests import Requests, make_manager
 
 
@@ -281,4 +283,10 @@ def test_another_eviction_order_is_a_class_and_a_line_in_the_registry(monkeypatc
             not manager.get_computed_blocks(requests.make(request.all_token_ids)).num_tokens
             for request in (older, newer)
         ]
+        groups = (KVGroup(), KVGroup(kind=RECURRENT_STATE))
+        manager = KVCacheManager(
+            5, 4, True, bytes(32), groups=groups, num_state_slots=5, eviction_policy=policy
+        )
+        queues = {type(group.pool.free_queue) for group in manager.groups}
+        assert queues == {EVICTION_POLICIES[policy]}
     assert evicted == {"lru": [True, False], "last freed": [False, True]}

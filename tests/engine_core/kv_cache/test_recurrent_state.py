@@ -83,7 +83,6 @@ def test_a_hit_ends_with_a_state_and_earlier_entries_are_null(manager):
 
 
 def test_a_state_is_not_found_in_the_step_that_computes_it(manager):
-    """ST-10."""
     requests = Requests(manager)
     manager.begin_step()
     requests.schedule_groups(requests.make("abcd|efgh|ij"))
@@ -164,6 +163,14 @@ def test_states_take_no_block_of_the_kv_pool_and_are_not_forked(manager):
     manager.free(heir)
     assert manager.reset_prefix_cache()
     assert found(manager, requests, "abcd|efgh|ij") == 0
+
+
+def test_slots_are_no_blocks_of_the_pool(manager):
+    """The second request has KV in blocks 4 to 6 and states in slots 4 and 3."""
+    requests = Requests(manager)
+    first, second = (run(manager, requests, text) for text in ("abcd|efgh|ij", "uvwx|yz01|23"))
+    assert manager.block_ids(second.seq_id) == [[4, 5, 6], [0, 4, 3]]
+    assert [manager.num_valid_tokens(each, {3}) for each in (first, second)] == [0, None]
 
 
 class Worker:
@@ -274,6 +281,36 @@ def test_requests_that_share_a_prefix_wait_and_find_its_state(is_async):
 
 
 @IS_ASYNC
+@pytest.mark.parametrize(("num_shared", "num_found"), [(10, 8), (5, 0)])
+def test_requests_admitted_with_a_short_leader_wait_only_for_a_state_that_it_holds(
+    is_async, num_shared, num_found
+):
+    """The leader's 10 tokens fit into one step, which holds the states after 8 and 10 of them."""
+    engine = make_engine(async_scheduling=is_async, max_num_batched_tokens=64)
+    prompts = [[*range(1, num_shared + 1), *[50 + number] * (10 - num_shared)] for number in (0, 1)]
+    rows = [engine.add_one(prompt, 3, ignore_eos=True) for prompt in prompts]
+    assert len(engine.step().new_requests) == (1 if num_found else 2)
+    engine.run()
+    assert [row.num_cached_tokens for row in rows] == [0, num_found]
+    engine.assert_idle()
+
+
+def test_a_state_is_not_wanted_from_a_step_that_has_passed_it(manager):
+    requests = Requests(manager)
+    request = run(manager, requests, "abcd|efgh|ijkl|mnop", 10)
+    assert [manager.want_state(request, length) for length in (4, 8, 12, 16)] == [
+        False,  # the step passed it
+        True,
+        True,
+        True,
+    ]
+    manager.begin_step()
+    requests.schedule_groups(request, 6)
+    manager.begin_step()
+    assert found(manager, requests, "abcd|efgh|ijkl|x") == 12
+
+
+@IS_ASYNC
 @pytest.mark.parametrize("caching", [True, False])
 def test_a_busy_engine_gives_each_request_its_tokens(is_async, caching):
     """Chunks, preemptions, aborts, choices, equal prefixes, and the death of a worker."""
@@ -315,6 +352,26 @@ def test_a_session_goes_on_from_its_state(is_async, caching):
             engine.step()
         engine.add_session_input(row, [100 + turn, 7], 6, last=turn == 3)
     engine.run()
+    engine.assert_idle()
+
+
+@IS_ASYNC
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_turn_that_ends_with_a_stop_token_goes_on_from_a_state(is_async, caching):
+    """With overlapped steps the stop token has been computed, and its state does not go back."""
+    engine = make_engine(async_scheduling=is_async, enable_prefix_caching=caching)
+    prompt = list(range(1, 30))
+    first = undisturbed(prompt, 12)
+    stop = first[8]
+    row = engine.add_one(prompt, 20, ignore_eos=True, resumable=True, stop_token_ids=(stop,))
+    for _ in range(30):
+        engine.step()
+    turn = first[: first.index(stop) + 1]
+    assert engine.tokens_of(row) == turn
+    following = [*prompt, *turn[:-1], 100, 7]
+    engine.add_session_input(row, [100, 7], 6, last=True)
+    engine.run()
+    assert engine.tokens_of(row) == turn + undisturbed(following, 6)
     engine.assert_idle()
 
 

@@ -17,7 +17,7 @@ from worker.attention.base import AttentionInputs, AttentionShape
 from worker.attention.flashinfer import FlashInferAttention
 from worker.attention.flashinfer_group import Options, workspace_bytes
 from worker.attention.flashinfer_latent import (
-    backend_class,
+    create_flashinfer,
     head_runs,
 )
 from worker.attention.flashinfer_latent import (
@@ -41,7 +41,7 @@ class FakeBackend:
         self.library = FakeFlashInfer(self.device)
         self.backend = DeviceAttentionForHost(
             self.device,
-            backend_class(step.case.shape)(
+            create_flashinfer(
                 cache_on(self.device, step.kv_cache),
                 step.case.shape,
                 step.case.dtype,

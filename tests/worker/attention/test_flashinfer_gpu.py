@@ -28,7 +28,7 @@ from tests.worker.reference.torch_kernels import store_by_index
 from worker.attention.base import AttentionInputs
 from worker.attention.flashinfer import load_library
 from worker.attention.flashinfer_group import Options
-from worker.attention.flashinfer_latent import backend_class
+from worker.attention.flashinfer_latent import create_flashinfer
 from worker.attention.kv_store import TritonStore
 from worker.attention.paged_batch import pad_decodes
 from worker.device.accelerator import Accelerator
@@ -98,7 +98,7 @@ class OnDevice:
         self._cache = copy.copy(step.kv_cache)
         self._cache.buffer = device.adopt(step.kv_cache.buffer)
         case = step.case
-        self.backend = backend_class(case.shape)(
+        self.backend = create_flashinfer(
             self._cache,
             case.shape,
             case.dtype,

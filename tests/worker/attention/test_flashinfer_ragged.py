@@ -14,7 +14,7 @@ from tests.fakes.fake_ragged_wrapper import FakeRagged, visible_keys
 from worker.attention.base import AttentionInputs, AttentionShape
 from worker.attention.flashinfer import load_library
 from worker.attention.flashinfer_group import Options
-from worker.attention.flashinfer_latent import backend_class
+from worker.attention.flashinfer_latent import create_flashinfer
 from worker.attention.flashinfer_ragged import FlashInferRaggedAttention, padded_dim, ragged_parts
 from worker.attention.reference import dense_attention
 from worker.device.accelerator import Accelerator
@@ -54,9 +54,10 @@ class Setup:
         layout = scratch_layout(windows)
         geometry = kv_cache_geometry(layout, shape.num_kv_heads, shape.head_dim, BF16, 2)
         self.cache = KVCache(geometry, layout, 64, 16)
-        make: Any = backend_class(shape)
-        options = (self.device, self.library, None, Options())
-        self.backend: Any = make(self.cache, shape, BF16, *options)
+        store: Any = None  # pages are not written
+        self.backend: Any = create_flashinfer(
+            self.cache, shape, BF16, self.device, self.library, store, Options()
+        )
         assert isinstance(self.backend, FlashInferRaggedAttention)
 
     def sent(self, tensor: torch.Tensor) -> torch.Tensor:

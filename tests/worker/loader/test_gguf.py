@@ -200,7 +200,7 @@ def test_unreadable_tensors_are_refused(entry: TensorEntry, message: str) -> Non
         decode_gguf(entry, np.zeros(entry.num_bytes, dtype=np.uint8))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in QUANTISED if kind not in ("IQ1_M", "NVFP4")])
+@pytest.mark.parametrize("kind", [kind for kind in QUANTISED if kind != "NVFP4"])
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_a_scale_that_is_no_number_is_named(kind: str, value: float) -> None:
     """Of the last block; a minimum is one, too."""
@@ -209,16 +209,23 @@ def test_a_scale_that_is_no_number_is_named(kind: str, value: float) -> None:
         rows = random_rows(kind, 5, 512, seed=1)
         wrong = b"\xff" if kind == "MXFP4" else np.float16(value).tobytes()
         last = rows.reshape(-1, block_bytes)[-1]
-        last[offset : offset + len(wrong)] = np.frombuffer(wrong, np.uint8)
+        if kind == "IQ1_M":  # four bits of it are the highest of each of four words
+            words, whole = last[48:].view("<u2"), int(np.float16(value).view("<u2"))
+            words[:] = words & 0x0FFF | [(whole >> at & 15) << 12 for at in (0, 4, 8, 12)]
+        else:
+            last[offset : offset + len(wrong)] = np.frombuffer(wrong, np.uint8)
         entry = TensorEntry("t", kind, (5, 512), 0, 0, rows.nbytes)
         with pytest.raises(ModelError, match=f"tensor t of type {kind} has a scale that is NaN"):
             decode_gguf(entry, rows.reshape(-1))
 
 
-def test_a_packed_weight_with_such_a_scale_is_named(tmp_path: Path, kernels: Kernels) -> None:
+@pytest.mark.parametrize("name", ["blk.1.ffn_down.weight", "token_embd.weight"])
+def test_a_weight_in_blocks_with_such_a_scale_is_named(
+    name: str, tmp_path: Path, kernels: Kernels
+) -> None:
+    """Packed, or left in the mapped file."""
     config = LlamaConfig(**SIZES)
     _, tensors = tiny("Q4_K", config, permuted=True)
-    name = "blk.1.ffn_down.weight"
     data = tensors[name][1]
     data.reshape(-1)[2:4] = np.frombuffer(np.float16(math.inf).tobytes(), np.uint8)
     write(tmp_path / "model.gguf", tensors)

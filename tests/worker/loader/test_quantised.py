@@ -213,6 +213,9 @@ def read_folder(folder: Path) -> None:
         (_in_blocks([0, 128]), "block_structure = [0, 128]"),
         (_in_blocks("128x128"), "block_structure = '128x128'"),
         (SCHEMES["nf4"].config | {"load_in_8bit": True}, "load_in_8bit = True"),
+        (SCHEMES["nvfp4 modelopt"].config | {"quant_algo": "W4A8_AWQ"}, "quant_algo = 'W4A8_AWQ'"),
+        (SCHEMES["nvfp4 modelopt"].config | {"group_size": 32}, "group_size = 32: supported: 16"),
+        (SCHEMES["nvfp4 modelopt"].config | {"kv_cache_quant_algo": "FP8"}, "kv_cache_quant_algo"),
     ],
     ids=str,
 )
@@ -237,6 +240,10 @@ def with_tensor(suffix: str, make: Callable[[Tensors], torch.Tensor]) -> Callabl
 
 def with_number(suffix: str, value: float) -> Callable[[Tensors], None]:
     return lambda tensors: tensors[DOWN + suffix].view(-1)[5:6].fill_(value) and None
+
+
+def zero(tensors: Tensors) -> torch.Tensor:
+    return torch.zeros(1)
 
 
 @pytest.mark.parametrize(
@@ -266,6 +273,13 @@ def with_number(suffix: str, value: float) -> Callable[[Tensors], None]:
         ("fp8 rows", with_number(".weight_scale", -math.inf), f"{DOWN}.weight_scale holds -inf"),
         ("fp8 channel", with_number(".weight_scale", math.nan), f"{DOWN}.weight_scale holds nan"),
         ("nf4", with_number(".weight.absmax", math.nan), f"{DOWN}.weight.absmax holds nan"),
+        ("nvfp4", with_number(".weight_scale", math.nan), f"{DOWN}.weight_scale holds nan"),
+        ("nvfp4", with_tensor(".weight_global_scale", zero), f"a scale of {DOWN}.weight is inf"),
+        (
+            "nvfp4 modelopt",
+            with_tensor(".weight_scale_2", lambda tensors: torch.zeros(2)),
+            "one scale of all in F32 is needed",
+        ),
         (
             "nf4 nested",
             with_number(".weight.nested_quant_map", math.nan),

@@ -136,7 +136,7 @@ def test_a_null_rope_scaling_is_none() -> None:
         ),
         ({"rope_scaling": {"type": "linear"}}, "factor = None"),
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor = '2'"),
-        ({"rope_scaling": {"type": "linear", "factor": 2, "mrope_section": [1]}}, "mrope_section"),
+        ({"rope_scaling": {"type": "linear", "factor": 2, "ntk_alpha": 1}}, "ntk_alpha"),
         (
             {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
             "partial_rotary_factor = 0.5",

@@ -55,6 +55,18 @@ def test_a_family_of_our_own(name: str, tmp_path: Path) -> None:
     prove_on_one_rank(prepared(contents, tmp_path / "prepared"), model)
 
 
+def test_experts_in_the_layout_of_the_published_folder(tmp_path: Path) -> None:
+    """Qwen3-VL's has the transpose of what transformers writes; the shape tells."""
+    model = save_wrapped("qwen3_vl_moe", tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    for name, tensor in tensors.items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            tensors[name] = tensor.transpose(1, 2).contiguous()
+    save_file(tensors, path, {"format": "pt"})
+    prove_on_one_rank(prepared(read(tmp_path), tmp_path / "prepared"), model)
+
+
 @pytest.mark.parametrize(
     "name", ["gemma4", "llama4", "glm4v", "glm_ocr", "gemma3", "ministral3", "qwen3_vl"]
 )
@@ -249,7 +261,12 @@ that is said of the language model."""
                 "hidden_size": 3584,
                 "eos_token_id": 151645,
                 "tie_word_embeddings": False,
-                "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+                "rope_parameters": {
+                    "type": "mrope",
+                    "mrope_section": [16, 24, 24],
+                    "rope_type": "default",
+                    "rope_theta": 1_000_000.0,
+                },
             },
         ),
         (

@@ -11,7 +11,7 @@ from proto.prepared_model import PreparedModel
 from tests.fakes.dense_attention import DenseAttention, logits_in_chunks
 from tests.fakes.prepared_models import prepare_checkpoint, spec_of
 from tests.fakes.ranks import Ranks
-from tests.fakes.tiny_checkpoints import CONFIGS, save_tiny
+from tests.fakes.tiny_checkpoints import CONFIGS, MIXTURES, save_tiny
 from tests.fakes.tiny_ggufs import SIZES
 from tests.worker.loader.test_formats import prepared_gguf
 from worker.kernels import Kernels
@@ -85,15 +85,20 @@ def test_more_ranks_than_kv_heads(name: str, size: int, tmp_path: Path) -> None:
     assert_equals_one_rank(prepare_checkpoint(tmp_path, tmp_path / "prepared"), size)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("name", ["mixtral", "qwen2moe", "qwen3moe-dense-layers", "gptoss"])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        *((name, 2) for name in MIXTURES),
+        *((name, 3) for name in ("mixtral", "qwen2moe", "qwen3moe-dense-layers", "gptoss")),
+    ],
+)
 def test_ranks_with_whole_experts(name: str, size: int, tmp_path: Path) -> None:
     save_tiny(name, tmp_path)
     prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")
     spec = spec_of(prepared).with_expert_parallel()
     assert_equals_one_rank(prepared, size, spec=spec)
     with pytest.raises(ConfigError, match="at most"):
-        shard_model(spec, 8)
+        shard_model(spec, 9)
 
 
 @pytest.mark.parametrize("is_expert_parallel", [False, True])
