@@ -51,7 +51,7 @@ from proto.pooling import MAX_INPUTS, pooler_of
 from proto.process import freeze_heap
 from proto.scheduler_output import BlockIds
 from proto.sockets import Link, Poller
-from proto.speculative_config import parse_speculative_config
+from proto.speculative_config import CPU_METHODS, SpeculativeConfig, parse_speculative_config
 
 logger = logging.getLogger("tokend.engine")
 
@@ -247,9 +247,6 @@ class EngineCore:
             residency=ResidencyMeter(config.cache.kv_cache_metrics_one_in),
         )
         transfer = kv_transfer_config(config.cache.kv_transfer_config)
-        speculative = parse_speculative_config(
-            config.speculation.speculative_config, config.speculation.speculative_max_tokens
-        )
         self.scheduler = Scheduler(
             scheduler_settings(config, worker),
             self.kv_cache,
@@ -267,7 +264,9 @@ class EngineCore:
                 if config.scheduler.enable_mfu_metrics
                 else None
             ),
-            drafting=make_drafting(speculative, plan.max_model_len, structured_output),
+            drafting=make_drafting(
+                speculative_settings(config, worker), plan.max_model_len, structured_output
+            ),
         )
         self.output_dispatcher = OutputDispatcher(
             front_ends, self.scheduler, self.kv_cache, epoch, kv_events
@@ -348,6 +347,13 @@ def without_kv_cache(config: ServeConfig) -> ServeConfig:
     scheduler = msgspec.structs.replace(config.scheduler, enable_chunked_prefill=False)
     cache = msgspec.structs.replace(config.cache, enable_prefix_caching=False)
     return msgspec.structs.replace(config, scheduler=scheduler, cache=cache)
+
+
+def speculative_settings(config: ServeConfig, worker: WorkerReady) -> SpeculativeConfig:
+    """Return how drafts are made; by default they are only where workers are on a CPU."""
+    given = config.speculation
+    default = () if worker.computes_ahead else CPU_METHODS
+    return parse_speculative_config(given.speculative_config, given.speculative_max_tokens, default)
 
 
 def scheduler_settings(config: ServeConfig, worker: WorkerReady) -> SchedulerConfig:

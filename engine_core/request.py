@@ -94,6 +94,7 @@ class Request:
         num_computed_tokens: positions [0, n) have KV that is valid or being computed.
         num_output_placeholders: outputs being sampled whose ids are not known yet; 0 without
             asynchronous scheduling.
+        num_accepted_drafts: outputs that were drafts and came with a step's other token.
         num_cached_tokens: prompt tokens that were in the prefix cache, or kept from the turn
             before, when it was first scheduled. num_external_tokens: tokens that a connector had.
     Life cycle:
@@ -124,6 +125,7 @@ class Request:
         "kv_transfer_params",
         "label",
         "max_tokens",
+        "num_accepted_drafts",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_external_tokens",
@@ -201,6 +203,7 @@ class Request:
 
         self.num_computed_tokens = 0
         self.num_output_placeholders = 0
+        self.num_accepted_drafts = 0
         self.num_cached_tokens = self.num_external_tokens = 0
         self.num_preemptions = 0
         self.running_index = 0

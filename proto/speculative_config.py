@@ -16,6 +16,8 @@ MAX_TOKENS: Final = 64
 """Longest draft."""
 _MAX_DEPTH: Final = 256
 METHODS: Final = ("suffix", "ngram", "grammar")
+CPU_METHODS: Final = ("suffix", "grammar")
+"""The methods by default where workers are on a CPU; elsewhere none."""
 _MODEL_METHODS: Final = ("draft_model", "eagle", "eagle3", "mtp")
 """Methods of vLLM with weights of their own."""
 _KEYS_OF: Final[dict[str, tuple[str, ...]]] = {
@@ -58,10 +60,12 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
     suffix_decoding_min_token_prob: float = 0.1
 
 
-def parse_speculative_config(text: str | None, max_tokens: int) -> SpeculativeConfig:
-    """Parse --speculative-config, a JSON text or None, for drafts of at most max_tokens.
+def parse_speculative_config(
+    text: str | None, max_tokens: int, default: tuple[str, ...] = ()
+) -> SpeculativeConfig:
+    """Parse --speculative-config, a JSON text, for drafts of at most max_tokens.
 
-    Raises ConfigError naming the key at fault.
+    default: the methods without a text. Raises ConfigError naming the key at fault.
     """
     if not 1 <= max_tokens <= MAX_TOKENS:
         raise ConfigError(
@@ -69,7 +73,9 @@ def parse_speculative_config(text: str | None, max_tokens: int) -> SpeculativeCo
             "speculative_max_tokens",
         )
     if text is None:
-        return SpeculativeConfig(max_tokens=max_tokens, num_speculative_tokens=max_tokens)
+        return SpeculativeConfig(
+            methods=default, max_tokens=max_tokens, num_speculative_tokens=max_tokens
+        )
     try:
         document = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:

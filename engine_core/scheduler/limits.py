@@ -360,13 +360,13 @@ class PrefillThrottle:
     Decoding requests wait for the whole step, so a chunk delays the next token of each. Short steps
     are not limited, because smaller chunks would slow prompts down for no gain. Nor is a step with
     MIN_PROMPT_TOKENS, or with as many as the requests need. If n requests are in progress and each
-    has p prompt tokens without KV and o output tokens, a step that gives about n output tokens has
-    to compute n · p / o prompt tokens. With fewer, prompts would pile up, fewer requests would
-    decode in each step, and all would take longer. So a burst or a load of long prompts is computed
-    as fast as it comes, spread over the steps. p / o counts as at least 1, so that the chunks grow
-    with a queue of prompts that are longer than those before.
+    has p prompt tokens without KV and decodes in d steps (its output tokens, less accepted drafts),
+    a step has to compute n · p / d prompt tokens. With fewer, prompts would pile up, fewer requests
+    would decode in each step, and all would take longer. So a burst or a load of long prompts is
+    computed as fast as it comes, spread over the steps. p / d counts as at least 1, so that the
+    chunks grow with a queue of prompts that are longer than those before.
 
-    A listener: p and o are learned when requests end. Times come from the workers' reports.
+    A listener: p and d are learned when requests end. Times come from the workers' reports.
     step_budget: tokens of a step, also used until a request has ended. max_slowdown: 0: no limit.
     """
 
@@ -376,14 +376,14 @@ class PrefillThrottle:
         self._decode_seconds: dict[int, float] = {}  # by number of rows
         self._token_seconds = 0.0  # 0: unknown
         self._num_prompt_tokens = 0.0  # of requests that have ended, the last ones most
-        self._num_output_tokens = 0.0  # of the same requests; 0: none has ended
+        self._num_decode_steps = 0.0  # of the same requests; 0: none has ended
 
     def prompt_tokens(self, num_decoding: int, num_requests: int) -> int:
         """Return the prompt tokens of a step; num_requests: that run, or wait and could run."""
-        if not self._max_slowdown or not num_decoding or not self._num_output_tokens:
+        if not self._max_slowdown or not num_decoding or not self._num_decode_steps:
             return self._step_budget
-        per_output = max(1.0, self._num_prompt_tokens / self._num_output_tokens)
-        num_needed = round(PACE * num_requests * per_output / MULTIPLE) * MULTIPLE
+        per_step = max(1.0, self._num_prompt_tokens / self._num_decode_steps)
+        num_needed = round(PACE * num_requests * per_step / MULTIPLE) * MULTIPLE
         num_tokens = max(MIN_PROMPT_TOKENS, self._num_fitting(num_decoding), num_needed)
         return min(num_tokens, self._step_budget)
 
@@ -394,8 +394,8 @@ class PrefillThrottle:
         if request.num_output_tokens:
             num_prompt = request.num_prompt_tokens - request.num_cached_tokens
             self._num_prompt_tokens += num_prompt - WEIGHT * self._num_prompt_tokens
-            num_output = request.num_output_tokens
-            self._num_output_tokens += num_output - WEIGHT * self._num_output_tokens
+            num_steps = request.num_output_tokens - request.num_accepted_drafts
+            self._num_decode_steps += num_steps - WEIGHT * self._num_decode_steps
 
     def _num_fitting(self, num_decoding: int) -> int:
         """Return the prompt tokens with which a step is short enough; 0 while that is unknown."""

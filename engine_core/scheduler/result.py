@@ -345,6 +345,7 @@ class ResultPass:
         if len(draft) != num_positions - 1 or token_ids[:-1] != draft[:num_accepted]:
             return f"sequence {request.seq_id} has other tokens than those that were drafted"
         self._speculation.record_verified(request, len(draft), num_accepted)
+        request.num_accepted_drafts += num_accepted
         if request.status is RequestStatus.RUNNING:
             request.num_computed_tokens -= len(draft) - num_accepted
         return ""

@@ -150,6 +150,17 @@ def test_cached_tokens_need_no_chunks() -> None:
     assert throttle.prompt_tokens(4, 4) == MIN_PROMPT_TOKENS
 
 
+def test_requests_with_drafts_need_their_prompts_sooner() -> None:
+    """Of 128 outputs 96 are accepted drafts: a request decodes in 32 steps."""
+    throttle = learnt()
+    for _ in range(40):
+        request = make_request(1, [1] * 256)
+        request.all_token_ids += [1] * 128
+        request.num_accepted_drafts = 96
+        throttle.on_released(request)
+    assert throttle.prompt_tokens(16, 16) == 160  # 1.25 * 16 * 256 / 32
+
+
 def test_one_slow_step_is_soon_forgotten() -> None:
     throttle = learnt()
     throttle.learn_step(16, 0, 100 * DECODE)
@@ -182,7 +193,7 @@ def decoding_engine(**settings: Any) -> EngineHarness:
     engine.add([20] * 200, 1)
     for _ in range(3):
         engine.step()
-    engine.scheduler._prefill_throttle._num_output_tokens = 1e9  # so that the times decide
+    engine.scheduler._prefill_throttle._num_decode_steps = 1e9  # so that the times decide
     return engine
 
 
