@@ -51,7 +51,12 @@ from proto.pooling import MAX_INPUTS, pooler_of
 from proto.process import freeze_heap
 from proto.scheduler_output import BlockIds
 from proto.sockets import Link, Poller
-from proto.speculative_config import CPU_METHODS, SpeculativeConfig, parse_speculative_config
+from proto.speculative_config import (
+    DEFAULT_METHODS,
+    DRAFT_POSITIONS,
+    SpeculativeConfig,
+    parse_speculative_config,
+)
 
 logger = logging.getLogger("tokend.engine")
 
@@ -264,9 +269,14 @@ class EngineCore:
                 if config.scheduler.enable_mfu_metrics
                 else None
             ),
-            drafting=make_drafting(
-                speculative_settings(config, worker), plan.max_model_len, structured_output
+            drafting=(
+                None
+                if pools or self.kv_cache.has_states
+                else make_drafting(
+                    speculative_settings(config, worker), plan.max_model_len, structured_output
+                )
             ),
+            num_draft_positions=0 if worker.computes_ahead else DRAFT_POSITIONS,
         )
         self.output_dispatcher = OutputDispatcher(
             front_ends, self.scheduler, self.kv_cache, epoch, kv_events
@@ -350,9 +360,9 @@ def without_kv_cache(config: ServeConfig) -> ServeConfig:
 
 
 def speculative_settings(config: ServeConfig, worker: WorkerReady) -> SpeculativeConfig:
-    """Return how drafts are made; by default they are only where workers are on a CPU."""
+    """Return how drafts are made; by default only where they cannot change an answer."""
     given = config.speculation
-    default = () if worker.computes_ahead else CPU_METHODS
+    default = DEFAULT_METHODS if worker.is_batch_invariant else ()
     return parse_speculative_config(given.speculative_config, given.speculative_max_tokens, default)
 
 

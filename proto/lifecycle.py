@@ -261,6 +261,7 @@ class WorkerReady(msgspec.Struct, array_like=True, tag=10, frozen=True):
     model_fingerprint: hash of what affects KV values and is the same on all ranks.
     compute: for estimates of FLOPs.
     num_state_slots: slots for states that its memory was planned for, the null slot included.
+    is_batch_invariant: whether a token has the same bits in a step of any number of rows.
     """
 
     protocol_version: int
@@ -278,6 +279,7 @@ class WorkerReady(msgspec.Struct, array_like=True, tag=10, frozen=True):
     model_fingerprint: bytes = b""
     compute: ComputeShape = ComputeShape()
     num_state_slots: int = 0
+    is_batch_invariant: bool = False
 
 
 class InitializeCache(msgspec.Struct, array_like=True, tag=11, frozen=True):

@@ -16,8 +16,10 @@ MAX_TOKENS: Final = 64
 """Longest draft."""
 _MAX_DEPTH: Final = 256
 METHODS: Final = ("suffix", "ngram", "grammar")
-CPU_METHODS: Final = ("suffix", "grammar")
-"""The methods by default where workers are on a CPU; elsewhere none."""
+DEFAULT_METHODS: Final = ("suffix", "grammar")
+"""The methods by default where a token has the same bits in any step; elsewhere none."""
+DRAFT_POSITIONS: Final = 64
+"""Positions that a step on a CPU may sample beyond --max-num-seqs."""
 _MODEL_METHODS: Final = ("draft_model", "eagle", "eagle3", "mtp")
 """Methods of vLLM with weights of their own."""
 _KEYS_OF: Final[dict[str, tuple[str, ...]]] = {
@@ -86,6 +88,8 @@ def parse_speculative_config(
     _check_keys(document, methods)
     keys = {key: value for key, value in document.items() if key != "method"}
     keys.setdefault("num_speculative_tokens", max_tokens)
+    if isinstance(keys["num_speculative_tokens"], int):
+        max_tokens = min(MAX_TOKENS, max(max_tokens, keys["num_speculative_tokens"]))
     if "ngram" in methods:
         shortest, longest = keys.get("prompt_lookup_min"), keys.get("prompt_lookup_max")
         keys["prompt_lookup_min"] = shortest or longest or _DEFAULT_NGRAM

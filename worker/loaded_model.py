@@ -38,7 +38,13 @@ from worker.loader.format_choice import (
     describe_dense_weights,
     weight_format_for,
 )
-from worker.loader.formats import DenseFormat, WeightFormat
+from worker.loader.formats import (
+    Bf16Format,
+    DenseFormat,
+    PackedFormat,
+    RotatedFormat,
+    WeightFormat,
+)
 from worker.loader.gpu_format import multiplies_blocks
 from worker.loader.transformers_weights import load_transformers
 from worker.loader.weights import load_model
@@ -82,6 +88,18 @@ class LoadedModel:
     @property
     def on_cuda(self) -> bool:
         return is_cuda(self.device)
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether a token has the same bits in a step of any number of rows.
+
+        So it is with our kernels of one format, on a CPU. Others choose by the number of rows: the
+        mixed format, torch's products of float32 numbers, and transformers' code.
+        """
+        own = isinstance(self.weight_format, Bf16Format | PackedFormat | RotatedFormat)
+        is_dense = bool(self.weight_format.dense_names) and self.dtype != torch.bfloat16
+        on_transformers = isinstance(self.model.spec, TransformersSpec)
+        return own and not (self.on_cuda or is_dense or on_transformers)
 
     @property
     def weights(self) -> tuple[WeightFormatMemory, ...]:

@@ -28,6 +28,7 @@ from proto.lifecycle import (
     slots_per_sequence,
 )
 from proto.prepared_model import PreparedModel
+from proto.speculative_config import DRAFT_POSITIONS
 from worker.attention.flashinfer_latent import require_latent_kernels
 from worker.attention.scratch_pages import SCRATCH_BLOCK, num_scratch_blocks
 from worker.device.devices import Device
@@ -379,7 +380,8 @@ def _step_memory(
     outputs = spec.outputs_per_layer
     # Results of all products of one layer, and as much again while they are rounded.
     layer_results = num_tokens * dtype.itemsize * 2 * (outputs + 3 * spec.hidden_size)
-    num_sampled = min(num_tokens, config.scheduler.max_num_seqs)
+    num_drafted = DRAFT_POSITIONS if device.torch_device.type == "cpu" else 0
+    num_sampled = min(num_tokens, config.scheduler.max_num_seqs + num_drafted)
     logits = num_sampled * spec.vocab_size * 2 * _FLOAT32 if spec.has_head else 0
     tables = len(set(spec.ropes)) * spec.max_position * shape.rotary_dim * _FLOAT32
     if shape.bidirectional:

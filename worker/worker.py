@@ -369,4 +369,5 @@ class Worker:
             step_tokens=self._runner_builder.step_tokens,
             compute=loaded.model.spec.compute_shape,
             num_state_slots=loaded.plan.num_state_slots,
+            is_batch_invariant=loaded.is_batch_invariant,
         )

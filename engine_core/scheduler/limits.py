@@ -394,7 +394,7 @@ class PrefillThrottle:
         if request.num_output_tokens:
             num_prompt = request.num_prompt_tokens - request.num_cached_tokens
             self._num_prompt_tokens += num_prompt - WEIGHT * self._num_prompt_tokens
-            num_steps = request.num_output_tokens - request.num_accepted_drafts
+            num_steps = max(1, request.num_output_tokens - request.num_accepted_drafts)
             self._num_decode_steps += num_steps - WEIGHT * self._num_decode_steps
 
     def _num_fitting(self, num_decoding: int) -> int:

@@ -60,7 +60,8 @@ class Scheduler:
     output. vocab_size: sampled token ids are below it. gates: additional admission gates.
     constraints: the gate of requests with a grammar. connect: makes the KV connector.
     load_failure_policy: whether a request whose KV could not be loaded computes it or fails.
-    drafting: proposes drafts for running requests; None for none.
+    drafting: proposes drafts for running requests; None for none. num_draft_positions: that a step
+    may sample beyond one for each of max_num_seqs.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Scheduler:
         observer: SchedulerObserver = NO_OBSERVER,
         compute_meter: ComputeMeter | None = None,
         drafting: DraftProvider | None = None,
+        num_draft_positions: int = 0,
     ) -> None:
         self.next_seq_id: Callable[[], int] = itertools.count().__next__
         parts = SchedulerParts(
@@ -94,6 +96,7 @@ class Scheduler:
             load_failure_policy=load_failure_policy,
             observer=observer,
             drafting=drafting,
+            num_draft_positions=num_draft_positions,
         )
         self.waiting = parts.waiting
         self.running = parts.running

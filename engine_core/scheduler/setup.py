@@ -91,6 +91,7 @@ class SchedulerParts:
         load_failure_policy: LoadFailurePolicy,
         observer: SchedulerObserver,
         drafting: DraftProvider | None,
+        num_draft_positions: int,
     ) -> None:
         self.usage = TenantUsage(max_model_len)
         policy = make_policy(config.scheduling_policy, self.usage)
@@ -113,6 +114,7 @@ class SchedulerParts:
             kv_cache,
             self.chunks,
             config.max_num_seqs,
+            num_draft_positions,
             constraints,
         )
 

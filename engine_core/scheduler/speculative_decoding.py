@@ -36,18 +36,21 @@ def is_drafted_for(request: Request) -> bool:
     """Return whether a request may ever be drafted for.
 
     Not the rows of a beam search, whose next token depends on the other rows, nor requests that
-    are pooled. Models with recurrent states are excluded as a whole, see `SpeculativeDecoding`.
+    are pooled, nor one with a single token, which no draft brings sooner. Models with recurrent
+    states are excluded as a whole, see `SpeculativeDecoding`.
     """
-    return request.pooling_params is None and not request.sampling_params.beam_width
+    params = request.sampling_params
+    return request.pooling_params is None and not params.beam_width and request.max_tokens > 1
 
 
 class SpeculativeDecoding:
     """Gives each step its drafts; a listener.
 
     A model with recurrent states is not drafted for: a state after a rejected token cannot be taken
-    back. is_active: whether any request may have a draft; otherwise a step costs nothing here.
-    max_positions: that a step may sample, which the workers' memory is planned for. drafting: None
-    without a drafter in the engine; drafts can still come from the workers.
+    back. is_active: whether any request may have a draft; if not, `fill_drafts` is not called.
+    max_num_seqs, num_draft_positions: together the positions that a step may sample, which the
+    workers' memory is planned for. drafting: None without a drafter in the engine; drafts can
+    still come from the workers.
     """
 
     def __init__(
@@ -57,7 +60,8 @@ class SpeculativeDecoding:
         waiting: RequestQueue,
         kv_cache: KVCacheManager,
         chunks: ChunkRule,
-        max_positions: int,
+        max_num_seqs: int,
+        num_draft_positions: int,
         constraints: TokenConstraints | None,
     ) -> None:
         self._is_possible = not kv_cache.has_states
@@ -66,7 +70,8 @@ class SpeculativeDecoding:
         self._running = running
         self._waiting = waiting
         self._longest_chunk = chunks.longest_chunk
-        self._max_positions = max_positions
+        self._max_num_seqs = max_num_seqs
+        self._num_draft_positions = num_draft_positions
         self._constraints = constraints
         self._added: set[int] = set()  # seq_ids that the drafter knows
         self._candidates: list[Request] = []
@@ -117,13 +122,15 @@ class SpeculativeDecoding:
 
         Prompt tokens go first, with those of the head of the queue, so that drafts delay neither.
         """
-        num_running, num_ready = len(self._running), self._waiting.num_ready
-        if num_ready:
+        num_running = len(self._running)
+        num_ready = min(self._waiting.num_ready, self._max_num_seqs - num_running)
+        if num_ready > 0:
             num_prompt_tokens += self._waiting.peek_request().num_tokens
         num_prompt_tokens = min(num_prompt_tokens, plan.prompt_budget)
+        num_spare = self._max_num_seqs - num_running - num_ready
         return min(
             plan.budget - num_running - num_prompt_tokens,
-            self._max_positions - num_running - num_ready,
+            num_spare + self._num_draft_positions,
         )
 
     def _most_drafts(self, request: Request) -> int:

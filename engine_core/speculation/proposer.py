@@ -53,9 +53,9 @@ def expected_tokens(survival: list[float]) -> float:
 class Proposer(Protocol):
     """Guesses the next tokens of requests from what the engine knows of them.
 
-    `Drafting` calls `begin_request` when a request has blocks for the first time (or again after a
-    preemption), `add_outputs` after every step that gave it tokens, `propose` when a draft may be
-    verified, `end_request` when it is finished or preempted.
+    `Drafting` calls `begin_request` when a request has blocks for the first time, `add_outputs`
+    after every step that gave it tokens, `propose` when a draft may be verified, and `end_request`
+    when it has ended. A preemption changes nothing: the tokens stay.
     """
 
     name: str

@@ -307,6 +307,8 @@ class StructuredOutputManager:
         row = self._rows.get(request.seq_id)
         if row is None or request.num_output_placeholders:
             return len(token_ids)
+        if not row.needs_mask(request.num_output_tokens + len(token_ids)):
+            return len(token_ids)
         # No masks of the request are being computed: none of its steps is in flight.
         known = request.all_token_ids[request.num_prompt_tokens + row.num_consumed :]
         return max(0, row.matcher.num_allowed([*known, *token_ids]) - len(known))

@@ -1,5 +1,6 @@
 """Layout and memory use of the KV cache."""
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -163,6 +164,7 @@ def test_an_unused_pool_has_no_resident_memory() -> None:
 
 
 def test_a_populated_pool_is_fully_resident() -> None:
+    gc.collect()  # memory of earlier tests must not be freed in between
     before = resident()
     layout = kv_layout([None] * 30)
     cache = KVCache(kv_cache_geometry(layout, 3, 64, torch.bfloat16), layout, 1 << 8, 16)

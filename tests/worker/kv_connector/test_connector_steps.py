@@ -135,6 +135,8 @@ def test_a_readable_descriptor_between_steps_sends_a_report() -> None:
 class PlainAttention:
     """An AttentionBackend that records its calls."""
 
+    chunks_as_decodes = False
+
     def __init__(self, log):
         self.log = log
 
