@@ -33,7 +33,7 @@ from engine_core.scheduler.hooks import NO_OBSERVER, SchedulerObserver, Unblock
 from engine_core.scheduler.kv_transfer import Connect, IsStorable
 from engine_core.scheduler.limits import ChunkRule, queue_capacity
 from engine_core.scheduler.scheduler import Scheduler
-from engine_core.speculation.drafting import make_drafting
+from engine_core.speculation.drafting import Drafting, make_drafting
 from engine_core.structured_output.manager import (
     StructuredOutputManager,
     start_structured_output,
@@ -269,13 +269,7 @@ class EngineCore:
                 if config.scheduler.enable_mfu_metrics
                 else None
             ),
-            drafting=(
-                None
-                if pools or self.kv_cache.has_states
-                else make_drafting(
-                    speculative_settings(config, worker), plan.max_model_len, structured_output
-                )
-            ),
+            drafting=self._make_drafting(config, worker, plan, structured_output, pools=pools),
             num_draft_positions=0 if worker.computes_ahead else DRAFT_POSITIONS,
         )
         self.output_dispatcher = OutputDispatcher(
@@ -293,6 +287,23 @@ class EngineCore:
         self.input_processor = InputProcessor(
             self.scheduler, self.kv_cache, self.output_dispatcher, limits, structured_output
         )
+
+    def _make_drafting(
+        self,
+        config: ServeConfig,
+        worker: WorkerReady,
+        plan: PoolPlan,
+        structured_output: StructuredOutputManager | None,
+        *,
+        pools: bool,
+    ) -> Drafting | None:
+        settings = speculative_settings(config, worker)
+        if pools or self.kv_cache.has_states:
+            if config.speculation.speculative_config is not None and settings.methods:
+                reason = "its outputs are pooled" if pools else "its states cannot be taken back"
+                logger.warning("--speculative-config: no drafts for this model: %s", reason)
+            return None
+        return make_drafting(settings, plan.max_model_len, structured_output)
 
 
 def connector_factory(

@@ -293,4 +293,6 @@ def make_drafting(
         )
     if not proposers:
         return None
+    names = ", ".join(proposer.name for proposer in proposers)
+    logger.info("drafts by %s, up to %d tokens", names, config.max_tokens)
     return Drafting(proposers, config.max_tokens, max_model_len)
