@@ -92,7 +92,7 @@ class QueuedStep:
         self._logprobs = logprobs
         self._download = download
         self._arrays: list[npt.NDArray[np.generic]] = []
-        self._reached: npt.NDArray[np.bool_] | None = None
+        self._accepted: npt.NDArray[np.bool_] | None = None
 
     def wait_for_tokens(self) -> None:
         """Wait for the tokens and write them into the batch; later calls do nothing."""
@@ -101,8 +101,8 @@ class QueuedStep:
         self._arrays = list(self._download.arrays())
         self._seconds = self._device_time.end_step(self._forward.started)
         token_ids = self._arrays[0].astype(np.int64)
-        self._reached = self._positions.reached(token_ids, np.isfinite(self._arrays[1]))
-        self._batch.resolve_pending(self._positions, self._indices, token_ids, self._reached)
+        self._accepted = self._positions.accepted(token_ids, np.isfinite(self._arrays[1]))
+        self._batch.resolve_pending(self._positions, self._indices, token_ids, self._accepted)
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the step and return its answer; called in the order of the steps."""
@@ -114,8 +114,8 @@ class QueuedStep:
         ) & (inputs.num_sampled <= 1)
         nonfinite[positions.sequences[positions.first_of_rows(~np.isfinite(best))]] = True
         counts = ~nonfinite[positions.sequences]
-        if self._reached is not None:
-            counts &= self._reached
+        if self._accepted is not None:
+            counts &= self._accepted
         sampled: list[list[int]] = [[] for _ in self._forward.seq_ids]
         for sequence, token_id in zip(
             positions.sequences[counts].tolist(), token_ids[counts].tolist(), strict=True

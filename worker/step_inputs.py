@@ -113,7 +113,7 @@ class SampledPositions:
             chosen[list(self.drafts)] = False
         return chosen
 
-    def reached(
+    def accepted(
         self, token_ids: NDArray[np.int64], finite: NDArray[np.bool_]
     ) -> NDArray[np.bool_] | None:
         """Return the positions whose tokens count, bool [N]; None for all of them.
@@ -123,12 +123,12 @@ class SampledPositions:
         """
         if not self.drafts:
             return None
-        reached = np.ones(len(token_ids), dtype=np.bool_)
+        accepted = np.ones(len(token_ids), dtype=np.bool_)
         for index, draft in self.drafts.items():
             before = index - 1
-            agrees = reached[before] and token_ids[before] == draft[-1]
-            reached[index] = agrees and finite[before] and finite[index]
-        return reached
+            agrees = accepted[before] and token_ids[before] == draft[-1]
+            accepted[index] = agrees and finite[before] and finite[index]
+        return accepted
 
     def select(self, chosen: NDArray[np.bool_]) -> SampledPositions:
         """Return the positions where `chosen`, bool [N], is True.

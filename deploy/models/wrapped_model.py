@@ -35,8 +35,8 @@ _TEXT_KEYS: Final = ("text_config", "decoder", "generator")
 """Where transformers looks for the configuration of a language model."""
 _OUTER_KEYS: Final = ("bos_token_id", "eos_token_id", "auto_map", *CONFIG_KEYS)
 """Settings of the language model that count where they stand outside of its own configuration."""
-_UNSAID: Final[dict[str, dict[str, Any]]] = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
-"""What a type of language model does whatever its configuration says, by that type."""
+_FIXED_SETTINGS: Final[dict[str, dict[str, Any]]] = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
+"""Settings that transformers fixes for a type of language model, by model_type."""
 _EMBEDDING: Final = re.compile(r"(.+)\.embed_tokens\.[^.]+")
 _BODY_OF_OPT: Final = "model.decoder"
 
@@ -125,7 +125,7 @@ def _as_causal_model(settings: dict[str, Any], owner: str) -> dict[str, Any]:
         if model_type in family.wrapped_types:
             model_types = [name for name, causal in CAUSAL.items() if causal == architecture]
             changes = {"model_type": model_types[0], "architectures": [architecture]}
-            return settings | _UNSAID.get(model_type, {}) | changes
+            return settings | _FIXED_SETTINGS.get(model_type, {}) | changes
     if model_type in TEXT_BODIES:
         return settings | {"architectures": [owner]}
     if model_type not in CAUSAL:

@@ -93,7 +93,7 @@ class SpeculativeDecoding:
                 num_prompt_tokens += num_missing
             elif num_missing == 1:
                 num_decoding += 1
-                if self._most_drafts(request) > 0 and is_drafted_for(request):
+                if self._max_draft_tokens(request) > 0 and is_drafted_for(request):
                     candidates.append(request)
         self._candidates = candidates
         if not candidates:
@@ -133,7 +133,7 @@ class SpeculativeDecoding:
             num_spare + self._num_draft_positions,
         )
 
-    def _most_drafts(self, request: Request) -> int:
+    def _max_draft_tokens(self, request: Request) -> int:
         """Return how many drafts a request has use for: one token always follows the last of them.
 
         Its last possible token is that of max_tokens, which is within the length of the model.
@@ -147,7 +147,7 @@ class SpeculativeDecoding:
         draft = request.spec_token_ids
         if request.num_output_placeholders:
             del draft[0]  # of the step in flight
-        most = min(self._most_drafts(request), room)
+        most = min(self._max_draft_tokens(request), room)
         del draft[max(most, 0) :]
         if draft and self._constraints is not None:
             num_allowed = self._constraints.num_allowed_tokens(request, draft)

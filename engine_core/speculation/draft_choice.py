@@ -14,35 +14,35 @@ FORGETTING: Final = 0.98
 """Weight of what was seen before at each new draft token: about 50 tokens count."""
 PRIOR_WEIGHT: Final = 3.0
 """Number of tokens of which an expectation counts as much, before any were seen."""
-NUM_PLACES: Final = 7
-"""Places in a draft that are told apart: 0, 1, 2, 3, 4 to 7, 8 to 15, and from 16."""
+NUM_BUCKETS: Final = 7
+"""Buckets of positions in a draft: 0, 1, 2, 3, 4 to 7, 8 to 15, and from 16."""
 
 
-def place_of(position: int) -> int:
-    """Return which of NUM_PLACES a position in a draft belongs to."""
-    return position if position < 4 else min(position.bit_length() + 1, NUM_PLACES - 1)
+def bucket_of(position: int) -> int:
+    """Return which of NUM_BUCKETS a position in a draft belongs to."""
+    return position if position < 4 else min(position.bit_length() + 1, NUM_BUCKETS - 1)
 
 
 class KeyAcceptance:
-    """Acceptance of the drafts of one source and key, by place: sums that forget.
+    """Acceptance of the drafts of one source and key, by bucket: sums that forget.
 
-    prior: weight of the ratio of the place before. ratios: accepted / expected.
+    prior: weight of the ratio of the bucket before. ratios: accepted / expected.
     """
 
     __slots__ = ("accepted", "expected", "prior", "ratios")
 
     def __init__(self) -> None:
-        self.prior = [PRIOR_WEIGHT] * NUM_PLACES
-        self.accepted = [0.0] * NUM_PLACES
-        self.expected = [0.0] * NUM_PLACES
-        self.ratios = [1.0] * NUM_PLACES
+        self.prior = [PRIOR_WEIGHT] * NUM_BUCKETS
+        self.accepted = [0.0] * NUM_BUCKETS
+        self.expected = [0.0] * NUM_BUCKETS
+        self.ratios = [1.0] * NUM_BUCKETS
 
 
 class AcceptanceTable:
-    """How often drafts were accepted, relative to what was expected, by (source, key, place).
+    """How often drafts were accepted, relative to what was expected, by (source, key, bucket).
 
-    A place is corrected by the ratio accepted / expected of its tokens; until it has seen many, it
-    resembles the place before it, and the first place its proposer's expectation.
+    The expectation for a bucket is multiplied by the ratio accepted / expected of its tokens. With
+    few tokens that ratio is near the one of the bucket before, and near 1 for the first bucket.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class AcceptanceTable:
         corrected: list[float] = []
         for position, expected in enumerate(draft.survival):
             if before > 0.0:
-                survival *= min(1.0, expected / before * ratios[place_of(position)])
+                survival *= min(1.0, expected / before * ratios[bucket_of(position)])
             corrected.append(survival)
             before = expected
         return corrected
@@ -74,18 +74,18 @@ class AcceptanceTable:
         before = 1.0
         for position in range(min(num_drafted, num_accepted + 1, len(draft.survival))):
             expected = draft.survival[position]
-            place = place_of(position)
-            known.prior[place] *= FORGETTING
-            known.expected[place] *= FORGETTING
-            known.accepted[place] *= FORGETTING
-            known.expected[place] += expected / before if before > 0.0 else 0.0
-            known.accepted[place] += position < num_accepted
+            bucket = bucket_of(position)
+            known.prior[bucket] *= FORGETTING
+            known.expected[bucket] *= FORGETTING
+            known.accepted[bucket] *= FORGETTING
+            known.expected[bucket] += expected / before if before > 0.0 else 0.0
+            known.accepted[bucket] += position < num_accepted
             before = expected
         ratio = 1.0
-        for place in range(NUM_PLACES):
-            prior = known.prior[place]
-            ratio = (known.accepted[place] + prior * ratio) / (known.expected[place] + prior)
-            known.ratios[place] = ratio
+        for bucket in range(NUM_BUCKETS):
+            prior = known.prior[bucket]
+            ratio = (known.accepted[bucket] + prior * ratio) / (known.expected[bucket] + prior)
+            known.ratios[bucket] = ratio
 
 
 _NUM_EXACT: Final = 32
@@ -139,7 +139,7 @@ class StepCost:
         self._num_learnt = 0
 
     def cost(self, rows: int) -> float:
-        """Return the time of a step with so many rows, in steps with one row."""
+        """Return the time of a step with `rows` rows, as a multiple of that of one row."""
         if rows >= _MAX_ROWS:
             return self._costs[-1]
         if rows <= 0:
@@ -152,7 +152,7 @@ class StepCost:
         return cost + share * (self._costs[knot + 1] - cost)
 
     def is_stale(self, rows: int) -> bool:
-        """Return whether steps with so many rows were not seen often, or not for long.
+        """Return whether the time for this row count comes from few steps, or from old ones.
 
         False without any steps, whose times are not reported then.
         """

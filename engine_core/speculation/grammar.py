@@ -3,8 +3,8 @@
     outputs   {"city":"Paris"      the model chose: forced until the next choice:
                              └── ,"           draft: country ":"
 
-Only one token is allowed at each of these positions, so whatever the model would prefer, the draw
-takes it. They are drafts all the same: one step computes and draws a run of them.
+The grammar allows one token at each of these positions, so the sampler takes it. One step verifies
+the whole run as a draft.
 """
 
 from typing import Final, Protocol

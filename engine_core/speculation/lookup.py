@@ -81,7 +81,7 @@ class NgramProposer:
             return None
         match_length, token_ids, _ = found
         acceptance = expected_acceptance(match_length)
-        survival = [acceptance ** (place + 1) for place in range(len(token_ids))]
+        survival = [acceptance ** (position + 1) for position in range(len(token_ids))]
         return Draft(token_ids, survival, self.name, length_key(match_length))
 
     def end_request(self, request: Request) -> None:

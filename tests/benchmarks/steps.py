@@ -114,7 +114,9 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=at_least_one, default=100, help="measured (100)")
     parser.add_argument(
-        "--prompts", action="store_true", help="a step is a prompt of so many tokens, in chunks"
+        "--prompts",
+        action="store_true",
+        help="a step computes a prompt of --context tokens, in chunks",
     )
     parser.add_argument("--warm-up", type=at_least_one, default=5, help="steps before them (5)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (0)")

@@ -29,7 +29,7 @@ BODIES: list[dict[str, Any]] = [
     {"prompt": COPY, "max_tokens": 80, "temperature": 0.8, "seed": 5, "n": 2},
     {"prompt": COPY, "max_tokens": 60, "seed": 7, "repetition_penalty": 1.2, "min_tokens": 40},
     {"prompt": COPY, "max_tokens": 200, "temperature": 0, "stop": ["lamp is"]},
-    {"prompt": "Somebody as JSON:", "temperature": 0, "structured_outputs": {"json": SCHEMA}},
+    {"prompt": "A person as JSON:", "temperature": 0, "structured_outputs": {"json": SCHEMA}},
     {"prompt": "1 2 3 4 5 6 7 8 9 10 1 2 3", "max_tokens": 50, "temperature": 0, "echo": True},
 ]
 

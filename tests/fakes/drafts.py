@@ -22,7 +22,7 @@ def hashed_answer(request: Request, num_tokens: int) -> list[int]:
 class SyntheticDrafts:
     """A DraftProvider: each token of a draft is right with probability `acceptance`.
 
-    Checks that it is told of every token of every request. num_accepted: accepted tokens.
+    Asserts that the scheduler reports every token of every request. num_accepted: accepted tokens.
     """
 
     def __init__(

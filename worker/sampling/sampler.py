@@ -238,13 +238,13 @@ class StepSampler:
 
         Returns the positions that are in the output, bool [N].
         """
-        reached = positions.reached(token_ids, ~broken)
-        if reached is None:
+        accepted = positions.accepted(token_ids, ~broken)
+        if accepted is None:
             self._batch.append_sampled(positions.rows, token_ids)
             in_output = ~broken
         else:
-            self._batch.append_sampled(positions.rows[reached], token_ids[reached])
-            in_output = reached & ~broken
+            self._batch.append_sampled(positions.rows[accepted], token_ids[accepted])
+            in_output = accepted & ~broken
         for sequence, token_id in zip(
             positions.sequences[in_output].tolist(), token_ids[in_output].tolist(), strict=True
         ):

@@ -23,7 +23,7 @@ PROMPT = [1, 2, 3, 4, 5, 6]
 
 
 class Eager(SyntheticDrafts):
-    """Drafts right tokens, as many as it is told, for every request."""
+    """Proposes `length` right tokens for every request."""
 
     def __init__(self, length: int) -> None:
         super().__init__(1.0, most=length)

@@ -24,7 +24,7 @@ def cost_of(costs: list[float]) -> StepCost:
 
 
 def draft(length: int, probability: float = 0.8, key: int = 0) -> Draft:
-    survival = [probability ** (place + 1) for place in range(length)]
+    survival = [probability ** (position + 1) for position in range(length)]
     return Draft(list(range(length)), survival, "suffix", key)
 
 
@@ -71,7 +71,7 @@ def test_keys_are_apart_and_old_acceptance_is_forgotten():
     assert table.survival(draft(2, key=1))[0] > 0.7
 
 
-def test_places_behind_the_first_wrong_token_learn_nothing():
+def test_buckets_after_the_first_wrong_token_learn_nothing():
     """Only the first token was wrong; the others resemble it until they are seen."""
     table = AcceptanceTable()
     for _ in range(100):

@@ -31,7 +31,7 @@ class FixedProposer:
         token_ids = self.token_ids[:max_tokens]
         if not token_ids:
             return None
-        survival = [self.survival ** (place + 1) for place in range(len(token_ids))]
+        survival = [self.survival ** (position + 1) for position in range(len(token_ids))]
         return Draft(token_ids, survival, self.name)
 
     def end_request(self, request) -> None:

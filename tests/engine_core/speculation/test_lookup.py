@@ -135,7 +135,7 @@ def test_no_outputs_are_kept_if_none_may_be(make_suffix, make_request):
 
 
 def test_memory_of_outputs_is_bounded(make_suffix, make_request):
-    """Whatever the number of tenants; those that were served last keep theirs."""
+    """The limit holds for any number of tenants; the outputs of those served last are kept."""
     limit = 400_000
     proposer = make_suffix(max_tenant_tokens=2048, max_output_bytes=limit)
     generator = random.Random(1)
