@@ -93,6 +93,7 @@ class ProcessBoot(msgspec.Struct, frozen=True, kw_only=True):
     front_ends: for an engine, the incarnation of each API server, by index.
     pause_mode: for an engine, the pause to start with; None for no pause.
     faults: faults to inject, of all processes.
+    draft_model: that of --speculative-config; None without one.
     """
 
     protocol_version: int
@@ -113,6 +114,7 @@ class ProcessBoot(msgspec.Struct, frozen=True, kw_only=True):
     metrics_fd: int | None = None
     num_hung: int = 0
     born_at: float = 0.0
+    draft_model: PreparedModel | None = None
 
 
 class PlanBoot(msgspec.Struct, frozen=True, kw_only=True):
@@ -262,6 +264,8 @@ class WorkerReady(msgspec.Struct, array_like=True, tag=10, frozen=True):
     compute: for estimates of FLOPs.
     num_state_slots: slots for states that its memory was planned for, the null slot included.
     is_batch_invariant: whether a token has the same bits in a step of any number of rows.
+    draft_method: that of the draft model which it has loaded (proto/speculative_config.py); "" for
+        none.
     """
 
     protocol_version: int
@@ -280,6 +284,7 @@ class WorkerReady(msgspec.Struct, array_like=True, tag=10, frozen=True):
     compute: ComputeShape = ComputeShape()
     num_state_slots: int = 0
     is_batch_invariant: bool = False
+    draft_method: str = ""
 
 
 class InitializeCache(msgspec.Struct, array_like=True, tag=11, frozen=True):

@@ -46,8 +46,11 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True):
     routed_experts: of positions computed in this step, for sequences that request them; in the
         first step of a sequence also of those found in the prefix cache.
     pooler_outputs: of pooled sequences whose prompt is complete; they have no sampled tokens.
-    draft_seq_ids, draft_token_ids: parallel; sequences for whose next step the worker proposes a
-        draft, and the draft, which follows all sampled tokens.
+    draft_seq_ids, draft_token_ids, draft_survivals: parallel; sequences for whose next step the
+        worker proposes a draft, the draft, which follows all sampled tokens, and for each of its
+        tokens the probability that it and all before it are accepted, as the draft model has it.
+    draft_pass_rows, draft_pass_seconds: parallel; tokens and time of each pass of the draft model,
+        which is not part of compute_seconds.
     """
 
     epoch: int
@@ -64,3 +67,6 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True):
     pooler_outputs: list[RowPooled] = []
     draft_seq_ids: list[int] = []
     draft_token_ids: list[list[int]] = []
+    draft_survivals: list[list[float]] = []
+    draft_pass_rows: list[int] = []
+    draft_pass_seconds: list[float] = []

@@ -80,6 +80,10 @@ class SchedulerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_on
         and its tokens, which follow their known tokens in this step. They are counted in the
         scheduled tokens. Every position from the last known token on is sampled, and the tokens
         of a row end with the first one that differs from its draft.
+    lookahead_seq_ids, num_lookahead_tokens: parallel; continued sequences for which the workers'
+        draft model proposes at most this many tokens, to follow those that this step samples. Their
+        block tables have room for them, behind all tokens of the step.
+    min_draft_survival: survival below which such a proposal ends.
     """
 
     epoch: int
@@ -94,6 +98,9 @@ class SchedulerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_on
     connector_metadata: Payload = NO_PAYLOAD
     spec_decode_seq_ids: list[int] = []
     scheduled_spec_decode_tokens: list[list[int]] = []
+    lookahead_seq_ids: list[int] = []
+    num_lookahead_tokens: list[int] = []
+    min_draft_survival: float = 0.0
 
     @property
     def drafts(self) -> dict[int, list[int]]:

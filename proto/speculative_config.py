@@ -15,13 +15,13 @@ FIELD: Final = "speculative_config"
 MAX_TOKENS: Final = 64
 """Longest draft."""
 _MAX_DEPTH: Final = 256
-METHODS: Final = ("suffix", "ngram", "grammar")
+MODEL_METHODS: Final = ("draft_model", "eagle", "eagle3")
+"""Methods whose drafts come from a model in the workers."""
+METHODS: Final = ("suffix", "ngram", "grammar", *MODEL_METHODS)
 DEFAULT_METHODS: Final = ("suffix", "grammar")
 """The methods by default where a token has the same bits in any step; elsewhere none."""
 DRAFT_POSITIONS: Final = 64
 """Positions that a step on a CPU may sample beyond --max-num-seqs."""
-_MODEL_METHODS: Final = ("draft_model", "eagle", "eagle3", "mtp")
-"""Methods of vLLM with weights of their own."""
 _KEYS_OF: Final[dict[str, tuple[str, ...]]] = {
     "ngram": ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"),
     "suffix": (
@@ -32,10 +32,15 @@ _KEYS_OF: Final[dict[str, tuple[str, ...]]] = {
         "suffix_decoding_min_token_prob",
     ),
     "grammar": (),
+    **dict.fromkeys(
+        MODEL_METHODS,
+        ("num_speculative_tokens", "model", "draft_tensor_parallel_size", "max_model_len"),
+    ),
 }
-_MODEL_KEYS: Final = (
-    *("model", "draft_tensor_parallel_size", "quantization", "revision", "max_model_len"),
-)
+_REFUSED_KEYS: Final = {
+    "quantization": "the weights of a draft model are computed as --weight-format says",
+    "revision": "name a folder or a file that has the revision",
+}
 _DEFAULT_NGRAM: Final = 5
 
 
@@ -49,6 +54,10 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
     suffix_decoding_max_cached_requests: outputs to keep of each tenant.
     suffix_decoding_max_spec_factor: tokens of a draft for each token of the match.
     suffix_decoding_min_token_prob: probability, by counts, of a token and all before it.
+    model: of the method with a model, as --model names one.
+    draft_tensor_parallel_size: ranks of that model; None for those of the model itself.
+    max_model_len: tokens beyond which a sequence has no drafts by that model; None for its own
+        limit.
     """
 
     methods: tuple[str, ...] = ()
@@ -60,6 +69,14 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
     suffix_decoding_max_cached_requests: int = 10_000
     suffix_decoding_max_spec_factor: float = 2.0
     suffix_decoding_min_token_prob: float = 0.1
+    model: str | None = None
+    draft_tensor_parallel_size: int | None = None
+    max_model_len: int | None = None
+
+    @property
+    def model_method(self) -> str:
+        """The method of METHODS whose drafts come from a model; "" if there is none."""
+        return next((method for method in self.methods if method in MODEL_METHODS), "")
 
 
 def parse_speculative_config(
@@ -114,12 +131,12 @@ def _methods(document: Mapping[str, Any]) -> tuple[str, ...]:
     if names == ["none"]:
         return ()
     for name in names:
-        if name in _MODEL_METHODS:
-            raise _error(f": method {name} is not supported; there are {', '.join(METHODS)}")
         if name not in METHODS:
             raise _error(f": method {shown(name)} is unknown; there are {', '.join(METHODS)}, none")
         if names.count(name) > 1:
             raise _error(f": method names {name} twice")
+    if len(with_model := [name for name in names if name in MODEL_METHODS]) > 1:
+        raise _error(f": method names {' and '.join(with_model)}, and there is one draft model")
     return tuple(names)
 
 
@@ -129,12 +146,15 @@ def _check_keys(document: Mapping[str, Any], methods: tuple[str, ...]) -> None:
     for key in document:
         if key in allowed:
             continue
-        if key in _MODEL_KEYS:
-            raise _error(f": {key} goes with methods that have a model, which are not supported")
+        if key in _REFUSED_KEYS:
+            raise _error(f": {key} is not supported: {_REFUSED_KEYS[key]}")
         if key in known:
             users = [method for method, keys in _KEYS_OF.items() if key in keys]
             raise _error(f": {key} goes with method {' or '.join(users)}")
         raise _error(f" has no {shown(key)}; it has method, {', '.join(known)}")
+    for method in methods:
+        if method in MODEL_METHODS and "model" not in document:
+            raise _error(f": method {method} needs the key model")
 
 
 def _check_type(key: str, value: Any) -> None:
@@ -142,6 +162,9 @@ def _check_type(key: str, value: Any) -> None:
     if key in ("suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob"):
         if not is_number:
             raise _error(f": {key} takes a number, got {shown(value)}")
+    elif key == "model":
+        if not isinstance(value, str) or not value:
+            raise _error(f": model takes a name or a path, got {shown(value)}")
     elif type(value) is not int:
         raise _error(f": {key} takes a whole number, got {shown(value)}")
 
@@ -155,10 +178,12 @@ def _check_values(config: SpeculativeConfig) -> None:
         ("suffix_decoding_max_cached_requests", 0, 1_000_000),
         ("suffix_decoding_max_spec_factor", 0.1, MAX_TOKENS),
         ("suffix_decoding_min_token_prob", 0, 1),
+        ("draft_tensor_parallel_size", 1, 1024),
+        ("max_model_len", 1, 1 << 31),
     )
     for key, low, high in bounds:
         value = getattr(config, key)
-        if not low <= value <= high:
+        if value is not None and not low <= value <= high:
             raise _error(f": {key} must be in [{low:g}, {high:g}], got {shown(value)}")
     if config.prompt_lookup_min > config.prompt_lookup_max:
         raise _error(

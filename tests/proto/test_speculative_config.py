@@ -52,6 +52,9 @@ def test_keys_of_the_methods_are_read():
         suffix_decoding_min_token_prob=0,
     )
     assert parse_speculative_config('{"method": "suffix"}', 8).num_speculative_tokens == 8
+    config = parse_speculative_config('{"model": "a", "max_model_len": 4096}', 8)
+    assert config.methods == ("draft_model",)
+    assert (config.model_method, config.model, config.max_model_len) == ("draft_model", "a", 4096)
 
 
 @pytest.mark.parametrize(
@@ -66,13 +69,15 @@ def test_keys_of_the_methods_are_read():
         ('{"method": "medusa"}', "method medusa is unknown; there are suffix, ngram, grammar"),
         ('{"method": "suffix+none"}', "method none is unknown"),
         ('{"method": "suffix+suffix"}', "method names suffix twice"),
-        ('{"method": "draft_model", "model": "x"}', "method draft_model is not supported"),
-        ('{"model": "x"}', "method draft_model is not supported"),
-        ('{"method": "suffix+eagle3"}', "method eagle3 is not supported"),
-        ('{"method": "suffix", "model": "x"}', "model goes with methods that have a model"),
+        ('{"method": "suffix+eagle3"}', "method eagle3 needs the key model"),
+        ('{"method": "draft_model", "model": ""}', "model takes a name or a path"),
+        ('{"method": "draft_model+eagle", "model": "x"}', "names draft_model and eagle"),
+        ('{"model": "x", "quantization": "fp8"}', "quantization is not supported: the weights"),
+        ('{"model": "x", "max_model_len": 0}', r"max_model_len must be in \[1, "),
+        ('{"method": "suffix", "model": "x"}', "goes with method draft_model or eagle or eagle3"),
         ('{"method": "suffix", "draft_tensor_parallel_size": 1}', "draft_tensor_parallel_size"),
         ('{"method": "suffix", "prompt_lookup_min": 2}', "prompt_lookup_min goes with method ngra"),
-        ('{"method": "grammar", "num_speculative_tokens": 2}', "goes with method ngram or suffix"),
+        ('{"method": "grammar", "num_speculative_tokens": 2}', "goes with method ngram or suff"),
         ('{"method": "suffix", "tokens": 2}', "has no tokens; it has method, num_speculative_tok"),
         ('{"method": "suffix", "num_speculative_tokens": 0}', r"must be in \[1, 64\], got 0"),
         ('{"method": "ngram", "num_speculative_tokens": 10000}', r"in \[1, 64\], got 10000"),
