@@ -176,7 +176,7 @@ def test_what_depends_on_the_batch_is_refused_where_bits_shall_not(
     save_tiny(family, tmp_path)
     prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")
     config = config_of("--batch-invariant", *flags)
-    device = machine(tmp_path) if "cpu" in flags else device_of(free=60 * GIB)
+    device = cpu_of(config, machine(tmp_path)) if "cpu" in flags else device_of(free=60 * GIB)
     with pytest.raises(ConfigError, match=f"--batch-invariant: .*{message}") as raised:
         plan_memory(config, prepared, device)
     assert raised.value.parameter == "batch_invariant"
