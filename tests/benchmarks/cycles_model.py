@@ -22,7 +22,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.bench.synthetic import SHAPES, synthetic_file
+from deploy.bench.synthetic import SHAPES, Shape, synthetic_file
 from deploy.environment import HostEnvironment
 from deploy.models import gguf_header
 from deploy.models.fetch import exclusive
@@ -31,6 +31,11 @@ SHAPE: Final = "1b"
 CYCLE: Final = SHAPES[SHAPE].hidden_size
 """Tokens of a cycle."""
 NUM_CYCLES: Final = SHAPES[SHAPE].vocab_size // CYCLE
+_SHAPES: Final = {
+    SHAPE: SHAPES[SHAPE],
+    "draft": Shape(CYCLE, 1, 32, 8, 64, 2 * CYCLE, SHAPES[SHAPE].vocab_size, tied=True),
+}
+"""draft: 136 million numbers, of which the head has 101."""
 _GATE: Final = 8
 _BLOCK: Final = 256
 Bytes = NDArray[np.uint8]
@@ -42,27 +47,30 @@ def successor(token_id: int, steps: int = 1) -> int:
     return cycle * CYCLE + (place + steps) % CYCLE
 
 
-def cycles_file(environment: HostEnvironment) -> str:
-    """Return the path of the model as a Q4_K_M file, written now if it does not exist."""
-    source = synthetic_file(SHAPE, "q4_k_m", "gguf", environment)
-    path = f"{source.removesuffix('.gguf')}-cycles.gguf"
+def cycles_file(environment: HostEnvironment, name: str = SHAPE, percent_right: int = 100) -> str:
+    """Return the path of a model as a Q4_K_M file, written now if it does not exist.
+
+    name: SHAPE, or "draft" for a small model that drafts for that. percent_right: of the tokens,
+    those that it answers as `successor`; the others have an embedding of no cycle.
+    """
+    source = synthetic_file(name, "q4_k_m", "gguf", environment, _SHAPES)
+    path = f"{source.removesuffix('.gguf')}-cycles-{percent_right}.gguf"
     with exclusive(path + ".lock"):
         if not os.path.exists(path):
             shutil.copyfile(source, path + ".part")
-            _write_weights(path + ".part")
+            _write_weights(path + ".part", _SHAPES[name], percent_right)
             os.replace(path + ".part", path)
     return path
 
 
-def _write_weights(path: str) -> None:
-    shape = SHAPES[SHAPE]
+def _write_weights(path: str, shape: Shape, percent_right: int) -> None:
     last = f"blk.{shape.num_layers - 1}"
     mlp = shape.intermediate_size
     written = {
         f"{last}.ffn_gate.weight": lambda: _one_hot(_detectors(mlp, CYCLE)),
         f"{last}.ffn_up.weight": lambda: _one_hot(_detectors(mlp, CYCLE)),
         f"{last}.ffn_down.weight": lambda: _signs(_rotation(CYCLE, mlp), 1.0),
-        "token_embd.weight": lambda: _signs(_embeddings(NUM_CYCLES, CYCLE), 1 / 16),
+        "token_embd.weight": lambda: _signs(_embeddings(NUM_CYCLES, CYCLE, percent_right), 1 / 16),
     }
     for tensor in gguf_header.read(path).tensors:
         is_zero = "attn_output" in tensor.name or "ffn_down" in tensor.name
@@ -74,11 +82,18 @@ def _write_weights(path: str) -> None:
         place.flush()
 
 
-def _embeddings(num_cycles: int, cycle: int) -> NDArray[np.int8]:
-    """Return the signs [num_cycles * cycle, cycle] of all tokens."""
-    first = np.random.default_rng(0).choice(np.array([-1, 1], np.int8), (num_cycles, cycle))
+def _embeddings(num_cycles: int, cycle: int, percent_right: int) -> NDArray[np.int8]:
+    """Return the signs [num_cycles * cycle, cycle] of all tokens.
+
+    A token without its place in a cycle spoils two answers: it follows none, and none follows it.
+    """
+    generator, signs = np.random.default_rng(0), np.array([-1, 1], np.int8)
     places = np.arange(cycle)
-    return first[:, (places - places[:, None]) % cycle].reshape(-1, cycle)
+    first = generator.choice(signs, (num_cycles, cycle))
+    embeddings = first[:, (places - places[:, None]) % cycle].reshape(-1, cycle)
+    is_wrong = generator.random(len(embeddings)) > (percent_right / 100) ** 0.5
+    embeddings[is_wrong] = generator.choice(signs, (int(is_wrong.sum()), cycle))
+    return embeddings
 
 
 def _detectors(num_neurons: int, width: int) -> NDArray[np.int8]:

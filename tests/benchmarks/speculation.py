@@ -11,7 +11,8 @@ speculation; others are the daemon with it, and peers:
 
 With --shape 1b the model has a billion parameters and goes on in cycles of tokens, so that its
 answers are known (cycles_model.py): an edit has another token in about every 24th place of the
-prompt, an agent reads one of three parts again, and random words do not occur in the answer.
+prompt, an agent reads one of three parts again, and random words do not occur in the answer. With
+--draft-right there is a draft model of a tenth of its size.
 
 A time per token is that of the tokens after the first. Answers of the daemon with speculation are
 compared with those of the first server: they must be equal.
@@ -226,15 +227,18 @@ async def _load(client: BenchClient, requests: Sequence[BenchRequest], number: i
 def main(words: Sequence[str]) -> None:
     """Measure, print the table, and write the figures where --json says so."""
     options = _parse(words)
-    with_drafts = json.dumps({"method": options.method})
+    drafts = {"method": options.method}
     flags, servers, kinds = options.serve_flags, options.server, KINDS
     if options.shape is not None:
-        model = cycles_file(HostEnvironment.of(os.environ))
+        environment = HostEnvironment.of(os.environ)
+        model, draft = cycles_file(environment), ""
+        if options.draft_right is not None:
+            drafts["model"] = draft = cycles_file(environment, "draft", options.draft_right)
         flags, kinds = [model, *flags], CYCLE_KINDS
-        servers = [text.replace("{gguf}", model) for text in servers]
+        servers = [text.replace("{gguf}", model).replace("{draft}", draft) for text in servers]
     specs = [
         tokend("off", [*flags, "--speculative-config", '{"method": "none"}']),
-        tokend("on", [*flags, "--speculative-config", with_drafts]),
+        tokend("on", [*flags, "--speculative-config", json.dumps(drafts)]),
         *(ServerSpec.parse(text, "/health", 600.0) for text in servers),
     ]
     rows: list[dict[str, Any]] = []
@@ -347,9 +351,15 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="NAME=COMMAND",
-        help="a peer; {gguf} is the file of --shape",
+        help="a peer; {gguf} and {draft} are the files of --shape and --draft-right",
     )
     parser.add_argument("--shape", choices=[SHAPE], help="of a model that goes on in cycles")
+    parser.add_argument(
+        "--draft-right",
+        type=at_least_one,
+        metavar="PERCENT",
+        help="with --shape and a method draft_model: of the tokens, those that it has right",
+    )
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     parser.add_argument("serve_flags", nargs="*", help="after --: model and flags of tokend serve")
     return parser.parse_args(words)
