@@ -40,6 +40,7 @@ class Playground {
       input.focus();
       return;
     }
+    hideTokenHint(); // of a token that the run replaces
     this.run = this.makeRun();
     this.#show(true);
     this.follower.start();
