@@ -207,7 +207,7 @@ class Choice:
     experts: ExpertRows = field(default_factory=ExpertRows)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    _accepted: bytearray = field(default_factory=bytearray)  # 1 for accepted drafts, to the last one
+    _accepted: bytearray = field(default_factory=bytearray)  # 1 for each, up to the last
     _num_decoded_characters: int = 0
     _num_sent: int = 0
     _new_texts: list[str] = field(default_factory=list)

@@ -275,9 +275,7 @@ def test_accepted_drafts_are_underlined(tab, visit):
     page.click("#theme")
     assert page.evaluate(line)[0] == kind == "underline"
     assert page.evaluate(line)[1] != light
-    descriptions = [
-        each.get_attribute("aria-description") for each in page.locator(".token").all()
-    ]
+    descriptions = [each.get_attribute("aria-description") for each in page.locator(".token").all()]
     assert descriptions == [None, "accepted draft", "accepted draft", None, "accepted draft"]
     page.hover(".token >> nth=0")
     assert page.locator("#token-hint >> text=accepted draft").count() == 0

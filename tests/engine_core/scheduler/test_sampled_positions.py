@@ -57,7 +57,9 @@ def test_a_row_brings_one_token_for_each_accepted_draft_and_one_more(num_accepte
     assert integrity.check(engine.kv_cache) == []
 
 
-@pytest.mark.parametrize(("stop", "num_tokens", "num_accepted"), [(51, 1, 1), (52, 2, 2), (99, 3, 2)])
+@pytest.mark.parametrize(
+    ("stop", "num_tokens", "num_accepted"), [(51, 1, 1), (52, 2, 2), (99, 3, 2)]
+)
 def test_tokens_behind_the_end_are_no_accepted_drafts(stop, num_tokens, num_accepted):
     engine, request, output = with_drafts(stop_token_ids=(stop,))
     ((sent,),) = answer(engine, request, output, [51, 52, 99]).values()
