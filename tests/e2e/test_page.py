@@ -290,10 +290,10 @@ def test_accepted_drafts_are_underlined(tab, visit):
 
 def test_drafts_of_a_daemon_are_shown(visit):
     """While the model repeats a text, in the tokens of the answer and in the live view."""
-    visitor = visit("live")
+    visitor = visit("live", viewport={"width": 1200, "height": 400})
     page = visitor.page
     visitor.wait_until("document.getElementById('live-state').dataset.state === 'live'")
-    page.click("#tab-completion")
+    assert page.evaluate("scrollY") == 0, "there is nothing to follow"
     visitor.complete(ENDLESS * 3, 1500)
     visitor.wait_until("document.querySelector('#completion-output .token.drafted')")
     page.click("#tab-live")
