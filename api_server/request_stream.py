@@ -207,7 +207,7 @@ class Choice:
     experts: ExpertRows = field(default_factory=ExpertRows)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    _accepted: bytearray = field(default_factory=bytearray)  # 1 for each, up to the last
+    _draft_flags: bytearray = field(default_factory=bytearray)  # 1 or 0, to the last 1
     _num_decoded_characters: int = 0
     _num_sent: int = 0
     _new_texts: list[str] = field(default_factory=list)
@@ -242,8 +242,8 @@ class Choice:
         that were accepted drafts.
         """
         if num_accepted > 0:
-            self._accepted.extend(bytes(len(self.token_ids) - len(self._accepted)))
-            self._accepted.extend(b"\1" * num_accepted)
+            self._draft_flags.extend(bytes(len(self.token_ids) - len(self._draft_flags)))
+            self._draft_flags.extend(b"\1" * num_accepted)
         stopped = finish_reason is FinishReason.STOP and not self.shows_stop
         num_with_text = len(token_ids) - 1 if stopped else len(token_ids)
         for position, token_id in enumerate(token_ids):
@@ -262,7 +262,7 @@ class Choice:
 
     def accepted_drafts(self, start: int, end: int) -> list[bool]:
         """Return for each of the tokens [start, end) whether it was an accepted draft."""
-        return [flag == 1 for flag in self._accepted[start:end].ljust(end - start, b"\0")]
+        return [flag == 1 for flag in self._draft_flags[start:end].ljust(end - start, b"\0")]
 
     def take_delta(self) -> Delta:
         """Return the output since the last call."""

@@ -89,8 +89,7 @@ class EngineView(msgspec.Struct, array_like=True, tag=9, frozen=True):
     the first viewer came. step: the last one scheduled. Counts over those seconds: prompt_tokens
     computed (including recomputed ones), generation_tokens, queried_tokens and found_tokens of the
     prefix cache, preemptions, num_drafts verified, their draft_tokens, and accepted_tokens among
-    those. requests: running ones first, at most MAX_SHOWN_REQUESTS;
-    more_requests: beyond those.
+    those. requests: running ones first, at most MAX_SHOWN_REQUESTS; more_requests: beyond those.
     """
 
     epoch: int

@@ -224,7 +224,7 @@ class ResultPass:
                     finish_reason = request.status.finish_reason
                 if num_positions > 1:
                     num_cut = num_new - len(token_ids)
-                    num_accepted = min(num_new - 1, len(token_ids))
+                    num_accepted = min(num_new - 1, len(token_ids))  # the last was sampled
                     self._num_discarded += num_cut
                     if seq_id in logprobs:
                         logprobs[seq_id] = first_rows(logprobs[seq_id], len(token_ids))
