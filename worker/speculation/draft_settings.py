@@ -19,9 +19,10 @@ from proto.pooling import pooler_of
 from proto.prepared_model import PreparedModel
 from proto.speculative_config import FIELD, SpeculativeConfig, parse_speculative_config
 from worker.device.devices import Device
-from worker.kv_cache import KVLayout, LayerSlot, kv_cache_geometry
+from worker.kv_cache import KVLayout, LayerSlot, kv_cache_geometry, resolve_kv_dtype
 from worker.models.registry import model_spec
 from worker.models.spec import ModelSpec
+from worker.speculation.draft_model import TOKEN_BYTES
 
 TOKENIZER_FILE: Final = "tokenizer.json"
 
@@ -114,6 +115,20 @@ def draft_cache(spec: ModelSpec, kv_dtype: torch.dtype) -> tuple[KVLayout, KVCac
     return layout, kv_cache_geometry(
         layout, heads.num_kv_heads, heads.head_dim, kv_dtype, num_parts
     )
+
+
+def draft_token_bytes(spec: ModelSpec, config: ServeConfig, dtype: torch.dtype) -> int:
+    """Return the bytes that a rank keeps of each token in the blocks of a draft model.
+
+    spec: of the rank. config: from `draft_config`. dtype: of the activations.
+    """
+    return draft_cache(spec, draft_kv_dtype(spec, config, dtype))[1].bytes_per_token + TOKEN_BYTES
+
+
+def draft_kv_dtype(spec: ModelSpec, config: ServeConfig, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a draft model's KV; dtype: of the activations."""
+    heads = spec.attention_shape
+    return resolve_kv_dtype(config.cache.kv_cache_dtype, dtype, heads.head_dim, heads.latent_dim)
 
 
 def _require_same_tokens(prepared: PreparedModel, path: str, draft: PreparedModel) -> None:
