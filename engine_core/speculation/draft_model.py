@@ -45,6 +45,7 @@ _NUM_TRIAL: Final = 16
 _EARNED_FORGETTING: Final = 0.98
 _EARNED_PRIOR: Final = 10.0
 """Weight of earlier proposals in what one brings, and that of the estimate."""
+_LEAST_SURVIVAL: Final = 1e-9
 _MIN_SURVIVAL_LIMIT: Final = 0.9
 _CONFIDENCE: Final = (0.4, 0.8)
 """Borders of the survival of a first token between proposals whose acceptance is learnt apart."""
@@ -230,7 +231,7 @@ class LookaheadPlanner:
         for position in range(self._max_tokens):
             seen = self._asked[position]
             ratio = (self._accepted[position] + _PRIOR_WEIGHT * ratio) / (seen + _PRIOR_WEIGHT)
-            survival *= ratio
+            survival = max(survival * ratio, _LEAST_SURVIVAL)
             survivals.append(survival)
         self._survivals = survivals
 
@@ -241,7 +242,6 @@ class LookaheadPlanner:
 
         It is the quick check of a step in which they do not.
         """
-        self.probe = None
         cost = self._cost
         if self._best_length(num_requests, num_requests, num_other, 1.0, 0.0)[0]:
             return True
@@ -261,7 +261,8 @@ class LookaheadPlanner:
 
         Call it after `may_pay`. requests: those that decode, each with its limit, at least 1.
         num_other: rows of a step that belong to prompts. Sets `min_survival`, and `probe` to the
-        state of a request whose proposal shall be verified although it is not expected to pay.
+        state of a request whose proposal shall be verified although it is not expected to pay; the
+        caller sets it back to None.
         """
         num_requests = len(states)
         lengths = [0] * num_requests
