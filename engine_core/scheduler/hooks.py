@@ -130,7 +130,7 @@ class DraftProvider(Protocol):
     """
 
     has_draft_model: bool
-    """Whether a model in the workers proposes drafts; the last four methods are for it."""
+    """Whether a model in the workers proposes drafts; the last five methods are for it."""
     max_proposal_len: int
     """Tokens of a sequence beyond which that model proposes nothing."""
 

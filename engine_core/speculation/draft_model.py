@@ -40,6 +40,8 @@ _MAX_BEHIND: Final = 32
 """Tokens without draft KV up to which the next pass takes them along; beyond, it is a catch-up."""
 _MAX_CATCH_UP: Final = 2048
 """Tokens of several requests that catch up behind one step; a single request may have more."""
+_FEW_REQUESTS: Final = 8
+"""Requests up to which each is looked at in every step, as some may be better than the mean."""
 _NUM_TRIAL: Final = 16
 """Proposals before which one request at a time is tried, whatever it costs to catch up."""
 _EARNED_FORGETTING: Final = 0.98
@@ -193,13 +195,19 @@ class LookaheadPlanner:
             self._pass_cost.learn_step(number, duration)
 
     def learn_proposal(
-        self, state: ModelRequest, num_asked: int, raw: Sequence[float], survivals: Sequence[float]
+        self,
+        state: ModelRequest,
+        num_known: int,
+        num_asked: int,
+        raw: Sequence[float],
+        survivals: Sequence[float],
     ) -> None:
-        """Learn a proposal of up to `num_asked` tokens.
+        """Learn a proposal of up to `num_asked` tokens, behind num_known ones.
 
         raw, survivals: of its tokens, as the model has them, and corrected by acceptance. Of tokens
         that the model did not propose, as too unlikely, none would have been accepted.
         """
+        state.num_computed = num_known - 1
         before = 1.0
         for position in range(min(num_asked, self._max_tokens)):
             survival = survivals[position] if position < len(survivals) else 0.0
@@ -240,8 +248,10 @@ class LookaheadPlanner:
     def may_pay(self, num_requests: int, num_other: int) -> bool:
         """Return whether proposals may be asked for: they pay, or the time for a probe is saved up.
 
-        It is the quick check of a step in which they do not.
+        It is the quick check of a large step in which they do not.
         """
+        if num_requests <= _FEW_REQUESTS:
+            return True
         cost = self._cost
         if self._best_length(num_requests, num_requests, num_other, 1.0, 0.0)[0]:
             return True
@@ -338,7 +348,6 @@ class LookaheadPlanner:
                     continue
                 num_behind += behind
             lengths[index] = min(length, limits[index])
-            states[index].num_computed = requests[index].num_computed_tokens + 1
 
     def _best_length(
         self, num_part: int, num_requests: int, num_other: int, factor: float, rival: float
@@ -452,7 +461,6 @@ class LookaheadPlanner:
             return
         self._probe_budget -= time
         self.probe = states[best]
-        self.probe.num_computed = requests[best].num_computed_tokens + 1
         self.min_survival = 0.0
         lengths[best] = min(PROBE_TOKENS, limits[best])
 

@@ -269,7 +269,9 @@ class Drafting:
         self._worker.keep_proposal(request, token_ids, survivals)
         draft = self._worker.propose(request, len(token_ids))
         corrected = [] if draft is None else self._acceptance.survival(draft)
-        self._planner.learn_proposal(drafted.model, num_asked, survivals, corrected)
+        self._planner.learn_proposal(
+            drafted.model, request.num_tokens, num_asked, survivals, corrected
+        )
 
     def restart_request(self, request: Request) -> None:
         """Note that the workers have lost the KV of a request, the draft model's included."""
