@@ -54,6 +54,7 @@ from proto.sockets import Link, Poller
 from proto.speculative_config import (
     DEFAULT_METHODS,
     DRAFT_POSITIONS,
+    HEAD_METHODS,
     SpeculativeConfig,
     parse_speculative_config,
 )
@@ -250,6 +251,7 @@ class EngineCore:
             num_state_slots=plan.num_state_slots,
             observers=tuple(pool_observers),
             residency=ResidencyMeter(config.cache.kv_cache_metrics_one_in),
+            drops_last_hit=worker.draft_method in HEAD_METHODS,
         )
         transfer = kv_transfer_config(config.cache.kv_transfer_config)
         self.scheduler = Scheduler(
@@ -269,7 +271,7 @@ class EngineCore:
                 if config.scheduler.enable_mfu_metrics
                 else None
             ),
-            drafting=self._make_drafting(config, worker, plan, structured_output, pools=pools),
+            drafting=self._make_drafting(config, worker, structured_output, pools=pools),
             num_draft_positions=0 if worker.computes_ahead else DRAFT_POSITIONS,
         )
         self.output_dispatcher = OutputDispatcher(
@@ -292,7 +294,6 @@ class EngineCore:
         self,
         config: ServeConfig,
         worker: WorkerReady,
-        plan: PoolPlan,
         structured_output: StructuredOutputManager | None,
         *,
         pools: bool,
@@ -303,7 +304,7 @@ class EngineCore:
                 reason = "its outputs are pooled" if pools else "its states cannot be taken back"
                 logger.warning("--speculative-config: no drafts for this model: %s", reason)
             return None
-        return make_drafting(settings, plan.max_model_len, structured_output)
+        return make_drafting(settings, structured_output, worker.draft_method)
 
 
 def connector_factory(

@@ -17,6 +17,8 @@ MAX_TOKENS: Final = 64
 _MAX_DEPTH: Final = 256
 MODEL_METHODS: Final = ("draft_model", "eagle", "eagle3")
 """Methods whose drafts come from a model in the workers."""
+HEAD_METHODS: Final = ("eagle", "eagle3")
+"""Those whose model is a head on the hidden states of the model itself."""
 METHODS: Final = ("suffix", "ngram", "grammar", *MODEL_METHODS)
 DEFAULT_METHODS: Final = ("suffix", "grammar")
 """The methods by default where a token has the same bits in any step; elsewhere none."""
@@ -38,7 +40,7 @@ _KEYS_OF: Final[dict[str, tuple[str, ...]]] = {
     ),
 }
 _REFUSED_KEYS: Final = {
-    "quantization": "the weights of a draft model are computed as --weight-format says",
+    "quantization": "the weights of a draft model are held as --cpu-weights says",
     "revision": "name a folder or a file that has the revision",
 }
 _DEFAULT_NGRAM: Final = 5
@@ -66,7 +68,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
     prompt_lookup_min: int = _DEFAULT_NGRAM
     prompt_lookup_max: int = _DEFAULT_NGRAM
     suffix_decoding_max_tree_depth: int = 64
-    suffix_decoding_max_cached_requests: int = 10_000
+    suffix_decoding_max_cached_requests: int = 1_000
     suffix_decoding_max_spec_factor: float = 2.0
     suffix_decoding_min_token_prob: float = 0.1
     model: str | None = None

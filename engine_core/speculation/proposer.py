@@ -12,11 +12,12 @@ from engine_core.request import Request
 
 
 class Draft:
-    """A guess at the next tokens of one request.
+    """A draft of one request.
 
     token_ids: the guessed tokens, in order; at least one.
     survival: for each of them, the estimated probability that it and all before it are accepted;
-        does not grow along the draft.
+        does not grow along the draft. (Papers on speculative decoding call the probability of one
+        token given those before it the acceptance probability; this is their running product.)
     source: the name of the proposer.
     key: what acceptance is recorded by besides source and position, such as the length of the
         match that the guess continues. A source has few keys, so that each is seen often.
@@ -55,11 +56,16 @@ class Proposer(Protocol):
 
     `Drafting` calls `begin_request` when a request has blocks for the first time, `add_outputs`
     after every step that gave it tokens, `propose` when a draft may be verified, and `end_request`
-    when it has ended. A preemption changes nothing: the tokens stay.
+    when it has ended. A preemption changes nothing: the tokens stay. A method that raises
+    MemoryError ends the drafts of this proposer for the request: only `end_request` follows.
     """
 
     name: str
     """As in `--speculative-config`, in metrics and in the trace."""
+
+    def begin_step(self) -> None:
+        """Do a part of work that would be too long for one step."""
+        ...
 
     def begin_request(self, request: Request) -> bool:
         """Learn the prompt and the outputs so far; `request.all_token_ids` has both.

@@ -250,7 +250,7 @@ def play(
     """Run the requests, `concurrency` at a time, with the drafts of a method."""
     grammars = RecordedGrammars(backend)
     config = parse_speculative_config(json.dumps({"method": method}), MAX_TOKENS)
-    drafting = make_drafting(config, 1 << 20, grammars) or Drafting([], MAX_TOKENS, 1 << 20)
+    drafting = make_drafting(config, grammars) or Drafting([], MAX_TOKENS)
     waiting = list(enumerate(recordings))[::-1]
     running: list[tuple[Request, Recording]] = []
     result = Result()
@@ -269,8 +269,12 @@ def play(
             running.append((request, recording))
         for request, _ in running:
             request.spec_token_ids = []
+        limits = [
+            len(recording.outputs) - request.num_output_tokens - 1 for request, recording in running
+        ]
+        drafting.begin_step()
         start = time.perf_counter()
-        drafting.fill_drafts([request for request, _ in running], 0)
+        drafting.fill_drafts([request for request, _ in running], limits, 0)
         result.decisions.append(time.perf_counter() - start)
         rows = sum(1 + len(request.spec_token_ids) for request, _ in running)
         seconds = row_cost(rows, costs)
@@ -321,13 +325,16 @@ def index_times(token_ids: list[int]) -> dict[str, float]:
     }
 
 
-def decision_times(num_requests: int, *, repeats: bool) -> float:
-    """Return the median microseconds of a decision for requests with or without candidates."""
+def decision_times(num_requests: int, *, repeats: bool, draft_model: bool = False) -> float:
+    """Return the median microseconds of a decision for requests with or without candidates.
+
+    draft_model: with the decision how many tokens a model in the workers proposes.
+    """
     generator = random.Random(1)
     drafting = make_drafting(
         parse_speculative_config('{"method": "suffix+grammar"}', MAX_TOKENS),
-        1 << 20,
         RecordedGrammars(None),
+        "draft_model" if draft_model else "",
     )
     if drafting is None:
         return 0.0
@@ -346,14 +353,18 @@ def decision_times(num_requests: int, *, repeats: bool) -> float:
             sampling_params=SamplingParams(max_tokens=1000),
             hasher=None,
         )
+        drafting.begin_step()
         drafting.add_request(request)
         requests.append(request)
     times = []
+    limits = [900] * num_requests
     for _ in range(1000):
         for request in requests:
             request.spec_token_ids = []
         start = time.perf_counter()
-        drafting.fill_drafts(requests, 0)
+        drafting.fill_drafts(requests, limits, 0)
+        if draft_model and drafting.may_propose(num_requests, 0):
+            drafting.choose_proposals(requests, limits, 0)
         times.append(time.perf_counter() - start)
         drafting.learn_step(num_requests, 0.01 + 0.0001 * num_requests)
     return 1e6 * statistics.median(times)
@@ -428,6 +439,9 @@ def _print_times(recordings: dict[str, list[Recording]]) -> dict[str, object]:
         for number in (1, 16, 64):
             name = f"decision_us_{number}_{'with' if repeats else 'without'}_candidates"
             figures[name] = decision_times(number, repeats=repeats)
+            figures[f"{name}_and_draft_model"] = decision_times(
+                number, repeats=repeats, draft_model=True
+            )
     for name, value in figures.items():
         print(f"{name}: {value:.1f}")
     return figures

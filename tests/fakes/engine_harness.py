@@ -71,6 +71,8 @@ class EngineHarness:
         load_failure_policy: LoadFailurePolicy = "recompute",
         compute_meter: ComputeMeter | None = None,
         drafting: DraftProvider | None = None,
+        drops_last_hit: bool = False,
+        num_draft_positions: int = 0,
         **scheduler: int | bool | float | str | None,
     ) -> None:
         self.connector = connector
@@ -84,6 +86,7 @@ class EngineHarness:
             longest_chunk=ChunkRule.from_config(config).longest_chunk,
             num_state_slots=num_state_slots,
             observers=observers,
+            drops_last_hit=drops_last_hit,
         )
         self.scheduler = Scheduler(
             config,
@@ -99,6 +102,7 @@ class EngineHarness:
             load_failure_policy=load_failure_policy,
             compute_meter=compute_meter,
             drafting=drafting,
+            num_draft_positions=num_draft_positions,
         )
         self.max_in_flight = OVERLAPPED if config.async_scheduling else SYNCHRONOUS
         self.in_flight: deque[SchedulerOutput] = deque()

@@ -66,7 +66,8 @@ class CheckedEngine(EngineHarness):
     """An engine that is checked after every step. Its worker reads back the KV of every token.
 
     has_connector: blocks may be loaded or lost, so fewer checks apply to them.
-    num_drafted: most tokens of a draft, for which a request may have room beyond its tokens.
+    num_drafted: most tokens of a draft and of the lookahead behind it, for which a request may have
+    room beyond its tokens.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -75,7 +76,7 @@ class CheckedEngine(EngineHarness):
         self.gate = ProbingGate(self)
         self.num_of: Counter[str] = Counter()
         self.has_connector = settings.get("connector") is not None
-        self.num_drafted = 0 if settings.get("drafting") is None else MOST_DRAFTED
+        self.num_drafted = 0 if settings.get("drafting") is None else 2 * MOST_DRAFTED + 1
         self.windows: Sequence[int | None] = settings["windows"]
         self.block_size: int = settings["block_size"]
         self.policy = settings.get("scheduling_policy", "fcfs")
@@ -197,12 +198,17 @@ class CheckedEngine(EngineHarness):
         """Return the tokens of the longest prefix that all groups have for the next token."""
         index, size = self.kv_cache.pool.index, self.block_size
         hashes = self.contents.chain(request)
+        num_more = 1 if self.settings.get("drops_last_hit") else 0
         for count in range((request.num_tokens - 1) // size, 0, -1):
             for number, window in enumerate(self.windows):
                 suffix = bytes([number]) if number else b""
                 first = 0 if window is None else count * size - max(1, window - 1)
                 needed = [each for each in range(count) if (each + 1) * size > first]
-                if any(index.get(hashes[each] + suffix) is None for each in needed):
+                needed += range(count, count + num_more)
+                if any(
+                    each >= len(hashes) or index.get(hashes[each] + suffix) is None
+                    for each in needed
+                ):
                     break
             else:
                 return count * size
