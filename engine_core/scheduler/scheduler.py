@@ -422,12 +422,14 @@ class Scheduler:
         draft_token_ids: Sequence[list[int]],
         draft_survivals: Sequence[Sequence[float]],
     ) -> None:
-        """Keep the drafts that came with a result; note which sequences got none."""
+        """Keep the drafts that came with a result.
+
+        An empty one says that no token was likely enough; a sequence whose KV the draft model has
+        not completed yet is missing.
+        """
         asked = dict(zip(output.lookahead_seq_ids, output.num_lookahead_tokens, strict=True))
         for seq_id, draft, survivals in zip(seq_ids, draft_token_ids, draft_survivals, strict=True):
-            self._keep_proposal(seq_id, asked.pop(seq_id, len(draft)), draft, survivals)
-        for seq_id, num_asked in asked.items():
-            self._keep_proposal(seq_id, num_asked, [], ())
+            self._keep_proposal(seq_id, asked.get(seq_id, len(draft)), draft, survivals)
 
     def _keep_proposal(
         self, seq_id: int, num_asked: int, draft: list[int], survivals: Sequence[float]

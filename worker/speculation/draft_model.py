@@ -40,8 +40,8 @@ from worker.speculation.drafter import Drafts, SampledStep
 
 Hashes = NDArray[np.uint64]
 CATCH_UP_PASSES: Final = 16
-"""Most passes of a step in which a sequence computes tokens that its KV lacks. A step must stay
-short, because other requests, and an abort, wait for its end."""
+"""Most passes of a step in which a sequence that is alone in it computes tokens that its KV lacks,
+since an abort waits for the end of the step. Beside others it has one pass, because they wait."""
 _ABSENT_TOKEN: Final = 0
 """Is read in place of a token that the draft model's vocabulary lacks."""
 
@@ -96,18 +96,19 @@ class DraftModel:
         """Return a draft for each sequence with lookahead, if its KV can be completed.
 
         A pass takes at most `step_tokens` tokens, those of sequences that miss the fewest first:
-        drafts that go on, then what is missing. A sequence that still lacks KV after
-        CATCH_UP_PASSES goes on in the next step, and is in the result later.
+        drafts that go on, then what is missing. A sequence that still lacks KV after as many as a
+        step may have goes on in the next step, and is in the result later.
         """
         started = time.monotonic()
         made = Drafts()
         drafts = self._begin_drafts(step)
         unfinished = drafts
+        most_passes = CATCH_UP_PASSES if len(step.seq_ids) == 1 else 1
         while unfinished:
             scheduled = self._schedule(unfinished)
             hidden = self._run_pass(scheduled)
             going_on = self._add_tokens(scheduled, hidden, step.min_survival)
-            if len(made.pass_rows) + 1 < CATCH_UP_PASSES:
+            if len(made.pass_rows) + 1 < most_passes:
                 going_on += [draft for draft in unfinished if draft.is_behind]
             unfinished = going_on
             made.pass_rows.append(sum(draft.num_scheduled for draft in scheduled))
