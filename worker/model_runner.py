@@ -1,5 +1,7 @@
 """One step on one device: apply it to the batch, build inputs, forward, logits, sample, answer.
 
+A model beside the served one may then propose drafts (worker/speculation/).
+
 ModelRunner has the parts; `ModelRunner.execute` is the whole step, sampled on the host.
 SyncModelRunner (here, for a CPU) computes a step when it is launched. AsyncModelRunner
 (async_runner.py, for a GPU) queues a step and lets the next one be launched before its tokens are
@@ -15,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from proto.codec import changed
 from proto.engine_io import LogprobsArrays
 from proto.model_runner_output import ModelRunnerOutput, RowLogprobs
 from proto.scheduler_output import GrammarOutput, SchedulerOutput
@@ -29,6 +32,7 @@ from worker.models.decoder import Decoder
 from worker.routed_experts import ExpertSpan, RoutedExpertsCache, expert_rows
 from worker.sampling.logprobs import concatenate, prompt_logprobs
 from worker.sampling.sampler import Sampler, StepSampler, StepSamplerOutput
+from worker.speculation.drafter import Drafter, Drafts, SampledStep
 from worker.step_inputs import StepInputs, decodes_first
 
 LOGITS_CHUNK_BYTES: Final = 64 << 20
@@ -99,6 +103,23 @@ class ForwardOutput:
             routed_experts=routed_experts,
         )
 
+    def sampled_step(self, sampled: list[list[int]]) -> SampledStep:
+        """Return the step as a drafter sees it; sampled as in `answer`."""
+        step = self.step
+        lookahead = dict(zip(step.lookahead_seq_ids, step.num_lookahead_tokens, strict=True))
+        num_lookahead = [
+            lookahead.get(seq_id, 0) if tokens else 0
+            for seq_id, tokens in zip(self.seq_ids, sampled, strict=True)
+        ]
+        return SampledStep(
+            self.inputs,
+            self.seq_ids,
+            self.hidden,
+            sampled,
+            np.array(num_lookahead, dtype=np.int64),
+            step.min_draft_survival,
+        )
+
     def _num_rejected(self, sampled: list[list[int]]) -> dict[int, int]:
         """Return how many tokens of each draft were rejected, by seq_id."""
         index_of = {seq_id: index for index, seq_id in enumerate(self.seq_ids)}
@@ -131,7 +152,7 @@ class ModelRunner:
 
     graphs: CUDA graphs for decode steps. device_tokens: sampled tokens that the host does not know
     yet; None if every step is sampled on the host. experts: those of each token; None if they are
-    not kept.
+    not kept. drafter: proposes drafts after steps that are sampled on the host.
     """
 
     def __init__(
@@ -145,8 +166,10 @@ class ModelRunner:
         graphs: DecodeGraphs | None = None,
         device_tokens: DeviceTokens | None = None,
         experts: RoutedExpertsCache | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self._experts = experts
+        self._drafter = drafter
         self._model = model
         self._attention = attention
         self._step_sampler = StepSampler(batch, sampler)
@@ -220,7 +243,7 @@ class ModelRunner:
         if forward.experts is not None:
             experts = self.placement.to_host(forward.experts).numpy()
         seconds = time.monotonic() - forward.started
-        return forward.answer(
+        output = forward.answer(
             sampled.tokens,
             nonfinite,
             sampled.logprobs,
@@ -229,6 +252,9 @@ class ModelRunner:
             seconds,
             experts,
         )
+        if self._drafter is None:
+            return output
+        return _with_drafts(output, self._drafter.after_step(forward.sampled_step(sampled.tokens)))
 
     def warm_up(self) -> None:
         """Run one token through the model, because first calls of kernels are slow.
@@ -258,6 +284,8 @@ class ModelRunner:
         self.kv_cache.copy_blocks(sources, copies)
         if self._experts is not None:
             self._experts.copy_blocks(sources, copies)
+        if self._drafter is not None:
+            self._drafter.copy_blocks(sources, copies)
 
     def _expert_spans(
         self, step: SchedulerOutput, inputs: StepInputs, seq_ids: Sequence[int]
@@ -412,6 +440,17 @@ class SyncModelRunner:
         self, step: SchedulerOutput, get_grammars: GrammarMaskSource = no_grammars
     ) -> FinishedStep:
         return FinishedStep(self._runner.execute(step, get_grammars))
+
+
+def _with_drafts(output: ModelRunnerOutput, drafts: Drafts) -> ModelRunnerOutput:
+    return changed(
+        output,
+        draft_seq_ids=drafts.seq_ids,
+        draft_token_ids=drafts.token_ids,
+        draft_survivals=drafts.survivals,
+        draft_pass_rows=drafts.pass_rows,
+        draft_pass_seconds=drafts.pass_seconds,
+    )
 
 
 def nonfinite_sequences(hidden: torch.Tensor, query_start: NDArray[np.int32]) -> NDArray[np.bool_]:

@@ -1,0 +1,1 @@
+"""Drafts by a model beside the served one, in the same worker. Start at drafter.py."""
