@@ -346,11 +346,11 @@ class EagleHead:
         self._stacks = make_stacks((layer,), spec.hidden_size, device)
 
     def features(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Return f [N, H] of some tokens of the target's last step.
+        """Return f [N, H] of some tokens of the target's last step, valid until the next call.
 
         hidden: [T, H], the result of the target's `forward`. tokens: int64 [N], indices in it.
         """
-        return self._target.normed(hidden.index_select(0, tokens)).clone()
+        return self._target.normed(hidden.index_select(0, tokens))
 
     def store(
         self,
