@@ -89,6 +89,8 @@ class InputBatch:
     num_prompt_logprobs: int32, alternatives beside each prompt token, or NO_LOGPROBS.
     greedy: bool, rows that need only their best token after logit edits.
     edits: row → logit edits, for rows that have some.
+    row_versions: int64, counts how often the known tokens of the row were replaced; between two
+        replacements tokens are only appended.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class InputBatch:
         self.num_prompt_logprobs = np.full(num_rows, NO_LOGPROBS, dtype=np.int32)
         self.greedy = np.zeros(num_rows, dtype=np.bool_)
         self.edits: dict[int, RowEdits] = {}
+        self.row_versions = np.zeros(num_rows, dtype=np.int64)
         self._free = list(range(num_rows - 1, -1, -1))
         self._row_of: dict[int, int] = {}
         self._sequences: dict[int, RowState] = {}
@@ -306,6 +309,7 @@ class InputBatch:
         row = self._row_of[sequence.seq_id]
         prompt_end = len(sequence.prompt_token_ids)
         end = prompt_end + len(output_token_ids)
+        self.row_versions[row] += 1
         self.token_ids[row, :prompt_end] = sequence.prompt_token_ids
         self.token_ids[row, prompt_end:end] = output_token_ids
         self.num_prompt_tokens[row] = prompt_end
@@ -380,8 +384,9 @@ def build_inputs(
         num_computed=num_computed,
         sample_start=sample_start,
         sample_tokens=sample_tokens,
-        attention=_attention_inputs(
-            batch.block_table,
+        attention=attention_inputs(
+            batch.block_table.ids,
+            batch.block_table.block_size,
             token_rows,
             positions,
             query_start
@@ -431,23 +436,26 @@ def _split_drafts(
     return starts
 
 
-def _attention_inputs(
-    table: BlockTable,
+def attention_inputs(
+    tables: NDArray[np.int32],
+    block_size: int,
     token_rows: NDArray[np.int64],
     positions: NDArray[np.int64],
     query_start: NDArray[np.int32],
 ) -> tuple[AttentionInputs, ...]:
     """Return the block tables of the step's sequences and the slots of its tokens, by group.
 
-    query_start: of the sequences as attention sees them; every one has tokens.
+    tables: block tables of all rows, int32 [groups, num_rows, max_blocks]. token_rows, positions:
+    int64 [T], of the tokens. query_start: of the sequences as attention sees them; every one has
+    tokens.
     """
     last_tokens = query_start[1:] - 1
     seq_lens = (positions[last_tokens] + 1).astype(np.int32)
-    block_index, offset = np.divmod(positions, table.block_size)
-    max_blocks = -(-int(seq_lens.max()) // table.block_size)
-    tables = np.ascontiguousarray(table.ids[:, token_rows[last_tokens], :max_blocks])
-    slots = table.ids[:, token_rows, block_index].astype(np.int64) * table.block_size + offset
+    block_index, offset = np.divmod(positions, block_size)
+    max_blocks = -(-int(seq_lens.max()) // block_size)
+    of_sequences = np.ascontiguousarray(tables[:, token_rows[last_tokens], :max_blocks])
+    slots = tables[:, token_rows, block_index].astype(np.int64) * block_size + offset
     return tuple(
         AttentionInputs(query_start, seq_lens, block_table, slot_mapping)
-        for block_table, slot_mapping in zip(tables, np.ascontiguousarray(slots), strict=True)
+        for block_table, slot_mapping in zip(of_sequences, np.ascontiguousarray(slots), strict=True)
     )

@@ -339,6 +339,7 @@ class EagleHead:
     ) -> None:
         assert isinstance(layer.mixer, Attention)
         self.spec = spec
+        self.dtype = target.embed(torch.zeros(1, dtype=torch.int64, device=device)).dtype
         self._target = target
         self._layer = layer
         self._mixer = layer.mixer
