@@ -159,6 +159,10 @@ def _spec_from_config(
     residuals: tuple[int, ...] = ()
     if is_third:
         residuals = _residual_layers(config, target.num_layers)
+    vocab_size = target.vocab_size
+    draft_vocab_size = config.integer("draft_vocab_size", vocab_size, most=vocab_size)
+    norm_before_residual = is_third and config.flag("norm_before_residual", False)
+    config.must_be("target_hidden_size", target.hidden_size)
     found = llama_like(
         config,
         architecture="a head of EAGLE-3" if is_third else "a head of EAGLE",
@@ -171,11 +175,6 @@ def _spec_from_config(
         has_head=False,
         unused_tensors=_UNUSED | {D2T},
     )
-    vocab_size = target.vocab_size
-    draft_vocab_size = config.integer("draft_vocab_size", found.vocab_size, most=vocab_size)
-    norm_before_residual = is_third and config.flag("norm_before_residual", False)
-    config.must_be("target_hidden_size", found.hidden_size)
-    config.refuse_leftovers()
     if found.num_layers != 1:
         raise config.refusal("num_hidden_layers", found.num_layers, "a head has one layer")
     if found.hidden_size != target.hidden_size:
@@ -346,6 +345,12 @@ class EagleHead:
         self._fc = fc
         self._stacks = make_stacks((layer,), spec.hidden_size, device)
 
+    def record_residuals(self, most_tokens: int) -> None:
+        """Let the target record what the head reads in each step of at most `most_tokens` tokens.
+
+        EAGLE reads only what every step returns.
+        """
+
     def features(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Return f [N, H] of some tokens of the target's last step, valid until the next call.
 
@@ -422,16 +427,16 @@ class Eagle3Head(EagleHead):
         super().__init__(spec, target, layer, fc, device)
         self._embedding_norm, self._feature_norm, self._last_norm = norms
         self._head = head
+        self._device = device
         self.tokens = tokens
         self._residuals = torch.empty(0)
         self._buffers: dict[int, RowBuffer] = {}
         self._memory = ByteBuffer()
 
-    def record_residuals(self, most_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Let the target record its residuals in each step of at most `most_tokens` tokens."""
+    def record_residuals(self, most_tokens: int) -> None:
         layers = self.spec.residuals
         shape = (len(layers), most_tokens, self.spec.hidden_size)
-        self._residuals = torch.zeros(shape, dtype=dtype, device=device)
+        self._residuals = torch.zeros(shape, dtype=self.dtype, device=self._device)
         self._target.record_residuals(layers, self._residuals)
 
     def features(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
