@@ -45,6 +45,12 @@ which flags would make it fit.
   --json    print all figures as JSON
 """
 
+PREPARE_USAGE: Final = """\
+usage: tokend prepare MODEL [--speculative-config JSON]
+
+Prepare a model for serving and print its manifest; then that of the draft model, if there is one.
+"""
+
 BENCH_USAGE: Final = """\
 usage: tokend bench NAME [flags]; flags: tokend bench NAME --help
 
@@ -183,19 +189,27 @@ def _fetch(arguments: list[str]) -> int:
 
 def _prepare(arguments: list[str]) -> int:
     if arguments in (["-h"], ["--help"]):
-        print("usage: tokend prepare MODEL\n\nPrepare a model for serving and print its manifest.")
+        print(PREPARE_USAGE, end="")
         return 0
-    if len(arguments) != 1 or arguments[0].startswith("-"):
+    model, *flag = arguments or [""]
+    if not model or model.startswith("-") or flag[:1] not in ([], ["--speculative-config"]):
         raise ConfigError("tokend prepare takes one model: a folder, a .gguf file or a name")
+    if len(flag) not in (0, 2):
+        raise ConfigError("--speculative-config takes JSON", "speculative_config")
 
     from deploy.display import open_display
     from deploy.environment import HostEnvironment
-    from deploy.models.store import prepared_model
+    from deploy.models.store import prepared_draft_model, prepared_model
     from proto.codec import to_json_line
+    from proto.config import SpeculationConfig
 
+    environment = HostEnvironment.of(os.environ)
+    speculation = SpeculationConfig(speculative_config=flag[1] if flag else None)
     with closing(open_display(sys.stderr)) as display:
-        model = prepared_model(arguments[0], HostEnvironment.of(os.environ), display)
-    print(to_json_line(model).decode(), end="")
+        models = [prepared_model(model, environment, display)]
+        if (draft := prepared_draft_model(speculation, environment, display)) is not None:
+            models.append(draft)
+    print("".join(to_json_line(each).decode() for each in models), end="")
     return 0
 
 

@@ -14,7 +14,8 @@ from importlib.util import find_spec
 
 from deploy.display import Display, open_display
 from deploy.environment import FAULTS_VARIABLE, HostEnvironment
-from deploy.models.store import prepared_model
+from deploy.models.store import prepared_draft_model, prepared_model
+from deploy.supervisor.epochs import ServedModels
 from deploy.supervisor.launch import Commands, Launch, listen, url_of
 from deploy.supervisor.notify import SystemdNotifier
 from deploy.supervisor.processes import child_environment, process_age
@@ -47,12 +48,14 @@ def serve(config: ServeConfig, environment: HostEnvironment, commands: Commands)
     notifier = SystemdNotifier(environment.service_manager)
     display = open_display(sys.stderr, config.frontend.log_format, notifier)
     try:
-        model = _prepare_model(config, environment, display)
+        model, draft_model = _prepare_models(config, environment, display)
         _check_length(config, model)
         clock.end("model")
         faulthandler.enable()  # print the stacks if the service manager aborts a hung supervisor
         display.progress(f"starting {model.name}")
-        prepare = (sys.executable, "-P", "-m", "deploy.cli", "prepare", config.model.model)
+        prepare = [sys.executable, "-P", "-m", "deploy.cli", "prepare", config.model.model]
+        if (text := config.speculation.speculative_config) is not None:
+            prepare += ["--speculative-config", text]
         launch = Launch(
             config=config,
             model=model,
@@ -63,6 +66,7 @@ def serve(config: ServeConfig, environment: HostEnvironment, commands: Commands)
             prepare_command=prepare,
             clock=clock,
             faults=faults,
+            draft_model=draft_model,
         )
         return Supervisor(launch, run_parent, display, notifier).run()
     finally:
@@ -76,9 +80,9 @@ def plan(config: ServeConfig, environment: HostEnvironment, *, as_json: bool) ->
     Raises ConfigError and ModelError.
     """
     with closing(open_display(sys.stderr)) as display:
-        model = _prepare_model(config, environment, display)
+        model, draft_model = _prepare_models(config, environment, display)
     _check_length(config, model)
-    boot = PlanBoot(config=config, model=model, as_json=as_json)
+    boot = PlanBoot(config=config, model=model, as_json=as_json, draft_model=draft_model)
     process = run_worker_program("worker.plan_command", boot, config, environment)
     print(process.stdout.decode(), end="")
     return process.returncode if process.returncode >= 0 else 1
@@ -99,13 +103,14 @@ def run_worker_program(
     )
 
 
-def _prepare_model(
+def _prepare_models(
     config: ServeConfig, environment: HostEnvironment, display: Display
-) -> PreparedModel:
-    """Return the prepared model. SIGTERM interrupts the preparation as Ctrl-C does."""
+) -> ServedModels:
+    """Return the prepared models. SIGTERM interrupts the preparation as Ctrl-C does."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return prepared_model(config.model.model, environment, display)
+        model = prepared_model(config.model.model, environment, display)
+        return ServedModels(model, prepared_draft_model(config.speculation, environment, display))
     finally:
         signal.signal(signal.SIGTERM, before)
 

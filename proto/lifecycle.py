@@ -123,6 +123,7 @@ class PlanBoot(msgspec.Struct, frozen=True, kw_only=True):
     config: ServeConfig
     model: PreparedModel
     as_json: bool = False
+    draft_model: PreparedModel | None = None
 
 
 class ProductsBoot(msgspec.Struct, frozen=True, kw_only=True):

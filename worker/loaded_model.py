@@ -7,6 +7,7 @@ kv_fingerprint says whose KV blocks are interchangeable.
 import hashlib
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -52,13 +53,37 @@ from worker.memory_nodes import memory_placement
 from worker.memory_plan import MemoryPlan, layer_cache, plan_memory, refusal
 from worker.models.decoder import Decoder
 from worker.models.registry import model_spec, read_config
+from worker.models.spec import ModelSpec
 from worker.models.transformers_model import TransformersSpec
 from worker.parallel.group import RankGroup
 from worker.pooling import PoolingHead
+from worker.speculation.draft_settings import (
+    draft_cache,
+    draft_config,
+    draft_kv_dtype,
+    naming_draft,
+    require_draft_model,
+)
 
 logger = logging.getLogger("tokend.worker")
 LAYOUT_VERSION: Final = 4
 """Counts changes of the cache layout or of the arithmetic of a layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDraft:
+    """A model that proposes drafts for another, on the same device and the same ranks.
+
+    max_model_len: tokens that a sequence may have with its draft. The other fields as in
+    LoadedModel.
+    """
+
+    model: Decoder
+    weight_format: WeightFormat
+    layout: KVLayout
+    geometry: KVCacheGeometry
+    max_model_len: int
+    attention_kernels: Kernels | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +94,7 @@ class LoadedModel:
     the model together with this worker. plan: the memory, before the weights were read.
     pooling_head: None for a model that generates. attention_kernels: None for the default ones.
     weights_hash: all weights, or the manifest's sample of them if no KV outlives the process.
+    draft: the model that proposes drafts; None without one.
     """
 
     prepared: PreparedModel
@@ -84,6 +110,7 @@ class LoadedModel:
     weights_hash: str
     pooling_head: PoolingHead | None = None
     attention_kernels: Kernels | None = None
+    draft: LoadedDraft | None = None
 
     @property
     def on_cuda(self) -> bool:
@@ -103,7 +130,11 @@ class LoadedModel:
 
     @property
     def weights(self) -> tuple[WeightFormatMemory, ...]:
-        return tuple(WeightFormatMemory(*item) for item in self.weight_format.memory.items())
+        """Memory by format, that of a draft model included."""
+        memory = Counter(self.weight_format.memory)
+        if self.draft is not None:
+            memory += self.draft.weight_format.memory
+        return tuple(WeightFormatMemory(*item) for item in memory.items())
 
     def fingerprint(self, block_size: int) -> bytes:
         """Return the fingerprint of the model's KV blocks, 32 bytes; see kv_fingerprint."""
@@ -147,19 +178,24 @@ def load(
     weight_format: WeightFormat | None = None,
     *,
     must_fit: bool = True,
+    draft: PreparedModel | None = None,
 ) -> LoadedModel:
-    """Load this rank's part of a model.
+    """Load this rank's part of a model, and of the one that drafts for it.
 
     report: sends progress and notices to the supervisor.
     weight_format: None for the one that settings and device choose.
     must_fit: raise ConfigError, before a weight is read, if the model does not fit into memory.
+    draft: the model of --speculative-config. Raises ConfigError, before a weight is read, if it
+        cannot draft for `prepared`.
     """
+    if draft is not None:
+        require_draft_model(config, prepared, draft, device)
     pooler = pooler_of(config.model, prepared)
     dtype = device.resolve_dtype(activation_dtype(config.model))
     weight_format = weight_format or weight_format_for(config.model, prepared, device)
-    plan = plan_memory(config, prepared, device, group.rank, weight_format)
+    plan = plan_memory(config, prepared, device, group.rank, weight_format, draft)
     if not plan.fits:
-        error = refusal(plan, config, prepared, device, group.rank)
+        error = refusal(plan, config, prepared, device, group.rank, draft)
         if must_fit:
             raise error
         logger.warning("%s", error)
@@ -183,36 +219,16 @@ def load(
             fp8_blocks=multiplies_blocks(read_index(prepared), device.torch_device, dtype),
         )
 
-    def show_progress(fraction: float) -> None:
-        report(Progress("worker", group.rank, "loading weights", fraction))
-
-    load_weights: Callable[[], Decoder]
-    if isinstance(whole, TransformersSpec):
-        assert isinstance(weight_format, DenseFormat)
-        logger.warning(
-            "%s runs on transformers' code, which is slower than a family of tokend's own",
-            whole.architecture,
-        )
-        load_weights = partial(
-            load_transformers,
-            prepared,
-            whole,
-            dtype,
-            device.torch_device,
-            show_progress,
-            weight_format,
-        )
-    else:
-        load_weights = partial(
-            load_model,
-            prepared,
-            whole,
-            dtype,
-            device.torch_device,
-            show_progress,
-            weight_format,
-            group,
-        )
+    load_weights = partial(
+        _load_weights,
+        prepared,
+        whole,
+        dtype,
+        device.torch_device,
+        lambda fraction: report(Progress("worker", group.rank, "loading weights", fraction)),
+        weight_format,
+        group,
+    )
     if kv_outlives_process(config):
         with hashing(prepared) as digest:
             model = load_weights()
@@ -224,10 +240,11 @@ def load(
     if notice := describe_dense_weights(weight_format):
         report(Notice("worker", group.rank, notice))
     layout, geometry = layer_cache(model.spec, kv_dtype)
-    attention_kernels = None
-    if not is_cuda(device) and config.device.attention_backend != "reference":
-        heads = model.spec.attention_shape
-        attention_kernels, _ = choose_attention(heads, dtype, kv_dtype, prepared.folder)
+    attention_kernels = _attention_kernels(config, prepared, model.spec, device, dtype, kv_dtype)
+    loaded_draft = None
+    if draft is not None:
+        with naming_draft(draft):
+            loaded_draft = _load_draft(config, draft, dtype, device, group, report)
     return LoadedModel(
         prepared,
         read_config(prepared),
@@ -242,7 +259,75 @@ def load(
         weights_hash,
         None if pooler is None else PoolingHead.load(pooler, prepared),
         attention_kernels,
+        loaded_draft,
     )
+
+
+def _load_weights(
+    prepared: PreparedModel,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    show_progress: Callable[[float], None],
+    weight_format: WeightFormat,
+    group: RankGroup,
+) -> Decoder:
+    """Return this rank's part of the decoder, with a family's or transformers' code."""
+    if not isinstance(spec, TransformersSpec):
+        return load_model(prepared, spec, dtype, device, show_progress, weight_format, group)
+    assert isinstance(weight_format, DenseFormat)
+    logger.warning(
+        "%s runs on transformers' code, which is slower than a family of tokend's own",
+        spec.architecture,
+    )
+    return load_transformers(prepared, spec, dtype, device, show_progress, weight_format)
+
+
+def _load_draft(
+    config: ServeConfig,
+    draft: PreparedModel,
+    dtype: torch.dtype,
+    device: Device,
+    group: RankGroup,
+    report: Callable[[Progress | Notice], None],
+) -> LoadedDraft:
+    """Load this rank's part of a draft model; config: of the served one."""
+    config = draft_config(config, draft)
+    weight_format = weight_format_for(config.model, draft, device)
+    logger.info("loading %s, which drafts", draft.name)
+    model = _load_weights(
+        draft,
+        model_spec(draft, config),
+        dtype,
+        device.torch_device,
+        lambda fraction: report(Progress("worker", group.rank, "loading draft model", fraction)),
+        weight_format,
+        group,
+    )
+    kv_dtype = draft_kv_dtype(model.spec, config, dtype)
+    layout, geometry = draft_cache(model.spec, kv_dtype)
+    return LoadedDraft(
+        model,
+        weight_format,
+        layout,
+        geometry,
+        config.model.max_model_len or draft.max_position,
+        _attention_kernels(config, draft, model.spec, device, dtype, kv_dtype),
+    )
+
+
+def _attention_kernels(
+    config: ServeConfig,
+    prepared: PreparedModel,
+    spec: ModelSpec,
+    device: Device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+) -> Kernels | None:
+    """Return the fastest kernels for a model's attention on this CPU; None for the default ones."""
+    if is_cuda(device) or config.device.attention_backend == "reference":
+        return None
+    return choose_attention(spec.attention_shape, dtype, kv_dtype, prepared.folder)[0]
 
 
 def is_cuda(device: Device) -> bool:

@@ -3,7 +3,8 @@
     free   [ weights | work space | states | KV pool ................ | left to the machine ]
                                            <-------- Device.default_pool_bytes -------------->
 
-States are those of recurrent layers, where a model has them.
+States are those of recurrent layers, where a model has them. Weights, work space and KV are also
+those of a draft model.
 
 Sizes come from the headers of the model's files, its configuration and the settings; no weight is
 read. Start at plan_memory. `refusal` says what does not fit, and which flags would make it fit.
@@ -49,6 +50,8 @@ from worker.models.transformers_model import TransformersSpec
 from worker.parallel.group import RankGroup
 from worker.parallel.sharding import shard_model
 from worker.routed_experts import require_routed_experts, routing_bytes
+from worker.speculation.draft_model import KVContents
+from worker.speculation.draft_settings import draft_config, draft_token_bytes, naming_draft
 
 ENCODER_STEP_TOKENS: Final = 2048
 """Tokens of a step of an encoder, unless its longest text has more."""
@@ -68,7 +71,7 @@ _FLOAT32: Final = 4
 class MemoryPlan:
     """Bytes that a model takes of a device: those of all workers on a CPU, of one on a GPU.
 
-    weights: by format. work: by purpose.
+    weights: by format; of the draft model, if there is one, draft_weights. work: by purpose.
     block_bytes: of a KV block, with the experts that are kept for it; 0 without a KV cache.
     num_groups: KV groups with blocks, each of which takes one for the same tokens.
     num_blocks: blocks of the KV pool, with the null block. least_blocks: fewest that it needs.
@@ -80,6 +83,7 @@ class MemoryPlan:
     model: str
     device: str
     weights: Counter[str]
+    draft_weights: Counter[str]
     work: Counter[str]
     block_size: int
     block_bytes: int
@@ -112,7 +116,8 @@ class MemoryPlan:
     @property
     def left(self) -> int:
         """Bytes that weights, work space and states leave; may be negative."""
-        return self.free - self.weights.total() - self.work.total() - self.states_bytes
+        weights = self.weights.total() + self.draft_weights.total()
+        return self.free - weights - self.work.total() - self.states_bytes
 
     @property
     def fits(self) -> bool:
@@ -126,7 +131,6 @@ class MemoryPlan:
     def table(self) -> list[str]:
         """Return the sum, a line for each summand."""
         num_blocks = max(self.num_blocks, self.least_blocks)
-        formats = (WeightFormatMemory(*item) for item in self.weights.items())
         pool = (
             f"{self._tokens_of(num_blocks):,} tokens, {memory_size(self.kv_bytes_per_1k)} per 1,000"
         )
@@ -137,7 +141,12 @@ class MemoryPlan:
         )
         needed = self.free - self.left + num_blocks * self.block_bytes
         rows = (
-            ("weights", self.weights.total(), describe_weights(formats)),
+            ("weights", self.weights.total(), _describe(self.weights)),
+            *(
+                [("draft model", self.draft_weights.total(), _describe(self.draft_weights))]
+                if self.draft_weights
+                else []
+            ),
             *([("KV cache", num_blocks * self.block_bytes, pool)] if self.block_bytes else []),
             *([("states", self.states_bytes, self._states())] if self.states_bytes else []),
             ("work space", self.work.total(), work),
@@ -160,6 +169,7 @@ class MemoryPlan:
         return {
             "fits": self.fits,
             "weights_bytes": dict(self.weights),
+            **({"draft_weights_bytes": dict(self.draft_weights)} if self.draft_weights else {}),
             **(pool if self.block_bytes else {}),
             **(states if self.states_bytes else {}),
             "work_space_bytes": dict(self.work),
@@ -178,17 +188,23 @@ class MemoryPlan:
         return max(0, num_blocks - 1) // self.num_groups * self.block_size
 
 
+def _describe(weights: Counter[str]) -> str:
+    return describe_weights(WeightFormatMemory(*item) for item in weights.items())
+
+
 def plan_memory(
     config: ServeConfig,
     prepared: PreparedModel,
     device: Device,
     rank: int = 0,
     weight_format: WeightFormat | None = None,
+    draft: PreparedModel | None = None,
 ) -> MemoryPlan:
     """Return what a model takes of this device's memory, and the size of its KV pool.
 
     rank: of the worker; on a CPU the plan is that of all workers, which share its memory.
     weight_format: None for the one that settings and device choose.
+    draft: a model that `require_draft_model` accepts.
     Raises ConfigError for a setting that is impossible for this model.
     """
     cache, size = config.cache, config.parallel.tensor_parallel_size
@@ -210,28 +226,37 @@ def plan_memory(
         own = shard_model(spec, size)[rank].spec.attention_shape
         num_tokens = device.step_tokens(config.scheduler)
         require_latent_kernels(config, prepared.architecture, own, dtype, kv_dtype, num_tokens)
-    weights: Counter[str] = Counter()
-    work: Counter[str] = Counter()
-    conversion = 0
-    ranks = range(size) if device.shares_memory else [rank]
-    for number in ranks:
-        if isinstance(spec, TransformersSpec):
-            weights[weight_format.name] += spec.num_weights * dtype.itemsize
-            work += _step_memory(config, prepared, device, spec, dtype)
-            continue
-        builder = create_builder(
-            prepared, spec, dtype, device.torch_device, weight_format, RankGroup(number, size)
-        )
-        sizes = builder.weight_sizes()
-        weights += sizes.by_format
-        conversion += sizes.conversion
-        work += _step_memory(config, prepared, device, builder.spec, dtype)
+    ranks = range(size) if device.shares_memory else range(rank, rank + 1)
+    weights, work, conversion = _weights_and_steps(
+        config, prepared, device, spec, dtype, weight_format, ranks
+    )
     token_bytes = [
         layer_cache(shard.spec, kv_dtype)[1].bytes_per_token for shard in shard_model(spec, size)
     ]
     if config.model.enable_return_routed_experts:
         require_routed_experts(spec)
         token_bytes[0] += routing_bytes(spec)
+    draft_weights: Counter[str] = Counter()
+    if draft is not None:
+        with naming_draft(draft):
+            settings = draft_config(config, draft)
+            draft_spec = model_spec(draft, settings)
+            draft_weights, draft_work, draft_conversion = _weights_and_steps(
+                settings,
+                draft,
+                device,
+                draft_spec,
+                dtype,
+                weight_format_for(settings.model, draft, device),
+                ranks,
+            )
+            draft_bytes = [
+                draft_token_bytes(shard.spec, settings, dtype)
+                for shard in shard_model(draft_spec, size)
+            ]
+        work += draft_work
+        conversion = max(conversion, draft_conversion)
+        token_bytes = [sum(both) for both in zip(token_bytes, draft_bytes, strict=True)]
     block_bytes = cache.block_size * sum(token_bytes[number] for number in ranks)
     layout, _ = layer_cache(spec, kv_dtype)
     state_bytes_of_ranks = [_state_bytes(shard.spec) for shard in shard_model(spec, size)]
@@ -241,9 +266,10 @@ def plan_memory(
     # A row cannot become longer than what a pool in this memory holds.
     most_tokens = (free // block_bytes + 1) * cache.block_size if block_bytes else longest
     num_rows = config.scheduler.max_num_seqs
-    rows = InputBatch.bytes_needed(
-        num_rows, min(longest, most_tokens), cache.block_size, layout.num_groups
-    )
+    row_tokens = min(longest, most_tokens)
+    rows = InputBatch.bytes_needed(num_rows, row_tokens, cache.block_size, layout.num_groups)
+    if draft is not None:
+        rows += KVContents.bytes_needed(num_rows, row_tokens, cache.block_size)
     if device.shares_memory:
         work[f"{num_rows:,} sequences"] = rows * size
         others = config.frontend.api_server_count - 1
@@ -255,7 +281,7 @@ def plan_memory(
     more = conversion - least_blocks * block_bytes - (work.total() - work["processes"])
     if device.shares_memory and more > 0:
         work["conversion of weights"] = more
-    left = max(0, free - weights.total() - work.total())
+    left = max(0, free - weights.total() - draft_weights.total() - work.total())
     num_state_slots = _num_state_slots(config, left, state_bytes) if state_bytes else 0
     if not block_bytes:
         num_blocks = least_blocks
@@ -271,6 +297,7 @@ def plan_memory(
         model=prepared.name,
         device=device.memory_name,
         weights=weights,
+        draft_weights=draft_weights,
         work=work,
         block_size=cache.block_size,
         block_bytes=block_bytes,
@@ -282,6 +309,38 @@ def plan_memory(
         state_bytes=state_bytes,
         slots_per_sequence=slots_per_sequence(cache.enable_prefix_caching),
     )
+
+
+def _weights_and_steps(
+    config: ServeConfig,
+    prepared: PreparedModel,
+    device: Device,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    weight_format: WeightFormat,
+    ranks: range,
+) -> tuple[Counter[str], Counter[str], int]:
+    """Return the memory of a model's weights by format, of its steps by purpose, on these ranks.
+
+    The third is what converting the weights takes beside them.
+    """
+    size = config.parallel.tensor_parallel_size
+    weights: Counter[str] = Counter()
+    work: Counter[str] = Counter()
+    conversion = 0
+    for number in ranks:
+        if isinstance(spec, TransformersSpec):
+            weights[weight_format.name] += spec.num_weights * dtype.itemsize
+            work += _step_memory(config, prepared, device, spec, dtype)
+            continue
+        builder = create_builder(
+            prepared, spec, dtype, device.torch_device, weight_format, RankGroup(number, size)
+        )
+        sizes = builder.weight_sizes()
+        weights += sizes.by_format
+        conversion += sizes.conversion
+        work += _step_memory(config, prepared, device, builder.spec, dtype)
+    return weights, work, conversion
 
 
 def layer_cache(spec: ModelSpec, kv_dtype: torch.dtype) -> tuple[KVLayout, KVCacheGeometry]:
@@ -422,7 +481,12 @@ def _check_host_memory(num_rows: int, num_bytes: int) -> None:
 
 
 def refusal(
-    plan: MemoryPlan, config: ServeConfig, prepared: PreparedModel, device: Device, rank: int = 0
+    plan: MemoryPlan,
+    config: ServeConfig,
+    prepared: PreparedModel,
+    device: Device,
+    rank: int = 0,
+    draft: PreparedModel | None = None,
 ) -> ConfigError:
     """Return the error about a model that does not fit: the sum, and flags that make it fit."""
     if plan.shortfall > 0:
@@ -432,7 +496,7 @@ def refusal(
             f"the KV pool of {plan.num_blocks} blocks of {plan.block_size} tokens is too small: "
             f"{plan.least_blocks} are needed"
         )
-    flags = fitting_flags(plan, config, prepared, device, rank)
+    flags = fitting_flags(plan, config, prepared, device, rank, draft)
     if flags:
         way = f"it fits with {' or '.join(flags)}"
     else:
@@ -441,14 +505,19 @@ def refusal(
 
 
 def fitting_flags(
-    plan: MemoryPlan, config: ServeConfig, prepared: PreparedModel, device: Device, rank: int = 0
+    plan: MemoryPlan,
+    config: ServeConfig,
+    prepared: PreparedModel,
+    device: Device,
+    rank: int = 0,
+    draft: PreparedModel | None = None,
 ) -> list[str]:
     """Return flags each of which alone makes the model fit; else those that do so together."""
 
     def attempt(settings: ServeConfig) -> MemoryPlan | None:
         try:
             validate(settings)
-            return plan_memory(settings, prepared, device, rank)
+            return plan_memory(settings, prepared, device, rank, draft=draft)
         except TokendError:
             return None
 

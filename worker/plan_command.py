@@ -31,6 +31,7 @@ from worker.loader.weights import DecoderBuilder, create_builder
 from worker.memory_plan import MemoryPlan, fitting_flags, plan_memory, refusal
 from worker.models.registry import model_spec, runs_on_transformers
 from worker.parallel.group import RankGroup
+from worker.speculation.draft_settings import require_draft_model
 
 PROMPT_TOKENS: Final = 512
 """Length of the prompt whose first token is estimated."""
@@ -297,23 +298,27 @@ def _read_rate(device: torch.device) -> float:
 def main() -> int:
     """Print the plan; return the exit status."""
     boot = MessageDecoder[PlanBoot](PlanBoot).decode(sys.stdin.buffer.read())
-    config, prepared = boot.config, boot.model
+    config, prepared, draft = boot.config, boot.model, boot.draft_model
     try:
         device = create_device(config, 0)
         device.check_kv_dtype(config.cache.kv_cache_dtype)
-        plan = plan_memory(config, prepared, device)
+        if draft is not None:
+            require_draft_model(config, prepared, draft, device)
+        plan = plan_memory(config, prepared, device, draft=draft)
         times, not_estimated = None, why_not_estimated(config, prepared, device)
         if plan.fits and not not_estimated:
             times = estimate_times(config, prepared, device, plan)
         if boot.as_json:
-            flags = [] if plan.fits else fitting_flags(plan, config, prepared, device)
+            flags = [] if plan.fits else fitting_flags(plan, config, prepared, device, draft=draft)
             figures = {"model": prepared.name, "device": device.name, **plan.to_dict()}
             figures |= {"flags_that_fit": flags} if times is None else times.to_dict()
             print(json.dumps(figures, indent=1))
         elif not plan.fits:
-            print(refusal(plan, config, prepared, device))
+            print(refusal(plan, config, prepared, device, draft=draft))
         else:
             title = f"{prepared.name} on {device.name}"
+            if draft is not None:
+                title += f", drafts by {draft.name}"
             if prepared.unloaded_parts:
                 title += f"; {prepared.text_only_notice}"
             print("\n".join((title, *plan.table(), "")))

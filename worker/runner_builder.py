@@ -46,6 +46,8 @@ from worker.routed_experts import RoutedExpertsCache, record_experts, routing_by
 from worker.sampling.device_kernels import RowEditArrays, TritonDraw, TritonEdits, largest_edits
 from worker.sampling.device_sampler import DeviceDraw, DeviceSampler, KeyedDraw, largest_params
 from worker.sampling.sampler import Sampler, create_sampler
+from worker.speculation.draft_model import TOKEN_BYTES, DraftModel
+from worker.speculation.drafter import Drafter
 from worker.state_cache import AttentionWithStates, StateCache
 
 logger = logging.getLogger("tokend.attention")
@@ -83,6 +85,8 @@ class RunnerBuilder:
         tokens = loaded.plan.num_blocks * config.cache.block_size
         kv_bytes = loaded.geometry.bytes_per_token
         token_bytes = kv_bytes + (routing_bytes(loaded.model.spec) if records else 0)
+        if (draft := loaded.draft) is not None:
+            token_bytes += draft.geometry.bytes_per_token + TOKEN_BYTES
         self.kv_cache_bytes = 0
         if token_bytes:
             pool_bytes = self._device.kv_cache_bytes(config.cache, tokens * token_bytes, peak)
@@ -138,12 +142,42 @@ class RunnerBuilder:
         parts = (self._model(), attention, create_sampler(), batch, cache)
         head = self._loaded.pooling_head
         runner = (
-            ModelRunner(*parts, experts=self._experts(cache))
+            ModelRunner(
+                *parts, experts=self._experts(cache), drafter=self._create_drafter(message, batch)
+            )
             if head is None
             else PoolingRunner(head, *parts)
         )
         runner.warm_up()
         return runner
+
+    def _create_drafter(self, message: InitializeCache, batch: InputBatch) -> Drafter | None:
+        """Return the drafter for an engine, if there is a draft model."""
+        draft = self._loaded.draft
+        if draft is None:
+            return None
+        cache = self._placed(
+            KVCache(draft.geometry, draft.layout, message.num_blocks, message.block_size)
+        )
+        attention = create_backend(
+            self._config.device.attention_backend,
+            cache,
+            draft.model.spec.attention_shape,
+            draft.attention_kernels,
+        )
+        drafter = DraftModel(
+            draft.model,
+            attention,
+            cache,
+            create_sampler(),
+            batch,
+            group=self._loaded.layout.windows.index(None),
+            vocab_size=self._loaded.model.spec.vocab_size,
+            step_tokens=self.step_tokens,
+            max_model_len=draft.max_model_len,
+        )
+        drafter.warm_up()
+        return drafter
 
     def _with_states(
         self, attention: AttentionBackend, message: InitializeCache
@@ -177,6 +211,10 @@ class RunnerBuilder:
 
     def _create_pool(self, message: InitializeCache) -> KVCache:
         cache = self._create_step_cache(message.num_blocks, message.block_size)
+        return self._placed(cache)
+
+    def _placed(self, cache: KVCache) -> KVCache:
+        """Spread the memory of a cache over the nodes of a CPU; commit it if that is wanted."""
         if not self._loaded.on_cuda and (placement := memory_placement()) is not None:
             placement.interleave(cache.buffer)
         if self._config.cache.kv_cache_populate:

@@ -47,6 +47,7 @@ from worker.kv_connector.steps import ConnectorSteps, no_connector_steps
 from worker.loaded_model import load
 from worker.parallel.group import LONG_WAIT_SECONDS, GroupLostError, create_group
 from worker.runner_builder import RunnerBuilder
+from worker.speculation.draft_model import DraftModel
 
 logger = logging.getLogger("tokend.worker")
 
@@ -188,7 +189,13 @@ class Worker:
         # A worker that replaces a dead one tries to load: requests wait, and memory may return.
         is_first = boot.worker_epoch == boot.generation
         self._loaded = load(
-            config, boot.model, device, self._group, supervisor.send, must_fit=is_first
+            config,
+            boot.model,
+            device,
+            self._group,
+            supervisor.send,
+            must_fit=is_first,
+            draft=boot.draft_model,
         )
         if self._loaded.on_cuda:
             self._group.join(self._epoch, "memory")  # the largest step needs all ranks
@@ -370,4 +377,5 @@ class Worker:
             compute=loaded.model.spec.compute_shape,
             num_state_slots=loaded.plan.num_state_slots,
             is_batch_invariant=loaded.is_batch_invariant,
+            draft_method="" if loaded.draft is None else DraftModel.method,
         )

@@ -23,8 +23,10 @@ from deploy.models import catalogue, fetch
 from deploy.models.fetch import exclusive
 from deploy.models.prepare import QUIET_LIBRARIES, PrepareMessage
 from proto.codec import from_json
+from proto.config import SpeculationConfig
 from proto.errors import ModelError, ProtocolError
 from proto.prepared_model import MANIFEST_VERSION, FileStamp, PreparedModel, file_stamp
+from proto.speculative_config import parse_speculative_config
 
 PREPARE_VERSION: Final = 7
 """Raise it whenever preparing the same source writes something else than before."""
@@ -161,6 +163,23 @@ def prepared_model(
         path = f" ({error.filename})" if error.filename else ""
         raise ModelError(f"cannot set up {model}: {error.strerror}{path}") from None
     return found
+
+
+def prepared_draft_model(
+    config: SpeculationConfig, environment: HostEnvironment, display: Display
+) -> PreparedModel | None:
+    """Return the manifest of the model of --speculative-config, like `prepared_model`.
+
+    None if it names no model.
+    """
+    text, max_tokens = config.speculative_config, config.speculative_max_tokens
+    model = parse_speculative_config(text, max_tokens).model
+    if model is None:
+        return None
+    try:
+        return prepared_model(model, environment, display)
+    except ModelError as error:
+        raise ModelError(f"--speculative-config: model: {error}") from None
 
 
 def _read(folder: str) -> PreparedModel | None:

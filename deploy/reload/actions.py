@@ -5,6 +5,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from deploy.supervisor.epochs import ServedModels
 from deploy.supervisor.launch import Launch, Readiness
 from deploy.supervisor.processes import ChildProcesses
 from proto.codec import from_json
@@ -45,13 +46,14 @@ class PreparationProcess:
     def has_ended(self) -> bool:
         return self._process.poll() is not None
 
-    def result(self) -> PreparedModel:
-        """Return the manifest once the process has ended; raises ModelError with its message."""
+    def result(self) -> ServedModels:
+        """Return the manifests once the process has ended; raises ModelError with its message."""
         if self._process.returncode != 0:
             lines = _read_all(self._errors).decode(errors="replace").strip().splitlines()
             raise ModelError(lines[-1].removeprefix("tokend: ") if lines else self._describe_exit())
         try:
-            return from_json(_read_all(self._output), PreparedModel)
+            lines = _read_all(self._output).split() or [b""]
+            return ServedModels(*(from_json(line, PreparedModel) for line in lines[:2]))
         except ProtocolError as error:
             raise ModelError(f"preparing the model printed no manifest: {error}") from None
 

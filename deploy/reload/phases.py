@@ -21,7 +21,7 @@ from typing import Final
 
 from deploy.reload.actions import ReloadActions
 from deploy.supervisor import exit_report
-from deploy.supervisor.epochs import EpochCounter
+from deploy.supervisor.epochs import EpochCounter, ServedModels
 from deploy.supervisor.processes import Child, ChildProcesses
 from deploy.supervisor.recovery import Recovery
 from deploy.supervisor.shutdown import AFTER_FAILURE, ON_REQUEST, ShutdownLimits, ShutdownSequence
@@ -39,7 +39,6 @@ from proto.lifecycle import (
     Switched,
     SwitchEngine,
 )
-from proto.prepared_model import PreparedModel
 
 CONNECT_SECONDS: Final = 600.0
 """Limit for the new generation to load and to be connected to every API server."""
@@ -139,11 +138,11 @@ class PreparingModel(ReloadPhase):
         if not self._preparation.has_ended():
             return self
         try:
-            model = self._preparation.result()
+            models = self._preparation.result()
         except ModelError as error:
             return self.cancel(str(error))
         self._context.actions.end_preparation(self._preparation)
-        return WaitingForRestarts(self._context, model).advance()
+        return WaitingForRestarts(self._context, models).advance()
 
     def cancel(self, reason: str) -> ReloadPhase:
         self._context.actions.end_preparation(self._preparation)
@@ -154,15 +153,15 @@ class PreparingModel(ReloadPhase):
 class WaitingForRestarts(ReloadPhase):
     """Waits until all restarts are complete."""
 
-    def __init__(self, context: ReloadContext, model: PreparedModel) -> None:
+    def __init__(self, context: ReloadContext, models: ServedModels) -> None:
         super().__init__(context)
-        self._model = model
+        self._models = models
 
     def advance(self) -> ReloadPhase:
         if self._context.recovery.has_outages:
             return self
         return ConnectingFrontEnds(
-            self._context, self._model, in_place=not self._run_side_by_side()
+            self._context, self._models, in_place=not self._run_side_by_side()
         ).begin()
 
     def _run_side_by_side(self) -> bool:
@@ -182,10 +181,10 @@ class WaitingForRestarts(ReloadPhase):
 class ConnectingFrontEnds(ReloadPhase):
     """API servers get ready for the new generation, which starts meanwhile if side by side."""
 
-    def __init__(self, context: ReloadContext, model: PreparedModel, *, in_place: bool) -> None:
+    def __init__(self, context: ReloadContext, models: ServedModels, *, in_place: bool) -> None:
         super().__init__(context)
         self._in_place = in_place
-        self._epochs = context.epochs.next_generation(model)
+        self._epochs = context.epochs.next_generation(models)
         self._missing = set(range(context.num_front_ends))
         self._deadline = context.clock() + CONNECT_SECONDS
 
@@ -197,7 +196,7 @@ class ConnectingFrontEnds(ReloadPhase):
         except OSError as error:
             return self.cancel(f"no process could be started: {error.strerror}")
         self._context.children.send_to_front_ends(
-            NextEngine(epochs.epoch, epochs.model, self._in_place)
+            NextEngine(epochs.epoch, epochs.models.model, self._in_place)
         )
         return self
 
@@ -359,16 +358,16 @@ class StoppingOldEngine(StoppingGeneration):
         return (
             IdlePhase(self._context)
             if self._restores
-            else StartingNewEngine(self._context, self._epochs.model)
+            else StartingNewEngine(self._context, self._epochs.models)
         )
 
 
 class StartingNewEngine(ReloadPhase):
-    """In place: the new generation loads. If it fails, one with the old `model` is started."""
+    """In place: the new generation loads. If it fails, one with the old `models` is started."""
 
-    def __init__(self, context: ReloadContext, model: PreparedModel) -> None:
+    def __init__(self, context: ReloadContext, models: ServedModels) -> None:
         super().__init__(context)
-        self._model = model
+        self._models = models
 
     def note_message(self, message: Message) -> ReloadPhase:
         epochs = self._context.epochs
@@ -388,7 +387,7 @@ class StartingNewEngine(ReloadPhase):
         failed = epochs.snapshot()
         self._context.conclude(describe_death(dead))
         children.send_to_front_ends(DropEngine(failed.epoch))
-        epochs.switch_to(epochs.next_generation(self._model))
+        epochs.switch_to(epochs.next_generation(self._models))
         children.send_to_front_ends(NewEngine(epochs.epoch, epochs.worker_epoch, died=False))
         return StoppingOldEngine(self._context, failed, restores=True)
 

@@ -5,6 +5,7 @@ import copy
 import itertools
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 from deploy.supervisor.processes import Child
 from proto.codec import Message, changed
@@ -14,6 +15,13 @@ from proto.prepared_model import PreparedModel
 
 Announcement = tuple[Role, Message]
 """A message, and the role of the processes that receive it."""
+
+
+class ServedModels(NamedTuple):
+    """The model of a generation, and the one of --speculative-config that drafts for it."""
+
+    model: PreparedModel
+    draft_model: PreparedModel | None = None
 
 
 class EpochCounter:
@@ -45,14 +53,19 @@ class EpochCounter:
         return process.role == "api_server" or process.generation == self.generation
 
     @property
-    def model(self) -> PreparedModel:
-        return self._template.model
+    def models(self) -> ServedModels:
+        return ServedModels(self._template.model, self._template.draft_model)
 
-    def next_generation(self, model: PreparedModel) -> "EpochCounter":
+    def next_generation(self, models: ServedModels) -> "EpochCounter":
         """Return a counter for a new generation, with new epochs and the same incarnations."""
         other = copy.copy(self)
         other.epoch = other.worker_epoch = next(self._epochs)
-        other._template = changed(self._template, model=model, generation=other.epoch)
+        other._template = changed(
+            self._template,
+            model=models.model,
+            draft_model=models.draft_model,
+            generation=other.epoch,
+        )
         return other
 
     def snapshot(self) -> "EpochCounter":

@@ -83,9 +83,10 @@ class Launch:
     listeners: listening sockets, inherited by every API server. url: address of the first one.
     variables: environment variables of the processes; each role gets additions.
     commands: command line of each role.
-    prepare_command: prints the manifest of the model as it is now, for a reload.
+    prepare_command: prints the manifest of each model as it is now, for a reload.
     clock: phases of the start before the processes were started.
     faults: faults to inject, for tests.
+    draft_model: that of --speculative-config; None without one.
     """
 
     config: ServeConfig
@@ -97,6 +98,7 @@ class Launch:
     prepare_command: Sequence[str]
     clock: PhaseClock
     faults: tuple[Fault, ...] = ()
+    draft_model: PreparedModel | None = None
 
     def processes(self) -> list[tuple[Role, int]]:
         found: list[tuple[Role, int]] = [

@@ -129,6 +129,7 @@ class Supervisor:
             death_fd=death_fd,
             config=config,
             model=launch.model,
+            draft_model=launch.draft_model,
             faults=launch.faults,
             metrics_fd=metrics_fd,
         )

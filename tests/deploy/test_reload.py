@@ -37,7 +37,7 @@ def test_side_by_side() -> None:
     assert case.ended == [], "new requests may still go to the old engine"
     case.receive(Switched(0, 2))
     assert case.ended == [("", False)]
-    assert (case.epochs.epoch, case.epochs.generation, case.epochs.model) == (2, 2, NEW)
+    assert (case.epochs.epoch, case.epochs.generation, case.epochs.models.model) == (2, 2, NEW)
     assert not any(case.epochs.is_current(each) for each in case.of_generation(1))
     assert all(case.epochs.is_current(each) for each in case.of_generation(2) + case.front_ends)
     case.receive(OldEngineIdle(0, 1), OldEngineIdle(0, 1))
@@ -74,7 +74,7 @@ def test_a_new_generation_that_cannot_start_changes_nothing() -> None:
     assert case.ended == [("config.json: no", False)]
     assert case.sent[-1] == DropEngine(2)
     case.end_generation(2)
-    assert (case.epochs.epoch, case.epochs.model) == (1, lifecycle_messages.model())
+    assert (case.epochs.epoch, case.epochs.models.model) == (1, lifecycle_messages.model())
     case.switch(2)
     assert SwitchEngine(2) not in case.sent, "late messages are ignored"
     case.start_reload()

@@ -7,8 +7,10 @@ import sys
 import pytest
 
 from deploy.reload.actions import PreparationProcess
-from proto.codec import to_json_line
+from deploy.supervisor.epochs import ServedModels
+from proto.codec import changed, to_json_line
 from proto.errors import ModelError
+from proto.prepared_model import PreparedModel
 from tests.fakes import lifecycle_messages
 
 LIMIT_MILLISECONDS = 20_000
@@ -24,11 +26,12 @@ def ended(script: str, *arguments: str) -> PreparationProcess:
     return preparation
 
 
-def test_the_manifest_is_the_result() -> None:
-    preparation = ended(
-        "import sys; print(sys.argv[1])", to_json_line(lifecycle_messages.model()).decode()
-    )
-    assert preparation.result() == lifecycle_messages.model()
+@pytest.mark.parametrize("draft_model", [None, changed(lifecycle_messages.model(), name="draft")])
+def test_the_manifests_are_the_result(draft_model: PreparedModel | None) -> None:
+    models = ServedModels(lifecycle_messages.model(), draft_model)
+    lines = (to_json_line(each).decode() for each in models if each is not None)
+    preparation = ended("import sys; print(*sys.argv[1:], sep='')", *lines)
+    assert preparation.result() == models
     preparation.close()
 
 

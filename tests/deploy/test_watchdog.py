@@ -164,7 +164,7 @@ def switch_generation(daemon: Daemon) -> list[Child]:
     daemon.wait(1.0)
     old = [daemon.engine, daemon.children[0]]
     epochs = daemon.case.epochs
-    epochs.switch_to(epochs.next_generation(epochs.model))
+    epochs.switch_to(epochs.next_generation(epochs.models))
     new = [Child("worker", index, epochs.generation) for index in range(2)]
     engine = Child("engine_core", 0, epochs.generation)
     engine.answer = EngineAlive(epochs.worker_epoch, 100, ready=True)

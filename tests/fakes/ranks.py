@@ -68,4 +68,6 @@ class LockstepRunners:
             assert other.sampled_token_ids == first.sampled_token_ids
             assert other.candidates == first.candidates
             assert other.logprobs == first.logprobs
+            assert other.draft_token_ids == first.draft_token_ids
+            assert other.draft_survivals == first.draft_survivals
         return first

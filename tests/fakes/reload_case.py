@@ -4,7 +4,7 @@ import signal
 from dataclasses import dataclass, field
 
 from deploy.reload.reload import Reload
-from deploy.supervisor.epochs import EpochCounter
+from deploy.supervisor.epochs import EpochCounter, ServedModels
 from deploy.supervisor.recovery import Recovery, RestartBudget
 from proto import PROTOCOL_VERSION
 from proto.codec import Message, changed
@@ -54,11 +54,11 @@ class Preparation:
     def has_ended(self) -> bool:
         return self.outcome is not None
 
-    def result(self) -> PreparedModel:
+    def result(self) -> ServedModels:
         if isinstance(self.outcome, ModelError):
             raise self.outcome
         assert self.outcome is not None
-        return self.outcome
+        return ServedModels(self.outcome)
 
 
 class Case:

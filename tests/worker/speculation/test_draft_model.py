@@ -1,0 +1,396 @@
+"""Drafts of a second model: they are what that model would go on with, after any history.
+
+An engine runs requests with every sampling parameter while drafts of another kind are accepted and
+rejected, prompts are found in the cache, requests are preempted and blocks change hands; beside
+that, every step asks for proposals. The reference is transformers on the draft model's weights.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine_core.request import Request
+from proto.codec import changed
+from proto.model_runner_output import ModelRunnerOutput
+from proto.scheduler_output import SchedulerOutput
+from tests.fakes.engine_harness import EngineHarness
+from tests.fakes.prepared_models import prepare_checkpoint, spec_of
+from tests.fakes.ranks import LockstepRunners, Ranks
+from tests.fakes.tiny_checkpoints import CONFIGS, save_tiny, tiny_model
+from tests.worker.test_speculation import (
+    BLOCK,
+    NUM_ROWS,
+    PARAMS,
+    STEP_TOKENS,
+    VOCAB_SIZE,
+    Setup,
+    answers_of,
+    serve,
+)
+from worker.attention.registry import create_backend
+from worker.kv_cache import KVCache
+from worker.loader.formats import DenseFormat
+from worker.loader.weights import load_model
+from worker.model_runner import ModelRunner
+from worker.models.decoder import Decoder
+from worker.parallel.group import RankGroup
+from worker.sampling.sampler import create_sampler
+from worker.speculation.draft_model import DraftModel
+from worker.speculation.draft_settings import draft_cache
+
+CPU = torch.device("cpu")
+LOOKAHEAD = 4
+
+
+def load(folder: Path, group: RankGroup | None = None) -> Decoder:
+    prepared = prepare_checkpoint(folder, folder / "prepared")
+    dtype = torch.float32
+    return load_model(
+        prepared,
+        spec_of(prepared),
+        dtype,
+        CPU,
+        lambda _: None,
+        DenseFormat(dtype),
+        group or RankGroup(),
+    )
+
+
+def with_drafter(
+    runner: ModelRunner,
+    draft: Decoder,
+    kv_dtype: torch.dtype = torch.float32,
+    step_tokens: int = STEP_TOKENS,
+    **settings: Any,
+) -> DraftModel:
+    layout, geometry = draft_cache(draft.spec, kv_dtype)
+    cache = KVCache(geometry, layout, runner.kv_cache.num_blocks, BLOCK, CPU)
+    drafter = DraftModel(
+        draft,
+        create_backend("cpu", cache, draft.spec.attention_shape),
+        cache,
+        create_sampler(),
+        runner.batch,
+        **{
+            "group": runner.kv_cache.layout.windows.index(None),
+            "vocab_size": runner.vocab_size,
+            "step_tokens": step_tokens,
+            "max_model_len": draft.spec.max_position,
+            **settings,
+        },
+    )
+    drafter.warm_up()
+    runner._drafter = drafter
+    return drafter
+
+
+class LookaheadRunner:
+    """A runner whose steps ask for a draft of each sequence that has room for one.
+
+    proposals: by seq_id, (known tokens at the time, draft, survivals). pass_rows: by step.
+    every: steps from one with lookahead to the next.
+    """
+
+    def __init__(self, runner: ModelRunner, *, every: int = 1, min_survival: float = 0.0) -> None:
+        self.runner = runner
+        self.every = every
+        self.min_survival = min_survival
+        self.proposals: list[tuple[int, list[int], list[int], list[float]]] = []
+        self.pass_rows: list[list[int]] = []
+        self.num_steps = self.num_resumed = self.num_copied = 0
+        self.execute_step: Callable[[SchedulerOutput], ModelRunnerOutput] = runner.execute
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        self.num_steps += 1
+        self.num_resumed += len(step.cached_requests.resumed_seq_ids)
+        self.num_copied += len(step.block_copies)
+        if self.num_steps % self.every == 0:
+            step = self._with_lookahead(step)
+        output = self.execute_step(step)
+        self.pass_rows.append(output.draft_pass_rows)
+        batch = self.runner.batch
+        for seq_id, draft, survivals in zip(
+            output.draft_seq_ids, output.draft_token_ids, output.draft_survivals, strict=True
+        ):
+            row = batch._row_of[seq_id]
+            known = batch.token_ids[row, : batch.num_tokens[row]].tolist()
+            self.proposals.append((seq_id, known, draft, survivals))
+        return output
+
+    def _with_lookahead(self, step: SchedulerOutput) -> SchedulerOutput:
+        """Ask for as many tokens as the blocks of a sequence have room for."""
+        table = self.runner.batch.block_table
+        group = self.runner.kv_cache.layout.windows.index(None)
+        cached = step.cached_requests
+        seq_ids, counts = [], []
+        for seq_id, computed, scheduled, blocks in zip(
+            cached.seq_ids,
+            cached.num_computed_tokens,
+            cached.num_scheduled_tokens,
+            cached.new_block_ids,
+            strict=True,
+        ):
+            if seq_id in cached.resumed_seq_ids:
+                num_blocks = len(blocks[group])  # type: ignore[index]
+            else:
+                added = blocks[group] if blocks else []
+                num_blocks = table._length[self.runner.batch._row_of[seq_id]][group] + len(added)
+            room = min(LOOKAHEAD, num_blocks * BLOCK - computed - scheduled)
+            if room > 0:
+                seq_ids.append(seq_id)
+                counts.append(room)
+        return changed(
+            step,
+            lookahead_seq_ids=seq_ids,
+            num_lookahead_tokens=counts,
+            min_draft_survival=self.min_survival,
+        )
+
+
+class Reference:
+    """The greedy continuation by transformers, and the probabilities of its tokens."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self._logits: dict[tuple[int, ...], torch.Tensor] = {}
+
+    @torch.inference_mode()
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        key = tuple(tokens)
+        if key not in self._logits:
+            self._logits[key] = self._model(torch.tensor([tokens])).logits[0, -1].double()
+        return self._logits[key]
+
+    def check(
+        self, known: list[int], draft: list[int], survivals: list[float], tolerance: float
+    ) -> None:
+        survival = 1.0
+        for index, (token, found) in enumerate(zip(draft, survivals, strict=True)):
+            logits = self.logits(known + draft[:index])
+            assert logits[token] > logits.max() - tolerance
+            survival *= float(logits.softmax(0)[token])
+            assert found == pytest.approx(survival, rel=2 * tolerance)
+
+
+def tiny(name: str, folder: Path) -> Path:
+    folder.mkdir()
+    save_tiny(name, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: tiny(name, root / name) for name in ("llama", "qwen3", "gemma3")}
+
+
+@pytest.fixture(scope="module")
+def setups(folders: dict[str, Path]) -> dict[str, Setup]:
+    made = {}
+    for name in ("llama", "gemma3"):
+        made[name] = Setup(load(folders[name]), torch.float32, returns_experts=False)
+        made[name].record_answers()
+    return made
+
+
+def serve_greedy(engine: EngineHarness) -> list[Request]:
+    """Greedy requests that share prefixes, some with two choices, while others run."""
+    generator = torch.Generator().manual_seed(5)
+    shared = torch.randint(0, VOCAB_SIZE, (14,), generator=generator).tolist()
+    requests = []
+    for index in range(10):
+        own = torch.randint(0, VOCAB_SIZE, (1 + index % 4,), generator=generator).tolist()
+        prompt = shared[: (14, 0, 8)[index % 3]] + own
+        params = {"temperature": 0.0, "ignore_eos": True, "seed": index}
+        requests += engine.add(prompt, 12 + 3 * index, n=1 + index % 2, **params)
+        engine.step()
+    engine.run()
+    return requests
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "is_full", "every", "kv_dtype"),
+    [
+        ("llama", "qwen3", False, 1, torch.float32),
+        ("llama", "qwen3", True, 3, torch.float32),
+        ("llama", "gemma3", True, 2, torch.float32),  # the draft model has windows
+        ("gemma3", "qwen3", True, 2, torch.float32),  # the served one has
+        ("llama", "qwen3", True, 2, torch.int8),
+    ],
+)
+def test_greedy_drafts_are_those_of_transformers(
+    setups: dict[str, Setup],
+    folders: dict[str, Path],
+    target: str,
+    draft: str,
+    is_full: bool,
+    every: int,
+    kv_dtype: torch.dtype,
+) -> None:
+    setup, reference = setups[target], Reference(folders[draft])
+    plain = setup.harness()
+    expected = serve_greedy(plain)
+    answers = {(each.request_id, each.choice): plain.tokens_of(each) for each in expected}
+    setup.answers.update(answers)
+    engine = setup.harness(is_full=is_full, drafting=setup.drafts(0.6))
+    runner = LookaheadRunner(engine.runner, every=every)  # type: ignore[arg-type]
+    with_drafter(runner.runner, load(folders[draft]), kv_dtype)
+    engine.runner = runner  # type: ignore[assignment]
+    requests = serve_greedy(engine)
+    for each in requests:
+        assert engine.tokens_of(each) == answers[each.request_id, each.choice]
+    assert runner.num_resumed > 0 or not is_full
+    assert runner.num_copied > 0
+    tolerance = 1e-3 if kv_dtype == torch.float32 else 0.1
+    for _, known, proposed, survivals in runner.proposals:
+        reference.check(known, proposed, survivals, tolerance)
+    lengths = Counter(len(proposed) for _, _, proposed, _ in runner.proposals)
+    assert lengths.total() > 50
+    assert lengths[LOOKAHEAD] > 0
+    if every == 1 and not is_full:  # after the first pass over a prompt, only new tokens
+        assert np.median([rows[0] for rows in runner.pass_rows if rows]) < 2 * NUM_ROWS
+
+
+def test_drafts_of_the_same_model_are_accepted_with_any_parameters(
+    setups: dict[str, Setup], folders: dict[str, Path]
+) -> None:
+    """Also at a temperature, with filters, penalties, forbidden words and least lengths."""
+    setup = setups["llama"]
+    engine = setup.harness(is_full=True)
+    runner = LookaheadRunner(engine.runner)  # type: ignore[arg-type]
+    with_drafter(runner.runner, setup.decoder)
+    engine.runner = runner  # type: ignore[assignment]
+    requests = {each.seq_id: each for each in serve(engine)}
+    found = Counter[int]()
+    for seq_id, known, proposed, survivals in runner.proposals:
+        request = requests[seq_id]
+        answer = setup.answers[request.request_id, request.choice]
+        rest = answer[len(known) - request.num_prompt_tokens :]
+        assert proposed[: len(rest)] == rest[: len(proposed)]
+        stops = request.sampling_params.stop_ids
+        assert not stops & set(proposed[:-1])
+        assert all(np.diff([1.0, *survivals]) <= 0)
+        found[request.request_id] += min(len(rest), len(proposed))
+    assert len(found) == len(PARAMS)
+    assert min(found.values()) > 3
+
+
+def test_a_draft_ends_where_its_survival_is_too_low(
+    setups: dict[str, Setup], folders: dict[str, Path]
+) -> None:
+    lengths = {}
+    for least in (0.0, 0.02, 1.1):
+        engine = setups["llama"].harness()
+        runner = LookaheadRunner(engine.runner, min_survival=least)  # type: ignore[arg-type]
+        with_drafter(runner.runner, load(folders["qwen3"]))
+        engine.runner = runner  # type: ignore[assignment]
+        serve_greedy(engine)
+        assert all(each >= least for *_, survivals in runner.proposals for each in survivals)
+        lengths[least] = sum(len(proposed) for _, _, proposed, _ in runner.proposals)
+    assert lengths[0.0] > lengths[0.02] > lengths[1.1] == 0
+
+
+def test_a_long_prompt_is_computed_in_the_steps_that_follow(
+    setups: dict[str, Setup], folders: dict[str, Path]
+) -> None:
+    """A pass has at most the tokens of a step, and a short sequence need not wait."""
+    engine = setups["llama"].harness()
+    runner = LookaheadRunner(engine.runner)  # type: ignore[arg-type]
+    with_drafter(runner.runner, load(folders["qwen3"]), step_tokens=20)
+    engine.runner = runner  # type: ignore[assignment]
+    long = engine.add_one(list(range(70)), 12, temperature=0.0, ignore_eos=True)
+    engine.step()
+    engine.step()
+    short = engine.add_one([5, 6], 12, temperature=0.0, ignore_eos=True)
+    engine.run()
+    assert max(rows[0] for rows in runner.pass_rows if rows) == 20
+    reference = Reference(folders["qwen3"])
+    for _, known, proposed, survivals in runner.proposals:
+        reference.check(known, proposed, survivals, 1e-3)
+    first = {}
+    for seq_id, known, *_ in runner.proposals:
+        first.setdefault(seq_id, len(known))
+    assert first[short.seq_id] <= 4
+    assert 73 <= first[long.seq_id] < 80
+
+
+def test_nonfinite_logits_end_the_draft_alone(
+    setups: dict[str, Setup], folders: dict[str, Path]
+) -> None:
+    setup = setups["llama"]
+    engine = setup.harness()
+    runner = LookaheadRunner(engine.runner)  # type: ignore[arg-type]
+    drafter = with_drafter(runner.runner, load(folders["qwen3"]))
+    compute = drafter._logits
+
+    def poison(hidden: torch.Tensor) -> torch.Tensor:
+        logits = compute(hidden)
+        logits[::2, 3] = float("nan")
+        return logits
+
+    drafter._logits = poison  # type: ignore[method-assign]
+    engine.runner = runner  # type: ignore[assignment]
+    found = answers_of(engine, serve(engine))
+    assert [each["tokens"] for each in found] == [each["tokens"] for each in setup.expected]
+    assert len(runner.proposals) > 0
+
+
+def test_a_sequence_has_no_draft_beyond_the_length_of_the_draft_model(
+    setups: dict[str, Setup], folders: dict[str, Path]
+) -> None:
+    engine = setups["llama"].harness()
+    runner = LookaheadRunner(engine.runner)  # type: ignore[arg-type]
+    with_drafter(runner.runner, load(folders["qwen3"]), max_model_len=30)
+    engine.runner = runner  # type: ignore[assignment]
+    engine.add_one([1, 2, 3], 60, temperature=0.0, ignore_eos=True)
+    engine.run()
+    ends = [len(known) + len(proposed) for _, known, proposed, _ in runner.proposals]
+    assert max(ends) == 30
+
+
+@pytest.mark.parametrize("vocab_size", [64, 128])
+def test_vocabularies_of_other_sizes(
+    setups: dict[str, Setup], tmp_path: Path, vocab_size: int
+) -> None:
+    """Proposals are tokens of the served model, and tokens that the other lacks do no harm."""
+    config = CONFIGS["qwen3"]
+    other = tiny_model(type(config)(**config.to_dict() | {"vocab_size": vocab_size}))
+    other.save_pretrained(tmp_path)
+    setup = setups["llama"]
+    engine = setup.harness()
+    runner = LookaheadRunner(engine.runner)  # type: ignore[arg-type]
+    with_drafter(runner.runner, load(tmp_path))
+    engine.runner = runner  # type: ignore[assignment]
+    found = answers_of(engine, serve(engine))
+    assert [each["tokens"] for each in found] == [each["tokens"] for each in setup.expected]
+    proposed = {token for *_, draft, _ in runner.proposals for token in draft}
+    assert len(proposed) > 10
+    assert max(proposed) < min(vocab_size, VOCAB_SIZE)
+
+
+def test_ranks_make_the_same_drafts(setups: dict[str, Setup], folders: dict[str, Path]) -> None:
+    alone = setups["llama"].harness()
+    runner = LookaheadRunner(alone.runner)  # type: ignore[arg-type]
+    with_drafter(runner.runner, load(folders["qwen3"]))
+    alone.runner = runner  # type: ignore[assignment]
+    serve(alone)
+    with Ranks(2) as ranks:
+        decoders = ranks.run_on_all(lambda rank: load(folders["llama"], ranks.groups[rank]))
+        drafts = ranks.run_on_all(lambda rank: load(folders["qwen3"], ranks.groups[rank]))
+        runners = [Setup(each, torch.float32, returns_experts=False).runner() for each in decoders]
+        for each, draft in zip(runners, drafts, strict=True):
+            with_drafter(each, draft)
+        engine = setups["llama"].harness()
+        together = LookaheadRunner(runners[0])
+        together.execute_step = LockstepRunners(ranks, runners).execute
+        engine.runner = together  # type: ignore[assignment]
+        serve(engine)
+    assert [draft for _, _, draft, _ in together.proposals] == [
+        draft for _, _, draft, _ in runner.proposals
+    ]

@@ -1,0 +1,375 @@
+"""Drafts by a second, smaller model with the same tokenizer. Start at DraftModel.after_step.
+
+    known tokens    t0 t1 … tm | x              x: the last one, sampled in this step
+    first pass      everything up to x that has no KV here yet  ─▶ d0
+    decode passes                               d0 ─▶ d1 ─▶ d2 …
+
+Its KV cache has the block ids of the served model, those of a group that keeps all tokens, so that
+it is shared and evicted with the prefixes there. The engine knows nothing of it. What a block holds
+here follows from its content: beside the KV of each token stands a hash of all tokens up to it, and
+KV is valid for a sequence if this is the hash of its own tokens.
+
+    block 7    K V  K V  K V  K V        block 7 is given to another sequence, which so far needs
+    hashes     h3   h4   h5   0          no drafts: its hashes differ, and nothing is valid
+
+That covers blocks that are reused, rejected drafts, preemption, KV that a connector loads for the
+served model, and prompts, which are computed only if a draft is asked for.
+
+Tokens are drawn with the noise of the sequence's own draws (worker/sampling/cpu_kernels.py), its
+filters and logit edits: the more alike the two models are, the more often both draw the same token.
+Grammars are not applied; the engine cuts drafts.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from proto.sampling_params import GREEDY_TEMPERATURE
+from worker.attention.base import AttentionBackend, AttentionInputs
+from worker.input_batch import NO_LOGPROBS, InputBatch, attention_inputs, dummy_inputs
+from worker.kv_cache import KVCache
+from worker.models.decoder import Decoder
+from worker.sampling.logit_edits import RowEdits
+from worker.sampling.sampler import Sampler, SamplingBatch
+from worker.speculation.drafter import Drafts, SampledStep
+
+Hashes = NDArray[np.uint64]
+_ABSENT_TOKEN: Final = 0
+"""Is read in place of a token that the draft model's vocabulary lacks."""
+
+
+class DraftModel:
+    """A Drafter with a decoder of its own, on the host.
+
+    kv_cache: of the draft model, with as many blocks as that of the served model; all its groups
+        use the same block table. batch: of the served model. group: KV group of its block tables
+        that keeps all tokens. vocab_size: of the served model. step_tokens: most tokens of a pass.
+    max_model_len: tokens that a sequence may have with its draft.
+    """
+
+    method = "draft_model"
+
+    def __init__(
+        self,
+        model: Decoder,
+        attention: AttentionBackend,
+        kv_cache: KVCache,
+        sampler: Sampler,
+        batch: InputBatch,
+        *,
+        group: int,
+        vocab_size: int,
+        step_tokens: int,
+        max_model_len: int,
+    ) -> None:
+        self._model = model
+        self._attention = attention
+        self._kv_cache = kv_cache
+        self._sampler = sampler
+        self._batch = batch
+        self._vocab_size = vocab_size
+        self._step_tokens = step_tokens
+        self._max_model_len = min(max_model_len, batch.token_ids.shape[1] - 1)
+        self._table = batch.block_table.ids[group : group + 1]
+        self._contents = KVContents(batch, group, kv_cache.num_blocks)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Run one token through the model, in block 0, because first calls of kernels are slow."""
+        inputs = dummy_inputs(1, 1, self._batch.block_table)
+        self._forward(inputs.token_ids, inputs.positions, inputs.attention[0])
+
+    def copy_blocks(self, sources: torch.Tensor, copies: torch.Tensor) -> None:
+        self._kv_cache.copy_blocks(sources, copies)
+        self._contents.copy_blocks(sources.numpy(), copies.numpy())
+
+    @torch.inference_mode()
+    def after_step(self, step: SampledStep) -> Drafts:
+        """Return a draft for each sequence with lookahead, if a pass completes its KV.
+
+        The first pass takes at most `step_tokens` tokens, those of sequences that miss the fewest
+        first. A sequence that misses more goes on in the next step, and has its draft later.
+        """
+        started = time.monotonic()
+        made = Drafts()
+        drafts = drafting = self._begin_drafts(step)
+        while drafting:
+            num_rows = sum(draft.num_scheduled for draft in drafting)
+            hidden = self._run_pass(drafting)
+            drafting = self._add_tokens(drafting, hidden, step.min_survival)
+            made.pass_rows.append(num_rows)
+            made.pass_seconds.append(time.monotonic() - started)
+            started = time.monotonic()
+        for draft in drafts:
+            self._contents.record(draft.row, draft.num_valid, draft.num_computed)
+            if draft.token_ids:
+                made.seq_ids.append(draft.seq_id)
+                made.token_ids.append(draft.token_ids)
+                made.survivals.append(draft.survivals)
+        return made
+
+    def _begin_drafts(self, step: SampledStep) -> list["_Draft"]:
+        """Return the drafts to compute, with the tokens of the first pass."""
+        batch, found = self._batch, []
+        for index in np.flatnonzero(step.num_lookahead).tolist():
+            row, seq_id = int(step.inputs.rows[index]), step.seq_ids[index]
+            num_tokens = int(batch.num_tokens[row])
+            most = min(int(step.num_lookahead[index]), self._max_model_len - num_tokens)
+            if most <= 0:
+                continue
+            found.append(
+                _Draft(
+                    seq_id,
+                    row,
+                    num_tokens,
+                    most,
+                    num_valid=self._contents.num_valid(row, num_tokens),
+                    edits=batch.edits[row].after(()) if row in batch.edits else None,
+                    stop_ids=batch.params(seq_id).stop_ids,
+                )
+            )
+        found.sort(key=lambda draft: draft.num_missing)
+        left = self._step_tokens
+        for draft in found:
+            draft.num_computed = draft.num_valid
+            draft.num_scheduled = min(draft.num_missing, left)
+            left -= draft.num_scheduled
+        return [draft for draft in found if draft.num_scheduled]
+
+    def _run_pass(self, drafts: Sequence["_Draft"]) -> torch.Tensor:
+        """Compute the scheduled tokens of each draft; return the hidden states [D, H] of the last.
+
+        Their KV follows what was computed before.
+        """
+        counts = np.array([draft.num_scheduled for draft in drafts])
+        first = np.array([draft.num_computed for draft in drafts])
+        rows = np.array([draft.row for draft in drafts]).repeat(counts)
+        query_start = np.zeros(len(drafts) + 1, dtype=np.int32)
+        np.cumsum(counts, out=query_start[1:])
+        positions = np.arange(query_start[-1], dtype=np.int64)
+        positions += np.repeat(first - query_start[:-1], counts)
+        token_ids = self._batch.token_ids[rows, positions].astype(np.int64)
+        token_ids[token_ids >= self._model.spec.vocab_size] = _ABSENT_TOKEN
+        (inputs,) = attention_inputs(
+            self._table, self._kv_cache.block_size, rows, positions, query_start
+        )
+        hidden = self._forward(token_ids, positions, inputs)
+        for draft in drafts:
+            draft.num_computed += draft.num_scheduled
+        return hidden.index_select(0, torch.from_numpy(query_start[1:] - 1))
+
+    def _forward(
+        self,
+        token_ids: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        inputs: AttentionInputs,
+    ) -> torch.Tensor:
+        """Return the hidden states [T, H] of tokens; inputs: for every KV group of this model."""
+        self._attention.plan((inputs,) * len(self._kv_cache.layout.windows))
+        return self._model.forward(
+            torch.from_numpy(token_ids), torch.from_numpy(positions), self._attention
+        )
+
+    def _add_tokens(
+        self, drafts: Sequence["_Draft"], hidden: torch.Tensor, min_survival: float
+    ) -> list["_Draft"]:
+        """Append a token to each draft whose KV is complete; return those that go on.
+
+        hidden: [D, H], of the last computed token of each.
+        """
+        complete = [index for index, draft in enumerate(drafts) if draft.is_complete]
+        if not complete:
+            return []
+        drafts = [drafts[index] for index in complete]
+        token_ids, probabilities = self._draw(drafts, self._logits(hidden[complete]))
+        going_on = []
+        for draft, token_id, probability in zip(
+            drafts, token_ids.tolist(), probabilities.tolist(), strict=True
+        ):
+            survival = probability * (draft.survivals[-1] if draft.survivals else 1.0)
+            if not survival >= min_survival:  # NaN, too
+                continue
+            # The draft does not count in the row before the engine schedules it.
+            self._batch.token_ids[draft.row, draft.num_tokens + len(draft.token_ids)] = token_id
+            draft.token_ids.append(token_id)
+            draft.survivals.append(survival)
+            if draft.edits is not None:
+                draft.edits.append(token_id)
+            if len(draft.token_ids) < draft.most and token_id not in draft.stop_ids:
+                draft.num_scheduled = 1
+                going_on.append(draft)
+        return going_on
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits float32 [D, V] for the vocabulary of the served model."""
+        logits = self._model.logits(hidden)
+        if logits.shape[1] == self._vocab_size:
+            return logits.float()
+        num_common = min(logits.shape[1], self._vocab_size)
+        padded = torch.full((len(logits), self._vocab_size), float("-inf"))
+        padded[:, :num_common] = logits[:, :num_common]
+        return padded
+
+    def _draw(
+        self, drafts: Sequence["_Draft"], logits: torch.Tensor
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Return the next token of each draft [D], and its probability: NaN if none is defined.
+
+        logits: float32 [D, V]; they are overwritten.
+        """
+        batch = self._batch
+        broken = ~logits.amax(dim=1).isfinite()
+        logits[broken] = 0.0
+        rows = np.array([draft.row for draft in drafts])
+        output_index = np.array([draft.num_tokens + len(draft.token_ids) for draft in drafts])
+        output_index -= batch.num_prompt_tokens[rows]
+        params = batch.row_params[rows]
+        params["position"] = output_index
+        edits = [(index, each.edits) for index, each in enumerate(drafts) if each.edits is not None]
+        is_early = output_index < batch.min_output[rows]
+        suppressed = [
+            (index, np.array(sorted(drafts[index].stop_ids), dtype=np.int64))
+            for index in np.flatnonzero(is_early).tolist()
+        ]
+        no_logprobs = np.full(len(drafts), NO_LOGPROBS, dtype=np.int32)
+        token_ids, _ = self._sampler.sample(
+            logits, SamplingBatch(params, no_logprobs, suppressed, edits)
+        )
+        temperature = params["temperature"]
+        temperature[temperature < GREEDY_TEMPERATURE] = 1.0
+        scaled = logits.div_(torch.from_numpy(temperature)[:, None])
+        chosen = scaled.gather(1, torch.from_numpy(token_ids)[:, None])[:, 0]
+        probabilities = (chosen - scaled.logsumexp(dim=1)).exp()
+        probabilities[broken] = float("nan")
+        return token_ids, probabilities.numpy()
+
+
+@dataclass(slots=True)
+class _Draft:
+    """The draft of a sequence in the step in which it is made.
+
+    num_tokens: known tokens of the sequence. most: tokens of the longest draft.
+    num_valid: leading positions whose KV was valid before. num_computed: whose KV is valid now.
+    num_scheduled: tokens of the next pass. edits: logit edits behind the draft; None without any.
+    """
+
+    seq_id: int
+    row: int
+    num_tokens: int
+    most: int
+    num_valid: int
+    edits: RowEdits | None
+    stop_ids: frozenset[int]
+    num_computed: int = 0
+    num_scheduled: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    survivals: list[float] = field(default_factory=list)
+
+    @property
+    def num_missing(self) -> int:
+        """Known tokens without KV; the last one is among them, as its hidden state is needed."""
+        return self.num_tokens - self.num_valid
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all tokens, those of the draft included, have KV."""
+        return self.num_computed == self.num_tokens + len(self.token_ids)
+
+
+class KVContents:
+    """Which tokens the KV of each slot belongs to, by a hash of all tokens of the sequence so far.
+
+    The hash is 64 bits and not cryptographic. Equal hashes of different tokens would lead to wrong
+    drafts, which are not accepted.
+
+    batch: whose block tables and tokens these are. group: KV group of the block tables.
+    """
+
+    def __init__(self, batch: InputBatch, group: int, num_blocks: int) -> None:
+        table = batch.block_table
+        self._batch = batch
+        self._table = table.ids[group]
+        self._block_size = table.block_size
+        self._slots = np.zeros((num_blocks, table.block_size), dtype=np.uint64)
+        """Hash of the tokens up to each slot's; 0: no KV. Behind a slot that was written last, no
+        slot of its block has any, so the last slot of a block speaks for the whole block."""
+        self._row_hashes = np.zeros(self._table.shape, dtype=np.uint64)
+        """Of each row, hash of the tokens up to the end of each full block."""
+        self._num_hashed = np.zeros(len(self._table), dtype=np.int64)
+        self._versions = np.zeros(len(self._table), dtype=np.int64)
+
+    @staticmethod
+    def bytes_needed(num_rows: int, max_model_len: int, block_size: int) -> int:
+        """Return the bytes beside those of each token, which are TOKEN_BYTES."""
+        return num_rows * (-(-max_model_len // block_size) * 8 + 16)
+
+    def num_valid(self, row: int, num_tokens: int) -> int:
+        """Return how many leading positions of a row have valid KV; the last token has none."""
+        self._hash_full_blocks(row, num_tokens)
+        size, num_full = self._block_size, num_tokens // self._block_size
+        full = self._table[row, :num_full]
+        block = _count_leading(self._slots[full, -1] == self._row_hashes[row, :num_full])
+        first, end = block * size, min(num_tokens, (block + 1) * size)
+        valid = first
+        if first < end:
+            slots = self._slots[self._table[row, block], : end - first]
+            valid += _count_leading(slots == self._hashes(row, first, end))
+        return min(valid, num_tokens - 1)
+
+    def record(self, row: int, first: int, end: int) -> None:
+        """Note that positions [first, end) of a row have valid KV, as all before them have."""
+        block, offset = np.divmod(np.arange(first, end), self._block_size)
+        blocks = self._table[row, block]
+        self._slots[blocks, offset] = self._hashes(row, first, end)
+        self._slots[blocks[-1], offset[-1] + 1 :] = 0
+
+    def copy_blocks(self, sources: NDArray[np.int64], copies: NDArray[np.int64]) -> None:
+        self._slots[copies] = self._slots[sources]
+
+    def _hash_full_blocks(self, row: int, num_tokens: int) -> None:
+        if self._versions[row] != self._batch.row_versions[row]:
+            self._versions[row] = self._batch.row_versions[row]
+            self._num_hashed[row] = 0
+        size, start, end = self._block_size, self._num_hashed[row], num_tokens // self._block_size
+        if start < end:
+            hashes = self._hashes(row, start * size, end * size)
+            self._row_hashes[row, start:end] = hashes[size - 1 :: size]
+            self._num_hashed[row] = end
+
+    def _hashes(self, row: int, first: int, end: int) -> Hashes:
+        """Return the hash of the tokens up to each position in [first, end), drafts included.
+
+        It is the sum of a number for each token and its position, mixed as in Steele, Lea, Flood:
+        "Fast Splittable Pseudorandom Number Generators" (OOPSLA 2014).
+        """
+        block = min(first // self._block_size, int(self._num_hashed[row]))
+        start = block * self._block_size
+        mixed = np.arange(start, end, dtype=np.uint64) << np.uint64(32)
+        mixed |= self._batch.token_ids[row, start:end].astype(np.uint64)
+        mixed *= _MIX[0]
+        mixed ^= mixed >> np.uint64(30)
+        mixed *= _MIX[1]
+        mixed ^= mixed >> np.uint64(27)
+        mixed *= _MIX[2]
+        mixed ^= mixed >> np.uint64(31)
+        if block:
+            mixed[:1] += self._row_hashes[row, block - 1 : block]
+        hashes: Hashes = mixed.cumsum()[first - start :]
+        return hashes
+
+
+TOKEN_BYTES: Final = 8
+"""Of a token in KVContents."""
+_MIX: Final = np.array(
+    [0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB], dtype=np.uint64
+)
+
+
+def _count_leading(valid: NDArray[np.bool_]) -> int:
+    """Return how many elements are True before the first False."""
+    return len(valid) if valid.all() else int(valid.argmin())
