@@ -15,7 +15,8 @@ FIELD: Final = "speculative_config"
 MAX_TOKENS: Final = 64
 """Longest draft."""
 _MAX_DEPTH: Final = 256
-MODEL_METHODS: Final = ("draft_model", "eagle", "eagle3")
+HEAD_METHODS: Final = ("eagle", "eagle3")
+MODEL_METHODS: Final = ("draft_model", *HEAD_METHODS)
 """Methods whose drafts come from a model in the workers."""
 METHODS: Final = ("suffix", "ngram", "grammar", *MODEL_METHODS)
 DEFAULT_METHODS: Final = ("suffix", "grammar")

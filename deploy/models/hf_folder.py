@@ -210,7 +210,10 @@ def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | N
         pass  # older folders keep it in a JSON file
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"{own}: {error}") from None
-    files = read_object(folder / "chat_template.json"), read_object(folder / "processor_config.json")
+    files = (
+        read_object(folder / "chat_template.json"),
+        read_object(folder / "processor_config.json"),
+    )
     given = (settings.get("chat_template") for settings in (*files, tokenizer_config))
     template = next((each for each in given if each is not None), None)
     if isinstance(template, list):

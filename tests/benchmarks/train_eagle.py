@@ -11,7 +11,6 @@ those. Questions of the measurement are about subjects that no question of the t
 Everything runs on a CPU; the time of the training is a setting.
 """
 
-import argparse
 import json
 import math
 import random
@@ -21,13 +20,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from rich.table import Table
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import nn
@@ -50,7 +48,6 @@ from worker.loader.weights import load_model
 from worker.memory_plan import layer_cache
 from worker.model_runner import ModelRunner
 from worker.models.attention import AttentionSpec
-from worker.models.decoder import Decoder
 from worker.models.mlp import MlpSpec
 from worker.models.rope import DefaultRope
 from worker.sampling.sampler import create_sampler
@@ -104,9 +101,7 @@ class Target:
     """The packaged model on the kernels that serve it."""
 
     def __init__(self, prepared: PreparedModel) -> None:
-        form = choose_format(
-            ModelConfig(), torch.bfloat16, read_index(prepared), load_kernels
-        )
+        form = choose_format(ModelConfig(), torch.bfloat16, read_index(prepared), load_kernels)
         self.prepared = prepared
         self.decoder = load_model(
             prepared, spec_of(prepared), torch.bfloat16, CPU, lambda _: None, form
@@ -310,12 +305,14 @@ class Batches:
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Yield tokens after each position [B, L], states [B, L, H], and which positions count.
 
-            tokens       q q q q a a a      read          q q q a a a .
-            positions    0 1 2 3 4 5 6      count             x x x x      their next state is known,
-                                                                           and gives an answer's token
+        tokens       q q q q a a a      read          q q q a a a .
+        positions    0 1 2 3 4 5 6      count             x x x x      their next state is known,
+                                                                       and gives an answer's token
         """
         order = list(range(len(self._answers)))
-        order.sort(key=lambda number: (len(self._answers[number].token_ids) // 32, generator.random()))
+        order.sort(
+            key=lambda number: (len(self._answers[number].token_ids) // 32, generator.random())
+        )
         groups = [order[at : at + self._size] for at in range(0, len(order), self._size)]
         generator.shuffle(groups)
         for group in groups:
@@ -354,9 +351,7 @@ def train(
     vocabulary = target.decoder.embed(torch.arange(target.spec.vocab_size))
     head_rows = vocabulary[frequent_tokens(answers)]  # the head is tied
     assert target.spec.tied_embeddings
-    optimizer = torch.optim.AdamW(
-        head.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.01
-    )
+    optimizer = torch.optim.AdamW(head.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.01)
     started = shown = time.monotonic()
     number = epoch = 0
     done = 0.0
@@ -398,9 +393,7 @@ def _losses(
     noise = torch.empty_like(states).uniform_(-0.05, 0.05)
     losses = []
     with torch.autocast("cpu", torch.bfloat16):
-        for number, found in enumerate(
-            head.passes(vocabulary[tokens], states + noise, passes)
-        ):
+        for number, found in enumerate(head.passes(vocabulary[tokens], states + noise, passes)):
             chosen = counts[:, :-1].clone()
             chosen[:, :number] = False
             kept = chosen[counts[:, :-1]]

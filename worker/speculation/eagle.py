@@ -48,6 +48,7 @@ class EagleDrafter:
         kv_cache: KVCache,
         sampler: Sampler,
         batch: InputBatch,
+        *,
         group: int,
         max_model_len: int,
     ) -> None:
@@ -137,9 +138,7 @@ class EagleDrafter:
         positions -= 1
         query_start = np.arange(len(drafts) + 1, dtype=np.int32)
         self._attention.plan(
-            attention_inputs(
-                self._table, self._kv_cache.block_size, rows, positions, query_start
-            )
+            attention_inputs(self._table, self._kv_cache.block_size, rows, positions, query_start)
         )
         return self._head.forward(
             torch.from_numpy(token_ids), features, torch.from_numpy(positions), self._attention

@@ -25,7 +25,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from proto.errors import ConfigError, ModelError
+from proto.errors import ModelError
 from proto.prepared_model import PreparedModel, TensorEntry, TensorIndex
 from worker.attention.base import AttentionBackend
 from worker.kv_cache import KVCache, KVCacheGeometry, KVLayout, kv_cache_geometry, kv_layout
@@ -46,7 +46,6 @@ from worker.models.layer_stack import DecoderLayer
 from worker.models.parts import ForwardContext, WeightSpec, norm_weights, projection
 from worker.models.registry import read_config
 from worker.models.spec import LayerNorms, ModelSpec
-from worker.models.transformers_model import TransformersSpec
 from worker.parallel.sharding import shard_model
 
 D2T: Final = "d2t"
@@ -119,28 +118,16 @@ _INPUT_NORMS: Final = {"embedding_norm": "input_layernorm", "feature_norm": "hid
 def read_head(method: str, prepared: PreparedModel, target: ModelSpec) -> HeadSpec:
     """Return the spec of a head for a target; reads configuration and headers only.
 
-    method: "eagle" or "eagle3". Raises ConfigError naming --speculative-config for a head that is
-    broken or does not fit the target, and for a target that no head can follow.
+    method: "eagle" or "eagle3". Raises ModelError for a head that is broken or does not fit the
+    target.
     """
-    try:
-        if isinstance(target, TransformersSpec):
-            raise ModelError(f"{target.architecture} runs on transformers' code, which has no heads")
-        if target.state_layers:
-            raise ModelError(f"{target.architecture} has layers with a recurrent state")
-        if None not in target.windows:
-            raise ModelError(f"all layers of {target.architecture} have a sliding window")
-        index = read_index(prepared)
-        entries = {entry.name: entry for entry in index.tensors}
-        config = ConfigReader(read_config(prepared), "config.json")
-        spec = _spec_from_config(method, config, entries, target)
-        _source(index, spec, torch.float32, _CPU)  # names and shapes
-        if spec.draft_vocab_size:
-            _token_map(index, spec)
-    except ModelError as error:
-        raise ConfigError(
-            f"--speculative-config: method {method}, model {prepared.name}: {error}",
-            "speculative_config",
-        ) from None
+    index = read_index(prepared)
+    entries = {entry.name: entry for entry in index.tensors}
+    config = ConfigReader(read_config(prepared), "config.json")
+    spec = _spec_from_config(method, config, entries, target)
+    _source(index, spec, torch.float32, _CPU)  # names and shapes
+    if spec.draft_vocab_size:
+        _token_map(index, spec)
     return spec
 
 

@@ -23,7 +23,6 @@ from tests.fakes.tiny_checkpoints import save_tiny
 from tests.fakes.tiny_heads import head_config, head_tensors, prepare_head, save_head
 from tests.worker.test_speculation import (
     BLOCK,
-    NUM_BLOCKS,
     STEP_TOKENS,
     VOCAB_SIZE,
     Setup,
@@ -33,7 +32,6 @@ from worker.kv_cache import KVCache
 from worker.loader.formats import DenseFormat
 from worker.loader.weights import load_model
 from worker.model_runner import ModelRunner
-from worker.parallel.group import RankGroup
 from worker.sampling.sampler import create_sampler
 from worker.speculation.eagle import EagleDrafter
 from worker.speculation.eagle_head import load_head, read_head
@@ -176,7 +174,9 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, S
 
 
 @pytest.fixture(scope="module")
-def new_head(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, dict[str, Any]]]:
+def new_head(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[..., tuple[Path, dict[str, Any]]]:
     def make(method: str, **changes: Any) -> tuple[Path, dict[str, Any]]:
         config = head_config(method, **changes)
         folder = tmp_path_factory.mktemp(method)
@@ -233,9 +233,7 @@ def test_greedy_drafts_are_those_of_the_published_arithmetic(
 ) -> None:
     folder, setup = targets[target]
     setup.answers = answers = serve_greedy(setup.harness())
-    engine = setup.harness(
-        is_full=is_full, drafting=setup.drafts(0.6), enable_prefix_caching=False
-    )
+    engine = setup.harness(is_full=is_full, drafting=setup.drafts(0.6), enable_prefix_caching=False)
     runner = LookaheadRunner(engine.runner)  # type: ignore[arg-type]
     head, config = new_head(method, **changes)
     with_head(runner.runner, method, head)
