@@ -49,6 +49,8 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True):
     draft_seq_ids, draft_token_ids, draft_survivals: parallel; sequences for whose next step the
         worker proposes a draft, the draft, which follows all sampled tokens, and for each of its
         tokens the probability that it and all before it are accepted, as the draft model has it.
+        The draft is empty if no token is likely enough; a sequence with lookahead is missing while
+        the draft model still computes its prompt, or if it has reached the length of that model.
     draft_pass_rows, draft_pass_seconds: parallel; tokens and time of each pass of the draft model,
         which is not part of compute_seconds.
     """

@@ -93,7 +93,7 @@ class DraftModel:
         """Return a draft for each sequence with lookahead, if a pass completes its KV.
 
         The first pass takes at most `step_tokens` tokens, those of sequences that miss the fewest
-        first. A sequence that misses more goes on in the next step, and has its draft later.
+        first. A sequence that misses more goes on in the next step, and is in the result later.
         """
         started = time.monotonic()
         made = Drafts()
@@ -107,7 +107,7 @@ class DraftModel:
             started = time.monotonic()
         for draft in drafts:
             self._contents.record(draft.row, draft.num_valid, draft.num_computed)
-            if draft.token_ids:
+            if draft.num_computed >= draft.num_tokens:
                 made.seq_ids.append(draft.seq_id)
                 made.token_ids.append(draft.token_ids)
                 made.survivals.append(draft.survivals)
@@ -244,7 +244,7 @@ class DraftModel:
         temperature[temperature < GREEDY_TEMPERATURE] = 1.0
         scaled = logits.div_(torch.from_numpy(temperature)[:, None])
         chosen = scaled.gather(1, torch.from_numpy(token_ids)[:, None])[:, 0]
-        probabilities = (chosen - scaled.logsumexp(dim=1)).exp()
+        probabilities = (chosen - scaled.logsumexp(dim=1)).exp().clamp(max=1.0)
         probabilities[broken] = float("nan")
         return token_ids, probabilities.numpy()
 

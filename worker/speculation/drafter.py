@@ -43,8 +43,9 @@ class SampledStep:
 class Drafts:
     """Proposals for the next step, and the passes that made them.
 
-    seq_ids, token_ids, survivals: parallel, one entry for each draft; the survival of a token is
-        the probability that it and all before it are accepted, as the drafter has it.
+    seq_ids, token_ids, survivals: parallel; sequences for which there was a choice, and their
+        drafts, which may be empty. The survival of a token is the probability that it and all
+        before it are accepted, as the drafter has it.
     pass_rows, pass_seconds: parallel, tokens and time of each pass of the drafter's model.
     """
 
@@ -73,6 +74,6 @@ class Drafter(Protocol):
     def after_step(self, step: SampledStep) -> Drafts:
         """Return drafts for sequences with lookahead; called after every step that ran the model.
 
-        A sequence may get no draft, or a shorter one.
+        A sequence is missing if its KV is not complete yet.
         """
         ...
