@@ -90,14 +90,15 @@ def locate_head(model: str, environment: HostEnvironment) -> ModelSource:
 
     Raises ModelError if `model` is neither.
     """
-    path = os.path.abspath(os.path.expanduser(model))
+    name, path = os.path.basename(model.rstrip("/")), os.path.abspath(os.path.expanduser(model))
     if not os.path.isdir(path):
+        name = model
         if not _HUB_NAME.fullmatch(model):
             raise ModelError(f"there is no folder {model!r}")
         path = _hub_folder(model, environment, _HEAD_SUFFIXES)
     path = os.path.realpath(path)
     stamp = _stamp(path, _files(path, _HEAD_SUFFIXES))
-    return ModelSource(os.path.basename(model.rstrip("/")), path, "head", stamp)
+    return ModelSource(name, path, "head", stamp)
 
 
 def packaged_source(

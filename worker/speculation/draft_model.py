@@ -14,29 +14,24 @@ KV is valid for a sequence if this is the hash of its own tokens.
 
 That covers blocks that are reused, rejected drafts, preemption, KV that a connector loads for the
 served model, and prompts, which are computed only if a draft is asked for.
-
-Tokens are drawn with the noise of the sequence's own draws (worker/sampling/cpu_kernels.py), its
-filters and logit edits: the more alike the two models are, the more often both draw the same token.
-Grammars are not applied; the engine cuts drafts.
 """
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from proto.sampling_params import GREEDY_TEMPERATURE
 from worker.attention.base import AttentionBackend, AttentionInputs
-from worker.input_batch import NO_LOGPROBS, InputBatch, attention_inputs, dummy_inputs
+from worker.input_batch import InputBatch, attention_inputs, dummy_inputs
 from worker.kv_cache import KVCache
 from worker.models.decoder import Decoder
-from worker.sampling.logit_edits import RowEdits
-from worker.sampling.sampler import Sampler, SamplingBatch
+from worker.sampling.sampler import Sampler
 from worker.speculation.drafter import Drafts, SampledStep
+from worker.speculation.proposals import Proposal, ProposalSampler, finished
 
 Hashes = NDArray[np.uint64]
 _ABSENT_TOKEN: Final = 0
@@ -70,11 +65,10 @@ class DraftModel:
         self._model = model
         self._attention = attention
         self._kv_cache = kv_cache
-        self._sampler = sampler
+        self._proposals = ProposalSampler(batch, sampler, max_model_len)
         self._batch = batch
         self._vocab_size = vocab_size
         self._step_tokens = step_tokens
-        self._max_model_len = min(max_model_len, batch.token_ids.shape[1] - 1)
         self._table = batch.block_table.ids[group : group + 1]
         self._contents = KVContents(batch, group, kv_cache.num_blocks)
 
@@ -106,33 +100,16 @@ class DraftModel:
             made.pass_seconds.append(time.monotonic() - started)
             started = time.monotonic()
         for draft in drafts:
-            self._contents.record(draft.row, draft.num_valid, draft.num_computed)
-            if draft.num_computed >= draft.num_tokens:
-                made.seq_ids.append(draft.seq_id)
-                made.token_ids.append(draft.token_ids)
-                made.survivals.append(draft.survivals)
-        return made
+            self._contents.record(draft.proposal.row, draft.num_valid, draft.num_computed)
+        complete = (each for each in drafts if each.num_computed >= each.proposal.num_tokens)
+        return finished([draft.proposal for draft in complete], made)
 
     def _begin_drafts(self, step: SampledStep) -> list["_Draft"]:
         """Return the drafts to compute, with the tokens of the first pass."""
-        batch, found = self._batch, []
-        for index in np.flatnonzero(step.num_lookahead).tolist():
-            row, seq_id = int(step.inputs.rows[index]), step.seq_ids[index]
-            num_tokens = int(batch.num_tokens[row])
-            most = min(int(step.num_lookahead[index]), self._max_model_len - num_tokens)
-            if most <= 0:
-                continue
-            found.append(
-                _Draft(
-                    seq_id,
-                    row,
-                    num_tokens,
-                    most,
-                    num_valid=self._contents.num_valid(row, num_tokens),
-                    edits=batch.edits[row].after(()) if row in batch.edits else None,
-                    stop_ids=batch.params(seq_id).stop_ids,
-                )
-            )
+        found = [
+            _Draft(each, self._contents.num_valid(each.row, each.num_tokens))
+            for each in self._proposals.begin(step)
+        ]
         found.sort(key=lambda draft: draft.num_missing)
         left = self._step_tokens
         for draft in found:
@@ -148,7 +125,7 @@ class DraftModel:
         """
         counts = np.array([draft.num_scheduled for draft in drafts])
         first = np.array([draft.num_computed for draft in drafts])
-        rows = np.array([draft.row for draft in drafts]).repeat(counts)
+        rows = np.array([draft.proposal.row for draft in drafts]).repeat(counts)
         query_start = np.zeros(len(drafts) + 1, dtype=np.int32)
         np.cumsum(counts, out=query_start[1:])
         positions = np.arange(query_start[-1], dtype=np.int64)
@@ -186,24 +163,12 @@ class DraftModel:
         if not complete:
             return []
         drafts = [drafts[index] for index in complete]
-        token_ids, probabilities = self._draw(drafts, self._logits(hidden[complete]))
-        going_on = []
-        for draft, token_id, probability in zip(
-            drafts, token_ids.tolist(), probabilities.tolist(), strict=True
-        ):
-            survival = probability * (draft.survivals[-1] if draft.survivals else 1.0)
-            if not survival >= min_survival:  # NaN, too
-                continue
-            # The draft does not count in the row before the engine schedules it.
-            self._batch.token_ids[draft.row, draft.num_tokens + len(draft.token_ids)] = token_id
-            draft.token_ids.append(token_id)
-            draft.survivals.append(survival)
-            if draft.edits is not None:
-                draft.edits.append(token_id)
-            if len(draft.token_ids) < draft.most and token_id not in draft.stop_ids:
-                draft.num_scheduled = 1
-                going_on.append(draft)
-        return going_on
+        logits = self._logits(hidden[complete])
+        proposals = [draft.proposal for draft in drafts]
+        going_on = self._proposals.extend(proposals, logits, min_survival)
+        for index in going_on:
+            drafts[index].num_scheduled = 1
+        return [drafts[index] for index in going_on]
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits float32 [D, V] for the vocabulary of the served model."""
@@ -215,70 +180,29 @@ class DraftModel:
         padded[:, :num_common] = logits[:, :num_common]
         return padded
 
-    def _draw(
-        self, drafts: Sequence["_Draft"], logits: torch.Tensor
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Return the next token of each draft [D], and its probability: NaN if none is defined.
-
-        logits: float32 [D, V]; they are overwritten.
-        """
-        batch = self._batch
-        broken = ~logits.amax(dim=1).isfinite()
-        logits[broken] = 0.0
-        rows = np.array([draft.row for draft in drafts])
-        output_index = np.array([draft.num_tokens + len(draft.token_ids) for draft in drafts])
-        output_index -= batch.num_prompt_tokens[rows]
-        params = batch.row_params[rows]
-        params["position"] = output_index
-        edits = [(index, each.edits) for index, each in enumerate(drafts) if each.edits is not None]
-        is_early = output_index < batch.min_output[rows]
-        suppressed = [
-            (index, np.array(sorted(drafts[index].stop_ids), dtype=np.int64))
-            for index in np.flatnonzero(is_early).tolist()
-        ]
-        no_logprobs = np.full(len(drafts), NO_LOGPROBS, dtype=np.int32)
-        token_ids, _ = self._sampler.sample(
-            logits, SamplingBatch(params, no_logprobs, suppressed, edits)
-        )
-        temperature = params["temperature"]
-        temperature[temperature < GREEDY_TEMPERATURE] = 1.0
-        scaled = logits.div_(torch.from_numpy(temperature)[:, None])
-        chosen = scaled.gather(1, torch.from_numpy(token_ids)[:, None])[:, 0]
-        probabilities = (chosen - scaled.logsumexp(dim=1)).exp().clamp(max=1.0)
-        probabilities[broken] = float("nan")
-        return token_ids, probabilities.numpy()
-
 
 @dataclass(slots=True)
 class _Draft:
     """The draft of a sequence in the step in which it is made.
 
-    num_tokens: known tokens of the sequence. most: tokens of the longest draft.
     num_valid: leading positions whose KV was valid before. num_computed: whose KV is valid now.
-    num_scheduled: tokens of the next pass. edits: logit edits behind the draft; None without any.
+    num_scheduled: tokens of the next pass.
     """
 
-    seq_id: int
-    row: int
-    num_tokens: int
-    most: int
+    proposal: Proposal
     num_valid: int
-    edits: RowEdits | None
-    stop_ids: frozenset[int]
     num_computed: int = 0
     num_scheduled: int = 0
-    token_ids: list[int] = field(default_factory=list)
-    survivals: list[float] = field(default_factory=list)
 
     @property
     def num_missing(self) -> int:
         """Known tokens without KV; the last one is among them, as its hidden state is needed."""
-        return self.num_tokens - self.num_valid
+        return self.proposal.num_tokens - self.num_valid
 
     @property
     def is_complete(self) -> bool:
         """Whether all tokens, those of the draft included, have KV."""
-        return self.num_computed == self.num_tokens + len(self.token_ids)
+        return self.num_computed > self.proposal.last_position
 
 
 class KVContents:

@@ -37,7 +37,7 @@ class EagleDrafter:
 
     batch: of the served model. group: KV group of its block tables that keeps all tokens.
     attention, kv_cache: of the head, with as many blocks as the served model has.
-    max_model_len: tokens of a sequence from which on it has no drafts.
+    max_model_len: tokens that a sequence may have with its draft.
     """
 
     def __init__(

@@ -47,7 +47,7 @@ class Proposal:
 class ProposalSampler:
     """Begins and extends the drafts of the sequences in `batch`.
 
-    max_model_len: tokens of a sequence from which on it has no drafts.
+    max_model_len: tokens that a sequence may have with its draft.
     """
 
     def __init__(self, batch: InputBatch, sampler: Sampler, max_model_len: int) -> None:
@@ -125,16 +125,15 @@ class ProposalSampler:
         temperature[temperature < GREEDY_TEMPERATURE] = 1.0
         scaled = logits.div_(torch.from_numpy(temperature)[:, None])
         chosen = scaled.gather(1, torch.from_numpy(token_ids)[:, None])[:, 0]
-        probabilities = (chosen - scaled.logsumexp(dim=1)).exp()
+        probabilities = (chosen - scaled.logsumexp(dim=1)).exp().clamp(max=1.0)
         probabilities[broken] = float("nan")
         return token_ids, probabilities.numpy()
 
 
 def finished(proposals: Sequence[Proposal], made: Drafts) -> Drafts:
-    """Return `made` with the drafts that have tokens."""
+    """Return `made` with these drafts, of which some may be empty."""
     for draft in proposals:
-        if draft.token_ids:
-            made.seq_ids.append(draft.seq_id)
-            made.token_ids.append(draft.token_ids)
-            made.survivals.append(draft.survivals)
+        made.seq_ids.append(draft.seq_id)
+        made.token_ids.append(draft.token_ids)
+        made.survivals.append(draft.survivals)
     return made
