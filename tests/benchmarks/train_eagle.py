@@ -36,7 +36,9 @@ from proto.prepared_model import PreparedModel
 from tests.benchmarks.command import run
 from tests.e2e.reference import packaged_model
 from tests.fakes.engine_harness import EngineHarness
+from tests.fakes.lookahead_runner import LookaheadRunner
 from tests.fakes.prepared_models import spec_of
+from tests.fakes.tiny_heads import prepare_head
 from worker.attention.base import AttentionInputs
 from worker.attention.registry import create_backend
 from worker.input_batch import InputBatch
@@ -51,6 +53,8 @@ from worker.models.attention import AttentionSpec
 from worker.models.mlp import MlpSpec
 from worker.models.rope import DefaultRope
 from worker.sampling.sampler import create_sampler
+from worker.speculation.eagle import EagleDrafter
+from worker.speculation.eagle_head import load_head, read_head
 
 CPU: Final = torch.device("cpu")
 BLOCK: Final = 16
@@ -58,6 +62,8 @@ STEP_TOKENS: Final = 256
 NUM_ROWS: Final = 16
 LONGEST: Final = 512
 """Tokens of a question with its answer."""
+NUM_BLOCKS: Final = 1 + (NUM_ROWS + 2) * LONGEST // BLOCK
+MOST_DRAFTED: Final = 5
 NUM_LOSS_TOKENS: Final = 4096
 """The cross entropy counts this many tokens, the most frequent ones of the answers."""
 FEATURE_WEIGHT: Final = 1.0
@@ -121,25 +127,52 @@ class Target:
         layout, geometry = layer_cache(self.spec, torch.bfloat16)
         return KVCache(geometry, layout, num_blocks, BLOCK)
 
+    def runner(self, num_blocks: int) -> ModelRunner:
+        """Return a runner without a head."""
+        cache = self.cache(num_blocks)
+        attention = create_backend("auto", cache, self.spec.attention_shape)
+        rows = InputBatch(NUM_ROWS, LONGEST, BLOCK)
+        return ModelRunner(self.decoder, attention, create_sampler(), rows, cache)
+
+    def drafting_runner(self, num_blocks: int, folder: Path) -> LookaheadRunner:
+        """Return a runner with the head in a folder, as a worker has it."""
+        runner = self.runner(num_blocks)
+        prepared = prepare_head(folder)
+        spec = read_head("eagle", prepared, self.spec)
+        form = choose_format(ModelConfig(), torch.bfloat16, read_index(prepared), load_kernels)
+        head = load_head(prepared, spec, self.decoder, torch.bfloat16, CPU, form)
+        layout, geometry = spec.cache(torch.bfloat16)
+        cache = KVCache(geometry, layout, num_blocks, BLOCK)
+        attention = create_backend("auto", cache, spec.attention_shape)
+        runner._drafter = EagleDrafter(
+            "eagle",
+            head,
+            attention,
+            cache,
+            create_sampler(),
+            runner.batch,
+            group=0,
+            max_model_len=LONGEST,
+        )
+        return LookaheadRunner(runner, most=MOST_DRAFTED)
+
     def answers(
-        self, questions: Sequence[str], max_tokens: int, temperature: float
+        self,
+        questions: Sequence[str],
+        max_tokens: int,
+        temperature: float,
+        runner: LookaheadRunner | None = None,
     ) -> list[Answer]:
-        """Return each question with its answer."""
-        num_blocks = 1 + (NUM_ROWS + 2) * LONGEST // BLOCK
+        """Return each question with its answer. runner: None for one without a head."""
         engine = EngineHarness(
-            num_blocks=num_blocks,
+            num_blocks=NUM_BLOCKS,
             block_size=BLOCK,
             max_model_len=LONGEST,
             max_num_batched_tokens=STEP_TOKENS,
             max_num_seqs=NUM_ROWS,
             vocab_size=self.spec.vocab_size,
         )
-        cache = self.cache(num_blocks)
-        attention = create_backend("auto", cache, self.spec.attention_shape)
-        rows = InputBatch(NUM_ROWS, LONGEST, BLOCK)
-        engine.runner = ModelRunner(  # type: ignore[assignment]
-            self.decoder, attention, create_sampler(), rows, cache
-        )
+        engine.runner = runner or self.runner(NUM_BLOCKS)  # type: ignore[assignment]
         prompts = [self.prompt(question) for question in questions]
         requests = [
             engine.add_one(
@@ -430,6 +463,54 @@ def save(head: TrainedHead, target: Target, folder: Path) -> None:
     save_file(head.tensors(), folder / "model.safetensors")
 
 
+def acceptance(
+    target: Target, folder: Path, questions: Sequence[str], max_tokens: int, temperature: float
+) -> list[tuple[int, int]]:
+    """Return for each position of a draft how many reached it, and how many were accepted there.
+
+    After each token of an answer the served drafter proposes; a token is accepted if it and all
+    before it are those that the answer goes on with. A draft ends with its KV block, so fewer
+    reach later positions; so does an answer's end.
+    """
+    runner = target.drafting_runner(NUM_BLOCKS, folder)
+    answers = target.answers(questions, max_tokens, temperature, runner)
+    of_start = {tuple(each.token_ids[: each.num_prompt]): each.token_ids for each in answers}
+    assert len(of_start) == len(answers), "questions differ"
+    num_prompts = {len(start) for start in of_start}
+    counts = [[0, 0] for _ in range(MOST_DRAFTED)]
+    for _, known, proposed, _ in runner.proposals:
+        (answer,) = (
+            of_start[tuple(known[:size])] for size in num_prompts if tuple(known[:size]) in of_start
+        )
+        for position, (token, right) in enumerate(
+            zip(proposed, answer[len(known) :], strict=False)
+        ):
+            counts[position][0] += 1
+            if token != right:
+                break
+            counts[position][1] += 1
+    return [(reached, accepted) for reached, accepted in counts]
+
+
+def report(console: Console, columns: dict[str, list[tuple[int, int]]]) -> None:
+    """Print the share of tokens that are accepted if all before them are, and the tokens a step."""
+    table = Table("position", *columns, box=None, pad_edge=False)
+    for position in range(MOST_DRAFTED):
+        shares = (counts[position] for counts in columns.values())
+        table.add_row(
+            str(position + 1), *(f"{yes / max(1, all_):.3f} of {all_:,}" for all_, yes in shares)
+        )
+    lengths = []
+    for counts in columns.values():
+        survival, expected = 1.0, 1.0
+        for reached, accepted in counts:
+            survival *= accepted / max(1, reached)
+            expected += survival
+        lengths.append(f"{expected:.2f}")
+    table.add_row("tokens a step", *lengths)
+    console.print(table)
+
+
 def main(words: Sequence[str]) -> None:
     """Train, save, measure."""
     parser = BenchParser(prog="train_eagle", description=__doc__)
@@ -464,6 +545,16 @@ def main(words: Sequence[str]) -> None:
         console=console,
     )
     save(head, target, options.folder)
+    held_out = questions_of(SUBJECTS[-HELD_OUT:])[: options.measured]
+    report(
+        console,
+        {
+            f"temperature {temperature:g}": acceptance(
+                target, options.folder, held_out, options.max_tokens, temperature
+            )
+            for temperature in (0.0, 0.8)
+        },
+    )
 
 
 if __name__ == "__main__":

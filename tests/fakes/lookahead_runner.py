@@ -14,12 +14,20 @@ class LookaheadRunner:
     """A runner whose steps ask for a draft of each sequence that has room for one.
 
     proposals: by seq_id, (known tokens at the time, draft, survivals). pass_rows: by step.
-    every: steps from one with lookahead to the next.
+    every: steps from one with lookahead to the next. most: tokens of the longest draft.
     """
 
-    def __init__(self, runner: ModelRunner, *, every: int = 1, min_survival: float = 0.0) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        every: int = 1,
+        min_survival: float = 0.0,
+        most: int = LOOKAHEAD,
+    ) -> None:
         self.runner = runner
         self.every = every
+        self.most = most
         self.min_survival = min_survival
         self.proposals: list[tuple[int, list[int], list[int], list[float]]] = []
         self.pass_rows: list[list[int]] = []
@@ -61,7 +69,7 @@ class LookaheadRunner:
             else:
                 added = blocks[group] if blocks else []
                 num_blocks = table._length[self.runner.batch._row_of[seq_id]][group] + len(added)
-            room = min(LOOKAHEAD, num_blocks * table.block_size - computed - scheduled)
+            room = min(self.most, num_blocks * table.block_size - computed - scheduled)
             if room > 0:
                 seq_ids.append(seq_id)
                 counts.append(room)

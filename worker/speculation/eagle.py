@@ -77,8 +77,10 @@ class EagleDrafter:
 
     @torch.inference_mode()
     def after_step(self, step: SampledStep) -> Drafts:
-        """Return a draft for each sequence with lookahead."""
-        started = time.monotonic()
+        """Return a draft for each sequence with lookahead.
+
+        Storing K and V, which is no pass of the drafts, happens in every step.
+        """
         made = Drafts()
         inputs, batch = step.inputs, self._batch
         counts = np.diff(inputs.query_start)
@@ -104,18 +106,19 @@ class EagleDrafter:
                 torch.from_numpy(slots),
             )
         if not drafts:
-            _end_pass(made, len(tokens), started)
             return made
-        num_rows = len(tokens)
         features = features.index_select(0, torch.from_numpy(np.searchsorted(tokens, last)))
+        started = time.monotonic()
         going_on = drafts
         while going_on:
             states = self._run_pass(going_on, features)
             logits = self._logits(states)
             indices = self._sampler.extend(going_on, logits, step.min_survival)
-            started = _end_pass(made, num_rows, started)
+            made.pass_rows.append(len(going_on))
+            made.pass_seconds.append(time.monotonic() - started)
+            started = time.monotonic()
             going_on = [going_on[index] for index in indices]
-            features, num_rows = states[indices], len(indices)
+            features = states[indices]
         return finished(drafts, made)
 
     def _tokens_before(self, step: SampledStep, drafts: Sequence[Proposal]) -> NDArray[np.int64]:
@@ -151,11 +154,3 @@ class EagleDrafter:
             return logits
         spread = torch.full((len(logits), self._vocab_size), float("-inf"))
         return spread.index_copy_(1, tokens, logits)
-
-
-def _end_pass(made: Drafts, num_rows: int, started: float) -> float:
-    """Note a pass; return when it ended."""
-    ended = time.monotonic()
-    made.pass_rows.append(num_rows)
-    made.pass_seconds.append(ended - started)
-    return ended

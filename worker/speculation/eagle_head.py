@@ -141,8 +141,9 @@ def _spec_from_config(
     has_biases = "model.layers.0.self_attn.q_proj.bias" in entries
     bias = config.flag("attention_bias", has_biases)
     is_third = method == "eagle3"
-    if ("lm_head.weight" in entries and D2T in entries) and not is_third:
-        raise ModelError("the head is one of EAGLE-3; its method is eagle3")
+    if is_third != ("model.layers.0.hidden_norm.weight" in entries):
+        kind, right = ("EAGLE", "eagle") if is_third else ("EAGLE-3", "eagle3")
+        raise ModelError(f"the head is one of {kind}; its method is {right}")
     residuals: tuple[int, ...] = ()
     if is_third:
         residuals = _residual_layers(config, target.num_layers)

@@ -5,39 +5,60 @@ chunks, requests are preempted and blocks change hands; every step asks the head
 reference computes each proposal from the tokens alone: the target in transformers, the head here.
 """
 
+import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from proto.config import ModelConfig, ServeConfig, SpeculationConfig
+from proto.errors import ConfigError
+from proto.prepared_model import PreparedModel
 from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.lookahead_runner import LookaheadRunner
 from tests.fakes.prepared_models import prepare_checkpoint, spec_of
+from tests.fakes.ranks import LockstepRunners, Ranks
 from tests.fakes.tiny_checkpoints import save_tiny
 from tests.fakes.tiny_heads import head_config, head_tensors, prepare_head, save_head
 from tests.worker.test_speculation import (
     BLOCK,
+    PARAMS,
     STEP_TOKENS,
     VOCAB_SIZE,
     Setup,
+    answers_of,
+    serve,
 )
 from worker.attention.registry import create_backend
+from worker.device.devices import create_device
 from worker.kv_cache import KVCache
 from worker.loader.formats import DenseFormat
 from worker.loader.weights import load_model
 from worker.model_runner import ModelRunner
+from worker.models.decoder import Decoder
+from worker.parallel.group import RankGroup
 from worker.sampling.sampler import create_sampler
+from worker.speculation.draft_settings import require_draft_model
 from worker.speculation.eagle import EagleDrafter
 from worker.speculation.eagle_head import load_head, read_head
 
 CPU = torch.device("cpu")
 TARGETS = ("llama", "gemma3", "qwen2")
+
+
+def load(prepared: PreparedModel, group: RankGroup | None = None) -> Decoder:
+    dtype = torch.float32
+    form = DenseFormat(dtype)
+    return load_model(
+        prepared, spec_of(prepared), dtype, CPU, lambda _: None, form, group or RankGroup()
+    )
 
 
 class HeadReference:
@@ -164,12 +185,8 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, S
     for name in TARGETS:
         folder = tmp_path_factory.mktemp(name)
         save_tiny(name, folder)
-        prepared = prepare_checkpoint(folder, folder / "prepared")
-        dtype = torch.float32
-        decoder = load_model(
-            prepared, spec_of(prepared), dtype, CPU, lambda _: None, DenseFormat(dtype)
-        )
-        made[name] = folder, Setup(decoder, dtype, returns_experts=False)
+        decoder = load(prepare_checkpoint(folder, folder / "prepared"))
+        made[name] = folder, Setup(decoder, torch.float32, returns_experts=False)
     return made
 
 
@@ -246,3 +263,161 @@ def test_greedy_drafts_are_those_of_the_published_arithmetic(
         reference.check(known, proposed, survivals, 1e-3)
     lengths = Counter(len(proposed) for _, _, proposed, _ in runner.proposals)
     assert min(lengths[1], lengths[2], lengths[3]) > 10
+
+
+def test_drafts_follow_the_parameters_of_a_request(
+    targets: dict[str, tuple[Path, Setup]],
+    new_head: Callable[..., tuple[Path, dict[str, Any]]],
+) -> None:
+    """Answers are those without a head; stop tokens end a draft, forbidden ones are in none."""
+    _, setup = targets["qwen2"]
+    plain = setup.harness()
+    expected = answers_of(plain, serve(plain))
+    for method in ("eagle", "eagle3"):
+        engine = setup.harness()
+        runner = LookaheadRunner(engine.runner)  # type: ignore[arg-type]
+        with_head(runner.runner, method, new_head(method)[0])
+        engine.runner = runner  # type: ignore[assignment]
+        requests = {each.seq_id: each for each in serve(engine)}
+        assert answers_of(engine, list(requests.values())) == expected
+        found = Counter[int]()
+        for seq_id, _, proposed, survivals in runner.proposals:
+            params = requests[seq_id].sampling_params
+            assert not params.stop_ids & set(proposed[:-1])
+            if params.edits is not None and params.edits.allowed_token_ids:
+                assert set(proposed) <= {3, 4, 5}
+            assert all(np.diff([1.0, *survivals]) <= 0)
+            found[requests[seq_id].request_id] += len(proposed)
+        assert len(found) == len(PARAMS)
+        assert min(found.values()) > 3
+
+
+def test_ranks_make_the_same_drafts(
+    targets: dict[str, tuple[Path, Setup]],
+    new_head: Callable[..., tuple[Path, dict[str, Any]]],
+) -> None:
+    folder, setup = targets["llama"]
+    prepared = prepare_checkpoint(folder, folder / "prepared")
+    head, _ = new_head("eagle3")
+    alone = LookaheadRunner(setup.runner())
+    with_head(alone.runner, "eagle3", head)
+    with Ranks(2) as ranks:
+        decoders = ranks.run_on_all(lambda rank: load(prepared, ranks.groups[rank]))
+        runners = [Setup(each, torch.float32, returns_experts=False).runner() for each in decoders]
+        ranks.run_on_all(lambda rank: with_head(runners[rank], "eagle3", head))
+        together = LookaheadRunner(runners[0])
+        together.execute_step = LockstepRunners(ranks, runners).execute
+        for runner in (alone, together):
+            engine = setup.harness()
+            engine.runner = runner  # type: ignore[assignment]
+            serve(engine)
+    assert [draft for _, _, draft, _ in together.proposals] == [
+        draft for _, _, draft, _ in alone.proposals
+    ]
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "message"),
+    [
+        ("eagle", {"hidden_size": 32}, "hidden_size = 32: that of the model is 64"),
+        ("eagle", {"vocab_size": 97}, "vocab_size = 97: that of the model is 96"),
+        ("eagle", {"num_hidden_layers": 2}, "num_hidden_layers = 2: a head has one layer"),
+        ("eagle", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ("eagle", {"intermediate_size": 96}, "mlp.gate_proj.weight has shape [80, 64]"),
+        ("eagle", {"rope_scaling": {"rope_type": "odd", "factor": 2.0}}, "odd"),
+        ("eagle3", {"norm_before_fc": True}, "norm_before_fc = True: not supported"),
+        ("eagle3", {"draft_vocab_size": 30}, "the configuration asks for [30, 64]"),
+        ("eagle3", {"draft_vocab_size": 97}, "draft_vocab_size = 97: at most 96"),
+        ("eagle3", {"target_hidden_size": 128}, "target_hidden_size = 128: supported: 64"),
+        (
+            "eagle3",
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 4]}},
+            "[0, 1, 4]: 3 layers of the model's 3 are needed",
+        ),
+        (
+            "eagle3",
+            {"eagle_config": {"use_aux_hidden_state": False}},
+            "use_aux_hidden_state = False: supported: True",
+        ),
+    ],
+    ids=str,
+)
+def test_a_configuration_that_does_not_fit_is_refused(
+    targets: dict[str, tuple[Path, Setup]],
+    tmp_path: Path,
+    method: str,
+    changes: dict[str, Any],
+    message: str,
+) -> None:
+    config = head_config(method)
+    folder = save_head(tmp_path, config | changes, head_tensors(method, config))
+    assert message in refusal(targets, method, folder)
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "tensor", "message"),
+    [
+        (
+            "eagle",
+            "layers.0.mlp.up_proj.weight",
+            None,
+            "up_proj.weight of shape [80, 64] is missing",
+        ),
+        (
+            "eagle",
+            "layers.0.input_layernorm.weight",
+            torch.ones(64),
+            "is no part of a head of EAGLE",
+        ),
+        ("eagle", "fc.weight", torch.ones(64, 64), "asks for [64, 128]"),
+        ("eagle", "fc.bias", torch.ones(32), "asks for [64]"),
+        (
+            "eagle3",
+            "midlayer.input_layernorm.weight",
+            None,
+            "of shape [64] is missing",
+        ),
+        ("eagle3", "lm_head.weight", None, "lm_head.weight of shape [40, 64] is missing"),
+        ("eagle3", "d2t", None, "d2t of shape [40] is missing"),
+        ("eagle3", "d2t", torch.full((40,), 57), "d2t maps to tokens outside the vocabulary"),
+        ("eagle3", "d2t", torch.zeros(40), "d2t has type F32"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(
+    targets: dict[str, tuple[Path, Setup]],
+    tmp_path: Path,
+    method: str,
+    name: str,
+    tensor: torch.Tensor | None,
+    message: str,
+) -> None:
+    config = head_config(method)
+    tensors = head_tensors(method, config)
+    tensors.pop(name, None)
+    if tensor is not None:
+        tensors[name] = tensor
+    assert message in refusal(targets, method, save_head(tmp_path, config, tensors))
+
+
+def test_a_head_of_the_other_kind_is_refused(
+    targets: dict[str, tuple[Path, Setup]],
+    new_head: Callable[..., tuple[Path, dict[str, Any]]],
+) -> None:
+    assert "its method is eagle3" in refusal(targets, "eagle", new_head("eagle3")[0])
+    assert "its method is eagle" in refusal(targets, "eagle3", new_head("eagle")[0])
+
+
+def refusal(targets: dict[str, tuple[Path, Setup]], method: str, head: Path) -> str:
+    """The error about a head, before a weight is read."""
+    folder, _ = targets["llama"]
+    prepared = prepare_checkpoint(folder, folder / "prepared")
+    given = json.dumps({"method": method, "model": str(head)})
+    config = ServeConfig(
+        model=ModelConfig(model="llama"), speculation=SpeculationConfig(speculative_config=given)
+    )
+    with pytest.raises(ConfigError) as error:
+        require_draft_model(config, prepared, prepare_head(head), create_device(config, 0))
+    text = str(error.value)
+    assert text.startswith(f"--speculative-config: model {head.name}: ")
+    assert "\n" not in text
+    return text
