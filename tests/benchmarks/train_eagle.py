@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from rich.console import Console
+from rich.table import Table
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import nn
