@@ -469,7 +469,7 @@ def acceptance(
 ) -> list[tuple[int, int]]:
     """Return for each position of a draft how many reached it, and how many were accepted there.
 
-    After each token of an answer the served drafter proposes; a token is accepted if it and all
+    After each step the served drafter proposes; a token is accepted if it and all
     before it are those that the answer goes on with. A draft ends with its KV block, so fewer
     reach later positions; so does an answer's end.
     """

@@ -18,17 +18,23 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from proto import PROTOCOL_VERSION
 from proto.config import ModelConfig, ServeConfig, SpeculationConfig
 from proto.errors import ConfigError
+from proto.faults import FaultInjector
+from proto.lifecycle import InitializeCache
 from proto.prepared_model import PreparedModel
+from proto.sampling_params import SamplingParams
+from proto.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from tests.fakes.engine_harness import EngineHarness
-from tests.fakes.lookahead_runner import LookaheadRunner
+from tests.fakes.lookahead_runner import LOOKAHEAD, LookaheadRunner
 from tests.fakes.prepared_models import prepare_checkpoint, spec_of
 from tests.fakes.ranks import LockstepRunners, Ranks
 from tests.fakes.tiny_checkpoints import save_tiny
 from tests.fakes.tiny_heads import head_config, head_tensors, prepare_head, save_head
 from tests.worker.test_speculation import (
     BLOCK,
+    NUM_BLOCKS,
     PARAMS,
     STEP_TOKENS,
     VOCAB_SIZE,
@@ -39,11 +45,14 @@ from tests.worker.test_speculation import (
 from worker.attention.registry import create_backend
 from worker.device.devices import create_device
 from worker.kv_cache import KVCache
+from worker.loaded_model import load as worker_load
 from worker.loader.formats import DenseFormat
 from worker.loader.weights import load_model
+from worker.memory_plan import plan_memory
 from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
 from worker.parallel.group import RankGroup
+from worker.runner_builder import RunnerBuilder
 from worker.sampling.sampler import create_sampler
 from worker.speculation.draft_settings import require_draft_model
 from worker.speculation.eagle import EagleDrafter
@@ -421,3 +430,96 @@ def refusal(targets: dict[str, tuple[Path, Setup]], method: str, head: Path) -> 
     assert text.startswith(f"--speculative-config: model {head.name}: ")
     assert "\n" not in text
     return text
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_a_cached_prefix_has_the_kv_of_the_head(
+    targets: dict[str, tuple[Path, Setup]],
+    new_head: Callable[..., tuple[Path, dict[str, Any]]],
+    method: str,
+) -> None:
+    """If the last block of the prefix is computed again; a copied block has it, too.
+
+    tokens 0 to 8 are the same        0 1 2 3 | 4 5 6 7 | 8 …
+    first                             block 1 | 2       | 3
+    second, computes 4 and later      block 1 | 11      | 12
+    third, the same                   a copy  | 21      | 22
+    """
+    folder, setup = targets["llama"]
+    head, config = new_head(method)
+    runner = LookaheadRunner(setup.runner())
+    with_head(runner.runner, method, head)
+    shared = [5, 9, 2, 40, 77, 13, 8, 61, 30]
+    prompts = [[*shared, 1, 2, 3], [*shared, 50, 51, 52], [*shared, 90, 91, 92]]
+    blocks = [[1, 2, 3, 4, 5], [1, 11, 12, 13, 14], [20, 21, 22, 23, 24]]
+    for seq_id in range(3):
+        num_computed = BLOCK if seq_id else 0
+        new = NewRequestData(
+            seq_id=seq_id,
+            prompt_token_ids=prompts[seq_id],
+            output_token_ids=[],
+            sampling_params=SamplingParams(max_tokens=20, temperature=0.0),
+            seed=0,
+            choice=0,
+            block_ids=[blocks[seq_id]],
+            num_computed_tokens=num_computed,
+            num_scheduled_tokens=len(prompts[seq_id]) - num_computed,
+        )
+        decoded = CachedRequestData([seq_id], [len(prompts[seq_id])], [1], [None])
+        steps = ([new], CachedRequestData()), ([], decoded)
+        for number, (new_requests, cached) in enumerate(steps):
+            runner.execute(
+                SchedulerOutput(
+                    epoch=1,
+                    step=2 * seq_id + number,
+                    new_requests=new_requests,
+                    cached_requests=cached,
+                    total_num_scheduled_tokens=1,
+                    finished_seq_ids=[],
+                    preempted_seq_ids=[],
+                    block_copies=[1, 20] if seq_id == 2 and new_requests else [],
+                )
+            )
+    assert [seq_id for seq_id, *_ in runner.proposals] == [0, 1, 2]
+    reference = HeadReference(folder, head, config)
+    for _, known, proposed, survivals in runner.proposals:
+        assert len(proposed) == LOOKAHEAD
+        reference.check(known, proposed, survivals, 1e-3)
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_a_worker_plans_loads_and_runs_a_head(
+    targets: dict[str, tuple[Path, Setup]],
+    new_head: Callable[..., tuple[Path, dict[str, Any]]],
+    method: str,
+) -> None:
+    folder, _ = targets["llama"]
+    prepared = prepare_checkpoint(folder, folder / "prepared")
+    head, reference_config = new_head(method)
+    draft = prepare_head(head)
+    given = json.dumps({"method": method, "model": str(head)})
+    config = ServeConfig(
+        model=ModelConfig(model="llama", dtype="float32"),
+        speculation=SpeculationConfig(speculative_config=given),
+    )
+    device = create_device(config, 0)
+    plain = plan_memory(config, prepared, device)
+    loaded = worker_load(config, prepared, device, RankGroup(), print, draft=draft)
+    plan, own = loaded.plan, loaded.draft
+    assert own is not None
+    assert own.method == method
+    assert plan.draft_weights == own.weight_format.memory
+    assert plan.block_bytes - plain.block_bytes == 16 * 2 * 2 * 24 * 4
+    fault_injector = FaultInjector.of((), "worker", 0, 0)
+    builder = RunnerBuilder(config, loaded, fault_injector, print)
+    message = InitializeCache(PROTOCOL_VERSION, 1, NUM_BLOCKS, BLOCK, 128)
+    runner = LookaheadRunner(builder.build_on_host(message))
+    setup = Setup(loaded.model, torch.float32, returns_experts=False)
+    engine = setup.harness(enable_prefix_caching=False)
+    engine.runner = runner  # type: ignore[assignment]
+    engine.add_one(list(range(40, 70)), 12, temperature=0.0, ignore_eos=True)
+    engine.run()
+    reference = HeadReference(folder, head, reference_config)
+    assert len(runner.proposals) > 2
+    for _, known, proposed, survivals in runner.proposals:
+        reference.check(known, proposed, survivals, 1e-3)
