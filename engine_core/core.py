@@ -269,7 +269,7 @@ class EngineCore:
                 if config.scheduler.enable_mfu_metrics
                 else None
             ),
-            drafting=self._make_drafting(config, worker, plan, structured_output, pools=pools),
+            drafting=self._make_drafting(config, worker, structured_output, pools=pools),
             num_draft_positions=0 if worker.computes_ahead else DRAFT_POSITIONS,
         )
         self.output_dispatcher = OutputDispatcher(
@@ -292,7 +292,6 @@ class EngineCore:
         self,
         config: ServeConfig,
         worker: WorkerReady,
-        plan: PoolPlan,
         structured_output: StructuredOutputManager | None,
         *,
         pools: bool,
@@ -303,7 +302,7 @@ class EngineCore:
                 reason = "its outputs are pooled" if pools else "its states cannot be taken back"
                 logger.warning("--speculative-config: no drafts for this model: %s", reason)
             return None
-        return make_drafting(settings, plan.max_model_len, structured_output)
+        return make_drafting(settings, structured_output, worker.draft_method)
 
 
 def connector_factory(

@@ -11,7 +11,7 @@ and the scheduler does not look at it again until its gate unblocks it. `setup.p
 and listeners, and explains their order.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, ClassVar, Final, Protocol
 
 from engine_core.kv_cache.manager import ComputedBlocks, KVCacheManager
@@ -129,6 +129,11 @@ class DraftProvider(Protocol):
     Knows no request that is never drafted for (`speculative_decoding.py:is_drafted_for`).
     """
 
+    has_draft_model: bool
+    """Whether a model in the workers proposes drafts; the last four methods are for it."""
+    max_proposal_len: int
+    """Tokens of a sequence beyond which that model proposes nothing."""
+
     def add_request(self, request: Request) -> None:
         """Learn a request that was admitted for the first time, with its outputs so far."""
         ...
@@ -137,7 +142,9 @@ class DraftProvider(Protocol):
         """Learn the last `num_new` of `request.all_token_ids`, also of a preempted request."""
         ...
 
-    def fill_drafts(self, requests: list[Request], num_other_tokens: int) -> None:
+    def fill_drafts(
+        self, requests: list[Request], limits: list[int], num_other_tokens: int
+    ) -> None:
         """Set `spec_token_ids` of those requests that shall be drafted for in the next step.
 
         Called once a step. A draft is a guess at the tokens that follow `all_token_ids`; the
@@ -145,9 +152,9 @@ class DraftProvider(Protocol):
         the request is in flight, the first token of the draft is that of the step, and is not
         computed again.
 
-        requests: running ones that decode, in the order in which they are planned. Drafts that a
-        worker has proposed are set already. num_other_tokens: of the step, beside one token and the
-        draft of each of these requests.
+        requests: running ones that decode, in the order in which they are planned. limits: draft
+        tokens, without that of a step in flight, which each of them has use for. num_other_tokens:
+        of the step, beside one token and the draft of each of these requests.
         """
         ...
 
@@ -165,6 +172,44 @@ class DraftProvider(Protocol):
 
     def forget_outputs(self) -> None:
         """Forget the outputs of ended requests, as when the prefix cache is reset."""
+        ...
+
+    def pop_source_counts(self) -> dict[str, tuple[int, int]]:
+        """Return (verified, accepted) tokens by drafter since the last call."""
+        ...
+
+    def restart_request(self, request: Request) -> None:
+        """Note that the workers have lost the KV of a request and compute it again."""
+        ...
+
+    def may_propose(self, num_requests: int, num_other_tokens: int) -> bool:
+        """Return whether `choose_proposals` may ask for any in a step; called once for each.
+
+        num_requests: that decode. num_other_tokens: of the step, in prompts.
+        """
+        ...
+
+    def choose_proposals(
+        self, requests: list[Request], limits: list[int], num_other_tokens: int
+    ) -> tuple[list[int], float]:
+        """Return how many tokens the draft model proposes for each request behind a step.
+
+        And the survival below which a proposal ends. requests: planned in the step, which decode.
+        limits: tokens that each of them has use for, at least 1.
+        """
+        ...
+
+    def keep_proposal(
+        self, request: Request, num_asked: int, token_ids: list[int], survivals: Sequence[float]
+    ) -> None:
+        """Keep a proposal to follow the known tokens; empty if the model had none.
+
+        survivals: for each token the probability that it and all before it are accepted.
+        """
+        ...
+
+    def learn_passes(self, rows: Sequence[int], seconds: Sequence[float]) -> None:
+        """Learn the time of each pass of the draft model. rows: tokens of the pass."""
         ...
 
 

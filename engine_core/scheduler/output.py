@@ -114,6 +114,9 @@ class OutputBuilder:
             ),
             spec_decode_seq_ids=list(plan.drafts),
             scheduled_spec_decode_tokens=list(plan.drafts.values()),
+            lookahead_seq_ids=list(plan.lookahead),
+            num_lookahead_tokens=list(plan.lookahead.values()),
+            min_draft_survival=plan.min_draft_survival,
         )
 
     def _describe(self, request: Request, num_tokens: int) -> NewRequestData:

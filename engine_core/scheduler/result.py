@@ -89,17 +89,25 @@ def check_result(output: SchedulerOutput, result: ModelRunnerOutput, vocab_size:
         raise ImpossibleResultError(
             f"step {output.step} sampled a token outside the vocabulary [0, {vocab_size})"
         )
-    drafts = result.draft_token_ids
-    guessed = list(chain.from_iterable(drafts))
-    if len(drafts) != len(result.draft_seq_ids) or not all(
-        0 <= token_id < vocab_size for token_id in guessed
-    ):
-        raise ImpossibleResultError(f"step {output.step} has invalid drafts for the next one")
+    _check_drafts(result, vocab_size)
     for row in result.candidates:
         _check_candidates(row, vocab_size)
     for pooled in result.pooler_outputs:
         if not pooled.data or len(pooled.data) % 4:
             raise ImpossibleResultError(f"the pooled result of sequence {pooled.seq_id} is invalid")
+
+
+def _check_drafts(result: ModelRunnerOutput, vocab_size: int) -> None:
+    """Raise ImpossibleResultError unless each draft has real tokens, and survivals in [0, 1]."""
+    drafts, survivals = result.draft_token_ids, result.draft_survivals
+    if not (
+        len(result.draft_seq_ids) == len(drafts) == len(survivals)
+        and list(map(len, drafts)) == list(map(len, survivals))
+        and all(0 <= token_id < vocab_size for token_id in chain.from_iterable(drafts))
+        and all(0.0 <= survival <= 1.0 for survival in chain.from_iterable(survivals))
+        and len(result.draft_pass_rows) == len(result.draft_pass_seconds)
+    ):
+        raise ImpossibleResultError(f"step {result.step} has invalid drafts for the next one")
 
 
 def ends_of_rows(output: SchedulerOutput) -> list[int]:

@@ -312,24 +312,28 @@ class Scheduler:
             self.sessions.begin_turns(outputs)
         if invalid:
             raise ImpossibleResultError(invalid, outputs)
-        if result.draft_seq_ids:
-            self.update_draft_token_ids(result.draft_seq_ids, result.draft_token_ids)
+        if result.draft_pass_rows or result.draft_seq_ids:
+            self._speculation.learn_passes(result.draft_pass_rows, result.draft_pass_seconds)
+            self._update_proposals(
+                output, result.draft_seq_ids, result.draft_token_ids, result.draft_survivals
+            )
         self._learn_step_time(output.step, result.compute_seconds)
         return outputs
 
     def update_draft_token_ids(
-        self, seq_ids: Sequence[int], draft_token_ids: Sequence[list[int]]
+        self,
+        seq_ids: Sequence[int],
+        draft_token_ids: Sequence[list[int]],
+        draft_survivals: Sequence[Sequence[float]],
     ) -> None:
-        """Keep drafts that workers propose to follow the tokens of the last processed result.
+        """Keep drafts that the workers' model proposes behind the last processed result.
 
         They may also come with a result (`ModelRunnerOutput.draft_token_ids`). Drafts for requests
-        that do not run any more are dropped; the next step verifies the others as far as their
-        grammar allows them.
+        that do not run any more are dropped; the others compete with those of the other drafters,
+        as far as their grammar allows them.
         """
-        for seq_id, draft in zip(seq_ids, draft_token_ids, strict=True):
-            request = self._lifecycle.requests.get(seq_id)
-            if request is not None and request.status is RequestStatus.RUNNING:
-                self._speculation.attach_worker_draft(request, draft)
+        for seq_id, draft, survivals in zip(seq_ids, draft_token_ids, draft_survivals, strict=True):
+            self._keep_proposal(seq_id, len(draft), draft, survivals)
 
     def update_from_connector(self, report: KVConnectorOutput) -> ClientOutputs:
         """Process copies that the workers have finished, before the result of a later step.
@@ -408,6 +412,27 @@ class Scheduler:
 
     # Parts of a step
 
+    def _update_proposals(
+        self,
+        output: SchedulerOutput,
+        seq_ids: Sequence[int],
+        draft_token_ids: Sequence[list[int]],
+        draft_survivals: Sequence[Sequence[float]],
+    ) -> None:
+        """Keep the drafts that came with a result; note which sequences got none."""
+        asked = dict(zip(output.lookahead_seq_ids, output.num_lookahead_tokens, strict=True))
+        for seq_id, draft, survivals in zip(seq_ids, draft_token_ids, draft_survivals, strict=True):
+            self._keep_proposal(seq_id, asked.pop(seq_id, len(draft)), draft, survivals)
+        for seq_id, num_asked in asked.items():
+            self._keep_proposal(seq_id, num_asked, [], ())
+
+    def _keep_proposal(
+        self, seq_id: int, num_asked: int, draft: list[int], survivals: Sequence[float]
+    ) -> None:
+        request = self._lifecycle.requests.get(seq_id)
+        if request is not None and request.status is RequestStatus.RUNNING:
+            self._speculation.keep_proposal(request, num_asked, draft, survivals)
+
     def _update_retained_prefixes(self, plan: StepPlan) -> None:
         """Release expired prefixes, and reorder waiting turns that gained or lost theirs."""
         self._retained_prefixes.release_expired(plan.now)
@@ -428,6 +453,7 @@ class Scheduler:
         self._running_pass.plan_deferred(plan, deferred)
         if speculation.is_active:
             speculation.clear_drafts()
+            speculation.plan_lookahead(plan)
 
     def _check_plan(self, plan: StepPlan) -> None:
         num_scheduled = len(plan.continued) + len(plan.admitted)

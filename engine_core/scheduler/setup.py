@@ -116,6 +116,8 @@ class SchedulerParts:
             config.max_num_seqs,
             num_draft_positions,
             constraints,
+            min(config.stop_admission_above, config.preempt_above, 1.0 - config.watermark),
+            computes_ahead=bool(config.async_scheduling),
         )
 
         # Which request loses its blocks when they run out

@@ -22,9 +22,21 @@ which the worker knows by the time it computes the rest. So requests without dra
 and the placeholders of a request are exact at every plan. The alternative, to schedule placeholders
 of drafts that the worker fills in, is for drafters on the device and would have the engine correct
 counters of steps in flight.
+
+A model in the workers proposes drafts behind a step (`engine_core/speculation/draft_model.py`).
+It writes KV for tokens that are not scheduled yet, so the block tables need room for them:
+
+    computed      |------------ n ------------|
+    step                                      |x|d|d|d|
+    lookahead                                         |p|p|p|p|   blocks cover [0, n + 4 + 4)
+
+That room is given when all passes of the step are over, and only where no request misses it. The
+blocks are those that the request's next tokens take.
 """
 
-from engine_core.kv_cache.manager import KVCacheManager
+from collections.abc import Sequence
+
+from engine_core.kv_cache.manager import NO_NEW_BLOCKS, NOTHING_COMPUTED, KVCacheManager
 from engine_core.request import Request
 from engine_core.scheduler.hooks import DraftProvider, TokenConstraints
 from engine_core.scheduler.limits import ChunkRule
@@ -49,8 +61,9 @@ class SpeculativeDecoding:
     A model with recurrent states is not drafted for: a state after a rejected token cannot be taken
     back. is_active: whether any request may have a draft; if not, `fill_drafts` is not called.
     max_num_seqs, num_draft_positions: together the positions that a step may sample, which the
-    workers' memory is planned for. drafting: None without a drafter in the engine; drafts can
-    still come from the workers.
+    workers' memory is planned for. drafting: None without a drafter. max_usage: share of the blocks
+    in use up to which lookahead takes new ones. computes_ahead: steps are planned before the result
+    of the one before.
     """
 
     def __init__(
@@ -63,10 +76,15 @@ class SpeculativeDecoding:
         max_num_seqs: int,
         num_draft_positions: int,
         constraints: TokenConstraints | None,
+        max_usage: float,
+        *,
+        computes_ahead: bool,
     ) -> None:
-        self._is_possible = not kv_cache.has_states
-        self._drafting = drafting if self._is_possible else None
+        self._drafting = None if kv_cache.has_states else drafting
         self.is_active = self._drafting is not None
+        self._kv_cache = kv_cache
+        self._min_free_blocks = int((1.0 - max_usage) * kv_cache.num_usable_blocks)
+        self._computes_ahead = computes_ahead
         self._running = running
         self._waiting = waiting
         self._longest_chunk = chunks.longest_chunk
@@ -82,7 +100,10 @@ class SpeculativeDecoding:
 
     def fill_drafts(self, plan: StepPlan) -> None:
         """Give decoding requests drafts for the step, within the room that is left for them."""
-        candidates, num_prompt_tokens, num_decoding = [], 0, 0
+        candidates: list[Request] = []
+        limits: list[int] = []
+        num_prompt_tokens = num_decoding = 0
+        longest_chunk = self._longest_chunk
         for request in self._running:
             num_placeholders = request.num_output_placeholders
             if num_placeholders > 1:
@@ -90,11 +111,13 @@ class SpeculativeDecoding:
             num_known = len(request.all_token_ids) + num_placeholders
             num_missing = num_known - request.num_computed_tokens
             if num_missing > 1:
-                num_prompt_tokens += num_missing
+                num_prompt_tokens += min(num_missing, longest_chunk)
             elif num_missing == 1:
                 num_decoding += 1
-                if self._max_draft_tokens(request) > 0 and is_drafted_for(request):
+                limit = self._max_draft_tokens(request)
+                if limit > 0 and is_drafted_for(request):
                     candidates.append(request)
+                    limits.append(limit)
         self._candidates = candidates
         if not candidates:
             return
@@ -102,10 +125,10 @@ class SpeculativeDecoding:
         if self._drafting is not None and room > 0:
             num_others = min(num_prompt_tokens, plan.prompt_budget)
             num_others += num_decoding - len(candidates)
-            self._drafting.fill_drafts(candidates, num_others)
-        for request in candidates:
+            self._drafting.fill_drafts(candidates, limits, num_others)
+        for request, limit in zip(candidates, limits, strict=True):
             if request.spec_token_ids:
-                room -= self._cut_draft(request, room)
+                room -= self._cut_draft(request, min(limit, room))
 
     def clear_drafts(self) -> None:
         """Forget drafts that were not planned: tokens in flight may contradict them."""
@@ -120,12 +143,14 @@ class SpeculativeDecoding:
             budget     |- one token of each that runs -|- prompts -|- drafts -|
             positions  |- one of each that runs or may be admitted -|- drafts -|
 
-        Prompt tokens go first, with those of the head of the queue, so that drafts delay neither.
+        Prompt tokens go first, with a chunk of the head of the queue, so that drafts delay neither.
         """
         num_running = len(self._running)
         num_ready = min(self._waiting.num_ready, self._max_num_seqs - num_running)
         if num_ready > 0:
-            num_prompt_tokens += self._waiting.peek_request().num_tokens
+            head = self._waiting.peek_request()
+            num_missing = head.num_tokens - head.num_computed_tokens
+            num_prompt_tokens += min(num_missing, self._longest_chunk)
         num_prompt_tokens = min(num_prompt_tokens, plan.prompt_budget)
         num_spare = self._max_num_seqs - num_running - num_ready
         return min(
@@ -142,18 +167,110 @@ class SpeculativeDecoding:
         num_left = request.num_prompt_tokens + request.max_tokens - num_known
         return min(num_left, self._longest_chunk) - 1
 
-    def _cut_draft(self, request: Request, room: int) -> int:
+    def _cut_draft(self, request: Request, most: int) -> int:
         """Cut a draft to what can be computed and accepted; return its length then."""
         draft = request.spec_token_ids
         if request.num_output_placeholders:
             del draft[0]  # of the step in flight
-        most = min(self._max_draft_tokens(request), room)
         del draft[max(most, 0) :]
         if draft and self._constraints is not None:
-            num_allowed = self._constraints.num_allowed_tokens(request, draft)
-            self._num_invalid += len(draft) - num_allowed
-            del draft[num_allowed:]
+            del draft[self._num_allowed(request, draft) :]
         return len(draft)
+
+    def _num_allowed(self, request: Request, draft: list[int]) -> int:
+        """Return how many tokens of a draft its grammar allows; counts the others."""
+        if self._constraints is None:
+            return len(draft)
+        num_allowed = self._constraints.num_allowed_tokens(request, draft)
+        self._num_invalid += len(draft) - num_allowed
+        return num_allowed
+
+    # Proposals of a model in the workers
+
+    def plan_lookahead(self, plan: StepPlan) -> None:
+        """Choose for which planned requests the draft model proposes tokens behind the step.
+
+        Called when the plan is complete, so that it takes nothing from any request.
+        """
+        drafting = self._drafting
+        if drafting is None or not drafting.has_draft_model or not plan.continued:
+            return
+        num_decoding = len(plan.continued) + len(plan.admitted) - plan.num_prefilling
+        if num_decoding <= 0 or not drafting.may_propose(num_decoding, plan.num_prompt_tokens):
+            return
+        indexes: list[int] = []
+        requests: list[Request] = []
+        limits: list[int] = []
+        for index, request in enumerate(plan.continued):
+            num_planned = request.num_computed_tokens + plan.continued_tokens[index]
+            num_known = len(request.all_token_ids) + request.num_output_placeholders
+            if num_planned < num_known or request.num_computed_tokens + 1 < num_known:
+                continue  # a chunk of its prompt
+            limit = self._max_proposed(request, num_planned, plan.continued_tokens[index])
+            if limit > 0 and is_drafted_for(request):
+                indexes.append(index)
+                requests.append(request)
+                limits.append(limit)
+        if not requests:
+            return
+        lengths, plan.min_draft_survival = drafting.choose_proposals(
+            requests, limits, plan.num_prompt_tokens
+        )
+        min_free_blocks = self._min_free_blocks + len(self._running) * len(self._kv_cache.groups)
+        if self._waiting.num_ready > 0:
+            min_free_blocks = self._kv_cache.num_usable_blocks
+        for index, request, limit, length in zip(indexes, requests, limits, lengths, strict=True):
+            if length > 0:
+                if self._computes_ahead and request.seq_id not in plan.drafts:
+                    length = min(length + 1, limit)  # the first one will be in flight
+                self._plan_proposal(plan, index, request, length, min_free_blocks)
+
+    def _max_proposed(self, request: Request, num_planned: int, num_new: int) -> int:
+        """Return how many tokens the draft model may propose for a request behind a step.
+
+        num_planned: tokens that are computed then. num_new: those of the step.
+
+            computed, step   |------------|x|d|d|
+            known then                          |y|          y: the token behind the draft
+            proposal                              |p|p|z|    z: the last one of max_tokens
+        """
+        assert self._drafting is not None
+        num_left = request.num_prompt_tokens + request.max_tokens - num_planned - 2
+        num_left = min(num_left, self._drafting.max_proposal_len - num_planned)
+        return min(num_left, self._longest_chunk - num_new)
+
+    def _plan_proposal(
+        self, plan: StepPlan, index: int, request: Request, length: int, min_free_blocks: int
+    ) -> None:
+        """Give a continued request room for a proposal, unless too few blocks would be left."""
+        kv_cache, num_new = self._kv_cache, plan.continued_tokens[index]
+        needed = kv_cache.num_blocks_needed(request, num_new + length)
+        if needed and kv_cache.pool.num_free - needed < min_free_blocks:
+            return
+        blocks = kv_cache.allocate_slots(request, num_new, NOTHING_COMPUTED, length)
+        if blocks is None:
+            return
+        if blocks is not NO_NEW_BLOCKS:
+            planned = plan.continued_blocks[index]
+            if planned is not NO_NEW_BLOCKS:
+                blocks = [old + new for old, new in zip(planned, blocks, strict=True)]
+            plan.continued_blocks[index] = blocks
+        plan.lookahead[request.seq_id] = length
+
+    def keep_proposal(
+        self, request: Request, num_asked: int, draft: list[int], survivals: Sequence[float]
+    ) -> None:
+        """Keep what the draft model proposes to follow the known tokens of a running request."""
+        if self._drafting is not None and request.seq_id in self._added:
+            num_allowed = self._num_allowed(request, draft) if draft else 0
+            self._drafting.keep_proposal(
+                request, num_asked, draft[:num_allowed], survivals[:num_allowed]
+            )
+
+    def learn_passes(self, rows: Sequence[int], seconds: Sequence[float]) -> None:
+        """Learn the time of passes of the draft model by their rows."""
+        if self._drafting is not None:
+            self._drafting.learn_passes(rows, seconds)
 
     # Results
 
@@ -183,12 +300,6 @@ class SpeculativeDecoding:
         if self._drafting is not None:
             self._drafting.forget_outputs()
 
-    def attach_worker_draft(self, request: Request, draft: list[int]) -> None:
-        """Keep a draft that a worker proposes to follow the known tokens of a request."""
-        if self._is_possible and is_drafted_for(request):
-            self.is_active = True
-            request.spec_token_ids = draft.copy()
-
     def pop_stats(self) -> tuple[int, int, int, list[int], int]:
         """Return counts since the last call.
 
@@ -209,7 +320,10 @@ class SpeculativeDecoding:
     # As a listener
 
     def on_admitted(self, request: Request, num_new_tokens: int) -> None:
-        if self._drafting is None or request.seq_id in self._added or not is_drafted_for(request):
+        if self._drafting is None or not is_drafted_for(request):
+            return
+        if request.seq_id in self._added:  # it was preempted
+            self._drafting.restart_request(request)
             return
         self._added.add(request.seq_id)
         self._drafting.add_request(request)

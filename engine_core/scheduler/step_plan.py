@@ -36,6 +36,8 @@ class StepPlan:
         counts cached tokens.
     drafts: by seq_id, the drafts of continued requests that the step verifies; their tokens are
         counted in continued_tokens.
+    lookahead: by seq_id, how many tokens the workers' draft model proposes for continued requests
+        behind this step; their tables have room for them. min_draft_survival: where it ends.
     preempted: running requests that lost their blocks in this step.
     num_prefilling, num_prompt_tokens: planned requests that do not decode, and their tokens.
     """
@@ -48,6 +50,8 @@ class StepPlan:
         "continued_blocks",
         "continued_tokens",
         "drafts",
+        "lookahead",
+        "min_draft_survival",
         "now",
         "num_prefilling",
         "num_prompt_tokens",
@@ -65,6 +69,8 @@ class StepPlan:
         self.admitted: list[Request] = []
         self.admitted_tokens: list[int] = []
         self.drafts: dict[int, list[int]] = {}
+        self.lookahead: dict[int, int] = {}
+        self.min_draft_survival = 0.0
         self.preempted: list[Request] = []
         self.num_prefilling = 0
         self.num_prompt_tokens = 0
@@ -113,6 +119,7 @@ class StepPlan:
         """Describe a continued request to the workers in full, like one from the queue."""
         index = self.continued.index(request)
         del self.continued[index], self.continued_blocks[index]
+        self.lookahead.pop(request.seq_id, None)
         self.admitted.append(request)
         self.admitted_tokens.append(self.continued_tokens.pop(index))
 

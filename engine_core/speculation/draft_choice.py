@@ -89,17 +89,17 @@ class AcceptanceTable:
 
 
 _NUM_EXACT: Final = 32
-"""Row counts that have a knot of their own; beyond, there are 8 knots to an octave."""
+"""Row counts that are points of the grid; beyond, there are 8 points to an octave."""
 _NUM_OCTAVES: Final = 9
 _MAX_ROWS: Final = _NUM_EXACT << _NUM_OCTAVES
 _PRIOR_SLOPE: Final = 0.07
 """Time of a further row, as a share of that of a step with one row, before any step was seen."""
 _LEAST_SLOPE: Final = 0.001
 """The same, below which no measurement lets it fall: noise would make rows free."""
-_LEVEL_RATE: Final = 0.1
-"""Share of a step's deviation that the level follows."""
+_UNIT_RATE: Final = 0.1
+"""Share of a step's deviation that the unit follows."""
 _MAX_WEIGHT: Final = 16.0
-"""Number of steps whose mean a knot has."""
+"""Number of steps whose mean a point has."""
 _FIRST_WEIGHT: Final = 3.0
 _MAX_AGE: Final = 100
 """Steps of a row count that are enough, and steps of others after which they are stale."""
@@ -107,35 +107,37 @@ _REFRESH: Final = 16
 """Steps between two updates of the table, after the first ones."""
 
 
-def _knot_of(rows: int) -> int:
-    """Return the last knot at or below a row count of at least 1."""
+def _point_of(rows: int) -> int:
+    """Return the index of the last point of the grid at or below a row count of at least 1."""
     if rows < _NUM_EXACT:
         return rows - 1
     octave = rows.bit_length() - _NUM_EXACT.bit_length()
     return _NUM_EXACT - 1 + 8 * octave + ((rows >> (octave + 2)) - 8)
 
 
-def _knots() -> list[int]:
+def _grid() -> list[int]:
     octaves = [(32 + 4 * part) << octave for octave in range(_NUM_OCTAVES) for part in range(8)]
     return [*range(1, _NUM_EXACT), *octaves, _MAX_ROWS]
 
 
 class StepCost:
-    """The time of a step by its number of rows, learnt from steps; the shape, not the level.
+    """The time of a step by its number of rows, learnt from steps, as multiples of a unit.
 
-    How long all steps take changes with the lengths of their contexts, so a level follows every
-    step, and a knot of the table the steps of its own row count, relative to the level. The table
-    is made monotone by pooling adjacent violators. Between knots it is linear; beyond those that
+    How long all steps take changes with the lengths of their contexts, so the unit follows every
+    step, and a point of the grid the steps of its own row count, relative to the unit. The table
+    is made monotone by pooling adjacent violators. Between points it is linear; beyond those that
     were seen it has the slope of the prior.
+
+    unit_seconds: time of a step with one row; 0 before any step was seen.
     """
 
     def __init__(self) -> None:
-        self._rows = _knots()
+        self._rows = _grid()
         self._means = [0.0] * len(self._rows)
         self._weights = [0.0] * len(self._rows)
         self._costs = [_prior_cost(rows) for rows in self._rows]
         self._seen_at = [0] * len(self._rows)  # in steps learnt
-        self._level = 0.0  # seconds of a step of cost 1
+        self.unit_seconds = 0.0
         self._num_learnt = 0
 
     def cost(self, rows: int) -> float:
@@ -144,22 +146,22 @@ class StepCost:
             return self._costs[-1]
         if rows <= 0:
             return self._costs[0]
-        knot = _knot_of(rows)
-        cost, first = self._costs[knot], self._rows[knot]
+        point = _point_of(rows)
+        cost, first = self._costs[point], self._rows[point]
         if rows == first:
             return cost
-        share = (rows - first) / (self._rows[knot + 1] - first)
-        return cost + share * (self._costs[knot + 1] - cost)
+        share = (rows - first) / (self._rows[point + 1] - first)
+        return cost + share * (self._costs[point + 1] - cost)
 
     def is_stale(self, rows: int) -> bool:
         """Return whether the time for this row count comes from few steps, or from old ones.
 
         False without any steps, whose times are not reported then.
         """
-        knot = _knot_of(min(rows, _MAX_ROWS))
-        if self._weights[knot] < _FIRST_WEIGHT:
+        point = _point_of(min(rows, _MAX_ROWS))
+        if self._weights[point] < _FIRST_WEIGHT:
             return self._num_learnt > 0
-        return self._num_learnt - self._seen_at[knot] > _MAX_AGE
+        return self._num_learnt - self._seen_at[point] > _MAX_AGE
 
     def learn_step(self, rows: int, seconds: float) -> None:
         """Learn from a step; ignores steps without rows or time."""
@@ -167,34 +169,34 @@ class StepCost:
             return
         rows = min(rows, _MAX_ROWS)
         cost = self.cost(rows)
-        if self._level == 0.0:
-            self._level = seconds / cost
-        ratio = min(4.0, max(0.25, seconds / (self._level * cost)))
-        knot = _knot_of(rows)
-        weight = self._weights[knot] = min(self._weights[knot] + 1.0, _MAX_WEIGHT)
-        self._means[knot] += (self._costs[knot] * ratio - self._means[knot]) / weight
-        self._level *= 1.0 + _LEVEL_RATE * (ratio - 1.0)
+        if self.unit_seconds == 0.0:
+            self.unit_seconds = seconds / cost
+        ratio = min(4.0, max(0.25, seconds / (self.unit_seconds * cost)))
+        point = _point_of(rows)
+        weight = self._weights[point] = min(self._weights[point] + 1.0, _MAX_WEIGHT)
+        self._means[point] += (self._costs[point] * ratio - self._means[point]) / weight
+        self.unit_seconds *= 1.0 + _UNIT_RATE * (ratio - 1.0)
         self._num_learnt += 1
-        self._seen_at[knot] = self._num_learnt
+        self._seen_at[point] = self._num_learnt
         if self._num_learnt <= _REFRESH or self._num_learnt % _REFRESH == 0:
             self._refresh()
 
     def _refresh(self) -> None:
-        """Make the table from the means of the knots that were seen."""
-        seen = [knot for knot, weight in enumerate(self._weights) if weight > 0.0]
+        """Make the table from the means of the points that were seen."""
+        seen = [point for point, weight in enumerate(self._weights) if weight > 0.0]
         self._interpolate(seen, self._pooled_means(seen))
         unit = self._costs[0]
         self._costs = [cost / unit for cost in self._costs]
         self._means = [mean / unit for mean in self._means]
-        self._level *= unit
+        self.unit_seconds *= unit
 
     def _pooled_means(self, seen: list[int]) -> list[float]:
-        """Return the means of these knots, made monotone; weighted means of those out of order."""
+        """Return the means of these points, made monotone; weighted means of those out of order."""
         sizes: list[int] = []
         means: list[float] = []
         weights: list[float] = []
-        for knot in seen:
-            size, mean, weight = 1, self._means[knot], self._weights[knot]
+        for point in seen:
+            size, mean, weight = 1, self._means[point], self._weights[point]
             while means and means[-1] >= mean:
                 pooled = weights.pop()
                 mean = (mean * weight + means.pop() * pooled) / (weight + pooled)
@@ -206,21 +208,21 @@ class StepCost:
         return [mean for mean, size in zip(means, sizes, strict=True) for _ in range(size)]
 
     def _interpolate(self, seen: list[int], means: list[float]) -> None:
-        """Fill the table from knots that were seen, between them and beyond."""
+        """Fill the table from points that were seen, between them and beyond."""
         rows, costs = self._rows, self._costs
         first, last = seen[0], seen[-1]
-        for knot in range(first):
-            costs[knot] = means[0] * _prior_cost(rows[knot]) / _prior_cost(rows[first])
+        for point in range(first):
+            costs[point] = means[0] * _prior_cost(rows[point]) / _prior_cost(rows[first])
         for index in range(len(seen) - 1):
             left, right = seen[index], seen[index + 1]
             step = (means[index + 1] - means[index]) / (rows[right] - rows[left])
-            for knot in range(left, right):
-                costs[knot] = means[index] + step * (rows[knot] - rows[left])
-        for knot in range(last, len(rows)):
-            costs[knot] = means[-1] * _prior_cost(rows[knot]) / _prior_cost(rows[last])
-        for knot in range(1, len(rows)):
-            least = _LEAST_SLOPE * costs[0] * (rows[knot] - rows[knot - 1])
-            costs[knot] = max(costs[knot], costs[knot - 1] + least)
+            for point in range(left, right):
+                costs[point] = means[index] + step * (rows[point] - rows[left])
+        for point in range(last, len(rows)):
+            costs[point] = means[-1] * _prior_cost(rows[point]) / _prior_cost(rows[last])
+        for point in range(1, len(rows)):
+            least = _LEAST_SLOPE * costs[0] * (rows[point] - rows[point - 1])
+            costs[point] = max(costs[point], costs[point - 1] + least)
 
 
 def _prior_cost(rows: int) -> float:

@@ -3,7 +3,9 @@
     add_request ─▶ every proposer learns the prompt
     fill_drafts ─▶ each request: the draft with the most expected tokens
                    whole step:   the lengths with the most tokens per time ─▶ spec_token_ids
-    result      ─▶ record_verified (acceptance), add_outputs, learn_step (time by rows)
+    after a plan  choose_proposals ─▶ how many tokens the workers' draft model proposes behind it
+    result      ─▶ record_verified (acceptance), add_outputs, learn_step (time by rows),
+                   keep_proposal: a drafter beside the others
 
 Where a draft does not pay, because the step is large or acceptance low, none is made. A share of
 the time then goes to short drafts all the same, so that a change is noticed. Where drafts pay, one
@@ -21,6 +23,14 @@ from engine_core.speculation.draft_choice import (
     choose_lengths,
     needed_survival,
 )
+from engine_core.speculation.draft_model import (
+    CATCH_UP_METHODS,
+    PROBE_SHARE,
+    PROBE_TOKENS,
+    LookaheadPlanner,
+    ModelRequest,
+    WorkerProposer,
+)
 from engine_core.speculation.grammar import ForcedTokenSource, GrammarProposer
 from engine_core.speculation.lookup import NgramProposer, SuffixProposer
 from engine_core.speculation.proposer import Draft, Proposer, expected_tokens
@@ -29,10 +39,7 @@ from proto.speculative_config import SpeculativeConfig
 
 logger = logging.getLogger("tokend.speculation")
 
-PROBE_SHARE: Final = 0.004
-"""Share of the time that drafts may take which are not expected to pay."""
-PROBE_TOKENS: Final = 4
-"""Longest draft of this kind."""
+_NO_LIMIT: Final = 1 << 62
 _BEHIND_FORCED: Final = 64
 _BEHIND_IN_FLIGHT: Final = 128
 """Added to the keys of drafts that begin with forced tokens, or behind a token in flight, so that
@@ -40,13 +47,26 @@ their acceptance is learnt apart; more than any key."""
 
 
 class DraftedRequest:
-    """What is kept of a request: the proposers that may draft for it, and its last draft."""
+    """What is kept of a request: the proposers that may draft for it, and its last draft.
 
-    __slots__ = ("draft", "proposers")
+    model: what the planner of proposals keeps; unused without a draft model.
+    """
+
+    __slots__ = ("draft", "model", "proposers")
 
     def __init__(self, proposers: list[Proposer]) -> None:
         self.proposers: Final = proposers
         self.draft: Draft | None = None
+        self.model: Final = ModelRequest()
+
+
+class DraftCounts:
+    """Tokens of one drafter that steps verified, and those of them that were accepted."""
+
+    __slots__ = ("num_accepted", "num_drafted")
+
+    def __init__(self) -> None:
+        self.num_drafted = self.num_accepted = 0
 
 
 class Guess:
@@ -73,19 +93,36 @@ class Drafting:
 
     The scheduler calls it for requests that may be drafted for, and clears drafts after each plan.
 
-    proposers: those that force tokens come first. max_tokens: of one draft. max_model_len: of
-    prompt and output.
+    proposers: those that force tokens come first. max_tokens: of one draft. worker: one of the
+    proposers, whose drafts come from a model in the workers. max_proposed: tokens of such a draft.
+    max_proposal_len: tokens of a sequence beyond which the model proposes nothing.
+    has_draft_model: whether there is such a model.
     """
 
-    def __init__(self, proposers: Sequence[Proposer], max_tokens: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        proposers: Sequence[Proposer],
+        max_tokens: int,
+        worker: WorkerProposer | None = None,
+        max_proposed: int = 0,
+        max_proposal_len: int = _NO_LIMIT,
+    ) -> None:
         self._proposers = list(proposers)
         self._max_tokens = max_tokens
-        self._max_model_len = max_model_len
         self._requests: dict[int, DraftedRequest] = {}  # by seq_id
         self._acceptance = AcceptanceTable()
         self._cost = StepCost()
-        self._credit = 0.0  # time for probes, in steps with one row
+        self._probe_budget = 0.0  # time, in steps with one row
         self._turn = 0
+        self._counts: dict[str, DraftCounts] = {}
+        self._worker = worker
+        self.has_draft_model = worker is not None
+        self.max_proposal_len = max_proposal_len
+        self._planner: LookaheadPlanner | None = None
+        if worker is not None:
+            self._planner = LookaheadPlanner(
+                max_proposed or max_tokens, self._cost, catches_up=worker.name in CATCH_UP_METHODS
+            )
 
     def add_request(self, request: Request) -> None:
         """Begin to draft for a request; `end_request` ends it."""
@@ -105,32 +142,33 @@ class Drafting:
         if drafted is not None:
             for proposer in drafted.proposers:
                 proposer.end_request(request)
+            if self._planner is not None:
+                self._planner.end_request(drafted.model, request)
 
     def forget_outputs(self) -> None:
         """Forget the outputs of ended requests, as when the prefix cache is reset."""
         for proposer in self._proposers:
             proposer.forget_outputs()
 
-    def fill_drafts(self, requests: Sequence[Request], num_other_tokens: int) -> None:
+    def fill_drafts(
+        self, requests: Sequence[Request], limits: Sequence[int], num_other_tokens: int
+    ) -> None:
         """Set `spec_token_ids` of the requests that decode in the next step.
 
-        requests: they have one row each, besides drafts. A request that has a draft, by a worker,
-        keeps it. If a step of a request is in flight, its draft begins with a guess at the token of
+        requests: they have one row each, besides drafts. limits: draft tokens that each of them has
+        use for. If a step of a request is in flight, its draft begins with a guess at the token of
         that step, which has a row already. num_other_tokens: further rows of the step, of prompts.
         """
         num_requests = len(requests)
         if num_requests == 0:
             return
         num_drafted = 0
-        for request in requests:
-            if request.spec_token_ids:
-                num_other_tokens += len(request.spec_token_ids)
         max_drafts = self._max_tokens * num_requests
         if needed_survival(num_requests, num_other_tokens, max_drafts, self._cost) <= 1.0:
             owners: list[Request] = []
             guesses: list[Guess] = []
-            for request in requests:
-                guess = self._best_guess(request)
+            for request, limit in zip(requests, limits, strict=True):
+                guess = self._best_guess(request, limit)
                 if guess is not None:
                     owners.append(request)
                     guesses.append(guess)
@@ -143,7 +181,9 @@ class Drafting:
                 for request, guess, length in zip(owners, guesses, lengths, strict=True):
                     if length:
                         self._set_draft(request, guess, length)
-        self._probe(requests, num_requests + num_other_tokens + num_drafted)
+        self._probe(requests, limits, num_requests + num_other_tokens + num_drafted)
+        if self._planner is not None and self._planner.probe is not None:
+            self._verify_probe(self._planner.probe, requests, limits)
 
     def record_verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         """Learn how much of a request's last draft was accepted, of the tokens that were verified.
@@ -153,29 +193,90 @@ class Drafting:
         drafted = self._requests.get(request.seq_id)
         if drafted is not None and drafted.draft is not None:
             self._acceptance.record(drafted.draft, num_drafted, num_accepted)
+            source = drafted.draft.source
+            counts = self._counts.get(source)
+            if counts is None:
+                counts = self._counts[source] = DraftCounts()
+            counts.num_drafted += num_drafted
+            counts.num_accepted += num_accepted
             drafted.draft = None
+
+    def pop_source_counts(self) -> dict[str, tuple[int, int]]:
+        """Return (verified, accepted) tokens by drafter since the last call."""
+        counts = {
+            name: (source.num_drafted, source.num_accepted) for name, source in self._counts.items()
+        }
+        self._counts = {}
+        return counts
+
+    # Proposals of a model in the workers
+
+    def may_propose(self, num_requests: int, num_other_tokens: int) -> bool:
+        """Return whether `choose_proposals` may ask for any, with this many requests that decode.
+
+        Call it once a step. num_other_tokens: rows of the step that belong to prompts.
+        """
+        planner = self._planner
+        return planner is not None and planner.may_pay(num_requests, num_other_tokens)
+
+    def choose_proposals(
+        self, requests: Sequence[Request], limits: Sequence[int], num_other_tokens: int
+    ) -> tuple[list[int], float]:
+        """Return how many tokens the draft model proposes for each request, and when to end.
+
+        requests: planned in this step, which decode. limits: tokens that each of them has use for.
+        Returns the numbers and the survival below which a proposal ends.
+        """
+        planner = self._planner
+        assert planner is not None
+        states = [self._requests[request.seq_id].model for request in requests]
+        lengths = planner.choose_lengths(states, requests, limits, num_other_tokens)
+        return lengths, planner.min_survival
+
+    def keep_proposal(
+        self, request: Request, num_asked: int, token_ids: list[int], survivals: Sequence[float]
+    ) -> None:
+        """Keep a proposal to follow `request.all_token_ids`, of up to num_asked tokens.
+
+        survivals: for each token, as in `Draft`; as the model has them.
+        """
+        drafted = self._requests.get(request.seq_id)
+        if drafted is None or self._worker is None or self._planner is None:
+            return
+        self._worker.keep_proposal(request, token_ids, survivals)
+        draft = self._worker.propose(request, len(token_ids))
+        corrected = [] if draft is None else self._acceptance.survival(draft)
+        self._planner.learn_proposal(drafted.model, num_asked, survivals, corrected)
+
+    def restart_request(self, request: Request) -> None:
+        """Note that the workers have lost the KV of a request, the draft model's included."""
+        drafted = self._requests.get(request.seq_id)
+        if drafted is not None:
+            drafted.model.num_computed = 0
+
+    def learn_passes(self, rows: Sequence[int], seconds: Sequence[float]) -> None:
+        """Learn the time of each pass of the draft model. rows: tokens of the pass."""
+        if self._planner is not None:
+            self._planner.learn_passes(rows, seconds)
 
     def learn_step(self, num_rows: int, seconds: float) -> None:
         """Learn the duration of a step. num_rows: all of its tokens, drafts included."""
         self._cost.learn_step(num_rows, seconds)
 
-    def _best_guess(self, request: Request) -> Guess | None:
-        """Return the draft with the most expected tokens, cut to what the request may still have.
+    # Parts of a decision
 
-        A step brings a token more than it has drafts, so the draft ends before the last one that
-        fits. It also ends before a token that ends the request: that one is drawn anyway. Of a
-        proposer behind one that forces tokens, only what goes on from those counts.
+    def _best_guess(self, request: Request, limit: int) -> Guess | None:
+        """Return the draft with the most expected tokens, cut to what the request has use for.
+
+        It ends before a token that ends the request: that one is drawn anyway. Of a proposer behind
+        one that forces tokens, only what goes on from those counts.
         """
         drafted = self._requests.get(request.seq_id)
         num_in_flight = request.num_output_placeholders
-        if drafted is None or num_in_flight > 1 or request.spec_token_ids:
+        if drafted is None or num_in_flight > 1 or limit <= 0:
             return None
-        num_tokens = len(request.all_token_ids)
-        room = request.num_prompt_tokens + request.max_tokens - num_tokens - 1
-        room = min(room, self._max_model_len - num_tokens - 1)
-        room = min(room, self._max_tokens + num_in_flight)
-        if room <= num_in_flight:
-            return None
+        room = min(limit, self._max_tokens) + num_in_flight
+        rival = 0.0  # of the drafts that come from the engine
         best: Guess | None = None
         best_total = 0.0
         forced: Draft | None = None
@@ -196,31 +297,58 @@ class Drafting:
                 draft = _behind_in_flight(draft)
             survival = self._acceptance.survival(draft)
             expected = expected_tokens(survival)
+            if proposer is not self._worker:
+                rival = max(rival, expected)
             if expected > best_total:
                 best, best_total = Guess(draft, survival, in_flight), expected
+        if self._worker is not None:
+            drafted.model.note_rival(rival)
         return best
 
     def _set_draft(self, request: Request, guess: Guess, length: int) -> None:
         self._requests[request.seq_id].draft = guess.draft
         request.spec_token_ids = guess.in_flight + guess.draft.token_ids[:length]
 
-    def _probe(self, requests: Sequence[Request], num_rows: int) -> None:
+    def _probe(self, requests: Sequence[Request], limits: Sequence[int], num_rows: int) -> None:
         """Draft for one request that has no draft, if the time for it was saved up.
 
         num_rows: of the step so far. Requests take turns.
         """
         before = self._cost.cost(num_rows)
-        if self._credit < self._cost.cost(num_rows + PROBE_TOKENS) - before:
-            self._credit += PROBE_SHARE * before
+        if self._probe_budget < self._cost.cost(num_rows + PROBE_TOKENS) - before:
+            self._probe_budget += PROBE_SHARE * before
             return
         self._turn += 1
-        request = requests[self._turn % len(requests)]
-        guess = self._best_guess(request)
+        index = self._turn % len(requests)
+        request = requests[index]
+        if request.spec_token_ids:
+            return
+        guess = self._best_guess(request, limits[index])
         if guess is None:
             return
         length = min(PROBE_TOKENS, len(guess.draft.token_ids))
-        self._credit -= self._cost.cost(num_rows + length) - before
+        self._probe_budget -= self._cost.cost(num_rows + length) - before
         self._set_draft(request, guess, length)
+
+    def _verify_probe(
+        self, probe: ModelRequest, requests: Sequence[Request], limits: Sequence[int]
+    ) -> None:
+        """Verify a proposal that was asked for only to learn whether such proposals pay."""
+        assert self._worker is not None
+        for request, limit in zip(requests, limits, strict=True):
+            drafted = self._requests.get(request.seq_id)
+            if drafted is None or drafted.model is not probe or request.spec_token_ids:
+                continue
+            num_in_flight = request.num_output_placeholders
+            draft = self._worker.propose(request, min(limit, PROBE_TOKENS) + num_in_flight)
+            if draft is not None:
+                draft = _before_stop(draft, request)
+            if draft is None or len(draft.token_ids) <= num_in_flight or num_in_flight > 1:
+                return
+            in_flight = draft.token_ids[:num_in_flight]
+            if num_in_flight:
+                draft = _behind_in_flight(draft)
+            self._set_draft(request, Guess(draft, draft.survival, in_flight), len(draft.token_ids))
 
 
 def _behind_forced(draft: Draft, forced: Draft) -> Draft | None:
@@ -254,12 +382,13 @@ def _before_stop(draft: Draft, request: Request) -> Draft | None:
 
 
 def make_drafting(
-    config: SpeculativeConfig, max_model_len: int, grammars: ForcedTokenSource | None
+    config: SpeculativeConfig, grammars: ForcedTokenSource | None, draft_method: str = ""
 ) -> Drafting | None:
     """Return the drafting of a configuration; None if it has no method, or none can be used.
 
-    grammars: of the engine; None for a model whose outputs have no grammars. Without its compiled
-    library `ngram` and `suffix` draft nothing, and a warning says so.
+    grammars: of the engine; None for a model whose outputs have no grammars. draft_method: of the
+    draft model in the workers; "" for none. Without its compiled library `ngram` and `suffix` draft
+    nothing, and a warning says so.
     """
     proposers: list[Proposer] = []
     if "grammar" in config.methods and grammars is not None:
@@ -291,8 +420,17 @@ def make_drafting(
             "no drafts by suffix or ngram: engine_core/csrc/suffix_index.c is not compiled "
             "(python -m engine_core.build_native)"
         )
+    worker = WorkerProposer(draft_method) if draft_method else None
+    if worker is not None:
+        proposers.append(worker)
     if not proposers:
         return None
     names = ", ".join(proposer.name for proposer in proposers)
     logger.info("drafts by %s, up to %d tokens", names, config.max_tokens)
-    return Drafting(proposers, config.max_tokens, max_model_len)
+    return Drafting(
+        proposers,
+        config.max_tokens,
+        worker,
+        config.num_speculative_tokens,
+        config.max_model_len or _NO_LIMIT,
+    )

@@ -250,7 +250,7 @@ def play(
     """Run the requests, `concurrency` at a time, with the drafts of a method."""
     grammars = RecordedGrammars(backend)
     config = parse_speculative_config(json.dumps({"method": method}), MAX_TOKENS)
-    drafting = make_drafting(config, 1 << 20, grammars) or Drafting([], MAX_TOKENS, 1 << 20)
+    drafting = make_drafting(config, grammars) or Drafting([], MAX_TOKENS)
     waiting = list(enumerate(recordings))[::-1]
     running: list[tuple[Request, Recording]] = []
     result = Result()
@@ -269,8 +269,11 @@ def play(
             running.append((request, recording))
         for request, _ in running:
             request.spec_token_ids = []
+        limits = [
+            len(recording.outputs) - request.num_output_tokens - 1 for request, recording in running
+        ]
         start = time.perf_counter()
-        drafting.fill_drafts([request for request, _ in running], 0)
+        drafting.fill_drafts([request for request, _ in running], limits, 0)
         result.decisions.append(time.perf_counter() - start)
         rows = sum(1 + len(request.spec_token_ids) for request, _ in running)
         seconds = row_cost(rows, costs)
@@ -326,7 +329,6 @@ def decision_times(num_requests: int, *, repeats: bool) -> float:
     generator = random.Random(1)
     drafting = make_drafting(
         parse_speculative_config('{"method": "suffix+grammar"}', MAX_TOKENS),
-        1 << 20,
         RecordedGrammars(None),
     )
     if drafting is None:
@@ -349,11 +351,12 @@ def decision_times(num_requests: int, *, repeats: bool) -> float:
         drafting.add_request(request)
         requests.append(request)
     times = []
+    limits = [900] * num_requests
     for _ in range(1000):
         for request in requests:
             request.spec_token_ids = []
         start = time.perf_counter()
-        drafting.fill_drafts(requests, 0)
+        drafting.fill_drafts(requests, limits, 0)
         times.append(time.perf_counter() - start)
         drafting.learn_step(num_requests, 0.01 + 0.0001 * num_requests)
     return 1e6 * statistics.median(times)

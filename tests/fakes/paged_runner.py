@@ -4,9 +4,12 @@ Instead of keys and values it writes a digest of the prefix up to a position. Be
 reads back all positions of the sequence through the block table, so a block that is wrongly shared,
 evicted or reused is detected immediately. A KV group with a window is read over the window only. A
 state group has one digest in a slot: it is read before any sequence of the step writes its own.
+Where a step has lookahead, the runner proposes drafts, and writes into the blocks behind the known
+tokens as a draft model does.
 The next token is a function of the prefix, so runs can be compared.
 """
 
+import random
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -89,6 +92,8 @@ class PagedRunner:
         """
         self.has_states = has_states
         self.states: dict[int, bytes] = {}
+        self.dice = random.Random(1)
+        self.draft_acceptance = 0.7
         self.block_size = block_size
         self.next_token = next_token
         self.read_back = read_back
@@ -131,7 +136,38 @@ class PagedRunner:
             if row.prompt_logprobs and computed < row.num_prompt_tokens:
                 arrays = LogprobsArrays(computed + 1, 1, b"", b"", b"")
                 result.prompt_logprobs.append(RowLogprobs(seq_id, arrays))
+        self._propose(output, result, {seq_id: end + count for seq_id, end, count in work})
         return result
+
+    def _propose(
+        self, output: SchedulerOutput, result: ModelRunnerOutput, ends: dict[int, int]
+    ) -> None:
+        """Propose drafts whose tokens are right with probability `draft_acceptance`.
+
+        ends: the positions that the step has computed, by seq_id.
+        """
+        for seq_id, most in zip(output.lookahead_seq_ids, output.num_lookahead_tokens, strict=True):
+            assert seq_id in output.cached_requests.seq_ids
+            assert seq_id not in output.cached_requests.resumed_seq_ids
+            assert most > 0
+            row = self.rows[seq_id]
+            for table in row.tables[: len(self.windows)]:
+                room = len(table) * self.block_size
+                assert ends[seq_id] + most <= room, "lookahead without blocks"
+            token_ids, draft = row.token_ids.copy(), list[int]()
+            while len(draft) < most:
+                for group in range(len(self.windows)):
+                    slot = self._slot(row, group, len(token_ids) - 1)
+                    if draft:
+                        self.slots[slot] = b"a draft"
+                is_right = self.dice.random() < self.draft_acceptance
+                draft.append(self.next_token(token_ids, row.choice) if is_right else 1)
+                token_ids.append(draft[-1])
+            result.draft_seq_ids.append(seq_id)
+            result.draft_token_ids.append(draft)
+            result.draft_survivals.append([0.8 ** (index + 1) for index in range(most)])
+            result.draft_pass_rows.extend([1] * most)
+            result.draft_pass_seconds.extend([0.001] * most)
 
     def _begin(self, new: NewRequestData) -> tuple[int, int, int]:
         assert new.seq_id not in self.rows, "a sequence was sent twice as new"

@@ -66,7 +66,8 @@ class CheckedEngine(EngineHarness):
     """An engine that is checked after every step. Its worker reads back the KV of every token.
 
     has_connector: blocks may be loaded or lost, so fewer checks apply to them.
-    num_drafted: most tokens of a draft, for which a request may have room beyond its tokens.
+    num_drafted: most tokens of a draft and of the lookahead behind it, for which a request may have
+    room beyond its tokens.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -75,7 +76,7 @@ class CheckedEngine(EngineHarness):
         self.gate = ProbingGate(self)
         self.num_of: Counter[str] = Counter()
         self.has_connector = settings.get("connector") is not None
-        self.num_drafted = 0 if settings.get("drafting") is None else MOST_DRAFTED
+        self.num_drafted = 0 if settings.get("drafting") is None else 2 * MOST_DRAFTED + 1
         self.windows: Sequence[int | None] = settings["windows"]
         self.block_size: int = settings["block_size"]
         self.policy = settings.get("scheduling_policy", "fcfs")

@@ -48,7 +48,8 @@ Operation = tuple[Any, ...]
 class Kind:
     """A kind of run. weights: frequency of each operation. draw: settings of some runs.
 
-    has_drafts: requests are drafted for, with an acceptance that is drawn too.
+    has_drafts: requests are drafted for, with an acceptance that is drawn too; in every second pair
+    of runs a model in the workers proposes drafts as well.
     """
 
     draw: Callable[[random.Random], dict[str, Any]] = lambda rng: {}
@@ -180,7 +181,7 @@ KINDS = {
     ),
     "drafts": Kind(
         with_drafts, (("step", 60), ("add", 9), ("abort", 2)), has_drafts=True,
-        expects={"accepted": 800, "rejected": 400, "preempted": 10, "found": 50},
+        expects={"accepted": 800, "rejected": 400, "preempted": 10, "found": 50, "proposed": 150},
     ),
     "drafts, disturbed": Kind(
         with_drafts,
@@ -189,7 +190,9 @@ KINDS = {
          ("resume", 3), ("hold", 1), ("release", 3)),
         num_tenants=3,
         has_drafts=True,
-        expects={"accepted": 150, "rejected": 100, "lose_workers": 10, "turns": 20},
+        expects={
+            "accepted": 150, "rejected": 100, "lose_workers": 10, "turns": 20, "proposed": 50,
+        },
     ),
     "drafts, pins and loads": Kind(
         lambda rng: {**with_drafts(rng), **with_pins(rng), **with_loads(rng)},
@@ -198,7 +201,7 @@ KINDS = {
         num_tenants=2,
         has_connector=True,
         has_drafts=True,
-        expects={"accepted": 50, "rejected": 50, "loads": 100},
+        expects={"accepted": 50, "rejected": 50, "loads": 100, "proposed": 50},
     ),
 }  # fmt: skip
 
@@ -247,7 +250,9 @@ class Life:
             self.connector = FakeConnector(self._match, fails=self._fails, delays=self._delays)
         self.drafting = None
         if self.kind.has_drafts:
-            self.drafting = SyntheticDrafts(ACCEPTANCE[seed % len(ACCEPTANCE)], seed=seed)
+            self.drafting = SyntheticDrafts(
+                ACCEPTANCE[seed % len(ACCEPTANCE)], seed=seed, has_draft_model=seed // 2 % 2 == 0
+            )
         self.engine = CheckedEngine(
             connector=self.connector, clock=self.clock, drafting=self.drafting, **self.settings
         )
@@ -583,6 +588,7 @@ class Life:
             self.end_copy(0)
         stats = scheduler.pop_stats()
         if self.drafting is not None:
+            self.num_of["proposed"] += self.drafting.num_proposed
             self.num_of["accepted"] += stats.num_accepted_tokens
             self.num_of["rejected"] += stats.num_draft_tokens - stats.num_accepted_tokens
             assert self.drafting.num_known == {}

@@ -29,7 +29,9 @@ class Eager(SyntheticDrafts):
         super().__init__(1.0, most=length)
         self.length = length
 
-    def fill_drafts(self, requests: list[Request], num_other_tokens: int) -> None:
+    def fill_drafts(
+        self, requests: list[Request], limits: list[int], num_other_tokens: int
+    ) -> None:
         self.num_other_tokens.append(num_other_tokens)
         for request in requests:
             request.spec_token_ids = hashed_answer(request, self.length)
@@ -226,7 +228,7 @@ def test_a_request_waits_for_the_result_of_its_draft_and_no_other_does() -> None
     first.spec_token_ids = hashed_answer(first, 3)
     engine.scheduler._speculation.is_active = True
     answer = undisturbed(PROMPT, 10)
-    engine.scheduler._speculation._drafting.fill_drafts = lambda requests, others: None  # type: ignore[union-attr]
+    engine.scheduler._speculation._drafting.fill_drafts = lambda requests, limits, others: None  # type: ignore[union-attr]
     output = engine.send()
     assert output.drafts == {first.seq_id: answer[2:4]}, "the first token is in flight already"
     assert first.num_output_placeholders == 1 + 3
@@ -235,45 +237,6 @@ def test_a_request_waits_for_the_result_of_its_draft_and_no_other_does() -> None
     engine.receive()
     assert first.num_output_tokens == 5, "both drafts were accepted"
     assert scheduled(engine.send()) == {first.seq_id: 1, other.seq_id: 1}
-
-
-@pytest.mark.parametrize("form", ["call", "in output"])
-def test_workers_may_propose_drafts(form: str) -> None:
-    engine = EngineHarness(block_size=4)
-    requests = [engine.add_one([*PROMPT, each], 20, ignore_eos=True) for each in (1, 2, 3)]
-    ended, waiting, drafted_for = requests
-    output = engine.scheduler.schedule()
-    result = engine.runner.execute(output)
-    engine.scheduler.abort_request(ended.request_id)
-    seq_ids = [request.seq_id for request in requests]
-    drafts = [undisturbed(request.prompt_token_ids, 4)[1:] for request in requests]
-    if form == "in output":
-        result.draft_seq_ids.extend(seq_ids)
-        result.draft_token_ids.extend(drafts)
-    engine.scheduler.update_from_output(output, result)
-    if form == "call":
-        engine.scheduler.update_draft_token_ids(seq_ids, drafts)
-    engine.scheduler._preemption.preempt_all(0.0)
-    engine.scheduler.update_draft_token_ids([waiting.seq_id], [[5]])
-    assert waiting.spec_token_ids == drafted_for.spec_token_ids == [], "lost with their blocks"
-    engine.step()
-    engine.scheduler.update_draft_token_ids([drafted_for.seq_id], [hashed_answer(drafted_for, 3)])
-    assert drafted(engine.step()) == {drafted_for.seq_id: 3}
-    assert drafted_for.num_output_tokens == 2 + 4
-    assert drafted(engine.step()) == {}
-    assert engine.scheduler.pop_stats().accepted_per_pos == [1, 1, 1]
-
-
-@pytest.mark.parametrize("drafts", [[[5]], [[5], [1000]], [[5], [-1]]], ids=str)
-def test_invalid_drafts_of_a_worker_are_no_result(drafts: list[list[int]]) -> None:
-    engine = EngineHarness()
-    engine.add_one(PROMPT, 9)
-    output = engine.scheduler.schedule()
-    result = engine.runner.execute(output)
-    result.draft_seq_ids.extend([0, 1])
-    result.draft_token_ids.extend(drafts)
-    with pytest.raises(ImpossibleResultError, match="invalid drafts"):
-        engine.scheduler.update_from_output(output, result)
 
 
 def test_beams_and_pooled_requests_are_not_drafted_for() -> None:
@@ -290,7 +253,7 @@ def test_a_model_with_states_is_not_drafted_for() -> None:
     engine = engine_with(3, groups=groups, num_state_slots=20)
     request = engine.add_one(PROMPT, 10, ignore_eos=True)
     engine.step()
-    engine.scheduler.update_draft_token_ids([request.seq_id], [[1, 2]])
+    engine.scheduler.update_draft_token_ids([request.seq_id], [[1, 2]], [[0.9, 0.8]])
     engine.run()
     assert not any(step.drafts for step in engine.runner.steps)
     assert engine.tokens_of(request) == undisturbed(PROMPT, 10)

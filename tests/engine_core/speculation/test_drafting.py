@@ -48,6 +48,15 @@ def start(make_request, drafting, number=1, **changes):
     return requests
 
 
+def fill(drafting, requests) -> None:
+    """As the scheduler does, for requests whose limit is that of max_tokens."""
+    limits = [
+        request.max_tokens - request.num_output_tokens - request.num_output_placeholders - 1
+        for request in requests
+    ]
+    drafting.fill_drafts(requests, limits, 0)
+
+
 def learn_costs(drafting, slope: float) -> None:
     for _ in range(20):
         for rows in (1, 2, 4, 8, 16, 32, 64, 128):
@@ -55,60 +64,58 @@ def learn_costs(drafting, slope: float) -> None:
 
 
 def test_a_request_gets_a_draft(make_request):
-    drafting = Drafting([FixedProposer()], LIMIT, 100)
+    drafting = Drafting([FixedProposer()], LIMIT)
     learn_costs(drafting, 0.02)
     (request,) = start(make_request, drafting)
-    drafting.fill_drafts([request], 0)
+    fill(drafting, [request])
     assert request.spec_token_ids == [1, 2, 3, 4]
 
 
 def test_the_proposer_with_the_highest_expectation_wins(make_request):
     """Also if what was learnt contradicts what the proposers expect."""
     wrong, right = FixedProposer((1, 1, 1, 1), 0.9, "a"), FixedProposer((2, 2, 2), 0.8, "b")
-    drafting = Drafting([wrong, right], LIMIT, 1000)
+    drafting = Drafting([wrong, right], LIMIT)
     learn_costs(drafting, 0.02)
     (request,) = start(make_request, drafting)
-    drafting.fill_drafts([request], 0)
+    fill(drafting, [request])
     assert request.spec_token_ids == [1, 1, 1, 1]
     for _ in range(30):
         request.spec_token_ids = []
-        drafting.fill_drafts([request], 0)
+        fill(drafting, [request])
         num_accepted = 0 if request.spec_token_ids[:1] == [1] else 3
         drafting.record_verified(request, len(request.spec_token_ids), num_accepted)
     assert request.spec_token_ids == [2, 2, 2]
 
 
-@pytest.mark.parametrize("max_tokens", [1, 2, 3, 6])
-@pytest.mark.parametrize("max_model_len", [5, 6, 7, 100])
-def test_a_draft_never_exceeds_what_a_request_may_have(make_request, max_tokens, max_model_len):
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 6, 100])
+def test_a_draft_never_exceeds_what_a_request_may_have(make_request, max_tokens):
     """4 tokens are known, one of them an output; the step adds one more than it accepts."""
-    drafting = Drafting([FixedProposer(range(20))], LIMIT, max_model_len)
+    drafting = Drafting([FixedProposer(range(20))], LIMIT)
     learn_costs(drafting, 0.0)
     (request,) = start(make_request, drafting, max_tokens=max_tokens)
-    drafting.fill_drafts([request], 0)
-    num_left = min(max_tokens - 1, max_model_len - 4)
-    assert len(request.spec_token_ids) == max(0, min(LIMIT, num_left - 1))
+    fill(drafting, [request])
+    assert len(request.spec_token_ids) == max(0, min(LIMIT, max_tokens - 2))
 
 
 def test_a_draft_ends_before_a_token_that_ends_the_request(make_request):
-    drafting = Drafting([FixedProposer((1, 2, 3, 4))], LIMIT, 100)
+    drafting = Drafting([FixedProposer((1, 2, 3, 4))], LIMIT)
     learn_costs(drafting, 0.0)
     (request,) = start(make_request, drafting, stop_token_ids=[3])
-    drafting.fill_drafts([request], 0)
+    fill(drafting, [request])
     assert request.spec_token_ids == [1, 2]
     (request,) = start(make_request, drafting, stop_token_ids=[1])
-    drafting.fill_drafts([request], 0)
+    fill(drafting, [request])
     assert request.spec_token_ids == []
 
 
 def test_some_requests_have_no_drafts(make_request):
     """Those that wait for the result of a draft, and unknown ones; they still have a row."""
-    drafting = Drafting([FixedProposer()], LIMIT, 100)
+    drafting = Drafting([FixedProposer()], LIMIT)
     learn_costs(drafting, 0.0)
     (waiting,) = start(make_request, drafting)
     waiting.num_output_placeholders = 2
     requests = [waiting, make_request([1, 2])]
-    drafting.fill_drafts(requests, 0)
+    fill(drafting, requests)
     assert [request.spec_token_ids for request in requests] == [[], []]
     for request in requests:
         drafting.add_outputs(request, 1)
@@ -119,46 +126,33 @@ def test_some_requests_have_no_drafts(make_request):
 @pytest.mark.parametrize(("token_ids", "expected"), [((1, 2, 3), [1, 2, 3]), ((1,), [])])
 def test_the_first_token_of_a_draft_may_be_in_flight(make_request, token_ids, expected):
     """It is not computed, so a draft of one token is none; the rest is what is verified."""
-    drafting = Drafting([FixedProposer(token_ids)], LIMIT, 100)
+    drafting = Drafting([FixedProposer(token_ids)], LIMIT)
     learn_costs(drafting, 0.4)
     (request,) = start(make_request, drafting)
     request.num_output_placeholders = 1
-    drafting.fill_drafts([request], 0)
+    fill(drafting, [request])
     assert request.spec_token_ids == expected
     if expected:
         for _ in range(60):
             request.spec_token_ids = []
-            drafting.fill_drafts([request], 0)
+            fill(drafting, [request])
             if request.spec_token_ids:
                 drafting.record_verified(request, 2, 0)
         assert request.spec_token_ids == []
         request.num_output_placeholders = 0
-        drafting.fill_drafts([request], 0)
+        fill(drafting, [request])
         assert request.spec_token_ids == expected
 
 
 @pytest.mark.parametrize("max_tokens", [2, 3, 4, 100])
 def test_the_longest_draft_behind_a_token_in_flight(make_request, max_tokens):
-    drafting = Drafting([FixedProposer(range(20))], LIMIT, 1000)
+    drafting = Drafting([FixedProposer(range(20))], LIMIT)
     learn_costs(drafting, 0.0)
     (request,) = start(make_request, drafting, max_tokens=max_tokens)
     request.num_output_placeholders = 1
-    drafting.fill_drafts([request], 0)
+    fill(drafting, [request])
     num_verified = min(LIMIT, max_tokens - 3)  # one is known, one in flight, one behind the draft
     assert len(request.spec_token_ids) == (1 + num_verified if num_verified > 0 else 0)
-
-
-def test_a_draft_by_a_worker_is_kept(make_request):
-    drafting = Drafting([FixedProposer()], LIMIT, 100)
-    learn_costs(drafting, 0.0)
-    first, second = start(make_request, drafting, 2)
-    first.spec_token_ids = [50, 51]
-    for _ in range(3):
-        second.spec_token_ids = []
-        drafting.fill_drafts([first, second], 0)
-        assert first.spec_token_ids == [50, 51]
-    assert second.spec_token_ids == [1, 2, 3, 4]
-    drafting.record_verified(first, 2, 0)
 
 
 class ForcedProposer(FixedProposer):
@@ -181,16 +175,16 @@ class ForcedProposer(FixedProposer):
 )
 def test_a_draft_goes_on_behind_forced_tokens(make_request, token_ids, expected):
     proposers = [ForcedProposer((1, 2), 0.999, "grammar"), FixedProposer(token_ids, 0.9)]
-    drafting = Drafting(proposers, LIMIT, 100)
+    drafting = Drafting(proposers, LIMIT)
     learn_costs(drafting, 0.02)
     (request,) = start(make_request, drafting)
-    drafting.fill_drafts([request], 0)
+    fill(drafting, [request])
     assert request.spec_token_ids == expected
 
 
 def test_proposers_learn_of_requests(make_request):
     proposer = FixedProposer()
-    drafting = Drafting([proposer], LIMIT, 100)
+    drafting = Drafting([proposer], LIMIT)
     (request,) = start(make_request, drafting)
     drafting.add_outputs(request, 2)
     drafting.add_outputs(request, 0)
@@ -209,7 +203,7 @@ def run(drafting, requests, probability, seconds_of, steps, seed=1):
     for _ in range(steps):
         for request in requests:
             request.spec_token_ids = []
-        drafting.fill_drafts(requests, 0)
+        fill(drafting, requests)
         rows = len(requests)
         for request in requests:
             drafted = len(request.spec_token_ids)
@@ -235,7 +229,7 @@ def test_speculation_is_never_slower_by_two_percent(make_request, num_requests, 
     def seconds_of(rows: int) -> float:
         return 0.01 * (1 + slope * (rows - 1))
 
-    drafting = Drafting([FixedProposer(range(LIMIT), 0.6)], LIMIT, 10**6)
+    drafting = Drafting([FixedProposer(range(LIMIT), 0.6)], LIMIT)
     requests = start(make_request, drafting, num_requests, max_tokens=10**6)
     run(drafting, requests, probability, seconds_of, 100)
     tokens, seconds, _ = run(drafting, requests, probability, seconds_of, 300)
@@ -246,7 +240,7 @@ def test_speculation_is_never_slower_by_two_percent(make_request, num_requests, 
 
 
 def test_probes_are_rare_and_notice_a_change(make_request):
-    drafting = Drafting([FixedProposer(range(LIMIT), 0.8)], LIMIT, 10**6)
+    drafting = Drafting([FixedProposer(range(LIMIT), 0.8)], LIMIT)
     requests = start(make_request, drafting, max_tokens=10**6)
 
     def seconds_of(rows: int) -> float:
@@ -263,10 +257,10 @@ def test_probes_are_rare_and_notice_a_change(make_request):
 
 
 def test_a_full_batch_asks_no_proposer(make_request):
-    drafting = Drafting([FixedProposer()], LIMIT, 100)
+    drafting = Drafting([FixedProposer()], LIMIT)
     learn_costs(drafting, 1.0)
     requests = start(make_request, drafting, 64)
-    drafting.fill_drafts(requests, 0)
+    fill(drafting, requests)
     assert not any(request.spec_token_ids for request in requests)
 
 
@@ -293,13 +287,13 @@ def test_a_configuration_with_several_methods(make_index, make_request, monkeypa
     )
     grammars = Grammars()
     config = parse_speculative_config('{"method": "suffix+grammar"}', 16)
-    drafting = make_drafting(config, 100, grammars)
+    drafting = make_drafting(config, grammars)
     learn_costs(drafting, 0.01)
     plain, bound = make_request([1, 2, 3, 1, 2]), make_request([1, 2, 3, 1, 2])
     grammars.forced[bound.seq_id] = [60, 61, 62, 63]
     for request in (plain, bound):
         drafting.add_request(request)
-    drafting.fill_drafts([plain, bound], 0)
+    fill(drafting, [plain, bound])
     assert plain.spec_token_ids == [3, 1, 2, 3]
     assert bound.spec_token_ids == [60, 61, 62, 63]
     bound.all_token_ids += [60, 61, 62, 63, 64]
@@ -310,24 +304,24 @@ def test_a_configuration_with_several_methods(make_index, make_request, monkeypa
     drafting.end_request(bound)
     later = make_request([60, 61])
     drafting.add_request(later)
-    drafting.fill_drafts([later], 0)
+    fill(drafting, [later])
     assert later.spec_token_ids == [62, 63, 64]
     drafting.forget_outputs()
     later.spec_token_ids = []
-    drafting.fill_drafts([later], 0)
+    fill(drafting, [later])
     assert later.spec_token_ids == []
 
 
 def test_no_method_is_no_drafting():
-    assert make_drafting(parse_speculative_config(None, 16), 100, None) is None
+    assert make_drafting(parse_speculative_config(None, 16), None) is None
     grammar = parse_speculative_config('{"method": "grammar"}', 16)
-    assert make_drafting(grammar, 100, None) is None
-    assert make_drafting(grammar, 100, Grammars()) is not None
+    assert make_drafting(grammar, None) is None
+    assert make_drafting(grammar, Grammars()) is not None
 
 
 @pytest.mark.interpreted
 def test_without_the_compiled_index_a_warning_says_so(monkeypatch, caplog):
     monkeypatch.setattr("engine_core.speculation.drafting.load_suffix_index", lambda: None)
     config = parse_speculative_config('{"method": "suffix+ngram"}', 16)
-    assert make_drafting(config, 100, None) is None
+    assert make_drafting(config, None) is None
     assert "suffix_index.c is not compiled" in caplog.text

@@ -34,7 +34,7 @@ class LateSource:
 
 
 def make(method: str, grammars=None):
-    return make_drafting(parse_speculative_config(f'{{"method": "{method}"}}', 16), 512, grammars)
+    return make_drafting(parse_speculative_config(f'{{"method": "{method}"}}', 16), grammars)
 
 
 @pytest.mark.interpreted

@@ -1,0 +1,423 @@
+"""Drafts by a model in the workers: what it has proposed, and for how many tokens it is asked.
+
+    step N      |x|d|d|          the last known token and a draft: the target model samples a b c
+    draft model         p p p    proposes 3 tokens behind c, in the time of 3 passes
+    step N+1          |c|p|p|p|  verifies them, unless another drafter's guess promises more
+
+WorkerProposer     holds the last proposal of each request, and competes with the other drafters
+LookaheadPlanner   decides with each step how many tokens the model proposes behind it
+
+The tokens of a proposal come one pass after the other, so a request that takes part costs little
+beside others, and a further token costs a pass. A model of its own computes the KV of a request
+when it is asked for the first time, in a pass over the whole context. That is an investment: it is
+made where it pays within the tokens that requests usually still get.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+from engine_core.request import Request
+from engine_core.speculation.draft_choice import MIN_GAIN, StepCost
+from engine_core.speculation.proposer import Draft
+
+PROBE_SHARE: Final = 0.004
+"""Share of the time that drafts may take which are not expected to pay."""
+PROBE_TOKENS: Final = 4
+"""Longest draft of this kind."""
+CATCH_UP_METHODS: Final = ("draft_model",)
+"""Methods whose model computes the KV of a request when it is asked for the first time. The others
+compute theirs in the steps of the target model."""
+
+_PRIOR_ACCEPTANCE: Final = 0.7
+"""Probability that a token behind an accepted one is accepted, before any proposal came."""
+_PRIOR_WEIGHT: Final = 3.0
+_FORGETTING: Final = 0.99
+"""Weight of earlier proposals at each new one: about 100 count."""
+_PRIOR_PASS_SHARE: Final = 0.1
+"""Time of a pass of the draft model as a share of a step's, before one was measured."""
+_REQUEST_RATE: Final = 0.2
+"""Share of a new value in the averages of one request."""
+_PRIOR_OUTPUTS: Final = 256.0
+_OUTPUTS_RATE: Final = 0.05
+"""Mean number of outputs of a request, before any has ended, and how fast it follows."""
+_MAX_BEHIND: Final = 32
+"""Tokens without draft KV up to which the next pass takes them along; beyond, it is a catch-up."""
+_MAX_CATCH_UP: Final = 2048
+"""Tokens of several requests that catch up behind one step; a single request may have more."""
+_NUM_TRIAL: Final = 8
+"""Proposals before which only one request at a time is tried."""
+_MIN_SURVIVAL_LIMIT: Final = 0.9
+_CONFIDENCE: Final = (0.4, 0.8)
+"""Borders of the survival of a first token between proposals whose acceptance is learnt apart."""
+
+
+class Proposal:
+    """A proposal, as far as its tokens are unknown yet. survivals: given the known ones."""
+
+    __slots__ = ("key", "survivals", "token_ids")
+
+    def __init__(self, token_ids: list[int], survivals: list[float], key: int) -> None:
+        self.token_ids = token_ids
+        self.survivals = survivals
+        self.key = key
+
+
+class WorkerProposer:
+    """Proposes what a model in the workers has proposed last. method: of `MODEL_METHODS`."""
+
+    def __init__(self, method: str) -> None:
+        self.name = method
+        self._proposals: dict[int, Proposal] = {}  # by seq_id
+
+    def begin_request(self, request: Request) -> bool:
+        return True
+
+    def keep_proposal(
+        self, request: Request, token_ids: list[int], survivals: Sequence[float]
+    ) -> None:
+        """Hold a proposal to follow `request.all_token_ids`, in place of the one before."""
+        self._proposals.pop(request.seq_id, None)
+        if token_ids:
+            lowest = 1.0
+            falling: list[float] = []
+            for survival in survivals:
+                lowest = min(lowest, survival)
+                falling.append(lowest)
+            key = 0
+            while key < len(_CONFIDENCE) and falling[0] >= _CONFIDENCE[key]:
+                key += 1
+            self._proposals[request.seq_id] = Proposal(list(token_ids), falling, key)
+
+    def add_outputs(self, request: Request, num_new: int) -> None:
+        """Shorten a proposal that begins with the new tokens; drop one that they contradict."""
+        proposal = self._proposals.get(request.seq_id)
+        if proposal is None:
+            return
+        tokens = request.all_token_ids
+        num_left = len(proposal.token_ids) - num_new
+        if num_left <= 0 or tokens[len(tokens) - num_new :] != proposal.token_ids[:num_new]:
+            del self._proposals[request.seq_id]
+            return
+        known = proposal.survivals[num_new - 1]
+        if known <= 0.0:
+            del self._proposals[request.seq_id]
+            return
+        proposal.token_ids = proposal.token_ids[num_new:]
+        proposal.survivals = [survival / known for survival in proposal.survivals[num_new:]]
+
+    def propose(self, request: Request, max_tokens: int) -> Draft | None:
+        proposal = self._proposals.get(request.seq_id)
+        if proposal is None:
+            return None
+        return Draft(
+            proposal.token_ids[:max_tokens],
+            proposal.survivals[:max_tokens],
+            self.name,
+            proposal.key,
+        )
+
+    def end_request(self, request: Request) -> None:
+        self._proposals.pop(request.seq_id, None)
+
+    def forget_outputs(self) -> None: ...
+
+
+class ModelRequest:
+    """What the planner keeps of a request.
+
+    num_computed: tokens whose KV the draft model has; 0 before the first proposal. first_survival:
+    mean probability that the first token of a proposal is accepted; negative before there was one.
+    rival: mean number of accepted tokens that the best draft of another source promises.
+    """
+
+    __slots__ = ("first_survival", "num_computed", "rival")
+
+    def __init__(self) -> None:
+        self.num_computed = 0
+        self.first_survival = -1.0
+        self.rival = 0.0
+
+    def note_rival(self, num_expected: float) -> None:
+        """Note what the best draft of another source promised in a step; 0 for none."""
+        self.rival += _REQUEST_RATE * (num_expected - self.rival)
+
+
+class LookaheadPlanner:
+    """Decides how many tokens the draft model proposes for which request.
+
+    With n requests and proposals of k tokens for m of them, the next step brings n + m · S(k)
+    tokens in the time c(n + m · k), and the k passes before it take p(m) each. The k is taken with
+    the most tokens per time, 0 included. S is learnt from the survivals of proposals, corrected by
+    their acceptance; what other drafters would bring anyway is subtracted. p is learnt like c.
+
+    max_tokens: of a proposal. cost: of the target model's steps. catches_up: whether the model has
+    no KV of a request before it is asked for the first time.
+    """
+
+    def __init__(self, max_tokens: int, cost: StepCost, *, catches_up: bool) -> None:
+        self._max_tokens = max_tokens
+        self._cost = cost
+        self._pass_cost = StepCost()
+        self._catches_up = catches_up
+        self._accepted = [0.0] * max_tokens  # by position: sums of survivals
+        self._asked = [0.0] * max_tokens  # and of those of the positions before
+        self._survivals: list[float] = []
+        self._correction = 1.0
+        self._num_proposals = 0
+        self._mean_outputs = _PRIOR_OUTPUTS
+        self._trial: ModelRequest | None = None
+        self._probe_budget = 0.0  # time, in steps with one row
+        self.probe: ModelRequest | None = None
+        self.min_survival = 0.0
+        self._update_survivals()
+
+    # What is learnt
+
+    def end_request(self, state: ModelRequest, request: Request) -> None:
+        """Learn how many outputs a finished request had."""
+        if self._trial is state:
+            self._trial = None
+        if self.probe is state:
+            self.probe = None
+        if request.is_finished:
+            number = float(request.num_output_tokens)
+            self._mean_outputs += _OUTPUTS_RATE * (number - self._mean_outputs)
+
+    def learn_passes(self, rows: Sequence[int], seconds: Sequence[float]) -> None:
+        """Learn the time of passes of the draft model by their rows."""
+        for number, duration in zip(rows, seconds, strict=True):
+            self._pass_cost.learn_step(number, duration)
+
+    def learn_proposal(
+        self, state: ModelRequest, num_asked: int, raw: Sequence[float], survivals: Sequence[float]
+    ) -> None:
+        """Learn a proposal of up to `num_asked` tokens.
+
+        raw, survivals: of its tokens, as the model has them, and corrected by acceptance. Of tokens
+        that the model did not propose, as too unlikely, none would have been accepted.
+        """
+        before = 1.0
+        for position in range(min(num_asked, self._max_tokens)):
+            survival = survivals[position] if position < len(survivals) else 0.0
+            self._accepted[position] = _FORGETTING * self._accepted[position] + survival
+            self._asked[position] = _FORGETTING * self._asked[position] + before
+            before = survival
+            if before <= 0.0:
+                break
+        first = survivals[0] if survivals else 0.0
+        if survivals and raw[0] > 0.0:
+            ratio = min(1.0, survivals[0] / raw[0])
+            self._correction += 0.05 * (ratio - self._correction)
+        if state.first_survival < 0.0:
+            state.first_survival = self._survivals[0]
+        state.first_survival += _REQUEST_RATE * (first - state.first_survival)
+        self._num_proposals += 1
+        self._update_survivals()
+
+    def _update_survivals(self) -> None:
+        """Compute S(k) - S(k - 1): the mean survival at each position of a proposal."""
+        ratio, survival = _PRIOR_ACCEPTANCE, 1.0
+        survivals: list[float] = []
+        for position in range(self._max_tokens):
+            seen = self._asked[position]
+            ratio = (self._accepted[position] + _PRIOR_WEIGHT * ratio) / (seen + _PRIOR_WEIGHT)
+            survival *= ratio
+            survivals.append(survival)
+        self._survivals = survivals
+
+    # What is decided
+
+    def may_pay(self, num_requests: int, num_other: int) -> bool:
+        """Return whether proposals may be asked for: they pay, or the time for a probe is saved up.
+
+        It is the quick check of a step in which they do not.
+        """
+        self.probe = None
+        cost = self._cost
+        if self._best_length(num_requests, num_requests, num_other, 1.0, 0.0)[0]:
+            return True
+        self._probe_budget += PROBE_SHARE * cost.cost(num_requests + num_other)
+        return self._probe_budget >= self._probe_time(1, num_requests + num_other)
+
+    def choose_lengths(
+        self,
+        states: Sequence[ModelRequest],
+        requests: Sequence[Request],
+        limits: Sequence[int],
+        num_other: int,
+    ) -> list[int]:
+        """Return how many tokens the model proposes for each request behind this step.
+
+        Call it after `may_pay`. requests: those that decode, each with its limit, at least 1.
+        num_other: rows of a step that belong to prompts. Sets `min_survival`, and `probe` to the
+        state of a request whose proposal shall be verified although it is not expected to pay.
+        """
+        lengths = [0] * len(states)
+        num_requests = len(states)
+        mean = self._survivals[0]
+        cost = self._cost
+        price = num_requests / cost.cost(num_requests)
+        row = price * (cost.cost(num_requests + 1) - cost.cost(num_requests))
+        taking_part: list[int] = []
+        num_ready = 0
+        total_first = total_rival = 0.0
+        for index, state in enumerate(states):
+            first = state.first_survival if state.first_survival >= 0.0 else mean
+            if first < row or (
+                state.rival > 0.0
+                and self._expected_tokens(first, limits[index]) <= state.rival + MIN_GAIN
+            ):
+                continue
+            taking_part.append(index)
+            total_first += first
+            total_rival += state.rival
+        num_part = len(taking_part)
+        if num_part:
+            factor = total_first / (num_part * mean) if mean > 0.0 else 0.0
+            length, gain, price = self._best_length(
+                num_part, num_requests, num_other, factor, total_rival
+            )
+            if length:
+                gain /= num_part
+                catch_up = 0
+                for index in taking_part:
+                    state, request = states[index], requests[index]
+                    behind = self._num_behind(state, request)
+                    if behind > _MAX_BEHIND:
+                        if catch_up and catch_up + behind > _MAX_CATCH_UP:
+                            continue
+                        if not self._repays(state, request, behind, gain, price, num_part, length):
+                            continue
+                        catch_up += behind
+                    lengths[index] = min(length, limits[index])
+                    state.num_computed = request.num_computed_tokens + 1
+                    num_ready += 1
+                if num_ready:
+                    self._set_min_survival(num_part, num_requests + num_other, price)
+        if not num_ready:
+            self._choose_probe(states, requests, limits, num_requests + num_other, lengths)
+        return lengths
+
+    def _best_length(
+        self, num_part: int, num_requests: int, num_other: int, factor: float, rival: float
+    ) -> tuple[int, float, float]:
+        """Return (tokens of a proposal, its gain in tokens a step, tokens for a unit of time).
+
+        factor: of the survivals of these num_part requests, relative to the mean. rival: accepted
+        tokens that they have without.
+        """
+        cost = self._cost
+        one_pass = self._pass_time(num_part)
+        best_rate = num_requests / cost.cost(num_requests)
+        total = -rival
+        scale = 1.0
+        for length in range(1, self._max_tokens + 1):
+            scale = min(1.0 / self._survivals[length - 1], scale * factor)
+            value = num_part * self._survivals[length - 1] * scale
+            total += value
+            time = cost.cost(num_requests + num_part * length) + one_pass * length
+            rate = (num_requests + total) / time
+            best_rate = max(best_rate, rate)
+            if value < best_rate * one_pass:
+                break
+        rows = num_requests + num_other
+        without = cost.cost(rows)
+        best, best_gain = 0, MIN_GAIN * num_requests
+        total = -rival
+        scale = 1.0
+        for length in range(1, self._max_tokens + 1):
+            scale = min(1.0 / self._survivals[length - 1], scale * factor)
+            value = num_part * self._survivals[length - 1] * scale
+            total += value
+            time = cost.cost(rows + num_part * length) - without + one_pass * length
+            gain = total - best_rate * time
+            if gain > best_gain:
+                best, best_gain = length, gain
+            if value < best_rate * one_pass:
+                break
+        return best, best_gain, best_rate
+
+    def _expected_tokens(self, first: float, limit: int) -> float:
+        """Return how many tokens of a proposal are accepted whose first survives so often."""
+        mean = self._survivals[0]
+        factor = first / mean if mean > 0.0 else 0.0
+        scale, total = 1.0, 0.0
+        for position in range(min(limit, self._max_tokens)):
+            scale = min(1.0 / self._survivals[position], scale * factor)
+            total += self._survivals[position] * scale
+        return total
+
+    def _num_behind(self, state: ModelRequest, request: Request) -> int:
+        """Return how many tokens the next pass of the draft model computes for a request."""
+        if not self._catches_up:
+            return 1
+        return request.num_computed_tokens + 1 - state.num_computed
+
+    def _repays(
+        self,
+        state: ModelRequest,
+        request: Request,
+        behind: int,
+        gain: float,
+        price: float,
+        num_part: int,
+        length: int,
+    ) -> bool:
+        """Return whether a request gains more by proposals than its catch-up costs.
+
+        gain: tokens in a step. While nothing is known only one request is tried.
+        """
+        if self._num_proposals < _NUM_TRIAL:
+            if self._trial is not None and self._trial is not state:
+                return False
+            self._trial = state
+        num_outputs = request.num_output_tokens
+        num_left = max(self._mean_outputs - num_outputs, self._mean_outputs / 4)
+        num_left = min(num_left, float(request.max_tokens - num_outputs))
+        first = state.first_survival if state.first_survival >= 0.0 else self._survivals[0]
+        num_steps = num_left / (1.0 + self._expected_tokens(first, length))
+        seconds = self._pass_time(num_part + behind) - self._pass_time(num_part)
+        return gain * num_steps > price * seconds
+
+    def _choose_probe(
+        self,
+        states: Sequence[ModelRequest],
+        requests: Sequence[Request],
+        limits: Sequence[int],
+        num_rows: int,
+        lengths: list[int],
+    ) -> None:
+        """Ask for one proposal, of the request with the least to compute, if time was saved up."""
+        best, best_behind = -1, 0
+        for index, state in enumerate(states):
+            behind = self._num_behind(state, requests[index])
+            if best < 0 or behind < best_behind:
+                best, best_behind = index, behind
+        if best < 0:
+            return
+        time = self._probe_time(best_behind, num_rows)
+        if self._probe_budget < time:
+            return
+        self._probe_budget -= time
+        self.probe = states[best]
+        self.probe.num_computed = requests[best].num_computed_tokens + 1
+        self.min_survival = 0.0
+        lengths[best] = min(PROBE_TOKENS, limits[best])
+
+    def _probe_time(self, behind: int, num_rows: int) -> float:
+        """Return the time of a probe: its passes, and that of the rows which verify it."""
+        passes = self._pass_time(behind) + (PROBE_TOKENS - 1) * self._pass_time(1)
+        return passes + self._cost.cost(num_rows + PROBE_TOKENS) - self._cost.cost(num_rows)
+
+    def _pass_time(self, rows: int) -> float:
+        """Return the time of a pass of the draft model, in steps of the target with one row."""
+        share = _PRIOR_PASS_SHARE
+        if self._pass_cost.unit_seconds > 0.0 and self._cost.unit_seconds > 0.0:
+            share = self._pass_cost.unit_seconds / self._cost.unit_seconds
+        return share * self._pass_cost.cost(rows)
+
+    def _set_min_survival(self, num_part: int, num_rows: int, price: float) -> None:
+        """Let proposals end where a token is worth less than its row and its share of a pass."""
+        row = self._cost.cost(num_rows + num_part) - self._cost.cost(num_rows)
+        least = price * (row + self._pass_time(num_part)) / num_part
+        self.min_survival = min(_MIN_SURVIVAL_LIMIT, least / max(self._correction, 0.01))
