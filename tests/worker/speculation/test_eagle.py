@@ -165,9 +165,9 @@ class HeadReference:
         return F.rms_norm(x, x.shape[-1:], weight, self._config["rms_norm_eps"])
 
 
-def with_head(runner: ModelRunner, method: str, folder: Path) -> EagleDrafter:
+def with_head(runner: ModelRunner, method: str, prepared: PreparedModel) -> EagleDrafter:
     """Give a runner a head, whole."""
-    target, prepared = runner._model, prepare_head(folder)
+    target = runner._model
     spec = read_head(method, prepared, target.spec)
     head = load_head(prepared, spec, target, torch.float32, CPU, DenseFormat(torch.float32))
     head.record_residuals(STEP_TOKENS)
@@ -262,7 +262,7 @@ def test_greedy_drafts_are_those_of_the_published_arithmetic(
     engine = setup.harness(is_full=is_full, drafting=setup.drafts(0.6), enable_prefix_caching=False)
     runner = LookaheadRunner(engine.runner)  # type: ignore[arg-type]
     head, config = new_head(method, **changes)
-    with_head(runner.runner, method, head)
+    with_head(runner.runner, method, prepare_head(head))
     engine.runner = runner  # type: ignore[assignment]
     assert serve_greedy(engine) == answers
     assert runner.num_resumed > 0 or not is_full
@@ -285,7 +285,7 @@ def test_drafts_follow_the_parameters_of_a_request(
     for method in ("eagle", "eagle3"):
         engine = setup.harness()
         runner = LookaheadRunner(engine.runner)  # type: ignore[arg-type]
-        with_head(runner.runner, method, new_head(method)[0])
+        with_head(runner.runner, method, prepare_head(new_head(method)[0]))
         engine.runner = runner  # type: ignore[assignment]
         requests = {each.seq_id: each for each in serve(engine)}
         assert answers_of(engine, list(requests.values())) == expected
@@ -301,13 +301,34 @@ def test_drafts_follow_the_parameters_of_a_request(
         assert min(found.values()) > 3
 
 
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+@pytest.mark.parametrize("settings", [{}, {"is_full": True, "async_scheduling": True}], ids=str)
+def test_answers_are_those_without_a_head(
+    targets: dict[str, tuple[Path, Setup]],
+    new_head: Callable[..., tuple[Path, dict[str, Any]]],
+    method: str,
+    settings: dict[str, Any],
+) -> None:
+    """With every sampling parameter, while steps verify drafts of the head and others."""
+    _, setup = targets["qwen2"]
+    setup.record_answers()
+    drafting = setup.drafts(0.7)
+    drafting.has_draft_model = True
+    engine = setup.harness(drafting=drafting, **settings)
+    with_head(engine.runner, method, prepare_head(new_head(method)[0]))  # type: ignore[arg-type]
+    found = answers_of(engine, serve(engine))
+    for answer, wanted in zip(found, setup.expected, strict=True):
+        assert {**answer, "cached": 0} == {**wanted, "cached": 0}
+    assert drafting.num_proposed > 20
+
+
 def test_ranks_make_the_same_drafts(
     targets: dict[str, tuple[Path, Setup]],
     new_head: Callable[..., tuple[Path, dict[str, Any]]],
 ) -> None:
     folder, setup = targets["llama"]
     prepared = prepare_checkpoint(folder, folder / "prepared")
-    head, _ = new_head("eagle3")
+    head = prepare_head(new_head("eagle3")[0])
     alone = LookaheadRunner(setup.runner())
     with_head(alone.runner, "eagle3", head)
     with Ranks(2) as ranks:
@@ -448,7 +469,7 @@ def test_a_cached_prefix_has_the_kv_of_the_head(
     folder, setup = targets["llama"]
     head, config = new_head(method)
     runner = LookaheadRunner(setup.runner())
-    with_head(runner.runner, method, head)
+    with_head(runner.runner, method, prepare_head(head))
     shared = [5, 9, 2, 40, 77, 13, 8, 61, 30]
     prompts = [[*shared, 1, 2, 3], [*shared, 50, 51, 52], [*shared, 90, 91, 92]]
     blocks = [[1, 2, 3, 4, 5], [1, 11, 12, 13, 14], [20, 21, 22, 23, 24]]
