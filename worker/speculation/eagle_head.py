@@ -49,10 +49,11 @@ from worker.models.spec import LayerNorms, ModelSpec
 from worker.parallel.sharding import shard_model
 
 D2T: Final = "d2t"
+_LAYER: Final = "model.layers.0."
 _NUM_RESIDUALS: Final = 3
 _MLP_NORM: Final = LayerNorms(mlp=("post_attention_layernorm", ""))
 _UNUSED: Final = frozenset({"model.embed_tokens.weight", "t2d"})
-"""The target's embedding, and whether each of its tokens is among those of the head."""
+"""Copies of the target's embedding, and whether each of its tokens is one of the head's."""
 _CPU: Final = torch.device("cpu")
 
 
@@ -95,7 +96,7 @@ class HeadSpec(ModelSpec):
         more = list(projection("fc", "fc", "", (size, inputs), self.fc_bias))
         if self.residuals:
             for name, in_file in _INPUT_NORMS.items():
-                more += norm_weights(name, f"model.layers.0.{in_file}", "", size)
+                more += norm_weights(name, _LAYER + in_file, "", size)
             more += projection("head", "lm_head", "", (self.draft_vocab_size, size))
         return found | {weight.name: weight for weight in more}
 
@@ -125,7 +126,7 @@ def read_head(method: str, prepared: PreparedModel, target: ModelSpec) -> HeadSp
     entries = {entry.name: entry for entry in index.tensors}
     config = ConfigReader(read_config(prepared), "config.json")
     spec = _spec_from_config(method, config, entries, target)
-    _source(index, spec, torch.float32, _CPU)  # names and shapes
+    WeightSource(index, spec, torch.float32, _CPU)  # checks names and shapes
     if spec.draft_vocab_size:
         _token_map(index, spec)
     return spec
@@ -137,11 +138,11 @@ def _spec_from_config(
     config.get("bias")  # of fc; the tensors say so, too
     config.get("has_own_embed_tokens")
     if not config.flag("use_sliding_window", False):
-        config.get("sliding_window"), config.get("max_window_layers")
-    has_biases = "model.layers.0.self_attn.q_proj.bias" in entries
-    bias = config.flag("attention_bias", has_biases)
+        for key in ("sliding_window", "max_window_layers"):
+            config.get(key)
+    bias = config.flag("attention_bias", f"{_LAYER}self_attn.q_proj.bias" in entries)
     is_third = method == "eagle3"
-    if is_third != ("model.layers.0.hidden_norm.weight" in entries):
+    if is_third != (f"{_LAYER}hidden_norm.weight" in entries):
         kind, right = ("EAGLE", "eagle") if is_third else ("EAGLE-3", "eagle3")
         raise ModelError(f"the head is one of {kind}; its method is {right}")
     residuals: tuple[int, ...] = ()
@@ -156,11 +157,11 @@ def _spec_from_config(
         architecture="a head of EAGLE-3" if is_third else "a head of EAGLE",
         attention={
             "qkv_bias": bias,
-            "output_bias": "model.layers.0.self_attn.o_proj.bias" in entries,
+            "output_bias": f"{_LAYER}self_attn.o_proj.bias" in entries,
         },
         norms=_MLP_NORM,
         has_last_norm=is_third,
-        has_head=False,
+        has_head=is_third,
         unused_tensors=_UNUSED | {D2T},
     )
     if found.num_layers != 1:
@@ -213,18 +214,6 @@ def _residual_layers(config: ConfigReader, num_layers: int) -> tuple[int, ...]:
     return layers
 
 
-def _source(
-    index: TensorIndex, spec: HeadSpec, dtype: torch.dtype, device: torch.device
-) -> WeightSource:
-    if not spec.draft_vocab_size:
-        index = TensorIndex(
-            index.format,
-            index.files,
-            tuple(entry for entry in index.tensors if entry.name != "lm_head.weight"),
-        )
-    return WeightSource(index, replace(spec, has_head=bool(spec.draft_vocab_size)), dtype, device)
-
-
 def _token_map(index: TensorIndex, spec: HeadSpec) -> torch.Tensor | None:
     """Return the token of each id of the head, int64 [draft_vocab_size]; None if all are equal.
 
@@ -254,7 +243,7 @@ def _builder(
     device: torch.device,
     weight_format: WeightFormat,
 ) -> DecoderBuilder:
-    source = _source(read_index(prepared), spec, dtype, device)
+    source = WeightSource(read_index(prepared), spec, dtype, device)
     shards = shard_model(spec, 1)
     return DecoderBuilder(source, shards, weight_format, device, folder=prepared.folder)
 
@@ -290,7 +279,7 @@ def load_head(
     if not spec.residuals:
         builder.choose_products()
         source.release()
-        return EagleHead(spec, target, layer, products[0], device)
+        return EagleHead(spec, target, layer, products[0], dtype, device)
     norms = [Norm(source.read_norm(name)) for name in (*_INPUT_NORMS, "norm")]
     tokens = _token_map(read_index(prepared), spec)
     builder.choose_products()
@@ -300,6 +289,7 @@ def load_head(
         target,
         layer,
         products[0],
+        dtype,
         device,
         norms=norms,
         head=products[1],
@@ -310,7 +300,7 @@ def load_head(
 class EagleHead:
     """A head of EAGLE with its weights.
 
-    fc: from e | f to x. tokens: token of the target for each id of the head, int64; None if these
+    fc: from e | f to x. dtype: of the target's activations. tokens: token of the target for each id of the head, int64; None if these
     are the target's ids.
     """
 
@@ -322,11 +312,12 @@ class EagleHead:
         target: Decoder,
         layer: DecoderLayer,
         fc: Linear,
+        dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         assert isinstance(layer.mixer, Attention)
         self.spec = spec
-        self.dtype = target.embed(torch.zeros(1, dtype=torch.int64, device=device)).dtype
+        self.dtype = dtype
         self._target = target
         self._layer = layer
         self._mixer = layer.mixer
@@ -389,7 +380,7 @@ class EagleHead:
         self, token_ids: torch.Tensor, features: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the residual [N, H], and the input of the attention."""
-        embedded = self._target.embed(token_ids).to(features.dtype)
+        embedded = self._target.embed(token_ids)
         x = self._fc(torch.cat((embedded, features), dim=1))
         return x, x
 
@@ -406,13 +397,14 @@ class Eagle3Head(EagleHead):
         target: Decoder,
         layer: DecoderLayer,
         fc: Linear,
+        dtype: torch.dtype,
         device: torch.device,
         *,
         norms: Sequence[Norm],
         head: Linear,
         tokens: torch.Tensor | None,
     ) -> None:
-        super().__init__(spec, target, layer, fc, device)
+        super().__init__(spec, target, layer, fc, dtype, device)
         self._embedding_norm, self._feature_norm, self._last_norm = norms
         self._head = head
         self._device = device
@@ -451,7 +443,7 @@ class Eagle3Head(EagleHead):
     def _inputs(
         self, token_ids: torch.Tensor, features: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        embedded = self._embedding_norm(self._target.embed(token_ids).to(features.dtype))
+        embedded = self._embedding_norm(self._target.embed(token_ids))
         normed = self._feature_norm(features)
         residual = normed if self.spec.norm_before_residual else features
         return residual.clone(), torch.cat((embedded, normed), dim=1)

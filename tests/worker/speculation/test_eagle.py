@@ -322,19 +322,21 @@ def test_answers_are_those_without_a_head(
     assert drafting.num_proposed > 20
 
 
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
 def test_ranks_make_the_same_drafts(
     targets: dict[str, tuple[Path, Setup]],
     new_head: Callable[..., tuple[Path, dict[str, Any]]],
+    method: str,
 ) -> None:
     folder, setup = targets["llama"]
     prepared = prepare_checkpoint(folder, folder / "prepared")
-    head = prepare_head(new_head("eagle3")[0])
+    head = prepare_head(new_head(method)[0])
     alone = LookaheadRunner(setup.runner())
-    with_head(alone.runner, "eagle3", head)
+    with_head(alone.runner, method, head)
     with Ranks(2) as ranks:
         decoders = ranks.run_on_all(lambda rank: load(prepared, ranks.groups[rank]))
         runners = [Setup(each, torch.float32, returns_experts=False).runner() for each in decoders]
-        ranks.run_on_all(lambda rank: with_head(runners[rank], "eagle3", head))
+        ranks.run_on_all(lambda rank: with_head(runners[rank], method, head))
         together = LookaheadRunner(runners[0])
         together.execute_step = LockstepRunners(ranks, runners).execute
         for runner in (alone, together):
