@@ -1,16 +1,16 @@
 """Reads what a file of `torch.save` says of its tensors, without torch and without running code.
 
 Such a file is a zip archive, uncompressed: a pickle of names, shapes and storages, and the bytes of
-each storage as a member of its own, to which the entries refer. The pickle may name a dictionary,
-the function that makes a tensor of a storage, and kinds of storages; for any other name it is
-refused, so nothing of the file is ever called.
+each storage as a member of its own, to which the entries refer. The pickle is a program for a
+stack machine that can call any function; `_read_tensors` carries out the steps that make
+dictionaries, and has no step that calls one.
 """
 
 import math
-import pickle
+import pickletools
 import struct
 import zipfile
-from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Final
 
@@ -47,8 +47,7 @@ def read(path: str, file: int) -> list[TensorEntry]:
             root = pickled.removesuffix("data.pkl")
             if members[pickled].file_size > _MAX_PICKLE_BYTES:
                 raise ModelError(f"{path}: {pickled} is larger than {_MAX_PICKLE_BYTES} bytes")
-            with archive.open(pickled) as names:
-                tensors = _TensorUnpickler(names).load()
+            tensors = _read_tensors(archive.read(pickled))
             if not isinstance(tensors, dict):
                 raise ModelError(f"{path} has no dictionary of tensors")
             return [
@@ -76,27 +75,101 @@ class _Tensor:
     strides: tuple[int, ...]
 
 
-def _make_tensor(
-    storage: _Storage, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], *_: Any
-) -> _Tensor:
-    return _Tensor(storage, int(offset), tuple(map(int, shape)), tuple(map(int, strides)))
+@dataclass(frozen=True)
+class _Name:
+    """What the pickle names: a function or a class."""
+
+    name: str
 
 
-class _TensorUnpickler(pickle.Unpickler):
-    """Knows the few names that a dictionary of tensors needs."""
+def _read_tensors(pickled: bytes) -> Any:
+    """Return what a pickle makes, in which only dictionaries, lists and tensors are made."""
+    stack: list[Any] = []
+    marks: list[int] = []
+    memo: dict[int, Any] = {}
 
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return _make_tensor
-        if module == "torch" and name in _STORAGES:
-            return name
-        raise ModelError(f"the file names {shown(f'{module}.{name}')}, which is not run")
+    def pop_to_mark() -> list[Any]:
+        mark = marks.pop()
+        items = stack[mark:]
+        del stack[mark:]
+        return items
 
-    def persistent_load(self, pid: Any) -> _Storage:
-        _, kind, key, *_ = pid
-        return _Storage(kind, str(key))
+    def pop(count: int) -> list[Any]:
+        items = stack[len(stack) - count :]
+        del stack[len(stack) - count :]
+        return items
+
+    for opcode, argument, _ in pickletools.genops(pickled):
+        match opcode.name:
+            case "PROTO" | "FRAME":
+                pass
+            case "MARK":
+                marks.append(len(stack))
+            case "EMPTY_DICT" | "EMPTY_LIST" | "EMPTY_TUPLE" | "NONE" | "NEWTRUE" | "NEWFALSE":
+                stack.append(_CONSTANTS[opcode.name]())
+            case "BINUNICODE" | "SHORT_BINUNICODE" | "BININT" | "BININT1" | "BININT2" | "LONG1":
+                stack.append(argument)
+            case "BINPUT" | "LONG_BINPUT":
+                memo[argument] = stack[-1]
+            case "MEMOIZE":
+                memo[len(memo)] = stack[-1]
+            case "BINGET" | "LONG_BINGET":
+                stack.append(memo[argument])
+            case "TUPLE":
+                stack.append(tuple(pop_to_mark()))
+            case "TUPLE1" | "TUPLE2" | "TUPLE3":
+                stack.append(tuple(pop(int(opcode.name[-1]))))
+            case "GLOBAL":
+                stack.append(_Name(str(argument).replace(" ", ".")))
+            case "STACK_GLOBAL":
+                stack.append(_Name(".".join(pop(2))))
+            case "BINPERSID":
+                _, kind, key, *_ = stack.pop()
+                stack.append(_Storage(kind.name.removeprefix("torch."), str(key)))
+            case "REDUCE":
+                stack.append(_made_by(*pop(2)))
+            case "SETITEM":
+                key, value = pop(2)
+                stack[-1][key] = value
+            case "SETITEMS":
+                items = pop_to_mark()
+                stack[-1].update(zip(items[::2], items[1::2], strict=True))
+            case "APPEND":
+                (item,) = pop(1)
+                stack[-1].append(item)
+            case "APPENDS":
+                items = pop_to_mark()
+                stack[-1].extend(items)
+            case "BUILD":  # attributes of a dictionary
+                stack.pop()
+            case "STOP":
+                return stack.pop()
+            case _:
+                raise ModelError(f"the file has the pickle operation {opcode.name}")
+    raise ModelError("the pickle in the file does not end")
+
+
+_CONSTANTS: Final[dict[str, Callable[[], Any]]] = {
+    "EMPTY_DICT": dict,
+    "EMPTY_LIST": list,
+    "EMPTY_TUPLE": tuple,
+    "NONE": lambda: None,
+    "NEWTRUE": lambda: True,
+    "NEWFALSE": lambda: False,
+}
+
+
+def _made_by(function: _Name, arguments: tuple[Any, ...]) -> Any:
+    """Return what a function would make of its arguments, if it is one of these."""
+    match function.name:
+        case "collections.OrderedDict":
+            return dict(*arguments)
+        case "torch._utils._rebuild_parameter":
+            return arguments[0]
+        case "torch._utils._rebuild_tensor_v2":
+            storage, offset, shape, strides, *_ = arguments
+            return _Tensor(storage, int(offset), tuple(shape), tuple(strides))
+    raise ModelError(f"the file names {shown(function.name)}, which is not run")
 
 
 def _entry(

@@ -300,8 +300,8 @@ def load_head(
 class EagleHead:
     """A head of EAGLE with its weights.
 
-    fc: from e | f to x. dtype: of the target's activations. tokens: token of the target for each id of the head, int64; None if these
-    are the target's ids.
+    fc: from e | f to x. dtype: of the target's activations. tokens: token of the target for each id
+    of the head, int64; None if these are the target's ids.
     """
 
     tokens: torch.Tensor | None = None
