@@ -273,7 +273,7 @@ class KVContents:
         """
         block = min(first // self._block_size, int(self._num_hashed[row]))
         start = block * self._block_size
-        mixed = np.arange(start, end, dtype=np.uint64) << np.uint64(32)
+        mixed = np.arange(start + 1, end + 1, dtype=np.uint64) << np.uint64(32)  # 0 gives 0
         mixed |= self._batch.token_ids[row, start:end].astype(np.uint64)
         mixed *= _MIX[0]
         mixed ^= mixed >> np.uint64(30)

@@ -8,12 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-import msgspec
 import torch
 
-from proto.codec import changed
+from proto.codec import changed, from_json
 from proto.config import ServeConfig
-from proto.errors import ConfigError, ModelError, shown
+from proto.errors import ConfigError, ModelError, ProtocolError, shown
 from proto.lifecycle import KVCacheGeometry
 from proto.pooling import pooler_of
 from proto.prepared_model import PreparedModel
@@ -166,7 +165,7 @@ def _require_same_tokens(prepared: PreparedModel, path: str, draft: PreparedMode
 def _tokens(data: bytes, path: str) -> dict[int, str]:
     """Return the tokens in a tokenizer.json by their ids."""
     try:
-        document: dict[str, Any] = msgspec.json.decode(data, type=dict[str, Any])
+        document: dict[str, Any] = from_json(data, dict[str, Any])
         vocab = document["model"]["vocab"]
         # A dictionary, or in a unigram model pairs of token and probability in the order of ids.
         found = (
@@ -176,7 +175,7 @@ def _tokens(data: bytes, path: str) -> dict[int, str]:
         )
         added = document.get("added_tokens") or []
         return found | {entry["id"]: entry["content"] for entry in added}
-    except (msgspec.DecodeError, KeyError, TypeError, IndexError) as error:
+    except (ProtocolError, AttributeError, KeyError, TypeError, IndexError) as error:
         raise ModelError(f"{path}: no tokenizer that can be compared: {error!r}") from None
 
 

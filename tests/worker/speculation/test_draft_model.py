@@ -6,6 +6,7 @@ that, every step asks for proposals. The reference is transformers on the draft 
 """
 
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine_core.request import Request
+from proto.prepared_model import PreparedModel
+from tests.fakes.drafts import SyntheticDrafts
 from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.lookahead_runner import LOOKAHEAD, LookaheadRunner
 from tests.fakes.prepared_models import prepare_checkpoint, spec_of
@@ -44,8 +47,13 @@ from worker.speculation.draft_settings import draft_cache
 CPU = torch.device("cpu")
 
 
+@cache
+def prepared_in(folder: Path) -> PreparedModel:
+    return prepare_checkpoint(folder, folder / "prepared")
+
+
 def load(folder: Path, group: RankGroup | None = None) -> Decoder:
-    prepared = prepare_checkpoint(folder, folder / "prepared")
+    prepared = prepared_in(folder)
     dtype = torch.float32
     return load_model(
         prepared,
@@ -170,8 +178,13 @@ def test_greedy_drafts_are_those_of_transformers(
     plain = setup.harness()
     expected = serve_greedy(plain)
     answers = {(each.request_id, each.choice): plain.tokens_of(each) for each in expected}
-    setup.answers.update(answers)
-    engine = setup.harness(is_full=is_full, drafting=setup.drafts(0.6))
+
+    def answer(request: Request, num_tokens: int) -> list[int]:
+        first = request.num_output_tokens
+        return answers[request.request_id, request.choice][first : first + num_tokens] or [5]
+
+    drafting = SyntheticDrafts(0.6, answer, vocab_size=VOCAB_SIZE)
+    engine = setup.harness(is_full=is_full, drafting=drafting)
     runner = LookaheadRunner(engine.runner, every=every)  # type: ignore[arg-type]
     with_drafter(runner.runner, load(folders[draft]), kv_dtype)
     engine.runner = runner  # type: ignore[assignment]
@@ -279,12 +292,12 @@ def test_a_sequence_has_no_draft_beyond_the_length_of_the_draft_model(
 ) -> None:
     engine = setups["llama"].harness()
     runner = LookaheadRunner(engine.runner)  # type: ignore[arg-type]
-    with_drafter(runner.runner, load(folders["qwen3"]), max_model_len=30)
+    with_drafter(runner.runner, load(folders["qwen3"]), max_model_len=28)
     engine.runner = runner  # type: ignore[assignment]
     engine.add_one([1, 2, 3], 60, temperature=0.0, ignore_eos=True)
     engine.run()
     ends = [len(known) + len(proposed) for _, known, proposed, _ in runner.proposals]
-    assert max(ends) == 30
+    assert max(ends) == 28
 
 
 @pytest.mark.parametrize("vocab_size", [64, 128])
@@ -307,23 +320,29 @@ def test_vocabularies_of_other_sizes(
     assert max(proposed) < min(vocab_size, VOCAB_SIZE)
 
 
+def serve_some(engine: EngineHarness) -> None:
+    engine.add_one([3, 4, 5], 8, temperature=0.0, ignore_eos=True)
+    engine.add_one([7, 4, 5], 8, temperature=1.0, seed=3, ignore_eos=True)
+    engine.run()
+
+
 def test_ranks_make_the_same_drafts(setups: dict[str, Setup], folders: dict[str, Path]) -> None:
     alone = setups["llama"].harness()
     runner = LookaheadRunner(alone.runner)  # type: ignore[arg-type]
     with_drafter(runner.runner, load(folders["qwen3"]))
     alone.runner = runner  # type: ignore[assignment]
-    serve(alone)
+    serve_some(alone)
+    prepared_in(folders["qwen3"])
     with Ranks(2) as ranks:
         decoders = ranks.run_on_all(lambda rank: load(folders["llama"], ranks.groups[rank]))
         drafts = ranks.run_on_all(lambda rank: load(folders["qwen3"], ranks.groups[rank]))
         runners = [Setup(each, torch.float32, returns_experts=False).runner() for each in decoders]
-        for each, draft in zip(runners, drafts, strict=True):
-            with_drafter(each, draft)
+        ranks.run_on_all(lambda rank: with_drafter(runners[rank], drafts[rank]))
         engine = setups["llama"].harness()
         together = LookaheadRunner(runners[0])
         together.execute_step = LockstepRunners(ranks, runners).execute
         engine.runner = together  # type: ignore[assignment]
-        serve(engine)
+        serve_some(engine)
     assert [draft for _, _, draft, _ in together.proposals] == [
         draft for _, _, draft, _ in runner.proposals
     ]

@@ -130,7 +130,7 @@ def test_another_tokenizer_is_refused(
     if not refused:
         require_draft_model(config, models["llama"], draft, cpu_of(config))
         return
-    with pytest.raises(ConfigError, match="another tokenizer than llama: token [58] is"):
+    with pytest.raises(ConfigError, match=r"another tokenizer than llama: token [58] is"):
         require_draft_model(config, models["llama"], draft, cpu_of(config))
 
 
