@@ -31,8 +31,8 @@ compute theirs in the steps of the target model."""
 _PRIOR_ACCEPTANCE: Final = 0.7
 """Probability that a token behind an accepted one is accepted, before any proposal came."""
 _PRIOR_WEIGHT: Final = 3.0
-_FORGETTING: Final = 0.99
-"""Weight of earlier proposals at each new one: about 100 count."""
+_FORGETTING: Final = 0.9
+"""Weight of earlier proposals at each new one: about 10 count; each is an estimate already."""
 _PRIOR_PASS_SHARE: Final = 0.1
 """Time of a pass of the draft model as a share of a step's, before one was measured."""
 _REQUEST_RATE: Final = 0.2
@@ -44,8 +44,11 @@ _MAX_BEHIND: Final = 32
 """Tokens without draft KV up to which the next pass takes them along; beyond, it is a catch-up."""
 _MAX_CATCH_UP: Final = 2048
 """Tokens of several requests that catch up behind one step; a single request may have more."""
-_NUM_TRIAL: Final = 8
-"""Proposals before which only one request at a time is tried."""
+_NUM_TRIAL: Final = 16
+"""Proposals before which one request at a time is tried, whatever it costs to catch up."""
+_EARNED_FORGETTING: Final = 0.98
+_EARNED_PRIOR: Final = 10.0
+"""Weight of earlier proposals in what one brings, and that of the estimate."""
 _MIN_SURVIVAL_LIMIT: Final = 0.9
 _CONFIDENCE: Final = (0.4, 0.8)
 """Borders of the survival of a first token between proposals whose acceptance is learnt apart."""
@@ -167,6 +170,8 @@ class LookaheadPlanner:
         self._mean_outputs = _PRIOR_OUTPUTS
         self._trial: ModelRequest | None = None
         self._probe_budget = 0.0  # time, in steps with one row
+        self._row_price = self._proposal_price = 0.0
+        self._earned = self._num_earned = 0.0
         self.probe: ModelRequest | None = None
         self.min_survival = 0.0
         self._update_survivals()
@@ -204,6 +209,8 @@ class LookaheadPlanner:
             before = survival
             if before <= 0.0:
                 break
+        self._earned = _EARNED_FORGETTING * self._earned - self._proposal_price
+        self._num_earned = _EARNED_FORGETTING * self._num_earned + 1.0
         first = survivals[0] if survivals else 0.0
         if survivals and raw[0] > 0.0:
             ratio = min(1.0, survivals[0] / raw[0])
@@ -213,6 +220,10 @@ class LookaheadPlanner:
         state.first_survival += _REQUEST_RATE * (first - state.first_survival)
         self._num_proposals += 1
         self._update_survivals()
+
+    def learn_verified(self, num_drafted: int, num_accepted: int) -> None:
+        """Learn what a proposal brought: so many tokens of it were verified, and accepted."""
+        self._earned += num_accepted - self._row_price * num_drafted
 
     def _update_survivals(self) -> None:
         """Compute S(k) - S(k - 1): the mean survival at each position of a proposal."""
@@ -236,8 +247,10 @@ class LookaheadPlanner:
         cost = self._cost
         if self._best_length(num_requests, num_requests, num_other, 1.0, 0.0)[0]:
             return True
+        if self._probe_budget >= self._probe_time(1, num_requests + num_other):
+            return True
         self._probe_budget += PROBE_SHARE * cost.cost(num_requests + num_other)
-        return self._probe_budget >= self._probe_time(1, num_requests + num_other)
+        return False
 
     def choose_lengths(
         self,
@@ -252,51 +265,81 @@ class LookaheadPlanner:
         num_other: rows of a step that belong to prompts. Sets `min_survival`, and `probe` to the
         state of a request whose proposal shall be verified although it is not expected to pay.
         """
-        lengths = [0] * len(states)
         num_requests = len(states)
-        mean = self._survivals[0]
-        cost = self._cost
-        price = num_requests / cost.cost(num_requests)
-        row = price * (cost.cost(num_requests + 1) - cost.cost(num_requests))
-        taking_part: list[int] = []
-        num_ready = 0
-        total_first = total_rival = 0.0
+        lengths = [0] * num_requests
+        candidates = self._candidates(states, limits)
+        length, gain, price = self._best_length(
+            len(candidates), num_requests, num_other, *self._summary(states, candidates)
+        )
+        if length:
+            gain = self._realistic(gain / len(candidates))
+            joining = [
+                index
+                for index in candidates
+                if self._joins(states[index], requests[index], len(candidates), length, gain, price)
+            ]
+            if self._num_proposals >= _NUM_TRIAL and len(joining) < len(candidates):
+                length, _, price = self._best_length(
+                    len(joining), num_requests, num_other, *self._summary(states, joining)
+                )
+            if length and joining:
+                self._ask(states, requests, limits, joining, length, lengths)
+                self._note_prices(price, len(joining), num_requests + num_other, length)
+                return lengths
+        self._probe_budget += PROBE_SHARE * self._cost.cost(num_requests + num_other)
+        self._choose_probe(states, requests, limits, num_requests + num_other, lengths)
+        return lengths
+
+    def _candidates(self, states: Sequence[ModelRequest], limits: Sequence[int]) -> list[int]:
+        """Return the indexes of requests for which a proposal would be worth a row.
+
+        It has to be more than what other drafters bring.
+        """
+        num_requests = len(states)
+        cost, mean = self._cost, self._survivals[0]
+        without = cost.cost(num_requests)
+        row = num_requests / without * (cost.cost(num_requests + 1) - without)
+        candidates: list[int] = []
         for index, state in enumerate(states):
             first = state.first_survival if state.first_survival >= 0.0 else mean
-            if first < row or (
-                state.rival > 0.0
-                and self._expected_tokens(first, limits[index]) <= state.rival + MIN_GAIN
+            if first > row and (
+                state.rival == 0.0
+                or self._expected_tokens(first, limits[index]) > state.rival + MIN_GAIN
             ):
-                continue
-            taking_part.append(index)
-            total_first += first
-            total_rival += state.rival
-        num_part = len(taking_part)
-        if num_part:
-            factor = total_first / (num_part * mean) if mean > 0.0 else 0.0
-            length, gain, price = self._best_length(
-                num_part, num_requests, num_other, factor, total_rival
-            )
-            if length:
-                gain /= num_part
-                catch_up = 0
-                for index in taking_part:
-                    state, request = states[index], requests[index]
-                    behind = self._num_behind(state, request)
-                    if behind > _MAX_BEHIND:
-                        if catch_up and catch_up + behind > _MAX_CATCH_UP:
-                            continue
-                        if not self._repays(state, request, behind, gain, price, num_part, length):
-                            continue
-                        catch_up += behind
-                    lengths[index] = min(length, limits[index])
-                    state.num_computed = request.num_computed_tokens + 1
-                    num_ready += 1
-                if num_ready:
-                    self._set_min_survival(num_part, num_requests + num_other, price)
-        if not num_ready:
-            self._choose_probe(states, requests, limits, num_requests + num_other, lengths)
-        return lengths
+                candidates.append(index)
+        return candidates
+
+    def _summary(
+        self, states: Sequence[ModelRequest], indexes: Sequence[int]
+    ) -> tuple[float, float]:
+        """Return (survival of these requests relative to the mean, tokens of their rivals)."""
+        mean = self._survivals[0]
+        first = rival = 0.0
+        for index in indexes:
+            state = states[index]
+            first += state.first_survival if state.first_survival >= 0.0 else mean
+            rival += state.rival
+        return (first / (len(indexes) * mean) if indexes else 0.0), rival
+
+    def _ask(
+        self,
+        states: Sequence[ModelRequest],
+        requests: Sequence[Request],
+        limits: Sequence[int],
+        joining: Sequence[int],
+        length: int,
+        lengths: list[int],
+    ) -> None:
+        """Set the lengths of requests that take part; some catch up behind a later step."""
+        num_behind = 0
+        for index in joining:
+            behind = self._num_behind(states[index], requests[index])
+            if behind > _MAX_BEHIND:
+                if num_behind and num_behind + behind > _MAX_CATCH_UP:
+                    continue
+                num_behind += behind
+            lengths[index] = min(length, limits[index])
+            states[index].num_computed = requests[index].num_computed_tokens + 1
 
     def _best_length(
         self, num_part: int, num_requests: int, num_other: int, factor: float, rival: float
@@ -353,31 +396,41 @@ class LookaheadPlanner:
             return 1
         return request.num_computed_tokens + 1 - state.num_computed
 
-    def _repays(
+    def _joins(
         self,
         state: ModelRequest,
         request: Request,
-        behind: int,
-        gain: float,
-        price: float,
         num_part: int,
         length: int,
+        gain: float,
+        price: float,
     ) -> bool:
-        """Return whether a request gains more by proposals than its catch-up costs.
+        """Return whether a request takes part: its KV is there, or repays to be computed.
 
-        gain: tokens in a step. While nothing is known only one request is tried.
+        gain: tokens in a step. While little is known, one request is tried at a time.
         """
+        behind = self._num_behind(state, request)
+        if behind <= _MAX_BEHIND:
+            return True
         if self._num_proposals < _NUM_TRIAL:
-            if self._trial is not None and self._trial is not state:
-                return False
-            self._trial = state
+            if self._trial is None:
+                self._trial = state
+            return self._trial is state
         num_outputs = request.num_output_tokens
         num_left = max(self._mean_outputs - num_outputs, self._mean_outputs / 4)
         num_left = min(num_left, float(request.max_tokens - num_outputs))
         first = state.first_survival if state.first_survival >= 0.0 else self._survivals[0]
         num_steps = num_left / (1.0 + self._expected_tokens(first, length))
-        seconds = self._pass_time(num_part + behind) - self._pass_time(num_part)
-        return gain * num_steps > price * seconds
+        time = self._pass_time(num_part + behind) - self._pass_time(num_part)
+        return gain * num_steps > price * time
+
+    def _realistic(self, gain: float) -> float:
+        """Return the gain of a proposal, in tokens, corrected by what earlier ones brought.
+
+        The estimate may rest on row counts that no step had yet.
+        """
+        earned = (self._earned + _EARNED_PRIOR * gain) / (self._num_earned + _EARNED_PRIOR)
+        return min(gain, earned)
 
     def _choose_probe(
         self,
@@ -416,8 +469,14 @@ class LookaheadPlanner:
             share = self._pass_cost.unit_seconds / self._cost.unit_seconds
         return share * self._pass_cost.cost(rows)
 
-    def _set_min_survival(self, num_part: int, num_rows: int, price: float) -> None:
-        """Let proposals end where a token is worth less than its row and its share of a pass."""
+    def _note_prices(self, price: float, num_part: int, num_rows: int, length: int) -> None:
+        """Note what proposals of this step cost, in tokens.
+
+        They end where a token is worth less than its row and its share of a pass.
+        """
         row = self._cost.cost(num_rows + num_part) - self._cost.cost(num_rows)
-        least = price * (row + self._pass_time(num_part)) / num_part
-        self.min_survival = min(_MIN_SURVIVAL_LIMIT, least / max(self._correction, 0.01))
+        self._row_price = price * row / num_part
+        one_pass = price * self._pass_time(num_part) / num_part
+        self._proposal_price = one_pass * length
+        least = (self._row_price + one_pass) / max(self._correction, 0.01)
+        self.min_survival = min(_MIN_SURVIVAL_LIMIT, least)

@@ -199,6 +199,9 @@ class Drafting:
                 counts = self._counts[source] = DraftCounts()
             counts.num_drafted += num_drafted
             counts.num_accepted += num_accepted
+            planner, worker = self._planner, self._worker
+            if planner is not None and worker is not None and source == worker.name:
+                planner.learn_verified(num_drafted, num_accepted)
             drafted.draft = None
 
     def pop_source_counts(self) -> dict[str, tuple[int, int]]:

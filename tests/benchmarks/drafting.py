@@ -324,12 +324,16 @@ def index_times(token_ids: list[int]) -> dict[str, float]:
     }
 
 
-def decision_times(num_requests: int, *, repeats: bool) -> float:
-    """Return the median microseconds of a decision for requests with or without candidates."""
+def decision_times(num_requests: int, *, repeats: bool, draft_model: bool = False) -> float:
+    """Return the median microseconds of a decision for requests with or without candidates.
+
+    draft_model: with the decision how many tokens a model in the workers proposes.
+    """
     generator = random.Random(1)
     drafting = make_drafting(
         parse_speculative_config('{"method": "suffix+grammar"}', MAX_TOKENS),
         RecordedGrammars(None),
+        "draft_model" if draft_model else "",
     )
     if drafting is None:
         return 0.0
@@ -357,6 +361,8 @@ def decision_times(num_requests: int, *, repeats: bool) -> float:
             request.spec_token_ids = []
         start = time.perf_counter()
         drafting.fill_drafts(requests, limits, 0)
+        if draft_model and drafting.may_propose(num_requests, 0):
+            drafting.choose_proposals(requests, limits, 0)
         times.append(time.perf_counter() - start)
         drafting.learn_step(num_requests, 0.01 + 0.0001 * num_requests)
     return 1e6 * statistics.median(times)
@@ -431,6 +437,9 @@ def _print_times(recordings: dict[str, list[Recording]]) -> dict[str, object]:
         for number in (1, 16, 64):
             name = f"decision_us_{number}_{'with' if repeats else 'without'}_candidates"
             figures[name] = decision_times(number, repeats=repeats)
+            figures[f"{name}_and_draft_model"] = decision_times(
+                number, repeats=repeats, draft_model=True
+            )
     for name, value in figures.items():
         print(f"{name}: {value:.1f}")
     return figures

@@ -63,6 +63,7 @@ def test_costs_of_rows_are_interpolated():
 
 
 def test_times_are_measured():
-    assert decision_times(3, repeats=True) >= 0.0
+    for draft_model in (False, True):
+        assert decision_times(3, repeats=True, draft_model=draft_model) >= 0.0
     for value in index_times(list(range(1000))).values():
         assert value > 0
