@@ -26,9 +26,10 @@ import numpy as np
 import torch
 
 from proto.errors import ModelError
+from proto.lifecycle import KVCacheGeometry
 from proto.prepared_model import PreparedModel, TensorEntry, TensorIndex
 from worker.attention.base import AttentionBackend
-from worker.kv_cache import KVCache, KVCacheGeometry, KVLayout, kv_cache_geometry, kv_layout
+from worker.kv_cache import KVCache, KVLayout, kv_cache_geometry, kv_layout
 from worker.layers.linear import Linear
 from worker.layers.norm import Norm
 from worker.layers.rotary import rotate
