@@ -187,7 +187,10 @@ def _entry(
     if list(tensor.strides) != side_by_side or member.compress_type != zipfile.ZIP_STORED:
         raise ModelError(f"{path}: the numbers of {name} are not side by side")
     num_bytes = math.prod(tensor.shape) * width
-    if tensor.offset * width + num_bytes > member.file_size:
+    if (
+        min((tensor.offset, *tensor.shape)) < 0
+        or tensor.offset * width + num_bytes > member.file_size
+    ):
         raise ModelError(f"{path} is truncated: {name} ends beyond its storage")
     stream.seek(member.header_offset)
     lengths = struct.unpack_from("<HH", stream.read(_LOCAL_HEADER), _LOCAL_HEADER - 4)
