@@ -80,10 +80,14 @@ NOTHING_COMPUTED: Final = ComputedBlocks((), 0)
 
 
 class KVCacheCoordinator:
-    """All groups of a model, without a prefix cache; groups are given blocks in their order."""
+    """All groups of a model, without a prefix cache; groups are given blocks in their order.
 
-    def __init__(self, groups: Sequence[CacheGroup]) -> None:
+    drops_last: a hit ends a block earlier than what every group holds (`KVCacheManager`).
+    """
+
+    def __init__(self, groups: Sequence[CacheGroup], *, drops_last: bool = False) -> None:
         self.groups = tuple(groups)
+        self._drops_last = drops_last
         self._skipping = tuple(group for group in groups if not group.is_downward_closed)
         self.state_groups = tuple(
             group for group in groups if isinstance(group, RecurrentStateGroup)
@@ -170,12 +174,12 @@ class KVCacheCoordinator:
 class UnitaryCoordinator(KVCacheCoordinator):
     """A model with one group: without the loops over groups."""
 
-    def __init__(self, groups: Sequence[CacheGroup]) -> None:
-        super().__init__(groups)
+    def __init__(self, groups: Sequence[CacheGroup], *, drops_last: bool = False) -> None:
+        super().__init__(groups, drops_last=drops_last)
         (self._group,) = self.groups
 
     def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> ComputedBlocks:
-        hits = self._group.find_longest_hit(block_hashes, max_tokens)
+        hits = self._group.find_longest_hit(block_hashes, max_tokens, drops_last=self._drops_last)
         if not hits:
             return NOTHING_COMPUTED
         return ComputedBlocks((hits,), len(hits) * self._group.block_size)
@@ -196,8 +200,8 @@ class HybridCoordinator(KVCacheCoordinator):
     The end of a hit is the end of a block in every group: a multiple of `_alignment` tokens.
     """
 
-    def __init__(self, groups: Sequence[CacheGroup]) -> None:
-        super().__init__(groups)
+    def __init__(self, groups: Sequence[CacheGroup], *, drops_last: bool = False) -> None:
+        super().__init__(groups, drops_last=drops_last)
         self._alignment = lcm(*(group.block_size for group in groups))
 
     def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> ComputedBlocks:
@@ -208,16 +212,17 @@ class HybridCoordinator(KVCacheCoordinator):
         whenever another group lowered the candidate after it.
         """
         found: dict[CacheGroup, list[int]] = {}
+        drops_last = self._drops_last
         length = self._aligned(max_tokens)
         for group in self.groups:
             if group.is_downward_closed:
-                found[group] = group.find_longest_hit(block_hashes, length)
+                found[group] = group.find_longest_hit(block_hashes, length, drops_last=drops_last)
                 length = self._aligned(len(found[group]) * group.block_size)
         num_with_kv = length
         num_accepted = turn = 0
         while num_accepted < len(self._skipping) and length > 0:
             group = self._skipping[turn % len(self._skipping)]
-            found[group] = group.find_longest_hit(block_hashes, length)
+            found[group] = group.find_longest_hit(block_hashes, length, drops_last=drops_last)
             held = len(found[group]) * group.block_size
             lowered = self._aligned(held)
             # A group accepts its own hit, unless the hit had to be cut.
@@ -241,11 +246,13 @@ def make_coordinator(
     block_size: int,
     num_state_slots: int = 0,
     eviction_policy: str = "lru",
+    *,
+    drops_last: bool = False,
 ) -> KVCacheCoordinator:
     """Return the coordinator of a model whose layers form these groups.
 
     num_state_slots: of the pool of states, with the null slot; 0 without such layers.
-    eviction_policy: of that pool.
+    eviction_policy: of that pool. drops_last: as in `KVCacheCoordinator`.
     """
     groups: list[CacheGroup] = []
     for number, spec in enumerate(specs):
@@ -257,8 +264,8 @@ def make_coordinator(
     if not pool.enable_caching:
         return KVCacheCoordinator(groups)
     if len(groups) == 1:
-        return UnitaryCoordinator(groups)
-    return HybridCoordinator(groups)
+        return UnitaryCoordinator(groups, drops_last=drops_last)
+    return HybridCoordinator(groups, drops_last=drops_last)
 
 
 class PendingCopies:

@@ -70,10 +70,13 @@ class CacheGroup(ABC):
         """
 
     @abstractmethod
-    def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> list[int]:
+    def find_longest_hit(
+        self, block_hashes: Sequence[bytes], max_tokens: int, *, drops_last: bool = False
+    ) -> list[int]:
         """Return the block table of the longest cached prefix of at most `max_tokens` tokens.
 
-        Null blocks stand for blocks that no later token needs.
+        Null blocks stand for blocks that no later token needs. drops_last: only of prefixes whose
+        next block is cached too, so that the token behind them is the same.
         """
 
     @abstractmethod
@@ -183,9 +186,14 @@ class FullAttentionGroup(CacheGroup):
     ) -> int:
         return -(-num_tokens // block_size)
 
-    def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> list[int]:
-        num_blocks = max_tokens // self.block_size
-        return self.pool.index.longest_prefix(self._keys.leading(block_hashes, num_blocks))
+    def find_longest_hit(
+        self, block_hashes: Sequence[bytes], max_tokens: int, *, drops_last: bool = False
+    ) -> list[int]:
+        num_blocks = max_tokens // self.block_size + (1 if drops_last else 0)
+        hits = self.pool.index.longest_prefix(self._keys.leading(block_hashes, num_blocks))
+        if drops_last and hits:
+            hits.pop()
+        return hits
 
     def find_fork(self, seq_id: int, num_tokens: int) -> tuple[list[int], int] | None:
         blocks, num_full = self._sequences[seq_id].blocks, num_tokens // self.block_size
@@ -333,7 +341,9 @@ class SlidingWindowGroup(FullAttentionGroup):
         num_near = spec.sliding_window - 1 + chunk
         return min(-(-num_tokens // block_size), 1 + -(-(num_near - 1) // block_size))
 
-    def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> list[int]:
+    def find_longest_hit(
+        self, block_hashes: Sequence[bytes], max_tokens: int, *, drops_last: bool = False
+    ) -> list[int]:
         """Search from the end: the first token after a hit needs the last window - 1 tokens.
 
             found          no  no  yes no  yes yes no        with two blocks in a window
@@ -341,9 +351,10 @@ class SlidingWindowGroup(FullAttentionGroup):
 
         Near the start of the sequence fewer blocks are enough, if they are all before that token.
         """
-        num_needed = self._num_seen_blocks
+        num_dropped = 1 if drops_last else 0
+        num_needed = self._num_seen_blocks + num_dropped
         first = self.pool.index.get
-        end = min(max_tokens // self.block_size, self._keys.count(block_hashes))
+        end = min(max_tokens // self.block_size + num_dropped, self._keys.count(block_hashes))
         run: list[int] = []
         for index in range(end - 1, -1, -1):
             block = first(self._keys.key(block_hashes, index))
@@ -352,8 +363,8 @@ class SlidingWindowGroup(FullAttentionGroup):
                 continue
             run.append(block)
             if len(run) == num_needed:
-                return [NULL_BLOCK] * index + run[::-1]
-        return run[::-1]
+                return [NULL_BLOCK] * index + run[num_dropped:][::-1]
+        return run[num_dropped:][::-1]
 
     def find_fork(self, seq_id: int, num_tokens: int) -> tuple[list[int], int] | None:
         """As for full attention, with null blocks for what is outside of the window.
@@ -419,7 +430,9 @@ class UncachedGroup(FullAttentionGroup):
     ) -> int:
         return 0
 
-    def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> list[int]:
+    def find_longest_hit(
+        self, block_hashes: Sequence[bytes], max_tokens: int, *, drops_last: bool = False
+    ) -> list[int]:
         return []
 
     def find_fork(self, seq_id: int, num_tokens: int) -> None:
@@ -530,8 +543,13 @@ class RecurrentStateGroup(CacheGroup):
             return sequence.blocks[index] != NULL_BLOCK
         return self.num_charged < self._num_usable
 
-    def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> list[int]:
-        """Search from the end: one state is enough, and it is in the last entry."""
+    def find_longest_hit(
+        self, block_hashes: Sequence[bytes], max_tokens: int, *, drops_last: bool = False
+    ) -> list[int]:
+        """Search from the end: one state is enough, and it is in the last entry.
+
+        drops_last is ignored: a model with states has no drafts.
+        """
         find, fresh = self.pool.index.get, self._fresh
         end = min(max_tokens // self.block_size, self._keys.count(block_hashes))
         for index in range(end - 1, -1, -1):

@@ -51,7 +51,12 @@ class KVCacheManager:
     root of the block hashes. hasher: to be given to each Request; None without prefix caching.
     groups: of the model's layers. longest_chunk: maximum tokens of a request in one step;
     None: all of them. reclaimable: retained prefixes, if there are any. num_state_slots: of the
-    pool of recurrent states, with the null slot.
+    pool of recurrent states, with the null slot. drops_last_hit: the last block of a hit is
+    computed again, for a draft head (EAGLE): what it keeps at a position is computed from the
+    hidden state there and from the next token, which may be another one behind the same block.
+
+        cached     | A | B | C |         the head's KV at the end of C is for another next token
+        hit        | A | B |             that of B is right, because C begins with the same token
     """
 
     def __init__(
@@ -67,7 +72,9 @@ class KVCacheManager:
         eviction_policy: str = "lru",
         observers: Sequence[PoolObserver] = (),
         residency: ResidencyMeter = NO_RESIDENCY,
+        drops_last_hit: bool = False,
     ) -> None:
+        self.drops_last_hit = drops_last_hit
         self.block_size = block_size
         self.enable_caching = enable_caching
         self.hasher = BlockHasher(block_size, fingerprint) if enable_caching else None
@@ -82,7 +89,12 @@ class KVCacheManager:
         self._longest_chunk = longest_chunk
         self._residency = residency
         self._coordinator = make_coordinator(
-            self.pool, groups, block_size, num_state_slots, eviction_policy
+            self.pool,
+            groups,
+            block_size,
+            num_state_slots,
+            eviction_policy,
+            drops_last=drops_last_hit,
         )
         self.has_states = bool(self._coordinator.state_groups)
         self.block_groups = tuple(

@@ -24,10 +24,6 @@ PROBE_SHARE: Final = 0.004
 """Share of the time that drafts may take which are not expected to pay."""
 PROBE_TOKENS: Final = 4
 """Longest draft of this kind."""
-CATCH_UP_METHODS: Final = ("draft_model",)
-"""Methods whose model computes the KV of a request when it is asked for the first time. The others
-compute theirs in the steps of the target model."""
-
 _PRIOR_ACCEPTANCE: Final = 0.7
 """Probability that a token behind an accepted one is accepted, before any proposal came."""
 _PRIOR_WEIGHT: Final = 3.0

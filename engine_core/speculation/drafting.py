@@ -24,7 +24,6 @@ from engine_core.speculation.draft_choice import (
     needed_survival,
 )
 from engine_core.speculation.draft_model import (
-    CATCH_UP_METHODS,
     PROBE_SHARE,
     PROBE_TOKENS,
     LookaheadPlanner,
@@ -35,7 +34,7 @@ from engine_core.speculation.grammar import ForcedTokenSource, GrammarProposer
 from engine_core.speculation.lookup import NgramProposer, SuffixProposer
 from engine_core.speculation.proposer import Draft, Proposer, expected_tokens
 from engine_core.speculation.suffix_index import load_suffix_index
-from proto.speculative_config import SpeculativeConfig
+from proto.speculative_config import HEAD_METHODS, SpeculativeConfig
 
 logger = logging.getLogger("tokend.speculation")
 
@@ -121,7 +120,7 @@ class Drafting:
         self._planner: LookaheadPlanner | None = None
         if worker is not None:
             self._planner = LookaheadPlanner(
-                max_proposed or max_tokens, self._cost, catches_up=worker.name in CATCH_UP_METHODS
+                max_proposed or max_tokens, self._cost, catches_up=worker.name not in HEAD_METHODS
             )
 
     def add_request(self, request: Request) -> None:

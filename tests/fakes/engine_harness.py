@@ -71,6 +71,7 @@ class EngineHarness:
         load_failure_policy: LoadFailurePolicy = "recompute",
         compute_meter: ComputeMeter | None = None,
         drafting: DraftProvider | None = None,
+        drops_last_hit: bool = False,
         **scheduler: int | bool | float | str | None,
     ) -> None:
         self.connector = connector
@@ -84,6 +85,7 @@ class EngineHarness:
             longest_chunk=ChunkRule.from_config(config).longest_chunk,
             num_state_slots=num_state_slots,
             observers=observers,
+            drops_last_hit=drops_last_hit,
         )
         self.scheduler = Scheduler(
             config,

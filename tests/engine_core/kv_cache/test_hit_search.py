@@ -34,9 +34,20 @@ def is_hit(window: int | None, size: int, missing: set[int], length: int) -> boo
     return all(block not in missing for block in blocks if (block + 1) * size > first_seen)
 
 
+def is_held(stride: int, missing: set[int], length: int) -> bool:
+    """Return whether a group has the block behind the first `length` tokens."""
+    block = length // (stride * HASH_BLOCK_SIZE)
+    return block < NUM_HASHES // stride and block not in missing
+
+
 @settings(max_examples=150, deadline=None, derandomize=True)
-@given(model=groups_of_model, max_tokens=st.integers(0, NUM_HASHES * HASH_BLOCK_SIZE))
-def test_the_longest_length_that_all_groups_accept_is_found(model, max_tokens):
+@given(
+    model=groups_of_model,
+    max_tokens=st.integers(0, NUM_HASHES * HASH_BLOCK_SIZE),
+    drops_last=st.booleans(),
+)
+def test_the_longest_length_that_all_groups_accept_is_found(model, max_tokens, drops_last):
+    """drops_last: the next block has to be cached in every group, too."""
     pool = BlockPool(200, enable_caching=True)
     groups, tables = [], []
     for number, (window, stride, missing) in enumerate(model):
@@ -55,10 +66,12 @@ def test_the_longest_length_that_all_groups_accept_is_found(model, max_tokens):
         for length in range(max_tokens + 1)
         if all(
             is_hit(window, stride * HASH_BLOCK_SIZE, missing, length)
+            and not (drops_last and length and not is_held(stride, missing, length))
             for window, stride, missing in model
         )
     ]
-    computed = HybridCoordinator(groups).find_longest_hit(HASHES, max_tokens)
+    coordinator = HybridCoordinator(groups, drops_last=drops_last)
+    computed = coordinator.find_longest_hit(HASHES, max_tokens)
     assert computed.num_tokens == max(lengths)
     for (window, stride, missing), table, hits in zip(
         model, tables, computed.block_ids, strict=False

@@ -198,12 +198,17 @@ class CheckedEngine(EngineHarness):
         """Return the tokens of the longest prefix that all groups have for the next token."""
         index, size = self.kv_cache.pool.index, self.block_size
         hashes = self.contents.chain(request)
+        num_more = 1 if self.settings.get("drops_last_hit") else 0
         for count in range((request.num_tokens - 1) // size, 0, -1):
             for number, window in enumerate(self.windows):
                 suffix = bytes([number]) if number else b""
                 first = 0 if window is None else count * size - max(1, window - 1)
                 needed = [each for each in range(count) if (each + 1) * size > first]
-                if any(index.get(hashes[each] + suffix) is None for each in needed):
+                needed += range(count, count + num_more)
+                if any(
+                    each >= len(hashes) or index.get(hashes[each] + suffix) is None
+                    for each in needed
+                ):
                     break
             else:
                 return count * size

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from engine_core.kv_cache import integrity
+from engine_core.kv_connector.base import Match
 from engine_core.request import Request
 from engine_core.scheduler.result import ImpossibleResultError
 from engine_core.speculation.draft_model import WorkerProposer
@@ -12,6 +13,7 @@ from engine_core.speculation.drafting import Drafting
 from proto.engine_io import FinishReason
 from tests.fakes.drafts import SyntheticDrafts
 from tests.fakes.engine_harness import EngineHarness, scheduled
+from tests.fakes.kv_connector import FakeConnector
 from tests.fakes.paged_runner import undisturbed
 
 PROMPT = [1, 2, 3, 4, 5, 6]
@@ -226,3 +228,33 @@ def test_invalid_proposals_are_no_result(drafts: Any, survivals: Any) -> None:
     result.draft_survivals.extend(survivals)
     with pytest.raises(ImpossibleResultError, match="invalid drafts"):
         engine.scheduler.update_from_output(output, result)
+
+
+# A draft head
+
+
+@pytest.mark.parametrize(("length", "cached"), [(32, 12), (16, 12), (17, 12), (12, 8), (4, 0)])
+@pytest.mark.parametrize("windows", [(None,), (None, 6), (5,)])
+def test_a_head_has_the_last_block_of_a_hit_computed_again(
+    windows: Any, length: int, cached: int
+) -> None:
+    """Also where the whole prompt is cached; with a draft model of its own nothing is dropped."""
+    for drops_last_hit in (True, False):
+        engine = EngineHarness(block_size=4, windows=windows, drops_last_hit=drops_last_hit)
+        engine.add_one(list(range(16)), 2, ignore_eos=True)
+        engine.run()
+        prompt = [*range(16), *range(100, 200)][:length]
+        request = engine.add_one(prompt, 3, ignore_eos=True)
+        engine.run()
+        whole = min(16, (length - 1) // 4 * 4)
+        assert request.num_cached_tokens == (cached if drops_last_hit else whole)
+        assert engine.tokens_of(request) == undisturbed(prompt, 3)
+
+
+def test_a_head_has_the_last_block_of_a_load_computed_again() -> None:
+    connector = FakeConnector(lambda request, num_local: Match(16 - num_local, False))
+    engine = EngineHarness(block_size=4, connector=connector, drops_last_hit=True)
+    request = engine.add_one(list(range(16)), 3, ignore_eos=True)
+    engine.run()
+    assert request.num_external_tokens == 12
+    assert engine.tokens_of(request) == undisturbed(list(range(16)), 3)
