@@ -212,13 +212,17 @@ def new_head(
 
 
 def serve_greedy(engine: EngineHarness) -> dict[tuple[int, int], list[int]]:
-    """Answers of greedy requests that share prefixes, some with two choices, while others run."""
+    """Answers of greedy requests that share prefixes, some with two choices, while others run.
+
+    No two of them differ in the first token of a block, behind equal ones: a prefix may be found in
+    blocks that the other one wrote, with its own token behind.
+    """
     generator = torch.Generator().manual_seed(5)
     shared = torch.randint(0, VOCAB_SIZE, (14,), generator=generator).tolist()
     requests = []
     for index in range(10):
         own = torch.randint(0, VOCAB_SIZE, (1 + 9 * (index % 4),), generator=generator).tolist()
-        prompt = shared[: (14, 0, 8)[index % 3]] + own
+        prompt = shared[: (14, 0, 9)[index % 3]] + own
         requests += engine.add(
             prompt,
             12 + 3 * index,
@@ -259,13 +263,20 @@ def test_greedy_drafts_are_those_of_the_published_arithmetic(
 ) -> None:
     folder, setup = targets[target]
     setup.answers = answers = serve_greedy(setup.harness())
-    engine = setup.harness(is_full=is_full, drafting=setup.drafts(0.6), enable_prefix_caching=False)
+    engine = setup.harness(is_full=is_full, drafting=setup.drafts(0.6), drops_last_hit=True)
     runner = LookaheadRunner(engine.runner)  # type: ignore[arg-type]
     head, config = new_head(method, **changes)
     with_head(runner.runner, method, prepare_head(head))
     engine.runner = runner  # type: ignore[assignment]
     assert serve_greedy(engine) == answers
     assert runner.num_resumed > 0 or not is_full
+    cached = [
+        each.first.num_cached_tokens
+        for outputs in engine.outputs.values()
+        for each in outputs
+        if each.first is not None
+    ]
+    assert any(cached)
     residuals = (2, 1, 2) if "eagle_config" in changes else (2, 1, 0)
     reference = HeadReference(folder, head, config, residuals)
     for _, known, proposed, survivals in runner.proposals:
