@@ -41,7 +41,7 @@ _KEYS_OF: Final[dict[str, tuple[str, ...]]] = {
     ),
 }
 _REFUSED_KEYS: Final = {
-    "quantization": "the weights of a draft model are computed as --weight-format says",
+    "quantization": "the weights of a draft model are held as --cpu-weights says",
     "revision": "name a folder or a file that has the revision",
 }
 _DEFAULT_NGRAM: Final = 5

@@ -78,7 +78,8 @@ class MemoryPlan:
     """Bytes that a model takes of a device: those of all workers on a CPU, of one on a GPU.
 
     weights: by format; of the draft model, if there is one, draft_weights. work: by purpose.
-    block_bytes: of a KV block, with the experts that are kept for it; 0 without a KV cache.
+    block_bytes: of a KV block, with the experts that are kept for it and the KV of a draft model; 0
+        without a KV cache.
     num_groups: KV groups with blocks, each of which takes one for the same tokens.
     num_blocks: blocks of the KV pool, with the null block. least_blocks: fewest that it needs.
     num_state_slots, state_bytes: slots for the states of recurrent layers, with the null slot, and

@@ -341,6 +341,17 @@ static PyObject *index_forget(PyObject *object, PyObject *argument) {
     Py_RETURN_NONE;
 }
 
+PyDoc_STRVAR(reserve_doc,
+             "reserve(num_tokens)\n\nMake room for this many more tokens, so that adding them in parts "
+             "moves none.");
+
+static PyObject *index_reserve(PyObject *object, PyObject *argument) {
+    const unsigned long long number = PyLong_AsUnsignedLongLong(argument);
+    if (number == (unsigned long long)-1 && PyErr_Occurred()) return NULL;
+    if (reserve((Index *)object, number > MAX_CAPACITY ? MAX_CAPACITY : number) < 0) return NULL;
+    Py_RETURN_NONE;
+}
+
 static PyObject *index_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"orders",     "depth",  "max_candidates",
                             "max_tokens", "factor", "min_probability", NULL};
@@ -415,6 +426,7 @@ static PyMethodDef index_methods[] = {
     {"propose", (PyCFunction)(void (*)(void))index_propose, METH_FASTCALL, propose_doc},
     {"lookup", (PyCFunction)(void (*)(void))index_lookup, METH_FASTCALL, lookup_doc},
     {"extend", (PyCFunction)(void (*)(void))index_extend, METH_FASTCALL, extend_doc},
+    {"reserve", index_reserve, METH_O, reserve_doc},
     {"separate", index_separate, METH_NOARGS, separate_doc},
     {"forget_before", index_forget, METH_O, forget_doc},
     {NULL, NULL, 0, NULL},

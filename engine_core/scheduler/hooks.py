@@ -142,6 +142,10 @@ class DraftProvider(Protocol):
         """Learn the last `num_new` of `request.all_token_ids`, also of a preempted request."""
         ...
 
+    def begin_step(self) -> None:
+        """Do a part of work that would be too long for one step; called before each plan."""
+        ...
+
     def fill_drafts(
         self, requests: list[Request], limits: list[int], num_other_tokens: int
     ) -> None:
@@ -159,7 +163,10 @@ class DraftProvider(Protocol):
         ...
 
     def record_verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
-        """Note how much of a draft was accepted; called before `add_outputs`."""
+        """Note how much of a draft was accepted; called before `add_outputs` and `end_request`.
+
+        num_drafted: without tokens behind the end of the request, of which nothing is known.
+        """
         ...
 
     def learn_step(self, num_rows: int, seconds: float) -> None:

@@ -222,11 +222,13 @@ class ResultPass:
                 and request.repetition is None
             ):
                 tokens.append(token_ids[0])
+                if num_positions > 1:
+                    self._record_draft(request, num_positions - 1, 1, 0)
             elif num_new:
                 if self._beams.owns_request(request.request_id):
                     invalid = f"sequence {seq_id} has a token instead of candidates"
                     break
-                token_ids = self._append_tokens(request, token_ids)
+                token_ids = self._append_tokens(request, token_ids, num_positions - 1)
                 if seq_id not in requests:
                     finish_reason = request.status.finish_reason
                 if num_positions > 1:
@@ -344,24 +346,34 @@ class ResultPass:
     def _apply_draft(
         self, request: Request, token_ids: list[int], draft: list[int], num_positions: int
     ) -> str:
-        """Count the accepted part of a draft, and take back what was counted for the rest.
+        """Take back what was counted for the rejected part of a draft.
 
-        The placeholders of all positions are taken back already. Returns what is wrong with the
-        row; empty if nothing is.
+        The placeholders of all positions are taken back already. `_record_draft` counts what the
+        request got. Returns what is wrong with the row; empty if nothing is.
         """
         num_accepted = len(token_ids) - 1
         if len(draft) != num_positions - 1 or token_ids[:-1] != draft[:num_accepted]:
             return f"sequence {request.seq_id} has other tokens than those that were drafted"
-        self._speculation.record_verified(request, len(draft), num_accepted)
-        request.num_accepted_drafts += num_accepted
         if request.status is RequestStatus.RUNNING:
             request.num_computed_tokens -= len(draft) - num_accepted
         return ""
 
-    def _append_tokens(self, request: Request, token_ids: list[int]) -> list[int]:
+    def _record_draft(self, request: Request, num_drafted: int, num_new: int, num_cut: int) -> None:
+        """Count the accepted tokens of a draft that the request got.
+
+        num_new: tokens that the request got. num_cut: those behind its end, which do not count, as
+        if they had not been tried.
+        """
+        num_accepted = num_new if num_cut else num_new - 1
+        num_tried = num_accepted if num_cut else num_drafted
+        request.num_accepted_drafts += num_accepted
+        self._speculation.record_verified(request, num_drafted, num_tried, num_accepted)
+
+    def _append_tokens(self, request: Request, token_ids: list[int], num_drafted: int) -> list[int]:
         """Append tokens up to the one that ends the request; return the appended ones.
 
-        Accepted drafts are charged to the tenant. Those behind the end are as if never computed.
+        num_drafted: tokens of its draft. Accepted ones are charged to the tenant. Those behind the
+        end are as if never computed.
         """
         for count, token_id in enumerate(token_ids, 1):
             request.all_token_ids.append(token_id)
@@ -369,11 +381,14 @@ class ResultPass:
                 self._usage.charge_extra_tokens(request, 1)
             status = completion(request, self._max_model_len)
             if status is not request.status:
-                request.num_computed_tokens -= min(
-                    len(token_ids) - count, request.num_computed_tokens
-                )
+                num_cut = len(token_ids) - count
+                if num_drafted:
+                    self._record_draft(request, num_drafted, count, num_cut)
+                request.num_computed_tokens -= min(num_cut, request.num_computed_tokens)
                 self._lifecycle.finish_request(request, status)
                 return token_ids[:count]
+        if num_drafted:
+            self._record_draft(request, num_drafted, len(token_ids), 0)
         return token_ids
 
     def _finish_beams(self, group: BeamGroup, outputs: ClientOutputs) -> None:

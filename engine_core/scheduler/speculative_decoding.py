@@ -100,6 +100,8 @@ class SpeculativeDecoding:
 
     def fill_drafts(self, plan: StepPlan) -> None:
         """Give decoding requests drafts for the step, within the room that is left for them."""
+        if self._drafting is not None:
+            self._drafting.begin_step()
         candidates: list[Request] = []
         limits: list[int] = []
         num_prompt_tokens = num_decoding = 0
@@ -274,8 +276,14 @@ class SpeculativeDecoding:
 
     # Results
 
-    def record_verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
-        """Note the result of a draft; called before its tokens are appended."""
+    def record_verified(
+        self, request: Request, num_drafted: int, num_tried: int, num_accepted: int
+    ) -> None:
+        """Note the result of a draft, before `add_outputs` and the end of the request.
+
+        num_tried: tokens of which it is known whether they were right. num_accepted: that the
+        request got.
+        """
         self._num_drafts += 1
         self._num_draft_tokens += num_drafted
         self._num_accepted += num_accepted
@@ -285,7 +293,7 @@ class SpeculativeDecoding:
         for position in range(num_accepted):
             per_pos[position] += 1
         if self._drafting is not None:
-            self._drafting.record_verified(request, num_drafted, num_accepted)
+            self._drafting.record_verified(request, num_tried, num_accepted)
 
     def add_outputs(self, request: Request, num_new: int) -> None:
         """Note that an unfinished request has new tokens; called while `is_active`."""

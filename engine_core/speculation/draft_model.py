@@ -68,6 +68,8 @@ class WorkerProposer:
         self.name = method
         self._proposals: dict[int, Proposal] = {}  # by seq_id
 
+    def begin_step(self) -> None: ...
+
     def begin_request(self, request: Request) -> bool:
         return True
 

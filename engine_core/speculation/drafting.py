@@ -31,7 +31,7 @@ from engine_core.speculation.draft_model import (
     WorkerProposer,
 )
 from engine_core.speculation.grammar import ForcedTokenSource, GrammarProposer
-from engine_core.speculation.lookup import NgramProposer, SuffixProposer
+from engine_core.speculation.lookup import IndexMemory, NgramProposer, SuffixProposer
 from engine_core.speculation.proposer import Draft, Proposer, expected_tokens
 from engine_core.speculation.suffix_index import load_suffix_index
 from proto.speculative_config import HEAD_METHODS, SpeculativeConfig
@@ -54,9 +54,12 @@ class DraftedRequest:
     __slots__ = ("draft", "model", "proposers")
 
     def __init__(self, proposers: list[Proposer]) -> None:
-        self.proposers: Final = proposers
+        self.proposers = proposers
         self.draft: Draft | None = None
         self.model: Final = ModelRequest()
+
+    def drop_proposer(self, proposer: Proposer) -> None:
+        self.proposers = [other for other in self.proposers if other is not proposer]
 
 
 class DraftCounts:
@@ -125,22 +128,40 @@ class Drafting:
 
     def add_request(self, request: Request) -> None:
         """Begin to draft for a request; `end_request` ends it."""
-        proposers = [one for one in self._proposers if one.begin_request(request)]
+        proposers: list[Proposer] = []
+        for proposer in self._proposers:
+            try:
+                if proposer.begin_request(request):
+                    proposers.append(proposer)
+            except MemoryError:
+                _end_drafts(proposer, request)
         self._requests[request.seq_id] = DraftedRequest(proposers)
+
+    def begin_step(self) -> None:
+        """Do a part of work that would be too long for one step; call it before each."""
+        for proposer in self._proposers:
+            proposer.begin_step()
 
     def add_outputs(self, request: Request, num_new: int) -> None:
         """Learn the last `num_new` tokens of `request.all_token_ids`, which are verified."""
         drafted = self._requests.get(request.seq_id)
         if drafted is not None and num_new:
             for proposer in drafted.proposers:
-                proposer.add_outputs(request, num_new)
+                try:
+                    proposer.add_outputs(request, num_new)
+                except MemoryError:
+                    drafted.drop_proposer(proposer)
+                    _end_drafts(proposer, request)
 
     def end_request(self, request: Request) -> None:
         """Forget a request. If it has finished, drafts of its tenant may repeat its outputs."""
         drafted = self._requests.pop(request.seq_id, None)
         if drafted is not None:
             for proposer in drafted.proposers:
-                proposer.end_request(request)
+                try:
+                    proposer.end_request(request)
+                except MemoryError:
+                    logger.warning("out of memory: %s does not keep the outputs", proposer.name)
             if self._planner is not None:
                 self._planner.end_request(drafted.model, request)
 
@@ -283,7 +304,12 @@ class Drafting:
         best_total = 0.0
         forced: Draft | None = None
         for proposer in drafted.proposers:
-            draft = proposer.propose(request, room)
+            try:
+                draft = proposer.propose(request, room)
+            except MemoryError:
+                drafted.drop_proposer(proposer)
+                _end_drafts(proposer, request)
+                continue
             if draft is not None and draft.is_forced:
                 forced = draft
             elif draft is not None and forced is not None:
@@ -353,6 +379,12 @@ class Drafting:
             self._set_draft(request, Guess(draft, draft.survival, in_flight), len(draft.token_ids))
 
 
+def _end_drafts(proposer: Proposer, request: Request) -> None:
+    """End the drafts of a proposer for a request, after a MemoryError."""
+    logger.warning("out of memory: no more drafts by %s for a request", proposer.name)
+    proposer.end_request(request)
+
+
 def _behind_forced(draft: Draft, forced: Draft) -> Draft | None:
     """Return a draft that begins with the forced tokens, with their survival; None for others."""
     num_forced = len(forced.token_ids)
@@ -396,6 +428,7 @@ def make_drafting(
     if "grammar" in config.methods and grammars is not None:
         proposers.append(GrammarProposer(grammars))
     make_index = load_suffix_index()
+    memory = IndexMemory()
     if make_index is not None:
         if "suffix" in config.methods:
             proposers.append(
@@ -406,6 +439,7 @@ def make_drafting(
                     factor=config.suffix_decoding_max_spec_factor,
                     min_probability=config.suffix_decoding_min_token_prob,
                     max_requests=config.suffix_decoding_max_cached_requests,
+                    memory=memory,
                 )
             )
         if "ngram" in config.methods:
@@ -415,6 +449,7 @@ def make_drafting(
                     config.prompt_lookup_min,
                     config.prompt_lookup_max,
                     config.num_speculative_tokens,
+                    memory,
                 )
             )
     elif not set(config.methods).isdisjoint(("suffix", "ngram")):

@@ -36,6 +36,8 @@ class GrammarProposer:
         self.name = "grammar"
         self._source = source
 
+    def begin_step(self) -> None: ...
+
     def begin_request(self, request: Request) -> bool:
         return self._source.has_grammar(request)
 

@@ -7,10 +7,12 @@
 NgramProposer    the latest occurrence in the request itself
 SuffixProposer   all occurrences in the request, and in earlier outputs of the same tenant
 
-Both index a request with csrc/suffix_index.c, about 20 ns and 40 bytes a token.
+Both index a request with csrc/suffix_index.c, about 20 ns and 40 bytes a token. A long prompt is
+indexed in parts, one a step, so that no step waits for it; until it is, the request has no drafts.
 """
 
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from typing import Final
 
 from engine_core.request import Request
@@ -23,6 +25,10 @@ they pay. A long match is found among its own kind, however often its last two t
 MAX_CANDIDATES: Final = 32
 MAX_REQUEST_TOKENS: Final = 1 << 22
 """Latest tokens of a request that are looked up. Their index is far smaller than their KV."""
+MAX_INDEX_BYTES: Final = 256 << 20
+"""Bytes of the indexes of unfinished requests. Requests beyond it have no drafts by lookup."""
+STEP_TOKENS: Final = 1 << 14
+"""Tokens that are indexed in one step: a third of a millisecond."""
 MAX_TENANT_TOKENS: Final = 1 << 17
 """Tokens of earlier outputs that are kept of one tenant: 5 MB."""
 MAX_OUTPUT_BYTES: Final = 64 << 20
@@ -46,6 +52,108 @@ def length_key(match_length: int) -> int:
     return max(0, 2 * bits + (match_length >> (bits - 1) & 1 if bits else 0) - 2)
 
 
+class IndexMemory:
+    """Bytes of the indexes of unfinished requests, and their limit."""
+
+    def __init__(self, limit: int = MAX_INDEX_BYTES) -> None:
+        self.limit: Final = limit
+        self.num_bytes = 0
+
+
+class RequestIndex:
+    """The index of one request. num_indexed: its leading tokens that are indexed."""
+
+    __slots__ = ("index", "num_bytes", "num_indexed", "request")
+
+    def __init__(self, request: Request, index: SuffixIndex) -> None:
+        self.request: Final = request
+        self.index: Final = index
+        self.num_indexed = 0
+        self.num_bytes = 0
+
+
+class RequestIndexes:
+    """Indexes of unfinished requests: filled a part in each step, within a limit of memory.
+
+    make_index: returns an empty one. memory: shared with other proposers.
+    """
+
+    def __init__(self, make_index: Callable[[], SuffixIndex], memory: IndexMemory) -> None:
+        self._make_index = make_index
+        self._memory = memory
+        self._indexes: dict[int, RequestIndex] = {}  # by seq_id
+        self._pending: deque[RequestIndex] = deque()
+        self._budget = STEP_TOKENS
+
+    def __len__(self) -> int:
+        return len(self._indexes)
+
+    def begin_step(self) -> None:
+        """Index another part of requests that are not indexed yet, the first one first."""
+        self._budget = STEP_TOKENS
+        while self._pending and self._budget > 0:
+            indexed = self._pending[0]
+            if self._indexes.get(indexed.request.seq_id) is not indexed:
+                self._pending.popleft()  # it has ended
+                continue
+            self._extend(indexed)
+            if indexed.num_indexed == indexed.request.num_tokens or self._budget > 0:
+                self._pending.popleft()
+
+    def add_request(self, request: Request) -> bool:
+        """Begin to index a request; False if there is no memory left for it."""
+        indexed = RequestIndex(request, self._make_index())
+        indexed.index.reserve(request.num_tokens)
+        self._indexes[request.seq_id] = indexed
+        if not self._has_room(indexed):
+            self.remove_request(request)
+            return False
+        if not self._pending:
+            self._extend(indexed)
+        if indexed.num_indexed < request.num_tokens:
+            self._pending.append(indexed)
+        return True
+
+    def add_outputs(self, request: Request, num_new: int) -> None:
+        """Index the last tokens, if those before them are."""
+        indexed = self._indexes.get(request.seq_id)
+        num_tokens = request.num_tokens
+        if indexed is not None and indexed.num_indexed == num_tokens - num_new:
+            indexed.index.extend(request.all_token_ids, num_tokens - num_new, num_tokens)
+            indexed.num_indexed = num_tokens
+            if not self._has_room(indexed):
+                self.remove_request(request)
+
+    def find_complete(self, request: Request) -> SuffixIndex | None:
+        """Return the index of a request; None while a part is missing, or without memory for it."""
+        indexed = self._indexes.get(request.seq_id)
+        if indexed is None or indexed.num_indexed < request.num_tokens:
+            return None
+        return indexed.index
+
+    def remove_request(self, request: Request) -> None:
+        indexed = self._indexes.pop(request.seq_id, None)
+        if indexed is not None:
+            self._memory.num_bytes -= indexed.num_bytes
+
+    def _extend(self, indexed: RequestIndex) -> None:
+        request, first = indexed.request, indexed.num_indexed
+        end = min(first + self._budget, request.num_tokens)
+        if end > first:
+            indexed.index.extend(request.all_token_ids, first, end)
+            indexed.num_indexed = end
+            self._budget -= end - first
+            if not self._has_room(indexed):
+                self.remove_request(request)
+
+    def _has_room(self, indexed: RequestIndex) -> bool:
+        """Count the memory of an index; return whether all are within the limit."""
+        num_bytes = indexed.index.num_bytes
+        self._memory.num_bytes += num_bytes - indexed.num_bytes
+        indexed.num_bytes = num_bytes
+        return self._memory.num_bytes <= self._memory.limit
+
+
 class NgramProposer:
     """Continues the longest match of at least `min_match` tokens, the most recent one of these.
 
@@ -53,29 +161,33 @@ class NgramProposer:
     """
 
     def __init__(
-        self, make_index: MakeSuffixIndex, min_match: int, max_match: int, max_tokens: int
+        self,
+        make_index: MakeSuffixIndex,
+        min_match: int,
+        max_match: int,
+        max_tokens: int,
+        memory: IndexMemory | None = None,
     ) -> None:
         self.name = "ngram"
         self._make_index = make_index
         self._min_match = min_match
         self._max_match = max_match
         self._max_tokens = max_tokens
-        self._indexes: dict[int, SuffixIndex] = {}  # by seq_id
+        self._indexes = RequestIndexes(self._new_index, memory or IndexMemory())
+
+    def begin_step(self) -> None:
+        self._indexes.begin_step()
 
     def begin_request(self, request: Request) -> bool:
-        index = self._make_index((self._min_match,), self._max_match, MAX_CANDIDATES)
-        index.extend(request.all_token_ids, 0, request.num_tokens)
-        self._indexes[request.seq_id] = index
-        return True
+        return self._indexes.add_request(request)
 
     def add_outputs(self, request: Request, num_new: int) -> None:
-        num_tokens = request.num_tokens
-        self._indexes[request.seq_id].extend(
-            request.all_token_ids, num_tokens - num_new, num_tokens
-        )
+        self._indexes.add_outputs(request, num_new)
 
     def propose(self, request: Request, max_tokens: int) -> Draft | None:
-        index = self._indexes[request.seq_id]
+        index = self._indexes.find_complete(request)
+        if index is None:
+            return None
         found = index.lookup(index, min(max_tokens, self._max_tokens))
         if found is None:
             return None
@@ -85,9 +197,14 @@ class NgramProposer:
         return Draft(token_ids, survival, self.name, length_key(match_length))
 
     def end_request(self, request: Request) -> None:
-        del self._indexes[request.seq_id]
+        self._indexes.remove_request(request)
 
     def forget_outputs(self) -> None: ...
+
+    def _new_index(self) -> SuffixIndex:
+        return self._make_index(
+            (self._min_match,), self._max_match, MAX_CANDIDATES, MAX_REQUEST_TOKENS
+        )
 
 
 class TenantOutputs:
@@ -116,16 +233,6 @@ class TenantOutputs:
         return len(self._starts)
 
 
-class IndexedRequest:
-    """A request that SuffixProposer drafts for. key: of the outputs that it may repeat."""
-
-    __slots__ = ("index", "key")
-
-    def __init__(self, index: SuffixIndex, key: OutputKey) -> None:
-        self.index: Final = index
-        self.key: Final = key
-
-
 class SuffixProposer:
     """Drafts as in SuffixDecoding (Oliaro et al. 2024), by counts of what followed matches.
 
@@ -136,7 +243,8 @@ class SuffixProposer:
     depth: tokens beyond which matches are equally long. max_tokens: of a draft. factor: tokens of
     a draft for each token of the match. min_probability: of a token and all before it, by counts.
     max_requests: outputs to keep of a tenant; 0 for none.
-    max_tenant_tokens, max_output_bytes: of earlier outputs of one tenant, and of all.
+    max_tenant_tokens, max_output_bytes: of earlier outputs of one tenant and salt, and of all. If
+    they are more, the tenant with the most bytes loses those that it has not used for longest.
     """
 
     def __init__(
@@ -150,6 +258,7 @@ class SuffixProposer:
         max_requests: int,
         max_tenant_tokens: int = MAX_TENANT_TOKENS,
         max_output_bytes: int = MAX_OUTPUT_BYTES,
+        memory: IndexMemory | None = None,
     ) -> None:
         self.name = "suffix"
         self._make_index = make_index
@@ -160,8 +269,9 @@ class SuffixProposer:
         self._max_requests = max_requests
         self._max_tenant_tokens = max_tenant_tokens
         self._max_output_bytes = max_output_bytes
-        self._requests: dict[int, IndexedRequest] = {}  # by seq_id
+        self._indexes = RequestIndexes(self._new_request_index, memory or IndexMemory())
         self._outputs: OrderedDict[OutputKey, TenantOutputs] = OrderedDict()  # oldest use first
+        self._tenant_bytes: dict[int, int] = {}
         self._num_output_bytes = 0
 
     @property
@@ -169,28 +279,27 @@ class SuffixProposer:
         """Bytes of memory of earlier outputs."""
         return self._num_output_bytes
 
+    def begin_step(self) -> None:
+        self._indexes.begin_step()
+
     def begin_request(self, request: Request) -> bool:
-        index = self._new_index(MAX_REQUEST_TOKENS)
-        index.extend(request.all_token_ids, 0, request.num_tokens)
         key = (request.tenant, request.cache_salt)
-        self._requests[request.seq_id] = IndexedRequest(index, key)
         if key in self._outputs:
             self._outputs.move_to_end(key)
-        return True
+        return self._indexes.add_request(request)
 
     def add_outputs(self, request: Request, num_new: int) -> None:
-        num_tokens = request.num_tokens
-        index = self._requests[request.seq_id].index
-        index.extend(request.all_token_ids, num_tokens - num_new, num_tokens)
+        self._indexes.add_outputs(request, num_new)
 
     def propose(self, request: Request, max_tokens: int) -> Draft | None:
         max_tokens = min(max_tokens, self._max_tokens)
-        indexed = self._requests[request.seq_id]
-        index = indexed.index
+        index = self._indexes.find_complete(request)
+        if index is None:
+            return None
         draft = self._draft(index.propose(index, max_tokens), 0)
         if not self._outputs:
             return draft
-        outputs = self._outputs.get(indexed.key)
+        outputs = self._outputs.get((request.tenant, request.cache_salt))
         if outputs is None:
             return draft
         other = self._draft(outputs.index.propose(index, max_tokens), 1)
@@ -214,27 +323,50 @@ class SuffixProposer:
         return Draft(token_ids, survival, self.name, 2 * length_key(match_length) + kind)
 
     def end_request(self, request: Request) -> None:
-        key = self._requests.pop(request.seq_id).key
+        self._indexes.remove_request(request)
         if request.is_finished and request.num_output_tokens and self._max_requests:
-            self._keep_output(key, request)
+            self._keep_output((request.tenant, request.cache_salt), request)
 
     def forget_outputs(self) -> None:
         self._outputs.clear()
+        self._tenant_bytes.clear()
         self._num_output_bytes = 0
 
     def _keep_output(self, key: OutputKey, request: Request) -> None:
-        """Add the outputs to those of the tenant; evict other tenants' beyond the limit."""
-        outputs = self._outputs.pop(key, None)
+        """Add the outputs to those of the tenant; evict some of the largest tenant's if needed."""
+        outputs = self._pop_outputs(key)
         if outputs is None:
             outputs = TenantOutputs(self._new_index(self._max_tenant_tokens), self._max_requests)
-        else:
-            self._num_output_bytes -= outputs.index.num_bytes
         outputs.add_output(request, self._depth)
         self._outputs[key] = outputs
-        self._num_output_bytes += outputs.index.num_bytes
+        self._count_bytes(key, outputs.index.num_bytes)
         while self._num_output_bytes > self._max_output_bytes and len(self._outputs) > 1:
-            _, evicted = self._outputs.popitem(last=False)
-            self._num_output_bytes -= evicted.index.num_bytes
+            self._pop_outputs(self._next_evicted())
+
+    def _next_evicted(self) -> OutputKey:
+        """Return the key of the largest tenant that was not used for longest."""
+        largest, most = 0, -1
+        for tenant, num_bytes in self._tenant_bytes.items():
+            if num_bytes > most:
+                largest, most = tenant, num_bytes
+        return next(key for key in self._outputs if key[0] == largest)
+
+    def _pop_outputs(self, key: OutputKey) -> TenantOutputs | None:
+        outputs = self._outputs.pop(key, None)
+        if outputs is not None:
+            self._count_bytes(key, -outputs.index.num_bytes)
+        return outputs
+
+    def _count_bytes(self, key: OutputKey, num_bytes: int) -> None:
+        """Count bytes of a tenant's outputs; negative for those that are evicted."""
+        tenant = key[0]
+        self._num_output_bytes += num_bytes
+        self._tenant_bytes[tenant] = self._tenant_bytes.get(tenant, 0) + num_bytes
+        if self._tenant_bytes[tenant] == 0:
+            del self._tenant_bytes[tenant]
+
+    def _new_request_index(self) -> SuffixIndex:
+        return self._new_index(MAX_REQUEST_TOKENS)
 
     def _new_index(self, max_tokens: int) -> SuffixIndex:
         return self._make_index(

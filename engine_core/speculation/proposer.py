@@ -55,11 +55,16 @@ class Proposer(Protocol):
 
     `Drafting` calls `begin_request` when a request has blocks for the first time, `add_outputs`
     after every step that gave it tokens, `propose` when a draft may be verified, and `end_request`
-    when it has ended. A preemption changes nothing: the tokens stay.
+    when it has ended. A preemption changes nothing: the tokens stay. A method that raises
+    MemoryError ends the drafts of this proposer for the request: only `end_request` follows.
     """
 
     name: str
     """As in `--speculative-config`, in metrics and in the trace."""
+
+    def begin_step(self) -> None:
+        """Do a part of work that would be too long for one step."""
+        ...
 
     def begin_request(self, request: Request) -> bool:
         """Learn the prompt and the outputs so far; `request.all_token_ids` has both.

@@ -14,6 +14,8 @@ from engine_core import build_native
 class SuffixIndex(Protocol):
     """Token sequences, and where the end of a sequence occurred in them before.
 
+    Methods that need memory raise MemoryError and change nothing then.
+
     Made as SuffixIndex(orders, depth=64, max_candidates=32, max_tokens=2**30, factor=1.0,
     min_probability=0.1).
 
@@ -38,6 +40,10 @@ class SuffixIndex(Protocol):
 
     def extend(self, token_ids: list[int], start: int, end: int) -> None:
         """Append token_ids[start:end]. An id is in [0, 2^32 - 1), otherwise OverflowError."""
+        ...
+
+    def reserve(self, num_tokens: int) -> None:
+        """Make room for this many more tokens, so that adding them in parts moves none."""
         ...
 
     def separate(self) -> None:

@@ -272,6 +272,7 @@ def play(
         limits = [
             len(recording.outputs) - request.num_output_tokens - 1 for request, recording in running
         ]
+        drafting.begin_step()
         start = time.perf_counter()
         drafting.fill_drafts([request for request, _ in running], limits, 0)
         result.decisions.append(time.perf_counter() - start)
@@ -352,6 +353,7 @@ def decision_times(num_requests: int, *, repeats: bool, draft_model: bool = Fals
             sampling_params=SamplingParams(max_tokens=1000),
             hasher=None,
         )
+        drafting.begin_step()
         drafting.add_request(request)
         requests.append(request)
     times = []

@@ -54,6 +54,8 @@ class SyntheticDrafts:
         assert request.seq_id not in self.num_known, "a request was added twice"
         self.num_known[request.seq_id] = request.num_tokens
 
+    def begin_step(self) -> None: ...
+
     def add_outputs(self, request: Request, num_new: int) -> None:
         self.num_known[request.seq_id] += num_new
         assert self.num_known[request.seq_id] == request.num_tokens, "tokens are missing"

@@ -72,6 +72,7 @@ class EngineHarness:
         compute_meter: ComputeMeter | None = None,
         drafting: DraftProvider | None = None,
         drops_last_hit: bool = False,
+        num_draft_positions: int = 0,
         **scheduler: int | bool | float | str | None,
     ) -> None:
         self.connector = connector
@@ -101,6 +102,7 @@ class EngineHarness:
             load_failure_policy=load_failure_policy,
             compute_meter=compute_meter,
             drafting=drafting,
+            num_draft_positions=num_draft_positions,
         )
         self.max_in_flight = OVERLAPPED if config.async_scheduling else SYNCHRONOUS
         self.in_flight: deque[SchedulerOutput] = deque()

@@ -154,6 +154,53 @@ def test_a_stop_token_in_a_draft_ends_the_request_there() -> None:
     assert engine.scheduler.pop_stats().num_discarded_tokens == 4
 
 
+@pytest.mark.parametrize(("place", "accepted"), [(1, 1), (3, 3), (5, 4)])
+def test_only_accepted_tokens_that_the_request_got_are_counted(place: int, accepted: int) -> None:
+    """The draft is the answer's tokens 1 to 4; the one at this place ends the request."""
+    answer = undisturbed(PROMPT, 8)
+    engine = engine_with(4)
+    engine.add_one(PROMPT, 20, stop_token_ids=(answer[place],))
+    engine.run()
+    stats = engine.scheduler.pop_stats()
+    assert stats.num_draft_tokens == 4
+    assert stats.accepted_per_pos == [int(position < accepted) for position in range(4)]
+    drafting = engine.scheduler._speculation._drafting
+    assert drafting.num_accepted == accepted  # type: ignore[union-attr]
+    assert drafting.num_drafted == min(accepted, 4)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_one_sequence_at_a_time_may_have_drafts(is_async: bool) -> None:
+    """No position of max_num_seqs is spare: drafts use those that are planned for them."""
+    engine = EngineHarness(
+        block_size=4,
+        max_num_seqs=1,
+        num_draft_positions=4,
+        drafting=SyntheticDrafts(0.7),
+        async_scheduling=is_async,
+    )
+    requests = [engine.add_one([*PROMPT, each], 20, ignore_eos=True) for each in (1, 2)]
+    engine.run()
+    assert max(step.total_num_scheduled_tokens for step in engine.runner.steps[1:]) > 1
+    longest = max(len(draft) for step in engine.runner.steps for draft in step.drafts.values())
+    assert longest == 4
+    for request in requests:
+        assert engine.tokens_of(request) == undisturbed(request.prompt_token_ids, 20)
+
+
+def test_a_reset_forgets_outputs_and_not_requests() -> None:
+    drafting = SyntheticDrafts(0.7)
+    drafting.forget_outputs = lambda: forgotten.append(dict(drafting.num_known))  # type: ignore[method-assign]
+    forgotten: list[dict[int, int]] = []
+    engine = EngineHarness(block_size=4, drafting=drafting)
+    request = engine.add_one(PROMPT, 9, ignore_eos=True)
+    engine.step()
+    engine.scheduler.reset_prefix_cache(preempting=True)
+    assert forgotten == [{request.seq_id: request.num_tokens}]
+    engine.run()
+    assert engine.tokens_of(request) == undisturbed(PROMPT, 9)
+
+
 def test_logprobs_end_with_the_token_that_ends_the_request() -> None:
     answer = undisturbed(PROMPT, 8)
     engine = engine_with(5)

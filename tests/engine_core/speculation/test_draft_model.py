@@ -23,6 +23,8 @@ class Rival:
 
     name = "suffix"
 
+    def begin_step(self) -> None: ...
+
     def begin_request(self, request) -> bool:
         return True
 

@@ -20,6 +20,8 @@ class FixedProposer:
         self.token_ids, self.survival = list(token_ids), survival
         self.calls = []
 
+    def begin_step(self) -> None: ...
+
     def begin_request(self, request) -> bool:
         self.calls.append(("begin", request.seq_id))
         return True
@@ -262,6 +264,47 @@ def test_a_full_batch_asks_no_proposer(make_request):
     requests = start(make_request, drafting, 64)
     fill(drafting, requests)
     assert not any(request.spec_token_ids for request in requests)
+
+
+class FullProposer(FixedProposer):
+    """Raises MemoryError in one of its methods."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__((9, 9, 9, 9), 0.99, "full")
+        self.method = method
+
+    def begin_request(self, request) -> bool:
+        self._raise("begin_request")
+        return super().begin_request(request)
+
+    def add_outputs(self, request, num_new) -> None:
+        self._raise("add_outputs")
+
+    def propose(self, request, max_tokens) -> Draft | None:
+        self._raise("propose")
+        return super().propose(request, max_tokens)
+
+    def end_request(self, request) -> None:
+        super().end_request(request)
+        self._raise("end_request")
+
+    def _raise(self, method: str) -> None:
+        if method == self.method:
+            raise MemoryError
+
+
+@pytest.mark.parametrize("method", ["begin_request", "add_outputs", "propose", "end_request"])
+def test_without_memory_a_request_has_the_drafts_of_other_proposers(make_request, caplog, method):
+    full, other = FullProposer(method), FixedProposer()
+    drafting = Drafting([full, other], LIMIT)
+    learn_costs(drafting, 0.02)
+    (request,) = start(make_request, drafting)
+    drafting.add_outputs(request, 1)
+    fill(drafting, [request])
+    assert request.spec_token_ids == ([9] * 4 if method == "end_request" else [1, 2, 3, 4])
+    drafting.end_request(request)
+    assert full.calls.count(("end", request.seq_id)) == 1
+    assert "out of memory" in caplog.text
 
 
 # From the configuration

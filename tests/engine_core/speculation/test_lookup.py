@@ -5,7 +5,13 @@ import random
 import pytest
 
 from engine_core.request import RequestStatus
-from engine_core.speculation.lookup import NgramProposer, SuffixProposer, length_key
+from engine_core.speculation.lookup import (
+    STEP_TOKENS,
+    IndexMemory,
+    NgramProposer,
+    SuffixProposer,
+    length_key,
+)
 
 
 @pytest.fixture
@@ -164,8 +170,70 @@ def test_a_request_leaves_nothing_behind(make_suffix, make_index, make_request):
             proposer.begin_request(request)
             request.status = status
             proposer.end_request(request)
-    assert not suffix._requests
-    assert not ngram._indexes
+    assert len(suffix._indexes) == len(ngram._indexes) == 0
+    assert suffix._indexes._memory.num_bytes == ngram._indexes._memory.num_bytes == 0
+
+
+def test_a_tenant_with_many_salts_evicts_its_own_outputs(make_suffix, make_request):
+    proposer = make_suffix(max_output_bytes=200_000)
+    serve(proposer, make_request([1, 2], tenant=1), range(100, 400))
+    for salt in range(40):
+        request = make_request([1, 2], tenant=2, cache_salt=str(salt))
+        serve(proposer, request, range(100, 400))
+    assert 100_000 < proposer.num_output_bytes <= 200_000
+    for tenant, salt, is_kept in ((1, None, True), (2, "0", False), (2, "39", True)):
+        request = make_request([1, 2], tenant=tenant, cache_salt=salt)
+        proposer.begin_request(request)
+        assert bool(tokens_of(proposer.propose(request, 16))) is is_kept
+
+
+@pytest.mark.parametrize("method", ["suffix", "ngram"])
+def test_a_long_prompt_is_indexed_in_parts(make_suffix, make_index, make_request, method):
+    """Several requests take turns; tokens that come meanwhile are indexed with the rest."""
+    proposer = make_suffix() if method == "suffix" else NgramProposer(make_index, 2, 4, 8)
+    long = make_request([*range(1000, 1000 + 2 * STEP_TOKENS), 7, 1000, 1001])
+    short = make_request([1, 2, 3, 1, 2])
+    proposer.begin_request(long)
+    proposer.begin_request(short)
+    assert proposer.propose(long, 8) is proposer.propose(short, 8) is None
+    append(long, 1002)
+    proposer.add_outputs(long, 1)
+    proposer.begin_step()
+    assert proposer.propose(long, 8) is proposer.propose(short, 8) is None
+    proposer.begin_step()
+    assert tokens_of(proposer.propose(long, 2)) == [1003, 1004]
+    assert tokens_of(proposer.propose(short, 1)) == [3]
+    append(long, 1003)
+    proposer.add_outputs(long, 1)
+    assert tokens_of(proposer.propose(long, 2)) == [1004, 1005]
+    ended = make_request(list(range(3 * STEP_TOKENS)))
+    proposer.begin_request(ended)
+    finish(proposer, ended)
+    proposer.begin_step()
+    assert not proposer._indexes._pending
+
+
+@pytest.mark.parametrize("method", ["suffix", "ngram"])
+def test_memory_of_unfinished_requests_is_bounded(make_suffix, make_index, make_request, method):
+    memory = IndexMemory(limit=50_000)
+    proposer = (
+        make_suffix(memory=memory)
+        if method == "suffix"
+        else NgramProposer(make_index, 2, 4, 8, memory)
+    )
+    requests = [make_request([1, 2, 3, 1, 2] * 40) for _ in range(20)]
+    known = [request for request in requests if proposer.begin_request(request)]
+    assert 0 < len(known) < 20
+    assert 25_000 < memory.num_bytes <= memory.limit
+    grown = known[0]
+    for _ in range(40):
+        append(grown, *range(1000))
+        proposer.add_outputs(grown, 1000)
+    assert memory.num_bytes <= memory.limit, "a request that outgrows the limit has no index"
+    assert proposer.propose(grown, 8) is None
+    for request in known:
+        proposer.end_request(request)
+    assert memory.num_bytes == 0
 
 
 def test_keys_of_lengths_grow_slowly():

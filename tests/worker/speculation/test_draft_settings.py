@@ -166,7 +166,7 @@ def test_the_plan_has_what_the_draft_model_takes(
 def test_a_draft_model_that_does_not_fit_is_refused(
     models: dict[str, PreparedModel], tmp_path: Path
 ) -> None:
-    config = settings("--kv-cache-memory", "8E")
+    config = settings("--kv-cache-memory", "100000G")
     plan = plan_memory(config, models["llama"], cpu_of(config), draft=models["qwen3"])
     assert not plan.fits
     message = str(refusal(plan, config, models["llama"], cpu_of(config), draft=models["qwen3"]))
