@@ -12,9 +12,9 @@ all tokens, so a prefix that is found in the cache has the head's KV, too. The l
 depends on the first token of the next one: the engine therefore computes the last block of a found
 prefix again. Positions whose results are not needed cost two products and no attention.
 
-KV of the head may be stale: in blocks that a connector loaded, behind a token that a beam chose, and
-at the end of a block after which two sequences went on with different tokens: of equal blocks the
-prefix cache keeps one. That costs acceptance, never a token of an answer.
+KV of the head may be stale: in blocks that a connector loaded, behind a token that a beam chose,
+and at the end of a block after which two sequences went on with different tokens: of equal blocks
+the prefix cache keeps one. That costs acceptance, never a token of an answer.
 """
 
 import time
