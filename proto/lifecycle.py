@@ -257,7 +257,7 @@ class WorkerReady(msgspec.Struct, array_like=True, tag=10, frozen=True):
 
     kv_cache_bytes: memory available for the KV pool.
     fingerprint: 32-byte hash of everything that affects KV values; root of the block hashes.
-    weights: memory by weight format.
+    weights: memory by weight format, that of a draft model included.
     phases: phases of the start so far.
     computes_ahead: whether it can take the next step before the tokens of the last are known.
     step_tokens: token budget of a step that its memory was planned for.

@@ -166,6 +166,8 @@ class Decision(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc
     new: admitted for the first time; resumed: admitted again; hits: of both.
     running, running_tokens: sequences that ran already; an empty list of counts means 1 each.
     drafted, draft_tokens: those of them with a draft, and how many of their tokens are its.
+    lookahead, lookahead_tokens: those for which the workers' draft model proposes tokens behind the
+    step, and how many at most.
     preempted: in order. num_tokens: of the step. context_tokens: computed tokens of all its
     sequences after it.
     """
@@ -182,6 +184,8 @@ class Decision(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc
     context_tokens: int = 0
     drafted: list[int] = []
     draft_tokens: list[int] = []
+    lookahead: list[int] = []
+    lookahead_tokens: list[int] = []
 
 
 class Step(_Line, frozen=True, kw_only=True, tag="step"):

@@ -69,7 +69,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
     prompt_lookup_min: int = _DEFAULT_NGRAM
     prompt_lookup_max: int = _DEFAULT_NGRAM
     suffix_decoding_max_tree_depth: int = 64
-    suffix_decoding_max_cached_requests: int = 10_000
+    suffix_decoding_max_cached_requests: int = 1_000
     suffix_decoding_max_spec_factor: float = 2.0
     suffix_decoding_min_token_prob: float = 0.1
     model: str | None = None

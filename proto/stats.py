@@ -65,7 +65,8 @@ class SchedulerStats(msgspec.Struct, array_like=True, frozen=True):
 
     Speculative decoding: num_drafts verified, their tokens (num_draft_tokens), those of them that
     were accepted, in all and by position in the draft (accepted_per_pos), and tokens that a grammar
-    refused before they were computed (num_invalid_draft_tokens).
+    refused before they were computed (num_invalid_draft_tokens). draft_tokens_by_source and
+    accepted_by_source: those by the method of --speculative-config that drafted them.
 
     Estimates per worker, with --enable-mfu-metrics: FLOPs, bytes read and written; by step, their
     shares of the configured peak rates.
@@ -106,6 +107,8 @@ class SchedulerStats(msgspec.Struct, array_like=True, frozen=True):
     num_accepted_tokens: int = 0
     accepted_per_pos: list[int] = []
     num_invalid_draft_tokens: int = 0
+    draft_tokens_by_source: dict[str, int] = {}
+    accepted_by_source: dict[str, int] = {}
 
     @property
     def cpu_offload_usage(self) -> float:

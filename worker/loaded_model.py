@@ -314,6 +314,8 @@ def _load_draft(
         weight_format,
         group,
     )
+    if notice := describe_dense_weights(weight_format):
+        report(Notice("worker", group.rank, f"{draft.name}: {notice}"))
     kv_dtype = draft_kv_dtype(model.spec, config, dtype)
     layout, geometry = draft_cache(model.spec, kv_dtype)
     return LoadedDraft(

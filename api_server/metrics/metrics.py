@@ -31,6 +31,7 @@ from api_server.metrics.engine_gauges import EngineGauges
 from api_server.metrics.http_metrics import HttpMetrics
 from api_server.metrics.metric_sheet import BroadcastCounter, Counter, Gauge, Histogram, MetricSheet
 from proto.lifecycle import EngineReady, Role, process_title
+from proto.speculative_config import METHODS
 from proto.stats import KVMediumStats, SchedulerStats
 
 # Bounds as vLLM has them, so that its dashboards show the same quantiles.
@@ -166,6 +167,18 @@ class Metrics(Collector):
             "Accepted tokens of drafts, by position in the draft.",
             "position",
             tuple(map(str, range(DRAFT_POSITIONS))),
+        )
+        self._drafted_by_source = self._counters(
+            "tokend:spec_decode_num_draft_tokens_by_source",
+            "Verified tokens of drafts, by the method that drafted them.",
+            "source",
+            METHODS,
+        )
+        self._accepted_by_source = self._counters(
+            "tokend:spec_decode_num_accepted_tokens_by_source",
+            "Those of them that were accepted.",
+            "source",
+            METHODS,
         )
         self._medium_counters = {
             field: self._counters(name, text, "medium", _MEDIA)
@@ -368,6 +381,10 @@ class Metrics(Collector):
             counter.increment(getattr(stats, field))
         for position, number in enumerate(stats.accepted_per_pos[:DRAFT_POSITIONS]):
             self._accepted_per_pos[str(position)].increment(number)
+        for source, number in stats.draft_tokens_by_source.items():
+            self._drafted_by_source[source].increment(number)
+        for source, number in stats.accepted_by_source.items():
+            self._accepted_by_source[source].increment(number)
         for medium_stats in stats.kv_media:
             self._record_medium_stats(medium_stats)
         self._discarded["late"].increment(stats.num_discarded_tokens)

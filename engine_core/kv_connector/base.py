@@ -94,7 +94,8 @@ class SchedulerConnector:
         """Plan the load of a request for which blocks were allocated.
 
         block_ids: complete block tables, one for each KV cache group.
-        num_external_tokens: matched tokens to load; 0: the request starts without a load.
+        num_external_tokens: of the matched tokens, those to load; 0: the request starts without a
+            load. They end with request.num_computed_tokens.
         """
 
     def build_connector_meta(self, output: SchedulerOutput) -> Payload:

@@ -130,7 +130,7 @@ class DraftProvider(Protocol):
     """
 
     has_draft_model: bool
-    """Whether a model in the workers proposes drafts; the last four methods are for it."""
+    """Whether a model in the workers proposes drafts; the last five methods are for it."""
     max_proposal_len: int
     """Tokens of a sequence beyond which that model proposes nothing."""
 
@@ -151,10 +151,9 @@ class DraftProvider(Protocol):
     ) -> None:
         """Set `spec_token_ids` of those requests that shall be drafted for in the next step.
 
-        Called once a step. A draft is a guess at the tokens that follow `all_token_ids`; the
-        scheduler cuts it to the room that the step, the request and its grammar have. If a step of
-        the request is in flight, the first token of the draft is that of the step, and is not
-        computed again.
+        Called once a step. A draft follows `all_token_ids`; the scheduler cuts it to the room that
+        the step, the request and its grammar have. If a step of the request is in flight, the first
+        token of the draft is that of the step, and is not computed again.
 
         requests: running ones that decode, in the order in which they are planned. limits: draft
         tokens, without that of a step in flight, which each of them has use for. num_other_tokens:

@@ -479,13 +479,18 @@ class KVTransferManager:
 
         That token may be in the last loaded block, except with windows, where the blocks that a
         token needs are known only from the end of a block on. For a draft head the last block is
-        computed again, like that of a cached prefix.
+        computed again, like that of a cached prefix; with windows nothing is loaded then, because
+        a connector has matched the blocks that the end of the match needs.
         """
         most = request.num_tokens - (1 if not self._kv_cache.is_downward_closed else 0)
         if request.num_tokens == 1:
             return 0
         most -= most % self._kv_cache.block_size
-        num_dropped = self._kv_cache.block_size if self._kv_cache.drops_last_hit else 0
+        num_dropped = 0
+        if self._kv_cache.drops_last_hit:
+            if not self._kv_cache.is_downward_closed:
+                return 0
+            num_dropped = self._kv_cache.block_size
         return max(0, min(num_matched, most - num_local) - num_dropped)
 
     def _blocks_to_come(self, request: Request) -> int:

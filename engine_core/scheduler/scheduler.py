@@ -367,6 +367,7 @@ class Scheduler:
         job_seconds, tool_seconds = self.agent_sessions.pop_durations()
         num_taken, num_hit, num_expired, num_given_up = self._retained_prefixes.pop_counts()
         num_drafts, num_drafted, num_accepted, per_pos, num_invalid = self._speculation.pop_stats()
+        sources = self._speculation.pop_source_counts()
         meter = self._compute_meter
         flops, read_bytes, write_bytes = (0, 0, 0) if meter is None else meter.pop_totals()
         shares: tuple[list[float], list[float]] = ([], []) if meter is None else meter.pop_shares()
@@ -406,6 +407,8 @@ class Scheduler:
             num_accepted_tokens=num_accepted,
             accepted_per_pos=per_pos,
             num_invalid_draft_tokens=num_invalid,
+            draft_tokens_by_source={name: counts[0] for name, counts in sources.items()},
+            accepted_by_source={name: counts[1] for name, counts in sources.items()},
         )
         self._num_preemptions = self._num_scheduled_tokens = 0
         return stats

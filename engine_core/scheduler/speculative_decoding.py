@@ -1,10 +1,8 @@
 """Speculative decoding in the scheduler: which requests are drafted for, how much of a draft a step
 has room for, and what became of it.
 
-A draft is a guess at the next tokens of a request. A step computes its tokens together with the
-last known one and samples a token at each position, with the draw of that position. The worker
-accepts the draft as far as the sampled tokens agree with it, so a request has the same tokens as
-without drafts:
+A step computes a draft (`engine_core/speculation/proposer.py`) together with the last known token,
+and the worker accepts it as far as the sampled tokens agree with it:
 
     computed      |------------ n ------------|
     step                                      |x|d|d|d|      x: the last known token, d: the draft
@@ -324,6 +322,10 @@ class SpeculativeDecoding:
         self._num_drafts = self._num_draft_tokens = self._num_accepted = self._num_invalid = 0
         self._accepted_per_pos = []
         return stats
+
+    def pop_source_counts(self) -> dict[str, tuple[int, int]]:
+        """Return (verified, accepted) tokens by drafter since the last call."""
+        return {} if self._drafting is None else self._drafting.pop_source_counts()
 
     # As a listener
 

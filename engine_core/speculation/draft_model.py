@@ -40,11 +40,14 @@ _MAX_BEHIND: Final = 32
 """Tokens without draft KV up to which the next pass takes them along; beyond, it is a catch-up."""
 _MAX_CATCH_UP: Final = 2048
 """Tokens of several requests that catch up behind one step; a single request may have more."""
+_FEW_REQUESTS: Final = 8
+"""Requests up to which each is looked at in every step, as some may be better than the mean."""
 _NUM_TRIAL: Final = 16
 """Proposals before which one request at a time is tried, whatever it costs to catch up."""
 _EARNED_FORGETTING: Final = 0.98
 _EARNED_PRIOR: Final = 10.0
 """Weight of earlier proposals in what one brings, and that of the estimate."""
+_LEAST_SURVIVAL: Final = 1e-9
 _MIN_SURVIVAL_LIMIT: Final = 0.9
 _CONFIDENCE: Final = (0.4, 0.8)
 """Borders of the survival of a first token between proposals whose acceptance is learnt apart."""
@@ -192,13 +195,19 @@ class LookaheadPlanner:
             self._pass_cost.learn_step(number, duration)
 
     def learn_proposal(
-        self, state: ModelRequest, num_asked: int, raw: Sequence[float], survivals: Sequence[float]
+        self,
+        state: ModelRequest,
+        num_known: int,
+        num_asked: int,
+        raw: Sequence[float],
+        survivals: Sequence[float],
     ) -> None:
-        """Learn a proposal of up to `num_asked` tokens.
+        """Learn a proposal of up to `num_asked` tokens, behind num_known ones.
 
         raw, survivals: of its tokens, as the model has them, and corrected by acceptance. Of tokens
         that the model did not propose, as too unlikely, none would have been accepted.
         """
+        state.num_computed = num_known - 1
         before = 1.0
         for position in range(min(num_asked, self._max_tokens)):
             survival = survivals[position] if position < len(survivals) else 0.0
@@ -230,7 +239,7 @@ class LookaheadPlanner:
         for position in range(self._max_tokens):
             seen = self._asked[position]
             ratio = (self._accepted[position] + _PRIOR_WEIGHT * ratio) / (seen + _PRIOR_WEIGHT)
-            survival *= ratio
+            survival = max(survival * ratio, _LEAST_SURVIVAL)
             survivals.append(survival)
         self._survivals = survivals
 
@@ -239,9 +248,10 @@ class LookaheadPlanner:
     def may_pay(self, num_requests: int, num_other: int) -> bool:
         """Return whether proposals may be asked for: they pay, or the time for a probe is saved up.
 
-        It is the quick check of a step in which they do not.
+        It is the quick check of a large step in which they do not.
         """
-        self.probe = None
+        if num_requests <= _FEW_REQUESTS:
+            return True
         cost = self._cost
         if self._best_length(num_requests, num_requests, num_other, 1.0, 0.0)[0]:
             return True
@@ -261,7 +271,8 @@ class LookaheadPlanner:
 
         Call it after `may_pay`. requests: those that decode, each with its limit, at least 1.
         num_other: rows of a step that belong to prompts. Sets `min_survival`, and `probe` to the
-        state of a request whose proposal shall be verified although it is not expected to pay.
+        state of a request whose proposal shall be verified although it is not expected to pay; the
+        caller sets it back to None.
         """
         num_requests = len(states)
         lengths = [0] * num_requests
@@ -337,7 +348,6 @@ class LookaheadPlanner:
                     continue
                 num_behind += behind
             lengths[index] = min(length, limits[index])
-            states[index].num_computed = requests[index].num_computed_tokens + 1
 
     def _best_length(
         self, num_part: int, num_requests: int, num_other: int, factor: float, rival: float
@@ -451,7 +461,6 @@ class LookaheadPlanner:
             return
         self._probe_budget -= time
         self.probe = states[best]
-        self.probe.num_computed = requests[best].num_computed_tokens + 1
         self.min_survival = 0.0
         lengths[best] = min(PROBE_TOKENS, limits[best])
 

@@ -269,7 +269,9 @@ class Drafting:
         self._worker.keep_proposal(request, token_ids, survivals)
         draft = self._worker.propose(request, len(token_ids))
         corrected = [] if draft is None else self._acceptance.survival(draft)
-        self._planner.learn_proposal(drafted.model, num_asked, survivals, corrected)
+        self._planner.learn_proposal(
+            drafted.model, request.num_tokens, num_asked, survivals, corrected
+        )
 
     def restart_request(self, request: Request) -> None:
         """Note that the workers have lost the KV of a request, the draft model's included."""
@@ -361,17 +363,22 @@ class Drafting:
     def _verify_probe(
         self, probe: ModelRequest, requests: Sequence[Request], limits: Sequence[int]
     ) -> None:
-        """Verify a proposal that was asked for only to learn whether such proposals pay."""
+        """Verify a proposal, once it is there, that was only asked for to learn what it brings."""
         assert self._worker is not None
+        assert self._planner is not None
         for request, limit in zip(requests, limits, strict=True):
             drafted = self._requests.get(request.seq_id)
             if drafted is None or drafted.model is not probe or request.spec_token_ids:
                 continue
+            if limit <= 0:
+                return
             num_in_flight = request.num_output_placeholders
             draft = self._worker.propose(request, min(limit, PROBE_TOKENS) + num_in_flight)
-            if draft is not None:
-                draft = _before_stop(draft, request)
-            if draft is None or len(draft.token_ids) <= num_in_flight or num_in_flight > 1:
+            if draft is None or num_in_flight > 1:
+                return
+            self._planner.probe = None
+            draft = _before_stop(draft, request)
+            if draft is None or len(draft.token_ids) <= num_in_flight:
                 return
             in_flight = draft.token_ids[:num_in_flight]
             if num_in_flight:

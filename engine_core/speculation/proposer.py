@@ -12,11 +12,12 @@ from engine_core.request import Request
 
 
 class Draft:
-    """A guess at the next tokens of one request.
+    """A draft of one request.
 
     token_ids: the guessed tokens, in order; at least one.
     survival: for each of them, the estimated probability that it and all before it are accepted;
-        does not grow along the draft.
+        does not grow along the draft. (Papers on speculative decoding call the probability of one
+        token given those before it the acceptance probability; this is their running product.)
     source: the name of the proposer.
     key: what acceptance is recorded by besides source and position, such as the length of the
         match that the guess continues. A source has few keys, so that each is seen often.

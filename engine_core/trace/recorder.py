@@ -249,6 +249,8 @@ class TraceRecorder:
             context_tokens=context,
             drafted=list(plan.drafts),
             draft_tokens=list(map(len, plan.drafts.values())),
+            lookahead=list(plan.lookahead),
+            lookahead_tokens=list(plan.lookahead.values()),
         )
 
     def _hit(self, request: Request) -> PrefixHit:

@@ -71,6 +71,9 @@ class GrammarRunner(PagedRunner):
         self.next_token = lambda token_ids, choice: self._draw(row, token_ids, choice)
         return super()._sample(row, end)
 
+    def _guess(self, row: Row, token_ids: list[int]) -> int:
+        return hashed_token(token_ids, row.choice, SIZE)  # a draft model knows no grammar
+
     def _draw(self, row: Row, token_ids: list[int], choice: int) -> int:
         seq_id = next(each for each, other in self.rows.items() if other is row)
         if seq_id not in self.masks.seq_ids:

@@ -12,7 +12,7 @@ from engine_core.kv_cache.pool import TransferRefs
 from engine_core.kv_connector.base import SchedulerConnector, SchedulerContext
 from engine_core.kv_connector.offload.connector import OffloadingScheduler
 from engine_core.request import Request
-from engine_core.scheduler.hooks import Unblock
+from engine_core.scheduler.hooks import DraftProvider, Unblock
 from engine_core.scheduler.kv_transfer import IsStorable
 from engine_core.scheduler.result import ClientOutputs
 from engine_core.scheduler.scheduler import Scheduler
@@ -126,9 +126,17 @@ class OffloadRig(EngineHarness):
         role: str = "kv_both",
         extra: dict[str, Any] | None = None,
         load_failure_policy: LoadFailurePolicy = "recompute",
+        drafting: DraftProvider | None = None,
+        drops_last_hit: bool = False,
         **scheduler: Any,
     ) -> None:
-        super().__init__(num_blocks=num_blocks, block_size=block_size, windows=windows, **scheduler)
+        super().__init__(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            windows=windows,
+            drops_last_hit=drops_last_hit,
+            **scheduler,
+        )
         slot_bytes = size * BYTES_PER_TOKEN * num_ranks
         transfer = KVTransferConfig(
             kv_connector="OffloadingConnector",
@@ -173,6 +181,7 @@ class OffloadRig(EngineHarness):
             vocab_size=VOCAB_SIZE,
             connect=connect,
             load_failure_policy=load_failure_policy,
+            drafting=drafting,
         )
 
     def collect(self, output: SchedulerOutput) -> dict[int, list[EngineCoreOutput]]:

@@ -161,13 +161,17 @@ class PagedRunner:
                     if draft:
                         self.slots[slot] = b"a draft"
                 is_right = self.dice.random() < self.draft_acceptance
-                draft.append(self.next_token(token_ids, row.choice) if is_right else 1)
+                draft.append(self._guess(row, token_ids) if is_right else 1)
                 token_ids.append(draft[-1])
             result.draft_seq_ids.append(seq_id)
             result.draft_token_ids.append(draft)
             result.draft_survivals.append([0.8 ** (index + 1) for index in range(most)])
             result.draft_pass_rows.extend([1] * most)
             result.draft_pass_seconds.extend([0.001] * most)
+
+    def _guess(self, row: Row, token_ids: list[int]) -> int:
+        """Return what the draft model holds for the next token."""
+        return self.next_token(token_ids, row.choice)
 
     def _begin(self, new: NewRequestData) -> tuple[int, int, int]:
         assert new.seq_id not in self.rows, "a sequence was sent twice as new"

@@ -131,10 +131,18 @@ KV_CACHE = (
     Fault(
         "window_hit_lacks_a_block",
         "engine_core/kv_cache/groups.py",
-        "        num_needed = self._num_seen_blocks\n",
-        "        num_needed = max(1, self._num_seen_blocks - 1)\n",
+        "        num_needed = self._num_seen_blocks + num_dropped\n",
+        "        num_needed = max(1, self._num_seen_blocks - 1) + num_dropped\n",
         "Models with a sliding window start from a prefix that is not all there.",
         ("tests/engine_core/kv_cache/test_hybrid.py",),
+    ),
+    Fault(
+        "head_hit_keeps_its_last_block",
+        "engine_core/kv_cache/groups.py",
+        "        if drops_last and hits:\n            hits.pop()\n",
+        "",
+        "A draft head reads what it kept for another next token, and its drafts become worse.",
+        ("tests/engine_core/scheduler/test_lookahead.py",),
     ),
     Fault(
         "pending_copy_not_cancelled",
@@ -148,6 +156,14 @@ KV_CACHE = (
 )
 
 SCHEDULER = (
+    Fault(
+        "lookahead_without_blocks",
+        "engine_core/scheduler/speculative_decoding.py",
+        "allocate_slots(request, num_new, NOTHING_COMPUTED, length)",
+        "allocate_slots(request, num_new, NOTHING_COMPUTED, 0)",
+        "A draft model writes its KV to positions for which a request has no block.",
+        ("tests/engine_core/scheduler/test_lookahead.py",),
+    ),
     Fault(
         "watermark_ignored",
         "engine_core/scheduler/admission.py",

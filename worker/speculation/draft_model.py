@@ -1,7 +1,7 @@
 """Drafts by a second, smaller model with the same tokenizer. Start at DraftModel.after_step.
 
     known tokens    t0 t1 … tm | x              x: the last one, sampled in this step
-    first pass      everything up to x that has no KV here yet  ─▶ d0
+    passes over     everything up to x that has no KV here yet  ─▶ d0
     decode passes                               d0 ─▶ d1 ─▶ d2 …
 
 Its KV cache has the block ids of the served model, those of a group that keeps all tokens, so that
@@ -34,6 +34,9 @@ from worker.speculation.drafter import Drafts, SampledStep
 from worker.speculation.proposals import Proposal, ProposalSampler, finished
 
 Hashes = NDArray[np.uint64]
+CATCH_UP_PASSES: Final = 16
+"""Most passes of a step in which a sequence computes tokens that its KV lacks. A step must stay
+short, because other requests, and an abort, wait for its end."""
 _ABSENT_TOKEN: Final = 0
 """Is read in place of a token that the draft model's vocabulary lacks."""
 
@@ -84,39 +87,47 @@ class DraftModel:
 
     @torch.inference_mode()
     def after_step(self, step: SampledStep) -> Drafts:
-        """Return a draft for each sequence with lookahead, if a pass completes its KV.
+        """Return a draft for each sequence with lookahead, if its KV can be completed.
 
-        The first pass takes at most `step_tokens` tokens, those of sequences that miss the fewest
-        first. A sequence that misses more goes on in the next step, and is in the result later.
+        A pass takes at most `step_tokens` tokens, those of sequences that miss the fewest first:
+        drafts that go on, then what is missing. A sequence that still lacks KV after
+        CATCH_UP_PASSES goes on in the next step, and is in the result later.
         """
         started = time.monotonic()
         made = Drafts()
-        drafts = drafting = self._begin_drafts(step)
-        while drafting:
-            num_rows = sum(draft.num_scheduled for draft in drafting)
-            hidden = self._run_pass(drafting)
-            drafting = self._add_tokens(drafting, hidden, step.min_survival)
-            made.pass_rows.append(num_rows)
+        drafts = self._begin_drafts(step)
+        unfinished = drafts
+        while unfinished:
+            scheduled = self._schedule(unfinished)
+            hidden = self._run_pass(scheduled)
+            going_on = self._add_tokens(scheduled, hidden, step.min_survival)
+            if len(made.pass_rows) + 1 < CATCH_UP_PASSES:
+                going_on += [draft for draft in unfinished if draft.is_behind]
+            unfinished = going_on
+            made.pass_rows.append(sum(draft.num_scheduled for draft in scheduled))
             made.pass_seconds.append(time.monotonic() - started)
             started = time.monotonic()
         for draft in drafts:
-            self._contents.record(draft.proposal.row, draft.num_valid, draft.num_computed)
-        complete = (each for each in drafts if each.num_computed >= each.proposal.num_tokens)
-        return finished([draft.proposal for draft in complete], made)
+            if draft.num_computed > draft.num_valid:
+                self._contents.record(draft.proposal.row, draft.num_valid, draft.num_computed)
+        return finished([draft.proposal for draft in drafts if not draft.is_behind], made)
 
     def _begin_drafts(self, step: SampledStep) -> list["_Draft"]:
-        """Return the drafts to compute, with the tokens of the first pass."""
-        found = [
-            _Draft(each, self._contents.num_valid(each.row, each.num_tokens))
+        """Return an empty draft for each sequence with lookahead."""
+        return [
+            _Draft(each, num_valid=num_valid, num_computed=num_valid)
             for each in self._proposals.begin(step)
+            for num_valid in [self._contents.num_valid(each.row, each.num_tokens)]
         ]
-        found.sort(key=lambda draft: draft.num_missing)
+
+    def _schedule(self, drafts: Sequence["_Draft"]) -> list["_Draft"]:
+        """Schedule tokens for the next pass; return the drafts that have some."""
         left = self._step_tokens
-        for draft in found:
-            draft.num_computed = draft.num_valid
+        ordered = sorted(drafts, key=lambda draft: draft.num_missing)
+        for draft in ordered:
             draft.num_scheduled = min(draft.num_missing, left)
             left -= draft.num_scheduled
-        return [draft for draft in found if draft.num_scheduled]
+        return [draft for draft in ordered if draft.num_scheduled]
 
     def _run_pass(self, drafts: Sequence["_Draft"]) -> torch.Tensor:
         """Compute the scheduled tokens of each draft; return the hidden states [D, H] of the last.
@@ -159,15 +170,12 @@ class DraftModel:
 
         hidden: [D, H], of the last computed token of each.
         """
-        complete = [index for index, draft in enumerate(drafts) if draft.is_complete]
+        complete = [index for index, draft in enumerate(drafts) if not draft.num_missing]
         if not complete:
             return []
         drafts = [drafts[index] for index in complete]
-        logits = self._logits(hidden[complete])
         proposals = [draft.proposal for draft in drafts]
-        going_on = self._proposals.extend(proposals, logits, min_survival)
-        for index in going_on:
-            drafts[index].num_scheduled = 1
+        going_on = self._proposals.extend(proposals, self._logits(hidden[complete]), min_survival)
         return [drafts[index] for index in going_on]
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -191,18 +199,18 @@ class _Draft:
 
     proposal: Proposal
     num_valid: int
-    num_computed: int = 0
+    num_computed: int
     num_scheduled: int = 0
 
     @property
     def num_missing(self) -> int:
-        """Known tokens without KV; the last one is among them, as its hidden state is needed."""
-        return self.proposal.num_tokens - self.num_valid
+        """Tokens without KV, those of the draft included; at first at least the last known one."""
+        return self.proposal.last_position + 1 - self.num_computed
 
     @property
-    def is_complete(self) -> bool:
-        """Whether all tokens, those of the draft included, have KV."""
-        return self.num_computed > self.proposal.last_position
+    def is_behind(self) -> bool:
+        """Whether known tokens lack KV."""
+        return self.num_computed < self.proposal.num_tokens
 
 
 class KVContents:

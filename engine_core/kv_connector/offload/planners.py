@@ -161,12 +161,13 @@ class LoadPlanner:
         return Match(hit - num_computed, is_async=True)
 
     def plan(self, tracked: TrackedRequest, tables: BlockIds, num_external: int) -> None:
-        """Plan the load of a match, into the blocks allocated for it.
+        """Plan the load of a match, or of its beginning, into the blocks allocated for it.
 
         table of a group   | 7 | 3 | 9 | 4 | 8 | 2 | . |     factor 4, computed 1 block
         loaded                 ^^^^^^^^^^^^^^^^^ hit         skip 1 of the first offloaded block
         """
-        layout, request, end = self._layout, tracked.request, tracked.hit
+        layout, request = self._layout, tracked.request
+        end = min(tracked.hit, request.num_computed_tokens)
         num_computed = end - num_external
         wanted = self._keys_to_load(request.block_hashes, num_computed, end)
         device, slots = [], []

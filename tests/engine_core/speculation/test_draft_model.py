@@ -203,6 +203,27 @@ def test_probes_are_rare_and_notice_a_change(make_request):
     assert worker.num_tokens - before > 500
 
 
+def test_a_probe_is_verified_when_its_proposal_has_come(make_request):
+    """With steps planned ahead, that is a step later."""
+    drafting, requests, _ = start(make_request)
+    worker = Worker(0.0, slope=0.5)
+    worker.play(drafting, requests, 300)
+    request = requests[0]
+    drafting._planner._probe_budget = 1000.0
+    assert drafting.may_propose(1, 0)
+    assert drafting.choose_proposals(requests, [100], 0)[0] == [4]
+    for _ in range(2):
+        request.spec_token_ids = []
+        drafting.fill_drafts(requests, [100], 0)
+        assert request.spec_token_ids == []
+    drafting.keep_proposal(request, 4, [1, 1, 1, 1], [0.1, 0.01, 0.001, 0.0001])
+    drafting.fill_drafts(requests, [100], 0)
+    assert request.spec_token_ids == [1, 1, 1, 1]
+    request.spec_token_ids = []
+    drafting.fill_drafts(requests, [100], 0)
+    assert request.spec_token_ids == []
+
+
 def test_where_another_drafter_brings_as_much_the_model_is_not_asked(make_request):
     drafting, requests, _ = start(make_request, rivals=[Rival()])
     worker = Worker(0.7, slope=0.02)

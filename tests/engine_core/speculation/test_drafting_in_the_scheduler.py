@@ -6,10 +6,12 @@ from engine_core.kv_cache import integrity
 from engine_core.speculation import drafting as drafting_module
 from engine_core.speculation.drafting import make_drafting
 from proto.grammar import GrammarSource
+from proto.sampling_params import ThinkingRule
 from proto.speculative_config import parse_speculative_config
 from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.grammar_engine import GrammarEngine
-from tests.fakes.toy_vocabulary import write_toy_tokenizer
+from tests.fakes.offload_rig import OffloadRig
+from tests.fakes.toy_vocabulary import tokens_of, write_toy_tokenizer
 
 COMPACT = GrammarSource(
     "json_schema",
@@ -33,8 +35,9 @@ class LateSource:
         return self.manager.forced_tokens(request)
 
 
-def make(method: str, grammars=None):
-    return make_drafting(parse_speculative_config(f'{{"method": "{method}"}}', 16), grammars)
+def make(method: str, grammars=None, draft_method=""):
+    config = parse_speculative_config(f'{{"method": "{method}"}}', 16)
+    return make_drafting(config, grammars, draft_method)
 
 
 @pytest.mark.interpreted
@@ -78,3 +81,57 @@ def test_forced_tokens_take_fewer_steps(tmp_path, is_async):
         engine.close()
     assert found[0] == found[1]
     assert num_steps[1] < 0.75 * num_steps[0]
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("is_async", [False, True], ids=["synchronous", "overlapped"])
+@pytest.mark.parametrize("budget", [0, 4, 100])
+def test_thinking_ends_as_without_drafts(make_index, monkeypatch, tmp_path, budget, is_async):
+    """No draft leads past the end of the budget, nor past the grammar of the answer behind it."""
+    monkeypatch.setattr(drafting_module, "load_suffix_index", lambda: make_index)
+    write_toy_tokenizer(tmp_path)
+    rule = ThinkingRule(
+        begun=True,
+        start="<t>",
+        end="</t>",
+        end_token_ids=tuple(tokens_of("</t>")),
+        budget=budget,
+    )
+    found = []
+    for drafts in (False, True):
+        source = LateSource()
+        drafting = make("suffix+grammar", source, "draft_model") if drafts else None
+        engine = GrammarEngine(tmp_path, async_scheduling=is_async, drafting=drafting)
+        engine.harness.runner.draft_acceptance = 0.5
+        source.manager = engine.manager
+        for request_id, grammar in ((1, COMPACT), (2, None), (3, COMPACT)):
+            engine.send_request(request_id, grammar, thinking=rule, max_tokens=60)
+        engine.run()
+        found.append([engine.tokens(request_id) for request_id in (1, 2, 3)])
+        if drafts:
+            stats = engine.harness.scheduler.pop_stats()
+            assert sum(stats.draft_tokens_by_source.values()) == stats.num_draft_tokens > 0
+            assert sum(stats.accepted_by_source.values()) == stats.num_accepted_tokens
+        engine.close()
+    assert found[0] == found[1]
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("drops_last_hit", [False, True])
+def test_requests_with_loaded_kv_have_drafts(make_index, monkeypatch, drops_last_hit):
+    """In a small pool, whose prefixes are offloaded and loaded again."""
+    monkeypatch.setattr(drafting_module, "load_suffix_index", lambda: make_index)
+    found, num_steps = [], []
+    for drafting in (None, make("suffix+ngram", None, "eagle" if drops_last_hit else "")):
+        rig = OffloadRig(num_blocks=24, drafting=drafting, drops_last_hit=drops_last_hit)
+        rig.runner.next_token = lambda token_ids, choice: token_ids[-17]
+        requests = []
+        for first in (1, 2, 3, 1, 2, 3):
+            requests.append(rig.add_one(list(range(first, first + 40)), 30, ignore_eos=True))
+            rig.run_until_finished(requests[-1])
+        found.append([rig.tokens_of(request) for request in requests])
+        num_steps.append(rig.scheduler.step)
+        assert len(rig.loads) >= 3
+        assert integrity.check(rig.kv_cache) == []
+    assert found[0] == found[1]
+    assert num_steps[1] < 0.6 * num_steps[0]

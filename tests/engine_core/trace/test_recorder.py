@@ -192,3 +192,14 @@ def test_drafts_are_among_the_tokens_of_running_sequences() -> None:
         assert decision.drafted == [request.seq_id]
         assert decision.running_tokens == [1 + decision.draft_tokens[0]]
     assert sum(each.num_tokens for each in engine.of(Result)) == 12
+
+
+def test_lookahead_is_in_the_decision_of_its_step() -> None:
+    engine = TracedEngine(drafting=SyntheticDrafts(1.0, has_draft_model=True))
+    request = engine.harness.add_one([5] * 20, 30, ignore_eos=True)
+    engine.finish()
+    decisions = [each.decision for each in engine.of(Step) if each.decision.lookahead]
+    assert decisions
+    for decision in decisions:
+        assert decision.lookahead == [request.seq_id]
+        assert decision.lookahead_tokens[0] > 0
