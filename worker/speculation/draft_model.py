@@ -30,8 +30,8 @@ from worker.input_batch import InputBatch, attention_inputs, dummy_inputs
 from worker.kv_cache import KVCache
 from worker.models.decoder import Decoder
 from worker.sampling.sampler import Sampler
+from worker.speculation.draft_sampler import DraftSampler, OpenDraft, finished
 from worker.speculation.drafter import Drafts, SampledStep
-from worker.speculation.proposals import Proposal, ProposalSampler, finished
 
 Hashes = NDArray[np.uint64]
 CATCH_UP_PASSES: Final = 16
@@ -68,7 +68,7 @@ class DraftModel:
         self._model = model
         self._attention = attention
         self._kv_cache = kv_cache
-        self._proposals = ProposalSampler(batch, sampler, max_model_len)
+        self._draft_sampler = DraftSampler(batch, sampler, max_model_len)
         self._batch = batch
         self._vocab_size = vocab_size
         self._step_tokens = step_tokens
@@ -109,14 +109,14 @@ class DraftModel:
             started = time.monotonic()
         for draft in drafts:
             if draft.num_computed > draft.num_valid:
-                self._contents.record(draft.proposal.row, draft.num_valid, draft.num_computed)
-        return finished([draft.proposal for draft in drafts if not draft.is_behind], made)
+                self._contents.record(draft.open_draft.row, draft.num_valid, draft.num_computed)
+        return finished([draft.open_draft for draft in drafts if not draft.is_behind], made)
 
     def _begin_drafts(self, step: SampledStep) -> list["_Draft"]:
         """Return an empty draft for each sequence with lookahead."""
         return [
             _Draft(each, num_valid=num_valid, num_computed=num_valid)
-            for each in self._proposals.begin(step)
+            for each in self._draft_sampler.begin(step)
             for num_valid in [self._contents.num_valid(each.row, each.num_tokens)]
         ]
 
@@ -136,7 +136,7 @@ class DraftModel:
         """
         counts = np.array([draft.num_scheduled for draft in drafts])
         first = np.array([draft.num_computed for draft in drafts])
-        rows = np.array([draft.proposal.row for draft in drafts]).repeat(counts)
+        rows = np.array([draft.open_draft.row for draft in drafts]).repeat(counts)
         query_start = np.zeros(len(drafts) + 1, dtype=np.int32)
         np.cumsum(counts, out=query_start[1:])
         positions = np.arange(query_start[-1], dtype=np.int64)
@@ -174,8 +174,10 @@ class DraftModel:
         if not complete:
             return []
         drafts = [drafts[index] for index in complete]
-        proposals = [draft.proposal for draft in drafts]
-        going_on = self._proposals.extend(proposals, self._logits(hidden[complete]), min_survival)
+        open_drafts = [draft.open_draft for draft in drafts]
+        going_on = self._draft_sampler.extend(
+            open_drafts, self._logits(hidden[complete]), min_survival
+        )
         return [drafts[index] for index in going_on]
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -197,7 +199,7 @@ class _Draft:
     num_scheduled: tokens of the next pass.
     """
 
-    proposal: Proposal
+    open_draft: OpenDraft
     num_valid: int
     num_computed: int
     num_scheduled: int = 0
@@ -205,12 +207,12 @@ class _Draft:
     @property
     def num_missing(self) -> int:
         """Tokens without KV, those of the draft included; at first at least the last known one."""
-        return self.proposal.last_position + 1 - self.num_computed
+        return self.open_draft.last_position + 1 - self.num_computed
 
     @property
     def is_behind(self) -> bool:
         """Whether known tokens lack KV."""
-        return self.num_computed < self.proposal.num_tokens
+        return self.num_computed < self.open_draft.num_tokens
 
 
 class KVContents:

@@ -28,9 +28,9 @@ from worker.attention.base import AttentionBackend
 from worker.input_batch import InputBatch, attention_inputs, dummy_inputs
 from worker.kv_cache import KVCache
 from worker.sampling.sampler import Sampler
+from worker.speculation.draft_sampler import DraftSampler, OpenDraft, finished
 from worker.speculation.drafter import Drafts, SampledStep
 from worker.speculation.eagle_head import EagleHead
-from worker.speculation.proposals import Proposal, ProposalSampler, finished
 
 
 class EagleDrafter:
@@ -60,7 +60,7 @@ class EagleDrafter:
         self._batch = batch
         self._group = group
         self._table = batch.block_table.ids[group : group + 1]
-        self._sampler = ProposalSampler(batch, sampler, max_model_len)
+        self._sampler = DraftSampler(batch, sampler, max_model_len)
         self._vocab_size = head.spec.vocab_size
 
     def copy_blocks(self, sources: torch.Tensor, copies: torch.Tensor) -> None:
@@ -122,7 +122,7 @@ class EagleDrafter:
             features = states[indices]
         return finished(drafts, made)
 
-    def _tokens_before(self, step: SampledStep, drafts: Sequence[Proposal]) -> NDArray[np.int64]:
+    def _tokens_before(self, step: SampledStep, drafts: Sequence[OpenDraft]) -> NDArray[np.int64]:
         """Return the index in the step of the last but one known token of each draft's sequence."""
         inputs = step.inputs
         found = [
@@ -134,7 +134,7 @@ class EagleDrafter:
         ]
         return np.array(found, dtype=np.int64)
 
-    def _run_pass(self, drafts: Sequence[Proposal], features: torch.Tensor) -> torch.Tensor:
+    def _run_pass(self, drafts: Sequence[OpenDraft], features: torch.Tensor) -> torch.Tensor:
         """Return the head's states [D, H] at the position before each draft's last token."""
         rows = np.array([draft.row for draft in drafts])
         positions = np.array([draft.last_position for draft in drafts], dtype=np.int64)

@@ -20,7 +20,7 @@ from worker.speculation.drafter import Drafts, SampledStep
 
 
 @dataclass(slots=True)
-class Proposal:
+class OpenDraft:
     """The draft of a sequence in the step in which it is made.
 
     sequence: its index in the step. num_tokens: known tokens of the sequence. most: tokens of the
@@ -44,7 +44,7 @@ class Proposal:
         return self.num_tokens + len(self.token_ids) - 1
 
 
-class ProposalSampler:
+class DraftSampler:
     """Begins and extends the drafts of the sequences in `batch`.
 
     max_model_len: tokens that a sequence may have with its draft.
@@ -55,7 +55,7 @@ class ProposalSampler:
         self._sampler = sampler
         self._max_model_len = min(max_model_len, batch.token_ids.shape[1] - 1)
 
-    def begin(self, step: SampledStep) -> list[Proposal]:
+    def begin(self, step: SampledStep) -> list[OpenDraft]:
         """Return an empty draft for each sequence with lookahead, in their order."""
         batch, found = self._batch, []
         for sequence in np.flatnonzero(step.num_lookahead).tolist():
@@ -66,20 +66,20 @@ class ProposalSampler:
                 continue
             edits = batch.edits[row].after(()) if row in batch.edits else None
             stop_ids = batch.params(seq_id).stop_ids
-            found.append(Proposal(sequence, seq_id, row, num_tokens, most, edits, stop_ids))
+            found.append(OpenDraft(sequence, seq_id, row, num_tokens, most, edits, stop_ids))
         return found
 
     def extend(
-        self, proposals: Sequence[Proposal], logits: torch.Tensor, min_survival: float
+        self, drafts: Sequence[OpenDraft], logits: torch.Tensor, min_survival: float
     ) -> list[int]:
         """Append a token to each draft; return the indices of those that go on.
 
         logits: float32 [D, V] of the served model's vocabulary; they are overwritten.
         """
-        token_ids, probabilities = self._draw(proposals, logits)
+        token_ids, probabilities = self._draw(drafts, logits)
         going_on = []
         for index, (draft, token_id, probability) in enumerate(
-            zip(proposals, token_ids.tolist(), probabilities.tolist(), strict=True)
+            zip(drafts, token_ids.tolist(), probabilities.tolist(), strict=True)
         ):
             survival = probability * (draft.survivals[-1] if draft.survivals else 1.0)
             if not survival >= min_survival:  # NaN, too
@@ -95,7 +95,7 @@ class ProposalSampler:
         return going_on
 
     def _draw(
-        self, proposals: Sequence[Proposal], logits: torch.Tensor
+        self, drafts: Sequence[OpenDraft], logits: torch.Tensor
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Return the next token of each draft [D], and its probability: NaN if none is defined.
 
@@ -104,20 +104,18 @@ class ProposalSampler:
         batch = self._batch
         broken = ~logits.amax(dim=1).isfinite()
         logits[broken] = 0.0
-        rows = np.array([draft.row for draft in proposals])
-        output_index = np.array([draft.last_position + 1 for draft in proposals])
+        rows = np.array([draft.row for draft in drafts])
+        output_index = np.array([draft.last_position + 1 for draft in drafts])
         output_index -= batch.num_prompt_tokens[rows]
         params = batch.row_params[rows]
         params["position"] = output_index
-        edits = [
-            (index, each.edits) for index, each in enumerate(proposals) if each.edits is not None
-        ]
+        edits = [(index, each.edits) for index, each in enumerate(drafts) if each.edits is not None]
         is_early = output_index < batch.min_output[rows]
         suppressed = [
-            (index, np.array(sorted(proposals[index].stop_ids), dtype=np.int64))
+            (index, np.array(sorted(drafts[index].stop_ids), dtype=np.int64))
             for index in np.flatnonzero(is_early).tolist()
         ]
-        no_logprobs = np.full(len(proposals), NO_LOGPROBS, dtype=np.int32)
+        no_logprobs = np.full(len(drafts), NO_LOGPROBS, dtype=np.int32)
         token_ids, _ = self._sampler.sample(
             logits, SamplingBatch(params, no_logprobs, suppressed, edits)
         )
@@ -130,9 +128,9 @@ class ProposalSampler:
         return token_ids, probabilities.numpy()
 
 
-def finished(proposals: Sequence[Proposal], made: Drafts) -> Drafts:
+def finished(drafts: Sequence[OpenDraft], made: Drafts) -> Drafts:
     """Return `made` with these drafts, of which some may be empty."""
-    for draft in proposals:
+    for draft in drafts:
         made.seq_ids.append(draft.seq_id)
         made.token_ids.append(draft.token_ids)
         made.survivals.append(draft.survivals)
