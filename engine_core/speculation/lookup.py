@@ -28,7 +28,7 @@ MAX_REQUEST_TOKENS: Final = 1 << 22
 MAX_INDEX_BYTES: Final = 256 << 20
 """Bytes of the indexes of unfinished requests. Requests beyond it have no drafts by lookup."""
 STEP_TOKENS: Final = 1 << 14
-"""Tokens that are indexed in one step: a third of a millisecond."""
+"""Tokens that are indexed in one step, in about half a millisecond."""
 MAX_TENANT_TOKENS: Final = 1 << 17
 """Tokens of earlier outputs that are kept of one tenant: 5 MB."""
 MAX_OUTPUT_BYTES: Final = 64 << 20

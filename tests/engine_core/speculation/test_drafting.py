@@ -368,3 +368,18 @@ def test_without_the_compiled_index_a_warning_says_so(monkeypatch, caplog):
     config = parse_speculative_config('{"method": "suffix+ngram"}', 16)
     assert make_drafting(config, None) is None
     assert "suffix_index.c is not compiled" in caplog.text
+
+
+def test_a_draft_model_of_the_workers_is_a_drafter(caplog):
+    """Only one that they have loaded; the log names it beside the others."""
+    config = parse_speculative_config(
+        '{"method": "grammar+eagle3", "model": "head", "max_model_len": 900}', 16
+    )
+    with caplog.at_level("INFO"):
+        drafting = make_drafting(config, Grammars(), "eagle3")
+    assert drafting.has_draft_model
+    assert drafting.max_proposal_len == 900
+    assert "drafts by grammar, eagle3, up to 16 tokens" in caplog.text
+    assert not make_drafting(config, Grammars(), "").has_draft_model
+    alone = parse_speculative_config('{"method": "draft_model", "model": "small"}', 16)
+    assert make_drafting(alone, None, "") is None
