@@ -129,6 +129,7 @@ class RequestBuilder(EngineCall[GenerationRequest]):
             num_prompt_logprobs=request.prompt_logprobs,
             returns_token_ids=request.return_token_ids,
             returns_experts=request.return_routed_experts,
+            returns_accepted_drafts=request.return_accepted_drafts,
             includes_usage=request.includes_usage,
             includes_continuous_usage=request.includes_continuous_usage,
         )

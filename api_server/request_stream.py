@@ -207,6 +207,7 @@ class Choice:
     experts: ExpertRows = field(default_factory=ExpertRows)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    _draft_flags: bytearray = field(default_factory=bytearray)  # 1 or 0, to the last 1
     _num_decoded_characters: int = 0
     _num_sent: int = 0
     _new_texts: list[str] = field(default_factory=list)
@@ -233,11 +234,16 @@ class Choice:
         rows: list[LogprobRow],
         finish_reason: FinishReason | None,
         stop_reason: int | None,
+        num_accepted: int = 0,
     ) -> int:
         """Append new tokens; return how many belong to the choice: fewer if a stop string ended it.
 
-        rows: log-probabilities, one row per token, or empty.
+        rows: log-probabilities, one row per token, or empty. num_accepted: the first of the tokens
+        that were accepted drafts.
         """
+        if num_accepted > 0:
+            self._draft_flags.extend(bytes(len(self.token_ids) - len(self._draft_flags)))
+            self._draft_flags.extend(b"\1" * num_accepted)
         stopped = finish_reason is FinishReason.STOP and not self.shows_stop
         num_with_text = len(token_ids) - 1 if stopped else len(token_ids)
         for position, token_id in enumerate(token_ids):
@@ -253,6 +259,10 @@ class Choice:
         if finish_reason is not None:
             self._end(finish_reason, stop_reason)
         return len(token_ids)
+
+    def accepted_drafts(self, start: int, end: int) -> list[bool]:
+        """Return for each of the tokens [start, end) whether it was an accepted draft."""
+        return [flag == 1 for flag in self._draft_flags[start:end].ljust(end - start, b"\0")]
 
     def take_delta(self) -> Delta:
         """Return the output since the last call."""
@@ -463,7 +473,8 @@ class RequestStream:
         new = output.new_token_ids[num_repeated:] if num_repeated else output.new_token_ids
         if num_repeated:
             self.metrics.count_discarded_tokens("repeated", num_repeated)
-        num_new = choice.extend(new, rows, output.finish_reason, output.stop_reason)
+        num_accepted = output.num_accepted_drafts - num_repeated
+        num_new = choice.extend(new, rows, output.finish_reason, output.stop_reason, num_accepted)
         if num_new:
             self._record_tokens(output.choice, num_new, timestamp)
         if choice.finished:

@@ -142,6 +142,9 @@ class EngineViewPublisher:
             ],
             scheduler.num_unfinished - len(shown),
             block_map(kv_cache, owners),
+            counters.num_drafts,
+            counters.draft_tokens,
+            counters.accepted_tokens,
         )
         self._has_changed = counters.reset()
         self._last_view_at = now
@@ -159,6 +162,7 @@ class ViewCounters:
 
     def __init__(self) -> None:
         self.generation_tokens = self.queried_tokens = self.found_tokens = self.preemptions = 0
+        self.num_drafts = self.draft_tokens = self.accepted_tokens = 0
         self._prompt_balance = 0
 
     def add_flush(self, outputs: ClientOutputs, stats: SchedulerStats | None) -> None:
@@ -172,6 +176,9 @@ class ViewCounters:
             self.queried_tokens += stats.prefix_cache_queries
             self.found_tokens += stats.prefix_cache_hits
             self.preemptions += stats.num_preemptions
+            self.num_drafts += stats.num_drafts
+            self.draft_tokens += stats.num_draft_tokens
+            self.accepted_tokens += stats.num_accepted_tokens
 
     @property
     def prompt_tokens(self) -> int:
@@ -184,6 +191,7 @@ class ViewCounters:
             self.prompt_tokens or self.generation_tokens or self.queried_tokens or self.preemptions
         )
         self.generation_tokens = self.queried_tokens = self.found_tokens = self.preemptions = 0
+        self.num_drafts = self.draft_tokens = self.accepted_tokens = 0
         self._prompt_balance = min(0, self._prompt_balance)
         return has_counted
 

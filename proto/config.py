@@ -223,6 +223,8 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Best instruction set that a CPU worker may use; auto: the CPU's."""
     enforce_eager: bool = False
     """On a GPU, launch kernels one by one instead of replaying CUDA graphs."""
+    batch_invariant: bool = False
+    """Compute a token to the same bits whatever else a step computes; slower on a GPU."""
     cascade_attention_from: int = 0
     """Read a common prefix of at least this many KV blocks once per step; 0: never; eager only."""
 

@@ -304,6 +304,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):
     kv_transfer_params: with a finish_reason, data of the KV connector for the client, a JSON
         object; empty for none. Bytes, so that decoding this message does not parse it.
     pooler_output: float32 little-endian, the result of a pooling request, with its finish_reason.
+    num_accepted_drafts: the first of new_token_ids that were accepted tokens of a draft.
     A choice gets exactly one output with a finish_reason and without goes_on, unless
     the front end aborted it.
     """
@@ -322,6 +323,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):
     kv_transfer_params: bytes = b""
     routed_experts: RoutedExperts | None = None
     pooler_output: bytes = b""
+    num_accepted_drafts: int = 0
 
 
 class RequestProgress(msgspec.Struct, array_like=True, frozen=True, gc=False):

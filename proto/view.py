@@ -88,8 +88,8 @@ class EngineView(msgspec.Struct, array_like=True, tag=9, frozen=True):
     timestamp: seconds of the machine's monotonic clock. seconds: since the last view, or since
     the first viewer came. step: the last one scheduled. Counts over those seconds: prompt_tokens
     computed (including recomputed ones), generation_tokens, queried_tokens and found_tokens of the
-    prefix cache, preemptions. requests: running ones first, at most MAX_SHOWN_REQUESTS;
-    more_requests: beyond those.
+    prefix cache, preemptions, num_drafts verified, their draft_tokens, and accepted_tokens among
+    those. requests: running ones first, at most MAX_SHOWN_REQUESTS; more_requests: beyond those.
     """
 
     epoch: int
@@ -106,3 +106,6 @@ class EngineView(msgspec.Struct, array_like=True, tag=9, frozen=True):
     requests: list[RequestView]
     more_requests: int
     blocks: BlockMap
+    num_drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from proto.sampling_params import GREEDY_TEMPERATURE, SamplingParams
 from proto.scheduler_output import BlockIds, NewRequestData, SchedulerOutput
-from worker.attention.base import AttentionInputs
+from worker.attention.base import AttentionInputs, QuerySplit
 from worker.sampling.logit_edits import RowEdits
 from worker.sampling.row_params import RowParams, neutral_params, record_of
 from worker.step_inputs import SampledPositions, StepInputs, sample_last_tokens
@@ -348,12 +348,12 @@ def build_inputs(
     batch: InputBatch,
     order: NDArray[np.int64] | slice = slice(None),
     *,
-    chunks_as_decodes: bool = True,
+    query_split: QuerySplit = QuerySplit.NONE,
 ) -> StepInputs:
     """Return the inputs of a step that `batch` has applied.
 
     step_rows: from `InputBatch.apply`. order: index of the step's sequence at each place of the
-    inputs. chunks_as_decodes: of the attention backend.
+    inputs. query_split: of the attention backend.
     """
     new, cached = step.new_requests, step.cached_requests
     step_rows = step_rows[order]
@@ -389,9 +389,7 @@ def build_inputs(
             batch.block_table.block_size,
             token_rows,
             positions,
-            query_start
-            if chunks_as_decodes or not step.spec_decode_seq_ids
-            else _split_drafts(query_start, num_sampled),
+            _split_queries(query_start, num_sampled, query_split),
         ),
     )
 
@@ -423,10 +421,14 @@ def dummy_inputs(num_tokens: int, num_seqs: int, table: BlockTable) -> StepInput
     )
 
 
-def _split_drafts(
-    query_start: NDArray[np.int32], num_sampled: NDArray[np.int32]
+def _split_queries(
+    query_start: NDArray[np.int32], num_sampled: NDArray[np.int32], split: QuerySplit
 ) -> NDArray[np.int32]:
-    """Return where sequences begin if each token of those with a draft is a sequence of its own."""
+    """Return where the sequences begin that attention sees, int32 [number of those + 1]."""
+    if split is QuerySplit.ALL:
+        return np.arange(query_start[-1] + 1, dtype=np.int32)
+    if split is QuerySplit.NONE or num_sampled.max(initial=0) <= 1:
+        return query_start
     counts = np.diff(query_start)
     is_split = num_sampled > 1
     assert (num_sampled[is_split] == counts[is_split]).all(), "a draft follows one token"

@@ -38,13 +38,11 @@ from worker.loader.files import read_index
 from worker.loader.format_choice import (
     activation_dtype,
     describe_dense_weights,
+    is_batch_invariant,
     weight_format_for,
 )
 from worker.loader.formats import (
-    Bf16Format,
     DenseFormat,
-    PackedFormat,
-    RotatedFormat,
     WeightFormat,
 )
 from worker.loader.gpu_format import multiplies_blocks
@@ -124,15 +122,8 @@ class LoadedModel:
 
     @property
     def is_batch_invariant(self) -> bool:
-        """Whether a token has the same bits in a step of any number of rows.
-
-        So it is with our kernels of one format, on a CPU. Others choose by the number of rows: the
-        mixed format, torch's products of float32 numbers, and transformers' code.
-        """
-        own = isinstance(self.weight_format, Bf16Format | PackedFormat | RotatedFormat)
-        is_dense = bool(self.weight_format.dense_names) and self.dtype != torch.bfloat16
-        on_transformers = isinstance(self.model.spec, TransformersSpec)
-        return own and not (self.on_cuda or is_dense or on_transformers)
+        """Whether a token has the same bits in a step of any number of rows."""
+        return is_batch_invariant(self.weight_format, self.dtype, self.model.spec)
 
     @property
     def weights(self) -> tuple[WeightFormatMemory, ...]:
@@ -198,7 +189,7 @@ def load(
         require_draft_model(config, prepared, draft, device)
     pooler = pooler_of(config.model, prepared)
     dtype = device.resolve_dtype(activation_dtype(config.model))
-    weight_format = weight_format or weight_format_for(config.model, prepared, device)
+    weight_format = weight_format or weight_format_for(config, prepared, device)
     plan = plan_memory(config, prepared, device, group.rank, weight_format, draft)
     if not plan.fits:
         error = refusal(plan, config, prepared, device, group.rank, draft)
@@ -303,7 +294,7 @@ def _load_draft(
 ) -> LoadedDraft:
     """Load this rank's part of a draft model; config: of the served one."""
     config = draft_config(config, draft)
-    weight_format = weight_format_for(config.model, draft, device)
+    weight_format = weight_format_for(config, draft, device)
     logger.info("loading %s, which drafts", draft.name)
     model = _load_weights(
         draft,
@@ -339,7 +330,7 @@ def _load_head(
     """Load a head for a target that is loaded; config: of the target."""
     settings = speculative_config(config)
     spec = read_head(settings.model_method, draft, target.spec)
-    weight_format = weight_format_for(config.model, draft, device)
+    weight_format = weight_format_for(config, draft, device)
     logger.info("loading %s, a head that drafts", draft.name)
     head = load_head(draft, spec, target, dtype, device.torch_device, weight_format)
     layout, geometry = spec.cache(dtype)

@@ -41,7 +41,7 @@ from worker.kv_cache import (
     resolve_kv_dtype,
     scratch_layout,
 )
-from worker.loader.format_choice import activation_dtype, weight_format_for
+from worker.loader.format_choice import activation_dtype, is_batch_invariant, weight_format_for
 from worker.loader.formats import WeightFormat
 from worker.loader.weights import create_builder
 from worker.models.registry import model_spec
@@ -217,8 +217,10 @@ def plan_memory(
     cache, size = config.cache, config.parallel.tensor_parallel_size
     dtype = device.resolve_dtype(activation_dtype(config.model))
     spec = model_spec(prepared, config)
-    weight_format = weight_format or weight_format_for(config.model, prepared, device)
+    weight_format = weight_format or weight_format_for(config, prepared, device)
     heads = spec.attention_shape
+    if config.device.batch_invariant:
+        _require_batch_invariance(config, spec, device, weight_format, dtype)
     if spec.is_bidirectional:
         _refuse_kv_settings(config, prepared)
     if spec.state_layers:
@@ -357,7 +359,7 @@ def _draft_memory(
     """
     settings = draft_config(config, draft)
     draft_spec = model_spec(draft, settings)
-    weight_format = weight_format_for(settings.model, draft, device)
+    weight_format = weight_format_for(settings, draft, device)
     token_bytes = [
         draft_token_bytes(shard.spec, settings, dtype)
         for shard in shard_model(draft_spec, config.parallel.tensor_parallel_size)
@@ -379,7 +381,7 @@ def _head_memory(
     weights: Counter[str] = Counter()
     work: Counter[str] = Counter()
     for _ in ranks:
-        weight_format = weight_format_for(config.model, draft, device)
+        weight_format = weight_format_for(config, draft, device)
         weights += head_bytes(draft, head, dtype, device.torch_device, weight_format)
         rows = device.step_tokens(config.scheduler) * len(head.residuals)
         work["hidden states of a draft head"] += rows * head.hidden_size * dtype.itemsize
@@ -437,6 +439,40 @@ def _refuse_kv_settings(config: ServeConfig, prepared: PreparedModel) -> None:
                 "no KV cache, and computes each text in one step",
                 field,
             )
+
+
+def _require_batch_invariance(
+    config: ServeConfig,
+    spec: ModelSpec,
+    device: Device,
+    weight_format: WeightFormat,
+    dtype: torch.dtype,
+) -> None:
+    """Raise ConfigError for a model, a setting or a device whose bits depend on the batch."""
+    heads, on_cuda = spec.attention_shape, device.torch_device.type == "cuda"
+    way_out = ""
+    if isinstance(spec, TransformersSpec):
+        what = f"{spec.architecture} runs on transformers' code"
+    elif on_cuda and spec.has_experts:
+        what = f"the products of {spec.architecture}'s experts have as many rows as tokens choose"
+    elif on_cuda and (heads.latent_dim or heads.bidirectional):
+        what = f"{spec.architecture} has attention whose sums depend on the batch"
+    elif on_cuda and config.parallel.tensor_parallel_size > 1:
+        what, way_out = "sums over GPUs depend on their size", "--tensor-parallel-size 1"
+    elif on_cuda and config.device.cascade_attention_from:
+        what, way_out = "cascade attention depends on the batch", "--cascade-attention-from 0"
+    elif on_cuda and config.device.attention_backend == "reference":
+        what, way_out = "the reference attention depends on the batch", "--attention-backend auto"
+    elif config.cache.kv_cache_dtype == "int8":
+        what, way_out = "a prompt reads int8 pages otherwise than a decode", "--kv-cache-dtype auto"
+    elif not is_batch_invariant(weight_format, dtype, spec):
+        what = f"{weight_format.name} products are chosen by the number of rows"
+        way_out = "--cpu-weights bf16, packed or int8"
+    else:
+        return
+    raise ConfigError(
+        f"--batch-invariant: {what}{f'; {way_out} works' if way_out else ''}", "batch_invariant"
+    )
 
 
 def _refuse_with_states(config: ServeConfig, prepared: PreparedModel, device: Device) -> None:

@@ -318,12 +318,12 @@ class ModelRunner:
     ) -> tuple[StepInputs, list[int], list[int]]:
         """Return inputs, seq_ids and step_order of `ForwardOutput`."""
         seq_ids = [new.seq_id for new in step.new_requests] + step.cached_requests.seq_ids
-        as_decodes = self._attention.chunks_as_decodes
+        split = self._attention.query_split
         if not self.placement.decodes_first:
-            inputs = build_inputs(step, step_rows, self.batch, chunks_as_decodes=as_decodes)
+            inputs = build_inputs(step, step_rows, self.batch, query_split=split)
             return inputs, seq_ids, list(range(len(seq_ids)))
         order = decodes_first(step)
-        inputs = build_inputs(step, step_rows, self.batch, order, chunks_as_decodes=as_decodes)
+        inputs = build_inputs(step, step_rows, self.batch, order, query_split=split)
         return inputs, [seq_ids[index] for index in order], np.argsort(order).tolist()
 
     def _run_model(

@@ -168,7 +168,7 @@ def estimate_times(
         model_spec(prepared, config),
         dtype,
         device.torch_device,
-        weight_format_for(config.model, prepared, device),
+        weight_format_for(config, prepared, device),
         RankGroup(0, config.parallel.tensor_parallel_size),
     )
     step_tokens = min(device.step_tokens(config.scheduler), PROMPT_TOKENS)

@@ -114,7 +114,7 @@ def report(boot: ProductsBoot) -> dict[str, Any]:
     config, prepared = boot.config, boot.model
     device = create_device(config, 0)
     dtype = device.resolve_dtype(activation_dtype(config.model))
-    weight_format = weight_format_for(config.model, prepared, device)
+    weight_format = weight_format_for(config, prepared, device)
     spec = model_spec(prepared, config)
     if isinstance(spec, TransformersSpec):
         raise ConfigError(

@@ -452,10 +452,11 @@ class CudaRunnerBuilder:
         """Return the graphs to capture.
 
         None for cascade attention, planned by the host, nor for transformers' code, which may ask
-        the device for numbers.
+        the device for numbers, nor where sequences must not be split (`Options.batch_invariant`).
         """
-        eager = self._config.enforce_eager or not self._model.can_be_captured
-        if eager or self._config.cascade_attention_from:
+        config = self._config
+        eager = config.enforce_eager or config.batch_invariant or not self._model.can_be_captured
+        if eager or config.cascade_attention_from:
             return ()
         return graph_sizes(num_rows)
 
@@ -471,11 +472,13 @@ class CudaRunnerBuilder:
             refuse_unsupported(self._shape, self._dtype, kv_cache.dtype)
             library = self._kernels.load_flashinfer()
         except ConfigError as reason:
-            if name == "flashinfer":
+            if name == "flashinfer" or self._config.batch_invariant:
                 raise
             logger.warning("attention runs on the slow reference: %s", reason)
             return ReferenceAttention(kv_cache, self._shape)
-        options = Options(sizes, pages, self._config.cascade_attention_from)
+        options = Options(
+            sizes, pages, self._config.cascade_attention_from, self._config.batch_invariant
+        )
         logger.info("attention runs on FlashInfer")
         return create_flashinfer(
             kv_cache,

@@ -111,7 +111,7 @@ class AttentionWithStates:
     def __init__(self, attention: AttentionBackend, states: StateCache) -> None:
         self._attention = attention
         self.states = states
-        self.chunks_as_decodes = attention.chunks_as_decodes
+        self.query_split = attention.query_split
 
     def plan(self, inputs: Sequence[AttentionInputs]) -> None:
         *attention, states = inputs

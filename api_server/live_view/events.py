@@ -87,6 +87,9 @@ class EncodedView:
             "prefix_cache_queries": view.queried_tokens,
             "prefix_cache_hits": view.found_tokens,
             "preemptions": view.preemptions,
+            "drafts": view.num_drafts,
+            "draft_tokens": view.draft_tokens,
+            "accepted_tokens": view.accepted_tokens,
             "requests": [
                 request_fields(request, is_visible=scope.sees_all or request.reader == scope.reader)
                 for request in view.requests

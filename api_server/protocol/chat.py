@@ -377,6 +377,7 @@ class ChatEncoder(OpenAIStreamEncoder):
             fields["stop_reason"] = delta.stop_reason
         if options.returns_token_ids:
             fields["token_ids"] = delta.token_ids
+        fields |= options.accepted_drafts(self._stream, delta)
         return fields | options.routed_experts(self._stream, delta)
 
 

@@ -245,6 +245,9 @@ class GenerationRequest(AgentFields, StructuredFields, SamplingNumbers, Computed
     return_routed_experts: bool = False
     """Add routed_experts to each choice of a mixture of experts: the experts that computed each
     token. Needs --enable-return-routed-experts."""
+    return_accepted_drafts: bool = False
+    """Add accepted_drafts to each choice: for each output token, whether it was an accepted
+    draft."""
     return_prompt_text: bool = False
     """Add prompt_text to the answer, as the model saw it."""
 

@@ -150,6 +150,7 @@ class CompletionEncoder(OpenAIStreamEncoder):
         if self._options.returns_token_ids:
             choice["token_ids"] = delta.token_ids
             choice["prompt_token_ids"] = list(stream.prompt_token_ids) if is_first else None
+        choice |= self._options.accepted_drafts(stream, delta)
         choice |= self._options.routed_experts(stream, delta)
         prompt_text = self._prompt_texts[delta.index // self._n]
         if is_first and prompt_text is not None:

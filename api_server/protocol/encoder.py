@@ -86,13 +86,15 @@ class ResponseOptions:
     includes_usage: bool
     includes_continuous_usage: bool
     returns_experts: bool = False
+    returns_accepted_drafts: bool = False
 
     @property
     def is_text_only(self) -> bool:
-        """Chunks contain no log-probabilities, token ids or usage."""
+        """Chunks contain no log-probabilities, token ids, accepted drafts or usage."""
         return (
             self.num_logprobs is None
             and not self.returns_token_ids
+            and not self.returns_accepted_drafts
             and not self.includes_continuous_usage
         )
 
@@ -110,6 +112,14 @@ class ResponseOptions:
         choice = stream.choices[delta.index % stream.num_choices]
         num_tokens = len(stream.prompt_token_ids) + len(choice.token_ids) - 1
         return {"routed_experts": choice.experts.encode(num_tokens)}
+
+    def accepted_drafts(self, stream: RequestStream, delta: Delta) -> dict[str, Any]:
+        """Return the field `accepted_drafts` of a delta, a value per token, if it was requested."""
+        if not self.returns_accepted_drafts:
+            return {}
+        choice = stream.choices[delta.index % stream.num_choices]
+        start = delta.num_tokens - len(delta.token_ids)
+        return {"accepted_drafts": choice.accepted_drafts(start, delta.num_tokens)}
 
     def prompt_logprobs(self, stream: RequestStream) -> list[dict[str, Any] | None] | None:
         """Return the field `prompt_logprobs`; None if it was not requested."""

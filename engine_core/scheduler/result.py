@@ -200,6 +200,7 @@ class ResultPass:
                 continue
             tokens, finish_reason, first = request.all_token_ids, None, None
             token_index = len(tokens) - request.num_prompt_tokens
+            num_accepted = 0
             num_new, num_positions = len(token_ids), num_sampled_positions(len(tokens), end)
             if num_new > num_positions or (num_positions and not num_new):
                 if self._beams.report_candidates(request, candidates.get(seq_id)):
@@ -233,6 +234,7 @@ class ResultPass:
                     finish_reason = request.status.finish_reason
                 if num_positions > 1:
                     num_cut = num_new - len(token_ids)
+                    num_accepted = min(num_new - 1, len(token_ids))  # the last was sampled
                     self._num_discarded += num_cut
                     if seq_id in logprobs:
                         logprobs[seq_id] = first_rows(logprobs[seq_id], len(token_ids))
@@ -260,6 +262,7 @@ class ResultPass:
                     prompt_logprobs.get(seq_id) if prompt_logprobs else None,
                     kv_transfer_params=request.kv_transfer_params,
                     routed_experts=experts.get(seq_id) if experts else None,
+                    num_accepted_drafts=num_accepted,
                 )
             )
         if candidates:

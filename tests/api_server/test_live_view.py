@@ -57,6 +57,9 @@ def view(epoch: int = 1, requests: tuple[RequestView, ...] = (), **fields: objec
         "requests": list(requests),
         "more_requests": 0,
         "blocks": blocks,
+        "num_drafts": 2,
+        "draft_tokens": 9,
+        "accepted_tokens": 6,
     }
     return EngineView(**(facts | fields))  # type: ignore[arg-type]
 
@@ -116,6 +119,9 @@ async def test_the_stream_begins_with_hello_then_views(start: StartFrontEnd) -> 
             "prefix_cache_queries": 20,
             "prefix_cache_hits": 16,
             "preemptions": 0,
+            "drafts": 2,
+            "draft_tokens": 9,
+            "accepted_tokens": 6,
             "requests": [
                 {
                     "owner": 1,

@@ -98,6 +98,25 @@ def test_stop_string_cuts_tokens_text_and_logprobs(make, tokenizer, metrics):
     assert not stream.choices[0].has_delta
 
 
+def test_accepted_drafts_are_those_of_the_tokens_that_count(make, tokenizer):
+    """Repeated tokens keep what they were, those behind a stop string are none."""
+    ids = tokenizer.encode("abcde zz").ids
+    stream = make(stop=["zz"])
+    choice = stream.choices[0]
+    stream.process_output(output(ids[:1], 0), 101.0)
+    stream.process_output(output(ids[1:4], 1, num_accepted_drafts=2), 102.0)
+    assert choice.accepted_drafts(0, 4) == [False, True, True, False]
+    stream.process_output(output(ids[2:4], 2, num_accepted_drafts=1), 103.0)
+    assert choice.accepted_drafts(0, 4) == [False, True, True, False], "all of them repeated"
+    stream.process_output(output(ids[3:6], 3, num_accepted_drafts=2), 104.0)
+    assert choice.accepted_drafts(3, 6) == [False, True, False]
+    stream.process_output(output([*ids[6:], 40, 41], 6, num_accepted_drafts=9), 105.0)
+    assert choice.finished
+    num_tokens = choice.take_delta().num_tokens
+    assert num_tokens < len(ids) + 2
+    assert choice.accepted_drafts(6, num_tokens) == [True] * (num_tokens - 6)
+
+
 def test_stop_string_before_a_stop_token_wins(make, tokenizer):
     ids = [*tokenizer.encode("abcde").ids, 2]
     stream = make(stop=["cd"])

@@ -36,6 +36,7 @@ async def test_each_input_is_a_turn_and_the_end_closes(start):
     async with start(accepts=True) as front_end, opened(front_end) as client:
         engine = front_end.engine
         fields = {"return_token_ids": True, "stream_options": {"include_usage": True}}
+        fields["return_accepted_drafts"] = True
         await give(client, [5, 6, 7], max_tokens=4, temperature=0.5, seed=9, **fields)
         request = await engine.requests.get()
         assert request.resumable
@@ -56,9 +57,12 @@ async def test_each_input_is_a_turn_and_the_end_closes(start):
         assert (following.prompt_token_ids, following.last) == ([8, 9], False)
         params = following.sampling_params
         assert (params.max_tokens, params.temperature) == (6, 0.5), "everything else is unchanged"
-        engine.emit(request, [30], finish=FinishReason.STOP, goes_on=True)
+        engine.emit(
+            request, [29, 30], num_accepted_drafts=1, finish=FinishReason.STOP, goes_on=True
+        )
         chunk = await message(client)
         assert chunk["id"] == first["id"]
+        assert chunk["choices"][0]["accepted_drafts"] == [True, False]
         assert chunk["choices"][0]["prompt_token_ids"] == [5, 6, 7, 20, 8, 9], "21 was not computed"
         assert (await message(client))["usage"]["prompt_tokens"] == 6
 

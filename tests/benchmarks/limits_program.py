@@ -99,7 +99,7 @@ class LimitsWorker:
 
     def __init__(self, config: ServeConfig, prepared: PreparedModel) -> None:
         device = create_device(config, 0)
-        noted = NotedFormat(weight_format_for(config.model, prepared, device))
+        noted = NotedFormat(weight_format_for(config, prepared, device))
         self.loaded = load(config, prepared, device, RankGroup(), lambda message: None, noted)
         assert isinstance(self.loaded.weight_format, NotedFormat)
         self.products = self.loaded.weight_format

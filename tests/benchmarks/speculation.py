@@ -9,6 +9,11 @@ speculation; others are the daemon with it, and peers:
     chat     questions
     random   random words
 
+With --shape 1b the model has a billion parameters and goes on in cycles of tokens, so that its
+answers are known (cycles_model.py): an edit has another token in about every 24th place of the
+prompt, an agent reads one of three parts again, and random words do not occur in the answer. With
+--draft-right there is a draft model of a tenth of its size.
+
 A time per token is that of the tokens after the first. Answers of the daemon with speculation are
 compared with those of the first server: they must be equal.
 """
@@ -16,6 +21,7 @@ compared with those of the first server: they must be equal.
 import argparse
 import asyncio
 import json
+import os
 import random
 import statistics
 import sys
@@ -32,8 +38,10 @@ from deploy.bench.client import BenchClient, BenchRequest, Target, first_model
 from deploy.bench.options import BenchParser, at_least_one, several_counts, writable, write
 from deploy.bench.servers import ServerSpec, running, tokend
 from deploy.bench.stream import RequestResult
+from deploy.environment import HostEnvironment
 from proto.errors import ConfigError
 from tests.benchmarks.command import run
+from tests.benchmarks.cycles_model import CYCLE, NUM_CYCLES, SHAPE, cycles_file, successor
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 _SCHEMA: Final = {
@@ -137,6 +145,37 @@ def random_request(generator: random.Random) -> BenchRequest:
     return BenchRequest("/v1/completions", {"prompt": prompt}, 128, checked=True)
 
 
+def _cycle_part(generator: random.Random, length: int) -> list[int]:
+    """Return neighbouring tokens of a cycle, without the one that has tokens that end answers."""
+    first = generator.randrange(CYCLE, NUM_CYCLES * CYCLE)
+    return [successor(first, steps) for steps in range(length)]
+
+
+def _cycle_request(prompt: list[int], output_tokens: int) -> BenchRequest:
+    return BenchRequest("/v1/completions", {"prompt": prompt}, output_tokens, checked=True)
+
+
+def edit_in_cycles(generator: random.Random) -> BenchRequest:
+    part = _cycle_part(generator, 257)
+    old = [generator.randrange(CYCLE) if generator.random() < 1 / 24 else each for each in part]
+    return _cycle_request([*old, part[0]], 256)
+
+
+def agent_in_cycles(generator: random.Random) -> BenchRequest:
+    parts = [_cycle_part(generator, 129) for _ in range(3)]
+    return _cycle_request([*parts[0], *parts[1], *parts[2], generator.choice(parts)[0]], 128)
+
+
+def random_in_cycles(generator: random.Random) -> BenchRequest:
+    return _cycle_request([_cycle_part(generator, 1)[0] for _ in range(150)], 128)
+
+
+CYCLE_KINDS: Final[dict[str, MakeRequest]] = {
+    "edit": edit_in_cycles,
+    "json": json_request,
+    "agent": agent_in_cycles,
+    "random": random_in_cycles,
+}
 KINDS: Final[dict[str, MakeRequest]] = {
     "edit": edit_request,
     "json": json_request,
@@ -188,11 +227,19 @@ async def _load(client: BenchClient, requests: Sequence[BenchRequest], number: i
 def main(words: Sequence[str]) -> None:
     """Measure, print the table, and write the figures where --json says so."""
     options = _parse(words)
-    with_drafts = json.dumps({"method": options.method})
+    drafts = {"method": options.method}
+    flags, servers, kinds = options.serve_flags, options.server, KINDS
+    if options.shape is not None:
+        environment = HostEnvironment.of(os.environ)
+        model, draft = cycles_file(environment), ""
+        if options.draft_right is not None:
+            drafts["model"] = draft = cycles_file(environment, "draft", options.draft_right)
+        flags, kinds = [model, *flags], CYCLE_KINDS
+        servers = [text.replace("{gguf}", model).replace("{draft}", draft) for text in servers]
     specs = [
-        tokend("off", [*options.serve_flags, "--speculative-config", '{"method": "none"}']),
-        tokend("on", [*options.serve_flags, "--speculative-config", with_drafts]),
-        *(ServerSpec.parse(text, "/health", 600.0) for text in options.server),
+        tokend("off", [*flags, "--speculative-config", '{"method": "none"}']),
+        tokend("on", [*flags, "--speculative-config", json.dumps(drafts)]),
+        *(ServerSpec.parse(text, "/health", 600.0) for text in servers),
     ]
     rows: list[dict[str, Any]] = []
     with writable("json", options.json) as files:
@@ -201,9 +248,9 @@ def main(words: Sequence[str]) -> None:
             for spec in specs:
                 server = stack.enter_context(running(spec))
                 targets.append(Target(server.url, first_model(server.url)))
-            for kind in options.kinds:
+            for kind in filter(kinds.__contains__, options.kinds):
                 for number in options.concurrency:
-                    rows += _cells(kind, number, specs, targets, options)
+                    rows += _cells(kind, number, kinds[kind], specs, targets, options)
         write(files, json.dumps(rows, indent=2) + "\n")
     Console(width=150).print(_table(rows, [spec.name for spec in specs]))
 
@@ -211,6 +258,7 @@ def main(words: Sequence[str]) -> None:
 def _cells(
     kind: str,
     number: int,
+    make_request: MakeRequest,
     specs: Sequence[ServerSpec],
     targets: Sequence[Target],
     options: argparse.Namespace,
@@ -220,7 +268,7 @@ def _cells(
     for round_number in range(options.rounds):
         generator = random.Random(f"{options.seed} {kind} {number} {round_number}")
         count = max(4, options.requests * number)
-        requests = [KINDS[kind](generator) for _ in range(count)]
+        requests = [make_request(generator) for _ in range(count)]
         measured: dict[str, Measured] = {}
         order = list(zip(specs, targets, strict=True))
         for spec, target in order[round_number % len(order) :] + order[: round_number % len(order)]:
@@ -299,7 +347,18 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the requests (0)")
     parser.add_argument(
-        "--server", action="append", default=[], metavar="NAME=COMMAND", help="a peer"
+        "--server",
+        action="append",
+        default=[],
+        metavar="NAME=COMMAND",
+        help="a peer; {gguf} and {draft} are the files of --shape and --draft-right",
+    )
+    parser.add_argument("--shape", choices=[SHAPE], help="of a model that goes on in cycles")
+    parser.add_argument(
+        "--draft-right",
+        type=at_least_one,
+        metavar="PERCENT",
+        help="with --shape and a method draft_model: of the tokens, those that it has right",
     )
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     parser.add_argument("serve_flags", nargs="*", help="after --: model and flags of tokend serve")

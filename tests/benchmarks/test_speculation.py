@@ -5,19 +5,25 @@ import json
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
+from gguf import GGMLQuantizationType, quants
 from rich.console import Console
 
 from tests.benchmarks import speculation
 from tests.benchmarks.command import run
-from tests.benchmarks.speculation import KINDS
+from tests.benchmarks.cycles_model import CYCLE, _one_hot, _signs, successor
+from tests.benchmarks.speculation import CYCLE_KINDS, KINDS, MakeRequest
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_requests_are_greedy_and_differ(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kinds", "kind"),
+    [*((KINDS, kind) for kind in KINDS), *((CYCLE_KINDS, kind) for kind in CYCLE_KINDS)],
+)
+def test_requests_are_greedy_and_differ(kinds: dict[str, MakeRequest], kind: str) -> None:
     """So that answers can be compared, and no request repeats another one by chance."""
     generator = random.Random(1)
-    requests = [KINDS[kind](generator) for _ in range(8)]
+    requests = [kinds[kind](generator) for _ in range(8)]
     assert all(each.checked and each.output_tokens >= 128 for each in requests)
     assert len({json.dumps(each.content) for each in requests}) == 8
 
@@ -29,6 +35,22 @@ def test_an_edit_has_the_file_in_its_prompt() -> None:
     assert any(
         text in path.read_text() for path in (speculation.ROOT / "engine_core").rglob("*.py")
     )
+
+
+def test_an_edit_in_cycles_has_most_of_its_answer_in_the_prompt() -> None:
+    *old, first = speculation.edit_in_cycles(random.Random(3)).content["prompt"]
+    answer = [successor(first, steps) for steps in range(1, 257)]
+    equal = [a == b for a, b in zip(old[1:], answer, strict=True)]
+    assert 200 < sum(equal) < 256
+    assert successor(2 * CYCLE - 1) == CYCLE
+
+
+def test_the_blocks_of_signs_are_those_of_the_file_format() -> None:
+    signs = np.random.default_rng(1).integers(-1, 2, (3, 512)).astype(np.int8)
+    six_bits = quants.dequantize(_signs(signs, 0.5).reshape(3, -1), GGMLQuantizationType.Q6_K)
+    assert (six_bits == signs * 0.5).all()
+    four_bits = quants.dequantize(_one_hot(signs).reshape(3, -1), GGMLQuantizationType.Q4_K)
+    assert (four_bits == signs * 8).all()
 
 
 def test_the_table_has_ratios_to_the_daemon_without_drafts() -> None:

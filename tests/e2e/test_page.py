@@ -152,7 +152,9 @@ def test_a_completion_is_streamed_to_the_page(visit, guarded):
     assert shown == body["prompt"] + answer["choices"][0]["text"]
     summary = page.inner_text("#completion-output .summary")
     assert re.search(
-        r"output 20 tokens\s+first token [\d.,]+ m?s\s+speed [\d.,]+ tokens/s", summary
+        r"output 20 tokens\s+(of these \d+ accepted drafts?\s+)?"
+        r"first token [\d.,]+ m?s\s+speed [\d.,]+ tokens/s",
+        summary,
     )
     assert "reached max_tokens" in summary
 
@@ -224,6 +226,87 @@ def test_tokens_show_their_alternatives(visit):
     assert "Paris" in page.inner_text("#completion-output .tokens")
 
 
+def completion_event(text: str, tokens: list[str], drafts: list[bool]) -> str:
+    """Return an event of a completion with log-probabilities and accepted drafts."""
+    logprobs = {"tokens": tokens, "token_logprobs": [-0.1] * len(tokens)}
+    logprobs["top_logprobs"] = [{token: -0.1} for token in tokens]
+    choice = {"index": 0, "text": text, "logprobs": logprobs, "accepted_drafts": drafts}
+    return f"data: {json.dumps({'choices': [choice | {'finish_reason': None}]})}\n\n"
+
+
+def chat_event(text: str, tokens: list[str], drafts: list[bool]) -> str:
+    content = [{"token": token, "logprob": -0.1, "top_logprobs": []} for token in tokens]
+    choice = {"index": 0, "delta": {"content": text}, "logprobs": {"content": content}}
+    choice |= {"accepted_drafts": drafts, "finish_reason": None}
+    return f"data: {json.dumps({'choices': [choice]})}\n\n"
+
+
+@pytest.mark.parametrize("tab", ["chat", "completion"])
+def test_accepted_drafts_are_underlined(tab, visit):
+    """Of a simulated answer: a character of several tokens is underlined if all were drafts."""
+    event = chat_event if tab == "chat" else completion_event
+    events = [
+        event(" one two", [" one", " two"], [False, True]),
+        event("é", ["\ufffd", "\ufffd"], [True, True]),
+        event("ü", ["\ufffd", "\ufffd"], [True, False]),
+        event(" three", [" three"], [True]),
+    ]
+    visitor = visit(tab, color_scheme="light")
+    page = visitor.page
+    sent = []
+
+    def answer(route: Any) -> None:
+        sent.append(json.loads(route.request.post_data))
+        route.fulfill(body="".join(events) + "data: [DONE]\n\n", content_type="text/event-stream")
+
+    page.route("**/v1/**completions", answer)
+    page.fill("#message" if tab == "chat" else "#prompt", "Count")
+    page.click(f"#{tab}-form [data-action=run]")
+    page.wait_for_selector(".summary .ending")
+    if tab == "chat":
+        page.click(".turn.assistant >> text=Tokens")
+    assert page.locator(".tokens .drafted").all_inner_texts() == [" two", "é", " three"]
+    assert page.inner_text(".summary .drafted") == "5 accepted drafts"
+    assert page.inner_text("#parameters .drafted") == "accepted drafts"
+    line = "(() => { const { textDecorationLine, textDecorationColor } = getComputedStyle("
+    line += "document.querySelector('.tokens .drafted')); return [textDecorationLine, "
+    line += "textDecorationColor]; })()"
+    kind, light = page.evaluate(line)
+    page.click("#theme")
+    assert page.evaluate(line)[0] == kind == "underline"
+    assert page.evaluate(line)[1] != light
+    descriptions = [each.get_attribute("aria-description") for each in page.locator(".token").all()]
+    assert descriptions == [None, "accepted draft", "accepted draft", None, "accepted draft"]
+    page.hover(".token >> nth=0")
+    assert page.locator("#token-hint >> text=accepted draft").count() == 0
+    page.hover(".token >> nth=1")
+    assert page.is_visible("#token-hint >> text=accepted draft")
+    page.uncheck("#p-logprobs")
+    page.fill("#message" if tab == "chat" else "#prompt", "Count")
+    page.click(f"#{tab}-form [data-action=run]")
+    visitor.wait_done()
+    assert ["return_accepted_drafts" in each for each in sent] == [True, False]
+
+
+def test_drafts_of_a_daemon_are_shown(visit):
+    """While the model repeats a text, in the tokens of the answer and in the live view."""
+    visitor = visit("live", viewport={"width": 1200, "height": 400})
+    page = visitor.page
+    visitor.wait_until("document.getElementById('live-state').dataset.state === 'live'")
+    assert page.evaluate("scrollY") == 0, "there is nothing to follow"
+    visitor.complete(ENDLESS * 3, 1500)
+    visitor.wait_until("document.querySelector('#completion-output .token.drafted')")
+    page.click("#tab-live")
+    page.wait_for_selector("#drafts")
+    visitor.wait_until("/^[\\d.]+ %$/.test(document.getElementById('tile-drafts').textContent)")
+    assert re.fullmatch(r"[\d.]+ tokens a step", page.inner_text("#tile-drafts-detail"))
+    page.click("#tab-completion")
+    page.keyboard.press("Escape")
+    visitor.wait_done()
+    number = page.locator("#completion-output .token.drafted").count()
+    assert page.inner_text(".summary .drafted").split()[0] == f"{number:,}"
+
+
 def test_the_block_map_fills_and_empties(visit, guarded):
     visitor = visit("completion")
     visitor.complete(ENDLESS, 2000)
@@ -273,12 +356,19 @@ def test_every_state_of_blocks_and_requests_is_shown(visit):
     view |= {"prompt_tokens_per_s": 10.0, "generation_tokens_per_s": 20.0}
     view |= {"prefix_cache_queries": 40, "prefix_cache_hits": 10, "num_omitted_requests": 298}
     view |= {"requests": requests, "cells": cells}
+    view |= {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0}
+    later = view | {"drafts": 4, "draft_tokens": 20, "accepted_tokens": 13}
     notice = {"time_s": 1.0, "kind": "restart", "text": "engine_core 0 <i>was</i> started again"}
-    events = (("hello", hello), ("view", view), ("notice", notice))
-    body = "".join(f"event: {name}\ndata: {json.dumps(data)}\n\n" for name, data in events)
+    connections = [(("hello", hello), ("view", view), ("notice", notice))]
     visitor = visit("chat")
     page = visitor.page
-    page.route("**/view/events", lambda route: route.fulfill(body=body))
+
+    def send_events(route: Any) -> None:
+        events = connections.pop(0) if connections else ()
+        body = "".join(f"event: {name}\ndata: {json.dumps(data)}\n\n" for name, data in events)
+        route.fulfill(body=body)
+
+    page.route("**/view/events", send_events)
     page.click("#tab-live")
     page.wait_for_selector("#log .restart")
     counts = [visitor.count(each) for each in ("free", "cached", "held", "shared", "pinned")]
@@ -286,6 +376,7 @@ def test_every_state_of_blocks_and_requests_is_shown(visit):
     assert "About, of 39 blocks: 26 free, 4 cached" in page.get_attribute("#map", "aria-label")
     assert page.inner_text("#tile-hits") == "25 %"
     assert page.inner_text("#tile-preemptions") == "2"
+    assert page.is_hidden("#drafts"), "there was none yet"
     rows = page.locator("#requests tr").all_inner_texts()
     assert rows[0].split() == ["cmpl-<b>mine</b>", "running", "40", "5", "2"]
     assert rows[1].split("\t")[:4] == ["another tenant's request (4)", "waiting for KV", "–", "–"]
@@ -298,6 +389,10 @@ def test_every_state_of_blocks_and_requests_is_shown(visit):
     page.keyboard.press("ArrowDown")
     assert page.get_attribute("#requests tr >> nth=1", "class") == "pointed"
     page.wait_for_selector("#live-state[data-state=lost]")
+    connections.append((("view", later),))
+    page.wait_for_selector("#drafts")
+    assert page.inner_text("#tile-drafts") == "65 %"
+    assert page.inner_text("#tile-drafts-detail") == "4.3 tokens a step"
 
 
 def test_events_are_requested_only_while_the_live_view_is_visible(visit):

@@ -35,12 +35,13 @@ BODIES: list[dict[str, Any]] = [
 
 
 async def answers(daemon: Daemon, victim: str = "") -> list[dict[str, Any]]:
-    """Return choices and usage of all requests, sent at once.
+    """Return choices and usage of all requests, sent at once, without their accepted drafts.
 
     victim: a process to kill once drafts have been accepted.
     """
     async with httpx.AsyncClient(base_url=daemon.url, timeout=120) as client:
-        bodies = [body | {"return_token_ids": True} for body in BODIES]
+        extras = {"return_token_ids": True, "return_accepted_drafts": True}
+        bodies = [body | extras for body in BODIES]
         sent = [asyncio.ensure_future(client.post("/v1/completions", json=body)) for body in bodies]
         if victim:
             while daemon.metric("vllm:spec_decode_num_accepted_tokens_total") == 0:
@@ -51,6 +52,11 @@ async def answers(daemon: Daemon, victim: str = "") -> list[dict[str, Any]]:
     documents = [each.json() for each in responses]
     for each in documents:
         each["usage"].pop("prompt_tokens_details")  # cached tokens depend on what ran before
+    choices = [choice for each in documents for choice in each["choices"]]
+    flags = [choice.pop("accepted_drafts") for choice in choices]
+    assert [len(each) for each in flags] == [len(choice["token_ids"]) for choice in choices]
+    has_accepted = daemon.metric("vllm:spec_decode_num_accepted_tokens_total") > 0
+    assert any(map(any, flags)) == has_accepted
     return [{"choices": each["choices"], "usage": each["usage"]} for each in documents]
 
 

@@ -263,7 +263,7 @@ class DeviceAttentionForHost:
     def __init__(self, device: FakeDevice, backend: AttentionBackend) -> None:
         self._device = device
         self._backend = backend
-        self.chunks_as_decodes = backend.chunks_as_decodes
+        self.query_split = backend.query_split
 
     def plan(self, inputs: list[AttentionInputs]) -> None:
         self._backend.plan(inputs)

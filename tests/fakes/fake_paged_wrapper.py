@@ -118,7 +118,9 @@ class PagedWrapper:
             demand(settings["window_left"] < 0, "a window is causal")
         if self._modules is not None:
             self._modules.need_attention(shape[2], settings)
-        needed = self._workspace_bytes(shape, counts, indptr.diff().tolist())
+        needed = self._workspace_bytes(
+            shape, counts, indptr.diff().tolist(), splits=not settings["disable_split_kv"]
+        )
         demand(needed <= len(self._workspace), "the workspace has room for partial results")
         self._planned = (shape, settings, qo_indptr.clone())
         self.for_all_queries = not settings["causal"]
@@ -127,7 +129,12 @@ class PagedWrapper:
         self.num_plans += 1
 
     def _workspace_bytes(
-        self, shape: tuple[int, int, int, int], counts: list[int], pages: list[int]
+        self,
+        shape: tuple[int, int, int, int],
+        counts: list[int],
+        pages: list[int],
+        *,
+        splits: bool,
     ) -> int:
         """Return the size of partial results as FA2's planner computes it, without windows."""
         num_heads, num_kv_heads, head_dim, page_size = shape
@@ -147,7 +154,7 @@ class PagedWrapper:
         if self._buffers is not None:
             num_tiles = max(most, -(-sum(rows) // tile) + len(rows) - 1)
         else:
-            num_tiles = split(chunk) if chunk < longest else 0
+            num_tiles = split(chunk) if chunk < longest and splits else 0
         return num_heads * num_tiles * tile * (head_dim + 1) * 4
 
     def _keep(
@@ -189,7 +196,8 @@ class PagedWrapper:
         fitting = (dtype, torch.float8_e4m3fn)
         demand(settings["kv_data_type"] in fitting, "keys are as the queries, or have 8 bits")
         demand(settings["fixed_split_size"] is None, "splits are the planner's")
-        demand(not settings["disable_split_kv"], "splits stay on")
+        in_graph = self._buffers is not None
+        demand(not (in_graph and settings["disable_split_kv"]), "splits stay on in graphs")
 
     def run(
         self,

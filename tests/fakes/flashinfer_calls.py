@@ -177,6 +177,12 @@ def buffers_on_the_host(calls: Calls) -> None:
     calls.all()
 
 
+def captured_without_splits(calls: Calls) -> None:
+    calls.capture()
+    calls.planning["disable_split_kv"] = True
+    calls.all()
+
+
 def without_buffers(calls: Calls) -> None:
     calls.making["use_cuda_graph"] = True
     calls.all()

@@ -29,6 +29,7 @@ from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.fake_cuda import CUDA, ExpertsWithoutTriton, FakeCuda, SameThreadExecutor
 from tests.fakes.fake_device import on_host
 from tests.fakes.fake_flashinfer import FakeFlashInfer
+from tests.fakes.fake_paged_wrapper import PagedWrapper
 from tests.fakes.prepared_models import prepare_checkpoint, spec_of
 from tests.fakes.tiny_checkpoints import CONFIGS, tiny_model
 from tests.fakes.tiny_transformers import save_tiny_transformers
@@ -43,6 +44,7 @@ from worker.kv_cache import KVCache, kv_layout
 from worker.layers import activation, linear, norm
 from worker.layers.scratch import RowBuffer
 from worker.loader import formats, weights
+from worker.loader.formats import FixedRowsFormat, WeightFormat
 from worker.loader.transformers_weights import load_transformers
 from worker.memory_plan import layer_cache
 from worker.model_runner import ModelRunner, SyncModelRunner
@@ -100,9 +102,9 @@ class Model:
         self.spec = spec_of(self.prepared)
         self._reference_tokens: dict[int, list[int]] | None = None
 
-    def load(self, device: torch.device) -> Decoder:
+    def load(self, device: torch.device, weight_format: WeightFormat | None = None) -> Decoder:
         return weights.load_model(
-            self.prepared, self.spec, self.dtype, device, lambda fraction: None
+            self.prepared, self.spec, self.dtype, device, lambda fraction: None, weight_format
         )
 
     def cache(self, device: torch.device, dtype: torch.dtype | None = None) -> KVCache:
@@ -133,7 +135,7 @@ class TransformersModel(Model):
         self.spec: Any = spec_of_transformers(config, head_dims=HEAD_DIMS)
         self._reference_tokens = None
 
-    def load(self, device: torch.device) -> Decoder:
+    def load(self, device: torch.device, weight_format: WeightFormat | None = None) -> Decoder:
         form = formats.DenseFormat(self.dtype)
         return load_transformers(
             self.prepared, self.spec, self.dtype, device, lambda fraction: None, form
@@ -160,11 +162,12 @@ class OnFakeCuda:
         kv_dtype: torch.dtype | None = None,
         library: FakeFlashInfer | None = None,
         returns_experts: bool = False,
+        weight_format: WeightFormat | None = None,
         **settings: Any,
     ) -> None:
         self.library = library or FakeFlashInfer(cuda.device)
         with cuda.loading():
-            decoder = model.load(CUDA)
+            decoder = model.load(CUDA, weight_format)
             self.cache = model.cache(CUDA, kv_dtype)
         self.rows = model.rows(num_rows)
         self.progress: list[float] = []
@@ -480,6 +483,29 @@ def test_tokens_kept_on_the_device_equal_those_of_the_host(
     assert (ahead.worker.num_preempted > 0) == (num_blocks < 81)
     assert (cuda.device.num_replays > 0) == (not eager)
     assert found == serve(Harness(SyncModelRunner(host_runner(llama, NUM_ROWS)), num_blocks))
+
+
+def test_a_batch_invariant_step_has_decodes_alone(
+    cuda: FakeCuda, llama: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts too; no sequence is split, and no step is a graph, whose sequences always are."""
+    plans: list[bool] = []
+    plan = PagedWrapper._plan
+
+    def note_plan(wrapper: PagedWrapper, qo_indptr: torch.Tensor, *args: Any) -> None:
+        settings: dict[str, Any] = args[4]
+        assert (qo_indptr.diff() == 1).all()
+        plans.append(settings["disable_split_kv"])
+        plan(wrapper, qo_indptr, *args)
+
+    monkeypatch.setattr(PagedWrapper, "_plan", note_plan)
+    products = FixedRowsFormat(llama.dtype)
+    worker = OnFakeCuda(llama, cuda, NUM_ROWS, weight_format=products, batch_invariant=True)
+    found = serve(Harness(worker.runner, 24, async_scheduling=True))
+    assert plans
+    assert all(plans)
+    assert cuda.device.num_replays == 0
+    assert found == serve(Harness(SyncModelRunner(host_runner(llama, NUM_ROWS)), 24))
 
 
 def test_experts_of_tokens_need_no_wait_for_the_device(

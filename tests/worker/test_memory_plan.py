@@ -157,6 +157,39 @@ def test_latent_kv_is_planned_on_a_gpu(tmp_path: Path) -> None:
     assert plan_memory(config_of("--attention-backend", "reference"), other, gpu).fits
 
 
+@pytest.mark.parametrize(
+    ("family", "flags", "message"),
+    [
+        ("llama", ["--tensor-parallel-size", "2"], "sums over GPUs .*; --tensor-parallel-size 1"),
+        ("llama", ["--cascade-attention-from", "2"], "cascade attention depends"),
+        ("llama", ["--attention-backend", "reference"], "reference attention depends"),
+        ("mixtral", [], "experts have as many rows as tokens choose"),
+        ("llama", ["--device", "cpu", "--cpu-weights", "f32"], "f32 products are chosen"),
+        ("llama", ["--device", "cpu", "--kv-cache-dtype", "int8"], "reads int8 pages otherwise"),
+        ("llama", ["--device", "cpu", "--cpu-weights", "packed+int8"], "packed.int8 products"),
+        ("llama", ["--device", "cpu", "--model-impl", "transformers"], "runs on transformers"),
+    ],
+)
+def test_what_depends_on_the_batch_is_refused_where_bits_shall_not(
+    family: str, flags: list[str], message: str, kernels: Kernels, tmp_path: Path
+) -> None:
+    save_tiny(family, tmp_path)
+    prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")
+    config = config_of("--batch-invariant", *flags)
+    device = cpu_of(config, machine(tmp_path)) if "cpu" in flags else device_of(free=60 * GIB)
+    with pytest.raises(ConfigError, match=f"--batch-invariant: .*{message}") as raised:
+        plan_memory(config, prepared, device)
+    assert raised.value.parameter == "batch_invariant"
+
+
+def test_a_batch_invariant_model_is_planned_as_numbers_on_a_gpu(tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path)
+    prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")
+    gpu = device_of(free=60 * GIB)
+    plan = plan_memory(config_of("--batch-invariant"), prepared, gpu)
+    assert plan.weights == plan_memory(config_of(), prepared, gpu).weights
+
+
 def test_experts_that_are_kept_are_part_of_the_pool(kernels: Kernels, tmp_path: Path) -> None:
     save_tiny("mixtral", tmp_path)
     prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")

@@ -13,6 +13,7 @@ sees the keys 0..its own position. In a layer with a window of 4, the query at 2
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Protocol
 
 import numpy as np
@@ -46,6 +47,18 @@ class AttentionInputs:
     @property
     def num_seqs(self) -> int:
         return int(self.seq_lens.shape[0])
+
+
+class QuerySplit(Enum):
+    """Which sequences are planned as sequences of one query each, so that a query has equal bits.
+
+    NONE: a query has the same bits within a chunk as alone. DRAFTS: those with drafts, since their
+    tokens are decodes otherwise. ALL: prompts too, so that not even the length of a chunk matters.
+    """
+
+    NONE = auto()
+    DRAFTS = auto()
+    ALL = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +111,8 @@ class AttentionBackend(Protocol):
     """Attention over the pages of one KV cache."""
 
     @property
-    def chunks_as_decodes(self) -> bool:
-        """Whether a query has the same bits within a chunk as alone.
-
-        If not, the tokens of a draft are planned as sequences of one query each.
-        """
+    def query_split(self) -> QuerySplit:
+        """Which sequences of a step it is to be given as sequences of one query each."""
         ...
 
     def plan(self, inputs: Sequence[AttentionInputs]) -> None:

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from worker.attention.base import AttentionInputs, AttentionShape
+from worker.attention.base import AttentionInputs, AttentionShape, QuerySplit
 from worker.attention.scratch_pages import with_pages
 from worker.kernels import (
     DTYPE_CODES,
@@ -86,7 +86,8 @@ class CpuAttention:
             raise UnsupportedShapeError(f"a latent must be a multiple of 8, got {shape.latent_dim}")
         assert shape.scale > 0, "the kernels look for the largest score before scaling"
         # Decodes multiply int8 pages as integers, chunks do not (AVX-512 VNNI).
-        self.chunks_as_decodes = kv_cache.dtype != torch.int8
+        is_int8 = kv_cache.dtype == torch.int8
+        self.query_split = QuerySplit.DRAFTS if is_int8 else QuerySplit.NONE
         self._kernels = kernels
         self._kv_cache = kv_cache
         self._shape = shape

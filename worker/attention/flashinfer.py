@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from proto.errors import ConfigError
-from worker.attention.base import AttentionInputs, AttentionShape
+from worker.attention.base import AttentionInputs, AttentionShape, QuerySplit
 from worker.attention.flashinfer_group import (
     GroupWrappers,
     Library,
@@ -104,8 +104,6 @@ class FlashInferAttention:
     Raises ConfigError as `refuse_unsupported` does.
     """
 
-    chunks_as_decodes = False
-
     def __init__(
         self,
         kv_cache: KVCache,
@@ -117,6 +115,7 @@ class FlashInferAttention:
         options: Options = DEFAULTS,
     ) -> None:
         refuse_unsupported(shape, dtype, kv_cache.dtype)
+        self.query_split = QuerySplit.ALL if options.batch_invariant else QuerySplit.DRAFTS
         self._kv_cache = kv_cache
         self._store = store
         self._rotate = FlashInferRotary(library, accelerator)

@@ -50,11 +50,15 @@ class Options:
     capture_pages: most pages of such a batch in one group, since a graph reads their indices
         from fixed memory.
     cascade_from: full pages from which on a prefix shared by all sequences is read once; 0: never.
+    batch_invariant: a sequence is never split over multiprocessors, since where it is split, and so
+        the order of its sums, depends on the batch. Not with graphs: in 0.6.18 kernels in graphs
+        then read beyond their arrays.
     """
 
     capture_sizes: tuple[int, ...] = ()
     capture_pages: int = 0
     cascade_from: int = 0
+    batch_invariant: bool = False
 
 
 def workspace_bytes(
@@ -185,6 +189,7 @@ class WrapperMaker:
     ) -> None:
         self.library = library
         self.cascades = options.cascade_from > 0
+        self.splits_sequences = not options.batch_invariant
         self._accelerator = accelerator
         self._options = options
         num_bytes = workspace_bytes(shape, accelerator.num_multiprocessors(), options.capture_sizes)
@@ -278,6 +283,7 @@ class GroupWrappers:
             "q_data_type": dtype,
             "kv_data_type": kv_dtype,
             "o_data_type": dtype,
+            "disable_split_kv": not make.splits_sequences,
         }
 
     def plan(self, parts: GroupParts, indices: torch.Tensor, offsets: SentOffsets) -> None:

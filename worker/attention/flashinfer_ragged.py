@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from worker.attention.base import AttentionInputs, AttentionShape
+from worker.attention.base import AttentionInputs, AttentionShape, QuerySplit
 from worker.attention.flashinfer_group import Library, Options, PlannedWrapper, WrapperMaker
 from worker.device.accelerator import Accelerator
 from worker.device.transfers import Uploader
@@ -75,7 +75,7 @@ def padded_dim(head_dim: int) -> int:
 class FlashInferRaggedAttention:
     """An attention backend for bidirectional models; used by one thread on one stream."""
 
-    chunks_as_decodes = False
+    query_split = QuerySplit.DRAFTS
 
     def __init__(
         self,

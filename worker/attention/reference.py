@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from worker.attention.base import AttentionInputs, AttentionShape
+from worker.attention.base import AttentionInputs, AttentionShape, QuerySplit
 from worker.attention.scratch_pages import with_pages
 from worker.kv_cache import KVCache, Pages, Window
 from worker.layers.rotary import Rotation, rotate
@@ -17,7 +17,7 @@ from worker.layers.rotary import Rotation, rotate
 class ReferenceAttention:
     """An attention backend without kernels."""
 
-    chunks_as_decodes = False
+    query_split = QuerySplit.DRAFTS
 
     def __init__(self, kv_cache: KVCache, shape: AttentionShape) -> None:
         self._shape = shape

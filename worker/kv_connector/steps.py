@@ -92,7 +92,7 @@ class LayerHooks:
     def __init__(self, attention: AttentionBackend, connector: WorkerConnector) -> None:
         self._attention = attention
         self._connector = connector
-        self.chunks_as_decodes = attention.chunks_as_decodes
+        self.query_split = attention.query_split
 
     def plan(self, inputs: Sequence[AttentionInputs]) -> None:
         self._attention.plan(inputs)

@@ -1,6 +1,7 @@
 """Linear layers, x @ weight.T + bias, for all formats of the weight in memory.
 
     DenseLinear    rows of the weight as they are
+    FixedRowsLinear  the same, by products of a fixed number of rows, for --batch-invariant on a GPU
     OneDnnLinear   float32 and bfloat16 on a CPU: reordered once into oneDNN's blocked layout
     KernelLinear   weights that kernels of ours lay out (kernel_weights.py)
     MixedLinear    one weight in two formats: one for few rows, another for many
@@ -12,7 +13,7 @@ hold the rows of some tokens each.
 import ctypes
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +50,35 @@ class DenseLinear:
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         residual.addmm_(x, self._transposed)
         return residual if self._bias is None else residual.add_(self._bias)
+
+
+FIXED_ROWS: Final = 128
+"""Rows of each product of FixedRowsLinear: a product of one row takes as long as reading the weight
+anyway, and a large step reads it once for so many tokens."""
+
+
+class FixedRowsLinear:
+    """The weight [out, in] as it is; a row has the same bits in a batch of any size.
+
+    A library chooses kernels and the order of their sums by the number of rows. Here each product
+    has FIXED_ROWS of them, of which the last ones may be zeros.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.weight = weight
+        self._bias = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        num_rows = len(x)
+        padded = F.pad(x, (0, 0, 0, -num_rows % FIXED_ROWS))
+        output = x.new_empty(len(padded), len(self.weight))
+        for first in range(0, len(padded), FIXED_ROWS):
+            rows = slice(first, first + FIXED_ROWS)
+            output[rows] = F.linear(padded[rows], self.weight, self._bias)
+        return output[:num_rows]
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return residual.add_(self(x))
 
 
 class OneDnnLinear:

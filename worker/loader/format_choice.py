@@ -11,7 +11,7 @@ from typing import Final
 
 import torch
 
-from proto.config import CpuWeights, DType, ModelConfig
+from proto.config import CpuWeights, DType, ModelConfig, ServeConfig
 from proto.errors import ConfigError
 from proto.prepared_model import PreparedModel, TensorIndex
 from worker.device.devices import Device
@@ -21,6 +21,7 @@ from worker.loader.files import read_index
 from worker.loader.formats import (
     Bf16Format,
     DenseFormat,
+    FixedRowsFormat,
     Int8Format,
     MixedFormat,
     PackedFormat,
@@ -29,6 +30,8 @@ from worker.loader.formats import (
 )
 from worker.loader.gpu_format import GpuFormat
 from worker.models.registry import runs_on_transformers
+from worker.models.spec import ModelSpec
+from worker.models.transformers_model import TransformersSpec
 
 _NUM_NAMED: Final = 4
 _DTYPE_OF_WEIGHTS: Final[dict[CpuWeights, DType]] = {"bf16": "bfloat16", "f32": "float32"}
@@ -41,14 +44,30 @@ def activation_dtype(config: ModelConfig) -> DType:
     return _DTYPE_OF_WEIGHTS.get(config.cpu_weights, config.dtype)
 
 
-def weight_format_for(config: ModelConfig, prepared: PreparedModel, device: Device) -> WeightFormat:
+def weight_format_for(config: ServeConfig, prepared: PreparedModel, device: Device) -> WeightFormat:
     """Return the format that a model's weights get on this device."""
-    dtype = device.resolve_dtype(activation_dtype(config))
+    dtype = device.resolve_dtype(activation_dtype(config.model))
     if device.torch_device.type == "cuda":
-        return GpuFormat(dtype)
-    if runs_on_transformers(prepared, config.model_impl):
+        return FixedRowsFormat(dtype) if config.device.batch_invariant else GpuFormat(dtype)
+    if runs_on_transformers(prepared, config.model.model_impl):
         return _dense_format(dtype, load_kernels)
-    return choose_format(config, dtype, read_index(prepared), load_kernels)
+    return choose_format(config.model, dtype, read_index(prepared), load_kernels)
+
+
+def is_batch_invariant(weight_format: WeightFormat, dtype: torch.dtype, spec: ModelSpec) -> bool:
+    """Return whether a row has the same bits in a step of any number of rows.
+
+    So it is with our kernels of one format, on a CPU, and with products of fixed shape on a GPU.
+    Others choose by the number of rows: the mixed format, torch's products, transformers' code.
+    dtype: of the activations.
+    """
+    if isinstance(spec, TransformersSpec):
+        return False
+    if isinstance(weight_format, FixedRowsFormat):
+        return True
+    has_float32_products = bool(weight_format.dense_names) and dtype != torch.bfloat16
+    own = isinstance(weight_format, Bf16Format | PackedFormat | RotatedFormat)
+    return own and not has_float32_products
 
 
 def choose_format(

@@ -1,6 +1,7 @@
 """How the weights of linear layers are held in memory, and how they get there from the files.
 
     DenseFormat    the activations' dtype, in the layout that the device likes best
+    FixedRowsFormat  the same, for --batch-invariant on a GPU
     GpuFormat      quantised weights as they are, as far as kernels of a GPU multiply them
     Bf16Format     bfloat16 in the layout of our own kernels
     PackedFormat   the quantisation blocks of the file, or its FP8
@@ -61,6 +62,7 @@ from worker.layers.kernel_weights import (
     packed_shape,
 )
 from worker.layers.linear import (
+    FixedRowsLinear,
     KernelLinear,
     Linear,
     MixedLinear,
@@ -230,6 +232,14 @@ class DenseFormat:
         if is_reordered_by_onednn(table.device, table.dtype):
             self.memory[self.name] += table.nbytes
         return DenseTable(table)
+
+
+class FixedRowsFormat(DenseFormat):
+    """DenseFormat for products that give a row the same bits in a batch of any size."""
+
+    def build(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        self.memory[self.name] += weight.nbytes
+        return FixedRowsLinear(weight, bias)
 
 
 class Bf16Format(DenseFormat):

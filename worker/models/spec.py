@@ -206,6 +206,10 @@ class ModelSpec:
         return tuple(attention.rope for attention in self.attention_layers)
 
     @property
+    def has_experts(self) -> bool:
+        return any(isinstance(layer.mlp, MoeSpec) for layer in self.layers)
+
+    @property
     def is_expert_parallel(self) -> bool:
         """Whether ranks have whole experts of a mixture."""
         mlps = (layer.mlp for layer in self.layers)

@@ -46,39 +46,49 @@ class TokenCounts:
     """
 
     def __init__(self, seen: Sequence[int], outputs: Sequence[int]) -> None:
-        self._index_of: dict[int, int] = {}
-        self._ids = np.empty(0, dtype=np.int64)
-        self._counts = np.empty(0, dtype=np.float32)
         distinct, counts = np.unique(np.array(outputs, dtype=np.int64), return_counts=True)
         rest = np.setdiff1d(np.array(seen, dtype=np.int64), distinct)
-        self._reserve(len(distinct) + len(rest))
-        for index, token_id in enumerate([*distinct.tolist(), *rest.tolist()]):
-            self._index_of[token_id] = index
-            self._ids[index] = token_id
+        self._ids = np.concatenate([distinct, rest])
+        self._counts = np.zeros(len(self._ids), dtype=np.float32)
         self._counts[: len(distinct)] = counts
+        self._num_ids = len(self._ids)
+        self._index_of = {token_id: index for index, token_id in enumerate(self._ids.tolist())}
+        self._index_of_more: dict[int, int] | None = None
 
-    def copy(self) -> "TokenCounts":
-        made = TokenCounts((), ())
-        made._index_of = self._index_of.copy()
-        made._ids, made._counts = self._ids.copy(), self._counts.copy()
+    def after(self, outputs: Sequence[int]) -> "TokenCounts":
+        """Return the counts behind more outputs; these counts stay.
+
+        A draft takes them for each of its positions, so the index, which a long prompt makes
+        large, is shared and not copied. Valid until this object counts another output.
+        """
+        made = copy.copy(self)
+        made._index_of_more = {}
+        made._reserve(self._num_ids + len(outputs))
+        for token_id in outputs:
+            made.count_output(token_id)
         return made
 
     def count_output(self, token_id: int) -> None:
-        index = self._index_of.setdefault(token_id, len(self._index_of))
-        if index == len(self._ids):
-            self._reserve(2 * index + 8)
-        self._ids[index] = token_id
+        index = self._index_of.get(token_id)
+        if index is None:
+            more = self._index_of if self._index_of_more is None else self._index_of_more
+            index = more.setdefault(token_id, self._num_ids)
+            if index == self._num_ids:
+                if index == len(self._ids):
+                    self._reserve(2 * index + 8)
+                self._ids[index] = token_id
+                self._num_ids += 1
         self._counts[index] += 1
 
     @property
     def ids(self) -> Ids:
         """Distinct tokens, int64 [D]."""
-        return self._ids[: len(self._index_of)]
+        return self._ids[: self._num_ids]
 
     @property
     def counts(self) -> Values:
         """How often each distinct token is among the outputs, float32 [D]."""
-        return self._counts[: len(self._index_of)]
+        return self._counts[: self._num_ids]
 
     @property
     def buffers(self) -> tuple[Ids, Values]:
@@ -87,8 +97,7 @@ class TokenCounts:
 
     def _reserve(self, size: int) -> None:
         ids, counts = np.empty(size, dtype=np.int64), np.zeros(size, dtype=np.float32)
-        ids[: len(self._ids)] = self._ids
-        counts[: len(self._counts)] = self._counts
+        ids[: self._num_ids], counts[: self._num_ids] = self.ids, self.counts
         self._ids, self._counts = ids, counts
 
 
@@ -112,10 +121,12 @@ class BadWords:
         self._tail = list(outputs[len(outputs) - min(longest, len(outputs)) :])
         self._longest = longest
 
-    def copy(self) -> "BadWords":
-        """Return a copy with outputs of its own."""
+    def after(self, outputs: Sequence[int]) -> "BadWords":
+        """Return the same words behind more outputs; this object stays."""
         made = copy.copy(self)
         made._tail = self._tail.copy()
+        for token_id in outputs:
+            made.append(token_id)
         return made
 
     def append(self, token_id: int) -> None:
@@ -206,10 +217,9 @@ class RowEdits:
     def after(self, token_ids: Sequence[int]) -> "RowEdits":
         """Return the edits behind more outputs, which may be drafts; these edits stay."""
         made = copy.copy(self)
-        made.counts, made.bad_words = self.counts.copy(), self.bad_words.copy()
+        made.counts = self.counts.after(token_ids if self.penalises else ())
+        made.bad_words = self.bad_words.after(token_ids)
         made._fields, made._count_buffers = Edits.from_buffer_copy(self._fields), None
-        for token_id in token_ids:
-            made.append(token_id)
         return made
 
     def append(self, token_id: int) -> None:

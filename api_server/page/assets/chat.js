@@ -2,7 +2,7 @@
 // or, if its probabilities were requested, as tokens.
 import { announce, byId, copyText, make } from "./dom.js";
 import { MarkdownText } from "./markdown.js";
-import { parameters, systemMessage, wantsProbabilities } from "./parameters.js";
+import { parameters, systemMessage, tokenFields } from "./parameters.js";
 import { Run } from "./run.js";
 import { chatTokens, TokenText } from "./tokens.js";
 
@@ -15,8 +15,7 @@ function body(messages) {
   const first = system ? [{ role: "system", content: system }] : [];
   const fields = { messages: [...first, ...messages], ...parameters(), stream: true };
   fields.stream_options = { include_usage: true };
-  if (wantsProbabilities()) Object.assign(fields, { logprobs: true, top_logprobs: 5 });
-  return fields;
+  return { ...fields, ...tokenFields({ logprobs: true, top_logprobs: 5 }) };
 }
 
 const asked = () => ({ role: "user", content: byId("message").value });
@@ -71,7 +70,7 @@ export function chatRun() {
   const wantsTokens = Boolean(sent.logprobs);
   const run = new Run(PATH, sent, (choice) => {
     const { content = "", reasoning = "" } = choice.delta;
-    const tokens = chatTokens(choice.logprobs);
+    const tokens = chatTokens(choice);
     if (reasoning) {
       thoughts.hidden = false;
       thoughts.append(reasoning);

@@ -1,6 +1,6 @@
 // The Completion tab: a prompt and its continuation.
 import { byId, make } from "./dom.js";
-import { MAX_COMPLETION_TOKENS, parameters, wantsProbabilities } from "./parameters.js";
+import { MAX_COMPLETION_TOKENS, parameters, tokenFields } from "./parameters.js";
 import { Run } from "./run.js";
 import { completionTokens, TokenText } from "./tokens.js";
 
@@ -9,8 +9,7 @@ const PATH = "v1/completions";
 function body() {
   const fields = { prompt: byId("prompt").value, max_tokens: MAX_COMPLETION_TOKENS, ...parameters(), stream: true };
   fields.stream_options = { include_usage: true };
-  if (wantsProbabilities()) fields.logprobs = 5;
-  return fields;
+  return { ...fields, ...tokenFields({ logprobs: 5 }) };
 }
 
 /** Returns path and body of the request that would be sent now. */
@@ -21,7 +20,7 @@ export function completionRun() {
   const text = new TokenText("Tokens of the answer; arrow keys go from one to the next");
   const sent = body();
   const run = new Run(PATH, sent, (choice) => {
-    const tokens = completionTokens(choice.logprobs);
+    const tokens = completionTokens(choice);
     text.add(choice.text, tokens);
     return tokens.length || Number(choice.text !== "");
   });

@@ -8,6 +8,32 @@ import { RateChart } from "./ratechart.js";
 
 const NOTICES = 200;
 const REPAINT_MS = 500;
+const DRAFTS_MS = 10_000;
+
+/** The tile of drafts: those verified in the last seconds. It appears with the first one. */
+class DraftTile {
+  constructor() {
+    this.recent = [];
+  }
+
+  update(view) {
+    const { drafts, draft_tokens: drafted, accepted_tokens: accepted } = view;
+    if (!drafts) return;
+    byId("drafts").hidden = false;
+    this.recent.push({ at: performance.now(), drafts, drafted, accepted });
+  }
+
+  paint() {
+    this.recent = this.recent.filter((each) => each.at > performance.now() - DRAFTS_MS);
+    const [drafts, drafted, accepted] = ["drafts", "drafted", "accepted"].map((name) =>
+      this.recent.reduce((sum, each) => sum + each[name], 0),
+    );
+    byId("tile-drafts").textContent = drafts ? `${figure((100 * accepted) / drafted)} %` : "–";
+    byId("tile-drafts-detail").textContent = drafts
+      ? `${figure(1 + accepted / drafts)} tokens a step`
+      : `none in ${duration(DRAFTS_MS)}`;
+  }
+}
 
 export class LiveView {
   constructor() {
@@ -22,6 +48,7 @@ export class LiveView {
       new RateChart("chart-generation", "generation_tokens_per_s"),
       new RateChart("chart-prompt", "prompt_tokens_per_s"),
     ];
+    this.drafts = new DraftTile();
     this.totals = { queries: 0, hits: 0, preemptions: 0 };
     this.feed = new Feed({
       hello: (hello) => this.#hello(hello),
@@ -70,6 +97,7 @@ export class LiveView {
     this.map.update(view);
     this.table.update(view);
     for (const chart of this.charts) chart.update(view);
+    this.drafts.update(view);
     this.#tiles(view);
     this.#paintCharts();
   }
@@ -87,7 +115,7 @@ export class LiveView {
     show("used", `${figure(share)} %`, `${figure(used)} of ${figure(numBlocks)} blocks`);
     const hitRate = queries ? `${figure((100 * hits) / queries)} %` : "–";
     show("hits", hitRate, `${figure(hits)} of ${figure(queries)} tokens`);
-    show("preemptions", figure(preemptions), "since this view was opened");
+    show("preemptions", figure(preemptions), "since the view opened");
   }
 
   #notice(notice) {
@@ -127,5 +155,6 @@ export class LiveView {
   #paintCharts() {
     for (const chart of this.charts) chart.paint();
     byId("tile-rate").textContent = figure(this.charts[0].value);
+    this.drafts.paint();
   }
 }

@@ -32,8 +32,9 @@ export function parameters() {
   return fields;
 }
 
-/** Returns whether token probabilities are requested. */
-export const wantsProbabilities = () => byId("p-logprobs").checked;
+/** Returns the fields that request tokens: an endpoint's own of log-probabilities, and drafts; {} for none. */
+export const tokenFields = (logprobs) =>
+  byId("p-logprobs").checked ? { ...logprobs, return_accepted_drafts: true } : {};
 
 /** Returns the system message; "" for none. */
 export const systemMessage = () => byId("p-system").value.trim();

@@ -40,6 +40,7 @@ class Playground {
       input.focus();
       return;
     }
+    hideTokenHint(); // of a token that the run replaces
     this.run = this.makeRun();
     this.#show(true);
     this.follower.start();
@@ -68,8 +69,9 @@ class Playground {
 /** Keeps the end of an output in view while it grows, unless the user scrolls away from it. */
 class Follower {
   constructor(output, scroller) {
+    this.output = output;
     this.scroller = scroller;
-    this.follows = true;
+    this.follows = false;
     this.top = 0;
     const target = scroller === document.scrollingElement ? document : scroller;
     target.addEventListener("scroll", () => this.#scrolled(), { passive: true });
@@ -85,7 +87,8 @@ class Follower {
   }
 
   #follow() {
-    if (this.follows) this.scroller.scrollTop = this.scroller.scrollHeight;
+    const isShown = this.output.clientHeight > 0; // an observer is notified of a hidden output, too
+    if (this.follows && isShown) this.scroller.scrollTop = this.scroller.scrollHeight;
   }
 
   #scrolled() {

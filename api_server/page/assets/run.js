@@ -28,7 +28,7 @@ export class Run {
   /** Reads the stream; returns whether it is complete. Errors appear in the summary. */
   async finish() {
     this.begin = performance.now();
-    this.numTokens = 0;
+    this.numTokens = this.numDrafted = 0;
     this.summary.textContent = "Waiting for the first token …";
     announce("Generating.");
     try {
@@ -56,6 +56,7 @@ export class Run {
     for (const choice of chunk.choices) {
       const number = this.onChoice(choice);
       this.reason = choice.finish_reason ?? this.reason;
+      this.numDrafted += (choice.accepted_drafts ?? []).filter(Boolean).length;
       if (!number) continue;
       this.last = performance.now();
       this.first ??= this.last;
@@ -73,6 +74,10 @@ export class Run {
       entries.push(["prompt", `${figure(this.usage.prompt_tokens)}${from}`]);
     }
     entries.push(["output", `${figure(output)} tokens`]);
+    if (this.numDrafted) {
+      const drafts = `${figure(this.numDrafted)} accepted ${this.numDrafted === 1 ? "draft" : "drafts"}`;
+      entries.push(["of these", make("span", { class: "drafted" }, drafts)]);
+    }
     if (this.first !== undefined) entries.push(["first token", duration(this.first - this.begin)]);
     if (this.last > this.first) {
       const rate = ((output - 1) * 1000) / (this.last - this.first);

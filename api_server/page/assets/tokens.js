@@ -5,6 +5,8 @@ import { make, placeNear } from "./dom.js";
 const hint = make("div", { class: "hint token-hint", role: "tooltip", id: "token-hint" });
 hint.hidden = true;
 
+const DRAFTED = "accepted draft";
+
 /** Hides the hint. */
 export const hideTokenHint = () => (hint.hidden = true);
 
@@ -42,13 +44,17 @@ export class TokenText {
     const likelihood = Math.exp(Math.min(...tokens.map((each) => each.logprob)));
     const doubt = (1 - likelihood) ** 2; // likely tokens stay untinted
     span.style.setProperty("--doubt", doubt.toFixed(2));
+    if (tokens.every((each) => each.isDrafted)) {
+      span.classList.add("drafted");
+      span.setAttribute("aria-description", DRAFTED);
+    }
     return span;
   }
 
   #show(target) {
     const span = target.closest?.(".token");
     if (!span) return;
-    hint.replaceChildren(...span.tokens.map(describe));
+    hint.replaceChildren(...span.tokens.flatMap(describe));
     (document.querySelector("dialog[open]") ?? document.body).append(hint);
     placeNear(hint, span.getClientRects()[0] ?? span.getBoundingClientRect());
     span.setAttribute("aria-describedby", hint.id);
@@ -90,7 +96,7 @@ function describe(token) {
     if (chosen) item.append(make("span", { class: "unseen" }, "chosen"));
     list.append(item);
   }
-  return list;
+  return token.isDrafted ? [list, make("p", { class: "quiet" }, DRAFTED)] : [list];
 }
 
 /** Replaces blanks and line breaks by visible characters. */
@@ -99,8 +105,8 @@ export function visible(text) {
   return text.replaceAll(" ", "·").replaceAll("\n", "⏎").replaceAll("\t", "⇥");
 }
 
-/** Returns the tokens of a chunk of /v1/completions. */
-export function completionTokens(logprobs) {
+/** Returns the tokens of a choice in a chunk of /v1/completions. */
+export function completionTokens({ logprobs, accepted_drafts: drafts }) {
   if (!logprobs) return [];
   return logprobs.tokens.map((text, at) => ({
     text,
@@ -108,14 +114,16 @@ export function completionTokens(logprobs) {
     best: Object.entries(logprobs.top_logprobs?.[at] ?? {})
       .map(([each, logprob]) => ({ text: each, logprob }))
       .sort((one, other) => other.logprob - one.logprob),
+    isDrafted: drafts?.[at] ?? false,
   }));
 }
 
-/** Returns the tokens of a chunk of /v1/chat/completions. */
-export function chatTokens(logprobs) {
-  return (logprobs?.content ?? []).map((each) => ({
+/** Returns the tokens of a choice in a chunk of /v1/chat/completions. */
+export function chatTokens({ logprobs, accepted_drafts: drafts }) {
+  return (logprobs?.content ?? []).map((each, at) => ({
     text: each.token,
     logprob: each.logprob,
     best: each.top_logprobs.map(({ token, logprob }) => ({ text: token, logprob })),
+    isDrafted: drafts?.[at] ?? false,
   }));
 }

@@ -7,6 +7,7 @@ from engine_core.transport import FrontEndLinks
 from proto.engine_io import EngineCoreOutputs
 from proto.view import MAX_SHOWN_REQUESTS, PREEMPTED, RUNNING, VIEW_SECONDS, WAITING, EngineView
 from tests.fakes.clock import FakeClock
+from tests.fakes.drafts import SyntheticDrafts
 from tests.fakes.engine_harness import EngineHarness
 
 EPOCH = 3
@@ -180,6 +181,24 @@ def test_found_tokens_and_preemptions_are_counted() -> None:
         states |= {each.state for each in view.requests}
     assert num_preemptions > 0
     assert states == {RUNNING, PREEMPTED}
+
+
+def test_drafts_are_counted() -> None:
+    drafting = SyntheticDrafts(0.7)
+    rig = Rig(drafting=drafting)
+    rig.views.watch(0, wanted=True)
+    rig.engine.add([1] * 20, 40, ignore_eos=True)
+    views = []
+    while rig.engine.scheduler.num_unfinished:
+        rig.step()
+        views += [rig.view()]
+    counts = [(each.num_drafts, each.draft_tokens, each.accepted_tokens) for each in views]
+    num_drafts, num_drafted, num_accepted = map(sum, zip(*counts, strict=True))
+    assert (num_drafted, num_accepted) == (drafting.num_drafted, drafting.num_accepted)
+    assert 0 < num_drafts < num_accepted < num_drafted
+    rig.engine.add([2] * 20, 1)
+    rig.step()
+    assert rig.view().num_drafts == 0, "a view has what is new"
 
 
 def test_running_ones_are_shown_first_and_the_rest_is_counted() -> None:

@@ -21,10 +21,11 @@ def test_a_position_is_sampled_from_the_last_known_token_on(num_known, num_compu
     assert num_sampled_positions(num_known, num_computed) == expected
 
 
-def with_drafts(**settings):
+def with_drafts(stop_token_ids=(), **settings):
     """Return a decoding request, and a step in which it has two drafts."""
     engine = EngineHarness(block_size=4, **settings)
-    request = engine.add_one([1, 2, 3, 4, 5, 6], max_tokens=20, ignore_eos=True)
+    params = {"ignore_eos": True, "stop_token_ids": stop_token_ids}
+    request = engine.add_one([1, 2, 3, 4, 5, 6], max_tokens=20, **params)
     first = engine.scheduler.schedule()
     engine.scheduler.update_from_output(first, engine.runner.execute(first))
     request.spec_token_ids += [51, 52]
@@ -46,6 +47,7 @@ def test_a_row_brings_one_token_for_each_accepted_draft_and_one_more(num_accepte
     before = request.num_tokens
     ((sent,),) = answer(engine, request, output, tokens).values()
     assert sent.new_token_ids == tokens
+    assert sent.num_accepted_drafts == num_accepted
     assert request.num_tokens == before + len(tokens)
     assert request.num_output_placeholders == 0
     assert request.spec_token_ids == []
@@ -53,6 +55,16 @@ def test_a_row_brings_one_token_for_each_accepted_draft_and_one_more(num_accepte
     assert not request.is_prefilling
     assert scheduled(engine.scheduler.schedule()) == {request.seq_id: 1}
     assert integrity.check(engine.kv_cache) == []
+
+
+@pytest.mark.parametrize(
+    ("stop", "num_tokens", "num_accepted"), [(51, 1, 1), (52, 2, 2), (99, 3, 2)]
+)
+def test_tokens_behind_the_end_are_no_accepted_drafts(stop, num_tokens, num_accepted):
+    engine, request, output = with_drafts(stop_token_ids=(stop,))
+    ((sent,),) = answer(engine, request, output, [51, 52, 99]).values()
+    assert sent.new_token_ids == [51, 52, 99][:num_tokens]
+    assert sent.num_accepted_drafts == num_accepted
 
 
 @pytest.mark.parametrize("num_accepted", [0, 1, 2])

@@ -62,6 +62,8 @@ def test_answers_are_those_without_drafts(acceptance: float, is_async: bool) -> 
     stats = engine.scheduler.pop_stats()
     assert stats.num_draft_tokens == drafting.num_drafted > 80
     assert stats.num_accepted_tokens == drafting.num_accepted == sum(stats.accepted_per_pos)
+    sent = [each.num_accepted_drafts for outputs in engine.outputs.values() for each in outputs]
+    assert sum(sent) == drafting.num_accepted
     assert stats.num_drafts < stats.num_draft_tokens
     assert engine.scheduler.pop_stats().num_drafts == 0
     if acceptance == 1.0:

@@ -150,6 +150,24 @@ def test_output_equals_float64(device: Gpu, name: str) -> None:
     assert (result - exact).norm() < 5e-3 * exact.norm()
 
 
+@on_both
+def test_a_decode_has_the_same_bits_alone_where_sequences_are_not_split(device: Gpu) -> None:
+    step = Step(case_of(((1500, 1), *((300, 1),) * 20)))
+    there = OnDevice(device, step, batch_invariant=True)
+    together = there.result()[:1]
+    of_all = step.inputs
+    there.plan(
+        AttentionInputs(
+            of_all.query_start[:2],
+            of_all.seq_lens[:1],
+            of_all.block_table[:1],
+            of_all.slot_mapping[:1],
+        )
+    )
+    alone = there.run([None if each is None else each[:1] for each in there.parts])
+    assert torch.equal(there.on_host(alone).double(), together)
+
+
 @on_gpu
 @pytest.mark.parametrize("cascade_from", [0, 1])
 def test_sinks_take_part_in_the_softmax(device: Gpu, cascade_from: int) -> None:

@@ -10,6 +10,7 @@ from proto.kv_transfer_config import KVTransferConfig
 from proto.scheduler_output import CachedRequestData, SchedulerOutput
 from proto.sockets import Poller
 from tests.fakes.outside_connector import OutsideWorker
+from worker.attention.base import QuerySplit
 from worker.kv_connector import multi
 from worker.kv_connector.base import (
     NO_CONNECTOR,
@@ -135,7 +136,7 @@ def test_a_readable_descriptor_between_steps_sends_a_report() -> None:
 class PlainAttention:
     """An AttentionBackend that records its calls."""
 
-    chunks_as_decodes = False
+    query_split = QuerySplit.DRAFTS
 
     def __init__(self, log):
         self.log = log

@@ -5,7 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from worker.layers.linear import (
+    FIXED_ROWS,
     DenseLinear,
+    FixedRowsLinear,
     Linear,
     OneDnnLinear,
     is_reordered_by_onednn,
@@ -16,6 +18,8 @@ CPU = torch.device("cpu")
 FORMS = [
     (DenseLinear, torch.float32),
     (DenseLinear, torch.bfloat16),
+    (FixedRowsLinear, torch.float32),
+    (FixedRowsLinear, torch.bfloat16),
     (OneDnnLinear, torch.float32),
     (OneDnnLinear, torch.bfloat16),
 ]
@@ -55,6 +59,25 @@ def test_products_with_and_without_residual(
         torch.testing.assert_close(
             result.double(), exact, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
         )
+
+
+def test_products_of_fixed_rows_give_a_row_the_same_bits_in_any_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows: list[int] = []
+    product = F.linear
+
+    def note_rows(x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        rows.append(len(x))
+        return product(x, *others)
+
+    monkeypatch.setattr(F, "linear", note_rows)
+    x, weight, bias, _ = operands(FIXED_ROWS + 40, torch.float32)
+    linear = FixedRowsLinear(weight, bias)
+    whole = linear(x)
+    for first, count in ((0, 1), (FIXED_ROWS - 3, 9), (FIXED_ROWS + 39, 1)):
+        assert torch.equal(linear(x[first : first + count]), whole[first : first + count])
+    assert set(rows) == {FIXED_ROWS}
 
 
 def test_the_format_follows_the_dtype() -> None:

@@ -1,4 +1,5 @@
-"""Products with quantised weights on a GPU against float64: FP8 on Hopper, codes everywhere."""
+"""Products on a GPU: quantised weights against float64 (FP8 on Hopper, codes everywhere), and those
+of fixed rows, whose bits do not depend on the batch."""
 
 import pytest
 import torch
@@ -6,6 +7,7 @@ import torch
 from tests.worker.layers.test_triton_codes import Made, close
 from worker.layers.flashinfer_kernels import is_hopper, usable_flashinfer
 from worker.layers.fp8_linear import Fp8BlockLinear, Fp8RowLinear, RowRounding
+from worker.layers.linear import FixedRowsLinear
 from worker.layers.triton_codes import CodedWeight, TritonCodedLinear
 
 pytestmark = pytest.mark.gpu
@@ -28,6 +30,14 @@ def replayed(linear: Fp8RowLinear | Fp8BlockLinear | TritonCodedLinear, x: torch
         again = linear(x)
     graph.replay()
     assert torch.equal(expected, again)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(4096, 4096), (1536, 576)])
+def test_a_row_has_the_same_bits_in_products_of_fixed_rows(outputs: int, inputs: int) -> None:
+    x, linear = random(700, inputs), FixedRowsLinear(random(outputs, inputs), random(outputs))
+    whole = linear(x)
+    for first, count in ((0, 1), (3, 2), (100, 64), (500, 200), (699, 1)):
+        assert torch.equal(linear(x[first : first + count]), whole[first : first + count])
 
 
 @pytest.mark.parametrize("num_rows", [1, 300])

@@ -148,10 +148,12 @@ def test_rows_without_edits_keep_their_bits() -> None:
 def test_counts_grow_with_appended_tokens() -> None:
     rng = random.Random(8)
     outputs = rng.choices(range(50), k=300)
-    grown = TokenCounts([1, 2, 2, 99], [])
+    grown, begin = TokenCounts([1, 2, 2, 99], []), TokenCounts([1, 2, 2, 99], outputs[:100])
     for token_id in outputs:
         grown.count_output(token_id)
-    for counts in (grown, TokenCounts([1, 2, 2, 99], outputs)):
+    behind = begin.after(outputs[100:])
+    assert begin.counts.sum() == 100, "the counts of a draft are apart"
+    for counts in (grown, behind, TokenCounts([1, 2, 2, 99], outputs)):
         found = dict(zip(counts.ids.tolist(), counts.counts.tolist(), strict=True))
         assert len(found) == len(counts.ids)
         assert found == {each: outputs.count(each) for each in {*outputs, 1, 2, 99}}
