@@ -15,10 +15,10 @@ FIELD: Final = "speculative_config"
 MAX_TOKENS: Final = 64
 """Longest draft."""
 _MAX_DEPTH: Final = 256
-MODEL_METHODS: Final = ("draft_model", "eagle", "eagle3")
-"""Methods whose drafts come from a model in the workers."""
 HEAD_METHODS: Final = ("eagle", "eagle3")
-"""Those whose model is a head on the hidden states of the model itself."""
+"""Methods whose drafts come from a head on the hidden states of the model itself."""
+MODEL_METHODS: Final = ("draft_model", *HEAD_METHODS)
+"""Methods whose drafts come from a model in the workers."""
 METHODS: Final = ("suffix", "ngram", "grammar", *MODEL_METHODS)
 DEFAULT_METHODS: Final = ("suffix", "grammar")
 """The methods by default where a token has the same bits in any step; elsewhere none."""

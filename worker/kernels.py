@@ -268,6 +268,8 @@ StackRun = _structure(
         **dict.fromkeys(("hidden", "positions", "attention_calls", "scratch"), c_void_p),
         **dict.fromkeys(("is_timed", "product_ns", "attention_ns"), c_int64),
         **{"chosen": c_void_p, "chosen_stride": c_int64},
+        **{"num_recorded": c_int64, "recorded": c_void_p},
+        **{"residuals": c_void_p, "residual_stride": c_int64},
     },
 )
 """TokendStackRun of csrc/layers/stack.h."""

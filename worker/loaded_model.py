@@ -27,6 +27,7 @@ from proto.lifecycle import (
 )
 from proto.pooling import pooler_of
 from proto.prepared_model import PreparedModel
+from proto.speculative_config import HEAD_METHODS
 from worker.device.devices import Device
 from worker.flashinfer_modules import load_modules
 from worker.kernel_choice import choose_attention
@@ -55,13 +56,16 @@ from worker.models.spec import ModelSpec
 from worker.models.transformers_model import TransformersSpec
 from worker.parallel.group import RankGroup
 from worker.pooling import PoolingHead
+from worker.speculation.draft_model import DraftModel
 from worker.speculation.draft_settings import (
     draft_cache,
     draft_config,
     draft_kv_dtype,
     naming_draft,
     require_draft_model,
+    speculative_config,
 )
+from worker.speculation.eagle_head import EagleHead, load_head, read_head
 
 logger = logging.getLogger("tokend.worker")
 LAYOUT_VERSION: Final = 4
@@ -72,11 +76,13 @@ LAYOUT_VERSION: Final = 4
 class LoadedDraft:
     """A model that proposes drafts for another, on the same device and the same ranks.
 
-    max_model_len: tokens that a sequence may have with its draft. The other fields as in
-    LoadedModel.
+    method: of proto.speculative_config.MODEL_METHODS. model: for methods with a head this head,
+    whole on each rank. max_model_len: tokens that a sequence may have with its draft. The other
+    fields as in LoadedModel.
     """
 
-    model: Decoder
+    method: str
+    model: Decoder | EagleHead
     weight_format: WeightFormat
     layout: KVLayout
     geometry: KVCacheGeometry
@@ -235,7 +241,11 @@ def load(
     loaded_draft = None
     if draft is not None:
         with naming_draft(draft):
-            loaded_draft = _load_draft(config, draft, dtype, device, group, report)
+            loaded_draft = (
+                _load_head(config, draft, model, dtype, device)
+                if speculative_config(config).model_method in HEAD_METHODS
+                else _load_draft(config, draft, dtype, device, group, report)
+            )
     return LoadedModel(
         prepared,
         read_config(prepared),
@@ -300,12 +310,38 @@ def _load_draft(
     kv_dtype = draft_kv_dtype(model.spec, config, dtype)
     layout, geometry = draft_cache(model.spec, kv_dtype)
     return LoadedDraft(
+        DraftModel.method,
         model,
         weight_format,
         layout,
         geometry,
         config.model.max_model_len or draft.max_position,
         _attention_kernels(config, draft, model.spec, device, dtype, kv_dtype),
+    )
+
+
+def _load_head(
+    config: ServeConfig,
+    draft: PreparedModel,
+    target: Decoder,
+    dtype: torch.dtype,
+    device: Device,
+) -> LoadedDraft:
+    """Load a head for a target that is loaded; config: of the target."""
+    settings = speculative_config(config)
+    spec = read_head(settings.model_method, draft, target.spec)
+    weight_format = weight_format_for(config, draft, device)
+    logger.info("loading %s, a head that drafts", draft.name)
+    head = load_head(draft, spec, target, dtype, device.torch_device, weight_format)
+    layout, geometry = spec.cache(dtype)
+    return LoadedDraft(
+        settings.model_method,
+        head,
+        weight_format,
+        layout,
+        geometry,
+        settings.max_model_len or spec.longest,
+        _attention_kernels(config, draft, spec, device, dtype, dtype),
     )
 
 

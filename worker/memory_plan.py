@@ -29,7 +29,7 @@ from proto.lifecycle import (
     slots_per_sequence,
 )
 from proto.prepared_model import PreparedModel
-from proto.speculative_config import DRAFT_POSITIONS
+from proto.speculative_config import DRAFT_POSITIONS, HEAD_METHODS
 from worker.attention.flashinfer_latent import require_latent_kernels
 from worker.attention.scratch_pages import SCRATCH_BLOCK, num_scratch_blocks
 from worker.device.devices import Device
@@ -51,7 +51,13 @@ from worker.parallel.group import RankGroup
 from worker.parallel.sharding import shard_model
 from worker.routed_experts import require_routed_experts, routing_bytes
 from worker.speculation.draft_model import KVContents
-from worker.speculation.draft_settings import draft_config, draft_token_bytes, naming_draft
+from worker.speculation.draft_settings import (
+    draft_config,
+    draft_token_bytes,
+    naming_draft,
+    speculative_config,
+)
+from worker.speculation.eagle_head import head_bytes, read_head
 
 ENCODER_STEP_TOKENS: Final = 2048
 """Tokens of a step of an encoder, unless its longest text has more."""
@@ -242,21 +248,10 @@ def plan_memory(
     draft_weights: Counter[str] = Counter()
     if draft is not None:
         with naming_draft(draft):
-            settings = draft_config(config, draft)
-            draft_spec = model_spec(draft, settings)
-            draft_weights, draft_work, draft_conversion = _weights_and_steps(
-                settings,
-                draft,
-                device,
-                draft_spec,
-                dtype,
-                weight_format_for(settings, draft, device),
-                ranks,
+            of_draft = _head_memory if _is_head(config) else _draft_memory
+            draft_weights, draft_work, draft_conversion, draft_bytes = of_draft(
+                config, draft, device, spec, dtype, ranks
             )
-            draft_bytes = [
-                draft_token_bytes(shard.spec, settings, dtype)
-                for shard in shard_model(draft_spec, size)
-            ]
         work += draft_work
         conversion = max(conversion, draft_conversion)
         token_bytes = [sum(both) for both in zip(token_bytes, draft_bytes, strict=True)]
@@ -271,7 +266,7 @@ def plan_memory(
     num_rows = config.scheduler.max_num_seqs
     row_tokens = min(longest, most_tokens)
     rows = InputBatch.bytes_needed(num_rows, row_tokens, cache.block_size, layout.num_groups)
-    if draft is not None:
+    if draft is not None and not _is_head(config):
         rows += KVContents.bytes_needed(num_rows, row_tokens, cache.block_size)
     if device.shares_memory:
         work[f"{num_rows:,} sequences"] = rows * size
@@ -344,6 +339,54 @@ def _weights_and_steps(
         conversion += sizes.conversion
         work += _step_memory(config, prepared, device, builder.spec, dtype)
     return weights, work, conversion
+
+
+def _is_head(config: ServeConfig) -> bool:
+    return speculative_config(config).model_method in HEAD_METHODS
+
+
+def _draft_memory(
+    config: ServeConfig,
+    draft: PreparedModel,
+    device: Device,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    ranks: range,
+) -> tuple[Counter[str], Counter[str], int, list[int]]:
+    """Return what `_weights_and_steps` does, of a draft model, and its bytes of a token by rank.
+
+    spec: of the served model.
+    """
+    settings = draft_config(config, draft)
+    draft_spec = model_spec(draft, settings)
+    weight_format = weight_format_for(settings, draft, device)
+    token_bytes = [
+        draft_token_bytes(shard.spec, settings, dtype)
+        for shard in shard_model(draft_spec, config.parallel.tensor_parallel_size)
+    ]
+    memory = _weights_and_steps(settings, draft, device, draft_spec, dtype, weight_format, ranks)
+    return *memory, token_bytes
+
+
+def _head_memory(
+    config: ServeConfig,
+    draft: PreparedModel,
+    device: Device,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    ranks: range,
+) -> tuple[Counter[str], Counter[str], int, list[int]]:
+    """Return the same of a head of EAGLE, which is whole on each rank."""
+    head = read_head(speculative_config(config).model_method, draft, spec)
+    weights: Counter[str] = Counter()
+    work: Counter[str] = Counter()
+    for _ in ranks:
+        weight_format = weight_format_for(config, draft, device)
+        weights += head_bytes(draft, head, dtype, device.torch_device, weight_format)
+        rows = device.step_tokens(config.scheduler) * len(head.residuals)
+        work["hidden states of a draft head"] += rows * head.hidden_size * dtype.itemsize
+    token_bytes = head.cache(dtype)[1].bytes_per_token
+    return weights, work, 0, [token_bytes] * config.parallel.tensor_parallel_size
 
 
 def layer_cache(spec: ModelSpec, kv_dtype: torch.dtype) -> tuple[KVLayout, KVCacheGeometry]:

@@ -48,6 +48,8 @@ from worker.sampling.device_sampler import DeviceDraw, DeviceSampler, KeyedDraw,
 from worker.sampling.sampler import Sampler, create_sampler
 from worker.speculation.draft_model import TOKEN_BYTES, DraftModel
 from worker.speculation.drafter import Drafter
+from worker.speculation.eagle import EagleDrafter
+from worker.speculation.eagle_head import EagleHead
 from worker.state_cache import AttentionWithStates, StateCache
 
 logger = logging.getLogger("tokend.attention")
@@ -86,7 +88,11 @@ class RunnerBuilder:
         kv_bytes = loaded.geometry.bytes_per_token
         token_bytes = kv_bytes + (routing_bytes(loaded.model.spec) if records else 0)
         if (draft := loaded.draft) is not None:
-            token_bytes += draft.geometry.bytes_per_token + TOKEN_BYTES
+            token_bytes += draft.geometry.bytes_per_token
+            if isinstance(draft.model, EagleHead):
+                draft.model.record_residuals(self.step_tokens)
+            else:
+                token_bytes += TOKEN_BYTES
         self.kv_cache_bytes = 0
         if token_bytes:
             pool_bytes = self._device.kv_cache_bytes(config.cache, tokens * token_bytes, peak)
@@ -165,17 +171,22 @@ class RunnerBuilder:
             draft.model.spec.attention_shape,
             draft.attention_kernels,
         )
-        drafter = DraftModel(
-            draft.model,
-            attention,
-            cache,
-            create_sampler(),
-            batch,
-            group=self._loaded.layout.windows.index(None),
-            vocab_size=self._loaded.model.spec.vocab_size,
-            step_tokens=self.step_tokens,
-            max_model_len=draft.max_model_len,
-        )
+        parts = (attention, cache, create_sampler(), batch)
+        group = self._loaded.layout.windows.index(None)
+        drafter: EagleDrafter | DraftModel
+        if isinstance(draft.model, EagleHead):
+            drafter = EagleDrafter(
+                draft.method, draft.model, *parts, group=group, max_model_len=draft.max_model_len
+            )
+        else:
+            drafter = DraftModel(
+                draft.model,
+                *parts,
+                group=group,
+                vocab_size=self._loaded.model.spec.vocab_size,
+                step_tokens=self.step_tokens,
+                max_model_len=draft.max_model_len,
+            )
         drafter.warm_up()
         return drafter
 

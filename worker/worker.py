@@ -47,7 +47,6 @@ from worker.kv_connector.steps import ConnectorSteps, no_connector_steps
 from worker.loaded_model import load
 from worker.parallel.group import LONG_WAIT_SECONDS, GroupLostError, create_group
 from worker.runner_builder import RunnerBuilder
-from worker.speculation.draft_model import DraftModel
 
 logger = logging.getLogger("tokend.worker")
 
@@ -377,5 +376,5 @@ class Worker:
             compute=loaded.model.spec.compute_shape,
             num_state_slots=loaded.plan.num_state_slots,
             is_batch_invariant=loaded.is_batch_invariant,
-            draft_method="" if loaded.draft is None else DraftModel.method,
+            draft_method="" if loaded.draft is None else loaded.draft.method,
         )

@@ -41,7 +41,7 @@ def read(path: str, report: ProgressCallback) -> ModelContents:
     """Read a model folder; raises ModelError naming the missing or invalid file."""
     folder = Path(path)
     report("reading headers")
-    config = _object(folder / "config.json", required=True)
+    config = read_object(folder / "config.json", required=True)
     wrapped = wrapped_model.find(config)
     if wrapped is not None:
         config = wrapped.config
@@ -55,9 +55,9 @@ def read(path: str, report: ProgressCallback) -> ModelContents:
             f"{folder / 'config.json'}: auto_map names code of the model; "
             "code of a model is never run"
         )
-    generation = _object(folder / "generation_config.json")
+    generation = read_object(folder / "generation_config.json")
     scheme = quantised_folder.read_scheme(config)  # refuses before a file of weights is opened
-    entries, files = _entries(folder)
+    entries, files = safetensors_entries(folder)
     if wrapped is not None:
         report(f"finding the language model of {wrapped.architecture}")
         entries = wrapped_model.language_tensors(entries, wrapped.architecture)
@@ -81,7 +81,7 @@ def read(path: str, report: ProgressCallback) -> ModelContents:
     )
 
 
-def _object(path: Path, *, required: bool = False) -> dict[str, Any]:
+def read_object(path: Path, *, required: bool = False) -> dict[str, Any]:
     """Return the JSON object in a file; empty if the file is missing and not required."""
     try:
         if path.stat().st_size > _MAX_JSON_BYTES:
@@ -102,7 +102,7 @@ def _object(path: Path, *, required: bool = False) -> dict[str, Any]:
     return value
 
 
-def _entries(folder: Path) -> tuple[list[TensorEntry], list[Path]]:
+def safetensors_entries(folder: Path) -> tuple[list[TensorEntry], list[Path]]:
     """Return all tensors as they are in the files, and the files."""
     files = _weight_files(folder)
     entries: list[TensorEntry] = []
@@ -140,7 +140,7 @@ def _joined(
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    index = _object(folder / "model.safetensors.index.json")
+    index = read_object(folder / "model.safetensors.index.json")
     if index:
         weight_map = index.get("weight_map")
         if not isinstance(weight_map, dict):
@@ -168,14 +168,14 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def _tokenizer(folder: Path) -> tuple[bytes, dict[str, Any]]:
     """Return tokenizer.json, and the tokenizer configuration with special tokens as strings."""
-    config = {**_object(folder / "special_tokens_map.json")}
-    config.update(_object(folder / "tokenizer_config.json"))
+    config = {**read_object(folder / "special_tokens_map.json")}
+    config.update(read_object(folder / "tokenizer_config.json"))
     for key in _SPECIAL_TOKENS:
         if isinstance(config.get(key), dict):
             config[key] = config[key].get("content")
     path = folder / "tokenizer.json"
     if path.is_file():
-        _object(path)
+        read_object(path)
         return path.read_bytes(), config
     if (folder / tiktoken_file.FILE_NAME).is_file():
         return tiktoken_file.convert(folder, config), config
@@ -210,7 +210,10 @@ def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | N
         pass  # older folders keep it in a JSON file
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"{own}: {error}") from None
-    files = _object(folder / "chat_template.json"), _object(folder / "processor_config.json")
+    files = (
+        read_object(folder / "chat_template.json"),
+        read_object(folder / "processor_config.json"),
+    )
     given = (settings.get("chat_template") for settings in (*files, tokenizer_config))
     template = next((each for each in given if each is not None), None)
     if isinstance(template, list):

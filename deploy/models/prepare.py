@@ -9,7 +9,7 @@ import sys
 import warnings
 from typing import Final, NamedTuple
 
-from deploy.models import gguf_file, hf_folder, prepared_folder
+from deploy.models import draft_head, gguf_file, hf_folder, prepared_folder
 from proto.errors import ModelError
 
 QUIET_LIBRARIES: Final = {
@@ -53,7 +53,7 @@ def prepare(
 
     name, source, kind: as in `store.ModelSource`.
     """
-    read = {"gguf": gguf_file.read, "folder": hf_folder.read}[kind]
+    read = {"gguf": gguf_file.read, "folder": hf_folder.read, "head": draft_head.read}[kind]
     contents = read(source, report)
     prepared_folder.write(contents, name=name, source=source, target=target, final=final)
 

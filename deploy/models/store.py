@@ -26,12 +26,13 @@ from proto.codec import from_json
 from proto.config import SpeculationConfig
 from proto.errors import ModelError, ProtocolError
 from proto.prepared_model import MANIFEST_VERSION, FileStamp, PreparedModel, file_stamp
-from proto.speculative_config import parse_speculative_config
+from proto.speculative_config import HEAD_METHODS, parse_speculative_config
 
 PREPARE_VERSION: Final = 7
 """Raise it whenever preparing the same source writes something else than before."""
 
 _HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HEAD_SUFFIXES: Final = (".safetensors", ".bin", ".json")
 _FOLDER_SUFFIXES: Final = (".safetensors", ".json", ".model", ".jinja", ".txt", ".tiktoken")
 
 
@@ -40,13 +41,14 @@ class ModelSource:
     """A model file or folder on this machine.
 
     name: of a packaged model or on the hub, or the last component of the path without .gguf.
+    kind: "head" is a folder with a head of EAGLE.
     path: absolute, links resolved.
     stamp: relative path and file_stamp of every file of the model.
     """
 
     name: str
     path: str
-    kind: Literal["gguf", "folder"]
+    kind: Literal["gguf", "folder", "head"]
     stamp: tuple[tuple[str, FileStamp], ...]
 
     @property
@@ -83,6 +85,22 @@ def locate(model: str, environment: HostEnvironment, display: Display) -> ModelS
     )
 
 
+def locate_head(model: str, environment: HostEnvironment) -> ModelSource:
+    """Return the source of a head of EAGLE: a folder, or a name on the Hugging Face hub.
+
+    Raises ModelError if `model` is neither.
+    """
+    name, path = os.path.basename(model.rstrip("/")), os.path.abspath(os.path.expanduser(model))
+    if not os.path.isdir(path):
+        name = model
+        if not _HUB_NAME.fullmatch(model):
+            raise ModelError(f"there is no folder {model!r}")
+        path = _hub_folder(model, environment, _HEAD_SUFFIXES)
+    path = os.path.realpath(path)
+    stamp = _stamp(path, _files(path, _HEAD_SUFFIXES))
+    return ModelSource(name, path, "head", stamp)
+
+
 def packaged_source(
     model: catalogue.PackagedModel, environment: HostEnvironment, display: Display
 ) -> ModelSource:
@@ -112,14 +130,19 @@ def _hub_source(name: str, environment: HostEnvironment) -> ModelSource:
 
     Raises ModelError with the command to download it.
     """
+    return _folder_source(name, _hub_folder(name, environment, (".safetensors", ".gguf")))
+
+
+def _hub_folder(name: str, environment: HostEnvironment, suffixes: tuple[str, ...]) -> str:
+    """Return the folder of a name in the local cache that has files with one of the suffixes."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     with contextlib.suppress(LocalEntryNotFoundError):
         cache = environment.hugging_face_cache
-        folder = snapshot_download(name, cache_dir=cache, local_files_only=True)
-        if _files(folder, (".safetensors", ".gguf")):
-            return _folder_source(name, folder)
+        folder: str = snapshot_download(name, cache_dir=cache, local_files_only=True)
+        if _files(folder, suffixes):
+            return folder
     only = " --include '*Q4_K_M.gguf'" if name.lower().endswith("gguf") else ""
     raise ModelError(
         f"{name} is neither a path nor in the Hugging Face cache; download it with: "
@@ -140,17 +163,25 @@ def _stamp(root: str, paths: Sequence[str]) -> tuple[tuple[str, FileStamp], ...]
 
 
 def prepared_model(
-    model: str, environment: HostEnvironment, display: Display, *, packaged: bool = False
+    model: str,
+    environment: HostEnvironment,
+    display: Display,
+    *,
+    packaged: bool = False,
+    is_head: bool = False,
 ) -> PreparedModel:
     """Return the manifest of a model, downloaded and prepared now if it was not before.
 
     packaged: `model` is the name of a packaged model, even if a path of that name exists.
+    is_head: `model` is a head of EAGLE.
     Raises ModelError if there is no such model or it cannot be used.
     """
     try:
         source = (
             packaged_source(catalogue.get(model), environment, display)
             if packaged
+            else locate_head(model, environment)
+            if is_head
             else locate(model, environment, display)
         )
         root = catalogue.prepared_root(environment.cache)
@@ -173,11 +204,12 @@ def prepared_draft_model(
     None if it names no model.
     """
     text, max_tokens = config.speculative_config, config.speculative_max_tokens
-    model = parse_speculative_config(text, max_tokens).model
-    if model is None:
+    parsed = parse_speculative_config(text, max_tokens)
+    if parsed.model is None:
         return None
+    is_head = parsed.model_method in HEAD_METHODS
     try:
-        return prepared_model(model, environment, display)
+        return prepared_model(parsed.model, environment, display, is_head=is_head)
     except ModelError as error:
         raise ModelError(f"--speculative-config: model: {error}") from None
 

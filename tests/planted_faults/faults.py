@@ -331,6 +331,14 @@ SCHEDULER = (
 
 WORKER = (
     Fault(
+        "head_sees_only_the_last_token",
+        "worker/speculation/eagle.py",
+        "        stored = np.flatnonzero(~is_last)\n",
+        "        stored = np.flatnonzero(~is_last)[:0]\n",
+        "A draft head has no KV of prompts and of accepted drafts, and its drafts become worse.",
+        ("tests/worker/speculation/test_eagle.py",),
+    ),
+    Fault(
         "engine_message_of_another_epoch",
         "worker/worker.py",
         "[message for message in messages if message.epoch == self._epoch]",

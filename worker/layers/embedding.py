@@ -128,8 +128,12 @@ class Embedding:
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 [T] to a new [T, hidden]; raises IndexError for an id outside the table."""
-        rows = self._table.rows(token_ids)
+        rows = self.rows(token_ids)
         return rows.mul_(self._scale) if self._scaled else rows
+
+    def rows(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return the same without the scale."""
+        return self._table.rows(token_ids)
 
 
 class EncoderInput:

@@ -50,6 +50,15 @@ class Decoder:
         for stack in self._stacks:
             stack.record_experts(record)
 
+    def record_residuals(self, layers: Sequence[int], record: torch.Tensor) -> None:
+        """Write the residual before some layers to `record`, [layers, rows, hidden], in each step.
+
+        The number of all layers stands for what follows the last one. The record has the dtype of
+        the embedding, and at least as many rows as a step.
+        """
+        for stack in self._stacks:
+            stack.record_residuals(layers, record)
+
     @torch.inference_mode()
     def forward(
         self,
@@ -77,13 +86,29 @@ class Decoder:
 
         Their dtype is that of the head.
         """
-        assert self._head is not None, "the model has no head"
+        return self.logits_of_normed(self.normed(hidden))
+
+    @torch.inference_mode()
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the last norm of rows of `forward`'s result, [N, hidden]; valid until the next."""
         assert self._norm is not None
-        logits = self._head(self._norm.into(hidden, self._normed.rows(hidden)))
+        return self._norm.into(hidden, self._normed.rows(hidden))
+
+    @torch.inference_mode()
+    def logits_of_normed(self, normed: torch.Tensor) -> torch.Tensor:
+        """Return the logits [N, vocab] of rows that the head reads, contiguous [N, hidden]."""
+        assert self._head is not None, "the model has no head"
+        logits = self._head(normed)
         scale, soft_cap = self.spec.logit_scale, self.spec.logit_soft_cap
         if soft_cap:
             return logits.mul_(scale / soft_cap).tanh_().mul_(soft_cap)
         return logits if scale == 1.0 else logits.mul_(scale)
+
+    @torch.inference_mode()
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return the rows [N, hidden] of the embedding for int64 [N], without the model's scale."""
+        assert isinstance(self._embedding, Embedding)
+        return self._embedding.rows(token_ids)
 
     @torch.inference_mode()
     def final_norm(self, hidden: torch.Tensor) -> torch.Tensor:

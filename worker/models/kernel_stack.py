@@ -9,6 +9,7 @@ import ctypes
 from bisect import bisect_right
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from worker.attention.base import AttentionBackend
@@ -92,6 +93,7 @@ class KernelStack:
         self._run = StackRun()
         self._memory = ByteBuffer()
         self._record: torch.Tensor | None = None
+        self._residuals: torch.Tensor | None = None
         self._has_mixtures = any(isinstance(layer.mlp, MoeMlp) for layer in layers)
 
     def record_experts(self, record: torch.Tensor) -> None:
@@ -100,6 +102,14 @@ class KernelStack:
         self._record = record
         self._run.chosen = record.data_ptr()
         self._run.chosen_stride = record.stride(0)
+
+    def record_residuals(self, layers: Sequence[int], record: torch.Tensor) -> None:
+        assert record.is_contiguous()
+        self._recorded = np.array(layers, dtype=np.int64)
+        self._residuals = record
+        run = self._run
+        run.num_recorded, run.recorded = len(layers), self._recorded.ctypes.data
+        run.residuals, run.residual_stride = record.data_ptr(), record.stride(0)
 
     def takes(self, num_rows: int, attention: AttentionBackend) -> bool:
         return (
@@ -138,6 +148,9 @@ class KernelStack:
         stack = self._description(len(hidden)).structure
         assert hidden.shape[1] == stack.hidden_size
         assert self._record is None or len(hidden) <= self._record.shape[1]
+        if self._residuals is not None:
+            assert len(hidden) <= self._residuals.shape[1]
+            assert self._residuals.dtype == hidden.dtype
         run, dtype = self._run, DTYPE_CODES[hidden.dtype]
         run.dtype, run.num_rows, run.hidden = dtype, len(hidden), hidden.data_ptr()
         run.positions = positions.data_ptr()

@@ -55,6 +55,13 @@ class LayerStack(Protocol):
         """Write the experts of each step's rows to `record`, int32 [mixtures, rows, top_k]."""
         ...
 
+    def record_residuals(self, layers: Sequence[int], record: torch.Tensor) -> None:
+        """Write the residual before some layers to `record`, [layers, rows, hidden], in each step.
+
+        The number of all layers stands for what follows the last one.
+        """
+        ...
+
 
 class EagerLayers:
     """A LayerStack for every step; calls part after part."""
@@ -65,6 +72,7 @@ class EagerLayers:
         self._normed = RowBuffer(hidden_size)
         self._buffers: dict[int, RowBuffer] = {}
         self._memory = ByteBuffer()
+        self._residuals: dict[int, list[torch.Tensor]] = {}
 
     def takes(self, num_rows: int, attention: AttentionBackend) -> bool:
         return True
@@ -74,12 +82,18 @@ class EagerLayers:
         for mixture, part in zip(mixtures, record, strict=True):
             mixture.record = part
 
+    def record_residuals(self, layers: Sequence[int], record: torch.Tensor) -> None:
+        self._residuals = {}
+        for layer, part in zip(layers, record, strict=True):
+            self._residuals.setdefault(layer, []).append(part)
+
     def run(
         self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
     ) -> torch.Tensor:
         context = ForwardContext(hidden, positions, attention, self._buffers, self._memory)
         normed = self._normed.rows(hidden)
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers):
+            self._record(number, hidden)
             x = layer.mixer_norm.into(hidden, normed) if layer.mixer_norm else hidden
             hidden = layer.mixer.add_to(hidden, x, context)
             if layer.mixer_sum_norm:
@@ -89,4 +103,10 @@ class EagerLayers:
             hidden = layer.mlp.add_to(hidden, x, context)
             if layer.mlp_sum_norm:
                 hidden = layer.mlp_sum_norm(hidden)
+        self._record(len(self.layers), hidden)
         return hidden
+
+    def _record(self, layer: int, residual: torch.Tensor) -> None:
+        """Copy the residual [T, hidden] before a layer to the records that want it."""
+        for record in self._residuals.get(layer, ()):
+            record[: len(residual)] = residual

@@ -14,28 +14,23 @@ KV is valid for a sequence if this is the hash of its own tokens.
 
 That covers blocks that are reused, rejected drafts, preemption, KV that a connector loads for the
 served model, and prompts, which are computed only if a draft is asked for.
-
-Tokens are drawn with the noise of the sequence's own draws (worker/sampling/cpu_kernels.py), its
-filters and logit edits: the more alike the two models are, the more often both draw the same token.
-Grammars are not applied; the engine cuts drafts.
 """
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from proto.sampling_params import GREEDY_TEMPERATURE
 from worker.attention.base import AttentionBackend, AttentionInputs
-from worker.input_batch import NO_LOGPROBS, InputBatch, attention_inputs, dummy_inputs
+from worker.input_batch import InputBatch, attention_inputs, dummy_inputs
 from worker.kv_cache import KVCache
 from worker.models.decoder import Decoder
-from worker.sampling.logit_edits import RowEdits
-from worker.sampling.sampler import Sampler, SamplingBatch
+from worker.sampling.sampler import Sampler
+from worker.speculation.draft_sampler import DraftSampler, OpenDraft, finished
 from worker.speculation.drafter import Drafts, SampledStep
 
 Hashes = NDArray[np.uint64]
@@ -73,11 +68,10 @@ class DraftModel:
         self._model = model
         self._attention = attention
         self._kv_cache = kv_cache
-        self._sampler = sampler
+        self._draft_sampler = DraftSampler(batch, sampler, max_model_len)
         self._batch = batch
         self._vocab_size = vocab_size
         self._step_tokens = step_tokens
-        self._max_model_len = min(max_model_len, batch.token_ids.shape[1] - 1)
         self._table = batch.block_table.ids[group : group + 1]
         self._contents = KVContents(batch, group, kv_cache.num_blocks)
 
@@ -116,36 +110,16 @@ class DraftModel:
             started = time.monotonic()
         for draft in drafts:
             if draft.num_computed > draft.num_valid:
-                self._contents.record(draft.row, draft.num_valid, draft.num_computed)
-            if not draft.is_behind:
-                made.seq_ids.append(draft.seq_id)
-                made.token_ids.append(draft.token_ids)
-                made.survivals.append(draft.survivals)
-        return made
+                self._contents.record(draft.open_draft.row, draft.num_valid, draft.num_computed)
+        return finished([draft.open_draft for draft in drafts if not draft.is_behind], made)
 
     def _begin_drafts(self, step: SampledStep) -> list["_Draft"]:
         """Return an empty draft for each sequence with lookahead."""
-        batch, found = self._batch, []
-        for index in np.flatnonzero(step.num_lookahead).tolist():
-            row, seq_id = int(step.inputs.rows[index]), step.seq_ids[index]
-            num_tokens = int(batch.num_tokens[row])
-            most = min(int(step.num_lookahead[index]), self._max_model_len - num_tokens)
-            if most <= 0:
-                continue
-            num_valid = self._contents.num_valid(row, num_tokens)
-            found.append(
-                _Draft(
-                    seq_id,
-                    row,
-                    num_tokens,
-                    most,
-                    num_valid=num_valid,
-                    num_computed=num_valid,
-                    edits=batch.edits[row].after(()) if row in batch.edits else None,
-                    stop_ids=batch.params(seq_id).stop_ids,
-                )
-            )
-        return found
+        return [
+            _Draft(each, num_valid=num_valid, num_computed=num_valid)
+            for each in self._draft_sampler.begin(step)
+            for num_valid in [self._contents.num_valid(each.row, each.num_tokens)]
+        ]
 
     def _schedule(self, drafts: Sequence["_Draft"]) -> list["_Draft"]:
         """Schedule tokens for the next pass; return the drafts that have some."""
@@ -163,7 +137,7 @@ class DraftModel:
         """
         counts = np.array([draft.num_scheduled for draft in drafts])
         first = np.array([draft.num_computed for draft in drafts])
-        rows = np.array([draft.row for draft in drafts]).repeat(counts)
+        rows = np.array([draft.open_draft.row for draft in drafts]).repeat(counts)
         query_start = np.zeros(len(drafts) + 1, dtype=np.int32)
         np.cumsum(counts, out=query_start[1:])
         positions = np.arange(query_start[-1], dtype=np.int64)
@@ -201,23 +175,11 @@ class DraftModel:
         if not complete:
             return []
         drafts = [drafts[index] for index in complete]
-        token_ids, probabilities = self._draw(drafts, self._logits(hidden[complete]))
-        going_on = []
-        for draft, token_id, probability in zip(
-            drafts, token_ids.tolist(), probabilities.tolist(), strict=True
-        ):
-            survival = probability * (draft.survivals[-1] if draft.survivals else 1.0)
-            if not survival >= min_survival:  # NaN, too
-                continue
-            # The draft does not count in the row before the engine schedules it.
-            self._batch.token_ids[draft.row, draft.num_tokens + len(draft.token_ids)] = token_id
-            draft.token_ids.append(token_id)
-            draft.survivals.append(survival)
-            if draft.edits is not None:
-                draft.edits.append(token_id)
-            if len(draft.token_ids) < draft.most and token_id not in draft.stop_ids:
-                going_on.append(draft)
-        return going_on
+        open_drafts = [draft.open_draft for draft in drafts]
+        going_on = self._draft_sampler.extend(
+            open_drafts, self._logits(hidden[complete]), min_survival
+        )
+        return [drafts[index] for index in going_on]
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits float32 [D, V] for the vocabulary of the served model."""
@@ -229,70 +191,29 @@ class DraftModel:
         padded[:, :num_common] = logits[:, :num_common]
         return padded
 
-    def _draw(
-        self, drafts: Sequence["_Draft"], logits: torch.Tensor
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Return the next token of each draft [D], and its probability: NaN if none is defined.
-
-        logits: float32 [D, V]; they are overwritten.
-        """
-        batch = self._batch
-        broken = ~logits.amax(dim=1).isfinite()
-        logits[broken] = 0.0
-        rows = np.array([draft.row for draft in drafts])
-        output_index = np.array([draft.num_tokens + len(draft.token_ids) for draft in drafts])
-        output_index -= batch.num_prompt_tokens[rows]
-        params = batch.row_params[rows]
-        params["position"] = output_index
-        edits = [(index, each.edits) for index, each in enumerate(drafts) if each.edits is not None]
-        is_early = output_index < batch.min_output[rows]
-        suppressed = [
-            (index, np.array(sorted(drafts[index].stop_ids), dtype=np.int64))
-            for index in np.flatnonzero(is_early).tolist()
-        ]
-        no_logprobs = np.full(len(drafts), NO_LOGPROBS, dtype=np.int32)
-        token_ids, _ = self._sampler.sample(
-            logits, SamplingBatch(params, no_logprobs, suppressed, edits)
-        )
-        temperature = params["temperature"]
-        temperature[temperature < GREEDY_TEMPERATURE] = 1.0
-        scaled = logits.div_(torch.from_numpy(temperature)[:, None])
-        chosen = scaled.gather(1, torch.from_numpy(token_ids)[:, None])[:, 0]
-        probabilities = (chosen - scaled.logsumexp(dim=1)).exp().clamp(max=1.0)
-        probabilities[broken] = float("nan")
-        return token_ids, probabilities.numpy()
-
 
 @dataclass(slots=True)
 class _Draft:
     """The draft of a sequence in the step in which it is made.
 
-    num_tokens: known tokens of the sequence. most: tokens of the longest draft.
     num_valid: leading positions whose KV was valid before. num_computed: whose KV is valid now.
-    num_scheduled: tokens of the next pass. edits: logit edits behind the draft; None without any.
+    num_scheduled: tokens of the next pass.
     """
 
-    seq_id: int
-    row: int
-    num_tokens: int
-    most: int
+    open_draft: OpenDraft
     num_valid: int
     num_computed: int
-    edits: RowEdits | None
-    stop_ids: frozenset[int]
     num_scheduled: int = 0
-    token_ids: list[int] = field(default_factory=list)
-    survivals: list[float] = field(default_factory=list)
 
     @property
     def num_missing(self) -> int:
         """Tokens without KV, those of the draft included; at first at least the last known one."""
-        return self.num_tokens + len(self.token_ids) - self.num_computed
+        return self.open_draft.last_position + 1 - self.num_computed
 
     @property
     def is_behind(self) -> bool:
         """Whether known tokens lack KV."""
-        return self.num_computed < self.num_tokens
+        return self.num_computed < self.open_draft.num_tokens
 
 
 class KVContents:

@@ -16,12 +16,19 @@ from proto.errors import ConfigError, ModelError, ProtocolError, shown
 from proto.lifecycle import KVCacheGeometry
 from proto.pooling import pooler_of
 from proto.prepared_model import PreparedModel
-from proto.speculative_config import FIELD, SpeculativeConfig, parse_speculative_config
+from proto.speculative_config import (
+    FIELD,
+    HEAD_METHODS,
+    SpeculativeConfig,
+    parse_speculative_config,
+)
 from worker.device.devices import Device
 from worker.kv_cache import KVLayout, LayerSlot, kv_cache_geometry, resolve_kv_dtype
 from worker.models.registry import model_spec
 from worker.models.spec import ModelSpec
+from worker.models.transformers_model import TransformersSpec
 from worker.speculation.draft_model import TOKEN_BYTES
+from worker.speculation.eagle_head import read_head
 
 TOKENIZER_FILE: Final = "tokenizer.json"
 
@@ -56,12 +63,11 @@ def require_draft_model(
 ) -> None:
     """Raise ConfigError if `draft` cannot propose tokens for the model `prepared`."""
     settings = speculative_config(config)
+    method = settings.model_method
     size = config.parallel.tensor_parallel_size
     served, drafter = prepared.architecture, draft.architecture
-    if settings.model_method != "draft_model":
-        raise _error(f"method {settings.model_method} is not supported")
     if device.torch_device.type != "cpu":
-        raise _error("method draft_model runs on a CPU only so far: --device cpu is needed")
+        raise _error(f"method {method} runs on a CPU only so far: --device cpu is needed")
     if settings.draft_tensor_parallel_size not in (None, size):
         raise _error(
             f"draft_tensor_parallel_size must be that of the model, --tensor-parallel-size {size}, "
@@ -77,6 +83,14 @@ def require_draft_model(
             f"model: all layers of {prepared.name} have windows, and the blocks of a draft model "
             "are those of a layer that attends to all tokens"
         )
+    if method in HEAD_METHODS:
+        if isinstance(spec, TransformersSpec):
+            raise _error(
+                f"method {method}: {served} runs on transformers' code, which has no heads"
+            )
+        with naming_draft(draft):
+            read_head(method, draft, spec)
+        return
     if not draft.generates:
         raise _error(f"model: {drafter} does not generate text")
     if (settings.max_model_len or 0) > draft.max_position:

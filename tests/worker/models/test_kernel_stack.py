@@ -276,6 +276,33 @@ def test_products_of_several_libraries_give_the_same_bits(
 
 
 @best_variant
+@pytest.mark.parametrize("name", ["llama", "gemma3-pattern-untied", "olmo2", "deepseek3"])
+def test_the_residuals_before_layers_are_recorded(
+    name: str,
+    variant: KernelVariant,
+    use_variant: Callable[[KernelVariant], Kernels],
+    checkpoint: Checkpoint,
+) -> None:
+    """By both stacks with the same bits; at the ends they are the embedding and the result."""
+    kernels = use_variant(variant)
+    model = load(checkpoint(name), torch.bfloat16, int8(kernels, torch.bfloat16))
+    layers = (model.spec.num_layers, 0, 2, 2)
+    records = []
+    for stack in model._stacks:
+        runner = StackRunner(model, kernels, (stack,))
+        record = torch.zeros(len(layers), 80, model.spec.hidden_size, dtype=torch.bfloat16)
+        runner.model.record_residuals(layers, record)
+        with threads_of_torch(3):
+            hidden = runner.run()[-1]
+        assert torch.equal(record[0, : len(hidden)], hidden)
+        assert record[:, : len(hidden)].float().std(dim=(1, 2)).min() > 0
+        assert torch.equal(record[2], record[3])
+        assert not torch.equal(record[1], record[2])
+        records.append(record)
+    assert torch.equal(*records)
+
+
+@best_variant
 @pytest.mark.parametrize("form", ["bf16", "int8", "int8 in blocks", "packed"])
 def test_more_threads_than_cores_give_the_same_bits(
     variant: KernelVariant,

@@ -69,7 +69,7 @@ def test_models_of_other_families_can_draft(
         ),
         ("llama", "qwen3", (), {"max_model_len": 129}, "max_model_len 129 is more than the 128"),
         ("llama", "qwen3", ("--runner", "pooling"), {}, "its outputs are pooled"),
-        ("llama", "qwen3", (), {"method": "eagle"}, "method eagle"),
+        ("llama", "qwen3", (), {"method": "eagle"}, "a head has one layer"),
         ("qwen3next", "llama", (), {}, "the states of Qwen3Next"),
         ("llama", "qwen3next", (), {}, "layers with a recurrent state"),
         ("mistral-window", "llama", (), {}, "all layers of mistral-window have windows"),

@@ -19,6 +19,7 @@
 #include <time.h>
 
 #include <algorithm>
+#include <cstring>
 
 
 namespace tokend {
@@ -161,6 +162,16 @@ class Layers {
                 const float* from = stack_.rope_tables[index].table + run_.positions[row] * size;
                 std::copy_n(from, size, rotation(index, row));
             });
+    }
+
+    // Copies the residual before a layer to each place that it is recorded for.
+    void record_residual(int64_t layer) {
+        for (int64_t place = 0; place < run_.num_recorded; place++) {
+            if (run_.recorded[place] != layer) continue;
+            const int64_t width = bytes_of(run_.dtype), row_bytes = stack_.hidden_size * width;
+            char* to = static_cast<char*>(run_.residuals) + place * run_.residual_stride * width;
+            each_row([&](int64_t row) { std::memcpy(to + row * row_bytes, hidden(row), row_bytes); });
+        }
     }
 
     void layer(int64_t index) {
@@ -414,7 +425,11 @@ extern "C" int64_t tokend_stack_run(const TokendStack* stack, TokendStackRun* ru
     {
         tokend::Layers layers(*stack, *run, space);
         layers.gather_rotations();
-        for (int64_t layer = 0; layer < stack->num_layers; layer++) layers.layer(layer);
+        for (int64_t layer = 0; layer < stack->num_layers; layer++) {
+            layers.record_residual(layer);
+            layers.layer(layer);
+        }
+        layers.record_residual(stack->num_layers);
     }
     return run->num_rows;
 }

@@ -131,6 +131,10 @@ struct TokendStackRun {
     int64_t attention_ns;
     int32_t* chosen;  // receives the experts of each row in each mixture, [num_rows, top_k]; or null
     int64_t chosen_stride;  // elements from one mixture to the next
+    int64_t num_recorded;   // places where the residual is recorded
+    const int64_t* recorded;  // of each the layer before which it is, num_layers for the last one's output
+    void* residuals;          // receives the residual there, [num_recorded][num_rows, hidden_size]
+    int64_t residual_stride;  // elements from one place to the next
 };
 
 // Returns the bytes of scratch memory for a run of `num_rows` rows.

@@ -1,0 +1,157 @@
+"""Drafts by a head of EAGLE or EAGLE-3 (eagle_head.py). Start at EagleDrafter.after_step.
+
+    position            0    1    2    3    4
+    tokens              t0   t1   t2 | t3 | x          x: sampled in this step, behind t3
+    target's states     h0   h1   h2 | h3 |
+    the head reads      t1   t2   t3 | x  |            at position 3: h3 and x ─▶ d0
+                        h0   h1   h2 | h3 |            at position 4: its own state and d0 ─▶ d1
+
+After every step the head writes K and V of all positions whose next token is known, prompts
+included, into its own KV cache. That has the block ids of the target's, those of a group that keeps
+all tokens, so a prefix that is found in the cache has the head's KV, too. The last entry of a block
+depends on the first token of the next one: the engine therefore computes the last block of a found
+prefix again. Positions whose results are not needed cost two products and no attention.
+
+KV of the head may be stale: in blocks that a connector loaded, behind a token that a beam chose,
+and at the end of a block after which two sequences went on with different tokens: of equal blocks
+the prefix cache keeps one. That costs acceptance, never a token of an answer.
+"""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from worker.attention.base import AttentionBackend
+from worker.input_batch import InputBatch, attention_inputs, dummy_inputs
+from worker.kv_cache import KVCache
+from worker.sampling.sampler import Sampler
+from worker.speculation.draft_sampler import DraftSampler, OpenDraft, finished
+from worker.speculation.drafter import Drafts, SampledStep
+from worker.speculation.eagle_head import EagleHead
+
+
+class EagleDrafter:
+    """A Drafter with a head, on the host.
+
+    batch: of the served model. group: KV group of its block tables that keeps all tokens.
+    attention, kv_cache: of the head, with as many blocks as the served model has.
+    max_model_len: tokens that a sequence may have with its draft.
+    """
+
+    def __init__(
+        self,
+        method: str,
+        head: EagleHead,
+        attention: AttentionBackend,
+        kv_cache: KVCache,
+        sampler: Sampler,
+        batch: InputBatch,
+        *,
+        group: int,
+        max_model_len: int,
+    ) -> None:
+        self.method = method
+        self._head = head
+        self._attention = attention
+        self._kv_cache = kv_cache
+        self._batch = batch
+        self._group = group
+        self._table = batch.block_table.ids[group : group + 1]
+        self._sampler = DraftSampler(batch, sampler, max_model_len)
+        self._vocab_size = head.spec.vocab_size
+
+    def copy_blocks(self, sources: torch.Tensor, copies: torch.Tensor) -> None:
+        self._kv_cache.copy_blocks(sources, copies)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Run one token through the head, in block 0, because first calls of kernels are slow."""
+        inputs = dummy_inputs(1, 1, self._batch.block_table)
+        self._attention.plan(inputs.attention[:1])
+        tokens = torch.from_numpy(inputs.token_ids)
+        features = torch.zeros(1, self._head.spec.hidden_size, dtype=self._head.dtype)
+        states = self._head.forward(tokens, features, tokens, self._attention)
+        self._head.logits(states)
+
+    @torch.inference_mode()
+    def after_step(self, step: SampledStep) -> Drafts:
+        """Return a draft for each sequence with lookahead.
+
+        Storing K and V, which is no pass of the drafts, happens in every step.
+        """
+        made = Drafts()
+        inputs, batch = step.inputs, self._batch
+        counts = np.diff(inputs.query_start)
+        rows = inputs.rows.repeat(counts)
+        is_known = inputs.positions + 1 < batch.num_tokens[rows]
+        tokens = np.flatnonzero(is_known)
+        if not len(tokens):
+            return made
+        drafts = self._sampler.begin(step)
+        # The head's last position is that of the last but one token; tokens before it were sampled.
+        last = self._tokens_before(step, drafts)
+        features = self._head.features(step.hidden, torch.from_numpy(tokens))
+        next_ids = batch.token_ids[rows[tokens], inputs.positions[tokens] + 1].astype(np.int64)
+        is_last = np.isin(tokens, last)
+        stored = np.flatnonzero(~is_last)
+        if len(stored):
+            slots = inputs.attention[self._group].slot_mapping[tokens[stored]]
+            self._head.store(
+                torch.from_numpy(next_ids[stored]),
+                features.index_select(0, torch.from_numpy(stored)),
+                torch.from_numpy(inputs.positions[tokens[stored]]),
+                self._kv_cache,
+                torch.from_numpy(slots),
+            )
+        if not drafts:
+            return made
+        features = features.index_select(0, torch.from_numpy(np.searchsorted(tokens, last)))
+        started = time.monotonic()
+        going_on = drafts
+        while going_on:
+            states = self._run_pass(going_on, features)
+            logits = self._logits(states)
+            indices = self._sampler.extend(going_on, logits, step.min_survival)
+            made.pass_rows.append(len(going_on))
+            made.pass_seconds.append(time.monotonic() - started)
+            started = time.monotonic()
+            going_on = [going_on[index] for index in indices]
+            features = states[indices]
+        return finished(drafts, made)
+
+    def _tokens_before(self, step: SampledStep, drafts: Sequence[OpenDraft]) -> NDArray[np.int64]:
+        """Return the index in the step of the last but one known token of each draft's sequence."""
+        inputs = step.inputs
+        found = [
+            inputs.query_start[draft.sequence]
+            + draft.num_tokens
+            - 2
+            - inputs.num_computed[draft.sequence]
+            for draft in drafts
+        ]
+        return np.array(found, dtype=np.int64)
+
+    def _run_pass(self, drafts: Sequence[OpenDraft], features: torch.Tensor) -> torch.Tensor:
+        """Return the head's states [D, H] at the position before each draft's last token."""
+        rows = np.array([draft.row for draft in drafts])
+        positions = np.array([draft.last_position for draft in drafts], dtype=np.int64)
+        token_ids = self._batch.token_ids[rows, positions].astype(np.int64)
+        positions -= 1
+        query_start = np.arange(len(drafts) + 1, dtype=np.int32)
+        self._attention.plan(
+            attention_inputs(self._table, self._kv_cache.block_size, rows, positions, query_start)
+        )
+        return self._head.forward(
+            torch.from_numpy(token_ids), features, torch.from_numpy(positions), self._attention
+        )
+
+    def _logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Return logits float32 [D, V] for the vocabulary of the served model, new memory."""
+        logits, tokens = self._head.logits(states).float(), self._head.tokens
+        if tokens is None:
+            return logits
+        spread = torch.full((len(logits), self._vocab_size), float("-inf"))
+        return spread.index_copy_(1, tokens, logits)
