@@ -1,7 +1,7 @@
 """Which tensors of a Hugging Face folder make up a quantised weight.
 
-`quantization_config` of config.json names a method. `METHODS` has for each what its keys may be and
-how it packs weights; `PACKINGS` has which tensors a packed weight consists of and what they are
+`quantization_config` of config.json names a method, or a file of NVIDIA's modelopt says it beside
+config.json. `METHODS` has for each method what its keys may be and how it packs weights; `PACKINGS` has which tensors a packed weight consists of and what they are
 called. `read_scheme` checks the configuration, `join_parts` the tensors; it returns every weight as
 one entry, so that nothing behind it knows of the configuration. What their bytes mean is in
 worker/loader/quantised.py.
@@ -18,6 +18,8 @@ from proto.prepared_model import FP8, TensorEntry, TensorPart
 
 CONFIG_KEYS: Final = ("quantization_config", "compression_config")
 """Keys of config.json that describe the quantisation; the second one is that of older files."""
+MODELOPT_FILE: Final = "hf_quant_config.json"
+"""Where modelopt's exports describe it, the older ones only there."""
 
 Parts = Mapping[str, TensorPart]
 Options = dict[str, float]
@@ -101,32 +103,38 @@ def join_parts(
     return tuple(named.values())
 
 
-def read_scheme(config: Mapping[str, Any]) -> Scheme | None:
-    """Return what config.json says of the quantisation, None for nothing.
+def read_scheme(
+    config: Mapping[str, Any], of_modelopt: Mapping[str, Any] | None = None
+) -> Scheme | None:
+    """Return what a folder says of the quantisation, None for nothing.
 
+    config: of config.json. of_modelopt: of MODELOPT_FILE, which counts where config.json is silent.
     Raises ModelError naming a key and its value if this is no quantisation that is supported.
     """
     found = [key for key in CONFIG_KEYS if config.get(key)]
-    if not found:
+    if found:
+        keys = _Keys(f"config.json: {found[0]}", config[found[0]])
+        return METHODS[keys.one_of("quant_method", None, *METHODS)](keys)
+    if not of_modelopt:
         return None
-    where, values = found[0], config[found[0]]
-    if not isinstance(values, Mapping):
-        raise ModelError(f"config.json: {where} = {shown(repr(values))}: an object is needed")
-    keys = _Keys(where, values)
-    method = keys.one_of("quant_method", None, *METHODS)
-    return METHODS[method](keys)
+    return _modelopt(_Keys(f"{MODELOPT_FILE}: quantization", of_modelopt.get("quantization")))
 
 
 class _Keys:
-    """Reads keys of an object in config.json; errors name key and value."""
+    """Reads keys of an object in a file; errors name file, key and value.
 
-    def __init__(self, where: str, values: Mapping[str, Any]) -> None:
+    Raises ModelError if `values` is no object.
+    """
+
+    def __init__(self, where: str, values: Any) -> None:
+        if not isinstance(values, Mapping):
+            raise ModelError(f"{where} = {shown(repr(values))}: an object is needed")
         self.where = where
         self.values = values
 
     def refuse(self, key: str, reason: str) -> ModelError:
         value = shown(repr(self.values.get(key)))
-        return ModelError(f"config.json: {self.where}: {key} = {value}: {reason}")
+        return ModelError(f"{self.where}: {key} = {value}: {reason}")
 
     def one_of(self, key: str, default: Any, *allowed: Any) -> Any:
         """Return a value that is one of those allowed; `default` if it is missing or null."""

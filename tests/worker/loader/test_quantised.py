@@ -230,6 +230,39 @@ def test_unknown_quantisations_are_named_before_the_weights(
     assert named in str(caught.value)
 
 
+def test_a_file_of_modelopt_says_how_a_folder_is_quantised(
+    case: Callable[[str], Case], tmp_path: Path
+) -> None:
+    """Its older exports say nothing in config.json, which counts where it says something."""
+    source = case("nvfp4 modelopt").folder
+    config = json.loads((source / "config.json").read_text())
+    stated = config.pop("quantization_config")
+    own = {"quant_algo": "NVFP4", "kv_cache_quant_algo": None, "group_size": 16}
+    own["exclude_modules"] = ["lm_head"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    of_modelopt = tmp_path / "hf_quant_config.json"
+    of_modelopt.write_text(json.dumps({"producer": {}, "quantization": own}))
+    for name in ("model.safetensors", "tokenizer.json"):
+        link = tmp_path / name
+        link.symlink_to(source / name) if (source / name).exists() else link.write_text("{}")
+
+    def entries() -> dict[str, Any]:
+        index = hf_folder.read(str(tmp_path), lambda what: None).tensors
+        return {entry.name: (entry.type, entry.packing) for entry in index.tensors}
+
+    read = entries()
+    assert read[f"{DOWN}.weight"][1] == "modelopt_nvfp4"
+    assert not any(name.endswith("_scale") for name in read)
+    of_modelopt.write_text(json.dumps({"quantization": own | {"quant_algo": "W4A8_AWQ"}}))
+    with pytest.raises(ModelError, match=r"hf_quant_config\.json: quantization: quant_algo = 'W4A"):
+        entries()
+    of_modelopt.write_text(json.dumps({"quantization": ["FP8"]}))
+    with pytest.raises(ModelError, match=r"hf_quant_config\.json: quantization = \['FP8'\]: an obj"):
+        entries()
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": stated}))
+    assert entries() == read
+
+
 def without(suffix: str) -> Callable[[Tensors], None]:
     return lambda tensors: tensors.__delitem__(DOWN + suffix)
 
