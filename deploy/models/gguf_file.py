@@ -4,15 +4,18 @@ Configuration and tokenizer are converted here and in gguf_tokenizer.py, from th
 setting that is not supported is an error, because ignoring it would change the arithmetic silently.
 """
 
+import math
 from array import array
 from collections.abc import Mapping
 from typing import Any, Final
+
+from msgspec import structs
 
 from deploy.models import gguf_header, gguf_tokenizer
 from deploy.models.gguf_header import GgufHeader
 from deploy.models.prepared_folder import ModelContents, ProgressCallback
 from proto.errors import ModelError, shown
-from proto.prepared_model import FAMILIES, TensorEntry, TensorIndex
+from proto.prepared_model import FAMILIES, TensorEntry, TensorIndex, TensorPart
 
 _CONFIG_KEYS: Final = {
     "context_length": "max_position_embeddings",
@@ -192,6 +195,9 @@ _GEMMA3_LOCAL_THETA: Final = 10_000.0
 _DEFAULT_THETA: Final = 10_000.0
 _MAX_LAYERS: Final = 4096
 _MAX_FACTOR_BYTES: Final = 4096
+_WEIGHT, _SCALE, _INPUT_SCALE = ".weight", ".scale", ".input_scale"
+"""Endings of the names of a weight in NVFP4, of the scale of all its numbers, or of those of each
+expert, and of that of a product's input."""
 
 _LAYERS_OF_27B: Final = {"gemma2": 46, "gemma3": 62}
 
@@ -213,7 +219,7 @@ def read(path: str, report: ProgressCallback) -> ModelContents:
         tokenizer_json=tokenizer_json,
         tokenizer_config=tokenizer_config,
         chat_template=template,
-        tensors=TensorIndex("gguf", (path,), tensors),
+        tensors=TensorIndex("gguf", (path,), _with_scales(path, tensors)),
         eos_token_ids=_end_tokens(path, metadata),
         bos_token_id=gguf_tokenizer.token_id(path, metadata, "bos_token_id"),
     )
@@ -389,16 +395,57 @@ def _without_rope_factors(
     found = {tensor.name: tensor for tensor in header.tensors}
     if config["model_type"] != "phi3" or not found.keys() >= set(_ROPE_FACTORS.values()):
         return header.tensors
-    with open(path, "rb") as file:
-        for key, name in _ROPE_FACTORS.items():
-            entry = found[name]
-            if entry.type != "F32" or entry.num_bytes > _MAX_FACTOR_BYTES:
-                raise ModelError(f"tensor {name} has type {entry.type}: a few F32 are needed")
-            file.seek(entry.offset)
-            factors = array("f", file.read(entry.num_bytes))
-            config["rope_parameters"][key] = factors.tolist()
+    for key, name in _ROPE_FACTORS.items():
+        config["rope_parameters"][key] = _few_floats(path, found[name])
     config["rope_parameters"]["rope_type"] = "longrope"
     return tuple(tensor for tensor in header.tensors if tensor.name not in _ROPE_FACTORS.values())
+
+
+def _few_floats(path: str, entry: TensorEntry) -> list[float]:
+    """Return the numbers of a short tensor; raises ModelError naming it if it is none."""
+    if entry.type != "F32" or entry.num_bytes > _MAX_FACTOR_BYTES:
+        raise ModelError(f"tensor {entry.name} has type {entry.type}: a few F32 are needed")
+    with open(path, "rb") as file:
+        file.seek(entry.offset)
+        return array("f", file.read(entry.num_bytes)).tolist()
+
+
+def _with_scales(path: str, tensors: tuple[TensorEntry, ...]) -> tuple[TensorEntry, ...]:
+    """Return weights in NVFP4 together with their scales, as one tensor each.
+
+    Raises ModelError naming a scale that does not fit or is no finite number.
+    """
+    named = {tensor.name: tensor for tensor in tensors}
+    for name, weight in list(named.items()):
+        if weight.type != "NVFP4" or not name.endswith(_WEIGHT):
+            continue
+        base = name.removesuffix(_WEIGHT)
+        named.pop(base + _INPUT_SCALE, None)  # inputs are rounded by scales of their own
+        if (scale := named.pop(base + _SCALE, None)) is None:
+            continue
+        numbers = _few_floats(path, scale)
+        if len(numbers) not in (1, *weight.shape[:-2]):
+            raise ModelError(
+                f"tensor {scale.name} has shape {list(scale.shape)}, and {name} has "
+                f"{list(weight.shape)}: one scale, or one of each expert, is needed"
+            )
+        wrong = [number for number in numbers if not math.isfinite(number)]
+        if wrong:
+            raise ModelError(f"tensor {scale.name} holds {wrong[0]:g}, and scales weights")
+        rows = math.prod(weight.shape[:-1])
+        codes = (rows, weight.num_bytes // max(rows, 1))
+        parts = {
+            "codes": TensorPart("U8", codes, weight.file, weight.offset, weight.num_bytes),
+            "factors": TensorPart("F32", scale.shape, scale.file, scale.offset, scale.num_bytes),
+        }
+        named[name] = structs.replace(
+            weight,
+            num_bytes=weight.num_bytes + scale.num_bytes,
+            packing="gguf_nvfp4",
+            parts=parts,
+            options={"rows": rows // len(numbers)},
+        )
+    return tuple(named.values())
 
 
 def _add_gemma3(config: dict[str, Any], own: Mapping[str, Any], rope: Mapping[str, Any]) -> None:

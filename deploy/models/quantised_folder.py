@@ -33,6 +33,8 @@ _LONG_BLOCK: Final = 128
 _MXFP4_BYTES: Final = 16
 _NF4_BLOCK: Final = 64
 _NVFP4_GROUP: Final = 16
+_NVFP4_COLUMNS: Final = 64
+"""Of a block that kernels multiply with."""
 _FP8_NAN: Final = 0x7F
 """The code of NaN in E4M3, without its sign."""
 _NAN_EXPONENT: Final = 0xFF
@@ -549,7 +551,8 @@ def _describe_nvfp4(parts: Parts, scheme: Scheme, read_bytes: ReadBytes) -> Desc
     )
     of_all = parts["factor" if "factor" in parts else "divisor"]
     _need(of_all.shape in ((), (1,)) and of_all.type == "F32", "one scale of all in F32 is needed")
-    return "FOUR_BITS", (rows, columns), {"group": _NVFP4_GROUP}
+    is_packed = columns % _NVFP4_COLUMNS == 0
+    return "NVFP4" if is_packed else "FOUR_BITS", (rows, columns), {"group": _NVFP4_GROUP}
 
 
 def _check_floats(part: TensorPart, shape: Sequence[int]) -> None:

@@ -392,7 +392,11 @@ class PackedFormat:
             stored = source.read_blocks(name)
             if not source.has_parts(name):  # theirs were checked when the model was prepared
                 check_scales(source.name_in_file(name), stored.type, stored.data)
-            first = weight.put_blocks(first, stored.data, stored.row_order)
+            end = weight.put_blocks(first, stored.data, stored.row_order)
+            if stored.factors is not None:
+                in_order = slice(None) if stored.row_order is None else stored.row_order
+                weight.put_factors(first, stored.factors[in_order])
+            first = end
         return weight
 
     def _pack_fp8(self, source: WeightSource, names: tuple[str, ...]) -> Fp8Weight:
@@ -573,7 +577,8 @@ def table_bytes(source: WeightSource, name: str) -> Counter[str]:
 
 def _stays_mapped(source: WeightSource, name: str) -> bool:
     in_blocks = source.type_of(name) in BLOCK_TYPES
-    return source.device.type == "cpu" and (not in_blocks or row_kernels() is not None)
+    can_unpack = row_kernels() is not None and not source.has_factors(name)
+    return source.device.type == "cpu" and (not in_blocks or can_unpack)
 
 
 def _read_each_expert(

@@ -138,6 +138,7 @@ struct FileBlocks {
     static constexpr int CODE_BITS = 8;
     static constexpr int ZERO = 128;
     static constexpr bool HAS_LOW = false;
+    static constexpr bool HAS_FACTORS = false;
 
     static constexpr int64_t place(int64_t block) { return block / SUPER * RAW_BYTES * PANEL; }
     static constexpr int64_t panel_bytes(int64_t in_features) { return place(in_features / BLOCK); }
@@ -280,29 +281,6 @@ struct TQ2_0 : FileBlocks<66, 8, 1> {
         });
     }
     static TOKEND_INLINE DotF scale(const Fields& of, int, int) { return of.half(64); }
-};
-
-// Twice the numbers of E2M1 (OCP Microscaling Formats 1.0, section 5.3.3), plus 128.
-alignas(16) constexpr uint8_t NVFP4_CODES[16] = {128, 129, 130, 131, 132, 134, 136, 140,
-                                                 128, 127, 126, 125, 124, 122, 120, 116};
-
-// | 4 scales, unsigned E4M3 | 4 x 16 codes of 4 bits, the first eight in the low halves |
-struct NVFP4 : FileBlocks<36, 2, 2> {
-    template <int GROUP>
-    static TOKEND_INLINE void codes(const Fields& of, int sub, DotU (&words)[2]) {
-        each<2>([&](auto word) {
-            const DotU both = of.four_bytes(4 + sub * 16 + GROUP / 2 * 8 + word * 4);
-            words[word] = look_up(NVFP4_CODES, both >> GROUP % 2 * 4 & 15 * EACH_BYTE);
-        });
-    }
-    // Half the number; 0x7f counts as 0.
-    static TOKEND_INLINE DotF scale(const Fields& of, int sub, int half) {
-        const DotU bits = of.byte(sub * 2 + half), exponent = bits >> 3 & 15;
-        const DotF subnormal = to_floats(bits & 7) * 0x1p-10f;
-        const DotF normal = bit_cast<DotF>(DotU((bits & 127) + (119 << 3)) << 20);
-        const DotU chosen = exponent == 0 ? bit_cast<DotU>(subnormal) : bit_cast<DotU>(normal);
-        return bit_cast<DotF>(DotU(bits == 0x7f ? DotU{} : chosen));
-    }
 };
 
 }  // namespace tokend
