@@ -1,10 +1,10 @@
 """Which tensors of a Hugging Face folder make up a quantised weight.
 
-`quantization_config` of config.json names a method, or a file of NVIDIA's modelopt says it beside
-config.json. `METHODS` has for each method what its keys may be and how it packs weights; `PACKINGS` has which tensors a packed weight consists of and what they are
-called. `read_scheme` checks the configuration, `join_parts` the tensors; it returns every weight as
-one entry, so that nothing behind it knows of the configuration. What their bytes mean is in
-worker/loader/quantised.py.
+`quantization_config` of config.json names a method, or a file of NVIDIA's modelopt beside it says
+what was done. `METHODS` has for each method what its keys may be and how it packs weights;
+`PACKINGS` has which tensors a packed weight consists of and what they are called. `read_scheme`
+checks the configuration, `join_parts` the tensors; it returns every weight as one entry, so that
+nothing behind it knows of the configuration. worker/loader/quantised.py knows what the bytes mean.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The numbers of NVFP4, and of GGUF types whose codes are places in codebooks or digits of 3, in torch.
+"""The numbers of GGUF types with codebooks or digits of 3, and of NVFP4, in torch.
 
     IQ1_S, IQ1_M    scale * (point ± 1/8)     points of 8 numbers of -1, 0 and 1
     IQ2_…           scale * ± point           points of 8 magnitudes of three

@@ -118,9 +118,7 @@ class TensorFiles:
             blocks = blocks.reshape(math.prod(entry.shape[:-1]), -1)[::row_step]
         return np.ascontiguousarray(blocks).reshape(-1)
 
-    def factors_of(
-        self, entry: TensorEntry, row_step: int = 1
-    ) -> npt.NDArray[np.float32] | None:
+    def factors_of(self, entry: TensorEntry, row_step: int = 1) -> npt.NDArray[np.float32] | None:
         """Return the factors of the rows of `blocks_of`; see quantised.factors."""
         return quantised.factors(entry, self.parts_of(entry), row_step) if entry.parts else None
 

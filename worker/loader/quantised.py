@@ -1,7 +1,8 @@
 """Weights of several tensors: what the bytes of each packing of a checkpoint mean.
 
 deploy/models/quantised_folder.py found the parts of each weight and checked their shapes, for GGUF
-files deploy/models/gguf_file.py. Here they become numbers, or the blocks that kernels read (csrc/products/packed/packed.h):
+files deploy/models/gguf_file.py. Here they become numbers, or the blocks that kernels read
+(csrc/products/packed/packed.h):
 
     packing          parts                                          number
     gptq awq rows    codes of 4 or 8 bits in words, scales, zeros   scale * (code - zero)
@@ -426,9 +427,7 @@ def _nvfp4(entry: TensorEntry, parts: Parts) -> tuple[torch.Tensor, torch.Tensor
     return E2M1[_split_bytes(own, low_first=True).long()], scales
 
 
-def factors(
-    entry: TensorEntry, parts: Parts, row_step: int = 1
-) -> npt.NDArray[np.float32] | None:
+def factors(entry: TensorEntry, parts: Parts, row_step: int = 1) -> npt.NDArray[np.float32] | None:
     """Return what multiplies the numbers in the blocks of every `row_step`th row, float32 [rows].
 
     None for a weight whose blocks have all of its scales. Raises ModelError for one that is NaN or
@@ -436,7 +435,9 @@ def factors(
     """
     if entry.packing not in _NVFP4_PACKINGS:
         return None
-    of_all = parts["factors" if "factors" in parts else "factor" if "factor" in parts else "divisor"]
+    of_all = parts[
+        "factors" if "factors" in parts else "factor" if "factor" in parts else "divisor"
+    ]
     each = _finite(entry, of_all.view(-1) if "divisor" not in parts else 1 / of_all.view(-1))
     rows = torch.arange(entry.first_row, entry.first_row + entry.shape[0], row_step)
     places = rows // int(entry.options["rows"]) if len(each) > 1 else torch.zeros_like(rows)

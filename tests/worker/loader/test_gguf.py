@@ -229,7 +229,10 @@ def test_scales_beside_weights_in_nvfp4_multiply_them(
 @pytest.mark.parametrize(
     ("scale", "named"),
     [
-        (("F32", np.ones(3, np.float32)), r"ffn_down\.scale has shape \[3\], and .*ffn_down\.weight"),
+        (
+            ("F32", np.ones(3, np.float32)),
+            r"ffn_down\.scale has shape \[3\], and .*ffn_down\.weight",
+        ),
         (("F32", np.full(1, np.nan, np.float32)), r"ffn_down\.scale holds nan"),
         (("F16", np.ones(2, np.uint8)), r"ffn_down\.scale has type F16"),
     ],
