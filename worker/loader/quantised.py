@@ -51,6 +51,8 @@ NF4_NUMBERS: Final = torch.tensor(
 )
 """QLoRA (Dettmers et al., 2023), appendix E."""
 _MXFP4_BYTES: Final = 16
+_NAN: Final = 0x7F
+"""The code of NaN in E4M3, without its sign."""
 _NVFP4_PACKINGS: Final = ("compressed_nvfp4", "gguf_nvfp4", "modelopt_nvfp4")
 _CHUNK_NUMBERS: Final = 1 << 22
 """Numbers that are converted together, to bound the memory beside the weight."""
@@ -144,13 +146,14 @@ def fp8_scale_columns(entry: TensorEntry, columns: slice) -> int:
 class Codes:
     """Rows and columns of a weight as codes with a scale, and perhaps a zero, a group of columns.
 
-    A number is scale * (code - zero), or scale * table[code].
+    A number is scale * (code - zero), scale * table[code], or scale * code.
 
     codes: uint8 [rows, columns] of 8 bits, or [rows, columns / 2] of 4: in blocks of 32 columns the
         first half is in the low half of 16 bytes. Columns are in `column_order`.
     scales: [rows, groups], as the file has them. zeros: uint8 [rows, groups]; None where all are
         the middle of the codes, 8 or 128. table: float32 [16] or None.
-    group: columns that share a scale, a multiple of 32.
+    group: columns that share a scale, a multiple of 32 unless codes are floats.
+    is_float: codes are numbers of E4M3.
     """
 
     codes: torch.Tensor
@@ -158,6 +161,7 @@ class Codes:
     zeros: torch.Tensor | None
     table: torch.Tensor | None
     group: int
+    is_float: bool = False
 
     def with_rows(self, order: torch.Tensor) -> "Codes":
         """Return the same rows in another order, int64 [rows]."""
@@ -170,6 +174,14 @@ def read_codes(
 ) -> Codes:
     """Return these columns of every `row_step`th row. Raises ModelError as read_numbers does."""
     first, end, _ = columns.indices(entry.shape[1])
+    if entry.packing == "fp8":
+        floats, of_groups = read_fp8(entry, parts, columns, row_step)
+        raw = floats.contiguous().view(torch.uint8)
+        if ((raw & _NAN) == _NAN).any():
+            raise ModelError(f"a number of {entry.name} is nan")
+        return Codes(raw, of_groups, None, None, code_columns(entry, columns), is_float=True)
+    if entry.packing == "mxfp4":
+        return _mxfp4_codes(entry, parts, slice(first, end), row_step)
     group, whole = code_columns(entry, columns), int(_group_of(entry))
     groups = torch.arange(first, end, group) // whole
     order, is_nf4 = column_order(entry, parts), entry.packing == "nf4"
@@ -198,6 +210,8 @@ def read_codes(
 
 def code_columns(entry: TensorEntry, columns: slice = slice(None)) -> int:
     """Return how many of these columns share a scale of read_codes, from the first of them on."""
+    if entry.packing == "fp8":
+        return fp8_scale_columns(entry, columns)
     first, end, _ = columns.indices(entry.shape[1])
     group = int(_group_of(entry))
     return math.gcd(group, first, end - first) if group < entry.shape[1] else end - first
@@ -205,11 +219,15 @@ def code_columns(entry: TensorEntry, columns: slice = slice(None)) -> int:
 
 def scale_bytes(entry: TensorEntry) -> int:
     """Return the bytes of a scale of read_codes, with its zero."""
+    if entry.packing in ("fp8", "mxfp4"):
+        return 4 if entry.packing == "fp8" else 2
     part = entry.parts["scales"].type
     return (2 if part in ("F16", "BF16") else 4) + ("zeros" in entry.parts)
 
 
 def _group_of(entry: TensorEntry) -> float:
+    if entry.packing == "mxfp4":
+        return 2 * _MXFP4_BYTES
     return entry.options["block" if entry.packing == "nf4" else "group"]
 
 
@@ -498,6 +516,19 @@ def _mxfp4_blocks(entry: TensorEntry, parts: Parts, row_step: int = 1) -> RawByt
             spread &= mask
         blocks[part, 1:] = (spread[:, :2] | spread[:, 2:] << _NIBBLE).view(np.uint8)
     return blocks.reshape(-1)
+
+
+def _mxfp4_codes(entry: TensorEntry, parts: Parts, columns: slice, row_step: int) -> Codes:
+    """Return codes with scales as bfloat16, which has these powers of two exactly."""
+    row_bytes, group = entry.shape[-1] // 2, 2 * _MXFP4_BYTES
+    count = math.prod(entry.shape[:-1])
+    rows = slice(entry.first_row, entry.first_row + count, row_step)
+    codes = _split_bytes(parts["codes"].view(-1, row_bytes)[rows], low_first=True)[:, columns]
+    exponents = parts["scales"].view(-1, row_bytes // _MXFP4_BYTES)[rows]
+    exponents = exponents[:, columns.start // group : columns.stop // group]
+    # 0 stands for 2^-127, which a bfloat16 has as a subnormal number
+    scales = (exponents.short() << 7).clamp_min(0x0040).view(torch.bfloat16)
+    return Codes(_in_halves(codes).flatten(1), scales, None, E2M1, group)
 
 
 def _finite(entry: TensorEntry, scales: torch.Tensor) -> torch.Tensor:

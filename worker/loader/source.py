@@ -285,7 +285,7 @@ class WeightSource:
         """Return the bytes of the codes, scales and zeros of read_codes."""
         rows, columns = self._shapes[name]
         entry, shard = self._entries[name].entry, self._shards[name]
-        bits = 8 if entry.type.startswith("INT8") else 4
+        bits = 8 if entry.type.startswith("INT8") or entry.type == FP8 else 4
         groups = columns // quantised.code_columns(entry, shard.columns)
         return rows * (columns * bits // 8 + groups * quantised.scale_bytes(entry))
 

@@ -32,7 +32,7 @@ def replayed(linear: Fp8RowLinear | Fp8BlockLinear | TritonCodedLinear, x: torch
 
 @pytest.mark.parametrize("num_rows", [1, 300])
 @pytest.mark.parametrize(("outputs", "inputs", "group"), [(72, 256, 128), (4096, 4096, 128)])
-@pytest.mark.parametrize("kind", ["int4", "int4 zeros", "int4 sorted", "int8", "nf4"])
+@pytest.mark.parametrize("kind", ["int4", "int4 zeros", "int4 sorted", "int8", "nf4", "fp8"])
 def test_codes(kind: str, outputs: int, inputs: int, group: int, num_rows: int) -> None:
     made = Made(kind, outputs, inputs, group)
     fields = (getattr(made.weight, name) for name in CodedWeight.__slots__)
