@@ -128,8 +128,8 @@ class GpuFormat(DenseFormat):
             self._read_coded_stack(source, products) if is_coded else read_stack(source, products)
             for products, is_coded in zip(both, are_coded, strict=True)
         ]
-        biases = (read_stacked_bias(source, products) for products in both)
-        ranks, stacked = experts.ranks, CodedExperts(*stacks, *biases)
+        biases = [read_stacked_bias(source, products) for products in both]
+        ranks, stacked = experts.ranks, CodedExperts(stacks[0], stacks[1], *biases)
 
         def build() -> Experts:
             for stack in stacks:

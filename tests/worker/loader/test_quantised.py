@@ -22,9 +22,11 @@ from tests.fakes.quantised_checkpoints import SCHEMES, Tensors, quantise_folder
 from tests.fakes.ranks import Ranks
 from tests.fakes.tiny_checkpoints import tiny_model
 from tests.worker.loader.test_formats import (
+    PERPLEXITY,
     TOKENS,
     logits,
     packed,
+    perplexity_change,
 )
 from worker.kernels import Kernels
 from worker.layers.kernel_weights import Fp8Weight
@@ -104,6 +106,7 @@ def test_weights_are_multiplied_in_blocks_of_the_size_of_the_file(
     checkpoint, form = case(name), packed(kernels)
     found = logits(checkpoint.prepared, form)
     assert (found - checkpoint.expected).norm() < ROUNDED * checkpoint.expected.norm()
+    assert perplexity_change(found, checkpoint.expected) < PERPLEXITY
     assert form.dense_names == ["head.weight (F32)"]
     stored = [entry for entry in read_index(checkpoint.prepared).tensors if entry.parts]
     assert {entry.type for entry in stored} == {SCHEMES[name].block_type}
@@ -153,7 +156,10 @@ def checkpoint_scales(checkpoint: Case) -> torch.dtype:
 
 @pytest.mark.parametrize(
     "name",
-    ["awq 128", "gptq desc_act", "nf4", "nvfp4", "fp8 blocks", "fp8 rows", "fp8 one scale"],
+    [
+        *("awq 128", "gptq desc_act", "gptq 8", "w4a16 asym", "w8a8", "nf4", "nvfp4 modelopt"),
+        *("fp8 blocks", "fp8 rows", "fp8 one scale"),
+    ],
 )
 def test_two_ranks_compute_the_results_of_one(
     name: str, case: Callable[[str], Case], kernels: Kernels
