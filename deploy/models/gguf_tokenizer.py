@@ -84,13 +84,18 @@ _CONTROL, _USER_DEFINED = 3, 4
 """Values of tokenizer.ggml.token_type: tokens that text is searched for before any merge."""
 _SPLIT_END: Final = "##"
 """Begins a token of WordPiece that goes on with a word; in files the others begin with _SPACE."""
-_END_NAMES: Final = {
-    "bert": (("bos_token_id", "cls_token_id"), ("seperator_token_id", "eos_token_id")),
-    "t5": (("bos_token_id", "cls_token_id"), ("eos_token_id", "seperator_token_id")),
-}
-"""Keys of the first and the last token of a text, by preference; `seperator` is gguf's spelling."""
-_END_TOKENS: Final = {"bert": ("[CLS]", "[SEP]"), "t5": ("<s>", "</s>")}
-"""The same where a file has none of the keys."""
+_ENCODERS: Final = ("bert", "modern-bert")
+"""Architectures whose texts always have a first and a last token."""
+_WORDPIECE_ENDS: Final = (
+    (("bos_token_id", "cls_token_id"), "[CLS]"),
+    (("seperator_token_id", "eos_token_id"), "[SEP]"),
+)
+_OTHER_ENDS: Final = (
+    (("bos_token_id", "cls_token_id"), "<s>"),
+    (("eos_token_id", "seperator_token_id"), "</s>"),
+)
+"""Keys of the first and the last token, by preference, and what they are in a file without a key;
+`seperator` is gguf's spelling."""
 _SPECIAL_TOKENS: Final = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -290,15 +295,14 @@ class _Vocabulary:
         """Let encoding add the first and the last token of a text if the file says so."""
         from tokenizers.processors import TemplateProcessing
 
-        if self._model in _END_NAMES:
-            return self._add_ends_of_encoder(tokenizer, *self._ends_of_encoder())
+        if self._metadata["general.architecture"] in _ENCODERS:
+            self._add_ends_of_encoder(tokenizer)
+            return
         # Without the keys, a text of a SentencePiece vocabulary begins with the token
         adds_bos = self._metadata.get("tokenizer.ggml.add_bos_token", self._model != "gpt2")
         adds_eos = self._metadata.get("tokenizer.ggml.add_eos_token", False)
         first = self.special["bos_token"] if adds_bos else None
         last = self.special["eos_token"] if adds_eos else None
-        if first and last and self._metadata.get("tokenizer.ggml.add_sep_token"):
-            return self._add_ends_of_encoder(tokenizer, first, last)
 
         def with_ends(text: str, sequence: int) -> list[str]:
             pieces = [first, text, last]
@@ -311,32 +315,35 @@ class _Vocabulary:
             pair=single + with_ends("$B", 1),
             special_tokens=[(token, tokenizer.token_to_id(token)) for token in added],
         )
-        return None
 
-    def _add_ends_of_encoder(self, tokenizer: Any, first: str, last: str) -> None:
-        """Let a text begin with `first` and end with `last`, and a pair begin once.
+    def _add_ends_of_encoder(self, tokenizer: Any) -> None:
+        """Let a text have its first and last token, and a pair begin once.
 
-        The second text of a pair has another token type, or begins with `last`, as in XLM-RoBERTa.
+        The second text of a pair has another token type with WordPiece. In RoBERTa and XLM-RoBERTa
+        the last token is also before it.
         """
         from tokenizers.processors import TemplateProcessing
 
-        single, number = f"{first} $A {last}", ":1" if self._model == "bert" else ""
-        between = f"{last} " if self._model == "t5" else ""
+        is_wordpiece = self._model == "bert"
+        first, last = self._ends_of_encoder(_WORDPIECE_ENDS if is_wordpiece else _OTHER_ENDS)
+        is_roberta = not is_wordpiece and self._metadata["general.architecture"] == "bert"
+        single, number = f"{first} $A {last}", ":1" if is_wordpiece else ""
+        between = f"{last} " if is_roberta else ""
         tokenizer.post_processor = TemplateProcessing(
             single=single,
             pair=f"{single} {between}$B{number} {last}{number}",
             special_tokens=[(token, tokenizer.token_to_id(token)) for token in (first, last)],
         )
 
-    def _ends_of_encoder(self) -> tuple[str, str]:
+    def _ends_of_encoder(self, both: tuple[tuple[tuple[str, ...], str], ...]) -> tuple[str, ...]:
         """Return the first and the last token of a text; raises ModelError if there is none."""
         ends = []
-        for keys, default in zip(_END_NAMES[self._model], _END_TOKENS[self._model], strict=True):
+        for keys, default in both:
             found = next((token for key in keys if (token := self._token(key))), default)
             if found not in self._tokens:
                 raise self._missing(keys[0])
             ends.append(found)
-        return ends[0], ends[1]
+        return tuple(ends)
 
     def _of_type(self, kind: int) -> list[str]:
         key = "tokenizer.ggml.token_type"

@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoTokenizer, BertTokenizer, XLMRobertaTokenizer
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    BertTokenizer,
+    RobertaTokenizer,
+    XLMRobertaTokenizer,
+)
 
 from deploy.models import gguf_file, gguf_header, gguf_tokenizer
 from proto.errors import ModelError
@@ -162,10 +168,17 @@ def encoders() -> dict[str, tuple[Any, dict[str, Any]]]:
     values["types"] = [3, 3, 3, 2, *[1] * len(PIECES), 3]
     values["ids"] = {"bos": 0, "eos": 2, "unknown": 3, "seperator": 2, "padding": 1}
     found["unigrams"] = XLMRobertaTokenizer(vocab=pieces), values
+    values = byte_level()
+    values["tokens"] = ["<s>", "<pad>", "</s>", "<unk>", *values["tokens"], "<mask>"]
+    values["types"] = [3, 3, 3, 3, *values["types"], 3]
+    vocabulary = {token: index for index, token in enumerate(values["tokens"])}
+    merges = [tuple(merge.split()) for merge in values["merges"]]
+    values["ids"] = {"bos": 0, "eos": 2, "unknown": 3, "padding": 1}
+    found["byte level"] = RobertaTokenizer(vocab=vocabulary, merges=merges), values
     return found
 
 
-@pytest.mark.parametrize("name", ["lower case", "both cases", "unigrams"])
+@pytest.mark.parametrize("name", ["lower case", "both cases", "unigrams", "byte level"])
 @pytest.mark.parametrize("has_ids", [True, False])
 def test_tokenizers_of_encoders_equal_those_of_transformers(name: str, has_ids: bool) -> None:
     """Texts and pairs; without the ids of the first and the last token these have their names."""
@@ -178,11 +191,13 @@ def test_tokenizers_of_encoders_equal_those_of_transformers(name: str, has_ids: 
         "tokenizer.ggml.tokens": values["tokens"],
         "tokenizer.ggml.token_type": values["types"],
         "tokenizer.ggml.scores": values.get("scores", []),
+        "tokenizer.ggml.merges": values.get("merges", []),
     }
     data, _, _ = gguf_tokenizer.convert("some.gguf", metadata)
     ours = Tokenizer.from_str(data.decode())
     assert ours.get_vocab() == theirs.get_vocab()
-    for text in (*TEXTS[:2], "aab AA  a1!", "", "ab [MASK] a <mask>", "▁ ▁a", "Éa É"):
+    texts = TEXTS[:2] if name != "byte level" else ["aa 12's", " a  aa"]
+    for text in (*texts, "aab AA  a1!", "", "ab [MASK] a <mask>", "▁ ▁a", "Éa É"):
         encoding, pair = ours.encode(text), ours.encode(text, "b a")
         expected = theirs(text, "b a", return_token_type_ids=True)
         assert encoding.ids == theirs(text)["input_ids"], text
@@ -252,7 +267,10 @@ def test_a_file_without_a_prefix_space(tmp_path: Path) -> None:
         ({"tokenizer.ggml.tokens": [1]}, "no list of str in tokenizer.ggml.tokens"),
         ({"tokenizer.ggml.tokens": "a"}, "no list of str in tokenizer.ggml.tokens"),
         ({"tokenizer.ggml.model": "rwkv"}, "model rwkv: supported: gpt2, llama, t5, bert"),
-        ({"tokenizer.ggml.model": "bert"}, "no tokenizer.ggml.bos_token_id"),
+        (
+            {"tokenizer.ggml.model": "bert", "general.architecture": "bert"},
+            "no tokenizer.ggml.bos_token_id",
+        ),
         ({"tokenizer.ggml.model": "llama"}, "no tokenizer.ggml.scores"),
         (
             {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [0.0]},
