@@ -405,7 +405,7 @@ def _pooler(header: GgufHeader, config: Mapping[str, Any]) -> Pooler | None:
         if shape is None:
             continue
         if len(shape) != 2 or shape[1] != size:
-            raise ModelError(f"tensor {name}.weight of shape {list(shape)} has not {size} columns")
+            raise ModelError(f"tensor {name}.weight has shape {list(shape)}: not {size} columns")
         layers.append(PoolerLayer("dense", name))
         size = shape[0]
     return Pooler(
