@@ -7,7 +7,7 @@
     NVFP4           scale * E2M1[code]        an unsigned E4M3 for each 16
 
 The codebooks are those of the kernels (csrc/products/packed/codebooks.h), where the layouts of the
-blocks are drawn, too (file_blocks.h; of NVFP4 in packed_load.cpp).
+blocks are drawn, too (file_blocks.h; those of TQ2_0 and NVFP4 in packed_load.cpp).
 """
 
 import functools

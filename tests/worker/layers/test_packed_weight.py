@@ -22,7 +22,7 @@ EXACT = 2e-6
 ROUNDED = 4e-3
 """bfloat16 keeps 8 bits."""
 
-IN_FILE_BLOCKS = TYPES[TYPES.index("IQ1_S") : TYPES.index("NVFP4")]
+IN_FILE_BLOCKS = TYPES[TYPES.index("IQ1_S") : TYPES.index("TQ2_0")]
 """Types that products unpack, and multiply by the same code."""
 
 each_type = pytest.mark.parametrize("gguf_type", TYPES)
@@ -281,6 +281,7 @@ def test_a_packed_weight_is_as_large_as_in_the_file(variant) -> None:
     assert packed_of(variant, "Q4_K", (32, 256))[0].nbytes == 32 * 148
     assert packed_of(variant, "Q2_K", (32, 256))[0].nbytes == 32 * 84
     assert packed_of(variant, "IQ4_NL", (32, 64))[0].nbytes == 32 * 36
+    assert packed_of(variant, "TQ2_0", (32, 256))[0].nbytes == 32 * 66
     assert packed_of(variant, "NVFP4", (32, 256))[0].nbytes == 32 * (4 * 36 + 4)  # and a factor
     # 4.25 bits a number; of AWQ and GPTQ 4.16
     assert packed_of(variant, "INT4_128", (32, 256))[0].nbytes == 32 * 136

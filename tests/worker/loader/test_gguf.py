@@ -23,6 +23,7 @@ from proto.prepared_model import PreparedModel, TensorEntry, TensorIndex
 from tests.fakes.dense_attention import DenseAttention
 from tests.fakes.gguf_files import PLAIN, QUANTISED, numbers, random_rows, write
 from tests.fakes.prepared_models import gguf_index, prepare, spec_of
+from tests.fakes.ranks import Ranks
 from tests.fakes.tiny_ggufs import SIZES, Tensors, config_of, tiny
 from worker.kernels import Kernels
 from worker.layers.kernel_weights import BLOCK_TYPES
@@ -195,7 +196,10 @@ def with_scales(folder: Path, tensors: Tensors) -> TensorIndex:
 def test_scales_beside_weights_in_nvfp4_multiply_them(
     config: PretrainedConfig, tmp_path: Path, kernels: Kernels
 ) -> None:
-    """One of a tensor, or one of each expert in it; scales of inputs are not needed."""
+    """One of a tensor, or one of each expert in it, on one rank and on two.
+
+    Scales of inputs are not needed.
+    """
     with torch.no_grad():
         _, tensors = tiny("NVFP4", config, permuted=True)
     scaled, plain = dict(tensors), dict(tensors)
@@ -224,6 +228,21 @@ def test_scales_beside_weights_in_nvfp4_multiply_them(
     assert list(form.memory) == ["packed"]
     sizes = create_builder(prepared, spec, dtype, cpu, form).weight_sizes()
     assert sizes.by_format == form.memory
+
+    def run(rank: int) -> torch.Tensor:
+        attention = DenseAttention(decoders[rank].spec)
+        hidden = decoders[rank].forward(TOKENS, positions, attention)
+        return decoders[rank].float32_logits(hidden)
+
+    with Ranks(2) as ranks:
+        decoders = []
+        for group in ranks.groups:
+            own = PackedFormat(kernels, DenseFormat(dtype), dtype)
+            decoders.append(load_model(prepared, spec, dtype, cpu, lambda _: None, own, group))
+            assert own.dense_names == []
+        both = ranks.run_on_all(run)
+    assert torch.equal(*both)
+    assert (both[0] - expected).norm() < 0.05 * expected.norm()
 
 
 @pytest.mark.parametrize(

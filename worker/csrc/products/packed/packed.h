@@ -7,7 +7,7 @@
 //
 //   panel   [ block 0 | block 1 | … ]              types with a scale a block
 //           [ factors | block 0 | block 1 | … ]    NVFP4: a float for each output, which multiplies its sum
-//           [ head | block 0 … 7 | head | … ]      types with scales of scales (…_K, IQ4_XS)
+//           [ head | block 0 … 7 | head | … ]      types with scales of scales (…_K, IQ4_XS), TQ2_0
 //           [ head | block 0 … 3 | head | … ]      INT4_128, INT8_128; of INT4_32 a head for each block
 //   block   [ codes | scales | minima ]            each for 32 outputs
 //   codes   rows of 128 bytes = 32 outputs x 4 inputs of a byte each, so that 64 bytes
@@ -23,7 +23,7 @@
 // minima. Codes of MXFP4, NVFP4, IQ4_NL, IQ4_XS and NF4 are places in a table of unsigned numbers, to which
 // their zero applies.
 //
-// IQ1, IQ2, IQ3, TQ1_0 and TQ2_0 stay in the blocks of the file (file_blocks.h).
+// IQ1, IQ2, IQ3 and TQ1_0 stay in the blocks of the file (file_blocks.h).
 //
 // INT4 and INT8 are those of checkpoints whose groups of columns have a scale and a zero each; the
 // number behind it is that of columns that share a head here, by which the group is divisible:

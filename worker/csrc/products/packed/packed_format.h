@@ -17,7 +17,8 @@ enum class Scales {
     super_one,  // signed 8 bits a block times float16 of the head
     power,      // a power of two a block, 8 bits of exponent (E8M0)
     micro,      // 7 bits for 16 inputs: exponent and mantissa of E4M3
-    group       // float16 and zero of 8 bits in the head
+    group,      // float16 and zero of 8 bits in the head
+    shared      // float16 in the head
 };
 
 // Which numbers the codes of a type with 4 bits stand for.
@@ -40,7 +41,7 @@ struct Format {
     static constexpr bool HAS_FACTORS = SCALES == Scales::micro;  // of outputs, by which sums are multiplied
     static constexpr bool HAS_HEAD = SCALES == Scales::super_low || SCALES == Scales::super_half ||
                                      SCALES == Scales::super_pair || SCALES == Scales::super_one ||
-                                     SCALES == Scales::group;
+                                     SCALES == Scales::group || SCALES == Scales::shared;
 
     static constexpr int CODE_BYTES = BITS * ROW;
     static constexpr int scale_bytes() {
@@ -49,7 +50,8 @@ struct Format {
             case Scales::half_low: return PANEL * 4;
             case Scales::power:
             case Scales::super_one: return PANEL;
-            case Scales::group: return 0;
+            case Scales::group:
+            case Scales::shared: return 0;
             default: return PANEL * 2;
         }
     }
@@ -89,6 +91,7 @@ using INT4_128 = Format<4, 0, Scales::group, 4>;
 using INT8_32 = Format<8, 0, Scales::group, 1>;
 using INT8_128 = Format<8, 0, Scales::group, 4>;
 using NF4 = Format<4, 128, Scales::half, 1, Table::nf4>;
+using TQ2_0 = Format<2, 1, Scales::shared, 8>;
 using NVFP4 = Format<4, 12, Scales::micro, 2, Table::e2m1>;
 
 // MXFP4 (OCP Microscaling Formats 1.0, section 5): a number is E2M1 times a power of two. Here it is

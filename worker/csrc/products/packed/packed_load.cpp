@@ -92,6 +92,7 @@ constexpr Raw raw_layout() {
     if (std::is_same_v<Format, Q3_K>) return {110, 108, 0, 0, 32, 96};
     if (std::is_same_v<Format, IQ4_NL> || std::is_same_v<Format, NF4>) return {18, 0, 0, 0, 2, 0};
     if (std::is_same_v<Format, IQ4_XS>) return {136, 0, 0, 0, 8, 2};
+    if (std::is_same_v<Format, TQ2_0>) return {66, 64, 0, 0, 0, 0};
     if (std::is_same_v<Format, NVFP4>) return {36, 0, 0, 0, 4, 0};
     if (Format::SCALES == Scales::group) return {4 + Format::SUPER * 4 * Format::BITS, 0, 2, 0, 4, 0};
     return {210, 208, 0, 128, 0, 192};
@@ -296,7 +297,8 @@ void get_block(const uint8_t* panel, int64_t block, int output, float* numbers) 
         reinterpret_cast<const uint16_t*>(Format::HAS_HEAD ? panel + Format::head(block) : scales);
     float scale[2], low[2] = {0.0f, 0.0f};
     for (int half = 0; half < 2; half++) {
-        const uint8_t small = scales[(Format::HALVES == 2 ? half * PANEL : 0) + output];
+        const uint8_t small =
+            Format::scale_bytes() == 0 ? 0 : scales[(Format::HALVES == 2 ? half * PANEL : 0) + output];
         if constexpr (Format::SCALES == Scales::power) {
             scale[half] = bit_cast<float>(std::max(int32_t(small) << 23, LEAST_POWER)) * 0.5f;
             continue;
