@@ -36,6 +36,7 @@ class ModelFamily(NamedTuple):
     not supported. models: those that have it, for people. is_encoder: it attends in both directions
     and only pools. wrapped_types: `model_type` of language models inside models for images that
     have this arithmetic for text, beside the `model_type` of the architecture itself.
+    pooling_gguf: the name in GGUF files of models that only pool, where it is another one.
     """
 
     module: str
@@ -43,11 +44,17 @@ class ModelFamily(NamedTuple):
     models: str
     is_encoder: bool = False
     wrapped_types: tuple[str, ...] = ()
+    pooling_gguf: str = ""
+
+    @property
+    def gguf_names(self) -> tuple[str, ...]:
+        """All names in GGUF files."""
+        return tuple(filter(None, (self.gguf, self.pooling_gguf)))
 
 
 FAMILIES: Final = {
     "BertModel": ModelFamily(
-        "bert", "", "BERT, MiniLM, BGE, E5, cross encoders of these", is_encoder=True
+        "bert", "bert", "BERT, MiniLM, BGE, E5, cross encoders of these", is_encoder=True
     ),
     "Cohere2ForCausalLM": ModelFamily("cohere2", "cohere2", "Command R7B, Command A"),
     "DeepseekV2ForCausalLM": ModelFamily(
@@ -59,7 +66,9 @@ FAMILIES: Final = {
     "Ernie4_5ForCausalLM": ModelFamily("ernie45", "ernie4_5", "ERNIE 4.5 0.3B"),
     "Exaone4ForCausalLM": ModelFamily("exaone4", "exaone4", "EXAONE 4"),
     "Gemma2ForCausalLM": ModelFamily("gemma2", "gemma2", "Gemma 2"),
-    "Gemma3ForCausalLM": ModelFamily("gemma3", "gemma3", "Gemma 3, EmbeddingGemma"),
+    "Gemma3ForCausalLM": ModelFamily(
+        "gemma3", "gemma3", "Gemma 3, EmbeddingGemma", pooling_gguf="gemma-embedding"
+    ),
     "GlmForCausalLM": ModelFamily("glm", "chatglm", "GLM-4-9B in transformers' form"),
     "Glm4ForCausalLM": ModelFamily("glm4", "glm4", "GLM-4-0414"),
     "Glm4MoeForCausalLM": ModelFamily(
@@ -84,7 +93,7 @@ FAMILIES: Final = {
     ),
     "MixtralForCausalLM": ModelFamily("mixtral", "llama", "Mixtral"),
     "ModernBertModel": ModelFamily(
-        "modernbert", "", "ModernBERT and embeddings of it", is_encoder=True
+        "modernbert", "modern-bert", "ModernBERT and embeddings of it", is_encoder=True
     ),
     "Olmo2ForCausalLM": ModelFamily("olmo2", "olmo2", "OLMo 2"),
     "Olmo3ForCausalLM": ModelFamily("olmo3", "olmo2", "OLMo 3"),
@@ -109,12 +118,18 @@ FAMILIES: Final = {
     "Qwen3NextForCausalLM": ModelFamily("qwen3next", "", "Qwen3-Next-80B-A3B"),
     "Qwen3_5ForCausalLM": ModelFamily("qwen35", "qwen35", "Qwen 3.5"),
     "Qwen3_5MoeForCausalLM": ModelFamily("qwen35moe", "qwen35moe", "Qwen 3.5 with experts"),
-    "RobertaModel": ModelFamily("roberta", "", "RoBERTa, cross encoders of it", is_encoder=True),
+    "RobertaModel": ModelFamily(
+        "roberta", "", "RoBERTa, cross encoders of it", is_encoder=True, pooling_gguf="bert"
+    ),
     "SeedOssForCausalLM": ModelFamily("seedoss", "seed_oss", "Seed-OSS"),
     "SmolLM3ForCausalLM": ModelFamily("smollm3", "smollm3", "SmolLM3"),
     "Starcoder2ForCausalLM": ModelFamily("starcoder2", "starcoder2", "StarCoder 2"),
     "XLMRobertaModel": ModelFamily(
-        "roberta", "", "XLM-RoBERTa, BGE-M3 (dense), multilingual E5", is_encoder=True
+        "roberta",
+        "",
+        "XLM-RoBERTa, BGE-M3 (dense), multilingual E5",
+        is_encoder=True,
+        pooling_gguf="bert",
     ),
 }
 """The supported architectures of config.json."""
@@ -142,7 +157,7 @@ def supported_models() -> list[str]:
     """Return the table of supported architectures in Markdown, and what it omits, a line each."""
     head = ("Models", "Architecture in config.json", "In GGUF files")
     rows = [
-        (family.models, architecture, family.gguf or "–")
+        (family.models, architecture, ", ".join(family.gguf_names) or "–")
         for architecture, family in FAMILIES.items()
     ]
     rows.sort(key=lambda row: row[0].lower())

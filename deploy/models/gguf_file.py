@@ -4,15 +4,19 @@ Configuration and tokenizer are converted here and in gguf_tokenizer.py, from th
 setting that is not supported is an error, because ignoring it would change the arithmetic silently.
 """
 
+import math
 from array import array
 from collections.abc import Mapping
 from typing import Any, Final
+
+from msgspec import structs
 
 from deploy.models import gguf_header, gguf_tokenizer
 from deploy.models.gguf_header import GgufHeader
 from deploy.models.prepared_folder import ModelContents, ProgressCallback
 from proto.errors import ModelError, shown
-from proto.prepared_model import FAMILIES, TensorEntry, TensorIndex
+from proto.pooling import Pooler, PoolerLayer, PoolingType
+from proto.prepared_model import FAMILIES, TensorEntry, TensorIndex, TensorPart
 
 _CONFIG_KEYS: Final = {
     "context_length": "max_position_embeddings",
@@ -54,6 +58,19 @@ _MIXTURES: Final[dict[str, dict[str, Any]]] = {
     "qwen35moe": {},
 }
 """Families of mixtures: what their files leave out because it is the same for all models."""
+
+_ENCODERS: Final = ("bert", "modernbert")
+_NORM_EPS: Final = "attention.layer_norm_epsilon"
+_CAUSAL: Final = "attention.causal"
+_WINDOWED_BASE: Final = "rope.freq_base_swa"
+_POOLING: Final = "pooling_type"
+_POOLING_TYPES: Final[dict[int, PoolingType]] = {0: "mean", 1: "mean", 2: "cls", 3: "last"}
+"""Numbers of pooling types; 0: none is chosen, where sentence-transformers takes the mean."""
+_POOLER_LAYERS: Final = ("dense_2", "dense_3")
+"""Layers of EmbeddingGemma behind pooling."""
+_POOLER_KEYS: Final = tuple(
+    f"{name}_feat_{end}" for name in _POOLER_LAYERS for end in ("in", "out")
+)
 
 _MODEL_TYPES: Final = {
     "deepseek2": "deepseek_v2",
@@ -119,6 +136,7 @@ _DELTA_RULE_KEYS: Final = {
 not need _SECTIONS, which are those of positions in images."""
 _WITH_DELTA_RULE: Final = ("qwen35", "qwen35moe")
 _OWN_KEYS: Final[dict[str, dict[str, str]]] = {
+    "bert": {_NORM_EPS: "layer_norm_eps"},
     "cohere2": {
         "attention.layer_norm_epsilon": "layer_norm_eps",
         "logit_scale": "logit_scale",
@@ -136,6 +154,11 @@ _OWN_KEYS: Final[dict[str, dict[str, str]]] = {
     "gptoss": {_WINDOW: "sliding_window", "expert_feed_forward_length": "intermediate_size"},
     "granite": _GRANITE_KEYS,
     "granitemoe": _GRANITE_KEYS,
+    "modernbert": {
+        _NORM_EPS: "norm_eps",
+        _WINDOW: "local_attention",
+        _WINDOW_PATTERN: "global_attn_every_n_layers",
+    },
     "olmo3": {_WINDOW: "sliding_window"},
     "phi3": {_WINDOW: "sliding_window"},
     "qwen35": _DELTA_RULE_KEYS,
@@ -186,12 +209,17 @@ _SUPPORTED_KEYS: Final = frozenset(
     }
 )
 
+_GEMMA3: Final = "Gemma3ForCausalLM"
 _GEMMA3_DEFAULT_WINDOW: Final = 4096
 _GEMMA3_THETA: Final = 1_000_000.0
 _GEMMA3_LOCAL_THETA: Final = 10_000.0
+_MODERNBERT_THETA: Final = 160_000.0
 _DEFAULT_THETA: Final = 10_000.0
 _MAX_LAYERS: Final = 4096
 _MAX_FACTOR_BYTES: Final = 4096
+_WEIGHT, _SCALE, _INPUT_SCALE = ".weight", ".scale", ".input_scale"
+"""Endings of the names of a weight in NVFP4, of the scale of all its numbers, or of those of each
+expert, and of that of a product's input."""
 
 _LAYERS_OF_27B: Final = {"gemma2": 46, "gemma3": 62}
 
@@ -206,6 +234,7 @@ def read(path: str, report: ProgressCallback) -> ModelContents:
     metadata = header.values
     report("converting configuration and tokenizer")
     config = _config(path, header)
+    pooler = _pooler(header, config)
     tensors = _without_rope_factors(path, header, config)
     tokenizer_json, tokenizer_config, template = gguf_tokenizer.convert(path, metadata)
     return ModelContents(
@@ -213,9 +242,10 @@ def read(path: str, report: ProgressCallback) -> ModelContents:
         tokenizer_json=tokenizer_json,
         tokenizer_config=tokenizer_config,
         chat_template=template,
-        tensors=TensorIndex("gguf", (path,), tensors),
+        tensors=TensorIndex("gguf", (path,), _with_scales(path, tensors)),
         eos_token_ids=_end_tokens(path, metadata),
         bos_token_id=gguf_tokenizer.token_id(path, metadata, "bos_token_id"),
+        pooler=pooler,
     )
 
 
@@ -223,7 +253,7 @@ def _check(header: GgufHeader, path: str) -> None:
     architecture = header.values.get("general.architecture")
     if not isinstance(architecture, str):
         raise ModelError(f"{path} has no general.architecture")
-    supported = dict.fromkeys(family.gguf for family in FAMILIES.values() if family.gguf)
+    supported = dict.fromkeys(name for family in FAMILIES.values() for name in family.gguf_names)
     if architecture not in supported:
         raise ModelError(
             f"GGUF architecture {shown(architecture)} is not supported; "
@@ -251,6 +281,7 @@ def _config(path: str, header: GgufHeader) -> dict[str, Any]:
     keys = keys | _OWN_KEYS.get(family, {})
     gating = _GATINGS.get(family, _SOFTMAX)
     is_latent = family in _WITH_LATENT_KV
+    is_bidirectional = family in _ENCODERS or architecture == FAMILIES[_GEMMA3].pooling_gguf
     for key in own:
         if (
             key not in _SUPPORTED_KEYS
@@ -261,6 +292,9 @@ def _config(path: str, header: GgufHeader) -> dict[str, Any]:
             and not (is_latent and key in (*_LENGTHS_OF_HEADS.values(), _YARN_LOG))
             and not (key == "expert_count" and own[key] == 0)
             and not (family in _WITH_DELTA_RULE and key in (_VALUES, _SECTIONS))
+            and not (key == _POOLING and own[key] in _POOLING_TYPES)
+            and not (key == _CAUSAL and own[key] is not is_bidirectional)
+            and not (is_bidirectional and key in (_WINDOWED_BASE, *_POOLER_KEYS))
         ):
             raise ModelError(f"the GGUF file sets {prefix}{key}, which is not supported")
     for key in _REQUIRED_KEYS:
@@ -283,6 +317,9 @@ def _config(path: str, header: GgufHeader) -> dict[str, Any]:
         config["vocab_size"] = len(metadata.get("tokenizer.ggml.tokens", ()))
     if config.get("sliding_window") == 0:
         config["sliding_window"] = None
+    if family in _ENCODERS:
+        _add_encoder(config, own, header)
+        return config
     if not is_latent:
         _add_head_dim(config, own, prefix, family)
     names = {tensor.name for tensor in header.tensors}
@@ -304,6 +341,8 @@ def _config(path: str, header: GgufHeader) -> dict[str, Any]:
         rope["truncate"] = False  # files do not say so
     if is_gemma3:
         _add_gemma3(config, own, rope)
+        if is_bidirectional:
+            config["use_bidirectional_attention"] = True
     if family in _LAYERS_OF_27B:
         _add_query_scale(config, num_layers, _LAYERS_OF_27B[family])
     if family == "olmo3":  # layers with a window rotate without a scaling
@@ -326,8 +365,55 @@ def _family(architecture: str, own: Mapping[str, Any]) -> str:
         return "deepseek3"
     if architecture == "olmo2" and _WINDOW in own:
         return "olmo3"
-    modules = [family.module for family in FAMILIES.values() if family.gguf == architecture]
+    modules = [family.module for family in FAMILIES.values() if architecture in family.gguf_names]
     return architecture if architecture in modules else modules[0]
+
+
+def _add_encoder(config: dict[str, Any], own: Mapping[str, Any], header: GgufHeader) -> None:
+    """Add what only encoders have: token types, or the bases of both kinds of layers.
+
+    No heads share keys, and of RoBERTa's positions files have only those that belong to tokens.
+    """
+    del config["tie_word_embeddings"]
+    if config.pop("num_key_value_heads", None) not in (None, config["num_attention_heads"]):
+        raise ModelError("attention.head_count_kv differs from head_count: not supported")
+    if config["model_type"] == "bert":
+        shapes = {tensor.name: tensor.shape for tensor in header.tensors}
+        if shape := shapes.get("token_types.weight"):
+            config["type_vocab_size"] = math.prod(shape[:-1])
+        return
+    config["rope_parameters"] = {
+        kind: {"rope_theta": own.get(key, theta), "rope_type": "default"}
+        for kind, key, theta in (
+            ("full_attention", "rope.freq_base", _MODERNBERT_THETA),
+            ("sliding_attention", _WINDOWED_BASE, _DEFAULT_THETA),
+        )
+    }
+
+
+def _pooler(header: GgufHeader, config: Mapping[str, Any]) -> Pooler | None:
+    """Return how the model pools; None for a model that only generates."""
+    architecture = header.values["general.architecture"]
+    kind = header.values.get(f"{architecture}.{_POOLING}")
+    only_pools = config["model_type"] in _ENCODERS or "use_bidirectional_attention" in config
+    if kind is None and not only_pools:
+        return None
+    shapes = {tensor.name: tensor.shape for tensor in header.tensors}
+    size, layers = config["hidden_size"], []
+    for name in _POOLER_LAYERS:
+        shape = shapes.get(f"{name}.weight")
+        if shape is None:
+            continue
+        if len(shape) != 2 or shape[1] != size:
+            raise ModelError(f"tensor {name}.weight has shape {list(shape)}: not {size} columns")
+        layers.append(PoolerLayer("dense", name))
+        size = shape[0]
+    return Pooler(
+        types=(_POOLING_TYPES[kind or 0],),
+        layers=tuple(layers),
+        size=size,
+        generates=not only_pools,
+    )
 
 
 def _add_latent_heads(
@@ -389,16 +475,57 @@ def _without_rope_factors(
     found = {tensor.name: tensor for tensor in header.tensors}
     if config["model_type"] != "phi3" or not found.keys() >= set(_ROPE_FACTORS.values()):
         return header.tensors
-    with open(path, "rb") as file:
-        for key, name in _ROPE_FACTORS.items():
-            entry = found[name]
-            if entry.type != "F32" or entry.num_bytes > _MAX_FACTOR_BYTES:
-                raise ModelError(f"tensor {name} has type {entry.type}: a few F32 are needed")
-            file.seek(entry.offset)
-            factors = array("f", file.read(entry.num_bytes))
-            config["rope_parameters"][key] = factors.tolist()
+    for key, name in _ROPE_FACTORS.items():
+        config["rope_parameters"][key] = _few_floats(path, found[name])
     config["rope_parameters"]["rope_type"] = "longrope"
     return tuple(tensor for tensor in header.tensors if tensor.name not in _ROPE_FACTORS.values())
+
+
+def _few_floats(path: str, entry: TensorEntry) -> list[float]:
+    """Return the numbers of a short tensor; raises ModelError naming it if it is none."""
+    if entry.type != "F32" or entry.num_bytes > _MAX_FACTOR_BYTES:
+        raise ModelError(f"tensor {entry.name} has type {entry.type}: a few F32 are needed")
+    with open(path, "rb") as file:
+        file.seek(entry.offset)
+        return array("f", file.read(entry.num_bytes)).tolist()
+
+
+def _with_scales(path: str, tensors: tuple[TensorEntry, ...]) -> tuple[TensorEntry, ...]:
+    """Return weights in NVFP4 together with their scales, as one tensor each.
+
+    Raises ModelError naming a scale that does not fit or is no finite number.
+    """
+    named = {tensor.name: tensor for tensor in tensors}
+    for name, weight in list(named.items()):
+        if weight.type != "NVFP4" or not name.endswith(_WEIGHT):
+            continue
+        base = name.removesuffix(_WEIGHT)
+        named.pop(base + _INPUT_SCALE, None)  # inputs are rounded by scales of their own
+        if (scale := named.pop(base + _SCALE, None)) is None:
+            continue
+        numbers = _few_floats(path, scale)
+        if len(numbers) not in (1, *weight.shape[:-2]):
+            raise ModelError(
+                f"tensor {scale.name} has shape {list(scale.shape)}, and {name} has "
+                f"{list(weight.shape)}: one scale, or one of each expert, is needed"
+            )
+        wrong = [number for number in numbers if not math.isfinite(number)]
+        if wrong:
+            raise ModelError(f"tensor {scale.name} holds {wrong[0]:g}, and scales weights")
+        rows = math.prod(weight.shape[:-1])
+        codes = (rows, weight.num_bytes // max(rows, 1))
+        parts = {
+            "codes": TensorPart("U8", codes, weight.file, weight.offset, weight.num_bytes),
+            "factors": TensorPart("F32", scale.shape, scale.file, scale.offset, scale.num_bytes),
+        }
+        named[name] = structs.replace(
+            weight,
+            num_bytes=weight.num_bytes + scale.num_bytes,
+            packing="gguf_nvfp4",
+            parts=parts,
+            options={"rows": rows // len(numbers)},
+        )
+    return tuple(named.values())
 
 
 def _add_gemma3(config: dict[str, Any], own: Mapping[str, Any], rope: Mapping[str, Any]) -> None:

@@ -1,7 +1,11 @@
 """Builds tokenizer.json from the vocabulary in a GGUF file's metadata.
 
-Two kinds: byte-level BPE ("gpt2", with merges in the file) and SentencePiece BPE ("llama", whose
-merges follow from the scores of its tokens). Token ids equal those of the conversion in
+    gpt2     byte-level BPE, with merges in the file
+    llama    SentencePiece BPE, whose merges follow from the scores of its tokens
+    t5       SentencePiece unigrams
+    bert     WordPiece
+
+Token ids equal those of the conversion in
 `transformers`, which takes seconds to import.
 """
 
@@ -78,6 +82,20 @@ _MAX_TOKEN_CHARACTERS: Final = 512
 """Finding the merges of a token takes time with the square of its length."""
 _CONTROL, _USER_DEFINED = 3, 4
 """Values of tokenizer.ggml.token_type: tokens that text is searched for before any merge."""
+_SPLIT_END: Final = "##"
+"""Begins a token of WordPiece that goes on with a word; in files the others begin with _SPACE."""
+_ENCODERS: Final = ("bert", "modern-bert")
+"""Architectures whose texts always have a first and a last token."""
+_WORDPIECE_ENDS: Final = (
+    (("bos_token_id", "cls_token_id"), "[CLS]"),
+    (("seperator_token_id", "eos_token_id"), "[SEP]"),
+)
+_OTHER_ENDS: Final = (
+    (("bos_token_id", "cls_token_id"), "<s>"),
+    (("eos_token_id", "seperator_token_id"), "</s>"),
+)
+"""Keys of the first and the last token, by preference, and what they are in a file without a key;
+`seperator` is gguf's spelling."""
 _SPECIAL_TOKENS: Final = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -114,24 +132,31 @@ class _Vocabulary:
     def __init__(self, path: str, metadata: Mapping[str, Any]) -> None:
         self._path = path
         self._metadata = metadata
-        self._is_byte_level = metadata["tokenizer.ggml.model"] == "gpt2"
+        self._model = metadata["tokenizer.ggml.model"]
         self._tokens: list[str] = self._list("tokens", str)
+        if self._model == "bert":
+            self._tokens = self._wordpieces()
         self.special = {name: self._token(key) for name, key in _SPECIAL_TOKENS.items()}
 
     def tokenizer(self) -> Any:
         """Return the `tokenizers.Tokenizer` of the vocabulary."""
         from tokenizers import AddedToken
 
-        match self._metadata["tokenizer.ggml.model"], self._metadata["general.architecture"]:
+        match self._model, self._metadata["general.architecture"]:
             case "gpt2", _:
                 tokenizer = self._byte_level()
-            case "llama", "gemma2" | "gemma3":
+            case "llama", "gemma2" | "gemma3" | "gemma-embedding":
                 tokenizer = self._gemma()
             case "llama", _:
                 tokenizer = self._sentencepiece()
+            case "t5", _:
+                tokenizer = self._unigrams()
+            case "bert", _:
+                tokenizer = self._wordpiece()
             case model, _:
                 raise ModelError(
-                    f"{self._path} has tokenizer.ggml.model {shown(model)}: supported: gpt2, llama"
+                    f"{self._path} has tokenizer.ggml.model {shown(model)}: "
+                    "supported: gpt2, llama, t5, bert"
                 )
         vocabulary = tokenizer.get_vocab()
         control = [token for token in self._of_type(_CONTROL) if token in vocabulary]
@@ -154,7 +179,7 @@ class _Vocabulary:
         return tokenizer
 
     def _byte_level(self) -> Any:
-        from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+        from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
         merges = self._file_merges()
         if merges is None:
@@ -162,6 +187,8 @@ class _Vocabulary:
         vocabulary = {_in_byte_letters(token): index for index, token in enumerate(self._tokens)}
         tokenizer = Tokenizer(models.BPE(vocabulary, merges))
         pre = self._metadata.get("tokenizer.ggml.pre", "")
+        if pre == "modern-bert":
+            tokenizer.normalizer = normalizers.NFC()
         pieces = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre not in _SPLITS)]
         if pre in _SPLITS:
             own = _SPLITS[pre]
@@ -213,12 +240,66 @@ class _Vocabulary:
         )
         return tokenizer
 
+    def _wordpiece(self) -> Any:
+        """Lower case, if no token has a capital letter."""
+        from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+        vocabulary = {token: index for index, token in enumerate(self._tokens)}
+        control = set(self._of_type(_CONTROL))
+        words = (token for token in self._tokens if token not in control and token[:1] != "[")
+        is_lower = not any(character.isupper() for token in words for character in token)
+        unknown = self.special["unk_token"] or "[UNK]"
+        tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token=unknown))
+        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=is_lower)
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        tokenizer.decoder = decoders.WordPiece()
+        return tokenizer
+
+    def _wordpieces(self) -> list[str]:
+        """Return the tokens as WordPiece has them.
+
+        Files have words with the character of a space before them, and other parts without `##`.
+        """
+        control = set(self._of_type(_CONTROL))
+        return [
+            token
+            if token in control or (token[:1] == "[" and token[-1:] == "]")
+            else token[1:]
+            if token.startswith(_SPACE) and token != _SPACE
+            else _SPLIT_END + token
+            for token in self._tokens
+        ]
+
+    def _unigrams(self) -> Any:
+        from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+        scores = self._scores()
+        unknown = token_id(self._path, self._metadata, "unknown_token_id")
+        if unknown is None or unknown >= len(self._tokens):
+            raise self._missing("unknown_token_id")
+        tokenizer = Tokenizer(models.Unigram(list(zip(self._tokens, scores, strict=True)), unknown))
+        charsmap = self._metadata.get("tokenizer.ggml.precompiled_charsmap")
+        if charsmap is not None:
+            if not isinstance(charsmap, list) or not all(type(byte) is int for byte in charsmap):
+                raise ModelError(f"{self._path}: tokenizer.ggml.precompiled_charsmap is no bytes")
+            data = bytes(byte & 0xFF for byte in charsmap)
+            tokenizer.normalizer = normalizers.Precompiled(data)
+        spaces = pre_tokenizers.Metaspace(replacement=_SPACE, prepend_scheme="always")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.WhitespaceSplit(), spaces]
+        )
+        tokenizer.decoder = decoders.Metaspace(replacement=_SPACE, prepend_scheme="always")
+        return tokenizer
+
     def _add_ends(self, tokenizer: Any) -> None:
         """Let encoding add the first and the last token of a text if the file says so."""
         from tokenizers.processors import TemplateProcessing
 
+        if self._metadata["general.architecture"] in _ENCODERS:
+            self._add_ends_of_encoder(tokenizer)
+            return
         # Without the keys, a text of a SentencePiece vocabulary begins with the token
-        adds_bos = self._metadata.get("tokenizer.ggml.add_bos_token", not self._is_byte_level)
+        adds_bos = self._metadata.get("tokenizer.ggml.add_bos_token", self._model != "gpt2")
         adds_eos = self._metadata.get("tokenizer.ggml.add_eos_token", False)
         first = self.special["bos_token"] if adds_bos else None
         last = self.special["eos_token"] if adds_eos else None
@@ -234,6 +315,35 @@ class _Vocabulary:
             pair=single + with_ends("$B", 1),
             special_tokens=[(token, tokenizer.token_to_id(token)) for token in added],
         )
+
+    def _add_ends_of_encoder(self, tokenizer: Any) -> None:
+        """Let a text have its first and last token, and a pair begin once.
+
+        The second text of a pair has another token type with WordPiece. In RoBERTa and XLM-RoBERTa
+        the last token is also before it.
+        """
+        from tokenizers.processors import TemplateProcessing
+
+        is_wordpiece = self._model == "bert"
+        first, last = self._ends_of_encoder(_WORDPIECE_ENDS if is_wordpiece else _OTHER_ENDS)
+        is_roberta = not is_wordpiece and self._metadata["general.architecture"] == "bert"
+        single, number = f"{first} $A {last}", ":1" if is_wordpiece else ""
+        between = f"{last} " if is_roberta else ""
+        tokenizer.post_processor = TemplateProcessing(
+            single=single,
+            pair=f"{single} {between}$B{number} {last}{number}",
+            special_tokens=[(token, tokenizer.token_to_id(token)) for token in (first, last)],
+        )
+
+    def _ends_of_encoder(self, both: tuple[tuple[tuple[str, ...], str], ...]) -> tuple[str, ...]:
+        """Return the first and the last token of a text; raises ModelError if there is none."""
+        ends = []
+        for keys, default in both:
+            found = next((token for key in keys if (token := self._token(key))), default)
+            if found not in self._tokens:
+                raise self._missing(keys[0])
+            ends.append(found)
+        return tuple(ends)
 
     def _of_type(self, kind: int) -> list[str]:
         key = "tokenizer.ggml.token_type"
@@ -256,18 +366,22 @@ class _Vocabulary:
 
     def _merges_by_score(self, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
         """Return the merges that SentencePiece's scores imply: those of the best tokens first."""
-        scores = self._list("scores", float)
-        if len(scores) != len(self._tokens):
-            raise ModelError(
-                f"{self._path} has {len(scores)} tokenizer.ggml.scores "
-                f"for {len(self._tokens)} tokens"
-            )
+        scores = self._scores()
 
         def rank(pair: tuple[str, str]) -> tuple[float, int, int]:
             left, right = pair
             return -scores[vocabulary[left + right]], -len(left), -len(right)
 
         return sorted(self._splits_in_order(vocabulary), key=rank)
+
+    def _scores(self) -> list[float]:
+        scores = self._list("scores", float)
+        if len(scores) != len(self._tokens):
+            raise ModelError(
+                f"{self._path} has {len(scores)} tokenizer.ggml.scores "
+                f"for {len(self._tokens)} tokens"
+            )
+        return scores
 
     def _splits_in_order(self, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
         """Return all ways to make tokens of two others, by token, a long left part first."""

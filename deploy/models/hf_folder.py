@@ -56,7 +56,9 @@ def read(path: str, report: ProgressCallback) -> ModelContents:
             "code of a model is never run"
         )
     generation = read_object(folder / "generation_config.json")
-    scheme = quantised_folder.read_scheme(config)  # refuses before a file of weights is opened
+    of_modelopt = read_object(folder / quantised_folder.MODELOPT_FILE)
+    # refuses before a file of weights is opened
+    scheme = quantised_folder.read_scheme(config, of_modelopt)
     entries, files = safetensors_entries(folder)
     if wrapped is not None:
         report(f"finding the language model of {wrapped.architecture}")

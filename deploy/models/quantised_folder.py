@@ -1,10 +1,10 @@
 """Which tensors of a Hugging Face folder make up a quantised weight.
 
-`quantization_config` of config.json names a method. `METHODS` has for each what its keys may be and
-how it packs weights; `PACKINGS` has which tensors a packed weight consists of and what they are
-called. `read_scheme` checks the configuration, `join_parts` the tensors; it returns every weight as
-one entry, so that nothing behind it knows of the configuration. What their bytes mean is in
-worker/loader/quantised.py.
+`quantization_config` of config.json names a method, or a file of NVIDIA's modelopt beside it says
+what was done. `METHODS` has for each method what its keys may be and how it packs weights;
+`PACKINGS` has which tensors a packed weight consists of and what they are called. `read_scheme`
+checks the configuration, `join_parts` the tensors; it returns every weight as one entry, so that
+nothing behind it knows of the configuration. worker/loader/quantised.py knows what the bytes mean.
 """
 
 import json
@@ -18,6 +18,8 @@ from proto.prepared_model import FP8, TensorEntry, TensorPart
 
 CONFIG_KEYS: Final = ("quantization_config", "compression_config")
 """Keys of config.json that describe the quantisation; the second one is that of older files."""
+MODELOPT_FILE: Final = "hf_quant_config.json"
+"""Where modelopt's exports describe it, the older ones only there."""
 
 Parts = Mapping[str, TensorPart]
 Options = dict[str, float]
@@ -31,6 +33,8 @@ _LONG_BLOCK: Final = 128
 _MXFP4_BYTES: Final = 16
 _NF4_BLOCK: Final = 64
 _NVFP4_GROUP: Final = 16
+_NVFP4_COLUMNS: Final = 64
+"""Of a block that kernels multiply with."""
 _FP8_NAN: Final = 0x7F
 """The code of NaN in E4M3, without its sign."""
 _NAN_EXPONENT: Final = 0xFF
@@ -101,32 +105,38 @@ def join_parts(
     return tuple(named.values())
 
 
-def read_scheme(config: Mapping[str, Any]) -> Scheme | None:
-    """Return what config.json says of the quantisation, None for nothing.
+def read_scheme(
+    config: Mapping[str, Any], of_modelopt: Mapping[str, Any] | None = None
+) -> Scheme | None:
+    """Return what a folder says of the quantisation, None for nothing.
 
+    config: of config.json. of_modelopt: of MODELOPT_FILE, which counts where config.json is silent.
     Raises ModelError naming a key and its value if this is no quantisation that is supported.
     """
     found = [key for key in CONFIG_KEYS if config.get(key)]
-    if not found:
+    if found:
+        keys = _Keys(f"config.json: {found[0]}", config[found[0]])
+        return METHODS[keys.one_of("quant_method", None, *METHODS)](keys)
+    if not of_modelopt:
         return None
-    where, values = found[0], config[found[0]]
-    if not isinstance(values, Mapping):
-        raise ModelError(f"config.json: {where} = {shown(repr(values))}: an object is needed")
-    keys = _Keys(where, values)
-    method = keys.one_of("quant_method", None, *METHODS)
-    return METHODS[method](keys)
+    return _modelopt(_Keys(f"{MODELOPT_FILE}: quantization", of_modelopt.get("quantization")))
 
 
 class _Keys:
-    """Reads keys of an object in config.json; errors name key and value."""
+    """Reads keys of an object in a file; errors name file, key and value.
 
-    def __init__(self, where: str, values: Mapping[str, Any]) -> None:
+    Raises ModelError if `values` is no object.
+    """
+
+    def __init__(self, where: str, values: Any) -> None:
+        if not isinstance(values, Mapping):
+            raise ModelError(f"{where} = {shown(repr(values))}: an object is needed")
         self.where = where
         self.values = values
 
     def refuse(self, key: str, reason: str) -> ModelError:
         value = shown(repr(self.values.get(key)))
-        return ModelError(f"config.json: {self.where}: {key} = {value}: {reason}")
+        return ModelError(f"{self.where}: {key} = {value}: {reason}")
 
     def one_of(self, key: str, default: Any, *allowed: Any) -> Any:
         """Return a value that is one of those allowed; `default` if it is missing or null."""
@@ -541,7 +551,8 @@ def _describe_nvfp4(parts: Parts, scheme: Scheme, read_bytes: ReadBytes) -> Desc
     )
     of_all = parts["factor" if "factor" in parts else "divisor"]
     _need(of_all.shape in ((), (1,)) and of_all.type == "F32", "one scale of all in F32 is needed")
-    return "FOUR_BITS", (rows, columns), {"group": _NVFP4_GROUP}
+    is_packed = columns % _NVFP4_COLUMNS == 0
+    return "NVFP4" if is_packed else "FOUR_BITS", (rows, columns), {"group": _NVFP4_GROUP}
 
 
 def _check_floats(part: TensorPart, shape: Sequence[int]) -> None:

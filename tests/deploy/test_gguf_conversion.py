@@ -7,10 +7,17 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    BertTokenizer,
+    RobertaTokenizer,
+    XLMRobertaTokenizer,
+)
 
 from deploy.models import gguf_file, gguf_header, gguf_tokenizer
 from proto.errors import ModelError
+from proto.pooling import Pooler
 from tests.fakes.tiny_model_files import SIZES, TOKENS, write_gguf
 from worker.models.latent_attention import LatentAttentionSpec
 from worker.models.moe import MoeSpec
@@ -138,6 +145,100 @@ def test_the_tokenizer_equals_that_of_transformers(
     assert ours.get_vocab_size() == len(vocabulary["tokens"]), "no token is added"
 
 
+WORDS = ["aa", "##b", "a", "##a", "ab", "b", "ß", "e", "##e", "1", "##2", "中", "!", "'", "▁"]
+PIECES = [("▁", -3.0), ("▁a", -1.0), ("a", -2.0), ("b", -2.5), ("ab", -1.5), ("1", -4.0)]
+
+
+def encoders() -> dict[str, tuple[Any, dict[str, Any]]]:
+    """Return tokenizers of transformers, and what llama.cpp's converter writes of each."""
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    found: dict[str, tuple[Any, dict[str, Any]]] = {}
+    for name, more in (("lower case", []), ("both cases", ["A", "##A"])):
+        words = [*WORDS, *more]
+        vocabulary = {token: index for index, token in enumerate([*special, *words])}
+        theirs = BertTokenizer(vocab=vocabulary, do_lower_case=not more)
+        tokens = [word[2:] if word.startswith("##") else "▁" + word for word in words]
+        types, ids = [3] * 5 + [1] * len(words), {"bos": 2, "seperator": 3, "unknown": 1}
+        found[name] = theirs, {"model": "bert", "tokens": [*special, *tokens], "types": types}
+        found[name][1]["ids"] = ids | {"padding": 0, "mask": 4}
+    pieces = [*((token, 0.0) for token in ("<s>", "<pad>", "</s>", "<unk>")), *PIECES]
+    pieces.append(("<mask>", 0.0))
+    values = {"model": "t5", "tokens": [token for token, _ in pieces]}
+    values["scores"] = [score for _, score in pieces]
+    values["types"] = [3, 3, 3, 2, *[1] * len(PIECES), 3]
+    values["ids"] = {"bos": 0, "eos": 2, "unknown": 3, "seperator": 2, "padding": 1}
+    found["unigrams"] = XLMRobertaTokenizer(vocab=pieces), values
+    values = byte_level()
+    values["tokens"] = ["<s>", "<pad>", "</s>", "<unk>", *values["tokens"], "<mask>"]
+    values["types"] = [3, 3, 3, 3, *values["types"], 3]
+    vocabulary = {token: index for index, token in enumerate(values["tokens"])}
+    merges = [tuple(merge.split()) for merge in values["merges"]]
+    values["ids"] = {"bos": 0, "eos": 2, "unknown": 3, "padding": 1}
+    found["byte level"] = RobertaTokenizer(vocab=vocabulary, merges=merges), values
+    return found
+
+
+@pytest.mark.parametrize("name", ["lower case", "both cases", "unigrams", "byte level"])
+@pytest.mark.parametrize("has_ids", [True, False])
+def test_tokenizers_of_encoders_equal_those_of_transformers(name: str, has_ids: bool) -> None:
+    """Texts and pairs; without the ids of the first and the last token these have their names."""
+    theirs, values = encoders()[name]
+    ids = values["ids"] if has_ids else {"unknown": values["ids"]["unknown"]}
+    metadata: dict[str, Any] = {"general.architecture": "bert"}
+    metadata |= {f"tokenizer.ggml.{key}_token_id": number for key, number in ids.items()}
+    metadata |= {
+        "tokenizer.ggml.model": values["model"],
+        "tokenizer.ggml.tokens": values["tokens"],
+        "tokenizer.ggml.token_type": values["types"],
+        "tokenizer.ggml.scores": values.get("scores", []),
+        "tokenizer.ggml.merges": values.get("merges", []),
+    }
+    data, _, _ = gguf_tokenizer.convert("some.gguf", metadata)
+    ours = Tokenizer.from_str(data.decode())
+    assert ours.get_vocab() == theirs.get_vocab()
+    texts = TEXTS[:2] if name != "byte level" else ["aa 12's", " a  aa"]
+    for text in (*texts, "aab AA  a1!", "", "ab [MASK] a <mask>", "▁ ▁a", "Éa É"):
+        encoding, pair = ours.encode(text), ours.encode(text, "b a")
+        expected = theirs(text, "b a", return_token_type_ids=True)
+        assert encoding.ids == theirs(text)["input_ids"], text
+        assert pair.ids == expected["input_ids"], text
+        assert pair.type_ids == expected["token_type_ids"], text
+
+
+def test_a_normaliser_of_unigrams_is_kept() -> None:
+    """XLM-RoBERTa's is a table of replacements; a damaged one is refused."""
+    _, values = encoders()["unigrams"]
+    metadata: dict[str, Any] = {
+        "general.architecture": "bert",
+        "tokenizer.ggml.model": "t5",
+        "tokenizer.ggml.tokens": values["tokens"],
+        "tokenizer.ggml.scores": values["scores"],
+        "tokenizer.ggml.unknown_token_id": 3,
+    }
+    for charsmap, message in (
+        ([0, 0], r"some\.gguf cannot be converted"),
+        ("ab", r"precompiled_charsmap is no bytes"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            gguf_tokenizer.convert(
+                "some.gguf", metadata | {"tokenizer.ggml.precompiled_charsmap": charsmap}
+            )
+    del metadata["tokenizer.ggml.unknown_token_id"]
+    with pytest.raises(ModelError, match=r"no tokenizer\.ggml\.unknown_token_id"):
+        gguf_tokenizer.convert("some.gguf", metadata)
+
+
+def test_a_pooling_type_makes_a_decoder_pool(tmp_path: Path) -> None:
+    """Qwen3-Embedding's file says that the last token counts; it could generate, too."""
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, architecture="qwen2", extra={"qwen2.pooling_type": 3})
+    pooler = gguf_file.read(str(path), lambda what: None).pooler
+    assert pooler == Pooler(types=("last",), size=SIZES["hidden"], generates=True)
+    write_gguf(path, architecture="qwen2", extra={"qwen2.attention.causal": False})
+    with pytest.raises(ModelError, match=r"qwen2\.attention\.causal"):
+        gguf_file.read(str(path), lambda what: None)
+
+
 def test_digits_of_some_vocabularies_do_not_merge(tmp_path: Path) -> None:
     write(tmp_path / "tiny.gguf", "granite", byte_level() | {"pre": "refact"})
     header = gguf_header.read(str(tmp_path / "tiny.gguf"))
@@ -165,7 +266,11 @@ def test_a_file_without_a_prefix_space(tmp_path: Path) -> None:
         ({"tokenizer.ggml.tokens": None}, "no tokenizer.ggml.tokens"),
         ({"tokenizer.ggml.tokens": [1]}, "no list of str in tokenizer.ggml.tokens"),
         ({"tokenizer.ggml.tokens": "a"}, "no list of str in tokenizer.ggml.tokens"),
-        ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model t5: supported: gpt2, llama"),
+        ({"tokenizer.ggml.model": "rwkv"}, "model rwkv: supported: gpt2, llama, t5, bert"),
+        (
+            {"tokenizer.ggml.model": "bert", "general.architecture": "bert"},
+            "no tokenizer.ggml.bos_token_id",
+        ),
         ({"tokenizer.ggml.model": "llama"}, "no tokenizer.ggml.scores"),
         (
             {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [0.0]},

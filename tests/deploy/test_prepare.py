@@ -400,7 +400,7 @@ def test_an_unsupported_architecture_is_reported_first(tmp_path: Path, architect
 def test_an_unsupported_gguf_architecture_is_reported_before_its_keys(tmp_path: Path) -> None:
     extra = {"mamba.attention.sliding_window": 16}
     write_gguf(tmp_path / "tiny.gguf", architecture="mamba", tokenizer=False, extra=extra)
-    names = dict.fromkeys(family.gguf for family in FAMILIES.values() if family.gguf)
+    names = dict.fromkeys(name for family in FAMILIES.values() for name in family.gguf_names)
     assert gguf_refusal(tmp_path / "tiny.gguf") == (
         f"GGUF architecture mamba is not supported; supported: {', '.join(names)}"
     )

@@ -10,6 +10,7 @@ size of the batch.
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -76,6 +77,24 @@ class FakeCuda(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def numbers_of_codes(weight: CodedWeight, dtype: torch.dtype) -> torch.Tensor:
+    """Return the numbers of a weight [out, in] on a FakeDevice, rounded to `dtype`, as float64."""
+    codes, middle = on_host(weight.codes), 1 << weight.bits - 1
+    if weight.bits == 4:
+        halves = codes.view(len(codes), -1, 16)
+        codes = torch.cat((halves & 15, halves >> 4), -1).flatten(1)
+    shape = weight.out_features, -1, weight.group
+    if weight.is_float:
+        numbers = codes.view(torch.float8_e4m3fn).float().view(shape)
+    elif weight.table is not None:
+        numbers = on_host(weight.table)[codes.long()].view(shape)
+    else:
+        zeros = middle if weight.zeros is None else on_host(weight.zeros).t()[:, :, None]
+        numbers = (codes.short().view(shape) - zeros).float()
+    numbers = numbers * on_host(weight.scales).float().t()[:, :, None]
+    return numbers.view(len(codes), -1).to(dtype).double()
+
+
 class ExpertsWithoutTriton(TritonExperts):
     """TritonExperts for tensors of a FakeDevice; products are rounded as torch's on a CPU are."""
 
@@ -84,24 +103,39 @@ class ExpertsWithoutTriton(TritonExperts):
         x: torch.Tensor,
         pairs: PairBlocks,
         rows: torch.Tensor,
-        weight: torch.Tensor,
+        weight: torch.Tensor | CodedWeight,
         bias: torch.Tensor | None,
         out: torch.Tensor,
         block: int,
     ) -> None:
         assert isinstance(out, DeviceTensor)
 
+        def numbers(expert: int) -> torch.Tensor:
+            if not isinstance(weight, CodedWeight):
+                return on_host(weight)[expert].double()
+            own = (None if each is None else on_host(each)[expert] for each in stacks(weight))
+            codes, scales, zeros = own
+            assert codes is not None
+            assert scales is not None
+            one = replace(weight, codes=codes, scales=scales, zeros=zeros)
+            return numbers_of_codes(one, x.dtype)
+
         def run() -> None:
             blocks = (on_host(each).tolist() for each in (pairs.experts, pairs.first, pairs.end))
             for expert, first, end in zip(*blocks, strict=True):
                 assert end - first <= block
                 inputs = on_host(x)[on_host(rows)[first:end]].double()
-                product = inputs @ on_host(weight)[expert].double().t()
+                product = inputs @ numbers(expert).t()
                 on_host(out)[first:end] = product.to(x.dtype).to(out.dtype)
                 if bias is not None:
                     on_host(out)[first:end] += on_host(bias)[expert]
 
         out.owner.kernel(run)
+
+
+def stacks(weight: CodedWeight) -> tuple[torch.Tensor | None, ...]:
+    """Return what a stack of weights has for each of them."""
+    return weight.codes, weight.scales, weight.zeros
 
 
 class CodedLinearWithoutTriton(TritonCodedLinear):
@@ -114,19 +148,7 @@ class CodedLinearWithoutTriton(TritonCodedLinear):
         assert all(isinstance(each, DeviceTensor) for each in (x, weight.codes, weight.scales))
 
         def run() -> None:
-            codes, middle = on_host(weight.codes), 1 << weight.bits - 1
-            if weight.bits == 4:
-                halves = codes.view(len(codes), -1, 16)
-                codes = torch.cat((halves & 15, halves >> 4), -1).flatten(1)
-            shape = weight.out_features, -1, weight.group
-            if weight.table is not None:
-                numbers = on_host(weight.table)[codes.long()].view(shape)
-            else:
-                zeros = middle if weight.zeros is None else on_host(weight.zeros).t()[:, :, None]
-                numbers = (codes.short().view(shape) - zeros).float()
-            numbers = numbers * on_host(weight.scales).float().t()[:, :, None]
-            rounded = numbers.view(len(codes), -1).to(x.dtype).double()
-            product = on_host(x).double() @ rounded.t()
+            product = on_host(x).double() @ numbers_of_codes(weight, x.dtype).t()
             on_host(out).copy_(product if bias is None else product + on_host(bias).double())
 
         out.owner.kernel(run)

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from deploy.models import hf_folder, prepared_folder
+from deploy.models import gguf_file, hf_folder, prepared_folder
 from engine_core.request import Request
 from proto.config import ModelConfig, ServeConfig
 from proto.engine_io import FinishReason
@@ -27,12 +27,14 @@ CHUNK = 16
 _AS_THE_FOLDER_SAYS = ModelConfig()
 
 
-def prepare(folder: Path, name: str = "emb") -> PreparedModel:
-    target = folder.with_name(folder.name + "-prepared")
+def prepare(source: Path, name: str = "emb") -> PreparedModel:
+    """Prepare a folder, or a GGUF file."""
+    target = source.with_name(source.name + "-prepared")
     target.mkdir()
-    contents = hf_folder.read(str(folder), lambda what: None)
+    reader = gguf_file if source.suffix == ".gguf" else hf_folder
+    contents = reader.read(str(source), lambda what: None)
     return prepared_folder.write(
-        contents, name=name, source=str(folder), target=str(target), final=str(target)
+        contents, name=name, source=str(source), target=str(target), final=str(target)
     )
 
 

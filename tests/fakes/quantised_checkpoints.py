@@ -278,9 +278,10 @@ def nvfp4(*, is_modelopt: bool) -> Scheme:
                 **{"ignore": ["lm_head"], "producer": {"name": "modelopt", "version": "0.37"}},
             },
             quantise,
+            "NVFP4",
         )
     config = compressed_tensors("nvfp4-pack-quantized", args).config
-    return Scheme(config, quantise)
+    return Scheme(config, quantise, "NVFP4")
 
 
 def _args(kind: str, bits: int, strategy: str, **others: Any) -> dict[str, Any]:

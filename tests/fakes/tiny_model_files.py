@@ -64,9 +64,8 @@ def write_gguf(
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(len(TOKENS))
     for key, value in (extra or {}).items():
-        {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)](
-            key, value
-        )
+        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
+        (add | {bool: writer.add_bool})[type(value)](key, value)
     if tokenizer:
         add_tokenizer(writer)
         writer.add_chat_template(TEMPLATE)

@@ -1,5 +1,6 @@
 """Bidirectional models through scheduler and runner against transformers, in float32."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,13 @@ import torch
 import torch.nn.functional as F
 
 from proto.config import CacheConfig, DeviceConfig, SchedulerConfig, ServeConfig
-from proto.errors import ConfigError
+from proto.errors import ConfigError, ModelError
 from proto.model_runner_output import ModelRunnerOutput
 from proto.prepared_model import PreparedModel
 from proto.scheduler_output import SchedulerOutput
 from tests.fakes.pooling_engine import PoolingEngine, prepare
 from tests.fakes.ranks import Ranks
-from tests.fakes.tiny_encoders import CONFIGS, save_encoder
+from tests.fakes.tiny_encoders import CONFIGS, save_encoder, write_encoder_gguf
 from tests.fakes.tiny_pooling import dense, pooled, save_modules
 from tests.worker.kernel_variants import LOADABLE, load_variant
 from worker.attention.base import AttentionInputs
@@ -64,6 +65,94 @@ def test_embeddings_of_packed_texts(name: str, tmp_path: Path) -> None:
         assert request.num_cached_tokens == 0
     first = engine.result(requests[0])
     torch.testing.assert_close(engine.result(short), F.normalize(first[:8], dim=0))
+
+
+SIX_LAYERS = {
+    "num_hidden_layers": 6,
+    "layer_types": [*["sliding_attention"] * 5, "full_attention"],
+}
+"""Files of EmbeddingGemma do not say which layers have a window: five of six."""
+
+
+def window_of(folder: Path) -> dict[str, int]:
+    """Return the window of an EmbeddingGemma as files have it, which counts both sides."""
+    config = json.loads((folder / "config.json").read_text())
+    is_gemma = config.get("use_bidirectional_attention", False)
+    return {"attention.sliding_window": config["sliding_window"]} if is_gemma else {}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "pooling_type", "pooling"),
+    [
+        ("bert", "F32", 2, "cls_token"),
+        ("bert", "Q8_0", 1, "mean_tokens"),
+        ("xlm-roberta", "F16", 2, "cls_token"),
+        ("roberta", "F32", None, "mean_tokens"),
+        ("modernbert", "F32", 1, "mean_tokens"),
+        ("embedding gemma", "F32", 1, "mean_tokens"),
+    ],
+)
+def test_vectors_of_gguf_files(
+    name: str, kind: str, pooling_type: int | None, pooling: str, tmp_path: Path
+) -> None:
+    """Those of transformers with the same numbers; of RoBERTa files have the used positions."""
+    changes = SIX_LAYERS if name == "embedding gemma" else {}
+    model = save_encoder(name, tmp_path / "folder", **changes)
+    path = tmp_path / "model.gguf"
+    metadata = {"pooling_type": pooling_type} | window_of(tmp_path / "folder")
+    with torch.no_grad():
+        write_encoder_gguf(name, model, path, kind, metadata=metadata)
+    prepared = prepare(path)
+    assert not prepared.generates
+    assert prepared.max_position == (129 if name == "roberta" else 128)
+    engine = PoolingEngine(prepared)
+    requests = [engine.add(prompt) for prompt in PROMPTS]
+    engine.harness.run()
+    for request in requests:
+        hidden = hidden_states(model, request.prompt_token_ids)
+        want = F.normalize(pooled(hidden, pooling), dim=0)
+        torch.testing.assert_close(engine.result(request), want, atol=1e-5, rtol=0)
+
+
+def test_layers_behind_pooling_in_a_gguf_file(tmp_path: Path) -> None:
+    """Both of EmbeddingGemma."""
+    model = save_encoder("embedding gemma", tmp_path / "folder", **SIX_LAYERS)
+    path, draw = tmp_path / "model.gguf", np.random.default_rng(3)
+    layers = {
+        "dense_2.weight": draw.standard_normal((96, 64), np.float32),
+        "dense_3.weight": draw.standard_normal((48, 96), np.float32),
+    }
+    sizes = {"dense_2_feat_in": 64, "dense_2_feat_out": 96, "dense_3_feat_in": 96}
+    metadata = {"pooling_type": 1} | window_of(tmp_path / "folder") | sizes
+    write_encoder_gguf("embedding gemma", model, path, metadata=metadata, tensors=layers)
+    engine = PoolingEngine(prepare(path))
+    request = engine.add(PROMPTS[0])
+    engine.harness.run()
+    vector = hidden_states(model, PROMPTS[0]).mean(0)
+    for weight in layers.values():
+        vector = torch.from_numpy(weight) @ vector
+    want = F.normalize(vector, dim=0)
+    torch.testing.assert_close(engine.result(request), want, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "named"),
+    [
+        ({"pooling_type": 4}, r"bert\.pooling_type"),
+        ({"classifier.output_labels": "x"}, r"bert\.classifier\.output_labels"),
+        ({"attention.causal": True}, r"bert\.attention\.causal"),
+        ({"attention.head_count_kv": 2}, r"attention\.head_count_kv"),
+        ({"attention.max_alibi_bias": 8.0}, r"bert\.attention\.max_alibi_bias"),
+    ],
+)
+def test_what_a_gguf_file_of_an_encoder_cannot_have(
+    metadata: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    model = save_encoder("bert", tmp_path / "folder")
+    write_encoder_gguf("bert", model, path, metadata=metadata)
+    with pytest.raises(ModelError, match=named):
+        prepare(path)
 
 
 @pytest.mark.parametrize("name", ["bert", "roberta", "xlm-roberta", "modernbert"])

@@ -36,12 +36,15 @@ def gate(gelu: bool, gated: bool = True, clamped: bool = False) -> Kernel:
 
 
 def coded(bits: int, block_rows: int, **kind: bool) -> Kernel:
-    """A product with codes; kind: has_zeros, has_table, biased."""
+    """A product with codes; kind: has_zeros, has_table, is_float, biased, is_grouped."""
     signature = {"x": "*bf16", "codes": "*u8", "scales": "*fp16", "zeros": "*u8", "table": "*fp32"}
     signature |= {"bias": "*bf16", "out": "*bf16"}
-    signature |= dict.fromkeys(("rows", "outputs", "row_bytes", "x_stride", "out_stride"), "i32")
+    signature |= {"pair_rows": "*i64"} | dict.fromkeys(("experts", "firsts", "ends"), "*i32")
+    sizes = ("rows", "outputs", "row_bytes", "groups", "x_stride", "out_stride")
+    signature |= dict.fromkeys(sizes, "i32")
     constants = {"bits": bits, "group": 128, "has_zeros": False, "has_table": False}
-    constants |= {"biased": False, "block_rows": block_rows, "block_outputs": 64, "block_bytes": 64}
+    constants |= {"is_float": False, "biased": False, "is_grouped": False}
+    constants |= {"block_rows": block_rows, "block_outputs": 64, "block_bytes": 64}
     return Kernel("worker.layers.triton_codes:_product_kernel", signature, constants | kind)
 
 
@@ -81,6 +84,9 @@ def test_the_kernels_compile_for_a_gpu() -> None:
         coded(4, 64, biased=True),
         coded(8, 64, has_zeros=True),
         coded(4, 16, has_table=True),
+        coded(8, 64, is_float=True),
+        coded(4, 16, is_grouped=True, has_zeros=True, biased=True),
+        coded(8, 64, is_grouped=True, is_float=True),
     ]
     roundings = [rounding(False), rounding(True)]
     made = compiled([*stores, *others, *products, *roundings])

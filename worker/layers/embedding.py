@@ -10,6 +10,7 @@ from worker.kernels import Kernels
 from worker.layers.kernel_weights import KernelWeight, unpack_blocks
 from worker.layers.linear import sum_in_float32
 from worker.layers.norm import Norm
+from worker.layers.triton_codes import CodedWeight
 from worker.parallel.group import RankGroup
 
 
@@ -41,6 +42,17 @@ class KernelTable:
     """A weight in a format of our kernels, perhaps a tied head's; rows are unpacked on use."""
 
     def __init__(self, weight: KernelWeight, dtype: torch.dtype) -> None:
+        self._weight = weight
+        self.dtype = dtype
+
+    def rows(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self._weight.rows(token_ids, self.dtype)
+
+
+class CodedTable:
+    """A weight as codes on a GPU, perhaps a tied head's; rows are converted on use."""
+
+    def __init__(self, weight: CodedWeight, dtype: torch.dtype) -> None:
         self._weight = weight
         self.dtype = dtype
 

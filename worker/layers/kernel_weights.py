@@ -74,6 +74,8 @@ BLOCK_COLUMNS: Final = {name: columns for name, (columns, _) in BLOCK_TYPES.item
 """Columns that kernels read together, of each type that they multiply with as it is stored."""
 _TYPE_CODES: Final = {name: code for code, name in enumerate(BLOCK_TYPES)}
 _ROTATED_UNIT: Final = 32
+_PANEL: Final = 32
+"""Outputs of a panel of a packed weight, whose factors of outputs lie in front."""
 
 Structure = ctypes.Structure
 
@@ -325,6 +327,18 @@ class PackedWeight(KernelWeight):
         blocks, order = np.ascontiguousarray(raw), _order_address(row_order, num_rows)
         self._kernels.pack_blocks(self._structure, first, num_rows, blocks.ctypes.data, order)
         return first + num_rows
+
+    def put_factors(self, first: int, factors: npt.NDArray[np.float32]) -> None:
+        """Multiply the numbers of rows that were packed by float32 [rows] factors; only of NVFP4.
+
+        first: the first of these rows.
+        """
+        assert self.type_name == "NVFP4"
+        assert 0 <= first <= first + len(factors) <= self.out_features
+        panels = -(-self.out_features // _PANEL)
+        heads = self._packed.view(torch.float32).view(panels, -1)[:, :_PANEL]
+        rows = torch.arange(first, first + len(factors))
+        heads[rows // _PANEL, rows % _PANEL] = torch.from_numpy(factors)
 
     @classmethod
     def from_dense(cls, kernels: Kernels, dense: torch.Tensor) -> Self:

@@ -1,8 +1,10 @@
-"""Products with weights of 4 or 8 bits a number as Triton kernels, on any GPU.
+"""Products with weights of 4 or 8 bits a number as a Triton kernel, on any GPU.
 
 A program multiplies a block of rows with a tile of the weight: codes become numbers of the
 activations' dtype in registers, which are those that the whole weight would be converted to, and
-products are summed in float32. So a weight takes the memory of its codes.
+products are summed in float32. So a weight takes the memory of its codes. The same kernel
+multiplies with the experts of a mixture, whose weights are stacked: a program then multiplies a
+block of pairs with a tile of the weight of their expert (triton_experts.py).
 
 A byte of 4-bit codes has two columns that are 16 apart, which are multiplied one after the other:
 
@@ -15,9 +17,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
+
+if TYPE_CHECKING:
+    from worker.layers.triton_experts import PairBlocks
 
 _FEW_ROWS: Final = 16
 _MANY_ROWS: Final = 64
@@ -33,6 +38,9 @@ class CodedWeight:
     codes: uint8 [out, bytes]. scales: [groups, out]. zeros: uint8 [groups, out] or None.
     table: float32 [16] or None. group: columns that share a scale.
     column_order: int64 [in], column i of the codes is column column_order[i]; None for the same.
+    is_float: codes are numbers of E4M3.
+
+    Of a stack of weights, one for each expert, codes, scales and zeros have a dimension in front.
     """
 
     codes: torch.Tensor
@@ -41,24 +49,62 @@ class CodedWeight:
     table: torch.Tensor | None
     group: int
     column_order: torch.Tensor | None = None
+    is_float: bool = False
 
     @property
     def out_features(self) -> int:
-        return len(self.codes)
+        return self.codes.shape[-2]
 
     @property
     def in_features(self) -> int:
-        return self.group * len(self.scales)
+        return 8 * self.codes.shape[-1] // self.bits
 
     @property
     def bits(self) -> int:
-        return 8 * self.codes.shape[1] // self.in_features
+        columns = self.group * self.scales.shape[-2]
+        return 8 if self.is_float else 8 * self.codes.shape[-1] // columns
 
     @property
     def nbytes(self) -> int:
         """Bytes of codes, scales and zeros."""
         zeros = 0 if self.zeros is None else self.zeros.nbytes
         return self.codes.nbytes + self.scales.nbytes + zeros
+
+    def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return rows by int64 [N] row numbers, a new [N, in] of `dtype`; not of a stack."""
+        codes = self.codes.index_select(0, ids)
+        if self.bits == 4:
+            halves = codes.view(len(ids), -1, 16)
+            codes = torch.cat((halves & 15, halves >> 4), -1).flatten(1)
+        if self.is_float:
+            numbers = codes.view(torch.float8_e4m3fn).float()
+        elif self.table is not None:
+            numbers = self.table[codes.int()]
+        else:
+            zeros = 1 << self.bits - 1 if self.zeros is None else self._of_columns(self.zeros, ids)
+            numbers = codes.float() - zeros
+        numbers = (numbers * self._of_columns(self.scales, ids)).to(dtype)
+        if self.column_order is None:
+            return numbers
+        result = torch.empty_like(numbers)
+        result[:, self.column_order] = numbers
+        return result
+
+    def _of_columns(self, of_groups: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Return what these rows have for each group as float32, once for each column."""
+        own = of_groups.index_select(1, ids).t().float()
+        wide = own[:, :, None].expand(-1, -1, self.group)
+        return wide.reshape(len(ids), -1)[:, : self.in_features]
+
+
+@dataclass(frozen=True, slots=True)
+class CodedExperts:
+    """Weights of all experts, one or both as a stack of codes; fields as in StackedWeights."""
+
+    gate_up: torch.Tensor | CodedWeight
+    down: torch.Tensor | CodedWeight
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
 
 
 class TritonCodedLinear:
@@ -94,35 +140,80 @@ class TritonCodedLinear:
         self, x: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None, out: torch.Tensor
     ) -> None:
         """Write the product of x [N, in] to out [N, out]; rows of both may be a stride apart."""
-        assert x.shape[1] == weight.in_features
-        assert x.stride(1) == out.stride(1) == 1
-        assert all(
-            each is None or each.is_contiguous()
-            for each in (weight.codes, weight.scales, weight.zeros)
-        )
         block = _FEW_ROWS if len(x) < _MANY_ROWS else _MANY_ROWS
-        self._kernel[(-(-len(x) // block), -(-weight.out_features // _OUTPUTS))](
-            x,
-            weight.codes,
-            weight.scales,
-            weight.codes if weight.zeros is None else weight.zeros,
-            weight.scales if weight.table is None else weight.table,
-            weight.scales if bias is None else bias,
-            out,
-            len(x),
-            weight.out_features,
-            weight.codes.shape[1],
-            x.stride(0),
-            out.stride(0),
-            bits=weight.bits,
-            group=weight.group,
-            has_zeros=weight.zeros is not None,
-            has_table=weight.table is not None,
-            biased=bias is not None,
-            block_rows=block,
-            block_outputs=_OUTPUTS,
-            block_bytes=_BYTES,
-        )
+        _launch(self._kernel, -(-len(x) // block), x, weight, bias, out, block)
+
+
+class GroupedCodedProduct:
+    """Products of pairs of a row and an expert with the weights of their experts."""
+
+    @functools.cached_property
+    def _kernel(self) -> Any:
+        return _product_kernel(os.environ.get("TRITON_INTERPRET"))
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        pairs: "PairBlocks",
+        rows: torch.Tensor,
+        weight: CodedWeight,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        block: int,
+    ) -> None:
+        """Write the product of x[rows[i]] and the weight of pair i's expert to out[i].
+
+        weight: a stack without a column order. bias: [experts, out] or None.
+        """
+        assert weight.column_order is None
+        _launch(self._kernel, len(pairs.experts), x, weight, bias, out, block, pairs, rows)
+
+
+def _launch(
+    kernel: Any,
+    num_blocks: int,
+    x: torch.Tensor,
+    weight: CodedWeight,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    block: int,
+    pairs: "PairBlocks | None" = None,
+    rows: torch.Tensor | None = None,
+) -> None:
+    assert x.shape[1] == weight.in_features
+    assert x.stride(1) == out.stride(1) == 1
+    assert all(
+        each is None or each.is_contiguous() for each in (weight.codes, weight.scales, weight.zeros)
+    )
+    kernel[(num_blocks, -(-weight.out_features // _OUTPUTS))](
+        x,
+        weight.codes,
+        weight.scales,
+        weight.codes if weight.zeros is None else weight.zeros,
+        weight.scales if weight.table is None else weight.table,
+        weight.scales if bias is None else bias,
+        out,
+        weight.codes if pairs is None else rows,
+        weight.codes if pairs is None else pairs.experts,
+        weight.codes if pairs is None else pairs.first,
+        weight.codes if pairs is None else pairs.end,
+        len(x),
+        weight.out_features,
+        weight.codes.shape[-1],
+        weight.scales.shape[-2],
+        x.stride(0),
+        out.stride(0),
+        bits=weight.bits,
+        group=weight.group,
+        has_zeros=weight.zeros is not None,
+        has_table=weight.table is not None,
+        is_float=weight.is_float,
+        biased=bias is not None,
+        is_grouped=pairs is not None,
+        block_rows=block,
+        block_outputs=_OUTPUTS,
+        block_bytes=_BYTES,
+    )
 
 
 @functools.cache
@@ -139,28 +230,51 @@ def _product_kernel(interpreted: str | None = None) -> Any:
         table,
         bias,
         out,
+        pair_rows,
+        experts,
+        firsts,
+        ends,
         rows,
         outputs,
         row_bytes,
+        groups,
         x_stride,
         out_stride,
         bits: tl.constexpr,
         group: tl.constexpr,
         has_zeros: tl.constexpr,
         has_table: tl.constexpr,
+        is_float: tl.constexpr,
         biased: tl.constexpr,
+        is_grouped: tl.constexpr,
         block_rows: tl.constexpr,
         block_outputs: tl.constexpr,
         block_bytes: tl.constexpr,
     ):
-        row = tl.program_id(0) * block_rows + tl.arange(0, block_rows)
-        is_row = row < rows
+        first = tl.program_id(0) * block_rows
+        end = rows
+        if is_grouped:
+            # A block of pairs: nothing is multiplied for one without any.
+            first = tl.load(firsts + tl.program_id(0))
+            end = tl.load(ends + tl.program_id(0))
+        row = first + tl.arange(0, block_rows)
+        is_row = row < end
         column = tl.program_id(1) * block_outputs + tl.arange(0, block_outputs)
         is_column = column < outputs
-        x_begin = x + row.to(tl.int64)[:, None] * x_stride
+        of_x = row.to(tl.int64)
+        last = row_bytes
+        if is_grouped:
+            of_x = tl.load(pair_rows + row, mask=is_row, other=0)
+            expert = tl.load(experts + tl.program_id(0)).to(tl.int64)
+            codes += expert * outputs * row_bytes
+            scales += expert * groups * outputs
+            zeros += expert * groups * outputs
+            bias += expert * outputs
+            last = tl.where(first < end, row_bytes, 0)
+        x_begin = x + of_x[:, None] * x_stride
         begin = codes + column.to(tl.int64)[None, :] * row_bytes
         total = tl.zeros((block_rows, block_outputs), dtype=tl.float32)
-        for at in range(0, row_bytes, block_bytes):
+        for at in range(0, last, block_bytes):
             byte = at + tl.arange(0, block_bytes)
             inside = byte < row_bytes
             of_tile = inside[:, None] & is_column[None, :]
@@ -176,9 +290,15 @@ def _product_kernel(interpreted: str | None = None) -> Any:
                 code = stored
                 if bits == 4:
                     code = stored >> 4 if half else stored & 15
-                number = (
-                    tl.load(table + code.to(tl.int32)) if has_table else code.to(tl.float32) - zero
-                )
+                if is_float:
+                    # E4M3 has the leading bits of a float16 that is 2^-8 of it
+                    wide = code.to(tl.uint16)
+                    halves = (wide & 0x80) << 8 | (wide & 0x7F) << 7
+                    number = halves.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+                elif has_table:
+                    number = tl.load(table + code.to(tl.int32))
+                else:
+                    number = code.to(tl.float32) - zero
                 left = tl.load(
                     x_begin + place[None, :] + 16 * half,
                     mask=is_row[:, None] & inside[None, :],

@@ -1,5 +1,7 @@
 """The experts of a mixture as Triton kernels: one grouped product for all of them.
 
+Weights are dense stacks, or stacks of codes, whose kernel is that of triton_codes.py.
+
 Pairs of a row and one of its experts are sorted by expert. A program multiplies a block of pairs of
 one expert with a tile of its weight; blocks of pairs do not cross experts:
 
@@ -20,6 +22,7 @@ import torch
 from worker.layers.activation import Activation, Gate, make_gate
 from worker.layers.experts import StackedWeights
 from worker.layers.scratch import RowBuffer
+from worker.layers.triton_codes import CodedExperts, CodedWeight, GroupedCodedProduct
 
 _FEW_ROWS: Final = 16
 _MANY_ROWS: Final = 64
@@ -74,16 +77,19 @@ def sort_pairs(chosen: torch.Tensor, first_expert: int, num_experts: int, block:
 
 
 class TritonExperts:
-    """Experts as stacked tensors, on any GPU."""
+    """Experts as stacked tensors or codes, on any GPU."""
 
-    def __init__(self, stacked: StackedWeights, activation: Activation, first: int = 0) -> None:
+    def __init__(
+        self, stacked: StackedWeights | CodedExperts, activation: Activation, first: int = 0
+    ) -> None:
         """first: as in DenseExperts."""
         self._stacked = stacked
         self._first = first
-        num_experts, _, inner = stacked.down.shape
-        self._num_experts = num_experts
-        self._gate: Gate = make_gate(activation, stacked.down.device)
-        self._inner = RowBuffer(inner)
+        down = stacked.down.codes if isinstance(stacked.down, CodedWeight) else stacked.down
+        self._num_experts = len(down)
+        self._gate: Gate = make_gate(activation, down.device)
+        self._inner = RowBuffer(_columns(stacked.down))
+        self._multiply_codes = GroupedCodedProduct()
 
     @functools.cached_property
     def _kernel(self) -> Any:
@@ -96,10 +102,10 @@ class TritonExperts:
         per_expert = num_rows * top_k // self._num_experts
         block = _FEW_ROWS if per_expert < _MANY_ROWS else _MANY_ROWS
         pairs = sort_pairs(chosen, self._first, self._num_experts, block)
-        gate_up = x.new_zeros(num_rows * top_k, stacked.gate_up.shape[1])
+        gate_up = x.new_zeros(num_rows * top_k, _outputs(stacked.gate_up))
         self._multiply(x, pairs, pairs.rows, stacked.gate_up, stacked.gate_up_bias, gate_up, block)
         inner = self._gate(gate_up, self._inner.rows(gate_up))
-        output = inner.new_zeros(num_rows * top_k, stacked.down.shape[1], dtype=torch.float32)
+        output = inner.new_zeros(num_rows * top_k, _outputs(stacked.down), dtype=torch.float32)
         places = torch.arange(len(inner), device=x.device)
         self._multiply(inner, pairs, places, stacked.down, stacked.down_bias, output, block)
         total = torch.empty_like(output)
@@ -111,12 +117,15 @@ class TritonExperts:
         x: torch.Tensor,
         pairs: PairBlocks,
         rows: torch.Tensor,
-        weight: torch.Tensor,
+        weight: torch.Tensor | CodedWeight,
         bias: torch.Tensor | None,
         out: torch.Tensor,
         block: int,
     ) -> None:
         """Write the product of x[rows[i]] and the weight of pair i's expert to out[i]."""
+        if isinstance(weight, CodedWeight):
+            self._multiply_codes(x, pairs, rows, weight, bias, out, block)
+            return
         _, outputs, inputs = weight.shape
         assert x.stride(1) == 1
         assert weight.is_contiguous()
@@ -137,6 +146,14 @@ class TritonExperts:
             block_outputs=_OUTPUTS,
             block_inputs=_INPUTS,
         )
+
+
+def _outputs(weight: torch.Tensor | CodedWeight) -> int:
+    return weight.out_features if isinstance(weight, CodedWeight) else weight.shape[1]
+
+
+def _columns(weight: torch.Tensor | CodedWeight) -> int:
+    return weight.in_features if isinstance(weight, CodedWeight) else weight.shape[2]
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The numbers of GGUF types whose codes are places in codebooks, or digits of 3, in torch.
+"""The numbers of GGUF types with codebooks or digits of 3, and of NVFP4, in torch.
 
     IQ1_S, IQ1_M    scale * (point ± 1/8)     points of 8 numbers of -1, 0 and 1
     IQ2_…           scale * ± point           points of 8 magnitudes of three
@@ -7,7 +7,7 @@
     NVFP4           scale * E2M1[code]        an unsigned E4M3 for each 16
 
 The codebooks are those of the kernels (csrc/products/packed/codebooks.h), where the layouts of the
-blocks are drawn, too (file_blocks.h).
+blocks are drawn, too (file_blocks.h; those of TQ2_0 and NVFP4 in packed_load.cpp).
 """
 
 import functools
@@ -123,12 +123,21 @@ def tq2_0(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def nvfp4(blocks: torch.Tensor) -> torch.Tensor:
+    doubled, halves = nvfp4_groups(blocks)
+    return halves[:, :, None] * doubled
+
+
+def nvfp4_groups(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return twice the numbers of E2M1, and half the scale of each 16 of them.
+
+    Both float32: [blocks, 4, 16] and [blocks, 4].
+    """
     codes = _fields(blocks[:, 4:].reshape(-1, 4, 8), 4, 2, 15).transpose(2, 3)
     stored = blocks[:, :4].clone()
     stored[stored == 0x7F] = 0
     scales = (stored & 0x7F).view(torch.float8_e4m3fn).float()
     scales[stored == 0xFF] = 480.0  # as gguf reads it; the sign has no meaning
-    return (scales * 0.5)[:, :, None] * _E2M1_TWICE[codes.flatten(2).long()]
+    return _E2M1_TWICE[codes.flatten(2).long()], scales * 0.5
 
 
 def _half(stored: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ import math
 import mmap
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -118,6 +118,10 @@ class TensorFiles:
             blocks = blocks.reshape(math.prod(entry.shape[:-1]), -1)[::row_step]
         return np.ascontiguousarray(blocks).reshape(-1)
 
+    def factors_of(self, entry: TensorEntry, row_step: int = 1) -> npt.NDArray[np.float32] | None:
+        """Return the factors of the rows of `blocks_of`; see quantised.factors."""
+        return quantised.factors(entry, self.parts_of(entry), row_step) if entry.parts else None
+
     def parts_of(self, entry: TensorEntry) -> dict[str, torch.Tensor]:
         """Return the whole tensors of a quantised weight, views of the mapped file."""
         return {role: self._part(entry, part) for role, part in entry.parts.items()}
@@ -222,6 +226,7 @@ class StoredBlocks:
     data: uint8 [rows × bytes of a row], in the file's order; may be the mapped file itself.
     row_order: int64 [rows], row i of the weight is row row_order[i] of `data`; None for the same.
     column_order: the same for columns, of whole weights only.
+    factors: float32 [rows], what multiplies the numbers of each row of `data`; None for nothing.
     """
 
     type: str
@@ -230,6 +235,7 @@ class StoredBlocks:
     data: RawBytes
     row_order: npt.NDArray[np.int64] | None
     column_order: torch.Tensor | None = None
+    factors: npt.NDArray[np.float32] | None = None
 
     def with_columns(self, columns: slice) -> "StoredBlocks":
         """Return these columns of the weight, as a copy; they must consist of whole blocks."""
@@ -240,4 +246,4 @@ class StoredBlocks:
         size, num_bytes = BLOCK_TYPES[self.type]
         blocks = self.data.reshape(self.rows, -1, num_bytes)[:, first // size : end // size]
         data = np.ascontiguousarray(blocks).reshape(-1)
-        return StoredBlocks(self.type, self.rows, end - first, data, self.row_order)
+        return replace(self, columns=end - first, data=data)

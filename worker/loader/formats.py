@@ -97,12 +97,14 @@ class Product:
 
     rows_share: rows that are multiplied, of those of a step; an expert's are a part of them.
     is_one_head: it multiplies the columns of one head, beside equal products of all others.
+    is_expert: it is one of a mixture, beside equal products of all others.
     """
 
     weights: tuple[str, ...]
     biases: tuple[str, ...] = ()
     rows_share: float = 1.0
     is_one_head: bool = False
+    is_expert: bool = False
 
 
 @dataclass(frozen=True)
@@ -195,8 +197,9 @@ class DenseFormat:
 
     def read_experts(self, source: WeightSource, experts: ExpertProducts) -> BuildExperts:
         """Read the experts as stacked tensors."""
-        gate_up, gate_up_bias = _read_stack(source, experts.gate_up)
-        down, down_bias = _read_stack(source, experts.down)
+        gate_up, down = read_stack(source, experts.gate_up), read_stack(source, experts.down)
+        gate_up_bias = read_stacked_bias(source, experts.gate_up)
+        down_bias = read_stacked_bias(source, experts.down)
 
         def build() -> Experts:
             self.memory[self.name] += gate_up.nbytes + down.nbytes
@@ -402,7 +405,11 @@ class PackedFormat:
             stored = source.read_blocks(name)
             if not source.has_parts(name):  # theirs were checked when the model was prepared
                 check_scales(source.name_in_file(name), stored.type, stored.data)
-            first = weight.put_blocks(first, stored.data, stored.row_order)
+            end = weight.put_blocks(first, stored.data, stored.row_order)
+            if stored.factors is not None:
+                in_order = slice(None) if stored.row_order is None else stored.row_order
+                weight.put_factors(first, stored.factors[in_order])
+            first = end
         return weight
 
     def _pack_fp8(self, source: WeightSource, names: tuple[str, ...]) -> Fp8Weight:
@@ -583,7 +590,8 @@ def table_bytes(source: WeightSource, name: str) -> Counter[str]:
 
 def _stays_mapped(source: WeightSource, name: str) -> bool:
     in_blocks = source.type_of(name) in BLOCK_TYPES
-    return source.device.type == "cpu" and (not in_blocks or row_kernels() is not None)
+    can_unpack = row_kernels() is not None and not source.has_factors(name)
+    return source.device.type == "cpu" and (not in_blocks or can_unpack)
 
 
 def _read_each_expert(
@@ -603,15 +611,16 @@ def _read_each_expert(
     )
 
 
-def _read_stack(
-    source: WeightSource, products: Sequence[Product]
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the weights [products, out, in] and biases [products, out] of equal products."""
-    weights = [name for product in products for name in product.weights]
+def read_stack(source: WeightSource, products: Sequence[Product]) -> torch.Tensor:
+    """Return the weights [products, out, in] of equal products."""
+    stacked = source.read(*(name for product in products for name in product.weights))
+    return stacked.view(len(products), -1, stacked.shape[1])
+
+
+def read_stacked_bias(source: WeightSource, products: Sequence[Product]) -> torch.Tensor | None:
+    """Return the biases [products, out] of equal products; None without any."""
     biases = [name for product in products for name in product.biases]
-    stacked = source.read(*weights)
-    bias = source.read(*biases).view(len(products), -1) if biases else None
-    return stacked.view(len(products), -1, stacked.shape[1]), bias
+    return source.read(*biases).view(len(products), -1) if biases else None
 
 
 def _read_bias(source: WeightSource, product: Product) -> torch.Tensor | None:

@@ -1,23 +1,26 @@
 """How a GPU holds the weights of quantised Hugging Face checkpoints.
 
-    FP8                  as it is, on compute capability 9.0 (worker/layers/fp8_linear.py)
-    4 and 8 bits, NF4    codes, scales and zeros as they are (worker/layers/triton_codes.py)
-    all others           numbers of the activations' dtype
+    FP8                         multiplied as FP8 on compute capability 9.0 (fp8_linear.py)
+    FP8, 4 and 8 bits, NF4,     codes, scales and zeros as they are (triton_codes.py): also FP8 of
+    MXFP4                       other GPUs, without rounded inputs, of experts and embeddings
+    all others                  numbers of the activations' dtype
 
-Embedding, head, experts of mixtures, and products of single heads are converted, too: they are
-looked up or multiplied as stacked tensors.
+Products of single heads are converted, too: they are multiplied as stacked tensors.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import Enum, auto
 from itertools import groupby
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 
 from proto.errors import ModelError
 from proto.prepared_model import FP8, TensorIndex
+from worker.layers.embedding import CodedTable, EmbeddingTable
+from worker.layers.experts import Experts
 from worker.layers.flashinfer_kernels import usable_flashinfer
 from worker.layers.fp8_linear import (
     BLOCK,
@@ -28,8 +31,22 @@ from worker.layers.fp8_linear import (
 )
 from worker.layers.kernel_weights import BLOCK_COLUMNS
 from worker.layers.linear import Linear
-from worker.layers.triton_codes import CodedWeight, TritonCodedLinear
-from worker.loader.formats import BuildLinear, DenseFormat, PackedFormat, Product
+from worker.layers.triton_codes import CodedExperts, CodedWeight, TritonCodedLinear
+from worker.layers.triton_experts import TritonExperts
+from worker.loader.formats import (
+    BuildEnds,
+    BuildExperts,
+    BuildLinear,
+    DenseFormat,
+    Ends,
+    ExpertProducts,
+    PackedFormat,
+    Product,
+    read_stack,
+    read_stacked_bias,
+    read_table,
+    table_bytes,
+)
 from worker.loader.source import WeightSource
 
 
@@ -47,9 +64,25 @@ class _Holding(Enum):
     CONVERTED = auto()
 
 
-_CODED: Final = ("INT4_32", "INT4_128", "INT8_32", "INT8_128", "NF4")
+_CODED: Final = ("INT4_32", "INT4_128", "INT8_32", "INT8_128", "NF4", "MXFP4", FP8)
+_BLOCKS_OF_CODES: Final = BLOCK_COLUMNS | {FP8: 1}
+"""Columns between which a rank's part of a weight may begin."""
+_FP8_NAME: Final = "fp8"
 _NAN: Final = 0x7F
 """The code of NaN in E4M3, without its sign."""
+
+
+Part = TypeVar("Part")
+
+
+def _stack_like(weight: CodedWeight, count: int) -> CodedWeight:
+    """Return a stack of `count` weights of this shape, to be filled in."""
+
+    def stacked(each: torch.Tensor) -> torch.Tensor:
+        return each.new_empty(count, *each.shape)
+
+    zeros = None if weight.zeros is None else stacked(weight.zeros)
+    return replace(weight, codes=stacked(weight.codes), scales=stacked(weight.scales), zeros=zeros)
 
 
 def multiplies_blocks(index: TensorIndex, device: torch.device, dtype: torch.dtype) -> bool:
@@ -74,8 +107,7 @@ class GpuFormat(DenseFormat):
         bias = source.read(*product.biases) if product.biases else None
         if holding is _Holding.CODES:
             weights = self._read_coded(source, names)
-            size = sum(weight.nbytes for weight in weights)
-            return self._counted(PackedFormat.name, size, TritonCodedLinear(weights, bias))
+            return self._counted_codes(weights, TritonCodedLinear(weights, bias))
         codes, scales = self._read_fp8(source, names)
         if holding is _Holding.FP8_ROWS:
             given = [source.input_scale(name) for name in names]
@@ -84,54 +116,142 @@ class GpuFormat(DenseFormat):
         else:
             scales = scales[::BLOCK].contiguous()
             linear = Fp8BlockLinear(usable_flashinfer(), codes, scales, bias)
-        return self._counted("fp8", codes.nbytes + scales.nbytes, linear)
+        return self._counted(_FP8_NAME, codes.nbytes + scales.nbytes, linear)
+
+    def read_experts(self, source: WeightSource, experts: ExpertProducts) -> BuildExperts:
+        """Read the experts as stacks, of codes if those of all experts are of one kind."""
+        both = experts.gate_up, experts.down
+        are_coded = [self._is_coded_stack(source, products) for products in both]
+        if not any(are_coded):
+            return super().read_experts(source, experts)
+        stacks = [
+            self._read_coded_stack(source, products) if is_coded else read_stack(source, products)
+            for products, is_coded in zip(both, are_coded, strict=True)
+        ]
+        biases = [read_stacked_bias(source, products) for products in both]
+        ranks, stacked = experts.ranks, CodedExperts(stacks[0], stacks[1], *biases)
+
+        def build() -> Experts:
+            for stack in stacks:
+                is_float = isinstance(stack, CodedWeight) and stack.is_float
+                form = PackedFormat.name if isinstance(stack, CodedWeight) else self.name
+                self.memory[_FP8_NAME if is_float else form] += stack.nbytes
+            return TritonExperts(stacked, experts.activation, ranks.first)
+
+        return build
+
+    def read_ends(self, source: WeightSource, ends: Ends) -> BuildEnds:
+        """Read embedding and head; a tied weight exists once."""
+        if not ends.tied:
+            build_table = self._read_table(source, ends.embedding)
+            build_head = self.read_product(source, Product((ends.head,)))
+            return lambda: (build_table(), build_head())
+        if not self._is_coded(source, (ends.head,)):
+            return super().read_ends(source, ends)
+        weights = self._read_coded(source, (ends.head,))
+        table = CodedTable(weights[0], self.dtype)
+        build = self._counted_codes(weights, TritonCodedLinear(weights))
+        return lambda: (table, build())
+
+    def ends_bytes(self, source: WeightSource, ends: Ends) -> Counter[str]:
+        if ends.tied and not self._is_coded(source, (ends.head,)):
+            return super().ends_bytes(source, ends)
+        if ends.tied:
+            return self._coded_bytes(source, (ends.head,))
+        head = self.product_bytes(source, Product((ends.head,)))
+        if self._is_coded(source, (ends.embedding,)):
+            return head + self._coded_bytes(source, (ends.embedding,))
+        return head + table_bytes(source, ends.embedding)
+
+    def _read_table(self, source: WeightSource, name: str) -> Callable[[], EmbeddingTable]:
+        if not self._is_coded(source, (name,)):
+            table = read_table(source, name, self.memory)
+            return lambda: table
+        weights = self._read_coded(source, (name,))
+        return self._counted_codes(weights, CodedTable(weights[0], self.dtype))
 
     def product_bytes(self, source: WeightSource, product: Product) -> Counter[str]:
         holding = self._holding(source, product)
         if holding in (_Holding.NUMBERS, _Holding.CONVERTED):
             return super().product_bytes(source, product)
         if holding is _Holding.CODES:
-            return Counter({PackedFormat.name: sum(map(source.code_bytes, product.weights))})
+            return self._coded_bytes(source, product.weights)
         rows, columns = source.joined_shape(*product.weights)
         num_scales = rows if holding is _Holding.FP8_ROWS else rows * columns // BLOCK**2
-        return Counter({"fp8": rows * columns + 4 * num_scales})
+        return Counter({_FP8_NAME: rows * columns + 4 * num_scales})
 
     def _holding(self, source: WeightSource, product: Product) -> _Holding:
         names = product.weights
         if product.is_one_head or not self._is_quantised(source, names):
             return _Holding.NUMBERS
-        if self._is_coded(source, names):
-            return _Holding.CODES
-        if self._has_fp8_rows(source, names):
-            return _Holding.FP8_ROWS
-        if self._has_fp8_blocks(source, names):
-            return _Holding.FP8_BLOCKS
-        return _Holding.CONVERTED
+        if product.is_expert:
+            has_order = any(source.column_order(name) is not None for name in names)
+            is_coded = not has_order and self._is_coded(source, names)
+            return _Holding.CODES if is_coded else _Holding.CONVERTED
+        if self._multiplies_fp8(source, names):
+            if self._has_fp8_rows(source, names):
+                return _Holding.FP8_ROWS
+            if self._has_fp8_blocks(source, names):
+                return _Holding.FP8_BLOCKS
+        return _Holding.CODES if self._is_coded(source, names) else _Holding.CONVERTED
 
-    def _counted(self, form: str, num_bytes: int, linear: Linear) -> BuildLinear:
-        def build() -> Linear:
+    def _counted(self, form: str, num_bytes: int, part: Part) -> Callable[[], Part]:
+        def build() -> Part:
             self.memory[form] += num_bytes
-            return linear
+            return part
 
         return build
 
+    def _counted_codes(self, weights: Sequence[CodedWeight], part: Part) -> Callable[[], Part]:
+        form = _FP8_NAME if weights[0].is_float else PackedFormat.name
+        return self._counted(form, sum(weight.nbytes for weight in weights), part)
+
+    def _coded_bytes(self, source: WeightSource, names: Sequence[str]) -> Counter[str]:
+        form = _FP8_NAME if source.type_of(names[0]) == FP8 else PackedFormat.name
+        return Counter({form: sum(map(source.code_bytes, names))})
+
     def _is_quantised(self, source: WeightSource, names: Sequence[str]) -> bool:
-        """Return whether all weights are of a kind that may stay as it is on this device."""
-        types = {source.type_of(name) for name in names}
-        if types <= set(_CODED):
-            return all(map(source.has_parts, names))
-        return (
-            types == {FP8}
-            and has_fp8_products(source.device, self.dtype)
-            and all(map(source.rounds_inputs, names))
+        """Return whether all weights are of a kind that may stay as it is."""
+        kinds = {source.type_of(name) for name in names}
+        return kinds <= set(_CODED) and all(map(source.has_parts, names))
+
+    def _multiplies_fp8(self, source: WeightSource, names: Sequence[str]) -> bool:
+        """Return whether the device may multiply these weights as FP8."""
+        return has_fp8_products(source.device, self.dtype) and all(
+            source.type_of(name) == FP8 and source.rounds_inputs(name) for name in names
         )
 
     def _is_coded(self, source: WeightSource, names: Sequence[str]) -> bool:
-        return all(
-            source.type_of(name) != FP8
-            and not source.splits_block(name, BLOCK_COLUMNS[source.type_of(name)])
-            for name in names
+        """Return whether the kernels of codes read these weights."""
+        return self._is_quantised(source, names) and not any(
+            source.splits_block(name, _BLOCKS_OF_CODES[source.type_of(name)]) for name in names
         )
+
+    def _is_coded_stack(self, source: WeightSource, products: Sequence[Product]) -> bool:
+        """Return whether all these experts are codes of one kind; note those that are converted."""
+        names = [name for product in products for name in product.weights]
+        holdings = {self._holding(source, product) for product in products}
+        if holdings == {_Holding.CODES}:
+            forms = {source.code_form(name) for name in names}
+            if len(forms) == 1:
+                return True
+        if holdings != {_Holding.NUMBERS}:
+            self.dense_names.extend(f"{name} ({source.type_of(name)})" for name in names)
+        return False
+
+    def _read_coded_stack(self, source: WeightSource, products: Sequence[Product]) -> CodedWeight:
+        """Read the weights of equal products as a stack, one expert after the other."""
+        stack: CodedWeight | None = None
+        for number, product in enumerate(products):
+            (weight,) = self._read_coded(source, product.weights)
+            if stack is None:
+                stack = _stack_like(weight, len(products))
+            for name in ("codes", "scales", "zeros"):
+                own, whole = getattr(weight, name), getattr(stack, name)
+                if whole is not None:
+                    whole[number].copy_(own)
+        assert stack is not None
+        return stack
 
     def _read_coded(self, source: WeightSource, names: Sequence[str]) -> list[CodedWeight]:
         """Read weights; neighbours with the same form become one."""
@@ -149,6 +269,7 @@ class GpuFormat(DenseFormat):
                     None if table is None else table.to(device),
                     parts[0].group,
                     None if order is None else order.to(device),
+                    parts[0].is_float,
                 )
             )
         return found

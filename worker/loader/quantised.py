@@ -1,19 +1,21 @@
-"""Weights of several tensors: what the bytes of each packing of a Hugging Face checkpoint mean.
+"""Weights of several tensors: what the bytes of each packing of a checkpoint mean.
 
-deploy/models/quantised_folder.py found the parts of each weight and checked their shapes. Here they
-become numbers, or the blocks that kernels read (csrc/products/packed/packed.h):
+deploy/models/quantised_folder.py found the parts of each weight and checked their shapes, for GGUF
+files deploy/models/gguf_file.py. Here they become numbers, or the blocks that kernels read
+(csrc/products/packed/packed.h):
 
     packing          parts                                          number
     gptq awq rows    codes of 4 or 8 bits in words, scales, zeros   scale * (code - zero)
     int8             codes, scales, zeros                           scale * (code - zero)
     nf4              codes of 4 bits, a table, scales               scale * table[code]
     mxfp4            codes of 4 bits, exponents                     scale * E2M1[code]
-    nvfp4            codes of 4 bits, scales of groups and of all   scale * of all * E2M1[code]
+    …_nvfp4          codes of 4 bits, scales of groups and of all   scale * of all * E2M1[code]
     fp8              codes, scales                                  scale * E4M3[code]
 
 Numbers are exact in float32, products of a code's few bits with a scale of 16 bits; with a scale of
 float32 they are rounded once. Blocks have scales of float16: bfloat16 scales below 2^-17 and those
-of float32 are rounded to it. The codes of NF4 become whole numbers of 8 bits in products
+of float32 are rounded to it. The scale of all of NVFP4 stays a float32 beside the blocks, or
+its reciprocal where it divides. The codes of NF4 become whole numbers of 8 bits in products
 (packed_format.h), within 0.0038 of the largest number of a block.
 """
 
@@ -29,6 +31,7 @@ import torch
 from proto.errors import ModelError
 from proto.prepared_model import TensorEntry
 from worker.layers.kernel_weights import BLOCK_TYPES
+from worker.loader.codebooks import nvfp4_groups
 from worker.loader.dequantize import E2M1, dequantize
 
 RawBytes = npt.NDArray[np.uint8]
@@ -48,6 +51,9 @@ NF4_NUMBERS: Final = torch.tensor(
 )
 """QLoRA (Dettmers et al., 2023), appendix E."""
 _MXFP4_BYTES: Final = 16
+_NAN: Final = 0x7F
+"""The code of NaN in E4M3, without its sign."""
+_NVFP4_PACKINGS: Final = ("compressed_nvfp4", "gguf_nvfp4", "modelopt_nvfp4")
 _CHUNK_NUMBERS: Final = 1 << 22
 """Numbers that are converted together, to bound the memory beside the weight."""
 _BLOCKS_AT_ONCE: Final = 1 << 13
@@ -79,7 +85,7 @@ def read_numbers(entry: TensorEntry, parts: Parts) -> torch.Tensor:
             case "nf4":
                 codes, scales = _four_bits(part, parts)
                 torch.mul(parts["table"][codes.long()], scales, out=rows)
-            case "modelopt_nvfp4" | "compressed_nvfp4":
+            case packing if packing in _NVFP4_PACKINGS:
                 torch.mul(*_nvfp4(part, parts), out=rows)
             case _:
                 each = _read_groups(part, parts, order)
@@ -94,6 +100,8 @@ def read_blocks(entry: TensorEntry, parts: Parts, row_step: int = 1) -> RawBytes
     """
     if entry.packing == "mxfp4":
         return _mxfp4_blocks(entry, parts, row_step)
+    if entry.packing == "gguf_nvfp4":
+        return _own_rows(entry, parts)[::row_step].contiguous().view(-1).numpy()
     block_numbers, block_bytes = BLOCK_TYPES[entry.type]
     rows, columns = -(-entry.shape[0] // row_step), entry.shape[1]
     blocks = torch.empty(rows, columns // block_numbers, block_bytes, dtype=torch.uint8)
@@ -103,6 +111,8 @@ def read_blocks(entry: TensorEntry, parts: Parts, row_step: int = 1) -> RawBytes
         if entry.packing == "nf4":
             codes, scales = _four_bits(part, parts)
             _put_nf4(codes[::row_step], scales[::row_step], into)
+        elif entry.packing in _NVFP4_PACKINGS:
+            _put_nvfp4(part, parts, row_step, into)
         else:
             _read_groups(part, parts, order).rows(row_step).put_blocks(into, entry)
     return blocks.view(-1).numpy()
@@ -136,13 +146,14 @@ def fp8_scale_columns(entry: TensorEntry, columns: slice) -> int:
 class Codes:
     """Rows and columns of a weight as codes with a scale, and perhaps a zero, a group of columns.
 
-    A number is scale * (code - zero), or scale * table[code].
+    A number is scale * (code - zero), scale * table[code], or scale * code.
 
     codes: uint8 [rows, columns] of 8 bits, or [rows, columns / 2] of 4: in blocks of 32 columns the
         first half is in the low half of 16 bytes. Columns are in `column_order`.
     scales: [rows, groups], as the file has them. zeros: uint8 [rows, groups]; None where all are
         the middle of the codes, 8 or 128. table: float32 [16] or None.
-    group: columns that share a scale, a multiple of 32.
+    group: columns that share a scale, a multiple of 32 unless codes are floats.
+    is_float: codes are numbers of E4M3.
     """
 
     codes: torch.Tensor
@@ -150,6 +161,7 @@ class Codes:
     zeros: torch.Tensor | None
     table: torch.Tensor | None
     group: int
+    is_float: bool = False
 
     def with_rows(self, order: torch.Tensor) -> "Codes":
         """Return the same rows in another order, int64 [rows]."""
@@ -162,6 +174,14 @@ def read_codes(
 ) -> Codes:
     """Return these columns of every `row_step`th row. Raises ModelError as read_numbers does."""
     first, end, _ = columns.indices(entry.shape[1])
+    if entry.packing == "fp8":
+        floats, of_groups = read_fp8(entry, parts, columns, row_step)
+        raw = floats.contiguous().view(torch.uint8)
+        if ((raw & _NAN) == _NAN).any():
+            raise ModelError(f"a number of {entry.name} is nan")
+        return Codes(raw, of_groups, None, None, code_columns(entry, columns), is_float=True)
+    if entry.packing == "mxfp4":
+        return _mxfp4_codes(entry, parts, slice(first, end), row_step)
     group, whole = code_columns(entry, columns), int(_group_of(entry))
     groups = torch.arange(first, end, group) // whole
     order, is_nf4 = column_order(entry, parts), entry.packing == "nf4"
@@ -190,6 +210,8 @@ def read_codes(
 
 def code_columns(entry: TensorEntry, columns: slice = slice(None)) -> int:
     """Return how many of these columns share a scale of read_codes, from the first of them on."""
+    if entry.packing == "fp8":
+        return fp8_scale_columns(entry, columns)
     first, end, _ = columns.indices(entry.shape[1])
     group = int(_group_of(entry))
     return math.gcd(group, first, end - first) if group < entry.shape[1] else end - first
@@ -197,11 +219,15 @@ def code_columns(entry: TensorEntry, columns: slice = slice(None)) -> int:
 
 def scale_bytes(entry: TensorEntry) -> int:
     """Return the bytes of a scale of read_codes, with its zero."""
+    if entry.packing in ("fp8", "mxfp4"):
+        return 4 if entry.packing == "fp8" else 2
     part = entry.parts["scales"].type
     return (2 if part in ("F16", "BF16") else 4) + ("zeros" in entry.parts)
 
 
 def _group_of(entry: TensorEntry) -> float:
+    if entry.packing == "mxfp4":
+        return 2 * _MXFP4_BYTES
     return entry.options["block" if entry.packing == "nf4" else "group"]
 
 
@@ -397,16 +423,56 @@ def _put_nf4(codes: torch.Tensor, scales: torch.Tensor, blocks: torch.Tensor) ->
     blocks[:, :, 2:] = _in_halves(codes)
 
 
+def _own_rows(entry: TensorEntry, parts: Parts, role: str = "codes") -> torch.Tensor:
+    """Return the entry's rows of a part that has as many as the weight."""
+    return parts[role][entry.first_row : entry.first_row + entry.shape[0]]
+
+
 def _nvfp4(entry: TensorEntry, parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
     """Return float32 numbers and scales, both [rows, columns].
 
-    The scale of all is a factor of the others, or divides them.
+    The scale of all is a factor of the others, or divides them; GGUF files have one for the rows of
+    each expert.
     """
-    rows = slice(entry.first_row, entry.first_row + entry.shape[0])
-    scales = parts["scales"][rows].float()
+    own = _own_rows(entry, parts)
+    if entry.packing == "gguf_nvfp4":
+        doubled, halves = nvfp4_groups(own.reshape(-1, BLOCK_TYPES["NVFP4"][1]))
+        scales = halves.view(len(own), -1) * torch.from_numpy(factors(entry, parts))[:, None]
+        return doubled.view(entry.shape), scales.repeat_interleave(16, 1)
+    scales = _own_rows(entry, parts, "scales").float()
     scales = scales * parts["factor"] if "factor" in parts else scales / parts["divisor"]
     scales = _finite(entry, scales).repeat_interleave(int(entry.options["group"]), 1)
-    return E2M1[_split_bytes(parts["codes"][rows], low_first=True).long()], scales
+    return E2M1[_split_bytes(own, low_first=True).long()], scales
+
+
+def factors(entry: TensorEntry, parts: Parts, row_step: int = 1) -> npt.NDArray[np.float32] | None:
+    """Return what multiplies the numbers in the blocks of every `row_step`th row, float32 [rows].
+
+    None for a weight whose blocks have all of its scales. Raises ModelError for one that is NaN or
+    infinite.
+    """
+    if entry.packing not in _NVFP4_PACKINGS:
+        return None
+    of_all = parts[
+        "factors" if "factors" in parts else "factor" if "factor" in parts else "divisor"
+    ]
+    each = _finite(entry, of_all.view(-1) if "divisor" not in parts else 1 / of_all.view(-1))
+    rows = torch.arange(entry.first_row, entry.first_row + entry.shape[0], row_step)
+    places = rows // int(entry.options["rows"]) if len(each) > 1 else torch.zeros_like(rows)
+    return each[places].numpy()
+
+
+def _put_nvfp4(entry: TensorEntry, parts: Parts, row_step: int, blocks: torch.Tensor) -> None:
+    """Write blocks [rows, blocks, bytes] of GGUF's NVFP4: four scales, and 16 codes for each.
+
+    A negative scale becomes the sign of its codes.
+    """
+    scales = _own_rows(entry, parts, "scales")[::row_step].contiguous().view(torch.uint8)
+    codes = _split_bytes(_own_rows(entry, parts)[::row_step], low_first=True)
+    codes = codes.view(*scales.shape, 2, 8) ^ (scales >> 7 << 3)[:, :, None, None]
+    blocks[:, :, :4] = (scales & 0x7F).view(*blocks.shape[:2], 4)
+    packed = codes[:, :, 0] | codes[:, :, 1] << 4
+    blocks[:, :, 4:] = packed.reshape(*blocks.shape[:2], -1)
 
 
 def _fp8(entry: TensorEntry, parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
@@ -450,6 +516,19 @@ def _mxfp4_blocks(entry: TensorEntry, parts: Parts, row_step: int = 1) -> RawByt
             spread &= mask
         blocks[part, 1:] = (spread[:, :2] | spread[:, 2:] << _NIBBLE).view(np.uint8)
     return blocks.reshape(-1)
+
+
+def _mxfp4_codes(entry: TensorEntry, parts: Parts, columns: slice, row_step: int) -> Codes:
+    """Return codes with scales as bfloat16, which has these powers of two exactly."""
+    row_bytes, group = entry.shape[-1] // 2, 2 * _MXFP4_BYTES
+    count = math.prod(entry.shape[:-1])
+    rows = slice(entry.first_row, entry.first_row + count, row_step)
+    codes = _split_bytes(parts["codes"].view(-1, row_bytes)[rows], low_first=True)[:, columns]
+    exponents = parts["scales"].view(-1, row_bytes // _MXFP4_BYTES)[rows]
+    exponents = exponents[:, columns.start // group : columns.stop // group]
+    # 0 stands for 2^-127, which a bfloat16 has as a subnormal number
+    scales = (exponents.short() << 7).clamp_min(0x0040).view(torch.bfloat16)
+    return Codes(_in_halves(codes).flatten(1), scales, None, E2M1, group)
 
 
 def _finite(entry: TensorEntry, scales: torch.Tensor) -> torch.Tensor:

@@ -185,7 +185,13 @@ class WeightSource:
 
     def has_parts(self, name: str) -> bool:
         """Return whether a weight lies in several tensors, of which its blocks are made."""
-        return bool(self._entries[name].entry.parts)
+        entry = self._entries[name].entry
+        return bool(entry.parts) and entry.packing != "gguf_nvfp4"
+
+    def has_factors(self, name: str) -> bool:
+        """Return whether the numbers of a weight's blocks are multiplied by others beside them."""
+        entry = self._entries[name].entry
+        return entry.type == "NVFP4" and bool(entry.parts)
 
     def columns_of(self, name: str) -> int:
         """Return the columns of a weight: the numbers that a product sums over."""
@@ -221,8 +227,9 @@ class WeightSource:
             check_blocks(place.entry)
         rows, columns = len(place.places), place.entry.shape[1]
         data = self._files.blocks_of(place.entry, place.places.step)
+        factors = self._files.factors_of(place.entry, place.places.step)
         orders = self._row_order(name), self.column_order(name)
-        stored = StoredBlocks(place.entry.type, rows, columns, data, *orders)
+        stored = StoredBlocks(place.entry.type, rows, columns, data, *orders, factors)
         return stored.with_columns(shard.columns)
 
     def fp8_scales(self, name: str) -> tuple[int, bool]:
@@ -278,7 +285,7 @@ class WeightSource:
         """Return the bytes of the codes, scales and zeros of read_codes."""
         rows, columns = self._shapes[name]
         entry, shard = self._entries[name].entry, self._shards[name]
-        bits = 8 if entry.type.startswith("INT8") else 4
+        bits = 8 if entry.type.startswith("INT8") or entry.type == FP8 else 4
         groups = columns // quantised.code_columns(entry, shard.columns)
         return rows * (columns * bits // 8 + groups * quantised.scale_bytes(entry))
 

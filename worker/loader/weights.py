@@ -309,7 +309,8 @@ class LayerReader:
 
         def products(*names: str, with_bias: bool) -> tuple[Product, ...]:
             of_experts = ([f"experts.{number}.{name}" for name in names] for number in numbers)
-            return tuple(self._product(each, with_bias, rows_share) for each in of_experts)
+            each = (self._product(own, with_bias, rows_share) for own in of_experts)
+            return tuple(replace(product, is_expert=True) for product in each)
 
         gate_up = products("gate", "up", with_bias=True)
         down = products("down", with_bias=adds_bias)

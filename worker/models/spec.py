@@ -91,15 +91,19 @@ class InputSpec:
 
     def weights(self, hidden_size: int, norm_bias: bool) -> list[WeightSpec]:
         """Return the tables and the norm, with the names before `ModelSpec.hugging_face_names`."""
-        tables = {"positions": self.positions, "token_types": self.token_types}
+        tables = {
+            "positions": ("position_embd", self.positions),
+            "token_types": ("token_types", self.token_types),
+        }
+        norm = "input_norm", "model.input_norm", "token_embd_norm"
         return [
             *(
                 weight
-                for name, rows in tables.items()
+                for name, (gguf, rows) in tables.items()
                 if rows
-                for weight in projection(name, f"model.{name}", name, (rows, hidden_size))
+                for weight in projection(name, f"model.{name}", gguf, (rows, hidden_size))
             ),
-            *norm_weights("input_norm", "model.input_norm", "input_norm", hidden_size, norm_bias),
+            *norm_weights(*norm, hidden_size, norm_bias),
         ]
 
 

@@ -22,7 +22,7 @@ EXACT = 2e-6
 ROUNDED = 4e-3
 """bfloat16 keeps 8 bits."""
 
-IN_FILE_BLOCKS = TYPES[TYPES.index("IQ1_S") :]
+IN_FILE_BLOCKS = TYPES[TYPES.index("IQ1_S") : TYPES.index("TQ2_0")]
 """Types that products unpack, and multiply by the same code."""
 
 each_type = pytest.mark.parametrize("gguf_type", TYPES)
@@ -188,6 +188,23 @@ def test_bias_residual_and_strided_outputs(
 
 
 @each_variant
+def test_rows_of_nvfp4_are_multiplied_by_factors(variant) -> None:
+    """Of 75 rows the factors from the 50th on, which begin within a panel."""
+    shape = (75, 128)
+    weight, numbers = packed_of(variant, "NVFP4", shape)
+    factors = rng_of(5).uniform(-3, 3, 25).astype(np.float32)
+    x = rows_of(20, shape[1])
+    before = weight.multiply(x)
+    weight.put_factors(50, factors)
+    expected = torch.cat((torch.ones(50), torch.from_numpy(factors)))
+    found = weight.rows(torch.arange(75), torch.float32)
+    assert torch.equal(found[:50], numbers[:50])
+    assert torch.allclose(found, numbers * expected[:, None], rtol=2**-23, atol=0)
+    assert torch.equal(weight.multiply(x), before * expected)
+    assert error_of(weight.multiply(x), found, x) < EXACT
+
+
+@each_variant
 def test_pieces_are_permuted_and_lie_one_below_the_other(variant) -> None:
     """The second piece begins within a panel of 32 outputs."""
     shape = (75, 256)
@@ -253,7 +270,7 @@ def test_supported_gguf_types_and_lengths() -> None:
 @each_variant
 def test_a_packed_weight_is_as_large_as_in_the_file(variant) -> None:
     """Except for the scales of Q4_K and Q5_K, which take 8 bits instead of 6."""
-    for gguf_type in ("IQ1_S", "IQ2_XXS", "IQ3_S", "TQ1_0", "NVFP4"):
+    for gguf_type in ("IQ1_S", "IQ2_XXS", "IQ3_S", "TQ1_0"):
         numbers, file_bytes = BLOCK_TYPES[gguf_type]
         weight, _ = packed_of(variant, gguf_type, (64, 512))
         assert weight.nbytes == 64 * 512 // numbers * file_bytes
@@ -264,5 +281,7 @@ def test_a_packed_weight_is_as_large_as_in_the_file(variant) -> None:
     assert packed_of(variant, "Q4_K", (32, 256))[0].nbytes == 32 * 148
     assert packed_of(variant, "Q2_K", (32, 256))[0].nbytes == 32 * 84
     assert packed_of(variant, "IQ4_NL", (32, 64))[0].nbytes == 32 * 36
+    assert packed_of(variant, "TQ2_0", (32, 256))[0].nbytes == 32 * 66
+    assert packed_of(variant, "NVFP4", (32, 256))[0].nbytes == 32 * (4 * 36 + 4)  # and a factor
     # 4.25 bits a number; of AWQ and GPTQ 4.16
     assert packed_of(variant, "INT4_128", (32, 256))[0].nbytes == 32 * 136

@@ -42,7 +42,7 @@ def test_a_row_has_the_same_bits_in_products_of_fixed_rows(outputs: int, inputs:
 
 @pytest.mark.parametrize("num_rows", [1, 300])
 @pytest.mark.parametrize(("outputs", "inputs", "group"), [(72, 256, 128), (4096, 4096, 128)])
-@pytest.mark.parametrize("kind", ["int4", "int4 zeros", "int4 sorted", "int8", "nf4"])
+@pytest.mark.parametrize("kind", ["int4", "int4 zeros", "int4 sorted", "int8", "nf4", "fp8"])
 def test_codes(kind: str, outputs: int, inputs: int, group: int, num_rows: int) -> None:
     made = Made(kind, outputs, inputs, group)
     fields = (getattr(made.weight, name) for name in CodedWeight.__slots__)

@@ -1,11 +1,14 @@
 """Coded weights of 4 and 8 bits: the Triton kernel in its interpreter against float64."""
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 import torch
 
-from worker.layers.triton_codes import CodedWeight, TritonCodedLinear
+from worker.layers.experts import DenseExperts, StackedWeights
+from worker.layers.triton_codes import CodedExperts, CodedWeight, TritonCodedLinear
+from worker.layers.triton_experts import TritonExperts
 from worker.loader.quantised import NF4_NUMBERS
 
 pytestmark = pytest.mark.skipif(
@@ -27,7 +30,7 @@ class Made:
 
     def __init__(self, kind: str, outputs: int, inputs: int, group: int, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
-        bits, groups = 8 if kind.startswith("int8") else 4, inputs // group
+        bits, groups = 8 if kind.startswith(("int8", "fp8")) else 4, inputs // group
         codes = torch.randint(0, 1 << bits, (outputs, inputs), generator=generator)
         scales = torch.rand(groups, outputs, generator=generator).to(F16) * 0.1
         zeros = table = order = None
@@ -39,6 +42,10 @@ class Made:
         if kind == "nf4":
             table = NF4_NUMBERS
             numbers = table[codes].view(shape)
+        if kind == "fp8":  # the least numbers, too, and no NaN
+            codes[codes & 127 == 127] = 0
+            numbers = codes.to(torch.uint8).view(torch.float8_e4m3fn).double().view(shape)
+            scales *= 0.02
         self.numbers = (numbers * scales.t().double()[:, :, None]).view(outputs, inputs)
         if kind == "int4 sorted":
             order = torch.randperm(inputs, generator=generator)
@@ -54,6 +61,7 @@ class Made:
             table,
             group,
             order,
+            is_float=kind == "fp8",
         )
 
 
@@ -66,7 +74,7 @@ def close(found: torch.Tensor, exact: torch.Tensor, x: torch.Tensor, made: Made)
 
 @pytest.mark.parametrize("num_rows", [1, 17, 70])
 @pytest.mark.parametrize(("outputs", "inputs", "group"), SIZES)
-@pytest.mark.parametrize("kind", ["int4", "int4 zeros", "int8", "int8 zeros", "nf4"])
+@pytest.mark.parametrize("kind", ["int4", "int4 zeros", "int8", "int8 zeros", "nf4", "fp8"])
 def test_a_product(kind: str, outputs: int, inputs: int, group: int, num_rows: int) -> None:
     made = Made(kind, outputs, inputs, group)
     dtype = F32 if num_rows == 17 else F16
@@ -74,7 +82,48 @@ def test_a_product(kind: str, outputs: int, inputs: int, group: int, num_rows: i
     found = TritonCodedLinear([made.weight])(x)
     assert found.dtype == dtype
     assert close(found, x.double() @ made.numbers.t(), x, made)
-    assert made.weight.bits == int(kind[3]) if kind.startswith("int") else made.weight.bits == 4
+    assert made.weight.bits == {"int4": 4, "int8": 8, "nf4": 4, "fp8": 8}[kind.split()[0]]
+    assert made.weight.in_features == inputs
+
+
+@pytest.mark.parametrize("kind", ["int4 sorted", "int4 zeros", "int8", "nf4", "fp8"])
+def test_rows_of_a_table(kind: str) -> None:
+    made = Made(kind, 40, 128, 64)
+    ids = torch.tensor([3, 39, 0, 3])
+    assert torch.equal(made.weight.rows(ids, F32), made.numbers[ids].float())
+
+
+@pytest.mark.parametrize("kind", ["int4 zeros", "int8", "nf4", "fp8"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_experts(kind: str, biased: bool) -> None:
+    """Against dense experts of the same numbers; the sizes are no whole tiles."""
+    experts, hidden, inner, top_k = 5, 96, 32, 2
+    draw = torch.Generator().manual_seed(1)
+    made = [
+        [Made(kind, outputs, inputs, 32, seed) for seed in range(experts)]
+        for outputs, inputs in ((2 * inner, hidden), (hidden, inner))
+    ]
+
+    def stacked(of: list[Made]) -> CodedWeight:
+        zeros = [each.weight.zeros for each in of if each.weight.zeros is not None]
+        return replace(
+            of[0].weight,
+            codes=torch.stack([each.weight.codes for each in of]),
+            scales=torch.stack([each.weight.scales for each in of]),
+            zeros=torch.stack(zeros) if zeros else None,
+        )
+
+    biases = [torch.randn(experts, size, generator=draw) for size in (2 * inner, hidden)]
+    given = biases if biased else [None, None]
+    dense = (torch.stack([each.numbers.float() for each in of]) for of in made)
+    expected = DenseExperts(StackedWeights(*dense, *given), "silu", 3)
+    found = TritonExperts(CodedExperts(*map(stacked, made), *given), "silu", 3)
+    for rows in (1, 90):
+        x = torch.randn(rows, hidden, generator=draw)
+        best = torch.rand(rows, 8, generator=draw).topk(top_k)  # some are of other ranks
+        result = expected(x, best.values, best.indices)
+        limit = 1e-5 * result.abs().max() + 1e-6
+        assert (found(x, best.values, best.indices) - result).abs().max() < limit
 
 
 def test_weights_below_each_other_with_a_bias_and_sorted_columns() -> None:

@@ -10,6 +10,7 @@ import torch
 from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
+    MixtralConfig,
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
@@ -22,6 +23,7 @@ from proto.prepared_model import PreparedModel, TensorEntry, TensorIndex
 from tests.fakes.dense_attention import DenseAttention
 from tests.fakes.gguf_files import PLAIN, QUANTISED, numbers, random_rows, write
 from tests.fakes.prepared_models import gguf_index, prepare, spec_of
+from tests.fakes.ranks import Ranks
 from tests.fakes.tiny_ggufs import SIZES, Tensors, config_of, tiny
 from worker.kernels import Kernels
 from worker.layers.kernel_weights import BLOCK_TYPES
@@ -29,7 +31,7 @@ from worker.layers.rotary import inverse_frequencies
 from worker.loader.dequantize import HALF_SCALES
 from worker.loader.files import decode_gguf
 from worker.loader.formats import DenseFormat, PackedFormat
-from worker.loader.weights import load_model
+from worker.loader.weights import create_builder, load_model
 from worker.models.rope import DefaultRope, Llama3Rope
 
 TOKENS = torch.randint(0, 64, (30,), generator=torch.Generator().manual_seed(3))
@@ -171,6 +173,97 @@ def test_rope_factors_of_the_file_divide_the_frequencies(tmp_path: Path) -> None
     linear = {"rope_theta": 1000.0, "rope_type": "linear", "factor": 2.0}
     with pytest.raises(ModelError, match=r"rope_freqs\.weight.*LinearRope"):
         logits_from_file(tmp_path, unscaled | {"rope_parameters": linear}, tensors)
+
+
+def with_scales(folder: Path, tensors: Tensors) -> TensorIndex:
+    """Write the tensors, and return them as a model that is prepared has them."""
+    folder.mkdir()
+    path = folder / "model.gguf"
+    write(path, tensors)
+    return TensorIndex(
+        "gguf", (str(path),), gguf_file._with_scales(str(path), gguf_index(path).tensors)
+    )
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(**SIZES | {"tie_word_embeddings": False}),
+        MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
+    ],
+    ids=["dense", "experts"],
+)
+def test_scales_beside_weights_in_nvfp4_multiply_them(
+    config: PretrainedConfig, tmp_path: Path, kernels: Kernels
+) -> None:
+    """One of a tensor, or one of each expert in it, on one rank and on two.
+
+    Scales of inputs are not needed.
+    """
+    with torch.no_grad():
+        _, tensors = tiny("NVFP4", config, permuted=True)
+    scaled, plain = dict(tensors), dict(tensors)
+    for seed, (name, (kind, rows)) in enumerate(tensors.items()):
+        if kind != "NVFP4":
+            continue
+        if name != "token_embd.weight":
+            count = rows.shape[0] if rows.ndim == 3 else 1
+            scales = np.random.default_rng(seed).uniform(0.5, 1.5, count).astype(np.float32)
+            base = name.removesuffix(".weight")
+            scaled[base + ".scale"] = scaled[base + ".input_scale"] = ("F32", scales)
+            values = numbers(kind, rows) * scales.reshape(-1, *(1,) * (rows.ndim - 1))
+            plain[name] = ("F32", values.astype(np.float32))
+    index = with_scales(tmp_path / "scaled", scaled)
+    prepared = prepare(tmp_path / "prepared scaled", config_of(config), index)
+    expected = logits_from_file(tmp_path, config_of(config), plain)
+    assert_close(logits_of(prepared), expected)
+    dtype, cpu = torch.float32, torch.device("cpu")
+    form = PackedFormat(kernels, DenseFormat(dtype), dtype)
+    spec = spec_of(prepared)
+    decoder = load_model(prepared, spec, dtype, cpu, lambda _: None, form)
+    attention, positions = DenseAttention(spec), torch.arange(len(TOKENS))
+    found = decoder.float32_logits(decoder.forward(TOKENS, positions, attention))
+    assert (found - expected).norm() < 0.05 * expected.norm()
+    assert form.dense_names == []
+    assert list(form.memory) == ["packed"]
+    sizes = create_builder(prepared, spec, dtype, cpu, form).weight_sizes()
+    assert sizes.by_format == form.memory
+
+    def run(rank: int) -> torch.Tensor:
+        attention = DenseAttention(decoders[rank].spec)
+        hidden = decoders[rank].forward(TOKENS, positions, attention)
+        return decoders[rank].float32_logits(hidden)
+
+    with Ranks(2) as ranks:
+        decoders = []
+        for group in ranks.groups:
+            own = PackedFormat(kernels, DenseFormat(dtype), dtype)
+            decoders.append(load_model(prepared, spec, dtype, cpu, lambda _: None, own, group))
+            assert own.dense_names == []
+        both = ranks.run_on_all(run)
+    assert torch.equal(*both)
+    assert (both[0] - expected).norm() < 0.05 * expected.norm()
+
+
+@pytest.mark.parametrize(
+    ("scale", "named"),
+    [
+        (
+            ("F32", np.ones(3, np.float32)),
+            r"ffn_down\.scale has shape \[3\], and .*ffn_down\.weight",
+        ),
+        (("F32", np.full(1, np.nan, np.float32)), r"ffn_down\.scale holds nan"),
+        (("F16", np.ones(2, np.uint8)), r"ffn_down\.scale has type F16"),
+    ],
+    ids=["shape", "nan", "type"],
+)
+def test_scales_that_do_not_fit_are_named(
+    scale: tuple[str, np.ndarray], named: str, tmp_path: Path
+) -> None:
+    with torch.no_grad():
+        _, tensors = tiny("NVFP4", LlamaConfig(**SIZES), permuted=True)
+    with pytest.raises(ModelError, match=named):
+        with_scales(tmp_path / "scaled", tensors | {"blk.1.ffn_down.scale": scale})
 
 
 @pytest.mark.parametrize("wrong", [0.0, -1.0, math.nan, math.inf])

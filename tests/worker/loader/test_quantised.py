@@ -22,9 +22,11 @@ from tests.fakes.quantised_checkpoints import SCHEMES, Tensors, quantise_folder
 from tests.fakes.ranks import Ranks
 from tests.fakes.tiny_checkpoints import tiny_model
 from tests.worker.loader.test_formats import (
+    PERPLEXITY,
     TOKENS,
     logits,
     packed,
+    perplexity_change,
 )
 from worker.kernels import Kernels
 from worker.layers.kernel_weights import Fp8Weight
@@ -104,6 +106,7 @@ def test_weights_are_multiplied_in_blocks_of_the_size_of_the_file(
     checkpoint, form = case(name), packed(kernels)
     found = logits(checkpoint.prepared, form)
     assert (found - checkpoint.expected).norm() < ROUNDED * checkpoint.expected.norm()
+    assert perplexity_change(found, checkpoint.expected) < PERPLEXITY
     assert form.dense_names == ["head.weight (F32)"]
     stored = [entry for entry in read_index(checkpoint.prepared).tensors if entry.parts]
     assert {entry.type for entry in stored} == {SCHEMES[name].block_type}
@@ -126,7 +129,10 @@ def test_blocks_have_the_numbers_of_the_file(
     (weight,) = packed(kernels).read_packed(source, [weight_name])
     numbers = source.read(weight_name)
     found = weight.rows(torch.arange(weight.out_features), torch.float32)
-    if weight.type_name == "NF4":
+    if weight.type_name == "NVFP4":  # the reciprocal of the scale of all is rounded
+        rtol = 2**-22 if name == "nvfp4" else 0
+        assert torch.allclose(found, numbers, rtol=rtol, atol=0)
+    elif weight.type_name == "NF4":
         largest = numbers.view(-1, 64).abs().amax(1, keepdim=True)
         assert ((found - numbers).view(-1, 64).abs() <= (NF4_ERROR + 2**-11) * largest).all()
     else:
@@ -149,7 +155,11 @@ def checkpoint_scales(checkpoint: Case) -> torch.dtype:
 
 
 @pytest.mark.parametrize(
-    "name", ["awq 128", "gptq desc_act", "nf4", "fp8 blocks", "fp8 rows", "fp8 one scale"]
+    "name",
+    [
+        *("awq 128", "gptq desc_act", "gptq 8", "w4a16 asym", "w8a8", "nf4", "nvfp4 modelopt"),
+        *("fp8 blocks", "fp8 rows", "fp8 one scale"),
+    ],
 )
 def test_two_ranks_compute_the_results_of_one(
     name: str, case: Callable[[str], Case], kernels: Kernels
@@ -228,6 +238,39 @@ def test_unknown_quantisations_are_named_before_the_weights(
     with pytest.raises(ModelError) as caught:
         read_folder(tmp_path)
     assert named in str(caught.value)
+
+
+def test_a_file_of_modelopt_says_how_a_folder_is_quantised(
+    case: Callable[[str], Case], tmp_path: Path
+) -> None:
+    """Its older exports say nothing in config.json, which counts where it says something."""
+    source = case("nvfp4 modelopt").folder
+    config = json.loads((source / "config.json").read_text())
+    stated = config.pop("quantization_config")
+    own = {"quant_algo": "NVFP4", "kv_cache_quant_algo": None, "group_size": 16}
+    own["exclude_modules"] = ["lm_head"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    of_modelopt = tmp_path / "hf_quant_config.json"
+    of_modelopt.write_text(json.dumps({"producer": {}, "quantization": own}))
+    for name in ("model.safetensors", "tokenizer.json"):
+        link = tmp_path / name
+        link.symlink_to(source / name) if (source / name).exists() else link.write_text("{}")
+
+    def entries() -> dict[str, Any]:
+        index = hf_folder.read(str(tmp_path), lambda what: None).tensors
+        return {entry.name: (entry.type, entry.packing) for entry in index.tensors}
+
+    read = entries()
+    assert read[f"{DOWN}.weight"][1] == "modelopt_nvfp4"
+    assert not any(name.endswith("_scale") for name in read)
+    of_modelopt.write_text(json.dumps({"quantization": own | {"quant_algo": "W4A8_AWQ"}}))
+    with pytest.raises(ModelError, match=r"hf_quant_config\.json: quantization: quant_algo = 'W4A"):
+        entries()
+    of_modelopt.write_text(json.dumps({"quantization": ["FP8"]}))
+    with pytest.raises(ModelError, match=r"hf_quant_config\.json: quantization = \['FP8'\]: an"):
+        entries()
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": stated}))
+    assert entries() == read
 
 
 def without(suffix: str) -> Callable[[Tensors], None]:

@@ -51,6 +51,14 @@ inline constexpr Codebook<1024, 2> IQ2_S_BOOK(IQ2_S_POINTS, IQ2_LEVELS);
 inline constexpr Codebook<256, 1> IQ3_XXS_BOOK(IQ3_XXS_POINTS, IQ3_XXS_LEVELS);
 inline constexpr Codebook<512, 1> IQ3_S_BOOK(IQ3_S_POINTS, IQ3_S_LEVELS);
 
+// The indices of a vector in memory: with AVX2, loads of each lane that are put together in registers take less
+// time than gathers.
+struct Lanes {
+    alignas(64) uint32_t index[DOT_LANES];
+
+    TOKEND_INLINE explicit Lanes(DotU from) { __builtin_memcpy(index, &from, sizeof(index)); }
+};
+
 // Both words of the points with these indices.
 template <int POINTS>
 TOKEND_INLINE void points(const Codebook<POINTS, 2>& book, DotU index, DotU (&words)[2]) {
@@ -62,9 +70,13 @@ TOKEND_INLINE void points(const Codebook<POINTS, 2>& book, DotU index, DotU (&wo
     words[0] = (DotU)_mm512_permutex2var_epi32(low, even, high);
     words[1] = (DotU)_mm512_permutex2var_epi32(low, _mm512_add_epi32(even, _mm512_set1_epi32(1)), high);
 #elif defined(__AVX2__)
-    const int* from = reinterpret_cast<const int*>(book.words);
-    words[0] = (DotU)_mm256_i32gather_epi32(from, (__m256i)index, 8);
-    words[1] = (DotU)_mm256_i32gather_epi32(from + 1, (__m256i)index, 8);
+    const Lanes at(index);
+    const auto point = [&](int lane) { return load_bytes<long long>(book.words + at.index[lane] * 2); };
+    // In this order, because words are shuffled within halves of a vector.
+    const __m256 first = (__m256)_mm256_setr_epi64x(point(0), point(1), point(4), point(5));
+    const __m256 second = (__m256)_mm256_setr_epi64x(point(2), point(3), point(6), point(7));
+    words[0] = (DotU)_mm256_shuffle_ps(first, second, 0x88);
+    words[1] = (DotU)_mm256_shuffle_ps(first, second, 0xdd);
 #else
     for (int lane = 0; lane < DOT_LANES; lane++)
         for (int word = 0; word < 2; word++) words[word][lane] = book.words[index[lane] * 2 + word];
@@ -77,7 +89,9 @@ TOKEND_INLINE DotU points(const Codebook<POINTS, 1>& book, DotU index) {
 #if defined(__AVX512F__)
     return (DotU)_mm512_i32gather_epi32((__m512i)index, book.words, 4);
 #elif defined(__AVX2__)
-    return (DotU)_mm256_i32gather_epi32(reinterpret_cast<const int*>(book.words), (__m256i)index, 4);
+    const Lanes at(index);
+    const auto point = [&](int lane) { return int(book.words[at.index[lane]]); };
+    return (DotU)_mm256_setr_epi32(point(0), point(1), point(2), point(3), point(4), point(5), point(6), point(7));
 #else
     DotU result;
     for (int lane = 0; lane < DOT_LANES; lane++) result[lane] = book.words[index[lane]];
@@ -96,8 +110,6 @@ struct Fields {
     TOKEND_INLINE DotU byte(int64_t i) const { return (DotU)load_bytes_as_ints(at + i * PANEL); }
     TOKEND_INLINE DotU word(int64_t i) const { return byte(i) | byte(i + 1) << 8; }
     TOKEND_INLINE DotU double_word(int64_t i) const { return word(i) | word(i + 2) << 16; }
-    // Four consecutive bytes, one after the other in a word.
-    TOKEND_INLINE DotU four_bytes(int64_t i) const { return double_word(i); }
     TOKEND_INLINE DotF half(int64_t i) const { return to_float(word(i)); }
 
     static TOKEND_INLINE DotF to_float(DotU halves) {
@@ -138,6 +150,7 @@ struct FileBlocks {
     static constexpr int CODE_BITS = 8;
     static constexpr int ZERO = 128;
     static constexpr bool HAS_LOW = false;
+    static constexpr bool HAS_FACTORS = false;
 
     static constexpr int64_t place(int64_t block) { return block / SUPER * RAW_BYTES * PANEL; }
     static constexpr int64_t panel_bytes(int64_t in_features) { return place(in_features / BLOCK); }
@@ -268,41 +281,6 @@ struct TQ1_0 : FileBlocks<54, 8, 1> {
         return result + 127 * EACH_BYTE;
     }
     static TOKEND_INLINE DotF scale(const Fields& of, int, int) { return of.half(52); }
-};
-
-// | 2 x 32 x 4 times 2 bits | d |
-struct TQ2_0 : FileBlocks<66, 8, 1> {
-    template <int GROUP>
-    static TOKEND_INLINE void codes(const Fields& of, int sub, DotU (&words)[2]) {
-        each<2>([&](auto word) {
-            const DotU four = of.four_bytes(sub / 4 * 32 + 8 * GROUP + 4 * word);
-            words[word] = (four >> sub % 4 * 2 & 3 * EACH_BYTE) + 127 * EACH_BYTE;
-        });
-    }
-    static TOKEND_INLINE DotF scale(const Fields& of, int, int) { return of.half(64); }
-};
-
-// Twice the numbers of E2M1 (OCP Microscaling Formats 1.0, section 5.3.3), plus 128.
-alignas(16) constexpr uint8_t NVFP4_CODES[16] = {128, 129, 130, 131, 132, 134, 136, 140,
-                                                 128, 127, 126, 125, 124, 122, 120, 116};
-
-// | 4 scales, unsigned E4M3 | 4 x 16 codes of 4 bits, the first eight in the low halves |
-struct NVFP4 : FileBlocks<36, 2, 2> {
-    template <int GROUP>
-    static TOKEND_INLINE void codes(const Fields& of, int sub, DotU (&words)[2]) {
-        each<2>([&](auto word) {
-            const DotU both = of.four_bytes(4 + sub * 16 + GROUP / 2 * 8 + word * 4);
-            words[word] = look_up(NVFP4_CODES, both >> GROUP % 2 * 4 & 15 * EACH_BYTE);
-        });
-    }
-    // Half the number; 0x7f counts as 0.
-    static TOKEND_INLINE DotF scale(const Fields& of, int sub, int half) {
-        const DotU bits = of.byte(sub * 2 + half), exponent = bits >> 3 & 15;
-        const DotF subnormal = to_floats(bits & 7) * 0x1p-10f;
-        const DotF normal = bit_cast<DotF>(DotU((bits & 127) + (119 << 3)) << 20);
-        const DotU chosen = exponent == 0 ? bit_cast<DotU>(subnormal) : bit_cast<DotU>(normal);
-        return bit_cast<DotF>(DotU(bits == 0x7f ? DotU{} : chosen));
-    }
 };
 
 }  // namespace tokend

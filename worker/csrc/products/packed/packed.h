@@ -6,7 +6,8 @@
 // reads:
 //
 //   panel   [ block 0 | block 1 | … ]              types with a scale a block
-//           [ head | block 0 … 7 | head | … ]      types with scales of scales (…_K, IQ4_XS)
+//           [ factors | block 0 | block 1 | … ]    NVFP4: a float for each output, which multiplies its sum
+//           [ head | block 0 … 7 | head | … ]      types with scales of scales (…_K, IQ4_XS), TQ2_0
 //           [ head | block 0 … 3 | head | … ]      INT4_128, INT8_128; of INT4_32 a head for each block
 //   block   [ codes | scales | minima ]            each for 32 outputs
 //   codes   rows of 128 bytes = 32 outputs x 4 inputs of a byte each, so that 64 bytes
@@ -19,10 +20,10 @@
 //           6 bits   … and two rows more: bits 2(j%4) of a byte of row j/4
 //
 // Codes are unsigned; a type whose numbers are scale * (code - zero) with one zero for all keeps no
-// minima. Codes of MXFP4, IQ4_NL, IQ4_XS and NF4 are places in a table of unsigned numbers, to which
+// minima. Codes of MXFP4, NVFP4, IQ4_NL, IQ4_XS and NF4 are places in a table of unsigned numbers, to which
 // their zero applies.
 //
-// IQ1, IQ2, IQ3, TQ1_0, TQ2_0 and NVFP4 stay in the blocks of the file (file_blocks.h).
+// IQ1, IQ2, IQ3 and TQ1_0 stay in the blocks of the file (file_blocks.h).
 //
 // INT4 and INT8 are those of checkpoints whose groups of columns have a scale and a zero each; the
 // number behind it is that of columns that share a head here, by which the group is divisible:
@@ -106,8 +107,8 @@ struct TokendProduct {
 __attribute__((visibility("default"))) int64_t tokend_packed_bytes(const TokendPackedShape* weight);
 
 // Packs outputs first … first + num_rows - 1 from rows of blocks, as GGUF files have them: row order[i] of `raw`
-// becomes output first + i, or row i where order is null. The memory of the weight is zero at
-// first. Runs on the calling thread.
+// becomes output first + i, or row i where order is null. Factors of outputs become 1. The memory of the
+// weight is zero at first. Runs on the calling thread.
 __attribute__((visibility("default"))) void tokend_pack_blocks(
     const TokendPackedShape* weight, int64_t first, int64_t num_rows, const void* raw, const int64_t* order);
 

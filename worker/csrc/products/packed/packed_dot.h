@@ -77,6 +77,21 @@ TOKEND_INLINE DotI load_bytes_as_ints(const Byte* from) {
 #endif
 }
 
+// DOT_LANES bytes below 128, each the leading bits of a float16 without its sign.
+TOKEND_INLINE DotF load_bytes_as_halves(const uint8_t* from) {
+#if defined(__AVX512F__)
+    const __m256i words = _mm256_cvtepu8_epi16(load_bytes<__m128i>(from));
+    return (DotF)_mm512_cvtph_ps(_mm256_slli_epi16(words, 7));
+#elif defined(__AVX2__) && defined(__F16C__)
+    const __m128i words = _mm_cvtepu8_epi16(_mm_cvtsi64_si128(load_bytes<int64_t>(from)));
+    return (DotF)_mm256_cvtph_ps(_mm_slli_epi16(words, 7));
+#else
+    float16 halves[DOT_LANES];
+    for (int lane = 0; lane < DOT_LANES; lane++) halves[lane].bits = uint16_t(from[lane] << 7);
+    return load<DOT_LANES>(halves);
+#endif
+}
+
 template <class Byte>
 TOKEND_INLINE DotF load_bytes_as_floats(const Byte* from) {
     return to_floats(load_bytes_as_ints(from));

@@ -16,7 +16,9 @@ enum class Scales {
     super_pair, // 4 bits for 16 inputs times float16 of the head, and the same for the minimum
     super_one,  // signed 8 bits a block times float16 of the head
     power,      // a power of two a block, 8 bits of exponent (E8M0)
-    group       // float16 and zero of 8 bits in the head
+    micro,      // 7 bits for 16 inputs: exponent and mantissa of E4M3
+    group,      // float16 and zero of 8 bits in the head
+    shared      // float16 in the head
 };
 
 // Which numbers the codes of a type with 4 bits stand for.
@@ -28,16 +30,18 @@ struct Format {
     static constexpr int BITS = BITS_;
     static constexpr int ZERO = ZERO_;
     static constexpr Scales SCALES = SCALES_;
-    static constexpr int SUPER = SUPER_;  // blocks that share a head
+    static constexpr int SUPER = SUPER_;  // blocks that share a head, or lie together in the file
     static constexpr Table TABLE = TABLE_;
     static constexpr bool HAS_TABLE = TABLE != Table::none;
     static constexpr int CODE_BITS = TABLE == Table::e2m1 ? 5 : HAS_TABLE ? 8 : BITS;  // of a code as it is multiplied
     static constexpr bool HAS_LOW = SCALES == Scales::half_low || SCALES == Scales::super_low ||
                                     SCALES == Scales::super_pair || SCALES == Scales::group;
-    static constexpr int HALVES = SCALES == Scales::super_half || SCALES == Scales::super_pair ? 2 : 1;
+    static constexpr int HALVES =
+        SCALES == Scales::super_half || SCALES == Scales::super_pair || SCALES == Scales::micro ? 2 : 1;
+    static constexpr bool HAS_FACTORS = SCALES == Scales::micro;  // of outputs, by which sums are multiplied
     static constexpr bool HAS_HEAD = SCALES == Scales::super_low || SCALES == Scales::super_half ||
                                      SCALES == Scales::super_pair || SCALES == Scales::super_one ||
-                                     SCALES == Scales::group;
+                                     SCALES == Scales::group || SCALES == Scales::shared;
 
     static constexpr int CODE_BYTES = BITS * ROW;
     static constexpr int scale_bytes() {
@@ -46,7 +50,8 @@ struct Format {
             case Scales::half_low: return PANEL * 4;
             case Scales::power:
             case Scales::super_one: return PANEL;
-            case Scales::group: return 0;
+            case Scales::group:
+            case Scales::shared: return 0;
             default: return PANEL * 2;
         }
     }
@@ -57,8 +62,11 @@ struct Format {
     }
     static constexpr int BLOCK_BYTES = CODE_BYTES + scale_bytes();
     static constexpr int HEAD_BYTES = head_bytes();
+    static constexpr int FACTOR_BYTES = HAS_FACTORS ? PANEL * 4 : 0;
 
-    static constexpr int64_t head(int64_t block) { return block / SUPER * (HEAD_BYTES + SUPER * BLOCK_BYTES); }
+    static constexpr int64_t head(int64_t block) {
+        return FACTOR_BYTES + block / SUPER * (HEAD_BYTES + SUPER * BLOCK_BYTES);
+    }
     static constexpr int64_t place(int64_t block) { return head(block) + HEAD_BYTES + block % SUPER * BLOCK_BYTES; }
     static constexpr int64_t panel_bytes(int64_t in_features) {
         return head(in_features / BLOCK);
@@ -83,6 +91,8 @@ using INT4_128 = Format<4, 0, Scales::group, 4>;
 using INT8_32 = Format<8, 0, Scales::group, 1>;
 using INT8_128 = Format<8, 0, Scales::group, 4>;
 using NF4 = Format<4, 128, Scales::half, 1, Table::nf4>;
+using TQ2_0 = Format<2, 1, Scales::shared, 8>;
+using NVFP4 = Format<4, 12, Scales::micro, 2, Table::e2m1>;
 
 // MXFP4 (OCP Microscaling Formats 1.0, section 5): a number is E2M1 times a power of two. Here it is
 // twice E2M1, a whole number, times half the power; the table has 12 + twice E2M1.
@@ -96,6 +106,10 @@ template <class Format>
 constexpr const uint8_t (&TABLE_OF)[16] =
     Format::TABLE == Table::e2m1 ? E2M1_CODES : Format::TABLE == Table::iq4 ? IQ4_CODES : NF4_CODES;
 constexpr int32_t LEAST_POWER = 0x00400000;  // the float 2^-127, of exponent 0
+
+// NVFP4: a number is E2M1 times an unsigned E4M3, and times a float of the whole weight. E4M3 becomes a float16 of
+// the same bits, which is 2^-8 of it; here half of it is needed.
+constexpr float HALF_OF_E4M3 = 0x1p7f;
 
 // Calls body(Format()) with the format of a type.
 template <class Body>

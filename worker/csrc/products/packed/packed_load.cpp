@@ -92,6 +92,8 @@ constexpr Raw raw_layout() {
     if (std::is_same_v<Format, Q3_K>) return {110, 108, 0, 0, 32, 96};
     if (std::is_same_v<Format, IQ4_NL> || std::is_same_v<Format, NF4>) return {18, 0, 0, 0, 2, 0};
     if (std::is_same_v<Format, IQ4_XS>) return {136, 0, 0, 0, 8, 2};
+    if (std::is_same_v<Format, TQ2_0>) return {66, 64, 0, 0, 0, 0};
+    if (std::is_same_v<Format, NVFP4>) return {36, 0, 0, 0, 4, 0};
     if (Format::SCALES == Scales::group) return {4 + Format::SUPER * 4 * Format::BITS, 0, 2, 0, 4, 0};
     return {210, 208, 0, 128, 0, 192};
 }
@@ -128,6 +130,9 @@ TOKEND_INLINE void raw_codes(const uint8_t* raw, int sub, uint8_t (&codes)[BLOCK
         for (int i = 0; i < BLOCK; i++) codes[i] = low[i] >> sub % 2 * 4 & 15;
         if constexpr (Format::BITS == 5)
             for (int i = 0; i < BLOCK; i++) codes[i] |= (high[i] >> sub & 1) << 4;
+    } else if constexpr (Format::SCALES == Scales::micro) {
+        low += sub * 16;
+        for (int i = 0; i < BLOCK; i++) codes[i] = low[i / 16 * 8 + i % 8] >> i % 16 / 8 * 4 & 15;
     } else {
         for (int i = 0; i < 16; i++) codes[i] = low[i] & 15;
         for (int i = 0; i < 16; i++) codes[i + 16] = low[i] >> 4;
@@ -179,6 +184,15 @@ void put_block(uint8_t* panel, int64_t block, int output, const uint8_t* row) {
     put_codes<Format>(to, output, codes);
     if constexpr (Format::SCALES == Scales::power) {
         scales[output] = raw[layout.scale];
+        return;
+    }
+    if constexpr (Format::SCALES == Scales::micro) {  // the sign has no meaning, and ggml reads 0x7f as 0
+        for (int half = 0; half < 2; half++) {
+            const uint8_t scale = raw[layout.scales + sub * 2 + half];
+            scales[half * PANEL + output] = scale == 0x7f ? 0 : scale & 0x7f;
+        }
+        const float factor = 1.0f;
+        if (block == 0) std::memcpy(panel + output * 4, &factor, 4);
         return;
     }
     if (Format::HAS_HEAD && sub == 0) scales = panel + Format::head(block);
@@ -283,9 +297,15 @@ void get_block(const uint8_t* panel, int64_t block, int output, float* numbers) 
         reinterpret_cast<const uint16_t*>(Format::HAS_HEAD ? panel + Format::head(block) : scales);
     float scale[2], low[2] = {0.0f, 0.0f};
     for (int half = 0; half < 2; half++) {
-        const uint8_t small = scales[(Format::HALVES == 2 ? half * PANEL : 0) + output];
+        const uint8_t small =
+            Format::scale_bytes() == 0 ? 0 : scales[(Format::HALVES == 2 ? half * PANEL : 0) + output];
         if constexpr (Format::SCALES == Scales::power) {
             scale[half] = bit_cast<float>(std::max(int32_t(small) << 23, LEAST_POWER)) * 0.5f;
+            continue;
+        }
+        if constexpr (Format::SCALES == Scales::micro) {
+            const float of_output = bit_cast<float>(word_at(panel, output));
+            scale[half] = to_float(uint16_t(small << 7)) * HALF_OF_E4M3 * of_output;
             continue;
         }
         const float factor = to_float(halves[output]);

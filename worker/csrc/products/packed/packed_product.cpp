@@ -1,6 +1,7 @@
 // Products with packed weights: divides the work into panels and rows for the threads, and rounds,
 // adds and writes the results of the tiles.
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 #include "common/team.h"
@@ -96,6 +97,12 @@ void multiply_panel(const uint8_t* panel, int64_t num_blocks, const TokendQuanti
         multiply_file_blocks<Format>(panel, num_blocks, x, num_rows, scratch, result);
     else
         multiply_packed<Format>(panel, num_blocks, x, num_rows, scratch, result);
+    if constexpr (Format::HAS_FACTORS) {
+        float factors[PANEL];
+        std::memcpy(factors, panel, sizeof(factors));
+        for (int64_t row = 0; row < num_rows; row++)
+            for (int output = 0; output < PANEL; output++) result[row * PANEL + output] *= factors[output];
+    }
 }
 
 // The same for a type that is known at run time.

@@ -64,9 +64,11 @@ struct Packed {
         TOKEND_INLINE DotF scale(int half, int index) const {
             const int output = (vector + index) * DOT_LANES;
             if constexpr (Format::SCALES == Scales::power) return half_powers(scales + output);
+            if constexpr (Format::SCALES == Scales::micro)
+                return load_bytes_as_halves(scales + half * PANEL + output) * HALF_OF_E4M3;
             if constexpr (!Format::HAS_HEAD) return load<DOT_LANES>(halves(scales) + output);
             const DotF factor = load<DOT_LANES>(halves(head) + output);
-            if constexpr (Format::SCALES == Scales::group) return factor;
+            if constexpr (Format::SCALES == Scales::group || Format::SCALES == Scales::shared) return factor;
             if constexpr (Format::SCALES == Scales::super_low) return factor * load_bytes_as_floats(scales + output);
             if constexpr (Format::SCALES == Scales::super_pair)
                 return factor * to_floats(load_bytes_as_ints(scales + half * PANEL + output) & 15);
