@@ -199,7 +199,8 @@ class Step(_Line, frozen=True, kw_only=True, tag="step"):
 class Result(_Line, frozen=True, kw_only=True, tag="result"):
     """The output of a step arrived. first: sequences that got their first token.
 
-    num_tokens: sampled, those of accepted drafts included.
+    num_tokens: sampled, those of accepted drafts included. accepted: tokens of each draft, in the
+    order of `drafted` in the step's decision.
     compute_seconds: measured by the workers; 0 if they do not measure it.
     """
 
@@ -207,6 +208,7 @@ class Result(_Line, frozen=True, kw_only=True, tag="result"):
     num_tokens: int = 0
     first: list[int] = []
     compute_seconds: float = 0.0
+    accepted: list[int] = []
 
 
 class Finish(_Line, frozen=True, kw_only=True, tag="finish"):

@@ -73,6 +73,7 @@ class TraceRecorder:
         self._queue_has_changed = False  # between two steps
         self._tokenless: set[int] = set()  # sequences without a first token
         self._external_hits: dict[int, tuple[int, str, bool]] = {}
+        self._drafted: dict[int, list[int]] = {}  # by step, sequences with drafts
         self._snapshot: Snapshot | None = None
         self._retained_prefixes: dict[str, RetainedPrefix] = {}
 
@@ -140,6 +141,8 @@ class TraceRecorder:
 
     def on_step_scheduled(self, step: int, plan: StepPlan) -> None:
         assert self._snapshot is not None, "a step begins before it is decided"
+        if plan.drafts:
+            self._drafted[step] = list(plan.drafts)
         self._write_line(
             Step(
                 time_us=self._microseconds(plan.now),
@@ -170,6 +173,7 @@ class TraceRecorder:
                 num_tokens=sum(map(len, result.sampled_token_ids)),
                 first=first,
                 compute_seconds=result.compute_seconds,
+                accepted=self._accepted(result),
             )
         )
 
@@ -211,7 +215,17 @@ class TraceRecorder:
 
     def on_event(self, what: str, detail: str) -> None:
         self._queue_has_changed = True
+        if what == "restart":
+            self._drafted.clear()  # the steps in flight get no result
         self._write_line(Event(time_us=self._now(), what=what, detail=detail))
+
+    def _accepted(self, result: ModelRunnerOutput) -> list[int]:
+        """Return how many tokens of each draft of a step were accepted."""
+        drafted = self._drafted.pop(result.step, [])
+        if not drafted:
+            return []
+        numbers = dict(zip(result.seq_ids, map(len, result.sampled_token_ids), strict=True))
+        return [max(0, numbers.get(seq_id, 0) - 1) for seq_id in drafted]
 
     def _decision(self, plan: StepPlan) -> Decision:
         new: list[int] = []

@@ -27,7 +27,7 @@ from proto.sched_trace import (
 from proto.scheduler_output import SchedulerOutput
 from tests.benchmarks.simulator.messages import Verdict
 from tests.benchmarks.simulator.recording import Recording
-from tests.benchmarks.simulator.rig import CUT_SHORT, EPOCH, Rig
+from tests.benchmarks.simulator.rig import CUT_SHORT, EPOCH, RecordedDrafts, Rig
 
 _SHOWN = 120
 """Characters of a decision in a message."""
@@ -41,7 +41,10 @@ class Follower:
         self._now = 0.0
         self._decision = Decision()
         recorder = TraceRecorder(self._note, started_at=0.0, num_seats=0, clock=lambda: self._now)
-        self._rig = Rig(recording.header, recorder, lambda: self._now, aborts=True)
+        self._drafts = _drafts_of(recording)
+        self._rig = Rig(
+            recording.header, recorder, lambda: self._now, aborts=True, drafts=self._drafts
+        )
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._num_steps = self._num_admitted = self._num_preempted = 0
         self._epoch = EPOCH
@@ -92,8 +95,9 @@ class Follower:
     def _step(self, line: Step) -> str:
         scheduler = self._rig.scheduler
         scheduler.isolate_suspect()
+        self._drafts.begin(line.step)
         output = scheduler.schedule()
-        result = self._rig.worker.answer(output)
+        result = self._rig.worker.answer(output, self._drafts.accepted)
         self._in_flight.append((output, result))
         if self._decision != line.decision:
             return _difference(line, self._decision)
@@ -125,6 +129,17 @@ class Follower:
                 scheduler.resume()
             case "reset":
                 scheduler.reset_prefix_cache(preempting=bool(line.detail))
+
+
+def _drafts_of(recording: Recording) -> RecordedDrafts:
+    steps = {line.step: line.decision for line in recording.lines if isinstance(line, Step)}
+    results = [line for line in recording.lines if isinstance(line, Result) and line.accepted]
+    accepted = {
+        line.step: dict(zip(steps[line.step].drafted, line.accepted, strict=True))
+        for line in results
+    }
+    computes_ahead = bool(recording.header.scheduler.async_scheduling)
+    return RecordedDrafts(steps, accepted, computes_ahead=computes_ahead)
 
 
 def _difference(line: Step, ours: Decision) -> str:

@@ -1,6 +1,6 @@
 """The scheduler and KV cache of a trace, and a worker that gives its recorded answers."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final, Protocol
 
 import msgspec
@@ -37,7 +37,7 @@ from proto.kv_transfer_config import KVTransferConfig
 from proto.lifecycle import KVCacheGeometry
 from proto.model_runner_output import ModelRunnerOutput
 from proto.sampling_params import SamplingParams
-from proto.sched_trace import Arrival, TraceHeader
+from proto.sched_trace import Arrival, Decision, TraceHeader
 from proto.scheduler_output import SchedulerOutput
 from tests.benchmarks.simulator.messages import HostTier, ReplayOrder
 from tests.benchmarks.simulator.recording import STOP, VOCAB_SIZE, RecordedRequest, Tokens
@@ -171,6 +171,9 @@ def _num_blocks(job: TransferJob) -> int:
     return sum(len(each.block_ids) for each in job.device)
 
 
+NO_DRAFTS: Final[Mapping[int, int]] = {}
+_WRONG: Final = STOP - 1
+"""A token that no sequence has."""
 EPOCH = 1
 CUT_SHORT = ("abort", "error")
 _FINGERPRINT = bytes(32)
@@ -197,7 +200,7 @@ class Rig:
 
     one_tenant: all requests have one tenant. aborts: requests aborted in the trace are aborted by
     the caller; otherwise they stop after their last recorded token.
-    tier: the KV tier behind the pool.
+    tier: the KV tier behind the pool. drafts: those of the trace, if it has some.
     """
 
     def __init__(
@@ -210,8 +213,12 @@ class Rig:
         aborts: bool = False,
         pool_observers: Sequence[PoolObserver] = (),
         tier: Tier = NO_TIER,
+        drafts: "RecordedDrafts | None" = None,
     ) -> None:
         config = header.scheduler
+        self.worker = ReplayWorker()
+        if drafts is not None:
+            drafts.worker = self.worker
         self.kv_cache = KVCacheManager(
             header.num_blocks,
             header.block_size,
@@ -231,8 +238,9 @@ class Rig:
             clock=clock,
             connect=tier.connect(self.kv_cache),
             observer=observer,
+            drafting=drafts,
+            num_draft_positions=VOCAB_SIZE,  # recorded drafts are cut already
         )
-        self.worker = ReplayWorker()
         self._one_tenant = one_tenant
         self._aborts = aborts
 
@@ -297,10 +305,19 @@ class ReplayWorker:
         self._tokens[seq_id] = tokens
         self._ends[seq_id] = end
 
-    def answer(self, output: SchedulerOutput) -> ModelRunnerOutput:
+    def token(self, seq_id: int, position: int) -> int:
+        """Return the token of a sequence at a position."""
+        if position + 1 == self._ends[seq_id]:
+            return STOP
+        return self._tokens[seq_id].at(position)
+
+    def answer(
+        self, output: SchedulerOutput, accepted: Mapping[int, int] = NO_DRAFTS
+    ) -> ModelRunnerOutput:
         """Return a token for each sequence whose tokens are all computed after this step.
 
-        Must be called for every step in order, also for empty ones.
+        Must be called for every step in order, also for empty ones. accepted: by seq_id, tokens of
+        a draft, which the sequence gets besides.
         """
         num_tokens = self._num_tokens
         for seq_id in output.finished_seq_ids:
@@ -314,10 +331,103 @@ class ReplayWorker:
             if end < number:
                 sampled.append([])
                 continue
-            is_last = number + 1 == self._ends[seq_id]
-            sampled.append([STOP if is_last else self._tokens[seq_id].at(number)])
-            num_tokens[seq_id] = number + 1
+            num_tokens[seq_id] = number + 1 + accepted.get(seq_id, 0)
+            positions = range(number, num_tokens[seq_id])
+            sampled.append([self.token(seq_id, position) for position in positions])
         return ModelRunnerOutput(output.epoch, output.step, seq_ids, sampled)
+
+
+class RecordedDrafts:
+    """A DraftProvider that drafts what a trace says, so that as much is accepted.
+
+    Call `begin` before each step. decisions: of the trace's steps, by number. accepted: tokens of
+    their drafts, by step and seq_id. computes_ahead: steps were planned before the result of the
+    one before.
+
+        trace     drafted 7 (3 tokens), accepted 2
+        replay    the next two tokens of sequence 7, and a wrong one
+    """
+
+    max_proposal_len = 1 << 40
+
+    def __init__(
+        self,
+        decisions: Mapping[int, Decision],
+        accepted: Mapping[int, Mapping[int, int]],
+        *,
+        computes_ahead: bool,
+    ) -> None:
+        self.worker = ReplayWorker()
+        self._computes_ahead = computes_ahead
+        self.accepted: Mapping[int, int] = NO_DRAFTS
+        self.has_draft_model = any(decision.lookahead for decision in decisions.values())
+        self._decisions = decisions
+        self._accepted_of = accepted
+        self._drafts: dict[int, int] = {}
+        self._lookahead: dict[int, int] = {}
+
+    def begin(self, step: int) -> None:
+        decision = self._decisions.get(step, Decision())
+        self.accepted = self._accepted_of.get(step, NO_DRAFTS)
+        self._drafts = dict(zip(decision.drafted, decision.draft_tokens, strict=True))
+        self._lookahead = dict(zip(decision.lookahead, decision.lookahead_tokens, strict=True))
+
+    def fill_drafts(
+        self, requests: list[Request], limits: list[int], num_other_tokens: int
+    ) -> None:
+        for request in requests:
+            seq_id, number = request.seq_id, self._drafts.get(request.seq_id, 0)
+            if number:
+                num_in_flight = request.num_output_placeholders
+                first = len(request.all_token_ids)
+                num_right = num_in_flight + self.accepted.get(seq_id, 0)
+                right = [self.worker.token(seq_id, first + index) for index in range(num_right)]
+                num_wrong = num_in_flight + number - num_right
+                request.spec_token_ids = right + [_WRONG] * num_wrong
+
+    def may_propose(self, num_requests: int, num_other_tokens: int) -> bool:
+        return bool(self._lookahead)
+
+    def choose_proposals(
+        self, requests: list[Request], limits: list[int], num_other_tokens: int
+    ) -> tuple[list[int], float]:
+        """Return the recorded lengths.
+
+        The scheduler asks for a token more behind a step whose only token will be in flight.
+        """
+        lengths = []
+        for request, limit in zip(requests, limits, strict=True):
+            length = self._lookahead.get(request.seq_id, 0)
+            is_longer = self._computes_ahead and request.seq_id not in self._drafts
+            lengths.append(length - 1 if is_longer and length > 1 else min(length, limit))
+        return lengths, 0.0
+
+    # The rest teaches a drafter; here everything is known.
+
+    def add_request(self, request: Request) -> None: ...
+
+    def add_outputs(self, request: Request, num_new: int) -> None: ...
+
+    def begin_step(self) -> None: ...
+
+    def record_verified(self, request: Request, num_drafted: int, num_accepted: int) -> None: ...
+
+    def learn_step(self, num_rows: int, seconds: float) -> None: ...
+
+    def end_request(self, request: Request) -> None: ...
+
+    def forget_outputs(self) -> None: ...
+
+    def pop_source_counts(self) -> dict[str, tuple[int, int]]:
+        return {}
+
+    def restart_request(self, request: Request) -> None: ...
+
+    def keep_proposal(
+        self, request: Request, num_asked: int, token_ids: list[int], survivals: Sequence[float]
+    ) -> None: ...
+
+    def learn_passes(self, rows: Sequence[int], seconds: Sequence[float]) -> None: ...
 
 
 # The trace of a simulation, in the format of a daemon's trace.

@@ -3,8 +3,9 @@
 import msgspec
 import pytest
 
-from proto.sched_trace import Dropped, PinEnd, Step, TurnEnd
+from proto.sched_trace import Dropped, PinEnd, Result, Step, TurnEnd
 from tests.benchmarks.simulator.follow import Follower
+from tests.fakes.drafts import SyntheticDrafts
 from tests.fakes.traced_engine import TracedEngine, agents_load, random_load, recording_of
 
 
@@ -29,6 +30,23 @@ def test_the_same_admissions_and_preemptions(num_blocks: int, settings: dict) ->
         num_admitted += verdict.num_admitted
     assert num_admitted > 60
     assert num_preempted > 5
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("acceptance", [0.0, 0.6, 1.0])
+def test_drafts_are_followed(acceptance: float, is_async: bool) -> None:
+    """With as many tokens, of which as many are accepted; also room for those of a draft model."""
+    num_accepted = 0
+    for seed in range(2):
+        drafting = SyntheticDrafts(acceptance, seed=seed, has_draft_model=True)
+        engine = TracedEngine(30, drafting=drafting, async_scheduling=is_async)
+        random_load(seed, engine)
+        assert any(line.decision.lookahead for line in engine.of(Step))
+        verdict = Follower(engine.recording).run()
+        assert verdict.difference == ""
+        assert verdict.num_steps == len(engine.of(Step))
+        num_accepted += sum(sum(line.accepted) for line in engine.of(Result))
+    assert num_accepted > 20
 
 
 def test_pauses_restarts_and_resets_are_followed() -> None:
