@@ -191,7 +191,10 @@ def _report_ready(
         queue.num_tokens,
         plan.num_blocks
         * plan.block_size
-        * sum(worker.geometry.bytes_per_token for worker in workers.workers),
+        * sum(
+            worker.geometry.bytes_per_token + worker.draft_bytes_per_token
+            for worker in workers.workers
+        ),
         num_cached,
         weight_memory(workers.workers),
         (
@@ -304,7 +307,7 @@ class EngineCore:
                 reason = "its outputs are pooled" if pools else "its states cannot be taken back"
                 logger.warning("--speculative-config: no drafts for this model: %s", reason)
             return None
-        return make_drafting(settings, structured_output, worker.draft_method)
+        return make_drafting(settings, structured_output, worker.draft_method, worker.max_draft_len)
 
 
 def connector_factory(

@@ -338,7 +338,7 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):
     speculative_config: str | None = None
     """Drafts as JSON, with vLLM's keys: method (suffix, ngram, grammar, draft_model, eagle, eagle3,
     several joined by +, none), model, num_speculative_tokens, prompt_lookup_min …; by default
-    suffix+grammar on a CPU, else none."""
+    suffix+grammar where bits do not depend on the batch, else none."""
     speculative_max_tokens: int = 16
     """Longest draft of a request, 1 to 64; how much of it is computed is decided in each step."""
 

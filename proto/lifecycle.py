@@ -266,7 +266,8 @@ class WorkerReady(msgspec.Struct, array_like=True, tag=10, frozen=True):
     num_state_slots: slots for states that its memory was planned for, the null slot included.
     is_batch_invariant: whether a token has the same bits in a step of any number of rows.
     draft_method: that of the draft model which it has loaded (proto/speculative_config.py); "" for
-        none.
+        none. max_draft_len: tokens of a sequence beyond which that proposes nothing.
+    draft_bytes_per_token: of its KV, beside that of the geometry.
     """
 
     protocol_version: int
@@ -286,6 +287,8 @@ class WorkerReady(msgspec.Struct, array_like=True, tag=10, frozen=True):
     num_state_slots: int = 0
     is_batch_invariant: bool = False
     draft_method: str = ""
+    max_draft_len: int = 0
+    draft_bytes_per_token: int = 0
 
 
 class InitializeCache(msgspec.Struct, array_like=True, tag=11, frozen=True):

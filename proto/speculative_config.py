@@ -50,7 +50,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Which drafts are made.
 
     methods: of METHODS; empty for no speculation. max_tokens: of any draft.
-    num_speculative_tokens: of a draft by ngram or suffix.
+    num_speculative_tokens: of a draft by any method but grammar.
     prompt_lookup_min, prompt_lookup_max: lengths of the match that ngram continues.
     suffix_decoding_max_tree_depth: length of a match beyond which it counts as equal.
     suffix_decoding_max_cached_requests: outputs to keep of each tenant.

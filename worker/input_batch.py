@@ -394,10 +394,17 @@ def build_inputs(
     )
 
 
-def dummy_inputs(num_tokens: int, num_seqs: int, table: BlockTable) -> StepInputs:
+def dummy_inputs(
+    num_tokens: int,
+    num_seqs: int,
+    table: BlockTable,
+    query_split: QuerySplit = QuerySplit.NONE,
+) -> StepInputs:
     """Return a step of dummy sequences of token 0, all in block 0, the null block.
 
     Each sequence begins in this step, with at most as many tokens as a row of the table has.
+    query_split: of the attention backend; with ALL, block tables are as wide as they can be, since
+    each token has one.
     """
     counts = np.full(num_seqs, num_tokens // num_seqs, dtype=np.int32)
     counts[: num_tokens % num_seqs] += 1
@@ -407,6 +414,13 @@ def dummy_inputs(num_tokens: int, num_seqs: int, table: BlockTable) -> StepInput
     positions = np.arange(num_tokens) - np.repeat(query_start[:-1], counts)
     blocks = np.zeros((num_seqs, -(-int(counts.max()) // table.block_size)), dtype=np.int32)
     attention = AttentionInputs(query_start, counts, blocks, positions % table.block_size)
+    if query_split is QuerySplit.ALL:
+        attention = AttentionInputs(
+            np.arange(num_tokens + 1, dtype=np.int32),
+            (positions + 1).astype(np.int32),
+            np.zeros((num_tokens, table.ids.shape[2]), dtype=np.int32),
+            attention.slot_mapping,
+        )
     sample_start, sample_tokens = sample_last_tokens(query_start, np.ones_like(counts))
     return StepInputs(
         token_ids=np.zeros(num_tokens, dtype=np.int64),

@@ -457,6 +457,8 @@ def _require_batch_invariance(
         what = f"the products of {spec.architecture}'s experts have as many rows as tokens choose"
     elif on_cuda and (heads.latent_dim or heads.bidirectional):
         what = f"{spec.architecture} has attention whose sums depend on the batch"
+    elif on_cuda and dtype == torch.float32:
+        what, way_out = "attention computes 16 bits on a GPU", "--dtype bfloat16"
     elif on_cuda and config.parallel.tensor_parallel_size > 1:
         what, way_out = "sums over GPUs depend on their size", "--tensor-parallel-size 1"
     elif on_cuda and config.device.cascade_attention_from:

@@ -273,7 +273,9 @@ class ModelRunner:
         self, num_tokens: int, num_seqs: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the layers for such a step; return all hidden states, and each last token's index."""
-        inputs = dummy_inputs(num_tokens, num_seqs, self.batch.block_table)
+        inputs = dummy_inputs(
+            num_tokens, num_seqs, self.batch.block_table, self._attention.query_split
+        )
         token_ids, positions, sample_tokens = self.placement.to_device(
             [inputs.token_ids, inputs.positions, inputs.sample_tokens]
         )

@@ -358,7 +358,7 @@ class Worker:
             raise
 
     def _ready_message(self) -> WorkerReady:
-        loaded = self._loaded
+        loaded, draft = self._loaded, self._loaded.draft
         return WorkerReady(
             protocol_version=PROTOCOL_VERSION,
             epoch=self._epoch,
@@ -376,5 +376,7 @@ class Worker:
             compute=loaded.model.spec.compute_shape,
             num_state_slots=loaded.plan.num_state_slots,
             is_batch_invariant=loaded.is_batch_invariant,
-            draft_method="" if loaded.draft is None else loaded.draft.method,
+            draft_method="" if draft is None else draft.method,
+            max_draft_len=0 if draft is None else draft.max_model_len,
+            draft_bytes_per_token=0 if draft is None else draft.geometry.bytes_per_token,
         )

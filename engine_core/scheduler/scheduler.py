@@ -428,8 +428,10 @@ class Scheduler:
         not completed yet is missing.
         """
         asked = dict(zip(output.lookahead_seq_ids, output.num_lookahead_tokens, strict=True))
+        void_until = self.kv_transfer.discard_until_step
         for seq_id, draft, survivals in zip(seq_ids, draft_token_ids, draft_survivals, strict=True):
-            self._keep_proposal(seq_id, asked.get(seq_id, len(draft)), draft, survivals)
+            if void_until.get(seq_id, 0) < output.step:
+                self._keep_proposal(seq_id, asked.get(seq_id, len(draft)), draft, survivals)
 
     def _keep_proposal(
         self, seq_id: int, num_asked: int, draft: list[int], survivals: Sequence[float]

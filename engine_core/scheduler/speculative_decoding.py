@@ -28,8 +28,9 @@ It writes KV for tokens that are not scheduled yet, so the block tables need roo
     step                                      |x|d|d|d|
     lookahead                                         |p|p|p|p|   blocks cover [0, n + 4 + 4)
 
-That room is given when all passes of the step are over, and only where no request misses it. The
-blocks are those that the request's next tokens take.
+That room is given when all passes of the step are over, and only while enough blocks stay free for
+what the running requests may need in the next step. The blocks are those that the request's next
+tokens take.
 """
 
 from collections.abc import Sequence
@@ -190,7 +191,7 @@ class SpeculativeDecoding:
     def plan_lookahead(self, plan: StepPlan) -> None:
         """Choose for which planned requests the draft model proposes tokens behind the step.
 
-        Called when the plan is complete, so that it takes nothing from any request.
+        Called when the plan is complete, so that it takes nothing from a request of this step.
         """
         drafting = self._drafting
         if drafting is None or not drafting.has_draft_model or not plan.continued:
@@ -216,7 +217,7 @@ class SpeculativeDecoding:
         lengths, plan.min_draft_survival = drafting.choose_proposals(
             requests, limits, plan.num_prompt_tokens
         )
-        min_free_blocks = self._min_free_blocks + len(self._running) * len(self._kv_cache.groups)
+        min_free_blocks = self._min_free_blocks + self._num_blocks_next(plan)
         if self._waiting.num_ready > 0:
             min_free_blocks = self._kv_cache.num_usable_blocks
         for index, request, limit, length in zip(indexes, requests, limits, lengths, strict=True):
@@ -224,6 +225,20 @@ class SpeculativeDecoding:
                 if self._computes_ahead and request.seq_id not in plan.drafts:
                     length = min(length + 1, limit)  # the first one will be in flight
                 self._plan_proposal(plan, index, request, length, min_free_blocks)
+
+    def _num_blocks_next(self, plan: StepPlan) -> int:
+        """Return how many blocks the running requests may need in the next step.
+
+        One each, and more for chunks of prompts that go on.
+        """
+        num_blocks = len(self._running)
+        if plan.num_prefilling > 0:
+            for request in self._running:
+                num_missing = len(request.all_token_ids) - request.num_computed_tokens
+                if num_missing > 1:
+                    chunk = min(num_missing, self._longest_chunk)
+                    num_blocks += chunk // self._kv_cache.block_size
+        return num_blocks * len(self._kv_cache.groups)
 
     def _max_proposed(self, request: Request, num_planned: int, num_new: int) -> int:
         """Return how many tokens the draft model may propose for a request behind a step.

@@ -1,4 +1,4 @@
-"""Drafts by a model in the workers: what it has proposed, and for how many tokens it is asked.
+"""Drafts by a model in the workers: its last proposals, and how many tokens it shall propose.
 
     step N      |x|d|d|          the last known token and a draft: the target model samples a b c
     draft model         p p p    proposes 3 tokens behind c, in the time of 3 passes
@@ -9,8 +9,8 @@ LookaheadPlanner   decides with each step how many tokens the model proposes beh
 
 The tokens of a proposal come one pass after the other, so a request that takes part costs little
 beside others, and a further token costs a pass. A model of its own computes the KV of a request
-when it is asked for the first time, in a pass over the whole context. That is an investment: it is
-made where it pays within the tokens that requests usually still get.
+when it is asked for the first time, in passes over the whole context. They are worth their time
+only where enough output tokens are expected.
 """
 
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ _CONFIDENCE: Final = (0.4, 0.8)
 
 
 class Proposal:
-    """A proposal, as far as its tokens are unknown yet. survivals: given the known ones."""
+    """The part of a proposal behind the known tokens. survivals: conditional on them."""
 
     __slots__ = ("key", "survivals", "token_ids")
 
@@ -204,8 +204,8 @@ class LookaheadPlanner:
     ) -> None:
         """Learn a proposal of up to `num_asked` tokens, behind num_known ones.
 
-        raw, survivals: of its tokens, as the model has them, and corrected by acceptance. Of tokens
-        that the model did not propose, as too unlikely, none would have been accepted.
+        raw, survivals: of its tokens, as the model has them, and corrected by acceptance. Tokens
+        that the model did not propose, as too unlikely, are counted as rejected.
         """
         state.num_computed = num_known - 1
         before = 1.0
@@ -479,7 +479,7 @@ class LookaheadPlanner:
     def _note_prices(self, price: float, num_part: int, num_rows: int, length: int) -> None:
         """Note what proposals of this step cost, in tokens.
 
-        They end where a token is worth less than its row and its share of a pass.
+        A proposal ends where the expected gain of its next token is below the cost of that.
         """
         row = self._cost.cost(num_rows + num_part) - self._cost.cost(num_rows)
         self._row_price = price * row / num_part

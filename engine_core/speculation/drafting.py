@@ -397,6 +397,8 @@ def _behind_forced(draft: Draft, forced: Draft) -> Draft | None:
     num_forced = len(forced.token_ids)
     if len(draft.token_ids) <= num_forced or draft.token_ids[:num_forced] != forced.token_ids:
         return None
+    if draft.survival[num_forced - 1] <= 0.0:
+        return None
     ratio = forced.survival[-1] / draft.survival[num_forced - 1]
     survival = forced.survival + [ratio * value for value in draft.survival[num_forced:]]
     return Draft(draft.token_ids, survival, draft.source, draft.key + _BEHIND_FORCED)
@@ -423,13 +425,17 @@ def _before_stop(draft: Draft, request: Request) -> Draft | None:
 
 
 def make_drafting(
-    config: SpeculativeConfig, grammars: ForcedTokenSource | None, draft_method: str = ""
+    config: SpeculativeConfig,
+    grammars: ForcedTokenSource | None,
+    draft_method: str = "",
+    max_draft_len: int = _NO_LIMIT,
 ) -> Drafting | None:
     """Return the drafting of a configuration; None if it has no method, or none can be used.
 
     grammars: of the engine; None for a model whose outputs have no grammars. draft_method: of the
-    draft model in the workers; "" for none. Without its compiled library `ngram` and `suffix` draft
-    nothing, and a warning says so.
+    draft model in the workers; "" for none. max_draft_len: tokens of a sequence beyond which that
+    model proposes nothing. Without its compiled library `ngram` and `suffix` draft nothing, and a
+    warning says so.
     """
     proposers: list[Proposer] = []
     if "grammar" in config.methods and grammars is not None:
@@ -476,5 +482,5 @@ def make_drafting(
         config.max_tokens,
         worker,
         config.num_speculative_tokens,
-        config.max_model_len or _NO_LIMIT,
+        max_draft_len,
     )

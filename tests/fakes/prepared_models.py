@@ -122,6 +122,9 @@ class TensorSource(WeightSource):
     def type_of(self, name: str) -> str:
         return "made in memory"
 
+    def has_factors(self, name: str) -> bool:
+        return False
+
     def check_tied_head(self) -> None:
         """There is no file with a second head."""
 

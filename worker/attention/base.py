@@ -50,7 +50,9 @@ class AttentionInputs:
 
 
 class QuerySplit(Enum):
-    """Which sequences are planned as sequences of one query each, so that a query has equal bits.
+    """Which sequences are given to attention as sequences of one query each.
+
+    So that their sums have the same order as in a decode.
 
     NONE: a query has the same bits within a chunk as alone. DRAFTS: those with drafts, since their
     tokens are decodes otherwise. ALL: prompts too, so that not even the length of a chunk matters.

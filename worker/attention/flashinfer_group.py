@@ -51,8 +51,8 @@ class Options:
         from fixed memory.
     cascade_from: full pages from which on a prefix shared by all sequences is read once; 0: never.
     batch_invariant: a sequence is never split over multiprocessors, since where it is split, and so
-        the order of its sums, depends on the batch. Not with graphs: in 0.6.18 kernels in graphs
-        then read beyond their arrays.
+        the order of its sums, depends on the batch. Not with CUDA graphs: FlashInfer 0.6.18 reads
+        out of bounds with both.
     """
 
     capture_sizes: tuple[int, ...] = ()

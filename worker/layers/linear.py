@@ -53,8 +53,8 @@ class DenseLinear:
 
 
 FIXED_ROWS: Final = 128
-"""Rows of each product of FixedRowsLinear: a product of one row takes as long as reading the weight
-anyway, and a large step reads it once for so many tokens."""
+"""Rows of each product of FixedRowsLinear. So many cost about as much as one, which takes as long
+as reading the weight; larger steps read the weight once for each product."""
 
 
 class FixedRowsLinear:

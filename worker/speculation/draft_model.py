@@ -34,9 +34,12 @@ from worker.speculation.draft_sampler import DraftSampler, OpenDraft, finished
 from worker.speculation.drafter import Drafts, SampledStep
 
 Hashes = NDArray[np.uint64]
-CATCH_UP_PASSES: Final = 16
-"""Most passes of a step in which a sequence that is alone in it computes tokens that its KV lacks,
-since an abort waits for the end of the step. Beside others it has one pass, because they wait."""
+PREFILL_TOKENS: Final = 256
+"""Most tokens of a sequence in a pass."""
+PREFILL_PASSES: Final = 4
+"""Most passes of a step in which a sequence that is alone in it computes tokens that its KV lacks:
+the step ends later, and with it what an abort or a new request waits for. Beside other sequences
+there is one."""
 _ABSENT_TOKEN: Final = 0
 """Is read in place of a token that the draft model's vocabulary lacks."""
 
@@ -89,15 +92,15 @@ class DraftModel:
     def after_step(self, step: SampledStep) -> Drafts:
         """Return a draft for each sequence with lookahead, if its KV can be completed.
 
-        A pass takes at most `step_tokens` tokens, those of sequences that miss the fewest first:
-        drafts that go on, then what is missing. A sequence that still lacks KV after as many as a
-        step may have goes on in the next step, and is in the result later.
+        A pass takes drafts that go on, then what sequences miss, of those that miss the fewest
+        first. If the passes of a step do not complete a sequence's
+        KV, it continues in the next step and has no draft until then.
         """
         started = time.monotonic()
         made = Drafts()
         drafts = self._begin_drafts(step)
         unfinished = drafts
-        most_passes = CATCH_UP_PASSES if len(step.seq_ids) == 1 else 1
+        most_passes = PREFILL_PASSES if len(step.seq_ids) == 1 else 1
         while unfinished:
             scheduled = self._schedule(unfinished)
             hidden = self._run_pass(scheduled)
@@ -115,18 +118,19 @@ class DraftModel:
 
     def _begin_drafts(self, step: SampledStep) -> list["_Draft"]:
         """Return an empty draft for each sequence with lookahead."""
-        return [
-            _Draft(each, num_valid=num_valid, num_computed=num_valid)
-            for each in self._draft_sampler.begin(step)
-            for num_valid in [self._contents.num_valid(each.row, each.num_tokens)]
-        ]
+        found = []
+        for each in self._draft_sampler.begin(step):
+            num_valid = self._contents.num_valid(each.row, each.num_tokens)
+            found.append(_Draft(each, num_valid=num_valid, num_computed=num_valid))
+        return found
 
     def _schedule(self, drafts: Sequence["_Draft"]) -> list["_Draft"]:
         """Schedule tokens for the next pass; return the drafts that have some."""
         left = self._step_tokens
         ordered = sorted(drafts, key=lambda draft: draft.num_missing)
         for draft in ordered:
-            draft.num_scheduled = min(draft.num_missing, left)
+            most = left if draft.num_missing == 1 else min(left, PREFILL_TOKENS)
+            draft.num_scheduled = min(draft.num_missing, most)
             left -= draft.num_scheduled
         return [draft for draft in ordered if draft.num_scheduled]
 

@@ -4,7 +4,7 @@
     step N+1   the engine schedules what it takes of them; the model verifies it (step_inputs.py)
 
 A draft follows all tokens of its sequence, so it is proposed when those of the step are known, in
-the same call. All ranks of a model make the same drafts, because each of them has all logits.
+the same call. All ranks of a model make the same drafts, because they compute the same numbers.
 """
 
 from collections.abc import Sequence

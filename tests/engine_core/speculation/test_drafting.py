@@ -372,11 +372,9 @@ def test_without_the_compiled_index_a_warning_says_so(monkeypatch, caplog):
 
 def test_a_draft_model_of_the_workers_is_a_drafter(caplog):
     """Only one that they have loaded; the log names it beside the others."""
-    config = parse_speculative_config(
-        '{"method": "grammar+eagle3", "model": "head", "max_model_len": 900}', 16
-    )
+    config = parse_speculative_config('{"method": "grammar+eagle3", "model": "head"}', 16)
     with caplog.at_level("INFO"):
-        drafting = make_drafting(config, Grammars(), "eagle3")
+        drafting = make_drafting(config, Grammars(), "eagle3", 900)
     assert drafting.has_draft_model
     assert drafting.max_proposal_len == 900
     assert "drafts by grammar, eagle3, up to 16 tokens" in caplog.text

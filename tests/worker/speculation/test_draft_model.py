@@ -251,7 +251,7 @@ def test_a_long_prompt_is_computed_in_several_passes(
     most_known: int,
 ) -> None:
     """In the steps that follow if they are too many; a short sequence need not wait."""
-    monkeypatch.setattr("worker.speculation.draft_model.CATCH_UP_PASSES", passes)
+    monkeypatch.setattr("worker.speculation.draft_model.PREFILL_PASSES", passes)
     engine = setups["llama"].harness()
     runner = LookaheadRunner(engine.runner)  # type: ignore[arg-type]
     with_drafter(runner.runner, load(folders["qwen3"]), step_tokens=20)
