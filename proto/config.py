@@ -224,7 +224,7 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
     enforce_eager: bool = False
     """On a GPU, launch kernels one by one instead of replaying CUDA graphs."""
     batch_invariant: bool = False
-    """Compute a token to the same bits whatever else a step computes; slower on a GPU."""
+    """The bits of a token do not depend on the other tokens of a step; slower on a GPU."""
     cascade_attention_from: int = 0
     """Read a common prefix of at least this many KV blocks once per step; 0: never; eager only."""
 

@@ -28,9 +28,9 @@ It writes KV for tokens that are not scheduled yet, so the block tables need roo
     step                                      |x|d|d|d|
     lookahead                                         |p|p|p|p|   blocks cover [0, n + 4 + 4)
 
-That room is given when all passes of the step are over, and only while enough blocks stay free for
-what the running requests may need in the next step. The blocks are those that the request's next
-tokens take.
+The scheduler allocates these blocks after all of its passes for the step, and only while enough
+blocks stay free for what the running requests may need in the next step. The request's next tokens
+use them.
 """
 
 from collections.abc import Sequence

@@ -43,7 +43,7 @@ _MAX_CATCH_UP: Final = 2048
 _FEW_REQUESTS: Final = 8
 """Requests up to which each is looked at in every step, as some may be better than the mean."""
 _NUM_TRIAL: Final = 16
-"""Proposals before which one request at a time is tried, whatever it costs to catch up."""
+"""Number of proposals up to which the model prefills for one request at a time, at any cost."""
 _EARNED_FORGETTING: Final = 0.98
 _EARNED_PRIOR: Final = 10.0
 """Weight of earlier proposals in what one brings, and that of the estimate."""
@@ -229,7 +229,7 @@ class LookaheadPlanner:
         self._update_survivals()
 
     def learn_verified(self, num_drafted: int, num_accepted: int) -> None:
-        """Learn what a proposal brought: so many tokens of it were verified, and accepted."""
+        """Learn how many tokens of a proposal were verified, and how many of these accepted."""
         self._earned += num_accepted - self._row_price * num_drafted
 
     def _update_survivals(self) -> None:

@@ -12,7 +12,7 @@ INPUTS = {
     "chat": {"messages": [{"role": "user", "content": "hello"}]},
 }
 FLAGS = [False, True, True, False, False, True]
-"""Of the tokens that `answer` makes the engine send, whatever the deltas are."""
+"""The flags do not depend on how the tokens are cut into deltas."""
 
 
 async def answer(front_end, endpoint, *, stream, **fields):

@@ -1,4 +1,4 @@
-"""KVContents never takes KV of other tokens for valid, whatever happens to blocks and rows."""
+"""KVContents never accepts KV of other tokens, after random changes of blocks and rows."""
 
 import random
 
