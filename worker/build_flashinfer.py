@@ -53,6 +53,7 @@ TEST_VARIANTS: Final = (
     FlashInferVariant(64, kv_dtype=EIGHT_BITS),
     FlashInferVariant(64, window=True),
     FlashInferVariant(64, soft_cap=True),
+    FlashInferVariant(64, window=True, soft_cap=True),
     # A model with windows plans its layers without one too.
     FlashInferVariant(256, window=True),
     FlashInferVariant(256),

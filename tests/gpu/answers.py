@@ -1,5 +1,6 @@
 """Outputs of a daemon on the GPU over HTTP: 1B with random weights, one feature at a time."""
 
+import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,6 +17,9 @@ NUM_TOKENS = 32
 TIE = 0.1
 """Of two log-probabilities: what 16 bits may turn round."""
 FIRST, SECOND = 5, 6
+LONG = 96
+FEW = list(range(8))
+"""An answer of so few different tokens repeats itself, so there are drafts."""
 PATTERN = "[0-9]{4}-[a-f]{4}"
 
 
@@ -35,6 +39,57 @@ def answers_1b(report: Report) -> None:
         flags = (*gpu.daemon_flags, "--kv-cache-dtype", gpu.eight_bits)
         with report.part("three choices, 8-bit KV"), Daemon(folder, *flags) as daemon:
             report.figure("three choices, 8-bit KV", three_choices(daemon))
+
+
+def invariance_1b(report: Report) -> None:
+    """With --batch-invariant, answers have the same bits alone, all at once and with drafts."""
+    gpu = hardware()
+    with checkpoint(gpu, "1B") as folder:
+        flags = (folder, *gpu.daemon_flags, *gpu.invariant_flags)
+        with Daemon(*flags) as daemon:
+            alone = [long_answer(daemon, *each) for each in seeded(gpu)]
+            demand_equal(report, "at once", alone, all_at_once(daemon, gpu))
+        drafts = json.dumps({"method": "ngram", "num_speculative_tokens": 4})
+        with Daemon(*flags, "--speculative-config", drafts) as daemon:
+            with report.part("drafts, alone"):
+                found = [long_answer(daemon, *each) for each in seeded(gpu)]
+                demand_equal(report, "drafts, alone", alone, found)
+            with report.part("drafts, at once"):
+                demand_equal(report, "drafts, at once", alone, all_at_once(daemon, gpu))
+            counts = [
+                daemon.metric(f"vllm:spec_decode_num_{name}_tokens_total")
+                for name in ("draft", "accepted")
+            ]
+        report.figure("drafts", "{:.0f}, {:.0f} accepted".format(*counts))
+        demand(counts[0] > 0, "no draft was tried")
+
+
+def seeded(gpu: Hardware) -> list[tuple[list[int], float]]:
+    """Prompts with their temperatures: every third is sampled."""
+    return [(prompt, float(index % 3 == 2)) for index, prompt in enumerate(prompts(gpu))]
+
+
+def long_answer(daemon: Daemon, prompt: list[int], temperature: float) -> dict[str, Any]:
+    """Complete a prompt; returns the tokens and their log-probabilities."""
+    fields = {"max_tokens": LONG, "seed": 3, "logprobs": 1, "allowed_token_ids": FEW}
+    (choice,) = complete(daemon, prompt, temperature=temperature, **fields)
+    return {name: choice[name] for name in ("token_ids", "logprobs")}
+
+
+def all_at_once(daemon: Daemon, gpu: Hardware) -> list[dict[str, Any]]:
+    """Complete the prompts together."""
+    with ThreadPoolExecutor(gpu.sizes.answers) as pool:
+        return list(pool.map(lambda each: long_answer(daemon, *each), seeded(gpu)))
+
+
+def demand_equal(
+    report: Report, name: str, alone: list[dict[str, Any]], found: list[dict[str, Any]]
+) -> None:
+    """Compare tokens and log-probabilities bit by bit."""
+    tokens = sum(a["token_ids"] == b["token_ids"] for a, b in zip(alone, found, strict=True))
+    bits = sum(a == b for a, b in zip(alone, found, strict=True))
+    report.figure(name, f"of {len(alone)} answers {tokens} have equal tokens, {bits} equal bits")
+    demand(bits == len(alone), f"{name}: {len(alone) - bits} answers differ from those alone")
 
 
 def complete(daemon: Daemon, prompt: list[int], **fields: Any) -> list[dict[str, Any]]:

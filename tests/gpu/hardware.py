@@ -61,6 +61,7 @@ class Hardware:
         self.device = torch.device("cuda", 0)
         self.daemon_flags: tuple[str, ...] = ("--device", "cuda", "--attention-backend")
         self.daemon_flags += ("flashinfer", "--max-model-len", "2048")
+        self.invariant_flags: tuple[str, ...] = ("--batch-invariant",)
         self.eight_bits = "fp8"
         self.pytest_marks = "gpu"
         self.sanitizer = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "99")

@@ -6,14 +6,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.fakes.gpu_families import FAMILIES
+from tests.fakes.prepared_models import build_decoder, shapes_of
 from tests.gpu.formulas import decode_floor, prefill_operations
 from tests.gpu.hardware import Hardware, hardware
 from tests.gpu.random_model import CONFIGS, random_decoder
-from tests.gpu.report import Report
+from tests.gpu.report import Report, demand
 from tests.gpu.timing import product_rate, read_rate
 from worker.attention.base import AttentionInputs
 from worker.attention.flashinfer_group import Options
 from worker.attention.flashinfer_latent import create_flashinfer
+from worker.attention.reference import ReferenceAttention
 from worker.cuda_graphs import DecodeGraphs
 from worker.input_batch import BlockTable
 from worker.kv_cache import KVCache
@@ -26,6 +29,9 @@ from worker.step_inputs import StepInputs
 DTYPE = torch.bfloat16
 BLOCK = 16
 TOLERANCE = 2e-2
+FAMILY_TOLERANCE = 4e-2
+"""Small models round more: each sum has few terms."""
+FAMILY_PROMPT = 40
 DECODE_SHARE = 0.85
 PREFILL_SHARE = 0.6
 
@@ -48,7 +54,9 @@ class Bench:
         layout, geometry = layer_cache(spec, DTYPE)
         self.gpu = gpu
         self.decoder = decoder
-        self.cache = KVCache(geometry, layout, 1 + -(-num_tokens // BLOCK), BLOCK, gpu.device)
+        self.num_groups = layout.num_groups
+        num_blocks = 1 + self.num_groups * -(-num_tokens // BLOCK)
+        self.cache = KVCache(geometry, layout, num_blocks, BLOCK, gpu.device)
         self.cache.buffer.normal_()
         self.accelerator = gpu.accelerator()
         self.attention = create_flashinfer(
@@ -70,7 +78,8 @@ class Bench:
 
     def graphs(self, sizes: Sequence[int], longest: int) -> DecodeGraphs:
         found = DecodeGraphs(self.decoder, self.attention, self.accelerator, tuple(sizes))
-        found.capture(BlockTable(max(sizes), longest, BLOCK), lambda fraction: None)
+        table = BlockTable(max(sizes), longest, BLOCK, self.num_groups)
+        found.capture(table, lambda fraction: None)
         return found
 
     def sent(self, inputs: StepInputs) -> list[torch.Tensor]:
@@ -81,8 +90,11 @@ class Bench:
         ]
 
 
-def step_inputs(lengths: list[int], new: list[int]) -> StepInputs:
-    """Inputs of sequences of these lengths; the last `new` tokens are computed."""
+def step_inputs(lengths: list[int], new: list[int], num_groups: int = 1) -> StepInputs:
+    """Inputs of sequences of these lengths; the last `new` tokens are computed.
+
+    num_groups: of the KV cache; their blocks follow each other.
+    """
     pages = [-(-length // BLOCK) for length in lengths]
     table = np.zeros((len(lengths), max(pages)), np.int32)
     first = 1
@@ -94,8 +106,11 @@ def step_inputs(lengths: list[int], new: list[int]) -> StepInputs:
     seq_lens = np.array(lengths, np.int32)
     rows = np.repeat(np.arange(len(lengths)), counts)
     positions = np.arange(query_start[-1]) - query_start[rows] + (seq_lens - counts)[rows]
-    slots = table[rows, positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK
-    attention = AttentionInputs(query_start, seq_lens, table, slots)
+    attention = []
+    for group in range(num_groups):
+        blocks = table + np.int32(group * sum(pages))
+        slots = blocks[rows, positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK
+        attention.append(AttentionInputs(query_start, seq_lens, blocks, slots))
     return StepInputs(
         token_ids=np.random.default_rng(0).integers(0, 64, len(positions)),
         positions=positions.astype(np.int64),
@@ -105,7 +120,7 @@ def step_inputs(lengths: list[int], new: list[int]) -> StepInputs:
         num_computed=seq_lens - counts,
         sample_start=np.arange(len(lengths) + 1, dtype=np.int32),
         sample_tokens=(query_start[1:] - 1).astype(np.int64),
-        attention=(attention,),
+        attention=tuple(attention),
     )
 
 
@@ -229,10 +244,65 @@ def parity(report: Report) -> None:
                 report.error(f"{name}: relative error {error:.4f}, not under {TOLERANCE}")
 
 
+@torch.inference_mode()
+def families(report: Report) -> None:
+    """Logits of a small model of every family against float32 on the host, with the same weights.
+
+    A prompt in one go, then tokens by graphs. Positions are compared by themselves: a mixture may
+    choose another expert for a token where two scores are nearly equal.
+    """
+    for name, config in FAMILIES.items():
+        with report.part(name):
+            errors = _family_errors(spec_from_config(config))
+            median = float(errors.median())
+            report.figure(name, {"median": median, "largest": float(errors.max())})
+            demand(bool(errors.isfinite().all()), "logits are not finite")
+            demand(median < FAMILY_TOLERANCE, f"the median error is {median:.4f}")
+
+
+def _family_errors(spec: ModelSpec) -> torch.Tensor:
+    """The relative error of each position's logits, float64 [T]."""
+    gpu, tokens = hardware(), torch.arange(FAMILY_PROMPT + 4) * 7 % spec.vocab_size
+    weights = _random_weights(spec)
+    exact = _logits_on_host(spec, weights, tokens)
+    decoder = build_decoder(spec, lambda name: weights[name].to(gpu.device), DTYPE, gpu.device)
+    found = _logits(gpu, decoder, tokens.to(gpu.device), [FAMILY_PROMPT, 1, 1, 1, 1])
+    return (found - exact).norm(dim=1) / exact.norm(dim=1)
+
+
+def _random_weights(spec: ModelSpec) -> dict[str, torch.Tensor]:
+    """Weights in bfloat16 on the host, of a size at which hidden states neither vanish nor grow."""
+    generator = torch.Generator().manual_seed(1)
+    found = {}
+    for name, shape in shapes_of(spec).items():
+        weight = torch.randn(shape, generator=generator)
+        if len(shape) > 1:
+            weight *= shape[-1] ** -0.5
+        else:
+            weight = 0.1 * weight + float("norm" in name and not spec.norms_add_one)
+        found[name] = weight.to(DTYPE)
+    return found
+
+
+def _logits_on_host(
+    spec: ModelSpec, weights: dict[str, torch.Tensor], tokens: torch.Tensor
+) -> torch.Tensor:
+    """Logits of all positions in one step, float64, computed in float32."""
+    host = torch.device("cpu")
+    decoder = build_decoder(spec, lambda name: weights[name].float(), torch.float32, host)
+    layout, geometry = layer_cache(spec, torch.float32)
+    num_blocks = 1 + layout.num_groups * -(-len(tokens) // BLOCK)
+    attention = ReferenceAttention(
+        KVCache(geometry, layout, num_blocks, BLOCK, host), spec.attention_shape
+    )
+    inputs = step_inputs([len(tokens)], [len(tokens)], layout.num_groups)
+    attention.plan(inputs.attention)
+    hidden = decoder.forward(tokens, torch.from_numpy(inputs.positions), attention)
+    return decoder.logits(hidden).double()
+
+
 def decoder_of(gpu: Hardware, model: Any, spec: ModelSpec) -> Decoder:
     """The weights of a transformers Llama, rounded to the dtype of this bench."""
-    from tests.fakes.prepared_models import build_decoder
-
     names = {name: weight.hugging_face for name, weight in spec.weights().items()}
     state = model.state_dict()
     return build_decoder(
@@ -250,7 +320,7 @@ def _logits(
     graphs = bench.graphs((1,), longest)
     found, done = [], 0
     for count in chunks:
-        inputs = step_inputs([done + count], [count])
+        inputs = step_inputs([done + count], [count], bench.num_groups)
         positions = torch.from_numpy(inputs.positions).to(gpu.device)
         run = graphs.replay if graphs.fits(inputs) else bench.eager
         hidden = run(inputs, tokens[done : done + count], positions)

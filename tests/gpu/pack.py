@@ -34,6 +34,7 @@ WHEELS: Final = (
     "llguidance",
     "msgspec",
     "openai-harmony",
+    "opentelemetry-api",
     "pydantic",
     "pydantic_core",
     "pyzmq",

@@ -77,6 +77,7 @@ class Rehearsal(Hardware):
         self.cuda = FakeCuda()
         self.daemon_flags = ("--device", "cpu", "--dtype", "float32", "--num-gpu-blocks-override")
         self.daemon_flags += ("200", "--disable-log-requests")
+        self.invariant_flags = ("--batch-invariant", "--cpu-weights", "packed")
         self.eight_bits = "int8"
         self.pytest_marks = "not gpu"
         # Replaces the memory checker by the plain command.

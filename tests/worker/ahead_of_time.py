@@ -10,6 +10,9 @@ import subprocess
 import sys
 from typing import Any, NamedTuple
 
+_OF_LAUNCHES = {"grid", "warmup", "stream", "device", "device_type", "num_warps", "num_stages"}
+"""Names that a launch refuses or reads itself, which compilation alone does not notice."""
+
 
 class Kernel(NamedTuple):
     """A kernel to compile.
@@ -49,6 +52,8 @@ def _compile(
     module, name = maker.split(":")
     made = getattr(importlib.import_module(module), name)()
     kernel = getattr(made, "kernel", None) or made
+    reserved = _OF_LAUNCHES & set(kernel.arg_names)
+    assert not reserved, f"a launch takes {reserved} for its own settings"
     source = ASTSource(
         kernel, signature | dict.fromkeys(constants, "constexpr"), constexprs=constants
     )

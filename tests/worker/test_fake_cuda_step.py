@@ -13,7 +13,6 @@ import torch
 from proto.prepared_model import FAMILIES as SUPPORTED
 from tests.fakes.fake_cuda_step import (
     CUDA,
-    FAMILIES,
     FakeAccelerator,
     FakeLibrary,
     HotPath,
@@ -23,6 +22,7 @@ from tests.fakes.fake_cuda_step import (
     seen_operators,
     watched,
 )
+from tests.fakes.gpu_families import FAMILIES
 from tests.gpu import operators
 from worker.async_runner import DeviceTokens
 from worker.kv_cache import KVCache

@@ -12,10 +12,10 @@ import torch
 from proto.config import DeviceConfig, ServeConfig
 from proto.errors import ConfigError
 from tests.fakes.fake_cuda import FakeCuda
-from tests.fakes.fake_cuda_step import FAMILIES
 from tests.fakes.fake_flashinfer import FakeFlashInfer
 from tests.fakes.fake_flashinfer_modules import FakeModules, attention_module, latent_module
 from tests.fakes.fake_paged_wrapper import ContractError
+from tests.fakes.gpu_families import FAMILIES
 from tests.worker.test_cuda_device import device_of
 from tests.worker.test_cuda_runner import Model, OnFakeCuda, compute_by_torch
 from worker import flashinfer_modules, loaded_model

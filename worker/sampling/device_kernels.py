@@ -233,7 +233,7 @@ class TritonDraw:
             vocab_size,
             logits.stride(0),
             num_chunks,
-            stream=STREAM_SAMPLE,
+            sample_stream=STREAM_SAMPLE,
             rounds=ROUNDS,
             counters=_DRAW_COUNTERS,
         )
@@ -257,7 +257,7 @@ def _draw_kernel() -> Any:
         vocab_size,
         stride,
         num_chunks,
-        stream: tl.constexpr,
+        sample_stream: tl.constexpr,
         rounds: tl.constexpr,
         counters: tl.constexpr,
     ):
@@ -273,7 +273,7 @@ def _draw_kernel() -> Any:
             counter.to(tl.uint32),
             position,
             choice,
-            (nothing + stream).to(tl.uint32),
+            (nothing + sample_stream).to(tl.uint32),
             rounds,
         )
         # Tokens 4 c to 4 c + 3 have the words of counter c.

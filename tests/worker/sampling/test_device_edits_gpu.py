@@ -9,6 +9,7 @@ import torch
 from tests.worker.reference.torch_kernels import TorchEdits
 from tests.worker.sampling.test_device_edits import (
     NUM_ROWS,
+    last_positions,
     new_request,
     random_masks,
     random_params,
@@ -28,9 +29,9 @@ def test_random_edits_equal_those_of_the_host(vocab_size: int) -> None:
     rng = random.Random(vocab_size)
     rows, seq_ids = InputBatch(NUM_ROWS, 64, 16), list(range(50, 50 + NUM_ROWS))
     at = rows.apply(step_of([new_request(each, rng, **random_params(rng)) for each in seq_ids]))
-    batch_edits = batch_logit_edits(
-        rows, at, seq_ids, random_masks(rng, seq_ids, vocab_size), vocab_size
-    )
+    positions = last_positions(rows, at, seq_ids)
+    masks = random_masks(rng, seq_ids, vocab_size)
+    batch_edits = batch_logit_edits(rows, positions, masks, vocab_size)
     logits = 3 * torch.randn(NUM_ROWS, vocab_size)
     counts = torch.randint(0, 4, (NUM_ROWS, vocab_size), dtype=torch.int32)
     slots = np.arange(len(batch_edits.at)) - 2

@@ -179,7 +179,7 @@ def test_a_nucleus_of_a_large_vocabulary_equals_that_of_the_host(variant) -> Non
 
 def test_the_kernel_compiles_for_a_gpu() -> None:
     need_triton()
-    constants = {"stream": 0, "rounds": ROUNDS, "counters": 512}
+    constants = {"sample_stream": 0, "rounds": ROUNDS, "counters": 512}
     signature = {
         "logits": "*fp32",
         "temperatures": "*fp32",
