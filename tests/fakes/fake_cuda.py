@@ -17,6 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tests.fakes.fake_device import DeviceError, DeviceTensor, FakeDevice, on_host
+from tests.worker.reference.sorted_pairs import sorted_pairs
 from worker.layers.triton_codes import CodedWeight, TritonCodedLinear
 from worker.layers.triton_experts import PairBlocks, TritonExperts
 
@@ -97,6 +98,29 @@ def numbers_of_codes(weight: CodedWeight, dtype: torch.dtype) -> torch.Tensor:
 
 class ExpertsWithoutTriton(TritonExperts):
     """TritonExperts for tensors of a FakeDevice; products are rounded as torch's on a CPU are."""
+
+    def _sort(self, chosen: torch.Tensor, pairs: PairBlocks, block: int) -> None:
+        assert isinstance(pairs.rows, DeviceTensor)
+
+        def run() -> None:
+            written = sorted_pairs(on_host(chosen), self._first, self._num_experts, block)
+            for name in PairBlocks.__slots__:
+                on_host(getattr(pairs, name)).copy_(getattr(written, name))
+
+        pairs.rows.owner.kernel(run)
+
+    def _combine(
+        self, output: torch.Tensor, weights: torch.Tensor, pairs: PairBlocks, total: torch.Tensor
+    ) -> None:
+        assert isinstance(total, DeviceTensor)
+
+        def run() -> None:
+            places = on_host(pairs.places).long()
+            found = on_host(output)[places.clamp_min(0)] * on_host(weights).reshape(-1, 1)
+            found[places < 0] = 0
+            on_host(total).copy_(found.view(*weights.shape, -1).sum(1))
+
+        total.owner.kernel(run)
 
     def _multiply(
         self,

@@ -306,7 +306,7 @@ def watched(is_hopper: bool = False) -> Iterator[HotPath]:
             (kv_store, ("_kernel",)),
             (device_kernels, ("_draw_kernel", "_listed_kernel", "_rows_kernel")),
             (triton_kernels, ("_norm_kernel", "_gate_kernel")),
-            (triton_experts, ("_grouped_kernel",)),
+            (triton_experts, ("_grouped_kernel", "_sort_kernel", "_combine_kernel")),
         ):
             for name in kernels:
                 stack.enter_context(patch.object(module, name, lambda *_: Launches()))

@@ -37,6 +37,9 @@ def write_checkpoint(folder: Path, config: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": END}))
     (folder / "tokenizer_config.json").write_text("{}")
     tokenizer = json.loads(tokenizer_json())
+    # Every token of the model has a text: without one no event is sent, and times mean nothing.
+    vocab = tokenizer["model"]["vocab"]
+    vocab |= {f"Ġ{number}": number for number in range(max(vocab.values()) + 1, spec.vocab_size)}
     # Grammars need the decoder of the tokenizer.
     decoder = {"add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     tokenizer["decoder"] = {"type": "ByteLevel", **decoder}

@@ -55,6 +55,19 @@ def rounding(fixed: bool) -> Kernel:
     return Kernel("worker.layers.fp8_linear:_rounding_kernel", signature, constants)
 
 
+SORTED_PAIRS = Kernel(
+    "worker.layers.triton_experts:_sort_kernel",
+    {"chosen": "*i64", "rows": "*i64", "numbers": "*i64", "places": "*i32"}
+    | dict.fromkeys(("experts", "firsts", "ends"), "*i32")
+    | dict.fromkeys(("num_pairs", "top_k", "first_expert", "num_experts", "num_blocks"), "i32"),
+    {"bins": 256, "block": 16, "chunk": 1024},
+)
+COMBINED = Kernel(
+    "worker.layers.triton_experts:_combine_kernel",
+    {"output": "*fp32", "weights": "*fp32", "places": "*i32", "total": "*fp32"}
+    | {"hidden": "i32", "top_k": "i32"},
+    {"block": 1024},
+)
 EDITED_ROWS = Kernel(
     "worker.sampling.device_kernels:_rows_kernel",
     {"logits": "*fp32", "counts": "*i32", "words": "*i32"}
@@ -78,7 +91,7 @@ def test_the_kernels_compile_for_a_gpu() -> None:
     stores.append(store((512, 64), "bf16", "bf16", 0.0))
     norms = [norm(False), norm(True), norm(False, centered=True), norm(True, True, biased=True)]
     gates = [gate(False), gate(True), gate(True, gated=False), gate(False, clamped=True)]
-    others = [*norms, *gates, EDITED_ROWS, LISTED_EDITS]
+    others = [*norms, *gates, SORTED_PAIRS, COMBINED, EDITED_ROWS, LISTED_EDITS]
     products = [
         coded(4, 16, has_zeros=True),
         coded(4, 64, biased=True),

@@ -26,54 +26,41 @@ from worker.layers.triton_codes import CodedExperts, CodedWeight, GroupedCodedPr
 
 _FEW_ROWS: Final = 16
 _MANY_ROWS: Final = 64
+_FEW_PAIRS: Final = 128
+_MANY_PAIRS: Final = 1024
 _OUTPUTS: Final = 64
 _INPUTS: Final = 64
+
+
+_COMBINED: Final = 1024
+"""Columns of a sum of experts that a program computes."""
 
 
 @dataclass(frozen=True, slots=True)
 class PairBlocks:
     """Pairs sorted by expert, and the blocks of the grouped product; tensors on the device.
 
-    order: int64 [pairs], the pair at each sorted place; those of other ranks' experts come last.
-    rows: int64 [pairs], the row of each sorted pair. experts, first, end: int32 [blocks], the
-    expert of each block and its sorted pairs [first, end); unused blocks are empty.
+    rows: int64 [pairs], the row of each sorted pair; those of other ranks' experts come last.
+    numbers: int64 [pairs], 0, 1, 2, … places: int32 [pairs], the sorted place of each pair, -1 for
+    another rank's. experts, first, end: int32 [blocks], the expert of each block and its sorted
+    pairs [first, end); unused blocks are empty.
     """
 
-    order: torch.Tensor
     rows: torch.Tensor
+    numbers: torch.Tensor
+    places: torch.Tensor
     experts: torch.Tensor
     first: torch.Tensor
     end: torch.Tensor
 
-
-def sort_pairs(chosen: torch.Tensor, first_expert: int, num_experts: int, block: int) -> PairBlocks:
-    """Return the blocks of `block` pairs of experts [first_expert, first_expert + num_experts).
-
-    chosen: int64 [T, top_k].
-    """
-    pairs = chosen.numel()
-    own = (chosen - first_expert).flatten()
-    is_own = (own >= 0) & (own < num_experts)
-    sorted_experts, order = torch.where(is_own, own, num_experts).sort(stable=True)
-    numbers = torch.arange(num_experts + 1, device=chosen.device)
-    starts = torch.searchsorted(sorted_experts, numbers)  # of each expert, and of foreign pairs
-    counts = starts[1:] - starts[:-1]
-    block_ends = ((counts + block - 1) // block).cumsum(0)
-    most = min(pairs, -(-pairs // block) + min(num_experts, pairs) - 1) if pairs else 0
-    blocks = torch.arange(most, device=chosen.device)
-    experts = torch.searchsorted(block_ends, blocks, right=True)
-    is_used = experts < num_experts
-    experts = experts.clamp_max(num_experts - 1)
-    first_blocks = block_ends - (counts + block - 1) // block
-    first = starts[experts] + (blocks - first_blocks[experts]) * block
-    end = torch.minimum(first + block, starts[experts + 1])
-    return PairBlocks(
-        order,
-        order // chosen.shape[1],
-        experts.int(),
-        torch.where(is_used, first, 0).int(),
-        torch.where(is_used, end, 0).int(),
-    )
+    @staticmethod
+    def empty(chosen: torch.Tensor, num_experts: int, block: int) -> "PairBlocks":
+        """Return unwritten pairs, with as many blocks as the experts of `chosen` can need."""
+        pairs = chosen.numel()
+        most = min(pairs, -(-pairs // block) + min(num_experts, pairs) - 1) if pairs else 0
+        rows, numbers = (chosen.new_empty(pairs, dtype=torch.int64) for _ in range(2))
+        blocks = (chosen.new_empty(most, dtype=torch.int32) for _ in range(3))
+        return PairBlocks(rows, numbers, chosen.new_empty(pairs, dtype=torch.int32), *blocks)
 
 
 class TritonExperts:
@@ -101,16 +88,59 @@ class TritonExperts:
         stacked, (num_rows, top_k) = self._stacked, chosen.shape
         per_expert = num_rows * top_k // self._num_experts
         block = _FEW_ROWS if per_expert < _MANY_ROWS else _MANY_ROWS
-        pairs = sort_pairs(chosen, self._first, self._num_experts, block)
-        gate_up = x.new_zeros(num_rows * top_k, _outputs(stacked.gate_up))
+        pairs = PairBlocks.empty(chosen, self._num_experts, block)
+        self._sort(chosen, pairs, block)
+        gate_up = x.new_empty(num_rows * top_k, _outputs(stacked.gate_up))
         self._multiply(x, pairs, pairs.rows, stacked.gate_up, stacked.gate_up_bias, gate_up, block)
         inner = self._gate(gate_up, self._inner.rows(gate_up))
-        output = inner.new_zeros(num_rows * top_k, _outputs(stacked.down), dtype=torch.float32)
-        places = torch.arange(len(inner), device=x.device)
-        self._multiply(inner, pairs, places, stacked.down, stacked.down_bias, output, block)
-        total = torch.empty_like(output)
-        total[pairs.order] = output * weights.flatten()[pairs.order].unsqueeze(1)
-        return total.view(num_rows, top_k, -1).sum(1)
+        output = inner.new_empty(num_rows * top_k, _outputs(stacked.down), dtype=torch.float32)
+        self._multiply(inner, pairs, pairs.numbers, stacked.down, stacked.down_bias, output, block)
+        total = output.new_empty(num_rows, output.shape[1])
+        self._combine(output, weights, pairs, total)
+        return total
+
+    def _sort(self, chosen: torch.Tensor, pairs: PairBlocks, block: int) -> None:
+        """Write the pairs of chosen int64 [T, top_k], sorted by expert, in blocks of `block`."""
+        assert chosen.is_contiguous()
+        num_pairs, num_experts = chosen.numel(), self._num_experts
+        if num_pairs:
+            _sort_kernel(os.environ.get("TRITON_INTERPRET"))[(num_experts + 1,)](
+                chosen,
+                pairs.rows,
+                pairs.numbers,
+                pairs.places,
+                pairs.experts,
+                pairs.first,
+                pairs.end,
+                num_pairs,
+                chosen.shape[1],
+                self._first,
+                num_experts,
+                len(pairs.experts),
+                bins=1 << (num_experts + 1).bit_length(),
+                block=block,
+                chunk=_FEW_PAIRS if num_pairs <= _FEW_PAIRS else _MANY_PAIRS,
+            )
+
+    def _combine(
+        self, output: torch.Tensor, weights: torch.Tensor, pairs: PairBlocks, total: torch.Tensor
+    ) -> None:
+        """Write the weighted sums of each row's experts, in their order, to `total`.
+
+        output: float32 [pairs, hidden], sorted. weights: [T, top_k]. total: float32 [T, hidden].
+        """
+        num_rows, hidden = total.shape
+        if num_rows:
+            grid = num_rows, -(-hidden // _COMBINED)
+            _combine_kernel(os.environ.get("TRITON_INTERPRET"))[grid](
+                output,
+                weights.contiguous(),
+                pairs.places,
+                total,
+                hidden,
+                weights.shape[1],
+                block=_COMBINED,
+            )
 
     def _multiply(
         self,
@@ -205,3 +235,106 @@ def _grouped_kernel(interpreted: str | None = None) -> Any:
             tl.store(to, total.to(out.dtype.element_ty), mask=is_pair[:, None] & is_column[None, :])
 
     return triton.jit(multiply_block)
+
+
+@functools.cache
+def _sort_kernel(interpreted: str | None = None) -> Any:
+    """Return the kernel that sorts pairs; a program writes the pairs and blocks of one expert.
+
+    The last program writes those of other ranks' experts, and empties unused blocks. Each counts
+    the pairs of all experts itself, so that one launch is enough.
+    """
+    import triton
+    import triton.language as tl
+
+    def sort_pairs(  # type: ignore[no-untyped-def]
+        chosen,
+        rows,
+        numbers,
+        places,
+        experts,
+        firsts,
+        ends,
+        num_pairs,
+        top_k,
+        first_expert,
+        num_experts,
+        num_blocks,
+        bins: tl.constexpr,
+        block: tl.constexpr,
+        chunk: tl.constexpr,
+    ):
+        own = tl.program_id(0)
+        number = tl.arange(0, bins)
+        counts = tl.zeros((bins,), dtype=tl.int32)
+        for at in range(0, num_pairs, chunk):
+            pair = at + tl.arange(0, chunk)
+            expert = tl.load(chosen + pair, mask=pair < num_pairs, other=0).to(tl.int32)
+            expert -= first_expert
+            expert = tl.where((expert >= 0) & (expert < num_experts), expert, num_experts)
+            expert = tl.where(pair < num_pairs, expert, num_experts + 1)
+            counts += tl.histogram(expert, bins)
+        start = tl.sum(tl.where(number < own, counts, 0), axis=0)
+        count = tl.sum(tl.where(number == own, counts, 0), axis=0)
+        needed = tl.where(number < num_experts, (counts + block - 1) // block, 0)
+        first_block = tl.sum(tl.where(number < own, needed, 0), axis=0)
+        next_place = start
+        for at in range(0, num_pairs, chunk):
+            pair = at + tl.arange(0, chunk)
+            expert = tl.load(chosen + pair, mask=pair < num_pairs, other=0).to(tl.int32)
+            expert -= first_expert
+            expert = tl.where((expert >= 0) & (expert < num_experts), expert, num_experts)
+            is_own = (expert == own) & (pair < num_pairs)
+            place = next_place + tl.cumsum(is_own.to(tl.int32), axis=0) - 1
+            tl.store(rows + place, (pair // top_k).to(tl.int64), mask=is_own)
+            tl.store(numbers + place, place.to(tl.int64), mask=is_own)
+            tl.store(places + pair, tl.where(own < num_experts, place, -1), mask=is_own)
+            next_place += tl.sum(is_own.to(tl.int32), axis=0)
+        if own < num_experts:
+            for index in range(0, (count + block - 1) // block):
+                first = start + index * block
+                tl.store(experts + first_block + index, own)
+                tl.store(firsts + first_block + index, first)
+                tl.store(ends + first_block + index, tl.minimum(first + block, start + count))
+        else:
+            for at in range(first_block, num_blocks, chunk):
+                index = at + tl.arange(0, chunk)
+                is_block = index < num_blocks
+                tl.store(experts + index, tl.zeros((chunk,), tl.int32), mask=is_block)
+                tl.store(firsts + index, tl.zeros((chunk,), tl.int32), mask=is_block)
+                tl.store(ends + index, tl.zeros((chunk,), tl.int32), mask=is_block)
+
+    return triton.jit(sort_pairs)
+
+
+@functools.cache
+def _combine_kernel(interpreted: str | None = None) -> Any:
+    """Return the kernel that sums the experts of a row; a program handles a block of columns."""
+    import triton
+    import triton.language as tl
+
+    def combine(  # type: ignore[no-untyped-def]
+        output,
+        weights,
+        places,
+        total,
+        hidden,
+        top_k,
+        block: tl.constexpr,
+    ):
+        row = tl.program_id(0)
+        column = tl.program_id(1) * block + tl.arange(0, block)
+        is_column = column < hidden
+        result = tl.zeros((block,), dtype=tl.float32)
+        for index in range(0, top_k):
+            place = tl.load(places + row * top_k + index).to(tl.int64) + tl.zeros_like(column)
+            weight = tl.load(weights + row * top_k + index).to(tl.float32)
+            found = tl.load(
+                output + place.to(tl.int64) * hidden + column,
+                mask=is_column & (place >= 0),
+                other=0.0,
+            )
+            result += weight * found
+        tl.store(total + row.to(tl.int64) * hidden + column, result, mask=is_column)
+
+    return triton.jit(combine)

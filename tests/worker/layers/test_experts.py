@@ -9,9 +9,10 @@ import torch
 from tests.fakes.fake_device import FakeDevice, on_host
 from tests.fakes.fake_flashinfer_rows import FakeRowKernels
 from tests.fakes.fake_paged_wrapper import ContractError
+from tests.worker.reference.sorted_pairs import sorted_pairs
 from worker.layers.experts import DenseExperts, ExpertRanks, Experts, StackedWeights
 from worker.layers.flashinfer_kernels import FlashInferExperts, takes_experts
-from worker.layers.triton_experts import TritonExperts, sort_pairs
+from worker.layers.triton_experts import PairBlocks, TritonExperts
 from worker.loader import formats
 
 EXPERTS, HIDDEN, INNER, TOP_K = 6, 72, 40, 2
@@ -42,23 +43,20 @@ def routed(num_rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tenso
     return random(num_rows, HIDDEN, dtype=dtype), best.values, best.indices
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 9, 70])
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("num_rows", [1, 9, 70, 600])
 @pytest.mark.parametrize(("first", "count"), [(0, EXPERTS), (2, 3), (5, 1)])
 def test_blocks_hold_each_own_pair_once_and_one_expert_each(
-    num_rows: int, first: int, count: int
+    num_rows: int, first: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     chosen = routed(num_rows, F32)[2]
-    blocks = sort_pairs(chosen, first, count, 4)
-    seen = []
-    for expert, begin, end in zip(blocks.experts, blocks.first, blocks.end, strict=True):
-        assert 0 <= end - begin <= 4
-        for place in range(int(begin), int(end)):
-            pair = int(blocks.order[place])
-            assert chosen.flatten()[pair] == first + expert
-            assert blocks.rows[place] == pair // TOP_K
-            seen.append(pair)
-    own = (chosen >= first) & (chosen < first + count)
-    assert sorted(seen) == own.flatten().nonzero().flatten().tolist()
+    experts = TritonExperts(part(stacked_weights(F32), slice(first, first + count)), "silu", first)
+    found = PairBlocks.empty(chosen, count, 4)
+    experts._sort(chosen, found, 4)
+    wanted = sorted_pairs(chosen, first, count, 4)
+    for name in PairBlocks.__slots__:
+        assert torch.equal(getattr(found, name), getattr(wanted, name)), name
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
