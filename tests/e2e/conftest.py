@@ -23,6 +23,13 @@ def daemon(daemons: DaemonPool) -> Iterator[Daemon]:
         yield running
 
 
+@pytest.fixture
+def exact_daemon(daemons: DaemonPool) -> Iterator[Daemon]:
+    """A shared daemon of the packaged model in float32, for tests that compare with `reference`."""
+    with daemons.borrow("--dtype", "float32") as running:
+        yield running
+
+
 @pytest.fixture(scope="session")
 def reference() -> Reference:
     """transformers on the same GGUF file in float32."""

@@ -23,6 +23,11 @@ REQUEST_PARAMS = [
 ]
 
 
+@pytest.fixture
+def daemon(exact_daemon: Daemon) -> Daemon:
+    return exact_daemon
+
+
 @pytest.fixture(scope="module")
 def token_prompts(reference: Reference) -> list[list[int]]:
     """Questions, whose answers end early, and text, which continues to the limit."""

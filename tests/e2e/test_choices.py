@@ -18,6 +18,11 @@ NUM_TOKENS = 16
 LENGTHS = (2, 17, 100, 700)
 
 
+@pytest.fixture
+def daemon(exact_daemon: Daemon) -> Daemon:
+    return exact_daemon
+
+
 @pytest.fixture(scope="module")
 def token_prompts(reference: Reference) -> list[list[int]]:
     longest = prompts(reference.tokenizer.encode)[-1]

@@ -35,6 +35,11 @@ EDITS = {
 
 
 @pytest.fixture
+def daemon(exact_daemon: Daemon) -> Daemon:
+    return exact_daemon
+
+
+@pytest.fixture
 def small_daemon(daemons: DaemonPool) -> Iterator[Daemon]:
     """A daemon without prefix cache, with overlapped steps and so few blocks that it preempts."""
     flags = ("--no-enable-prefix-caching", "--num-gpu-blocks-override", "24")

@@ -5,12 +5,11 @@ over prefix hits; with preemption, also by priority; and while half of them are 
 """
 
 import asyncio
-from collections.abc import Iterator
 
 import httpx
 import pytest
 
-from tests.e2e.daemon import Daemon, DaemonPool, eventually
+from tests.e2e.daemon import Daemon, eventually
 from tests.e2e.prompts import NUM_OUTPUT_TOKENS, prompts
 from tests.e2e.reference import Reference
 
@@ -20,9 +19,8 @@ Outputs = list[list[int]]
 
 
 @pytest.fixture
-def daemon(daemons: DaemonPool) -> Iterator[Daemon]:
-    with daemons.borrow("--dtype", "float32") as running:
-        yield running
+def daemon(exact_daemon: Daemon) -> Daemon:
+    return exact_daemon
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,11 @@ TEXTS = [
 FIELDS = {"max_tokens": 20, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 
 
+@pytest.fixture
+def daemon(exact_daemon: Daemon) -> Daemon:
+    return exact_daemon
+
+
 @asynccontextmanager
 async def opened(daemon: Daemon) -> AsyncIterator[ClientConnection]:
     async with connect(daemon.url.replace("http", "ws", 1) + "/v1/sessions") as client:
