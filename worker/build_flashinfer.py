@@ -157,7 +157,7 @@ def specs(options: argparse.Namespace) -> Iterator[Any]:
             yield activation.gen_act_and_mul_module(name)
     if options.cascade or options.for_tests:
         yield cascade.gen_cascade_module()
-    if options.experts or options.for_tests:
+    if options.experts:
         from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm90_module
 
         yield gen_cutlass_fused_moe_sm90_module()

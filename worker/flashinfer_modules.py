@@ -23,6 +23,7 @@ from worker.attention.flashinfer_ragged import padded_dim
 from worker.layers.flashinfer_kernels import (
     SIXTEEN_BITS,
     VERSION,
+    has_prebuilt_experts,
     import_flashinfer,
     installed_version,
     is_hopper,
@@ -106,8 +107,6 @@ def build_command(
         words.append("--fp8")
     if config.cascade_attention_from:
         words.append("--cascade")
-    if _has_fused_experts(spec):
-        words.append("--experts")
     if fp8_blocks:
         words.append("--fp8-blocks")
     return " ".join(words)
@@ -185,9 +184,10 @@ def _kernel_dim(spec: ModelSpec) -> int:
 
 
 def _has_fused_experts(spec: ModelSpec) -> bool:
-    """Return whether FlashInferExperts may compute a mixture of this model."""
+    """Return whether FlashInferExperts may compute a mixture of this model, and is prebuilt."""
     mixtures = (layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoeSpec))
-    return any(each.activation == "silu" for each in mixtures) and is_hopper(torch.device("cuda"))
+    may = any(each.activation == "silu" for each in mixtures) and is_hopper(torch.device("cuda"))
+    return may and has_prebuilt_experts()
 
 
 def _load(module: Any) -> None:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from tests.fakes.fake_device import DeviceError, DeviceTensor, FakeDevice, on_host
 from tests.worker.reference.sorted_pairs import sorted_pairs
 from worker.layers.triton_codes import CodedWeight, TritonCodedLinear
-from worker.layers.triton_experts import PairBlocks, TritonExperts
+from worker.layers.triton_experts import PairBlocks, Tile, TritonExperts
 
 COPYING = ("tensor", "as_tensor", "asarray")
 """Functions of torch that create a tensor from host data."""
@@ -130,7 +130,7 @@ class ExpertsWithoutTriton(TritonExperts):
         weight: torch.Tensor | CodedWeight,
         bias: torch.Tensor | None,
         out: torch.Tensor,
-        block: int,
+        tile: Tile,
     ) -> None:
         assert isinstance(out, DeviceTensor)
 
@@ -147,7 +147,7 @@ class ExpertsWithoutTriton(TritonExperts):
         def run() -> None:
             blocks = (on_host(each).tolist() for each in (pairs.experts, pairs.first, pairs.end))
             for expert, first, end in zip(*blocks, strict=True):
-                assert end - first <= block
+                assert end - first <= tile.rows
                 inputs = on_host(x)[on_host(rows)[first:end]].double()
                 product = inputs @ numbers(expert).t()
                 on_host(out)[first:end] = product.to(x.dtype).to(out.dtype)

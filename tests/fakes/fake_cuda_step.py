@@ -311,6 +311,7 @@ def watched(is_hopper: bool = False) -> Iterator[HotPath]:
             for name in kernels:
                 stack.enter_context(patch.object(module, name, lambda *_: Launches()))
         stack.enter_context(patch.object(formats, "is_hopper", lambda device: is_hopper))
+        stack.enter_context(patch.object(formats, "has_prebuilt_experts", lambda: is_hopper))
         for module in (activation, formats, norm):
             stack.enter_context(patch.object(module, "usable_flashinfer", lambda: library))
         stack.enter_context(patch.object(ahead, "Downloader", ZeroDownloader))

@@ -88,7 +88,11 @@ class Hardware:
         from worker.layers.triton_experts import TritonExperts
 
         found: dict[str, Any] = {"triton": TritonExperts(stacked, "silu")}
-        if library.is_hopper(self.device) and (module := library.usable_flashinfer()):
+        if (
+            library.is_hopper(self.device)
+            and (module := library.usable_flashinfer())
+            and library.has_prebuilt_experts()
+        ):
             ranks = ExpertRanks(len(stacked.down))
             found["flashinfer"] = library.FlashInferExperts(module, stacked, ranks)
         return found

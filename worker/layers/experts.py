@@ -2,8 +2,9 @@
 
     DenseExperts        stacked tensors [experts, out, in], in plain torch
     LinearExperts       a pair of linear layers for each expert, in any format of a weight
-    FlashInferExperts   stacked tensors, on a GPU of compute capability 9.0 (flashinfer_kernels.py)
-    TritonExperts       stacked tensors, on other GPUs; codes, on all of them (triton_experts.py)
+    FlashInferExperts   stacked tensors, on a GPU of compute capability 9.0 where the library's
+                        kernels are prebuilt (flashinfer_kernels.py)
+    TritonExperts       stacked tensors and codes, on all GPUs (triton_experts.py)
 
 Rows are sorted by expert, so that each expert multiplies all its rows at once:
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from worker.layers.norm import NormArithmetic
 
 SIXTEEN_BITS: Final = (torch.bfloat16, torch.float16)
+EXPERTS: Final = "fused_moe_90"
+"""The library's module of the experts on Hopper."""
 VECTOR_BYTES: Final = 16
 _MANY_TOKENS: Final = 8192
 
@@ -67,6 +69,23 @@ def usable_flashinfer() -> Any | None:
     library = import_flashinfer()
     logger.info("norms, gates and rotations run on FlashInfer")
     return library
+
+
+@functools.cache
+def has_prebuilt_experts() -> bool:
+    """Return whether FlashInfer's experts are prebuilt; logs it, once.
+
+    They are hundreds of sources: a server that compiled them would not start for a long time.
+    """
+    from flashinfer.jit import env
+
+    if (env.FLASHINFER_AOT_DIR / EXPERTS / f"{EXPERTS}.so").exists():
+        return True
+    logger.info(
+        "experts run on our own kernels: FlashInfer's are not prebuilt "
+        "(flashinfer-jit-cache, or python -m worker.build_flashinfer FOLDER --experts)"
+    )
+    return False
 
 
 class FlashInferNorm:

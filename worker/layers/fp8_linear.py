@@ -66,11 +66,11 @@ class Fp8RowLinear:
             ScalingType.RowWise,
             self._scales,
             ScalingType.RowWise,
-            bias=self._bias,
             output_dtype=x.dtype,
             use_fast_accum=True,
         )
-        return product
+        # cuBLAS has no product of few rows with a bias for some weights, and refuses it.
+        return product if self._bias is None else product.add_(self._bias)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return residual.add_(self(x))

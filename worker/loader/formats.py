@@ -44,6 +44,7 @@ from worker.layers.experts import (
 )
 from worker.layers.flashinfer_kernels import (
     FlashInferExperts,
+    has_prebuilt_experts,
     is_hopper,
     takes_experts,
     usable_flashinfer,
@@ -537,7 +538,8 @@ def stacked_experts(stacked: StackedWeights, activation: Activation, ranks: Expe
     if device.type != "cuda":
         return DenseExperts(stacked, activation, ranks.first)
     library = usable_flashinfer() if is_hopper(device) else None
-    if library is not None and takes_experts(stacked, activation, ranks):
+    fits = library is not None and takes_experts(stacked, activation, ranks)
+    if fits and has_prebuilt_experts():
         return FlashInferExperts(library, stacked, ranks)
     return TritonExperts(stacked, activation, ranks.first)
 

@@ -151,11 +151,13 @@ def test_the_device_and_the_weights_decide(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(formats, "TritonExperts", lambda *_: "triton")
     monkeypatch.setattr(formats, "FlashInferExperts", lambda *_: "flashinfer")
     on_gpu: Any = StackedWeights(stacked.gate_up, OnGpu(stacked.down))  # type: ignore[arg-type]
-    for is_hopper, library, expected in (
-        (True, object(), "flashinfer"),
-        (True, None, "triton"),
-        (False, object(), "triton"),
+    for is_hopper, library, is_prebuilt, expected in (
+        (True, object(), True, "flashinfer"),
+        (True, object(), False, "triton"),
+        (True, None, True, "triton"),
+        (False, object(), True, "triton"),
     ):
+        monkeypatch.setattr(formats, "has_prebuilt_experts", lambda found=is_prebuilt: found)
         monkeypatch.setattr(formats, "is_hopper", lambda device, found=is_hopper: found)
         monkeypatch.setattr(formats, "usable_flashinfer", lambda found=library: found)
         assert formats.stacked_experts(on_gpu, "silu", ranks) == expected

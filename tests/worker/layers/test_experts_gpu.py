@@ -4,7 +4,12 @@ import pytest
 import torch
 
 from worker.layers.experts import DenseExperts, ExpertRanks, Experts, StackedWeights
-from worker.layers.flashinfer_kernels import FlashInferExperts, is_hopper, usable_flashinfer
+from worker.layers.flashinfer_kernels import (
+    FlashInferExperts,
+    has_prebuilt_experts,
+    is_hopper,
+    usable_flashinfer,
+)
 from worker.layers.triton_experts import TritonExperts
 
 pytestmark = pytest.mark.gpu
@@ -15,7 +20,8 @@ BF16 = torch.bfloat16
 
 def implementations(stacked: StackedWeights) -> dict[str, Experts]:
     found: dict[str, Experts] = {"triton": TritonExperts(stacked, "silu")}
-    if is_hopper(CUDA) and (library := usable_flashinfer()):
+    library = usable_flashinfer()
+    if is_hopper(CUDA) and library is not None and has_prebuilt_experts():
         found["flashinfer"] = FlashInferExperts(library, stacked, ExpertRanks(len(stacked.down)))
     return found
 
