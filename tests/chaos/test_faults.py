@@ -67,7 +67,8 @@ def test_an_exception_in_a_worker_is_logged_and_streams_continue() -> None:
 def test_nan_logits_fail_only_the_requests_of_their_step() -> None:
     """The response of a failed request is an error, never text."""
     faults = {"TOKEND_FAULTS": "worker:nan@16"}
-    flags = ("--enable-fault-injection",)
+    # Each step computes one token.
+    flags = ("--enable-fault-injection", "--speculative-config", '{"method": "none"}')
     with Daemon(*flags, environment=faults) as daemon:
         # The control request takes eight steps, so the fault hits the next request's eighth step.
         with assert_unharmed(daemon):
