@@ -15,7 +15,7 @@ from tests.worker.reference.torch_kernels import store_by_index
 from worker.attention import flashinfer
 from worker.attention.base import AttentionInputs, AttentionShape
 from worker.attention.flashinfer import FlashInferAttention
-from worker.attention.flashinfer_group import Options, workspace_bytes
+from worker.attention.flashinfer_group import Options
 from worker.attention.flashinfer_latent import (
     create_flashinfer,
     head_runs,
@@ -23,6 +23,7 @@ from worker.attention.flashinfer_latent import (
 from worker.attention.flashinfer_latent import (
     workspace_bytes as latent_bytes,
 )
+from worker.attention.flashinfer_schedule import workspace_bytes
 from worker.attention.paged_batch import pad_decodes
 from worker.attention.reference import ReferenceAttention
 from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
