@@ -72,7 +72,9 @@ class DecodeSplits:
         )
         self._least = max(_LEAST_CHUNK // block_size, 1)
         self._pages_in_window = (
-            np.iinfo(np.int32).max if window is None else -(-(window - 1 + self._tile) // block_size)
+            np.iinfo(np.int32).max
+            if window is None
+            else -(-(window - 1 + self._tile) // block_size)
         )
 
     def chunk_pages(self, pages: Int32s) -> int | None:
