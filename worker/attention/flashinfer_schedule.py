@@ -12,10 +12,10 @@ idle. On an H100 with 8 KV heads that is a batch of 34:
 The limit is not the kernels'. A graph is launched with a tile for each row and more to spare,
 because the library rounds up as if rows could have several tokens: 79 tiles for 64 rows in groups
 of 4. DecodeSplits gives unequal sequences the spare tiles, by naming the size of chunks itself
-(`fixed_split_size`). This adds no launch and no memory: the kernel and the merge of partial
-results are in every graph. The other ways that were weighed would add launches to each layer,
-about 3 µs each: a second wrapper for the longest sequences (one launch, and the longest must
-have fixed rows of the graph), or a sequence as several rows (a gather and a merge, two).
+(`fixed_split_size`). A step takes no more launches and no more memory for it, because every graph
+has the merge of partial results, and on the host at most some twenty operations on an array of
+lengths. The other ways add launches to each layer: a second wrapper for the longest sequences one,
+a sequence as several rows two, for the gather of queries and the merge.
 
 Windows are part of the choice, and 8-bit KV and sinks change nothing in it. A prefix of cascade
 attention is a plan of its own. The planner of latents balances by itself: it hands chunks of an
@@ -52,7 +52,10 @@ def workspace_bytes(
 
 
 class DecodeSplits:
-    """Chooses chunks for the decodes of one KV cache group; arguments as of WrapperMaker."""
+    """Chooses chunks for the decodes of one KV cache group.
+
+    capture_sizes: numbers of decodes of which there are graphs, as `workspace_bytes` was given.
+    """
 
     def __init__(
         self,
@@ -72,7 +75,7 @@ class DecodeSplits:
         )
         self._least = max(_LEAST_CHUNK // block_size, 1)
         self._pages_in_window = (
-            np.iinfo(np.int32).max
+            int(np.iinfo(np.int32).max)
             if window is None
             else -(-(window - 1 + self._tile) // block_size)
         )
@@ -89,7 +92,7 @@ class DecodeSplits:
         if most <= self._library_tiles:
             return None
         pages = np.minimum(pages, self._pages_in_window)
-        mean = -(-int(pages.sum()) // max(1, np.count_nonzero(pages)))
+        mean = -(-int(pages.sum()) // max(1, int(np.count_nonzero(pages))))
         # The planner counts a sequence without pages as one of a page.
         pages = np.maximum(pages, 1)
         own = int(pages.max())
