@@ -41,7 +41,7 @@ class PagedWrapper:
     """The common part of both wrappers.
 
     num_plans: number of plans. for_all_queries: in the last plan all queries attend to all keys,
-    as for a shared prefix.
+    as for a shared prefix. longest_walk: the most pages that one tile of the last plan reads.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class PagedWrapper:
         self._schedule = 0
         self.num_plans = 0
         self.for_all_queries = False
+        self.longest_walk = 0
 
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
@@ -118,9 +119,7 @@ class PagedWrapper:
             demand(settings["window_left"] < 0, "a window is causal")
         if self._modules is not None:
             self._modules.need_attention(shape[2], settings)
-        needed = self._workspace_bytes(
-            shape, counts, indptr.diff().tolist(), splits=not settings["disable_split_kv"]
-        )
+        needed = self._workspace_bytes(shape, counts, indptr.diff().tolist(), settings)
         demand(needed <= len(self._workspace), "the workspace has room for partial results")
         self._planned = (shape, settings, qo_indptr.clone())
         self.for_all_queries = not settings["causal"]
@@ -133,29 +132,46 @@ class PagedWrapper:
         shape: tuple[int, int, int, int],
         counts: list[int],
         pages: list[int],
-        *,
-        splits: bool,
+        settings: dict[str, Any],
     ) -> int:
-        """Return the size of partial results as FA2's planner computes it, without windows."""
+        """Return the size of partial results, of tiles as FA2's planner divides a batch into them.
+
+        scheduler.cuh, PrefillSplitQOKVIndptr. With a graph nothing that kernels of a replay depend
+        on may differ from the plan that was captured: the number of tiles, and that there are
+        partial results.
+        """
         num_heads, num_kv_heads, head_dim, page_size = shape
         rows = [each * (num_heads // num_kv_heads) for each in counts]
         average = sum(rows) // max(1, len(rows))
         tile = 16 if average <= 16 else 64 if average <= 64 or head_dim >= 256 else 128
         tiles = [-(-each // tile) for each in rows]
         most = 2 * self._device.num_multiprocessors() // num_kv_heads
-        chunk = max(128 // page_size, 1)
+        if settings["window_left"] >= 0:
+            in_window = -(-(settings["window_left"] + tile) // page_size)
+            pages = [min(each, in_window) for each in pages]
         longest = max(pages, default=1)
 
-        def split(chunk: int) -> int:
+        def num_tiles(chunk: int) -> int:
             return sum(t * -(-max(n, 1) // chunk) for t, n in zip(tiles, pages, strict=True))
 
-        while chunk < longest and split(chunk) > most:
-            chunk += 1
-        if self._buffers is not None:
-            num_tiles = max(most, -(-sum(rows) // tile) + len(rows) - 1)
+        in_graph, fixed = self._buffers is not None, settings["fixed_split_size"]
+        if settings["disable_split_kv"]:
+            chunk, is_split = max(longest, 1), False
+        elif fixed is not None:
+            chunk, is_split = fixed, longest > fixed
+            demand(is_split or not in_graph, "a graph has partial results in every plan")
         else:
-            num_tiles = split(chunk) if chunk < longest and splits else 0
-        return num_heads * num_tiles * tile * (head_dim + 1) * 4
+            chunk = max(128 // page_size, 1)
+            while chunk < longest and num_tiles(chunk) > most:
+                chunk += 1
+            is_split = in_graph or chunk < longest
+        self.longest_walk = min(chunk, longest)
+        planned = num_tiles(chunk)
+        if in_graph:
+            launched = max(most, -(-sum(rows) // tile) + len(rows) - 1)
+            demand(planned <= launched, "a graph has a tile for each part of a sequence")
+            planned = launched
+        return num_heads * planned * tile * (head_dim + 1) * 4 if is_split else 0
 
     def _keep(
         self, indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor
@@ -195,7 +211,9 @@ class PagedWrapper:
         demand(settings["o_data_type"] == dtype, "results are as the queries")
         fitting = (dtype, torch.float8_e4m3fn)
         demand(settings["kv_data_type"] in fitting, "keys are as the queries, or have 8 bits")
-        demand(settings["fixed_split_size"] is None, "splits are the planner's")
+        fixed = settings["fixed_split_size"]
+        demand(fixed is None or fixed > 0, "a part of a sequence has pages")
+        demand(fixed is None or not settings["disable_split_kv"], "splits have one rule")
         in_graph = self._buffers is not None
         demand(not (in_graph and settings["disable_split_kv"]), "splits stay on in graphs")
 

@@ -69,7 +69,7 @@ class FakeRagged(PagedWrapper):
         if self._modules is not None:
             self._modules.need_attention(head_dim_qk, settings)
         if not disable_split_kv:
-            needed = self._workspace_bytes(shape, counts, lens, splits=True)
+            needed = self._workspace_bytes(shape, counts, lens, settings)
             demand(needed <= len(self._workspace), "the workspace has room for partial results")
         self._planned = (shape, settings, qo_indptr.clone())
         self._kv_indptr = kv_indptr.clone()

@@ -183,6 +183,22 @@ def captured_without_splits(calls: Calls) -> None:
     calls.all()
 
 
+def captured_in_parts_of(num_pages: int) -> Callable[[Calls], None]:
+    """Capture in parts of so many pages; sequences have 2 and 3, a graph has 4 tiles."""
+
+    def violate(calls: Calls) -> None:
+        calls.capture()
+        calls.planning["fixed_split_size"] = num_pages
+        calls.all()
+
+    return violate
+
+
+def parts_without_splits(calls: Calls) -> None:
+    calls.planning |= {"fixed_split_size": 1, "disable_split_kv": True}
+    calls.all()
+
+
 def without_buffers(calls: Calls) -> None:
     calls.making["use_cuda_graph"] = True
     calls.all()

@@ -21,6 +21,7 @@ class Sizes:
     """Problem sizes of the phases. configs: model configurations by name, see random_model.py.
 
     experts: mixtures: number of experts, experts of a token, hidden and inner size.
+    uneven_contexts: the shortest and the longest of a batch of decodes whose K and V fit beside 8B.
     """
 
     configs: dict[str, dict[str, Any]]
@@ -42,6 +43,7 @@ class Sizes:
     parity_heads: int = 16
     parity_tokens: int = 300
     long_context: int = 32768
+    uneven_contexts: tuple[int, int] = (512, 8192)
     captured: tuple[int, ...] = (8, 64, 128)
     copied_blocks: int = 1024
     at_once: int = 256

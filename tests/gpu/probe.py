@@ -2,14 +2,19 @@
 
 import time
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import torch
 
+from tests.gpu.formulas import decode_floor
 from tests.gpu.hardware import Hardware, hardware
 from tests.gpu.kernels import rows_of
 from tests.gpu.models import BLOCK, DTYPE, Bench, eager_step, seconds_of_decode, step_inputs
 from tests.gpu.random_model import random_decoder
 from tests.gpu.report import Report
+from tests.gpu.timing import read_rate
+from worker.attention.flashinfer_schedule import DecodeSplits
 from worker.device.transfers import DevicePlacement
 from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.models.decoder import Decoder
@@ -18,6 +23,7 @@ from worker.sampling.device_sampler import DeviceDraw
 
 SAMPLED_ROWS = 64
 SHORT_DECODES = 33
+UNEVEN_DECODES = 64
 
 
 @torch.inference_mode()
@@ -34,8 +40,8 @@ def probe(report: Report) -> None:
         graph_step(report, gpu, decoder)
     with report.part("a mixed step"):
         mixed_step(report, gpu, decoder)
-    with report.part("one long context"):
-        one_long_context(report, gpu, decoder)
+    with report.part("uneven contexts"):
+        uneven_contexts(report, gpu, decoder)
 
 
 def top_p(report: Report, gpu: Hardware) -> None:
@@ -102,12 +108,28 @@ def mixed_step(report: Report, gpu: Hardware, decoder: Decoder) -> None:
     report.figure("mixed step, µs", gpu.kernel_times(step))
 
 
-def one_long_context(report: Report, gpu: Hardware, decoder: Decoder) -> None:
-    """Time of many short decodes with and without one long context, and of that one alone."""
+def uneven_contexts(report: Report, gpu: Hardware, decoder: Decoder) -> None:
+    """Time of decodes whose contexts differ, and its share of the lower bound.
+
+    Batches that are split are also measured as FlashInfer would split them by itself.
+    """
     short, long = min(gpu.sizes.contexts), gpu.sizes.long_context
+    uniform = np.linspace(*gpu.sizes.uneven_contexts, UNEVEN_DECODES, dtype=int)
+    # In the order of a batch, which is not that of lengths.
+    uneven = np.random.default_rng(0).permutation(uniform).tolist()
+    first, last = gpu.sizes.uneven_contexts
+    rate = read_rate(gpu)
     for name, contexts in {
         f"{SHORT_DECODES + 1} decodes of {short}": [short] * (SHORT_DECODES + 1),
         f"one of them of {long}": [long] + [short] * SHORT_DECODES,
         f"one decode of {long}": [long],
+        f"{UNEVEN_DECODES} decodes of {first} to {last}": uneven,
     }.items():
-        report.figure(f"{name}, ms", seconds_of_decode(gpu, decoder, contexts) * 1e3)
+        floor = decode_floor(decoder.spec, contexts, rate)
+        seconds = seconds_of_decode(gpu, decoder, contexts)
+        report.figure(name, {"ms": seconds * 1e3, "share": floor / seconds})
+        if len(set(contexts)) > 1:
+            with patch.object(DecodeSplits, "chunk_pages", return_value=None):
+                seconds = seconds_of_decode(gpu, decoder, contexts)
+            by_library = {"ms": seconds * 1e3, "share": floor / seconds}
+            report.figure(f"{name}, split by the library", by_library)

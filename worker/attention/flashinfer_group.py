@@ -9,13 +9,14 @@ would do: the library's own are float16 and not causal.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+import numpy as np
 import torch
 
 from worker.attention.base import AttentionShape
+from worker.attention.flashinfer_schedule import DecodeSplits, workspace_bytes
 from worker.attention.paged_batch import GroupParts, Part
 from worker.device.accelerator import Accelerator
 from worker.kv_cache import Window
@@ -27,10 +28,6 @@ _LN_2: Final = math.log(2.0)
 _CAPTURED_SCHEDULE_BYTES: Final = 512 << 10
 """The library takes 8 MiB for any schedule, on the device and page-locked. One of 4,096 decodes
 took its planner 110 KB (132 multiprocessors); where it is too small a plan fails by name."""
-
-_TILES_PER_MULTIPROCESSOR: Final = 2
-_SLACK_BYTES: Final = 1 << 10
-"""The library aligns what it takes."""
 
 PagePair = tuple[torch.Tensor, torch.Tensor]
 """K and V of a layer, [num_blocks, num_kv_heads, block_size, head_dim] each; a tuple, no list."""
@@ -59,33 +56,6 @@ class Options:
     capture_pages: int = 0
     cascade_from: int = 0
     batch_invariant: bool = False
-
-
-def workspace_bytes(
-    shape: AttentionShape, num_multiprocessors: int, capture_sizes: Sequence[int]
-) -> int:
-    """Return the most bytes that partial results of split sequences take, in any plan.
-
-    The formula is that of FlashInfer's scheduler.cuh (PrefillSplitQOKVIndptr,
-    FA2DetermineCtaTileQ). A tile holds a fixed number of query rows of one KV head. A batch is
-    split into at most two tiles per multiprocessor; in a CUDA graph every tile has a slot, split
-    or not. Each row of a tile takes a float32 [head_dim] and a log-sum for each head. A plan
-    fails where the workspace is too small.
-    """
-    most_split = _TILES_PER_MULTIPROCESSOR * num_multiprocessors // shape.num_kv_heads
-    group = shape.group_size
-    rows = most_split * (64 if shape.head_dim >= 256 else 128)
-    for size in capture_sizes:
-        tile = _tile_rows(group, shape.head_dim)
-        rows = max(rows, tile * max(most_split, -(-size * group // tile) + size - 1))
-    return _SLACK_BYTES + 4 * shape.num_heads * rows * (shape.head_dim + 1)
-
-
-def _tile_rows(num_rows: int, head_dim: int) -> int:
-    """Rows of a tile of decodes with `num_rows` query heads per KV head."""
-    if num_rows > 64 and head_dim < 256:
-        return 128
-    return 64 if num_rows > 16 else 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,9 +161,19 @@ class WrapperMaker:
         self.cascades = options.cascade_from > 0
         self.splits_sequences = not options.batch_invariant
         self._accelerator = accelerator
+        self._shape = shape
         self._options = options
-        num_bytes = workspace_bytes(shape, accelerator.num_multiprocessors(), options.capture_sizes)
+        self._num_multiprocessors = accelerator.num_multiprocessors()
+        num_bytes = workspace_bytes(shape, self._num_multiprocessors, options.capture_sizes)
         self._workspace = accelerator.zeros(num_bytes, torch.uint8)
+
+    def splits(self, block_size: int, window: Window) -> DecodeSplits | None:
+        """Return what chooses where decodes are split; None if no sequence may be split."""
+        if not self.splits_sequences:
+            return None
+        return DecodeSplits(
+            self._shape, block_size, window, self._num_multiprocessors, self._options.capture_sizes
+        )
 
     def prefill(self) -> PlannedWrapper:
         wrapper = self.library.BatchPrefillWithPagedKVCacheWrapper(
@@ -273,6 +253,7 @@ class GroupWrappers:
         # Without cascades no prefix is ever planned.
         self._prefix = make.prefill() if make.cascades and window is None else self._prefill
         self._captured = make.captured()
+        self._splits = make.splits(block_size, window)
         self._sizes = (shape.num_heads, shape.num_kv_heads, shape.head_dim, block_size)
         self._settings: dict[str, Any] = {
             "pos_encoding_mode": "NONE",
@@ -298,7 +279,9 @@ class GroupWrappers:
         if num_decodes:
             alone = not parts.prefills.num_rows and not self._has_prefix
             wrapper = self._captured.get(num_decodes, self._decode) if alone else self._decode
-            wrapper.plan_decodes(parts.decodes, pages[1], offsets, self._sizes, self._settings)
+            chunk = self._splits and self._splits.chunk_pages(np.diff(parts.decodes.kv_indptr))
+            settings = self._settings | {"fixed_split_size": chunk}
+            wrapper.plan_decodes(parts.decodes, pages[1], offsets, self._sizes, settings)
             self._runs.append((wrapper, slice(num_decodes)))
         if parts.prefills.num_rows:
             self._plan_prefill(self._prefill, parts.prefills, pages[2], causal=True)

@@ -15,7 +15,12 @@ from tests.worker.reference.torch_kernels import store_by_index
 from worker.attention import flashinfer
 from worker.attention.base import AttentionInputs, AttentionShape
 from worker.attention.flashinfer import FlashInferAttention
-from worker.attention.flashinfer_group import Options, workspace_bytes
+from worker.attention.flashinfer_group import (
+    GroupWrappers,
+    Options,
+    SentOffsets,
+    WrapperMaker,
+)
 from worker.attention.flashinfer_latent import (
     create_flashinfer,
     head_runs,
@@ -23,7 +28,8 @@ from worker.attention.flashinfer_latent import (
 from worker.attention.flashinfer_latent import (
     workspace_bytes as latent_bytes,
 )
-from worker.attention.paged_batch import pad_decodes
+from worker.attention.flashinfer_schedule import DecodeSplits, workspace_bytes
+from worker.attention.paged_batch import pad_decodes, step_pages
 from worker.attention.reference import ReferenceAttention
 from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
 
@@ -314,6 +320,85 @@ def test_another_version_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> N
         ConfigError, match=r"needs flashinfer-python 0\.6\.18\.post1, found 0\.7\.2"
     ):
         flashinfer.load_library()
+
+
+UNEQUAL = ((700, 1), *((20, 1),) * 7, (300, 1), *((20, 1),) * 11)
+"""20 decodes, one of 44 pages; the fake device has tiles for four sequences of two KV heads."""
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("window", [None, 400])
+def test_long_sequences_among_short_ones_are_split(window: int | None, captured: bool) -> None:
+    case = case_of(UNEQUAL, num_heads=16, num_kv_heads=2, window=window)
+    step, twin = Step(case), Step(case)
+    sizes = (len(UNEQUAL),) if captured else ()
+    fakes = FakeBackend(step, replace(OPTIONS, capture_sizes=sizes, capture_pages=200))
+    reference = ReferenceAttention(twin.kv_cache, case.shape)
+    for _ in range(2):
+        assert torch.equal(step.run(fakes.backend), twin.run(reference))
+    *_, used = [each for each in fakes.library.wrappers if each.num_plans]
+    longest = 44 if window is None else -(-(window - 1 + 16) // 16)
+    assert used.batch_size == (len(UNEQUAL) if captured else None)
+    assert 8 <= used.longest_walk <= longest // 2
+
+
+@pytest.mark.parametrize("name", ["sequences of equal length", "batch invariance"])
+def test_sequences_are_not_split(name: str) -> None:
+    equal = name == "sequences of equal length"
+    step = Step(case_of(((300, 1),) * 20 if equal else UNEQUAL, num_heads=16, num_kv_heads=2))
+    fakes = FakeBackend(step, replace(OPTIONS, batch_invariant=not equal))
+    step.run(fakes.backend)
+    assert max(each.longest_walk for each in fakes.library.wrappers) == (19 if equal else 44)
+
+
+LLAMA_8B = AttentionShape(32, 8, 128, scale=1.0)
+
+
+@pytest.mark.parametrize(
+    ("pages", "chunk"),
+    [
+        ([32] * 33 + [2048] + [0] * 6, 205),
+        ([32] * 31 + [2048], 256),
+        ([32] * 255 + [4096], 64),
+        ([32] * 34 + [0] * 6, None),
+        # The library's own chunks are as small.
+        ([32] * 23 + [2048], None),
+        ([2048], None),
+        ([0] * 64, None),
+    ],
+    ids=["34", "32", "256", "equal", "few", "one", "none"],
+)
+def test_a_chunk_is_as_small_as_spare_tiles_allow(pages: list[int], chunk: int | None) -> None:
+    """On 132 multiprocessors; the library's planner takes these chunks for graphs of this size."""
+    splits = DecodeSplits(LLAMA_8B, 16, None, 132, (256,))
+    assert splits.chunk_pages(np.array(pages, dtype=np.int32)) == chunk
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("heads", [(4, 4), (8, 1), (16, 1), (71, 1)])
+def test_any_batch_may_be_planned_in_the_chosen_chunks(
+    heads: tuple[int, int], window: int | None
+) -> None:
+    """The strict fake demands what the library needs of them, with a graph and without."""
+    rng = np.random.default_rng(sum(heads))
+    for head_dim in (64, 256):
+        shape = AttentionShape(*heads, head_dim, scale=0.125)
+        device = FakeDevice()
+        options = Options(capture_sizes=(20,), capture_pages=2000)
+        make = WrapperMaker(device, FakeFlashInfer(device), shape, options)
+        group = GroupWrappers(make, shape, torch.bfloat16, torch.bfloat16, 16, window)
+        for num_rows in (20, 20, 19, 3) * 3:
+            most = rng.choice([1, 40, 1500], num_rows)
+            seq_lens = rng.integers(0, most + 1).astype(np.int32)
+            tokens = np.arange(num_rows + 1)
+            table = np.zeros((num_rows, 100), dtype=np.int32)
+            inputs = AttentionInputs(tokens.astype(np.int32), seq_lens, table, tokens[1:])
+            pages = step_pages([inputs], [window], 16, [0]).groups[0]
+            sent = [
+                device.adopt(torch.from_numpy(each))
+                for each in (pages.decodes.kv_indptr, pages.decodes.last_page_len)
+            ]
+            group.plan(pages, device.zeros(pages.num_pages, torch.int32), SentOffsets(*sent))
 
 
 @pytest.mark.parametrize(

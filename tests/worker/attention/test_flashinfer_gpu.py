@@ -211,6 +211,45 @@ def test_latents_of_long_chunks_and_splits_equal_float64(device: Gpu, num_heads:
 
 
 @on_both
+@pytest.mark.parametrize("fields", [{}, {"sinks": True}, {"window": 3000}], ids=str)
+@torch.inference_mode()
+def test_a_long_sequence_among_short_ones(device: Gpu, fields: dict[str, Any]) -> None:
+    """40 decodes and one with 5,000 tokens before it, eager and by a graph.
+
+    The graph is captured with a plan in which all are short.
+    """
+    short = tuple((11 + 7 * n, 1) for n in range(40))
+    step = Step(case_of(((5000, 1), *short), num_heads=16, num_kv_heads=8, **fields))
+    size = len(step.inputs.seq_lens)
+    outputs = []
+    for capture_sizes in ((), (size,)):
+        there = OnDevice(device, step, capture_sizes=capture_sizes, capture_pages=1500)
+        if capture_sizes:
+            few = replace(
+                step.inputs,
+                seq_lens=np.minimum(step.inputs.seq_lens, 9),
+                block_table=np.zeros_like(step.inputs.block_table),
+            )
+            for inputs in (few, step.inputs, few):
+                there.plan(inputs)
+                there.run()
+            graph, output = device.accelerator.capture(there.run)
+            for inputs in (step.inputs, few, step.inputs):
+                there.plan(inputs)
+                graph.replay()
+            result = there.on_host(output).double()
+        else:
+            result = there.result()
+        exact = there.expected()
+        errors = (result - exact).norm(dim=-1) / exact.norm(dim=-1).clamp(min=1e-3)
+        assert result.isfinite().all()
+        assert errors.max() < 2e-2
+        outputs.append(result)
+    # The same chunks, so the same sums.
+    assert torch.equal(*outputs)
+
+
+@on_both
 @pytest.mark.parametrize("fields", [{}, LATENT], ids=["values", "latents"])
 @torch.inference_mode()
 def test_plans_made_ahead_of_the_device_do_not_interfere(
