@@ -248,7 +248,11 @@ def _kernels() -> tuple[Any, Any, Any, Any]:
         # The next kernels add to the sums.
         entry = tl.arange(0, 4 * bins)
         nothing = tl.zeros_like(entry).to(tl.int64)
-        tl.store(sums + number * 3 * bins + entry, nothing, mask=entry < tl.where(index == 0, 3 * bins, 0))
+        tl.store(
+            sums + number * 3 * bins + entry,
+            nothing,
+            mask=entry < tl.where(index == 0, 3 * bins, 0),
+        )
 
     @triton.jit
     def bins_chunk(  # type: ignore[no-untyped-def]
