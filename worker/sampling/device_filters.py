@@ -413,8 +413,8 @@ def _kernels() -> tuple[Any, Any, Any, Any]:
             keys += number.to(tl.int64) * vocab_size
             ids += number.to(tl.int64) * vocab_size
             least, most = key_range(keys, size, block)
-            # Candidates above `key` are kept, and of those with this very key the `num_equal` lowest
-            # ids. Keys are int64 here, so that sums of two have room.
+            # Candidates above `key` are kept, and of those with this very key the `num_equal`
+            # lowest ids. Keys are int64 here, so that sums of two have room.
             key = least
             num_equal = size - count_from(keys, size, key + 1, block)
             if limited:

@@ -96,9 +96,9 @@ def check_kept(
 ) -> int:
     """Check which tokens of each row are kept; return in how many rows a sum's rounding shows.
 
-    Min-p, top-k, ties and order are exact. Top-p may end where the sum of the kept probabilities, in
-    float64, is within `tolerance` of p. logits: float32 [N, V]. kept: bool [N, V], in which −inf
-    does not count. Raises AssertionError.
+    Min-p, top-k, ties and order are exact. Top-p may end where the sum of the kept
+    probabilities, in float64, is within `tolerance` of p. logits: float32 [N, V]. kept: bool
+    [N, V], in which −inf does not count. Raises AssertionError.
     """
     scaled = (logits / torch.from_numpy(params["temperature"].copy())[:, None]).numpy()
     num_rounded = 0

@@ -18,6 +18,7 @@ from tests.worker.reference.filters import check_kept, filter_by_sorting
 from tests.worker.reference.torch_kernels import draw_by_torch
 from tests.worker.sampling.settings import backend_of, each_backend, row_params
 from worker.device.transfers import DevicePlacement, HostPlacement
+from worker.sampling import device_filters
 from worker.sampling.device_filters import RowFilters, TritonFilters
 from worker.sampling.device_kernels import TritonDraw
 from worker.sampling.device_sampler import DeviceDraw, KeyedDraw
@@ -89,19 +90,20 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, torch.bfloat16) for name in CASES), ("both", torch.float32)]
+)
 def test_drawn_tokens_equal_those_of_the_host(
     name: str, dtype: torch.dtype, draw: KeyedDraw
 ) -> None:
-    logits, rows = logits_of(7, dtype), rows_of(7, **CASES[name])
+    logits, rows = logits_of(4, dtype), rows_of(4, **CASES[name])
     found = DeviceDraw(HostPlacement(), draw).draw_tokens(logits, rows)
     assert found.tolist() == on_the_host(logits, rows)
 
 
 def test_a_drawn_token_does_not_depend_on_its_row(draw: KeyedDraw) -> None:
-    logits, rows = logits_of(6, torch.float32), rows_of(6, top_p=0.9)
-    order = np.array([4, 0, 5])
+    logits, rows = logits_of(3, torch.float32), rows_of(3, top_p=0.9)
+    order = np.array([2, 0])
     sampling = DeviceDraw(HostPlacement(), draw)
     all_tokens = sampling.draw_tokens(logits, rows)
     assert sampling.draw_tokens(logits[order], rows[order]).tolist() == all_tokens[order].tolist()
@@ -134,13 +136,12 @@ def kept_tokens(
     return (keys > last_key) | ((keys == last_key) & (ids <= last_id))
 
 
-FILTERED: dict[str, dict[str, Any]] = {
-    "top-p": {"top_p": (0.9, 0.5, 1e-6, 0.999)},
-    "top-k": {"top_k": (1, 50, 96, 1 << 20)},
-    "min-p": {"min_p": (1.0, 0.02)},
-    "top-k and top-p": {"top_k": (20, 64, 3, 1), "top_p": (0.95, 0.5, 1.0)},
-    "all": {"top_k": (0, 7), "top_p": (1.0, 0.3, 0.99), "min_p": (0.0, 0.05, 0.3, 0.01)},
+FILTERED: dict[str, tuple[float, ...]] = {
+    "top_k": (0, 0, 1, 50, 1 << 20, 0, 20, 64, 7),
+    "top_p": (0.9, 1e-6, 1.0, 1.0, 0.999, 1.0, 0.95, 0.5, 0.3),
+    "min_p": (0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.02, 0.05),
 }
+"""Filters of nine rows."""
 KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "float32": lambda noise: 3 * noise,
     "bfloat16": lambda noise: (3 * noise + 9).bfloat16().float(),
@@ -165,12 +166,12 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
-@pytest.mark.parametrize("name", FILTERED)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_kernels_keep_exactly_the_tokens_of_the_definition(
-    kind: str, name: str, interpreted: None
+    kind: str, interpreted: None
 ) -> None:
-    logits, rows = filtered_case(4, 97, kind, **FILTERED[name])
+    vocab_size = 97 if kind == "whole numbers" else 1031
+    logits, rows = filtered_case(9, vocab_size, kind, **FILTERED)
     check_kept(logits, kept_tokens(logits, rows), rows)
 
 
@@ -186,18 +187,23 @@ def test_a_row_of_equal_logits_keeps_the_lowest_ids(interpreted: None) -> None:
 
 
 def test_cuts_do_not_depend_on_other_rows(interpreted: None) -> None:
-    logits, rows = filtered_case(3, 9000, "bfloat16", top_p=(0.9, 1.0), top_k=(0, 40))
+    logits, rows = filtered_case(2, 9000, "bfloat16", top_p=(0.9, 1.0), top_k=(0, 40))
     together = kept_tokens(logits, rows)
     check_kept(logits, together, rows)
     assert torch.equal(kept_tokens(logits[1:2], rows[1:2]), together[1:2])
 
 
 @each_backend
-def test_the_cut_of_a_large_vocabulary_is_that_of_the_host(variant, interpreted: None) -> None:  # type: ignore[no-untyped-def]
+def test_the_cut_of_a_large_vocabulary_is_that_of_the_host(  # type: ignore[no-untyped-def]
+    variant, interpreted: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The interpreter needs a hundredth of a second for each program.
+    monkeypatch.setattr(device_filters, "_CHUNK", 1 << 15)
+    monkeypatch.setattr(device_filters, "_CANDIDATES", 1 << 14)
     backend = backend_of(variant)
-    logits, rows = filtered_case(2, 128_256, "bfloat16", top_p=(0.9, 0.95), top_k=(0, 20))
+    logits, rows = filtered_case(1, 128_256, "bfloat16", temperature=1.0, top_p=0.9)
     host = logits.clone()
-    backend.filter(host, np.arange(2), rows)
+    backend.filter(host, np.arange(1), rows)
     differing = (
         (kept_tokens(logits, rows) & (logits > float("-inf"))) != (host > float("-inf"))
     ).sum(dim=1)
@@ -205,9 +211,10 @@ def test_the_cut_of_a_large_vocabulary_is_that_of_the_host(variant, interpreted:
     assert int(differing.max()) <= 1
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_rows_of_nan_and_infinity_end(interpreted: None) -> None:
     """The engine ends such sequences; their draws only must not hang or read elsewhere."""
-    logits = torch.randn(5, 97)
+    logits = torch.randn(5, 97, generator=torch.Generator().manual_seed(0))
     logits[0, 5] = float("nan")
     logits[1] = float("nan")
     logits[2, 7] = float("inf")
