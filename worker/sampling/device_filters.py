@@ -16,6 +16,7 @@ Rows are split over programs in chunks that depend on the vocabulary alone, and 
 of another one, so that its cut is the same in every batch.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -37,17 +38,17 @@ _SEARCH_WARPS: Final = 8
 class RowFilters:
     """Filters of F of the N rows of a step, on one device or on the host.
 
-    rows: int64 [F], of the logits. numbers: int64 [N], the index in `rows` of each row of the
-    logits, or −1. top_k: int64 [F], 0 to V; 0 keeps all. top_p: float64 [F], 1 keeps all. min_p:
-    float64 [F], 0 keeps all. searches: whether a row has a top-k or a top-p.
+    searches: whether a row has a top-k or a top-p. rows: int64 [F], of the logits. numbers: int64
+    [N], the index in `rows` of each row of the logits, or −1. top_k: int64 [F], below V; 0 keeps
+    all. top_p: float64 [F], 1 keeps all. min_p: float64 [F], 0 keeps all.
     """
 
+    searches: bool
     rows: torch.Tensor
     numbers: torch.Tensor
     top_k: torch.Tensor
     top_p: torch.Tensor
     min_p: torch.Tensor
-    searches: bool
 
 
 class TritonFilters:
@@ -164,10 +165,11 @@ def _kernels() -> tuple[Any, Any, Any, Any]:
     import triton
     import triton.language as tl
 
+    jit: Callable[[Any], Any] = triton.jit
     order_key = order_function()
 
     # Triton reads annotations and accepts only its own.
-    @triton.jit
+    @jit
     def scaled_chunk(logits, temperatures, rows, vocab_size, chunk: tl.constexpr):  # type: ignore[no-untyped-def]
         """Return the ids of this program's chunk and their logits, divided; −inf past the end."""
         row = tl.load(rows + tl.program_id(0))
@@ -176,7 +178,7 @@ def _kernels() -> tuple[Any, Any, Any, Any]:
         logit = tl.load(logits + row * vocab_size + token, mask=inside, other=float("-inf"))
         return token, tl.div_rn(logit.to(tl.float32), tl.load(temperatures + row))
 
-    @triton.jit
+    @jit
     def best_and_worst(ranges, num_chunks, padded: tl.constexpr):  # type: ignore[no-untyped-def]
         """Return the best logit of this program's row, and the worst above −inf."""
         index = tl.arange(0, padded)
@@ -186,7 +188,7 @@ def _kernels() -> tuple[Any, Any, Any, Any]:
         worst = tl.load(start + num_chunks + index, mask=inside, other=float("inf"))
         return tl.max(best, 0), tl.min(worst, 0)
 
-    @triton.jit
+    @jit
     def least_key(best, min_p):  # type: ignore[no-untyped-def]
         """Return the key of the smallest float that min-p keeps."""
         log = tl.where(min_p > 0, tl.log(tl.where(min_p > 0, min_p, 1.0)), float("-inf"))
@@ -194,19 +196,19 @@ def _kernels() -> tuple[Any, Any, Any, Any]:
         rounded = limit.to(tl.float32)
         return order_key(rounded) + (rounded.to(tl.float64) < limit).to(tl.int32)
 
-    @triton.jit
+    @jit
     def weight_of(key, chosen, best, unit: tl.constexpr):  # type: ignore[no-untyped-def]
         """Return e^(logit − best) in multiples of 1 / unit, int64; 0 for those not chosen."""
         logit = tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
         distance = tl.where(chosen, logit - best, float("-inf"))
         return (tl.exp(distance) * unit + 0.5).to(tl.int64)
 
-    @triton.jit
+    @jit
     def least_sum(total, top_p):  # type: ignore[no-untyped-def]
         """Return the smallest sum of weights that reaches the share top_p of a total."""
         return tl.ceil(total.to(tl.float64) * top_p).to(tl.int64)
 
-    @triton.jit
+    @jit
     def candidate_bins(sums, top_k, top_p, bins: tl.constexpr):  # type: ignore[no-untyped-def]
         """Return the first and last bin of candidates, and the tokens and weights before these.
 
@@ -227,7 +229,7 @@ def _kernels() -> tuple[Any, Any, Any, Any]:
         weight_before = tl.max(tl.where(index < first, weights, 0), 0)
         return first, last, num_before, weight_before, certain, limited
 
-    @triton.jit
+    @jit
     def range_chunk(  # type: ignore[no-untyped-def]
         logits,
         temperatures,
@@ -254,7 +256,7 @@ def _kernels() -> tuple[Any, Any, Any, Any]:
             mask=entry < tl.where(index == 0, 3 * bins, 0),
         )
 
-    @triton.jit
+    @jit
     def bins_chunk(  # type: ignore[no-untyped-def]
         logits,
         temperatures,
@@ -296,7 +298,7 @@ def _kernels() -> tuple[Any, Any, Any, Any]:
                 total = tl.sum(weight, 0)
                 tl.atomic_add(start + 2 * bins - 1, (total * unit).to(tl.int64), sem="relaxed")
 
-    @triton.jit
+    @jit
     def collect_chunk(  # type: ignore[no-untyped-def]
         logits,
         temperatures,
@@ -339,7 +341,7 @@ def _kernels() -> tuple[Any, Any, Any, Any]:
                 tl.store(keys + at, key, mask=chosen)
                 tl.store(ids + at, token, mask=chosen)
 
-    @triton.jit
+    @jit
     def count_from(keys, size, least, block: tl.constexpr):  # type: ignore[no-untyped-def]
         """Return the number of candidates with at least this key."""
         count = tl.full((), 0, tl.int32)
@@ -349,7 +351,7 @@ def _kernels() -> tuple[Any, Any, Any, Any]:
             count += tl.sum(((at < size) & (key >= least)).to(tl.int32), 0)
         return count
 
-    @triton.jit
+    @jit
     def weight_from(keys, size, least, best, unit: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
         """Return the sum of weights of the candidates with at least this key."""
         total = tl.full((), 0, tl.int64)
@@ -360,7 +362,7 @@ def _kernels() -> tuple[Any, Any, Any, Any]:
             total += tl.sum(weight_of(key, chosen, best, unit), 0)
         return total
 
-    @triton.jit
+    @jit
     def key_range(keys, size, block: tl.constexpr):  # type: ignore[no-untyped-def]
         """Return the smallest and the largest key of the candidates, int64."""
         least = tl.full((), (1 << 31) - 1, tl.int64)
@@ -372,7 +374,7 @@ def _kernels() -> tuple[Any, Any, Any, Any]:
             most = tl.maximum(most, tl.max(tl.where(at < size, key, -(1 << 31)), 0))
         return least, most
 
-    @triton.jit
+    @jit
     def count_equal(keys, ids, size, wanted, last_id, block: tl.constexpr):  # type: ignore[no-untyped-def]
         """Return the number of candidates with this key and at most this id."""
         count = tl.full((), 0, tl.int32)
@@ -384,7 +386,7 @@ def _kernels() -> tuple[Any, Any, Any, Any]:
             count += tl.sum(chosen.to(tl.int32), 0)
         return count
 
-    @triton.jit
+    @jit
     def search_row(  # type: ignore[no-untyped-def]
         top_ks,
         top_ps,

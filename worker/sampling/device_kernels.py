@@ -8,6 +8,7 @@
 Edited logits equal those of the CPU kernels bit for bit, and so do tokens, but for near ties.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -256,9 +257,10 @@ def _draw_kernel() -> Any:
     import triton
     import triton.language as tl
 
+    jit: Callable[[Any], Any] = triton.jit
     order_key = order_function()
 
-    @triton.jit
+    @jit
     def sums_of(  # type: ignore[no-untyped-def]
         logit,
         temperature,

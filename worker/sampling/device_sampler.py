@@ -348,18 +348,18 @@ class DeviceDraw:
             *torch_columns(params, ("seed", "choice", "position")),
         ]
         filtered = (random & needs_filter(params)).nonzero()[0]
+        searches = False
         if len(filtered):
             numbers = np.full(len(params), -1, dtype=np.int64)
             numbers[filtered] = np.arange(len(filtered))
             top_k, top_p, min_p = torch_columns(params[filtered], ("top_k", "top_p", "min_p"))
             top_k[top_k >= logits.shape[1]] = 0
-            arrays += [filtered, numbers, top_k, top_p, min_p]
-        sent = self._placement.to_device(arrays)
-        keys, filters = sent[:4], None
-        if len(filtered):
             searches = bool(((top_k > 0) | (top_p < 1)).any())
-            filters = RowFilters(*sent[4:], searches)
-        return self._draw(logits.float().contiguous(), *keys, filters)
+            arrays += [filtered, numbers, top_k, top_p, min_p]
+        temperatures, seed, choice, position, *sent = self._placement.to_device(arrays)
+        filters = RowFilters(searches, *sent) if sent else None
+        wide = logits.float().contiguous()
+        return self._draw(wide, temperatures, seed, choice, position, filters)
 
 
 class DeviceSampler:

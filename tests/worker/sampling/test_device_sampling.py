@@ -129,7 +129,7 @@ def kept_tokens(
     arrays = (rows["temperature"].copy(), index, index, top_k, top_p, min_p)
     temperature, *settings = (torch.from_numpy(each).to(device) for each in arrays)
     searches = bool(((top_k > 0) | (top_p < 1)).any())
-    filters = RowFilters(*settings, searches)
+    filters = RowFilters(searches, *settings)
     cuts = TritonFilters().cuts(logits.to(device), temperature, filters).cpu()
     keys, ids = ordered_bits(logits / temperature.cpu()[:, None]), torch.arange(logits.shape[1])
     last_key, last_id = cuts[:, :1], cuts[:, 1:]
