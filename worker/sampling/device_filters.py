@@ -62,7 +62,7 @@ class TritonFilters:
     nothing from one step to the next: sums over chunks and candidates are of integers, whose order
     does not matter, and those within a chunk always have the same order.
 
-    A NaN is not counted and not dropped; −inf is never kept. For a row with +inf the cut is any.
+    A NaN is not counted, −inf is never kept, and a row with +inf has any cut.
     """
 
     def __init__(self) -> None:
