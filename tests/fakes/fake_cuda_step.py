@@ -50,7 +50,7 @@ from worker.models.decoder import Decoder
 from worker.models.registry import spec_from_config
 from worker.models.spec import ModelSpec
 from worker.runner_builder import CudaRunnerBuilder, DeviceKernels
-from worker.sampling import device_kernels
+from worker.sampling import device_filters, device_kernels
 from worker.sampling.device_kernels import TritonDraw, TritonEdits
 from worker.sampling.sampler import Sampler
 from worker.sampling.torch_backend import TorchBackend
@@ -310,6 +310,8 @@ def watched(is_hopper: bool = False) -> Iterator[HotPath]:
         ):
             for name in kernels:
                 stack.enter_context(patch.object(module, name, lambda *_: Launches()))
+        filters = (Launches(),) * 4
+        stack.enter_context(patch.object(device_filters, "_kernels", lambda: filters))
         stack.enter_context(patch.object(formats, "is_hopper", lambda device: is_hopper))
         stack.enter_context(patch.object(formats, "has_prebuilt_experts", lambda: is_hopper))
         for module in (activation, formats, norm):

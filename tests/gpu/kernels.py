@@ -28,6 +28,7 @@ KERNEL_TESTS = (
     "tests/worker/layers/test_flashinfer_kernels_gpu.py",
     "tests/worker/layers/test_experts_gpu.py",
     "tests/worker/sampling/test_device_edits_gpu.py",
+    "tests/worker/sampling/test_device_filters_gpu.py",
 )
 
 

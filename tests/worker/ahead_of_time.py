@@ -17,9 +17,9 @@ _OF_LAUNCHES = {"grid", "warmup", "stream", "device", "device_type", "num_warps"
 class Kernel(NamedTuple):
     """A kernel to compile.
 
-    maker: "module:name" of the function that makes the kernel, or of an object that holds it.
-    signature: types
-    of its pointers and numbers. constants: compile-time parameters. options: of the compiler.
+    maker: "module:name" of the function that makes the kernel, or of the class of an object that
+    holds it; "module:name.attribute" if not as `kernel`. signature: types of its pointers and
+    numbers. constants: compile-time parameters. options: of the compiler.
     """
 
     maker: str
@@ -50,8 +50,9 @@ def _compile(
     from triton.compiler import ASTSource
 
     module, name = maker.split(":")
+    name, _, attribute = name.partition(".")
     made = getattr(importlib.import_module(module), name)()
-    kernel = getattr(made, "kernel", None) or made
+    kernel = getattr(made, attribute or "kernel", None) or made
     reserved = _OF_LAUNCHES & set(kernel.arg_names)
     assert not reserved, f"a launch takes {reserved} for its own settings"
     source = ASTSource(

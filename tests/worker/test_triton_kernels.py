@@ -3,9 +3,12 @@
 One process compiles all kernels, because starting one takes longer than most compilations.
 """
 
+from typing import Any
+
 import pytest
 
 from tests.worker.ahead_of_time import Kernel, compiled
+from worker.sampling.device_filters import BINS, UNIT, WIDEST
 from worker.sampling.device_kernels import SEEN
 
 KV_DTYPES = [("bf16", "bf16", 0.0), ("fp16", "fp16", 0.0), ("bf16", "fp8e4nv", 448.0)]
@@ -68,6 +71,35 @@ COMBINED = Kernel(
     | {"hidden": "i32", "top_k": "i32"},
     {"block": 1024},
 )
+
+
+def filters() -> list[Kernel]:
+    """The kernels that find the cuts of 128,256 tokens."""
+    row = {"logits": "*fp32", "temperatures": "*fp32", "rows": "*i64"}
+    settings = {"top_ks": "*i64", "top_ps": "*fp64", "min_ps": "*fp64"}
+    sums = {"ranges": "*fp32", "sums": "*i64"}
+    found = {"keys": "*i32", "ids": "*i32"}
+    sizes = {"vocab_size": "i32", "num_chunks": "i32"}
+    binned = {"padded": 32, "bins": BINS}
+    signatures: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
+        "range": (row | sums, {"bins": BINS, "chunk": 4096}),
+        "bins": (row | settings | sums, binned | {"widest": WIDEST, "unit": UNIT, "chunk": 4096}),
+        "collect": (row | settings | sums | found, binned | {"widest": WIDEST, "chunk": 4096}),
+        "search": (
+            settings | sums | found | {"cuts": "*i32"},
+            binned | {"unit": UNIT, "block": 2048},
+        ),
+    }
+    return [
+        Kernel(
+            f"worker.sampling.device_filters:TritonFilters.{name}_kernel",
+            signature | sizes,
+            constants,
+        )
+        for name, (signature, constants) in signatures.items()
+    ]
+
+
 EDITED_ROWS = Kernel(
     "worker.sampling.device_kernels:_rows_kernel",
     {"logits": "*fp32", "counts": "*i32", "words": "*i32"}
@@ -102,11 +134,14 @@ def test_the_kernels_compile_for_a_gpu() -> None:
         coded(8, 64, is_grouped=True, is_float=True),
     ]
     roundings = [rounding(False), rounding(True)]
-    made = compiled([*stores, *others, *products, *roundings])
+    made = compiled([*stores, *others, *products, *roundings, *filters()])
+    found_filters, made = made[-4:], made[:-4]
     found = made[: len(stores) + len(others)]
     assert all("mma" in ptx for ptx in made[len(found) : -2])
     assert all("satfinite.e4m3" in ptx for ptx in made[-2:])
     assert ["e4m3" in ptx for ptx in found[: len(stores)]] == [False, False, True] * 3 + [False]
+    assert all("div.rn.f32" in ptx for ptx in found_filters[:3]), "the host divides so"
+    assert not any(kind in ptx for ptx in found_filters for kind in ("add.f32 [", "add.f64 ["))
     *_, edited_rows, listed_edits = found
     assert "fma." not in edited_rows, "the host does not fuse"
     assert "div.rn.f32" in edited_rows

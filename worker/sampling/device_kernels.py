@@ -2,11 +2,13 @@
 
     listed   values added to single logits: biases, and −inf for forbidden tokens
     rows     penalties from counts on the device, then −inf for tokens that a mask rules out
-    draw     argmax of logit / T plus Gumbel noise, for all rows of a step
+    draw     argmax of logit / T plus Gumbel noise, for all rows of a step, over the tokens that
+             their filters keep (device_filters.py)
 
-Their results equal those of the CPU kernels bit for bit.
+Edited logits equal those of the CPU kernels bit for bit, and so do tokens, but for near ties.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from worker.sampling.device_filters import RowFilters, TritonFilters, order_function, publish
 from worker.sampling.logit_edits import WORD_BITS
 from worker.sampling.torch_backend import ROUNDS, STREAM_SAMPLE
 
@@ -199,11 +202,12 @@ class TritonDraw:
         result    torch takes the best of these, the first among equals
 
     Sums are float64, as on a CPU, so that rounding makes no ties. A temperature of 0 gives the best
-    token of the row.
+    token of the row. A chunk of which the filters keep nothing costs no noise.
     """
 
     def __init__(self) -> None:
         self.kernel = _draw_kernel()
+        self.filters = TritonFilters()
 
     def __call__(
         self,
@@ -212,27 +216,35 @@ class TritonDraw:
         seed: torch.Tensor,
         choice: torch.Tensor,
         position: torch.Tensor,
+        filters: RowFilters | None,
     ) -> torch.Tensor:
         """Queue the draw; return token ids int64 [N] for logits float32 [N, V], contiguous.
 
         temperature: float32 [N], 0 or more. seed, choice, position: int64 [N], the bits of
-        unsigned numbers. −inf is never drawn; equal sums give the lowest id.
+        unsigned numbers. filters: of some rows, or None. −inf is never drawn; equal sums give the
+        lowest id.
         """
         num_rows, vocab_size = logits.shape
         num_chunks = -(-vocab_size // (4 * _DRAW_COUNTERS))
         sums = logits.new_empty((num_rows, num_chunks), dtype=torch.float64)
         tokens = logits.new_empty((num_rows, num_chunks), dtype=torch.int64)
+        numbers = cuts = None
+        if filters is not None:
+            numbers, cuts = filters.numbers, self.filters.cuts(logits, temperature, filters)
         self.kernel[(num_rows, num_chunks)](
             logits,
             temperature,
             seed,
             choice,
             position,
+            numbers,
+            cuts,
             sums,
             tokens,
             vocab_size,
             logits.stride(0),
             num_chunks,
+            filtered=filters is not None,
             sample_stream=STREAM_SAMPLE,
             rounds=ROUNDS,
             counters=_DRAW_COUNTERS,
@@ -245,6 +257,39 @@ def _draw_kernel() -> Any:
     import triton
     import triton.language as tl
 
+    jit: Callable[[Any], Any] = triton.jit
+    order_key = order_function()
+
+    @jit
+    def sums_of(  # type: ignore[no-untyped-def]
+        logit,
+        temperature,
+        seed,
+        choice,
+        position,
+        sample_stream: tl.constexpr,
+        rounds: tl.constexpr,
+        counters: tl.constexpr,
+    ):
+        """Return logit / temperature plus noise of this program's chunk, float64."""
+        counter = tl.program_id(1) * counters + tl.arange(0, counters)
+        nothing = tl.zeros_like(counter)
+        w0, w1, w2, w3 = tl.philox(
+            seed,
+            counter.to(tl.uint32),
+            (nothing + position).to(tl.uint32),
+            (nothing + choice).to(tl.uint32),
+            (nothing + sample_stream).to(tl.uint32),
+            rounds,
+        )
+        # Tokens 4 c to 4 c + 3 have the words of counter c.
+        word = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
+        uniform = (word.to(tl.float64) + 0.5) * 2.3283064365386963e-10
+        random = temperature > 0
+        divisor = tl.where(random, temperature, 1.0).to(tl.float64)
+        noise = tl.where(random, -tl.log(-tl.log(uniform)), 0.0)
+        return logit.to(tl.float64) / divisor + noise
+
     # Triton reads annotations and accepts only its own.
     def draw_chunk(  # type: ignore[no-untyped-def]
         logits,
@@ -252,43 +297,49 @@ def _draw_kernel() -> Any:
         seeds,
         choices,
         positions,
+        numbers,
+        cuts,
         sums,
         tokens,
         vocab_size,
         stride,
         num_chunks,
+        filtered: tl.constexpr,
         sample_stream: tl.constexpr,
         rounds: tl.constexpr,
         counters: tl.constexpr,
     ):
         row, chunk = tl.program_id(0), tl.program_id(1)
         temperature = tl.load(temperatures + row)
-        seed = tl.load(seeds + row)
-        counter = chunk * counters + tl.arange(0, counters)
-        nothing = tl.zeros_like(counter)
-        position = (nothing + tl.load(positions + row)).to(tl.uint32)
-        choice = (nothing + tl.load(choices + row)).to(tl.uint32)
-        w0, w1, w2, w3 = tl.philox(
-            seed,
-            counter.to(tl.uint32),
-            position,
-            choice,
-            (nothing + sample_stream).to(tl.uint32),
-            rounds,
-        )
-        # Tokens 4 c to 4 c + 3 have the words of counter c.
-        word = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
         token = chunk * counters * 4 + tl.arange(0, counters * 4)
         inside = token < vocab_size
         logit = tl.load(logits + row * stride + token, mask=inside, other=float("-inf"))
-        uniform = (word.to(tl.float64) + 0.5) * 2.3283064365386963e-10
-        random = temperature > 0
-        divisor = tl.where(random, temperature, 1.0).to(tl.float64)
-        noise = tl.where(random, -tl.log(-tl.log(uniform)), 0.0)
-        total = logit.to(tl.float64) / divisor + noise
-        most = tl.max(total, 0)
-        first = tl.min(tl.where(total == most, token, vocab_size - 1), 0)
+        most = tl.full((), float("-inf"), tl.float64)
+        first = chunk * counters * 4
+        drawn = True
+        if filtered:
+            number = tl.load(numbers + row)
+            if number >= 0:
+                last_key, last_id = tl.load(cuts + 2 * number), tl.load(cuts + 2 * number + 1)
+                key = order_key(tl.div_rn(logit, temperature))
+                kept = (key > last_key) | ((key == last_key) & (token <= last_id))
+                logit = tl.where(kept, logit, float("-inf"))
+                drawn = tl.max((inside & kept).to(tl.int32), 0) > 0
+        if drawn:
+            total = sums_of(
+                logit,
+                temperature,
+                tl.load(seeds + row),
+                tl.load(choices + row),
+                tl.load(positions + row),
+                sample_stream,
+                rounds,
+                counters,
+            )
+            most = tl.max(total, 0)
+            first = tl.min(tl.where(total == most, token, vocab_size - 1), 0)
         tl.store(sums + row * num_chunks + chunk, most)
         tl.store(tokens + row * num_chunks + chunk, first.to(tl.int64))
 
+    publish(globals(), order_key, sums_of)
     return triton.jit(draw_chunk)

@@ -15,11 +15,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from proto.sampling_params import GREEDY_TEMPERATURE, SAMPLING_NUMBERS
+from proto.sampling_params import GREEDY_TEMPERATURE
 from proto.scheduler_output import GrammarOutput
 from worker.device.accelerator import Accelerator
 from worker.device.transfers import DevicePlacement, Placement
 from worker.input_batch import NO_LOGPROBS, InputBatch
+from worker.sampling.device_filters import RowFilters
 from worker.sampling.device_kernels import (
     ANY_TOKEN,
     NONE,
@@ -38,19 +39,26 @@ from worker.sampling.logit_edits import (
 )
 from worker.sampling.logprobs import queue_logprobs
 from worker.sampling.row_params import (
-    FILTERS,
     RowParams,
     needs_filter,
     neutral_params,
     torch_columns,
 )
-from worker.sampling.torch_backend import FilterPlan, filter_logits
 from worker.step_inputs import SampledPositions
 
 KeyedDraw = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
+    [
+        torch.Tensor,
+        torch.Tensor,
+        torch.Tensor,
+        torch.Tensor,
+        torch.Tensor,
+        RowFilters | None,
+    ],
+    torch.Tensor,
 ]
-"""The type of TritonDraw: logits, temperature, seed, choice and position of N rows → token ids."""
+"""The type of TritonDraw: logits, temperature, seed, choice and position of N rows, and the filters
+of some of them → token ids."""
 NEUTRAL = (1.0, 0.0, 0.0)
 """Penalties without effect: repetition, frequency, presence."""
 
@@ -313,14 +321,9 @@ class DeviceCounts:
 
 
 def largest_params(num_rows: int) -> RowParams:
-    """Return parameters of rows that take the most memory: every filter but top-k.
-
-    With top-k the other filters look at few tokens. The values are in the middle of the bounds.
-    """
+    """Return parameters of rows that take the most memory: every row may have candidates."""
     params = neutral_params(num_rows)
-    for name in FILTERS:
-        if name != "top_k":
-            params[name] = (SAMPLING_NUMBERS[name].low + SAMPLING_NUMBERS[name].high) / 2
+    params["top_p"] = 0.5
     return params
 
 
@@ -340,24 +343,23 @@ class DeviceDraw:
         random = temperature >= GREEDY_TEMPERATURE
         if not random.any():
             return logits.argmax(dim=1)
+        arrays = [
+            np.where(random, temperature, np.float32(0)),
+            *torch_columns(params, ("seed", "choice", "position")),
+        ]
         filtered = (random & needs_filter(params)).nonzero()[0]
-        some = params[filtered]
-        sent = self._placement.to_device(
-            [
-                np.where(random, temperature, np.float32(0)),
-                *torch_columns(params, ("seed", "choice", "position")),
-                filtered,
-                some["temperature"].copy(),
-                *torch_columns(some, FILTERS),
-            ]
-        )
-        keys, (index, *filters) = sent[:4], sent[4:]
-        wide = logits.float().contiguous()
+        searches = False
         if len(filtered):
-            plan = FilterPlan.of(some, logits.shape[1])
-            kept = filter_logits(wide.index_select(0, index), plan, *filters)
-            wide = wide.index_copy(0, index, kept)
-        return self._draw(wide, *keys)
+            numbers = np.full(len(params), -1, dtype=np.int64)
+            numbers[filtered] = np.arange(len(filtered))
+            top_k, top_p, min_p = torch_columns(params[filtered], ("top_k", "top_p", "min_p"))
+            top_k[top_k >= logits.shape[1]] = 0
+            searches = bool(((top_k > 0) | (top_p < 1)).any())
+            arrays += [filtered, numbers, top_k, top_p, min_p]
+        temperatures, seed, choice, position, *sent = self._placement.to_device(arrays)
+        filters = RowFilters(searches, *sent) if sent else None
+        wide = logits.float().contiguous()
+        return self._draw(wide, temperatures, seed, choice, position, filters)
 
 
 class DeviceSampler:

@@ -1,4 +1,4 @@
-"""Sampling in torch and numpy, for hosts without compiled kernels; filters for any device.
+"""Sampling in torch and numpy, for hosts without compiled kernels.
 
 noise      Philox-4x32-10 words, a function of (seed, choice, position, token id) alone
 order      a higher logit first, then the lower id; top-k, logprobs and ranks use it
@@ -6,7 +6,6 @@ filters    min-p, top-k, top-p, each applied to the result of the one before
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -115,37 +114,8 @@ def token_ranks(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     return better.sum(dim=1) + 1
 
 
-_WORST = torch.iinfo(torch.int64).min
-_SCORE_BITS = 32
-
-
-@dataclass(frozen=True, slots=True)
-class FilterPlan:
-    """Which filters the rows of a step need; decided on the host, to avoid waiting for the device.
-
-    most_k: largest top-k below the vocabulary size, 0 if no row has one.
-    bounded: whether every row with a top-p has a top-k too.
-    """
-
-    min_p: bool
-    most_k: int
-    top_p: bool
-    bounded: bool
-
-    @staticmethod
-    def of(params: RowParams, vocab_size: int) -> "FilterPlan":
-        """Return the plan of rows with these parameters."""
-        top_k = params["top_k"]
-        limited = (top_k > 0) & (top_k < vocab_size)
-        most_k = int(top_k[limited].max(initial=0))
-        nucleus = params["top_p"] < 1
-        bounded = bool((limited | ~nucleus).all())
-        return FilterPlan(bool((params["min_p"] > 0).any()), most_k, bool(nucleus.any()), bounded)
-
-
 def filter_logits(
     logits: torch.Tensor,
-    plan: FilterPlan,
     temperature: torch.Tensor,
     top_k: torch.Tensor,
     top_p: torch.Tensor,
@@ -154,76 +124,23 @@ def filter_logits(
     """Return logits float32 [N, V] with −inf over the tokens that a row's filters remove.
 
     The order is min-p, top-k, top-p, each applied to the result of the one before. The best token
-    always stays. The vocabulary is never sorted: if every row with a top-p has a top-k, only the
-    largest top-k of tokens are examined, otherwise see `_nucleus`.
+    always stays. Sorts the rows; the kernels for CPUs and GPUs do not.
     temperature: float32 [N], above 0. The others: DRAW_PARAMETERS as `torch_columns` gives them,
     top_k int64 [N], top_p and min_p float64 [N].
     """
     scaled = logits / temperature[:, None]
-    if plan.min_p:
-        limit = scaled.amax(dim=1) + min_p.log()
-        scaled = scaled.masked_fill(scaled < limit[:, None], float("-inf"))
-    if plan.most_k:
-        keys = order_keys(scaled)
-        best = keys.topk(plan.most_k, dim=1).values
-        last = best.gather(1, top_k.clamp(1, plan.most_k)[:, None] - 1)
-        limited = (top_k > 0) & (top_k < logits.shape[1])
-        scaled = _drop(scaled, keys, last, limited)
-    if plan.top_p and plan.bounded:
-        keys = order_keys(scaled)
-        best = keys.topk(plan.most_k, dim=1).values
-        log_total = scaled.logsumexp(dim=1, keepdim=True)
-        shares = (scaled.gather(1, token_ids_of(best)) - log_total).exp()
-        reached = shares.cumsum(dim=1, dtype=torch.float64)
-        # The token at which the sum reaches p is the last one kept.
-        place = (reached < top_p[:, None]).sum(dim=1, keepdim=True).clamp(max=plan.most_k - 1)
-        scaled = _drop(scaled, keys, best.gather(1, place), top_p < 1)
-    elif plan.top_p:
-        scaled = scaled.masked_fill(~_nucleus(scaled, top_p), float("-inf"))
-    return logits.masked_fill(scaled == float("-inf"), float("-inf"))
-
-
-def _nucleus(scaled: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Return the smallest set of best tokens, bool [N, V], whose probability reaches top_p [N].
-
-    A bisection over the bits of a float finds the logit of the last token in the set:
-
-        scaled    [ 3.1 | 2.0 | 2.0 | 2.0 | 0.4 | … ]      p = 0.9
-        shares      .5    .16   .16   .16   .01            of those above 2.0: .5; from 2.0 on: .98
-        kept      [  x  |  x  |  x  |  x  |     |   ]      of equal ones the lowest ids, until p
-
-    Sums are float64, of shares that are rounded to float32.
-    """
-    wanted = top_p[:, None]
-    order = ordered_bits(scaled)
-    shares = (scaled - scaled.logsumexp(dim=1, keepdim=True)).exp()
-
-    def share_from(least: torch.Tensor) -> torch.Tensor:
-        """Return the probability of all tokens with at least this value, float64 [N, 1]."""
-        chosen = shares.masked_fill(order < least.to(torch.int32), 0.0)
-        return chosen.sum(dim=1, keepdim=True, dtype=torch.float64)
-
-    # Tokens from `low` on reach p, tokens from `high` on do not.
-    low = torch.full_like(wanted, -(1 << _SCORE_BITS - 1), dtype=torch.int64)
-    high = -low
-    for _ in range(_SCORE_BITS):
-        middle = (low + high) >> 1
-        reached = share_from(middle) >= wanted
-        low, high = torch.where(reached, middle, low), torch.where(reached, high, middle)
-    above, equal = order > low, order == low
-    tied = shares.masked_fill(~equal, 0.0)
-    before = shares.masked_fill(~above, 0.0).sum(dim=1, keepdim=True, dtype=torch.float64)
+    limit = scaled.amax(dim=1) + min_p.log()
+    scaled = scaled.masked_fill(scaled < limit[:, None], float("-inf"))
+    order = token_ids_of(order_keys(scaled).sort(dim=1, descending=True).values)
+    ranked = scaled.gather(1, order)
+    rank = torch.arange(logits.shape[1], device=logits.device)
+    beyond_k = (top_k > 0)[:, None] & (rank >= top_k[:, None])
+    shares = ranked.masked_fill(beyond_k, float("-inf")).softmax(dim=1)
+    before = shares.cumsum(dim=1, dtype=torch.float64) - shares
     # The token at which the sum reaches p is the last one kept.
-    before = before + tied.cumsum(dim=1, dtype=torch.float64) - tied
-    return above | (equal & (before < wanted)) | (top_p >= 1)[:, None]
-
-
-def _drop(
-    scaled: torch.Tensor, keys: torch.Tensor, last: torch.Tensor, rows: torch.Tensor
-) -> torch.Tensor:
-    """Write −inf over tokens with a key below `last` [N, 1], in the rows `rows`, bool [N]."""
-    limit = torch.where(rows[:, None], last, _WORST)
-    return scaled.masked_fill(keys < limit, float("-inf"))
+    beyond_p = (top_p < 1)[:, None] & (before >= top_p[:, None]) & (rank > 0)
+    dropped = torch.zeros_like(beyond_k).scatter(1, order, beyond_k | beyond_p)
+    return logits.masked_fill(dropped | (scaled == float("-inf")), float("-inf"))
 
 
 class TorchBackend:
@@ -244,10 +161,8 @@ class TorchBackend:
 
     def filter(self, logits: torch.Tensor, rows: npt.NDArray[np.int64], params: RowParams) -> None:
         index = torch.from_numpy(rows)
-        some = logits[index]
         columns = [params["temperature"].copy(), *torch_columns(params, FILTERS)]
-        plan = FilterPlan.of(params, logits.shape[1])
-        logits[index] = filter_logits(some, plan, *map(torch.from_numpy, columns))
+        logits[index] = filter_logits(logits[index], *map(torch.from_numpy, columns))
 
     def draw(
         self, logits: torch.Tensor, rows: npt.NDArray[np.int64], params: RowParams

@@ -1,4 +1,4 @@
-"""Min-p, top-k and top-p by sorting.
+"""Min-p, top-k and top-p by sorting, and how far kept tokens may be from the exact ones.
 
 Works on logits / temperature and writes −inf over dropped tokens. The order is min-p, top-k, top-p;
 every filter works on the distribution that the one before it left.
@@ -89,3 +89,38 @@ def _cumulated(logits: torch.Tensor, keys: torch.Tensor, log_total: torch.Tensor
     """Probability of the tokens in keys and of all before them, float64, as keys."""
     probabilities = (logits.gather(1, token_ids_of(keys)) - log_total).exp()
     return probabilities.cumsum(dim=1, dtype=torch.float64)
+
+
+def check_kept(
+    logits: torch.Tensor, kept: torch.Tensor, params: RowParams, tolerance: float = 1e-6
+) -> int:
+    """Check which tokens of each row are kept; return in how many rows a sum's rounding shows.
+
+    Min-p, top-k, ties and order are exact. Top-p may end where the sum of the kept
+    probabilities, in float64, is within `tolerance` of p. logits: float32 [N, V]. kept: bool
+    [N, V], in which −inf does not count. Raises AssertionError.
+    """
+    scaled = (logits / torch.from_numpy(params["temperature"].copy())[:, None]).numpy()
+    num_rounded = 0
+    for row, (values, chosen, record) in enumerate(zip(scaled, kept.numpy(), params, strict=True)):
+        order = np.argsort(-values, kind="stable")
+        best = np.float64(values[order[0]])
+        values = values.astype(np.float64)[order]
+        count = int((values > -np.inf).sum())
+        if record["min_p"] > 0:
+            count = int((values[:count] >= best + np.log(np.float64(record["min_p"]))).sum())
+        if record["top_k"] > 0:
+            count = min(count, int(record["top_k"]))
+        found = int((chosen & (scaled[row] > -np.inf)).sum())
+        if record["top_p"] < 1:
+            p = np.float64(record["top_p"])
+            weights = np.exp(values[:count] - best)
+            reached = np.append(0.0, np.cumsum(weights) / weights.sum())
+            num_rounded += found != int((reached[:count] < p).sum())
+            assert 1 <= found <= count, (row, found, count)
+            assert reached[found - 1] < p + tolerance, (row, found, reached[found - 1])
+            assert reached[found] >= p - tolerance, (row, found, reached[found])
+        else:
+            assert found == count, (row, found, count)
+        assert chosen[order[:found]].all(), (row, found)
+    return num_rounded

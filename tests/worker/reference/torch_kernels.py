@@ -3,9 +3,10 @@
 import torch
 
 from worker.attention.kv_store import Pages
+from worker.sampling.device_filters import RowFilters
 from worker.sampling.device_kernels import ANY_TOKEN, NONE, SEEN, ListedEdits, RowEditArrays
 from worker.sampling.logit_edits import WORD_BITS
-from worker.sampling.torch_backend import ROUNDS, STREAM_SAMPLE
+from worker.sampling.torch_backend import ROUNDS, STREAM_SAMPLE, filter_logits
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -55,8 +56,14 @@ def draw_by_torch(
     seed: torch.Tensor,
     choice: torch.Tensor,
     position: torch.Tensor,
+    filters: RowFilters | None = None,
 ) -> torch.Tensor:
     """`KeyedDraw` in plain torch."""
+    if filters is not None:
+        some = logits.index_select(0, filters.rows)
+        settings = filters.top_k, filters.top_p, filters.min_p
+        kept = filter_logits(some, temperature.index_select(0, filters.rows), *settings)
+        logits = logits.index_copy(0, filters.rows, kept)
     words = _words(logits.shape[1], seed, choice, position)
     noise = -torch.log(-torch.log((words.double() + 0.5) * 2.0**-32))
     random = (temperature > 0)[:, None]
