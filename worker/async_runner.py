@@ -142,9 +142,7 @@ class QueuedStep:
             sampled[sequence].append(token_id)
         logprobs = self._pack_logprobs(counts)
         experts = None if self._forward.experts is None else self._arrays[-1]
-        output = self._forward.answer(
-            sampled, nonfinite, logprobs, [], [], self._seconds, experts
-        )
+        output = self._forward.answer(sampled, nonfinite, logprobs, [], [], self._seconds, experts)
         return self._owner.with_drafts(output, self._forward, sampled)
 
     def _pack_logprobs(self, counts: npt.NDArray[np.bool_]) -> list[RowLogprobs]:

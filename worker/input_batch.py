@@ -238,9 +238,8 @@ class InputBatch:
 
         row_versions: int64 [n], noted then.
         """
-        found = np.array(
-            [self._row_of.get(each) == row for each, row in zip(seq_ids, rows.tolist(), strict=True)]
-        )
+        pairs = zip(seq_ids, rows.tolist(), strict=True)
+        found = np.array([self._row_of.get(each) == row for each, row in pairs])
         same: NDArray[np.bool_] = found & (self.row_versions[rows] == row_versions)
         return same
 

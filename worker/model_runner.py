@@ -213,7 +213,8 @@ class ModelRunner:
         block_copies = np.array(step.block_copies, dtype=np.int64).reshape(-1, 2).T
         if len(step_rows) == 0:
             if block_copies.size:
-                self._copy_blocks(*self.placement.to_device(list(block_copies)), block_copies)
+                sources, targets = self.placement.to_device(list(block_copies))
+                self._copy_blocks(sources, targets, block_copies)
             return ModelRunnerOutput(step.epoch, step.step, [], [])
         inputs, seq_ids, step_order = self._build_inputs(step, step_rows)
         spans, expert_slots = self._expert_spans(step, inputs, seq_ids)

@@ -267,13 +267,15 @@ class RunnerBuilder:
         if (draft := self._loaded.draft) is not None:
             longest = draft.model.spec.max_position
             num_tokens = min(self.step_tokens, num_seqs * longest)
-            cache = KVCache(
-                draft.geometry, draft.layout, 1, block_size, self._device.torch_device
-            )
+            cache = KVCache(draft.geometry, draft.layout, 1, block_size, self._device.torch_device)
             self._cuda_builder(draft.model).run_largest_pass(cache, batch, num_tokens, num_seqs)
 
     def _cuda_builder(self, model: Decoder | EagleHead | None = None) -> "CudaRunnerBuilder":
-        """Return a builder for the model, or for one that drafts, whose graphs have other memory."""
+        """Return a builder for the model, or one for a model that drafts.
+
+        Graphs of the two have memory apart: those of drafts are replayed while the states of a step
+        are still to be read.
+        """
         return CudaRunnerBuilder(
             self._config.device,
             model or self._model(),

@@ -32,6 +32,7 @@ PHASES: Final = (
     Phase("daemon-8b", "server:daemon_8b", 150.0),
     Phase("answers-1b", "answers:answers_1b", 220.0),
     Phase("invariance-1b", "answers:invariance_1b", 120.0),
+    Phase("drafts-1b", "answers:drafts_1b", 200.0),
     Phase("quantised", "kernels:quantised", 90.0),
     Phase("memory-mixed", "memory:mixed", 100.0),
     Phase("memory-graphs", "memory:graphs", 100.0),
@@ -53,7 +54,7 @@ FIRST_HOUR: Final = {
         "decode-1b",
     ),
     "b": ("decode-8b", "prefill-8b", "decode-latent", "steps-8b", "probe"),
-    "c": ("daemon-8b", "answers-1b", "invariance-1b", "quantised"),
+    "c": ("daemon-8b", "answers-1b", "invariance-1b", "drafts-1b", "quantised"),
     "d": ("memory-mixed", "memory-graphs", "memory-overlapped", "transformers-8b", "experts"),
 }
 """The commands of first_hour.sh, in the order of what they prove."""

@@ -166,9 +166,7 @@ class DraftModel:
         split = query_start
         if self._attention.query_split is QuerySplit.ALL:
             split = np.arange(len(positions) + 1, dtype=np.int32)
-        (inputs,) = attention_inputs(
-            self._table, self._kv_cache.block_size, rows, positions, split
-        )
+        (inputs,) = attention_inputs(self._table, self._kv_cache.block_size, rows, positions, split)
         for draft in drafts:
             draft.num_computed += draft.num_scheduled
         complete = [index for index, draft in enumerate(drafts) if not draft.num_missing]

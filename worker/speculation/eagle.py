@@ -105,10 +105,10 @@ class EagleDrafter:
         stored = np.flatnonzero(~is_last)
         if len(stored):
             slots = inputs.attention[self._group].slot_mapping[tokens[stored]]
-            ids, chosen, positions, places = self._placement.to_device(
+            ids, rows_of, positions, places = self._placement.to_device(
                 [next_ids[stored], tokens[stored], inputs.positions[tokens[stored]], slots]
             )
-            features = step.states.index_select(0, chosen)
+            features = step.states.index_select(0, rows_of)
             self._head.store(ids, features, positions, self._kv_cache, places)
         if not drafts:
             return made
