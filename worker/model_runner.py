@@ -450,7 +450,7 @@ class ModelRunner:
             nonfinite = nonfinite_sequences(hidden, inputs.query_start)
         else:
             tokens = self.placement.to_host(nonfinite_tokens(hidden))
-            nonfinite = any_token_of_sequences(tokens, inputs.query_start)
+            nonfinite = any_token_of_sequences(tokens.numpy(), inputs.query_start)
         # All tokens of a sequence with a draft have logits, and those after a rejected one no say.
         return nonfinite & (inputs.num_sampled <= 1)
 
@@ -500,7 +500,7 @@ def nonfinite_sequences(hidden: torch.Tensor, query_start: NDArray[np.int32]) ->
     """
     kernels = row_kernels() if hidden.device.type == "cpu" else None
     if kernels is None:
-        return any_token_of_sequences(nonfinite_tokens(hidden), query_start)
+        return any_token_of_sequences(nonfinite_tokens(hidden).numpy(), query_start)
     return nonfinite_by_kernel(kernels, hidden, query_start)
 
 
@@ -510,10 +510,10 @@ def nonfinite_tokens(hidden: torch.Tensor) -> torch.Tensor:
 
 
 def any_token_of_sequences(
-    tokens: torch.Tensor, query_start: NDArray[np.int32]
+    tokens: NDArray[np.bool_], query_start: NDArray[np.int32]
 ) -> NDArray[np.bool_]:
-    """Return the sequences, bool [S], with a True token; tokens: bool [T], on the host."""
-    return np.logical_or.reduceat(tokens.numpy(), query_start[:-1])
+    """Return the sequences, bool [S], with a True token; tokens: bool [T]."""
+    return np.logical_or.reduceat(tokens, query_start[:-1])
 
 
 def nonfinite_by_kernel(
