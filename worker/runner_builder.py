@@ -542,7 +542,13 @@ class CudaRunnerBuilder:
             head.store(tokens, states[0], tokens, kv_cache, tokens)
             logits = head.logits(states[0][:num_seqs])
         else:
-            logits = self._largest_logits(kv_cache, batch, num_tokens, num_seqs)
+            own = InputBatch(
+                num_seqs,
+                batch.token_ids.shape[1] - 1,
+                batch.block_table.block_size,
+                len(kv_cache.layout.windows),
+            )
+            logits = self._largest_logits(kv_cache, own, num_tokens, num_seqs)
         wide = logits.to(torch.float32, copy=True).contiguous()
         DeviceDraw(DevicePlacement(self._accelerator), self._kernels.draw).draw_tokens(
             wide, largest_params(num_seqs)

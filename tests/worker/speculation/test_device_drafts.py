@@ -95,6 +95,7 @@ def with_draft_model(model: Model) -> Callable[[OnFakeCuda, Decoder], Drafter]:
             worker.rows, group, target.spec.vocab_size, STEP_TOKENS, draft.spec.max_position
         )
         builder = worker.new_builder(draft, model.dtype)
+        builder.run_largest_pass(cache, worker.rows, 12, 3)
         return builder.build_drafter(DraftModel.method, cache, drafted, worker.progress.append)
 
     return make
@@ -117,6 +118,7 @@ def with_head(method: str, folder: Path) -> Callable[[OnFakeCuda, Decoder], Draf
         group = worker.cache.layout.windows.index(None)
         drafted = DraftedModel(worker.rows, group, spec.vocab_size, STEP_TOKENS, spec.longest)
         builder = worker.new_builder(head, dtype)
+        builder.run_largest_pass(cache, worker.rows, 12, 3)
         return builder.build_drafter(method, cache, drafted, worker.progress.append)
 
     return make
