@@ -128,7 +128,7 @@ class QueuedStep:
         self.wait_for_tokens()
         token_ids, best, nonfinite_by_token = self._arrays[:3]
         positions, inputs = self._positions, self._forward.inputs
-        nonfinite = any_token_of_sequences(nonfinite_by_token, inputs.query_start)
+        nonfinite = any_token_of_sequences(nonfinite_by_token.astype(np.bool_), inputs.query_start)
         nonfinite &= inputs.num_sampled <= 1
         nonfinite[positions.sequences[positions.first_of_rows(~np.isfinite(best))]] = True
         counts = ~nonfinite[positions.sequences]
