@@ -80,13 +80,16 @@ def drafts_1b(report: Report) -> None:
         write_checkpoint(Path(draft), config | {"num_hidden_layers": 1})
         write_head(Path(head), config)
         with report.part("no drafts"), Daemon(folder, *gpu.daemon_flags) as daemon:
-            plain = greedy(daemon, gpu)
+            plain, long = greedy(daemon, gpu), two_tokens(daemon, gpu)
             report.figure("no drafts", shown(measured_load(daemon, gpu)))
         for method, model in (("draft_model", draft), ("eagle3", head)):
             given = {"method": method, "model": model, "num_speculative_tokens": 4}
             flags = (*gpu.daemon_flags, "--speculative-config", json.dumps(given))
             with report.part(method), Daemon(folder, *flags) as daemon:
                 compare(report, plain, greedy(daemon, gpu), f"{method} as without")
+                pairs = zip(long, two_tokens(daemon, gpu), strict=True)
+                same = sum(one == other for one, other in pairs)
+                report.figure(f"{method}, long", f"{same} of {len(long)} equal those without")
                 for check in (penalties, grammar, worker_killed):
                     with report.part(f"{method}: {check.__name__}"):
                         report.figure(f"{method}: {check.__name__}", check(daemon, gpu))
@@ -97,6 +100,15 @@ def drafts_1b(report: Report) -> None:
                 if method == "draft_model":
                     demand(drafted > 0, "no draft was tried")
                     demand(accepted > 0.9 * drafted, "the models draft other tokens")
+
+
+def two_tokens(daemon: Daemon, gpu: Hardware) -> list[list[int]]:
+    """Complete the prompts one by one with one of two tokens at each place.
+
+    Among all tokens the best of random weights is too unlikely for a draft.
+    """
+    fields = {"allowed_token_ids": [FIRST, SECOND], "max_tokens": LONG}
+    return [complete(daemon, each, **fields)[0]["token_ids"] for each in 2 * prompts(gpu)]
 
 
 def write_head(folder: Path, config: dict[str, Any]) -> None:
