@@ -12,6 +12,9 @@ log-probabilities is sampled on the host, when all steps before it have finished
 Which tokens of a draft were accepted is known on the host, with the tokens. The engine plans no
 other step of the sequence before, so no later step in the queue depends on it.
 
+A drafter in the worker runs when the answer of a step is collected (worker/speculation/drafter.py).
+Its passes are queued behind the steps that were launched meanwhile, and waited for.
+
 Start with `AsyncModelRunner.launch`.
 """
 
@@ -55,6 +58,7 @@ class DeviceTime:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._last_end = 0.0
+        self._other_begin = self._other_end = 0.0
 
     def start_of(self, launched: float) -> float:
         """Return when the device began a step; all steps before it have ended."""
@@ -62,18 +66,25 @@ class DeviceTime:
 
     def end_step(self, launched: float) -> float:
         """Return the seconds of a step that has just ended; called in the order of the steps."""
-        start, self._last_end = self.start_of(launched), self._clock()
-        return self._last_end - start
+        start, end = self.start_of(launched), self._clock()
+        self._last_end = end
+        other = min(end, self._other_end) - max(start, self._other_begin)
+        return end - start - max(0.0, other)
+
+    def leave_out(self, begin: float) -> None:
+        """Note that the device worked on something else than steps, from `begin` until now."""
+        self._other_begin, self._other_end = begin, self._clock()
 
 
 class QueuedStep:
     """A step in the device's queue whose tokens are copied to the host behind an event.
 
-    indices: int64 [N], index in its row of each sampled token.
+    owner: the runner that launched it. indices: int64 [N], index in its row of each sampled token.
     """
 
     def __init__(
         self,
+        owner: "AsyncModelRunner",
         forward: ForwardOutput,
         batch: InputBatch,
         positions: SampledPositions,
@@ -83,6 +94,8 @@ class QueuedStep:
         device_time: DeviceTime,
     ) -> None:
         self.is_ready = download.is_ready
+        self._owner = owner
+        self._is_resolved = False
         self._device_time = device_time
         self._seconds = 0.0
         self._forward = forward
@@ -94,12 +107,18 @@ class QueuedStep:
         self._arrays: list[npt.NDArray[np.generic]] = []
         self._accepted: npt.NDArray[np.bool_] | None = None
 
+    def wait_for_end(self) -> None:
+        """Wait until the step has run; later calls do nothing."""
+        if not self._arrays:
+            self._arrays = list(self._download.arrays())
+            self._seconds = self._device_time.end_step(self._forward.started)
+
     def wait_for_tokens(self) -> None:
         """Wait for the tokens and write them into the batch; later calls do nothing."""
-        if self._arrays:
+        if self._is_resolved:
             return
-        self._arrays = list(self._download.arrays())
-        self._seconds = self._device_time.end_step(self._forward.started)
+        self.wait_for_end()
+        self._is_resolved = True
         token_ids = self._arrays[0].astype(np.int64)
         self._accepted = self._positions.accepted(token_ids, np.isfinite(self._arrays[1]))
         self._batch.resolve_pending(self._positions, self._indices, token_ids, self._accepted)
@@ -109,9 +128,8 @@ class QueuedStep:
         self.wait_for_tokens()
         token_ids, best, nonfinite_by_token = self._arrays[:3]
         positions, inputs = self._positions, self._forward.inputs
-        nonfinite = any_token_of_sequences(
-            torch.from_numpy(nonfinite_by_token), inputs.query_start
-        ) & (inputs.num_sampled <= 1)
+        nonfinite = any_token_of_sequences(nonfinite_by_token.astype(np.bool_), inputs.query_start)
+        nonfinite &= inputs.num_sampled <= 1
         nonfinite[positions.sequences[positions.first_of_rows(~np.isfinite(best))]] = True
         counts = ~nonfinite[positions.sequences]
         if self._accepted is not None:
@@ -123,7 +141,8 @@ class QueuedStep:
             sampled[sequence].append(token_id)
         logprobs = self._pack_logprobs(counts)
         experts = None if self._forward.experts is None else self._arrays[-1]
-        return self._forward.answer(sampled, nonfinite, logprobs, [], [], self._seconds, experts)
+        output = self._forward.answer(sampled, nonfinite, logprobs, [], [], self._seconds, experts)
+        return self._owner.with_drafts(output, self._forward, sampled)
 
     def _pack_logprobs(self, counts: npt.NDArray[np.bool_]) -> list[RowLogprobs]:
         """Return the log-probabilities of the positions that count, bool [N]."""
@@ -181,6 +200,25 @@ class AsyncModelRunner:
         self._in_flight = [*self._in_flight[-1:], queued]
         return queued
 
+    def with_drafts(
+        self, output: ModelRunnerOutput, forward: ForwardOutput, sampled: list[list[int]]
+    ) -> ModelRunnerOutput:
+        """Return the answer of a step with the drafts that its tokens lead to.
+
+        Called when its tokens are in the batch. If there are drafts to make, all steps in the queue
+        are waited for first: their time and that of the passes are then known apart.
+        """
+        if not self._runner.has_drafter:
+            return output
+        if forward.step.lookahead_seq_ids:
+            for step in self._in_flight:
+                step.wait_for_end()
+        begin = time.monotonic()
+        output = self._runner.with_drafts(output, forward, sampled)
+        if forward.step.lookahead_seq_ids:
+            self._device_time.leave_out(begin)
+        return output
+
     def _finish_on_host(
         self, forward: ForwardOutput, get_grammars: GrammarMaskSource
     ) -> FinishedStep:
@@ -216,6 +254,7 @@ class AsyncModelRunner:
         )
         indices = self._batch.append_pending(positions)
         return QueuedStep(
+            self,
             forward,
             self._batch,
             positions,

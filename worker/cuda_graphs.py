@@ -20,12 +20,11 @@ from typing import Final
 import torch
 
 from proto.config import memory_size
-from worker.attention.base import AttentionBackend
+from worker.attention.base import AttentionBackend, AttentionInputs
 from worker.attention.paged_batch import pad_decodes
 from worker.device.accelerator import Accelerator
 from worker.input_batch import BlockTable, dummy_inputs
 from worker.models.decoder import Decoder
-from worker.step_inputs import StepInputs
 
 logger = logging.getLogger("tokend.graphs")
 
@@ -64,19 +63,22 @@ class DecodeGraphs:
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
 
     @torch.inference_mode()
-    def capture(self, table: BlockTable, on_progress: Callable[[float], None]) -> None:
+    def capture(
+        self, table: BlockTable, on_progress: Callable[[float], None], num_groups: int | None = None
+    ) -> None:
         """Capture all sizes, the largest first, so that smaller ones reuse its memory.
 
         table: has the shape of a step's block tables. on_progress: called with the finished
-        fraction.
+        fraction. num_groups: KV groups of the model; None for those of the table.
         """
+        num_groups = num_groups or table.num_groups
         started, before = time.monotonic(), self._accelerator.memory_taken()
         for done, size in enumerate(reversed(self._sizes)):
-            inputs = dummy_inputs(size, size, table)
-            self._attention.plan(inputs.attention)
+            inputs = dummy_inputs(size, size, table).attention[:1] * num_groups
+            self._attention.plan(inputs)
             # Run once without recording: a graph must not contain what kernels set up at first.
             self._forward(size)
-            self._attention.plan(inputs.attention)
+            self._attention.plan(inputs)
             self._graphs[size] = self._accelerator.capture(lambda: self._forward(size))  # noqa: B023
             on_progress((done + 1) / len(self._sizes))
         logger.info(
@@ -87,21 +89,25 @@ class DecodeGraphs:
             memory_size(self._accelerator.memory_taken() - before),
         )
 
-    def fits(self, inputs: StepInputs) -> bool:
-        return inputs.is_decode and len(inputs.token_ids) <= self._sizes[-1]
+    def fits(self, inputs: Sequence[AttentionInputs]) -> bool:
+        """Return whether a step, one entry per KV cache group, is of decodes that a graph has."""
+        return inputs[0].is_decode and inputs[0].num_tokens <= self._sizes[-1]
 
     def replay(
-        self, inputs: StepInputs, token_ids: torch.Tensor, positions: torch.Tensor
+        self,
+        inputs: Sequence[AttentionInputs],
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
     ) -> torch.Tensor:
         """Return the hidden states [T, H] of a step that fits, valid until the next step.
 
         token_ids, positions: int64 [T], on the device.
         """
-        count = len(inputs.token_ids)
+        count = inputs[0].num_tokens
         size = next(size for size in self._sizes if size >= count)
         self._token_ids[:count].copy_(token_ids)
         self._positions[:count].copy_(positions)
-        self._attention.plan([pad_decodes(group, size) for group in inputs.attention])
+        self._attention.plan([pad_decodes(group, size) for group in inputs])
         graph, hidden = self._graphs[size]
         graph.replay()
         return hidden[:count]

@@ -224,6 +224,25 @@ class InputBatch:
                 elif row in self.edits:
                     self.edits[row].append(token_id)
 
+    def num_known(self, row: int) -> int:
+        """Return how many tokens of a row the host knows; at most one is pending."""
+        return int(self.num_tokens[row]) - self.last_is_pending(row)
+
+    def holds(
+        self,
+        seq_ids: Sequence[int],
+        rows: NDArray[np.int64],
+        row_versions: NDArray[np.int64],
+    ) -> NDArray[np.bool_]:
+        """Return which sequences are still in their rows, bool [n], as they were when noted.
+
+        row_versions: int64 [n], noted then.
+        """
+        pairs = zip(seq_ids, rows.tolist(), strict=True)
+        found = np.array([self._row_of.get(each) == row for each, row in pairs])
+        same: NDArray[np.bool_] = found & (self.row_versions[rows] == row_versions)
+        return same
+
     def last_is_pending(self, row: int) -> bool:
         return bool(self.token_ids[row, self.num_tokens[row] - 1] == PENDING)
 

@@ -207,14 +207,11 @@ def load(
         config.cache.kv_cache_dtype, dtype, heads.head_dim, heads.latent_dim
     )
     if is_cuda(device):
-        load_modules(
-            config.device,
-            whole,
-            dtype,
-            kv_dtype,
-            lambda fraction: report(Progress("worker", group.rank, "loading kernels", fraction)),
-            fp8_blocks=multiplies_blocks(read_index(prepared), device.torch_device, dtype),
-        )
+        load_kernels = partial(_load_modules, config, dtype, device, group, report)
+        load_kernels(prepared, whole, kv_dtype)
+        if draft is not None:
+            with naming_draft(draft):
+                load_kernels(draft, *_spec_and_kv_dtype(config, draft, whole, dtype))
 
     load_weights = partial(
         _load_weights,
@@ -262,6 +259,39 @@ def load(
         attention_kernels,
         loaded_draft,
     )
+
+
+def _load_modules(
+    config: ServeConfig,
+    dtype: torch.dtype,
+    device: Device,
+    group: RankGroup,
+    report: Callable[[Progress | Notice], None],
+    prepared: PreparedModel,
+    spec: ModelSpec,
+    kv_dtype: torch.dtype,
+) -> None:
+    """Load the kernels of a library that a model runs on a GPU."""
+    load_modules(
+        config.device,
+        spec,
+        dtype,
+        kv_dtype,
+        lambda fraction: report(Progress("worker", group.rank, "loading kernels", fraction)),
+        fp8_blocks=multiplies_blocks(read_index(prepared), device.torch_device, dtype),
+    )
+
+
+def _spec_and_kv_dtype(
+    config: ServeConfig, draft: PreparedModel, target: ModelSpec, dtype: torch.dtype
+) -> tuple[ModelSpec, torch.dtype]:
+    """Return the spec of a model that drafts for `target`, and the dtype of its KV."""
+    method = speculative_config(config).model_method
+    if method in HEAD_METHODS:
+        return read_head(method, draft, target), dtype
+    config = draft_config(config, draft)
+    spec = model_spec(draft, config)
+    return spec, draft_kv_dtype(spec, config, dtype)
 
 
 def _load_weights(

@@ -30,6 +30,7 @@ from proto.lifecycle import (
 )
 from proto.prepared_model import PreparedModel
 from proto.speculative_config import DRAFT_POSITIONS, HEAD_METHODS
+from worker.attention.flashinfer import refuse_unsupported
 from worker.attention.flashinfer_latent import require_latent_kernels
 from worker.attention.scratch_pages import SCRATCH_BLOCK, num_scratch_blocks
 from worker.device.devices import Device
@@ -53,6 +54,7 @@ from worker.routed_experts import require_routed_experts, routing_bytes
 from worker.speculation.draft_model import KVContents
 from worker.speculation.draft_settings import (
     draft_config,
+    draft_kv_dtype,
     draft_token_bytes,
     naming_draft,
     speculative_config,
@@ -360,6 +362,9 @@ def _draft_memory(
     settings = draft_config(config, draft)
     draft_spec = model_spec(draft, settings)
     weight_format = weight_format_for(settings, draft, device)
+    if device.torch_device.type == "cuda":
+        kv_dtype = draft_kv_dtype(draft_spec, settings, dtype)
+        _require_gpu_kernels(settings, draft, device, draft_spec, dtype, kv_dtype, weight_format)
     token_bytes = [
         draft_token_bytes(shard.spec, settings, dtype)
         for shard in shard_model(draft_spec, config.parallel.tensor_parallel_size)
@@ -380,13 +385,38 @@ def _head_memory(
     head = read_head(speculative_config(config).model_method, draft, spec)
     weights: Counter[str] = Counter()
     work: Counter[str] = Counter()
+    if device.torch_device.type == "cuda":
+        weight_format = weight_format_for(config, draft, device)
+        _require_gpu_kernels(config, draft, device, head, dtype, dtype, weight_format)
     for _ in ranks:
         weight_format = weight_format_for(config, draft, device)
         weights += head_bytes(draft, head, dtype, device.torch_device, weight_format)
-        rows = device.step_tokens(config.scheduler) * len(head.residuals)
+        # Three residuals, and what is kept of each step in flight.
+        num_kept = 1 if device.shares_memory else 2
+        rows = device.step_tokens(config.scheduler) * (len(head.residuals) + num_kept)
         work["hidden states of a draft head"] += rows * head.hidden_size * dtype.itemsize
     token_bytes = head.cache(dtype)[1].bytes_per_token
     return weights, work, 0, [token_bytes] * config.parallel.tensor_parallel_size
+
+
+def _require_gpu_kernels(
+    config: ServeConfig,
+    draft: PreparedModel,
+    device: Device,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    weight_format: WeightFormat,
+) -> None:
+    """Raise ConfigError for a model that drafts whose attention a GPU does not compute as set."""
+    if config.device.batch_invariant:
+        _require_batch_invariance(config, spec, device, weight_format, dtype)
+    if config.device.attention_backend == "flashinfer" or config.device.batch_invariant:
+        refuse_unsupported(spec.attention_shape, dtype, kv_dtype)
+    if spec.attention_shape.latent_dim:
+        num_tokens = device.step_tokens(config.scheduler)
+        shape = spec.attention_shape
+        require_latent_kernels(config, draft.architecture, shape, dtype, kv_dtype, num_tokens)
 
 
 def layer_cache(spec: ModelSpec, kv_dtype: torch.dtype) -> tuple[KVLayout, KVCacheGeometry]:

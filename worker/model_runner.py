@@ -54,8 +54,9 @@ class ForwardOutput:
 
     started: monotonic time at which the step began. seq_ids: of the sequences, in the order of
     `inputs`. step_order: index in that order of each sequence of the step. hidden [T, H] and
-    sample_tokens, those of the inputs, are on the model's device, and so are experts
-    [n, mixtures, top_k], those of the positions of expert_spans, one after the other.
+    sample_tokens, those of the inputs, are on the model's device, and so are states, which the
+    drafter keeps, and experts [n, mixtures, top_k], those of the positions of expert_spans, one
+    after the other. row_versions: int64 [S], those of the batch.
     """
 
     step: SchedulerOutput
@@ -65,6 +66,8 @@ class ForwardOutput:
     step_order: list[int]
     hidden: torch.Tensor
     sample_tokens: torch.Tensor
+    row_versions: NDArray[np.int64]
+    states: torch.Tensor | None = None
     expert_spans: Sequence[ExpertSpan] = ()
     experts: torch.Tensor | None = None
 
@@ -103,20 +106,30 @@ class ForwardOutput:
             routed_experts=routed_experts,
         )
 
-    def sampled_step(self, sampled: list[list[int]]) -> SampledStep:
-        """Return the step as a drafter sees it; sampled as in `answer`."""
-        step = self.step
+    def sampled_step(self, sampled: list[list[int]], batch: InputBatch) -> SampledStep:
+        """Return the step as a drafter sees it; sampled as in `answer`, and in the batch."""
+        step, inputs = self.step, self.inputs
+        num_new = np.fromiter(map(len, sampled), np.int64, len(sampled))
+        # A sequence is sampled from its last known token on.
+        num_known = inputs.seq_lens - inputs.num_sampled + 1 + num_new
+        num_known = np.where(inputs.num_sampled > 0, num_known, batch.num_tokens[inputs.rows])
+        is_current = batch.holds(self.seq_ids, inputs.rows, self.row_versions)
         lookahead = dict(zip(step.lookahead_seq_ids, step.num_lookahead_tokens, strict=True))
-        num_lookahead = [
-            lookahead.get(seq_id, 0) if tokens else 0
-            for seq_id, tokens in zip(self.seq_ids, sampled, strict=True)
-        ]
+        num_lookahead = np.array([lookahead.get(each, 0) for each in self.seq_ids], dtype=np.int64)
+        # Edits count all tokens that the host knows, those of later steps included.
+        is_behind = np.array(
+            [
+                row in batch.edits and num_tokens < batch.num_known(row)
+                for row, num_tokens in zip(inputs.rows.tolist(), num_known.tolist(), strict=True)
+            ]
+        )
+        num_lookahead[(num_new == 0) | ~is_current | is_behind] = 0
         return SampledStep(
-            self.inputs,
+            inputs,
             self.seq_ids,
-            self.hidden,
-            sampled,
-            np.array(num_lookahead, dtype=np.int64),
+            self.states,
+            np.where(is_current, num_known, 0).astype(np.int64),
+            num_lookahead,
             step.min_draft_survival,
         )
 
@@ -152,7 +165,7 @@ class ModelRunner:
 
     graphs: CUDA graphs for decode steps. device_tokens: sampled tokens that the host does not know
     yet; None if every step is sampled on the host. experts: those of each token; None if they are
-    not kept. drafter: proposes drafts after steps that are sampled on the host.
+    not kept. drafter: proposes drafts when the tokens of a step are known.
     """
 
     def __init__(
@@ -200,7 +213,8 @@ class ModelRunner:
         block_copies = np.array(step.block_copies, dtype=np.int64).reshape(-1, 2).T
         if len(step_rows) == 0:
             if block_copies.size:
-                self._copy_blocks(*self.placement.to_device(list(block_copies)))
+                sources, targets = self.placement.to_device(list(block_copies))
+                self._copy_blocks(sources, targets, block_copies)
             return ModelRunnerOutput(step.epoch, step.step, [], [])
         inputs, seq_ids, step_order = self._build_inputs(step, step_rows)
         spans, expert_slots = self._expert_spans(step, inputs, seq_ids)
@@ -212,16 +226,27 @@ class ModelRunner:
             arrays
         )
         if block_copies.size:
-            self._copy_blocks(sources, targets)
+            self._copy_blocks(sources, targets, block_copies)
         if self._device_tokens is not None:
             token_ids = self._device_tokens.fill_pending(token_ids, others[-1])
         hidden = self._run_model(inputs, token_ids, positions)
+        states = None if self._drafter is None else self._drafter.keep_states(hidden)
         experts = None
         if self._experts is not None:
             self._experts.store(others[0])
             experts = self._experts.read(others[1]) if spans else None
         return ForwardOutput(
-            step, started, inputs, seq_ids, step_order, hidden, sample_tokens, spans, experts
+            step,
+            started,
+            inputs,
+            seq_ids,
+            step_order,
+            hidden,
+            sample_tokens,
+            self.batch.row_versions[inputs.rows],
+            states,
+            spans,
+            experts,
         )
 
     def compute_logits(self, forward: ForwardOutput) -> torch.Tensor:
@@ -252,9 +277,20 @@ class ModelRunner:
             seconds,
             experts,
         )
+        return self.with_drafts(output, forward, sampled.tokens)
+
+    @property
+    def has_drafter(self) -> bool:
+        return self._drafter is not None
+
+    def with_drafts(
+        self, output: ModelRunnerOutput, forward: ForwardOutput, sampled: list[list[int]]
+    ) -> ModelRunnerOutput:
+        """Return the answer of a step with the drafts that its tokens lead to, if any are made."""
         if self._drafter is None:
             return output
-        return _with_drafts(output, self._drafter.after_step(forward.sampled_step(sampled.tokens)))
+        drafts = self._drafter.after_step(forward.sampled_step(sampled, self.batch))
+        return _with_drafts(output, drafts)
 
     def warm_up(self) -> None:
         """Run one token through the model, because first calls of kernels are slow.
@@ -282,12 +318,14 @@ class ModelRunner:
         self._attention.plan(inputs.attention)
         return self._model.forward(token_ids, positions, self._attention), sample_tokens
 
-    def _copy_blocks(self, sources: torch.Tensor, copies: torch.Tensor) -> None:
+    def _copy_blocks(
+        self, sources: torch.Tensor, copies: torch.Tensor, on_host: NDArray[np.int64]
+    ) -> None:
         self.kv_cache.copy_blocks(sources, copies)
         if self._experts is not None:
             self._experts.copy_blocks(sources, copies)
         if self._drafter is not None:
-            self._drafter.copy_blocks(sources, copies)
+            self._drafter.copy_blocks(*on_host)
 
     def _expert_spans(
         self, step: SchedulerOutput, inputs: StepInputs, seq_ids: Sequence[int]
@@ -332,8 +370,8 @@ class ModelRunner:
         self, inputs: StepInputs, token_ids: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
         """Return the hidden states [T, H] of a step; they are valid until the next step."""
-        if self._graphs is not None and self._graphs.fits(inputs):
-            return self._graphs.replay(inputs, token_ids, positions)
+        if self._graphs is not None and self._graphs.fits(inputs.attention):
+            return self._graphs.replay(inputs.attention, token_ids, positions)
         self._attention.plan(inputs.attention)
         return self._model.forward(token_ids, positions, self._attention)
 
@@ -412,7 +450,7 @@ class ModelRunner:
             nonfinite = nonfinite_sequences(hidden, inputs.query_start)
         else:
             tokens = self.placement.to_host(nonfinite_tokens(hidden))
-            nonfinite = any_token_of_sequences(tokens, inputs.query_start)
+            nonfinite = any_token_of_sequences(tokens.numpy(), inputs.query_start)
         # All tokens of a sequence with a draft have logits, and those after a rejected one no say.
         return nonfinite & (inputs.num_sampled <= 1)
 
@@ -462,7 +500,7 @@ def nonfinite_sequences(hidden: torch.Tensor, query_start: NDArray[np.int32]) ->
     """
     kernels = row_kernels() if hidden.device.type == "cpu" else None
     if kernels is None:
-        return any_token_of_sequences(nonfinite_tokens(hidden), query_start)
+        return any_token_of_sequences(nonfinite_tokens(hidden).numpy(), query_start)
     return nonfinite_by_kernel(kernels, hidden, query_start)
 
 
@@ -472,10 +510,10 @@ def nonfinite_tokens(hidden: torch.Tensor) -> torch.Tensor:
 
 
 def any_token_of_sequences(
-    tokens: torch.Tensor, query_start: NDArray[np.int32]
+    tokens: NDArray[np.bool_], query_start: NDArray[np.int32]
 ) -> NDArray[np.bool_]:
-    """Return the sequences, bool [S], with a True token; tokens: bool [T], on the host."""
-    return np.logical_or.reduceat(tokens.numpy(), query_start[:-1])
+    """Return the sequences, bool [S], with a True token; tokens: bool [T]."""
+    return np.logical_or.reduceat(tokens, query_start[:-1])
 
 
 def nonfinite_by_kernel(

@@ -223,7 +223,7 @@ class PoolingRunner(ModelRunner):
             nonfinite = nonfinite_sequences(hidden, inputs.query_start)
         else:
             tokens = self.placement.to_host(nonfinite_tokens(hidden))
-            nonfinite = any_token_of_sequences(tokens, inputs.query_start)
+            nonfinite = any_token_of_sequences(tokens.numpy(), inputs.query_start)
         results = self._results(forward, nonfinite)
         return ModelRunnerOutput(
             forward.step.epoch,

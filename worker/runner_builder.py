@@ -26,7 +26,7 @@ from worker.attention.registry import create_backend
 from worker.attention.scratch_pages import SCRATCH_BLOCK, num_scratch_blocks
 from worker.cuda_graphs import DecodeGraphs, graph_sizes
 from worker.device.accelerator import Accelerator
-from worker.device.transfers import DevicePlacement
+from worker.device.transfers import DevicePlacement, Placement
 from worker.input_batch import InputBatch
 from worker.kv_cache import KVCache
 from worker.kv_connector.base import (
@@ -47,6 +47,7 @@ from worker.sampling.device_kernels import RowEditArrays, TritonDraw, TritonEdit
 from worker.sampling.device_sampler import DeviceDraw, DeviceSampler, KeyedDraw, largest_params
 from worker.sampling.sampler import Sampler, create_sampler
 from worker.speculation.draft_model import TOKEN_BYTES, DraftModel
+from worker.speculation.draft_sampler import DeviceDraftDraw, DraftDraw, HostDraw
 from worker.speculation.drafter import Drafter
 from worker.speculation.eagle import EagleDrafter
 from worker.speculation.eagle_head import EagleHead
@@ -83,15 +84,15 @@ class RunnerBuilder:
             if records
             else None
         )
+        if loaded.draft is not None and isinstance(loaded.draft.model, EagleHead):
+            loaded.draft.model.record_residuals(self.step_tokens)
         peak = self._device.peak_bytes(self._run_largest_step)
         tokens = loaded.plan.num_blocks * config.cache.block_size
         kv_bytes = loaded.geometry.bytes_per_token
         token_bytes = kv_bytes + (routing_bytes(loaded.model.spec) if records else 0)
         if (draft := loaded.draft) is not None:
             token_bytes += draft.geometry.bytes_per_token
-            if isinstance(draft.model, EagleHead):
-                draft.model.record_residuals(self.step_tokens)
-            else:
+            if not isinstance(draft.model, EagleHead):
                 token_bytes += TOKEN_BYTES
         self.kv_cache_bytes = 0
         if token_bytes:
@@ -113,15 +114,14 @@ class RunnerBuilder:
         builder = self._cuda_builder()
         if (head := self._loaded.pooling_head) is not None:
             return builder.build_pooling(head, cache, batch, connector), connector
-        rank = self._loaded.group.rank
+        drafter = self._create_drafter(message, batch)
         runner = builder.build(
-            cache,
-            batch,
-            lambda fraction: self._report(Progress("worker", rank, "capturing graphs", fraction)),
-            connector,
-            self._experts(cache),
+            cache, batch, self._show_captured, connector, self._experts(cache), drafter
         )
         return runner, connector
+
+    def _show_captured(self, fraction: float) -> None:
+        self._report(Progress("worker", self._loaded.group.rank, "capturing graphs", fraction))
 
     def build_on_host(self, message: InitializeCache) -> ModelRunner:
         """Return a runner on the CPU without a connector, for benchmarks."""
@@ -163,32 +163,29 @@ class RunnerBuilder:
         if draft is None:
             return None
         cache = self._placed(
-            KVCache(draft.geometry, draft.layout, message.num_blocks, message.block_size)
+            KVCache(
+                draft.geometry,
+                draft.layout,
+                message.num_blocks,
+                message.block_size,
+                self._device.torch_device,
+            )
         )
+        group = self._loaded.layout.windows.index(None)
+        target = DraftedModel(
+            batch, group, self._loaded.model.spec.vocab_size, self.step_tokens, draft.max_model_len
+        )
+        if self._loaded.on_cuda:
+            builder = self._cuda_builder(draft.model)
+            return builder.build_drafter(draft.method, cache, target, self._show_captured)
         attention = create_backend(
             self._config.device.attention_backend,
             cache,
             draft.model.spec.attention_shape,
             draft.attention_kernels,
         )
-        parts = (attention, cache, create_sampler(), batch)
-        group = self._loaded.layout.windows.index(None)
-        drafter: EagleDrafter | DraftModel
-        if isinstance(draft.model, EagleHead):
-            drafter = EagleDrafter(
-                draft.method, draft.model, *parts, group=group, max_model_len=draft.max_model_len
-            )
-        else:
-            drafter = DraftModel(
-                draft.model,
-                *parts,
-                group=group,
-                vocab_size=self._loaded.model.spec.vocab_size,
-                step_tokens=self.step_tokens,
-                max_model_len=draft.max_model_len,
-            )
-        drafter.warm_up()
-        return drafter
+        draw = HostDraw(create_sampler())
+        return create_drafter(draft.method, draft.model, attention, cache, draw, target)
 
     def _with_states(
         self, attention: AttentionBackend, message: InitializeCache
@@ -267,11 +264,21 @@ class RunnerBuilder:
             return
         cache = self._create_cache(1, block_size)
         self._cuda_builder().run_largest_step(cache, batch, num_tokens, num_seqs)
+        if (draft := self._loaded.draft) is not None:
+            longest = draft.model.spec.max_position
+            num_tokens = min(self.step_tokens, num_seqs * longest)
+            cache = KVCache(draft.geometry, draft.layout, 1, block_size, self._device.torch_device)
+            self._cuda_builder(draft.model).run_largest_pass(cache, batch, num_tokens, num_seqs)
 
-    def _cuda_builder(self) -> "CudaRunnerBuilder":
+    def _cuda_builder(self, model: Decoder | EagleHead | None = None) -> "CudaRunnerBuilder":
+        """Return a builder for the model, or one for a model that drafts.
+
+        Graphs of the two have memory apart: those of drafts are replayed while the states of a step
+        are still to be read.
+        """
         return CudaRunnerBuilder(
             self._config.device,
-            self._model(),
+            model or self._model(),
             Accelerator(self._device.torch_device),
             DeviceKernels(load_library, TritonStore(), TritonDraw(), TritonEdits()),
             create_sampler(),
@@ -311,6 +318,63 @@ class FaultyModel(Decoder):
 
 
 @dataclass(frozen=True, slots=True)
+class DraftedModel:
+    """What a drafter needs of the model that it drafts for.
+
+    batch: of that model. group: KV group of its block tables that keeps all tokens. step_tokens:
+    most tokens of a pass. max_model_len: tokens that a sequence may have with its draft.
+    """
+
+    batch: InputBatch
+    group: int
+    vocab_size: int
+    step_tokens: int
+    max_model_len: int
+
+
+def create_drafter(
+    method: str,
+    model: Decoder | EagleHead,
+    attention: AttentionBackend,
+    kv_cache: KVCache,
+    draw: DraftDraw,
+    target: DraftedModel,
+    placement: Placement | None = None,
+    graphs: DecodeGraphs | None = None,
+) -> EagleDrafter | DraftModel:
+    """Return a drafter that is warmed up. graphs: of a draft model's decodes, or None."""
+    drafter: EagleDrafter | DraftModel
+    if isinstance(model, EagleHead):
+        drafter = EagleDrafter(
+            method,
+            model,
+            attention,
+            kv_cache,
+            draw,
+            target.batch,
+            group=target.group,
+            max_model_len=target.max_model_len,
+            placement=placement,
+        )
+    else:
+        drafter = DraftModel(
+            model,
+            attention,
+            kv_cache,
+            draw,
+            target.batch,
+            group=target.group,
+            vocab_size=target.vocab_size,
+            step_tokens=target.step_tokens,
+            max_model_len=target.max_model_len,
+            placement=placement,
+            graphs=graphs,
+        )
+    drafter.warm_up()
+    return drafter
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceKernels:
     """Kernels on the accelerator beside torch's.
 
@@ -324,12 +388,15 @@ class DeviceKernels:
 
 
 class CudaRunnerBuilder:
-    """Builds runners over one model on a GPU: attention, CUDA graphs and sampling on the device."""
+    """Builds runners over one model on a GPU: attention, CUDA graphs and sampling on the device.
+
+    For a model that drafts it builds the drafter.
+    """
 
     def __init__(
         self,
         config: DeviceConfig,
-        model: Decoder,
+        model: Decoder | EagleHead,
         accelerator: Accelerator,
         kernels: DeviceKernels,
         sampler: Sampler,
@@ -350,22 +417,17 @@ class CudaRunnerBuilder:
         on_progress: Callable[[float], None],
         connector: WorkerConnector = NO_CONNECTOR,
         experts: RoutedExpertsCache | None = None,
+        drafter: Drafter | None = None,
     ) -> AsyncModelRunner:
         """Return a runner; captures CUDA graphs first.
 
         on_progress: called with the captured fraction. connector: may need calls around each
         layer's attention, which exclude graphs. experts: those of each token, if they are kept.
+        drafter: from `build_drafter` of another builder.
         """
-        num_rows = len(batch.num_tokens)
-        sizes = self._graph_sizes(num_rows)
-        pages = max(sizes, default=0) * batch.block_table.ids.shape[2]
-        attention = with_hooks(self._create_attention(kv_cache, sizes, pages), connector)
-        graphs = None
-        if sizes and isinstance(attention, FlashInferAttention):
-            graphs = DecodeGraphs(self._model, attention, self._accelerator, sizes)
-            graphs.capture(batch.block_table, on_progress)
-        tokens = DeviceTokens(self._accelerator, num_rows)
-        runner = self._create_runner(attention, kv_cache, batch, graphs, tokens, experts)
+        attention, graphs = self._create_layers(kv_cache, batch, on_progress, connector)
+        tokens = DeviceTokens(self._accelerator, len(batch.num_tokens))
+        runner = self._create_runner(attention, kv_cache, batch, graphs, tokens, experts, drafter)
         runner.warm_up()
         sampler = DeviceSampler(
             self._accelerator,
@@ -376,6 +438,47 @@ class CudaRunnerBuilder:
             self._kernels.edits,
         )
         return AsyncModelRunner(runner, tokens, self._accelerator, sampler)
+
+    def build_drafter(
+        self,
+        method: str,
+        kv_cache: KVCache,
+        target: DraftedModel,
+        on_progress: Callable[[float], None],
+    ) -> Drafter:
+        """Return the drafter of this model; captures CUDA graphs first.
+
+        kv_cache: of the drafter, with as many blocks as the target has.
+        """
+        attention, graphs = self._create_layers(kv_cache, target.batch, on_progress)
+        return create_drafter(
+            method,
+            self._model,
+            attention,
+            kv_cache,
+            DeviceDraftDraw(self._accelerator, self._kernels.draw),
+            target,
+            DevicePlacement(self._accelerator),
+            graphs,
+        )
+
+    def _create_layers(
+        self,
+        kv_cache: KVCache,
+        batch: InputBatch,
+        on_progress: Callable[[float], None],
+        connector: WorkerConnector = NO_CONNECTOR,
+    ) -> tuple[AttentionBackend, DecodeGraphs | None]:
+        """Return the attention, and graphs of decodes if they can be captured."""
+        sizes = self._graph_sizes(len(batch.num_tokens))
+        pages = max(sizes, default=0) * batch.block_table.ids.shape[2]
+        attention = with_hooks(self._create_attention(kv_cache, sizes, pages), connector)
+        if not sizes or not isinstance(attention, FlashInferAttention):
+            return attention, None
+        assert isinstance(self._model, Decoder)
+        graphs = DecodeGraphs(self._model, attention, self._accelerator, sizes)
+        graphs.capture(batch.block_table, on_progress, len(kv_cache.layout.windows))
+        return attention, graphs
 
     def build_pooling(
         self,
@@ -392,6 +495,7 @@ class CudaRunnerBuilder:
     def pooling_runner(
         self, head: PoolingHead, kv_cache: KVCache, batch: InputBatch, connector: WorkerConnector
     ) -> PoolingRunner:
+        assert isinstance(self._model, Decoder)
         return PoolingRunner(
             head,
             self._model,
@@ -411,12 +515,9 @@ class CudaRunnerBuilder:
         Each sequence has counts, penalties, a mask, and a top-p over the whole vocabulary.
         batch: its rows are as long as sequences can be.
         """
-        attention = self._create_attention(kv_cache, (), 0)
-        tokens = DeviceTokens(self._accelerator, num_seqs)
-        runner = self._create_runner(attention, kv_cache, batch, None, tokens)
         vocab_size = self._model.spec.vocab_size
         counts = self._accelerator.zeros(num_seqs * vocab_size, torch.int32)
-        logits = runner.run_dummy_step(num_tokens, num_seqs)
+        logits = self._largest_logits(kv_cache, batch, num_tokens, num_seqs)
         wide = logits.to(torch.float32, copy=True).contiguous()
         rows, slots, masks, rules, words = DevicePlacement(self._accelerator).to_device(
             largest_edits(num_seqs, vocab_size)
@@ -427,6 +528,40 @@ class CudaRunnerBuilder:
             wide, largest_params(num_seqs)
         )
 
+    @torch.inference_mode()
+    def run_largest_pass(
+        self, kv_cache: KVCache, batch: InputBatch, num_tokens: int, num_seqs: int
+    ) -> None:
+        """Compute the largest pass of a drafter; arguments as for `run_largest_step`."""
+        if isinstance(head := self._model, EagleHead):
+            size = head.spec.hidden_size
+            hidden = self._accelerator.zeros(num_tokens * size, head.dtype).view(-1, size)
+            # Two steps are in flight, and each has its own.
+            states = [head.features(hidden) for _ in range(2)]
+            tokens = self._accelerator.zeros(num_tokens, torch.int64)
+            head.store(tokens, states[0], tokens, kv_cache, tokens)
+            logits = head.logits(states[0][:num_seqs])
+        else:
+            own = InputBatch(
+                num_seqs,
+                batch.token_ids.shape[1] - 1,
+                batch.block_table.block_size,
+                len(kv_cache.layout.windows),
+            )
+            logits = self._largest_logits(kv_cache, own, num_tokens, num_seqs)
+        wide = logits.to(torch.float32, copy=True).contiguous()
+        DeviceDraw(DevicePlacement(self._accelerator), self._kernels.draw).draw_tokens(
+            wide, largest_params(num_seqs)
+        )
+
+    def _largest_logits(
+        self, kv_cache: KVCache, batch: InputBatch, num_tokens: int, num_seqs: int
+    ) -> torch.Tensor:
+        attention = self._create_attention(kv_cache, (), 0)
+        tokens = DeviceTokens(self._accelerator, num_seqs)
+        runner = self._create_runner(attention, kv_cache, batch, None, tokens)
+        return runner.run_dummy_step(num_tokens, num_seqs)
+
     def _create_runner(
         self,
         attention: AttentionBackend,
@@ -435,7 +570,9 @@ class CudaRunnerBuilder:
         graphs: DecodeGraphs | None,
         tokens: DeviceTokens,
         experts: RoutedExpertsCache | None = None,
+        drafter: Drafter | None = None,
     ) -> ModelRunner:
+        assert isinstance(self._model, Decoder)
         return ModelRunner(
             self._model,
             attention,
@@ -446,6 +583,7 @@ class CudaRunnerBuilder:
             graphs,
             tokens,
             experts,
+            drafter,
         )
 
     def _graph_sizes(self, num_rows: int) -> tuple[int, ...]:

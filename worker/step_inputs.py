@@ -60,11 +60,6 @@ class StepInputs:
     attention: tuple[AttentionInputs, ...]
 
     @property
-    def is_decode(self) -> bool:
-        """Whether attention sees a query of its own for each token, and no chunk."""
-        return len(self.token_ids) == self.attention[0].num_seqs
-
-    @property
     def samples_every_token(self) -> bool:
         """Whether the logits of all tokens are needed."""
         return len(self.sample_tokens) == len(self.token_ids)

@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from proto.codec import changed
 from proto.config import DeviceConfig
 from proto.logit_edits import LogitEdits
 from proto.sampling_params import SamplingParams
@@ -49,11 +50,14 @@ from worker.memory_plan import layer_cache
 from worker.models.decoder import Decoder
 from worker.models.registry import spec_from_config
 from worker.models.spec import ModelSpec
-from worker.runner_builder import CudaRunnerBuilder, DeviceKernels
+from worker.runner_builder import CudaRunnerBuilder, DeviceKernels, DraftedModel
 from worker.sampling import device_filters, device_kernels
 from worker.sampling.device_kernels import TritonDraw, TritonEdits
 from worker.sampling.sampler import Sampler
 from worker.sampling.torch_backend import TorchBackend
+from worker.speculation import draft_sampler
+from worker.speculation.draft_model import DraftModel
+from worker.speculation.draft_settings import draft_cache
 
 CUDA = torch.device("cuda", 0)
 BLOCK = 4
@@ -316,7 +320,8 @@ def watched(is_hopper: bool = False) -> Iterator[HotPath]:
         stack.enter_context(patch.object(formats, "has_prebuilt_experts", lambda: is_hopper))
         for module in (activation, formats, norm):
             stack.enter_context(patch.object(module, "usable_flashinfer", lambda: library))
-        stack.enter_context(patch.object(ahead, "Downloader", ZeroDownloader))
+        for module in (ahead, draft_sampler):
+            stack.enter_context(patch.object(module, "Downloader", ZeroDownloader))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(torch.inference_mode())
         stack.enter_context(WithoutDeviceGuards())
@@ -329,28 +334,56 @@ def run_steps(
     dtype: torch.dtype = torch.bfloat16,
     kv_dtype: torch.dtype | None = None,
     num_steps: int = 4,
+    *,
+    has_draft_model: bool = False,
     **settings: Any,
 ) -> None:
-    """Load a model, capture graphs, run prompts, a mixed step with block copies, and decodes."""
+    """Load a model, capture graphs, run prompts, a mixed step with block copies, and decodes.
+
+    has_draft_model: the model drafts for itself, two tokens for each sequence that decodes.
+    """
     spec = spec_from_config(FAMILIES[family])
     decoder = make_decoder(spec, dtype)
     layout, geometry = layer_cache(spec, kv_dtype or dtype)
     with watch:
         cache = KVCache(geometry, layout, 40, BLOCK, CUDA)
     rows = InputBatch(4, spec.max_position, BLOCK, layout.num_groups)
-    builder = CudaRunnerBuilder(
-        DeviceConfig(**settings),
-        decoder,
-        FakeAccelerator(watch),
-        DeviceKernels(FakeLibrary, kv_store.TritonStore(), TritonDraw(), TritonEdits()),  # type: ignore[arg-type]
-        Sampler(TorchBackend()),
-        dtype,
+    builder, of_draft = (
+        CudaRunnerBuilder(
+            DeviceConfig(**settings),
+            decoder,
+            FakeAccelerator(watch),
+            DeviceKernels(FakeLibrary, kv_store.TritonStore(), TritonDraw(), TritonEdits()),  # type: ignore[arg-type]
+            Sampler(TorchBackend()),
+            dtype,
+        )
+        for _ in range(2)
     )
+    drafter, num_drafts = None, 0
     with watch:
-        runner = builder.build(cache, rows, lambda fraction: None)
+        if has_draft_model:
+            of_tokens, heads = draft_cache(spec, dtype)
+            drafted = DraftedModel(rows, 0, spec.vocab_size, 16, spec.max_position)
+            drafter = of_draft.build_drafter(
+                DraftModel.method,
+                KVCache(heads, of_tokens, 40, BLOCK, CUDA),
+                drafted,
+                lambda fraction: None,
+            )
+        runner = builder.build(cache, rows, lambda fraction: None, drafter=drafter)
         for step in islice(steps(layout.num_groups), num_steps):
-            runner.launch(step, all_tokens_allowed)
+            if drafter is not None:
+                decoding = step.cached_requests.seq_ids
+                step = changed(
+                    step, lookahead_seq_ids=decoding, num_lookahead_tokens=[2] * len(decoding)
+                )
+            pending = runner.launch(step, all_tokens_allowed)
+            if drafter is not None:
+                output = pending.result()
+                assert len(output.draft_pass_rows) >= 2 * (len(output.draft_seq_ids) > 0)
+                num_drafts += len(output.draft_seq_ids)
         builder.run_largest_step(cache, rows, 8, 2)
+    assert (num_drafts > 0) == has_draft_model
 
 
 def make_decoder(spec: ModelSpec, dtype: torch.dtype) -> Decoder:
@@ -433,6 +466,7 @@ def seen_operators() -> list[dict[str, Any]]:
         run_steps(watch, "llama", torch.float16, **short)
         run_steps(watch, "llama", kv_dtype=torch.float8_e4m3fn, **short)
         run_steps(watch, "llama", cascade_attention_from=1, **short)
+        run_steps(watch, "llama", has_draft_model=True)
     found = [
         {"operator": operator, "dtypes": list(dtypes), **call}
         for (operator, dtypes), call in sorted(watch.calls.items())

@@ -2,16 +2,21 @@
 
 import json
 import re
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 
 from tests.e2e.daemon import Daemon, eventually
+from tests.fakes.tiny_heads import head_config, head_tensors, save_head
+from tests.gpu.checkpoint import write_checkpoint
 from tests.gpu.hardware import Hardware, hardware
 from tests.gpu.report import Report, demand
-from tests.gpu.server import checkpoint, demand_answers, load
+from tests.gpu.server import checkpoint, demand_answers, load, shown
 
 NUM_TOKENS = 32
 TIE = 0.1
@@ -56,12 +61,101 @@ def invariance_1b(report: Report) -> None:
                 demand_equal(report, "drafts, alone", alone, found)
             with report.part("drafts, at once"):
                 demand_equal(report, "drafts, at once", alone, all_at_once(daemon, gpu))
-            counts = [
-                daemon.metric(f"vllm:spec_decode_num_{name}_tokens_total")
-                for name in ("draft", "accepted")
-            ]
+            counts = draft_counts(daemon)
         report.figure("drafts", "{:.0f}, {:.0f} accepted".format(*counts))
         demand(counts[0] > 0, "no draft was tried")
+
+
+def drafts_1b(report: Report) -> None:
+    """Answers with a draft model and with a random head of EAGLE-3 are those without drafts.
+
+    Only the first layer of the served model adds something, and it is all that the draft model has.
+    So nearly all of its drafts are accepted: only the order of sums tells the two apart.
+    """
+    gpu = hardware()
+    config = gpu.sizes.configs["1B"] | {"num_hidden_layers": 16}
+    with ExitStack() as stack:
+        folder, draft, head = (stack.enter_context(tempfile.TemporaryDirectory()) for _ in range(3))
+        write_checkpoint(Path(folder), config, num_heard=1)
+        write_checkpoint(Path(draft), config | {"num_hidden_layers": 1})
+        write_head(Path(head), config)
+        with report.part("no drafts"), Daemon(folder, *gpu.daemon_flags) as daemon:
+            plain, long = greedy(daemon, gpu), two_tokens(daemon, gpu)
+            report.figure("no drafts", shown(measured_load(daemon, gpu)))
+        for method, model in (("draft_model", draft), ("eagle3", head)):
+            given = {"method": method, "model": model, "num_speculative_tokens": 4}
+            flags = (*gpu.daemon_flags, "--speculative-config", json.dumps(given))
+            with report.part(method), Daemon(folder, *flags) as daemon:
+                compare(report, plain, greedy(daemon, gpu), f"{method} as without")
+                pairs = zip(long, two_tokens(daemon, gpu), strict=True)
+                same = sum(one == other for one, other in pairs)
+                report.figure(f"{method}, long", f"{same} of {len(long)} equal those without")
+                for check in (penalties, grammar, worker_killed):
+                    with report.part(f"{method}: {check.__name__}"):
+                        report.figure(f"{method}: {check.__name__}", check(daemon, gpu))
+                report.figure(method, shown(measured_load(daemon, gpu)))
+                drafted, accepted = draft_counts(daemon)
+                report.figure(f"{method}: drafts", f"{drafted:.0f}, {accepted:.0f} accepted")
+                # What a random head proposes is too unlikely to be verified.
+                if method == "draft_model":
+                    demand(drafted > 0, "no draft was tried")
+                    demand(accepted > 0.9 * drafted, "the models draft other tokens")
+
+
+def two_tokens(daemon: Daemon, gpu: Hardware) -> list[list[int]]:
+    """Complete the prompts one by one with one of two tokens at each place.
+
+    Among all tokens the best of random weights is too unlikely for a draft.
+    """
+    fields = {"allowed_token_ids": [FIRST, SECOND], "max_tokens": LONG}
+    return [complete(daemon, each, **fields)[0]["token_ids"] for each in 2 * prompts(gpu)]
+
+
+def write_head(folder: Path, config: dict[str, Any]) -> None:
+    """Write a random head of EAGLE-3 for a model with this configuration, in bfloat16."""
+    size, num_layers = config["hidden_size"], config["num_hidden_layers"]
+    changed = {
+        name: config.get(name)
+        for name in (
+            "hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "max_position_embeddings",
+            "rope_theta",
+            "vocab_size",
+        )
+    }
+    layers = {"eagle_aux_hidden_state_layer_ids": [0, num_layers // 2, num_layers]}
+    head = head_config(
+        "eagle3",
+        **changed,
+        head_dim=config.get("head_dim", size // config["num_attention_heads"]),
+        draft_vocab_size=min(4096, config["vocab_size"]),
+        eagle_config=layers,
+    )
+    tensors = head_tensors("eagle3", head | {"vocab_size": min(4096, config["vocab_size"])})
+    tensors = {
+        name: tensor.bfloat16() if tensor.is_floating_point() else tensor
+        for name, tensor in tensors.items()
+        if name not in ("embed_tokens.weight", "t2d")
+    }
+    save_head(folder, head, tensors)
+
+
+def measured_load(daemon: Daemon, gpu: Hardware) -> dict[str, Any]:
+    """Answer some requests at once, after a few whose drafts the daemon learns from."""
+    shape = (gpu.sizes.input, gpu.sizes.output)
+    for count in (gpu.sizes.answers, 2 * gpu.sizes.answers):
+        run = load(daemon.url, count, "--concurrency", str(gpu.sizes.answers), shape=shape)
+        demand_answers(run, count)
+    return run
+
+
+def draft_counts(daemon: Daemon) -> list[float]:
+    """Return how many tokens of drafts were verified, and how many of them accepted."""
+    names = ("draft", "accepted")
+    return [daemon.metric(f"vllm:spec_decode_num_{name}_tokens_total") for name in names]
 
 
 def seeded(gpu: Hardware) -> list[tuple[list[int], float]]:
@@ -119,7 +213,12 @@ def greedy(daemon: Daemon, gpu: Hardware) -> list[dict[str, Any]]:
     return [complete(daemon, each, logprobs=2)[0] for each in prompts(gpu)]
 
 
-def compare(report: Report, ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
+def compare(
+    report: Report,
+    ours: list[dict[str, Any]],
+    theirs: list[dict[str, Any]],
+    name: str = "graphs as eager",
+) -> None:
     """Compare outputs, which must be equal up to the first tie of a prompt."""
     equal = ties = 0
     demand(bool(ours) and len(ours) == len(theirs), "one of the daemons gave no answers")
@@ -133,7 +232,7 @@ def compare(report: Report, ours: list[dict[str, Any]], theirs: list[dict[str, A
         if best - second > TIE:
             report.error(f"prompt {number}, token {same}: they differ by {best - second:.2f}")
         ties += 1
-    report.figure("graphs as eager", f"{equal} of {len(ours)} prompts, others from a tie on")
+    report.figure(name, f"{equal} of {len(ours)} prompts, others from a tie on")
     # Ties are rare; with many of them the comparison is meaningless.
     demand(ties <= len(ours) // 2, f"{ties} of {len(ours)} prompts have a tie")
 

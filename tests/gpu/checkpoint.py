@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,8 +15,11 @@ _BLOCK: Final = 64 << 20
 """Bytes of random numbers, which follow each other again and again."""
 
 
-def write_checkpoint(folder: Path, config: dict[str, Any]) -> None:
+def write_checkpoint(folder: Path, config: dict[str, Any], num_heard: int | None = None) -> None:
     """config.json, a small tokenizer and model.safetensors in bfloat16.
+
+    num_heard: layers after which the others add nothing, so that a model of only these, written
+    here, too, has the same logits; None: all of them.
 
     Norms are ones: with small norm weights all logits would be nearly equal, and the best token
     would depend on rounding.
@@ -23,11 +27,15 @@ def write_checkpoint(folder: Path, config: dict[str, Any]) -> None:
     spec = spec_from_config(config)
     header: dict[str, Any] = {}
     ones: list[tuple[int, int]] = []
+    zeros: list[tuple[int, int]] = []
     end = 0
     for weight in spec.weights().values():
         begin, end = end, end + 2 * math.prod(weight.shape)
         if len(weight.shape) == 1:
             ones.append((begin, weight.shape[0]))
+        layer = re.search(r"layers\.(\d+)\..*(?:o_proj|down_proj)", weight.hugging_face)
+        if layer and num_heard is not None and int(layer[1]) >= num_heard:
+            zeros.append((begin, end - begin))
         header[weight.hugging_face] = {
             "dtype": "BF16",
             "shape": list(weight.shape),
@@ -53,6 +61,9 @@ def write_checkpoint(folder: Path, config: dict[str, Any]) -> None:
         start = file.tell()
         for begin in range(0, end, _BLOCK):
             file.write(block[: min(_BLOCK, end - begin)])
+        for begin, count in zeros:
+            file.seek(start + begin)
+            file.write(bytes(count))
         for begin, count in ones:
             file.seek(start + begin)
             file.write(torch.ones(count).bfloat16().view(torch.uint8).numpy().data)

@@ -134,7 +134,7 @@ def seconds_of_decode(gpu: Hardware, decoder: Decoder, contexts: Sequence[int]) 
     inputs = step_inputs(list(contexts), [1] * batch)
     token_ids, positions, _ = bench.sent(inputs)
     return gpu.median_seconds(
-        lambda: decoder.logits(graphs.replay(inputs, token_ids, positions)).argmax(dim=1)
+        lambda: decoder.logits(graphs.replay(inputs.attention, token_ids, positions)).argmax(dim=1)
     )
 
 
@@ -322,8 +322,11 @@ def _logits(
     for count in chunks:
         inputs = step_inputs([done + count], [count], bench.num_groups)
         positions = torch.from_numpy(inputs.positions).to(gpu.device)
-        run = graphs.replay if graphs.fits(inputs) else bench.eager
-        hidden = run(inputs, tokens[done : done + count], positions)
+        these = tokens[done : done + count]
+        if graphs.fits(inputs.attention):
+            hidden = graphs.replay(inputs.attention, these, positions)
+        else:
+            hidden = bench.eager(inputs, these, positions)
         found.append(bench.accelerator.fetch(decoder.logits(hidden)).double())
         done += count
     return torch.cat(found)

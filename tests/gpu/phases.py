@@ -29,6 +29,7 @@ PHASES: Final = (
     Phase("decode-latent", "models:decode_latent", 40.0),
     Phase("steps-8b", "serving:steps_8b", 40.0),
     Phase("probe", "probe:probe", 110.0),
+    Phase("drafts-1b", "answers:drafts_1b", 120.0),
     Phase("daemon-8b", "server:daemon_8b", 90.0),
     Phase("answers-1b", "answers:answers_1b", 120.0),
     Phase("invariance-1b", "answers:invariance_1b", 100.0),
@@ -52,7 +53,7 @@ FIRST_HOUR: Final = {
         "families",
         "decode-1b",
     ),
-    "b": ("decode-8b", "prefill-8b", "decode-latent", "steps-8b", "probe"),
+    "b": ("decode-8b", "prefill-8b", "decode-latent", "steps-8b", "probe", "drafts-1b"),
     "c": ("daemon-8b", "answers-1b", "invariance-1b", "quantised"),
     "d": ("memory-mixed", "memory-graphs", "memory-overlapped", "transformers-8b", "experts"),
 }

@@ -6,7 +6,7 @@ a fake device, which refuses calls that would wait or race.
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,8 @@ from worker.runner_builder import CudaRunnerBuilder, DeviceKernels
 from worker.sampling.device_kernels import RowEditArrays
 from worker.sampling.sampler import Sampler
 from worker.sampling.torch_backend import TorchBackend
+from worker.speculation.drafter import Drafter
+from worker.speculation.eagle_head import EagleHead
 
 DTYPE = torch.bfloat16
 STEP_TOKENS = 64
@@ -163,28 +165,35 @@ class OnFakeCuda:
         library: FakeFlashInfer | None = None,
         returns_experts: bool = False,
         weight_format: WeightFormat | None = None,
+        make_drafter: "Callable[[OnFakeCuda, Decoder], Drafter] | None" = None,
         **settings: Any,
     ) -> None:
+        self.settings = settings
+        self.cuda = cuda
         self.library = library or FakeFlashInfer(cuda.device)
         with cuda.loading():
             decoder = model.load(CUDA, weight_format)
             self.cache = model.cache(CUDA, kv_dtype)
         self.rows = model.rows(num_rows)
         self.progress: list[float] = []
-        self.builder = CudaRunnerBuilder(
-            DeviceConfig(**settings),
-            decoder,
-            cuda.device,
-            DeviceKernels(lambda: self.library, store_by_index, draw_by_torch, TorchEdits()),
-            Sampler(TorchBackend()),
-            model.dtype,
-        )
+        self.builder = self.new_builder(decoder, model.dtype)
         experts = None
         if returns_experts:
             record = record_experts(decoder, STEP_TOKENS, CUDA)
             experts = RoutedExpertsCache(decoder.spec, self.cache, record)
+        drafter = make_drafter(self, decoder) if make_drafter else None
         self.runner = self.builder.build(
-            self.cache, self.rows, self.progress.append, experts=experts
+            self.cache, self.rows, self.progress.append, experts=experts, drafter=drafter
+        )
+
+    def new_builder(self, decoder: Decoder | EagleHead, dtype: torch.dtype) -> CudaRunnerBuilder:
+        return CudaRunnerBuilder(
+            DeviceConfig(**self.settings),
+            decoder,
+            self.cuda.device,
+            DeviceKernels(lambda: self.library, store_by_index, draw_by_torch, TorchEdits()),
+            Sampler(TorchBackend()),
+            dtype,
         )
 
 
@@ -316,6 +325,7 @@ class LaunchingRunner:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._launched: dict[int, PendingStep] = {}
+        self._results: dict[int, ModelRunnerOutput] = {}
         self.compute_seconds: list[float] = []
         self._outputs: dict[int, list[int]] = {}
         self._last_seen = 0
@@ -334,7 +344,8 @@ class LaunchingRunner:
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         self._see(step.step)
-        result = self._launched.pop(step.step).result()
+        del self._launched[step.step]
+        result = self._results.pop(step.step)
         self.compute_seconds.append(result.compute_seconds)
         return result
 
@@ -357,7 +368,7 @@ class LaunchingRunner:
         for number, launched in self._launched.items():
             if self._last_seen < number <= last:
                 self._last_seen = number
-                result = launched.result()
+                result = self._results[number] = launched.result()
                 for seq_id, tokens in zip(result.seq_ids, result.sampled_token_ids, strict=True):
                     self._outputs.setdefault(seq_id, []).extend(tokens)
 

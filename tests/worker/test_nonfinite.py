@@ -19,7 +19,7 @@ STARTS = np.array([0, 3, 4, 9], dtype=np.int32)
 
 def find(variant, hidden: torch.Tensor, starts: np.ndarray = STARTS) -> list[bool]:
     if variant is None:
-        return any_token_of_sequences(nonfinite_tokens(hidden), starts).tolist()
+        return any_token_of_sequences(nonfinite_tokens(hidden).numpy(), starts).tolist()
     return nonfinite_by_kernel(load_variant(variant), hidden, starts).tolist()
 
 

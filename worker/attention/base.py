@@ -48,6 +48,11 @@ class AttentionInputs:
     def num_seqs(self) -> int:
         return int(self.seq_lens.shape[0])
 
+    @property
+    def is_decode(self) -> bool:
+        """Whether each token is a query of its own, and none is part of a chunk."""
+        return self.num_tokens == self.num_seqs
+
 
 class QuerySplit(Enum):
     """Which sequences are given to attention as sequences of one query each.

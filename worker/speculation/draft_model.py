@@ -25,17 +25,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from worker.attention.base import AttentionBackend, AttentionInputs
+from worker.attention.base import AttentionBackend, AttentionInputs, QuerySplit
+from worker.cuda_graphs import DecodeGraphs
+from worker.device.transfers import HostPlacement, Placement
 from worker.input_batch import InputBatch, attention_inputs, dummy_inputs
 from worker.kv_cache import KVCache
 from worker.models.decoder import Decoder
-from worker.sampling.sampler import Sampler
-from worker.speculation.draft_sampler import DraftSampler, OpenDraft, finished
+from worker.speculation.draft_sampler import DraftDraw, DraftSampler, OpenDraft, finished
 from worker.speculation.drafter import Drafts, SampledStep
 
 Hashes = NDArray[np.uint64]
 PREFILL_TOKENS: Final = 256
-"""Most tokens of a sequence in a pass."""
+"""Most tokens of a sequence in a pass on a CPU."""
+DEVICE_PREFILL_TOKENS: Final = 2048
+"""The same on a GPU."""
 PREFILL_PASSES: Final = 4
 """Most passes of a step in which a sequence that is alone in it computes tokens that its KV lacks:
 the step ends later, and with it what an abort or a new request waits for. Beside other sequences
@@ -45,8 +48,9 @@ _ABSENT_TOKEN: Final = 0
 
 
 class DraftModel:
-    """A Drafter with a decoder of its own, on the host.
+    """A Drafter with a decoder of its own.
 
+    draw, placement, graphs: of the device where it runs; graphs of its decodes, or None.
     kv_cache: of the draft model, with as many blocks as that of the served model; all its groups
         use the same block table. batch: of the served model. group: KV group of its block tables
         that keeps all tokens. vocab_size: of the served model. step_tokens: most tokens of a pass.
@@ -60,18 +64,24 @@ class DraftModel:
         model: Decoder,
         attention: AttentionBackend,
         kv_cache: KVCache,
-        sampler: Sampler,
+        draw: DraftDraw,
         batch: InputBatch,
         *,
         group: int,
         vocab_size: int,
         step_tokens: int,
         max_model_len: int,
+        placement: Placement | None = None,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self._model = model
         self._attention = attention
         self._kv_cache = kv_cache
-        self._draft_sampler = DraftSampler(batch, sampler, max_model_len)
+        self._placement = placement or HostPlacement()
+        self._graphs = graphs
+        on_host = isinstance(self._placement, HostPlacement)
+        self._prefill_tokens = PREFILL_TOKENS if on_host else DEVICE_PREFILL_TOKENS
+        self._draft_sampler = DraftSampler(batch, draw, max_model_len)
         self._batch = batch
         self._vocab_size = vocab_size
         self._step_tokens = step_tokens
@@ -82,11 +92,14 @@ class DraftModel:
     def warm_up(self) -> None:
         """Run one token through the model, in block 0, because first calls of kernels are slow."""
         inputs = dummy_inputs(1, 1, self._batch.block_table)
-        self._forward(inputs.token_ids, inputs.positions, inputs.attention[0])
+        self._forward(inputs.token_ids, inputs.positions, inputs.attention[0], [0])
 
-    def copy_blocks(self, sources: torch.Tensor, copies: torch.Tensor) -> None:
-        self._kv_cache.copy_blocks(sources, copies)
-        self._contents.copy_blocks(sources.numpy(), copies.numpy())
+    def copy_blocks(self, sources: NDArray[np.int64], copies: NDArray[np.int64]) -> None:
+        self._kv_cache.copy_blocks(*self._placement.to_device([sources, copies]))
+        self._contents.copy_blocks(sources, copies)
+
+    def keep_states(self, hidden: torch.Tensor) -> None:
+        return None
 
     @torch.inference_mode()
     def after_step(self, step: SampledStep) -> Drafts:
@@ -103,8 +116,7 @@ class DraftModel:
         most_passes = PREFILL_PASSES if len(step.seq_ids) == 1 else 1
         while unfinished:
             scheduled = self._schedule(unfinished)
-            hidden = self._run_pass(scheduled)
-            going_on = self._add_tokens(scheduled, hidden, step.min_survival)
+            going_on = self._run_pass(scheduled, step.min_survival)
             if len(made.pass_rows) + 1 < most_passes:
                 going_on += [draft for draft in unfinished if draft.is_behind]
             unfinished = going_on
@@ -114,6 +126,7 @@ class DraftModel:
         for draft in drafts:
             if draft.num_computed > draft.num_valid:
                 self._contents.record(draft.open_draft.row, draft.num_valid, draft.num_computed)
+        self._draft_sampler.end([draft.open_draft for draft in drafts])
         return finished([draft.open_draft for draft in drafts if not draft.is_behind], made)
 
     def _begin_drafts(self, step: SampledStep) -> list["_Draft"]:
@@ -129,15 +142,17 @@ class DraftModel:
         left = self._step_tokens
         ordered = sorted(drafts, key=lambda draft: draft.num_missing)
         for draft in ordered:
-            most = left if draft.num_missing == 1 else min(left, PREFILL_TOKENS)
+            most = left if draft.num_missing == 1 else min(left, self._prefill_tokens)
             draft.num_scheduled = min(draft.num_missing, most)
             left -= draft.num_scheduled
+        # Attention on an accelerator takes decodes before chunks.
+        ordered.sort(key=lambda draft: draft.num_scheduled > 1)
         return [draft for draft in ordered if draft.num_scheduled]
 
-    def _run_pass(self, drafts: Sequence["_Draft"]) -> torch.Tensor:
-        """Compute the scheduled tokens of each draft; return the hidden states [D, H] of the last.
+    def _run_pass(self, drafts: Sequence["_Draft"], min_survival: float) -> list["_Draft"]:
+        """Compute the scheduled tokens of drafts, whose KV follows what was computed before.
 
-        Their KV follows what was computed before.
+        Appends a token to each draft whose KV is complete then; returns those that go on.
         """
         counts = np.array([draft.num_scheduled for draft in drafts])
         first = np.array([draft.num_computed for draft in drafts])
@@ -148,42 +163,43 @@ class DraftModel:
         positions += np.repeat(first - query_start[:-1], counts)
         token_ids = self._batch.token_ids[rows, positions].astype(np.int64)
         token_ids[token_ids >= self._model.spec.vocab_size] = _ABSENT_TOKEN
-        (inputs,) = attention_inputs(
-            self._table, self._kv_cache.block_size, rows, positions, query_start
-        )
-        hidden = self._forward(token_ids, positions, inputs)
+        split = query_start
+        if self._attention.query_split is QuerySplit.ALL:
+            split = np.arange(len(positions) + 1, dtype=np.int32)
+        (inputs,) = attention_inputs(self._table, self._kv_cache.block_size, rows, positions, split)
         for draft in drafts:
             draft.num_computed += draft.num_scheduled
-        return hidden.index_select(0, torch.from_numpy(query_start[1:] - 1))
+        complete = [index for index, draft in enumerate(drafts) if not draft.num_missing]
+        last = [int(query_start[index + 1]) - 1 for index in complete]
+        hidden = self._forward(token_ids, positions, inputs, last)
+        if not complete:
+            return []
+        drafts = [drafts[index] for index in complete]
+        open_drafts = [draft.open_draft for draft in drafts]
+        going_on = self._draft_sampler.extend(open_drafts, self._logits(hidden), min_survival)
+        return [drafts[index] for index in going_on]
 
     def _forward(
         self,
         token_ids: NDArray[np.int64],
         positions: NDArray[np.int64],
         inputs: AttentionInputs,
+        chosen: Sequence[int],
     ) -> torch.Tensor:
-        """Return the hidden states [T, H] of tokens; inputs: for every KV group of this model."""
-        self._attention.plan((inputs,) * len(self._kv_cache.layout.windows))
-        return self._model.forward(
-            torch.from_numpy(token_ids), torch.from_numpy(positions), self._attention
-        )
+        """Compute tokens; return the hidden states [n, H] of n chosen ones.
 
-    def _add_tokens(
-        self, drafts: Sequence["_Draft"], hidden: torch.Tensor, min_survival: float
-    ) -> list["_Draft"]:
-        """Append a token to each draft whose KV is complete; return those that go on.
-
-        hidden: [D, H], of the last computed token of each.
+        inputs: for every KV group of this model.
         """
-        complete = [index for index, draft in enumerate(drafts) if not draft.num_missing]
-        if not complete:
-            return []
-        drafts = [drafts[index] for index in complete]
-        open_drafts = [draft.open_draft for draft in drafts]
-        going_on = self._draft_sampler.extend(
-            open_drafts, self._logits(hidden[complete]), min_survival
+        tokens, places, rows = self._placement.to_device(
+            [token_ids, positions, np.array(chosen, dtype=np.int64)]
         )
-        return [drafts[index] for index in going_on]
+        groups = (inputs,) * len(self._kv_cache.layout.windows)
+        if self._graphs is not None and self._graphs.fits(groups):
+            hidden = self._graphs.replay(groups, tokens, places)
+        else:
+            self._attention.plan(groups)
+            hidden = self._model.forward(tokens, places, self._attention)
+        return hidden.index_select(0, rows)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits float32 [D, V] for the vocabulary of the served model."""
@@ -191,7 +207,8 @@ class DraftModel:
         if logits.shape[1] == self._vocab_size:
             return logits.float()
         num_common = min(logits.shape[1], self._vocab_size)
-        padded = torch.full((len(logits), self._vocab_size), float("-inf"))
+        shape = len(logits), self._vocab_size
+        padded = logits.new_full(shape, float("-inf"), dtype=torch.float32)
         padded[:, :num_common] = logits[:, :num_common]
         return padded
 

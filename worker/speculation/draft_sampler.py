@@ -2,19 +2,25 @@
 
 Tokens are drawn with the noise of the sequence's own draws (worker/sampling/cpu_kernels.py), its
 filters and logit edits: the more alike two models are, the more often both draw the same token.
-Grammars are not applied; the engine cuts drafts.
+Grammars are not applied; the engine cuts drafts. HostDraw and DeviceDraftDraw are the two places
+where logits are.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from proto.sampling_params import GREEDY_TEMPERATURE
+from worker.device.accelerator import Accelerator
+from worker.device.transfers import DevicePlacement, Downloader
 from worker.input_batch import NO_LOGPROBS, InputBatch
-from worker.sampling.logit_edits import RowEdits
+from worker.sampling.device_sampler import DeviceDraw, KeyedDraw
+from worker.sampling.logit_edits import NEVER, RowEdits
+from worker.sampling.row_params import RowParams
 from worker.sampling.sampler import Sampler, SamplingBatch
 from worker.speculation.drafter import Drafts, SampledStep
 
@@ -25,7 +31,7 @@ class OpenDraft:
 
     sequence: its index in the step. num_tokens: known tokens of the sequence. most: tokens of the
     longest draft. edits: logit edits behind the draft; None without any.
-    token_ids, survivals: as in Drafts.
+    token_ids, survivals: as in Drafts. hidden_tokens: of the row, where the draft stands now.
     """
 
     sequence: int
@@ -35,6 +41,7 @@ class OpenDraft:
     most: int
     edits: RowEdits | None
     stop_ids: frozenset[int]
+    hidden_tokens: NDArray[np.int32]
     token_ids: list[int] = field(default_factory=list)
     survivals: list[float] = field(default_factory=list)
 
@@ -44,15 +51,51 @@ class OpenDraft:
         return self.num_tokens + len(self.token_ids) - 1
 
 
+@dataclass(frozen=True, slots=True)
+class DraftDraws:
+    """The next tokens of D drafts, to be drawn.
+
+    params: records [D], keyed by output index. edits: (index, logit edits) of drafts with some.
+    suppressed: (index, token ids) of drafts whose stop tokens are still forbidden.
+    """
+
+    params: RowParams
+    edits: list[tuple[int, RowEdits]]
+    suppressed: list[tuple[int, NDArray[np.int64]]]
+
+    @property
+    def divisors(self) -> NDArray[np.float32]:
+        """Temperatures, float32 [D]; 1 for a draft that takes the best token."""
+        found: NDArray[np.float32] = self.params["temperature"].copy()
+        found[found < GREEDY_TEMPERATURE] = 1.0
+        return found
+
+
+class DraftDraw(Protocol):
+    """Draws tokens where the logits are."""
+
+    def __call__(
+        self, logits: torch.Tensor, draws: DraftDraws
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Return the next token of each draft [D], and its probability: NaN if none is defined.
+
+        logits: float32 [D, V]; they may be overwritten.
+        """
+        ...
+
+
 class DraftSampler:
-    """Begins and extends the drafts of the sequences in `batch`.
+    """Begins, extends and ends the drafts of the sequences in `batch`.
+
+    A draft stands in its row of the batch while it is made, in place of what later steps may have
+    put there.
 
     max_model_len: tokens that a sequence may have with its draft.
     """
 
-    def __init__(self, batch: InputBatch, sampler: Sampler, max_model_len: int) -> None:
+    def __init__(self, batch: InputBatch, draw: DraftDraw, max_model_len: int) -> None:
         self._batch = batch
-        self._sampler = sampler
+        self._draw = draw
         self._max_model_len = min(max_model_len, batch.token_ids.shape[1] - 1)
 
     def begin(self, step: SampledStep) -> list[OpenDraft]:
@@ -60,14 +103,23 @@ class DraftSampler:
         batch, found = self._batch, []
         for sequence in np.flatnonzero(step.num_lookahead).tolist():
             seq_id, row = step.seq_ids[sequence], int(step.inputs.rows[sequence])
-            num_tokens = int(batch.num_tokens[row])
+            num_tokens = int(step.num_tokens[sequence])
             most = min(int(step.num_lookahead[sequence]), self._max_model_len - num_tokens)
             if most <= 0:
                 continue
             edits = batch.edits[row].after(()) if row in batch.edits else None
             stop_ids = batch.params(seq_id).stop_ids
-            found.append(OpenDraft(sequence, seq_id, row, num_tokens, most, edits, stop_ids))
+            behind = batch.token_ids[row, num_tokens : num_tokens + most].copy()
+            found.append(
+                OpenDraft(sequence, seq_id, row, num_tokens, most, edits, stop_ids, behind)
+            )
         return found
+
+    def end(self, drafts: Sequence[OpenDraft]) -> None:
+        """Take all drafts that were begun out of their rows."""
+        for draft in drafts:
+            first, behind = draft.num_tokens, draft.hidden_tokens
+            self._batch.token_ids[draft.row, first : first + len(behind)] = behind
 
     def extend(
         self, drafts: Sequence[OpenDraft], logits: torch.Tensor, min_survival: float
@@ -76,7 +128,7 @@ class DraftSampler:
 
         logits: float32 [D, V] of the served model's vocabulary; they are overwritten.
         """
-        token_ids, probabilities = self._draw(drafts, logits)
+        token_ids, probabilities = self._draw(logits, self._draws(drafts))
         going_on = []
         for index, (draft, token_id, probability) in enumerate(
             zip(drafts, token_ids.tolist(), probabilities.tolist(), strict=True)
@@ -84,7 +136,6 @@ class DraftSampler:
             survival = probability * (draft.survivals[-1] if draft.survivals else 1.0)
             if not survival >= min_survival:  # NaN, too
                 continue
-            # The draft does not count in the row before the engine schedules it.
             self._batch.token_ids[draft.row, draft.last_position + 1] = token_id
             draft.token_ids.append(token_id)
             draft.survivals.append(survival)
@@ -94,38 +145,137 @@ class DraftSampler:
                 going_on.append(index)
         return going_on
 
-    def _draw(
-        self, drafts: Sequence[OpenDraft], logits: torch.Tensor
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Return the next token of each draft [D], and its probability: NaN if none is defined.
-
-        logits: float32 [D, V]; they are overwritten.
-        """
+    def _draws(self, drafts: Sequence[OpenDraft]) -> DraftDraws:
         batch = self._batch
-        broken = ~logits.amax(dim=1).isfinite()
-        logits[broken] = 0.0
         rows = np.array([draft.row for draft in drafts])
         output_index = np.array([draft.last_position + 1 for draft in drafts])
         output_index -= batch.num_prompt_tokens[rows]
         params = batch.row_params[rows]
         params["position"] = output_index
-        edits = [(index, each.edits) for index, each in enumerate(drafts) if each.edits is not None]
         is_early = output_index < batch.min_output[rows]
-        suppressed = [
-            (index, np.array(sorted(drafts[index].stop_ids), dtype=np.int64))
-            for index in np.flatnonzero(is_early).tolist()
-        ]
-        no_logprobs = np.full(len(drafts), NO_LOGPROBS, dtype=np.int32)
-        token_ids, _ = self._sampler.sample(
-            logits, SamplingBatch(params, no_logprobs, suppressed, edits)
+        return DraftDraws(
+            params,
+            [(index, each.edits) for index, each in enumerate(drafts) if each.edits is not None],
+            [
+                (index, np.array(sorted(drafts[index].stop_ids), dtype=np.int64))
+                for index in np.flatnonzero(is_early).tolist()
+            ],
         )
-        temperature = params["temperature"]
-        temperature[temperature < GREEDY_TEMPERATURE] = 1.0
-        scaled = logits.div_(torch.from_numpy(temperature)[:, None])
-        chosen = scaled.gather(1, torch.from_numpy(token_ids)[:, None])[:, 0]
-        probabilities = (chosen - scaled.logsumexp(dim=1)).exp().clamp(max=1.0)
+
+
+class HostDraw:
+    """A DraftDraw on a CPU."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+
+    def __call__(
+        self, logits: torch.Tensor, draws: DraftDraws
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        broken = ~logits.amax(dim=1).isfinite()
+        logits[broken] = 0.0
+        no_logprobs = np.full(len(logits), NO_LOGPROBS, dtype=np.int32)
+        batch = SamplingBatch(draws.params, no_logprobs, draws.suppressed, draws.edits)
+        token_ids, _ = self._sampler.sample(logits, batch)
+        scaled = logits.div_(torch.from_numpy(draws.divisors)[:, None])
+        probabilities = _probabilities(scaled, torch.from_numpy(token_ids))
         probabilities[broken] = float("nan")
         return token_ids, probabilities.numpy()
+
+
+class DeviceDraftDraw:
+    """A DraftDraw on an accelerator, with the same results; waits for the tokens.
+
+    The counts of penalties are sent with each draw: those on the device (DeviceCounts) are of
+    tokens that were sampled.
+    """
+
+    def __init__(self, accelerator: Accelerator, draw: KeyedDraw) -> None:
+        self._placement = DevicePlacement(accelerator)
+        self._drawing = DeviceDraw(DevicePlacement(accelerator), draw)
+        self._downloader = Downloader(accelerator)
+
+    def __call__(
+        self, logits: torch.Tensor, draws: DraftDraws
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        edits = _edit_arrays(draws, logits.shape[1])
+        divisors, *sent = self._placement.to_device([draws.divisors, *edits])
+        if any(len(array) for array in edits):
+            logits = _edited(logits, *sent)
+        token_ids = self._drawing.draw_tokens(logits, draws.params)
+        probabilities = _probabilities(logits.float() / divisors[:, None], token_ids)
+        found = self._downloader.start_download([token_ids, probabilities]).arrays()
+        return found[0], found[1]
+
+
+def _probabilities(scaled: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Return the probability of each token, float32 [D]; scaled: logits over temperatures."""
+    chosen = scaled.gather(1, token_ids[:, None])[:, 0]
+    return (chosen - scaled.logsumexp(dim=1)).exp().clamp(max=1.0)
+
+
+def _edit_arrays(draws: DraftDraws, vocab_size: int) -> list[NDArray[Any]]:
+    """Return the logit edits of drafts as arrays, in the order of `_edited`; indices are flat."""
+    empty = np.empty(0, dtype=np.int64)
+    added, values = [empty], [empty.astype(np.float32)]
+    penalised, rules = [empty], [np.empty((0, 4), dtype=np.float32)]
+    held, kept = [], [empty]
+    for index, token_ids in draws.suppressed:
+        added.append(index * vocab_size + token_ids)
+        values.append(np.full(len(token_ids), NEVER, dtype=np.float32))
+    for index, edits in draws.edits:
+        first = index * vocab_size
+        forbidden = np.array(edits.bad_words.forbidden, dtype=np.int64)
+        added += [first + edits.bias_ids, first + forbidden]
+        values += [edits.bias_values, np.full(len(forbidden), NEVER, dtype=np.float32)]
+        if edits.penalises:
+            ids, counts = edits.counts.ids, edits.counts.counts
+            rule = np.empty((len(ids), 4), dtype=np.float32)
+            rule[:] = (edits.repetition, edits.frequency, edits.presence, 0.0)
+            rule[:, 3] = counts
+            penalised.append(first + ids)
+            rules.append(rule)
+        if edits.allowed is not None:
+            held.append(index)
+            kept.append(first + edits.allowed)
+    return [
+        np.concatenate(added),
+        np.concatenate(values),
+        np.concatenate(penalised),
+        np.ascontiguousarray(np.concatenate(rules).T),
+        np.array(held, dtype=np.int64),
+        np.concatenate(kept),
+    ]
+
+
+def _edited(
+    logits: torch.Tensor,
+    added: torch.Tensor,
+    values: torch.Tensor,
+    penalised: torch.Tensor,
+    rules: torch.Tensor,
+    held: torch.Tensor,
+    kept: torch.Tensor,
+) -> torch.Tensor:
+    """Return edited logits float32 [D, V], in new memory.
+
+    added, values: int64 and float32, what is added where. penalised: int64 [n], logits with
+    penalties; rules: float32 [4 n], their repetition, frequency and presence penalties, and counts.
+    held: int64, rows in which all logits but those at `kept` are −inf. Penalties are rounded as in
+    TritonEdits.edit_rows.
+    """
+    edited = logits.to(torch.float32, copy=True).contiguous()
+    flat = edited.view(-1)
+    flat.index_add_(0, added, values)
+    repetition, frequency, presence, counts = rules.view(4, -1).unbind(0)
+    found = flat.index_select(0, penalised)
+    scaled = torch.where(found > 0, found / repetition, found * repetition)
+    present = torch.where(counts > 0, presence, torch.zeros_like(presence))
+    flat.index_copy_(0, penalised, scaled - frequency * counts - present)
+    allowed = flat.index_select(0, kept)
+    edited.index_fill_(0, held, float("-inf"))
+    flat.index_copy_(0, kept, allowed)
+    return edited
 
 
 def finished(drafts: Sequence[OpenDraft], made: Drafts) -> Drafts:

@@ -66,8 +66,11 @@ def require_draft_model(
     method = settings.model_method
     size = config.parallel.tensor_parallel_size
     served, drafter = prepared.architecture, draft.architecture
-    if device.torch_device.type != "cpu":
-        raise _error(f"method {method} runs on a CPU only so far: --device cpu is needed")
+    if device.torch_device.type != "cpu" and size > 1:
+        raise _error(
+            f"method {method} drafts on one GPU only so far: --tensor-parallel-size 1 is needed, "
+            f"got {size}"
+        )
     if settings.draft_tensor_parallel_size not in (None, size):
         raise _error(
             f"draft_tensor_parallel_size must be that of the model, --tensor-parallel-size {size}, "

@@ -1,10 +1,15 @@
 """The interface of models that propose drafts, and what the runner tells them of each step.
 
-    step N     forward ─▶ sample ─▶ Drafter.after_step ─▶ ModelRunnerOutput with drafts
+    step N     forward ─▶ keep_states ─▶ sample ─▶ after_step ─▶ ModelRunnerOutput with drafts
     step N+1   the engine schedules what it takes of them; the model verifies it (step_inputs.py)
 
-A draft follows all tokens of its sequence, so it is proposed when those of the step are known, in
-the same call. All ranks of a model make the same drafts, because they compute the same numbers.
+A draft follows the tokens of its step, so it is proposed when they are known on the host. On a GPU
+that is when the step's answer is collected, and the next step may be queued already:
+
+    host     launch N │ launch N+1 │ tokens of N ─▶ after_step(N): launch, wait, … ─▶ answer of N
+    device   [ step N ][ step N+1 ]                 [ pass ] [ pass ]
+
+All ranks of a model make the same drafts, because they compute the same numbers.
 """
 
 from collections.abc import Sequence
@@ -23,9 +28,9 @@ class SampledStep:
     """A step of the served model whose tokens are in the batch; S sequences.
 
     inputs: its arrays. seq_ids: [S], in their order.
-    hidden: [T, H], hidden states of its tokens before the last norm; valid during the call.
-    sampled: [S], the tokens of each sequence that count; none while its prompt is incomplete, and
-        if its logits are not finite.
+    states: what `keep_states` returned for it.
+    num_tokens: int64 [S], known tokens of each sequence behind this step, without what later steps
+        added; 0 if the sequence is not in its row any more.
     num_lookahead: int64 [S], most tokens to propose for each sequence; 0 for no draft. The block
         table of a sequence has room for that many behind the tokens of the step.
     min_survival: survival below which a draft ends.
@@ -33,8 +38,8 @@ class SampledStep:
 
     inputs: StepInputs
     seq_ids: Sequence[int]
-    hidden: torch.Tensor
-    sampled: Sequence[Sequence[int]]
+    states: torch.Tensor | None
+    num_tokens: NDArray[np.int64]
     num_lookahead: NDArray[np.int64]
     min_survival: float
 
@@ -64,10 +69,17 @@ class Drafter(Protocol):
 
     method: str
 
-    def copy_blocks(self, sources: torch.Tensor, copies: torch.Tensor) -> None:
+    def copy_blocks(self, sources: NDArray[np.int64], copies: NDArray[np.int64]) -> None:
         """Copy what is kept for block sources[i] to block copies[i]; called before a step runs.
 
-        sources, copies: int64 [n] on the model's device; no block is in both.
+        sources, copies: int64 [n]; no block is in both.
+        """
+        ...
+
+    def keep_states(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Return what the drafter reads of a step's states, in new memory; called right behind it.
+
+        hidden: [T, H], before the last norm. None for a drafter that reads none.
         """
         ...
 

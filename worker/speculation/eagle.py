@@ -25,18 +25,19 @@ import torch
 from numpy.typing import NDArray
 
 from worker.attention.base import AttentionBackend
+from worker.device.transfers import HostPlacement, Placement
 from worker.input_batch import InputBatch, attention_inputs, dummy_inputs
 from worker.kv_cache import KVCache
-from worker.sampling.sampler import Sampler
-from worker.speculation.draft_sampler import DraftSampler, OpenDraft, finished
+from worker.speculation.draft_sampler import DraftDraw, DraftSampler, OpenDraft, finished
 from worker.speculation.drafter import Drafts, SampledStep
 from worker.speculation.eagle_head import EagleHead
 
 
 class EagleDrafter:
-    """A Drafter with a head, on the host.
+    """A Drafter with a head.
 
-    batch: of the served model. group: KV group of its block tables that keeps all tokens.
+    draw, placement: of the device where it runs. batch: of the served model. group: KV group of its
+    block tables that keeps all tokens.
     attention, kv_cache: of the head, with as many blocks as the served model has.
     max_model_len: tokens that a sequence may have with its draft.
     """
@@ -47,11 +48,12 @@ class EagleDrafter:
         head: EagleHead,
         attention: AttentionBackend,
         kv_cache: KVCache,
-        sampler: Sampler,
+        draw: DraftDraw,
         batch: InputBatch,
         *,
         group: int,
         max_model_len: int,
+        placement: Placement | None = None,
     ) -> None:
         self.method = method
         self._head = head
@@ -60,19 +62,23 @@ class EagleDrafter:
         self._batch = batch
         self._group = group
         self._table = batch.block_table.ids[group : group + 1]
-        self._sampler = DraftSampler(batch, sampler, max_model_len)
+        self._placement = placement or HostPlacement()
+        self._sampler = DraftSampler(batch, draw, max_model_len)
         self._vocab_size = head.spec.vocab_size
 
-    def copy_blocks(self, sources: torch.Tensor, copies: torch.Tensor) -> None:
-        self._kv_cache.copy_blocks(sources, copies)
+    def copy_blocks(self, sources: NDArray[np.int64], copies: NDArray[np.int64]) -> None:
+        self._kv_cache.copy_blocks(*self._placement.to_device([sources, copies]))
+
+    def keep_states(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._head.features(hidden)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Run one token through the head, in block 0, because first calls of kernels are slow."""
         inputs = dummy_inputs(1, 1, self._batch.block_table)
         self._attention.plan(inputs.attention[:1])
-        tokens = torch.from_numpy(inputs.token_ids)
-        features = torch.zeros(1, self._head.spec.hidden_size, dtype=self._head.dtype)
+        (tokens,) = self._placement.to_device([inputs.token_ids])
+        features = tokens.new_zeros((1, self._head.spec.hidden_size), dtype=self._head.dtype)
         states = self._head.forward(tokens, features, tokens, self._attention)
         self._head.logits(states)
 
@@ -86,40 +92,40 @@ class EagleDrafter:
         inputs, batch = step.inputs, self._batch
         counts = np.diff(inputs.query_start)
         rows = inputs.rows.repeat(counts)
-        is_known = inputs.positions + 1 < batch.num_tokens[rows]
+        is_known = inputs.positions + 1 < step.num_tokens.repeat(counts)
         tokens = np.flatnonzero(is_known)
         if not len(tokens):
             return made
         drafts = self._sampler.begin(step)
         # The head's last position is that of the last but one token; tokens before it were sampled.
         last = self._tokens_before(step, drafts)
-        features = self._head.features(step.hidden, torch.from_numpy(tokens))
+        assert step.states is not None
         next_ids = batch.token_ids[rows[tokens], inputs.positions[tokens] + 1].astype(np.int64)
         is_last = np.isin(tokens, last)
         stored = np.flatnonzero(~is_last)
         if len(stored):
             slots = inputs.attention[self._group].slot_mapping[tokens[stored]]
-            self._head.store(
-                torch.from_numpy(next_ids[stored]),
-                features.index_select(0, torch.from_numpy(stored)),
-                torch.from_numpy(inputs.positions[tokens[stored]]),
-                self._kv_cache,
-                torch.from_numpy(slots),
+            ids, rows_of, positions, places = self._placement.to_device(
+                [next_ids[stored], tokens[stored], inputs.positions[tokens[stored]], slots]
             )
+            features = step.states.index_select(0, rows_of)
+            self._head.store(ids, features, positions, self._kv_cache, places)
         if not drafts:
             return made
-        features = features.index_select(0, torch.from_numpy(np.searchsorted(tokens, last)))
+        chosen = last
+        features = step.states
         started = time.monotonic()
         going_on = drafts
         while going_on:
-            states = self._run_pass(going_on, features)
+            states = self._run_pass(going_on, features, chosen)
             logits = self._logits(states)
             indices = self._sampler.extend(going_on, logits, step.min_survival)
             made.pass_rows.append(len(going_on))
             made.pass_seconds.append(time.monotonic() - started)
             started = time.monotonic()
             going_on = [going_on[index] for index in indices]
-            features = states[indices]
+            features, chosen = states, np.array(indices, dtype=np.int64)
+        self._sampler.end(drafts)
         return finished(drafts, made)
 
     def _tokens_before(self, step: SampledStep, drafts: Sequence[OpenDraft]) -> NDArray[np.int64]:
@@ -134,8 +140,13 @@ class EagleDrafter:
         ]
         return np.array(found, dtype=np.int64)
 
-    def _run_pass(self, drafts: Sequence[OpenDraft], features: torch.Tensor) -> torch.Tensor:
-        """Return the head's states [D, H] at the position before each draft's last token."""
+    def _run_pass(
+        self, drafts: Sequence[OpenDraft], features: torch.Tensor, chosen: NDArray[np.int64]
+    ) -> torch.Tensor:
+        """Return the head's states [D, H] at the position before each draft's last token.
+
+        chosen: int64 [D], the rows of `features` that the head reads there.
+        """
         rows = np.array([draft.row for draft in drafts])
         positions = np.array([draft.last_position for draft in drafts], dtype=np.int64)
         token_ids = self._batch.token_ids[rows, positions].astype(np.int64)
@@ -144,14 +155,13 @@ class EagleDrafter:
         self._attention.plan(
             attention_inputs(self._table, self._kv_cache.block_size, rows, positions, query_start)
         )
-        return self._head.forward(
-            torch.from_numpy(token_ids), features, torch.from_numpy(positions), self._attention
-        )
+        ids, rows_of, places = self._placement.to_device([token_ids, chosen, positions])
+        return self._head.forward(ids, features.index_select(0, rows_of), places, self._attention)
 
     def _logits(self, states: torch.Tensor) -> torch.Tensor:
         """Return logits float32 [D, V] for the vocabulary of the served model, new memory."""
         logits, tokens = self._head.logits(states).float(), self._head.tokens
         if tokens is None:
             return logits
-        spread = torch.full((len(logits), self._vocab_size), float("-inf"))
+        spread = logits.new_full((len(logits), self._vocab_size), float("-inf"))
         return spread.index_copy_(1, tokens, logits)

@@ -306,6 +306,8 @@ class EagleHead:
     """
 
     tokens: torch.Tensor | None = None
+    can_be_captured = False
+    """As of a Decoder: the few kernels of one layer are launched one by one."""
 
     def __init__(
         self,
@@ -331,12 +333,12 @@ class EagleHead:
         EAGLE reads only what every step returns.
         """
 
-    def features(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Return f [N, H] of some tokens of the target's last step, valid until the next call.
+    def features(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return f [T, H] of the target's last step, in new memory.
 
-        hidden: [T, H], the result of the target's `forward`. tokens: int64 [N], indices in it.
+        hidden: [T, H], the result of the target's `forward`.
         """
-        return self._target.normed(hidden.index_select(0, tokens))
+        return self._target.normed(hidden).clone()
 
     def store(
         self,
@@ -420,10 +422,9 @@ class Eagle3Head(EagleHead):
         self._residuals = torch.zeros(shape, dtype=self.dtype, device=self._device)
         self._target.record_residuals(layers, self._residuals)
 
-    def features(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    def features(self, hidden: torch.Tensor) -> torch.Tensor:
         # [layer, token, H] to [token, layer | H]
-        residuals = self._residuals.index_select(1, tokens).transpose(0, 1).flatten(1)
-        return self._fc(residuals)
+        return self._fc(self._residuals[:, : len(hidden)].transpose(0, 1).flatten(1))
 
     def forward(
         self,

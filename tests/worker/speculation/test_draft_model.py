@@ -42,6 +42,7 @@ from worker.models.decoder import Decoder
 from worker.parallel.group import RankGroup
 from worker.sampling.sampler import create_sampler
 from worker.speculation.draft_model import DraftModel
+from worker.speculation.draft_sampler import HostDraw
 from worker.speculation.draft_settings import draft_cache
 
 CPU = torch.device("cpu")
@@ -79,7 +80,7 @@ def with_drafter(
         draft,
         create_backend("cpu", cache, draft.spec.attention_shape),
         cache,
-        create_sampler(),
+        HostDraw(create_sampler()),
         runner.batch,
         **{
             "group": runner.kv_cache.layout.windows.index(None),

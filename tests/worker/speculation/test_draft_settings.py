@@ -97,9 +97,22 @@ def test_what_cannot_work_is_refused_by_name(
     assert str(refused.value).startswith("--speculative-config: ")
 
 
-def test_a_gpu_is_refused(models: dict[str, PreparedModel]) -> None:
-    with pytest.raises(ConfigError, match="--device cpu"):
-        require_draft_model(settings(), models["llama"], models["qwen3"], device_of(free=1 << 30))
+def test_ranks_on_gpus_are_refused(models: dict[str, PreparedModel]) -> None:
+    device = device_of(free=1 << 30)
+    require_draft_model(settings(), models["llama"], models["qwen3"], device)
+    config = settings("--tensor-parallel-size", "2")
+    with pytest.raises(ConfigError, match="--tensor-parallel-size 1 is needed, got 2"):
+        require_draft_model(config, models["llama"], models["qwen3"], device)
+
+
+@pytest.mark.parametrize("flags", [("--batch-invariant",), ("--attention-backend", "flashinfer")])
+def test_kernels_that_a_gpu_lacks_for_the_draft_model_are_named(
+    models: dict[str, PreparedModel], flags: tuple[str, ...]
+) -> None:
+    config = settings(*flags, "--dtype", "bfloat16", "--max-model-len", "64")
+    with pytest.raises(ConfigError, match="kernels for heads of") as refused:
+        plan_memory(config, models["llama"], device_of(free=1 << 30), draft=models["qwen3"])
+    assert str(refused.value).startswith("--speculative-config: model qwen3: ")
 
 
 def test_a_model_without_a_head_is_refused(models: dict[str, PreparedModel]) -> None:

@@ -54,6 +54,7 @@ from worker.models.decoder import Decoder
 from worker.parallel.group import RankGroup
 from worker.runner_builder import RunnerBuilder
 from worker.sampling.sampler import create_sampler
+from worker.speculation.draft_sampler import HostDraw
 from worker.speculation.draft_settings import require_draft_model
 from worker.speculation.eagle import EagleDrafter
 from worker.speculation.eagle_head import load_head, read_head
@@ -188,7 +189,7 @@ def with_head(runner: ModelRunner, method: str, prepared: PreparedModel) -> Eagl
         head,
         create_backend("cpu", cache, spec.attention_shape),
         cache,
-        create_sampler(),
+        HostDraw(create_sampler()),
         runner.batch,
         group=runner.kv_cache.layout.windows.index(None),
         max_model_len=spec.longest,
