@@ -173,10 +173,10 @@ class RunnerBuilder:
         )
         parts = (attention, cache, create_sampler(), batch)
         group = self._loaded.layout.windows.index(None)
-        drafter: EagleDrafter | DraftModel
+        drafter: Drafter
         if isinstance(draft.model, EagleHead):
             drafter = EagleDrafter(
-                draft.method, draft.model, *parts, group=group, max_model_len=draft.max_model_len
+                draft.model, *parts, group=group, max_model_len=draft.max_model_len
             )
         else:
             drafter = DraftModel(

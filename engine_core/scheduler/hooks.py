@@ -126,8 +126,8 @@ class TokenConstraints(AdmissionGate, Protocol):
 class DraftProvider(Protocol):
     """Proposes drafts for running requests, and learns which of their tokens were accepted.
 
-    `engine_core/speculation/drafting.py:Drafting` is the one of the daemon. Knows no request that is
-    never drafted for (`speculative_decoding.py:is_drafted_for`).
+    The daemon has `engine_core/speculation/drafting.py:Drafting`. Knows no request that is never
+    drafted for (`speculative_decoding.py:is_drafted_for`).
     """
 
     has_draft_model: bool

@@ -35,7 +35,7 @@ _PRIOR_OUTPUTS: Final = 256.0
 _OUTPUTS_RATE: Final = 0.05
 """Mean number of outputs of a request, before any has ended, and how fast it follows."""
 _MAX_BEHIND: Final = 32
-"""Tokens without draft KV up to which the next pass takes them along; more of them are a prefill."""
+"""Tokens without draft KV up to which the next pass takes them along; more are a prefill."""
 _MAX_PREFILL: Final = 2048
 """Tokens that several requests prefill behind one step; a single request may have more."""
 _FEW_REQUESTS: Final = 8
@@ -144,10 +144,11 @@ class LookaheadPlanner:
 
     With n requests and proposals of k tokens for m of them, the next step brings n + m · S(k)
     tokens in the time c(n + m · k), and the k passes before it take p(m) each. The k is taken with
-    the most tokens per time, 0 included. S comes from `ProposedTokens`; what other drafts would bring anyway is subtracted. p is learnt like c.
+    the most tokens per time, 0 included. S comes from `ProposedTokens`; what other drafts would
+    bring anyway is subtracted. p is learnt like c.
 
-    max_tokens: of a proposal. cost: of the target model's steps. prefills: whether the model computes KV
-    of a request only when it is asked.
+    max_tokens: of a proposal. cost: of the target model's steps. prefills: whether the model
+    computes KV of a request only when it is asked.
     """
 
     def __init__(self, max_tokens: int, cost: StepCost, *, prefills: bool) -> None:
@@ -281,7 +282,7 @@ class LookaheadPlanner:
     def _summary(
         self, states: Sequence[ModelRequest], indexes: Sequence[int]
     ) -> tuple[float, float]:
-        """Return (survival of these requests relative to the mean, tokens of their other drafts)."""
+        """Return (survival of these requests by the mean, tokens of their other drafts)."""
         mean = self._tokens.survivals[0]
         first = other = 0.0
         for index in indexes:

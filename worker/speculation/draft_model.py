@@ -53,8 +53,6 @@ class DraftModel:
     max_model_len: tokens that a sequence may have with its draft.
     """
 
-    method = "draft_model"
-
     def __init__(
         self,
         model: Decoder,
@@ -221,7 +219,7 @@ class _Draft:
 
 
 class KVContents:
-    """Which tokens the KV of each slot belongs to, by a hash of the cache salt and all tokens so far.
+    """Which tokens the KV of each slot belongs to, by a hash of them, those before, and the salt.
 
     The hash is 64 bits and not cryptographic. Equal hashes of different tokens would lead to wrong
     drafts, which are not accepted.

@@ -8,8 +8,8 @@ from engine_core.kv_cache import integrity
 from engine_core.kv_connector.base import Match
 from engine_core.request import Request
 from engine_core.scheduler.result import ImpossibleResultError
-from engine_core.speculation.worker_proposals import WorkerProposer
 from engine_core.speculation.drafting import Drafting
+from engine_core.speculation.worker_proposals import WorkerProposer
 from proto.engine_io import FinishReason
 from tests.fakes.drafts import SyntheticDrafts
 from tests.fakes.engine_harness import EngineHarness, scheduled

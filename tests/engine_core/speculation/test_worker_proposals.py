@@ -7,14 +7,14 @@ import pytest
 
 from engine_core.speculation.acceptance import ProposedTokens
 from engine_core.speculation.draft_choice import StepCost
+from engine_core.speculation.drafting import Drafting
+from engine_core.speculation.proposer import Draft
 from engine_core.speculation.worker_proposals import (
     PROBE_SHARE,
     LookaheadPlanner,
     ModelRequest,
     WorkerProposer,
 )
-from engine_core.speculation.drafting import Drafting
-from engine_core.speculation.proposer import Draft
 
 LIMIT = 8
 
@@ -47,6 +47,7 @@ class Worker:
     A token of a proposal is 1 with probability `acceptance`, else 2; every output is 1.
     slope: of a further row. pass_share: time of a pass as a share of that of a step. confidences:
     if given, each token has one of them, is right so often, and ends a proposal below min_survival.
+    num_present: tokens of a new request whose KV the model has.
     """
 
     acceptance: float
@@ -55,6 +56,7 @@ class Worker:
     confidences: tuple[float, ...] = ()
     min_survival: float = 0.0
     prefills: bool = True
+    num_present: int = 0
     dice: random.Random = field(default_factory=lambda: random.Random(4))
     computed: dict[int, int] = field(default_factory=dict)
     seconds: float = 0.0
@@ -86,6 +88,8 @@ class Worker:
                         drafting.end_request(request)
                         requests[index] = make()
                         drafting.add_request(requests[index])
+                        drafting.note_draft_kv(requests[index], self.num_present)
+                        self.computed[requests[index].seq_id] = self.num_present
 
     def _ask(self, drafting, requests):
         """Also advances the computed tokens, as the scheduler does when a step is planned."""
@@ -312,29 +316,17 @@ def test_a_preempted_request_is_prefilled_again(make_request):
     assert worker.num_prefills == 2
 
 
-def test_kv_that_is_there_is_not_charged(make_request, monkeypatch):
+@pytest.mark.parametrize(("num_present", "most"), [(0, 30), (2990, 10**6)])
+def test_kv_that_is_there_is_not_charged(make_request, num_present, most):
     """Short answers do not repay a prefill of 3,000 tokens; behind a prefix hit they need none."""
-    num_proposed = []
-    for num_present in (0, 2990):
-        drafting, requests, _ = start(make_request, 1, 3000, 6)
-
-        def make(num_present=num_present):
-            request = make_request([7] * 3000, (5,), max_tokens=6)
-            worker.computed[request.seq_id] = num_present
-            return request
-
-        def admit(request, drafting=drafting, num_present=num_present):
-            Drafting.add_request(drafting, request)
-            drafting.note_draft_kv(request, num_present)
-
-        worker = Worker(0.9, slope=0.02)
-        monkeypatch.setattr(drafting, "add_request", admit)
-        worker.play(drafting, requests, 1200, make)
-        before = worker.num_proposed
-        worker.play(drafting, requests, 600, make)
-        num_proposed.append(worker.num_proposed - before)
-    assert num_proposed[0] < 30
-    assert num_proposed[1] > 500
+    drafting, requests, make = start(make_request, 1, 3000, 6)
+    worker = Worker(0.9, slope=0.02, num_present=num_present)
+    worker.play(drafting, requests, 1200, make)
+    before = worker.num_proposed
+    worker.play(drafting, requests, 600, make)
+    assert worker.num_proposed - before < most
+    if num_present:
+        assert worker.num_proposed - before > 500
 
 
 def test_a_full_batch_asks_nothing(make_request):
