@@ -143,9 +143,10 @@ class LookaheadPlanner:
     """Decides how many tokens the draft model proposes for which request.
 
     With n requests and proposals of k tokens for m of them, the next step brings n + m · S(k)
-    tokens in the time c(n + m · k), and the k passes before it take p(m) each. The k is taken with
-    the most tokens per time, 0 included. S comes from `ProposedTokens`; what other drafts would
-    bring anyway is subtracted. p is learnt like c.
+    tokens in the time c(n + m · k), and the k passes before it take p(m) each; fewer rows and
+    passes as far as proposals end early. The k is taken with the most tokens per time, 0 included.
+    S comes from `ProposedTokens`; what other drafts would bring anyway is subtracted. p is learnt
+    like c.
 
     max_tokens: of a proposal. cost: of the target model's steps. prefills: whether the model
     computes KV of a request only when it is asked.
