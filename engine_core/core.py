@@ -55,8 +55,6 @@ from proto.speculative_config import (
     DEFAULT_METHODS,
     DRAFT_POSITIONS,
     HEAD_METHODS,
-    SpeculativeConfig,
-    parse_speculative_config,
 )
 
 logger = logging.getLogger("tokend.engine")
@@ -301,7 +299,8 @@ class EngineCore:
         *,
         pools: bool,
     ) -> Drafting | None:
-        settings = speculative_settings(config, worker)
+        # By default only where drafts cannot change an answer.
+        settings = config.speculation.parsed(DEFAULT_METHODS if worker.is_batch_invariant else ())
         if pools or self.kv_cache.has_states:
             if config.speculation.speculative_config is not None and settings.methods:
                 reason = "its outputs are pooled" if pools else "its states cannot be taken back"
@@ -372,13 +371,6 @@ def without_kv_cache(config: ServeConfig) -> ServeConfig:
     scheduler = msgspec.structs.replace(config.scheduler, enable_chunked_prefill=False)
     cache = msgspec.structs.replace(config.cache, enable_prefix_caching=False)
     return msgspec.structs.replace(config, scheduler=scheduler, cache=cache)
-
-
-def speculative_settings(config: ServeConfig, worker: WorkerReady) -> SpeculativeConfig:
-    """Return how drafts are made; by default only where they cannot change an answer."""
-    given = config.speculation
-    default = DEFAULT_METHODS if worker.is_batch_invariant else ()
-    return parse_speculative_config(given.speculative_config, given.speculative_max_tokens, default)
 
 
 def scheduler_settings(config: ServeConfig, worker: WorkerReady) -> SchedulerConfig:

@@ -64,6 +64,7 @@ def plan_pool(workers: list[WorkerReady], config: ServeConfig, max_position: int
 def check_ranks(workers: Sequence[WorkerReady]) -> None:
     """Raise ModelError unless all ranks have loaded the same model into the same kind of KV cache.
 
+    So, too, for a draft model: each rank uses the drafts that it computes itself.
     Only the number of KV heads, and so the bytes of a token, may differ between ranks.
     """
     first = _facts_of_all_ranks(workers[0])
@@ -86,6 +87,7 @@ def _facts_of_all_ranks(worker: WorkerReady) -> dict[str, object]:
         "windows of the KV groups": [group.sliding_window for group in geometry.groups],
         "kinds of the KV groups": [group.kind for group in geometry.groups],
         "fingerprint of model and weights": worker.model_fingerprint.hex()[:16],
+        "fingerprint of the draft model": worker.draft_fingerprint.hex()[:16],
     }
 
 

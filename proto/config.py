@@ -9,6 +9,8 @@ from typing import Final, Literal
 
 import msgspec
 
+from proto.speculative_config import SpeculativeConfig, parse_speculative_config
+
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 ModelImpl = Literal["auto", "tokend", "transformers"]
 Runner = Literal["auto", "generate", "pooling"]
@@ -341,6 +343,15 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):
     suffix+grammar where bits do not depend on the batch, else none."""
     speculative_max_tokens: int = 16
     """Longest draft of a request, 1 to 64; how much of it is computed is decided in each step."""
+
+    def parsed(self, default: tuple[str, ...] = ()) -> SpeculativeConfig:
+        """Return what both say, with the methods `default` without a text; parsed only once.
+
+        Raises ConfigError naming the key at fault.
+        """
+        return parse_speculative_config(
+            self.speculative_config, self.speculative_max_tokens, default
+        )
 
 
 class ReliabilityConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -30,7 +30,6 @@ from proto.kv_transfer_config import FIELD as KV_TRANSFER_FIELD
 from proto.kv_transfer_config import kv_transfer_config
 from proto.lifecycle import LEAST_STATE_SLOTS
 from proto.pooling import parse_pooler_config
-from proto.speculative_config import parse_speculative_config
 
 _DTYPES_OF_WEIGHTS: Final[dict[CpuWeights, tuple[DType, ...]]] = {
     "auto": ("auto", "float32", "bfloat16", "float16"),
@@ -58,9 +57,7 @@ def validate(config: ServeConfig) -> None:
     _check_device(config)
     _check_front_end(config.frontend)
     _check_grammars(config.grammars)
-    parse_speculative_config(
-        config.speculation.speculative_config, config.speculation.speculative_max_tokens
-    )
+    config.speculation.parsed()
     _check_reliability(config.reliability, config.cache)
     _check_pins(config)
     _check_routed_experts(config)

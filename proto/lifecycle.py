@@ -267,7 +267,9 @@ class WorkerReady(msgspec.Struct, array_like=True, tag=10, frozen=True):
     is_batch_invariant: whether a token has the same bits in a step of any number of rows.
     draft_method: that of the draft model which it has loaded (proto/speculative_config.py); "" for
         none. max_draft_len: tokens of a sequence beyond which that proposes nothing.
-    draft_bytes_per_token: of its KV, beside that of the geometry.
+    draft_bytes_per_token: of its KV, beside that of the geometry. draft_weight_bytes: those of
+        `weights` that are its. draft_fingerprint: hash of what its drafts depend on and is the same
+        on all ranks; empty for none.
     """
 
     protocol_version: int
@@ -289,6 +291,8 @@ class WorkerReady(msgspec.Struct, array_like=True, tag=10, frozen=True):
     draft_method: str = ""
     max_draft_len: int = 0
     draft_bytes_per_token: int = 0
+    draft_weight_bytes: int = 0
+    draft_fingerprint: bytes = b""
 
 
 class InitializeCache(msgspec.Struct, array_like=True, tag=11, frozen=True):

@@ -26,6 +26,7 @@ class NewRequestData(msgspec.Struct, array_like=True, frozen=True, kw_only=True)
     block_ids: one list per KV group, covering [0, num_computed + num_scheduled).
     num_computed_tokens: positions [0, n) have valid KV.
     pooling_params: for a sequence that is pooled; no token is sampled for it.
+    salt_key: of its cache salt, below 2^64; 0 without one. Sequences of different keys share no KV.
     """
 
     seq_id: int
@@ -38,6 +39,7 @@ class NewRequestData(msgspec.Struct, array_like=True, frozen=True, kw_only=True)
     num_computed_tokens: int
     num_scheduled_tokens: int
     pooling_params: PoolingParams | None = None
+    salt_key: int = 0
 
 
 class CachedRequestData(msgspec.Struct, array_like=True, frozen=True):

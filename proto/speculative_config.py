@@ -5,6 +5,7 @@ the methods that are given, is refused by name.
 """
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, Final
 
 import msgspec
@@ -81,6 +82,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
         return next((method for method in self.methods if method in MODEL_METHODS), "")
 
 
+@lru_cache
 def parse_speculative_config(
     text: str | None, max_tokens: int, default: tuple[str, ...] = ()
 ) -> SpeculativeConfig:

@@ -75,6 +75,7 @@ class RowState:
     params: SamplingParams
     seed: int
     choice: int
+    salt_key: int
 
 
 class InputBatch:
@@ -91,6 +92,7 @@ class InputBatch:
     edits: row → logit edits, for rows that have some.
     row_versions: int64, counts how often the known tokens of the row were replaced; between two
         replacements tokens are only appended.
+    salt_keys: uint64, of the cache salts; 0 without one.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class InputBatch:
         self.greedy = np.zeros(num_rows, dtype=np.bool_)
         self.edits: dict[int, RowEdits] = {}
         self.row_versions = np.zeros(num_rows, dtype=np.int64)
+        self.salt_keys = np.zeros(num_rows, dtype=np.uint64)
         self._free = list(range(num_rows - 1, -1, -1))
         self._row_of: dict[int, int] = {}
         self._sequences: dict[int, RowState] = {}
@@ -315,7 +318,12 @@ class InputBatch:
 
     def _add_sequence(self, new: NewRequestData) -> None:
         sequence = RowState(
-            new.seq_id, new.prompt_token_ids, new.sampling_params, new.seed, new.choice
+            new.seq_id,
+            new.prompt_token_ids,
+            new.sampling_params,
+            new.seed,
+            new.choice,
+            new.salt_key,
         )
         self._sequences[new.seq_id] = sequence
         self._fill_row(sequence, new.output_token_ids)
@@ -333,6 +341,7 @@ class InputBatch:
         self.token_ids[row, prompt_end:end] = output_token_ids
         self.num_prompt_tokens[row] = prompt_end
         self.num_tokens[row] = end
+        self.salt_keys[row] = sequence.salt_key
         params = sequence.params
         self.row_params[row] = record_of(params, sequence.seed, sequence.choice)
         self.num_logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs

@@ -56,14 +56,12 @@ from worker.models.spec import ModelSpec
 from worker.models.transformers_model import TransformersSpec
 from worker.parallel.group import RankGroup
 from worker.pooling import PoolingHead
-from worker.speculation.draft_model import DraftModel
 from worker.speculation.draft_settings import (
     draft_cache,
     draft_config,
     draft_kv_dtype,
     naming_draft,
     require_draft_model,
-    speculative_config,
 )
 from worker.speculation.eagle_head import EagleHead, load_head, read_head
 
@@ -77,8 +75,8 @@ class LoadedDraft:
     """A model that proposes drafts for another, on the same device and the same ranks.
 
     method: of proto.speculative_config.MODEL_METHODS. model: for methods with a head this head,
-    whole on each rank. max_model_len: tokens that a sequence may have with its draft. The other
-    fields as in LoadedModel.
+    whole on each rank. max_model_len: tokens that a sequence may have with its draft.
+    weights_sample: that of its manifest. The other fields as in LoadedModel.
     """
 
     method: str
@@ -87,7 +85,21 @@ class LoadedDraft:
     layout: KVLayout
     geometry: KVCacheGeometry
     max_model_len: int
+    weights_sample: str
     attention_kernels: Kernels | None = None
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Hash of what its drafts depend on, 32 bytes; the same on all ranks."""
+        facts = [
+            self.method,
+            self.weights_sample,
+            self.weight_format.name,
+            self.geometry.dtype,
+            self.geometry.head_dim,
+            self.max_model_len,
+        ]
+        return hashlib.sha256(json.dumps(facts).encode()).digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +252,7 @@ def load(
         with naming_draft(draft):
             loaded_draft = (
                 _load_head(config, draft, model, dtype, device)
-                if speculative_config(config).model_method in HEAD_METHODS
+                if config.speculation.parsed().model_method in HEAD_METHODS
                 else _load_draft(config, draft, dtype, device, group, report)
             )
     return LoadedModel(
@@ -286,7 +298,7 @@ def _spec_and_kv_dtype(
     config: ServeConfig, draft: PreparedModel, target: ModelSpec, dtype: torch.dtype
 ) -> tuple[ModelSpec, torch.dtype]:
     """Return the spec of a model that drafts for `target`, and the dtype of its KV."""
-    method = speculative_config(config).model_method
+    method = config.speculation.parsed().model_method
     if method in HEAD_METHODS:
         return read_head(method, draft, target), dtype
     config = draft_config(config, draft)
@@ -340,12 +352,13 @@ def _load_draft(
     kv_dtype = draft_kv_dtype(model.spec, config, dtype)
     layout, geometry = draft_cache(model.spec, kv_dtype)
     return LoadedDraft(
-        DraftModel.method,
+        config.speculation.parsed().model_method,
         model,
         weight_format,
         layout,
         geometry,
         config.model.max_model_len or draft.max_position,
+        draft.weights_sample,
         _attention_kernels(config, draft, model.spec, device, dtype, kv_dtype),
     )
 
@@ -358,7 +371,7 @@ def _load_head(
     device: Device,
 ) -> LoadedDraft:
     """Load a head for a target that is loaded; config: of the target."""
-    settings = speculative_config(config)
+    settings = config.speculation.parsed()
     spec = read_head(settings.model_method, draft, target.spec)
     weight_format = weight_format_for(config, draft, device)
     logger.info("loading %s, a head that drafts", draft.name)
@@ -371,6 +384,7 @@ def _load_head(
         layout,
         geometry,
         settings.max_model_len or spec.longest,
+        draft.weights_sample,
         _attention_kernels(config, draft, spec, device, dtype, dtype),
     )
 

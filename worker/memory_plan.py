@@ -57,7 +57,6 @@ from worker.speculation.draft_settings import (
     draft_kv_dtype,
     draft_token_bytes,
     naming_draft,
-    speculative_config,
 )
 from worker.speculation.eagle_head import head_bytes, read_head
 
@@ -344,7 +343,7 @@ def _weights_and_steps(
 
 
 def _is_head(config: ServeConfig) -> bool:
-    return speculative_config(config).model_method in HEAD_METHODS
+    return config.speculation.parsed().model_method in HEAD_METHODS
 
 
 def _draft_memory(
@@ -373,6 +372,10 @@ def _draft_memory(
     return *memory, token_bytes
 
 
+_HEAD_VECTORS: Final = 4
+"""Vectors of a token in a head's step beside the residuals, recorded and joined: e, f, e ‖ f."""
+
+
 def _head_memory(
     config: ServeConfig,
     draft: PreparedModel,
@@ -381,8 +384,11 @@ def _head_memory(
     dtype: torch.dtype,
     ranks: range,
 ) -> tuple[Counter[str], Counter[str], int, list[int]]:
-    """Return the same of a head of EAGLE, which is whole on each rank."""
-    head = read_head(speculative_config(config).model_method, draft, spec)
+    """Return the same of a head of EAGLE, which is whole on each rank.
+
+    In each step it reads all tokens, whose inputs are joined: e and f, or the residuals for f.
+    """
+    head = read_head(config.speculation.parsed().model_method, draft, spec)
     weights: Counter[str] = Counter()
     work: Counter[str] = Counter()
     if device.torch_device.type == "cuda":
@@ -391,10 +397,12 @@ def _head_memory(
     for _ in ranks:
         weight_format = weight_format_for(config, draft, device)
         weights += head_bytes(draft, head, dtype, device.torch_device, weight_format)
-        # Three residuals, and what is kept of each step in flight.
+        work += _step_memory(config, draft, device, head, dtype)
+        # What is read of each step in flight is kept.
         num_kept = 1 if device.shares_memory else 2
-        rows = device.step_tokens(config.scheduler) * (len(head.residuals) + num_kept)
-        work["hidden states of a draft head"] += rows * head.hidden_size * dtype.itemsize
+        vectors = 2 * len(head.residuals) + _HEAD_VECTORS + num_kept
+        num_floats = device.step_tokens(config.scheduler) * vectors * head.hidden_size
+        work["hidden states of a draft head"] += num_floats * dtype.itemsize
     token_bytes = head.cache(dtype)[1].bytes_per_token
     return weights, work, 0, [token_bytes] * config.parallel.tensor_parallel_size
 

@@ -177,7 +177,7 @@ class RunnerBuilder:
         )
         if self._loaded.on_cuda:
             builder = self._cuda_builder(draft.model)
-            return builder.build_drafter(draft.method, cache, target, self._show_captured)
+            return builder.build_drafter(cache, target, self._show_captured)
         attention = create_backend(
             self._config.device.attention_backend,
             cache,
@@ -185,7 +185,7 @@ class RunnerBuilder:
             draft.attention_kernels,
         )
         draw = HostDraw(create_sampler())
-        return create_drafter(draft.method, draft.model, attention, cache, draw, target)
+        return create_drafter(draft.model, attention, cache, draw, target)
 
     def _with_states(
         self, attention: AttentionBackend, message: InitializeCache
@@ -333,7 +333,6 @@ class DraftedModel:
 
 
 def create_drafter(
-    method: str,
     model: Decoder | EagleHead,
     attention: AttentionBackend,
     kv_cache: KVCache,
@@ -341,12 +340,11 @@ def create_drafter(
     target: DraftedModel,
     placement: Placement | None = None,
     graphs: DecodeGraphs | None = None,
-) -> EagleDrafter | DraftModel:
+) -> Drafter:
     """Return a drafter that is warmed up. graphs: of a draft model's decodes, or None."""
-    drafter: EagleDrafter | DraftModel
+    drafter: Drafter
     if isinstance(model, EagleHead):
         drafter = EagleDrafter(
-            method,
             model,
             attention,
             kv_cache,
@@ -441,7 +439,6 @@ class CudaRunnerBuilder:
 
     def build_drafter(
         self,
-        method: str,
         kv_cache: KVCache,
         target: DraftedModel,
         on_progress: Callable[[float], None],
@@ -452,7 +449,6 @@ class CudaRunnerBuilder:
         """
         attention, graphs = self._create_layers(kv_cache, target.batch, on_progress)
         return create_drafter(
-            method,
             self._model,
             attention,
             kv_cache,

@@ -379,4 +379,6 @@ class Worker:
             draft_method="" if draft is None else draft.method,
             max_draft_len=0 if draft is None else draft.max_model_len,
             draft_bytes_per_token=0 if draft is None else draft.geometry.bytes_per_token,
+            draft_weight_bytes=0 if draft is None else draft.weight_format.memory.total(),
+            draft_fingerprint=b"" if draft is None else draft.fingerprint,
         )

@@ -153,7 +153,7 @@ class ComputedRequest(Strict):
     priority: int = Field(default=0, ge=INT64_MIN, le=INT64_MAX)
     """Requests with a lower value are scheduled first; needs --scheduling-policy priority."""
     cache_salt: Salt | None = None
-    """Requests share KV and drafts only with those of the same salt; 1 to 1024 characters."""
+    """Requests share drafts and KV, also a draft model's, within a salt; 1 to 1024 characters."""
     timeout_ms: int | None = Field(default=None, ge=1, le=MAX_TIMEOUT_MS)
     """Milliseconds after arrival at which the request is aborted."""
     queue_timeout_ms: int | None = Field(default=None, ge=1, le=MAX_TIMEOUT_MS)

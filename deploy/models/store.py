@@ -26,7 +26,7 @@ from proto.codec import from_json
 from proto.config import SpeculationConfig
 from proto.errors import ModelError, ProtocolError
 from proto.prepared_model import MANIFEST_VERSION, FileStamp, PreparedModel, file_stamp
-from proto.speculative_config import HEAD_METHODS, parse_speculative_config
+from proto.speculative_config import HEAD_METHODS
 
 PREPARE_VERSION: Final = 7
 """Raise it whenever preparing the same source writes something else than before."""
@@ -203,8 +203,7 @@ def prepared_draft_model(
 
     None if it names no model.
     """
-    text, max_tokens = config.speculative_config, config.speculative_max_tokens
-    parsed = parse_speculative_config(text, max_tokens)
+    parsed = config.parsed()
     if parsed.model is None:
         return None
     is_head = parsed.model_method in HEAD_METHODS

@@ -175,12 +175,19 @@ class BlockHasher:
         blocks = struct.pack(f"<{end - start}I", *token_ids[start:end])
         if start == 0:
             first, blocks = blocks[: self._block_bytes], blocks[self._block_bytes :]
-            content = self.root + first + _salt_key(cache_salt)
+            content = self.root + first + _salt_bytes(cache_salt)
             block_hashes.append(sha256(content).digest())
         block_hashes.extend(self._digests(block_hashes[-1], blocks))
 
 
-def _salt_key(cache_salt: str | None) -> bytes:
+def salt_key(cache_salt: str | None) -> int:
+    """Return 64 bits that stand for a cache salt; 0 without one."""
+    if cache_salt is None:
+        return 0
+    return int.from_bytes(sha256(_salt_bytes(cache_salt)).digest()[:8], "little")
+
+
+def _salt_bytes(cache_salt: str | None) -> bytes:
     if cache_salt is None:
         return b""
     key = _SALT_TAG + cache_salt.encode()

@@ -22,7 +22,7 @@ from engine_core.kv_cache.events import (
     PoolObserver,
     ResidencyMeter,
 )
-from engine_core.kv_cache.groups import CacheGroup
+from engine_core.kv_cache.groups import CacheGroup, FullAttentionGroup
 from engine_core.kv_cache.hashing import BlockHasher
 from engine_core.kv_cache.pool import BlockPool, TransferRefs
 from engine_core.request import Request
@@ -384,6 +384,17 @@ class KVCacheManager:
     def groups(self) -> tuple[CacheGroup, ...]:
         """The groups of the model, in the order of the block ids per group."""
         return self._coordinator.groups
+
+    @property
+    def full_attention_group(self) -> FullAttentionGroup | None:
+        """The first group that keeps the blocks of all tokens; None if all groups free some.
+
+        The KV cache of a draft model has its block ids.
+        """
+        for group in self.groups:
+            if type(group) is FullAttentionGroup:
+                return group
+        return None
 
     @property
     def is_downward_closed(self) -> bool:

@@ -24,6 +24,8 @@ def num_attention_pairs(num_computed: int, num_new: int, window: int | None) -> 
 class ComputeMeter:
     """Sums FLOPs and bytes of steps, and their shares of the configured peak rates.
 
+    What a draft model computes is not counted: its passes are not part of a step's time either.
+
     worker: one of the workers; the others' parts of the model are about as large.
     peak_tflops, peak_memory_gbps: of one device; 0: unknown, so there are no shares.
     """
@@ -31,6 +33,7 @@ class ComputeMeter:
     def __init__(self, worker: WorkerReady, peak_tflops: float, peak_memory_gbps: float) -> None:
         self._shape = worker.compute
         self._weight_bytes = sum(weights.num_bytes for weights in worker.weights)
+        self._weight_bytes -= worker.draft_weight_bytes
         self._kv_bytes = worker.geometry.bytes_per_token
         geometry = worker.geometry
         self._windows = [

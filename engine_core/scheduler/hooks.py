@@ -3,7 +3,7 @@
     AdmissionGate       can hold a waiting request back: a grammar is being compiled, KV is being
                         loaded, another request is computing the same prefix
     RequestListener     is notified of admissions and ends, and holds nothing back
-    DraftProvider       guesses next tokens of running requests, which a step then verifies
+    DraftProvider       proposes next tokens of running requests, which a step then verifies
     SchedulerObserver   is notified of every decision and changes none: the trace recorder
 
 A request that a gate blocks is parked: it keeps its place in the queue, requests behind it pass,
@@ -126,7 +126,8 @@ class TokenConstraints(AdmissionGate, Protocol):
 class DraftProvider(Protocol):
     """Proposes drafts for running requests, and learns which of their tokens were accepted.
 
-    Knows no request that is never drafted for (`speculative_decoding.py:is_drafted_for`).
+    The daemon has `engine_core/speculation/drafting.py:Drafting`. Knows no request that is never
+    drafted for (`speculative_decoding.py:is_drafted_for`).
     """
 
     has_draft_model: bool
@@ -184,8 +185,11 @@ class DraftProvider(Protocol):
         """Return (verified, accepted) tokens by drafter since the last call."""
         ...
 
-    def restart_request(self, request: Request) -> None:
-        """Note that the workers have lost the KV of a request and compute it again."""
+    def note_draft_kv(self, request: Request, num_tokens: int) -> None:
+        """Note how many leading tokens of a request have KV of the draft model.
+
+        Called when a request that was added gets blocks, for the first time or after a preemption.
+        """
         ...
 
     def may_propose(self, num_requests: int, num_other_tokens: int) -> bool:

@@ -479,7 +479,7 @@ class KVTransferManager:
 
         That token may be in the last loaded block, except with windows, where the blocks that a
         token needs are known only from the end of a block on. For a draft head the last block is
-        computed again, like that of a cached prefix; with windows nothing is loaded then, because
+        computed again (`KVCacheManager`); with windows nothing is loaded then, because
         a connector has matched the blocks that the end of the match needs.
         """
         most = request.num_tokens - (1 if not self._kv_cache.is_downward_closed else 0)

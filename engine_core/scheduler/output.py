@@ -4,6 +4,7 @@ OutputBuilder    describes a sequence in full once, and only what has changed af
 ForcedTokens     tokens that the engine chose instead of the workers (beam search)
 """
 
+from engine_core.kv_cache.hashing import salt_key
 from engine_core.kv_cache.manager import NO_NEW_BLOCKS, KVCacheManager
 from engine_core.request import Request
 from engine_core.scheduler.hooks import TokenConstraints
@@ -131,6 +132,7 @@ class OutputBuilder:
             num_computed_tokens=request.num_computed_tokens,
             num_scheduled_tokens=num_tokens,
             pooling_params=request.pooling_params,
+            salt_key=salt_key(request.cache_salt),
         )
 
     def _changes(

@@ -234,6 +234,7 @@ class Scheduler:
         self._retained_prefixes.release_all("restart")
         requeue_all(self.requests, self._preemption, self._kv_cache, self._clock())
         self._row_counts.clear()
+        self._speculation.begin_worker_epoch()
         if self._compute_meter is not None:
             self._compute_meter.drop_steps()
         self._output_builder.begin_epoch(epoch)

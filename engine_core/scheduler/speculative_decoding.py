@@ -15,7 +15,7 @@ to the known tokens, and windows free blocks up to the confirmed length.
 
 With `--async-scheduling` a step is planned while the one before computes. A request whose step in
 flight verifies a draft is left out, because how many tokens it gets is unknown; all others are
-planned ahead as ever. A draft may follow a token in flight: its first token is a guess at that one,
+planned ahead as ever. A draft may follow a token in flight: its first token stands for that one,
 which the worker knows by the time it computes the rest. So requests without drafts lose no overlap,
 and the placeholders of a request are exact at every plan. The alternative, to schedule placeholders
 of drafts that the worker fills in, is for drafters on the device and would have the engine correct
@@ -54,13 +54,68 @@ def is_drafted_for(request: Request) -> bool:
     return request.pooling_params is None and not params.beam_width and request.max_tokens > 1
 
 
+class DraftKVIndex:
+    """Which blocks have KV of the draft model, as far as the engine knows.
+
+    That model computes KV in blocks of the served model (worker/speculation/draft_model.py), and
+    only for requests that it proposes for. So a block of a prefix hit has its KV if an earlier
+    request had a proposal behind the same tokens in the same block.
+
+        block         3   9   4   7       of a request with a prefix hit of three blocks
+        of the hit    h1  h2  h3
+        recorded      h1  h2  h8          9 and 3 were drafted behind, 4 holds other tokens now
+        present       |-------|
+
+    A loaded block has none, nor has a copy of an equal block. Where the record is wrong, a prefill
+    of the draft model costs more or less time than was planned.
+    """
+
+    def __init__(self, kv_cache: KVCacheManager) -> None:
+        self._group = kv_cache.full_attention_group
+        self._block_size = kv_cache.block_size
+        self._hashes = [b""] * kv_cache.pool.num_blocks  # by block id
+        self._num_recorded: dict[int, int] = {}  # by seq_id: leading blocks
+
+    def add_request(self, request: Request) -> int:
+        """Return how many leading tokens of a request that was given blocks have draft KV."""
+        number = 0
+        if self._group is not None:
+            hashes = request.block_hashes
+            blocks = self._group.prefix_blocks(request.seq_id, len(hashes) * self._block_size)
+            while number < len(blocks) and self._hashes[blocks[number]] == hashes[number]:
+                number += 1
+        self._num_recorded[request.seq_id] = number
+        return number * self._block_size
+
+    def record_proposal(self, request: Request) -> None:
+        """Note that all known tokens of a request have draft KV."""
+        first = self._num_recorded.get(request.seq_id, 0)
+        end = request.num_tokens // self._block_size
+        if self._group is None or end <= first:
+            return
+        hashes = request.block_hashes
+        blocks = self._group.prefix_blocks(request.seq_id, end * self._block_size)
+        end = min(len(blocks), len(hashes))
+        for index in range(first, end):
+            self._hashes[blocks[index]] = hashes[index]
+        self._num_recorded[request.seq_id] = end
+
+    def end_request(self, request: Request) -> None:
+        self._num_recorded.pop(request.seq_id, None)
+
+    def clear(self) -> None:
+        """Forget all blocks: their KV was dropped."""
+        self._hashes = [b""] * len(self._hashes)
+        self._num_recorded.clear()
+
+
 class SpeculativeDecoding:
     """Gives each step its drafts; a listener.
 
     A model with recurrent states is not drafted for: a state after a rejected token cannot be taken
     back. is_active: whether any request may have a draft; if not, `fill_drafts` is not called.
     max_num_seqs, num_draft_positions: together the positions that a step may sample, which the
-    workers' memory is planned for. drafting: None without a drafter. max_usage: share of the blocks
+    workers' memory is planned for. drafting: None without a method. max_usage: share of the blocks
     in use up to which lookahead takes new ones. computes_ahead: steps are planned before the result
     of the one before.
     """
@@ -90,7 +145,10 @@ class SpeculativeDecoding:
         self._max_num_seqs = max_num_seqs
         self._num_draft_positions = num_draft_positions
         self._constraints = constraints
-        self._added: set[int] = set()  # seq_ids that the drafter knows
+        self._added: set[int] = set()  # seq_ids that `drafting` knows
+        self._draft_kv: DraftKVIndex | None = None
+        if self._drafting is not None and self._drafting.has_draft_model:
+            self._draft_kv = DraftKVIndex(kv_cache)
         self._candidates: list[Request] = []
         self._num_drafts = self._num_draft_tokens = self._num_accepted = self._num_invalid = 0
         self._accepted_per_pos: list[int] = []
@@ -277,6 +335,8 @@ class SpeculativeDecoding:
     ) -> None:
         """Keep what the draft model proposes to follow the known tokens of a running request."""
         if self._drafting is not None and request.seq_id in self._added:
+            if self._draft_kv is not None:
+                self._draft_kv.record_proposal(request)
             num_allowed = self._num_allowed(request, draft) if draft else 0
             self._drafting.keep_proposal(
                 request, num_asked, draft[:num_allowed], survivals[:num_allowed]
@@ -321,6 +381,11 @@ class SpeculativeDecoding:
         if self._drafting is not None:
             self._drafting.forget_outputs()
 
+    def begin_worker_epoch(self) -> None:
+        """Note that the workers have no KV any more."""
+        if self._draft_kv is not None:
+            self._draft_kv.clear()
+
     def pop_stats(self) -> tuple[int, int, int, list[int], int]:
         """Return counts since the last call.
 
@@ -347,13 +412,15 @@ class SpeculativeDecoding:
     def on_admitted(self, request: Request, num_new_tokens: int) -> None:
         if self._drafting is None or not is_drafted_for(request):
             return
-        if request.seq_id in self._added:  # it was preempted
-            self._drafting.restart_request(request)
-            return
-        self._added.add(request.seq_id)
-        self._drafting.add_request(request)
+        if request.seq_id not in self._added:  # it was not preempted
+            self._added.add(request.seq_id)
+            self._drafting.add_request(request)
+        if self._draft_kv is not None:
+            self._drafting.note_draft_kv(request, self._draft_kv.add_request(request))
 
     def on_released(self, request: Request) -> None:
         if self._drafting is not None and request.seq_id in self._added:
             self._added.remove(request.seq_id)
             self._drafting.end_request(request)
+            if self._draft_kv is not None:
+                self._draft_kv.end_request(request)

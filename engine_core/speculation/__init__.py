@@ -1,1 +1,1 @@
-"""Drafts of tokens to come: who guesses them, and how many are worth verifying."""
+"""Drafts of tokens to come: where they come from, and how many are worth verifying."""

@@ -1,92 +1,13 @@
 """How many tokens to draft for which request: the most accepted tokens for the time of a step.
 
-AcceptanceTable    how often drafts were right, against what their proposers expected
 StepCost           how long a step takes by its number of rows
 choose_lengths     the lengths of all drafts of a step
+
+How likely the tokens of a draft are accepted comes from `acceptance.py`.
 """
 
 from collections.abc import Sequence
 from typing import Final
-
-from engine_core.speculation.proposer import Draft
-
-FORGETTING: Final = 0.98
-"""Weight of what was seen before at each new draft token: about 50 tokens count."""
-PRIOR_WEIGHT: Final = 3.0
-"""Number of tokens of which an expectation counts as much, before any were seen."""
-NUM_BUCKETS: Final = 7
-"""Buckets of positions in a draft: 0, 1, 2, 3, 4 to 7, 8 to 15, and from 16."""
-
-
-def bucket_of(position: int) -> int:
-    """Return which of NUM_BUCKETS a position in a draft belongs to."""
-    return position if position < 4 else min(position.bit_length() + 1, NUM_BUCKETS - 1)
-
-
-class KeyAcceptance:
-    """Acceptance of the drafts of one source and key, by bucket: sums that forget.
-
-    prior: weight of the ratio of the bucket before. ratios: accepted / expected.
-    """
-
-    __slots__ = ("accepted", "expected", "prior", "ratios")
-
-    def __init__(self) -> None:
-        self.prior = [PRIOR_WEIGHT] * NUM_BUCKETS
-        self.accepted = [0.0] * NUM_BUCKETS
-        self.expected = [0.0] * NUM_BUCKETS
-        self.ratios = [1.0] * NUM_BUCKETS
-
-
-class AcceptanceTable:
-    """How often drafts were accepted, relative to what was expected, by (source, key, bucket).
-
-    The expectation for a bucket is multiplied by the ratio accepted / expected of its tokens. With
-    few tokens that ratio is near the one of the bucket before, and near 1 for the first bucket.
-    """
-
-    def __init__(self) -> None:
-        self._keys: dict[tuple[str, int], KeyAcceptance] = {}
-
-    def survival(self, draft: Draft) -> list[float]:
-        """Return the survivals of a draft, corrected by what was seen of its source and key."""
-        known = self._keys.get((draft.source, draft.key))
-        if known is None:
-            return draft.survival
-        ratios = known.ratios
-        before = survival = 1.0
-        corrected: list[float] = []
-        for position, expected in enumerate(draft.survival):
-            if before > 0.0:
-                survival *= min(1.0, expected / before * ratios[bucket_of(position)])
-            corrected.append(survival)
-            before = expected
-        return corrected
-
-    def record(self, draft: Draft, num_drafted: int, num_accepted: int) -> None:
-        """Learn that of the first num_drafted tokens of a draft num_accepted were accepted.
-
-        Of the tokens behind the first wrong one nothing is known.
-        """
-        known = self._keys.get((draft.source, draft.key))
-        if known is None:
-            known = self._keys[draft.source, draft.key] = KeyAcceptance()
-        before = 1.0
-        for position in range(min(num_drafted, num_accepted + 1, len(draft.survival))):
-            expected = draft.survival[position]
-            bucket = bucket_of(position)
-            known.prior[bucket] *= FORGETTING
-            known.expected[bucket] *= FORGETTING
-            known.accepted[bucket] *= FORGETTING
-            known.expected[bucket] += expected / before if before > 0.0 else 0.0
-            known.accepted[bucket] += position < num_accepted
-            before = expected
-        ratio = 1.0
-        for bucket in range(NUM_BUCKETS):
-            prior = known.prior[bucket]
-            ratio = (known.accepted[bucket] + prior * ratio) / (known.expected[bucket] + prior)
-            known.ratios[bucket] = ratio
-
 
 _NUM_EXACT: Final = 32
 """Row counts that are points of the grid; beyond, there are 8 points to an octave."""

@@ -17,23 +17,20 @@ from collections.abc import Sequence
 from typing import Final
 
 from engine_core.request import Request
-from engine_core.speculation.draft_choice import (
-    AcceptanceTable,
-    StepCost,
-    choose_lengths,
-    needed_survival,
-)
-from engine_core.speculation.draft_model import (
+from engine_core.speculation.acceptance import AcceptanceTable
+from engine_core.speculation.draft_choice import StepCost, choose_lengths, needed_survival
+from engine_core.speculation.grammar import ForcedTokenSource, GrammarProposer
+from engine_core.speculation.lookup import IndexMemory, NgramProposer, SuffixProposer
+from engine_core.speculation.proposer import Draft, Proposer, expected_tokens
+from engine_core.speculation.suffix_index import load_suffix_index
+from engine_core.speculation.worker_proposals import (
+    MAX_MIN_SURVIVAL,
     PROBE_SHARE,
     PROBE_TOKENS,
     LookaheadPlanner,
     ModelRequest,
     WorkerProposer,
 )
-from engine_core.speculation.grammar import ForcedTokenSource, GrammarProposer
-from engine_core.speculation.lookup import IndexMemory, NgramProposer, SuffixProposer
-from engine_core.speculation.proposer import Draft, Proposer, expected_tokens
-from engine_core.speculation.suffix_index import load_suffix_index
 from proto.speculative_config import HEAD_METHODS, SpeculativeConfig
 
 logger = logging.getLogger("tokend.speculation")
@@ -71,15 +68,15 @@ class DraftCounts:
         self.num_drafted = self.num_accepted = 0
 
 
-class Guess:
+class CandidateDraft:
     """A draft, with the survivals that its proposer's acceptance so far makes likely.
 
     known    x a b c |                 c: the last known token
     draft            | d e f           all of it is verified behind c
     in flight        | ? |             the token that a step in flight samples behind c
-    draft            | d | e f         the guess is that it is d; e and f are verified behind it
+    draft            | d | e f         d stands for it; e and f are verified behind it
 
-    draft: what is verified. in_flight: [0 or 1], the guess at the token in flight before it.
+    draft: what is verified. in_flight: [0 or 1], the token before it, which is in flight.
     """
 
     __slots__ = ("draft", "in_flight", "survival")
@@ -123,7 +120,7 @@ class Drafting:
         self._planner: LookaheadPlanner | None = None
         if worker is not None:
             self._planner = LookaheadPlanner(
-                max_proposed or max_tokens, self._cost, catches_up=worker.name not in HEAD_METHODS
+                max_proposed or max_tokens, self._cost, prefills=worker.name not in HEAD_METHODS
             )
 
     def add_request(self, request: Request) -> None:
@@ -176,7 +173,7 @@ class Drafting:
         """Set `spec_token_ids` of the requests that decode in the next step.
 
         requests: they have one row each, besides drafts. limits: draft tokens that each of them has
-        use for. If a step of a request is in flight, its draft begins with a guess at the token of
+        use for. If a step of a request is in flight, its draft begins with the token expected of
         that step, which has a row already. num_other_tokens: further rows of the step, of prompts.
         """
         num_requests = len(requests)
@@ -184,24 +181,21 @@ class Drafting:
             return
         num_drafted = 0
         max_drafts = self._max_tokens * num_requests
+        candidates: list[CandidateDraft | None] | None = None
         if needed_survival(num_requests, num_other_tokens, max_drafts, self._cost) <= 1.0:
-            owners: list[Request] = []
-            guesses: list[Guess] = []
-            for request, limit in zip(requests, limits, strict=True):
-                guess = self._best_guess(request, limit)
-                if guess is not None:
-                    owners.append(request)
-                    guesses.append(guess)
-            if guesses:
-                survivals = [guess.survival for guess in guesses]
-                lengths = choose_lengths(survivals, num_requests, num_other_tokens, self._cost)
-                num_drafted = sum(lengths)
-                if num_drafted and not num_other_tokens and self._cost.is_stale(num_requests):
-                    return
-                for request, guess, length in zip(owners, guesses, lengths, strict=True):
-                    if length:
-                        self._set_draft(request, guess, length)
-        self._probe(requests, limits, num_requests + num_other_tokens + num_drafted)
+            candidates = [
+                self._best_draft(request, limit)
+                for request, limit in zip(requests, limits, strict=True)
+            ]
+            survivals = [[] if each is None else each.survival for each in candidates]
+            lengths = choose_lengths(survivals, num_requests, num_other_tokens, self._cost)
+            num_drafted = sum(lengths)
+            if num_drafted and not num_other_tokens and self._cost.is_stale(num_requests):
+                return
+            for request, candidate, length in zip(requests, candidates, lengths, strict=True):
+                if candidate is not None and length:
+                    self._set_draft(request, candidate, length)
+        self._probe(requests, limits, candidates, num_requests + num_other_tokens + num_drafted)
         if self._planner is not None and self._planner.probe is not None:
             self._verify_probe(self._planner.probe, requests, limits)
 
@@ -248,13 +242,15 @@ class Drafting:
         """Return how many tokens the draft model proposes for each request, and when to end.
 
         requests: planned in this step, which decode. limits: tokens that each of them has use for.
-        Returns the numbers and the survival below which a proposal ends.
+        Returns the numbers and the survival, as the model has it, below which a proposal ends.
         """
-        planner = self._planner
+        planner, worker = self._planner, self._worker
         assert planner is not None
+        assert worker is not None
         states = [self._requests[request.seq_id].model for request in requests]
         lengths = planner.choose_lengths(states, requests, limits, num_other_tokens)
-        return lengths, planner.min_survival
+        ratio = self._acceptance.first_token_ratio(worker.name)
+        return lengths, min(MAX_MIN_SURVIVAL, planner.min_survival / ratio)
 
     def keep_proposal(
         self, request: Request, num_asked: int, token_ids: list[int], survivals: Sequence[float]
@@ -269,15 +265,12 @@ class Drafting:
         self._worker.keep_proposal(request, token_ids, survivals)
         draft = self._worker.propose(request, len(token_ids))
         corrected = [] if draft is None else self._acceptance.survival(draft)
-        self._planner.learn_proposal(
-            drafted.model, request.num_tokens, num_asked, survivals, corrected
-        )
+        self._planner.learn_proposal(drafted.model, request.num_tokens, num_asked, corrected)
 
-    def restart_request(self, request: Request) -> None:
-        """Note that the workers have lost the KV of a request, the draft model's included."""
+    def note_draft_kv(self, request: Request, num_tokens: int) -> None:
         drafted = self._requests.get(request.seq_id)
         if drafted is not None:
-            drafted.model.num_computed = 0
+            drafted.model.num_computed = num_tokens
 
     def learn_passes(self, rows: Sequence[int], seconds: Sequence[float]) -> None:
         """Learn the time of each pass of the draft model. rows: tokens of the pass."""
@@ -290,7 +283,7 @@ class Drafting:
 
     # Parts of a decision
 
-    def _best_guess(self, request: Request, limit: int) -> Guess | None:
+    def _best_draft(self, request: Request, limit: int) -> CandidateDraft | None:
         """Return the draft with the most expected tokens, cut to what the request has use for.
 
         It ends before a token that ends the request: that one is drawn anyway. Of a proposer behind
@@ -301,8 +294,8 @@ class Drafting:
         if drafted is None or num_in_flight > 1 or limit <= 0:
             return None
         room = min(limit, self._max_tokens) + num_in_flight
-        rival = 0.0  # of the drafts that come from the engine
-        best: Guess | None = None
+        other_expected = 0.0  # of the drafts that come from the engine
+        best: CandidateDraft | None = None
         best_total = 0.0
         forced: Draft | None = None
         for proposer in drafted.proposers:
@@ -328,21 +321,28 @@ class Drafting:
             survival = self._acceptance.survival(draft)
             expected = expected_tokens(survival)
             if proposer is not self._worker:
-                rival = max(rival, expected)
+                other_expected = max(other_expected, expected)
             if expected > best_total:
-                best, best_total = Guess(draft, survival, in_flight), expected
+                best, best_total = CandidateDraft(draft, survival, in_flight), expected
         if self._worker is not None:
-            drafted.model.note_rival(rival)
+            drafted.model.note_other_draft(other_expected)
         return best
 
-    def _set_draft(self, request: Request, guess: Guess, length: int) -> None:
-        self._requests[request.seq_id].draft = guess.draft
-        request.spec_token_ids = guess.in_flight + guess.draft.token_ids[:length]
+    def _set_draft(self, request: Request, candidate: CandidateDraft, length: int) -> None:
+        self._requests[request.seq_id].draft = candidate.draft
+        request.spec_token_ids = candidate.in_flight + candidate.draft.token_ids[:length]
 
-    def _probe(self, requests: Sequence[Request], limits: Sequence[int], num_rows: int) -> None:
+    def _probe(
+        self,
+        requests: Sequence[Request],
+        limits: Sequence[int],
+        candidates: Sequence[CandidateDraft | None] | None,
+        num_rows: int,
+    ) -> None:
         """Draft for one request that has no draft, if the time for it was saved up.
 
-        num_rows: of the step so far. Requests take turns.
+        candidates: the best drafts of the requests; None if they were not asked for. num_rows: of
+        the step so far. Requests take turns.
         """
         before = self._cost.cost(num_rows)
         if self._probe_budget < self._cost.cost(num_rows + PROBE_TOKENS) - before:
@@ -353,12 +353,15 @@ class Drafting:
         request = requests[index]
         if request.spec_token_ids:
             return
-        guess = self._best_guess(request, limits[index])
-        if guess is None:
+        if candidates is None:
+            candidate = self._best_draft(request, limits[index])
+        else:
+            candidate = candidates[index]
+        if candidate is None:
             return
-        length = min(PROBE_TOKENS, len(guess.draft.token_ids))
+        length = min(PROBE_TOKENS, len(candidate.draft.token_ids))
         self._probe_budget -= self._cost.cost(num_rows + length) - before
-        self._set_draft(request, guess, length)
+        self._set_draft(request, candidate, length)
 
     def _verify_probe(
         self, probe: ModelRequest, requests: Sequence[Request], limits: Sequence[int]
@@ -383,7 +386,9 @@ class Drafting:
             in_flight = draft.token_ids[:num_in_flight]
             if num_in_flight:
                 draft = _behind_in_flight(draft)
-            self._set_draft(request, Guess(draft, draft.survival, in_flight), len(draft.token_ids))
+            self._set_draft(
+                request, CandidateDraft(draft, draft.survival, in_flight), len(draft.token_ids)
+            )
 
 
 def _end_drafts(proposer: Proposer, request: Request) -> None:

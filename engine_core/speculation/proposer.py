@@ -1,9 +1,16 @@
-"""A draft, and the interface of what guesses one.
+"""A draft, and the interface of what proposes one.
 
-A draft is a guess at the next tokens of a request. The worker computes its tokens together with
-the last verified one, draws a token at every position with the draw that belongs to that position,
-and the scheduler accepts the draft as far as it agrees with what was drawn. A wrong guess costs
-time and never changes an answer.
+A draft is what the next tokens of a request may be. The worker computes them together with the last
+verified one, draws a token at every position with the draw that belongs to that position, and the
+scheduler accepts the draft as far as it agrees with what was drawn. A wrong draft costs time and
+never changes an answer.
+
+    proposer    makes drafts in the engine: one for each method of --speculative-config
+    drafter     a model in the workers that makes drafts (worker/speculation/drafter.py)
+    proposal    a draft that came from there; its proposer in the engine is `WorkerProposer`
+    survival    of a token: the probability that it and all before it in the draft are accepted.
+                Papers call the probability of one token, given those before, its acceptance
+                probability; survival is the running product
 """
 
 from typing import Final, Protocol
@@ -14,13 +21,11 @@ from engine_core.request import Request
 class Draft:
     """A draft of one request.
 
-    token_ids: the guessed tokens, in order; at least one.
-    survival: for each of them, the estimated probability that it and all before it are accepted;
-        does not grow along the draft. (Papers on speculative decoding call the probability of one
-        token given those before it the acceptance probability; this is their running product.)
+    token_ids: in order; at least one.
+    survival: of each of them, estimated; it does not grow along the draft.
     source: the name of the proposer.
     key: what acceptance is recorded by besides source and position, such as the length of the
-        match that the guess continues. A source has few keys, so that each is seen often.
+        match that the draft continues. A source has few keys, so that each is seen often.
     is_forced: whether other tokens are impossible, so that a draft that differs is wrong.
     """
 
@@ -52,7 +57,7 @@ def expected_tokens(survival: list[float]) -> float:
 
 
 class Proposer(Protocol):
-    """Guesses the next tokens of requests from what the engine knows of them.
+    """Proposes the next tokens of requests from what the engine knows of them.
 
     `Drafting` calls `begin_request` when a request has blocks for the first time, `add_outputs`
     after every step that gave it tokens, `propose` when a draft may be verified, and `end_request`

@@ -146,7 +146,6 @@ class Target:
         cache = KVCache(geometry, layout, num_blocks, BLOCK)
         attention = create_backend("auto", cache, spec.attention_shape)
         runner._drafter = EagleDrafter(
-            "eagle",
             head,
             attention,
             cache,

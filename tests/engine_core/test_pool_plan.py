@@ -48,6 +48,7 @@ def test_the_smallest_rank_decides():
     [
         ({"vocab_size": 7}, "vocabulary size 1000 and 7"),
         ({"model_fingerprint": b"h" * 32}, "fingerprint of model and weights .* and 6868"),
+        ({"draft_fingerprint": b"h" * 32}, "fingerprint of the draft model  and 6868"),
         ({"dtype": "int8"}, "KV dtype float32 and int8"),
         ({"head_dim": 3}, "head size .* and 3"),
         ({"num_slots": 9}, "layers per KV group .* and 9"),

@@ -49,6 +49,7 @@ class SyntheticDrafts:
         self._dice = random.Random(seed)
         self._vocab_size = vocab_size
         self.num_known: dict[int, int] = {}
+        self.draft_kv: dict[int, int] = {}
 
     def add_request(self, request: Request) -> None:
         assert request.seq_id not in self.num_known, "a request was added twice"
@@ -95,8 +96,10 @@ class SyntheticDrafts:
     def pop_source_counts(self) -> dict[str, tuple[int, int]]:
         return {}
 
-    def restart_request(self, request: Request) -> None:
+    def note_draft_kv(self, request: Request, num_tokens: int) -> None:
         assert request.seq_id in self.num_known
+        assert 0 <= num_tokens <= request.num_tokens
+        self.draft_kv[request.seq_id] = num_tokens
 
     def may_propose(self, num_requests: int, num_other_tokens: int) -> bool:
         assert num_requests > 0

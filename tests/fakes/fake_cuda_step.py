@@ -56,7 +56,6 @@ from worker.sampling.device_kernels import TritonDraw, TritonEdits
 from worker.sampling.sampler import Sampler
 from worker.sampling.torch_backend import TorchBackend
 from worker.speculation import draft_sampler
-from worker.speculation.draft_model import DraftModel
 from worker.speculation.draft_settings import draft_cache
 
 CUDA = torch.device("cuda", 0)
@@ -365,7 +364,6 @@ def run_steps(
             of_tokens, heads = draft_cache(spec, dtype)
             drafted = DraftedModel(rows, 0, spec.vocab_size, 16, spec.max_position)
             drafter = of_draft.build_drafter(
-                DraftModel.method,
                 KVCache(heads, of_tokens, 40, BLOCK, CUDA),
                 drafted,
                 lambda fraction: None,

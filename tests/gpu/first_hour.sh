@@ -2,7 +2,7 @@
 # The first hour on a GPU, as four commands of at most seven minutes, in the order of what they prove:
 #
 #   bash tests/gpu/first_hour.sh a     versions, limits, kernels, sampling, parity, decode of 1B
-#   bash tests/gpu/first_hour.sh b     8B: decode, prefill, steps, and where their time goes
+#   bash tests/gpu/first_hour.sh b     8B: decode, prefill, steps, where their time goes; drafts on 1B
 #   bash tests/gpu/first_hour.sh c     the daemon: 8B under load, each feature over HTTP on 1B; quantised products
 #   bash tests/gpu/first_hour.sh d     memory checker; transformers on the same device; experts of mixtures
 #
@@ -15,7 +15,7 @@ cd "$(dirname "$0")/../.." || exit 2
 part=${1:-}
 case $part in
 a) seconds=420 proves="kernels and numbers" ;;
-b) seconds=390 proves="speed of steps" ;;
+b) seconds=420 proves="speed of steps, and drafts" ;;
 c) seconds=420 proves="the daemon" ;;
 d) seconds=420 proves="memory accesses, and experts" ;;
 *) sed -n '2,14s/^# \{0,1\}//p' "$0"; exit 2 ;;

@@ -70,7 +70,7 @@ KV_CACHE = (
     Fault(
         "cache_salt_not_hashed",
         "engine_core/kv_cache/hashing.py",
-        "content = self.root + first + _salt_key(cache_salt)",
+        "content = self.root + first + _salt_bytes(cache_salt)",
         "content = self.root + first",
         "A client learns from response times what prompts clients with another salt have sent.",
         ("tests/engine_core/kv_cache/test_hashing.py",),

@@ -129,6 +129,7 @@ NEW = NewRequestData(
     block_ids=[[1, 2], [3]],
     num_computed_tokens=2,
     num_scheduled_tokens=1,
+    salt_key=(1 << 64) - 1,
 )
 CACHED = CachedRequestData([1, 2], [5, 0], [1, 7], [None, [[3], [4, 5]]], [2], [[8, 9]], [1], [17])
 MESSAGES = [

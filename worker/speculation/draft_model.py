@@ -57,8 +57,6 @@ class DraftModel:
     max_model_len: tokens that a sequence may have with its draft.
     """
 
-    method = "draft_model"
-
     def __init__(
         self,
         model: Decoder,
@@ -238,7 +236,7 @@ class _Draft:
 
 
 class KVContents:
-    """Which tokens the KV of each slot belongs to, by a hash of all tokens of the sequence so far.
+    """Which tokens the KV of each slot belongs to, by a hash of them, those before, and the salt.
 
     The hash is 64 bits and not cryptographic. Equal hashes of different tokens would lead to wrong
     drafts, which are not accepted.
@@ -300,7 +298,9 @@ class KVContents:
     def _hashes(self, row: int, first: int, end: int) -> Hashes:
         """Return the hash of the tokens up to each position in [first, end), drafts included.
 
-        It is the sum of a number for each token and its position, mixed as in Steele, Lea, Flood:
+        It is the sum of the salt's key and of a number for each token and its position: without
+        the key, how soon drafts come would tell one client what another's block held before.
+        Tokens and positions are mixed as in Steele, Lea, Flood:
         "Fast Splittable Pseudorandom Number Generators" (OOPSLA 2014).
         """
         block = min(first // self._block_size, int(self._num_hashed[row]))
@@ -315,6 +315,8 @@ class KVContents:
         mixed ^= mixed >> np.uint64(31)
         if block:
             mixed[:1] += self._row_hashes[row, block - 1 : block]
+        else:
+            mixed[:1] += self._batch.salt_keys[row : row + 1]
         hashes: Hashes = mixed.cumsum()[first - start :]
         return hashes
 

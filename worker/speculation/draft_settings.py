@@ -16,12 +16,7 @@ from proto.errors import ConfigError, ModelError, ProtocolError, shown
 from proto.lifecycle import KVCacheGeometry
 from proto.pooling import pooler_of
 from proto.prepared_model import PreparedModel
-from proto.speculative_config import (
-    FIELD,
-    HEAD_METHODS,
-    SpeculativeConfig,
-    parse_speculative_config,
-)
+from proto.speculative_config import FIELD, HEAD_METHODS
 from worker.device.devices import Device
 from worker.kv_cache import KVLayout, LayerSlot, kv_cache_geometry, resolve_kv_dtype
 from worker.models.registry import model_spec
@@ -33,15 +28,9 @@ from worker.speculation.eagle_head import read_head
 TOKENIZER_FILE: Final = "tokenizer.json"
 
 
-def speculative_config(config: ServeConfig) -> SpeculativeConfig:
-    """Return what --speculative-config says."""
-    given = config.speculation
-    return parse_speculative_config(given.speculative_config, given.speculative_max_tokens)
-
-
 def draft_config(config: ServeConfig, draft: PreparedModel) -> ServeConfig:
     """Return the settings for a draft model: those of the served one where it has the same."""
-    lengths = (config.model.max_model_len, speculative_config(config).max_model_len)
+    lengths = (config.model.max_model_len, config.speculation.parsed().max_model_len)
     longest = min((each for each in lengths if each is not None), default=None)
     if longest is not None:
         longest = min(longest, draft.max_position)
@@ -62,7 +51,7 @@ def require_draft_model(
     config: ServeConfig, prepared: PreparedModel, draft: PreparedModel, device: Device
 ) -> None:
     """Raise ConfigError if `draft` cannot propose tokens for the model `prepared`."""
-    settings = speculative_config(config)
+    settings = config.speculation.parsed()
     method = settings.model_method
     size = config.parallel.tensor_parallel_size
     served, drafter = prepared.architecture, draft.architecture

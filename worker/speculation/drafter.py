@@ -62,12 +62,11 @@ class Drafts:
 
 
 class Drafter(Protocol):
-    """Proposes tokens after each step of one engine.
+    """Proposes tokens after each step of one engine."""
 
-    method: of proto.speculative_config.MODEL_METHODS.
-    """
-
-    method: str
+    def warm_up(self) -> None:
+        """Run each kernel once, because first calls are slow; called before all other methods."""
+        ...
 
     def copy_blocks(self, sources: NDArray[np.int64], copies: NDArray[np.int64]) -> None:
         """Copy what is kept for block sources[i] to block copies[i]; called before a step runs.

@@ -8,9 +8,9 @@
 
 After every step the head writes K and V of all positions whose next token is known, prompts
 included, into its own KV cache. That has the block ids of the target's, those of a group that keeps
-all tokens, so a prefix that is found in the cache has the head's KV, too. The last entry of a block
-depends on the first token of the next one: the engine therefore computes the last block of a found
-prefix again. Positions whose results are not needed cost two products and no attention.
+all tokens, so a prefix that is found in the cache has the head's KV, too, but for its last block
+(`engine_core/kv_cache/manager.py:KVCacheManager`). Positions whose results are not needed cost two
+products and no attention.
 
 KV of the head may be stale: in blocks that a connector loaded, behind a token that a beam chose,
 and at the end of a block after which two sequences went on with different tokens: of equal blocks
@@ -44,7 +44,6 @@ class EagleDrafter:
 
     def __init__(
         self,
-        method: str,
         head: EagleHead,
         attention: AttentionBackend,
         kv_cache: KVCache,
@@ -55,7 +54,6 @@ class EagleDrafter:
         max_model_len: int,
         placement: Placement | None = None,
     ) -> None:
-        self.method = method
         self._head = head
         self._attention = attention
         self._kv_cache = kv_cache

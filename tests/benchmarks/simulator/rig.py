@@ -421,7 +421,7 @@ class RecordedDrafts:
     def pop_source_counts(self) -> dict[str, tuple[int, int]]:
         return {}
 
-    def restart_request(self, request: Request) -> None: ...
+    def note_draft_kv(self, request: Request, num_tokens: int) -> None: ...
 
     def keep_proposal(
         self, request: Request, num_asked: int, token_ids: list[int], survivals: Sequence[float]

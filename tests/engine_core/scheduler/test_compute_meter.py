@@ -8,14 +8,16 @@ from tests.fakes import lifecycle_messages
 from tests.fakes.engine_harness import EngineHarness
 
 LINEAR, HEAD, PAIR, WINDOW_PAIR = 1000, 300, 40, 20
-WEIGHT_BYTES, KV_BYTES = 5000, 64
+WEIGHT_BYTES, DRAFT_BYTES, KV_BYTES = 5000, 700, 64
 
 
 def meter(**peaks):
     geometry = KVCacheGeometry(1, 1, 8, "float32", KV_BYTES, (KVGroup(), KVGroup(4)))
     shape = ComputeShape(LINEAR, HEAD, ((None, PAIR), (4, WINDOW_PAIR)))
-    weights = (WeightFormatMemory("f32", WEIGHT_BYTES),)
-    worker = lifecycle_messages.worker_ready(geometry=geometry, compute=shape, weights=weights)
+    weights = (WeightFormatMemory("f32", WEIGHT_BYTES), WeightFormatMemory("packed", DRAFT_BYTES))
+    worker = lifecycle_messages.worker_ready(
+        geometry=geometry, compute=shape, weights=weights, draft_weight_bytes=DRAFT_BYTES
+    )
     return ComputeMeter(worker, peaks.get("tflops", 0.0), peaks.get("gbps", 0.0))
 
 

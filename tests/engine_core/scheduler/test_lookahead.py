@@ -8,8 +8,8 @@ from engine_core.kv_cache import integrity
 from engine_core.kv_connector.base import Match
 from engine_core.request import Request
 from engine_core.scheduler.result import ImpossibleResultError
-from engine_core.speculation.draft_model import WorkerProposer
 from engine_core.speculation.drafting import Drafting
+from engine_core.speculation.worker_proposals import WorkerProposer
 from proto.engine_io import FinishReason
 from tests.fakes.drafts import SyntheticDrafts
 from tests.fakes.engine_harness import EngineHarness, scheduled
@@ -228,6 +228,35 @@ def test_invalid_proposals_are_no_result(drafts: Any, survivals: Any) -> None:
     result.draft_survivals.extend(survivals)
     with pytest.raises(ImpossibleResultError, match="invalid drafts"):
         engine.scheduler.update_from_output(output, result)
+
+
+# KV of the draft model
+
+
+def draft_kv(engine: EngineHarness, prompt: list[int], **params: object) -> int:
+    """Run a request; return how many leading tokens had draft KV when it was admitted."""
+    request = engine.add_one(prompt, 6, ignore_eos=True, **params)
+    engine.run()
+    return engine.scheduler._speculation._drafting.draft_kv[request.seq_id]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("windows", [(None,), (6, None)])
+def test_a_prefix_hit_has_draft_kv_where_proposals_were_made(windows: Any) -> None:
+    engine = engine_with(windows=windows)
+    prompt = list(range(16))
+    assert draft_kv(engine, prompt) == 0
+    assert draft_kv(engine, [*prompt, 50, 51]) == 16
+    assert draft_kv(engine, [*prompt[:9], 60, 61, 62]) == 8
+    assert draft_kv(engine, prompt, cache_salt="another") == 0
+    engine.lose_workers()
+    assert draft_kv(engine, prompt) == 0
+    assert draft_kv(engine, prompt) == 12, "the last token is computed, in a block of its own"
+
+
+def test_a_prefix_without_proposals_has_no_draft_kv() -> None:
+    engine = engine_with(0)
+    for _ in range(2):
+        assert draft_kv(engine, list(range(16))) == 0
 
 
 # A draft head

@@ -5,9 +5,9 @@ import random
 
 import pytest
 
+from engine_core.speculation.acceptance import AcceptanceTable
 from engine_core.speculation.draft_choice import (
     MIN_GAIN,
-    AcceptanceTable,
     StepCost,
     choose_lengths,
     needed_survival,

@@ -42,7 +42,6 @@ from worker.models.decoder import Decoder
 from worker.runner_builder import DraftedModel, create_drafter
 from worker.sampling.sampler import Sampler
 from worker.sampling.torch_backend import TorchBackend
-from worker.speculation.draft_model import DraftModel
 from worker.speculation.draft_sampler import HostDraw
 from worker.speculation.draft_settings import draft_cache
 from worker.speculation.drafter import Drafter
@@ -96,7 +95,7 @@ def with_draft_model(model: Model) -> Callable[[OnFakeCuda, Decoder], Drafter]:
         )
         builder = worker.new_builder(draft, model.dtype)
         builder.run_largest_pass(cache, worker.rows, 12, 3)
-        return builder.build_drafter(DraftModel.method, cache, drafted, worker.progress.append)
+        return builder.build_drafter(cache, drafted, worker.progress.append)
 
     return make
 
@@ -119,7 +118,7 @@ def with_head(method: str, folder: Path) -> Callable[[OnFakeCuda, Decoder], Draf
         drafted = DraftedModel(worker.rows, group, spec.vocab_size, STEP_TOKENS, spec.longest)
         builder = worker.new_builder(head, dtype)
         builder.run_largest_pass(cache, worker.rows, 12, 3)
-        return builder.build_drafter(method, cache, drafted, worker.progress.append)
+        return builder.build_drafter(cache, drafted, worker.progress.append)
 
     return make
 
@@ -139,7 +138,7 @@ def head_on_host(
     drafted = DraftedModel(runner.batch, group, spec.vocab_size, STEP_TOKENS, spec.longest)
     attention = ReferenceAttention(cache, spec.attention_shape)
     draw = HostDraw(Sampler(TorchBackend()))
-    runner._drafter = create_drafter(method, head, attention, cache, draw, drafted)
+    runner._drafter = create_drafter(head, attention, cache, draw, drafted)
 
 
 class Answers:

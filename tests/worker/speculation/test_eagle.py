@@ -185,7 +185,6 @@ def with_head(runner: ModelRunner, method: str, prepared: PreparedModel) -> Eagl
     layout, geometry = spec.cache(torch.float32)
     cache = KVCache(geometry, layout, runner.kv_cache.num_blocks, BLOCK, CPU)
     drafter = EagleDrafter(
-        method,
         head,
         create_backend("cpu", cache, spec.attention_shape),
         cache,
@@ -554,6 +553,7 @@ def test_a_worker_plans_loads_and_runs_a_head(
     assert own is not None
     assert own.method == method
     assert plan.draft_weights == own.weight_format.memory
+    assert len(own.fingerprint) == 32
     assert plan.block_bytes - plain.block_bytes == 16 * 2 * 2 * 24 * 4
     fault_injector = FaultInjector.of((), "worker", 0, 0)
     builder = RunnerBuilder(config, loaded, fault_injector, print)

@@ -16,7 +16,7 @@ BLOCK, NUM_BLOCKS, NUM_ROWS, MAX_LEN = 4, 40, 4, 40
 class Rows:
     """Sequences that come, grow and go, with blocks at random; few tokens, so that many are equal.
 
-    truth: of each slot, the tokens up to the one whose KV was computed there.
+    truth: of each slot, the salt and the tokens up to the one whose KV was computed there.
     """
 
     def __init__(self, seed: int) -> None:
@@ -53,6 +53,7 @@ class Rows:
             block_ids=[sorted(blocks) if self.dice.random() < 0.8 else blocks],
             num_computed_tokens=0,
             num_scheduled_tokens=len(prompt),
+            salt_key=self.dice.choice((0, 0, 7)),
         )
         self.apply([request], [])
         self.running.append(self.next_id)
@@ -72,7 +73,6 @@ class Rows:
     def compute(self, row: int) -> None:
         """Check what is valid, then compute a part of the rest, and perhaps a draft."""
         batch, num_tokens = self.batch, int(self.batch.num_tokens[row])
-        tokens = tuple(batch.token_ids[row, :num_tokens].tolist())
         valid = self.checked_num_valid(row, num_tokens)
         self.num_found += valid
         end = num_tokens
@@ -82,19 +82,22 @@ class Rows:
             end = min(MAX_LEN, num_tokens + self.dice.randint(1, 5))
             draft = [self.dice.choice((0, 1)) for _ in range(end - num_tokens)]
             batch.token_ids[row, num_tokens:end] = draft
-            tokens = tuple(batch.token_ids[row, :end].tolist())
         for position, slot in zip(range(valid, end), self.slots(row, valid, end), strict=True):
-            self.truth[slot] = tokens[: position + 1]
+            self.truth[slot] = self.content(row, position + 1)
         self.contents.record(row, valid, end)
         assert self.checked_num_valid(row, num_tokens) >= min(end, num_tokens - 1)
 
     def checked_num_valid(self, row: int, num_tokens: int) -> int:
         valid = self.contents.num_valid(row, num_tokens)
         assert 0 <= valid < num_tokens
-        tokens = tuple(self.batch.token_ids[row, :num_tokens].tolist())
         for position, slot in enumerate(self.slots(row, 0, valid)):
-            assert self.truth[slot] == tokens[: position + 1]
+            assert self.truth[slot] == self.content(row, position + 1)
         return valid
+
+    def content(self, row: int, num_tokens: int) -> tuple[int, ...]:
+        """Return the salt and the first tokens of a row."""
+        tokens = self.batch.token_ids[row, :num_tokens].tolist()
+        return int(self.batch.salt_keys[row]), *tokens
 
     def copy(self) -> None:
         source, target = self.dice.sample(range(1, NUM_BLOCKS), 2)
@@ -107,7 +110,7 @@ class Rows:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_only_kv_of_the_same_tokens_is_valid(seed: int) -> None:
+def test_only_kv_of_the_same_tokens_and_salt_is_valid(seed: int) -> None:
     rows = Rows(seed)
     for _ in range(400):
         choice = rows.dice.random()

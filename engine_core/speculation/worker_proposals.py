@@ -2,21 +2,26 @@
 
     step N      |x|d|d|          the last known token and a draft: the target model samples a b c
     draft model         p p p    proposes 3 tokens behind c, in the time of 3 passes
-    step N+1          |c|p|p|p|  verifies them, unless another drafter's guess promises more
+    step N+1          |c|p|p|p|  verifies them, unless another proposer's draft promises more
 
-WorkerProposer     holds the last proposal of each request, and competes with the other drafters
+WorkerProposer     holds the last proposal of each request, and competes with the other proposers
 LookaheadPlanner   decides with each step how many tokens the model proposes behind it
 
 The tokens of a proposal come one pass after the other, so a request that takes part costs little
-beside others, and a further token costs a pass. A model of its own computes the KV of a request
-when it is asked for the first time, in passes over the whole context. They are worth their time
-only where enough output tokens are expected.
+beside others, and a further token costs a pass. A model of its own computes the KV that it lacks
+when it is asked: a prefill, which is worth its time only where enough output tokens are expected.
 """
 
 from collections.abc import Sequence
 from typing import Final
 
 from engine_core.request import Request
+from engine_core.speculation.acceptance import (
+    CONFIDENCES,
+    REQUEST_RATE,
+    ProposalGains,
+    ProposedTokens,
+)
 from engine_core.speculation.draft_choice import MIN_GAIN, StepCost
 from engine_core.speculation.proposer import Draft
 
@@ -24,33 +29,21 @@ PROBE_SHARE: Final = 0.004
 """Share of the time that drafts may take which are not expected to pay."""
 PROBE_TOKENS: Final = 4
 """Longest draft of this kind."""
-_PRIOR_ACCEPTANCE: Final = 0.7
-"""Probability that a token behind an accepted one is accepted, before any proposal came."""
-_PRIOR_WEIGHT: Final = 3.0
-_FORGETTING: Final = 0.9
-"""Weight of earlier proposals at each new one: about 10 count; each is an estimate already."""
 _PRIOR_PASS_SHARE: Final = 0.1
 """Time of a pass of the draft model as a share of a step's, before one was measured."""
-_REQUEST_RATE: Final = 0.2
-"""Share of a new value in the averages of one request."""
 _PRIOR_OUTPUTS: Final = 256.0
 _OUTPUTS_RATE: Final = 0.05
 """Mean number of outputs of a request, before any has ended, and how fast it follows."""
 _MAX_BEHIND: Final = 32
-"""Tokens without draft KV up to which the next pass takes them along; beyond, it is a catch-up."""
-_MAX_CATCH_UP: Final = 2048
-"""Tokens of several requests that catch up behind one step; a single request may have more."""
+"""Tokens without draft KV up to which the next pass takes them along; more are a prefill."""
+_MAX_PREFILL: Final = 2048
+"""Tokens that several requests prefill behind one step; a single request may have more."""
 _FEW_REQUESTS: Final = 8
 """Requests up to which each is looked at in every step, as some may be better than the mean."""
 _NUM_TRIAL: Final = 16
 """Number of proposals up to which the model prefills for one request at a time, at any cost."""
-_EARNED_FORGETTING: Final = 0.98
-_EARNED_PRIOR: Final = 10.0
-"""Weight of earlier proposals in what one brings, and that of the estimate."""
-_LEAST_SURVIVAL: Final = 1e-9
-_MIN_SURVIVAL_LIMIT: Final = 0.9
-_CONFIDENCE: Final = (0.4, 0.8)
-"""Borders of the survival of a first token between proposals whose acceptance is learnt apart."""
+MAX_MIN_SURVIVAL: Final = 0.9
+"""Survival with which a token is proposed at any price."""
 
 
 class Proposal:
@@ -88,7 +81,7 @@ class WorkerProposer:
                 lowest = min(lowest, survival)
                 falling.append(lowest)
             key = 0
-            while key < len(_CONFIDENCE) and falling[0] >= _CONFIDENCE[key]:
+            while key < len(CONFIDENCES) and falling[0] >= CONFIDENCES[key]:
                 key += 1
             self._proposals[request.seq_id] = Proposal(list(token_ids), falling, key)
 
@@ -129,53 +122,50 @@ class WorkerProposer:
 class ModelRequest:
     """What the planner keeps of a request.
 
-    num_computed: tokens whose KV the draft model has; 0 before the first proposal. first_survival:
+    num_computed: leading tokens whose KV the draft model has, as far as is known. first_survival:
     mean probability that the first token of a proposal is accepted; negative before there was one.
-    rival: mean number of accepted tokens that the best draft of another source promises.
+    other_expected: mean number of accepted tokens that the best draft of another proposer promises.
     """
 
-    __slots__ = ("first_survival", "num_computed", "rival")
+    __slots__ = ("first_survival", "num_computed", "other_expected")
 
     def __init__(self) -> None:
         self.num_computed = 0
         self.first_survival = -1.0
-        self.rival = 0.0
+        self.other_expected = 0.0
 
-    def note_rival(self, num_expected: float) -> None:
-        """Note what the best draft of another source promised in a step; 0 for none."""
-        self.rival += _REQUEST_RATE * (num_expected - self.rival)
+    def note_other_draft(self, num_expected: float) -> None:
+        """Note what the best draft of another proposer promised in a step; 0 for none."""
+        self.other_expected += REQUEST_RATE * (num_expected - self.other_expected)
 
 
 class LookaheadPlanner:
     """Decides how many tokens the draft model proposes for which request.
 
     With n requests and proposals of k tokens for m of them, the next step brings n + m · S(k)
-    tokens in the time c(n + m · k), and the k passes before it take p(m) each. The k is taken with
-    the most tokens per time, 0 included. S is learnt from the survivals of proposals, corrected by
-    their acceptance; what other drafters would bring anyway is subtracted. p is learnt like c.
+    tokens in the time c(n + m · k), and the k passes before it take p(m) each; fewer rows and
+    passes as far as proposals end early. The k is taken with the most tokens per time, 0 included.
+    S comes from `ProposedTokens`; what other drafts would bring anyway is subtracted. p is learnt
+    like c.
 
-    max_tokens: of a proposal. cost: of the target model's steps. catches_up: whether the model has
-    no KV of a request before it is asked for the first time.
+    max_tokens: of a proposal. cost: of the target model's steps. prefills: whether the model
+    computes KV of a request only when it is asked.
     """
 
-    def __init__(self, max_tokens: int, cost: StepCost, *, catches_up: bool) -> None:
+    def __init__(self, max_tokens: int, cost: StepCost, *, prefills: bool) -> None:
         self._max_tokens = max_tokens
         self._cost = cost
         self._pass_cost = StepCost()
-        self._catches_up = catches_up
-        self._accepted = [0.0] * max_tokens  # by position: sums of survivals
-        self._asked = [0.0] * max_tokens  # and of those of the positions before
-        self._survivals: list[float] = []
-        self._correction = 1.0
+        self._prefills = prefills
+        self._tokens = ProposedTokens(max_tokens)
+        self._gains = ProposalGains()
         self._num_proposals = 0
         self._mean_outputs = _PRIOR_OUTPUTS
         self._trial: ModelRequest | None = None
         self._probe_budget = 0.0  # time, in steps with one row
-        self._row_price = self._proposal_price = 0.0
-        self._earned = self._num_earned = 0.0
+        self._row_price = self._pass_price = 0.0  # in tokens, of each sequence
         self.probe: ModelRequest | None = None
         self.min_survival = 0.0
-        self._update_survivals()
 
     # What is learnt
 
@@ -195,53 +185,25 @@ class LookaheadPlanner:
             self._pass_cost.learn_step(number, duration)
 
     def learn_proposal(
-        self,
-        state: ModelRequest,
-        num_known: int,
-        num_asked: int,
-        raw: Sequence[float],
-        survivals: Sequence[float],
+        self, state: ModelRequest, num_known: int, num_asked: int, survivals: Sequence[float]
     ) -> None:
         """Learn a proposal of up to `num_asked` tokens, behind num_known ones.
 
-        raw, survivals: of its tokens, as the model has them, and corrected by acceptance. Tokens
-        that the model did not propose, as too unlikely, are counted as rejected.
+        survivals: of its tokens, corrected by acceptance. It is shorter than asked for where the
+        model found no token likely enough, or a grammar refused one.
         """
-        state.num_computed = num_known - 1
-        before = 1.0
-        for position in range(min(num_asked, self._max_tokens)):
-            survival = survivals[position] if position < len(survivals) else 0.0
-            self._accepted[position] = _FORGETTING * self._accepted[position] + survival
-            self._asked[position] = _FORGETTING * self._asked[position] + before
-            before = survival
-            if before <= 0.0:
-                break
-        self._earned = _EARNED_FORGETTING * self._earned - self._proposal_price
-        self._num_earned = _EARNED_FORGETTING * self._num_earned + 1.0
+        state.num_computed = num_known
+        self._tokens.record(survivals, num_asked)
+        self._gains.add_proposal(self._pass_price * min(num_asked, len(survivals) + 1))
         first = survivals[0] if survivals else 0.0
-        if survivals and raw[0] > 0.0:
-            ratio = min(1.0, survivals[0] / raw[0])
-            self._correction += 0.05 * (ratio - self._correction)
         if state.first_survival < 0.0:
-            state.first_survival = self._survivals[0]
-        state.first_survival += _REQUEST_RATE * (first - state.first_survival)
+            state.first_survival = self._tokens.survivals[0]
+        state.first_survival += REQUEST_RATE * (first - state.first_survival)
         self._num_proposals += 1
-        self._update_survivals()
 
     def learn_verified(self, num_drafted: int, num_accepted: int) -> None:
         """Learn how many tokens of a proposal were verified, and how many of these accepted."""
-        self._earned += num_accepted - self._row_price * num_drafted
-
-    def _update_survivals(self) -> None:
-        """Compute S(k) - S(k - 1): the mean survival at each position of a proposal."""
-        ratio, survival = _PRIOR_ACCEPTANCE, 1.0
-        survivals: list[float] = []
-        for position in range(self._max_tokens):
-            seen = self._asked[position]
-            ratio = (self._accepted[position] + _PRIOR_WEIGHT * ratio) / (seen + _PRIOR_WEIGHT)
-            survival = max(survival * ratio, _LEAST_SURVIVAL)
-            survivals.append(survival)
-        self._survivals = survivals
+        self._gains.add_verified(num_accepted, self._row_price * num_drafted)
 
     # What is decided
 
@@ -281,7 +243,7 @@ class LookaheadPlanner:
             len(candidates), num_requests, num_other, *self._summary(states, candidates)
         )
         if length:
-            gain = self._realistic(gain / len(candidates))
+            gain = self._gains.correct(gain / len(candidates))
             joining = [
                 index
                 for index in candidates
@@ -293,7 +255,7 @@ class LookaheadPlanner:
                 )
             if length and joining:
                 self._ask(states, requests, limits, joining, length, lengths)
-                self._note_prices(price, len(joining), num_requests + num_other, length)
+                self._note_prices(price, len(joining), num_requests + num_other)
                 return lengths
         self._probe_budget += PROBE_SHARE * self._cost.cost(num_requests + num_other)
         self._choose_probe(states, requests, limits, num_requests + num_other, lengths)
@@ -302,18 +264,18 @@ class LookaheadPlanner:
     def _candidates(self, states: Sequence[ModelRequest], limits: Sequence[int]) -> list[int]:
         """Return the indexes of requests for which a proposal would be worth a row.
 
-        It has to be more than what other drafters bring.
+        It has to be more than what other drafts bring.
         """
         num_requests = len(states)
-        cost, mean = self._cost, self._survivals[0]
+        cost, mean = self._cost, self._tokens.survivals[0]
         without = cost.cost(num_requests)
         row = num_requests / without * (cost.cost(num_requests + 1) - without)
         candidates: list[int] = []
         for index, state in enumerate(states):
             first = state.first_survival if state.first_survival >= 0.0 else mean
             if first > row and (
-                state.rival == 0.0
-                or self._expected_tokens(first, limits[index]) > state.rival + MIN_GAIN
+                state.other_expected == 0.0
+                or self._expected_tokens(first, limits[index]) > state.other_expected + MIN_GAIN
             ):
                 candidates.append(index)
         return candidates
@@ -321,14 +283,14 @@ class LookaheadPlanner:
     def _summary(
         self, states: Sequence[ModelRequest], indexes: Sequence[int]
     ) -> tuple[float, float]:
-        """Return (survival of these requests relative to the mean, tokens of their rivals)."""
-        mean = self._survivals[0]
-        first = rival = 0.0
+        """Return (survival of these requests by the mean, tokens of their other drafts)."""
+        mean = self._tokens.survivals[0]
+        first = other = 0.0
         for index in indexes:
             state = states[index]
             first += state.first_survival if state.first_survival >= 0.0 else mean
-            rival += state.rival
-        return (first / (len(indexes) * mean) if indexes else 0.0), rival
+            other += state.other_expected
+        return (first / (len(indexes) * mean) if indexes else 0.0), other
 
     def _ask(
         self,
@@ -339,70 +301,89 @@ class LookaheadPlanner:
         length: int,
         lengths: list[int],
     ) -> None:
-        """Set the lengths of requests that take part; some catch up behind a later step."""
+        """Set the lengths of requests that take part; some prefill behind a later step."""
         num_behind = 0
         for index in joining:
             behind = self._num_behind(states[index], requests[index])
             if behind > _MAX_BEHIND:
-                if num_behind and num_behind + behind > _MAX_CATCH_UP:
+                if num_behind and num_behind + behind > _MAX_PREFILL:
                     continue
                 num_behind += behind
             lengths[index] = min(length, limits[index])
 
     def _best_length(
-        self, num_part: int, num_requests: int, num_other: int, factor: float, rival: float
+        self, num_part: int, num_requests: int, num_other: int, factor: float, other: float
     ) -> tuple[int, float, float]:
         """Return (tokens of a proposal, its gain in tokens a step, tokens for a unit of time).
 
-        factor: of the survivals of these num_part requests, relative to the mean. rival: accepted
-        tokens that they have without.
+        factor: of the survivals of these num_part requests, relative to the mean. other: accepted
+        tokens that other drafts bring them.
         """
-        cost = self._cost
         one_pass = self._pass_time(num_part)
-        best_rate = num_requests / cost.cost(num_requests)
-        total = -rival
-        scale = 1.0
-        for length in range(1, self._max_tokens + 1):
-            scale = min(1.0 / self._survivals[length - 1], scale * factor)
-            value = num_part * self._survivals[length - 1] * scale
+        values = self._values(num_part, factor)
+        rows, passes = self._rows_and_passes(num_part)
+        without = self._cost.cost(num_requests)
+        best_rate = num_requests / without
+        total = -other
+        for length, value in enumerate(values):
             total += value
-            time = cost.cost(num_requests + num_part * length) + one_pass * length
-            rate = (num_requests + total) / time
-            best_rate = max(best_rate, rate)
-            if value < best_rate * one_pass:
-                break
-        rows = num_requests + num_other
-        without = cost.cost(rows)
+            time = self._time(num_requests + rows[length]) + one_pass * passes[length]
+            best_rate = max(best_rate, (num_requests + total) / time)
+        num_rows = num_requests + num_other
+        without = self._cost.cost(num_rows)
         best, best_gain = 0, MIN_GAIN * num_requests
-        total = -rival
-        scale = 1.0
-        for length in range(1, self._max_tokens + 1):
-            scale = min(1.0 / self._survivals[length - 1], scale * factor)
-            value = num_part * self._survivals[length - 1] * scale
+        total = -other
+        for length, value in enumerate(values):
             total += value
-            time = cost.cost(rows + num_part * length) - without + one_pass * length
+            time = self._time(num_rows + rows[length]) - without + one_pass * passes[length]
             gain = total - best_rate * time
             if gain > best_gain:
-                best, best_gain = length, gain
-            if value < best_rate * one_pass:
-                break
+                best, best_gain = length + 1, gain
         return best, best_gain, best_rate
+
+    def _values(self, num_part: int, factor: float) -> list[float]:
+        """Return how many tokens num_part requests get by each further token of their proposals."""
+        scale = 1.0
+        values: list[float] = []
+        for survival in self._tokens.survivals:
+            scale = min(1.0 / survival, scale * factor)
+            values.append(num_part * survival * scale)
+        return values
+
+    def _rows_and_passes(self, num_part: int) -> tuple[list[float], list[float]]:
+        """Return the rows and the passes of proposals of up to 1, 2 … tokens."""
+        share, num_rows, num_passes = 1.0, 0.0, 0.0
+        rows: list[float] = []
+        passes: list[float] = []
+        for next_share in self._tokens.shares:
+            num_passes += share
+            share = next_share
+            num_rows += num_part * share
+            rows.append(num_rows)
+            passes.append(num_passes)
+        return rows, passes
+
+    def _time(self, rows: float) -> float:
+        """Return the time of a step with a mean number of rows."""
+        first = int(rows)
+        time = self._cost.cost(first)
+        return time + (rows - first) * (self._cost.cost(first + 1) - time)
 
     def _expected_tokens(self, first: float, limit: int) -> float:
         """Return how many tokens of a proposal are accepted whose first survives so often."""
-        mean = self._survivals[0]
+        mean = self._tokens.survivals[0]
         factor = first / mean if mean > 0.0 else 0.0
         scale, total = 1.0, 0.0
         for position in range(min(limit, self._max_tokens)):
-            scale = min(1.0 / self._survivals[position], scale * factor)
-            total += self._survivals[position] * scale
+            scale = min(1.0 / self._tokens.survivals[position], scale * factor)
+            total += self._tokens.survivals[position] * scale
         return total
 
     def _num_behind(self, state: ModelRequest, request: Request) -> int:
         """Return how many tokens the next pass of the draft model computes for a request."""
-        if not self._catches_up:
+        if not self._prefills:
             return 1
-        return request.num_computed_tokens + 1 - state.num_computed
+        return request.num_computed_tokens + 2 - state.num_computed
 
     def _joins(
         self,
@@ -427,18 +408,10 @@ class LookaheadPlanner:
         num_outputs = request.num_output_tokens
         num_left = max(self._mean_outputs - num_outputs, self._mean_outputs / 4)
         num_left = min(num_left, float(request.max_tokens - num_outputs))
-        first = state.first_survival if state.first_survival >= 0.0 else self._survivals[0]
+        first = state.first_survival if state.first_survival >= 0.0 else self._tokens.survivals[0]
         num_steps = num_left / (1.0 + self._expected_tokens(first, length))
         time = self._pass_time(num_part + behind) - self._pass_time(num_part)
         return gain * num_steps > price * time
-
-    def _realistic(self, gain: float) -> float:
-        """Return the gain of a proposal, in tokens, corrected by what earlier ones brought.
-
-        The estimate may rest on row counts that no step had yet.
-        """
-        earned = (self._earned + _EARNED_PRIOR * gain) / (self._num_earned + _EARNED_PRIOR)
-        return min(gain, earned)
 
     def _choose_probe(
         self,
@@ -476,14 +449,12 @@ class LookaheadPlanner:
             share = self._pass_cost.unit_seconds / self._cost.unit_seconds
         return share * self._pass_cost.cost(rows)
 
-    def _note_prices(self, price: float, num_part: int, num_rows: int, length: int) -> None:
+    def _note_prices(self, price: float, num_part: int, num_rows: int) -> None:
         """Note what proposals of this step cost, in tokens.
 
         A proposal ends where the expected gain of its next token is below the cost of that.
         """
         row = self._cost.cost(num_rows + num_part) - self._cost.cost(num_rows)
         self._row_price = price * row / num_part
-        one_pass = price * self._pass_time(num_part) / num_part
-        self._proposal_price = one_pass * length
-        least = (self._row_price + one_pass) / max(self._correction, 0.01)
-        self.min_survival = min(_MIN_SURVIVAL_LIMIT, least)
+        self._pass_price = price * self._pass_time(num_part) / num_part
+        self.min_survival = self._row_price + self._pass_price

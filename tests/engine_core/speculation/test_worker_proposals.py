@@ -5,21 +5,22 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from engine_core.speculation.acceptance import ProposedTokens
 from engine_core.speculation.draft_choice import StepCost
-from engine_core.speculation.draft_model import (
+from engine_core.speculation.drafting import Drafting
+from engine_core.speculation.proposer import Draft
+from engine_core.speculation.worker_proposals import (
     PROBE_SHARE,
     LookaheadPlanner,
     ModelRequest,
     WorkerProposer,
 )
-from engine_core.speculation.drafting import Drafting
-from engine_core.speculation.proposer import Draft
 
 LIMIT = 8
 
 
-class Rival:
-    """A drafter of the engine that is sure of its tokens, and always right."""
+class SureProposer:
+    """Is sure of its tokens, and always right."""
 
     name = "suffix"
 
@@ -44,21 +45,25 @@ class Worker:
     """Steps and passes with costs by rows, in units of a step with one row.
 
     A token of a proposal is 1 with probability `acceptance`, else 2; every output is 1.
-    slope: of a further row. pass_share: time of a pass as a share of that of a step.
+    slope: of a further row. pass_share: time of a pass as a share of that of a step. confidences:
+    if given, each token has one of them, is right so often, and ends a proposal below min_survival.
+    num_present: tokens of a new request whose KV the model has.
     """
 
     acceptance: float
     slope: float = 0.1
     pass_share: float = 0.1
-    confidence: float = 0.8
-    catches_up: bool = True
+    confidences: tuple[float, ...] = ()
+    min_survival: float = 0.0
+    prefills: bool = True
+    num_present: int = 0
     dice: random.Random = field(default_factory=lambda: random.Random(4))
     computed: dict[int, int] = field(default_factory=dict)
     seconds: float = 0.0
     pass_seconds: float = 0.0
     num_tokens: int = 0
     num_proposed: int = 0
-    num_caught_up: int = 0
+    num_prefills: int = 0
 
     def step_time(self, rows: int) -> float:
         return 0.01 * (1 + self.slope * (rows - 1))
@@ -83,6 +88,8 @@ class Worker:
                         drafting.end_request(request)
                         requests[index] = make()
                         drafting.add_request(requests[index])
+                        drafting.note_draft_kv(requests[index], self.num_present)
+                        self.computed[requests[index].seq_id] = self.num_present
 
     def _ask(self, drafting, requests):
         """Also advances the computed tokens, as the scheduler does when a step is planned."""
@@ -95,7 +102,7 @@ class Worker:
             left = [(request, limit) for request, limit in left if limit > 0]
             for request, _ in left:
                 request.num_computed_tokens = request.num_tokens - 1
-            numbers, _ = drafting.choose_proposals(
+            numbers, self.min_survival = drafting.choose_proposals(
                 [request for request, _ in left], [limit for _, limit in left], 0
             )
             asked = [
@@ -119,34 +126,49 @@ class Worker:
     def _propose(self, drafting, asked) -> None:
         if not asked:
             return
+        proposals = [self._proposal(number) for _, number in asked]
         behind = 0
         for request, _ in asked:
             missing = request.num_tokens - self.computed.get(request.seq_id, 0)
-            self.num_caught_up += missing > 100
-            behind += missing if self.catches_up else 1
+            self.num_prefills += missing > 100
+            behind += missing if self.prefills else 1
             self.computed[request.seq_id] = request.num_tokens
         rows = [behind]
-        for position in range(1, max(number for _, number in asked)):
-            rows.append(sum(number > position for _, number in asked))
+        num_passes = [num_passes for _, _, num_passes in proposals]
+        for position in range(1, max(num_passes)):
+            rows.append(sum(number > position for number in num_passes))
         seconds = [self.pass_share * self.step_time(number) for number in rows]
         self.pass_seconds += sum(seconds)
         self.seconds += sum(seconds)
         drafting.learn_passes(rows, seconds)
-        for request, number in asked:
-            draft = [1 if self.dice.random() < self.acceptance else 2 for _ in range(number)]
-            self.num_proposed += number
-            survivals = [self.confidence ** (index + 1) for index in range(number)]
+        for (request, number), (draft, survivals, _) in zip(asked, proposals, strict=True):
+            self.num_proposed += len(draft)
             drafting.keep_proposal(request, number, draft, survivals)
 
+    def _proposal(self, most: int) -> tuple[list[int], list[float], int]:
+        """Return a proposal, its survivals and its passes."""
+        if not self.confidences:
+            draft = [1 if self.dice.random() < self.acceptance else 2 for _ in range(most)]
+            return draft, [0.8 ** (index + 1) for index in range(most)], most
+        draft, survivals, survival = [], [], 1.0
+        while len(draft) < most:
+            confidence = self.dice.choice(self.confidences)
+            survival *= confidence
+            if survival < self.min_survival:
+                return draft, survivals, len(draft) + 1
+            draft.append(1 if self.dice.random() < confidence else 2)
+            survivals.append(survival)
+        return draft, survivals, most
 
-def start(make_request, number=1, prompt=20, outputs=10**6, rivals=(), method="draft_model"):
+
+def start(make_request, number=1, prompt=20, outputs=10**6, others=(), method="draft_model"):
     """Return (drafting, requests, a function that makes another request)."""
 
     def make():
         return make_request([7] * prompt, (5,), max_tokens=outputs)
 
     worker = WorkerProposer(method)
-    drafting = Drafting([*rivals, worker], LIMIT, worker, LIMIT)
+    drafting = Drafting([*others, worker], LIMIT, worker, LIMIT)
     requests = [make() for _ in range(number)]
     for request in requests:
         drafting.add_request(request)
@@ -175,17 +197,44 @@ def test_a_draft_model_never_costs_two_percent(
         assert worker.num_tokens / worker.seconds >= (3 if num_requests == 1 else 1.5) * baseline
 
 
+@pytest.mark.parametrize(
+    ("confidences", "least"), [((0.95, 0.95, 0.3), 1.9), ((0.95, 0.3), 1.5), ((0.3,), 0.99)]
+)
+def test_proposals_that_end_early_pay_for_what_they_have(make_request, confidences, least):
+    """A token that is too unlikely is no rejected one: it costs a pass, and no row."""
+    drafting, requests, make = start(make_request, 1, 300, 150)
+    worker = Worker(0.0, 0.1, 0.03, confidences=confidences)
+    worker.play(drafting, requests, 600, make)
+    worker.seconds = worker.num_tokens = 0
+    worker.play(drafting, requests, 900, make)
+    assert worker.num_tokens / worker.seconds >= least / worker.step_time(1)
+
+
+def test_a_token_that_was_not_proposed_was_not_tried():
+    tokens = ProposedTokens(4)
+    for _ in range(200):
+        tokens.record([0.9, 0.81], 2)
+    assert tokens.survivals[1] == pytest.approx(0.81, abs=0.02)
+    assert tokens.shares[1] == pytest.approx(1.0)
+    for _ in range(200):
+        tokens.record([0.9], 4)
+    assert tokens.survivals[0] == pytest.approx(0.9, abs=0.02)
+    assert tokens.survivals[1] < 0.1, "a proposal of two tokens brings no more than one of one"
+    assert tokens.shares[0] == pytest.approx(1.0)
+    assert tokens.shares[1] < 0.1, "and costs no more"
+
+
 @pytest.mark.parametrize("acceptance", [0.0, 1.0])
 def test_what_was_spent_before_anything_is_known_is_little(make_request, acceptance):
-    """A useless model costs 4 % of the first 300 steps, a catch-up over 500 tokens included."""
+    """A useless model costs 4 % of the first 300 steps, a prefill of 500 tokens included."""
     drafting, requests, _ = start(make_request, 4, 500)
     worker = Worker(acceptance, slope=0.01)
     worker.play(drafting, requests, 300)
     if acceptance == 0.0:
         assert worker.num_tokens / worker.seconds >= 0.96 * 4 / worker.step_time(4)
-        assert worker.num_caught_up <= 2, "one request was tried"
+        assert worker.num_prefills <= 2, "one request was tried"
     else:
-        assert worker.num_caught_up == 4
+        assert worker.num_prefills == 4
 
 
 def test_probes_are_rare_and_notice_a_change(make_request):
@@ -224,8 +273,8 @@ def test_a_probe_is_verified_when_its_proposal_has_come(make_request):
     assert request.spec_token_ids == []
 
 
-def test_where_another_drafter_brings_as_much_the_model_is_not_asked(make_request):
-    drafting, requests, _ = start(make_request, rivals=[Rival()])
+def test_where_another_proposer_brings_as_much_the_model_is_not_asked(make_request):
+    drafting, requests, _ = start(make_request, others=[SureProposer()])
     worker = Worker(0.7, slope=0.02)
     worker.play(drafting, requests, 100)
     before = worker.num_proposed
@@ -233,38 +282,51 @@ def test_where_another_drafter_brings_as_much_the_model_is_not_asked(make_reques
     assert worker.num_proposed - before < 40
 
 
-def test_a_long_context_is_caught_up_only_where_that_pays(make_request):
+def test_a_long_context_is_prefilled_only_where_that_pays(make_request):
     """Requests with few outputs do not repay it; those with many do."""
-    caught_up = []
+    shares = []
     for outputs in (6, 400):
         drafting, requests, make = start(make_request, 1, 3000, outputs)
         worker = Worker(0.7, slope=0.02)
         worker.play(drafting, requests, 1200, make)
-        num_caught_up = worker.num_caught_up
+        num_prefills = worker.num_prefills
         tokens = worker.num_tokens
         worker.play(drafting, requests, 1200, make)
         num_requests = (worker.num_tokens - tokens) / outputs
-        caught_up.append((worker.num_caught_up - num_caught_up) / num_requests)
-    assert caught_up[0] < 0.1
-    assert caught_up[1] > 0.8
+        shares.append((worker.num_prefills - num_prefills) / num_requests)
+    assert shares[0] < 0.1
+    assert shares[1] > 0.8
 
 
-def test_heads_have_their_kv_without_catching_up(make_request):
+def test_heads_have_their_kv_without_a_prefill(make_request):
     drafting, requests, make = start(make_request, 2, 5000, 6, method="eagle")
-    worker = Worker(0.7, slope=0.02, catches_up=False)
+    worker = Worker(0.7, slope=0.02, prefills=False)
     worker.play(drafting, requests, 100, make)
     assert worker.num_proposed > 100
 
 
-def test_a_preempted_request_is_caught_up_again(make_request):
+def test_a_preempted_request_is_prefilled_again(make_request):
     drafting, requests, _ = start(make_request, 1, 200)
     worker = Worker(1.0)
     worker.play(drafting, requests, 20)
-    assert worker.num_caught_up == 1
+    assert worker.num_prefills == 1
     worker.computed.clear()
-    drafting.restart_request(requests[0])
+    drafting.note_draft_kv(requests[0], 0)
     worker.play(drafting, requests, 60)
-    assert worker.num_caught_up == 2
+    assert worker.num_prefills == 2
+
+
+@pytest.mark.parametrize(("num_present", "most"), [(0, 30), (2990, 10**6)])
+def test_kv_that_is_there_is_not_charged(make_request, num_present, most):
+    """Short answers do not repay a prefill of 3,000 tokens; behind a prefix hit they need none."""
+    drafting, requests, make = start(make_request, 1, 3000, 6)
+    worker = Worker(0.9, slope=0.02, num_present=num_present)
+    worker.play(drafting, requests, 1200, make)
+    before = worker.num_proposed
+    worker.play(drafting, requests, 600, make)
+    assert worker.num_proposed - before < most
+    if num_present:
+        assert worker.num_proposed - before > 500
 
 
 def test_a_full_batch_asks_nothing(make_request):
@@ -276,7 +338,7 @@ def test_a_full_batch_asks_nothing(make_request):
 
 
 def test_verified_tokens_are_counted_by_drafter(make_request):
-    drafting, requests, _ = start(make_request, rivals=[Rival()])
+    drafting, requests, _ = start(make_request, others=[SureProposer()])
     worker = Worker(0.5)
     worker.play(drafting, requests, 50)
     counts = drafting.pop_source_counts()
@@ -314,7 +376,7 @@ def test_a_proposal_is_replaced_by_the_next_one(make_request):
 
 def test_proposals_end_where_a_token_is_not_worth_its_time(make_request):
     cost = StepCost()
-    planner = LookaheadPlanner(LIMIT, cost, catches_up=False)
+    planner = LookaheadPlanner(LIMIT, cost, prefills=False)
     for _ in range(20):
         for rows in (1, 2, 4, 8, 16):
             cost.learn_step(rows, 0.01 * (1 + 0.2 * (rows - 1)))
