@@ -142,6 +142,8 @@ def run_hour(
 ) -> tuple[subprocess.CompletedProcess[str], Any]:
     """A rehearsed command of first_hour.sh, and the JSON that it writes."""
     own = {"OUT": str(out), "PYTHON": sys.executable, "REHEARSE": "1", "SITE": str(out / "site")}
+    # Not one of the checkout, which is for another Python.
+    own["PACK"] = str(out / "none.tar.xz")
     words = ["bash", str(ROOT / "tests/gpu/first_hour.sh"), part]
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | own | variables
     result = subprocess.run(words, capture_output=True, text=True, cwd=out, env=environment)
