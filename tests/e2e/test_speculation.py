@@ -48,7 +48,7 @@ async def answers(daemon: Daemon, victim: str = "") -> list[dict[str, Any]]:
                 await asyncio.sleep(0.02)
             os.kill(daemon.processes()[victim].pid, signal.SIGKILL)
         responses = await asyncio.gather(*sent)
-    assert [each.status_code for each in responses] == [200] * len(BODIES)
+    assert not [each.text for each in responses if each.status_code != 200]
     documents = [each.json() for each in responses]
     for each in documents:
         each["usage"].pop("prompt_tokens_details")  # cached tokens depend on what ran before
