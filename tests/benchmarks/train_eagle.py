@@ -54,6 +54,7 @@ from worker.models.attention import AttentionSpec
 from worker.models.mlp import MlpSpec
 from worker.models.rope import DefaultRope
 from worker.sampling.sampler import create_sampler
+from worker.speculation.draft_sampler import HostDraw
 from worker.speculation.eagle import EagleDrafter
 from worker.speculation.eagle_head import load_head, read_head
 
@@ -149,7 +150,7 @@ class Target:
             head,
             attention,
             cache,
-            create_sampler(),
+            HostDraw(create_sampler()),
             runner.batch,
             group=0,
             max_model_len=LONGEST,
