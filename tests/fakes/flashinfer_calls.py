@@ -184,7 +184,10 @@ def captured_without_splits(calls: Calls) -> None:
 
 
 def captured_in_parts_of(num_pages: int) -> Callable[[Calls], None]:
-    """Capture in parts of so many pages; sequences have 2 and 3, a graph has 4 tiles."""
+    """Plan a graph of two sequences, of 2 and 3 pages, in chunks of a given number of pages.
+
+    The graph has 4 tiles.
+    """
 
     def violate(calls: Calls) -> None:
         calls.capture()

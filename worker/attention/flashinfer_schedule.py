@@ -54,7 +54,7 @@ def workspace_bytes(
 class DecodeSplits:
     """Chooses chunks for the decodes of one KV cache group.
 
-    capture_sizes: numbers of decodes of which there are graphs, as `workspace_bytes` was given.
+    capture_sizes: number of decodes of each captured graph; the same as for `workspace_bytes`.
     """
 
     def __init__(
@@ -122,7 +122,10 @@ def _num_tiles(pages: Int32s, chunk: int) -> int:
 
 
 def _graph_tiles(num_rows: int, group_size: int, tile: int) -> int:
-    """Tiles of a graph of so many decodes (PrefillSplitQOKVIndptr)."""
+    """Return the tiles that FlashInfer launches for a graph of num_rows decodes.
+
+    From scheduler.cuh, PrefillSplitQOKVIndptr.
+    """
     return -(-num_rows * group_size // tile) + num_rows - 1
 
 
