@@ -21,7 +21,7 @@ and the placeholders of a request are exact at every plan. The alternative, to s
 of drafts that the worker fills in, is for drafters on the device and would have the engine correct
 counters of steps in flight.
 
-A model in the workers proposes drafts behind a step (`engine_core/speculation/draft_model.py`).
+A model in the workers proposes drafts behind a step (engine_core/speculation/worker_proposals.py).
 It writes KV for tokens that are not scheduled yet, so the block tables need room for them:
 
     computed      |------------ n ------------|
