@@ -34,7 +34,6 @@ from engine_core.structured_output.matchers import (
     GrammarTimeoutError,
 )
 from proto.codec import MessageDecoder, encode
-from proto.errors import ModelError
 from proto.grammar import MAX_GRAMMAR_BYTES, GrammarSource
 from proto.process import set_title
 
@@ -44,6 +43,7 @@ HANG_SECONDS: Final = 30.0
 the processor time of a grammar on an overloaded host."""
 START_SECONDS: Final = 60.0
 """Time after which a fork server that has not started is killed."""
+START_ATTEMPTS: Final = 2
 MAX_MEMORY: Final = 2 << 30
 """Bytes of address space of a child, most of which it never touches."""
 _MAX_FRAME: Final = MAX_GRAMMAR_BYTES + (64 << 10)
@@ -91,7 +91,7 @@ class GrammarSandbox:
         """Compile a grammar within this processor time.
 
         Raises GrammarTimeoutError if it takes longer, GrammarError if it fails or takes too much
-        memory, CompilerFailedError if there is no result, ModelError if no process starts.
+        memory, CompilerFailedError if there is no result or no process starts.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours:
@@ -126,30 +126,35 @@ class GrammarSandbox:
                 raise CompilerFailedError("the grammar was not compiled: the engine ends")
             process, control = self._process, self._control
             if process is None or control is None or process.poll() is not None:
-                self._end_server()
                 process, control = self._start_server()
             with contextlib.suppress(OSError):  # it died just now: `client` gets no result
                 socket.send_fds(control, [encode(task)], [client.fileno()])
             return process
 
     def _start_server(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", MODULE],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                process_group=0,  # its children are killed with it
-            )
-        self._control = control
-        control.settimeout(START_SECONDS)
-        with contextlib.suppress(OSError):  # it has died already
-            control.send(encode(self._setup))
-        if _receive(control) != _READY:
+        """Start a fork server; a second one if the first dies at once, as on a host without memory.
+
+        Raises CompilerFailedError if none gets ready.
+        """
+        for _ in range(START_ATTEMPTS):
             self._end_server()
-            raise ModelError("the sandbox for grammars does not start")
-        return self._process, control
+            control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", MODULE],
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    process_group=0,  # its children are killed with it
+                )
+            self._control = control
+            control.settimeout(START_SECONDS)
+            with contextlib.suppress(OSError):  # it has died already
+                control.send(encode(self._setup))
+            if _receive(control) == _READY:
+                return self._process, control
+        self._end_server()
+        raise CompilerFailedError("the grammar was not compiled: its process does not start")
 
     def _kill_server(self, process: subprocess.Popen[bytes]) -> None:
         """Kill a fork server that hangs, unless another thread has done so."""

@@ -96,9 +96,9 @@ class Daemon:
                 self._changed.wait(0.2)
 
     def processes(self) -> dict[str, psutil.Process]:
-        """Child processes by role."""
+        """Children of the supervisor by role; an engine's grammar compilers are not among them."""
         found = {}
-        for child in psutil.Process(self.process.pid).children(recursive=True):
+        for child in psutil.Process(self.process.pid).children():
             with contextlib.suppress(psutil.NoSuchProcess):  # it may have just ended
                 title = " ".join(child.cmdline())
                 for role, word in ROLES.items():
@@ -107,7 +107,7 @@ class Daemon:
         return found
 
     def process_ids(self) -> set[int]:
-        """Process ids of front ends, engines and workers, without grammar compilers."""
+        """Process ids of front ends, engines and workers."""
         return {child.pid for child in psutil.Process(self.pid).children()}
 
     def stop(self) -> None:

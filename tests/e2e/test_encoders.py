@@ -16,6 +16,7 @@ from tests.e2e.daemon import REQUEST_GAUGES, Daemon, eventually
 from tests.fakes.tiny_encoders import save_encoder
 from tests.fakes.tiny_pooling import save_modules
 
+pytestmark = pytest.mark.suite("daemons")
 SHORT = [[(7 * i + 3 * j) % 90 + 3 for j in range(1 + 5 * i)] for i in range(12)]
 LONG = [[(11 * i + j) % 90 + 3 for j in range(100)] for i in range(1500)]
 """About a second of work."""

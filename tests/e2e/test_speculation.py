@@ -10,6 +10,7 @@ import pytest
 
 from tests.e2e.daemon import Daemon, DaemonPool
 
+pytestmark = pytest.mark.suite("daemons")
 WITHOUT = ("--speculative-config", '{"method": "none"}')
 LINES = "\n".join(
     f"{index}. The {word} is on the table."

@@ -16,7 +16,6 @@ from engine_core.structured_output.matchers import (
     GrammarTimeoutError,
 )
 from engine_core.structured_output.sandbox import GrammarSandbox, SandboxSetup
-from proto.errors import ModelError
 from proto.grammar import GrammarSource
 from tests.fakes.toy_vocabulary import EOS, SIZE
 
@@ -54,6 +53,14 @@ def start_sandbox(tokenizer_folder):
 
 def server_of(sandbox):
     return psutil.Process(sandbox._process.pid)
+
+
+def end_server_of(sandbox, number):
+    """Send a signal to the fork server, which is returned once it has died."""
+    server = server_of(sandbox)
+    server.send_signal(number)
+    os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOWAIT)
+    return server
 
 
 def busy_child_of(sandbox):
@@ -113,9 +120,7 @@ def test_a_process_that_hangs_is_killed_and_says_nothing_about_its_grammar(start
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_process_that_died_idle_is_replaced(start_sandbox, number):
     sandbox = start_sandbox()
-    died = server_of(sandbox)
-    died.send_signal(number)
-    os.waitid(os.P_PID, died.pid, os.WEXITED | os.WNOWAIT)
+    died = end_server_of(sandbox, number)
     sandbox.check(SMALL, 1.0)
     assert server_of(sandbox) != died
 
@@ -146,5 +151,21 @@ def test_a_closed_sandbox_starts_no_process(start_sandbox):
 
 def test_a_sandbox_that_cannot_start_raises(tmp_path):
     sandbox = GrammarSandbox(SandboxSetup(str(tmp_path / "tokenizer.json"), SIZE, (EOS,)))
-    with pytest.raises(ModelError, match="does not start"):
+    with pytest.raises(CompilerFailedError, match="does not start"):
         sandbox.check(SMALL, 1.0)
+
+
+def test_a_process_that_dies_while_it_starts_is_replaced(start_sandbox):
+    sandbox = start_sandbox()
+    seen = {*psutil.Process().children(), end_server_of(sandbox, signal.SIGKILL)}
+    killed = None
+    with ThreadPoolExecutor(1) as pool:
+        checked = pool.submit(sandbox.check, SMALL, 1.0)
+        while not checked.done():
+            starting = set(psutil.Process().children()) - seen
+            if starting and killed is None:
+                killed = starting.pop()
+                killed.kill()
+        checked.result()
+    assert killed is not None
+    assert server_of(sandbox) != killed
