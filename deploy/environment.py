@@ -45,7 +45,9 @@ class HostEnvironment:
         settings = {
             field: inherited.pop(name) for field, name in secrets.items() if name in inherited
         }
-        manager = {name: inherited.pop(name) for name in notify.VARIABLES if name in inherited}
+        manager: dict[str, str] = {
+            name: inherited.pop(name) for name in notify.VARIABLES if name in inherited
+        }
         faults = inherited.pop(FAULTS_VARIABLE, "")
         cache = os.path.join(os.path.abspath(base), "tokend")
         return cls(cache, inherited, settings, manager, faults)

@@ -91,7 +91,8 @@ def main(words: Sequence[str]) -> None:
         if folder is None:
             folder = str(scratch / "minilm-l6")
             write_model(Path(folder))
-        texts = random_texts(options.texts, *options.tokens, options.seed)
+        least, most = options.tokens
+        texts = random_texts(options.texts, least, most, options.seed)
         embedders: dict[str, Embedder] = {}
         if options.peer_python:
             embedders[_PEER] = stack.enter_context(_PeerProcess(options, folder, scratch))

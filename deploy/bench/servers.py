@@ -48,8 +48,8 @@ def signals_deferred() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        for number in pending:
-            signal.raise_signal(number)
+        for received in pending:
+            signal.raise_signal(received)
 
 
 class BenchProcess:

@@ -258,7 +258,8 @@ def synthetic_specs(options: argparse.Namespace, caches: str) -> list[ServerSpec
             print(f"{name} is not compared: not on PATH; {way}", file=sys.stderr)
     environment = HostEnvironment.of(os.environ)
     paths = {}
-    for placeholder, kind in ((_GGUF, "gguf"), (_FOLDER, "folder")):
+    kinds: dict[str, Literal["gguf", "folder"]] = {_GGUF: "gguf", _FOLDER: "folder"}
+    for placeholder, kind in kinds.items():
         if any(placeholder in word for words in commands.values() for word in words):
             paths[placeholder] = synthetic_file(options.synthetic, options.form, kind, environment)
     return [

@@ -120,10 +120,10 @@ def convert(path: str, metadata: Mapping[str, Any]) -> tuple[bytes, dict[str, An
 
 def token_id(path: str, metadata: Mapping[str, Any], key: str) -> int | None:
     """Return the token id under tokenizer.ggml.`key`; raises ModelError if it is none."""
-    value: Any = metadata.get(f"tokenizer.ggml.{key}")
-    if value is not None and not is_token_id(value):
-        raise ModelError(f"{path} sets tokenizer.ggml.{key} to {shown(value)}")
-    return value
+    value = metadata.get(f"tokenizer.ggml.{key}")
+    if value is None or is_token_id(value):
+        return value
+    raise ModelError(f"{path} sets tokenizer.ggml.{key} to {shown(value)}")
 
 
 class _Vocabulary:
@@ -189,7 +189,9 @@ class _Vocabulary:
         pre = self._metadata.get("tokenizer.ggml.pre", "")
         if pre == "modern-bert":
             tokenizer.normalizer = normalizers.NFC()
-        pieces = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre not in _SPLITS)]
+        pieces: list[Any] = [
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre not in _SPLITS)
+        ]
         if pre in _SPLITS:
             own = _SPLITS[pre]
             regexes = (own,) if isinstance(own, str) else own

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 from proto.codec import encode, to_json
 from proto.errors import MAX_SHOWN, ModelError, shown
@@ -215,7 +215,7 @@ def _max_position(config: Mapping[str, Any]) -> int:
     return length
 
 
-def is_token_id(value: Any) -> bool:
+def is_token_id(value: Any) -> TypeGuard[int]:
     """Whether a setting can be a token id; `True` is an int in Python, but not a token id."""
     return type(value) is int and 0 <= value < _MAX_TOKENS
 

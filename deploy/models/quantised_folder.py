@@ -100,8 +100,9 @@ def join_parts(
     scheme: of `read_scheme`. Raises ModelError naming tensors that do not fit each other.
     """
     named = {entry.name: entry for entry in entries}
-    for name in scheme.packings if scheme else ():
-        _join(name, scheme, named, read_bytes)
+    if scheme is not None:
+        for name in scheme.packings:
+            _join(name, scheme, named, read_bytes)
     return tuple(named.values())
 
 
@@ -155,8 +156,9 @@ class _Keys:
     def block(self, key: str) -> tuple[int, int]:
         """Return rows and columns of a block, both positive."""
         block = self.values.get(key)
-        is_pair = isinstance(block, list) and len(block) == 2
-        if not is_pair or not all(type(size) is int and size > 0 for size in block):
+        if not isinstance(block, list) or len(block) != 2:
+            raise self.refuse(key, "two positive numbers are needed")
+        if not all(type(size) is int and size > 0 for size in block):
             raise self.refuse(key, "two positive numbers are needed")
         return block[0], block[1]
 
@@ -339,9 +341,10 @@ def _join(
         for role, each in found.items():
             if role not in ("codes", "order", "shape", "state", "zeros"):
                 _check_finite(each, packing_name, read_bytes(parts[role]))
-        for each in (*found.values(), *(named.get(base + suffix) for suffix in packing.ignored)):
-            if each is not None:
-                del named[each.name]
+        for each in found.values():
+            del named[each.name]
+        for suffix in packing.ignored:
+            named.pop(base + suffix, None)
         num_bytes = sum(part.num_bytes for part in parts.values())
         named[weight] = TensorEntry(
             weight, kind, shape, codes.file, codes.offset, num_bytes, packing_name, parts, options
@@ -406,7 +409,7 @@ def _describe_gptq(parts: Parts, scheme: Scheme, read_bytes: ReadBytes) -> Descr
         _need(parts["order"].shape == (columns,), f"g_idx has {columns} numbers")
         _need(parts["order"].type == "I32", "g_idx is I32")
     group = _columns_of_group(columns, groups, scheme)
-    options = {"bits": bits, "group": group, "zero_offset": scheme.zero_offset}
+    options: Options = {"bits": bits, "group": group, "zero_offset": scheme.zero_offset}
     return _integer_type(bits, columns, group), (rows, columns), options
 
 
@@ -445,7 +448,7 @@ def _describe_rows(parts: Parts, scheme: Scheme, read_bytes: ReadBytes) -> Descr
         _check_words(parts["zeros"], (-(-rows // per_word), columns // group))
     if "order" in parts:
         _need(parts["order"].shape == (columns,), f"g_idx has {columns} numbers")
-    options = {"bits": bits, "group": group}
+    options: Options = {"bits": bits, "group": group}
     return _integer_type(bits, columns, group), (rows, columns), options
 
 
@@ -516,7 +519,7 @@ def _describe_nf4(parts: Parts, scheme: Scheme, read_bytes: ReadBytes) -> Descri
     num_blocks = -(-rows * columns // block)
     _need(parts["scales"].shape == (num_blocks,), f"{num_blocks} scales")
     _need(parts["table"].shape == (16,) and parts["table"].type == "F32", "a table of 16 F32")
-    options = {"block": block}
+    options: Options = {"block": block}
     if is_nested:
         _need("nested_scales" in parts and "nested_table" in parts, "scales of scales")
         _need(parts["nested_table"].shape == (256,), "a table of 256 F32")

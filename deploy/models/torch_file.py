@@ -99,6 +99,7 @@ def _read_tensors(pickled: bytes) -> Any:
         del stack[len(stack) - count :]
         return items
 
+    argument: Any
     for opcode, argument, _ in pickletools.genops(pickled):
         match opcode.name:
             case "PROTO" | "FRAME":

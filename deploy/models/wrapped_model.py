@@ -120,7 +120,7 @@ def _as_causal_model(settings: dict[str, Any], owner: str) -> dict[str, Any]:
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
-    model_type = settings.get("model_type")
+    model_type: Any = settings.get("model_type")
     for architecture, family in FAMILIES.items():
         if model_type in family.wrapped_types:
             model_types = [name for name, causal in CAUSAL.items() if causal == architecture]

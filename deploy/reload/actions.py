@@ -52,8 +52,8 @@ class PreparationProcess:
             lines = _read_all(self._errors).decode(errors="replace").strip().splitlines()
             raise ModelError(lines[-1].removeprefix("tokend: ") if lines else self._describe_exit())
         try:
-            lines = list(filter(None, _read_all(self._output).splitlines())) or [b""]
-            return ServedModels(*(from_json(line, PreparedModel) for line in lines[:2]))
+            manifests = [line for line in _read_all(self._output).splitlines() if line] or [b""]
+            return ServedModels(*(from_json(line, PreparedModel) for line in manifests[:2]))
         except ProtocolError as error:
             raise ModelError(f"preparing the model printed no manifest: {error}") from None
 

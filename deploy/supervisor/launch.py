@@ -170,7 +170,7 @@ def ready_message(launch: Launch, readiness: Readiness) -> str:
     )
     timings = _timings(launch, readiness) if config.log_level == "debug" else ""
     if config.log_format == "json":
-        fields = {
+        fields: dict[str, Any] = {
             "model": launch.model_name,
             "url": launch.url,
             "max_model_len": engine.max_model_len,

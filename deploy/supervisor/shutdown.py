@@ -40,11 +40,11 @@ class RequestDrain:
     def note_progress(self, message: DrainProgress) -> None:
         """Note the open requests of an API server; a restarted one has none."""
         self._num_open[message.index] = message.num_requests
-        numbers = [number for number in self._num_open.values() if number is not None]
-        if not self._reported and sum(numbers) and len(numbers) == len(self._num_open):
+        num_requests = sum(number or 0 for number in self._num_open.values())
+        if not self._reported and num_requests and None not in self._num_open.values():
             self._reported = True
             self._display.notice(
-                f"{_requests(sum(numbers))} in flight may finish within {self._seconds:g} s, "
+                f"{_requests(num_requests)} in flight may finish within {self._seconds:g} s, "
                 "new ones are refused; a second signal aborts them"
             )
 

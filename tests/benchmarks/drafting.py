@@ -129,7 +129,7 @@ def json_recordings(
 def agent_recordings(encode: Encode, number: int, generator: random.Random) -> list[Recording]:
     """Return turns of sessions: read a file, edit a part of it, run the tests, summarise."""
     files = sorted((ROOT / "engine_core").rglob("*.py"), key=lambda path: path.stat().st_size)
-    recordings = []
+    recordings: list[Recording] = []
     while len(recordings) < number:
         path = generator.choice(files[len(files) // 4 : -len(files) // 4])
         name = str(path.relative_to(ROOT))

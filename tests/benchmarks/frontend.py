@@ -132,7 +132,7 @@ class Streams:
         self, url: str, model: str, prompts: Sequence[Sequence[int]], max_tokens: int
     ) -> None:
         address = urlsplit(url)
-        self._address = address.hostname, address.port
+        self._host, self._port = address.hostname or "", address.port or 80
         fields = {"model": model, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
         fields["temperature"] = 0
         self._requests = [request_bytes(PATH, fields | {"prompt": each}) for each in prompts]
@@ -155,7 +155,7 @@ class Streams:
                     some = self._requests[begin : begin + _AT_ONCE]
                     opened = await asyncio.gather(
                         *(
-                            loop.create_connection(self._stream(each), *self._address)
+                            loop.create_connection(self._stream(each), self._host, self._port)
                             for each in some
                         )
                     )
@@ -445,7 +445,7 @@ def table(title: str, columns: Mapping[str, Figures]) -> Table:
     return made
 
 
-_ROWS: Final = (
+_ROWS: Final[Sequence[tuple[str, Callable[[Figures], str]]]] = (
     ("streams", lambda each: f"{each.streams:.0f}"),
     ("tokens/s", lambda each: f"{each.tokens_per_s:,.0f}"),
     ("tokens a step", lambda each: f"{each.tokens_per_step:.0f}"),

@@ -28,7 +28,15 @@ from worker.layers.linear import Linear
 from worker.loaded_model import load
 from worker.loader.files import read_index
 from worker.loader.format_choice import weight_format_for
-from worker.loader.formats import BuildEnds, BuildLinear, Ends, Product, WeightFormat
+from worker.loader.formats import (
+    BuildEnds,
+    BuildExperts,
+    BuildLinear,
+    Ends,
+    ExpertProducts,
+    Product,
+    WeightFormat,
+)
 from worker.loader.source import WeightSource
 from worker.parallel.group import RankGroup
 
@@ -76,6 +84,9 @@ class NotedFormat:
             return self.layers[-1][1]
 
         return noted
+
+    def read_experts(self, source: WeightSource, experts: ExpertProducts) -> BuildExperts:
+        return self._form.read_experts(source, experts)
 
     def read_ends(self, source: WeightSource, ends: Ends) -> BuildEnds:
         finish, columns = self._form.read_ends(source, ends), source.columns_of(ends.head)

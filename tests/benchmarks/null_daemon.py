@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 from deploy.bench.options import BenchParser
 from deploy.cli import serve_with
-from deploy.supervisor.processes import Commands, module_commands
+from deploy.supervisor.launch import Commands
+from deploy.supervisor.processes import module_commands
 from tests.benchmarks.command import from_zero_number, run
 from tests.benchmarks.line_program import ROOT
 

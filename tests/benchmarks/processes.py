@@ -39,8 +39,8 @@ def main(words: Sequence[str]) -> None:
             after, num_steps = usage_by_title(daemon.pid), daemon.num_steps() - steps_before
             rows = per_step(before, after, num_steps)
         console = Console(width=150)
-        console.print(f"start to ready: {daemon.seconds_to_ready:.1f} s")
-        show(console, [figures], AnswerComparison())
+        head = [f"start to ready: {daemon.seconds_to_ready:.1f} s"]
+        show(console, head, [figures], AnswerComparison())
         console.print(_table(f"{figures.name}, {num_steps:.0f} steps", rows))
         document = {
             "command": "python -m tests.benchmarks.processes",

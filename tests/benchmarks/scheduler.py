@@ -258,7 +258,7 @@ def measure(
 
 def _row(name: str, played: list[list[SchedulerTimings]]) -> SchedulerRow:
     ours, *peers = [_figures(list(rounds)) for rounds in zip(*played, strict=True)]
-    row = {"workload": name, "rounds": len(played), **ours}
+    row: dict[str, Any] = {"workload": name, "rounds": len(played), **ours}
     if not peers:
         return SchedulerRow(**row)
     (theirs,) = peers

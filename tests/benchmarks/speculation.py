@@ -304,7 +304,9 @@ def _table(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> Table:
         own = [row for row in rows if (row["kind"], row["concurrency"]) == (kind, number)]
 
         def median(figure: str, name: str, by: str = "", own: Sequence[Any] = own) -> float:
-            values = [row[figure][name] / (row[figure][by] if by else 1.0) for row in own]
+            values: list[float] = [
+                row[figure][name] / (row[figure][by] if by else 1.0) for row in own
+            ]
             return statistics.median(values)
 
         table.add_row(

@@ -89,6 +89,8 @@ class ClockedKernel:
         self._stack = stack
         self._clock = clock
         self.takes = stack.takes
+        self.record_experts = stack.record_experts
+        self.record_residuals = stack.record_residuals
 
     def run(
         self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
@@ -105,7 +107,8 @@ class ClockedModel(Decoder):
     def __init__(self, model: Decoder, clock: StepClock) -> None:
         vars(self).update(vars(model))
         self._stacks = tuple(_clocked_stack(stack, clock) for stack in model._stacks)
-        self._head = ClockedLinear(model._head, clock)
+        if model._head is not None:
+            self._head = ClockedLinear(model._head, clock)
 
 
 def _clocked_stack(stack: LayerStack, clock: StepClock) -> LayerStack:

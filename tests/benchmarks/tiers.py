@@ -90,8 +90,11 @@ def _measure(options: argparse.Namespace, medium: str, folder: Path) -> list[Row
     rows = []
     for index, length in enumerate(options.lengths):
         part = slice(index * options.rounds, (index + 1) * options.rounds)
-        times = [statistics.median(each[part]) * 1e3 for each in (computed, found, device)]
-        rows.append(Row(medium, length, options.rounds, *times, ratio=times[1] / times[0]))
+        computed_ms, found_ms, device_ms = (
+            statistics.median(each[part]) * 1e3 for each in (computed, found, device)
+        )
+        ratio = found_ms / computed_ms
+        rows.append(Row(medium, length, options.rounds, computed_ms, found_ms, device_ms, ratio))
     return rows
 
 

@@ -397,7 +397,7 @@ def train(
             optimizer.param_groups[0]["lr"] = rate * warm * 0.5 * (1 + math.cos(math.pi * done))
             losses = _losses(head, vocabulary, head_rows, tokens, states, counts, passes, generator)
             optimizer.zero_grad()
-            torch.stack(losses).sum().backward()
+            torch.autograd.backward(torch.stack(losses).sum())
             nn.utils.clip_grad_norm_(head.parameters(), 0.5)
             optimizer.step()
             number += 1

@@ -6,6 +6,7 @@ Sizes in bytes, rates in bytes or operations a second, times in seconds.
 import math
 from collections.abc import Sequence
 
+from worker.models.attention import AttentionSpec
 from worker.models.spec import ModelSpec
 
 
@@ -41,6 +42,9 @@ def prefill_operations(spec: ModelSpec, prompts: Sequence[int]) -> float:
     )
     # Half of 4 T² h: attention is causal.
     pairs = sum(prompt * prompt for prompt in prompts)
-    attention = 2 * pairs * sum(layer.query_size for layer in spec.attention_layers)
+    attention = 0
+    for layer in spec.attention_layers:
+        assert isinstance(layer, AttentionSpec), "attention to latents has other operations"
+        attention += 2 * pairs * layer.query_size
     head = 2 * spec.vocab_size * spec.hidden_size * len(prompts)
     return float(2 * products * sum(prompts) + attention + head)

@@ -66,7 +66,13 @@ class Hardware:
         self.invariant_flags: tuple[str, ...] = ("--batch-invariant",)
         self.eight_bits = "fp8"
         self.pytest_marks = "gpu"
-        self.sanitizer = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "99")
+        self.sanitizer: tuple[str, ...] = (
+            "compute-sanitizer",
+            "--tool",
+            "memcheck",
+            "--error-exitcode",
+            "99",
+        )
 
     def accelerator(self) -> Any:
         """A new stream of the device."""

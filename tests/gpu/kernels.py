@@ -193,19 +193,22 @@ def sampling(report: Report) -> None:
     sampling = DeviceDraw(DevicePlacement(accelerator), gpu.kernels().draw)
     logits = 3 * torch.randn(16, gpu.sizes.vocab_size, device=gpu.device)
     rows = rows_of(16, 1)
-    keys = map(torch.from_numpy, torch_columns(rows, ("seed", "choice", "position")))
+    seed, choice, position = map(
+        torch.from_numpy, torch_columns(rows, ("seed", "choice", "position"))
+    )
     temperature = torch.from_numpy(rows["temperature"].copy())
-    wanted = draw_by_torch(accelerator.fetch(logits), temperature, *keys)
+    wanted = draw_by_torch(accelerator.fetch(logits), temperature, seed, choice, position)
     same = int((accelerator.fetch(sampling.draw_tokens(logits, rows)) == wanted).sum())
     report.figure("draws as on the host", f"{same} of 16")
     # Logarithms may differ in the last bit, which hardly ever changes the best token.
     if same < 16:
         report.error(f"{same} of 16 draws are those of the host")
-    for name, settings in {
+    filters: dict[str, dict[str, float]] = {
         "top-k 50": {"top_k": 50},
         "top-p 0.9, top-k 50": {"top_k": 50, "top_p": 0.9},
         "min-p 0.05": {"min_p": 0.05},
-    }.items():
+    }
+    for name, settings in filters.items():
         with report.part(name):
             report.figure(name, _distribution(gpu, accelerator, sampling, settings))
 
@@ -247,7 +250,7 @@ def chi_square(found: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> t
 
 
 def exact_shares(
-    logits: np.ndarray[Any, Any], top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+    logits: np.ndarray[Any, Any], top_k: float = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> np.ndarray[Any, Any]:
     """Probabilities float64 [V] after min-p, then top-k, then top-p."""
     shares = np.exp(logits - logits.max())

@@ -76,8 +76,10 @@ class Rehearsal(Hardware):
     def __init__(self) -> None:
         super().__init__(SIZES)
         self.cuda = FakeCuda()
-        self.daemon_flags = ("--device", "cpu", "--dtype", "float32", "--num-gpu-blocks-override")
-        self.daemon_flags += ("200", "--disable-log-requests")
+        self.daemon_flags = (
+            *("--device", "cpu", "--dtype", "float32"),
+            *("--num-gpu-blocks-override", "200", "--disable-log-requests"),
+        )
         self.invariant_flags = ("--batch-invariant", "--cpu-weights", "packed")
         self.eight_bits = "int8"
         self.pytest_marks = "not gpu"
@@ -89,7 +91,9 @@ class Rehearsal(Hardware):
 
     def kernels(self) -> Any:
         library = FakeFlashInfer(self.cuda.device)
-        return DeviceKernels(lambda: library, store_by_index, draw_by_torch, TorchEdits())
+        store: Any = store_by_index
+        edits: Any = TorchEdits()
+        return DeviceKernels(lambda: library, store, draw_by_torch, edits)
 
     def experts(self, stacked: Any) -> dict[str, Any]:
         return {"without triton": ExpertsWithoutTriton(stacked, "silu")}

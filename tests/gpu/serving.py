@@ -124,7 +124,8 @@ def transformers_8b(report: Report) -> None:
     known = {name: each for name, each in config.items() if name != "architectures"}
     with device:
         torch.set_default_dtype(DTYPE)
-        model = LlamaForCausalLM(LlamaConfig(**known, attn_implementation="sdpa")).eval()
+        known["attn_implementation"] = "sdpa"
+        model = LlamaForCausalLM(LlamaConfig(**known)).eval()
     for size in (batch // 2, batch):
         tokens = torch.randint(0, min(900, config["vocab_size"]), (size, prompt), device=device)
 

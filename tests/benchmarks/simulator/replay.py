@@ -11,6 +11,7 @@ from typing import Final, get_args, get_type_hints
 from rich.console import Console
 from rich.table import Table
 
+from deploy.bench.agents.load import AgentLoad
 from deploy.bench.options import BenchParser, at_least_one, from_zero, positive, writable, write
 from proto.codec import changed, to_json
 from proto.config import SchedulerConfig
@@ -18,7 +19,6 @@ from proto.errors import ConfigError
 from tests.benchmarks.command import run
 from tests.benchmarks.line_program import LineProgram
 from tests.benchmarks.simulator.messages import (
-    AgentLoad,
     ReplayAnswer,
     ReplayFigures,
     ReplayOrder,
