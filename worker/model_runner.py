@@ -451,7 +451,8 @@ class ModelRunner:
         else:
             tokens = self.placement.to_host(nonfinite_tokens(hidden))
             nonfinite = any_token_of_sequences(tokens.numpy(), inputs.query_start)
-        # All tokens of a sequence with a draft have logits, and those after a rejected one no say.
+        # All tokens of a sequence with a draft have logits, and those behind a rejected token do
+        # not count.
         return nonfinite & (inputs.num_sampled <= 1)
 
 

@@ -129,8 +129,8 @@ class OpenRequest:
         crashes_until_isolated: None if the engine did not die. others_started: the engine had
         `started` some request.
 
-        A request that has reached `crashes_until_isolated` is blamed only for crashes while it ran
-        alone; one that has seen a crash before only if this engine had started it, or none.
+        A request with `crashes_until_isolated` crashes is suspect only if it ran alone. One with
+        fewer, but some, is suspect only if this engine had started it, or had started no request.
         Progress clears the blame: a new token, or all tokens that were being computed in the last
         crash.
         """

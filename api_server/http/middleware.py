@@ -1,7 +1,7 @@
-"""What happens to a request before its route: CORS, API key, drain state, fast path.
+"""What happens to a request before its route: metrics, API key, origin, drain state, fast path.
 
-    CORS ─▶ key ─▶ drain ─▶ FastPath ── POST /v1/completions ──▶ endpoint ─▶ response
-                                └─────── anything else ─────────▶ router ─▶ …
+    metrics ─▶ key ─▶ origin ─▶ drain ─▶ FastPath ── POST /v1/completions ──▶ endpoint ─▶ response
+                                             └─────── anything else ─────────▶ router ─▶ …
 
 A path needs a key unless it is listed here, exactly as routing sees it. The routes for operators
 check themselves (`routes/common.py`) that the key is an operator's.
@@ -183,7 +183,7 @@ def endpoints_of(*routers: APIRouter) -> dict[str, Endpoint]:
 
 
 class FastPath:
-    """Call the endpoints that the engine computes directly, past routing and dependency injection.
+    """Call the handlers of generation and pooling without routing and dependency injection.
 
     Their exceptions are answered as the application would answer them.
     """

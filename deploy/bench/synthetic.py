@@ -107,7 +107,7 @@ class Shape:
                 for expert in range(experts):
                     yield f"ffn_{part}.{expert}", f"mlp.experts.{expert}.{part}_proj", shape
 
-    def gguf_type(self, weight: "Weight", form: Form) -> str:
+    def block_type(self, weight: "Weight", form: Form) -> str:
         """Return the type of a weight in a GGUF file, as llama.cpp's quantiser chooses it.
 
         Q4_K_M has Q6_K for the head, and for half of attn_v and ffn_down: the first and last
@@ -136,7 +136,7 @@ class Shape:
             (weight, (self.top_k, *weight.shape[1:]) if "_exps" in weight.gguf else weight.shape)
             for weight in weights
         )
-        return sum(_num_bytes(self.gguf_type(weight, form), shape) for weight, shape in shapes)
+        return sum(_num_bytes(self.block_type(weight, form), shape) for weight, shape in shapes)
 
     def config(self) -> dict[str, Any]:
         """Return config.json of a Hugging Face folder."""
@@ -213,7 +213,7 @@ def synthetic_file(
             return path
         tokenizer = prepared_model(TOKENIZER_OF, environment, display, packaged=True)
         types = [
-            "BF16" if kind == "folder" else shape.gguf_type(weight, form)
+            "BF16" if kind == "folder" else shape.block_type(weight, form)
             for weight in shape.weights(kind == "gguf")
         ]
         sizes = map(_num_bytes, types, (weight.shape for weight in shape.weights(kind == "gguf")))

@@ -113,8 +113,9 @@ class CacheGroup(ABC):
     def cache_full_blocks(self, seq_id: int, content: HashedTokens, num_tokens: int) -> int:
         """Make the blocks that the first `num_tokens` tokens fill findable, if caching is enabled.
 
-        Returns a number of slots: while fewer are needed for this sequence, it needs no call of
-        remove_skipped_blocks, allocate_blocks or cache_full_blocks.
+        Returns the number of slots from which on the sequence needs calls of
+        remove_skipped_blocks, allocate_blocks and cache_full_blocks again: with fewer slots
+        they would do nothing.
         """
 
     def uncache_after(self, seq_id: int, num_tokens: int) -> None:

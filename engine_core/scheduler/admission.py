@@ -183,13 +183,13 @@ MAX_LOOKUPS_PER_STEP: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class _Refusal:
-    """The head of the queue found no room, and the conditions of that moment.
+    """The first request of the queue found no room, and the conditions of that moment.
 
     num_missing, num_new: tokens without KV, and how many of them it needed at first. found,
     next_one: hash of the last block of its computed prefix, and of the block after it; empty if
     there is none.
 
-    Another attempt is in vain until more blocks are free, a resting request holds blocks, a running
+    Another attempt fails until more blocks are free, a resting request holds blocks, a running
     request has to defer, fewer tokens are needed, or that prefix has become longer, or shorter (the
     next chunk then begins, and ends, at an earlier token and needs fewer blocks). A refusal is not
     remembered with rules or a connector, which consider more than this; with windows, where an

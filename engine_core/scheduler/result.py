@@ -349,10 +349,11 @@ class ResultPass:
     def _apply_draft(
         self, request: Request, token_ids: list[int], draft: list[int], num_positions: int
     ) -> str:
-        """Take back what was counted for the rejected part of a draft.
+        """Count the KV of the rejected part of a draft as not computed.
 
-        The placeholders of all positions are taken back already. `_record_draft` counts what the
-        request got. Returns what is wrong with the row; empty if nothing is.
+        It stays in the request's blocks, is not findable, and the next step overwrites it. The
+        placeholders of all positions are taken back already. Returns what is wrong with the row;
+        empty if nothing is.
         """
         num_accepted = len(token_ids) - 1
         if len(draft) != num_positions - 1 or token_ids[:-1] != draft[:num_accepted]:

@@ -218,9 +218,10 @@ class SpeculativeDecoding:
         )
 
     def _max_draft_tokens(self, request: Request) -> int:
-        """Return how many drafts a request has use for: one token always follows the last of them.
+        """Return how many draft tokens a request can still accept.
 
-        Its last possible token is that of max_tokens, which is within the length of the model.
+        A step gives one token more than it accepts. The last possible token is that of max_tokens,
+        which is within the length of the model.
         """
         num_known = len(request.all_token_ids) + request.num_output_placeholders
         num_left = request.num_prompt_tokens + request.max_tokens - num_known

@@ -156,9 +156,9 @@ acceptance and cost, so that a choice between equals does not alternate."""
 
 
 def needed_survival(num_requests: int, num_other: int, max_drafts: int, cost: StepCost) -> float:
-    """Return about the least mean survival with which any number of draft tokens pays.
+    """Return the lowest mean survival at which verifying any number of drafts pays, approximately.
 
-    More than 1 says that no draft can pay. Parameters as in `choose_lengths`.
+    If it is more than 1, no draft can pay. Parameters as in `choose_lengths`.
     """
     rows = num_requests + num_other
     price = num_requests / cost.cost(num_requests)

@@ -286,8 +286,8 @@ class Drafting:
     def _best_draft(self, request: Request, limit: int) -> CandidateDraft | None:
         """Return the draft with the most expected tokens, cut to what the request has use for.
 
-        It ends before a token that ends the request: that one is drawn anyway. Of a proposer behind
-        one that forces tokens, only what goes on from those counts.
+        It ends before a token that ends the request: that one is drawn anyway. If a grammar forces
+        tokens, another proposer's draft counts only if it begins with them.
         """
         drafted = self._requests.get(request.seq_id)
         num_in_flight = request.num_output_placeholders

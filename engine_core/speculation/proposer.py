@@ -2,8 +2,9 @@
 
 A draft is what the next tokens of a request may be. The worker computes them together with the last
 verified one, draws a token at every position with the draw that belongs to that position, and the
-scheduler accepts the draft as far as it agrees with what was drawn. A wrong draft costs time and
-never changes an answer.
+scheduler accepts the draft as far as it agrees with what was drawn. A wrong draft costs time. It
+does not change an answer where a token has the same bits in any step
+(`LoadedModel.is_batch_invariant`); elsewhere near ties may differ, so there is none by default.
 
     proposer    makes drafts in the engine: one for each method of --speculative-config
     drafter     a model in the workers that makes drafts (worker/speculation/drafter.py)

@@ -75,8 +75,9 @@ class _ConstrainedRow:
     compiled, rule: what its matchers are made of.
     num_free: number of output tokens before which its masks forbid nothing.
     num_consumed: number of output tokens that its matcher has consumed.
-    lead, num_lead: the same for drafts: a matcher that the engine's thread advances, when it is
-        asked for forced tokens.
+    lead: a second matcher, for drafts, which the engine's thread advances when it is asked for
+        forced tokens; the first one belongs to the thread that computes masks.
+    num_lead: number of output tokens that `lead` has consumed.
     """
 
     request: Request

@@ -52,8 +52,8 @@ class Form:
 def packed_form(kernels: Kernels, layer_type: str, head_type: str) -> Form:
     """Packed weights."""
     weights = [
-        _packed(kernels, gguf_type, shape)
-        for gguf_type, shapes in ((layer_type, LAYER_SHAPES * LAYERS), (head_type, (HEAD_SHAPE,)))
+        _packed(kernels, block_type, shape)
+        for block_type, shapes in ((layer_type, LAYER_SHAPES * LAYERS), (head_type, (HEAD_SHAPE,)))
         for shape in shapes
     ]
 
@@ -98,14 +98,14 @@ def head_form(kernels: Kernels) -> Form:
     return Form("head Q8_0 alone", step, head.nbytes)
 
 
-def _packed(kernels: Kernels, gguf_type: str, shape: tuple[int, int]) -> KernelWeight:
-    if gguf_type == "FP8":
+def _packed(kernels: Kernels, block_type: str, shape: tuple[int, int]) -> KernelWeight:
+    if block_type == "FP8":
         return _fp8(kernels, shape)
-    if gguf_type == "Q8_0":
+    if block_type == "Q8_0":
         return PackedWeight.from_dense(kernels, torch.randn(shape))
-    num_bytes = BLOCK_TYPES[gguf_type][1] * shape[0] * shape[1] // BLOCK_TYPES[gguf_type][0]
+    num_bytes = BLOCK_TYPES[block_type][1] * shape[0] * shape[1] // BLOCK_TYPES[block_type][0]
     raw = np.full(num_bytes, 0x22, dtype=np.uint8)  # as a float16 scale: 0.012
-    weight = PackedWeight(kernels, gguf_type, shape)
+    weight = PackedWeight(kernels, block_type, shape)
     weight.put_blocks(0, raw)
     return weight
 

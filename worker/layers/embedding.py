@@ -83,13 +83,13 @@ class MappedBlockTable:
     def __init__(
         self,
         kernels: Kernels,
-        gguf_type: str,
+        block_type: str,
         stored: npt.NDArray[np.uint8],
         hidden: int,
         dtype: torch.dtype,
     ) -> None:
         self._kernels = kernels
-        self._type = gguf_type
+        self._type = block_type
         self._stored = stored
         self._hidden = hidden
         self.dtype = dtype

@@ -1,6 +1,7 @@
 """Weights in memory that kernels of ours laid out, and the calls that multiply with them.
 
-    PackedWeight    the blocks of a GGUF file, or 8 bits with a scale per 32 numbers
+    PackedWeight    quantisation blocks: of a GGUF file, made of GPTQ, AWQ, NF4, … tensors, or
+                    8 bits with a scale per 32 numbers
     RotatedWeight   8 bits with one scale per output, rotated
     Bf16Weight      bfloat16
     Fp8Weight       8 bits of floating point with scales of groups of columns
@@ -271,15 +272,15 @@ def _describe_bias(call: Structure, out_features: int, bias: torch.Tensor | None
         call.bias_dtype, call.bias = DTYPE_CODES[bias.dtype], bias.data_ptr()
 
 
-def is_packable(gguf_type: str, in_features: int) -> bool:
+def is_packable(block_type: str, in_features: int) -> bool:
     """Return whether weights of this type with rows of this length can stay as they are stored."""
-    columns = BLOCK_COLUMNS.get(gguf_type, in_features + 1)
+    columns = BLOCK_COLUMNS.get(block_type, in_features + 1)
     return in_features > 0 and in_features % columns == 0
 
 
-def packed_shape(gguf_type: str, shape: tuple[int, int]) -> Structure:
+def packed_shape(block_type: str, shape: tuple[int, int]) -> Structure:
     """Describe a weight [out, in] in blocks of this type to the kernels, without its memory."""
-    return PackedShape(_TYPE_CODES[gguf_type], *shape)
+    return PackedShape(_TYPE_CODES[block_type], *shape)
 
 
 class PackedWeight(KernelWeight):
@@ -293,7 +294,7 @@ class PackedWeight(KernelWeight):
     def __init__(
         self,
         kernels: Kernels,
-        gguf_type: str,
+        block_type: str,
         shape: tuple[int, int],
         column_order: torch.Tensor | None = None,
     ) -> None:
@@ -302,9 +303,9 @@ class PackedWeight(KernelWeight):
         column_order: int64 [in], column i of the blocks is column column_order[i] of the weight;
             None for the same.
         """
-        assert is_packable(gguf_type, shape[1]), (gguf_type, shape)
-        structure = packed_shape(gguf_type, shape)
-        super().__init__(kernels, KernelFormat.PACKED, gguf_type, structure)
+        assert is_packable(block_type, shape[1]), (block_type, shape)
+        structure = packed_shape(block_type, shape)
+        super().__init__(kernels, KernelFormat.PACKED, block_type, structure)
         self.column_order = column_order
 
     def put_blocks(
@@ -367,7 +368,7 @@ class PackedWeight(KernelWeight):
 
 def unpack_blocks(
     kernels: Kernels,
-    gguf_type: str,
+    block_type: str,
     stored: npt.NDArray[np.uint8],
     columns: int,
     ids: torch.Tensor,
@@ -387,7 +388,7 @@ def unpack_blocks(
     first, last = int(ids.min()), int(ids.max())
     if first < 0 or last >= len(stored):
         raise IndexError(f"row {first if first < 0 else last} of {len(stored)}")
-    shape = packed_shape(gguf_type, (count, columns))
+    shape = packed_shape(block_type, (count, columns))
     rows = torch.empty(kernels.packed_bytes(shape), dtype=torch.uint8)
     shape.packed = rows.data_ptr()
     kernels.pack_blocks(shape, 0, count, stored.ctypes.data, ids.data_ptr())

@@ -40,10 +40,10 @@ _CHUNK_NUMBERS: Final = 1 << 18
 """Numbers that are converted together: what a step of it writes stays in the cache."""
 
 
-def dequantize(gguf_type: str, blocks: torch.Tensor, block_size: int) -> torch.Tensor:
+def dequantize(block_type: str, blocks: torch.Tensor, block_size: int) -> torch.Tensor:
     """Return float32 [blocks, block_size] of uint8 [blocks, bytes of a block]."""
     numbers = torch.empty(len(blocks), block_size, dtype=torch.float32)
-    convert, chunk = _CONVERSIONS[gguf_type], max(1, _CHUNK_NUMBERS // block_size)
+    convert, chunk = _CONVERSIONS[block_type], max(1, _CHUNK_NUMBERS // block_size)
     for first in range(0, len(blocks), chunk):
         part = blocks[first : first + chunk]
         numbers[first : first + chunk] = convert(part).view(len(part), block_size)
@@ -177,24 +177,24 @@ _NAN_EXPONENT: Final = 0xFF
 """Of MXFP4."""
 
 
-def has_wrong_scale(gguf_type: str, blocks: npt.NDArray[np.uint8]) -> bool:
+def has_wrong_scale(block_type: str, blocks: npt.NDArray[np.uint8]) -> bool:
     """Return whether a scale or minimum of these blocks is NaN or infinite.
 
     blocks: the bytes of whole blocks, flat.
     """
-    size = BLOCK_TYPES[gguf_type][1]
+    size = BLOCK_TYPES[block_type][1]
 
     def all_set(at: int, bits: int) -> npt.NDArray[np.bool_]:
         words = np.ndarray(len(blocks) // size, "<u2", blocks, at, (size,))
         found: npt.NDArray[np.bool_] = (words & bits) == bits
         return found
 
-    if gguf_type == "MXFP4":
+    if block_type == "MXFP4":
         return bool((blocks[::size] == _NAN_EXPONENT).any())
-    if gguf_type == "IQ1_M":
+    if block_type == "IQ1_M":
         low, high = (all_set(*part) for part in _IQ1_M_EXPONENT)
         return bool((low & high).any())
-    return any(all_set(at, _HALF_EXPONENT).any() for at in HALF_SCALES.get(gguf_type, ()))
+    return any(all_set(at, _HALF_EXPONENT).any() for at in HALF_SCALES.get(block_type, ()))
 
 
 def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:

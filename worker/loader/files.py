@@ -1,7 +1,7 @@
 """Tensors in the memory-mapped files of a prepared model: GGUF or safetensors.
 
 `read_index` returns the position of each tensor in these files, `TensorFiles` reads tensors.
-`StoredBlocks` is a GGUF weight in its quantisation blocks, without dequantisation.
+`StoredBlocks` is a quantised weight in blocks, as kernels pack them, without dequantisation.
 """
 
 import math
@@ -213,10 +213,10 @@ def check_blocks(entry: TensorEntry) -> tuple[int, int]:
     return block_size, block_bytes
 
 
-def check_scales(name: str, gguf_type: str, blocks: RawBytes) -> None:
+def check_scales(name: str, block_type: str, blocks: RawBytes) -> None:
     """Raise ModelError naming the tensor if a scale of these blocks is NaN or infinite."""
-    if has_wrong_scale(gguf_type, blocks):
-        raise ModelError(f"tensor {name} of type {gguf_type} has a scale that is NaN or infinite")
+    if has_wrong_scale(block_type, blocks):
+        raise ModelError(f"tensor {name} of type {block_type} has a scale that is NaN or infinite")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
     FixedRowsFormat  the same, for --batch-invariant on a GPU
     GpuFormat      quantised weights as they are, as far as kernels of a GPU multiply them
     Bf16Format     bfloat16 in the layout of our own kernels
-    PackedFormat   the quantisation blocks of the file, or its FP8
+    PackedFormat   quantisation blocks, read from GGUF or made by quantised.py, or FP8
     Int8Format     blocks of 8 bits, quantised from any format of the file
     RotatedFormat  8 bits and one scale per output, rotated
     MixedFormat    PackedFormat for few rows, and the same rotated for many
@@ -362,8 +362,8 @@ class PackedFormat:
         num_bytes: int = self._kernels.fp8_bytes(fp8_shape(shape, columns, wide=wide))
         return num_bytes
 
-    def _bytes_in_blocks(self, gguf_type: str, rows: int, columns: int) -> int:
-        num_bytes: int = self._kernels.packed_bytes(packed_shape(gguf_type, (rows, columns)))
+    def _bytes_in_blocks(self, block_type: str, rows: int, columns: int) -> int:
+        num_bytes: int = self._kernels.packed_bytes(packed_shape(block_type, (rows, columns)))
         return num_bytes
 
     def read_packed(self, source: WeightSource, names: Sequence[str]) -> list[KernelWeight]:
@@ -395,13 +395,13 @@ class PackedFormat:
         ]
 
     def _pack_alike(
-        self, source: WeightSource, gguf_type: str, names: tuple[str, ...]
+        self, source: WeightSource, block_type: str, names: tuple[str, ...]
     ) -> KernelWeight:
-        """Pack weights of one type, one below the other, from the mapped file itself."""
-        if gguf_type == FP8:
+        """Pack weights of one type, one below the other; blocks of GGUF files are not copied."""
+        if block_type == FP8:
             return self._pack_fp8(source, names)
         shape, order = source.joined_shape(*names), source.column_order(names[0])
-        weight, first = PackedWeight(self._kernels, gguf_type, shape, order), 0
+        weight, first = PackedWeight(self._kernels, block_type, shape, order), 0
         for name in names:
             stored = source.read_blocks(name)
             if not source.has_parts(name):  # theirs were checked when the model was prepared

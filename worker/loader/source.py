@@ -209,7 +209,10 @@ class WeightSource:
         return self._column_orders[name]
 
     def form_of(self, name: str) -> tuple[str, bytes]:
-        """Return a key: neighbouring weights of equal keys are packed as one."""
+        """Return the type of a weight and what else must be equal to pack it with its neighbour.
+
+        That is, scales of FP8, and the order of reordered columns, as bytes.
+        """
         stored_as, order = self.type_of(name), self.column_order(name)
         if stored_as == FP8:
             return stored_as, repr(self.fp8_scales(name)).encode()

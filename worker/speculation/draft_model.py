@@ -5,9 +5,10 @@
     decode passes                               d0 ─▶ d1 ─▶ d2 …
 
 Its KV cache has the block ids of the served model, those of a group that keeps all tokens, so that
-it is shared and evicted with the prefixes there. The engine knows nothing of it. What a block holds
-here follows from its content: beside the KV of each token stands a hash of all tokens up to it, and
-KV is valid for a sequence if this is the hash of its own tokens.
+it is shared and evicted with the prefixes there. The engine allocates nothing for it and only
+estimates what is there (`DraftKVIndex`). What a block holds here follows from its content: beside
+the KV of each token stands a hash of all tokens up to it, and KV is valid for a sequence if this is
+the hash of its own tokens.
 
     block 7    K V  K V  K V  K V        block 7 is given to another sequence, which so far needs
     hashes     h3   h4   h5   0          no drafts: its hashes differ, and nothing is valid

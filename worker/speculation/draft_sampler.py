@@ -31,7 +31,8 @@ class OpenDraft:
 
     sequence: its index in the step. num_tokens: known tokens of the sequence. most: tokens of the
     longest draft. edits: logit edits behind the draft; None without any.
-    token_ids, survivals: as in Drafts. hidden_tokens: of the row, where the draft stands now.
+    token_ids, survivals: as in Drafts. replaced_ids: tokens of the row in whose place the draft
+    stands until it ends.
     """
 
     sequence: int
@@ -41,7 +42,7 @@ class OpenDraft:
     most: int
     edits: RowEdits | None
     stop_ids: frozenset[int]
-    hidden_tokens: NDArray[np.int32]
+    replaced_ids: NDArray[np.int32]
     token_ids: list[int] = field(default_factory=list)
     survivals: list[float] = field(default_factory=list)
 
@@ -109,17 +110,17 @@ class DraftSampler:
                 continue
             edits = batch.edits[row].after(()) if row in batch.edits else None
             stop_ids = batch.params(seq_id).stop_ids
-            behind = batch.token_ids[row, num_tokens : num_tokens + most].copy()
+            replaced = batch.token_ids[row, num_tokens : num_tokens + most].copy()
             found.append(
-                OpenDraft(sequence, seq_id, row, num_tokens, most, edits, stop_ids, behind)
+                OpenDraft(sequence, seq_id, row, num_tokens, most, edits, stop_ids, replaced)
             )
         return found
 
     def end(self, drafts: Sequence[OpenDraft]) -> None:
         """Take all drafts that were begun out of their rows."""
         for draft in drafts:
-            first, behind = draft.num_tokens, draft.hidden_tokens
-            self._batch.token_ids[draft.row, first : first + len(behind)] = behind
+            first, replaced = draft.num_tokens, draft.replaced_ids
+            self._batch.token_ids[draft.row, first : first + len(replaced)] = replaced
 
     def extend(
         self, drafts: Sequence[OpenDraft], logits: torch.Tensor, min_survival: float

@@ -52,7 +52,7 @@ def num_weights(shape: Shape) -> int:
 def num_bytes(shape: Shape, form: Form) -> int:
     weights = shape.weights()
     return sum(
-        synthetic._num_bytes(shape.gguf_type(weight, form), weight.shape) for weight in weights
+        synthetic._num_bytes(shape.block_type(weight, form), weight.shape) for weight in weights
     )
 
 
@@ -72,7 +72,7 @@ def test_the_shapes_have_the_sizes_of_their_names() -> None:
 def test_q4_k_m_has_the_types_of_llama_cpp(name: str) -> None:
     """The rule is that of its quantiser for dense Llama models (src/llama-quant.cpp)."""
     shape = SHAPES[name]
-    types = {weight.gguf: shape.gguf_type(weight, "q4_k_m") for weight in shape.weights()}
+    types = {weight.gguf: shape.block_type(weight, "q4_k_m") for weight in shape.weights()}
     assert types["token_embd"] == ("Q6_K" if shape.tied else "Q4_K")
     assert shape.tied or types["output"] == "Q6_K"
     larger = Counter(name.rsplit(".")[-1] for name, kind in types.items() if kind == "Q6_K")

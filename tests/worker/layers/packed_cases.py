@@ -26,27 +26,27 @@ HALVES = {  # where float16 numbers lie in a block
 
 
 def random_blocks(
-    gguf_type: str, shape: tuple[int, int], rng: np.random.Generator
+    block_type: str, shape: tuple[int, int], rng: np.random.Generator
 ) -> npt.NDArray[np.uint8]:
     """Blocks of random bits, with scales of both signs and a few orders of magnitude."""
-    num_blocks = shape[0] * shape[1] // BLOCK_TYPES[gguf_type][0]
-    raw = rng.integers(0, 256, (num_blocks, BLOCK_TYPES[gguf_type][1]), dtype=np.uint8)
-    if gguf_type == "MXFP4":  # and the least exponents, which floats have as subnormal numbers
+    num_blocks = shape[0] * shape[1] // BLOCK_TYPES[block_type][0]
+    raw = rng.integers(0, 256, (num_blocks, BLOCK_TYPES[block_type][1]), dtype=np.uint8)
+    if block_type == "MXFP4":  # and the least exponents, which floats have as subnormal numbers
         raw[:, 0] = rng.integers(120, 130, num_blocks, dtype=np.uint8)
         raw[::7, 0] = rng.integers(0, 4, len(raw[::7]), dtype=np.uint8)
-    if gguf_type == "IQ1_M":
+    if block_type == "IQ1_M":
         put_iq1_m_scales(raw, rng.normal(size=num_blocks).astype(np.float16))
-    for at in HALVES[gguf_type]:
+    for at in HALVES[block_type]:
         scales = rng.normal(size=num_blocks) * 10.0 ** rng.uniform(-3, 0, num_blocks)
         raw[:, at : at + 2] = scales.astype(np.float16).view(np.uint8).reshape(-1, 2)
-    if gguf_type.startswith("INT4"):  # a zero of 4 bits, or the one beside
+    if block_type.startswith("INT4"):  # a zero of 4 bits, or the one beside
         raw[:, 2] %= 17
     return raw.reshape(-1)
 
 
-def numbers_of(gguf_type: str, shape: tuple[int, int], raw: npt.NDArray[np.uint8]) -> torch.Tensor:
+def numbers_of(block_type: str, shape: tuple[int, int], raw: npt.NDArray[np.uint8]) -> torch.Tensor:
     """Dequantise without the kernels, float32 [out, in]."""
-    return packed_reference.dequantise(gguf_type, shape, raw)
+    return packed_reference.dequantise(block_type, shape, raw)
 
 
 def error_of(output: torch.Tensor, weight: torch.Tensor, x: torch.Tensor) -> float:

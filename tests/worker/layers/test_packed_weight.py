@@ -25,24 +25,24 @@ ROUNDED = 4e-3
 IN_FILE_BLOCKS = TYPES[TYPES.index("IQ1_S") : TYPES.index("TQ2_0")]
 """Types that products unpack, and multiply by the same code."""
 
-each_type = pytest.mark.parametrize("gguf_type", TYPES)
+each_type = pytest.mark.parametrize("block_type", TYPES)
 
 
 def rng_of(seed: int) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
-def weight_of(variant, gguf_type: str, shape: tuple[int, int], raw: np.ndarray) -> PackedWeight:
-    weight = PackedWeight(load_variant(variant), gguf_type, shape)
+def weight_of(variant, block_type: str, shape: tuple[int, int], raw: np.ndarray) -> PackedWeight:
+    weight = PackedWeight(load_variant(variant), block_type, shape)
     assert weight.put_blocks(0, raw) == shape[0]
     return weight
 
 
-def packed_of(variant, gguf_type: str, shape: tuple[int, int], seed: int = 0):
+def packed_of(variant, block_type: str, shape: tuple[int, int], seed: int = 0):
     """A random packed weight and its dequantised values."""
-    raw = random_blocks(gguf_type, shape, rng_of(seed))
-    weight = weight_of(variant, gguf_type, shape, raw)
-    return weight, numbers_of(gguf_type, shape, raw)
+    raw = random_blocks(block_type, shape, rng_of(seed))
+    weight = weight_of(variant, block_type, shape, raw)
+    return weight, numbers_of(block_type, shape, raw)
 
 
 def rows_of(num_rows: int, in_features: int, seed: int = 0) -> torch.Tensor:
@@ -53,16 +53,16 @@ def rows_of(num_rows: int, in_features: int, seed: int = 0) -> torch.Tensor:
     return torch.where(outliers, x * 50, x)
 
 
-def shape_of(gguf_type: str, out_features: int, units: int) -> tuple[int, int]:
+def shape_of(block_type: str, out_features: int, units: int) -> tuple[int, int]:
     """`units` of 32 inputs, or of 256 for the types whose blocks are that long."""
-    return out_features, BLOCK_TYPES[gguf_type][0] * units
+    return out_features, BLOCK_TYPES[block_type][0] * units
 
 
 @each_variant
 @each_type
-def test_rows_equal_the_dequantised_values(variant, gguf_type: str) -> None:
-    shape = shape_of(gguf_type, 77, 3)
-    weight, numbers = packed_of(variant, gguf_type, shape)
+def test_rows_equal_the_dequantised_values(variant, block_type: str) -> None:
+    shape = shape_of(block_type, 77, 3)
+    weight, numbers = packed_of(variant, block_type, shape)
     ids = torch.tensor([0, 76, 31, 32, 5, 5])
     assert torch.equal(weight.rows(ids, torch.float32), numbers[ids])
     for dtype in (torch.bfloat16, torch.float16):
@@ -80,33 +80,33 @@ def test_a_row_outside_the_weight_is_an_error(variant, ids: list[int]) -> None:
 
 @each_variant
 @each_type
-def test_products_match_float64(variant, gguf_type: str) -> None:
+def test_products_match_float64(variant, block_type: str) -> None:
     for seed, (out_features, units) in enumerate(((1, 1), (33, 2), (100, 5), (64, 3))):
-        shape = shape_of(gguf_type, out_features, units)
-        weight, numbers = packed_of(variant, gguf_type, shape, seed)
+        shape = shape_of(block_type, out_features, units)
+        weight, numbers = packed_of(variant, block_type, shape, seed)
         all_rows = (*range(1, 15), 17, 70, 133)
-        for num_rows in (1, 6, 133) if gguf_type in IN_FILE_BLOCKS else all_rows:
+        for num_rows in (1, 6, 133) if block_type in IN_FILE_BLOCKS else all_rows:
             x = rows_of(num_rows, shape[1], num_rows)
             assert error_of(weight.multiply(x), numbers, x) < EXACT, (shape, num_rows)
 
 
 @each_variant
 @each_type
-def test_products_of_the_largest_codes_do_not_overflow(variant, gguf_type: str) -> None:
+def test_products_of_the_largest_codes_do_not_overflow(variant, block_type: str) -> None:
     """All codes and activations at their largest magnitude, in all combinations of signs."""
-    shape = shape_of(gguf_type, 32, 2)
-    raw = random_blocks(gguf_type, shape, rng_of(1)).reshape(-1, 1)
+    shape = shape_of(block_type, 32, 2)
+    raw = random_blocks(block_type, shape, rng_of(1)).reshape(-1, 1)
     for code in (0x00, 0x7F, 0x80, 0xFF):
         filled = np.full_like(raw, code)
-        blocks = filled.reshape(shape[0] * shape[1] // BLOCK_TYPES[gguf_type][0], -1)
-        if gguf_type == "MXFP4":
+        blocks = filled.reshape(shape[0] * shape[1] // BLOCK_TYPES[block_type][0], -1)
+        if block_type == "MXFP4":
             blocks[:, 0] = 126
-        if gguf_type == "IQ1_M":
+        if block_type == "IQ1_M":
             put_iq1_m_scales(blocks, np.full(len(blocks), 0.5, np.float16))
-        for at in HALVES[gguf_type]:
+        for at in HALVES[block_type]:
             blocks[:, at : at + 2] = np.float16(0.5).view(np.uint16).reshape(1).view(np.uint8)
-        numbers = numbers_of(gguf_type, shape, blocks.reshape(-1))
-        weight = weight_of(variant, gguf_type, shape, blocks.reshape(-1))
+        numbers = numbers_of(block_type, shape, blocks.reshape(-1))
+        weight = weight_of(variant, block_type, shape, blocks.reshape(-1))
         for sign in (1.0, -1.0):
             x = torch.full((9, shape[1]), 3.0 * sign)
             assert error_of(weight.multiply(x), numbers, x) < EXACT
@@ -114,9 +114,9 @@ def test_products_of_the_largest_codes_do_not_overflow(variant, gguf_type: str) 
 
 @each_variant
 @each_type
-def test_a_row_does_not_depend_on_its_batch(variant, gguf_type: str) -> None:
-    shape = shape_of(gguf_type, 75, 3)
-    weight, _ = packed_of(variant, gguf_type, shape)
+def test_a_row_does_not_depend_on_its_batch(variant, block_type: str) -> None:
+    shape = shape_of(block_type, 75, 3)
+    weight, _ = packed_of(variant, block_type, shape)
     x = rows_of(140, shape[1])
     alone = torch.cat([weight.multiply(row[None]) for row in x])
     for num_rows in (*range(2, 20), 31, 32, 33, 64, 128, 129, 132, 133, 140):
@@ -126,9 +126,9 @@ def test_a_row_does_not_depend_on_its_batch(variant, gguf_type: str) -> None:
 
 @each_variant
 @each_type
-def test_results_do_not_depend_on_the_number_of_threads(variant, gguf_type: str) -> None:
-    shape = shape_of(gguf_type, 515, 2)
-    weight, _ = packed_of(variant, gguf_type, shape)
+def test_results_do_not_depend_on_the_number_of_threads(variant, block_type: str) -> None:
+    shape = shape_of(block_type, 515, 2)
+    weight, _ = packed_of(variant, block_type, shape)
     for num_rows in (1, 40):
         x = rows_of(num_rows, shape[1])
         outputs = []
@@ -143,10 +143,10 @@ def test_results_do_not_depend_on_the_number_of_threads(variant, gguf_type: str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_row_with_nan_or_infinity_affects_only_its_output(
-    variant, gguf_type: str, dtype: torch.dtype, value: float
+    variant, block_type: str, dtype: torch.dtype, value: float
 ) -> None:
-    shape = shape_of(gguf_type, 40, 2)
-    weight, _ = packed_of(variant, gguf_type, shape)
+    shape = shape_of(block_type, 40, 2)
+    weight, _ = packed_of(variant, block_type, shape)
     for num_rows in (1, 3, 8, 20):
         x = rows_of(num_rows, shape[1]).to(dtype)
         clean = weight.multiply(x)
@@ -258,7 +258,7 @@ def test_rows_are_quantised_like_the_reference(variant) -> None:
     assert torch.allclose(identity.multiply(x), expected, rtol=2e-7, atol=0)
 
 
-def test_supported_gguf_types_and_lengths() -> None:
+def test_supported_block_types_and_lengths() -> None:
     assert is_packable("Q4_1", 576)
     assert is_packable("Q6_K", 512)
     assert not is_packable("Q6_K", 576)
@@ -270,12 +270,12 @@ def test_supported_gguf_types_and_lengths() -> None:
 @each_variant
 def test_a_packed_weight_is_as_large_as_in_the_file(variant) -> None:
     """Except for the scales of Q4_K and Q5_K, which take 8 bits instead of 6."""
-    for gguf_type in ("IQ1_S", "IQ2_XXS", "IQ3_S", "TQ1_0"):
-        numbers, file_bytes = BLOCK_TYPES[gguf_type]
-        weight, _ = packed_of(variant, gguf_type, (64, 512))
+    for block_type in ("IQ1_S", "IQ2_XXS", "IQ3_S", "TQ1_0"):
+        numbers, file_bytes = BLOCK_TYPES[block_type]
+        weight, _ = packed_of(variant, block_type, (64, 512))
         assert weight.nbytes == 64 * 512 // numbers * file_bytes
-    for gguf_type, file_bytes in (("Q4_1", 20), ("Q5_0", 22), ("Q8_0", 34)):
-        weight, _ = packed_of(variant, gguf_type, (64, 64))
+    for block_type, file_bytes in (("Q4_1", 20), ("Q5_0", 22), ("Q8_0", 34)):
+        weight, _ = packed_of(variant, block_type, (64, 64))
         assert weight.nbytes == 64 * 2 * file_bytes
     assert packed_of(variant, "Q6_K", (32, 256))[0].nbytes == 32 * 210
     assert packed_of(variant, "Q4_K", (32, 256))[0].nbytes == 32 * 148

@@ -128,7 +128,7 @@ def perplexity_change(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("kind", QUANTISED)
-def test_packed_weights_of_every_gguf_type(kind: str, kernels: Kernels, tmp_path: Path) -> None:
+def test_packed_weights_of_every_block_type(kind: str, kernels: Kernels, tmp_path: Path) -> None:
     """In the memory of the file, where some scales have 6 bits, and NVFP4 has no factors."""
     prepared = prepared_gguf(tmp_path, kind)
     form = packed(kernels)

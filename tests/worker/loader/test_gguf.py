@@ -46,7 +46,7 @@ LLAMA3 = {
 
 
 @pytest.mark.parametrize("kind", [*PLAIN, *QUANTISED])
-def test_tensors_of_every_gguf_type_are_dequantised(kind: str) -> None:
+def test_tensors_of_every_block_type_are_dequantised(kind: str) -> None:
     rows = random_rows(kind, 37, 512, seed=1)
     entry = TensorEntry("t", kind, (37, 512), 0, 0, rows.nbytes)
     tensor = decode_gguf(entry, rows.reshape(-1))
@@ -73,7 +73,7 @@ def assert_close(logits: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("kind", [*PLAIN, *QUANTISED])
-def test_a_llama_of_every_gguf_type(kind: str, tmp_path: Path) -> None:
+def test_a_llama_of_every_block_type(kind: str, tmp_path: Path) -> None:
     config = LlamaConfig(**SIZES)
     with torch.no_grad():
         model, tensors = tiny(kind, config, permuted=True)

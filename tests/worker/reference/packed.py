@@ -49,13 +49,13 @@ def product(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return rounded_rows(x) @ weight.double().t()
 
 
-def dequantise(gguf_type: str, shape: tuple[int, int], raw: npt.NDArray[np.uint8]) -> torch.Tensor:
+def dequantise(block_type: str, shape: tuple[int, int], raw: npt.NDArray[np.uint8]) -> torch.Tensor:
     """float32 [out, in]: the numbers of the blocks; of a GGUF type by the `gguf` package."""
-    if gguf_type in _OWN:
-        return _OWN[gguf_type](raw).view(shape)
+    if block_type in _OWN:
+        return _OWN[block_type](raw).view(shape)
     import gguf
 
-    kind = gguf.GGMLQuantizationType[gguf_type]
+    kind = gguf.GGMLQuantizationType[block_type]
     rows = np.asarray(raw, dtype=np.uint8).reshape(shape[0], -1)
     numbers: npt.NDArray[np.float32] = gguf.quants.dequantize(rows, kind)
     return torch.from_numpy(numbers).view(shape)

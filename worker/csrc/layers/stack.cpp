@@ -262,11 +262,11 @@ class Layers {
     }
 
     //   heads   | query heads | key heads | value heads |   of a row
-    void attend(const TokendStackLayer& layer, const TokendAttentionCall& place) {
+    void attend(const TokendStackLayer& layer, const TokendAttentionCall& attention) {
         norm_heads(layer);
         clock_.lap();
         const int64_t head_bytes = stack_.head_dim * bytes_of(run_.dtype);
-        TokendAttentionLayer call = *place.layer;
+        TokendAttentionLayer call = *attention.layer;
         call.dtype = run_.dtype;
         call.query = space_.heads.memory;
         call.key = space_.heads.memory + stack_.num_heads * head_bytes;
@@ -275,13 +275,13 @@ class Layers {
         call.rotation = rotation(layer.rope_table, 0);
         call.sinks = layer.sinks;
         call.output = space_.attended.memory;
-        place.run(place.step, place.plan, &call);
+        attention.run(attention.step, attention.plan, &call);
         clock_.lap(run_.attention_ns);
     }
 
     //   inputs  | query, or its latent | latent | rotated |        heads  | latent | rotated | … of each head
     void attend_to_latents(const TokendStackLayer& layer, const TokendLatentAttention& latent,
-                           const TokendAttentionCall& place) {
+                           const TokendAttentionCall& attention) {
         const int64_t width = bytes_of(run_.dtype), query_size = latent.plain_size + latent.rotated_size;
         Rows queries = space_.inputs;
         if (latent.query_rank) {
@@ -305,7 +305,7 @@ class Layers {
         });
         multiply_heads(latent.keys, queries, query_size, space_.heads, stack_.head_dim);
         clock_.lap();
-        TokendAttentionLayer call = *place.layer;
+        TokendAttentionLayer call = *attention.layer;
         call.dtype = run_.dtype;
         call.query = space_.heads.memory;
         call.query_stride = space_.heads.stride / width;
@@ -315,7 +315,7 @@ class Layers {
         call.rotation = rotation(layer.rope_table, 0);
         call.sinks = nullptr;
         call.output = space_.attended.memory;
-        place.run(place.step, place.plan, &call);
+        attention.run(attention.step, attention.plan, &call);
         clock_.lap(run_.attention_ns);
         multiply_heads(latent.values, space_.attended, latent.rank, space_.values, latent.value_size);
     }
