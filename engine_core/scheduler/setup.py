@@ -205,6 +205,7 @@ class SchedulerParts:
             kv_cache,
             self.chunks,
             config.max_num_seqs,
+            config.max_num_seqs + num_draft_positions,
             rules_of(config, kv_cache, self.running, watermarks),
             self.gates,
             self.listeners,

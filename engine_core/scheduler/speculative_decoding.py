@@ -187,7 +187,9 @@ class SpeculativeDecoding:
             self._drafting.fill_drafts(candidates, limits, num_others)
         for request, limit in zip(candidates, limits, strict=True):
             if request.spec_token_ids:
-                room -= self._cut_draft(request, min(limit, room))
+                num_drafts = self._cut_draft(request, min(limit, room))
+                plan.num_draft_grants += num_drafts
+                room -= num_drafts
 
     def clear_drafts(self) -> None:
         """Forget drafts that were not planned: tokens in flight may contradict them."""
@@ -202,7 +204,9 @@ class SpeculativeDecoding:
             budget     |- one token of each that runs -|- prompts -|- drafts -|
             positions  |- one of each that runs or may be admitted -|- drafts -|
 
-        Prompt tokens go first, with a chunk of the head of the queue, so that drafts delay neither.
+        Prompt tokens go first, with a chunk of the first ready request, so that drafts delay
+        neither. A request that a gate releases in this step may find the positions taken and is
+        admitted in the next one (`AdmissionPass`).
         """
         num_running = len(self._running)
         num_ready = min(self._waiting.num_ready, self._max_num_seqs - num_running)
