@@ -309,8 +309,13 @@ class AdmissionPass:
         return plan.budget > 0 and (plan.prompt_budget > 0 or self._kv_transfer.connected)
 
     def _has_position(self, plan: StepPlan) -> bool:
-        """Return whether the step may sample a position more, beside those of drafts."""
-        return len(self._running) + plan.num_draft_grants < self._max_positions
+        """Return whether drafts leave a position for one more request; True where no seat is free.
+
+        Then a request can only be admitted in place of another one, and takes its position.
+        """
+        num_running = len(self._running)
+        has_seat = num_running < self._max_running
+        return not has_seat or num_running + plan.num_draft_grants < self._max_positions
 
     def _needs_prompt_tokens(self, candidate: Candidate) -> bool:
         """Return whether the tokens that a request computes are prompt tokens of the step.
