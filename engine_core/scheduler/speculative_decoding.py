@@ -17,9 +17,7 @@ With `--async-scheduling` a step is planned while the one before computes. A req
 flight verifies a draft is left out, because how many tokens it gets is unknown; all others are
 planned ahead as ever. A draft may follow a token in flight: its first token stands for that one,
 which the worker knows by the time it computes the rest. So requests without drafts lose no overlap,
-and the placeholders of a request are exact at every plan. The alternative, to schedule placeholders
-of drafts that the worker fills in, is for drafters on the device and would have the engine correct
-counters of steps in flight.
+and the placeholders of a request are exact at every plan.
 
 A model in the workers proposes drafts behind a step (engine_core/speculation/worker_proposals.py).
 It writes KV for tokens that are not scheduled yet, so the block tables need room for them:
@@ -66,8 +64,8 @@ class DraftKVIndex:
         recorded      h1  h2  h8          9 and 3 were drafted behind, 4 holds other tokens now
         present       |-------|
 
-    A loaded block has none, nor has a copy of an equal block. Where the record is wrong, a prefill
-    of the draft model costs more or less time than was planned.
+    Loaded blocks have none, nor have other blocks of equal content. Where the record is wrong, a
+    prefill of the draft model costs more or less time than was planned.
     """
 
     def __init__(self, kv_cache: KVCacheManager) -> None:
