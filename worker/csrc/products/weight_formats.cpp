@@ -14,7 +14,7 @@ namespace {
 int64_t max_prepared_bytes(int64_t num_rows, int64_t in_features) {
     const int64_t of_blocks = num_rows * (in_features / 32) * int64_t(sizeof(TokendQuantised));
     return std::max(
-        {of_blocks, tokend_code_bytes(num_rows, in_features), tokend_bf16_code_bytes(num_rows, in_features)});
+        {of_blocks, tokend_code_bytes(num_rows, in_features), tokend_bf16_prepared_bytes(num_rows, in_features)});
 }
 
 bool reads_bf16(int64_t format) { return format == TOKEND_BF16 || format == TOKEND_FP8; }
@@ -25,7 +25,7 @@ bool needs_prepared_input(int64_t format, int64_t dtype, int64_t in_features) {
 
 void prepare_input_row(int64_t format, int64_t dtype, int64_t in_features, int64_t num_rows, int64_t row, const void* x,
                        void* prepared) {
-    if (reads_bf16(format)) return code_bf16_row(dtype, in_features, row, x, prepared);
+    if (reads_bf16(format)) return prepare_bf16_row(dtype, in_features, row, x, prepared);
     TokendProduct product = {};
     product.input_dtype = dtype;
     product.input = x;
@@ -58,9 +58,9 @@ void multiply_prepared_input(const TokendLinearPart& part, int64_t dtype, int64_
         case TOKEND_ROTATED:
             return tokend_coded_product(static_cast<const TokendRotatedShape*>(part.weight), &product, prepared);
         case TOKEND_BF16:
-            return tokend_bf16_coded_product(static_cast<const TokendBf16Shape*>(part.weight), &product, prepared);
+            return tokend_bf16_prepared_product(static_cast<const TokendBf16Shape*>(part.weight), &product, prepared);
         case TOKEND_FP8:
-            return tokend_fp8_coded_product(static_cast<const TokendFp8Shape*>(part.weight), &product, prepared);
+            return tokend_fp8_prepared_product(static_cast<const TokendFp8Shape*>(part.weight), &product, prepared);
     }
 }
 
