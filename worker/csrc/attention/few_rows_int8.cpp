@@ -250,8 +250,9 @@ class FewRowsTask {
                 scores[r] = part == 0 ? dot * scale : multiply_add<16>(dot, scale, scores[r]);
             });
         }
-        float* to = head.scores + row * SHORT_SPLIT + begin_ + group * TOKEN_GROUP;
-        each<R>([&](auto r) { store<16>(to + r * SHORT_SPLIT, scores[r]); });
+        each<R>([&](auto r) {
+            store<16>(head.scores + (row + r) * SHORT_SPLIT + begin_ + group * TOKEN_GROUP, scores[r]);
+        });
     }
 
     // Converts scores to weights, and weights times the scales of V to bytes.
