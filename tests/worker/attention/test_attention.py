@@ -42,7 +42,7 @@ CASES = {
     "first token": Case(((0, 1),)),
     "one decode": Case(((37, 1),)),
     "decodes of all lengths": Case(((0, 1), (15, 1), (16, 1), (63, 1), (64, 1), (65, 1), (999, 1))),
-    "long decode in pieces": Case(((2100, 1),)),
+    "long decode in splits": Case(((2100, 1),)),
     "prompt": Case(((0, 200),)),
     "chunk after a long prefix": Case(((1500, 40),)),
     "mixed batch": Case(((100, 1), (0, 33), (7, 2), (257, 1), (40, 70))),
@@ -53,7 +53,7 @@ CASES = {
     "window of one token": Case(((40, 1), (0, 30)), window=1),
     "window, prompt": Case(((0, 200),), window=33),
     "window, chunk after a long prefix": Case(((1500, 40),), window=100),
-    "window over pieces of many rows": Case(((2500, 60),), window=2400),
+    "window over splits of many rows": Case(((2500, 60),), window=2400),
     "window, few rows across chunks": Case(((300, 2), (63, 7)), window=65, num_heads=3),
     "window, one kv head, wide": Case(
         ((2100, 1), (700, 50)), num_heads=4, num_kv_heads=1, head_dim=256, window=512
@@ -65,11 +65,11 @@ CASES = {
     "head_dim 128, group of 4": Case(((300, 70), (513, 1)), 8, 2, 128),
     "head_dim 32, group of 12": Case(((70, 40), (1100, 1)), 12, 1, 32),
     "head_dim 96": Case(((270, 40), (300, 1)), head_dim=96),
-    "prompt of several pieces": Case(((0, 600),), num_heads=3, num_kv_heads=1),
-    "decodes of many pieces, ten kv heads": Case(
+    "prompt of several splits": Case(((0, 600),), num_heads=3, num_kv_heads=1),
+    "decodes of many splits, ten kv heads": Case(
         ((700, 1), (900, 1), (600, 2), (300, 8), (30, 1)), num_heads=20, num_kv_heads=10
     ),
-    "decodes of many pieces, window, soft cap": Case(
+    "decodes of many splits, window, soft cap": Case(
         ((700, 1), (1300, 3), (900, 2), (30, 1), (511, 1)), window=515, soft_cap=2.0, block_size=32
     ),
     "soft cap": Case(((700, 1), (90, 2), (3, 40)), soft_cap=1.5),
@@ -91,7 +91,7 @@ CASES = {
     "both directions, window, one kv head, wide": Case(
         ((0, 90), (0, 600)), 3, 1, 256, window=257, bidirectional=True
     ),
-    "both directions, several spans": Case(
+    "both directions, several long splits": Case(
         ((0, 1300), (0, 9)), num_heads=2, num_kv_heads=1, soft_cap=2.0, bidirectional=True
     ),
     "many decodes before a long chunk": Case((*((40, 1),) * 41, (1100, 40))),

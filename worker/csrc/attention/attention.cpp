@@ -1,12 +1,38 @@
 // Causal attention over paged K and V with an online softmax in float32
-// (Milakov, Gimelshein 2018; the pieces of a long context as in Flash-Decoding).
+// (Milakov, Gimelshein 2018), long contexts split as in Flash-Decoding.
 //
-// For each row a piece of a tile computes the output before it is normalised, the largest raw score
-// and the sum of weights; several pieces are merged afterwards.
+// A tile is some query rows of a sequence under one KV head. Its KV tokens are cut into splits. A
+// task, the work that a thread takes, is one split of a tile, or of several heads' tiles of the same
+// queries:
+//
+//   tile 0    | split 0 | split 1 | split 2 | …    merged into the rows of tile 0
+//   tile 1    | split 0 | split 1 | split 2 | …    merged into the rows of tile 1
+//
+// A task has a result for each row: the output before it is normalised, the largest raw score, and
+// the sum of weights. Those of several splits are kept as partial results and merged afterwards.
+//
+// All cuts are at fixed positions of the sequence, whatever part of it is computed together, so that
+// a row adds up the same numbers in the same order alone, in a batch and in any chunk of its prompt:
+//
+//   token          0        64       128      192      256        512        768        1024
+//   token group    |-|-|-|-|                                                                  16
+//   chunk          |--------|--------|--------|--------|                                      64
+//   short split    |-----------------------------------|----------|----------|----------|     256
+//   long split     |--------------------------------------------------------------------|     1024
+//
+//   token group    what kernels that read pages in place take together, if each lies in one page
+//   chunk          step of the online softmax in kernels that compute in float32 (few_rows.h, many_rows.h);
+//                  the others take one softmax over a short split
+//   short split    the split of a tile of few rows: reading KV limits it, and one sequence must be
+//                  enough work for all threads
+//   long split     the split of a tile of many rows, which merges its short splits itself
+//
+// In both kinds of tiles, short splits are merged into their long split from left to right, and long
+// splits into the row.
 #include "attention/attention.h"
 #include "attention/few_rows.h"
+#include "attention/kv_split.h"
 #include "attention/many_rows.h"
-#include "attention/piece.h"
 #include "attention/softmax.h"
 #include "attention/token_rows.h"
 #include "common/team.h"
@@ -18,48 +44,48 @@ namespace tokend {
 namespace {
 
 template <class C>
-void compute_piece(const Piece& piece, const Piece& following, const TokendAttentionSchedule* plan, int64_t index,
+void compute_split(const KVSplit& split, const KVSplit& following, const TokendAttentionSchedule* plan, int64_t index,
                    Scratch& scratch) {
-    if (piece.rows <= PIECE_ROWS && attend_few_in_bfloat16(piece, following, plan, index, scratch)) return;
-    if (attend_in_bfloat16(piece, plan, index, scratch)) return;
-    if (piece.rows <= FEW_ROWS) return attend_few<C>(piece, following, plan, index, scratch);
-    ManyRows<C> tile(piece, scratch);
-    tile.compute(piece);
-    for (int64_t row = 0; row < piece.rows; row++) {
+    if (split.rows <= SHORT_SPLIT_ROWS && attend_few_in_bfloat16(split, following, plan, index, scratch)) return;
+    if (attend_in_bfloat16(split, plan, index, scratch)) return;
+    if (split.rows <= FEW_ROWS) return attend_few<C>(split, following, plan, index, scratch);
+    ManyRows<C> tile(split, scratch);
+    tile.compute(split);
+    for (int64_t row = 0; row < split.rows; row++) {
         float* output = tile.keys;  // unused by now, and large enough for a row
-        for (int64_t dim = 0; dim < piece.head_dim; dim++) output[dim] = tile.all.output[dim * tile.width + row];
-        leave_row(piece, plan, index, row, {output, tile.all.best[row], tile.all.total[row]});
+        for (int64_t dim = 0; dim < split.head_dim; dim++) output[dim] = tile.all.output[dim * tile.width + row];
+        write_result(split, plan, index, row, {output, tile.all.best[row], tile.all.total[row]});
     }
 }
 
 // Computes one task: all of its heads together, or one after the other.
 template <class C>
-void compute_task(const Piece& first, int64_t heads, const Piece& following, const TokendAttentionSchedule* plan, int64_t index,
-                  Scratch& scratch) {
-    if (first.rows <= PIECE_ROWS && attend_few_in_int8(first, heads, following, plan, index, scratch)) return;
+void compute_task(const KVSplit& first, int64_t heads, const KVSplit& following, const TokendAttentionSchedule* plan,
+                  int64_t index, Scratch& scratch) {
+    if (first.rows <= SHORT_SPLIT_ROWS && attend_few_in_int8(first, heads, following, plan, index, scratch)) return;
     for (int64_t head = 0; head < heads; head++) {
-        const Piece piece = first.of_head(head);
-        compute_piece<C>(piece, head + 1 < heads ? first.of_head(head + 1) : following, plan, index, scratch);
+        const KVSplit split = first.of_head(head);
+        compute_split<C>(split, head + 1 < heads ? first.of_head(head + 1) : following, plan, index, scratch);
     }
 }
 
-// Merges the partial results of one row of a tile: pieces to spans, spans to the row.
+// Merges the partial results of one row of a tile: short splits into long ones, long splits into the row.
 //   memory: 2 * head_dim floats
-void join_row(const Piece& piece, const TokendAttentionSchedule* plan, int64_t row, float* memory) {
-    const int64_t head_dim = piece.head_dim, width = partial_width(head_dim), piece_len = piece.tile->piece_len;
-    const float* part = plan->partials + (piece.tile->partial_row + row) * width;
-    RowResult all = {memory, 0, 0}, span = {memory + head_dim, 0, 0};
+void merge_row(const KVSplit& split, const TokendAttentionSchedule* plan, int64_t row, float* memory) {
+    const int64_t head_dim = split.head_dim, width = partial_width(head_dim), split_len = split.tile->split_len;
+    const float* part = plan->partials + (split.tile->partial_row + row) * width;
+    RowResult all = {memory, 0, 0}, long_split = {memory + head_dim, 0, 0};
     all.clear(head_dim);
-    span.clear(head_dim);
-    int64_t end = piece.begin / piece_len * piece_len;
-    for (int64_t index = 0; index < piece.tile->pieces; index++, part += piece.rows * width) {
-        end += piece_len;
-        span.fold(part, part[head_dim], part[head_dim + 1], head_dim, piece.scale);
-        if (end % SPAN != 0 && index + 1 < piece.tile->pieces) continue;
-        all.fold(span.output, span.best, span.total, head_dim, piece.scale);
-        span.clear(head_dim);
+    long_split.clear(head_dim);
+    int64_t end = split.begin / split_len * split_len;
+    for (int64_t index = 0; index < split.tile->num_splits; index++, part += split.rows * width) {
+        end += split_len;
+        long_split.fold(part, part[head_dim], part[head_dim + 1], head_dim, split.scale);
+        if (end % LONG_SPLIT != 0 && index + 1 < split.tile->num_splits) continue;
+        all.fold(long_split.output, long_split.best, long_split.total, head_dim, split.scale);
+        long_split.clear(head_dim);
     }
-    finish_row(piece, row, all);
+    finish_row(split, row, all);
 }
 
 // Writes the rotated K and the V of one token to its page; in latent attention only K.
@@ -88,8 +114,8 @@ constexpr int64_t RUNS_PER_THREAD = 8;
 
 template <class C>
 void run(const TokendAttentionStep* step, const TokendAttentionSchedule* plan, const TokendAttentionLayer* layer) {
-    const auto piece_of = [&](const TokendTask& task) {
-        return Piece(step, layer, plan->tiles + task.tile, task.piece);
+    const auto split_of = [&](const TokendTask& task) {
+        return KVSplit(step, layer, plan->tiles + task.tile, task.split);
     };
     in_team(plan->num_elements > PARALLEL_ELEMENTS, [&] {
         static thread_local Scratch scratch;
@@ -107,16 +133,16 @@ void run(const TokendAttentionStep* step, const TokendAttentionSchedule* plan, c
                 const int64_t end = std::min<int64_t>(run + grain, round.tasks_end);
                 for (int64_t index = run; index < end; index++) {
                     const TokendTask &task = plan->tasks[index], &next = plan->tasks[std::min(index + 1, end - 1)];
-                    compute_task<C>(piece_of(task), task.heads, piece_of(next), plan, task.piece, scratch);
+                    compute_task<C>(split_of(task), task.heads, split_of(next), plan, task.split, scratch);
                 }
             }
             if (plan->num_partial_rows > 0) {
 #pragma omp for schedule(static)
                 for (int64_t index = done.tiles_end; index < round.tiles_end; index++) {
-                    if (plan->tiles[index].pieces == 1) continue;
-                    const Piece piece(step, layer, plan->tiles + index, 0);
+                    if (plan->tiles[index].num_splits == 1) continue;
+                    const KVSplit split(step, layer, plan->tiles + index, 0);
                     float* sum = scratch.floats(2 * step->head_dim);
-                    for (int64_t row = 0; row < piece.rows; row++) join_row(piece, plan, row, sum);
+                    for (int64_t row = 0; row < split.rows; row++) merge_row(split, plan, row, sum);
                 }
             }
             done = round;

@@ -36,8 +36,8 @@ struct TokendAttentionStep {
 // A tile: neighbouring queries of one sequence under one KV head.
 //   rows:     query_count * group_size, row = query * group_size + head in group
 //   kv_begin, kv_end: tokens that at least one of the queries sees
-//   pieces:   number of parts of this range, cut at multiples of piece_len (piece.h)
-//   partial_row: first row of its partial results, if it has several pieces
+//   num_splits: parts of this range, cut at multiples of split_len (drawn in attention.cpp)
+//   partial_row: first row of its partial results, if it has several splits
 struct TokendTile {
     int32_t seq;
     int32_t kv_head;
@@ -45,16 +45,16 @@ struct TokendTile {
     int32_t query_count;
     int32_t kv_begin;
     int32_t kv_end;
-    int32_t pieces;
-    int32_t piece_len;
+    int32_t num_splits;
+    int32_t split_len;
     int32_t partial_row;
 };
 
-// A piece of `heads` neighbouring tiles: the same queries and tokens under KV heads that are
-// adjacent in the pages.
+// What a thread computes at a time: one split of `heads` neighbouring tiles, the same queries and
+// tokens under KV heads that are adjacent in the pages.
 struct TokendTask {
     int32_t tile;
-    int32_t piece;
+    int32_t split;
     int32_t heads;
 };
 

@@ -1,19 +1,19 @@
 // Shared by the kernels with products of bfloat16: rows of K and V in the layout of their products,
 // and the arithmetic of the softmax.
 //
-// The layout is that of the tile unit. A product of tiles is c [16, 16] += a [16, 32] . b [32, 16]. Neighbours along the inner dimension
-// share a word of 32 bits:
+// The layout is that of the tile unit. A product of tiles is c [16, 16] += a [16, 32] . b [32, 16].
+// Neighbours along the inner dimension share a word of 32 bits:
 //
 //   a   16 rows of 16 words          b   16 rows (one word of the inner dimension) of 16 columns
 //
 // Scores are K . Q^T, so rows of K in a page are an `a`. Rows of an int8 page are converted in two
 // halves of 32 dims, dim d beside d + 16, and the query has the same order.
 //
-// The softmax is that of a whole piece (piece.h): the largest score first, then weights,
-// which become bfloat16, and products of all its tokens into one float32 sum. Pieces are folded.
+// The softmax is that of a whole short split (drawn in attention.cpp): the largest score first, then
+// weights, which become bfloat16, and products of all its tokens into one float32 sum.
 #pragma once
 
-#include "attention/piece.h"
+#include "attention/kv_split.h"
 #include "attention/softmax.h"
 
 #if defined(__AVX512BF16__)
@@ -25,9 +25,9 @@ constexpr int64_t TILE_WORDS = 256;
 constexpr int64_t INNER = 32;       // numbers in a row of a tile; divides SCALED_DIMS
 
 // Whether these kernels support the layer: whole tiles, and results not required in float32.
-inline bool suits_bfloat16(const Piece& piece) {
-    const TokendAttentionLayer* layer = piece.layer;
-    return layer->dtype == TOKEND_BFLOAT16 && piece.head_dim % INNER == 0 && piece.rotary_dim % INNER == 0 &&
+inline bool suits_bfloat16(const KVSplit& split) {
+    const TokendAttentionLayer* layer = split.layer;
+    return layer->dtype == TOKEND_BFLOAT16 && split.head_dim % INNER == 0 && split.rotary_dim % INNER == 0 &&
            (layer->cache_dtype == TOKEND_BFLOAT16 || layer->cache_dtype == TOKEND_INT8);
 }
 
@@ -62,15 +62,15 @@ TOKEND_INLINE void pair_dims(const int8_t* row, int64_t head_dim, uint32_t* word
 
 // The query of a row, rotated (token_rows.h) and rounded, in the order of the keys.
 template <class C>
-TOKEND_INLINE void pair_query(const Piece& piece, int64_t row, uint32_t* words) {
-    const int64_t token = piece.token(row), head_dim = piece.head_dim, half = piece.rotary_dim / 2;
-    const int64_t kept = head_dim - piece.rotary_dim;
-    const auto* query = static_cast<const bfloat16*>(piece.layer->query) + token * piece.layer->query_stride +
-                        piece.head(row) * head_dim;
-    const float* rotation = piece.layer->rotation + token * piece.rotary_dim;
-    auto* turned = reinterpret_cast<bfloat16*>(words);
-    std::copy_n(query, kept, turned);
-    auto *first = turned + kept, *second = first + half;
+TOKEND_INLINE void pair_query(const KVSplit& split, int64_t row, uint32_t* words) {
+    const int64_t token = split.token(row), head_dim = split.head_dim, half = split.rotary_dim / 2;
+    const int64_t kept = head_dim - split.rotary_dim;
+    const auto* query = static_cast<const bfloat16*>(split.layer->query) + token * split.layer->query_stride +
+                        split.head(row) * head_dim;
+    const float* rotation = split.layer->rotation + token * split.rotary_dim;
+    auto* rotated = reinterpret_cast<bfloat16*>(words);
+    std::copy_n(query, kept, rotated);
+    auto *first = rotated + kept, *second = first + half;
     for (int64_t dim = 0; dim < half; dim += 16) {
         const F<16> a = load<16>(query + kept + dim), b = load<16>(query + kept + half + dim);
         const F<16> cosine = load<16>(rotation + dim), sine = load<16>(rotation + half + dim);
@@ -79,20 +79,20 @@ TOKEND_INLINE void pair_query(const Piece& piece, int64_t row, uint32_t* words) 
     }
     if constexpr (QUANTISED<C>) {
         for (int64_t dim = 0; dim < head_dim; dim += INNER) {
-            const F<16> low = load<16>(turned + dim), high = load<16>(turned + dim + 16);
+            const F<16> low = load<16>(rotated + dim), high = load<16>(rotated + dim + 16);
             _mm512_storeu_si512(words + dim / 2, pair_exact((__m512)low, (__m512)high));
         }
     }
 }
 
-// As leave_row, for a bfloat16 output.
-inline void leave_bfloat16(const Piece& piece, const TokendAttentionSchedule* plan, int64_t index, int64_t row,
-                           const RowResult& result) {
-    if (piece.tile->pieces != 1) return leave_row(piece, plan, index, row, result);
-    const int64_t at = piece.token(row) * piece.step->num_heads + piece.head(row);
-    auto* to = static_cast<bfloat16*>(piece.layer->output) + at * piece.value_dim;
-    const float total = whole_total(piece, row, result);
-    for (int64_t dim = 0; dim < piece.value_dim; dim += 16) store<16>(to + dim, load<16>(result.output + dim) / total);
+// write_result for a bfloat16 output.
+inline void write_bfloat16_result(const KVSplit& split, const TokendAttentionSchedule* plan, int64_t index, int64_t row,
+                                  const RowResult& result) {
+    if (split.tile->num_splits != 1) return write_result(split, plan, index, row, result);
+    const int64_t at = split.token(row) * split.step->num_heads + split.head(row);
+    auto* to = static_cast<bfloat16*>(split.layer->output) + at * split.value_dim;
+    const float total = whole_total(split, row, result);
+    for (int64_t dim = 0; dim < split.value_dim; dim += 16) store<16>(to + dim, load<16>(result.output + dim) / total);
 }
 
 // V of two neighbouring tokens, one word per dim; `head_dim` words. For bfloat16 every 32 dims are
@@ -172,62 +172,62 @@ TOKEND_INLINE void transpose(const uint32_t* from, int64_t stride, uint32_t* to,
     each<16>([&](auto row) { _mm512_storeu_si512(to + row * to_stride, rows[row]); });
 }
 
-// ---- the tokens of a piece ---------------------------------------------------------
+// ---- the tokens of a short split ---------------------------------------------------
 
-// K and V of one piece in groups of 16 contiguous tokens; missing tokens are zeros.
+// K and V of one short split in groups of 16 contiguous tokens; missing tokens are zeros.
 template <class C>
-struct Groups {
-    static constexpr int64_t COUNT = PIECE / TILE;
+struct TokenGroups {
+    static constexpr int64_t SPLIT_GROUPS = SHORT_SPLIT / TILE;
 
-    int64_t start, from, to;  // the cut before the piece, and its tokens
-    const C* keys[COUNT];
-    const C* values[COUNT];
-    alignas(64) float key_scales[QUANTISED<C> ? MOST_SCALES * PIECE : 1];  // [part, PIECE]
-    alignas(64) float value_scales[QUANTISED<C> ? MOST_SCALES * PIECE : 1];
+    int64_t start, from, to;  // the cut before the short split, and its tokens
+    const C* keys[SPLIT_GROUPS];
+    const C* values[SPLIT_GROUPS];
+    alignas(64) float key_scales[QUANTISED<C> ? MOST_SCALES * SHORT_SPLIT : 1];  // [part, SHORT_SPLIT]
+    alignas(64) float value_scales[QUANTISED<C> ? MOST_SCALES * SHORT_SPLIT : 1];
 
-    static constexpr int64_t copy_size(int64_t head_dim) { return 2 * PIECE * head_dim; }
+    static constexpr int64_t copy_size(int64_t head_dim) { return 2 * SHORT_SPLIT * head_dim; }
 
     // Steps of 32 tokens with at least one token: [first_step, end_step).
     int64_t first_step() const { return (from - start) / INNER; }
     int64_t end_step() const { return (to - start + INNER - 1) / INNER; }
 
-    // Tokens [begin, end) of a piece. `copy`: copy_size(head_dim) elements, for rows that are not
+    // Tokens [begin, end) of one short split. `copy`: copy_size(head_dim) elements, for rows that are not
     // contiguous in a page.
-    void locate(const Piece& piece, int64_t begin, int64_t end, C* copy) {
-        start = begin / PIECE * PIECE;
+    void locate(const KVSplit& split, int64_t begin, int64_t end, C* copy) {
+        start = begin / SHORT_SPLIT * SHORT_SPLIT;
         from = begin;
         to = end;
         const int64_t first = first_step() * 2, last = end_step() * 2;
-        if (piece.step->block_size % TILE == 0) {
+        if (split.step->block_size % TILE == 0) {
             // The groups at both ends may be incomplete.
             const int64_t whole = (from - start + TILE - 1) / TILE, whole_end = (to - start) / TILE;
-            piece.each_group<C>(start + whole * TILE, start + whole_end * TILE,
+            split.each_group<C>(start + whole * TILE, start + whole_end * TILE,
                                 [&](int64_t group, const C* key_rows, const C* value_rows, int64_t) {
                                     keys[whole + group] = key_rows;
                                     values[whole + group] = value_rows;
                                 });
             for (int64_t group = first; group < last; group++)
-                if (group < whole || group >= whole_end) locate_group(piece, group, copy);
+                if (group < whole || group >= whole_end) locate_group(split, group, copy);
         } else {
-            for (int64_t group = first; group < last; group++) locate_group(piece, group, copy);
+            for (int64_t group = first; group < last; group++) locate_group(split, group, copy);
         }
         if constexpr (QUANTISED<C>) {
-            std::fill_n(key_scales, num_scales(piece.head_dim) * PIECE, 0.0f);
-            std::fill_n(value_scales, num_scales(piece.head_dim) * PIECE, 0.0f);
-            piece.scales(from, to, PIECE, key_scales + (from - start), value_scales + (from - start));
+            std::fill_n(key_scales, num_scales(split.head_dim) * SHORT_SPLIT, 0.0f);
+            std::fill_n(value_scales, num_scales(split.head_dim) * SHORT_SPLIT, 0.0f);
+            split.scales(from, to, SHORT_SPLIT, key_scales + (from - start), value_scales + (from - start));
         }
     }
 
   private:
-    void locate_group(const Piece& piece, int64_t group, C* copy) {
-        const int64_t head_dim = piece.head_dim, first = start + group * TILE;
+    void locate_group(const KVSplit& split, int64_t group, C* copy) {
+        const int64_t head_dim = split.head_dim, first = start + group * TILE;
         const int64_t low = std::clamp(from, first, first + TILE), high = std::clamp(to, first, first + TILE);
         const C *key_rows[TILE], *value_rows[TILE];
         C *key_copy = copy + group * 2 * TILE * head_dim, *value_copy = key_copy + TILE * head_dim;
         std::memset(static_cast<void*>(key_copy), 0, 2 * TILE * head_dim * sizeof(C));
         keys[group] = key_copy;
         values[group] = value_copy;
-        piece.locate(low, high, key_rows, value_rows);
+        split.locate(low, high, key_rows, value_rows);
         for (int64_t token = low; token < high; token++) {
             std::copy_n(key_rows[token - low], head_dim, key_copy + (token - first) * head_dim);
             std::copy_n(value_rows[token - low], head_dim, value_copy + (token - first) * head_dim);
@@ -236,20 +236,20 @@ struct Groups {
 };
 
 // Prefetches rows a few lines at a time, in the order of use and some groups ahead of it, so that
-// memory never waits for arithmetic: K and V of the piece, then of the next one. Groups that cross
+// memory never waits for arithmetic: K and V of the split, then of the next one. Groups that cross
 // pages are skipped.
 //
 // Lines go to the L2 cache; with `near`, also to the L1 cache one group before their use. Asking memory
 // for lines of the L1 cache at once reads at half the rate on a Zen 4.
-struct Ahead {
-    static constexpr int64_t LINES = 4;
+struct GroupPrefetcher {
+    static constexpr int64_t LINES_PER_FETCH = 4;
 
-    const char* parts[4 * PIECE / TILE];  // 16 rows per entry
+    const char* parts[4 * SHORT_SPLIT / TILE];  // 16 rows per entry
     int64_t count = 0, index = 0, at = 0, size;
     int64_t distance;  // in groups
     bool near;
 
-    Ahead(const Piece& now, const Piece& following, int64_t groups, bool near_too)
+    GroupPrefetcher(const KVSplit& now, const KVSplit& following, int64_t groups, bool near_too)
         : size(TILE * now.head_dim * sizeof(bfloat16)), distance(groups), near(near_too) {
         if (now.step->block_size % TILE != 0) return;
         append(now);
@@ -257,28 +257,28 @@ struct Ahead {
         if (following.tile != now.tile || following.begin != now.begin) append(following);
     }
 
-    // Appends K and V of a piece, or of the first PIECE tokens of a longer one.
-    void append(const Piece& piece) {
-        const int64_t from = piece.begin / TILE * TILE, end = next_cut(piece.begin, PIECE, piece.end);
+    // Appends K and V of a split, or of the first SHORT_SPLIT tokens of a longer one.
+    void append(const KVSplit& split) {
+        const int64_t from = split.begin / TILE * TILE, end = next_cut(split.begin, SHORT_SPLIT, split.end);
         const int64_t groups = (end - from + TILE - 1) / TILE;
         const char** to = parts + count;
-        piece.each_group<bfloat16>(from, end, [&](int64_t group, const bfloat16* keys, const bfloat16* values, int64_t) {
+        split.each_group<bfloat16>(from, end, [&](int64_t group, const bfloat16* keys, const bfloat16* values, int64_t) {
             to[group] = reinterpret_cast<const char*>(keys);
             to[groups + group] = reinterpret_cast<const char*>(values);
         });
         count += 2 * groups;
     }
 
-    // `count` times LINES lines.
+    // Prefetches `times` times LINES_PER_FETCH lines.
     TOKEND_INLINE void fetch(int64_t times) {
         for (int64_t i = 0; i < times && index < count; i++) {
             const char* lines = parts[index] + at;
-            for (int64_t line = 0; line < LINES; line++) __builtin_prefetch(lines + line * 64, 0, 2);
+            for (int64_t line = 0; line < LINES_PER_FETCH; line++) __builtin_prefetch(lines + line * 64, 0, 2);
             if (near) {
                 const char* next = parts[index - distance + 1] + at;
-                for (int64_t line = 0; line < LINES; line++) __builtin_prefetch(next + line * 64, 0, 3);
+                for (int64_t line = 0; line < LINES_PER_FETCH; line++) __builtin_prefetch(next + line * 64, 0, 3);
             }
-            at += LINES * 64;
+            at += LINES_PER_FETCH * 64;
             if (at >= size) {
                 at = 0;
                 index++;
@@ -295,9 +295,9 @@ TOKEND_INLINE const void* key_tile(const int8_t* rows, int64_t head_dim, uint32_
     return copy;
 }
 
-// Tokens of a piece whose V has NaN or infinity.
+// Tokens of a short split whose V has NaN or infinity.
 struct NonfiniteTokens {
-    uint64_t bits[PIECE / 64] = {};
+    uint64_t bits[SHORT_SPLIT / 64] = {};
 
     bool any() const { return (bits[0] | bits[1] | bits[2] | bits[3]) != 0; }
     void set(int64_t token) { bits[token / 64] |= uint64_t(1) << token % 64; }
@@ -308,7 +308,7 @@ struct NonfiniteTokens {
 // and infinity are replaced by zero, because zero times NaN is NaN and must not reach rows that do
 // not see the token.
 template <class C>
-TOKEND_INLINE void pack_values(const Groups<C>& groups, int64_t step, int64_t head_dim, int64_t dim, int64_t dims,
+TOKEND_INLINE void pack_values(const TokenGroups<C>& groups, int64_t step, int64_t head_dim, int64_t dim, int64_t dims,
                                bool zero_nonfinite, NonfiniteTokens& nonfinite, C* clean, uint32_t* words, auto fetch) {
     for (int64_t token = 0; token < INNER; token += 2, words += dims) {
         fetch(token);

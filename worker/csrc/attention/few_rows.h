@@ -5,7 +5,7 @@
 // chunk of a prompt.
 #pragma once
 
-#include "attention/piece.h"
+#include "attention/kv_split.h"
 #include "attention/softmax.h"
 
 namespace tokend {
@@ -126,13 +126,13 @@ struct Chunk {
     alignas(64) float key_scales[QUANTISED<C> ? MOST_SCALES * CHUNK : 1];  // [part, CHUNK]
     alignas(64) float value_scales[QUANTISED<C> ? MOST_SCALES * CHUNK : 1];
 
-    // Tokens past the end of the piece are not used; their rows are the first ones of `following`,
+    // Tokens past the end of the split are not used; their rows are the first ones of `following`,
     // to be prefetched. Scores are computed several at a time: entries past the last row repeat a
     // readable one.
-    void locate(const Piece& piece, int64_t start, const Piece& following) {
+    void locate(const KVSplit& split, int64_t start, const KVSplit& following) {
         from = start;
-        count = next_cut(from, CHUNK, piece.end) - from;
-        const Piece& source = count > 0 ? piece : following;
+        count = next_cut(from, CHUNK, split.end) - from;
+        const KVSplit& source = count > 0 ? split : following;
         const int64_t begin = count > 0 ? from : following.begin;
         const int64_t rows = next_cut(begin, CHUNK, source.end) - begin;
         source.locate(begin, begin + rows, keys, values);
@@ -141,10 +141,10 @@ struct Chunk {
     }
 
     // Read when needed, not when located: until then the pages are being prefetched.
-    void load_scales(const Piece& piece) {
+    void load_scales(const KVSplit& split) {
         if constexpr (QUANTISED<C>) {
-            piece.scales(from, from + count, CHUNK, key_scales, value_scales);
-            for (int64_t part = 0; part < num_scales(piece.head_dim); part++) {
+            split.scales(from, from + count, CHUNK, key_scales, value_scales);
+            for (int64_t part = 0; part < num_scales(split.head_dim); part++) {
                 std::fill_n(key_scales + part * CHUNK + count, CHUNK - count, 0.0f);
                 std::fill_n(value_scales + part * CHUNK + count, CHUNK - count, 0.0f);
             }
@@ -162,14 +162,14 @@ struct FewRows {
     float total[FEW_ROWS];
     float* output;  // [rows, head_dim]
 
-    FewRows(const Piece& piece, Scratch& scratch) : window(piece.window) {
-        const int64_t size = piece.rows * piece.head_dim;
+    FewRows(const KVSplit& split, Scratch& scratch) : window(split.window) {
+        const int64_t size = split.rows * split.head_dim;
         output = scratch.floats(2 * size);
-        for (int64_t row = 0; row < piece.rows; row++) {
-            float* query = output + size + row * piece.head_dim;
-            piece.rotated_query(row, query);
+        for (int64_t row = 0; row < split.rows; row++) {
+            float* query = output + size + row * split.head_dim;
+            split.rotated_query(row, query);
             queries[row] = query;
-            limits[row] = piece.limit(row);
+            limits[row] = split.limit(row);
             best[row] = NO_SCORE;
             total[row] = 0.0f;
         }
@@ -178,42 +178,42 @@ struct FewRows {
 
     // N divides head_dim; R is the most rows that share a pass over a chunk.
     template <int N, int R>
-    void compute(const Piece& piece, const Piece& following) {
+    void compute(const KVSplit& split, const KVSplit& following) {
         Chunk<C> chunks[2];
-        chunks[0].locate(piece, piece.begin, following);
+        chunks[0].locate(split, split.begin, following);
         for (int64_t index = 0; chunks[index % 2].count > 0; index++) {
             Chunk<C>& now = chunks[index % 2];
             Chunk<C>& next = chunks[(index + 1) % 2];
-            now.load_scales(piece);
-            next.locate(piece, now.from + now.count, following);
-            attend_from<N, R>(0, piece, now, next);
+            now.load_scales(split);
+            next.locate(split, now.from + now.count, following);
+            attend_from<N, R>(0, split, now, next);
         }
     }
 
   private:
     // Rows from `row` on, R at a time, then the rest by smaller numbers.
     template <int N, int R>
-    void attend_from(int64_t row, const Piece& piece, const Chunk<C>& now, const Chunk<C>& next) {
-        for (; row + R <= piece.rows; row += R) attend<N, R>(row, now, next, piece);
+    void attend_from(int64_t row, const KVSplit& split, const Chunk<C>& now, const Chunk<C>& next) {
+        for (; row + R <= split.rows; row += R) attend<N, R>(row, now, next, split);
         if constexpr (R > 1) {
-            if (row < piece.rows) attend_from<N, R - 1>(row, piece, now, next);
+            if (row < split.rows) attend_from<N, R - 1>(row, split, now, next);
         }
     }
 
     // Accumulates a chunk into R rows.
     template <int N, int R>
-    TOKEND_FLATTEN void attend(int64_t row, const Chunk<C>& now, const Chunk<C>& next, const Piece& piece) {
+    TOKEND_FLATTEN void attend(int64_t row, const Chunk<C>& now, const Chunk<C>& next, const KVSplit& split) {
         alignas(64) float scores[R * CHUNK];
         float rescale[R];
         bool all_seen = true;
-        const int64_t head_dim = piece.head_dim;
+        const int64_t head_dim = split.head_dim;
         few_scores<N, R, C>(queries + row, now.keys, now.key_scales, next.keys, round_up(now.count, N), head_dim, scores);
-        if (piece.soft_cap > 0.0f) cap<R>(scores, round_up(now.count, LANES), piece);
+        if (split.soft_cap > 0.0f) cap<R>(scores, round_up(now.count, LANES), split);
         for (int r = 0; r < R; r++) {
             const int64_t seen = std::min(now.count, limits[row + r] - now.from);
             const int64_t first = std::max<int64_t>(0, limits[row + r] - window - now.from);
             all_seen &= first == 0 && seen == now.count;
-            rescale[r] = weigh_row(scores + r * CHUNK, first, seen, piece.scale, best + row + r, total + row + r);
+            rescale[r] = weigh_row(scores + r * CHUNK, first, seen, split.scale, best + row + r, total + row + r);
         }
         float* rows = output + row * head_dim;
         if (all_seen) add_values<N, R, true>(scores, rescale, now, next, rows, head_dim);
@@ -230,22 +230,23 @@ struct FewRows {
     }
 
     template <int R>
-    static void cap(float* scores, int64_t count, const Piece& piece) {
+    static void cap(float* scores, int64_t count, const KVSplit& split) {
         for (int r = 0; r < R; r++)
             for (float* at = scores + r * CHUNK; at < scores + r * CHUNK + count; at += LANES)
-                store<LANES>(at, capped<LANES>(load<LANES>(at), piece.scale, piece.soft_cap));
+                store<LANES>(at, capped<LANES>(load<LANES>(at), split.scale, split.soft_cap));
     }
 };
 
 template <class C>
-void attend_few(const Piece& piece, const Piece& following, const TokendAttentionSchedule* plan, int64_t index, Scratch& scratch) {
-    FewRows<C> tile(piece, scratch);
-    if (piece.head_dim % LANES == 0)
-        tile.template compute<LANES, MOST_SHARING>(piece, following);
+void attend_few(const KVSplit& split, const KVSplit& following, const TokendAttentionSchedule* plan, int64_t index,
+                Scratch& scratch) {
+    FewRows<C> tile(split, scratch);
+    if (split.head_dim % LANES == 0)
+        tile.template compute<LANES, MOST_SHARING>(split, following);
     else
-        tile.template compute<8, 1>(piece, following);
-    for (int64_t row = 0; row < piece.rows; row++)
-        leave_row(piece, plan, index, row, {tile.output + row * piece.head_dim, tile.best[row], tile.total[row]});
+        tile.template compute<8, 1>(split, following);
+    for (int64_t row = 0; row < split.rows; row++)
+        write_result(split, plan, index, row, {tile.output + row * split.head_dim, tile.best[row], tile.total[row]});
 }
 
 }  // namespace tokend

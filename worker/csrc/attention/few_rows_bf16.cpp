@@ -1,4 +1,4 @@
-// Attention of up to 16 query rows over a piece of bfloat16 pages: a decode. Products of bfloat16 by
+// Attention of up to 16 query rows over a short split of bfloat16 pages: a decode. Products of bfloat16 by
 // the tile unit, or by instructions that multiply a vector of pairs.
 //
 // Reading K and V is the limit, so the arithmetic must be cheap. The tile unit multiplies 16 rows of
@@ -10,7 +10,7 @@
 // The sums equal those of many_rows_bf16.cpp bit by bit: a row has the same result in a decode and
 // in any chunk of a prompt.
 #include "attention/bf16_pairs.h"
-#include "attention/piece.h"
+#include "attention/kv_split.h"
 #include "common/amx.h"
 
 namespace tokend {
@@ -27,42 +27,42 @@ TOKEND_INLINE float sum_pairs(F<16> v) {
     return _mm512_cvtss_f32(_mm512_add_ps(sum, _mm512_shuffle_f32x4(sum, sum, 0x4e)));
 }
 
-// Rows of a tile of the plan over one piece.
-struct FewRows {
-    const Piece& piece;
+// The softmax of a tile's rows over one short split.
+struct FewRowsSoftmax {
+    const KVSplit& split;
     const int64_t head_dim, rows;
-    Groups<bfloat16> groups;
-    Ahead ahead;
+    TokenGroups<bfloat16> groups;
+    GroupPrefetcher prefetcher;
     int64_t begin, end;  // the computed tokens, in whole tiles
     float best[TILE], total[TILE];
 
-    FewRows(const Piece& p, const Piece& following, int64_t distance, bool near, bfloat16* copy)
-        : piece(p), head_dim(p.head_dim), rows(p.rows), ahead(p, following, distance, near) {
-        groups.locate(piece, piece.begin, piece.end, copy);
+    FewRowsSoftmax(const KVSplit& p, const KVSplit& following, int64_t distance, bool near, bfloat16* copy)
+        : split(p), head_dim(p.head_dim), rows(p.rows), prefetcher(p, following, distance, near) {
+        groups.locate(split, split.begin, split.end, copy);
         begin = (groups.from - groups.start) / INNER * INNER;
         end = round_up(groups.to - groups.start, INNER);
     }
 
-    // A row sees tokens [first_seen, end_seen) of the piece.
+    // A row sees tokens [first_seen, end_seen) of the split.
     int64_t first_seen(int64_t row) const {
-        return std::max(groups.from, piece.limit(row) - piece.window) - groups.start;
+        return std::max(groups.from, split.limit(row) - split.window) - groups.start;
     }
-    int64_t end_seen(int64_t row) const { return std::min(groups.to, piece.limit(row)) - groups.start; }
+    int64_t end_seen(int64_t row) const { return std::min(groups.to, split.limit(row)) - groups.start; }
 
     void cap(float* scores) const {
-        if (piece.soft_cap <= 0.0f) return;
+        if (split.soft_cap <= 0.0f) return;
         for (float* at = scores + begin; at < scores + end; at += 16)
-            store<16>(at, capped<16>(load<16>(at), piece.scale, piece.soft_cap));
+            store<16>(at, capped<16>(load<16>(at), split.scale, split.soft_cap));
     }
 
-    // Softmax of a row over the piece; take(token, weights of 16 tokens, of the next 16).
+    // Softmax of a row over the split; take(token, weights of 16 tokens, of the next 16).
     TOKEND_INLINE void weigh(int64_t row, float* scores, auto take) {
         for (int64_t token = begin; token < std::min(first_seen(row), end); token++) scores[token] = NO_SCORE;
         for (int64_t token = std::max(end_seen(row), begin); token < end; token++) scores[token] = NO_SCORE;
         F<16> most = splat<16>(NO_SCORE);
         for (int64_t token = begin; token < end; token += 16) most = larger(most, load<16>(scores + token));
         best[row] = _mm512_reduce_max_ps((__m512)most);
-        const Weigher weight(splat<16>(best[row]), piece.scale * LOG2_E);
+        const Weigher weight(splat<16>(best[row]), split.scale * LOG2_E);
         F<16> sum = {};
         for (int64_t token = begin; token < end; token += INNER) {
             const F<16> low = weight(load<16>(scores + token)), high = weight(load<16>(scores + token + 16));
@@ -75,46 +75,46 @@ struct FewRows {
 };
 
 constexpr int64_t DIMS = 64;  // of V that one pass takes
-constexpr int64_t ROW_WORDS = PIECE / 2;
+constexpr int64_t ROW_WORDS = SHORT_SPLIT / 2;
 
-// Memory of one piece, part of the thread's.
-struct Memory {
+// Memory of one short split, part of the thread's.
+struct FewRowsMemory {
     uint32_t* queries;  // [rows, head_dim / 2]; for the tile unit tiles [head_dim / 32]
     uint32_t* values;   // [2, TILE, 64] words: two steps of tokens
     bfloat16* clean;    // [2, 64]
     bfloat16* copy;     // of the groups
-    float* products;    // [PIECE, columns], of the tile unit
-    float* scores;      // [columns, PIECE]
+    float* products;    // [SHORT_SPLIT, columns], of the tile unit
+    float* scores;      // [columns, SHORT_SPLIT]
     uint32_t* weights;  // [rows, ROW_WORDS]
     float* output;      // [rows, head_dim], in the order of the products
 
-    Memory(Scratch& scratch, int64_t head_dim) {
-        const int64_t copied = Groups<bfloat16>::copy_size(head_dim) / 2;
-        float* at = scratch.floats(TILE * head_dim * 3 / 2 + 2 * TILE * DIMS + DIMS + copied + 2 * PIECE * TILE +
+    FewRowsMemory(Scratch& scratch, int64_t head_dim) {
+        const int64_t copied = TokenGroups<bfloat16>::copy_size(head_dim) / 2;
+        float* at = scratch.floats(TILE * head_dim * 3 / 2 + 2 * TILE * DIMS + DIMS + copied + 2 * SHORT_SPLIT * TILE +
                                    TILE * ROW_WORDS);
         const auto take = [&at](int64_t size) { return std::exchange(at, at + size); };
         queries = reinterpret_cast<uint32_t*>(take(TILE * head_dim / 2));
         values = reinterpret_cast<uint32_t*>(take(2 * TILE * DIMS));
         clean = reinterpret_cast<bfloat16*>(take(DIMS));
         copy = reinterpret_cast<bfloat16*>(take(copied));
-        products = take(PIECE * TILE);
-        scores = take(PIECE * TILE);
+        products = take(SHORT_SPLIT * TILE);
+        scores = take(SHORT_SPLIT * TILE);
         weights = reinterpret_cast<uint32_t*>(take(TILE * ROW_WORDS));
         output = take(TILE * head_dim);
     }
 };
 
 // What both kinds of products share; multiply_keys() fills scores, multiply_values() the output.
-struct Rows : Memory, FewRows {
+struct FewRowsBf16 : FewRowsMemory, FewRowsSoftmax {
     NonfiniteTokens nonfinite;
 
-    Rows(const Piece& p, const Piece& following, int64_t distance, bool near, Scratch& scratch)
-        : Memory(scratch, p.head_dim), FewRows(p, following, distance, near, copy) {}
+    FewRowsBf16(const KVSplit& p, const KVSplit& following, int64_t distance, bool near, Scratch& scratch)
+        : FewRowsMemory(scratch, p.head_dim), FewRowsSoftmax(p, following, distance, near, copy) {}
 
     void weigh_all() {
         for (int64_t row = 0; row < rows; row++) {
-            cap(scores + row * PIECE);
-            weigh(row, scores + row * PIECE, [&](int64_t token, F<16> low, F<16> high) {
+            cap(scores + row * SHORT_SPLIT);
+            weigh(row, scores + row * SHORT_SPLIT, [&](int64_t token, F<16> low, F<16> high) {
                 const auto words = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
                 _mm512_storeu_si512(weights + row * ROW_WORDS + token / 2, words);
             });
@@ -125,18 +125,18 @@ struct Rows : Memory, FewRows {
     TOKEND_INLINE const uint32_t* pack(int64_t token, int64_t dim, int64_t dims) {
         const int64_t step = token / INNER;
         uint32_t* words = values + step % 2 * TILE * DIMS;
-        const bool zero_nonfinite = !piece.all_see(groups.start + token, groups.start + token + INNER);
-        const auto fetch = [&](int64_t) { ahead.fetch(1); };
+        const bool zero_nonfinite = !split.all_see(groups.start + token, groups.start + token + INNER);
+        const auto fetch = [&](int64_t) { prefetcher.fetch(1); };
         if (dims == DIMS) pack_values(groups, step, head_dim, dim, DIMS, zero_nonfinite, nonfinite, clean, words, fetch);
         else pack_values(groups, step, head_dim, dim, INNER, zero_nonfinite, nonfinite, clean, words, fetch);
         return words;
     }
 
-    void leave(const TokendAttentionSchedule* plan, int64_t index) {
+    void write_results(const TokendAttentionSchedule* plan, int64_t index) {
         if (nonfinite.any()) set_nan();
         for (int64_t row = 0; row < rows; row++) {
             order_dims<bfloat16>(output + row * head_dim, head_dim);
-            leave_bfloat16(piece, plan, index, row, {output + row * head_dim, best[row], total[row]});
+            write_bfloat16_result(split, plan, index, row, {output + row * head_dim, best[row], total[row]});
         }
     }
 
@@ -150,11 +150,12 @@ struct Rows : Memory, FewRows {
 };
 
 // Products by vectors of pairs: lanes are 16 tokens for scores, 16 dims for the output.
-struct VectorRows : Rows {
+struct VectorRows : FewRowsBf16 {
     static constexpr int64_t DISTANCE = 5;
 
-    VectorRows(const Piece& p, const Piece& following, Scratch& scratch) : Rows(p, following, DISTANCE, true, scratch) {
-        for (int64_t row = 0; row < rows; row++) pair_query<bfloat16>(piece, row, queries + row * head_dim / 2);
+    VectorRows(const KVSplit& p, const KVSplit& following, Scratch& scratch)
+        : FewRowsBf16(p, following, DISTANCE, true, scratch) {
+        for (int64_t row = 0; row < rows; row++) pair_query<bfloat16>(split, row, queries + row * head_dim / 2);
     }
 
     void compute() {
@@ -182,13 +183,13 @@ struct VectorRows : Rows {
 
     // Scores of 16 tokens.
     TOKEND_FLATTEN void multiply_keys(int64_t token) {
-        for (int64_t row = 0; row < rows; row++) std::fill_n(scores + row * PIECE + token, 16, 0.0f);
+        for (int64_t row = 0; row < rows; row++) std::fill_n(scores + row * SHORT_SPLIT + token, 16, 0.0f);
         for (int64_t word = 0; word < head_dim / 2; word += TILE) {
             __m512i columns[16];
             // As many lines as are read, in two halves: a burst would delay the reads.
-            ahead.fetch(TILE / Ahead::LINES / 2);
+            prefetcher.fetch(TILE / GroupPrefetcher::LINES_PER_FETCH / 2);
             load_columns(groups.keys[token / TILE] + word * 2, head_dim / 2, columns);
-            ahead.fetch(TILE / Ahead::LINES / 2);
+            prefetcher.fetch(TILE / GroupPrefetcher::LINES_PER_FETCH / 2);
             in_fours([&](int64_t row, auto count) { add_scores<count>(row, token, columns, word); });
         }
     }
@@ -196,15 +197,15 @@ struct VectorRows : Rows {
     template <int R>
     TOKEND_INLINE void add_scores(int64_t row, int64_t token, const __m512i (&columns)[16], int64_t word) {
         const uint32_t* query = queries + row * head_dim / 2 + word;
-        float* to = scores + row * PIECE + token;
+        float* to = scores + row * SHORT_SPLIT + token;
         __m512 sums[R];
-        each<R>([&](auto r) { sums[r] = _mm512_loadu_ps(to + r * PIECE); });
+        each<R>([&](auto r) { sums[r] = _mm512_loadu_ps(to + r * SHORT_SPLIT); });
         each<16>([&](auto w) {
             each<R>([&](auto r) {
                 sums[r] = _mm512_dpbf16_ps(sums[r], (__m512bh)columns[w], broadcast_pair(query + r * head_dim / 2 + w));
             });
         });
-        each<R>([&](auto r) { _mm512_storeu_ps(to + r * PIECE, sums[r]); });
+        each<R>([&](auto r) { _mm512_storeu_ps(to + r * SHORT_SPLIT, sums[r]); });
     }
 
     // Adds 32 tokens to V vectors of the output from `dim` on.
@@ -234,7 +235,7 @@ struct VectorRows : Rows {
 #if defined(TOKEND_AMX)
 
 // Transposes four columns of 16 rows to four rows.
-TOKEND_INLINE void turn_four(const float* from, int64_t stride, float* to) {
+TOKEND_INLINE void transpose_four_columns(const float* from, int64_t stride, float* to) {
     __m512 fours[4];
     each<4>([&](auto i) {
         __m512 four = _mm512_castps128_ps512(_mm_loadu_ps(from + i * stride));
@@ -245,47 +246,47 @@ TOKEND_INLINE void turn_four(const float* from, int64_t stride, float* to) {
     const auto ab = (__m512d)_mm512_unpacklo_ps(fours[0], fours[1]), AB = (__m512d)_mm512_unpackhi_ps(fours[0], fours[1]);
     const auto cd = (__m512d)_mm512_unpacklo_ps(fours[2], fours[3]), CD = (__m512d)_mm512_unpackhi_ps(fours[2], fours[3]);
     _mm512_storeu_ps(to, (__m512)_mm512_unpacklo_pd(ab, cd));
-    _mm512_storeu_ps(to + PIECE, (__m512)_mm512_unpackhi_pd(ab, cd));
-    _mm512_storeu_ps(to + 2 * PIECE, (__m512)_mm512_unpacklo_pd(AB, CD));
-    _mm512_storeu_ps(to + 3 * PIECE, (__m512)_mm512_unpackhi_pd(AB, CD));
+    _mm512_storeu_ps(to + SHORT_SPLIT, (__m512)_mm512_unpackhi_pd(ab, cd));
+    _mm512_storeu_ps(to + 2 * SHORT_SPLIT, (__m512)_mm512_unpacklo_pd(AB, CD));
+    _mm512_storeu_ps(to + 3 * SHORT_SPLIT, (__m512)_mm512_unpackhi_pd(AB, CD));
 }
 
 // Tiles 0 1: scores; 2: queries; 3 4: K.   0 1 2 3: output; 4: weights; 5 6: V.
-struct Tiles {
+struct FewRowsTiles {
     TileShapes keys, values;
 
-    Tiles(int64_t rows, int64_t columns) {
+    FewRowsTiles(int64_t rows, int64_t columns) {
         for (int tile : {0, 1, 2}) keys.set(tile, TILE, int(columns) * 4);
         for (int tile : {3, 4}) keys.set(tile, TILE);
         for (int tile : {0, 1, 2, 3, 4}) values.set(tile, int(rows));
         for (int tile : {5, 6}) values.set(tile, TILE);
     }
-    ~Tiles() { _tile_release(); }
+    ~FewRowsTiles() { _tile_release(); }
 };
 
-struct TileRows : Rows {
+struct TileRows : FewRowsBf16 {
     int64_t columns;  // rows in whole fours
 
-    // Fetches the next piece while this one is computed.
-    static constexpr int64_t DISTANCE = 2 * PIECE / TILE;
+    // Fetches the next split while this one is computed.
+    static constexpr int64_t DISTANCE = 2 * SHORT_SPLIT / TILE;
 
-    TileRows(const Piece& p, const Piece& following, Scratch& scratch)
-        : Rows(p, following, DISTANCE, false, scratch), columns(round_up(p.rows, 4)) {
+    TileRows(const KVSplit& p, const KVSplit& following, Scratch& scratch)
+        : FewRowsBf16(p, following, DISTANCE, false, scratch), columns(round_up(p.rows, 4)) {
         uint32_t* pairs = reinterpret_cast<uint32_t*>(products);  // [TILE, head_dim / 2], unused
         std::fill_n(pairs, TILE * head_dim / 2, 0u);
-        for (int64_t row = 0; row < rows; row++) pair_query<bfloat16>(piece, row, pairs + row * head_dim / 2);
+        for (int64_t row = 0; row < rows; row++) pair_query<bfloat16>(split, row, pairs + row * head_dim / 2);
         for (int64_t step = 0; step < head_dim / INNER; step++)
             transpose(pairs + step * TILE, head_dim / 2, queries + step * TILE_WORDS, TILE);
     }
 
     void compute() {
-        const Tiles tiles(rows, columns);
+        const FewRowsTiles tiles(rows, columns);
         tiles.keys.load();
         multiply_keys();
         for (int64_t token = begin; token < end; token += TILE) {
-            ahead.fetch(head_dim / 16);
+            prefetcher.fetch(head_dim / 16);
             for (int64_t row = 0; row < rows; row += 4)
-                turn_four(products + token * columns + row, columns, scores + row * PIECE + token);
+                transpose_four_columns(products + token * columns + row, columns, scores + row * SHORT_SPLIT + token);
         }
         weigh_all();
         tiles.values.load();
@@ -296,7 +297,7 @@ struct TileRows : Rows {
     void multiply_keys() {
         const int64_t row_bytes = head_dim * 2;
         for (int64_t token = begin; token < end; token += INNER) {
-            ahead.fetch(head_dim / 8);
+            prefetcher.fetch(head_dim / 8);
             const bfloat16 *upper = groups.keys[token / TILE], *lower = groups.keys[token / TILE + 1];
             // The compiler does not know that tiles are read from memory.
             asm volatile("" ::: "memory");
@@ -351,30 +352,33 @@ struct TileRows : Rows {
 #endif
 
 template <class Kind>
-void attend(const Piece& piece, const Piece& following, const TokendAttentionSchedule* plan, int64_t index, Scratch& scratch) {
-    Kind few(piece, following, scratch);
-    few.compute();
-    few.leave(plan, index);
+void attend(const KVSplit& split, const KVSplit& following, const TokendAttentionSchedule* plan, int64_t index,
+            Scratch& scratch) {
+    Kind rows(split, following, scratch);
+    rows.compute();
+    rows.write_results(plan, index);
 }
 
 }  // namespace
 
-bool attend_few_in_bfloat16(const Piece& piece, const Piece& following, const TokendAttentionSchedule* plan, int64_t index,
-                            Scratch& scratch) {
-    if (!suits_bfloat16(piece) || piece.layer->cache_dtype != TOKEND_BFLOAT16) return false;
+bool attend_few_in_bfloat16(const KVSplit& split, const KVSplit& following, const TokendAttentionSchedule* plan,
+                            int64_t index, Scratch& scratch) {
+    if (!suits_bfloat16(split) || split.layer->cache_dtype != TOKEND_BFLOAT16) return false;
 #if defined(TOKEND_AMX)
     if (tiles_allowed()) {
-        attend<TileRows>(piece, following, plan, index, scratch);
+        attend<TileRows>(split, following, plan, index, scratch);
         return true;
     }
 #endif
-    attend<VectorRows>(piece, following, plan, index, scratch);
+    attend<VectorRows>(split, following, plan, index, scratch);
     return true;
 }
 
 #else
 
-bool attend_few_in_bfloat16(const Piece&, const Piece&, const TokendAttentionSchedule*, int64_t, Scratch&) { return false; }
+bool attend_few_in_bfloat16(const KVSplit&, const KVSplit&, const TokendAttentionSchedule*, int64_t, Scratch&) {
+    return false;
+}
 
 #endif
 

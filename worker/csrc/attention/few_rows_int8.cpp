@@ -1,8 +1,8 @@
-// Attention of a few bfloat16 query rows (a decode) over a piece of int8 pages by products of
-// bytes.
+// Attention of a few bfloat16 query rows (a decode) over a short split of int8 pages by products
+// of bytes.
 //
 // A query row is rounded to 15 bits, and a weight times the scale of its V to 16 bits, both stored
-// as two bytes. Sums over the dims of a row and over the tokens of a piece are exact integers. So
+// as two bytes. Sums over the dims of a row and over the tokens of a split are exact integers. So
 // only the rounding of a row depends on an order, and all KV heads of a block are read in memory
 // order:
 //
@@ -11,7 +11,7 @@
 //
 // Sixteen tokens are processed together, one lane per token for scores; for outputs a lane is a
 // dim.
-#include "attention/piece.h"
+#include "attention/kv_split.h"
 #include "attention/softmax.h"
 
 namespace tokend {
@@ -21,9 +21,9 @@ namespace {
 
 constexpr int64_t DIMS = 64;        // of a row that are processed together: a cache line
 constexpr int64_t MOST_DIMS = 512;  // of which sums fit
-constexpr int64_t COUNT = PIECE / GROUP;
-// Runs of rows by which the prefetch is ahead of the reads.
-constexpr int64_t AHEAD = 4;
+constexpr int64_t SPLIT_GROUPS = SHORT_SPLIT / TOKEN_GROUP;
+// Runs by which the prefetch is ahead of the reads. A run is K or V of a token group under all heads of a task.
+constexpr int64_t RUNS_AHEAD = 4;
 // Lines that are prefetched with four lines of K, and of V; the rest while weights are computed.
 constexpr int64_t KEY_LINES = 4, VALUE_LINES = 3;
 
@@ -31,7 +31,7 @@ constexpr int64_t KEY_LINES = 4, VALUE_LINES = 3;
 TOKEND_INLINE __m512i load_four(const void* from) { return _mm512_set1_epi32(load_bytes<int32_t>(from)); }
 
 // Sixteen neighbouring dims of 16 rows of int8 become four vectors, a row in each lane of 32 bits.
-TOKEND_INLINE void turn_dims(const int8_t* rows, int64_t stride, __m512i (&to)[4]) {
+TOKEND_INLINE void transpose_dims(const int8_t* rows, int64_t stride, __m512i (&to)[4]) {
     __m512i fours[4];
     each<4>([&](auto row) {
         const int8_t* at = rows + row * stride;
@@ -88,9 +88,9 @@ struct QueryRow {
 };
 
 // Prefetches lines of memory in the order in which they will be read.
-class Ahead {
+class RunPrefetcher {
   public:
-    Ahead(const int8_t* const* runs, int64_t run_bytes) : runs_(runs), run_bytes_(run_bytes) { next_run(); }
+    RunPrefetcher(const int8_t* const* runs, int64_t run_bytes) : runs_(runs), run_bytes_(run_bytes) { next_run(); }
 
     // Not the compiler's builtin: a function that only prefetches counts as pure and is dropped.
     TOKEND_INLINE void fetch(int64_t lines) {
@@ -114,27 +114,27 @@ class Ahead {
 
 // Rows of one KV head and their intermediate results.
 struct Head {
-    Piece piece;
+    KVSplit split;
     QueryRow* queries;     // [rows]
-    float* scores;         // [rows, PIECE], then weights
-    uint8_t* weights;      // [parts, rows, 2, PIECE]: upper and lower bytes
+    float* scores;         // [rows, SHORT_SPLIT], then weights
+    uint8_t* weights;      // [parts, rows, 2, SHORT_SPLIT]: upper and lower bytes
     float* weight_scales;  // [parts, rows]
     int32_t* sums;         // [head_dim / DIMS, rows, 2, DIMS]
     float* best;           // [rows]
     float* total;          // [rows]
 };
 
-// One piece of all heads of a task.
-class Few {
+// One short split of all heads of a task.
+class FewRowsTask {
   public:
-    Few(const Piece& first, int64_t heads, const Piece& following, Scratch& scratch)
+    FewRowsTask(const KVSplit& first, int64_t heads, const KVSplit& following, Scratch& scratch)
         : step_(first.step), layer_(first.layer), head_dim_(first.head_dim), rows_(first.rows), heads_(heads),
-          parts_(num_scales(head_dim_)), start_(first.begin / PIECE * PIECE),
-          begin_((first.begin - start_) / GROUP * GROUP), end_(round_up(first.end - start_, GROUP)),
-          ahead_(locate(first, following), heads * layer_->head_stride) {
+          parts_(num_scales(head_dim_)), start_(first.begin / SHORT_SPLIT * SHORT_SPLIT),
+          begin_((first.begin - start_) / TOKEN_GROUP * TOKEN_GROUP), end_(round_up(first.end - start_, TOKEN_GROUP)),
+          prefetcher_(locate(first, following), heads * layer_->head_stride) {
         const auto room = [&](size_t bytes) { return (bytes + 63) / 64 * 16; };
-        const int64_t of_head = room(rows_ * sizeof(QueryRow)) + room(2 * rows_ * head_dim_) + rows_ * PIECE +
-                                room(2 * parts_ * rows_ * PIECE) + 3 * room(MOST_SCALES * rows_ * sizeof(float)) +
+        const int64_t of_head = room(rows_ * sizeof(QueryRow)) + room(2 * rows_ * head_dim_) + rows_ * SHORT_SPLIT +
+                                room(2 * parts_ * rows_ * SHORT_SPLIT) + 3 * room(MOST_SCALES * rows_ * sizeof(float)) +
                                 room(2 * rows_ * head_dim_ * sizeof(int32_t));
         float* at = scratch.floats(heads * (of_head + room(sizeof(Head))) + head_dim_);
         const auto take = [&](size_t bytes) { return std::exchange(at, at + room(bytes)); };
@@ -144,27 +144,27 @@ class Few {
             Head& head = *new (all_ + number) Head{first.of_head(number), {}, {}, {}, {}, {}, {}, {}};
             head.queries = reinterpret_cast<QueryRow*>(take(rows_ * sizeof(QueryRow)));
             auto* bytes = reinterpret_cast<int8_t*>(take(2 * rows_ * head_dim_));
-            head.scores = take(rows_ * PIECE * sizeof(float));
-            head.weights = reinterpret_cast<uint8_t*>(take(2 * parts_ * rows_ * PIECE));
+            head.scores = take(rows_ * SHORT_SPLIT * sizeof(float));
+            head.weights = reinterpret_cast<uint8_t*>(take(2 * parts_ * rows_ * SHORT_SPLIT));
             head.weight_scales = take(MOST_SCALES * rows_ * sizeof(float));
             head.best = take(rows_ * sizeof(float));
             head.total = take(rows_ * sizeof(float));
             head.sums = reinterpret_cast<int32_t*>(take(2 * rows_ * head_dim_ * sizeof(int32_t)));
             std::fill_n(head.sums, 2 * rows_ * head_dim_, 0);
             for (int64_t row = 0; row < rows_; row++, bytes += 2 * head_dim_) {
-                head.piece.rotated_query(row, row_);
+                head.split.rotated_query(row, row_);
                 head.queries[row].high = bytes;
                 head.queries[row].low = bytes + head_dim_;
                 head.queries[row].round(row_, head_dim_, parts_);
             }
         }
-        const int64_t lines_of_scales = 2 * heads * (layer_->head_stride - GROUP * head_dim_) / 64;
+        const int64_t lines_of_scales = 2 * heads * (layer_->head_stride - TOKEN_GROUP * head_dim_) / 64;
         const int64_t left = heads * head_dim_ / 16 * (8 - KEY_LINES - VALUE_LINES) + lines_of_scales;
-        weigh_lines_ = (end_ - begin_) / GROUP * left / (rows_ * heads);
+        weigh_lines_ = (end_ - begin_) / TOKEN_GROUP * left / (rows_ * heads);
     }
 
     void compute() {
-        const int64_t groups = (end_ - begin_) / GROUP;
+        const int64_t groups = (end_ - begin_) / TOKEN_GROUP;
         for (int64_t group = 0; group < groups; group++)
             for (int64_t head = 0; head < heads_; head++) score(head, group);
         for (int64_t head = 0; head < heads_; head++) weigh(head);
@@ -172,20 +172,20 @@ class Few {
             for (int64_t head = 0; head < heads_; head++) add(head, group);
     }
 
-    void leave(const TokendAttentionSchedule* plan, int64_t index) {
+    void write_results(const TokendAttentionSchedule* plan, int64_t index) {
         for (int64_t number = 0; number < heads_; number++) {
             const Head& head = all_[number];
             for (int64_t row = 0; row < rows_; row++) {
                 finish(head, row, row_);
-                leave_row(head.piece, plan, index, row, {row_, head.best[row], head.total[row]});
+                write_result(head.split, plan, index, row, {row_, head.best[row], head.total[row]});
             }
         }
     }
 
   private:
-    // Rows in the order of reads, followed by those of the next piece.
-    const int8_t* const* locate(const Piece& first, const Piece& following) {
-        const int64_t groups = (end_ - begin_) / GROUP, block_size = step_->block_size;
+    // Rows in the order of reads, followed by those of the next split.
+    const int8_t* const* locate(const KVSplit& first, const KVSplit& following) {
+        const int64_t groups = (end_ - begin_) / TOKEN_GROUP, block_size = step_->block_size;
         const auto scales_after = [&](const int8_t* rows, int64_t offset) {
             return rows + (block_size - offset) * head_dim_ + offset * int64_t(sizeof(float));
         };
@@ -197,12 +197,12 @@ class Few {
                 scales_[group] = scales_after(keys, offset);
                 scales_[groups + group] = scales_after(values, offset);
             });
-        std::fill_n(runs_ + 2 * groups, AHEAD + 1, runs_[2 * groups - 1]);
-        const int64_t from = following.begin / GROUP * GROUP;
+        std::fill_n(runs_ + 2 * groups, RUNS_AHEAD + 1, runs_[2 * groups - 1]);
+        const int64_t from = following.begin / TOKEN_GROUP * TOKEN_GROUP;
         following.each_group<int8_t>(
-            from, std::min(following.end, from + (AHEAD + 1) * GROUP),
+            from, std::min(following.end, from + (RUNS_AHEAD + 1) * TOKEN_GROUP),
             [&](int64_t group, const int8_t* keys, const int8_t*, int64_t) { runs_[2 * groups + group] = keys; });
-        return runs_ + std::min(AHEAD, 2 * groups);
+        return runs_ + std::min(RUNS_AHEAD, 2 * groups);
     }
 
     // Scales of a part of the rows of a run, those of K or of V of a head.
@@ -232,11 +232,11 @@ class Few {
                 low[r] = _mm512_set1_epi32(queries[r].low_start[part]);
             });
             for (int64_t dim = part * dims; dim < (part + 1) * dims; dim += 16) {
-                __m512i turned[4];
-                ahead_.fetch(row == 0 ? KEY_LINES : 0);
-                turn_dims(keys + dim, head_dim_, turned);
+                __m512i transposed[4];
+                prefetcher_.fetch(row == 0 ? KEY_LINES : 0);
+                transpose_dims(keys + dim, head_dim_, transposed);
                 each<4>([&](auto i) {
-                    const __m512i key = _mm512_xor_si512(turned[i], _mm512_set1_epi8(-128));
+                    const __m512i key = _mm512_xor_si512(transposed[i], _mm512_set1_epi8(-128));
                     each<R>([&](auto r) {
                         high[r] = _mm512_dpbusd_epi32(high[r], key, load_four(queries[r].high + dim + 4 * i));
                         low[r] = _mm512_dpbusd_epi32(low[r], key, load_four(queries[r].low + dim + 4 * i));
@@ -250,27 +250,29 @@ class Few {
                 scores[r] = part == 0 ? dot * scale : multiply_add<16>(dot, scale, scores[r]);
             });
         }
-        each<R>([&](auto r) { store<16>(head.scores + (row + r) * PIECE + begin_ + group * GROUP, scores[r]); });
+        each<R>([&](auto r) {
+            store<16>(head.scores + (row + r) * SHORT_SPLIT + begin_ + group * TOKEN_GROUP, scores[r]);
+        });
     }
 
     // Converts scores to weights, and weights times the scales of V to bytes.
     void weigh(int64_t number) {
         const Head& head = all_[number];
         for (int64_t row = 0; row < rows_; row++) {
-            ahead_.fetch(weigh_lines_);
-            float* scores = head.scores + row * PIECE;
-            const int64_t limit = head.piece.limit(row) - start_;
-            const int64_t first = std::max(limit - head.piece.window, head.piece.begin - start_);
-            const int64_t seen = std::min(limit, head.piece.end - start_);
-            if (head.piece.soft_cap > 0.0f)
+            prefetcher_.fetch(weigh_lines_);
+            float* scores = head.scores + row * SHORT_SPLIT;
+            const int64_t limit = head.split.limit(row) - start_;
+            const int64_t first = std::max(limit - head.split.window, head.split.begin - start_);
+            const int64_t seen = std::min(limit, head.split.end - start_);
+            if (head.split.soft_cap > 0.0f)
                 for (int64_t at = begin_; at < end_; at += 16)
-                    store<16>(scores + at, capped<16>(load<16>(scores + at), head.piece.scale, head.piece.soft_cap));
+                    store<16>(scores + at, capped<16>(load<16>(scores + at), head.split.scale, head.split.soft_cap));
             for (int64_t at = begin_; at < std::min(first, end_); at++) scores[at] = NO_SCORE;
             for (int64_t at = std::max(seen, begin_); at < end_; at++) scores[at] = NO_SCORE;
             F<16> most = splat<16>(NO_SCORE);
             for (int64_t at = begin_; at < end_; at += 16) most = larger(most, load<16>(scores + at));
             head.best[row] = _mm512_reduce_max_ps((__m512)most);
-            const Weigher weight(splat<16>(head.best[row]), head.piece.scale * LOG2_E);
+            const Weigher weight(splat<16>(head.best[row]), head.split.scale * LOG2_E);
             F<16> sum = {};
             for (int64_t at = begin_; at < end_; at += 16) {
                 const F<16> of = weight(load<16>(scores + at));
@@ -285,11 +287,11 @@ class Few {
     void round_weights(int64_t number, int64_t row, int64_t part) const {
         const Head& head = all_[number];
         constexpr float LARGEST = 65535;
-        const float* weights = head.scores + row * PIECE;
-        alignas(64) float products[PIECE];
+        const float* weights = head.scores + row * SHORT_SPLIT;
+        alignas(64) float products[SHORT_SPLIT];
         F<16> most = {}, sum = {};  // NaN if a product is NaN
-        int64_t run = (end_ - begin_) / GROUP;
-        for (int64_t at = begin_; at < end_; at += GROUP) {
+        int64_t run = (end_ - begin_) / TOKEN_GROUP;
+        for (int64_t at = begin_; at < end_; at += TOKEN_GROUP) {
             const F<16> scale = load<16>(scales_of(run++, number, part));
             const F<16> product = scaled(load<16>(weights + at), scale);
             store<16>(products + at, product);
@@ -300,11 +302,11 @@ class Few {
         if (std::isnan(sum_lanes<16>(sum))) head.total[row] = std::numeric_limits<float>::quiet_NaN();
         head.weight_scales[part * rows_ + row] = largest / LARGEST;
         const F<16> inverse = splat<16>(LARGEST / largest);
-        uint8_t* high = head.weights + (part * rows_ + row) * 2 * PIECE;
+        uint8_t* high = head.weights + (part * rows_ + row) * 2 * SHORT_SPLIT;
         for (int64_t at = begin_; at < end_; at += 16) {
             const __m512i whole = _mm512_cvtps_epi32((__m512)(load<16>(products + at) * inverse));
             _mm_store_si128((__m128i*)(high + at), _mm512_cvtepi32_epi8(_mm512_srli_epi32(whole, 8)));
-            _mm_store_si128((__m128i*)(high + PIECE + at), _mm512_cvtepi32_epi8(whole));
+            _mm_store_si128((__m128i*)(high + SHORT_SPLIT + at), _mm512_cvtepi32_epi8(whole));
         }
     }
 
@@ -318,16 +320,16 @@ class Few {
     template <int R>
     TOKEND_FLATTEN void add_rows(int64_t number, int64_t row, int64_t group) {
         const Head& head = all_[number];
-        const int8_t* values = runs_[(end_ - begin_) / GROUP + group] + number * layer_->head_stride;
-        const int64_t token = begin_ + group * GROUP;
+        const int8_t* values = runs_[(end_ - begin_) / TOKEN_GROUP + group] + number * layer_->head_stride;
+        const int64_t token = begin_ + group * TOKEN_GROUP;
         for (int64_t dim = 0; dim < head_dim_; dim += DIMS) {
             const int64_t part = dim * parts_ / head_dim_;
             int32_t* at = head.sums + (dim / DIMS * rows_ + row) * 2 * DIMS;
-            const uint8_t* weights = head.weights + (part * rows_ + row) * 2 * PIECE + token;
+            const uint8_t* weights = head.weights + (part * rows_ + row) * 2 * SHORT_SPLIT + token;
             __m512i sums[2 * R][4];
             each<2 * R>([&](auto r) { each<4>([&](auto i) { sums[r][i] = _mm512_load_si512(at + r * DIMS + 16 * i); }); });
             each<4>([&](auto four) {
-                ahead_.fetch(row == 0 ? VALUE_LINES : 0);
+                prefetcher_.fetch(row == 0 ? VALUE_LINES : 0);
                 const int8_t* from = values + dim + 4 * four * head_dim_;
                 const auto a = load_bytes<__m512i>(from), b = load_bytes<__m512i>(from + head_dim_);
                 const auto c = load_bytes<__m512i>(from + 2 * head_dim_), d = load_bytes<__m512i>(from + 3 * head_dim_);
@@ -336,7 +338,7 @@ class Few {
                 const __m512i words[4] = {_mm512_unpacklo_epi16(ab, cd), _mm512_unpackhi_epi16(ab, cd),
                                           _mm512_unpacklo_epi16(AB, CD), _mm512_unpackhi_epi16(AB, CD)};
                 each<2 * R>([&](auto r) {
-                    const __m512i weight = load_four(weights + r * PIECE + 4 * four);
+                    const __m512i weight = load_four(weights + r * SHORT_SPLIT + 4 * four);
                     each<4>([&](auto i) { sums[r][i] = _mm512_dpbusd_epi32(sums[r][i], weight, words[i]); });
                 });
             });
@@ -365,31 +367,34 @@ class Few {
     const TokendAttentionStep* step_;
     const TokendAttentionLayer* layer_;
     int64_t head_dim_, rows_, heads_, parts_;
-    int64_t start_, begin_, end_;  // the cut before the piece; from there, whole groups of it
-    const int8_t* runs_[2 * COUNT + AHEAD + 1];  // 16 rows per entry: K, V, then the next piece
-    const int8_t* scales_[2 * COUNT];
+    int64_t start_, begin_, end_;  // the cut before the split; from there, whole groups of it
+    const int8_t* runs_[2 * SPLIT_GROUPS + RUNS_AHEAD + 1];  // 16 rows per entry: K, V, then the next split
+    const int8_t* scales_[2 * SPLIT_GROUPS];
     Head* all_;
     float* row_;  // of head_dim numbers
     int64_t weigh_lines_;  // prefetched while the weights of a row are computed
-    Ahead ahead_;
+    RunPrefetcher prefetcher_;
 };
 
 }  // namespace
 
-bool attend_few_in_int8(const Piece& first, int64_t heads, const Piece& following, const TokendAttentionSchedule* plan,
-                        int64_t index, Scratch& scratch) {
+bool attend_few_in_int8(const KVSplit& first, int64_t heads, const KVSplit& following,
+                        const TokendAttentionSchedule* plan, int64_t index, Scratch& scratch) {
     const TokendAttentionLayer* layer = first.layer;
     if (layer->dtype != TOKEND_BFLOAT16 || layer->cache_dtype != TOKEND_INT8) return false;
-    if (first.head_dim % DIMS != 0 || first.head_dim > MOST_DIMS || first.step->block_size % GROUP != 0) return false;
-    Few few(first, heads, following, scratch);
-    few.compute();
-    few.leave(plan, index);
+    if (first.head_dim % DIMS != 0 || first.head_dim > MOST_DIMS) return false;
+    if (first.step->block_size % TOKEN_GROUP != 0) return false;
+    FewRowsTask task(first, heads, following, scratch);
+    task.compute();
+    task.write_results(plan, index);
     return true;
 }
 
 #else
 
-bool attend_few_in_int8(const Piece&, int64_t, const Piece&, const TokendAttentionSchedule*, int64_t, Scratch&) { return false; }
+bool attend_few_in_int8(const KVSplit&, int64_t, const KVSplit&, const TokendAttentionSchedule*, int64_t, Scratch&) {
+    return false;
+}
 
 #endif
 

@@ -7,7 +7,7 @@
 //   output [dim, row]   += V [token, dim]ᵀ · weights [token, row]
 #pragma once
 
-#include "attention/piece.h"
+#include "attention/kv_split.h"
 #include "attention/softmax.h"
 
 namespace tokend {
@@ -99,22 +99,22 @@ template <class C>
 struct ManyRows {
     int64_t width;
     float* queries;  // [head_dim, width]
-    ColumnResults all;   // of completed pieces
-    ColumnResults part;  // of the current piece
+    ColumnResults all;   // of completed short splits
+    ColumnResults part;  // of the current short split
     float* scores;   // [CHUNK, width]
     float* limit;    // [width], position after the last KV token that a row sees
     float window;    // tokens that a row sees at most
     float* keys;     // [CHUNK, head_dim]
     float* values;   // [CHUNK, head_dim]
 
-    ManyRows(const Piece& piece, Scratch& scratch) : width(round_up(piece.rows, LANES)), window(float(piece.window)) {
-        const int64_t square = piece.head_dim * width, chunk = CHUNK * piece.head_dim;
+    ManyRows(const KVSplit& split, Scratch& scratch) : width(round_up(split.rows, LANES)), window(float(split.window)) {
+        const int64_t square = split.head_dim * width, chunk = CHUNK * split.head_dim;
         float* at = scratch.floats(3 * square + CHUNK * width + 5 * width + 2 * chunk);
         const auto take = [&at](int64_t size) { return std::exchange(at, at + size); };
         queries = take(square);
         for (ColumnResults* each : {&all, &part}) {
             *each = {take(square), take(width), take(width), width, width};
-            each->clear(piece.head_dim);
+            each->clear(split.head_dim);
         }
         scores = take(CHUNK * width);
         limit = take(width);
@@ -122,19 +122,19 @@ struct ManyRows {
         values = take(chunk);
         std::fill_n(queries, square, 0.0f);
         std::fill_n(limit, width, 0.0f);
-        for (int64_t row = 0; row < piece.rows; row++) transpose_query(piece, row);
+        for (int64_t row = 0; row < split.rows; row++) transpose_query(split, row);
     }
 
-    void compute(const Piece& piece) {
-        const int64_t head_dim = piece.head_dim;
+    void compute(const KVSplit& split) {
+        const int64_t head_dim = split.head_dim;
         const C *key_rows[CHUNK], *value_rows[CHUNK];
         float key_scales[MOST_SCALES * CHUNK], value_scales[MOST_SCALES * CHUNK];
         const float *float_keys[CHUNK], *float_values[CHUNK];
-        for (int64_t from = piece.begin, to; from < piece.end; from = to) {
-            to = next_cut(from, CHUNK, piece.end);
+        for (int64_t from = split.begin, to; from < split.end; from = to) {
+            to = next_cut(from, CHUNK, split.end);
             const int64_t count = to - from;
-            piece.locate(from, from + count, key_rows, value_rows);
-            if constexpr (QUANTISED<C>) piece.scales(from, from + count, CHUNK, key_scales, value_scales);
+            split.locate(from, from + count, key_rows, value_rows);
+            if constexpr (QUANTISED<C>) split.scales(from, from + count, CHUNK, key_scales, value_scales);
             as_floats(key_rows, key_scales, count, head_dim, keys, float_keys);
             as_floats(value_rows, value_scales, count, head_dim, values, float_values);
             // Scores are computed TILE_M tokens at a time: entries past the end repeat a readable
@@ -146,16 +146,16 @@ struct ManyRows {
                     many_scores<vectors>(float_keys + token, queries + column, head_dim, width,
                                          scores + token * width + column);
             });
-            if (piece.soft_cap > 0.0f) cap(count, piece);
-            const bool all_seen = piece.all_see(from, from + count);
-            weigh(from, count, all_seen, piece.scale, head_dim);
+            if (split.soft_cap > 0.0f) cap(count, split);
+            const bool all_seen = split.all_see(from, from + count);
+            weigh(from, count, all_seen, split.scale, head_dim);
             if (all_seen) add_values<true>(float_values, count, head_dim);
             else add_values<false>(float_values, count, head_dim);
-            if (to != next_cut(from, PIECE, piece.end)) continue;
+            if (to != next_cut(from, SHORT_SPLIT, split.end)) continue;
             // Merging into an empty result changes no bit.
-            if (from < next_cut(piece.begin, PIECE, piece.end)) std::swap(all, part);
-            else all.fold(part, head_dim, piece.scale);
-            if (to < piece.end) part.clear(head_dim);
+            if (from < next_cut(split.begin, SHORT_SPLIT, split.end)) std::swap(all, part);
+            else all.fold(part, head_dim, split.scale);
+            if (to < split.end) part.clear(head_dim);
         }
     }
 
@@ -169,16 +169,16 @@ struct ManyRows {
         });
     }
 
-    void transpose_query(const Piece& piece, int64_t row) {
+    void transpose_query(const KVSplit& split, int64_t row) {
         float* query = keys;  // still unused, and large enough for a row
-        limit[row] = float(piece.limit(row));
-        piece.rotated_query(row, query);
-        for (int64_t dim = 0; dim < piece.head_dim; dim++) queries[dim * width + row] = query[dim];
+        limit[row] = float(split.limit(row));
+        split.rotated_query(row, query);
+        for (int64_t dim = 0; dim < split.head_dim; dim++) queries[dim * width + row] = query[dim];
     }
 
-    void cap(int64_t count, const Piece& piece) {
+    void cap(int64_t count, const KVSplit& split) {
         for (int64_t at = 0; at < count * width; at += LANES)
-            store<LANES>(scores + at, capped<LANES>(load<LANES>(scores + at), piece.scale, piece.soft_cap));
+            store<LANES>(scores + at, capped<LANES>(load<LANES>(scores + at), split.scale, split.soft_cap));
     }
 
     // Online softmax of one chunk. `from` is its first token, `all_seen` that every

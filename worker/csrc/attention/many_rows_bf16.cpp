@@ -6,9 +6,9 @@
 //   scores [token, row]  = K [token, dim] . Q^T [dim, row]
 //   output [dim, row]   += V^T [dim, token] . weights [token, row]
 //
-// V is transposed once per piece, and then used for the query rows, 32 at a time.
+// V is transposed once per short split, and then used for the query rows, 32 at a time.
 #include "attention/bf16_pairs.h"
-#include "attention/piece.h"
+#include "attention/kv_split.h"
 #include "common/amx.h"
 
 namespace tokend {
@@ -85,14 +85,14 @@ void multiply(const Product& p) {
 }
 
 // Configures all eight tiles with full size for the lifetime of this object.
-struct Tiles {
-    Tiles() {
+struct ManyRowsTiles {
+    ManyRowsTiles() {
         if (!tiles_allowed()) return;
         TileShapes shapes;
         for (int tile = 0; tile < 8; tile++) shapes.set(tile, TILE);
         shapes.load();
     }
-    ~Tiles() {
+    ~ManyRowsTiles() {
         if (tiles_allowed()) _tile_release();
     }
 };
@@ -105,61 +105,61 @@ void multiply(const Product& p) { multiply_vectors(p); }
 
 // Query rows of one tile of the plan and their intermediate results.
 template <class C>
-struct Rows {
-    static constexpr int64_t STEPS = PIECE / INNER;
+struct ManyRowsBf16 {
+    static constexpr int64_t STEPS = SHORT_SPLIT / INNER;
 
-    const Piece& piece;
+    const KVSplit& split;
     int64_t head_dim, width;
     int64_t parts, part_dims;  // of a row, with a scale each
     float log_scale;
-    ColumnResults all;   // [head_dim, width]: pieces that are done
-    ColumnResults part;  // [head_dim, 32]: the current rows and piece
+    ColumnResults all;   // [head_dim, width]: short splits that are done
+    ColumnResults part;  // [head_dim, 32]: the current rows and short split
     float* limits;       // [width], position after the last KV token that a row sees
-    float* scores;       // [PIECE, 32]
-    float* part_scores;  // [PIECE, 32], of a part of the dims with a scale of its own
+    float* scores;       // [SHORT_SPLIT, 32]
+    float* part_scores;  // [SHORT_SPLIT, 32], of a part of the dims with a scale of its own
     uint32_t* queries;   // tiles [width / 16][head_dim / 32]
     uint32_t* weights;   // tiles [parts][STEPS][2]
     uint32_t* values;    // tiles [head_dim / 16][STEPS]
     uint32_t* pairs;     // [16, head_dim] words, on the way to `values`
-    uint32_t* keys;      // [PIECE, head_dim / 2] words: int8 ones in the form of tiles
+    uint32_t* keys;      // [SHORT_SPLIT, head_dim / 2] words: int8 ones in the form of tiles
     C* clean;            // [2, head_dim]
     C* copy;
-    const void* key_tiles[PIECE / TILE];
-    Groups<C> groups;  // the current piece
+    const void* key_tiles[SHORT_SPLIT / TILE];
+    TokenGroups<C> groups;  // the current short split
     NonfiniteTokens nonfinite;  // by V, if not all rows see all tokens
 
-    Rows(const Piece& p, Scratch& scratch) : piece(p), head_dim(p.head_dim), width(round_up(p.rows, PAIR)) {
+    ManyRowsBf16(const KVSplit& p, Scratch& scratch) : split(p), head_dim(p.head_dim), width(round_up(p.rows, PAIR)) {
         parts = QUANTISED<C> ? num_scales(head_dim) : 1;
         part_dims = head_dim / parts;
-        const int64_t half_words = head_dim / 2, copied = Groups<C>::copy_size(head_dim) * sizeof(C) / 4;
-        float* at = scratch.floats((width + PAIR) * (head_dim + 2) + width + 2 * PIECE * PAIR + width * half_words +
-                                   parts * PIECE * TILE + PIECE * half_words + TILE * head_dim + PIECE * half_words +
-                                   2 * head_dim + copied);
+        const int64_t half_words = head_dim / 2, copied = TokenGroups<C>::copy_size(head_dim) * sizeof(C) / 4;
+        float* at = scratch.floats((width + PAIR) * (head_dim + 2) + width + 2 * SHORT_SPLIT * PAIR +
+                                   width * half_words + parts * SHORT_SPLIT * TILE + SHORT_SPLIT * half_words +
+                                   TILE * head_dim + SHORT_SPLIT * half_words + 2 * head_dim + copied);
         const auto take = [&at](int64_t size) { return std::exchange(at, at + size); };
         const auto words = [&](int64_t size) { return reinterpret_cast<uint32_t*>(take(size)); };
         all = {take(width * head_dim), take(width), take(width), width, width};
         part = {take(PAIR * head_dim), take(PAIR), take(PAIR), PAIR, PAIR};
         limits = take(width);
-        scores = take(PIECE * PAIR);
-        part_scores = take(PIECE * PAIR);
+        scores = take(SHORT_SPLIT * PAIR);
+        part_scores = take(SHORT_SPLIT * PAIR);
         queries = words(width * half_words);
-        weights = words(parts * PIECE * TILE);
-        values = words(PIECE * half_words);
+        weights = words(parts * SHORT_SPLIT * TILE);
+        values = words(SHORT_SPLIT * half_words);
         pairs = words(TILE * head_dim);
-        keys = words(PIECE * half_words);
+        keys = words(SHORT_SPLIT * half_words);
         clean = reinterpret_cast<C*>(take(2 * head_dim));
         copy = reinterpret_cast<C*>(take(copied));
-        log_scale = piece.scale * LOG2_E;
+        log_scale = split.scale * LOG2_E;
         all.clear(head_dim);
         for (int64_t tile = 0; tile < width / TILE; tile++) pack_queries(tile);
     }
 
     void compute() {
 #if defined(TOKEND_AMX)
-        const Tiles tiles;
+        const ManyRowsTiles tiles;
 #endif
-        for (int64_t from = piece.begin, to; from < piece.end; from = to) {
-            to = next_cut(from, PIECE, piece.end);
+        for (int64_t from = split.begin, to; from < split.end; from = to) {
+            to = next_cut(from, SHORT_SPLIT, split.end);
             pack_tokens(from, to);
             for (int64_t column = 0; column < width; column += PAIR) attend(column);
         }
@@ -179,8 +179,8 @@ struct Rows {
         uint32_t* rows = pairs;  // [TILE, head_dim / 2], still unused
         for (int64_t row = tile * TILE; row < (tile + 1) * TILE; row++) {
             uint32_t* words = rows + row % TILE * head_dim / 2;
-            limits[row] = row < piece.rows ? float(piece.limit(row)) : 0.0f;
-            if (row < piece.rows) pair_query<C>(piece, row, words);
+            limits[row] = row < split.rows ? float(split.limit(row)) : 0.0f;
+            if (row < split.rows) pair_query<C>(split, row, words);
             else std::fill_n(words, head_dim / 2, 0u);
         }
         for (int64_t step = 0; step < head_dim / INNER; step++)
@@ -188,35 +188,35 @@ struct Rows {
     }
 
     void pack_tokens(int64_t from, int64_t to) {
-        groups.locate(piece, from, to, copy);
+        groups.locate(split, from, to, copy);
         nonfinite = {};
         for (int64_t step = groups.first_step(); step < groups.end_step(); step++) {
             for (int64_t tile = step * 2; tile < step * 2 + 2; tile++)
                 key_tiles[tile] = key_tile(groups.keys[tile], head_dim, keys + tile * TILE * head_dim / 2);
             const int64_t token = groups.start + step * INNER;
-            const bool zero_nonfinite = !piece.all_see(token, token + INNER);
+            const bool zero_nonfinite = !split.all_see(token, token + INNER);
             pack_values(groups, step, head_dim, 0, head_dim, zero_nonfinite, nonfinite, clean, pairs, [](int64_t) {});
             for (int64_t dim = 0; dim < head_dim; dim += TILE)
                 transpose(pairs + dim, head_dim, values + (dim / TILE * STEPS + step) * TILE_WORDS, TILE);
         }
     }
 
-    // 32 rows over the current piece.
+    // 32 rows over the current short split.
     void attend(int64_t column) {
-        const int64_t last = std::min(piece.rows, column + PAIR) - 1, start = groups.start;
+        const int64_t last = std::min(split.rows, column + PAIR) - 1, start = groups.start;
         // The tokens that any row sees, and those that all rows see.
-        const int64_t begin = std::max(groups.from, piece.limit(column) - piece.window);
-        const int64_t end = std::min(groups.to, piece.limit(last));
+        const int64_t begin = std::max(groups.from, split.limit(column) - split.window);
+        const int64_t end = std::min(groups.to, split.limit(last));
         if (begin >= end) return;
-        const int64_t all_from = std::max(begin, piece.limit(last) - piece.window);
-        const int64_t all_to = std::min(end, piece.limit(column));
+        const int64_t all_from = std::max(begin, split.limit(last) - split.window);
+        const int64_t all_to = std::min(end, split.limit(column));
         const int64_t first = (begin - start) / INNER, steps = (end - start + INNER - 1) / INNER - first;
         multiply_keys(column, 0, first, steps, scores);
         if constexpr (QUANTISED<C>) {
             scale_scores(first, steps);
             for (int64_t part = 1; part < parts; part++) add_scores(column, part, first, steps);
         }
-        if (piece.soft_cap > 0.0f) cap(first, steps);
+        if (split.soft_cap > 0.0f) cap(first, steps);
         for (int64_t tile = 0; tile < 2; tile++) {
             const F<16> limit = load<16>(limits + column + tile * TILE) - float(start);
             hide(tile, limit, first * INNER, std::min(all_from, end) - start);
@@ -226,7 +226,7 @@ struct Rows {
         }
         multiply_values(first, steps);
         const ColumnResults columns = {all.output + column, all.best + column, all.total + column, PAIR, width};
-        columns.fold(part, head_dim, piece.scale);
+        columns.fold(part, head_dim, split.scale);
     }
 
     // Scores over the dims of a part.
@@ -240,7 +240,7 @@ struct Rows {
 
     void multiply_values(int64_t first, int64_t steps) {
         for (int64_t dim = 0; dim < head_dim; dim += 2 * TILE) {
-            const uint32_t* weight = weights + (dim / part_dims * PIECE + first * INNER) * TILE;
+            const uint32_t* weight = weights + (dim / part_dims * SHORT_SPLIT + first * INNER) * TILE;
             const uint32_t* upper = values + (dim / TILE * STEPS + first) * TILE_WORDS;
             multiply({upper, upper + STEPS * TILE_WORDS, 64, TILE_WORDS * 4, weight, weight + TILE_WORDS,
                       2 * TILE_WORDS, steps, part.output + dim * PAIR});
@@ -257,7 +257,7 @@ struct Rows {
     void add_scores(int64_t column, int64_t part, int64_t first, int64_t steps) {
         multiply_keys(column, part, first, steps, part_scores);
         for (int64_t token = first * INNER; token < (first + steps) * INNER; token++) {
-            const F<16> scale = splat<16>(groups.key_scales[part * PIECE + token]);
+            const F<16> scale = splat<16>(groups.key_scales[part * SHORT_SPLIT + token]);
             for (int64_t at = token * PAIR; at < (token + 1) * PAIR; at += 16)
                 store<16>(scores + at, multiply_add<16>(load<16>(part_scores + at), scale, load<16>(scores + at)));
         }
@@ -265,18 +265,18 @@ struct Rows {
 
     void cap(int64_t first, int64_t steps) {
         for (float* at = scores + first * INNER * PAIR; at < scores + (first + steps) * INNER * PAIR; at += 16)
-            store<16>(at, capped<16>(load<16>(at), piece.scale, piece.soft_cap));
+            store<16>(at, capped<16>(load<16>(at), split.scale, split.soft_cap));
     }
 
-    // Where a row sees no further token: its limit, or the end of the piece.
+    // Where a row sees no further token: its limit, or the end of the short split.
     F<16> seen_by(F<16> limit) const {
         const F<16> end = splat<16>(float(groups.to - groups.start));
         return limit < end ? limit : end;
     }
 
-    // Of tokens [from, to) of the piece, a row sees [limit - window, limit).
+    // Of tokens [from, to) of the short split, a row sees [limit - window, limit).
     void hide(int64_t tile, F<16> limit, int64_t from, int64_t to) {
-        const F<16> first = limit - float(piece.window), seen = seen_by(limit), none = splat<16>(NO_SCORE);
+        const F<16> first = limit - float(split.window), seen = seen_by(limit), none = splat<16>(NO_SCORE);
         for (int64_t token = from; token < to; token++) {
             float* at = scores + token * PAIR + tile * TILE;
             const F<16> score = first > float(token) ? none : load<16>(at);
@@ -286,16 +286,16 @@ struct Rows {
 
     // Rows that see a token with nonfinite V become NaN.
     void set_nan(int64_t tile, F<16> limit) {
-        const F<16> first = limit - float(piece.window), end = seen_by(limit);
+        const F<16> first = limit - float(split.window), end = seen_by(limit);
         float* at = part.total + tile * TILE;
-        for (int64_t token = 0; token < PIECE; token++) {
+        for (int64_t token = 0; token < SHORT_SPLIT; token++) {
             if (!nonfinite.has(token)) continue;
             const F<16> total = load<16>(at), seen = end > float(token) ? splat<16>(NAN) : total;
             store<16>(at, first > float(token) ? total : seen);
         }
     }
 
-    // Softmax of 16 rows over the piece: scores become weights. Every sixteenth token is summed
+    // Softmax of 16 rows over the short split: scores become weights. Every sixteenth token is summed
     // first and then neighbours, in the order of few_rows_bf16.cpp.
     TOKEND_FLATTEN void weigh(int64_t tile, int64_t first, int64_t steps) {
         const int64_t end = (first + steps) * INNER;
@@ -315,8 +315,8 @@ struct Rows {
                 odd += b;
                 uint32_t* to = weights + (token / INNER * 2 + tile) * TILE_WORDS + token % INNER / 2 * TILE;
                 if constexpr (QUANTISED<C>) {
-                    for (int64_t part = 0; part < parts; part++, to += PIECE * TILE) {
-                        const float* scale = scales + part * PIECE + token;
+                    for (int64_t part = 0; part < parts; part++, to += SHORT_SPLIT * TILE) {
+                        const float* scale = scales + part * SHORT_SPLIT + token;
                         const F<16> c = scaled(a, splat<16>(scale[0])), d = scaled(b, splat<16>(scale[1]));
                         _mm512_storeu_si512(to, pair_rounded((__m512)c, (__m512)d));
                     }
@@ -333,24 +333,24 @@ struct Rows {
 };
 
 template <class C>
-void attend(const Piece& piece, const TokendAttentionSchedule* plan, int64_t index, Scratch& scratch) {
-    Rows<C> rows(piece, scratch);
+void attend(const KVSplit& split, const TokendAttentionSchedule* plan, int64_t index, Scratch& scratch) {
+    ManyRowsBf16<C> rows(split, scratch);
     rows.compute();
-    for (int64_t tile = 0; tile * TILE < piece.rows; tile++) {
+    for (int64_t tile = 0; tile * TILE < split.rows; tile++) {
         float* output = rows.output_rows(tile);
-        const int64_t begin = tile * TILE, end = std::min(piece.rows, begin + TILE);
+        const int64_t begin = tile * TILE, end = std::min(split.rows, begin + TILE);
         for (int64_t row = begin; row < end; row++)
-            leave_bfloat16(piece, plan, index, row,
-                           {output + (row - begin) * piece.head_dim, rows.all.best[row], rows.all.total[row]});
+            write_bfloat16_result(split, plan, index, row,
+                                  {output + (row - begin) * split.head_dim, rows.all.best[row], rows.all.total[row]});
     }
 }
 
 }  // namespace
 
-bool attend_in_bfloat16(const Piece& piece, const TokendAttentionSchedule* plan, int64_t index, Scratch& scratch) {
-    if (!suits_bfloat16(piece)) return false;
-    if (piece.layer->cache_dtype == TOKEND_INT8) attend<int8_t>(piece, plan, index, scratch);
-    else attend<bfloat16>(piece, plan, index, scratch);
+bool attend_in_bfloat16(const KVSplit& split, const TokendAttentionSchedule* plan, int64_t index, Scratch& scratch) {
+    if (!suits_bfloat16(split)) return false;
+    if (split.layer->cache_dtype == TOKEND_INT8) attend<int8_t>(split, plan, index, scratch);
+    else attend<bfloat16>(split, plan, index, scratch);
     return true;
 }
 
@@ -358,7 +358,7 @@ int64_t tile_rows() { return 192; }
 
 #else
 
-bool attend_in_bfloat16(const Piece&, const TokendAttentionSchedule*, int64_t, Scratch&) { return false; }
+bool attend_in_bfloat16(const KVSplit&, const TokendAttentionSchedule*, int64_t, Scratch&) { return false; }
 
 int64_t tile_rows() { return 96; }
 

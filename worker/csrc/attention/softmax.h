@@ -5,7 +5,7 @@
 // into it changes no bit.
 #pragma once
 
-#include "attention/piece.h"
+#include "attention/kv_split.h"
 
 namespace tokend {
 
@@ -81,27 +81,29 @@ inline int64_t partial_width(int64_t head_dim) { return head_dim + 8; }
 
 // The sum of a row's weights with the weight of its head's sink, which has no value to add. A sink
 // too large for a float leaves an output of 0.
-inline float whole_total(const Piece& piece, int64_t row, const RowResult& result) {
-    const float* sinks = piece.layer->sinks;
+inline float whole_total(const KVSplit& split, int64_t row, const RowResult& result) {
+    const float* sinks = split.layer->sinks;
     if (sinks == nullptr) return result.total;
-    return result.total + std::exp(sinks[piece.head(row)] - result.best * piece.scale);
+    return result.total + std::exp(sinks[split.head(row)] - result.best * split.scale);
 }
 
-inline void finish_row(const Piece& piece, int64_t row, const RowResult& result) {
-    const float total = whole_total(piece, row, result);
-    for (int64_t dim = 0; dim < piece.head_dim; dim += 8)
+inline void finish_row(const KVSplit& split, int64_t row, const RowResult& result) {
+    const float total = whole_total(split, row, result);
+    for (int64_t dim = 0; dim < split.head_dim; dim += 8)
         store<8>(result.output + dim, load<8>(result.output + dim) / total);
-    piece.write_output(row, result.output);
+    split.write_output(row, result.output);
 }
 
-// Writes one row of a piece: final if the tile has one piece, else as a partial result.
-inline void leave_row(const Piece& piece, const TokendAttentionSchedule* plan, int64_t index, int64_t row, const RowResult& result) {
-    if (piece.tile->pieces == 1) return finish_row(piece, row, result);
-    const int64_t at = piece.tile->partial_row + index * piece.rows + row;
-    float* partial = plan->partials + at * partial_width(piece.head_dim);
-    std::copy_n(result.output, piece.head_dim, partial);
-    partial[piece.head_dim] = result.best;
-    partial[piece.head_dim + 1] = result.total;
+// Writes the result of one row of split `index` of a tile: the output itself if the tile has one split, else a
+// partial result.
+inline void write_result(const KVSplit& split, const TokendAttentionSchedule* plan, int64_t index, int64_t row,
+                         const RowResult& result) {
+    if (split.tile->num_splits == 1) return finish_row(split, row, result);
+    const int64_t at = split.tile->partial_row + index * split.rows + row;
+    float* partial = plan->partials + at * partial_width(split.head_dim);
+    std::copy_n(result.output, split.head_dim, partial);
+    partial[split.head_dim] = result.best;
+    partial[split.head_dim + 1] = result.total;
 }
 
 }  // namespace tokend
@@ -110,8 +112,8 @@ inline void leave_row(const Piece& piece, const TokendAttentionSchedule* plan, i
 
 namespace tokend {
 
-// The softmax's arithmetic in vectors of 16, for kernels that see the largest score of a piece
-// before its first weight.
+// The softmax's arithmetic in vectors of 16, for kernels that see the largest score of a short
+// split before its first weight.
 
 // 2^x for x of about 0 or less, relative error below 4e-6; 0 far below, NaN of NaN, exactly 1
 // of 0. The polynomial is the least largest relative error over a fraction, with p(0) = 1.

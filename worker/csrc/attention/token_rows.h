@@ -52,7 +52,7 @@ inline void round_row(int64_t dtype, int64_t head_dim, float* row) {
 // Dimension i is rotated together with i + head_dim / 2 (worker/layers/rotary.py).
 //   rotation  | cosines | sines |
 template <int N>
-inline void turn_halves(const float* __restrict rotation, int64_t half, float* __restrict row) {
+inline void rotate_halves(const float* __restrict rotation, int64_t half, float* __restrict row) {
     const float *cosines = rotation, *sines = rotation + half;
     float *first = row, *second = row + half;
     for (int64_t dim = 0; dim < half; dim += N) {
@@ -65,8 +65,8 @@ inline void turn_halves(const float* __restrict rotation, int64_t half, float* _
 
 inline void rotate_row(const float* rotation, int64_t head_dim, float* row) {
     const int64_t half = head_dim / 2;
-    if (half % 16 == 0) turn_halves<16>(rotation, half, row);
-    else turn_halves<4>(rotation, half, row);
+    if (half % 16 == 0) rotate_halves<16>(rotation, half, row);
+    else rotate_halves<4>(rotation, half, row);
 }
 
 // Below this the largest element counts as zero, because its inverse is not finite.

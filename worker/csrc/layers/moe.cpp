@@ -1,6 +1,6 @@
 // A mixture of experts for some rows, by one team of threads.
 //
-//   score | choose | sort | code | gate_up of all experts | gate, code | down of all experts | add
+//   score | choose | sort | prepare | gate_up of all experts | gate, prepare | down of all experts | add
 //
 // with a barrier at each line. A pair is a row and one of its experts; pairs are sorted by expert:
 //
@@ -34,20 +34,20 @@ struct Lane {
     Rows input;  // copies, for products that read them in place
     Rows gate_up, inner;
     Rows output;  // float32
-    void* codes = nullptr;
+    void* prepared = nullptr;  // rows of input, then of inner, for products that do not read them in place
 
     Lane() = default;
     Lane(const TokendExpert& expert, int64_t hidden_size, int64_t inner, int64_t dtype, int64_t rows, RunMemory& memory)
         : inner_size(inner), num_rows(rows) {
         const int64_t width = bytes_of(dtype);
         const TokendProductKernels &first = *expert.gate_up.parts->kernels, &second = *expert.down.parts->kernels;
-        if (!first.has_codes(expert.gate_up.parts->format, dtype, hidden_size))
+        if (!first.needs_prepared_input(expert.gate_up.parts->format, dtype, hidden_size))
             input = memory.input_rows(rows, hidden_size * width);
         gate_up = memory.rows(rows, 2 * inner * width);
         this->inner = memory.input_rows(rows, inner * width);
         output = memory.rows(rows, hidden_size * int64_t(sizeof(float)));
-        codes = memory.take(
-            std::max(first.most_code_bytes(rows, hidden_size), second.most_code_bytes(rows, inner)));
+        prepared = memory.take(
+            std::max(first.max_prepared_bytes(rows, hidden_size), second.max_prepared_bytes(rows, inner)));
     }
 };
 
@@ -116,8 +116,8 @@ class MoeTeam {
 #pragma omp single
         sort();
         const int64_t pairs = space_.first_pair[num_experts()];
-        each(pairs, [&](int64_t pair) { code_input(*moe_.experts, space_.routed, pair, space_.row_of[pair]); });
-        if (moe_.shared_size) each_row([&](int64_t row) { code_input(moe_.shared, space_.shared, row, row); });
+        each(pairs, [&](int64_t pair) { prepare_input(*moe_.experts, space_.routed, pair, space_.row_of[pair]); });
+        if (moe_.shared_size) each_row([&](int64_t row) { prepare_input(moe_.shared, space_.shared, row, row); });
 #pragma omp barrier
         multiply(&TokendExpert::gate_up, &Lane::input, &Lane::gate_up, run_.dtype);
 #pragma omp barrier
@@ -262,24 +262,25 @@ class MoeTeam {
         }
     }
 
-    // Brings a row of the input to where a product reads it.
-    void code_input(const TokendExpert& expert, const Lane& lane, int64_t place, int64_t row) {
+    // Prepares a row of the input for the first products of an expert, or copies it where they read it in place.
+    void prepare_input(const TokendExpert& expert, const Lane& lane, int64_t lane_row, int64_t row) {
         if (lane.input.memory)
             std::copy_n(static_cast<const char*>(input(row)), moe_.hidden_size * bytes_of(run_.dtype),
-                        static_cast<char*>(lane.input.row(place)));
+                        static_cast<char*>(lane.input.row(lane_row)));
         else
-            code(expert.gate_up, lane, moe_.hidden_size, place, input(row));
+            prepare_row(expert.gate_up, lane, moe_.hidden_size, lane_row, input(row));
     }
 
-    void code(const TokendStackLinear& linear, const Lane& lane, int64_t size, int64_t place, const void* x) {
-        linear.parts->kernels->code_row(linear.parts->format, run_.dtype, size, lane.num_rows, place, x, lane.codes);
+    void prepare_row(const TokendStackLinear& linear, const Lane& lane, int64_t size, int64_t lane_row, const void* x) {
+        const TokendLinearPart& part = *linear.parts;
+        part.kernels->prepare_input_row(part.format, run_.dtype, size, lane.num_rows, lane_row, x, lane.prepared);
     }
 
-    void gate(const TokendExpert& expert, const Lane& lane, int64_t place) {
-        gate_row(moe_.gate, 1, run_.dtype, lane.inner_size, lane.gate_up.row(place), lane.inner.row(place));
+    void gate(const TokendExpert& expert, const Lane& lane, int64_t lane_row) {
+        gate_row(moe_.gate, 1, run_.dtype, lane.inner_size, lane.gate_up.row(lane_row), lane.inner.row(lane_row));
         const TokendLinearPart& down = *expert.down.parts;
-        if (down.kernels->has_codes(down.format, run_.dtype, lane.inner_size))
-            code(expert.down, lane, lane.inner_size, place, lane.inner.row(place));
+        if (down.kernels->needs_prepared_input(down.format, run_.dtype, lane.inner_size))
+            prepare_row(expert.down, lane, lane.inner_size, lane_row, lane.inner.row(lane_row));
     }
 
     // Calls body with each expert that has rows: body(expert, lane, first row, number of rows).
@@ -339,7 +340,7 @@ class MoeTeam {
                 const int64_t first_panel = begin > at ? panel_at(begin) : 0, end_panel = end > at ? panel_at(end) : 0;
                 if (first_panel < end_panel)
                     part.kernels->multiply_share(
-                        part, {run_.dtype, lane.num_rows, first, count, rows_of(lane.*from, run_.dtype), lane.codes,
+                        part, {run_.dtype, lane.num_rows, first, count, rows_of(lane.*from, run_.dtype), lane.prepared,
                                output_dtype, {(lane.*to).stride / bytes_of(output_dtype), output},
                                before + first_panel, before + end_panel});
                 at += panels * cost;
@@ -359,8 +360,8 @@ class MoeTeam {
         for (int64_t at = 0; at < size; at += N) {
             const int64_t count = std::min<int64_t>(size - at, N);
             F<N> total{};
-            const auto add_one = [&](const Lane& lane, int64_t place, float weight) {
-                const float* from = static_cast<const float*>(lane.output.row(place)) + at;
+            const auto add_one = [&](const Lane& lane, int64_t lane_row, float weight) {
+                const float* from = static_cast<const float*>(lane.output.row(lane_row)) + at;
                 const F<N> summand = count == N ? load<N>(from) : load_some<N>(from, count, 0.0f);
                 total = multiply_add<N>(splat<N>(weight), summand, total);
             };

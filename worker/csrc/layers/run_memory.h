@@ -1,4 +1,4 @@
-// The scratch memory of a run over rows, taken piece by piece.
+// The scratch memory of a run over rows, taken part by part.
 #pragma once
 
 #include <cstdint>

@@ -29,11 +29,11 @@ namespace {
 struct Space {
     Rows normed, heads, attended, gate_up, inner, added;
     Rows inputs, query_latents, queries, keys, values;  // of latent attention
-    char* head_codes = nullptr;                         // codes of each head's input, one head after the other
-    int64_t head_code_bytes = 0;
+    char* prepared_heads = nullptr;  // prepared input of each head's product, one head after the other
+    int64_t prepared_head_bytes = 0;
     Rows rotations;  // those of the first of the tables, then those of the next, …
-    void* codes;
-    void* mixture;  // memory of a mixture of experts
+    void* prepared;  // input rows of one product at a time (weight_formats.h)
+    void* mixture;   // memory of a mixture of experts
     RunMemory memory;
 
     Space(const TokendStack& stack, int64_t dtype, int64_t num_rows, void* scratch) : memory(scratch) {
@@ -55,11 +55,11 @@ struct Space {
             queries = memory.rows(num_rows, query_rank ? query_numbers(stack) * width : 0);
             keys = memory.rows(num_rows, stack.head_dim * width);
             values = memory.input_rows(num_rows, output_inputs * width);
-            head_code_bytes = most_head_code_bytes(stack, num_rows);
-            head_codes = memory.take(query_heads * head_code_bytes);
+            prepared_head_bytes = max_prepared_head_bytes(stack, num_rows);
+            prepared_heads = memory.take(query_heads * prepared_head_bytes);
         }
         const int64_t widest = std::max({stack.hidden_size, output_inputs, stack.inner_size, query_rank});
-        codes = memory.take(code_bytes(stack, num_rows, widest));
+        prepared = memory.take(max_prepared_bytes(stack, num_rows, widest));
         int64_t mixture_bytes = 0;
         for (int64_t index = 0; index < stack.num_layers; index++)
             if (const TokendMoe* moe = stack.layers[index].moe)
@@ -86,8 +86,8 @@ struct Space {
     }
 
   private:
-    // Bytes of the codes of one head, in any layer.
-    static int64_t most_head_code_bytes(const TokendStack& stack, int64_t num_rows) {
+    // Bytes of the prepared input of one head's product, in any layer.
+    static int64_t max_prepared_head_bytes(const TokendStack& stack, int64_t num_rows) {
         int64_t most = 0;
         const TokendProductKernels* last = nullptr;
         for (int64_t index = 0; index < stack.num_layers; index++) {
@@ -97,15 +97,15 @@ struct Space {
                     const TokendProductKernels* kernels = linears[head].parts->kernels;
                     if (kernels == last) continue;
                     for (const int64_t size : {latent.plain_size, latent.rank})
-                        most = std::max(most, kernels->most_code_bytes(num_rows, size));
+                        most = std::max(most, kernels->max_prepared_bytes(num_rows, size));
                     last = kernels;
                 }
         }
         return (most + 63) / 64 * 64;
     }
 
-    // Bytes of the codes that the kernels of any product write.
-    static int64_t code_bytes(const TokendStack& stack, int64_t num_rows, int64_t in_features) {
+    // Bytes of the prepared input of any product.
+    static int64_t max_prepared_bytes(const TokendStack& stack, int64_t num_rows, int64_t in_features) {
         int64_t most = 0;
         const TokendProductKernels* last = nullptr;
         for (int64_t index = 0; index < stack.num_layers; index++) {
@@ -114,7 +114,7 @@ struct Space {
             for (const TokendStackLinear* linear : {&layer.qkv, query, &layer.output, &layer.gate_up, &layer.down}) {
                 if (linear->num_parts == 0) continue;  // the layer has no such product
                 const TokendProductKernels* kernels = linear->parts->kernels;
-                if (kernels != last) most = std::max(most, kernels->most_code_bytes(num_rows, in_features));
+                if (kernels != last) most = std::max(most, kernels->max_prepared_bytes(num_rows, in_features));
                 last = kernels;
             }
         }
@@ -164,12 +164,12 @@ class Layers {
             });
     }
 
-    // Copies the residual before a layer to each place that it is recorded for.
+    // Copies the residual before a layer to the memory of each entry of `recorded` that names the layer.
     void record_residual(int64_t layer) {
-        for (int64_t place = 0; place < run_.num_recorded; place++) {
-            if (run_.recorded[place] != layer) continue;
+        for (int64_t index = 0; index < run_.num_recorded; index++) {
+            if (run_.recorded[index] != layer) continue;
             const int64_t width = bytes_of(run_.dtype), row_bytes = stack_.hidden_size * width;
-            char* to = static_cast<char*>(run_.residuals) + place * run_.residual_stride * width;
+            char* to = static_cast<char*>(run_.residuals) + index * run_.residual_stride * width;
             each_row([&](int64_t row) { std::memcpy(to + row * row_bytes, hidden(row), row_bytes); });
         }
     }
@@ -238,15 +238,15 @@ class Layers {
         return heads;
     }
 
-    // Rounds the thread's own rows, then multiplies.
+    // Prepares the thread's own rows, then multiplies.
     void multiply(const TokendStackLinear& linear, const Rows& from, const Rows& to, bool adds = false) {
         clock_.lap();
         const int64_t format = linear.parts->format;
         const TokendProductKernels& kernels = *linear.parts->kernels;
-        if (kernels.has_codes(format, run_.dtype, linear.in_features))
+        if (kernels.needs_prepared_input(format, run_.dtype, linear.in_features))
             each_row([&](int64_t row) {
-                kernels.code_row(format, run_.dtype, linear.in_features, run_.num_rows, row, from.row(row),
-                                 space_.codes);
+                kernels.prepare_input_row(format, run_.dtype, linear.in_features, run_.num_rows, row, from.row(row),
+                                 space_.prepared);
             });
 #pragma omp barrier
         const int64_t width = bytes_of(run_.dtype);
@@ -254,7 +254,7 @@ class Layers {
         char* output = to.memory;
         for (int64_t index = 0; index < linear.num_parts; index++) {
             const TokendLinearPart& part = linear.parts[index];
-            part.kernels->multiply_codes(part, run_.dtype, run_.num_rows, input, space_.codes,
+            part.kernels->multiply_prepared_input(part, run_.dtype, run_.num_rows, input, space_.prepared,
                                          {to.stride / width, output}, adds);
             output += part.out_features * width;
         }
@@ -266,16 +266,17 @@ class Layers {
         norm_heads(layer);
         clock_.lap();
         const int64_t head_bytes = stack_.head_dim * bytes_of(run_.dtype);
-        TokendAttentionLayer call = *attention.layer;
-        call.dtype = run_.dtype;
-        call.query = space_.heads.memory;
-        call.key = space_.heads.memory + stack_.num_heads * head_bytes;
-        call.value = space_.heads.memory + (stack_.num_heads + stack_.num_kv_heads) * head_bytes;
-        call.query_stride = call.key_stride = call.value_stride = space_.heads.stride / bytes_of(run_.dtype);
-        call.rotation = rotation(layer.rope_table, 0);
-        call.sinks = layer.sinks;
-        call.output = space_.attended.memory;
-        attention.run(attention.step, attention.plan, &call);
+        TokendAttentionLayer arguments = *attention.layer;
+        arguments.dtype = run_.dtype;
+        arguments.query = space_.heads.memory;
+        arguments.key = space_.heads.memory + stack_.num_heads * head_bytes;
+        arguments.value = space_.heads.memory + (stack_.num_heads + stack_.num_kv_heads) * head_bytes;
+        arguments.query_stride = space_.heads.stride / bytes_of(run_.dtype);
+        arguments.key_stride = arguments.value_stride = arguments.query_stride;
+        arguments.rotation = rotation(layer.rope_table, 0);
+        arguments.sinks = layer.sinks;
+        arguments.output = space_.attended.memory;
+        attention.run(attention.step, attention.plan, &arguments);
         clock_.lap(run_.attention_ns);
     }
 
@@ -305,17 +306,17 @@ class Layers {
         });
         multiply_heads(latent.keys, queries, query_size, space_.heads, stack_.head_dim);
         clock_.lap();
-        TokendAttentionLayer call = *attention.layer;
-        call.dtype = run_.dtype;
-        call.query = space_.heads.memory;
-        call.query_stride = space_.heads.stride / width;
-        call.key = space_.keys.memory;
-        call.key_stride = space_.keys.stride / width;
-        call.value = nullptr;
-        call.rotation = rotation(layer.rope_table, 0);
-        call.sinks = nullptr;
-        call.output = space_.attended.memory;
-        attention.run(attention.step, attention.plan, &call);
+        TokendAttentionLayer arguments = *attention.layer;
+        arguments.dtype = run_.dtype;
+        arguments.query = space_.heads.memory;
+        arguments.query_stride = space_.heads.stride / width;
+        arguments.key = space_.keys.memory;
+        arguments.key_stride = space_.keys.stride / width;
+        arguments.value = nullptr;
+        arguments.rotation = rotation(layer.rope_table, 0);
+        arguments.sinks = nullptr;
+        arguments.output = space_.attended.memory;
+        attention.run(attention.step, attention.plan, &arguments);
         clock_.lap(run_.attention_ns);
         multiply_heads(latent.values, space_.attended, latent.rank, space_.values, latent.value_size);
     }
@@ -331,9 +332,10 @@ class Layers {
             const int64_t row = index / num_heads, head = index % num_heads;
             const TokendLinearPart& part = *linears[head].parts;
             const int64_t in_features = linears[head].in_features;
-            if (!part.kernels->has_codes(part.format, run_.dtype, in_features)) continue;
+            if (!part.kernels->needs_prepared_input(part.format, run_.dtype, in_features)) continue;
             const char* x = static_cast<const char*>(from.row(row)) + head * from_size * width;
-            part.kernels->code_row(part.format, run_.dtype, in_features, num_rows, row, x, head_codes(head));
+            part.kernels->prepare_input_row(part.format, run_.dtype, in_features, num_rows, row, x,
+                                            prepared_head(head));
         }
 #pragma omp barrier
         const int64_t panels = (linears->parts->out_features + SHARE_OUTPUTS - 1) / SHARE_OUTPUTS;
@@ -344,15 +346,15 @@ class Layers {
             const TokendLinearPart& part = *linears[head].parts;
             const RowsOf input = {from.stride / width, from.memory + head * from_size * width};
             const RowsOf output = {to.stride / width, to.memory + head * to_size * width};
-            part.kernels->multiply_share(part, {run_.dtype, num_rows, 0, num_rows, input, head_codes(head), run_.dtype,
-                                                output, first, last});
+            part.kernels->multiply_share(part, {run_.dtype, num_rows, 0, num_rows, input, prepared_head(head),
+                                                run_.dtype, output, first, last});
             at += last - first;
         }
 #pragma omp barrier
         clock_.lap(run_.product_ns);
     }
 
-    void* head_codes(int64_t head) const { return space_.head_codes + head * space_.head_code_bytes; }
+    void* prepared_head(int64_t head) const { return space_.prepared_heads + head * space_.prepared_head_bytes; }
 
     // Adds a product, or its norm, to the residual.
     void end_block(const TokendStackLinear& linear, const Rows& from, const TokendRowNorm& post_norm) {

@@ -43,7 +43,7 @@ struct TokendLinearPart {
 };
 
 // A linear layer: weights stacked along the outputs, all of one format. The kernels of the first
-// write the codes of the input rows for all.
+// prepare the input rows for all (products/weight_formats.h).
 struct TokendStackLinear {
     int64_t in_features;
     int64_t out_features;
@@ -134,7 +134,7 @@ struct TokendStackRun {
     int64_t num_recorded;   // places where the residual is recorded
     const int64_t* recorded;  // of each the layer before which it is, num_layers for the last one's output
     void* residuals;          // receives the residual there, [num_recorded][num_rows, hidden_size]
-    int64_t residual_stride;  // elements from one place to the next
+    int64_t residual_stride;  // elements from one recorded residual to the next
 };
 
 // Returns the bytes of scratch memory for a run of `num_rows` rows.

@@ -188,8 +188,8 @@ inline bool worth_threads(int64_t num_rows, int64_t in_features, int64_t out_fea
     return num_rows * in_features * out_features > PARALLEL_PRODUCTS;
 }
 
-// Memory of this thread for converted rows, kept for the next product; aligned to 64.
-inline void* own_codes(int64_t bytes) {
+// Memory of this thread for prepared rows, kept for the next product; aligned to 64.
+inline void* thread_memory(int64_t bytes) {
     struct alignas(64) Line {
         uint8_t bytes[64];
     };

@@ -1,5 +1,12 @@
-// Products by the format of their weight, for kernels that call them from a team of threads: input
-// rows become codes once, and then any weights of that format are multiplied with the codes.
+// Products by the format of their weight, for kernels that call them from a team of threads.
+//
+// Input rows are prepared once, as the products of a format read them, and then multiplied with any
+// weights of that format:
+//
+//   packed           blocks of int8, with a scale for 32 numbers
+//   rotated          rotated, then int8 with a scale for a row
+//   bfloat16, FP8    bfloat16, padded with zeros; float32 where the CPU has no product of bfloat16.
+//                    Rows that need neither padding nor another type are read in place.
 #pragma once
 
 #include "layers/stack.h"
@@ -17,11 +24,11 @@ constexpr int64_t SHARE_OUTPUTS = 32;  // outputs of a panel, or of a pair of pa
 // A part of a product that one thread computes: some rows of the input, some outputs.
 struct ProductShare {
     int64_t input_dtype;
-    int64_t total_rows;  // of input, codes and output
+    int64_t total_rows;  // of input, prepared and output
     int64_t first_row;
     int64_t num_rows;
     RowsOf input;
-    const void* codes;
+    const void* prepared;  // input rows; not read where products read them in place
     int64_t output_dtype;
     RowsOf output;        // begins with the first output of the weight
     int64_t first_panel;  // of SHARE_OUTPUTS outputs each
@@ -31,23 +38,24 @@ struct ProductShare {
 }  // namespace tokend
 
 // The products of one library. Weights have the same layout in all libraries, so those of several
-// instruction sets can compute the products of one model; each reads only codes of its own, except
-// for packed weights, whose codes are the same in all.
+// instruction sets can compute the products of one model; each reads only input that it prepared
+// itself, except for packed weights, whose prepared input is the same in all.
 struct TokendProductKernels {
-    // Returns the bytes of the codes of num_rows rows, in the format that needs most.
-    int64_t (*most_code_bytes)(int64_t num_rows, int64_t in_features);
+    // Returns the bytes of num_rows prepared rows, in the format that needs most.
+    int64_t (*max_prepared_bytes)(int64_t num_rows, int64_t in_features);
 
-    // Returns whether the format needs codes of such rows; if not, it reads the rows in place.
-    bool (*has_codes)(int64_t format, int64_t dtype, int64_t in_features);
+    // Returns whether such rows must be prepared; if not, products read them in place.
+    bool (*needs_prepared_input)(int64_t format, int64_t dtype, int64_t in_features);
 
-    // Writes the codes of row `row` of a product's input (at x, one of num_rows) to `codes`.
-    void (*code_row)(int64_t format, int64_t dtype, int64_t in_features, int64_t num_rows, int64_t row, const void* x,
-                     void* codes);
+    // Prepares row `row` of a product's input (at x, one of num_rows) and writes it to its place in `prepared`.
+    void (*prepare_input_row)(int64_t format, int64_t dtype, int64_t in_features, int64_t num_rows, int64_t row,
+                              const void* x, void* prepared);
 
-    // output (+)= input @ weight^T + bias, for columns [0, out_features) of the output. Of an input
-    // that needs codes these are read. Each thread of a team must call this.
-    void (*multiply_codes)(const TokendLinearPart& part, int64_t dtype, int64_t num_rows, const tokend::RowsOf& input,
-                           const void* codes, const tokend::RowsOf& output, bool adds);
+    // output (+)= input @ weight^T + bias, for columns [0, out_features) of the output. `prepared`
+    // is read instead of an input that needs it. Each thread of a team must call this.
+    void (*multiply_prepared_input)(const TokendLinearPart& part, int64_t dtype, int64_t num_rows,
+                                    const tokend::RowsOf& input, const void* prepared, const tokend::RowsOf& output,
+                                    bool adds);
 
     // output = input @ weight^T + bias for a part of them, by the calling thread alone.
     void (*multiply_share)(const TokendLinearPart& part, const tokend::ProductShare& share);

@@ -13,9 +13,9 @@
 // threads; variants differ in the order of their sums. In a variant that
 // multiplies bfloat16, numbers below the least normal one of float32 count as zero.
 //
-// Use:    memory = tokend_bf16_code_bytes(num_rows, in_features), aligned to 64
-//         rows by code_bf16_row unless bf16_rows_in_place (bf16_format.h), then
-//         tokend_bf16_coded_product, any number of times
+// Use:    memory = tokend_bf16_prepared_bytes(num_rows, in_features), aligned to 64
+//         rows by prepare_bf16_row unless bf16_rows_in_place (bf16_format.h), then
+//         tokend_bf16_prepared_product, any number of times
 #pragma once
 
 #include <cstdint>
@@ -45,15 +45,15 @@ __attribute__((visibility("default"))) void tokend_bf16_pack(
 __attribute__((visibility("default"))) int64_t tokend_bf16_rows(
     const TokendBf16Shape* weight, int64_t num_ids, const int64_t* ids, void* numbers);
 
-// Returns the bytes of num_rows rows as a product reads them.
-__attribute__((visibility("default"))) int64_t tokend_bf16_code_bytes(int64_t num_rows, int64_t in_features);
+// Returns the bytes of num_rows prepared rows, as a product reads them.
+__attribute__((visibility("default"))) int64_t tokend_bf16_prepared_bytes(int64_t num_rows, int64_t in_features);
 
 // output (+)= input @ weight^T + bias; an input of float32 is rounded to bfloat16 first.
 __attribute__((visibility("default"))) void tokend_bf16_product(
     const TokendBf16Shape* weight, const TokendProduct* product);
 
-// The same with codes written by code_bf16_row, or with the input of `product` itself if
+// The same with rows prepared by prepare_bf16_row, or with the input of `product` itself if
 // bf16_rows_in_place. May be called by every thread of a team (team.h).
-__attribute__((visibility("default"))) void tokend_bf16_coded_product(
-    const TokendBf16Shape* weight, const TokendProduct* product, const void* codes);
+__attribute__((visibility("default"))) void tokend_bf16_prepared_product(
+    const TokendBf16Shape* weight, const TokendProduct* product, const void* prepared);
 }

@@ -11,7 +11,7 @@ namespace tokend {
 
 #if defined(__AVX512BF16__)
 
-typedef bfloat16 Bf16Code;
+typedef bfloat16 Bf16Input;  // a number of a row as products read it
 constexpr int BF16_ROWS = 8;
 
 struct Bf16Line {
@@ -27,7 +27,7 @@ struct Bf16Line {
 
 #else
 
-typedef float Bf16Code;
+typedef float Bf16Input;  // of a bfloat16 number
 #if defined(__AVX512F__)
 constexpr int BF16_ROWS = 8;
 #else
@@ -69,7 +69,7 @@ struct LinesAhead {
 // between the panels of a step, as its loads do, and 30 so.
 template <int ROWS, int VECTORS, bool NEAR>
 TOKEND_FLATTEN __attribute__((noinline)) void bf16_dot_tile(const uint8_t* pair, int64_t num_steps, int first,
-                                                            const Bf16Code* x, int64_t stride, LinesAhead ahead,
+                                                            const Bf16Input* x, int64_t stride, LinesAhead ahead,
                                                             float* sums) {
     constexpr int N = ROW_LANES;
     F<N> total[ROWS][VECTORS] = {};
@@ -97,7 +97,7 @@ TOKEND_FLATTEN __attribute__((noinline)) void bf16_dot_tile(const uint8_t* pair,
 
 // All 32 outputs of ROWS rows; a single row uses more parallel chains of sums.
 template <int ROWS, bool NEAR>
-inline void bf16_dot_rows(const uint8_t* pair, int64_t num_steps, const Bf16Code* x, int64_t stride, LinesAhead ahead,
+inline void bf16_dot_rows(const uint8_t* pair, int64_t num_steps, const Bf16Input* x, int64_t stride, LinesAhead ahead,
                           float* sums) {
     constexpr int ALL = int(PAIR_OUTPUTS) / ROW_LANES, VECTORS = ROWS > 1 ? 2 : ALL > 4 ? 4 : ALL;
     bf16_dot_tile<ROWS, VECTORS, NEAR>(pair, num_steps, 0, x, stride, ahead, sums);
@@ -108,7 +108,7 @@ inline void bf16_dot_rows(const uint8_t* pair, int64_t num_steps, const Bf16Code
 // sums: [num_rows][PAIR_OUTPUTS]. FETCH: the first tile asks for lines of this pair. fetch_next: the
 // tiles after it, which find the pair in a cache, ask for the next one, each for its part.
 template <bool FETCH>
-inline void bf16_dot_pair(const uint8_t* pair, int64_t num_steps, const Bf16Code* x, int64_t stride,
+inline void bf16_dot_pair(const uint8_t* pair, int64_t num_steps, const Bf16Input* x, int64_t stride,
                           int64_t num_rows, float* sums, bool fetch_next) {
     int64_t row = 0;
     const auto some = [&](auto rows, auto near, LinesAhead ahead) {

@@ -33,15 +33,15 @@ struct Bf16Layout {
 
 // Rows as a product with weights of bfloat16 reads them.
 
-// Returns whether a product reads such rows in place, without codes.
+// Returns whether a product reads such rows in place, not prepared.
 bool bf16_rows_in_place(int64_t dtype, int64_t in_features);
 
-// Row `row` of num_rows, in_features numbers at x (0 float32, 1 bfloat16), to its place in memory
-// of tokend_bf16_code_bytes.
-void code_bf16_row(int64_t dtype, int64_t in_features, int64_t row, const void* x, void* codes);
+// Prepares row `row` of num_rows, in_features numbers at x (0 float32, 1 bfloat16), in its place of
+// tokend_bf16_prepared_bytes: rounds them to bfloat16 and pads them with zeros.
+void prepare_bf16_row(int64_t dtype, int64_t in_features, int64_t row, const void* x, void* prepared);
 
-// A part of tokend_bf16_coded_product, by the calling thread alone.
-void multiply_bf16_part(const TokendBf16Shape& weight, const TokendProduct& product, const void* codes,
+// A part of tokend_bf16_prepared_product, by the calling thread alone.
+void multiply_bf16_part(const TokendBf16Shape& weight, const TokendProduct& product, const void* prepared,
                         const ProductPart& part);
 
 }  // namespace tokend

@@ -11,33 +11,34 @@ namespace tokend {
 
 // Rows of numbers as a product reads them, `stride` numbers apart.
 struct RowsOfBf16 {
-    const Bf16Code* codes;
+    const Bf16Input* first;
     int64_t stride;
 };
 
-// The rows of a product, or their codes.
-inline RowsOfBf16 rows_of_bf16(const TokendProduct& product, int64_t in_features, const void* codes) {
+// The rows of a product, or what they were prepared to.
+inline RowsOfBf16 rows_of_bf16(const TokendProduct& product, int64_t in_features, const void* prepared) {
     if (bf16_rows_in_place(product.input_dtype, in_features))
-        return {static_cast<const Bf16Code*>(product.input), product.input_stride};
-    return {static_cast<const Bf16Code*>(codes), tokend_bf16_code_bytes(1, in_features) / int64_t(sizeof(Bf16Code))};
+        return {static_cast<const Bf16Input*>(product.input), product.input_stride};
+    const int64_t row_bytes = tokend_bf16_prepared_bytes(1, in_features);
+    return {static_cast<const Bf16Input*>(prepared), row_bytes / int64_t(sizeof(Bf16Input))};
 }
 
-// Calls multiply(codes) with the codes of a product's rows, or null if it reads them in place; by a team
-// in the first case if that is worth it.
+// Prepares the rows of a product and calls multiply(prepared), by a team if that is worth it; calls
+// multiply(null) if the product reads them in place.
 template <class Multiply>
-void with_bf16_codes(const TokendProduct& product, int64_t in_features, int64_t out_features, Multiply multiply) {
+void with_prepared_rows(const TokendProduct& product, int64_t in_features, int64_t out_features, Multiply multiply) {
     const int64_t num_rows = product.num_rows;
     if (bf16_rows_in_place(product.input_dtype, in_features)) return multiply(static_cast<void*>(nullptr));
-    void* codes = own_codes(tokend_bf16_code_bytes(num_rows, in_features));
+    void* prepared = thread_memory(tokend_bf16_prepared_bytes(num_rows, in_features));
     const int64_t row_bytes = product.input_stride * (product.input_dtype == 0 ? 4 : 2);
 #pragma omp parallel if (worth_threads(num_rows, in_features, out_features))
     {
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < num_rows; row++) {
             const char* x = static_cast<const char*>(product.input) + row * row_bytes;
-            code_bf16_row(product.input_dtype, in_features, row, x, codes);
+            prepare_bf16_row(product.input_dtype, in_features, row, x, prepared);
         }
-        multiply(codes);
+        multiply(prepared);
     }
 }
 
@@ -64,12 +65,12 @@ class Bf16Strips {
 
     // sums: [num_rows][PAIR_OUTPUTS] of the inputs of these steps. x: the first row's first input.
     template <class Between>
-    void operator()(const uint8_t* pair, int64_t num_steps, const Bf16Code* x, int64_t stride, int64_t num_rows,
+    void operator()(const uint8_t* pair, int64_t num_steps, const Bf16Input* x, int64_t stride, int64_t num_rows,
                     float* sums, PairFetch fetch, Between between) {
 #if defined(TOKEND_AMX) && defined(__AMX_BF16__)
         if (allowed_) {
             const TilesOfPair tiles = {pair, pair + PANEL_STEP_BYTES, PAIR_STEP_BYTES};
-            const int64_t row_bytes = stride * int64_t(sizeof(Bf16Code));
+            const int64_t row_bytes = stride * int64_t(sizeof(Bf16Input));
             return tiles_(tiles, num_steps, x, row_bytes, num_rows, sums, fetch.lines, between);
         }
 #endif

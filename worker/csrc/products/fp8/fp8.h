@@ -3,7 +3,7 @@
 //
 // A number is code * scale. Columns of a row share a float32 scale, in groups of a multiple of 32
 // columns. Products unpack the codes to bfloat16, which holds every one exactly, and multiply
-// them with rows of bfloat16 (bf16.h), whose codes are the same:
+// them with rows of bfloat16, prepared as for bf16.h:
 //
 //   weight   [ pair 0 | pair 1 | … ]           32 outputs each
 //   pair     [ scales | step 0 | step 1 | … ]  32 inputs each
@@ -49,8 +49,8 @@ __attribute__((visibility("default"))) int64_t tokend_fp8_rows(
 __attribute__((visibility("default"))) void tokend_fp8_product(
     const TokendFp8Shape* weight, const TokendProduct* product);
 
-// The same with codes written by code_bf16_row, or with the input of `product` itself if
+// The same with rows prepared by prepare_bf16_row, or with the input of `product` itself if
 // bf16_rows_in_place. May be called by every thread of a team (team.h).
-__attribute__((visibility("default"))) void tokend_fp8_coded_product(
-    const TokendFp8Shape* weight, const TokendProduct* product, const void* codes);
+__attribute__((visibility("default"))) void tokend_fp8_prepared_product(
+    const TokendFp8Shape* weight, const TokendProduct* product, const void* prepared);
 }

@@ -42,8 +42,8 @@ struct Fp8Layout {
     static int64_t line_at(int64_t line) { return line / 2 * FP8_LINES_BYTES + line % 2 * 8; }
 };
 
-// A part of tokend_fp8_coded_product, by the calling thread alone.
-void multiply_fp8_part(const TokendFp8Shape& weight, const TokendProduct& product, const void* codes,
+// A part of tokend_fp8_prepared_product, by the calling thread alone.
+void multiply_fp8_part(const TokendFp8Shape& weight, const TokendProduct& product, const void* prepared,
                        const ProductPart& part);
 
 }  // namespace tokend

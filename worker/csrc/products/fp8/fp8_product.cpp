@@ -139,14 +139,14 @@ class Fp8Form {
                 const int64_t end = end_of(step);
                 if (num_rows == 1 && !part_.by_tiles() && end < layout.num_steps && end_of(end) - end == end - step) {
                     const uint8_t* parts[2] = {at + step * FP8_STEP_BYTES, at + end * FP8_STEP_BYTES};
-                    multiply_two(parts, end - step, form.rows_.codes + row * form.rows_.stride + step * STEP_INPUTS);
+                    multiply_two(parts, end - step, form.rows_.first + row * form.rows_.stride + step * STEP_INPUTS);
                     add(part_sums_, scales_of(step), of_group == 1, 1, sums);
                     add(part_sums_ + PAIR_OUTPUTS, scales_of(end), of_group == 1, 1, sums);
                     step = end_of(end);
                     continue;
                 }
                 unpack(at + step * FP8_STEP_BYTES, end - step, fetch.lines);
-                const Bf16Code* x = form.rows_.codes + row * form.rows_.stride + step * STEP_INPUTS;
+                const Bf16Input* x = form.rows_.first + row * form.rows_.stride + step * STEP_INPUTS;
                 part_(unpacked_, end - step, x, form.rows_.stride, num_rows, part_sums_, {}, between);
                 add(part_sums_, scales_of(step), of_group == 1, num_rows, sums);
                 step = end;
@@ -164,7 +164,7 @@ class Fp8Form {
         // The sums of a single row over two parts of the same length, one after the other in the row:
         // with the sums of one part, each product would wait for the one before.
         TOKEND_FLATTEN __attribute__((noinline)) void multiply_two(const uint8_t* const (&parts)[2], int64_t num_steps,
-                                                                   const Bf16Code* x) {
+                                                                   const Bf16Input* x) {
             constexpr int N = ROW_LANES, VECTORS = int(PAIR_OUTPUTS) / N;
             const UnpackFp8 unpack = unpack_;
             const int64_t inputs = num_steps * STEP_INPUTS;
@@ -223,22 +223,24 @@ class Fp8Form {
 
 }  // namespace
 
-void multiply_fp8_part(const TokendFp8Shape& weight, const TokendProduct& product, const void* codes,
+void multiply_fp8_part(const TokendFp8Shape& weight, const TokendProduct& product, const void* prepared,
                        const ProductPart& part) {
-    multiply_part(Fp8Form(weight, rows_of_bf16(product, weight.in_features, codes)), product, part);
+    multiply_part(Fp8Form(weight, rows_of_bf16(product, weight.in_features, prepared)), product, part);
 }
 
 }  // namespace tokend
 
 using namespace tokend;
 
-extern "C" void tokend_fp8_coded_product(const TokendFp8Shape* weight, const TokendProduct* product, const void* codes) {
-    const Fp8Form form(*weight, rows_of_bf16(*product, weight->in_features, codes));
+extern "C" void tokend_fp8_prepared_product(
+    const TokendFp8Shape* weight, const TokendProduct* product, const void* prepared) {
+    const Fp8Form form(*weight, rows_of_bf16(*product, weight->in_features, prepared));
     in_team(worth_threads(product->num_rows, weight->in_features, weight->out_features),
             [&] { multiply_share(form, *product); });
 }
 
 extern "C" void tokend_fp8_product(const TokendFp8Shape* weight, const TokendProduct* product) {
-    with_bf16_codes(*product, weight->in_features, weight->out_features,
-                    [&](const void* codes) { tokend_fp8_coded_product(weight, product, codes); });
+    with_prepared_rows(*product, weight->in_features, weight->out_features, [&](const void* prepared) {
+        tokend_fp8_prepared_product(weight, product, prepared);
+    });
 }

@@ -73,44 +73,63 @@ void get_codes(const uint8_t* block, int output, uint8_t (&codes)[BLOCK]) {
 
 // ---- blocks of files ------------------------------------------------------------------
 
-// Where the parts of a block are, in bytes.
-struct Raw {
-    int bytes, scale, low, high, codes, scales;
+// Where the parts of a block of the file are, in bytes from its beginning. A part that a format does not have is
+// left out, and never read.
+struct RawLayout {
+    int bytes;          // of the whole block
+    int scale = 0;      // of the whole block: a float16, or one byte of exponent
+    int minimum = 0;    // of the whole block: a float16, or the zero of a group in one byte
+    int scales = 0;     // of each 32 or 16 numbers in it, 4 to 8 bits each; with minima in some formats
+    int high_bits = 0;  // of codes whose low bits are apart from them
+    int codes = 0;      // or their low bits
 };
 
-template <class Format>
-constexpr Raw raw_layout() {
-    if (std::is_same_v<Format, Q4_0>) return {18, 0, 0, 0, 2, 0};
-    if (std::is_same_v<Format, Q4_1>) return {20, 0, 2, 0, 4, 0};
-    if (std::is_same_v<Format, Q5_0>) return {22, 0, 0, 2, 6, 0};
-    if (std::is_same_v<Format, Q5_1>) return {24, 0, 2, 4, 8, 0};
-    if (std::is_same_v<Format, Q8_0>) return {34, 0, 0, 0, 2, 0};
-    if (std::is_same_v<Format, Q4_K>) return {144, 0, 2, 0, 16, 4};
-    if (std::is_same_v<Format, Q5_K>) return {176, 0, 2, 16, 48, 4};
-    if (std::is_same_v<Format, MXFP4>) return {17, 0, 0, 0, 1, 0};
-    if (std::is_same_v<Format, Q2_K>) return {84, 80, 82, 0, 16, 0};
-    if (std::is_same_v<Format, Q3_K>) return {110, 108, 0, 0, 32, 96};
-    if (std::is_same_v<Format, IQ4_NL> || std::is_same_v<Format, NF4>) return {18, 0, 0, 0, 2, 0};
-    if (std::is_same_v<Format, IQ4_XS>) return {136, 0, 0, 0, 8, 2};
-    if (std::is_same_v<Format, TQ2_0>) return {66, 64, 0, 0, 0, 0};
-    if (std::is_same_v<Format, NVFP4>) return {36, 0, 0, 0, 4, 0};
-    if (Format::SCALES == Scales::group) return {4 + Format::SUPER * 4 * Format::BITS, 0, 2, 0, 4, 0};
-    return {210, 208, 0, 128, 0, 192};
+// A format without a layout does not compile.
+constexpr RawLayout raw_layout(Q4_0) { return {.bytes = 18, .scale = 0, .codes = 2}; }
+constexpr RawLayout raw_layout(Q4_1) { return {.bytes = 20, .scale = 0, .minimum = 2, .codes = 4}; }
+constexpr RawLayout raw_layout(Q5_0) { return {.bytes = 22, .scale = 0, .high_bits = 2, .codes = 6}; }
+constexpr RawLayout raw_layout(Q5_1) { return {.bytes = 24, .scale = 0, .minimum = 2, .high_bits = 4, .codes = 8}; }
+constexpr RawLayout raw_layout(Q8_0) { return {.bytes = 34, .scale = 0, .codes = 2}; }
+constexpr RawLayout raw_layout(Q2_K) {
+    return {.bytes = 84, .scale = 80, .minimum = 82, .scales = 0, .codes = 16};
+}
+constexpr RawLayout raw_layout(Q3_K) {
+    return {.bytes = 110, .scale = 108, .scales = 96, .high_bits = 0, .codes = 32};
+}
+constexpr RawLayout raw_layout(Q4_K) {
+    return {.bytes = 144, .scale = 0, .minimum = 2, .scales = 4, .codes = 16};
+}
+constexpr RawLayout raw_layout(Q5_K) {
+    return {.bytes = 176, .scale = 0, .minimum = 2, .scales = 4, .high_bits = 16, .codes = 48};
+}
+constexpr RawLayout raw_layout(Q6_K) {
+    return {.bytes = 210, .scale = 208, .scales = 192, .high_bits = 128, .codes = 0};
+}
+constexpr RawLayout raw_layout(IQ4_NL) { return {.bytes = 18, .scale = 0, .codes = 2}; }
+constexpr RawLayout raw_layout(IQ4_XS) { return {.bytes = 136, .scale = 0, .scales = 2, .codes = 8}; }
+constexpr RawLayout raw_layout(TQ2_0) { return {.bytes = 66, .scale = 64, .codes = 0}; }
+constexpr RawLayout raw_layout(MXFP4) { return {.bytes = 17, .scale = 0, .codes = 1}; }
+constexpr RawLayout raw_layout(NVFP4) { return {.bytes = 36, .scales = 0, .codes = 4}; }
+constexpr RawLayout raw_layout(NF4) { return {.bytes = 18, .scale = 0, .codes = 2}; }
+// INT4 and INT8, in groups of 32 or 128 numbers.
+template <int BITS, int SUPER>
+constexpr RawLayout raw_layout(Format<BITS, 0, Scales::group, SUPER>) {
+    return {.bytes = 4 + SUPER * BLOCK * BITS / 8, .scale = 0, .minimum = 2, .codes = 4};
 }
 
 // Of a block of the file.
 template <class Format>
 constexpr int raw_bytes() {
     if constexpr (Format::IN_FILE_BLOCKS) return Format::RAW_BYTES;
-    else return raw_layout<Format>().bytes;
+    else return raw_layout(Format()).bytes;
 }
 
 // The 32 codes of block `sub` within a block of the file.
 template <class Format>
 TOKEND_INLINE void raw_codes(const uint8_t* raw, int sub, uint8_t (&codes)[BLOCK]) {
-    constexpr Raw layout = raw_layout<Format>();
+    constexpr RawLayout layout = raw_layout(Format());
     const uint8_t* low = raw + layout.codes;
-    const uint8_t* high = raw + layout.high;
+    const uint8_t* high = raw + layout.high_bits;
     if constexpr (Format::SCALES == Scales::group || Format::SCALES == Scales::super_one) low += sub * 4 * Format::BITS;
     if constexpr (Format::BITS == 8) {
         for (int i = 0; i < BLOCK; i++) codes[i] = Format::SCALES == Scales::group ? low[i] : low[i] ^ 0x80;
@@ -174,7 +193,7 @@ void put_file_block(uint8_t* panel, int64_t block, int output, const uint8_t* ro
 
 template <class Format>
 void put_block(uint8_t* panel, int64_t block, int output, const uint8_t* row) {
-    constexpr Raw layout = raw_layout<Format>();
+    constexpr RawLayout layout = raw_layout(Format());
     uint8_t* to = panel + Format::place(block);
     uint8_t* scales = to + Format::CODE_BYTES;
     const int sub = int(block % Format::SUPER);
@@ -199,9 +218,9 @@ void put_block(uint8_t* panel, int64_t block, int output, const uint8_t* row) {
     if (!Format::HAS_HEAD || sub == 0) {
         std::memcpy(scales + output * 2, raw + layout.scale, 2);
         if constexpr (Format::SCALES == Scales::group)
-            scales[PANEL * 2 + output] = raw[layout.low];
+            scales[PANEL * 2 + output] = raw[layout.minimum];
         else if (Format::HAS_LOW)
-            std::memcpy(scales + PANEL * 2 + output * 2, raw + layout.low, 2);
+            std::memcpy(scales + PANEL * 2 + output * 2, raw + layout.minimum, 2);
     }
     scales = to + Format::CODE_BYTES;
     const uint8_t* small = raw + layout.scales;

@@ -132,7 +132,7 @@ extern "C" void tokend_coded_product(const TokendRotatedShape* weight, const Tok
 extern "C" void tokend_rotated_product(const TokendRotatedShape* weight, const TokendProduct* product) {
     const int64_t in_features = weight->in_features;
     const CodesLayout layout(product->num_rows, in_features);
-    void* codes = own_codes(layout.bytes());
+    void* codes = thread_memory(layout.bytes());
     const auto code = [&](int64_t row) {
         layout.facts(codes)[row] = code_input(*product, in_features, row, row_scratch(in_features), layout.codes(codes, row));
     };

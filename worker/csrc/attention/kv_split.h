@@ -1,4 +1,4 @@
-// A piece of attention work: where its query rows and its tokens' K and V are. Shared by all kernels.
+// A split of a tile's KV tokens, as all kernels see it: where its query rows and its tokens' K and V are.
 #pragma once
 
 #include <algorithm>
@@ -12,26 +12,14 @@
 
 namespace tokend {
 
-// The cuts of attention into pieces, the same in all kernels.
-//
-// The KV tokens of a sequence are cut at fixed positions, whatever part of them is computed
-// together, so that a row adds up the same numbers in the same order alone, in a batch and in
-// any chunk of its prompt:
-//
-//   token     0        64       128      192      256                          1024
-//   chunk     |--------|--------|--------|--------|-- …     one softmax, then its values
-//   piece     |-----------------------------------|-- …     chunks one after the other
-//   span      |------------------------------------------ … ------------------|-- …
-//
-// Pieces are merged into their span from left to right, and spans into the row.
-
+// Numbers of tokens between cuts; attention.cpp draws and explains them.
+constexpr int64_t TOKEN_GROUP = 16;
 constexpr int64_t CHUNK = 64;
-// Short enough to distribute one sequence evenly over threads.
-constexpr int64_t PIECE = 256;
-constexpr int64_t SPAN = 1024;
+constexpr int64_t SHORT_SPLIT = 256;
+constexpr int64_t LONG_SPLIT = 1024;
 
-// Up to this many rows a task is bound by reading KV, and is a piece; else it is a span.
-constexpr int64_t PIECE_ROWS = 16;
+// Tiles of up to this many rows are bound by reading KV and have short splits, others long ones.
+constexpr int64_t SHORT_SPLIT_ROWS = 16;
 
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
@@ -50,18 +38,15 @@ inline int64_t next_cut(int64_t token, int64_t unit, int64_t end) {
     return std::min(end, (token / unit + 1) * unit);
 }
 
-// Tokens that kernels process together, at least as rows of one tile.
-constexpr int64_t GROUP = 16;
-
 template <class C>
 constexpr bool QUANTISED = std::is_same_v<C, int8_t>;
 
-// One piece of a tile, resolved from the plan; element types are known only at run time.
-struct Piece {
+// One split of a tile, resolved from the plan; element types are known only at run time.
+struct KVSplit {
     const TokendAttentionStep* step;
     const TokendAttentionLayer* layer;
     const TokendTile* tile;
-    int64_t group;
+    int64_t group_size;   // query heads of a KV head
     int64_t rows;
     int64_t head_dim;
     int64_t rotary_dim;   // of a head, the last ones
@@ -72,16 +57,16 @@ struct Piece {
     float scale;
     float soft_cap;
 
-    Piece(const TokendAttentionStep* s, const TokendAttentionLayer* l, const TokendTile* t, int64_t index)
+    KVSplit(const TokendAttentionStep* s, const TokendAttentionLayer* l, const TokendTile* t, int64_t index)
         : step(s), layer(l), tile(t) {
-        group = s->num_heads / s->num_kv_heads;
-        rows = t->query_count * group;
+        group_size = s->num_heads / s->num_kv_heads;
+        rows = t->query_count * group_size;
         head_dim = s->head_dim;
         rotary_dim = s->head_dim - s->latent_dim;
         value_dim = s->latent_dim > 0 ? s->latent_dim : s->head_dim;
-        const int64_t from = (t->kv_begin / t->piece_len + index) * t->piece_len;
+        const int64_t from = (t->kv_begin / t->split_len + index) * t->split_len;
         begin = std::max<int64_t>(from, t->kv_begin);
-        end = std::min<int64_t>(from + t->piece_len, t->kv_end);
+        end = std::min<int64_t>(from + t->split_len, t->kv_end);
         const int64_t queries = s->query_start[t->seq + 1] - s->query_start[t->seq];
         first_limit = s->seq_lens[t->seq] - queries + t->query_begin + 1 + s->ahead;
         window = s->window;
@@ -89,21 +74,21 @@ struct Piece {
         soft_cap = float(s->soft_cap);
     }
 
-    // The same piece of another KV head's tile: tiles of the same queries are adjacent.
-    Piece of_head(int64_t number) const {
-        Piece other = *this;
+    // The same split of another KV head's tile: tiles of the same queries are adjacent.
+    KVSplit of_head(int64_t number) const {
+        KVSplit other = *this;
         other.tile += number;
         return other;
     }
 
     // The token and the head of a row, among those of the step.
     int64_t token(int64_t row) const {
-        return step->query_start[tile->seq] + tile->query_begin + row / group;
+        return step->query_start[tile->seq] + tile->query_begin + row / group_size;
     }
-    int64_t head(int64_t row) const { return tile->kv_head * group + row % group; }
+    int64_t head(int64_t row) const { return tile->kv_head * group_size + row % group_size; }
 
     // A row sees KV tokens [limit - window, limit) as far as there are any.
-    int64_t limit(int64_t row) const { return first_limit + row / group; }
+    int64_t limit(int64_t row) const { return first_limit + row / group_size; }
 
     // Whether every row sees all of [from, to).
     bool all_see(int64_t from, int64_t to) const {
@@ -135,18 +120,18 @@ struct Piece {
         });
     }
 
-    // Calls body(number, the first rows of K and of V, tokens before them in their page) for each 16
-    // tokens from a multiple of 16 up to `to`, where pages hold whole sixteens.
+    // Calls body(number, the first rows of K and of V, tokens before them in their page) for each token
+    // group from a multiple of TOKEN_GROUP up to `to`, where pages hold whole groups.
     template <class C, class Body>
     TOKEND_INLINE void each_group(int64_t from, int64_t to, Body body) const {
         const int32_t* table = step->block_table + tile->seq * step->max_blocks;
         const int64_t block_size = step->block_size, head_offset = tile->kv_head * layer->head_stride;
         int64_t page = from / block_size, offset = from % block_size;
-        for (int64_t group = 0; from < to; group++, from += GROUP) {
+        for (int64_t group = 0; from < to; group++, from += TOKEN_GROUP) {
             const int64_t at = table[page] * layer->block_stride + head_offset + offset * head_dim;
             body(group, static_cast<const C*>(layer->key_pages) + at, static_cast<const C*>(layer->value_pages) + at,
                  offset);
-            offset += GROUP;
+            offset += TOKEN_GROUP;
             if (offset == block_size) {
                 offset = 0;
                 page++;
@@ -217,20 +202,20 @@ class Scratch {
 
 // The kernels for queries of bfloat16 over pages of bfloat16 or int8, in sources of their own,
 // which are compiled for the tile unit if a variant has it. A kernel returns whether it supports
-// the piece; if not, the generic kernels run.
+// the split; if not, the generic kernels run.
 
-// many_rows_bf16.cpp: many query rows, a span of tokens, and how many rows a tile of a longer
+// many_rows_bf16.cpp: many query rows, a split of either length, and how many rows a tile of a longer
 // prompt has: enough to reuse K and V many times.
 int64_t tile_rows();
-bool attend_in_bfloat16(const Piece& piece, const TokendAttentionSchedule* plan, int64_t index, Scratch& scratch);
+bool attend_in_bfloat16(const KVSplit& split, const TokendAttentionSchedule* plan, int64_t index, Scratch& scratch);
 
-// few_rows_bf16.cpp: few query rows over pages of bfloat16, a piece of tokens; `following` is
+// few_rows_bf16.cpp: few query rows over pages of bfloat16, a short split; `following` is
 // what to fetch ahead.
-bool attend_few_in_bfloat16(const Piece& piece, const Piece& following, const TokendAttentionSchedule* plan, int64_t index,
-                            Scratch& scratch);
+bool attend_few_in_bfloat16(const KVSplit& split, const KVSplit& following, const TokendAttentionSchedule* plan,
+                            int64_t index, Scratch& scratch);
 
-// few_rows_int8.cpp: few query rows over pages of int8, a piece of neighbouring heads.
-bool attend_few_in_int8(const Piece& first, int64_t heads, const Piece& following, const TokendAttentionSchedule* plan,
-                        int64_t index, Scratch& scratch);
+// few_rows_int8.cpp: few query rows over pages of int8, a short split of neighbouring heads.
+bool attend_few_in_int8(const KVSplit& first, int64_t heads, const KVSplit& following,
+                        const TokendAttentionSchedule* plan, int64_t index, Scratch& scratch);
 
 }  // namespace tokend
