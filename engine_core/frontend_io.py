@@ -19,7 +19,8 @@ from engine_core.scheduler.crash_isolation import is_repeated_crash, repeated_cr
 from engine_core.scheduler.lifecycle import completion, stop_token
 from engine_core.scheduler.result import ClientOutputs
 from engine_core.scheduler.scheduler import Scheduler
-from engine_core.structured_output.manager import StructuredOutputManager
+from engine_core.structured_output.compiler import UNAVAILABLE
+from engine_core.structured_output.manager import StructuredOutputManager, grammar_source_of
 from engine_core.transport import FrontEndLinks
 from engine_core.validation import RequestLimits, validate_input, validate_request
 from proto.engine_io import (
@@ -152,8 +153,9 @@ class InputProcessor:
         """Return whether a request is accepted now, not after its grammar is compiled."""
         if self._structured_output is not None:
             return self._structured_output.admit_request(message)
-        if message.grammar is not None or message.thinking is not None:
-            raise InvalidRequestError("structured output is not available")
+        source = grammar_source_of(message)
+        if source is not None:
+            raise InvalidRequestError(UNAVAILABLE).in_field(source.field)
         return True
 
     def _add_choice(self, request: Request, message: EngineCoreRequest) -> None:

@@ -205,7 +205,7 @@ class StructuredOutputManager:
 
         Raises GrammarError if its grammar is known to be unusable.
         """
-        source = _source_of(message)
+        source = grammar_source_of(message)
         if source is None:
             return True
         compiled = self._compiler.request_grammar(source, message.tenant)
@@ -215,7 +215,7 @@ class StructuredOutputManager:
 
     def add_choice(self, request: Request, message: EngineCoreRequest) -> None:
         """Register a choice that was queued; blocks it until its grammar is compiled."""
-        source = _source_of(message)
+        source = grammar_source_of(message)
         if source is None:
             return
         compiled = self._compiler.request_grammar(source, message.tenant)
@@ -446,7 +446,7 @@ def start_structured_output(boot: ProcessBoot) -> StructuredOutputManager:
     return StructuredOutputManager(compiler, event_fd)
 
 
-def _source_of(message: EngineCoreRequest) -> GrammarSource | None:
+def grammar_source_of(message: EngineCoreRequest) -> GrammarSource | None:
     """Return the grammar of a request; FREE_TEXT if only a rule for reasoning applies."""
     return FREE_TEXT if message.grammar is None and message.thinking else message.grammar
 

@@ -17,12 +17,16 @@ from proto.engine_io import (
     FinishReason,
     TurnEnded,
 )
+from proto.grammar import GrammarSource
 from proto.logit_edits import LogitEdits
-from proto.sampling_params import RepetitionDetection, SamplingParams
+from proto.sampling_params import RepetitionDetection, SamplingParams, ThinkingRule
 from tests.fakes.engine_harness import EOS
 from tests.fakes.input_harness import InputProcessorHarness
 from tests.fakes.kv_connector import FakeConnector
 from tests.fakes.messages import request
+
+GRAMMAR = GrammarSource("regex", "a", field="guided_regex")
+THINKING = ThinkingRule(begun=True, start="<t>", end="</t>", end_token_ids=(1,))
 
 
 def test_a_request_is_accepted_and_queued_with_all_its_choices():
@@ -281,6 +285,24 @@ def test_priorities_are_refused_where_nothing_heeds_them():
     )
     harness.receive(request(1, priority=-1))
     assert harness.outputs.accepted == [(0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"grammar": GRAMMAR}, "guided_regex"),
+        ({"thinking": THINKING}, "thinking_token_budget"),
+        ({"grammar": GRAMMAR, "thinking": THINKING}, "guided_regex"),
+    ],
+)
+def test_without_structured_output_the_field_that_needs_it_is_refused(fields, field):
+    harness = InputProcessorHarness()
+    harness.receive(request(**fields))
+    ((_, output),) = harness.outputs.outputs
+    assert output.error.kind == "invalid_request"
+    assert output.error.param == field
+    assert field in output.error.message
+    assert "this model" in output.error.message
 
 
 def test_calls_that_fail_say_why(monkeypatch):
