@@ -57,11 +57,11 @@ class TokendError(Exception):
 
 
 class ConfigError(TokendError):
-    """A setting that is invalid, or in conflict with another."""
+    """A setting that is invalid, or in conflict with another. param: its name."""
 
-    def __init__(self, message: str, parameter: str | None = None) -> None:
+    def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
-        self.parameter = parameter
+        self.param = param
 
 
 class ModelError(TokendError):
