@@ -72,7 +72,7 @@ class Request:
 
     Identity, fixed:
         seq_id: its name in messages to workers, never used twice in an epoch.
-        request_id, choice: its name in messages to the front end `client_index`.
+        request_id, choice: its name in messages to the front end `front_end_index`.
         prompt_token_ids: [num_prompt_tokens], shared by all choices, never changed (the next turn
             of a session gets another list with its input).
         tenant: for fairness; 0 for none. label: the id of its response, which the live view shows
@@ -116,11 +116,11 @@ class Request:
         "arrival_time",
         "cache_salt",
         "choice",
-        "client_index",
         "continues_job",
         "crash_count",
         "finds_retained_prefix",
         "first_info_sent",
+        "front_end_index",
         "job_arrival",
         "kv_transfer_params",
         "label",
@@ -163,7 +163,7 @@ class Request:
         sampling_params: SamplingParams,
         hasher: BlockHasher | None,
         choice: int = 0,
-        client_index: int = 0,
+        front_end_index: int = 0,
         output_token_ids: Iterable[int] = (),
         prompt_hashes: Sequence[bytes] = (),
         seed: int = 0,
@@ -181,7 +181,7 @@ class Request:
         self.seq_id = seq_id
         self.request_id = request_id
         self.choice = choice
-        self.client_index = client_index
+        self.front_end_index = front_end_index
         self.pooling_params = pooling_params
         self._set_prompt(prompt_token_ids, sampling_params)
         self.seed = seed
@@ -246,7 +246,7 @@ class Request:
             sampling_params=self.sampling_params,
             hasher=self._hasher,
             choice=self.choice,
-            client_index=self.client_index,
+            front_end_index=self.front_end_index,
             seed=self.seed,
             priority=self.priority,
             arrival_time=self.arrival_time,
@@ -341,7 +341,7 @@ class Request:
 def choices_of(
     message: EngineCoreRequest,
     next_seq_id: Callable[[], int],
-    client_index: int,
+    front_end_index: int,
     hasher: BlockHasher | None,
 ) -> list[Request]:
     """Return the choices of a message that still need tokens, each with a new seq_id.
@@ -360,7 +360,7 @@ def choices_of(
             sampling_params=message.sampling_params,
             hasher=hasher,
             choice=choice,
-            client_index=client_index,
+            front_end_index=front_end_index,
             output_token_ids=outputs.get(choice, ()),
             prompt_hashes=prompt_hashes,
             seed=message.seed,

@@ -253,7 +253,7 @@ ReasoningParserName = Literal[
 
 
 class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """API server: HTTP, keys, logs, parsers."""
+    """Front end: HTTP, keys, logs, parsers."""
 
     host: str = "127.0.0.1"
     """Address to listen on."""
@@ -270,7 +270,7 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
     ssl_cert_reqs: int = 0
     """Client certificates: 0 not requested, 1 optional, 2 required."""
     api_server_count: int = 1
-    """Number of API server processes."""
+    """Number of front-end processes."""
     disable_log_requests: bool = False
     """Do not log a line for each request."""
     log_format: LogFormat = "text"
@@ -300,7 +300,7 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_tokenizer_info_endpoint: bool = False
     """Serve the tokenizer's settings and the chat template at /tokenizer_info."""
     max_stored_responses_mib: int = 64
-    """MiB for stored responses in each API server, at most a quarter per client; 0: store none."""
+    """MiB for stored responses in each front end, at most a quarter per client; 0: store none."""
     stored_response_seconds: float = 3600.0
     """Seconds after which a stored response is deleted."""
     allowed_origins: tuple[str, ...] = ()

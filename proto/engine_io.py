@@ -1,14 +1,14 @@
-"""Messages between API servers and the engine.
+"""Messages between front ends and the engine.
 
-API server → engine: EngineCoreRequest, SessionInput, Abort, AdminCall, TurnEnded, Watch (view).
-Engine → API server: EngineReady (lifecycle.py), EngineCoreOutputs, AdminReply, EngineView (view).
+Front end → engine: EngineCoreRequest, SessionInput, Abort, AdminCall, TurnEnded, Watch (view).
+Engine → front end: EngineReady (lifecycle.py), EngineCoreOutputs, AdminReply, EngineView (view).
 
 Every message has the epoch of the engine; messages of another epoch are dropped. Each output has
 the index of its first token, so that repeated tokens after a restart are recognised.
 
-    request id (made by the API server, unique over the run of the daemon)
+    request id (made by the front end, unique over the run of the daemon)
     63      55 54          40 39                                0
-    | client  | incarnation  | counter                          |
+    |front end| incarnation  | counter                          |
 
     seq_id     32 bits, made by the engine at admission; names a sequence (one choice of a
                request) between engine and workers, and is not reused within an epoch
@@ -26,7 +26,7 @@ A job is the work of an agent: requests that are its turns, with tool calls in b
     turn 1 ends ── TurnEnded(job, tool) ── the tool runs ── turn 2 of the job arrives
     └──────── the engine may retain the turn's KV ──────────┘
 
-The API server makes the names of jobs and tools; jobs of different tenants have different names.
+The front end makes the names of jobs and tools; jobs of different tenants have different names.
 """
 
 import enum
@@ -45,20 +45,20 @@ from proto.sampling_params import SamplingParams, ThinkingRule
 from proto.stats import SchedulerStats
 from proto.view import Watch
 
-MAX_CLIENTS = 1 << 8
+MAX_FRONT_ENDS = 1 << 8
 MAX_INCARNATIONS = 1 << 15
 
 
-def request_ids(client_index: int, incarnation: int) -> Iterator[int]:
-    """Return the request ids of one incarnation of an API server, in order.
+def request_ids(front_end: int, incarnation: int) -> Iterator[int]:
+    """Return the request ids of one incarnation of a front end, in order.
 
     Raises ValueError for an index outside [0, 256) or an incarnation outside [0, 32768).
     """
-    if not 0 <= client_index < MAX_CLIENTS:
-        raise ValueError(f"client_index {client_index} is outside [0, {MAX_CLIENTS})")
+    if not 0 <= front_end < MAX_FRONT_ENDS:
+        raise ValueError(f"front end {front_end} is outside [0, {MAX_FRONT_ENDS})")
     if not 0 <= incarnation < MAX_INCARNATIONS:
         raise ValueError(f"incarnation {incarnation} is outside [0, {MAX_INCARNATIONS})")
-    return count((client_index << 55) | (incarnation << 40))
+    return count((front_end << 55) | (incarnation << 40))
 
 
 MAX_NAME_LENGTH: Final = 256
@@ -183,7 +183,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_
 class Abort(msgspec.Struct, array_like=True, tag=2, frozen=True):
     """End a request, or one choice of it, in any state. No further output follows.
 
-    reason: "disconnect" if the client is gone, "stop_string" if the API server found a stop string.
+    reason: "disconnect" if the client is gone, "stop_string" if the front end found a stop string.
     choice: None for all choices.
     """
 
@@ -340,12 +340,12 @@ class RequestProgress(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, tag=5, frozen=True):
-    """All outputs for one API server at the end of a step.
+    """All outputs for one front end at the end of a step.
 
     timestamp: monotonic seconds at which the tokens left the engine.
     accepted: ids of requests accepted since the last message; a refused request gets an output
         with an error instead.
-    stats: sent to one API server per step, if possible one that gets a message anyway.
+    stats: sent to one front end per step, if possible one that gets a message anyway.
     alone: ids of requests that run alone from now on, because they may have caused crashes.
     progress: sent before the step is computed, because the step may crash the engine.
     """

@@ -227,7 +227,7 @@ class ErrorInfo(msgspec.Struct, array_like=True, frozen=True):
     retry_after_seconds: int = 0
 
     def to_exception(self) -> RequestError:
-        """Return the exception that an API server raises for the request."""
+        """Return the exception that a front end raises for the request."""
         classes: dict[str, type[RequestError]] = {
             "invalid_request": InvalidRequestError,
             "overloaded": OverloadedError,

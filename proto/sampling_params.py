@@ -1,7 +1,7 @@
 """Sampling and stop parameters of a request.
 
 The engine applies the stop rules and limits, the worker the rest. Stop strings are not here: the
-API server applies them to the text.
+front end applies them to the text.
 """
 
 from collections.abc import Sequence

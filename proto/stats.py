@@ -1,4 +1,4 @@
-"""Statistics that the engine sends to an API server: gauges and deltas, never totals.
+"""Statistics that the engine sends to a front end: gauges and deltas, never totals.
 
 A total would go back to 0 when the engine restarts.
 """
@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 
 METRIC_CELLS: Final = 2048
-"""Numbers of one API server's metrics; those of all API servers are in one shared memory."""
+"""Numbers of one front end's metrics; those of all front ends are in one shared memory."""
 METRIC_BYTES: Final = 8 * METRIC_CELLS
 
 

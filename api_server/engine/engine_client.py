@@ -54,7 +54,7 @@ MAX_WAITING = 4096
 
 
 def connect_engine(boot: ProcessBoot, epoch: int) -> Link:
-    """Return the link of this API server to the engine of an epoch."""
+    """Return the link of this front end to the engine of an epoch."""
     path = front_end_path(boot.run_dir, epoch, boot.index, boot.incarnation)
     return Link.connect(path, FromEngine)
 

@@ -1,7 +1,7 @@
 """What /metrics shows, under the names that vLLM's dashboards query.
 
 `Metrics.__init__` lists every counter and histogram once, with its name and help text; gauges are
-listed where they are collected. The numbers lie in the `MetricSheet`, so each API server shows the
+listed where they are collected. The numbers lie in the `MetricSheet`, so each front end shows the
 values of all. An observation costs a bisection and takes no lock; the text is made on request.
 
     arrival ── queue ──▶ first step ── prefill ──▶ first token ── decode ──▶ last token
@@ -133,7 +133,7 @@ _SOURCES: Final = ("local_compute", "local_cache_hit", "external_kv_transfer")
 class Metrics(Collector):
     """The metrics of the daemon.
 
-    incarnation: restarts of this API server. num_hung: its restarts after a hang.
+    incarnation: restarts of this front end. num_hung: its restarts after a hang.
     in_flight: HTTP requests in flight. connections: open connections of clients.
     """
 
@@ -152,7 +152,7 @@ class Metrics(Collector):
         self._define_request_metrics()
         self._define_process_metrics(incarnation, num_hung)
         self._registry = CollectorRegistry()
-        if sheet.num_rows == 1:  # with several API servers, they would differ by server
+        if sheet.num_rows == 1:  # with several front ends, they would differ between them
             for collector in (ProcessCollector, PlatformCollector, GCCollector):
                 collector(registry=self._registry)
         self._registry.register(self)

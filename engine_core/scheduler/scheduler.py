@@ -29,8 +29,8 @@ from engine_core.scheduler.hooks import (
 from engine_core.scheduler.kv_transfer import Connect, no_connector
 from engine_core.scheduler.preemption import requeue_all
 from engine_core.scheduler.result import (
-    ClientOutputs,
     ImpossibleResultError,
+    OutputsByFrontEnd,
     check_result,
     error_output,
 )
@@ -150,21 +150,21 @@ class Scheduler:
         """
         return self._lifecycle.abort_request(request_id, choice, stopped=stopped)
 
-    def abort_client_requests(self, client_index: int) -> int:
+    def abort_front_end_requests(self, front_end_index: int) -> int:
         """End all requests of one front end; return the number of choices that ended."""
-        ended = [request for request in self.requests if request.client_index == client_index]
+        ended = [request for request in self.requests if request.front_end_index == front_end_index]
         self._lifecycle.abort_requests(ended)
         return len(ended)
 
-    def abort_all_requests(self) -> ClientOutputs:
+    def abort_all_requests(self) -> OutputsByFrontEnd:
         """End all requests; return the final outputs of all choices."""
         requests = list(self.requests)
-        outputs: ClientOutputs = {}
+        outputs: OutputsByFrontEnd = {}
         for request in {request.request_id: request for request in requests}.values():
             choices = list(self._lifecycle.choices[request.request_id])
             if self._beams.owns_request(request.request_id):
                 choices = list(range(request.sampling_params.beam_width))
-            outputs.setdefault(request.client_index, []).extend(
+            outputs.setdefault(request.front_end_index, []).extend(
                 EngineCoreOutput(request.request_id, choice, 0, [], FinishReason.ABORT)
                 for choice in choices
             )
@@ -222,7 +222,7 @@ class Scheduler:
     def pause_mode(self) -> PauseMode | None:
         return self._pause.mode
 
-    def begin_worker_epoch(self, epoch: int) -> ClientOutputs:
+    def begin_worker_epoch(self, epoch: int) -> OutputsByFrontEnd:
         """Prepare for workers of a new epoch: all requests are computed again.
 
         Called between two steps; results of earlier steps must not be passed any more. Returns the
@@ -238,7 +238,7 @@ class Scheduler:
         if self._compute_meter is not None:
             self._compute_meter.drop_steps()
         self._output_builder.begin_epoch(epoch)
-        outputs: ClientOutputs = {}
+        outputs: OutputsByFrontEnd = {}
         for request in crashing:
             if request.seq_id in self._lifecycle.requests:
                 self._result_pass.fail_request(repeated_crash_output(request), request, outputs)
@@ -294,7 +294,7 @@ class Scheduler:
 
     def update_from_output(
         self, output: SchedulerOutput, result: ModelRunnerOutput
-    ) -> ClientOutputs:
+    ) -> OutputsByFrontEnd:
         """Append the tokens of a step, end requests that are complete, and return the outputs.
 
         Results are processed in the order of their steps. Tokens of a request that has ended
@@ -305,7 +305,7 @@ class Scheduler:
         self._observer.on_step_result(result)
         check_result(output, result, self._vocab_size)
         self.kv_transfer.confirm_loads(output.step)
-        outputs: ClientOutputs = {}
+        outputs: OutputsByFrontEnd = {}
         num_unfinished = self.num_unfinished
         invalid = self._result_pass.apply_result(output, result, outputs)
         if self.num_unfinished < num_unfinished:
@@ -336,12 +336,12 @@ class Scheduler:
         for seq_id, draft, survivals in zip(seq_ids, draft_token_ids, draft_survivals, strict=True):
             self._keep_proposal(seq_id, len(draft), draft, survivals)
 
-    def update_from_connector(self, report: KVConnectorOutput) -> ClientOutputs:
+    def update_from_connector(self, report: KVConnectorOutput) -> OutputsByFrontEnd:
         """Process copies that the workers have finished, before the result of a later step.
 
         Returns the final outputs of requests that fail because their KV could not be loaded.
         """
-        outputs: ClientOutputs = {}
+        outputs: OutputsByFrontEnd = {}
         if report.invalid_block_ids:
             failed = self.kv_transfer.discard_invalid_blocks(
                 report.invalid_block_ids, self.requests, self.step
@@ -350,9 +350,9 @@ class Scheduler:
         self.kv_transfer.apply_report(report)
         return outputs
 
-    def fail_requests(self, errors: Mapping[int, ErrorInfo]) -> ClientOutputs:
+    def fail_requests(self, errors: Mapping[int, ErrorInfo]) -> OutputsByFrontEnd:
         """End requests, by seq_id, with an error; ignores requests that have ended already."""
-        outputs: ClientOutputs = {}
+        outputs: OutputsByFrontEnd = {}
         for seq_id, error in errors.items():
             request = self._lifecycle.requests.get(seq_id)
             if request is not None:

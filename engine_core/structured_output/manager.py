@@ -230,13 +230,13 @@ class StructuredOutputManager:
     def pop_compiled_requests(self) -> list[tuple[int, int, RequestError | None]]:
         """Return requests whose grammar was compiled since the last call, and unblock them.
 
-        A request is (client, request id, error); the error is None for a valid grammar.
+        A request is (front end, request id, error); the error is None for a valid grammar.
         """
         requests: dict[tuple[int, int], RequestError | None] = {}
         for source, compiled in self._compiler.pop_compiled():
             error = compiled if isinstance(compiled, RequestError) else None
             for seq_id, (request, rule) in self._blocked_by_source.pop(source, {}).items():
-                requests[request.client_index, request.request_id] = error
+                requests[request.front_end_index, request.request_id] = error
                 if not isinstance(compiled, RequestError):
                     del self._blocked[seq_id]
                     self._rows[seq_id] = self._constrained_row(

@@ -42,7 +42,7 @@ def test_the_last_input_may_have_tokens():
 
 def test_a_closed_session_takes_no_more():
     engine = EngineHarness()
-    session = open_session(engine, [1, 2], 3, client=2)
+    session = open_session(engine, [1, 2], 3, front_end=2)
     sessions = engine.scheduler.sessions
     assert sessions.accepts_input(2, session.request_id)
     assert not sessions.accepts_input(1, session.request_id), (
@@ -71,8 +71,11 @@ def test_it_can_be_aborted_and_leaves_nothing(when):
 
 def test_sessions_end_with_their_front_end():
     engine = EngineHarness()
-    mine, theirs = idle_session(engine, [1, 2], client=1), idle_session(engine, [3, 4], client=2)
-    assert engine.scheduler.abort_client_requests(1) == 1
+    mine, theirs = (
+        idle_session(engine, [1, 2], front_end=1),
+        idle_session(engine, [3, 4], front_end=2),
+    )
+    assert engine.scheduler.abort_front_end_requests(1) == 1
     assert not engine.scheduler.sessions.accepts_input(1, mine.request_id)
     engine.add_session_input(theirs, [5], 1, last=True)
     engine.run()
@@ -136,16 +139,16 @@ def test_a_session_at_rest_for_too_long_ends_with_an_error():
     clock = FakeClock()
     engine = EngineHarness(clock=clock, session_timeout=30.0)
     sessions = engine.scheduler.sessions
-    old = idle_session(engine, [1, 2], client=1)
+    old = idle_session(engine, [1, 2], front_end=1)
     clock.now += 20.0
-    young = idle_session(engine, [3, 4], client=2)
+    young = idle_session(engine, [3, 4], front_end=2)
     clock.now += 9.9
     assert sessions.end_idle_sessions() == {}
     clock.now += 0.1
     overdue = sessions.end_idle_sessions()
     engine.record_outputs(overdue)
-    ((client, (final,)),) = overdue.items()
-    assert (client, final.request_id) == (1, old.request_id)
+    ((front_end, (final,)),) = overdue.items()
+    assert (front_end, final.request_id) == (1, old.request_id)
     assert final.finish_reason is FinishReason.ERROR
     assert "30 seconds" in final.error.message
     assert "--session-timeout" in final.error.message
