@@ -303,7 +303,7 @@ class EngineIO:
         limits = (
             timeout_seconds,
             self._live_view.seconds_to_next,
-            self._scheduler.sessions.seconds_to_next_end,
+            self._scheduler.resumable_sessions.seconds_to_next_end,
             self._scheduler.deadlines.seconds_to_next_end,
             self._scheduler.agent_sessions.seconds_to_next_end,
         )
@@ -346,7 +346,7 @@ class EngineIO:
 
     def _end_expired(self) -> bool:
         """End requests, sessions and retained KV whose time is up. Return whether any ended."""
-        outputs = self._scheduler.sessions.end_idle_sessions()
+        outputs = self._scheduler.resumable_sessions.end_idle_sessions()
         self._output_dispatcher.add_outputs(outputs)
         kv_expired = self._scheduler.agent_sessions.release_expired()
         requests_expired = self._input_processor.end_overdue_requests()

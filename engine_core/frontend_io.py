@@ -81,7 +81,7 @@ class InputProcessor:
             stopped = message.reason == "stop_string"
             self._scheduler.abort_request(message.request_id, message.choice, stopped=stopped)
         elif isinstance(message, TurnEnded):
-            self._scheduler.report_tool(message.request_id, message.job, message.tool)
+            self._scheduler.report_tool(message.request_id, message.agent_session, message.tool)
         elif isinstance(message, AdminCall):
             self._output_dispatcher.add_reply(front_end, self._carry_out(message))
         elif isinstance(message, Watch):
@@ -133,7 +133,7 @@ class InputProcessor:
             next_seq_id = self._scheduler.next_seq_id
             for request in choices_of(message, next_seq_id, front_end, self._kv_cache.hasher):
                 if message.resumable:
-                    self._scheduler.sessions.open_session(request)
+                    self._scheduler.resumable_sessions.open_session(request)
                 self._add_choice(request, message)
         except InvalidRequestError as error:
             self._refuse(front_end, message, _error_info(error))
@@ -181,13 +181,13 @@ class InputProcessor:
             stop_token(request) if status.finish_reason is FinishReason.STOP else None,
         )
         outputs = {request.front_end_index: [output]}
-        self._scheduler.sessions.end_turn(request)
-        self._scheduler.sessions.begin_turns(outputs)
+        self._scheduler.resumable_sessions.end_turn(request)
+        self._scheduler.resumable_sessions.begin_turns(outputs)
         self._output_dispatcher.add_outputs(outputs)
 
     def _process_session_input(self, front_end: int, message: SessionInput) -> None:
         """Begin or queue a turn of a session; invalid input ends the session."""
-        sessions, request_id = self._scheduler.sessions, message.request_id
+        sessions, request_id = self._scheduler.resumable_sessions, message.request_id
         if not sessions.accepts_input(front_end, request_id):
             logger.warning("front end %d: request %d takes no input", front_end, request_id)
             return

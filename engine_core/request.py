@@ -77,10 +77,11 @@ class Request:
             of a session gets another list with its input).
         tenant: for fairness; 0 for none. label: the id of its response, which the live view shows
             only to `reader`.
-        agent: the agent's session that it is a turn of; its name is empty for none. job_arrival:
-            arrival of the session's first turn, in seconds; continues_job: whether it is neither
-            the first turn nor the last. finds_retained_prefix: whether the KV of an earlier turn is
-            retained for it while it waits.
+        agent: the agent session that it is a turn of; its name is empty for none.
+            agent_session_arrival: arrival of the session's first turn, in seconds;
+            continues_agent_session: whether it is neither the first turn nor the last.
+            finds_retained_prefix: whether the KV of an earlier turn is retained for it while it
+            waits.
         stop_ids: token ids that end it. repetition: repeated outputs end it too, if set.
         seed, choice: key of its random numbers.
         order: (priority, arrival, request id, choice); the lower goes first by priority.
@@ -112,16 +113,16 @@ class Request:
         "_block_hashes",
         "_hasher",
         "agent",
+        "agent_session_arrival",
         "all_token_ids",
         "arrival_time",
         "cache_salt",
         "choice",
-        "continues_job",
+        "continues_agent_session",
         "crash_count",
         "finds_retained_prefix",
         "first_info_sent",
         "front_end_index",
-        "job_arrival",
         "kv_transfer_params",
         "label",
         "max_tokens",
@@ -192,8 +193,8 @@ class Request:
         self.agent = agent
         self.label = label
         self.reader = reader
-        self.job_arrival = arrival_time
-        self.continues_job = self.finds_retained_prefix = False
+        self.agent_session_arrival = arrival_time
+        self.continues_agent_session = self.finds_retained_prefix = False
         self.order = (priority, arrival_time, request_id, choice)
 
         self.all_token_ids: list[int] = [*prompt_token_ids, *output_token_ids]

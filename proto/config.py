@@ -159,15 +159,15 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum step time with prefill, as a multiple of that of decoding alone, unless prompts come
     faster; 0: no limit; by default 2 on a CPU, 0 on a GPU."""
     scheduling_policy: Literal["fcfs", "priority", "continuum"] = "fcfs"
-    """Order of waiting requests; continuum: by agent job, with KV retained between its turns."""
+    """Order of waiting requests; continuum: by agent session, with KV retained between turns."""
     pin_policy: PinPolicyName = "rule"
     """How long continuum retains KV between turns; rule: by recomputation cost and tool durations;
     fixed: 2 s if tool calls are short; none: not at all."""
     max_pinned_share: float = 0.5
-    """Maximum share of the KV blocks (0 to 1) retained between turns of jobs."""
+    """Maximum share of the KV blocks (0 to 1) retained between turns of agent sessions."""
     max_pinned_share_per_tenant: float = 0.5
-    """Maximum share of all KV blocks (0 to 1) retained for the jobs of one tenant; has an effect
-    only below --max-pinned-share."""
+    """Maximum share of all KV blocks (0 to 1) retained for the agent sessions of one tenant; has an
+    effect only below --max-pinned-share."""
     async_scheduling: bool | None = None
     """Schedule the next step while the current one computes; by default on a GPU only."""
     scheduler_reserve_full_isl: bool = False

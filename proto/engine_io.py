@@ -13,20 +13,22 @@ the index of its first token, so that repeated tokens after a restart are recogn
     seq_id     32 bits, made by the engine at admission; names a sequence (one choice of a
                request) between engine and workers, and is not reused within an epoch
 
-A session is a request whose input comes in parts. Each part is a turn, which ends as a request
-does. The prompt of the next turn is all tokens so far, without the last output (it was sampled
-but never computed), and the new part:
+A resumable session is a request whose input comes in parts. Each part is a turn, which ends as a
+request does. The prompt of the next turn is all tokens so far, without the last output (it was
+sampled but never computed), and the new part:
 
     EngineCoreRequest(resumable)  [1 2 3]  →  10 11, stop, goes_on
     SessionInput                  [4 5]    →  prompt 1 2 3 10 4 5; 4 and 5 are computed
     SessionInput                  [], last →  the session ends, now or after the current turn
 
-A job is the work of an agent: requests that are its turns, with tool calls in between.
+An agent session is the work of an agent on one task: requests that are its turns, with tool calls
+in between. The API calls its id `job_id`, or `session_id`.
 
-    turn 1 ends ── TurnEnded(job, tool) ── the tool runs ── turn 2 of the job arrives
-    └──────── the engine may retain the turn's KV ──────────┘
+    turn 1 ends ── TurnEnded(agent_session, tool) ── the tool runs ── turn 2 of the session arrives
+    └───────────── the engine may retain the turn's KV ───────────────┘
 
-The front end makes the names of jobs and tools; jobs of different tenants have different names.
+The front end makes the names of agent sessions and tools; agent sessions of different tenants have
+different names.
 """
 
 import enum
@@ -62,44 +64,47 @@ def request_ids(front_end: int, incarnation: int) -> Iterator[int]:
 
 
 MAX_NAME_LENGTH: Final = 256
-"""Maximum characters of the name of a job or a tool."""
+"""Maximum characters of the name of an agent session or a tool."""
 
 
 class AgentHint(msgspec.Struct, array_like=True, frozen=True):
-    """The agent job that a request belongs to.
+    """The agent session that a request belongs to.
 
-    job: its name. is_last_step: whether this is its last turn.
+    session: its name. is_last_step: whether this is its last turn.
     ttl_ms: milliseconds for which the client wants KV retained after the turn; None: the engine
         decides.
     """
 
-    job: str
+    session: str
     is_last_step: bool = False
     ttl_ms: float | None = None
 
 
 NO_AGENT: Final = AgentHint("")
-"""For a request that belongs to no job."""
+"""For a request that belongs to no agent session."""
 
-_JOB_DIGEST_BYTES: Final = 16
+_NAME_DIGEST_BYTES: Final = 16
 
 
-def job_name(job_id: str, tenant: int) -> str:
-    """Return the name of a job: a letter and 32 hex digits, different for each tenant."""
+def agent_session_name(session_id: str, tenant: int) -> str:
+    """Return the name of an agent session by the id that its client gives, and its tenant.
+
+    A letter and 32 hex digits.
+    """
     key = tenant.to_bytes(8, "little")
-    return "j" + blake2b(job_id.encode(), key=key, digest_size=_JOB_DIGEST_BYTES).hexdigest()
+    return "j" + blake2b(session_id.encode(), key=key, digest_size=_NAME_DIGEST_BYTES).hexdigest()
 
 
 class TurnEnded(msgspec.Struct, array_like=True, tag=7, frozen=True):
-    """A turn of a job has ended, and its output is parsed.
+    """A turn of an agent session has ended, and its output is parsed.
 
-    request_id: of the turn. tool: name of the tool that the job calls now; "" for none. Ignored
-    for a job that has ended or is unknown.
+    request_id: of the turn. tool: name of the tool that the agent calls now; "" for none. Ignored
+    for a session that has ended or is unknown.
     """
 
     epoch: int
     request_id: int
-    job: str
+    agent_session: str
     tool: str = ""
 
 
@@ -142,7 +147,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_
     queue_deadline, deadline: seconds on the monotonic clock of the machine, for the first step and
         for the end; infinite for none.
     grammar: for the text of each choice; None for free text.
-    agent: the job that this is a turn of; None for none.
+    agent: the agent session that this is a turn of; None for none.
     thinking: markers and budget of reasoning, if a grammar applies after it or a budget ends it.
     label: id of the response. reader: 64 bits, the user who may see it in the live view.
     trace_headers: W3C trace context, `traceparent` and `tracestate`; empty for none.

@@ -25,7 +25,7 @@ HELD: Final = 2
 SHARED: Final = 3
 """Used by several requests."""
 PINNED: Final = 4
-"""Retained for a job's next turn, whether or not requests use it too."""
+"""Retained for an agent session's next turn, whether or not requests use it too."""
 RESERVED: Final = 5
 """Never allocated: the null block 0."""
 

@@ -496,7 +496,7 @@ class EngineClient:
             return
         tool = request.stream.called_tool()
         request_id = request.request.request_id
-        connection.send(TurnEnded(connection.epoch, request_id, agent.job, tool))
+        connection.send(TurnEnded(connection.epoch, request_id, agent.session, tool))
 
     def _fail_request(self, stream: OutputStream, error: RequestError) -> None:
         stream.fail(error)

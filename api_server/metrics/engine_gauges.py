@@ -23,7 +23,7 @@ class EngineGaugeValues:
     num_queued_tokens: float
     cpu_offload_usage: float
     num_pinned_blocks: float
-    num_pinned_jobs: float
+    num_pinned_agent_sessions: float
 
 
 _FIELDS: Final = tuple(field.name for field in fields(EngineGaugeValues))

@@ -55,7 +55,7 @@ TOOL_SECONDS: Final = (
     *(0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0),
 )
-JOB_SECONDS: Final = (
+AGENT_SESSION_SECONDS: Final = (
     *(0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 240.0, 480.0),
     *(960.0, 1920.0, 3840.0, 7680.0, 15360.0),
 )
@@ -101,7 +101,7 @@ _STEP_COUNTERS: Final = {
         "Tokens of drafts that a grammar refused before they were computed.",
     ),
     "num_pins_taken": ("tokend:pins_taken", "Turns whose KV was retained for the next turn."),
-    "num_pins_hit": ("tokend:pins_hit", "Retained KV that a later turn of its job used."),
+    "num_pins_hit": ("tokend:pins_hit", "Retained KV that a later turn of its agent session used."),
     "num_pins_expired": ("tokend:pins_expired", "Retained KV whose time ran out."),
     "num_pins_given_up": ("tokend:pins_given_up", "Retained KV evicted for other requests."),
 }
@@ -213,14 +213,14 @@ class Metrics(Collector):
         self._preemptions = self._histogram(
             "vllm:request_num_preemptions", "Preemptions of a choice.", NUM_PREEMPTIONS
         )
-        self._job_seconds = self._histogram(
+        self._agent_session_seconds = self._histogram(
             "tokend:job_completion_seconds",
-            "From the first arrival of a job to the end of its last step.",
-            JOB_SECONDS,
+            "From the first arrival of an agent session to the end of its last step.",
+            AGENT_SESSION_SECONDS,
         )
         self._tool_seconds = self._histogram(
             "tokend:tool_duration_seconds",
-            "From the end of a turn to the next arrival of its job.",
+            "From the end of a turn to the next arrival of its agent session.",
             TOOL_SECONDS,
         )
 
@@ -401,8 +401,8 @@ class Metrics(Collector):
             self._block_idle.observe(eviction.idle)
             for gap in eviction.reuse_gaps:
                 self._block_reuse_gap.observe(gap)
-        for seconds in stats.job_seconds:
-            self._job_seconds.observe(seconds)
+        for seconds in stats.agent_session_seconds:
+            self._agent_session_seconds.observe(seconds)
         for seconds in stats.tool_seconds:
             self._tool_seconds.observe(seconds)
 
@@ -536,8 +536,16 @@ class Metrics(Collector):
         for name, text, field in (
             ("queued_reqs", "Choices that wait for their first step.", "num_queued_reqs"),
             ("queued_tokens", "Prompt tokens of these choices.", "num_queued_tokens"),
-            ("pinned_blocks", "KV blocks retained for jobs between turns.", "num_pinned_blocks"),
-            ("pinned_jobs", "Jobs whose KV blocks are retained.", "num_pinned_jobs"),
+            (
+                "pinned_blocks",
+                "KV blocks retained for agent sessions between turns.",
+                "num_pinned_blocks",
+            ),
+            (
+                "pinned_jobs",
+                "Agent sessions whose KV blocks are retained.",
+                "num_pinned_agent_sessions",
+            ),
         ):
             yield self._gauge(
                 f"tokend:{name}", text, sum(getattr(engine, field) for engine in engines)

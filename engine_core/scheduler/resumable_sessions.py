@@ -1,4 +1,4 @@
-"""Sessions: resumable requests, whose input arrives in parts, one turn for each part.
+"""Resumable sessions: requests whose input arrives in parts, one turn for each part.
 
 Each turn is a Request of its own that inherits the blocks of the turn before. So workers receive a
 new sequence, and a token that was in flight when a turn ended is ignored.
@@ -57,8 +57,8 @@ class _Session:
     finish_reason: FinishReason = FinishReason.STOP
 
 
-class Sessions:
-    """Open sessions by request id; also a listener.
+class ResumableSessions:
+    """Open resumable sessions by request id; also a listener.
 
     max_model_len: maximum tokens of a session, over all turns. timeout: seconds that a session may
     rest.

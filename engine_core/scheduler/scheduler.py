@@ -53,8 +53,8 @@ class Scheduler:
     """Requests in, steps out, tokens back in.
 
     next_seq_id: returns a name for a new sequence, never the same twice.
-    sessions, queue_limits, deadlines, agent_sessions, kv_transfer: parts that the engine's input
-        and loop also use directly.
+    resumable_sessions, agent_sessions, queue_limits, deadlines, kv_transfer: parts that the
+        engine's input and loop also use directly.
 
     epoch: of the workers, until `begin_worker_epoch`. max_model_len: maximum tokens of prompt and
     output. vocab_size: sampled token ids are below it. gates: additional admission gates.
@@ -100,7 +100,7 @@ class Scheduler:
         )
         self.waiting = parts.waiting
         self.running = parts.running
-        self.sessions = parts.sessions
+        self.resumable_sessions = parts.resumable_sessions
         self.agent_sessions = parts.agent_sessions
         self.queue_limits = parts.queue_limits
         self.deadlines = parts.deadlines
@@ -171,13 +171,13 @@ class Scheduler:
         self._lifecycle.abort_requests(requests)
         return outputs
 
-    def report_tool(self, request_id: int, job: str, tool: str) -> None:
+    def report_tool(self, request_id: int, agent_session: str, tool: str) -> None:
         """Note which tool an agent's session waits for after a turn; "" for none.
 
         Ignores sessions that have ended or are unknown, and turns that are not the last one.
         """
-        self._observer.on_turn_ended(request_id, job, tool)
-        self.agent_sessions.report_tool(request_id, job, tool)
+        self._observer.on_turn_ended(request_id, agent_session, tool)
+        self.agent_sessions.report_tool(request_id, agent_session, tool)
 
     def has_request(self, request_id: int) -> bool:
         """Return whether any choice of this request is unfinished."""
@@ -310,7 +310,7 @@ class Scheduler:
         invalid = self._result_pass.apply_result(output, result, outputs)
         if self.num_unfinished < num_unfinished:
             self._lifecycle.clear_running()
-            self.sessions.begin_turns(outputs)
+            self.resumable_sessions.begin_turns(outputs)
         if invalid:
             raise ImpossibleResultError(invalid, outputs)
         if result.draft_pass_rows or result.draft_seq_ids:
@@ -358,14 +358,14 @@ class Scheduler:
             if request is not None:
                 self._result_pass.fail_request(error_output(request, error), request, outputs)
         self._lifecycle.clear_running()
-        self.sessions.begin_turns(outputs)
+        self.resumable_sessions.begin_turns(outputs)
         return outputs
 
     def pop_stats(self) -> SchedulerStats:
         """Return gauges of now, and counts since the last call."""
         queries, hits = self._kv_cache.pop_prefix_cache_stats()
         external_queries, external_hits = self.kv_transfer.pop_stats()
-        job_seconds, tool_seconds = self.agent_sessions.pop_durations()
+        agent_session_seconds, tool_seconds = self.agent_sessions.pop_durations()
         num_taken, num_hit, num_expired, num_given_up = self._retained_prefixes.pop_counts()
         num_drafts, num_drafted, num_accepted, per_pos, num_invalid = self._speculation.pop_stats()
         sources = self._speculation.pop_source_counts()
@@ -389,12 +389,12 @@ class Scheduler:
             external_prefix_cache_hits=external_hits,
             kv_media=self.kv_transfer.connector.drain_stats(),
             num_pinned_blocks=self._retained_prefixes.num_blocks,
-            num_pinned_jobs=len(self._retained_prefixes),
+            num_pinned_agent_sessions=len(self._retained_prefixes),
             num_pins_taken=num_taken,
             num_pins_hit=num_hit,
             num_pins_expired=num_expired,
             num_pins_given_up=num_given_up,
-            job_seconds=job_seconds,
+            agent_session_seconds=agent_session_seconds,
             tool_seconds=tool_seconds,
             num_discarded_tokens=self._result_pass.pop_num_discarded(),
             request_preemptions=self._lifecycle.pop_preemption_counts(),

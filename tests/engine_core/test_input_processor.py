@@ -185,15 +185,15 @@ def test_an_abort_can_name_a_choice():
 
 def test_a_turn_that_ended_is_passed_on_and_a_stop_string_ends_one_like_any_other():
     harness = InputProcessorHarness(scheduling_policy="continuum", pin_policy="fixed")
-    agent = AgentHint("job")
+    agent = AgentHint("session")
     harness.receive(msgspec.structs.replace(request(1, prompt=range(40)), agent=agent))
     harness.engine.step()
     harness.receive(Abort(1, 1, "stop_string", 0))
     (pin,) = harness.engine.scheduler._retained_prefixes
-    assert (pin.job, pin.request_id) == ("job", 1)
-    harness.receive(TurnEnded(1, 1, "job", "shell"))
+    assert (pin.agent_session, pin.request_id) == ("session", 1)
+    harness.receive(TurnEnded(1, 1, "session", "shell"))
     harness.receive(TurnEnded(1, 7, "nobody's", "shell"))
-    assert harness.engine.scheduler.agent_sessions._sessions["job"].tool == "shell"
+    assert harness.engine.scheduler.agent_sessions._sessions["session"].tool == "shell"
 
 
 def test_calls_are_answered():

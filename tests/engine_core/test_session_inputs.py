@@ -80,7 +80,7 @@ def test_an_unforeseen_error_in_an_input_ends_that_session_only(monkeypatch):
     harness = InputProcessorHarness()
     harness.receive(request(1, resumable=True))
     harness.receive(request(2))
-    sessions = harness.engine.scheduler.sessions
+    sessions = harness.engine.scheduler.resumable_sessions
     monkeypatch.setattr(sessions, "add_input", lambda message: 1 // 0)
     harness.receive(give())
     ((_, output),) = harness.outputs.outputs

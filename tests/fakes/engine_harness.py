@@ -147,7 +147,7 @@ class EngineHarness:
         requests = choices_of(message, self.scheduler.next_seq_id, front_end, self.kv_cache.hasher)
         for request in requests:
             if message.resumable:
-                self.scheduler.sessions.open_session(request)
+                self.scheduler.resumable_sessions.open_session(request)
             self.scheduler.add_request(request)
         return requests
 
@@ -168,7 +168,7 @@ class EngineHarness:
         params = SamplingParams(
             max_tokens=max_tokens, eos_token_ids=(EOS,), stop_token_ids=stop_token_ids
         )
-        outputs = self.scheduler.sessions.add_input(
+        outputs = self.scheduler.resumable_sessions.add_input(
             SessionInput(1, request.request_id, tokens, params if tokens else None, last)
         )
         self.record_outputs({request.front_end_index: outputs})
@@ -284,7 +284,7 @@ class EngineHarness:
         assert not self.scheduler.running
         assert not self.scheduler.waiting
         assert self.kv_cache.usage == 0
-        assert len(self.scheduler.sessions.non_running_blocks) == 0
+        assert len(self.scheduler.resumable_sessions.non_running_blocks) == 0
         assert check(self.kv_cache) == []
         assert self.runner.rows == {}
 
