@@ -34,7 +34,7 @@ from proto.prepared_model import PreparedModel
 
 @dataclass(frozen=True, slots=True)
 class ModelTexts:
-    """What an API server reads from a model's folder.
+    """What a front end reads from a model's folder.
 
     vocabulary: hash that differs between models whose token ids or end tokens differ.
     harmony: None for a model of another format.
@@ -99,7 +99,7 @@ class AppState:
     settings: all of the daemon. harmony: None for a model of another format.
     open_streams: token streams of all requests that have not ended.
     responses: stored and running ones of /v1/responses in this process; peers: finds those in other
-    API servers, too. background: tasks that complete responses
+    front ends, too. background: tasks that complete responses
     whose clients do not wait. tracer: exports spans; None if they are off.
     seeds: for requests without a seed. created: Unix time.
     """

@@ -138,7 +138,7 @@ class RequestBuilder(EngineCall[GenerationRequest]):
         """Raise InvalidRequestError for too many choices; call it before tokenising the prompts."""
         n = self._body.n
         if num_prompts > 1 and self._agent is not None:
-            field = self._body.job_field
+            field = self._body.agent_session_field
             raise InvalidRequestError(f"{field} takes one prompt, got {num_prompts}", field)
         if num_prompts * n > MAX_CHOICES_PER_REQUEST:
             raise InvalidRequestError(

@@ -17,7 +17,7 @@ SEED_MASK: Final = (1 << SEED_BITS) - 1
 def seeds(seed: int | None, index: int) -> Iterator[int]:
     """Yield 64-bit seeds for requests without one; reproducible if the daemon was given a seed.
 
-    index: of this API server.
+    index: of this front end.
     """
     source = random.SystemRandom() if seed is None else random.Random(f"{seed}:{index}")
     while True:

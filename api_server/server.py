@@ -152,7 +152,7 @@ def make_metric_sheet(boot: ProcessBoot) -> MetricSheet:
 def make_server(app: FastAPI, frontend: FrontEndConfig, connections: Gauge) -> HttpServer:
     """Return the HTTP server of the application; run it with `serve(sockets=…)`.
 
-    connections: open connections by API server.
+    connections: open connections by front end.
     """
     config = uvicorn.Config(
         with_cors(app, frontend),

@@ -340,8 +340,8 @@ def build(
     try:
         validate(config)
     except ConfigError as error:
-        if error.parameter in from_file and error.parameter not in arguments.values:
-            raise ConfigError(f"--config {path}: {error}", error.parameter) from None
+        if error.param in from_file and error.param not in arguments.values:
+            raise ConfigError(f"--config {path}: {error}", error.param) from None
         raise
     return config
 

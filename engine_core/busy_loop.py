@@ -19,7 +19,7 @@ from engine_core.frontend_io import InputProcessor, OutputDispatcher
 from engine_core.kv_cache.integrity import check_in_slices
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request
-from engine_core.scheduler.result import ClientOutputs, ImpossibleResultError
+from engine_core.scheduler.result import ImpossibleResultError, OutputsByFrontEnd
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.structured_output.manager import NO_VIOLATIONS, StructuredOutputManager
 from engine_core.supervisor_io import SupervisorIO
@@ -267,8 +267,8 @@ class EngineIO:
         self._live_view.send_if_due()  # here it delays no step while the workers compute
         ready = self._wait(self._time_until_next_event(timeout_seconds))
         received = self._front_ends.receive()
-        for client, message in received:
-            self._input_processor.process_message(client, message)
+        for front_end, message in received:
+            self._input_processor.process_message(front_end, message)
         expired = self._end_expired()
         compiled = self._accept_compiled_grammars(ready)
         if self._connector.fileno() in ready:
@@ -279,12 +279,12 @@ class EngineIO:
         self._drop_stalled_front_ends()
         return bool(ready or received or expired) or self._live_view.seconds_to_next is not None
 
-    def publish_step(self, outputs: ClientOutputs) -> None:
+    def publish_step(self, outputs: OutputsByFrontEnd) -> None:
         """Send the outputs of a completed step to the front ends, and a heartbeat."""
         self._supervisor_io.send_heartbeat(self._scheduler.worker_epoch, self._scheduler.step)
         self.publish(outputs)
 
-    def publish(self, outputs: ClientOutputs) -> None:
+    def publish(self, outputs: OutputsByFrontEnd) -> None:
         """Send outputs to the front ends, with statistics."""
         self._output_dispatcher.add_outputs(outputs)
         self._output_dispatcher.flush()
@@ -303,7 +303,7 @@ class EngineIO:
         limits = (
             timeout_seconds,
             self._live_view.seconds_to_next,
-            self._scheduler.sessions.seconds_to_next_end,
+            self._scheduler.resumable_sessions.seconds_to_next_end,
             self._scheduler.deadlines.seconds_to_next_end,
             self._scheduler.agent_sessions.seconds_to_next_end,
         )
@@ -337,7 +337,7 @@ class EngineIO:
             for link in old:
                 self._disconnect(link)
             self._poller.add(new)
-            num_aborted = self._abort_client(front_end.index)
+            num_aborted = self._abort_front_end(front_end.index)
             logger.warning(
                 "front end %d died: %d requests are aborted", front_end.index, num_aborted
             )
@@ -346,7 +346,7 @@ class EngineIO:
 
     def _end_expired(self) -> bool:
         """End requests, sessions and retained KV whose time is up. Return whether any ended."""
-        outputs = self._scheduler.sessions.end_idle_sessions()
+        outputs = self._scheduler.resumable_sessions.end_idle_sessions()
         self._output_dispatcher.add_outputs(outputs)
         kv_expired = self._scheduler.agent_sessions.release_expired()
         requests_expired = self._input_processor.end_overdue_requests()
@@ -369,18 +369,18 @@ class EngineIO:
             self._supervisor_io.report_pause(self._reported_pause)
 
     def _drop_stalled_front_ends(self) -> None:
-        for client, link in self._front_ends.pop_stalled():
+        for front_end, link in self._front_ends.pop_stalled():
             self._disconnect(link)
-            num_aborted = self._abort_client(client)
-            incarnation = self._front_ends.incarnation(client)
-            self._supervisor_io.report_stalled_front_end(client, incarnation, num_aborted)
+            num_aborted = self._abort_front_end(front_end)
+            incarnation = self._front_ends.incarnation(front_end)
+            self._supervisor_io.report_stalled_front_end(front_end, incarnation, num_aborted)
             self._output_dispatcher.flush()
 
     def _disconnect(self, link: Link) -> None:
         self._poller.remove(link)
         link.close()
 
-    def _abort_client(self, client: int) -> int:
+    def _abort_front_end(self, front_end: int) -> int:
         """Abort the requests of a front end that is gone. Return their number."""
-        self._live_view.watch(client, wanted=False)
-        return self._scheduler.abort_client_requests(client)
+        self._live_view.watch(front_end, wanted=False)
+        return self._scheduler.abort_front_end_requests(front_end)

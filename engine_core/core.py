@@ -4,7 +4,7 @@ Start with `main`. What owns what:
 
     core.py            the order of the start; `EngineCore` builds the parts that need no process
     busy_loop.py       the order of a step, the steps in flight, and every wait
-    frontend_io.py     messages of the API servers, and what each of them is sent next
+    frontend_io.py     messages of the front ends, and what each of them is sent next
     supervisor_io.py   commands of the supervisor, heartbeats and health reports
     worker_group.py    the workers of the current epoch and their results
     scheduler/         all requests; kv_cache/ all blocks

@@ -1,4 +1,4 @@
-"""Messages from and to the front ends (API servers).
+"""Messages from and to the front ends.
 
 `InputProcessor` turns their messages into calls of the scheduler, and `OutputDispatcher` collects
 what each front end is sent. The channels are in `transport.py`. An error in one request ends as
@@ -17,9 +17,10 @@ from engine_core.live_view import EngineViewPublisher
 from engine_core.request import Request, choices_of
 from engine_core.scheduler.crash_isolation import is_repeated_crash, repeated_crash_error
 from engine_core.scheduler.lifecycle import completion, stop_token
-from engine_core.scheduler.result import ClientOutputs
+from engine_core.scheduler.result import OutputsByFrontEnd
 from engine_core.scheduler.scheduler import Scheduler
-from engine_core.structured_output.manager import StructuredOutputManager
+from engine_core.structured_output.compiler import UNAVAILABLE
+from engine_core.structured_output.manager import StructuredOutputManager, grammar_source_of
 from engine_core.transport import FrontEndLinks
 from engine_core.validation import RequestLimits, validate_input, validate_request
 from proto.engine_io import (
@@ -70,21 +71,21 @@ class InputProcessor:
         self._limits = limits
         self._structured_output = structured_output
 
-    def process_message(self, client: int, message: ToEngine) -> None:
+    def process_message(self, front_end: int, message: ToEngine) -> None:
         """Process a message of a front end; raises nothing for invalid messages."""
         if isinstance(message, EngineCoreRequest):
-            self._process_request(client, message)
+            self._process_request(front_end, message)
         elif isinstance(message, SessionInput):
-            self._process_session_input(client, message)
+            self._process_session_input(front_end, message)
         elif isinstance(message, Abort):
             stopped = message.reason == "stop_string"
             self._scheduler.abort_request(message.request_id, message.choice, stopped=stopped)
         elif isinstance(message, TurnEnded):
-            self._scheduler.report_tool(message.request_id, message.job, message.tool)
+            self._scheduler.report_tool(message.request_id, message.agent_session, message.tool)
         elif isinstance(message, AdminCall):
-            self._output_dispatcher.add_reply(client, self._carry_out(message))
+            self._output_dispatcher.add_reply(front_end, self._carry_out(message))
         elif isinstance(message, Watch):
-            self._output_dispatcher.live_view.watch(client, wanted=message.wanted)
+            self._output_dispatcher.live_view.watch(front_end, wanted=message.wanted)
 
     def end_overdue_requests(self) -> bool:
         """End requests whose deadline has passed. Return whether there were any."""
@@ -92,32 +93,32 @@ class InputProcessor:
         for request in overdue:
             self._scheduler.abort_request(request.request_id)
             output = _error_output(request.request_id, request.error)
-            self._output_dispatcher.add_output(request.client_index, output)
+            self._output_dispatcher.add_output(request.front_end_index, output)
         return bool(overdue)
 
     def accept_compiled_requests(self) -> bool:
         """Accept or refuse requests whose grammar has been compiled. Return if there were any."""
         assert self._structured_output is not None
         compiled = self._structured_output.pop_compiled_requests()
-        for client, request_id, error in compiled:
+        for front_end, request_id, error in compiled:
             if not self._scheduler.has_request(request_id):
                 continue  # its client has disconnected
             if error is None:
-                self._output_dispatcher.add_accepted(client, request_id)
+                self._output_dispatcher.add_accepted(front_end, request_id)
             else:
                 self._scheduler.abort_request(request_id)
                 self._output_dispatcher.add_output(
-                    client, _error_output(request_id, _error_info(error))
+                    front_end, _error_output(request_id, _error_info(error))
                 )
         return bool(compiled)
 
-    def _process_request(self, client: int, message: EngineCoreRequest) -> None:
+    def _process_request(self, front_end: int, message: EngineCoreRequest) -> None:
         """Validate a request, apply the queue limits, and queue its choices."""
         if self._scheduler.has_request(message.request_id):
             # An error output would end the stream of the running request with the same id.
             logger.error(
                 "front end %d sent request %d twice%s",
-                client,
+                front_end,
                 message.request_id,
                 _trace_of(message),
             )
@@ -125,35 +126,36 @@ class InputProcessor:
         try:
             validate_request(message, self._limits)
             if is_repeated_crash(message.crash_count, self._limits.crashes_until_isolated):
-                self._refuse(client, message, repeated_crash_error(message.crash_count))
+                self._refuse(front_end, message, repeated_crash_error(message.crash_count))
                 return
             self._scheduler.queue_limits.check_message(message)
             is_accepted = self._admit_grammar(message)
             next_seq_id = self._scheduler.next_seq_id
-            for request in choices_of(message, next_seq_id, client, self._kv_cache.hasher):
+            for request in choices_of(message, next_seq_id, front_end, self._kv_cache.hasher):
                 if message.resumable:
-                    self._scheduler.sessions.open_session(request)
+                    self._scheduler.resumable_sessions.open_session(request)
                 self._add_choice(request, message)
         except InvalidRequestError as error:
-            self._refuse(client, message, _error_info(error))
+            self._refuse(front_end, message, _error_info(error))
         except QueueFullError as error:
-            self._refuse(client, message, _queue_full(error))
+            self._refuse(front_end, message, _queue_full(error))
         except Exception:  # one bad request must not end the engine
             logger.exception(
                 "request %d could not be added%s", message.request_id, _trace_of(message)
             )
             self._scheduler.abort_request(message.request_id)
-            self._refuse(client, message, INTERNAL_ERROR)
+            self._refuse(front_end, message, INTERNAL_ERROR)
         else:
             if is_accepted:
-                self._output_dispatcher.add_accepted(client, message.request_id)
+                self._output_dispatcher.add_accepted(front_end, message.request_id)
 
     def _admit_grammar(self, message: EngineCoreRequest) -> bool:
         """Return whether a request is accepted now, not after its grammar is compiled."""
         if self._structured_output is not None:
             return self._structured_output.admit_request(message)
-        if message.grammar is not None or message.thinking is not None:
-            raise InvalidRequestError("structured output is not available")
+        source = grammar_source_of(message)
+        if source is not None:
+            raise InvalidRequestError(UNAVAILABLE).in_field(source.field)
         return True
 
     def _add_choice(self, request: Request, message: EngineCoreRequest) -> None:
@@ -178,16 +180,16 @@ class InputProcessor:
             status.finish_reason,
             stop_token(request) if status.finish_reason is FinishReason.STOP else None,
         )
-        outputs = {request.client_index: [output]}
-        self._scheduler.sessions.end_turn(request)
-        self._scheduler.sessions.begin_turns(outputs)
+        outputs = {request.front_end_index: [output]}
+        self._scheduler.resumable_sessions.end_turn(request)
+        self._scheduler.resumable_sessions.begin_turns(outputs)
         self._output_dispatcher.add_outputs(outputs)
 
-    def _process_session_input(self, client: int, message: SessionInput) -> None:
+    def _process_session_input(self, front_end: int, message: SessionInput) -> None:
         """Begin or queue a turn of a session; invalid input ends the session."""
-        sessions, request_id = self._scheduler.sessions, message.request_id
-        if not sessions.accepts_input(client, request_id):
-            logger.warning("front end %d: request %d takes no input", client, request_id)
+        sessions, request_id = self._scheduler.resumable_sessions, message.request_id
+        if not sessions.accepts_input(front_end, request_id):
+            logger.warning("front end %d: request %d takes no input", front_end, request_id)
             return
         try:
             validate_input(message, self._limits)
@@ -198,10 +200,10 @@ class InputProcessor:
             logger.exception("request %d could not take its input", request_id)
             outputs = [sessions.fail_session(request_id, INTERNAL_ERROR)]
         for output in outputs:
-            self._output_dispatcher.add_output(client, output)
+            self._output_dispatcher.add_output(front_end, output)
 
-    def _refuse(self, client: int, message: EngineCoreRequest, error: ErrorInfo) -> None:
-        self._output_dispatcher.add_output(client, _error_output(message.request_id, error))
+    def _refuse(self, front_end: int, message: EngineCoreRequest, error: ErrorInfo) -> None:
+        self._output_dispatcher.add_output(front_end, _error_output(message.request_id, error))
 
     def _carry_out(self, message: AdminCall) -> AdminReply:
         ok, detail, value = True, "", 0
@@ -230,10 +232,10 @@ class InputProcessor:
     def _abort_all_requests(self) -> None:
         """Abort all requests, with a final output for each."""
         outputs = self._scheduler.abort_all_requests()
-        for client, client_outputs in outputs.items():
-            for request_id in {output.request_id for output in client_outputs}:
+        for front_end, front_end_outputs in outputs.items():
+            for request_id in {output.request_id for output in front_end_outputs}:
                 # A request whose grammar is being compiled has not been accepted yet.
-                self._output_dispatcher.add_accepted(client, request_id)
+                self._output_dispatcher.add_accepted(front_end, request_id)
         self._output_dispatcher.add_outputs(outputs)
 
 
@@ -260,29 +262,29 @@ class OutputDispatcher:
         self._clock = clock
         self.live_view = EngineViewPublisher(front_ends, scheduler, kv_cache, epoch, clock)
         self._accepted: dict[int, list[int]] = {}
-        self._outputs: ClientOutputs = {}
+        self._outputs: OutputsByFrontEnd = {}
         self._progress: dict[int, list[RequestProgress]] = {}
         self._replies: list[tuple[int, AdminReply]] = []
 
-    def add_accepted(self, client: int, request_id: int) -> None:
-        self._accepted.setdefault(client, []).append(request_id)
+    def add_accepted(self, front_end: int, request_id: int) -> None:
+        self._accepted.setdefault(front_end, []).append(request_id)
 
-    def add_output(self, client: int, output: EngineCoreOutput) -> None:
-        self._outputs.setdefault(client, []).append(output)
+    def add_output(self, front_end: int, output: EngineCoreOutput) -> None:
+        self._outputs.setdefault(front_end, []).append(output)
 
-    def add_outputs(self, outputs: ClientOutputs) -> None:
-        for client, client_outputs in outputs.items():
-            self._outputs.setdefault(client, []).extend(client_outputs)
+    def add_outputs(self, outputs: OutputsByFrontEnd) -> None:
+        for front_end, front_end_outputs in outputs.items():
+            self._outputs.setdefault(front_end, []).extend(front_end_outputs)
 
     def add_progress(self, progress: list[tuple[Request, int]]) -> None:
         """Add progress of requests. progress: requests, and tokens of theirs in complete steps."""
         for request, num_tokens in progress:
-            self._progress.setdefault(request.client_index, []).append(
+            self._progress.setdefault(request.front_end_index, []).append(
                 RequestProgress(request.request_id, num_tokens, request.num_computed_tokens)
             )
 
-    def add_reply(self, client: int, reply: AdminReply) -> None:
-        self._replies.append((client, reply))
+    def add_reply(self, front_end: int, reply: AdminReply) -> None:
+        self._replies.append((front_end, reply))
 
     def report_begun(self, request: Request, *, alone: bool) -> None:
         """Send at once that a request is about to be scheduled, because scheduling it may crash.
@@ -290,7 +292,7 @@ class OutputDispatcher:
         alone: whether no other request is scheduled with it.
         """
         self._front_ends.send(
-            request.client_index,
+            request.front_end_index,
             EngineCoreOutputs(
                 epoch=self._epoch,
                 step=self._scheduler.step,
@@ -310,26 +312,26 @@ class OutputDispatcher:
         if self._kv_events is not None:
             self._kv_events.publish(external_events)
         replies, self._replies = self._replies, []
-        for client, reply in replies:
-            self._front_ends.send(client, reply)
+        for front_end, reply in replies:
+            self._front_ends.send(front_end, reply)
         outputs, self._outputs = self._outputs, {}
         accepted, self._accepted = self._accepted, {}
         progress, self._progress = self._progress, {}
         addressed, alive = {*outputs, *accepted, *progress}, self._front_ends.alive
-        clients = [client for client in alive if client in addressed] or alive[:1]
-        stats = self._scheduler.pop_stats() if clients else None
+        front_ends = [front_end for front_end in alive if front_end in addressed] or alive[:1]
+        stats = self._scheduler.pop_stats() if front_ends else None
         self.live_view.count(outputs, stats)
-        for index, client in enumerate(clients):
+        for index, front_end in enumerate(front_ends):
             self._front_ends.send(
-                client,
+                front_end,
                 EngineCoreOutputs(
                     epoch=self._epoch,
                     step=self._scheduler.step,
                     timestamp=self._clock(),
-                    outputs=outputs.get(client, []),
-                    accepted=accepted.get(client, []),
+                    outputs=outputs.get(front_end, []),
+                    accepted=accepted.get(front_end, []),
                     stats=stats if index == 0 else None,
-                    progress=progress.get(client, []),
+                    progress=progress.get(front_end, []),
                 ),
             )
 

@@ -1,10 +1,10 @@
-"""The engine's part of the live view: snapshots of requests and of the KV pool for API servers.
+"""The engine's part of the live view: snapshots of requests and of the KV pool for front ends.
 
     Watch ─▶ counting begins ─ something changed, VIEW_SECONDS after the last view ─▶
-    EngineView to all API servers with viewers ─ no change, and all rates are 0 ─▶ silence
+    EngineView to all front ends with viewers ─ no change, and all rates are 0 ─▶ silence
 
 Start with `EngineViewPublisher`. Without viewers it does nothing. A view is made before the engine
-waits, while the workers compute, and is the same for all API servers. The messages are in
+waits, while the workers compute, and is the same for all front ends. The messages are in
 `proto/view.py`. The block map takes time in proportion to the pool, in arrays: 0.2 ms for 10,000
 blocks.
 """
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from engine_core.kv_cache.free_queue import NULL_BLOCK
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.result import ClientOutputs
+from engine_core.scheduler.result import OutputsByFrontEnd
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.transport import FrontEndLinks
 from proto.stats import SchedulerStats
@@ -53,7 +53,7 @@ _STATES: Final = {
 
 
 class EngineViewPublisher:
-    """Sends views to the API servers that have viewers. epoch: of the engine. clock: seconds."""
+    """Sends views to the front ends that have viewers. epoch: of the engine. clock: seconds."""
 
     def __init__(
         self,
@@ -68,27 +68,27 @@ class EngineViewPublisher:
         self._kv_cache = kv_cache
         self._epoch = epoch
         self._clock = clock
-        self._watching: set[int] = set()  # API servers
+        self._watching: set[int] = set()  # front ends
         self._owner_numbers = OwnerNumbers()
         self._has_changed = False
         self._last_view_at = self._next_view_at = 0.0
         self._counters = ViewCounters()
 
-    def watch(self, client: int, *, wanted: bool) -> None:
-        """Send views to an API server from now on; not `wanted`: it has no viewers, or is gone."""
+    def watch(self, front_end: int, *, wanted: bool) -> None:
+        """Send views to a front end from now on; not `wanted`: it has no viewers, or is gone."""
         if not wanted:
-            self._watching.discard(client)
+            self._watching.discard(front_end)
             return
         now = self._clock()
         if not self._watching:
             self._counters = ViewCounters()
             self._last_view_at = now
             self._next_view_at = max(self._next_view_at, now)
-        self._watching.add(client)
+        self._watching.add(front_end)
         self._has_changed = True
 
-    def count(self, outputs: ClientOutputs, stats: SchedulerStats | None) -> None:
-        """Count what is being sent to the API servers."""
+    def count(self, outputs: OutputsByFrontEnd, stats: SchedulerStats | None) -> None:
+        """Count what is being sent to the front ends."""
         if self._watching:
             self._has_changed = True
             self._counters.add_flush(outputs, stats)
@@ -101,18 +101,20 @@ class EngineViewPublisher:
         return max(0.0, self._next_view_at - self._clock())
 
     def send_if_due(self) -> None:
-        """Send a view if one is due, except to API servers that still have messages to read."""
+        """Send a view if one is due, except to front ends that still have messages to read."""
         if not self._has_changed or not self._watching:
             return
         now = self._clock()
         if now < self._next_view_at:
             return
-        clients = [client for client in self._watching if self._front_ends.keeps_up(client)]
+        front_ends = [
+            front_end for front_end in self._watching if self._front_ends.keeps_up(front_end)
+        ]
         self._next_view_at = now + VIEW_SECONDS
-        if clients:
+        if front_ends:
             view = self.make_view(now)
-            for client in clients:
-                self._front_ends.send(client, view)
+            for front_end in front_ends:
+                self._front_ends.send(front_end, view)
 
     def make_view(self, now: float) -> EngineView:
         """Return a view, and reset the counters.
@@ -165,9 +167,9 @@ class ViewCounters:
         self.num_drafts = self.draft_tokens = self.accepted_tokens = 0
         self._prompt_balance = 0
 
-    def add_flush(self, outputs: ClientOutputs, stats: SchedulerStats | None) -> None:
-        for client_outputs in outputs.values():
-            for output in client_outputs:
+    def add_flush(self, outputs: OutputsByFrontEnd, stats: SchedulerStats | None) -> None:
+        for front_end_outputs in outputs.values():
+            for output in front_end_outputs:
                 number = len(output.new_token_ids)
                 self.generation_tokens += number
                 self._prompt_balance += (output.first is not None) - number

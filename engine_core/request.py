@@ -72,15 +72,16 @@ class Request:
 
     Identity, fixed:
         seq_id: its name in messages to workers, never used twice in an epoch.
-        request_id, choice: its name in messages to the front end `client_index`.
+        request_id, choice: its name in messages to the front end `front_end_index`.
         prompt_token_ids: [num_prompt_tokens], shared by all choices, never changed (the next turn
             of a session gets another list with its input).
         tenant: for fairness; 0 for none. label: the id of its response, which the live view shows
             only to `reader`.
-        agent: the agent's session that it is a turn of; its name is empty for none. job_arrival:
-            arrival of the session's first turn, in seconds; continues_job: whether it is neither
-            the first turn nor the last. finds_retained_prefix: whether the KV of an earlier turn is
-            retained for it while it waits.
+        agent: the agent session that it is a turn of; its name is empty for none.
+            agent_session_arrival: arrival of the session's first turn, in seconds;
+            continues_agent_session: whether it is neither the first turn nor the last.
+            finds_retained_prefix: whether the KV of an earlier turn is retained for it while it
+            waits.
         stop_ids: token ids that end it. repetition: repeated outputs end it too, if set.
         seed, choice: key of its random numbers.
         order: (priority, arrival, request id, choice); the lower goes first by priority.
@@ -112,16 +113,16 @@ class Request:
         "_block_hashes",
         "_hasher",
         "agent",
+        "agent_session_arrival",
         "all_token_ids",
         "arrival_time",
         "cache_salt",
         "choice",
-        "client_index",
-        "continues_job",
+        "continues_agent_session",
         "crash_count",
         "finds_retained_prefix",
         "first_info_sent",
-        "job_arrival",
+        "front_end_index",
         "kv_transfer_params",
         "label",
         "max_tokens",
@@ -163,7 +164,7 @@ class Request:
         sampling_params: SamplingParams,
         hasher: BlockHasher | None,
         choice: int = 0,
-        client_index: int = 0,
+        front_end_index: int = 0,
         output_token_ids: Iterable[int] = (),
         prompt_hashes: Sequence[bytes] = (),
         seed: int = 0,
@@ -181,7 +182,7 @@ class Request:
         self.seq_id = seq_id
         self.request_id = request_id
         self.choice = choice
-        self.client_index = client_index
+        self.front_end_index = front_end_index
         self.pooling_params = pooling_params
         self._set_prompt(prompt_token_ids, sampling_params)
         self.seed = seed
@@ -192,8 +193,8 @@ class Request:
         self.agent = agent
         self.label = label
         self.reader = reader
-        self.job_arrival = arrival_time
-        self.continues_job = self.finds_retained_prefix = False
+        self.agent_session_arrival = arrival_time
+        self.continues_agent_session = self.finds_retained_prefix = False
         self.order = (priority, arrival_time, request_id, choice)
 
         self.all_token_ids: list[int] = [*prompt_token_ids, *output_token_ids]
@@ -246,7 +247,7 @@ class Request:
             sampling_params=self.sampling_params,
             hasher=self._hasher,
             choice=self.choice,
-            client_index=self.client_index,
+            front_end_index=self.front_end_index,
             seed=self.seed,
             priority=self.priority,
             arrival_time=self.arrival_time,
@@ -341,7 +342,7 @@ class Request:
 def choices_of(
     message: EngineCoreRequest,
     next_seq_id: Callable[[], int],
-    client_index: int,
+    front_end_index: int,
     hasher: BlockHasher | None,
 ) -> list[Request]:
     """Return the choices of a message that still need tokens, each with a new seq_id.
@@ -360,7 +361,7 @@ def choices_of(
             sampling_params=message.sampling_params,
             hasher=hasher,
             choice=choice,
-            client_index=client_index,
+            front_end_index=front_end_index,
             output_token_ids=outputs.get(choice, ()),
             prompt_hashes=prompt_hashes,
             seed=message.seed,

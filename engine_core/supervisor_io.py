@@ -118,17 +118,17 @@ class SupervisorIO:
         """Report that the engine was paused, or resumed (None), so that a successor is, too."""
         self.link.send(Paused(mode))
 
-    def report_stalled_front_end(self, client: int, incarnation: int, num_aborted: int) -> None:
+    def report_stalled_front_end(self, front_end: int, incarnation: int, num_aborted: int) -> None:
         """Ask the supervisor to replace a front end that does not read its messages."""
         self.link.send(
             Notice(
                 "engine_core",
                 0,
-                f"front end {client} does not read its messages: it is replaced, "
+                f"front end {front_end} does not read its messages: it is replaced, "
                 f"and its {num_aborted} running requests are aborted",
             )
         )
-        self.link.send(FrontEndStalled(client, incarnation))
+        self.link.send(FrontEndStalled(front_end, incarnation))
 
 
 def owes_step(scheduler: Scheduler) -> bool:

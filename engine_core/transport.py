@@ -1,4 +1,4 @@
-"""The channels to the front ends (API servers).
+"""The channels to the front ends.
 
 The path of a channel contains the engine's epoch and the front end's incarnation, so a restarted
 process never receives messages for its predecessor.
@@ -22,11 +22,11 @@ LAST_MESSAGES_SECONDS: Final = 1.0
 
 
 class FrontEndLinks:
-    """The channels of all front ends, by client index.
+    """The channels of all front ends, by index.
 
     A front end that does not read its messages until its send buffer overflows is considered dead:
     it is removed, and `pop_stalled` returns it once.
-    incarnations: of each front end, by client index.
+    incarnations: of each front end, by index.
     """
 
     def __init__(self, run_dir: str, epoch: int, incarnations: Sequence[int]) -> None:
@@ -35,8 +35,8 @@ class FrontEndLinks:
         self._context: zmq.Context[Any] = zmq.Context()
         self._incarnations = dict(enumerate(incarnations))
         self._links = {
-            client: self._bind(client, incarnation)
-            for client, incarnation in enumerate(incarnations)
+            front_end: self._bind(front_end, incarnation)
+            for front_end, incarnation in enumerate(incarnations)
         }
         self._stalled: list[tuple[int, Link]] = []
         self._greeting: list[msgspec.Struct] = []
@@ -51,55 +51,55 @@ class FrontEndLinks:
         return list(self._links)
 
     def receive(self) -> list[tuple[int, ToEngine]]:
-        """Return received messages with the client index of the sender; drops other epochs."""
+        """Return received messages with the index of the sender; drops other epochs."""
         received = []
-        for client, link in self._links.items():
+        for front_end, link in self._links.items():
             for message in link.receive():
                 if message.epoch == self._epoch:
-                    received.append((client, message))
+                    received.append((front_end, message))
                 else:
-                    logger.warning("front end %d: dropped %s", client, _description(message))
+                    logger.warning("front end %d: dropped %s", front_end, _description(message))
         return received
 
-    def send(self, client: int, message: msgspec.Struct) -> None:
+    def send(self, front_end: int, message: msgspec.Struct) -> None:
         """Queue a message for a front end, unless it is dead; never blocks."""
-        link = self._links.get(client)
+        link = self._links.get(front_end)
         if link is None:
             return
         try:
             link.send(message)
         except PeerStalledError as error:
-            logger.error("front end %d is declared dead: %s", client, error)
-            self._stalled.append((client, self._links.pop(client)))
+            logger.error("front end %d is declared dead: %s", front_end, error)
+            self._stalled.append((front_end, self._links.pop(front_end)))
 
-    def keeps_up(self, client: int) -> bool:
+    def keeps_up(self, front_end: int) -> bool:
         """Return whether a front end is alive and no message waits in its send buffer."""
-        link = self._links.get(client)
+        link = self._links.get(front_end)
         return link is not None and link.flush()
 
-    def incarnation(self, client: int) -> int:
-        return self._incarnations[client]
+    def incarnation(self, front_end: int) -> int:
+        return self._incarnations[front_end]
 
     def send_greeting(self, message: msgspec.Struct) -> None:
         """Send a message to every front end, and first of all to those that connect later."""
         self._greeting = [message]
-        for client in list(self._links):
-            self.send(client, message)
+        for front_end in list(self._links):
+            self.send(front_end, message)
 
-    def replace(self, client: int, incarnation: int) -> tuple[list[Link], Link]:
+    def replace(self, front_end: int, incarnation: int) -> tuple[list[Link], Link]:
         """Bind a channel for the successor of a dead front end.
 
         Returns the old channels, for the caller to remove from its poller and close, and the new
         one.
         """
-        old = [link for stalled, link in self._stalled if stalled == client]
-        self._stalled = [(other, link) for other, link in self._stalled if other != client]
-        if client in self._links:
-            old.append(self._links.pop(client))
-        self._incarnations[client] = incarnation
-        link = self._links[client] = self._bind(client, incarnation)
+        old = [link for stalled, link in self._stalled if stalled == front_end]
+        self._stalled = [(other, link) for other, link in self._stalled if other != front_end]
+        if front_end in self._links:
+            old.append(self._links.pop(front_end))
+        self._incarnations[front_end] = incarnation
+        link = self._links[front_end] = self._bind(front_end, incarnation)
         for message in self._greeting:
-            self.send(client, message)
+            self.send(front_end, message)
         return old, link
 
     def pop_stalled(self) -> list[tuple[int, Link]]:
@@ -107,8 +107,8 @@ class FrontEndLinks:
         stalled, self._stalled = self._stalled, []
         return stalled
 
-    def _bind(self, client: int, incarnation: int) -> Link:
-        path = front_end_path(self._run_dir, self._epoch, client, incarnation)
+    def _bind(self, front_end: int, incarnation: int) -> Link:
+        path = front_end_path(self._run_dir, self._epoch, front_end, incarnation)
         return Link.bind(path, ToEngine, self._context)
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """Validates requests in the engine.
 
-The API server has checked the same before, with the field names of its API. The engine checks
+The front end has checked the same before, with the field names of its API. The engine checks
 again, so that no message can harm it, a worker, or another request.
 """
 

@@ -159,15 +159,15 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum step time with prefill, as a multiple of that of decoding alone, unless prompts come
     faster; 0: no limit; by default 2 on a CPU, 0 on a GPU."""
     scheduling_policy: Literal["fcfs", "priority", "continuum"] = "fcfs"
-    """Order of waiting requests; continuum: by agent job, with KV retained between its turns."""
+    """Order of waiting requests; continuum: by agent session, with KV retained between turns."""
     pin_policy: PinPolicyName = "rule"
     """How long continuum retains KV between turns; rule: by recomputation cost and tool durations;
     fixed: 2 s if tool calls are short; none: not at all."""
     max_pinned_share: float = 0.5
-    """Maximum share of the KV blocks (0 to 1) retained between turns of jobs."""
+    """Maximum share of the KV blocks (0 to 1) retained between turns of agent sessions."""
     max_pinned_share_per_tenant: float = 0.5
-    """Maximum share of all KV blocks (0 to 1) retained for the jobs of one tenant; has an effect
-    only below --max-pinned-share."""
+    """Maximum share of all KV blocks (0 to 1) retained for the agent sessions of one tenant; has an
+    effect only below --max-pinned-share."""
     async_scheduling: bool | None = None
     """Schedule the next step while the current one computes; by default on a GPU only."""
     scheduler_reserve_full_isl: bool = False
@@ -253,7 +253,7 @@ ReasoningParserName = Literal[
 
 
 class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """API server: HTTP, keys, logs, parsers."""
+    """Front end: HTTP, keys, logs, parsers."""
 
     host: str = "127.0.0.1"
     """Address to listen on."""
@@ -270,7 +270,7 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
     ssl_cert_reqs: int = 0
     """Client certificates: 0 not requested, 1 optional, 2 required."""
     api_server_count: int = 1
-    """Number of API server processes."""
+    """Number of front-end processes."""
     disable_log_requests: bool = False
     """Do not log a line for each request."""
     log_format: LogFormat = "text"
@@ -300,7 +300,7 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_tokenizer_info_endpoint: bool = False
     """Serve the tokenizer's settings and the chat template at /tokenizer_info."""
     max_stored_responses_mib: int = 64
-    """MiB for stored responses in each API server, at most a quarter per client; 0: store none."""
+    """MiB for stored responses in each front end, at most a quarter per client; 0: store none."""
     stored_response_seconds: float = 3600.0
     """Seconds after which a stored response is deleted."""
     allowed_origins: tuple[str, ...] = ()

@@ -23,7 +23,7 @@ from proto.config import (
     ServeConfig,
     flag_name,
 )
-from proto.engine_io import MAX_CLIENTS
+from proto.engine_io import MAX_FRONT_ENDS
 from proto.errors import ConfigError, shown
 from proto.kv_media_checks import check_media, check_preemption
 from proto.kv_transfer_config import FIELD as KV_TRANSFER_FIELD
@@ -176,9 +176,9 @@ def _check_scheduler(scheduler: SchedulerConfig) -> None:
 def _check_front_end(frontend: FrontEndConfig) -> None:
     _positive("api_server_count", frontend.api_server_count)
     _positive("stream_interval", frontend.stream_interval)
-    if frontend.api_server_count > MAX_CLIENTS:
+    if frontend.api_server_count > MAX_FRONT_ENDS:
         raise ConfigError(
-            f"--api-server-count must be at most {MAX_CLIENTS}, got {frontend.api_server_count}",
+            f"--api-server-count must be at most {MAX_FRONT_ENDS}, got {frontend.api_server_count}",
             "api_server_count",
         )
     for field in (

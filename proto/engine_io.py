@@ -1,32 +1,34 @@
-"""Messages between API servers and the engine.
+"""Messages between front ends and the engine.
 
-API server → engine: EngineCoreRequest, SessionInput, Abort, AdminCall, TurnEnded, Watch (view).
-Engine → API server: EngineReady (lifecycle.py), EngineCoreOutputs, AdminReply, EngineView (view).
+Front end → engine: EngineCoreRequest, SessionInput, Abort, AdminCall, TurnEnded, Watch (view).
+Engine → front end: EngineReady (lifecycle.py), EngineCoreOutputs, AdminReply, EngineView (view).
 
 Every message has the epoch of the engine; messages of another epoch are dropped. Each output has
 the index of its first token, so that repeated tokens after a restart are recognised.
 
-    request id (made by the API server, unique over the run of the daemon)
+    request id (made by the front end, unique over the run of the daemon)
     63      55 54          40 39                                0
-    | client  | incarnation  | counter                          |
+    |front end| incarnation  | counter                          |
 
     seq_id     32 bits, made by the engine at admission; names a sequence (one choice of a
                request) between engine and workers, and is not reused within an epoch
 
-A session is a request whose input comes in parts. Each part is a turn, which ends as a request
-does. The prompt of the next turn is all tokens so far, without the last output (it was sampled
-but never computed), and the new part:
+A resumable session is a request whose input comes in parts. Each part is a turn, which ends as a
+request does. The prompt of the next turn is all tokens so far, without the last output (it was
+sampled but never computed), and the new part:
 
     EngineCoreRequest(resumable)  [1 2 3]  →  10 11, stop, goes_on
     SessionInput                  [4 5]    →  prompt 1 2 3 10 4 5; 4 and 5 are computed
     SessionInput                  [], last →  the session ends, now or after the current turn
 
-A job is the work of an agent: requests that are its turns, with tool calls in between.
+An agent session is the work of an agent on one task: requests that are its turns, with tool calls
+in between. The API calls its id `job_id`, or `session_id`.
 
-    turn 1 ends ── TurnEnded(job, tool) ── the tool runs ── turn 2 of the job arrives
-    └──────── the engine may retain the turn's KV ──────────┘
+    turn 1 ends ── TurnEnded(agent_session, tool) ── the tool runs ── turn 2 of the session arrives
+    └───────────── the engine may retain the turn's KV ───────────────┘
 
-The API server makes the names of jobs and tools; jobs of different tenants have different names.
+The front end makes the names of agent sessions and tools; agent sessions of different tenants have
+different names.
 """
 
 import enum
@@ -45,61 +47,64 @@ from proto.sampling_params import SamplingParams, ThinkingRule
 from proto.stats import SchedulerStats
 from proto.view import Watch
 
-MAX_CLIENTS = 1 << 8
+MAX_FRONT_ENDS = 1 << 8
 MAX_INCARNATIONS = 1 << 15
 
 
-def request_ids(client_index: int, incarnation: int) -> Iterator[int]:
-    """Return the request ids of one incarnation of an API server, in order.
+def request_ids(front_end: int, incarnation: int) -> Iterator[int]:
+    """Return the request ids of one incarnation of a front end, in order.
 
     Raises ValueError for an index outside [0, 256) or an incarnation outside [0, 32768).
     """
-    if not 0 <= client_index < MAX_CLIENTS:
-        raise ValueError(f"client_index {client_index} is outside [0, {MAX_CLIENTS})")
+    if not 0 <= front_end < MAX_FRONT_ENDS:
+        raise ValueError(f"front end {front_end} is outside [0, {MAX_FRONT_ENDS})")
     if not 0 <= incarnation < MAX_INCARNATIONS:
         raise ValueError(f"incarnation {incarnation} is outside [0, {MAX_INCARNATIONS})")
-    return count((client_index << 55) | (incarnation << 40))
+    return count((front_end << 55) | (incarnation << 40))
 
 
 MAX_NAME_LENGTH: Final = 256
-"""Maximum characters of the name of a job or a tool."""
+"""Maximum characters of the name of an agent session or a tool."""
 
 
 class AgentHint(msgspec.Struct, array_like=True, frozen=True):
-    """The agent job that a request belongs to.
+    """The agent session that a request belongs to.
 
-    job: its name. is_last_step: whether this is its last turn.
+    session: its name. is_last_step: whether this is its last turn.
     ttl_ms: milliseconds for which the client wants KV retained after the turn; None: the engine
         decides.
     """
 
-    job: str
+    session: str
     is_last_step: bool = False
     ttl_ms: float | None = None
 
 
 NO_AGENT: Final = AgentHint("")
-"""For a request that belongs to no job."""
+"""For a request that belongs to no agent session."""
 
-_JOB_DIGEST_BYTES: Final = 16
+_NAME_DIGEST_BYTES: Final = 16
 
 
-def job_name(job_id: str, tenant: int) -> str:
-    """Return the name of a job: a letter and 32 hex digits, different for each tenant."""
+def agent_session_name(session_id: str, tenant: int) -> str:
+    """Return the name of an agent session by the id that its client gives, and its tenant.
+
+    A letter and 32 hex digits.
+    """
     key = tenant.to_bytes(8, "little")
-    return "j" + blake2b(job_id.encode(), key=key, digest_size=_JOB_DIGEST_BYTES).hexdigest()
+    return "j" + blake2b(session_id.encode(), key=key, digest_size=_NAME_DIGEST_BYTES).hexdigest()
 
 
 class TurnEnded(msgspec.Struct, array_like=True, tag=7, frozen=True):
-    """A turn of a job has ended, and its output is parsed.
+    """A turn of an agent session has ended, and its output is parsed.
 
-    request_id: of the turn. tool: name of the tool that the job calls now; "" for none. Ignored
-    for a job that has ended or is unknown.
+    request_id: of the turn. tool: name of the tool that the agent calls now; "" for none. Ignored
+    for a session that has ended or is unknown.
     """
 
     epoch: int
     request_id: int
-    job: str
+    agent_session: str
     tool: str = ""
 
 
@@ -142,7 +147,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_
     queue_deadline, deadline: seconds on the monotonic clock of the machine, for the first step and
         for the end; infinite for none.
     grammar: for the text of each choice; None for free text.
-    agent: the job that this is a turn of; None for none.
+    agent: the agent session that this is a turn of; None for none.
     thinking: markers and budget of reasoning, if a grammar applies after it or a budget ends it.
     label: id of the response. reader: 64 bits, the user who may see it in the live view.
     trace_headers: W3C trace context, `traceparent` and `tracestate`; empty for none.
@@ -183,7 +188,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_
 class Abort(msgspec.Struct, array_like=True, tag=2, frozen=True):
     """End a request, or one choice of it, in any state. No further output follows.
 
-    reason: "disconnect" if the client is gone, "stop_string" if the API server found a stop string.
+    reason: "disconnect" if the client is gone, "stop_string" if the front end found a stop string.
     choice: None for all choices.
     """
 
@@ -340,12 +345,12 @@ class RequestProgress(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, tag=5, frozen=True):
-    """All outputs for one API server at the end of a step.
+    """All outputs for one front end at the end of a step.
 
     timestamp: monotonic seconds at which the tokens left the engine.
     accepted: ids of requests accepted since the last message; a refused request gets an output
         with an error instead.
-    stats: sent to one API server per step, if possible one that gets a message anyway.
+    stats: sent to one front end per step, if possible one that gets a message anyway.
     alone: ids of requests that run alone from now on, because they may have caused crashes.
     progress: sent before the step is computed, because the step may crash the engine.
     """

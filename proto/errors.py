@@ -57,11 +57,11 @@ class TokendError(Exception):
 
 
 class ConfigError(TokendError):
-    """A setting that is invalid, or in conflict with another."""
+    """A setting that is invalid, or in conflict with another. param: its name."""
 
-    def __init__(self, message: str, parameter: str | None = None) -> None:
+    def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
-        self.parameter = parameter
+        self.param = param
 
 
 class ModelError(TokendError):
@@ -227,7 +227,7 @@ class ErrorInfo(msgspec.Struct, array_like=True, frozen=True):
     retry_after_seconds: int = 0
 
     def to_exception(self) -> RequestError:
-        """Return the exception that an API server raises for the request."""
+        """Return the exception that a front end raises for the request."""
         classes: dict[str, type[RequestError]] = {
             "invalid_request": InvalidRequestError,
             "overloaded": OverloadedError,

@@ -1,4 +1,4 @@
-"""Sources of grammars for structured output, and the limits that API server and engine both check.
+"""Sources of grammars for structured output, and the limits that front end and engine both check.
 
 Only the engine compiles grammars.
 """

@@ -4,43 +4,43 @@ Start:
 
 supervisor ──ProcessBoot (inherited descriptor)──▶ every process
 worker ──WorkerReady──▶ engine ──InitializeCache──▶ worker ──CacheReady──▶ engine
-engine ──EngineReady──▶ API servers and supervisor
-API server ──FrontEndReady──▶ supervisor
+engine ──EngineReady──▶ front ends and supervisor
+front end ──FrontEndReady──▶ supervisor
 any process ──Progress, Fatal──▶ supervisor ──Shutdown──▶ any process
-engine, API server ──ProtocolViolation──▶ supervisor, which kills the process at fault
+engine, front end ──ProtocolViolation──▶ supervisor, which kills the process at fault
 
 A process died; the others go on and connect to its successor:
 
-engine died       supervisor ──NewEngine──▶ workers, API servers
+engine died       supervisor ──NewEngine──▶ workers, front ends
 worker died       supervisor ──NewWorkers──▶ engine ──WorkersReady──▶ supervisor
-API server died   supervisor ──NewFrontEnd──▶ engine
-API server stuck  engine ──FrontEndStalled──▶ supervisor, which kills it
+front end died    supervisor ──NewFrontEnd──▶ engine
+front end stuck   engine ──FrontEndStalled──▶ supervisor, which kills it
 
 Hang detection:
 
-supervisor ──Ping──▶ engine, API servers ──EngineAlive, Alive──▶ supervisor
-supervisor ──HealthStatus──▶ API servers
+supervisor ──Ping──▶ engine, front ends ──EngineAlive, Alive──▶ supervisor
+supervisor ──HealthStatus──▶ front ends
 worker of several ──WaitingForRanks──▶ supervisor, which checks the other ranks first
 
 Reload, with a new engine beside the old one or in its place:
 
-supervisor ──NextEngine──▶ API servers ──NextReady──▶ supervisor ──SwitchEngine──▶ API servers
-API servers ──Switched, OldEngineIdle──▶ supervisor ──Shutdown──▶ old engine and its workers
+supervisor ──NextEngine──▶ front ends ──NextReady──▶ supervisor ──SwitchEngine──▶ front ends
+front ends ──Switched, OldEngineIdle──▶ supervisor ──Shutdown──▶ old engine and its workers
 
 Drain before shutdown:
 
-supervisor ──Drain──▶ API servers ──DrainProgress──▶ supervisor ──Shutdown──▶ any process
+supervisor ──Drain──▶ front ends ──DrainProgress──▶ supervisor ──Shutdown──▶ any process
 
 Numbers that tell successive processes apart:
 
-epoch         Which engine. New when an engine starts. Names the sockets between engine and API
-              servers, and is in every message between them.
+epoch         Which engine. New when an engine starts. Names the sockets between engine and front
+              ends, and is in every message between them.
 worker_epoch  Which workers with which engine. New when an engine or a worker starts. Names the
               sockets between engine and workers, and is in every message between them.
 generation    Which reload: the epoch of the engine that a start or a reload has brought. Engines
               and workers that replace dead ones have the same generation.
 incarnation   Restarts of one process (role, index), from 0. Names its socket to the supervisor;
-              part of the request ids of an API server.
+              part of the request ids of a front end.
 
 Epochs of both kinds come from one counter of the supervisor (`EpochCounter`), so none occurs twice.
 """
@@ -88,9 +88,9 @@ class ProcessBoot(msgspec.Struct, frozen=True, kw_only=True):
     born_at: start of the process, seconds of the monotonic clock.
     run_dir: the daemon's private directory, for sockets.
     death_fd: read end of a pipe that closes when the supervisor ends.
-    listen_fds: listening sockets of an API server.
-    metrics_fd: memory shared by all API servers, METRIC_BYTES each; None without metrics.
-    front_ends: for an engine, the incarnation of each API server, by index.
+    listen_fds: listening sockets of a front end.
+    metrics_fd: memory shared by all front ends, METRIC_BYTES each; None without metrics.
+    front_ends: for an engine, the incarnation of each front end, by index.
     pause_mode: for an engine, the pause to start with; None for no pause.
     faults: faults to inject, of all processes.
     draft_model: that of --speculative-config; None without one.
@@ -345,7 +345,7 @@ class EngineReady(msgspec.Struct, array_like=True, tag=13, frozen=True):
 
 
 class FrontEndReady(msgspec.Struct, array_like=True, tag=14, frozen=True):
-    """An API server accepts HTTP requests. phases: phases of its start."""
+    """A front end accepts HTTP requests. phases: phases of its start."""
 
     index: int
     phases: tuple[StartPhase, ...] = ()
@@ -412,7 +412,7 @@ class Shutdown(msgspec.Struct, array_like=True, tag=18, frozen=True):
 class NewEngine(msgspec.Struct, array_like=True, tag=19, frozen=True):
     """A new engine starts in place of the old one: connect to the sockets of these epochs.
 
-    Workers drop requests and KV and keep their weights. API servers send open requests again.
+    Workers drop requests and KV and keep their weights. Front ends send open requests again.
     died: True after a crash; False if the old engine shuts down for a reload in place.
     """
 
@@ -428,14 +428,14 @@ class NewWorkers(msgspec.Struct, array_like=True, tag=20, frozen=True):
 
 
 class NewFrontEnd(msgspec.Struct, array_like=True, tag=21, frozen=True):
-    """An API server died, its requests are lost, and a new one starts."""
+    """A front end died, its requests are lost, and a new one starts."""
 
     index: int
     incarnation: int
 
 
 class Restarted(msgspec.Struct, array_like=True, tag=22, frozen=True):
-    """A process was restarted; for the metrics of the API servers.
+    """A process was restarted; for the metrics of the front ends.
 
     hung: whether it was killed because it hung.
     """
@@ -464,16 +464,16 @@ class Drain(msgspec.Struct, array_like=True, tag=40, frozen=True):
 
 
 class DrainProgress(msgspec.Struct, array_like=True, tag=41, frozen=True):
-    """Open HTTP requests of a draining API server; sent at once, at each change, and at 0."""
+    """Open HTTP requests of a draining front end; sent at once, at each change, and at 0."""
 
     index: int
     num_requests: int
 
 
 class AbortRequests(msgspec.Struct, array_like=True, tag=49, frozen=True):
-    """Abort HTTP requests by response id, at all API servers.
+    """Abort HTTP requests by response id, at all front ends.
 
-    Sent by the API server of the admin call to the supervisor, which forwards it to all.
+    Sent by the front end of the admin call to the supervisor, which forwards it to all.
     owner: abort only requests that came with the key of this name; None for any.
     """
 
@@ -482,7 +482,7 @@ class AbortRequests(msgspec.Struct, array_like=True, tag=49, frozen=True):
 
 
 class DrainRequested(msgspec.Struct, array_like=True, tag=42, frozen=True):
-    """An admin call to an API server requests that the daemon drains and exits."""
+    """An admin call to a front end requests that the daemon drains and exits."""
 
     index: int
 
@@ -547,7 +547,7 @@ class HealthStatus(msgspec.Struct, array_like=True, tag=38, frozen=True):
 
 
 class FrontEndStalled(msgspec.Struct, array_like=True, tag=34, frozen=True):
-    """An API server does not read its outputs, and the engine has disconnected it."""
+    """A front end does not read its outputs, and the engine has disconnected it."""
 
     index: int
     incarnation: int
@@ -581,7 +581,7 @@ class NextEngine(msgspec.Struct, array_like=True, tag=43, frozen=True):
 
 
 class NextReady(msgspec.Struct, array_like=True, tag=44, frozen=True):
-    """An API server and the new engine are connected and ready; or the error that prevents it."""
+    """A front end and the new engine are connected and ready; or the error that prevents it."""
 
     index: int
     epoch: int
@@ -595,14 +595,14 @@ class SwitchEngine(msgspec.Struct, array_like=True, tag=45, frozen=True):
 
 
 class Switched(msgspec.Struct, array_like=True, tag=48, frozen=True):
-    """An API server sends new requests to this engine from now on."""
+    """A front end sends new requests to this engine from now on."""
 
     index: int
     epoch: int
 
 
 class OldEngineIdle(msgspec.Struct, array_like=True, tag=46, frozen=True):
-    """An API server has no open request at the old engine."""
+    """A front end has no open request at the old engine."""
 
     index: int
     epoch: int

@@ -1,6 +1,6 @@
-"""Messages between the API servers of a daemon, about the responses that each of them keeps.
+"""Messages between the front ends of a daemon, about the responses that each of them keeps.
 
-    API server ──PeerCall──▶ the API server that keeps the response ──PeerReply──▶ API server
+    front end ──PeerCall──▶ the front end that keeps the response ──PeerReply──▶ front end
 
 Results are JSON, so that no type here is untyped or recursive.
 """

@@ -1,6 +1,6 @@
 """A prepared model: converted once, so that later starts need not parse or convert it.
 
-`deploy` writes one folder per model. The worker reads the tensors; the API server reads tokenizer
+`deploy` writes one folder per model. The worker reads the tensors; the front end reads tokenizer
 and chat template. The folder contains
 
     manifest.json        this Struct as JSON, written last: its presence means complete

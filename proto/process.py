@@ -1,4 +1,4 @@
-"""Start and exit of engine, workers and API servers. Start reading at `run`.
+"""Start and exit of engine, workers and front ends. Start reading at `run`.
 
 A child process reads its boot message from the inherited descriptor, sets its title, ignores
 SIGINT, prints the stacks of all threads on SIGUSR1, exits when the supervisor is gone, and reports

@@ -1,7 +1,7 @@
 """Sampling and stop parameters of a request.
 
 The engine applies the stop rules and limits, the worker the rest. Stop strings are not here: the
-API server applies them to the text.
+front end applies them to the text.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
-from proto.errors import InvalidRequestError, require, shown
+from proto.errors import require, shown
 from proto.logit_edits import LogitEdits, require_token_ids
 from proto.parameters import Number, numbers_of
 
@@ -98,19 +98,27 @@ class ThinkingRule(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     budget: int | None = None
 
     def validate(self, vocab_size: int) -> None:
-        """Raise InvalidRequestError for values that an API server of tokend does not send."""
-        ids = self.end_token_ids
-        if not (self.start and self.end and 0 < len(ids) <= MAX_MARKER_TOKENS):
-            raise InvalidRequestError("a marker of thinking is empty")
-        if max(len(self.start), len(self.end)) > MAX_MARKER_BYTES:
-            raise InvalidRequestError("a marker of thinking is too long")
-        known = ids if self.start_token_id is None else (*ids, self.start_token_id)
-        if not all(0 <= token_id < vocab_size for token_id in known):
-            raise InvalidRequestError("a marker of thinking is outside the vocabulary")
-        if self.budget is not None and not 0 <= self.budget <= MAX_BUDGET:
-            raise InvalidRequestError(
-                f"must be between 0 and {MAX_BUDGET}, got {self.budget}", "thinking_token_budget"
-            )
+        """Raise InvalidRequestError for values that a front end of tokend does not send."""
+        name = "thinking_token_budget"
+        require(
+            bool(self.start and self.end and self.end_token_ids),
+            name,
+            "needs markers of reasoning that are not empty",
+        )
+        require(
+            max(len(self.start), len(self.end)) <= MAX_MARKER_BYTES
+            and len(self.end_token_ids) <= MAX_MARKER_TOKENS,
+            name,
+            f"takes markers of reasoning of at most {MAX_MARKER_BYTES} bytes and "
+            f"{MAX_MARKER_TOKENS} tokens",
+        )
+        start_ids = () if self.start_token_id is None else (self.start_token_id,)
+        require_token_ids((*start_ids, *self.end_token_ids), vocab_size, name)
+        require(
+            self.budget is None or 0 <= self.budget <= MAX_BUDGET,
+            name,
+            f"must be between 0 and {MAX_BUDGET}, got {shown(self.budget)}",
+        )
 
 
 MAX_STOP_TOKEN_IDS: Final = 128

@@ -1,6 +1,6 @@
 """TLS and API keys of the HTTP port, loaded from the files that the settings name.
 
-The supervisor loads both before the model, to report errors early; each API server loads its own.
+The supervisor loads both before the model, to report errors early; each front end loads its own.
 """
 
 import ssl

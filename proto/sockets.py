@@ -49,12 +49,12 @@ def worker_path(run_dir: str, worker_epoch: int, rank: int) -> str:
 
 
 def front_end_path(run_dir: str, epoch: int, index: int, incarnation: int = 0) -> str:
-    """Return the socket path between the engine of an epoch and an incarnation of an API server."""
+    """Return the socket path between the engine of an epoch and an incarnation of a front end."""
     return os.path.join(run_dir, f"e{epoch}.a{index}.{incarnation}")
 
 
 def peer_path(run_dir: str, index: int, peer: int) -> str:
-    """Return the socket path between two API servers, also of later incarnations.
+    """Return the socket path between two front ends, also of later incarnations.
 
     A message for the predecessor of a process that was restarted is harmless there.
     """

@@ -1,4 +1,4 @@
-"""Statistics that the engine sends to an API server: gauges and deltas, never totals.
+"""Statistics that the engine sends to a front end: gauges and deltas, never totals.
 
 A total would go back to 0 when the engine restarts.
 """
@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 
 METRIC_CELLS: Final = 2048
-"""Numbers of one API server's metrics; those of all API servers are in one shared memory."""
+"""Numbers of one front end's metrics; those of all front ends are in one shared memory."""
 METRIC_BYTES: Final = 8 * METRIC_CELLS
 
 
@@ -55,10 +55,10 @@ class SchedulerStats(msgspec.Struct, array_like=True, frozen=True):
     lookups and hits of the KV connector); num_corrupted counts requests that ended because their
     logits were not finite.
 
-    Agent jobs. Gauges: num_pinned_blocks (a shared one counts once), num_pinned_jobs. Deltas: pins
-    taken, used by a later turn of their job, expired, and released because the blocks were
-    needed; job_seconds: from the first arrival of a job to the end of its last step;
-    tool_seconds: from the end of a turn to the next arrival of its job.
+    Agent sessions. Gauges: num_pinned_blocks (a shared one counts once), num_pinned_agent_sessions.
+    Deltas: pins taken, used by a later turn of their session, expired, and released because the
+    blocks were needed; agent_session_seconds: from the first arrival of a session to the end of its
+    last step; tool_seconds: from the end of a turn to the next arrival of its session.
 
     num_discarded_tokens: tokens sampled for choices that had ended already.
     request_preemptions: number of preemptions of each finished choice, if it was computed.
@@ -88,12 +88,12 @@ class SchedulerStats(msgspec.Struct, array_like=True, frozen=True):
     external_prefix_cache_hits: int = 0
     kv_media: list[KVMediumStats] = []
     num_pinned_blocks: int = 0
-    num_pinned_jobs: int = 0
+    num_pinned_agent_sessions: int = 0
     num_pins_taken: int = 0
     num_pins_hit: int = 0
     num_pins_expired: int = 0
     num_pins_given_up: int = 0
-    job_seconds: list[float] = []
+    agent_session_seconds: list[float] = []
     tool_seconds: list[float] = []
     num_discarded_tokens: int = 0
     request_preemptions: list[int] = []

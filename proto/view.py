@@ -1,9 +1,9 @@
 """Messages of the live view of the engine.
 
-    API server ──Watch──▶ engine ──EngineView, at most 4 times a second──▶ API server ──▶ viewers
+    front end ──Watch──▶ engine ──EngineView, at most 4 times a second──▶ front end ──▶ viewers
 
 Without viewers nothing is counted or sent. Request numbers in the view have no meaning elsewhere.
-The API servers decide which requests a viewer may see.
+The front ends decide which requests a viewer may see.
 """
 
 from typing import Final
@@ -25,7 +25,7 @@ HELD: Final = 2
 SHARED: Final = 3
 """Used by several requests."""
 PINNED: Final = 4
-"""Retained for a job's next turn, whether or not requests use it too."""
+"""Retained for an agent session's next turn, whether or not requests use it too."""
 RESERVED: Final = 5
 """Never allocated: the null block 0."""
 
@@ -45,7 +45,7 @@ def blocks_per_cell(num_blocks: int) -> int:
 
 
 class Watch(msgspec.Struct, array_like=True, tag=8, frozen=True):
-    """This API server has viewers (`wanted`), or has none any more."""
+    """This front end has viewers (`wanted`), or has none any more."""
 
     epoch: int
     wanted: bool

@@ -65,9 +65,9 @@ ENCODER_STEP_TOKENS: Final = 2048
 LEAST_TOKENS: Final = 1024
 """Tokens that a KV pool of the default size must hold, unless the longest request is shorter."""
 PROCESS_BYTES: Final = 300 << 20
-"""Memory of supervisor, engine and the first API server, and of a worker beyond its imports."""
+"""Memory of supervisor, engine and the first front end, and of a worker beyond its imports."""
 API_SERVER_BYTES: Final = 130 << 20
-"""Memory of every further API server."""
+"""Memory of every further front end."""
 STATE_SHARE: Final = 0.25
 """Most of the memory that is left for KV and states together that slots for states take."""
 _MIB: Final = 1 << 20

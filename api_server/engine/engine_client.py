@@ -54,7 +54,7 @@ MAX_WAITING = 4096
 
 
 def connect_engine(boot: ProcessBoot, epoch: int) -> Link:
-    """Return the link of this API server to the engine of an epoch."""
+    """Return the link of this front end to the engine of an epoch."""
     path = front_end_path(boot.run_dir, epoch, boot.index, boot.incarnation)
     return Link.connect(path, FromEngine)
 
@@ -74,10 +74,10 @@ class EngineConnection:
         self._version_error: ProtocolError | None = None
         self._ready_or_closed = asyncio.Event()
         self._closed = self._sent_garbage = False
-        self._drain_scheduled = False
+        self._exchange_scheduled = False
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(link.fileno(), self.drain)
-        self._schedule_drain()
+        self._loop.add_reader(link.fileno(), self.exchange_messages)
+        self._schedule_exchange()
 
     @property
     def ready(self) -> bool:
@@ -101,15 +101,15 @@ class EngineConnection:
         """Queue a message, also when the engine is stalled."""
         with contextlib.suppress(PeerStalledError):
             self._link.send(message)
-        self._schedule_drain()
+        self._schedule_exchange()
 
-    def drain(self) -> None:
+    def exchange_messages(self) -> None:
         """Send queued messages, and pass what has arrived to the client."""
         if self._closed or self._sent_garbage:
             return
-        if not self._link.flush() and not self._drain_scheduled:
-            self._drain_scheduled = True
-            self._loop.call_later(FLUSH_SECONDS, self._run_scheduled_drain)
+        if not self._link.flush() and not self._exchange_scheduled:
+            self._exchange_scheduled = True
+            self._loop.call_later(FLUSH_SECONDS, self._run_scheduled_exchange)
         messages = self._link.receive()
         if self._link.num_undecodable and self.ready:
             logger.error("the engine sent an undecodable message: waiting for the next engine")
@@ -128,15 +128,15 @@ class EngineConnection:
             self._loop.remove_reader(self._link.fileno())
             self._link.close()
 
-    def _schedule_drain(self) -> None:
+    def _schedule_exchange(self) -> None:
         """The link's descriptor is edge-triggered, and sending may consume the edge."""
-        if not self._drain_scheduled:
-            self._drain_scheduled = True
-            self._loop.call_soon(self._run_scheduled_drain)
+        if not self._exchange_scheduled:
+            self._exchange_scheduled = True
+            self._loop.call_soon(self._run_scheduled_exchange)
 
-    def _run_scheduled_drain(self) -> None:
-        self._drain_scheduled = False
-        self.drain()
+    def _run_scheduled_exchange(self) -> None:
+        self._exchange_scheduled = False
+        self.exchange_messages()
 
     def _process_message(self, message: Any) -> None:
         if message.epoch != self.epoch:
@@ -428,7 +428,7 @@ class EngineClient:
     def _lose_engine(self, epoch: int, died: bool) -> None:
         """Close the connection of an engine that is gone; its open requests wait for another."""
         connection = self._connections[epoch]
-        connection.drain()  # outputs that it sent before its death count
+        connection.exchange_messages()  # outputs that it sent before its death count
         connection.close()
         del self._connections[epoch]
         self._metrics.remove_engine(epoch)
@@ -496,7 +496,7 @@ class EngineClient:
             return
         tool = request.stream.called_tool()
         request_id = request.request.request_id
-        connection.send(TurnEnded(connection.epoch, request_id, agent.job, tool))
+        connection.send(TurnEnded(connection.epoch, request_id, agent.session, tool))
 
     def _fail_request(self, stream: OutputStream, error: RequestError) -> None:
         stream.fail(error)

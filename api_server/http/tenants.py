@@ -1,6 +1,6 @@
 """The tenant of a request: a hash of its API key's name and, if configured, of a proxy's header.
 
-The engine sees only the number. Every API server derives the same number from the same names, so
+The engine sees only the number. Every front end derives the same number from the same names, so
 tenants survive the restart of a process.
 """
 

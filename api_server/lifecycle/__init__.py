@@ -1,1 +1,1 @@
-"""Commands of the supervisor to an API server: health, drain, reload, aborts."""
+"""Commands of the supervisor to a front end: health, drain, reload, aborts."""

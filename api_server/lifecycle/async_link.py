@@ -1,4 +1,4 @@
-"""Links of an API server to the supervisor and to other API servers, on the event loop."""
+"""Links of a front end to the supervisor and to other front ends, on the event loop."""
 
 import asyncio
 import contextlib
@@ -45,7 +45,7 @@ class AsyncLink:
 
 
 class SupervisorLink(AsyncLink):
-    """The link to the supervisor. index: of this API server."""
+    """The link to the supervisor. index: of this front end."""
 
     def __init__(self, link: Link, index: int) -> None:
         super().__init__(link)

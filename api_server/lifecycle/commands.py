@@ -1,4 +1,4 @@
-"""What an API server does at the supervisor's command."""
+"""What a front end does at the supervisor's command."""
 
 import asyncio
 import logging

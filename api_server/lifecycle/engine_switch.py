@@ -1,4 +1,4 @@
-"""A reload as an API server sees it: connect to the next engine, switch, leave the old engine.
+"""A reload as a front end sees it: connect to the next engine, switch, leave the old engine.
 
     NextEngine ─▶ tokenizer, template, connection ─▶ NextReady
     SwitchEngine ─▶ new requests go to the next engine; running ones stay with the old one

@@ -31,7 +31,7 @@ class InFlightCounter:
 
 
 class Health:
-    """Drain state of the daemon, and reasons why it is not ready, as one API server knows them.
+    """Drain state of the daemon, and reasons why it is not ready, as one front end knows them.
 
     The supervisor reports on the other processes; the connection to the engine and the drain state
     are known here.

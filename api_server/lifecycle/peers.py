@@ -1,9 +1,9 @@
-"""The API servers of a daemon as each other's peers: a response stays where it was generated.
+"""The front ends of a daemon as each other's peers: a response stays where it was generated.
 
-    GET /v1/responses/resp_2_5f0c… ──▶ API server 0 ──PeerCall──▶ API server 2
-                                   ◀──              ◀──PeerReply──
+    GET /v1/responses/resp_2_5f0c… ──▶ front end 0 ──PeerCall──▶ front end 2
+                                   ◀──             ◀──PeerReply──
 
-With several API servers, the id of a response names the one that keeps it. A connection may reach
+With several front ends, the id of a response names the one that keeps it. A connection may reach
 any of them, so the others ask that one.
 """
 
@@ -30,7 +30,7 @@ _PEER_ID: Final = re.compile(rf"{ID_PREFIX}([0-9]{{1,3}})_[!-~]+")
 
 
 class FrontEndPeers:
-    """Runs operations on responses, here or in the API server that keeps them."""
+    """Runs operations on responses, here or in the front end that keeps them."""
 
     def __init__(self, boot: ProcessBoot, responses: StoredResponses) -> None:
         self._responses = responses
@@ -57,7 +57,7 @@ class FrontEndPeers:
     ) -> Any | None:
         """Return the result of `StoredResponses.run_operation` where the response is kept.
 
-        Raises OverloadedError if that API server does not answer.
+        Raises OverloadedError if that front end does not answer.
         """
         found = _PEER_ID.fullmatch(response_id)
         link = None if found is None else self._links.get(int(found.group(1)))
@@ -70,9 +70,7 @@ class FrontEndPeers:
             async with asyncio.timeout(PEER_SECONDS):
                 result = await reply
         except (TimeoutError, PeerStalledError):
-            raise OverloadedError(
-                "the API server that keeps the response does not answer"
-            ) from None
+            raise OverloadedError("the front end that keeps the response does not answer") from None
         finally:
             del self._replies[call_id]
         return None if result is None else json.loads(result)
@@ -92,7 +90,7 @@ class FrontEndPeers:
             result = None if found is None else json.dumps(found).encode()
             link.send(PeerReply(call.call_id, result))
         except Exception:  # the peer answers its client when its time limit has passed
-            logger.exception("a call of another API server failed: %s", call.operation)
+            logger.exception("a call of another front end failed: %s", call.operation)
 
 
 def _open_link(run_dir: str, index: int, peer: int) -> Link:

@@ -1,4 +1,4 @@
-"""The live view of one API server: its subscribers, and the events that they get.
+"""The live view of one front end: its subscribers, and the events that they get.
 
     first subscriber ─ Watch(wanted) ─▶ engine ─ EngineView ─▶ one event per scope ─▶ queues
     last one leaves ─ Watch(not wanted) ─▶ the engine sends no more views
@@ -32,7 +32,7 @@ logger = logging.getLogger("tokend.api")
 MAX_UNREAD: Final = 16
 """Most events in a subscriber's queue; a view is published every quarter of a second."""
 MAX_SUBSCRIBERS: Final = 16
-"""Most subscribers of one API server."""
+"""Most subscribers of one front end."""
 
 
 class Subscriber:

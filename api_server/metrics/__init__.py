@@ -1,1 +1,1 @@
-"""Counters, gauges and histograms of /metrics, shared between API servers."""
+"""Counters, gauges and histograms of /metrics, shared between front ends."""

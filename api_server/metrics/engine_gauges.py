@@ -1,4 +1,4 @@
-"""The latest statistics of each engine, whichever API server received them."""
+"""The latest statistics of each engine, whichever front end received them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -8,7 +8,7 @@ from api_server.metrics.metric_sheet import MetricSheet
 from proto.stats import SchedulerStats
 
 _NUM_SLOTS: Final = 3
-"""Engines whose statistics an API server keeps; at most two run at once, during a reload."""
+"""Engines whose statistics a front end keeps; at most two run at once, during a reload."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class EngineGaugeValues:
     num_queued_tokens: float
     cpu_offload_usage: float
     num_pinned_blocks: float
-    num_pinned_jobs: float
+    num_pinned_agent_sessions: float
 
 
 _FIELDS: Final = tuple(field.name for field in fields(EngineGaugeValues))
@@ -61,7 +61,7 @@ class EngineGauges:
         self._sheet.write_cells(self._slots[index], [epoch, timestamp, *values])
 
     def latest_values(self) -> Iterator[EngineGaugeValues]:
-        """Yield the newest gauges of each engine, received by any API server."""
+        """Yield the newest gauges of each engine, received by any front end."""
         newest: dict[int, list[float]] = {}
         for slot in self._slots:
             for cells in self._sheet.cells_by_row(slot, _SLOT_CELLS):

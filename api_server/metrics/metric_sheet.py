@@ -1,11 +1,11 @@
-"""Cells in shared memory that all API servers count in, and the metrics over these cells.
+"""Cells in shared memory that all front ends count in, and the metrics over these cells.
 
-API servers accept connections from one socket, so /metrics may reach any of them and all must show
-the same. Each API server writes a row of its own; a shown value combines all rows. A row outlives
-its API server, and the restarted one continues it.
+Front ends accept connections from one socket, so /metrics may reach any of them and all must show
+the same. Each front end writes a row of its own; a shown value combines all rows. A row outlives
+its front end, and the restarted one continues it.
 
-    API server 0    | 3 | 17 | …     written by API server 0 only
-    API server 1    | 5 |  9 | …
+    front end 0     | 3 | 17 | …     written by front end 0 only
+    front end 1     | 5 |  9 | …
     shown           | 8 | 26 | …
 
 Cells have no names: each metric allocates its cells in the same order in every process.
@@ -20,7 +20,7 @@ from proto.stats import METRIC_BYTES, METRIC_CELLS
 
 
 class MetricSheet:
-    """Rows of METRIC_CELLS numbers, initially 0, one row per API server.
+    """Rows of METRIC_CELLS numbers, initially 0, one row per front end.
 
     memory: METRIC_BYTES per row. row: index of this process's row.
     """
@@ -35,17 +35,17 @@ class MetricSheet:
 
     @classmethod
     def of_one(cls) -> "MetricSheet":
-        """Return the sheet of a single API server."""
+        """Return the sheet of a single front end."""
         return cls(bytearray(METRIC_BYTES))
 
     @classmethod
     def shared(cls, descriptor: int, row: int, num_rows: int) -> "MetricSheet":
-        """Return a sheet over memory that all API servers have inherited as `descriptor`."""
+        """Return a sheet over memory that all front ends have inherited as `descriptor`."""
         return cls(mmap.mmap(descriptor, num_rows * METRIC_BYTES), row)
 
     @property
     def num_rows(self) -> int:
-        """Number of API servers, dead ones included."""
+        """Number of front ends, dead ones included."""
         return len(self._rows)
 
     def allocate_cells(self, count: int = 1) -> int:
@@ -75,7 +75,7 @@ class MetricSheet:
 
 
 class Counter:
-    """A number that only grows, summed over all API servers."""
+    """A number that only grows, summed over all front ends."""
 
     __slots__ = ("_cell", "_sheet")
 
@@ -92,7 +92,7 @@ class Counter:
 
 
 class Gauge:
-    """The number of open `with` blocks; a restarted API server starts at 0."""
+    """The number of open `with` blocks; a restarted front end starts at 0."""
 
     __slots__ = ("_cell", "_sheet")
 
@@ -109,17 +109,17 @@ class Gauge:
 
     @property
     def value(self) -> float:
-        """Sum over all API servers."""
+        """Sum over all front ends."""
         return self._sheet.sums(self._cell, 1)[0]
 
     @property
     def own_value(self) -> float:
-        """Value of this API server."""
+        """Value of this front end."""
         return self._sheet.own_cells(self._cell, 1)[0]
 
     @property
     def values(self) -> list[float]:
-        """Value of each API server."""
+        """Value of each front end."""
         return [row[0] for row in self._sheet.cells_by_row(self._cell, 1)]
 
 
@@ -147,10 +147,10 @@ class Histogram:
 
 
 class BroadcastCounter:
-    """A count of events that every API server is notified of.
+    """A count of events that every front end is notified of.
 
-    A dead API server misses events, so the highest count of any is shown, and a restarted API
-    server starts with it.
+    A dead front end misses events, so the highest count of any is shown, and a restarted front
+    end starts with it.
     """
 
     __slots__ = ("_cell", "_sheet")

@@ -1,7 +1,7 @@
 """What /metrics shows, under the names that vLLM's dashboards query.
 
 `Metrics.__init__` lists every counter and histogram once, with its name and help text; gauges are
-listed where they are collected. The numbers lie in the `MetricSheet`, so each API server shows the
+listed where they are collected. The numbers lie in the `MetricSheet`, so each front end shows the
 values of all. An observation costs a bisection and takes no lock; the text is made on request.
 
     arrival ── queue ──▶ first step ── prefill ──▶ first token ── decode ──▶ last token
@@ -55,7 +55,7 @@ TOOL_SECONDS: Final = (
     *(0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0),
 )
-JOB_SECONDS: Final = (
+AGENT_SESSION_SECONDS: Final = (
     *(0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 240.0, 480.0),
     *(960.0, 1920.0, 3840.0, 7680.0, 15360.0),
 )
@@ -101,7 +101,7 @@ _STEP_COUNTERS: Final = {
         "Tokens of drafts that a grammar refused before they were computed.",
     ),
     "num_pins_taken": ("tokend:pins_taken", "Turns whose KV was retained for the next turn."),
-    "num_pins_hit": ("tokend:pins_hit", "Retained KV that a later turn of its job used."),
+    "num_pins_hit": ("tokend:pins_hit", "Retained KV that a later turn of its agent session used."),
     "num_pins_expired": ("tokend:pins_expired", "Retained KV whose time ran out."),
     "num_pins_given_up": ("tokend:pins_given_up", "Retained KV evicted for other requests."),
 }
@@ -133,7 +133,7 @@ _SOURCES: Final = ("local_compute", "local_cache_hit", "external_kv_transfer")
 class Metrics(Collector):
     """The metrics of the daemon.
 
-    incarnation: restarts of this API server. num_hung: its restarts after a hang.
+    incarnation: restarts of this front end. num_hung: its restarts after a hang.
     in_flight: HTTP requests in flight. connections: open connections of clients.
     """
 
@@ -152,7 +152,7 @@ class Metrics(Collector):
         self._define_request_metrics()
         self._define_process_metrics(incarnation, num_hung)
         self._registry = CollectorRegistry()
-        if sheet.num_rows == 1:  # with several API servers, they would differ by server
+        if sheet.num_rows == 1:  # with several front ends, they would differ between them
             for collector in (ProcessCollector, PlatformCollector, GCCollector):
                 collector(registry=self._registry)
         self._registry.register(self)
@@ -213,14 +213,14 @@ class Metrics(Collector):
         self._preemptions = self._histogram(
             "vllm:request_num_preemptions", "Preemptions of a choice.", NUM_PREEMPTIONS
         )
-        self._job_seconds = self._histogram(
+        self._agent_session_seconds = self._histogram(
             "tokend:job_completion_seconds",
-            "From the first arrival of a job to the end of its last step.",
-            JOB_SECONDS,
+            "From the first arrival of an agent session to the end of its last step.",
+            AGENT_SESSION_SECONDS,
         )
         self._tool_seconds = self._histogram(
             "tokend:tool_duration_seconds",
-            "From the end of a turn to the next arrival of its job.",
+            "From the end of a turn to the next arrival of its agent session.",
             TOOL_SECONDS,
         )
 
@@ -401,8 +401,8 @@ class Metrics(Collector):
             self._block_idle.observe(eviction.idle)
             for gap in eviction.reuse_gaps:
                 self._block_reuse_gap.observe(gap)
-        for seconds in stats.job_seconds:
-            self._job_seconds.observe(seconds)
+        for seconds in stats.agent_session_seconds:
+            self._agent_session_seconds.observe(seconds)
         for seconds in stats.tool_seconds:
             self._tool_seconds.observe(seconds)
 
@@ -536,8 +536,16 @@ class Metrics(Collector):
         for name, text, field in (
             ("queued_reqs", "Choices that wait for their first step.", "num_queued_reqs"),
             ("queued_tokens", "Prompt tokens of these choices.", "num_queued_tokens"),
-            ("pinned_blocks", "KV blocks retained for jobs between turns.", "num_pinned_blocks"),
-            ("pinned_jobs", "Jobs whose KV blocks are retained.", "num_pinned_jobs"),
+            (
+                "pinned_blocks",
+                "KV blocks retained for agent sessions between turns.",
+                "num_pinned_blocks",
+            ),
+            (
+                "pinned_jobs",
+                "Agent sessions whose KV blocks are retained.",
+                "num_pinned_agent_sessions",
+            ),
         ):
             yield self._gauge(
                 f"tokend:{name}", text, sum(getattr(engine, field) for engine in engines)

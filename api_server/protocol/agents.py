@@ -1,7 +1,7 @@
-"""Request fields by which a client marks the requests of one agent's job.
+"""Request fields by which a client marks the requests of one agent session.
 
 agent_hint     {"job_id": "fix-1", "is_last_step": false, "ttl_ms": 5000, "tool": "pytest"}
-session_id     only the job's id, if the hint has none; also as the header X-Session-ID
+session_id     only the session's id, if the hint has none; also as the header X-Session-ID
 """
 
 import re
@@ -19,10 +19,10 @@ from pydantic import (
 
 from api_server.http.tenants import DEFAULT_TENANT
 from api_server.protocol.fields import given_fields, ignored_of
-from proto.engine_io import AgentHint, job_name
+from proto.engine_io import AgentHint, agent_session_name
 from proto.errors import InvalidRequestError
 
-MAX_JOB_CHARACTERS: Final = 256
+MAX_SESSION_ID_CHARACTERS: Final = 256
 MAX_TOOL_CHARACTERS: Final = 64
 TOOL_NAME: Final = rf"^[A-Za-z0-9_.:/-]{{1,{MAX_TOOL_CHARACTERS}}}$"
 MAX_TTL_MS: Final = 3_600_000.0
@@ -35,22 +35,23 @@ def _printable(text: str) -> str:
     return text
 
 
-JobId = Annotated[
+AgentSessionId = Annotated[
     str,
-    StringConstraints(min_length=1, max_length=MAX_JOB_CHARACTERS),
+    StringConstraints(min_length=1, max_length=MAX_SESSION_ID_CHARACTERS),
     AfterValidator(_printable),
 ]
 
 
 class AgentHintFields(BaseModel):
-    """The field `agent_hint`: one turn of an agent's job.
+    """The field `agent_hint`: one turn of an agent session.
 
-    tool: the tool that the job waits for after this turn; overrides the tool found in the answer.
+    job_id: id of the session. tool: the tool that it waits for after this turn; overrides the tool
+    found in the answer.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    job_id: JobId | None = None
+    job_id: AgentSessionId | None = None
     is_last_step: bool = False
     ttl_ms: float | None = Field(default=None, gt=0, le=MAX_TTL_MS)
     tool: str | None = Field(default=None, pattern=TOOL_NAME)
@@ -68,28 +69,30 @@ def _hint_fields(value: Any, info: ValidationInfo) -> Any:
 
 
 class AgentFields(BaseModel):
-    """Request fields about an agent's job."""
+    """Request fields about an agent session."""
 
     agent_hint: Annotated[AgentHintFields | None, BeforeValidator(_hint_fields)] = None
-    """The job that this is a step of: job_id (1 to 256 characters), is_last_step, ttl_ms (up to
-    an hour: how long its KV is worth keeping after the answer), tool (what it waits for then)."""
-    session_id: JobId | None = None
-    """The job's id where agent_hint has none; 1 to 256 characters, also as X-Session-ID."""
+    """The agent session that this is a turn of: job_id (its id, 1 to 256 characters), is_last_step,
+    ttl_ms (up to an hour: how long its KV is worth keeping after the answer), tool (what it waits
+    for then)."""
+    session_id: AgentSessionId | None = None
+    """Id of the agent session where agent_hint has none; 1 to 256 characters, also as
+    X-Session-ID."""
 
     @property
-    def job_id(self) -> str | None:
-        """Id of the job that the request belongs to, if any."""
+    def agent_session_id(self) -> str | None:
+        """Id of the agent session that the request belongs to, if any."""
         hinted = self.agent_hint.job_id if self.agent_hint is not None else None
         return hinted or self.session_id
 
     @property
-    def job_field(self) -> str:
-        """Name of the field that contains `job_id`, for errors."""
+    def agent_session_field(self) -> str:
+        """Name of the field that contains `agent_session_id`, for errors."""
         hint = self.agent_hint
         return "agent_hint" if hint is not None and hint.job_id else "session_id"
 
 
-# Jobs and tools as the engine gets them; their names belong to one tenant.
+# Agent sessions and tools as the engine gets them; their names belong to one tenant.
 
 _UNSAFE_CHARACTER: Final = re.compile(r"[^A-Za-z0-9_.:/-]")
 
@@ -97,18 +100,18 @@ _UNSAFE_CHARACTER: Final = re.compile(r"[^A-Za-z0-9_.:/-]")
 def agent_hint(request: AgentFields, tenant: int) -> AgentHint | None:
     """Return the engine's hint about an agent's request; None for other requests.
 
-    Raises InvalidRequestError for a hint without a job.
+    Raises InvalidRequestError for a hint without the id of a session.
     """
-    hint, job = request.agent_hint, request.job_id
-    if job is None:
+    hint, session_id = request.agent_hint, request.agent_session_id
+    if session_id is None:
         if hint is not None:
             raise InvalidRequestError(
                 "agent_hint.job_id is missing, and no session_id stands for it", "agent_hint"
             )
         return None
     if hint is None:
-        return AgentHint(job_name(job, tenant))
-    return AgentHint(job_name(job, tenant), hint.is_last_step, hint.ttl_ms)
+        return AgentHint(agent_session_name(session_id, tenant))
+    return AgentHint(agent_session_name(session_id, tenant), hint.is_last_step, hint.ttl_ms)
 
 
 def tool_name(tool: str, tenant: int) -> str:

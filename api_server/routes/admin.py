@@ -1,7 +1,7 @@
 """Routes for operators: drain, pause, prefix cache, aborts, settings.
 
-`check_operator` guards every route here. Commands to the engine are AdminCalls; commands to all API
-servers go through the supervisor.
+`check_operator` guards every route here. Commands to the engine are AdminCalls; commands to all
+front ends go through the supervisor.
 """
 
 import json
@@ -49,7 +49,7 @@ class AbortBody(Strict):
 async def drain(request: Request) -> Response:
     """Answer 202; new requests are refused, and the daemon exits after the running ones."""
     app_state = app_state_of(request)
-    app_state.health.start_drain()  # here at once; the supervisor notifies the other servers
+    app_state.health.start_drain()  # here at once; the supervisor notifies the other front ends
     app_state.supervisor.send(DrainRequested(app_state.supervisor.index))
     return JSONResponse(
         {"status": "draining", "requests_in_flight": app_state.in_flight.number}, status_code=202
@@ -106,7 +106,7 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 @router.post("/abort_requests")
 async def abort_requests(request: Request) -> Response:
-    """Abort requests by response id, in all API servers; their clients get error 410.
+    """Abort requests by response id, in all front ends; their clients get error 410.
 
     With an operator's key the requests of all clients, else those of the same key.
     """

@@ -25,7 +25,7 @@ from api_server.routes.common import app_state_of, read_fields
 from api_server.sampling import logit_edits
 from api_server.stream import TokenStream
 from api_server.text.chat_prompt import build_conversation, num_characters
-from api_server.text.chat_template import Conversation
+from api_server.text.chat_template import Conversation, TemplateError
 from api_server.text.prompts import PromptReader
 from api_server.tracing import TraceHeaders, trace_headers_of
 from proto.errors import InvalidRequestError
@@ -34,12 +34,6 @@ RESERVED_CONTEXT_SHARE: Final = 4
 """A truncated prompt leaves 1/4 of the context to an answer without max_tokens."""
 
 Made = TypeVar("Made")
-_TEMPLATE_ERRORS: Final = ("chat template:", "the chat template cannot")
-
-
-def is_template_error(error: InvalidRequestError) -> bool:
-    """Return whether the chat template refused the conversation; merged roles may help."""
-    return error.message.startswith(_TEMPLATE_ERRORS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,20 +126,20 @@ async def with_merged_roles_fallback(
 ) -> Made:
     """Return what `make` returns for a translated request.
 
-    If the chat template refuses the order of roles, `make` is called again with merged roles.
-    Raises InvalidRequestError in the client's terms.
+    If the chat template refuses the messages, `make` is called again with merged roles, which
+    may help. Raises InvalidRequestError in the client's terms.
     """
     chat = translation.chat_request()
     try:
-        made = await make(chat)
-    except InvalidRequestError as error:
-        merged = translation.chat_request(merge_roles=True) if is_template_error(error) else chat
-        if merged == chat:
-            raise translation.translate_error(error) from None
         try:
+            made = await make(chat)
+        except TemplateError:
+            merged = translation.chat_request(merge_roles=True)
+            if merged == chat:
+                raise
             made = await make(merged)
-        except InvalidRequestError as second_error:
-            raise translation.translate_error(second_error) from None
+    except InvalidRequestError as error:
+        raise translation.translate_error(error) from None
     translation.translate_ignored()
     return made
 

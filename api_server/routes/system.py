@@ -70,7 +70,7 @@ async def show_version() -> dict[str, str]:
 
 @router.get("/load")
 async def load(request: Request) -> dict[str, int]:
-    """Return the number of requests in flight, in all API servers."""
+    """Return the number of requests in flight, in all front ends."""
     return {"server_load": int(app_state_of(request).metrics.in_flight.value)}
 
 

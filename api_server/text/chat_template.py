@@ -272,10 +272,13 @@ def _raise(message: str) -> NoReturn:
 
 
 CONTINUE_FIELD: Final = "continue_final_message"
-
 MAX_TEMPLATE_BYTES: Final = 1 << 20
 _REASONING_FIELDS: Final = ("reasoning_content", "thinking", "reasoning")
 """Names under which templates read a message's reasoning; the first is the usual one."""
+
+
+class TemplateError(InvalidRequestError):
+    """The chat template refuses the messages, or cannot render them."""
 
 
 class ChatTemplate:
@@ -298,7 +301,7 @@ class ChatTemplate:
         self.source = source
 
     def render(self, conversation: Conversation) -> str:
-        """Return the prompt; raise InvalidRequestError if the template refuses the messages."""
+        """Return the prompt; raise TemplateError if the template refuses the messages."""
         messages = [_with_reasoning(message) for message in conversation.messages]
         if conversation.continue_final_message:
             return self._render_until_last_text(conversation, messages)
@@ -346,9 +349,9 @@ class ChatTemplate:
         try:
             return self._template.render(values)
         except jinja2.TemplateError as error:
-            raise InvalidRequestError(f"chat template: {shown(error)}", "messages") from None
+            raise TemplateError(f"chat template: {shown(error)}", "messages") from None
         except Exception as error:  # a template is untrusted code
-            raise InvalidRequestError(
+            raise TemplateError(
                 f"the chat template cannot take these messages: {shown(error)}", "messages"
             ) from None
 

@@ -51,8 +51,8 @@ class TemplateRenderer:
     async def render(self, conversation: Conversation) -> str:
         """Return the prompt.
 
-        Raises InvalidRequestError if the template refuses the messages or takes too long, and
-        OverloadedError if earlier conversations use up the time or the threads.
+        Raises TemplateError if the template refuses the messages, InvalidRequestError if it takes
+        too long, and OverloadedError if earlier conversations use up the time or the threads.
         """
         if self._template is None:
             raise InvalidRequestError(

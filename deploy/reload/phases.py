@@ -2,12 +2,12 @@
 
     PreparingModel        the model is prepared again, because its files may have changed
     WaitingForRestarts    until no process is being restarted
-    ConnectingFrontEnds   API servers load the new model and connect to the new engine
+    ConnectingFrontEnds   front ends load the new model and connect to the new engine
         side by side: the new engine starts meanwhile
             DrainingOldEngine    new requests go to the new engine, open ones finish at the old one
             StoppingGeneration   the old generation shuts down
         in place:
-            StoppingOldEngine    the old generation shuts down, requests wait in the API servers
+            StoppingOldEngine    the old generation shuts down, requests wait in the front ends
             StartingNewEngine    the new engine starts and gets all open requests
 
 Every method that handles an event returns the phase that follows. After a failure before the switch
@@ -41,7 +41,7 @@ from proto.lifecycle import (
 )
 
 CONNECT_SECONDS: Final = 600.0
-"""Limit for the new generation to load and to be connected to every API server."""
+"""Limit for the new generation to load and to be connected to every front end."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class WaitingForRestarts(ReloadPhase):
 
 
 class ConnectingFrontEnds(ReloadPhase):
-    """API servers get ready for the new generation, which starts meanwhile if side by side."""
+    """Front ends get ready for the new generation, which starts meanwhile if side by side."""
 
     def __init__(self, context: ReloadContext, models: ServedModels, *, in_place: bool) -> None:
         super().__init__(context)
@@ -253,7 +253,7 @@ class ConnectingFrontEnds(ReloadPhase):
 class DrainingOldEngine(ReloadPhase):
     """The old generation finishes its requests beside the new one.
 
-    The reload is complete as soon as every API server uses the new one.
+    The reload is complete as soon as every front end uses the new one.
     """
 
     def __init__(self, context: ReloadContext, old: EpochCounter) -> None:
@@ -281,7 +281,7 @@ class DrainingOldEngine(ReloadPhase):
         return self._abandon() if self.handles_death_of(hung) else self
 
     def note_death(self, dead: Child) -> ReloadPhase:
-        """Abandon the old generation if it died; the requests of a dead API server are gone."""
+        """Abandon the old generation if it died; the requests of a dead front end are gone."""
         if self.handles_death_of(dead):
             return self._abandon()
         return self._note_idle(dead.index) if dead.role == "api_server" else self
@@ -344,7 +344,7 @@ class StoppingGeneration(ReloadPhase):
 
 
 class StoppingOldEngine(StoppingGeneration):
-    """In place: the old generation shuts down while requests wait in the API servers.
+    """In place: the old generation shuts down while requests wait in the front ends.
 
     restores: whether the generation that follows restores the old model.
     """
@@ -395,7 +395,7 @@ class StartingNewEngine(ReloadPhase):
 def _pause_both_engines(context: ReloadContext, other: EpochCounter, message: Paused) -> None:
     """Apply a pause or resume to both engines, whichever engine got the admin call.
 
-    That is the old one if the API server had not switched yet, or if the message was in transit
+    That is the old one if the front end had not switched yet, or if the message was in transit
     when it did:
 
         operator ─▶ front end ─▶ engine 1 ─ Paused ──────────────┐

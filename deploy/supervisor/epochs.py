@@ -25,11 +25,11 @@ class ServedModels(NamedTuple):
 
 
 class EpochCounter:
-    """Numbers engines, workers and API servers of a generation, and creates their boot messages.
+    """Numbers engines, workers and front ends of a generation, and creates their boot messages.
 
-    template: boot message without role, index, numbers and listeners. Its metrics_fd is for API
-        servers only.
-    listen_fds: listening sockets of the API servers.
+    template: boot message without role, index, numbers and listeners. Its metrics_fd is for front
+        ends only.
+    listen_fds: listening sockets of the front ends.
     epoch, worker_epoch: of the current engine and workers.
     pause_mode: the last one that the engine has reported; a new engine starts with it.
     """
@@ -49,7 +49,7 @@ class EpochCounter:
         return self._template.generation
 
     def is_current(self, process: Child) -> bool:
-        """Whether a process belongs to the current generation; an API server always does."""
+        """Whether a process belongs to the current generation; a front end always does."""
         return process.role == "api_server" or process.generation == self.generation
 
     @property
@@ -116,7 +116,7 @@ class EpochCounter:
         return [("engine_core", NewWorkers(self.worker_epoch))]
 
     def new_front_end(self, index: int) -> list[Announcement]:
-        """Return the announcement of an API server that will replace a dead one."""
+        """Return the announcement of a front end that will replace a dead one."""
         return [("engine_core", NewFrontEnd(index, self._num_starts["api_server", index]))]
 
     def remove_sockets(self, epoch: int) -> None:

@@ -2,7 +2,7 @@
 
 Records since when each process owes an answer. The watchdog sends the pings and kills processes.
 
-    engine, API server   are pinged at intervals, and answer from their main loops
+    engine, front end    are pinged at intervals, and answer from their main loops
     worker               answers the engine; the engine reports which workers owe an answer
 
 So a worker is judged only by the report of an engine that responds, and an engine is not blamed for
@@ -89,7 +89,7 @@ class _ProcessState:
 
 
 class HangDetector:
-    """Watches all API servers, or the engine and workers of one generation.
+    """Watches all front ends, or the engine and workers of one generation.
 
     Its clock advances only while it is called, which must happen at least once per interval.
     """
@@ -176,7 +176,7 @@ class HangDetector:
         return list(self._without_progress(1.0))
 
     def not_ready(self) -> list[NotReady]:
-        """Return the processes without progress for half of their limit, except API servers."""
+        """Return the processes without progress for half of their limit, except front ends."""
         return [
             NotReady(f"{process_name(*hang.process)}: {hang.missing}", hang.since)
             for hang in self._without_progress(0.5)

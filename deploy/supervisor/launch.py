@@ -41,7 +41,7 @@ _LOOPBACK_OF: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens on host and port; port 0 takes a free one.
 
-    The supervisor binds it before the model loads, and the API servers inherit it. Raises
+    The supervisor binds it before the model loads, and the front ends inherit it. Raises
     ConfigError if the address is in use or does not belong to this machine.
     """
     try:
@@ -80,7 +80,7 @@ def url_of(listener: socket.socket, scheme: str = "http") -> str:
 class Launch:
     """Everything that the supervisor needs to start a daemon.
 
-    listeners: listening sockets, inherited by every API server. url: address of the first one.
+    listeners: listening sockets, inherited by every front end. url: address of the first one.
     variables: environment variables of the processes; each role gets additions.
     commands: command line of each role.
     prepare_command: prints the manifest of each model as it is now, for a reload.
@@ -121,7 +121,7 @@ class Launch:
 
 
 class Readiness:
-    """Collects the reports that make the daemon ready: of the engine and of every API server."""
+    """Collects the reports that make the daemon ready: of the engine and of every front end."""
 
     def __init__(self, front_ends: Iterable[int]) -> None:
         self._engine: EngineReady | None = None

@@ -193,7 +193,7 @@ class Child:
     def dump_stacks(self) -> None:
         """Make the process write the stacks of its threads to the log, even if it is stopped.
 
-        A stopped API server is not continued and writes nothing: it would accept connections that
+        A stopped front end is not continued and writes nothing: it would accept connections that
         should go to its successor.
         """
         if not self.has_ended():

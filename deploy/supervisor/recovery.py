@@ -1,7 +1,7 @@
 """Plans restarts: which processes are started in place of dead ones, and when.
 
 An outage lasts from the death of a process until its successor is ready. All workers of a model are
-restarted together, an engine or an API server alone. A process that violates the protocol is killed
+restarted together, an engine or a front end alone. A process that violates the protocol is killed
 and restarted like a dead one. The supervisor starts and kills the processes.
 """
 

@@ -14,7 +14,7 @@ from proto.lifecycle import DrainProgress
 class RequestDrain:
     """The time in which open requests finish while new ones are refused. Ends no process itself.
 
-    front_ends: indices of the API servers. seconds: how long requests may take.
+    front_ends: indices of the front ends. seconds: how long requests may take.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class RequestDrain:
         return all_finished or self._clock() >= self._deadline
 
     def note_progress(self, message: DrainProgress) -> None:
-        """Note the open requests of an API server; a restarted one has none."""
+        """Note the open requests of a front end; a restarted one has none."""
         self._num_open[message.index] = message.num_requests
         num_requests = sum(number or 0 for number in self._num_open.values())
         if not self._reported and num_requests and None not in self._num_open.values():

@@ -244,7 +244,7 @@ class Supervisor:
         self._notifier.report_ready(f"serving {self._launch.model.name} at {self._launch.url}")
 
     def _kill_stalled_front_end(self, message: FrontEndStalled) -> None:
-        """Kill the incarnation of an API server that the engine has reported, if it still runs."""
+        """Kill the incarnation of a front end that the engine has reported, if it still runs."""
         for child in self._children.front_ends():
             if (child.index, child.incarnation) == (message.index, message.incarnation):
                 child.send_signal(signal.SIGKILL)

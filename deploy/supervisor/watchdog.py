@@ -2,7 +2,7 @@
 
 Once a hung process was killed, its exit is handled like any other (recovery.py, reload/).
 
-    API servers                                     one hang detector
+    front ends                                      one hang detector
     engine, workers of the current generation       one
     engine, workers of another one (in a reload)    one, without effect on readiness
 
@@ -76,7 +76,7 @@ class HungProcessRemoval:
 
 
 _FRONT_ENDS: Final = 0
-"""Used as the generation of API servers, which belong to none."""
+"""Used as the generation of front ends, which belong to none."""
 
 
 class Watchdog:
@@ -163,7 +163,7 @@ class Watchdog:
             removal.send_due_signals()
 
     def report_health(self, running: Sequence[Child]) -> None:
-        """Send the reasons why the daemon is not ready to API servers that do not know them."""
+        """Send the reasons why the daemon is not ready to front ends that do not know them."""
         status = HealthStatus((*self._not_ready(), *self._recovery.not_ready()))
         for child in running:
             if child.role != "api_server":

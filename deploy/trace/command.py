@@ -8,7 +8,7 @@ from typing import Final
 from deploy.bench.options import BenchParser, writable, write
 from deploy.trace.condense import Condensed, condense
 from deploy.trace.page import render
-from proto.engine_io import job_name
+from proto.engine_io import agent_session_name
 from proto.errors import ConfigError, ProtocolError
 from proto.sched_trace import Arrival, TraceLine, read_line
 
@@ -41,8 +41,8 @@ def _view(arguments: Sequence[str]) -> int:
         action="append",
         default=[],
         metavar="ID",
-        help="show this job by the id that its client sends (agent_hint.job_id or session_id) "
-        "instead of by its digest; may be repeated",
+        help="show this agent session by the id that its client sends (agent_hint.job_id or "
+        "session_id) instead of by its digest; may be repeated",
     )
     parser.add_argument(
         "--job-ids", metavar="FILE", help="the same for every line of a file; -: of standard input"
@@ -69,7 +69,7 @@ def read_trace(path: Path) -> Condensed:
 
 
 def _job_labels(arrivals: Sequence[Arrival], job_ids: Iterable[str]) -> dict[str, str]:
-    """Return the ids of clients by the names of their jobs in the trace; report unknown ids.
+    """Return ids of agent sessions by their names in the trace; report unknown ids.
 
     A name is a digest of the id and the tenant, and the trace has the tenants.
     """
@@ -77,12 +77,12 @@ def _job_labels(arrivals: Sequence[Arrival], job_ids: Iterable[str]) -> dict[str
     tenants = {arrival.tenant for arrival in arrivals}
     labels: dict[str, str] = {}
     for job_id in job_ids:
-        jobs = {job_name(job_id, tenant): tenant for tenant in tenants}
-        found = names & jobs.keys()
+        sessions = {agent_session_name(job_id, tenant): tenant for tenant in tenants}
+        found = names & sessions.keys()
         if not found:
-            print(f"no job of the trace has the id {job_id}", file=sys.stderr)
+            print(f"no agent session of the trace has the id {job_id}", file=sys.stderr)
         for name in found:
-            label = job_id if len(found) == 1 else f"{job_id} (tenant {jobs[name]:x})"
+            label = job_id if len(found) == 1 else f"{job_id} (tenant {sessions[name]:x})"
             labels[name] = label
     return labels
 

@@ -67,7 +67,10 @@ class _Columns:
 def render(
     condensed: Condensed, name: str, job_labels: Mapping[str, str] = MappingProxyType({})
 ) -> str:
-    """Return the page. name: of the trace file. job_labels: what to call jobs, by their names."""
+    """Return the page.
+
+    name: of the trace file. job_labels: what to call agent sessions, by their names.
+    """
     columns = _columns(condensed)
     about = to_compact_json({**_about(condensed, name, job_labels), "columns": columns.places})
     data = len(about).to_bytes(4, "little") + about + columns.content

@@ -102,7 +102,7 @@ class AgentSessions:
 
     def on_request_added(self, request: Request) -> None:
         """Assign a request that is about to be queued to its session."""
-        name = request.agent.job
+        name = request.agent.session
         if not name:
             return
         now = self._clock()
@@ -114,8 +114,8 @@ class AgentSessions:
         if session.request_id != request.request_id:
             self._begin_turn(session, request, now)
             self._forget_old(now)
-        request.job_arrival = session.arrival
-        request.continues_job = session.num_turns > 1 and not request.agent.is_last_step
+        request.agent_session_arrival = session.arrival
+        request.continues_agent_session = session.num_turns > 1 and not request.agent.is_last_step
         prefix = self._retained_prefixes.prefix_of(name)
         if prefix is not None:
             request.finds_retained_prefix = True
@@ -154,7 +154,7 @@ class AgentSessions:
 
     def finish_turn(self, request: Request, *, succeeded: bool) -> None:
         """End a turn whose request still has its blocks; retain its prefix if it succeeded."""
-        name = request.agent.job
+        name = request.agent.session
         if not name or not succeeded or request.request_id != self._sessions[name].request_id:
             return
         session, now = self._sessions[name], self._clock()
@@ -183,9 +183,10 @@ class AgentSessions:
 
     def drop_corrupt_prefix(self, request: Request) -> None:
         """Release the prefix of a turn whose KV is not finite."""
-        prefix = self._retained_prefixes.prefix_of(request.agent.job) if request.agent.job else None
+        name = request.agent.session
+        prefix = self._retained_prefixes.prefix_of(name) if name else None
         if prefix is not None and prefix.request_id == request.request_id:
-            self._retained_prefixes.release_prefix(prefix.job, "corrupt")
+            self._retained_prefixes.release_prefix(name, "corrupt")
 
     def pop_durations(self) -> tuple[list[float], list[float]]:
         """Return the seconds of sessions that have ended, and of tools, since the last call."""
@@ -198,14 +199,14 @@ class AgentSessions:
     def on_admitted(self, request: Request, num_new_tokens: int) -> None:
         if self._evicts_last_turns and not request.num_preemptions:
             self._count_own_tokens(request)
-        if not request.agent.job:
+        if not request.agent.session:
             return
-        self._sessions[request.agent.job].waiting.pop(request.seq_id, None)
-        prefix = self._retained_prefixes.prefix_of(request.agent.job)
+        self._sessions[request.agent.session].waiting.pop(request.seq_id, None)
+        prefix = self._retained_prefixes.prefix_of(request.agent.session)
         if prefix is not None and prefix.request_id != request.request_id:
             self._retained_prefixes.consume(prefix, found=request.num_cached_tokens > 0)
         elif (
-            request.continues_job
+            request.continues_agent_session
             and not request.finds_retained_prefix
             and not request.num_preemptions
         ):
@@ -213,7 +214,7 @@ class AgentSessions:
             self._rule.learn_queueing_delay(self._clock() - request.queued_at)
 
     def on_released(self, request: Request) -> None:
-        name = request.agent.job
+        name = request.agent.session
         if not name:
             return
         self._sessions[name].waiting.pop(request.seq_id, None)
@@ -235,7 +236,7 @@ class AgentSessions:
 
     def _count_own_tokens(self, request: Request) -> None:
         """Mark a found prefix of another session as shared; the prompt is now the session's own."""
-        session = self._sessions.get(request.agent.job)
+        session = self._sessions.get(request.agent.session)
         if request.num_cached_tokens > (session.num_own_tokens if session is not None else 0):
             self._kv_cache.mark_shared_prefix(request)
         if session is not None:
@@ -277,7 +278,7 @@ class AgentSessions:
         wanted = by_client(request.agent.ttl_ms)
         seconds = decision.seconds if wanted is None else wanted
         if not decision.seconds or not seconds:
-            self._retained_prefixes.release_prefix(request.agent.job, "newer turn")
+            self._retained_prefixes.release_prefix(request.agent.session, "newer turn")
             return
         blocks = self._kv_cache.findable_blocks(request)
         self._retained_prefixes.retain(

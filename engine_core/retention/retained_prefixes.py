@@ -37,11 +37,11 @@ class RetainedPrefix:
     """
 
     __slots__ = (
+        "agent_session",
         "blocks",
         "by_client",
         "ended",
         "is_awaited",
-        "job",
         "num_tokens",
         "number",
         "request_id",
@@ -53,7 +53,7 @@ class RetainedPrefix:
     def __init__(
         self,
         number: int,
-        job: str,
+        agent_session: str,
         tenant: int,
         request_id: int,
         seq_id: int,
@@ -62,7 +62,7 @@ class RetainedPrefix:
         ended: float,
     ) -> None:
         self.number = number
-        self.job = job
+        self.agent_session = agent_session
         self.tenant = tenant
         self.request_id = request_id
         self.seq_id = seq_id
@@ -184,8 +184,8 @@ class RetainedPrefixes:
     def num_blocks(self) -> int:
         return len(self._pool.pinned.counts)
 
-    def prefix_of(self, job: str) -> RetainedPrefix | None:
-        return self._retained_prefixes.get(job)
+    def prefix_of(self, agent_session: str) -> RetainedPrefix | None:
+        return self._retained_prefixes.get(agent_session)
 
     def retain(
         self,
@@ -201,8 +201,8 @@ class RetainedPrefixes:
 
         ttl, value: in seconds. Above a limit the least valuable prefixes are cut, perhaps this one.
         """
-        job = request.agent.job
-        older = self._retained_prefixes.get(job)
+        agent_session = request.agent.session
+        older = self._retained_prefixes.get(agent_session)
         if blocks:
             self._pool.pin(blocks)
         if older is not None:
@@ -213,7 +213,7 @@ class RetainedPrefixes:
         num_computed = min(request.num_computed_tokens, request.num_tokens)
         prefix = RetainedPrefix(
             self._num_retained,
-            job,
+            agent_session,
             request.tenant,
             request.request_id,
             request.seq_id,
@@ -222,13 +222,13 @@ class RetainedPrefixes:
             now,
         )
         prefix.by_client = by_client
-        self._retained_prefixes[job] = prefix
+        self._retained_prefixes[agent_session] = prefix
         if self._max_of_tenant < self._max_blocks:
             counts = self._tenants.setdefault(prefix.tenant, _TenantPrefixes()).counts
             for block in blocks:
                 counts[block] = counts.get(block, 0) + 1
         self.num_taken += 1
-        self._changed[job] = None
+        self._changed[agent_session] = None
         self._deadlines.set_key(prefix, now + ttl)
         self.set_value(prefix, value)
         self._observer.on_prefix_retained(prefix, ttl)
@@ -266,8 +266,8 @@ class RetainedPrefixes:
         self.num_hit += found
         self._release(prefix, "next turn")
 
-    def release_prefix(self, job: str, reason: str) -> None:
-        prefix = self._retained_prefixes.get(job)
+    def release_prefix(self, agent_session: str, reason: str) -> None:
+        prefix = self._retained_prefixes.get(agent_session)
         if prefix is not None:
             self._release(prefix, reason)
 
@@ -332,8 +332,8 @@ class RetainedPrefixes:
         self.set_value(prefix, value)
 
     def _release(self, prefix: RetainedPrefix, reason: str) -> None:
-        self._changed[prefix.job] = None
-        del self._retained_prefixes[prefix.job]
+        self._changed[prefix.agent_session] = None
+        del self._retained_prefixes[prefix.agent_session]
         self._deadlines.remove_prefix(prefix)
         self._values.remove_prefix(prefix)
         self._unpin(prefix, prefix.blocks[::-1])

@@ -1,8 +1,9 @@
 """How requests enter and leave the scheduler.
 
 `RequestLifecycle` owns every unfinished request, from add_request to its final output. The
-scheduler, the pass over a result and sessions end requests here, so none of them needs another.
-`completion` says whether a request has ended by its last token; front ends look for stop strings.
+scheduler, the pass over a result and resumable sessions end requests here, so none of them needs
+another. `completion` says whether a request has ended by its last token; front ends look for stop
+strings.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from proto.sampling_params import MAX_REPEATED_TOKENS
 
 if TYPE_CHECKING:
     from engine_core.retention.agent_sessions import AgentSessions
-    from engine_core.scheduler.sessions import Sessions
+    from engine_core.scheduler.resumable_sessions import ResumableSessions
 
 
 def completion(request: Request, max_model_len: int) -> RequestStatus:
@@ -97,7 +98,7 @@ class RequestLifecycle:
     def attach(
         self,
         *,
-        sessions: "Sessions",
+        resumable_sessions: "ResumableSessions",
         agent_sessions: "AgentSessions",
         beams: BeamGroups,
         crash_isolation: CrashIsolation,
@@ -106,7 +107,7 @@ class RequestLifecycle:
         listeners: Sequence[RequestListener],
     ) -> None:
         """Keep the parts that take part in a request's beginning or end; called once."""
-        self._sessions = sessions
+        self._resumable_sessions = resumable_sessions
         self._agent_sessions = agent_sessions
         self._beams = beams
         self._crash_isolation = crash_isolation
@@ -159,7 +160,7 @@ class RequestLifecycle:
             request.stop_reason = stop_token(request)
         request.status = status
         self._kv_transfer.on_finish(request)
-        self._sessions.end_turn(request)
+        self._resumable_sessions.end_turn(request)
         self._agent_sessions.finish_turn(
             request, succeeded=status is not RequestStatus.FINISHED_ERROR
         )

@@ -242,7 +242,7 @@ class _Limited:
     num_choices: unfinished choices. queue_deadline: infinite once any choice has begun.
     """
 
-    client_index: int
+    front_end_index: int
     arrival: float
     queue_deadline: float
     deadline: float
@@ -254,7 +254,7 @@ class Overdue:
     """A request, with all its choices, whose deadline has passed."""
 
     request_id: int
-    client_index: int
+    front_end_index: int
     error: ErrorInfo
 
 
@@ -278,7 +278,7 @@ class Deadlines:
         limited = self._limited.get(request.request_id)
         if limited is None:
             limited = self._limited[request.request_id] = _Limited(
-                request.client_index, message.arrival_time, queue_deadline, message.deadline
+                request.front_end_index, message.arrival_time, queue_deadline, message.deadline
             )
             for deadline in {queue_deadline, message.deadline} - {inf}:
                 heappush(self._heap, (deadline, request.request_id))
@@ -298,7 +298,7 @@ class Deadlines:
             if limited is not None and min(limited.deadline, limited.queue_deadline) <= now:
                 del self._limited[request_id]
                 error = _error(limited, now)
-                overdue.append(Overdue(request_id, limited.client_index, error))
+                overdue.append(Overdue(request_id, limited.front_end_index, error))
         return overdue
 
     def on_admitted(self, request: Request, num_new_tokens: int) -> None:

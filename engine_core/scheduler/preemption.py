@@ -128,7 +128,7 @@ class KVWatermarks:
 
 
 class NonRunningBlocks:
-    """Requests that hold blocks and do not run: sessions between two turns, and loaded requests.
+    """Requests that hold blocks and do not run: resumable sessions between turns, and loaded ones.
 
         resting   waits for input: its blocks are freed for any request that needs some, those of
                   the request that has rested longest first

@@ -30,8 +30,8 @@ from proto.errors import ErrorInfo, ProtocolError
 from proto.model_runner_output import ModelRunnerOutput, RowLogprobs
 from proto.scheduler_output import SchedulerOutput
 
-ClientOutputs = dict[int, list[EngineCoreOutput]]
-"""Outputs by client index."""
+OutputsByFrontEnd = dict[int, list[EngineCoreOutput]]
+"""Outputs by index of the front end."""
 
 
 def corrupted_output(request: Request) -> EngineCoreOutput:
@@ -62,9 +62,9 @@ class ImpossibleResultError(ProtocolError):
     outputs: of the rows before the invalid one; their tokens count.
     """
 
-    def __init__(self, message: str, outputs: ClientOutputs | None = None) -> None:
+    def __init__(self, message: str, outputs: OutputsByFrontEnd | None = None) -> None:
         super().__init__(message)
-        self.outputs: ClientOutputs = outputs or {}
+        self.outputs: OutputsByFrontEnd = outputs or {}
 
 
 def check_result(output: SchedulerOutput, result: ModelRunnerOutput, vocab_size: int) -> None:
@@ -169,7 +169,7 @@ class ResultPass:
         self._num_discarded = 0
 
     def apply_result(
-        self, output: SchedulerOutput, result: ModelRunnerOutput, outputs: ClientOutputs
+        self, output: SchedulerOutput, result: ModelRunnerOutput, outputs: OutputsByFrontEnd
     ) -> str:
         """Append the tokens of each row, in order, up to the first invalid row.
 
@@ -246,10 +246,10 @@ class ResultPass:
                 self._speculation.add_outputs(request, num_new)
             if num_new and not request.first_info_sent:
                 first = _first_token_info(request)
-            client = request.client_index
-            if client not in outputs:
-                outputs[client] = []
-            outputs[client].append(
+            front_end = request.front_end_index
+            if front_end not in outputs:
+                outputs[front_end] = []
+            outputs[front_end].append(
                 EngineCoreOutput(
                     request.request_id,
                     request.choice,
@@ -278,7 +278,7 @@ class ResultPass:
         end: int,
         token_ids: list[int],
         data: bytes | None,
-        outputs: ClientOutputs,
+        outputs: OutputsByFrontEnd,
     ) -> str:
         """End a pooled request whose prompt is complete, with its result, `data`.
 
@@ -290,7 +290,7 @@ class ResultPass:
         if data is not None:
             request.num_output_placeholders = 0
             self._lifecycle.finish_request(request, RequestStatus.FINISHED_STOPPED)
-            outputs.setdefault(request.client_index, []).append(
+            outputs.setdefault(request.front_end_index, []).append(
                 EngineCoreOutput(
                     request.request_id,
                     request.choice,
@@ -304,14 +304,14 @@ class ResultPass:
         return ""
 
     def fail_request(
-        self, error: EngineCoreOutput, request: Request, outputs: ClientOutputs
+        self, error: EngineCoreOutput, request: Request, outputs: OutputsByFrontEnd
     ) -> None:
         """End a failed request; all rows of a beam search end with the one that has the error."""
         is_row = self._beams.owns_request(request.request_id)
         self._lifecycle.finish_request(request, RequestStatus.FINISHED_ERROR)
         if is_row:
             self._lifecycle.abort_request(request.request_id)
-        outputs.setdefault(request.client_index, []).append(error)
+        outputs.setdefault(request.front_end_index, []).append(error)
 
     def pop_num_corrupted(self) -> int:
         number, self._num_corrupted = self._num_corrupted, 0
@@ -325,7 +325,9 @@ class ResultPass:
         number, self._num_discarded = self._num_discarded, 0
         return number
 
-    def _fail_corrupted(self, seq_ids: Sequence[int], step: int, outputs: ClientOutputs) -> None:
+    def _fail_corrupted(
+        self, seq_ids: Sequence[int], step: int, outputs: OutputsByFrontEnd
+    ) -> None:
         """End requests whose logits are not finite, and make their KV unfindable.
 
         This includes requests that have ended, whose blocks may have been found since.
@@ -395,7 +397,7 @@ class ResultPass:
             self._record_draft(request, num_drafted, len(token_ids), 0)
         return token_ids
 
-    def _finish_beams(self, group: BeamGroup, outputs: ClientOutputs) -> None:
+    def _finish_beams(self, group: BeamGroup, outputs: OutputsByFrontEnd) -> None:
         """End the rows of a beam search, whose outputs are the finished hypotheses."""
         for row, token_ids in group.results():
             self._kv_cache.free(row)
@@ -403,7 +405,7 @@ class ResultPass:
             row.max_tokens = row.sampling_params.max_tokens
             self._lifecycle.finish_request(row, completion(row, self._max_model_len))
             first = None if row.choice else _first_token_info(row)
-            outputs.setdefault(row.client_index, []).append(
+            outputs.setdefault(row.front_end_index, []).append(
                 EngineCoreOutput(
                     row.request_id,
                     row.choice,

@@ -29,8 +29,8 @@ from engine_core.scheduler.hooks import (
 from engine_core.scheduler.kv_transfer import Connect, no_connector
 from engine_core.scheduler.preemption import requeue_all
 from engine_core.scheduler.result import (
-    ClientOutputs,
     ImpossibleResultError,
+    OutputsByFrontEnd,
     check_result,
     error_output,
 )
@@ -53,8 +53,8 @@ class Scheduler:
     """Requests in, steps out, tokens back in.
 
     next_seq_id: returns a name for a new sequence, never the same twice.
-    sessions, queue_limits, deadlines, agent_sessions, kv_transfer: parts that the engine's input
-        and loop also use directly.
+    resumable_sessions, agent_sessions, queue_limits, deadlines, kv_transfer: parts that the
+        engine's input and loop also use directly.
 
     epoch: of the workers, until `begin_worker_epoch`. max_model_len: maximum tokens of prompt and
     output. vocab_size: sampled token ids are below it. gates: additional admission gates.
@@ -100,7 +100,7 @@ class Scheduler:
         )
         self.waiting = parts.waiting
         self.running = parts.running
-        self.sessions = parts.sessions
+        self.resumable_sessions = parts.resumable_sessions
         self.agent_sessions = parts.agent_sessions
         self.queue_limits = parts.queue_limits
         self.deadlines = parts.deadlines
@@ -151,34 +151,34 @@ class Scheduler:
         """
         return self._lifecycle.abort_request(request_id, choice, stopped=stopped)
 
-    def abort_client_requests(self, client_index: int) -> int:
+    def abort_front_end_requests(self, front_end_index: int) -> int:
         """End all requests of one front end; return the number of choices that ended."""
-        ended = [request for request in self.requests if request.client_index == client_index]
+        ended = [request for request in self.requests if request.front_end_index == front_end_index]
         self._lifecycle.abort_requests(ended)
         return len(ended)
 
-    def abort_all_requests(self) -> ClientOutputs:
+    def abort_all_requests(self) -> OutputsByFrontEnd:
         """End all requests; return the final outputs of all choices."""
         requests = list(self.requests)
-        outputs: ClientOutputs = {}
+        outputs: OutputsByFrontEnd = {}
         for request in {request.request_id: request for request in requests}.values():
             choices = list(self._lifecycle.choices[request.request_id])
             if self._beams.owns_request(request.request_id):
                 choices = list(range(request.sampling_params.beam_width))
-            outputs.setdefault(request.client_index, []).extend(
+            outputs.setdefault(request.front_end_index, []).extend(
                 EngineCoreOutput(request.request_id, choice, 0, [], FinishReason.ABORT)
                 for choice in choices
             )
         self._lifecycle.abort_requests(requests)
         return outputs
 
-    def report_tool(self, request_id: int, job: str, tool: str) -> None:
+    def report_tool(self, request_id: int, agent_session: str, tool: str) -> None:
         """Note which tool an agent's session waits for after a turn; "" for none.
 
         Ignores sessions that have ended or are unknown, and turns that are not the last one.
         """
-        self._observer.on_turn_ended(request_id, job, tool)
-        self.agent_sessions.report_tool(request_id, job, tool)
+        self._observer.on_turn_ended(request_id, agent_session, tool)
+        self.agent_sessions.report_tool(request_id, agent_session, tool)
 
     def has_request(self, request_id: int) -> bool:
         """Return whether any choice of this request is unfinished."""
@@ -223,7 +223,7 @@ class Scheduler:
     def pause_mode(self) -> PauseMode | None:
         return self._pause.mode
 
-    def begin_worker_epoch(self, epoch: int) -> ClientOutputs:
+    def begin_worker_epoch(self, epoch: int) -> OutputsByFrontEnd:
         """Prepare for workers of a new epoch: all requests are computed again.
 
         Called between two steps; results of earlier steps must not be passed any more. Returns the
@@ -239,7 +239,7 @@ class Scheduler:
         if self._compute_meter is not None:
             self._compute_meter.drop_steps()
         self._output_builder.begin_epoch(epoch)
-        outputs: ClientOutputs = {}
+        outputs: OutputsByFrontEnd = {}
         for request in crashing:
             if request.seq_id in self._lifecycle.requests:
                 self._result_pass.fail_request(repeated_crash_output(request), request, outputs)
@@ -295,7 +295,7 @@ class Scheduler:
 
     def update_from_output(
         self, output: SchedulerOutput, result: ModelRunnerOutput
-    ) -> ClientOutputs:
+    ) -> OutputsByFrontEnd:
         """Append the tokens of a step, end requests that are complete, and return the outputs.
 
         Results are processed in the order of their steps. Tokens of a request that has ended
@@ -306,12 +306,12 @@ class Scheduler:
         self._observer.on_step_result(result)
         check_result(output, result, self._vocab_size)
         self.kv_transfer.confirm_loads(output.step)
-        outputs: ClientOutputs = {}
+        outputs: OutputsByFrontEnd = {}
         num_unfinished = self.num_unfinished
         invalid = self._result_pass.apply_result(output, result, outputs)
         if self.num_unfinished < num_unfinished:
             self._lifecycle.clear_running()
-            self.sessions.begin_turns(outputs)
+            self.resumable_sessions.begin_turns(outputs)
         if invalid:
             raise ImpossibleResultError(invalid, outputs)
         if result.draft_pass_rows or result.draft_seq_ids:
@@ -337,12 +337,12 @@ class Scheduler:
         for seq_id, draft, survivals in zip(seq_ids, draft_token_ids, draft_survivals, strict=True):
             self._keep_proposal(seq_id, len(draft), draft, survivals)
 
-    def update_from_connector(self, report: KVConnectorOutput) -> ClientOutputs:
+    def update_from_connector(self, report: KVConnectorOutput) -> OutputsByFrontEnd:
         """Process copies that the workers have finished, before the result of a later step.
 
         Returns the final outputs of requests that fail because their KV could not be loaded.
         """
-        outputs: ClientOutputs = {}
+        outputs: OutputsByFrontEnd = {}
         if report.invalid_block_ids:
             failed = self.kv_transfer.discard_invalid_blocks(
                 report.invalid_block_ids, self.requests, self.step
@@ -351,22 +351,22 @@ class Scheduler:
         self.kv_transfer.apply_report(report)
         return outputs
 
-    def fail_requests(self, errors: Mapping[int, ErrorInfo]) -> ClientOutputs:
+    def fail_requests(self, errors: Mapping[int, ErrorInfo]) -> OutputsByFrontEnd:
         """End requests, by seq_id, with an error; ignores requests that have ended already."""
-        outputs: ClientOutputs = {}
+        outputs: OutputsByFrontEnd = {}
         for seq_id, error in errors.items():
             request = self._lifecycle.requests.get(seq_id)
             if request is not None:
                 self._result_pass.fail_request(error_output(request, error), request, outputs)
         self._lifecycle.clear_running()
-        self.sessions.begin_turns(outputs)
+        self.resumable_sessions.begin_turns(outputs)
         return outputs
 
     def pop_stats(self) -> SchedulerStats:
         """Return gauges of now, and counts since the last call."""
         queries, hits = self._kv_cache.pop_prefix_cache_stats()
         external_queries, external_hits = self.kv_transfer.pop_stats()
-        job_seconds, tool_seconds = self.agent_sessions.pop_durations()
+        agent_session_seconds, tool_seconds = self.agent_sessions.pop_durations()
         num_taken, num_hit, num_expired, num_given_up = self._retained_prefixes.pop_counts()
         num_drafts, num_drafted, num_accepted, per_pos, num_invalid = self._speculation.pop_stats()
         sources = self._speculation.pop_source_counts()
@@ -390,12 +390,12 @@ class Scheduler:
             external_prefix_cache_hits=external_hits,
             kv_media=self.kv_transfer.connector.drain_stats(),
             num_pinned_blocks=self._retained_prefixes.num_blocks,
-            num_pinned_jobs=len(self._retained_prefixes),
+            num_pinned_agent_sessions=len(self._retained_prefixes),
             num_pins_taken=num_taken,
             num_pins_hit=num_hit,
             num_pins_expired=num_expired,
             num_pins_given_up=num_given_up,
-            job_seconds=job_seconds,
+            agent_session_seconds=agent_session_seconds,
             tool_seconds=tool_seconds,
             num_discarded_tokens=self._result_pass.pop_num_discarded(),
             request_preemptions=self._lifecycle.pop_preemption_counts(),

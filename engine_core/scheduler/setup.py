@@ -19,9 +19,10 @@ order of `SchedulerParts.gates`, and the first one that blocks ends the question
 
 Listeners hold nothing back. They are notified of each admission and of each end, in the order of
 `SchedulerParts.listeners`: pause and crash isolation, then the parts that are no gates (tenant
-fairness, sessions, agents' sessions, queue limits, deadlines, prefill throttle, speculative
-decoding), then the other gates. Sibling forks correct `num_cached_tokens` of a fork, so agents'
-sessions, which need the number of tokens that were found in the cache, are notified before.
+fairness, resumable sessions, agents' sessions, queue limits, deadlines, prefill throttle,
+speculative decoding), then the other gates. Sibling forks correct `num_cached_tokens` of a fork,
+so agents' sessions, which need the number of tokens that were found in the cache, are notified
+before.
 """
 
 from collections.abc import Callable, Sequence
@@ -62,8 +63,8 @@ from engine_core.scheduler.prefix_sharing import PrefixWait, SiblingForks
 from engine_core.scheduler.queues.base import RequestQueue
 from engine_core.scheduler.queues.registry import make_policy
 from engine_core.scheduler.result import ResultPass
+from engine_core.scheduler.resumable_sessions import ResumableSessions
 from engine_core.scheduler.running import RunningPass
-from engine_core.scheduler.sessions import Sessions
 from engine_core.scheduler.speculative_decoding import SpeculativeDecoding
 from engine_core.scheduler.tenant_usage import TenantUsage
 from proto.config import SchedulerConfig
@@ -133,7 +134,7 @@ class SchedulerParts:
         )
 
         # Listeners that hold nothing back
-        self.sessions = Sessions(
+        self.resumable_sessions = ResumableSessions(
             self.lifecycle,
             next_seq_id,
             self.waiting,
@@ -185,7 +186,7 @@ class SchedulerParts:
             self.pause,
             self.crash_isolation,
             self.fairness,
-            self.sessions,
+            self.resumable_sessions,
             self.agent_sessions,
             self.queue_limits,
             self.deadlines,
@@ -195,7 +196,7 @@ class SchedulerParts:
         )
         for gate in self.gates:
             gate.attach(self._unblock)
-        self.sessions.attach(self._unblock)
+        self.resumable_sessions.attach(self._unblock)
 
         # The passes of a step, and of its result
         self.running_pass = RunningPass(self.running, kv_cache, self.chunks, self.preemption)
@@ -225,7 +226,7 @@ class SchedulerParts:
             max_model_len,
         )
         self.lifecycle.attach(
-            sessions=self.sessions,
+            resumable_sessions=self.resumable_sessions,
             agent_sessions=self.agent_sessions,
             beams=self.beams,
             crash_isolation=self.crash_isolation,

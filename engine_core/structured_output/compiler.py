@@ -46,6 +46,9 @@ JSONSchemaBench the slowest takes 0.04 s, one of a hundred more than 0.013 s."""
 COMPILE_SECONDS: Final = 2.0
 """Processor time of any grammar in the sandbox; the engine then needs about the same time."""
 
+UNAVAILABLE: Final = "structured output is not available for this model"
+"""Error of requests with a grammar if the model's tokenizer has no backend."""
+
 CompiledGrammar = Matcher | GrammarError | CompilerFailedError
 """A matcher to copy, or why there is none."""
 
@@ -240,7 +243,7 @@ class GrammarCompiler:
     def _compile(self, source: GrammarSource, seconds: float) -> CompiledGrammar:
         """Compile a grammar. Raises nothing, because requests wait for the result."""
         if self._backend is None:
-            return GrammarError("structured output is not available for this model")
+            return GrammarError(UNAVAILABLE)
         try:
             source.validate()
             if source.kind != "free":

@@ -205,7 +205,7 @@ class StructuredOutputManager:
 
         Raises GrammarError if its grammar is known to be unusable.
         """
-        source = _source_of(message)
+        source = grammar_source_of(message)
         if source is None:
             return True
         compiled = self._compiler.request_grammar(source, message.tenant)
@@ -215,7 +215,7 @@ class StructuredOutputManager:
 
     def add_choice(self, request: Request, message: EngineCoreRequest) -> None:
         """Register a choice that was queued; blocks it until its grammar is compiled."""
-        source = _source_of(message)
+        source = grammar_source_of(message)
         if source is None:
             return
         compiled = self._compiler.request_grammar(source, message.tenant)
@@ -230,13 +230,13 @@ class StructuredOutputManager:
     def pop_compiled_requests(self) -> list[tuple[int, int, RequestError | None]]:
         """Return requests whose grammar was compiled since the last call, and unblock them.
 
-        A request is (client, request id, error); the error is None for a valid grammar.
+        A request is (front end, request id, error); the error is None for a valid grammar.
         """
         requests: dict[tuple[int, int], RequestError | None] = {}
         for source, compiled in self._compiler.pop_compiled():
             error = compiled if isinstance(compiled, RequestError) else None
             for seq_id, (request, rule) in self._blocked_by_source.pop(source, {}).items():
-                requests[request.client_index, request.request_id] = error
+                requests[request.front_end_index, request.request_id] = error
                 if not isinstance(compiled, RequestError):
                     del self._blocked[seq_id]
                     self._rows[seq_id] = self._constrained_row(
@@ -446,7 +446,7 @@ def start_structured_output(boot: ProcessBoot) -> StructuredOutputManager:
     return StructuredOutputManager(compiler, event_fd)
 
 
-def _source_of(message: EngineCoreRequest) -> GrammarSource | None:
+def grammar_source_of(message: EngineCoreRequest) -> GrammarSource | None:
     """Return the grammar of a request; FREE_TEXT if only a rule for reasoning applies."""
     return FREE_TEXT if message.grammar is None and message.thinking else message.grammar
 

@@ -305,7 +305,7 @@ class ThinkingMatcher:
         """Begin reasoning at the start marker; begin the answer at any other text.
 
         White space may precede the marker, except if the answer is bound by a grammar. The
-        conditions must equal those of the API server (api_server/parsers/reasoning.py).
+        conditions must equal those of the front end (api_server/parsers/reasoning.py).
         """
         is_start = token_id == self._rule.start_token_id
         if is_start and not self._text.lstrip(_BLANKS):

@@ -94,7 +94,7 @@ class TraceRecorder:
                 arrived_us=self._microseconds(request.arrival_time),
                 tenant=request.tenant,
                 priority=request.priority,
-                job=request.agent.job,
+                job=request.agent.session,
                 is_last_step=request.agent.is_last_step,
                 ttl_ms=request.agent.ttl_ms,
                 num_prompt_tokens=request.num_prompt_tokens,
@@ -131,7 +131,7 @@ class TraceRecorder:
                 pinned=num_pinned,
             ),
             pins=[
-                PinUse(prefix.job, len(prefix.blocks))
+                PinUse(prefix.agent_session, len(prefix.blocks))
                 for prefix in islice(reversed(self._retained_prefixes.values()), MAX_PINS)
             ],
             num_pins=len(self._retained_prefixes),
@@ -193,16 +193,18 @@ class TraceRecorder:
             )
         )
 
-    def on_turn_ended(self, request_id: int, job: str, tool: str) -> None:
-        self._write_line(TurnEnd(time_us=self._now(), request_id=request_id, job=job, tool=tool))
+    def on_turn_ended(self, request_id: int, agent_session: str, tool: str) -> None:
+        self._write_line(
+            TurnEnd(time_us=self._now(), request_id=request_id, job=agent_session, tool=tool)
+        )
 
     def on_prefix_retained(self, prefix: RetainedPrefix, ttl: float) -> None:
-        self._retained_prefixes.pop(prefix.job, None)
-        self._retained_prefixes[prefix.job] = prefix  # the newest is last
+        self._retained_prefixes.pop(prefix.agent_session, None)
+        self._retained_prefixes[prefix.agent_session] = prefix  # the newest is last
         self._write_line(
             PinBegin(
                 time_us=self._now(),
-                job=prefix.job,
+                job=prefix.agent_session,
                 seq_id=prefix.seq_id,
                 num_blocks=len(prefix.blocks),
                 ttl_us=round(ttl * 1e6),
@@ -210,8 +212,8 @@ class TraceRecorder:
         )
 
     def on_prefix_released(self, prefix: RetainedPrefix, reason: str) -> None:
-        self._retained_prefixes.pop(prefix.job, None)
-        self._write_line(PinEnd(time_us=self._now(), job=prefix.job, reason=reason))
+        self._retained_prefixes.pop(prefix.agent_session, None)
+        self._write_line(PinEnd(time_us=self._now(), job=prefix.agent_session, reason=reason))
 
     def on_event(self, what: str, detail: str) -> None:
         self._queue_has_changed = True

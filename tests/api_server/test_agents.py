@@ -1,4 +1,4 @@
-"""Agent jobs: hints sent to the engine with requests, and the end of turns."""
+"""Agent sessions: hints sent to the engine with requests, and the end of turns."""
 
 import asyncio
 import json
@@ -8,7 +8,7 @@ import pytest
 
 from api_server.protocol.agents import MAX_TTL_MS, tool_name
 from proto.config import FrontEndConfig
-from proto.engine_io import MAX_NAME_LENGTH, AgentHint, FinishReason, job_name
+from proto.engine_io import MAX_NAME_LENGTH, AgentHint, FinishReason, agent_session_name
 from proto.errors import ErrorInfo
 from tests.api_server.test_engine_restart import begin, have, restart
 
@@ -17,7 +17,7 @@ PATHS = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
     "/v1/responses": {"input": "hello"},
 }
-JOB = {"job_id": "fix-1"}
+HINT = {"job_id": "fix-1"}
 
 
 async def asked(front_end, path="/v1/completions", headers=None, **fields):
@@ -39,9 +39,9 @@ async def test_a_hint_is_sent_with_the_request(start, scripted, path):
     async with start(scripted("!")) as front_end:
         hint = {"job_id": "fix 1, é", "is_last_step": True, "ttl_ms": 250}
         agent = (await asked(front_end, path, agent_hint=hint)).agent
-        assert agent == AgentHint(job_name("fix 1, é", 0), True, 250.0)
-        assert (await asked(front_end, path, agent_hint=JOB)).agent == AgentHint(
-            job_name("fix-1", 0)
+        assert agent == AgentHint(agent_session_name("fix 1, é", 0), True, 250.0)
+        assert (await asked(front_end, path, agent_hint=HINT)).agent == AgentHint(
+            agent_session_name("fix-1", 0)
         )
         assert (await asked(front_end, path)).agent is None
         nothing = await asked(front_end, path, agent_hint=None, session_id=None)
@@ -49,23 +49,25 @@ async def test_a_hint_is_sent_with_the_request(start, scripted, path):
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_a_session_id_is_a_job(start, scripted, path):
+async def test_a_session_id_names_an_agent_session(start, scripted, path):
     async with start(scripted("!")) as front_end:
         header = {"X-Session-ID": "from a header"}
 
-        async def job(headers=None, **fields):
+        async def session_of(headers=None, **fields):
             agent = (await asked(front_end, path, headers, **fields)).agent
-            return agent.job
+            return agent.session
 
-        assert await job(session_id="s") == job_name("s", 0)
-        assert await job(header) == job_name("from a header", 0)
-        assert await job(header, session_id="s") == job_name("s", 0)
-        assert await job(header, agent_hint=JOB) == job_name("fix-1", 0)
+        assert await session_of(session_id="s") == agent_session_name("s", 0)
+        assert await session_of(header) == agent_session_name("from a header", 0)
+        assert await session_of(header, session_id="s") == agent_session_name("s", 0)
+        assert await session_of(header, agent_hint=HINT) == agent_session_name("fix-1", 0)
         for charset in ("utf-8", "latin-1"):
-            assert await job({"X-Session-ID": "séance".encode(charset)}) == job_name("séance", 0)
+            assert await session_of(
+                {"X-Session-ID": "séance".encode(charset)}
+            ) == agent_session_name("séance", 0)
         hint = {"is_last_step": True}
         agent = (await asked(front_end, path, header, agent_hint=hint)).agent
-        assert agent == AgentHint(job_name("from a header", 0), is_last_step=True)
+        assert agent == AgentHint(agent_session_name("from a header", 0), is_last_step=True)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -81,20 +83,20 @@ async def test_a_session_id_is_a_job(start, scripted, path):
         ({"job_id": "x" * 257}, "job_id is longer than 256"),
         ({"job_id": "a\nb"}, "control characters"),
         ({"job_id": "a\ud800"}, "valid text"),
-        ({**JOB, "is_last_step": 1}, "is_last_step must be true or false"),
-        ({**JOB, "ttl_ms": 0}, "ttl_ms must be more than 0"),
-        ({**JOB, "ttl_ms": -5}, "ttl_ms must be more than 0"),
-        ({**JOB, "ttl_ms": MAX_TTL_MS + 1}, "ttl_ms must be at most 3600000"),
-        ({**JOB, "ttl_ms": float("inf")}, "ttl_ms"),
-        ({**JOB, "ttl_ms": float("nan")}, "ttl_ms"),
-        ({**JOB, "ttl_ms": "5"}, "ttl_ms must be a number"),
-        ({**JOB, "ttl_ms": True}, "ttl_ms must be a number"),
-        ({**JOB, "ttl_ms": 10**400}, "ttl_ms"),
-        ({**JOB, "tool": 5}, "tool must be a string"),
-        ({**JOB, "tool": ""}, "tool must match"),
-        ({**JOB, "tool": "rm -rf"}, "tool must match"),
-        ({**JOB, "tool": "x" * 65}, "tool must match"),
-        ({**JOB, "tool": "x\n"}, "tool must match"),
+        ({**HINT, "is_last_step": 1}, "is_last_step must be true or false"),
+        ({**HINT, "ttl_ms": 0}, "ttl_ms must be more than 0"),
+        ({**HINT, "ttl_ms": -5}, "ttl_ms must be more than 0"),
+        ({**HINT, "ttl_ms": MAX_TTL_MS + 1}, "ttl_ms must be at most 3600000"),
+        ({**HINT, "ttl_ms": float("inf")}, "ttl_ms"),
+        ({**HINT, "ttl_ms": float("nan")}, "ttl_ms"),
+        ({**HINT, "ttl_ms": "5"}, "ttl_ms must be a number"),
+        ({**HINT, "ttl_ms": True}, "ttl_ms must be a number"),
+        ({**HINT, "ttl_ms": 10**400}, "ttl_ms"),
+        ({**HINT, "tool": 5}, "tool must be a string"),
+        ({**HINT, "tool": ""}, "tool must match"),
+        ({**HINT, "tool": "rm -rf"}, "tool must match"),
+        ({**HINT, "tool": "x" * 65}, "tool must match"),
+        ({**HINT, "tool": "x\n"}, "tool must match"),
     ],
 )
 async def test_an_invalid_hint_is_a_400_that_names_it(start, path, hint, words):
@@ -122,39 +124,39 @@ async def test_an_invalid_session_is_a_400_that_names_it(start, session):
 async def test_a_turn_is_one_prompt(start, scripted):
     async with start(scripted("!")) as front_end:
         prompts = {"prompt": ["a", "b"]}
-        assert (await refusal(front_end, **prompts, agent_hint=JOB))[0] == "agent_hint"
+        assert (await refusal(front_end, **prompts, agent_hint=HINT))[0] == "agent_hint"
         assert (await refusal(front_end, **prompts, session_id="s"))[0] == "session_id"
         assert (await asked(front_end, prompt=["a"], session_id="s")).agent is not None
 
 
 async def test_unknown_hint_fields_are_reported_and_ignored(start, scripted):
     async with start(scripted("!")) as front_end:
-        response = await front_end.complete(agent_hint={**JOB, "mood": "good"})
+        response = await front_end.complete(agent_hint={**HINT, "mood": "good"})
         assert response.status_code == 200
         assert response.headers["x-tokend-ignored"] == "agent_hint.mood"
 
 
-async def test_equal_ids_of_two_tenants_are_two_jobs(start, scripted):
+async def test_equal_ids_of_two_tenants_are_two_sessions(start, scripted):
     async with start(
         scripted("```bash\nls\n```"), config=FrontEndConfig(tenant_by="header")
     ) as front_end:
-        jobs, tools = set(), set()
+        sessions, tools = set(), set()
         for tenant in ("alice", "bob", "alice"):
             request = await asked(
-                front_end, headers={"X-Tenant-ID": tenant}, agent_hint=JOB, max_tokens=60
+                front_end, headers={"X-Tenant-ID": tenant}, agent_hint=HINT, max_tokens=60
             )
             turn = await front_end.engine.turns.get()
-            assert turn.job == request.agent.job
-            jobs.add(turn.job)
+            assert turn.agent_session == request.agent.session
+            sessions.add(turn.agent_session)
             tools.add(turn.tool)
-        assert len(jobs) == len(tools) == 2
+        assert len(sessions) == len(tools) == 2
         assert all(re.fullmatch(r"[0-9a-f]{16}/ls", tool) for tool in tools)
 
 
-def test_job_names_are_short_and_hide_the_id():
-    longest = job_name("secret" * 40, (1 << 64) - 1)
+def test_session_names_are_short_and_hide_the_id():
+    longest = agent_session_name("secret" * 40, (1 << 64) - 1)
     assert re.fullmatch(r"j[0-9a-f]{32}", longest)
-    assert job_name("a", 1) != job_name("a", 2) != job_name("b", 2)
+    assert agent_session_name("a", 1) != agent_session_name("a", 2) != agent_session_name("b", 2)
     assert tool_name("", 7) == ""
     assert tool_name("pytest", 0) == "pytest"
     assert tool_name("two words\n", 0) == "two_words_"
@@ -165,16 +167,16 @@ def test_job_names_are_short_and_hide_the_id():
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_tool_is_sent_to_the_engine_at_the_end_of_a_turn(start, scripted, path, stream):
     async with start(scripted("I look.\n```bash\npytest -x\n```")) as front_end:
-        request = await asked(front_end, path, agent_hint=JOB, stream=stream)
+        request = await asked(front_end, path, agent_hint=HINT, stream=stream)
         turn = await front_end.engine.turns.get()
         assert (turn.epoch, turn.request_id) == (1, request.request_id)
-        assert (turn.job, turn.tool) == (job_name("fix-1", 0), "pytest")
+        assert (turn.agent_session, turn.tool) == (agent_session_name("fix-1", 0), "pytest")
         assert front_end.engine.turns.empty()
 
 
 async def test_a_tool_named_by_the_client_takes_precedence(start, scripted):
     async with start(scripted("```bash\npytest\n```")) as front_end:
-        await asked(front_end, agent_hint={**JOB, "tool": "mcp:build/all"}, max_tokens=60)
+        await asked(front_end, agent_hint={**HINT, "tool": "mcp:build/all"}, max_tokens=60)
         assert (await front_end.engine.turns.get()).tool == "mcp:build/all"
 
 
@@ -197,11 +199,11 @@ async def test_a_stop_string_ends_a_turn(start, scripted):
         assert (await front_end.engine.aborts.get()).reason == "stop_string"
 
 
-async def test_requests_without_a_job_end_no_turn(start, scripted):
+async def test_requests_without_an_agent_session_end_no_turn(start, scripted):
     async with start(scripted("```bash\nls\n```")) as front_end:
         await asked(front_end, max_tokens=60)
         await asked(front_end, session_id="s", max_tokens=60)
-        assert (await front_end.engine.turns.get()).job == job_name("s", 0)
+        assert (await front_end.engine.turns.get()).agent_session == agent_session_name("s", 0)
         assert front_end.engine.turns.empty()
 
 
@@ -238,19 +240,19 @@ async def test_errors_aborts_and_disconnects_end_no_turn(start, tokenizer):
         waiting, request = await begin(front_end, session_id="last", max_tokens=9)
         engine.emit(request, [40], finish=FinishReason.LENGTH)
         assert (await waiting).status_code == 200
-        assert (await engine.turns.get()).job == job_name("last", 0)
+        assert (await engine.turns.get()).agent_session == agent_session_name("last", 0)
         assert engine.turns.empty()
 
 
 async def test_a_request_that_is_resumed_carries_its_hint(start):
     async with start(accepts=True) as front_end:
-        hint = {**JOB, "is_last_step": True, "ttl_ms": 9.5}
+        hint = {**HINT, "is_last_step": True, "ttl_ms": 9.5}
         answer, request = await begin(front_end, agent_hint=hint, max_tokens=6)
         front_end.engine.emit(request, [40])
         await have(front_end, request, 1)
         engine, again = await restart(front_end)
         assert again.output_token_ids == ((40,),)
-        assert again.agent == request.agent == AgentHint(job_name("fix-1", 0), True, 9.5)
+        assert again.agent == request.agent == AgentHint(agent_session_name("fix-1", 0), True, 9.5)
         engine.emit(again, [41], finish=FinishReason.LENGTH)
         assert (await answer).status_code == 200
         turn = await engine.turns.get()
@@ -279,7 +281,7 @@ async def test_the_end_of_a_turn_of_a_dead_engine_is_not_sent(start, monkeypatch
         answer, request = await begin(front_end, session_id="t", max_tokens=6)
         engine.emit(request, [40], finish=FinishReason.LENGTH)
         assert (await answer).status_code == 200
-        assert (await engine.turns.get()).job == job_name("t", 0)
+        assert (await engine.turns.get()).agent_session == agent_session_name("t", 0)
         assert engine.turns.empty()
         assert old.turns.empty()
 

@@ -558,12 +558,12 @@ async def test_idle_streams_get_pings(start):
         assert [each["type"] for each in found[:2]] == ["message_start", "ping"]
 
 
-async def test_the_session_header_names_the_agent_job(start, scripted):
+async def test_the_session_header_names_the_agent_session(start, scripted):
     async with start(scripted("!")) as front_end:
         headers = {"x-session-id": "s1"}
         response = await front_end.http.post(PATH, json=BODY, headers=headers)
         assert response.status_code == 200
-        assert front_end.engine.requests.get_nowait().agent.job
+        assert front_end.engine.requests.get_nowait().agent.session
 
 
 async def test_models_for_anthropics_clients(start):

@@ -75,19 +75,25 @@ async def test_metrics(start, scripted, tokenizer):
         assert found["vllm:kv_block_reuse_gap_seconds_sum"] == 5
 
 
-async def test_pins_and_jobs(start):
+async def test_pins_and_agent_sessions(start):
     async with start() as front_end:
         first = SchedulerStats(
-            0, 0, 0.5, num_pinned_blocks=7, num_pinned_jobs=2, num_pins_taken=4, num_pins_hit=1
+            0,
+            0,
+            0.5,
+            num_pinned_blocks=7,
+            num_pinned_agent_sessions=2,
+            num_pins_taken=4,
+            num_pins_hit=1,
         )
         second = SchedulerStats(
             *(0, 0, 0.5),
             num_pinned_blocks=3,
-            num_pinned_jobs=1,
+            num_pinned_agent_sessions=1,
             num_pins_taken=1,
             num_pins_expired=5,
             num_pins_given_up=6,
-            job_seconds=[12.0, 30.0],
+            agent_session_seconds=[12.0, 30.0],
             tool_seconds=[0.2],
         )
         for stats in (first, second):

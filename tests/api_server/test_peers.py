@@ -1,4 +1,4 @@
-"""Two API servers of one daemon: a stored response is reachable through both of them."""
+"""Two front ends of one daemon: a stored response is reachable through both of them."""
 
 import asyncio
 import contextlib

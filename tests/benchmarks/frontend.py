@@ -211,7 +211,7 @@ class Streams:
 # time, and the CPU time of their processes.
 
 
-API: Final = "API server"
+FRONT_END: Final = "front end"
 ENGINE: Final = "engine"
 BLOCK_SIZE: Final = 16
 _PEERS: Final = Path(__file__).parent / "peers"
@@ -246,7 +246,7 @@ class Subject(Protocol):
     url: str
 
     def cpu_seconds(self) -> dict[str, float]:
-        """Return the CPU time since the start by process, including API and ENGINE."""
+        """Return the CPU time since the start by process, including FRONT_END and ENGINE."""
         ...
 
 
@@ -268,7 +268,7 @@ class Ours:
             for title, each in usage_by_title(self._daemon.pid).items()
         }
         return used | {
-            API: _sum_of(used, "api "),
+            FRONT_END: _sum_of(used, "api "),
             ENGINE: _sum_of(used, "engine "),
         }
 
@@ -310,7 +310,11 @@ class VLLM:
             for title, each in usage_by_title(self._server.pid, _TITLES).items()
         }
         null = float(self._null_cpu.read_text())
-        return {API: used[SUPERVISOR], ENGINE: _sum_of(used, _CORE) - null, "null model": null}
+        return {
+            FRONT_END: used[SUPERVISOR],
+            ENGINE: _sum_of(used, _CORE) - null,
+            "null model": null,
+        }
 
 
 def _sum_of(used: Mapping[str, float], prefix: str) -> float:
@@ -417,7 +421,7 @@ def limits(ours: Sequence[Figures], peer: Sequence[Figures]) -> list[Limit]:
     found = [
         Limit("events of the least stream / of the middle one", least, "at least", LEAST_SHARE)
     ]
-    for name, bound in ((API, API_RATIO), (ENGINE, ENGINE_RATIO)) if peer else ():
+    for name, bound in ((FRONT_END, API_RATIO), (ENGINE, ENGINE_RATIO)) if peer else ():
         ratio = median(
             mine.cpu_ms[name] / theirs.cpu_ms[name] for mine, theirs in zip(ours, peer, strict=True)
         )
@@ -434,7 +438,7 @@ def table(title: str, columns: Mapping[str, Figures]) -> Table:
     for label, text in _ROWS:
         made.add_row(label, *(text(each) for each in columns.values()))
     names = dict.fromkeys(name for each in columns.values() for name in each.cpu_ms)
-    for name in sorted(names, key=lambda each: (each not in (API, ENGINE), each)):
+    for name in sorted(names, key=lambda each: (each not in (FRONT_END, ENGINE), each)):
         made.add_row(
             f"CPU ms / 1,000 tokens: {name}",
             *(

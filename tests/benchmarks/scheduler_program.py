@@ -99,7 +99,7 @@ class KeptMessages(FrontEndLinks):
     def alive(self) -> list[int]:
         return [_CLIENT]
 
-    def send(self, client: int, message: msgspec.Struct) -> None:
+    def send(self, front_end: int, message: msgspec.Struct) -> None:
         assert isinstance(message, EngineCoreOutputs)
         self.last = message
 

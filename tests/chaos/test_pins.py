@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from tests.chaos.aftermath import ENGINE, assert_unharmed, control
+from tests.e2e.agent_sessions import BLOCK_SIZE, AgentSession, complete, token_ids
 from tests.e2e.daemon import Daemon, eventually
-from tests.e2e.jobs import BLOCK_SIZE, Job, complete, token_ids
 
 pytestmark = pytest.mark.suite("chaos")
 
@@ -48,7 +48,7 @@ def test_the_prefix_of_a_session_that_never_returns_expires(daemon: Daemon) -> N
     with assert_unharmed(daemon):
         expired = daemon.metric(EXPIRED)
         for number in range(3):
-            Job(daemon, f"gone {number}", {"ttl_ms": 1500}).turn(160)
+            AgentSession(daemon, f"gone {number}", {"ttl_ms": 1500}).turn(160)
         assert num_pinned_blocks(daemon) >= 10
         assert eventually(lambda: num_pinned_blocks(daemon) == 0)
         assert daemon.metric(EXPIRED) == expired + 3
@@ -59,8 +59,10 @@ def test_false_tool_hints_retain_no_more_than_the_limit(daemon: Daemon) -> None:
     with assert_unharmed(daemon):
         for number in range(40):
             tool = "ls" if number % 2 else f"tool-{number}"
-            Job(daemon, f"false hint {number}", {"tool": tool, "ttl_ms": LONG_MS}).turn(100)
-        last_step = Job(daemon, "last step", {"is_last_step": True, "ttl_ms": LONG_MS})
+            AgentSession(daemon, f"false hint {number}", {"tool": tool, "ttl_ms": LONG_MS}).turn(
+                100
+            )
+        last_step = AgentSession(daemon, "last step", {"is_last_step": True, "ttl_ms": LONG_MS})
         for _ in range(3):
             last_step.turn(40)
         assert 0 < num_pinned_blocks(daemon) <= USABLE / 2
@@ -71,7 +73,7 @@ def test_false_tool_hints_retain_no_more_than_the_limit(daemon: Daemon) -> None:
 def test_retained_prefixes_are_evicted_before_requests_are_preempted(daemon: Daemon) -> None:
     with assert_unharmed(daemon):
         for number in range(4):
-            Job(daemon, f"kept {number}", {"ttl_ms": LONG_MS}).turn(200)
+            AgentSession(daemon, f"kept {number}", {"ttl_ms": LONG_MS}).turn(200)
         assert num_pinned_blocks(daemon) > USABLE / 4
         preempted = daemon.metric("vllm:num_preemptions_total")
         given_up = daemon.metric(GIVEN_UP)
@@ -91,8 +93,8 @@ def test_retained_prefixes_are_evicted_before_requests_are_preempted(daemon: Dae
 def test_more_sessions_than_blocks_are_served(daemon: Daemon) -> None:
     """Concurrent sessions that never return; a real session among them is served."""
     with assert_unharmed(daemon):
-        job = Job(daemon, "honest", {"ttl_ms": LONG_MS})
-        first = job.turn(60)
+        session = AgentSession(daemon, "honest", {"ttl_ms": LONG_MS})
+        first = session.turn(60)
 
         async def many() -> None:
             limit = asyncio.Semaphore(32)
@@ -110,26 +112,28 @@ def test_more_sessions_than_blocks_are_served(daemon: Daemon) -> None:
 
         asyncio.run(many())
         assert 0 < num_pinned_blocks(daemon) <= USABLE / 2
-        assert job.turn(20, is_last_step=True).prompt[:60] == first.prompt
+        assert session.turn(20, is_last_step=True).prompt[:60] == first.prompt
         drop_retained_prefixes(daemon)
 
 
 def test_retained_prefixes_end_with_their_engine_and_requests_survive(daemon: Daemon) -> None:
     with assert_unharmed(daemon, {ENGINE}):
-        jobs = [Job(daemon, f"survivor {each}", {"ttl_ms": LONG_MS}) for each in range(3)]
-        for job in jobs:
-            job.turn(100)
+        sessions = [
+            AgentSession(daemon, f"survivor {each}", {"ttl_ms": LONG_MS}) for each in range(3)
+        ]
+        for session in sessions:
+            session.turn(100)
         assert num_pinned_blocks(daemon) >= 3 * 100 // BLOCK_SIZE
-        expected = complete(daemon, [*jobs[0].context, 300, 301], max_tokens=60).tokens
+        expected = complete(daemon, [*sessions[0].context, 300, 301], max_tokens=60).tokens
 
         async def complete_across_a_death() -> list[int]:
             answer = asyncio.create_task(
                 asyncio.to_thread(
                     complete,
                     daemon,
-                    [*jobs[0].context, 300, 301],
+                    [*sessions[0].context, 300, 301],
                     max_tokens=60,
-                    agent_hint={"job_id": jobs[0].name, "ttl_ms": LONG_MS},
+                    agent_hint={"job_id": sessions[0].name, "ttl_ms": LONG_MS},
                 )
             )
             running = "vllm:num_requests_running"
@@ -138,9 +142,12 @@ def test_retained_prefixes_end_with_their_engine_and_requests_survive(daemon: Da
             return (await answer).tokens
 
         assert asyncio.run(complete_across_a_death()) == expected
-        assert 0 < daemon.metric(PINNED) <= len(jobs[0].context) // BLOCK_SIZE + 4, (
+        assert 0 < daemon.metric(PINNED) <= len(sessions[0].context) // BLOCK_SIZE + 4, (
             "the blocks of one session"
         )
-        assert [job.turn(20, is_last_step=True).num_cached for job in jobs[1:]] == [0, 0]
-        assert complete(daemon, [*jobs[0].context, 300, 301], max_tokens=60).tokens == expected
+        assert [session.turn(20, is_last_step=True).num_cached for session in sessions[1:]] == [
+            0,
+            0,
+        ]
+        assert complete(daemon, [*sessions[0].context, 300, 301], max_tokens=60).tokens == expected
         drop_retained_prefixes(daemon)

@@ -5,8 +5,16 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from tests.e2e.agent_sessions import (
+    BLOCK_SIZE,
+    LIMIT_SECONDS,
+    AgentSession,
+    Turn,
+    complete,
+    fill_cache,
+    token_ids,
+)
 from tests.e2e.daemon import Daemon, eventually
-from tests.e2e.jobs import BLOCK_SIZE, LIMIT_SECONDS, Job, Turn, complete, fill_cache, token_ids
 
 pytestmark = pytest.mark.suite("daemons")
 
@@ -36,10 +44,10 @@ def plain() -> Iterator[Daemon]:
 
 def two_turns(daemon: Daemon, name: str, **hint: object) -> tuple[Turn, Turn]:
     """Two turns with other prompts of twice the pool's size in between."""
-    job = Job(daemon, name, dict(hint))
-    first = job.turn(FIRST)
+    session = AgentSession(daemon, name, dict(hint))
+    first = session.turn(FIRST)
     fill_cache(daemon, 2 * NUM_BLOCKS, name)
-    return first, job.turn(MORE, is_last_step=True)
+    return first, session.turn(MORE, is_last_step=True)
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +72,14 @@ def test_a_session_finds_its_prefix_after_other_load(
 def test_requests_without_a_session_and_last_steps_retain_nothing(pinning: Daemon) -> None:
     ids = token_ids(FIRST, "no session")
     first = complete(pinning, ids)
-    last = Job(pinning, "last").turn(FIRST, is_last_step=True)
+    last = AgentSession(pinning, "last").turn(FIRST, is_last_step=True)
     fill_cache(pinning, 2 * NUM_BLOCKS, "last")
     assert pinning.metric("tokend:pinned_blocks") == 0
     for turn in (first, last):
         assert complete(pinning, [*turn.prompt, *turn.tokens]).num_cached == 0
 
 
-def test_the_session_header_names_a_job(pinning: Daemon) -> None:
+def test_the_session_header_names_an_agent_session(pinning: Daemon) -> None:
     """In a chat, with tool times measured by the daemon itself."""
     messages = [{"role": "user", "content": "Say which files there are. " * 20}]
     body = {"messages": messages, "max_tokens": 8, "temperature": 0}
@@ -94,11 +102,11 @@ def test_the_session_header_names_a_job(pinning: Daemon) -> None:
     )
 
 
-def test_jobs_are_timed_from_first_arrival_to_last_finish(pinning: Daemon) -> None:
+def test_agent_sessions_are_timed_from_first_arrival_to_last_finish(pinning: Daemon) -> None:
     before = pinning.metric("tokend:job_completion_seconds_count")
-    job = Job(pinning, "timed", {"ttl_ms": LONG_MS})
+    session = AgentSession(pinning, "timed", {"ttl_ms": LONG_MS})
     for number in range(3):
-        job.turn(MORE, is_last_step=number == 2)
+        session.turn(MORE, is_last_step=number == 2)
     assert eventually(
         lambda: (
             complete(pinning, [200]).tokens

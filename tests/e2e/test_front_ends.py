@@ -1,4 +1,4 @@
-"""Several API servers of one daemon: distribution of connections and common metrics."""
+"""Several front ends of one daemon: distribution of connections and common metrics."""
 
 import asyncio
 import contextlib

@@ -97,13 +97,13 @@ class ScriptedIO:
 
     def publish(self, outputs):
         self.num_publishes += 1
-        self.published += [each for client in outputs.values() for each in client]
+        self.published += [each for front_end in outputs.values() for each in front_end]
 
     def publish_crash_progress(self, progress):
         assert progress == []
 
     def publish_step(self, outputs):
-        self.published += [each for client in outputs.values() for each in client]
+        self.published += [each for front_end in outputs.values() for each in front_end]
 
 
 class Loop:

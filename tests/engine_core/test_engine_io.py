@@ -25,7 +25,7 @@ class FrontEnds:
         asked, self._asks = self._asks, []
         return [(0, each) for each in asked]
 
-    def send(self, client, message):
+    def send(self, front_end, message):
         self._log.append(message)
 
     def pop_stalled(self):

@@ -10,10 +10,10 @@ from tests.fakes.messages import request
 def test_a_full_queue_refuses_with_one_output_and_takes_again_when_it_is_emptier():
     harness = InputProcessorHarness(max_num_seqs=1, max_num_queued_reqs=3)
     for request_id in (1, 2, 3, 4):
-        harness.receive(request(request_id), client=1)
+        harness.receive(request(request_id), front_end=1)
     assert refused(harness) == [(4, "queue_full")]
-    (client, output) = harness.outputs.outputs[0]
-    assert (client, output.finish_reason) == (1, FinishReason.ERROR)
+    (front_end, output) = harness.outputs.outputs[0]
+    assert (front_end, output.finish_reason) == (1, FinishReason.ERROR)
     assert output.error.param == "max_num_queued_reqs"
     assert output.error.retry_after_seconds >= 1
     harness.engine.step()
@@ -66,7 +66,7 @@ def test_a_failed_submission_releases_its_queue_slots(monkeypatch):
 def test_an_expired_request_ends_with_one_output():
     clock = FakeClock()
     harness = InputProcessorHarness(clock=clock, max_num_seqs=1)
-    harness.receive(request(1, n=2, max_tokens=50, deadline=130.0), client=1)
+    harness.receive(request(1, n=2, max_tokens=50, deadline=130.0), front_end=1)
     harness.receive(request(2, queue_deadline=110.0))
     harness.engine.step()
     assert not harness.input_processor.end_overdue_requests()

@@ -17,21 +17,25 @@ from proto.engine_io import (
     FinishReason,
     TurnEnded,
 )
+from proto.grammar import GrammarSource
 from proto.logit_edits import LogitEdits
-from proto.sampling_params import RepetitionDetection, SamplingParams
+from proto.sampling_params import RepetitionDetection, SamplingParams, ThinkingRule
 from tests.fakes.engine_harness import EOS
 from tests.fakes.input_harness import InputProcessorHarness
 from tests.fakes.kv_connector import FakeConnector
 from tests.fakes.messages import request
 
+GRAMMAR = GrammarSource("regex", "a", field="guided_regex")
+THINKING = ThinkingRule(begun=True, start="<t>", end="</t>", end_token_ids=(1,))
+
 
 def test_a_request_is_accepted_and_queued_with_all_its_choices():
     harness = InputProcessorHarness()
-    harness.receive(request(9, n=3), client=2)
+    harness.receive(request(9, n=3), front_end=2)
     assert harness.outputs.accepted == [(2, 9)]
     assert [each.choice for each in harness.engine.scheduler.waiting] == [0, 1, 2]
     assert len({each.seq_id for each in harness.engine.scheduler.waiting}) == 3
-    assert {each.client_index for each in harness.engine.scheduler.waiting} == {2}
+    assert {each.front_end_index for each in harness.engine.scheduler.waiting} == {2}
 
 
 @pytest.mark.parametrize(
@@ -91,8 +95,8 @@ def test_a_request_is_accepted_and_queued_with_all_its_choices():
 def test_a_bad_request_is_refused_by_name_with_one_output(bad, param, words):
     harness = InputProcessorHarness()
     harness.receive(bad)
-    ((client, output),) = harness.outputs.outputs
-    assert (client, output.request_id) == (0, 1)
+    ((front_end, output),) = harness.outputs.outputs
+    assert (front_end, output.request_id) == (0, 1)
     assert output.finish_reason is FinishReason.ERROR
     assert (output.error.kind, output.error.param) == ("invalid_request", param)
     assert words in output.error.message
@@ -181,20 +185,20 @@ def test_an_abort_can_name_a_choice():
 
 def test_a_turn_that_ended_is_passed_on_and_a_stop_string_ends_one_like_any_other():
     harness = InputProcessorHarness(scheduling_policy="continuum", pin_policy="fixed")
-    agent = AgentHint("job")
+    agent = AgentHint("session")
     harness.receive(msgspec.structs.replace(request(1, prompt=range(40)), agent=agent))
     harness.engine.step()
     harness.receive(Abort(1, 1, "stop_string", 0))
     (pin,) = harness.engine.scheduler._retained_prefixes
-    assert (pin.job, pin.request_id) == ("job", 1)
-    harness.receive(TurnEnded(1, 1, "job", "shell"))
+    assert (pin.agent_session, pin.request_id) == ("session", 1)
+    harness.receive(TurnEnded(1, 1, "session", "shell"))
     harness.receive(TurnEnded(1, 7, "nobody's", "shell"))
-    assert harness.engine.scheduler.agent_sessions._sessions["job"].tool == "shell"
+    assert harness.engine.scheduler.agent_sessions._sessions["session"].tool == "shell"
 
 
 def test_calls_are_answered():
     harness = InputProcessorHarness()
-    harness.receive(AdminCall(1, 5, "reset_prefix_cache"), client=1)
+    harness.receive(AdminCall(1, 5, "reset_prefix_cache"), front_end=1)
     harness.receive(AdminCall(1, 6, "check_integrity"))
     assert harness.outputs.replies == [(1, AdminReply(1, 5, True)), (0, AdminReply(1, 6, True))]
 
@@ -219,15 +223,15 @@ def test_pause_and_resume_by_call():
 def test_a_pause_can_abort_unfinished_requests():
     """In any state: each choice gets one final output, and later requests wait for the resume."""
     harness = InputProcessorHarness()
-    harness.receive(request(1, max_tokens=30), client=2)
+    harness.receive(request(1, max_tokens=30), front_end=2)
     harness.receive(request(2, n=2, beam_width=2, max_tokens=30))
     harness.engine.step()
     harness.engine.step()
-    harness.receive(request(3, n=3), client=2)
+    harness.receive(request(3, n=3), front_end=2)
     harness.receive(AdminCall(1, 5, "pause", ends_unfinished=True))
     ended = [
-        (client, each.request_id, each.choice)
-        for client, each in harness.outputs.outputs
+        (front_end, each.request_id, each.choice)
+        for front_end, each in harness.outputs.outputs
         if each.finish_reason is FinishReason.ABORT
     ]
     assert sorted(ended) == [(0, 2, 0), (0, 2, 1), (2, 1, 0), (2, 3, 0), (2, 3, 1), (2, 3, 2)]
@@ -281,6 +285,24 @@ def test_priorities_are_refused_where_nothing_heeds_them():
     )
     harness.receive(request(1, priority=-1))
     assert harness.outputs.accepted == [(0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"grammar": GRAMMAR}, "guided_regex"),
+        ({"thinking": THINKING}, "thinking_token_budget"),
+        ({"grammar": GRAMMAR, "thinking": THINKING}, "guided_regex"),
+    ],
+)
+def test_without_structured_output_the_field_that_needs_it_is_refused(fields, field):
+    harness = InputProcessorHarness()
+    harness.receive(request(**fields))
+    ((_, output),) = harness.outputs.outputs
+    assert output.error.kind == "invalid_request"
+    assert output.error.param == field
+    assert field in output.error.message
+    assert "this model" in output.error.message
 
 
 def test_calls_that_fail_say_why(monkeypatch):

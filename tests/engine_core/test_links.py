@@ -82,16 +82,19 @@ def hear(link, front_ends):
 
 def test_messages_carry_their_front_end_and_other_epochs_are_dropped(run_dir, closing):
     links = closing(FrontEndLinks(run_dir, EPOCH, (0, 0)))
-    for client in range(2):
-        peer = closing(Link.connect(front_end_path(run_dir, EPOCH, client), AdminReply))
+    for front_end in range(2):
+        peer = closing(Link.connect(front_end_path(run_dir, EPOCH, front_end), AdminReply))
         peer.send(Abort(EPOCH - 1, 99, "disconnect"))
-        peer.send(Abort(EPOCH, client, "disconnect"))
+        peer.send(Abort(EPOCH, front_end, "disconnect"))
     received = []
     poller = Poller(links.links)
     while len(received) < 2:
         assert poller.wait(WAIT_SECONDS)
         received += links.receive()
-    assert sorted((client, message.request_id) for client, message in received) == [(0, 0), (1, 1)]
+    assert sorted((front_end, message.request_id) for front_end, message in received) == [
+        (0, 0),
+        (1, 1),
+    ]
 
 
 DYING_ENGINE = """
@@ -141,10 +144,10 @@ def test_statistics_travel_with_outputs_and_skip_dead_front_ends(run_dir, closin
     front_ends = closing(FrontEndLinks(run_dir, EPOCH, (0, 0)))
     outputs = OutputDispatcher(front_ends, engine.scheduler, engine.kv_cache, EPOCH)
     first, second = (
-        closing(Link.connect(front_end_path(run_dir, EPOCH, client), EngineCoreOutputs))
-        for client in range(2)
+        closing(Link.connect(front_end_path(run_dir, EPOCH, front_end), EngineCoreOutputs))
+        for front_end in range(2)
     )
-    engine.add_one([1], client=1)
+    engine.add_one([1], front_end=1)
     outputs.add_accepted(1, 100)
     outputs.flush()
     (message,) = hear(second, front_ends)
@@ -179,7 +182,7 @@ def test_engine_state_held_by_a_dead_front_end_is_resent_to_another(run_dir, clo
     supervisor_io = SupervisorIO(link, FakeWorkers())
     io = EngineIO(supervisor_io, front_ends, Poller([link]), engine.scheduler, processor, outputs)
     other = closing(Link.connect(front_end_path(run_dir, EPOCH, 1), EngineCoreOutputs))
-    engine.add_one([1], client=0)
+    engine.add_one([1], front_end=0)
     supervisor.send(NewFrontEnd(0, 1))
     assert io.receive_messages(WAIT_SECONDS)
     (message,) = hear(other, front_ends)
@@ -204,7 +207,7 @@ def test_live_views_are_sent_until_the_front_end_dies(run_dir, closing):
     io.receive_messages(0)
     (view,) = receive(peer)
     assert view.requests == []
-    engine.add_one([1] * 20, client=1, label="cmpl-1")
+    engine.add_one([1] * 20, front_end=1, label="cmpl-1")
     outputs.flush()
     assert io.receive_messages(WAIT_SECONDS), "a view is due before that"
     while views.seconds_to_next is not None:
@@ -240,8 +243,8 @@ def test_a_front_end_that_does_not_read_is_dropped_with_its_requests(run_dir, cl
     )
     good = closing(Link.connect(front_end_path(run_dir, EPOCH, 0), EngineCoreOutputs))
     closing(Link.connect(front_end_path(run_dir, EPOCH, 1, 7), EngineCoreOutputs))
-    engine.add_one([1], client=0)
-    engine.add_one([2], client=1)
+    engine.add_one([1], front_end=0)
+    engine.add_one([2], front_end=1)
     engine.step()
     rounds = 0
     while len(front_ends.links) == 2:
@@ -249,7 +252,7 @@ def test_a_front_end_that_does_not_read_is_dropped_with_its_requests(run_dir, cl
         good.receive()
         rounds += 1
         assert rounds < 10_000
-    assert [each.client_index for each in engine.scheduler.running] == [0]
+    assert [each.front_end_index for each in engine.scheduler.running] == [0]
     # The other front end is still served.
     io.publish_step({0: [EngineCoreOutput(1, 0, 0, [1])]})
     told, received = [], []

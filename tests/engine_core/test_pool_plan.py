@@ -104,7 +104,7 @@ def test_a_length_that_was_asked_for_counts():
 def test_a_length_that_was_asked_for_and_does_not_fit_is_refused_with_the_sum(cache, way_out):
     with pytest.raises(ConfigError) as caught:
         plan([worker(160_000), worker(160_000)], max_model_len=1585, **cache)
-    assert caught.value.parameter == "max_model_len"
+    assert caught.value.param == "max_model_len"
     assert str(caught.value) == (
         "--max-model-len 1585 needs 100 KV blocks of 16 tokens (0.3 MiB), and the KV pool has "
         f"99 KV blocks of 16 tokens (0.3 MiB): {way_out} or lower --max-model-len to 1584"
@@ -117,7 +117,7 @@ def test_a_length_that_was_asked_for_and_does_not_fit_is_refused_with_the_sum(ca
 def test_a_pool_without_one_usable_block_is_refused_with_both_numbers():
     with pytest.raises(ConfigError, match=r"3200 bytes.* has 3199") as caught:
         plan([worker(3199)])
-    assert caught.value.parameter == "kv_cache_memory"
+    assert caught.value.param == "kv_cache_memory"
 
 
 @pytest.mark.parametrize(
@@ -167,10 +167,10 @@ def test_windows_make_the_same_pool_hold_longer_requests():
 def test_every_group_needs_a_block():
     with pytest.raises(ConfigError, match=r"4800 bytes for 3 blocks.* has 4799") as caught:
         plan([worker(4799, windows=(None, 8))])
-    assert caught.value.parameter == "kv_cache_memory"
+    assert caught.value.param == "kv_cache_memory"
     with pytest.raises(ConfigError, match="at least 3 for this model") as caught:
         plan([worker(160_000, windows=(None, 8))], num_gpu_blocks_override=2)
-    assert caught.value.parameter == "num_gpu_blocks_override"
+    assert caught.value.param == "num_gpu_blocks_override"
     assert plan([worker(160_000, windows=(None, 8))], num_gpu_blocks_override=3).max_model_len == 16
 
 

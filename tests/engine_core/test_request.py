@@ -118,11 +118,11 @@ def test_an_unfinished_status_has_no_finish_reason(status):
 def test_choices_share_the_prompt_and_differ_in_seq_id_and_choice():
     message = make_message(n=3, priority=4, cache_salt="salt")
     seq_ids = count(100)
-    choices = choices_of(message, lambda: next(seq_ids), client_index=2, hasher=HASHER)
+    choices = choices_of(message, lambda: next(seq_ids), front_end_index=2, hasher=HASHER)
     assert [(each.seq_id, each.choice) for each in choices] == [(100, 0), (101, 1), (102, 2)]
     for choice in choices:
         assert choice.prompt_token_ids is message.prompt_token_ids
-        assert (choice.request_id, choice.client_index, choice.seed) == (10, 2, 5)
+        assert (choice.request_id, choice.front_end_index, choice.seed) == (10, 2, 5)
         assert (choice.priority, choice.arrival_time, choice.cache_salt) == (4, 2.5, "salt")
         assert choice.block_hashes == choices[0].block_hashes
     choices[0].all_token_ids += range(8)
@@ -161,14 +161,14 @@ def test_input_makes_the_prompt_longer_and_replaces_the_parameters():
 
 def test_the_next_turn_keeps_all_outputs_but_the_last():
     """STR-07: a sampled token that was never computed is dropped."""
-    request = make_request(3, priority=2, seed=9, client_index=1, cache_salt="s")
+    request = make_request(3, priority=2, seed=9, front_end_index=1, cache_salt="s")
     request.all_token_ids += [10, 11]
     following = request.next_turn(50)
     following.append_input([4, 5], SamplingParams(max_tokens=3))
     assert following.all_token_ids == [0, 1, 2, 10, 4, 5]
     assert following.output_token_ids == []
     assert following.seq_id == 50
-    for name in ("request_id", "choice", "client_index", "seed", "order", "cache_salt"):
+    for name in ("request_id", "choice", "front_end_index", "seed", "order", "cache_salt"):
         assert getattr(following, name) == getattr(request, name)
     assert request.all_token_ids == [0, 1, 2, 10, 11]
 

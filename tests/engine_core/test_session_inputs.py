@@ -14,15 +14,15 @@ def give(request_id=1, tokens=(5, 6), params=None, last=False):
 
 def test_a_session_by_messages():
     harness = InputProcessorHarness()
-    harness.receive(request(1, max_tokens=1, resumable=True), client=1)
+    harness.receive(request(1, max_tokens=1, resumable=True), front_end=1)
     harness.engine.step()
     assert harness.outputs.outputs == []
-    harness.receive(give(tokens=[5]), client=1)
+    harness.receive(give(tokens=[5]), front_end=1)
     harness.engine.step()
     assert len(harness.engine.outputs[1, 0]) == 2
-    harness.receive(give(tokens=[], last=True), client=1)
-    ((client, final),) = harness.outputs.outputs
-    assert (client, final.request_id, final.finish_reason) == (1, 1, FinishReason.LENGTH)
+    harness.receive(give(tokens=[], last=True), front_end=1)
+    ((front_end, final),) = harness.outputs.outputs
+    assert (front_end, final.request_id, final.finish_reason) == (1, 1, FinishReason.LENGTH)
     assert not final.goes_on
     harness.engine.step()
     harness.engine.assert_idle()
@@ -63,14 +63,14 @@ def test_bad_input_ends_only_its_session_with_one_output(bad, param, words, rest
 
 def test_input_for_unknown_or_foreign_sessions_is_dropped():
     harness = InputProcessorHarness()
-    harness.receive(request(1, resumable=True), client=1)
-    harness.receive(request(2), client=1)
+    harness.receive(request(1, resumable=True), front_end=1)
+    harness.receive(request(2), front_end=1)
     before = harness.engine.scheduler.num_unfinished
-    for message, client in ((give(1), 0), (give(2), 1), (give(3), 1)):
-        harness.receive(message, client)
+    for message, front_end in ((give(1), 0), (give(2), 1), (give(3), 1)):
+        harness.receive(message, front_end)
     assert harness.outputs.outputs == []
     assert harness.engine.scheduler.num_unfinished == before
-    harness.receive(give(1, [], last=True), client=1)
+    harness.receive(give(1, [], last=True), front_end=1)
     harness.engine.run()
     assert len(harness.engine.tokens[1, 0]) == 4
 
@@ -80,7 +80,7 @@ def test_an_unforeseen_error_in_an_input_ends_that_session_only(monkeypatch):
     harness = InputProcessorHarness()
     harness.receive(request(1, resumable=True))
     harness.receive(request(2))
-    sessions = harness.engine.scheduler.sessions
+    sessions = harness.engine.scheduler.resumable_sessions
     monkeypatch.setattr(sessions, "add_input", lambda message: 1 // 0)
     harness.receive(give())
     ((_, output),) = harness.outputs.outputs

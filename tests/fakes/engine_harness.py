@@ -25,7 +25,7 @@ from engine_core.scheduler.hooks import (
 )
 from engine_core.scheduler.kv_transfer import IsStorable
 from engine_core.scheduler.limits import ChunkRule
-from engine_core.scheduler.result import ClientOutputs
+from engine_core.scheduler.result import OutputsByFrontEnd
 from engine_core.scheduler.scheduler import Scheduler
 from proto.config import SchedulerConfig
 from proto.engine_io import EngineCoreOutput, EngineCoreRequest, FinishReason, SessionInput
@@ -127,7 +127,7 @@ class EngineHarness:
         prompt: list[int],
         max_tokens: int = 16,
         *,
-        client: int = 0,
+        front_end: int = 0,
         n: int = 1,
         **params: object,
     ) -> list[Request]:
@@ -144,10 +144,10 @@ class EngineHarness:
             n=n,
             **{"seed": 0, "arrival_time": 0.0, **given},  # type: ignore[arg-type]
         )
-        requests = choices_of(message, self.scheduler.next_seq_id, client, self.kv_cache.hasher)
+        requests = choices_of(message, self.scheduler.next_seq_id, front_end, self.kv_cache.hasher)
         for request in requests:
             if message.resumable:
-                self.scheduler.sessions.open_session(request)
+                self.scheduler.resumable_sessions.open_session(request)
             self.scheduler.add_request(request)
         return requests
 
@@ -168,10 +168,10 @@ class EngineHarness:
         params = SamplingParams(
             max_tokens=max_tokens, eos_token_ids=(EOS,), stop_token_ids=stop_token_ids
         )
-        outputs = self.scheduler.sessions.add_input(
+        outputs = self.scheduler.resumable_sessions.add_input(
             SessionInput(1, request.request_id, tokens, params if tokens else None, last)
         )
-        self.record_outputs({request.client_index: outputs})
+        self.record_outputs({request.front_end_index: outputs})
         return outputs
 
     def step(self) -> SchedulerOutput:
@@ -180,7 +180,7 @@ class EngineHarness:
         self.receive()
         return output
 
-    def lose_workers(self, epoch: int = 2, runner: PagedRunner | None = None) -> ClientOutputs:
+    def lose_workers(self, epoch: int = 2, runner: PagedRunner | None = None) -> OutputsByFrontEnd:
         """Replace the workers as the busy loop does after a death; discard steps in flight.
 
         runner: of the new worker; one like the old one if not given.
@@ -216,9 +216,9 @@ class EngineHarness:
         if not loads.is_empty:
             self.report(loads)
         result = msgspec.structs.replace(result, compute_seconds=self.step_seconds(output))
-        by_client = self.scheduler.update_from_output(output, result)
-        self.record_outputs(by_client)
-        return by_client
+        by_front_end = self.scheduler.update_from_output(output, result)
+        self.record_outputs(by_front_end)
+        return by_front_end
 
     def report(self, output: KVConnectorOutput) -> None:
         """Report to the scheduler what the workers finished for the connector."""
@@ -229,9 +229,9 @@ class EngineHarness:
         assert self.connector is not None
         self.report(self.connector.finish(request.seq_id, self.runner))
 
-    def record_outputs(self, by_client: ClientOutputs) -> None:
+    def record_outputs(self, by_front_end: OutputsByFrontEnd) -> None:
         """Record outputs for front ends. The tokens of a session are those of all its turns."""
-        for each in itertools.chain.from_iterable(by_client.values()):
+        for each in itertools.chain.from_iterable(by_front_end.values()):
             key = (each.request_id, each.choice)
             assert key not in self.final, "an output after the final one"
             tokens = self.tokens.setdefault(key, [])
@@ -284,7 +284,7 @@ class EngineHarness:
         assert not self.scheduler.running
         assert not self.scheduler.waiting
         assert self.kv_cache.usage == 0
-        assert len(self.scheduler.sessions.non_running_blocks) == 0
+        assert len(self.scheduler.resumable_sessions.non_running_blocks) == 0
         assert check(self.kv_cache) == []
         assert self.runner.rows == {}
 

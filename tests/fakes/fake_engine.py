@@ -1,4 +1,4 @@
-"""The peers of an API server: an engine that a test controls, behind a real link, and a supervisor.
+"""The peers of a front end: an engine that a test controls, behind a real link, and a supervisor.
 
 The engine runs on the test's event loop. With a `script` it generates by itself, one token in each
 message; without one the test calls `accept`, `emit` and `refuse`.
@@ -313,7 +313,7 @@ class FakeEngine:
 
 
 class FakeSupervisor(SupervisorLink):
-    """Records what an API server sends, in `sent`, and sends no commands."""
+    """Records what a front end sends, in `sent`, and sends no commands."""
 
     def __init__(self, index: int = 0) -> None:
         self.index = index

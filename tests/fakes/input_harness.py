@@ -15,18 +15,18 @@ class FakeOutputDispatcher:
         self.outputs = []
         self.replies = []
 
-    def add_accepted(self, client, request_id):
-        self.accepted.append((client, request_id))
+    def add_accepted(self, front_end, request_id):
+        self.accepted.append((front_end, request_id))
 
-    def add_output(self, client, output):
-        self.outputs.append((client, output))
+    def add_output(self, front_end, output):
+        self.outputs.append((front_end, output))
 
     def add_outputs(self, outputs):
-        for client, each in outputs.items():
-            self.outputs += [(client, output) for output in each]
+        for front_end, each in outputs.items():
+            self.outputs += [(front_end, output) for output in each]
 
-    def add_reply(self, client, reply):
-        self.replies.append((client, reply))
+    def add_reply(self, front_end, reply):
+        self.replies.append((front_end, reply))
 
 
 class InputProcessorHarness:
@@ -39,8 +39,8 @@ class InputProcessorHarness:
             self.engine.scheduler, self.engine.kv_cache, self.outputs, LIMITS
         )
 
-    def receive(self, message, client=0):
-        self.input_processor.process_message(client, message)
+    def receive(self, message, front_end=0):
+        self.input_processor.process_message(front_end, message)
 
 
 def refused(harness):

@@ -14,7 +14,7 @@ from engine_core.kv_connector.offload.connector import OffloadingScheduler
 from engine_core.request import Request
 from engine_core.scheduler.hooks import DraftProvider, Unblock
 from engine_core.scheduler.kv_transfer import IsStorable
-from engine_core.scheduler.result import ClientOutputs
+from engine_core.scheduler.result import OutputsByFrontEnd
 from engine_core.scheduler.scheduler import Scheduler
 from proto.config import SchedulerConfig
 from proto.engine_io import EngineCoreOutput
@@ -211,7 +211,7 @@ class OffloadRig(EngineHarness):
         for report in self.half.finish(job, self.runner, succeeds):
             self.record_outputs(self.scheduler.update_from_connector(report))
 
-    def lose_workers(self, epoch: int = 2) -> ClientOutputs:
+    def lose_workers(self, epoch: int = 2) -> OutputsByFrontEnd:
         """Replace the workers; their memory is lost."""
         self.half = FakeOffloadWorkers(self.half.factor, self.num_ranks)
         return super().lose_workers(epoch)

@@ -113,19 +113,19 @@ def random_load(seed: int, engine: TracedEngine, num_requests: int = 30) -> None
     engine.finish()
 
 
-def agents_load(seed: int, engine: TracedEngine, num_jobs: int = 8) -> None:
-    """Run agent jobs of a few turns over growing prefixes, with the reports of a front end.
+def agents_load(seed: int, engine: TracedEngine, num_sessions: int = 8) -> None:
+    """Run agent sessions of a few turns over growing prefixes, with the reports of a front end.
 
     While they wait for their tools, the engine drops expired pins.
     """
     rng = random.Random(seed)
     harness, clock = engine.harness, engine.clock
-    jobs = {
-        f"job-{number}": [rng.randrange(900) for _ in range(rng.randrange(40, 120))]
-        for number in range(num_jobs)
+    sessions = {
+        f"session-{number}": [rng.randrange(900) for _ in range(rng.randrange(40, 120))]
+        for number in range(num_sessions)
     }
-    num_left = {name: rng.randrange(2, 5) for name in jobs}
-    due = {name: rng.random() for name in jobs}
+    num_left = {name: rng.randrange(2, 5) for name in sessions}
+    due = {name: rng.random() for name in sessions}
     under_way: dict[str, Request] = {}
     while num_left or under_way:
         clock.now += 0.01
@@ -135,7 +135,7 @@ def agents_load(seed: int, engine: TracedEngine, num_jobs: int = 8) -> None:
             is_last = not num_left[name]
             ttl_ms = rng.choice([None, None, None, 300.0])
             (under_way[name],) = harness.add(
-                list(jobs[name]),
+                list(sessions[name]),
                 rng.randrange(4, 20),
                 agent=AgentHint(name, is_last, ttl_ms),
                 arrival_time=clock.now,
@@ -147,7 +147,7 @@ def agents_load(seed: int, engine: TracedEngine, num_jobs: int = 8) -> None:
         for name, request in list(under_way.items()):
             if request.status.is_finished:
                 del under_way[name]
-                jobs[name] = [*request.all_token_ids, *(rng.randrange(900) for _ in range(9))]
+                sessions[name] = [*request.all_token_ids, *(rng.randrange(900) for _ in range(9))]
                 harness.scheduler.report_tool(
                     request.request_id, name, rng.choice(["read", "shell", ""])
                 )
@@ -156,7 +156,7 @@ def agents_load(seed: int, engine: TracedEngine, num_jobs: int = 8) -> None:
 
 
 def chat(num_turns: int, gap: float = 1.0, job: str = "agent") -> list[Any]:
-    """Return the lines of a job's turns of one second each, without steps."""
+    """Return the lines of an agent session's turns of one second each, without steps."""
     lines: list[Any] = []
     for turn in range(num_turns):
         start = round(turn * (1 + gap) * 1e6)

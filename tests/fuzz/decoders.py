@@ -53,7 +53,7 @@ class _NoFrontEnds:
 
     alive = (0,)
 
-    def send(self, client: int, message: Any) -> None:
+    def send(self, front_end: int, message: Any) -> None:
         encode(message)
 
 
@@ -168,6 +168,6 @@ def _into_engine(message: Any) -> str:
         dispatcher.flush()
         num_steps += 1
     assert check(engine.kv_cache) == []
-    scheduler.abort_client_requests(0)
+    scheduler.abort_front_end_requests(0)
     assert engine.kv_cache.usage == 0
     return f"{type(message).__name__} {num_steps} {len(scheduler.running)}"

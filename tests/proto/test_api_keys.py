@@ -66,7 +66,7 @@ def test_a_key_cannot_be_both_client_and_operator_key():
 def test_an_invalid_key_file_names_the_line(write, text, words):
     with pytest.raises(ConfigError, match=words) as caught:
         read_api_keys(write(text))
-    assert caught.value.parameter == "api_key_file"
+    assert caught.value.param == "api_key_file"
     assert "hush" not in str(caught.value)
 
 

@@ -143,7 +143,7 @@ def test_unusual_settings_are_accepted(section, changes):
 def test_invalid_settings_name_the_parameter(section, changes, parameter):
     with pytest.raises(ConfigError) as caught:
         validate(config(section, **changes))
-    assert caught.value.parameter == parameter
+    assert caught.value.param == parameter
     assert flag_name(parameter) in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -153,7 +153,7 @@ def test_fp8_without_scales_is_refused_on_a_cpu():
         validate(
             ServeConfig(cache=CacheConfig(kv_cache_dtype="fp8"), device=DeviceConfig(device="cpu"))
         )
-    assert caught.value.parameter == "kv_cache_dtype"
+    assert caught.value.param == "kv_cache_dtype"
 
 
 def test_pins_without_prefix_cache_name_both_flags():
@@ -191,7 +191,7 @@ def test_parallel_engines_need_separate_kv_event_endpoints():
     )
     with pytest.raises(ConfigError) as error:
         validate(both)
-    assert error.value.parameter == "reload_strategy"
+    assert error.value.param == "reload_strategy"
     validate(msgspec.structs.replace(both, cache=CacheConfig(kv_events_endpoint="ipc")))
     validate(msgspec.structs.replace(both, reliability=ReliabilityConfig()))
 

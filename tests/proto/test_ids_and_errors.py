@@ -5,7 +5,7 @@ from itertools import islice
 import pytest
 
 import proto
-from proto.engine_io import MAX_CLIENTS, MAX_INCARNATIONS, request_ids
+from proto.engine_io import MAX_FRONT_ENDS, MAX_INCARNATIONS, request_ids
 from proto.errors import (
     ErrorInfo,
     InternalRequestError,
@@ -24,7 +24,7 @@ def test_ids_are_unique_over_clients_and_incarnations():
     assert all(0 <= each < 1 << 63 for each in ids)
 
 
-@pytest.mark.parametrize("source", [(-1, 0), (MAX_CLIENTS, 0), (0, -1), (0, MAX_INCARNATIONS)])
+@pytest.mark.parametrize("source", [(-1, 0), (MAX_FRONT_ENDS, 0), (0, -1), (0, MAX_INCARNATIONS)])
 def test_ids_out_of_range_are_refused(source):
     with pytest.raises(ValueError, match="outside"):
         request_ids(*source)

@@ -61,7 +61,7 @@ def test_several_weight_formats_are_refused(document: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"--cpu-weights packed\+int8 does not go with") as raised:
         validate(config(document, cpu_weights="packed+int8"))
     assert "give auto, packed, int8, bf16 or f32" in str(raised.value)
-    assert raised.value.parameter == "cpu_weights"
+    assert raised.value.param == "cpu_weights"
 
 
 @pytest.mark.parametrize("model", [{}, {"cpu_weights": "bf16"}, {"dtype": "float32"}])
@@ -104,7 +104,7 @@ def test_swap_needs_a_gpu_and_a_host_memory_tier() -> None:
 def test_swap_on_a_cpu_is_refused(device: str) -> None:
     with pytest.raises(ConfigError, match="a CPU's KV is in host memory already") as raised:
         validate(swapping(offloading(CPU), device))
-    assert raised.value.parameter == "preemption"
+    assert raised.value.param == "preemption"
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_disk_folder_writable_by_other_users_is_refused(tmp_path: Path) -> Non
     document = offloading({**DISK, "disk_path": str(tmp_path)})
     with pytest.raises(ConfigError, match=r"disk_path .* may be written to by others") as raised:
         validate(config(document, dtype="float32"))
-    assert raised.value.parameter == "kv_transfer_config"
+    assert raised.value.param == "kv_transfer_config"
     tmp_path.chmod(0o700)
     validate(config(document, dtype="float32"))
 

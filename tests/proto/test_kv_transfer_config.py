@@ -41,7 +41,7 @@ def test_vllm_keys_are_parsed() -> None:
 def test_invalid_configs_name_the_key(text: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named) as error:
         kv_transfer_config(text)
-    assert error.value.parameter == "kv_transfer_config"
+    assert error.value.param == "kv_transfer_config"
 
 
 def test_it_needs_the_prefix_cache() -> None:

@@ -96,7 +96,7 @@ def test_errors_name_the_key_on_one_line(text, message):
     config = ServeConfig(speculation=SpeculationConfig(speculative_config=text))
     with pytest.raises(ConfigError, match=message) as raised:
         validate(config)
-    assert raised.value.parameter == "speculative_config"
+    assert raised.value.param == "speculative_config"
     assert "\n" not in str(raised.value)
     assert str(raised.value).startswith("--speculative-config")
 
@@ -106,4 +106,4 @@ def test_the_longest_draft_is_limited(max_tokens):
     speculation = SpeculationConfig(speculative_max_tokens=max_tokens)
     with pytest.raises(ConfigError, match="--speculative-max-tokens must be in") as raised:
         validate(ServeConfig(speculation=speculation))
-    assert raised.value.parameter == "speculative_max_tokens"
+    assert raised.value.param == "speculative_max_tokens"

@@ -83,7 +83,7 @@ def test_a_pool_without_memory_is_an_error_with_all_sizes() -> None:
     cache = CacheConfig(gpu_memory_utilization=0.25)
     with pytest.raises(ConfigError) as raised:
         device_of(free=60 * GIB).kv_cache_bytes(cache, 0, 2 * GIB)
-    assert raised.value.parameter == "gpu_memory_utilization"
+    assert raised.value.param == "gpu_memory_utilization"
     for number in ("0.25", "20.00 GiB", "2.00 GiB", str(80 * GIB)):
         assert number in str(raised.value)
 
@@ -91,7 +91,7 @@ def test_a_pool_without_memory_is_an_error_with_all_sizes() -> None:
 def test_a_step_that_runs_out_of_memory_is_an_error_with_both_sizes() -> None:
     with pytest.raises(ConfigError, match=r"\(2\.00 GiB\) of .* \(80\.00 GiB\)") as raised:
         device_of(free=2 * GIB, peak=3 * GIB).peak_bytes(lambda: None)
-    assert raised.value.parameter == "max_num_batched_tokens"
+    assert raised.value.param == "max_num_batched_tokens"
 
 
 @pytest.mark.parametrize("parameter", ["kv_cache_memory", "num_gpu_blocks_override"])
@@ -101,7 +101,7 @@ def test_a_pool_beyond_the_free_memory_is_refused(parameter: str) -> None:
     assert device.kv_cache_bytes(cache, 3 * GIB, GIB) == 3 * GIB
     with pytest.raises(ConfigError, match=rf"{3 * GIB + 1} .*{3 * GIB} bytes") as raised:
         device.kv_cache_bytes(cache, 3 * GIB + 1, GIB)
-    assert raised.value.parameter == parameter
+    assert raised.value.param == parameter
 
 
 def config_of(**settings: object) -> ServeConfig:
@@ -117,7 +117,7 @@ def test_device_cuda_without_a_gpu_is_a_config_error(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"--device cuda: .*; --device cpu works here") as raised:
         devices.create_device(config_of(device="cuda"), 0)
-    assert raised.value.parameter == "device"
+    assert raised.value.param == "device"
 
 
 def simulate_gpus(monkeypatch: pytest.MonkeyPatch, *gibibytes: int) -> list[torch.device]:
@@ -148,7 +148,7 @@ def test_fewer_gpus_than_workers_are_refused_with_both_counts(
     simulate_gpus(monkeypatch, 80, 80)
     with pytest.raises(ConfigError, match=r"--tensor-parallel-size 3: .* 2 found") as raised:
         devices.create_device(ranks_on_gpus(3), rank)
-    assert raised.value.parameter == "tensor_parallel_size"
+    assert raised.value.param == "tensor_parallel_size"
 
 
 def test_a_worker_uses_the_gpu_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:

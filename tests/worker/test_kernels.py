@@ -181,7 +181,7 @@ def test_a_variant_that_cannot_run_here_is_refused_with_those_that_can(
     monkeypatch.setattr(KernelVariant, "library", lambda variant, folder: Path(__file__))
     with pytest.raises(ConfigError, match=r"possible: auto, avx2, baseline$") as raised:
         limit_kernels("avx512")
-    assert raised.value.parameter == "cpu_kernels"
+    assert raised.value.param == "cpu_kernels"
 
 
 def test_every_variant_is_a_value_of_the_setting() -> None:

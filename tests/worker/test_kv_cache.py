@@ -58,7 +58,7 @@ def test_dtype_of_the_cache(setting, activations: torch.dtype, dtype: torch.dtyp
 def test_int8_head_sizes_must_be_aligned() -> None:
     with pytest.raises(ConfigError, match="int8 needs heads of a multiple of 4, got 18") as raised:
         resolve_kv_dtype("int8", torch.float32, 18)
-    assert raised.value.parameter == "kv_cache_dtype"
+    assert raised.value.param == "kv_cache_dtype"
     assert resolve_kv_dtype("auto", torch.float32, 18) == torch.float32
 
 

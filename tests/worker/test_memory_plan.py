@@ -144,7 +144,7 @@ def test_latent_kv_that_no_kernel_computes_is_refused_on_a_gpu(
     prepared = prepared_latent(tmp_path, **sizes)
     with pytest.raises(ConfigError, match=message) as raised:
         plan_memory(config_of(*flags), prepared, device_of(free=60 * GIB))
-    assert raised.value.parameter == parameter
+    assert raised.value.param == parameter
 
 
 def test_latent_kv_is_planned_on_a_gpu(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_what_depends_on_the_batch_is_refused_where_bits_shall_not(
     device = cpu_of(config, machine(tmp_path)) if "cpu" in flags else device_of(free=60 * GIB)
     with pytest.raises(ConfigError, match=f"--batch-invariant: .*{message}") as raised:
         plan_memory(config, prepared, device)
-    assert raised.value.parameter == "batch_invariant"
+    assert raised.value.param == "batch_invariant"
 
 
 def test_a_batch_invariant_model_is_planned_as_numbers_on_a_gpu(tmp_path: Path) -> None:

@@ -55,8 +55,8 @@ def test_a_kv_pool_beyond_the_memory_is_refused_before_the_weights_are_loaded(
     monkeypatch.setattr(loaded_model, "load_model", load_model)
     with pytest.raises(ConfigError, match="does not fit into the memory") as raised:
         service.Worker(boot_of_tiny_model(tmp_path, cache), Mock(), Mock())
-    assert raised.value.parameter is not None
-    assert getattr(cache, raised.value.parameter) is not None
+    assert raised.value.param is not None
+    assert getattr(cache, raised.value.param) is not None
     load_model.assert_not_called()
 
 

@@ -99,7 +99,7 @@ def require_latent_kernels(
     except ConfigError as reason:
         raise ConfigError(
             f"{architecture} has latent KV: {reason}; --device cpu runs it",
-            reason.parameter,
+            reason.param,
         ) from None
     if config.device.cascade_attention_from:
         raise ConfigError(

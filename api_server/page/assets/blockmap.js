@@ -14,7 +14,7 @@ const MEANINGS = {
   cached: "free, with cached KV",
   held: "held by",
   shared: "shared by several requests, one of them",
-  pinned: "pinned for a job's next turn",
+  pinned: "pinned for an agent session's next turn",
   reserved: "reserved",
 };
 const HELD = 2;

@@ -76,7 +76,7 @@ class RunningResponse:
 
 
 class StoredResponses:
-    """The responses of one API server.
+    """The responses of one front end.
 
     max_bytes: of all stored responses; 0 stores nothing. max_age: seconds. clock: monotonic time.
     """

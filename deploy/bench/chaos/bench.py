@@ -298,7 +298,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         "--seed", type=int, default=0, help="seed of the order of requests and kills (0)"
     )
     parser.add_argument(
-        "--front-ends", action="store_true", help="kill API servers, whose streams end with them"
+        "--front-ends", action="store_true", help="kill front ends, whose streams end with them"
     )
     parser.add_argument("--json", metavar="FILE", help="write the figures to a file")
     parser.add_argument("serve_flags", nargs="*", help="after --: more flags of tokend serve")

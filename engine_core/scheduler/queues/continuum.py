@@ -46,7 +46,7 @@ class ContinuumQueue(OrderedQueue):
 
     @staticmethod
     def _key(request: Request) -> tuple[int, float, float, int, int]:
-        came = max(request.job_arrival, request.arrival_time - OLDEST_SECONDS)
+        came = max(request.agent_session_arrival, request.arrival_time - OLDEST_SECONDS)
         came -= LEAD_SECONDS if request.finds_retained_prefix else 0.0
         return 1, came, request.arrival_time, request.request_id, request.choice
 
@@ -73,4 +73,4 @@ class BySession:
 
 def _from_last_session(request: Request) -> tuple[bool, float, int, int]:
     _, _, request_id, choice = request.order
-    return request.continues_job, -request.job_arrival, -request_id, -choice
+    return request.continues_agent_session, -request.agent_session_arrival, -request_id, -choice

@@ -225,7 +225,7 @@ class Simulation:
         course = self.outcome.courses[request.seq_id]
         course.end, course.num_found = self.now, request.num_cached_tokens
         self._offers.ended(request.seq_id, self.now)
-        if request.agent.job and request.status is not RequestStatus.FINISHED_ABORTED:
+        if request.agent.session and request.status is not RequestStatus.FINISHED_ABORTED:
             self._read.append(course.sequence)
 
     def _arrive(self) -> None:

@@ -12,7 +12,7 @@ import pytest
 from deploy import cli
 from deploy.trace.command import read_trace
 from deploy.trace.page import render
-from proto.engine_io import job_name
+from proto.engine_io import agent_session_name
 from tests.fakes.traced_engine import TracedEngine, random_load
 
 
@@ -79,14 +79,16 @@ def test_names_are_escaped(engine, tmp_path: Path) -> None:
     )
 
 
-def test_jobs_are_shown_by_the_ids_of_their_clients(engine, tmp_path: Path, capsys) -> None:
+def test_agent_sessions_are_shown_by_the_ids_of_their_clients(
+    engine, tmp_path: Path, capsys
+) -> None:
     lines = [json.loads(line) for line in engine.content.splitlines()]
     arrivals = [line for line in lines if line["kind"] == "arrival"]
     expected = []
     for number, line in enumerate(arrivals):
         tenant = line.get("tenant", 0)
         job_id = ["fix-1", "only tenant 1", "not asked for"][number % 3 if tenant else 0]
-        line["job"] = job_name(job_id, tenant)
+        line["job"] = agent_session_name(job_id, tenant)
         label = {"fix-1": f"fix-1 (tenant {tenant})", "not asked for": line["job"]}
         expected.append(label.get(job_id, job_id))
     path, ids = tmp_path / "run.jsonl", tmp_path / "ids"
@@ -94,7 +96,7 @@ def test_jobs_are_shown_by_the_ids_of_their_clients(engine, tmp_path: Path, caps
     ids.write_text("only tenant 1\n\nnever sent\n")
     arguments = ["trace", "view", str(path), "--job-id", "fix-1", "--job-ids", str(ids)]
     assert cli.main(arguments) == 0
-    assert "no job of the trace has the id never sent\n" in capsys.readouterr().err
+    assert "no agent session of the trace has the id never sent\n" in capsys.readouterr().err
     assert data_of((tmp_path / "run.html").read_text())[0]["jobs"] == expected
     assert len(set(expected)) > 3
     assert cli.main(["trace", "view", str(path), "--job-ids", str(tmp_path / "none")]) == 2

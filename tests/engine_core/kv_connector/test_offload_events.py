@@ -13,7 +13,7 @@ class NobodyThere:
 
     alive: tuple[int, ...] = ()
 
-    def send(self, client: int, message: Any) -> None:
+    def send(self, front_end: int, message: Any) -> None:
         raise AssertionError("there is nobody to send to")
 
 

@@ -1,4 +1,4 @@
-"""Live views: when they are sent, to which API servers, and their counts."""
+"""Live views: when they are sent, to which front ends, and their counts."""
 
 import pytest
 
@@ -14,7 +14,7 @@ EPOCH = 3
 
 
 class KeptViews(FrontEndLinks):
-    """views: (client, view), in order. slow: clients that do not read their messages."""
+    """views: (front end, view), in order. slow: front ends that do not read their messages."""
 
     def __init__(self) -> None:
         super().__init__("", EPOCH, ())
@@ -25,12 +25,12 @@ class KeptViews(FrontEndLinks):
     def alive(self):
         return [0, 1]
 
-    def keeps_up(self, client):
-        return client not in self.slow
+    def keeps_up(self, front_end):
+        return front_end not in self.slow
 
-    def send(self, client, message) -> None:
+    def send(self, front_end, message) -> None:
         if isinstance(message, EngineView):
-            self.views.append((client, message))
+            self.views.append((front_end, message))
         else:
             assert isinstance(message, EngineCoreOutputs)
 
@@ -99,8 +99,8 @@ def test_views_are_sent_at_most_four_times_a_second_on_changes() -> None:
     rig = Rig()
     rig.views.watch(0, wanted=True)
     rig.views.send_if_due()
-    ((client, view),) = rig.links.take()
-    assert (client, view.epoch, view.requests, view.num_running) == (0, EPOCH, [], 0)
+    ((front_end, view),) = rig.links.take()
+    assert (front_end, view.epoch, view.requests, view.num_running) == (0, EPOCH, [], 0)
     assert rig.views.seconds_to_next is None, "nothing has changed"
     rig.engine.add([1] * 20, 4)
     rig.step()
@@ -115,15 +115,15 @@ def test_views_are_sent_at_most_four_times_a_second_on_changes() -> None:
 
 def test_all_subscribers_get_the_same_view_and_slow_ones_none() -> None:
     rig = Rig()
-    for client in (0, 1):
-        rig.views.watch(client, wanted=True)
+    for front_end in (0, 1):
+        rig.views.watch(front_end, wanted=True)
     rig.views.send_if_due()
     (first, one), (second, other) = rig.links.take()
     assert {first, second} == {0, 1}
     assert one is other
     rig.links.slow = {0}
     rig.wait(VIEW_SECONDS)
-    assert [client for client, _ in rig.links.take()] == [1]
+    assert [front_end for front_end, _ in rig.links.take()] == [1]
     rig.links.slow = {0, 1}
     rig.engine.add([1] * 20, 4)
     rig.step()

@@ -97,11 +97,11 @@ class CheckedEngine(EngineHarness):
         return output
 
     def collect(self, output: Any) -> Any:
-        by_client = super().collect(output)
+        by_front_end = super().collect(output)
         self._check_content(self._findable.pop(output.step))
         self._findable = {step: each for step, each in self._findable.items() if step > output.step}
         self.check_references()
-        return by_client
+        return by_front_end
 
     def lose_workers(self, epoch: int = 2) -> Any:
         self._findable.clear()
@@ -467,7 +467,7 @@ class Watch:
 
     def on_request_finished(self, request: Request) -> None: ...
 
-    def on_turn_ended(self, request_id: int, job: str, tool: str) -> None: ...
+    def on_turn_ended(self, request_id: int, agent_session: str, tool: str) -> None: ...
 
     def on_prefix_retained(self, pin: Any, ttl: float) -> None: ...
 

@@ -313,7 +313,7 @@ class Life:
             case "turn":
                 prompt, max_tokens = self._draw_prompt()
                 ttl = rng.choice([None, None, None, 0.0, 500.0, 1e9, math.nan])
-                agent = (f"job {rng.randrange(5)}", rng.random() < 0.15, ttl)
+                agent = (f"session {rng.randrange(5)}", rng.random() < 0.15, ttl)
                 return (prompt, min(max_tokens, 4), rng.choice([1, 1, 1, 2]), agent)
             case "give":
                 return (rng.randrange(100), rng.randint(1, 9), rng.randint(1, 6))
@@ -368,14 +368,14 @@ class Life:
     def turn(
         self, prompt: list[int], max_tokens: int, n: int, agent: tuple[str, bool, float | None]
     ) -> None:
-        """Return the history of the job so far, if it fits, and a few more tokens.
+        """Return the history of the agent session so far, if it fits, and a few more tokens.
 
-        Jobs 0 and 1 are one tenant's, the others another's; some share a prefix.
+        Sessions 0 and 1 are one tenant's, the others another's; some share a prefix.
         """
         hint = AgentHint(*agent)
         for talk in reversed(self.talks):
             first = talk.requests[0]
-            if first.agent.job == hint.job:
+            if first.agent.session == hint.session:
                 longer = [*first.all_token_ids, *prompt[:3]]
                 if len(longer) + max_tokens <= LONGEST:
                     prompt = longer
@@ -460,7 +460,7 @@ class Life:
         except InvalidRequestError as error:
             assert talk.expected(0)[1], "the input would have fitted"
             talk.cut_short.add(0)
-            self.engine.scheduler.sessions.fail_session(talk.request_id, error)
+            self.engine.scheduler.resumable_sessions.fail_session(talk.request_id, error)
 
     def close(self, index: int) -> None:
         talk = self._session(index)
@@ -469,13 +469,13 @@ class Life:
 
     def _session(self, index: int) -> Talk | None:
         """Return a session that accepts input."""
-        accepts_input = self.engine.scheduler.sessions.accepts_input
+        accepts_input = self.engine.scheduler.resumable_sessions.accepts_input
         talks = [each for each in self.talks if accepts_input(0, each.request_id)]
         return talks[index % len(talks)] if talks else None
 
     def tick(self, seconds: float) -> None:
         self.clock.now += seconds
-        overdue = self.engine.scheduler.sessions.end_idle_sessions()
+        overdue = self.engine.scheduler.resumable_sessions.end_idle_sessions()
         ended = {each.request_id for outputs in overdue.values() for each in outputs}
         for talk in self.talks:
             talk.is_ended |= talk.request_id in ended
@@ -486,7 +486,7 @@ class Life:
     def read(self, index: int, tool: str) -> None:
         if self.talks:
             request = self.talks[-1 - index % min(6, len(self.talks))].requests[0]
-            self.engine.scheduler.report_tool(request.request_id, request.agent.job, tool)
+            self.engine.scheduler.report_tool(request.request_id, request.agent.session, tool)
 
     def _limit_of_pins(self) -> tuple[int, int]:
         usable = self.engine.kv_cache.num_usable_blocks
@@ -504,7 +504,7 @@ class Life:
         assert self.engine.kv_cache.num_free_blocks == pool.num_free + len(alone)
         limit, own_limit = self.limit
         assert len(counts) <= limit
-        assert len({pin.job for pin in pins}) == len(pins)
+        assert len({pin.agent_session for pin in pins}) == len(pins)
         for tenant in {pin.tenant for pin in pins}:
             own = {block for pin in pins if pin.tenant == tenant for block in pin.blocks}
             assert len(own) <= own_limit

@@ -29,7 +29,7 @@ def answer(engine, output, *failed):
 
 def test_a_corrupt_request_ends_with_one_error_output():
     engine = EngineHarness()
-    bad, good = engine.add_one(prompt(20), 8, client=1), engine.add_one(prompt(20, 5), 8)
+    bad, good = engine.add_one(prompt(20), 8, front_end=1), engine.add_one(prompt(20, 5), 8)
     engine.step()
     outputs = answer(engine, engine.scheduler.schedule(), bad)
     (error,) = outputs[1]

@@ -1,4 +1,4 @@
-"""Output of the scheduler: outputs by client, statistics, refused results."""
+"""Output of the scheduler: outputs by front end, statistics, refused results."""
 
 import msgspec
 import pytest
@@ -11,7 +11,7 @@ from tests.fakes.engine_harness import EngineHarness
 
 def test_outputs_go_to_the_client_of_the_request():
     engine = EngineHarness()
-    engine.add_one([1], max_tokens=2, client=1)
+    engine.add_one([1], max_tokens=2, front_end=1)
     output = engine.scheduler.schedule()
     assert engine.collect(output).keys() == {1}
 

@@ -1,4 +1,4 @@
-"""KV that jobs retain between two turns: when, its effect on other requests, and the rule."""
+"""KV that agent sessions retain between turns: when, its effect on others, and the rule."""
 
 import ast
 import math
@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from engine_core.kv_cache.integrity import check
-from engine_core.retention import agent_sessions as jobs_module
+from engine_core.retention import agent_sessions as sessions_module
 from engine_core.retention.ttl_rule import ExpectedBenefitTTL, GuardedTTL, TTLDecision, by_client
 from engine_core.scheduler.preemption import SwapRule
 from engine_core.trace.recorder import TraceRecorder
@@ -37,15 +37,15 @@ class Engine(EngineHarness):
         super().__init__(**{**settings, **config})
         self.pins = self.scheduler._retained_prefixes
 
-    def turn(self, job, prompt, max_tokens=4, *, last=False, ttl_ms=None, **more):
+    def turn(self, session, prompt, max_tokens=4, *, last=False, ttl_ms=None, **more):
         """Run a turn to its end."""
-        agent = AgentHint(job, last, ttl_ms)
+        agent = AgentHint(session, last, ttl_ms)
         request = self.add_one(prompt, max_tokens, agent=agent, **more)
         self.run()
         return request
 
     def pinned(self) -> dict[str, int]:
-        return {pin.job: len(pin.blocks) for pin in self.pins}
+        return {pin.agent_session: len(pin.blocks) for pin in self.pins}
 
 
 def tokens(start: int, number: int) -> list[int]:
@@ -74,15 +74,15 @@ def test_a_finished_turn_retains_its_full_blocks_for_the_next_one():
     ],
 )
 def test_conditions_for_retaining_a_prefix(policy, agent):
-    """Pins need the policy, a job, and a next turn."""
+    """Pins need the policy, an agent session, and a next turn."""
     engine = Engine(scheduling_policy=policy)
     engine.add_one(tokens(0, 20), 4, agent=agent)
     engine.run()
     engine.assert_idle()
 
 
-def test_a_newer_turn_supersedes_the_pin_of_its_job():
-    """One pin a job; shared blocks are not lost in between."""
+def test_a_newer_turn_supersedes_the_pin_of_its_session():
+    """One pin an agent session; shared blocks are not lost in between."""
     engine = Engine()
     first = engine.turn("a", tokens(0, 20))
     both = engine.add([*tokens(0, 20), *engine.tokens_of(first)], 8, agent=AgentHint("a"))
@@ -383,19 +383,19 @@ def test_a_pin_whose_turn_has_left_expires_while_an_older_turn_still_runs():
     engine.run()
 
 
-def test_a_job_is_not_forgotten_for_a_turn_that_took_long():
+def test_an_agent_session_is_not_forgotten_for_a_turn_that_took_long():
     """The tool's time starts at the end of the turn, not at its arrival."""
     engine = Engine()
     seen = []
     engine.scheduler.agent_sessions._rule = Notes(seen)
     engine.add_one(tokens(0, 20), 4, agent=AgentHint("a"))
     engine.step()
-    engine.clock.now += 2 * jobs_module.FORGET_SECONDS
+    engine.clock.now += 2 * sessions_module.FORGET_SECONDS
     engine.run()
     engine.add_one(tokens(300, 8), 4, agent=AgentHint("b"))
     assert engine.pinned() == {"a": 5}
     engine.run()
-    engine.clock.now += jobs_module.FORGET_SECONDS
+    engine.clock.now += sessions_module.FORGET_SECONDS
     engine.add_one(tokens(600, 8), 4, agent=AgentHint("c"))
     assert seen == [("", math.inf)]
     assert "a" not in engine.scheduler.agent_sessions._sessions
@@ -420,7 +420,7 @@ def test_row_39_sessions_that_never_return_cost_bounded_memory():
     engine = Engine(num_blocks=401, pin_policy="rule")
     engine.step_seconds = lambda output: 0.01
     for each in range(3_000):
-        engine.turn(f"job {each}", [each % 900, each // 900, *tokens(0, 6)], 1)
+        engine.turn(f"session {each}", [each % 900, each // 900, *tokens(0, 6)], 1)
         engine.clock.now += 0.001
     assert engine.pins.num_blocks <= 200
     assert len(engine.pins._deadlines._heap) <= 2 * len(engine.pins) + 64
@@ -432,14 +432,14 @@ def test_row_39_sessions_that_never_return_cost_bounded_memory():
 
 @pytest.mark.interpreted
 def test_the_session_that_was_seen_longest_ago_is_forgotten_if_there_are_too_many(monkeypatch):
-    monkeypatch.setattr(jobs_module, "MAX_SESSIONS", 20)
+    monkeypatch.setattr(sessions_module, "MAX_SESSIONS", 20)
     engine = Engine()
     for number in range(50):
-        engine.turn(f"job {number}", tokens(number, 8), 1)
+        engine.turn(f"session {number}", tokens(number, 8), 1)
         engine.clock.now += 0.001
     sessions = engine.scheduler.agent_sessions
     assert len(sessions) == 20
-    assert list(sessions._sessions) == [f"job {number}" for number in range(30, 50)]
+    assert list(sessions._sessions) == [f"session {number}" for number in range(30, 50)]
 
 
 def test_row_39_no_settable_clock_is_read():
@@ -521,10 +521,10 @@ def test_requests_that_lost_their_kv_teach_the_queue_delay():
     assert heard == [3.0]
 
 
-def test_a_job_is_as_long_as_from_its_first_arrival_to_the_end_of_its_last_step():
+def test_an_agent_session_is_as_long_as_from_its_first_arrival_to_the_end_of_its_last_step():
     engine = Engine(scheduling_policy="fcfs")
     engine.turn("a", tokens(0, 20), arrival_time=engine.clock())
     engine.clock.now += 5.0
     engine.turn("a", tokens(0, 24), last=True, arrival_time=engine.clock())
-    assert engine.scheduler.pop_stats().job_seconds == [5.0]
+    assert engine.scheduler.pop_stats().agent_session_seconds == [5.0]
     assert len(engine.scheduler.agent_sessions) == 0

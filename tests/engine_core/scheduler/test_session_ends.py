@@ -42,8 +42,8 @@ def test_the_last_input_may_have_tokens():
 
 def test_a_closed_session_takes_no_more():
     engine = EngineHarness()
-    session = open_session(engine, [1, 2], 3, client=2)
-    sessions = engine.scheduler.sessions
+    session = open_session(engine, [1, 2], 3, front_end=2)
+    sessions = engine.scheduler.resumable_sessions
     assert sessions.accepts_input(2, session.request_id)
     assert not sessions.accepts_input(1, session.request_id), (
         "the session belongs to another front end"
@@ -64,16 +64,19 @@ def test_it_can_be_aborted_and_leaves_nothing(when):
     assert engine.scheduler.abort_request(session.request_id) == 1
     if engine.scheduler.has_work:
         engine.step()
-    assert not engine.scheduler.sessions.accepts_input(0, session.request_id)
+    assert not engine.scheduler.resumable_sessions.accepts_input(0, session.request_id)
     assert engine.finish_reason_of(session) is None
     engine.assert_idle()
 
 
 def test_sessions_end_with_their_front_end():
     engine = EngineHarness()
-    mine, theirs = idle_session(engine, [1, 2], client=1), idle_session(engine, [3, 4], client=2)
-    assert engine.scheduler.abort_client_requests(1) == 1
-    assert not engine.scheduler.sessions.accepts_input(1, mine.request_id)
+    mine, theirs = (
+        idle_session(engine, [1, 2], front_end=1),
+        idle_session(engine, [3, 4], front_end=2),
+    )
+    assert engine.scheduler.abort_front_end_requests(1) == 1
+    assert not engine.scheduler.resumable_sessions.accepts_input(1, mine.request_id)
     engine.add_session_input(theirs, [5], 1, last=True)
     engine.run()
     engine.assert_idle()
@@ -135,17 +138,17 @@ def test_the_longest_session_there_can_be():
 def test_a_session_at_rest_for_too_long_ends_with_an_error():
     clock = FakeClock()
     engine = EngineHarness(clock=clock, session_timeout=30.0)
-    sessions = engine.scheduler.sessions
-    old = idle_session(engine, [1, 2], client=1)
+    sessions = engine.scheduler.resumable_sessions
+    old = idle_session(engine, [1, 2], front_end=1)
     clock.now += 20.0
-    young = idle_session(engine, [3, 4], client=2)
+    young = idle_session(engine, [3, 4], front_end=2)
     clock.now += 9.9
     assert sessions.end_idle_sessions() == {}
     clock.now += 0.1
     overdue = sessions.end_idle_sessions()
     engine.record_outputs(overdue)
-    ((client, (final,)),) = overdue.items()
-    assert (client, final.request_id) == (1, old.request_id)
+    ((front_end, (final,)),) = overdue.items()
+    assert (front_end, final.request_id) == (1, old.request_id)
     assert final.finish_reason is FinishReason.ERROR
     assert "30 seconds" in final.error.message
     assert "--session-timeout" in final.error.message
@@ -163,12 +166,12 @@ def test_the_idle_timeout_counts_from_the_end_of_every_turn():
     engine.add_session_input(session, [3], 2)
     clock.now += 50.0
     engine.step()
-    assert engine.scheduler.sessions.end_idle_sessions() == {}, "a turn has no time limit"
+    assert engine.scheduler.resumable_sessions.end_idle_sessions() == {}, "a turn has no time limit"
     engine.step()
     clock.now += 29.0
-    assert engine.scheduler.sessions.end_idle_sessions() == {}
+    assert engine.scheduler.resumable_sessions.end_idle_sessions() == {}
     clock.now += 1.0
-    assert len(engine.scheduler.sessions.end_idle_sessions()[0]) == 1
+    assert len(engine.scheduler.resumable_sessions.end_idle_sessions()[0]) == 1
 
 
 def test_a_session_ends_on_a_closing_input_also_while_all_is_frozen():

@@ -33,7 +33,7 @@ def test_the_next_turn_computes_only_new_tokens():
     assert engine.kv_cache.block_ids(following.seq_id) == [[1]]
     params = SamplingParams(max_tokens=8, stop_token_ids=(21,))
     message = SessionInput(1, session.request_id, [4, 5], params)
-    assert engine.scheduler.sessions.add_input(message) == []
+    assert engine.scheduler.resumable_sessions.add_input(message) == []
     assert following.status is RequestStatus.WAITING
     output = engine.step()
     assert following.status is RequestStatus.RUNNING
@@ -135,7 +135,7 @@ def test_sampling_parameters_belong_to_their_turn():
     params = SamplingParams(max_tokens=1, temperature=0.0)
     for tokens, given in ([5], params), ([6], None):
         message = SessionInput(1, session.request_id, tokens, given)
-        engine.scheduler.sessions.add_input(message)
+        engine.scheduler.resumable_sessions.add_input(message)
     while engine.scheduler.has_work:
         engine.step()
     sent = [new for step in engine.runner.steps for new in step.new_requests]

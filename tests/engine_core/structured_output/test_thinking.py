@@ -280,10 +280,23 @@ def test_invalid_thinking_settings_are_refused(fields):
     assert refused(harness) == [(1, "invalid_request")]
 
 
-def test_a_rule_is_checked() -> None:
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"budget": 1 << 40},
+        {"budget": -1},
+        {"start": ""},
+        {"end": "x" * 65},
+        {"end_token_ids": ()},
+        {"end_token_ids": END * 65},
+        {"end_token_ids": (SIZE,)},
+        {"start_token_id": -1},
+    ],
+)
+def test_the_error_of_an_invalid_rule_names_a_parameter(fields) -> None:
     RULE.validate(SIZE)
     with pytest.raises(InvalidRequestError) as caught:
-        ruled(RULE, budget=1 << 40).validate(SIZE)
+        ruled(RULE, **fields).validate(SIZE)
     assert caught.value.param == "thinking_token_budget"
 
 

@@ -305,7 +305,7 @@ def test_unsupported_dtypes_and_heads_are_a_config_error(
     shape = AttentionShape(2, 1, abs(head_dim), scale=1.0, latent_dim=latent_dim)
     with pytest.raises(ConfigError, match=message) as raised:
         backend_for(shape, dtype, kv_dtype)
-    assert raised.value.parameter == parameter
+    assert raised.value.param == parameter
 
 
 def test_a_missing_library_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ def test_auto_without_kernels_warns_and_selects_the_reference(
 def test_cpu_without_kernels_is_a_config_error(kv_cache: KVCache, no_kernels: None) -> None:
     with pytest.raises(ConfigError, match="--attention-backend cpu needs kernels") as raised:
         registry.create_backend("cpu", kv_cache, SHAPE)
-    assert raised.value.parameter == "attention_backend"
+    assert raised.value.param == "attention_backend"
 
 
 def test_unsupported_head_sizes_fall_back_or_are_a_config_error(

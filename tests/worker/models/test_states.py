@@ -161,10 +161,10 @@ def test_what_states_do_not_go_with_is_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match="runs on a CPU only so far") as on_gpu:
         plan(prepared, device_of(free=60 * GIB))
-    assert on_gpu.value.parameter == "device"
+    assert on_gpu.value.param == "device"
     with pytest.raises(ConfigError, match="KV connectors do not transfer") as connector:
         plan(prepared, kv_transfer_config='{"kv_connector": "SharedStorageConnector"}')
-    assert connector.value.parameter == "kv_transfer_config"
+    assert connector.value.param == "kv_transfer_config"
     save_tiny("llama", tmp_path)
     other = prepare_checkpoint(tmp_path, tmp_path / "prepared")
     with pytest.raises(ConfigError, match="LlamaForCausalLM has no layers with a recurrent state"):
@@ -199,7 +199,7 @@ def test_ranks_do_not_share_value_heads_in_the_order_of_a_gguf_file() -> None:
     assert len(shard_model(spec_from_config(config), 2)) == 2
     with pytest.raises(ConfigError, match="--tensor-parallel-size 2: a GGUF file") as refusal:
         shard_model(spec_from_config(config | {"of_llama_cpp": True}), 2)
-    assert refusal.value.parameter == "tensor_parallel_size"
+    assert refusal.value.param == "tensor_parallel_size"
 
 
 @pytest.mark.parametrize("scheme", ["awq 128", "gptq desc_act", "fp8 blocks", "nf4"])

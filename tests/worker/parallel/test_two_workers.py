@@ -218,5 +218,5 @@ def test_too_many_workers_for_a_model_are_refused(model: PreparedModel, tmp_path
     supervisor = Link.bind(str(tmp_path / "s"), ToSupervisor)
     with pytest.raises(ConfigError, match="--tensor-parallel-size 10: LlamaForCausalLM") as error:
         Worker(boot, lambda epoch: supervisor, supervisor)
-    assert error.value.parameter == "tensor_parallel_size"
+    assert error.value.param == "tensor_parallel_size"
     supervisor.close()

@@ -93,7 +93,7 @@ def test_what_cannot_work_is_refused_by_name(
     config = settings(*flags, **keys)
     with pytest.raises(ConfigError, match=message) as refused:
         require_draft_model(config, models[target], models[draft], cpu_of(config))
-    assert refused.value.parameter == "speculative_config"
+    assert refused.value.param == "speculative_config"
     assert str(refused.value).startswith("--speculative-config: ")
 
 

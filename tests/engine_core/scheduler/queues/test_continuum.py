@@ -1,16 +1,17 @@
-"""Continuum policy: turns in the order of their jobs, jobs with retained KV first."""
+"""Continuum policy: turns in the order of their agent sessions, those with retained KV first."""
 
 from engine_core.scheduler.queues.continuum import LEAD_SECONDS, OLDEST_SECONDS, ContinuumQueue
 from tests.fakes.engine_harness import EngineHarness
 
 
-def turns(*jobs):
-    """Return requests from (arrival of the job, arrival of the turn, KV is retained)."""
+def turns(*sessions):
+    """Return requests from (arrival of the session, arrival of the turn, KV is retained)."""
     engine = EngineHarness()
     made = []
-    for job_arrival, arrival, is_kept in jobs:
+    for first_arrival, arrival, is_kept in sessions:
         request = engine.add_one([1], arrival_time=float(arrival))
-        request.job_arrival, request.finds_retained_prefix = float(job_arrival), is_kept
+        request.agent_session_arrival = float(first_arrival)
+        request.finds_retained_prefix = is_kept
         made.append(request)
     return made
 

@@ -1,4 +1,4 @@
-"""Sessions: resumable requests, whose input arrives in parts, one turn for each part.
+"""Resumable sessions: requests whose input arrives in parts, one turn for each part.
 
 Each turn is a Request of its own that inherits the blocks of the turn before. So workers receive a
 new sequence, and a token that was in flight when a turn ended is ignored.
@@ -26,7 +26,7 @@ from engine_core.scheduler.hooks import Unblock
 from engine_core.scheduler.lifecycle import RequestLifecycle
 from engine_core.scheduler.preemption import NonRunningBlocks
 from engine_core.scheduler.queues.base import RequestQueue
-from engine_core.scheduler.result import ClientOutputs
+from engine_core.scheduler.result import OutputsByFrontEnd
 from engine_core.validation import check_length
 from proto.engine_io import EngineCoreOutput, FinishReason, SessionInput
 from proto.errors import ErrorInfo, InvalidRequestError
@@ -57,8 +57,8 @@ class _Session:
     finish_reason: FinishReason = FinishReason.STOP
 
 
-class Sessions:
-    """Open sessions by request id; also a listener.
+class ResumableSessions:
+    """Open resumable sessions by request id; also a listener.
 
     max_model_len: maximum tokens of a session, over all turns. timeout: seconds that a session may
     rest.
@@ -96,12 +96,12 @@ class Sessions:
         """Open a session whose first turn is this request, which is about to be added."""
         self._open[request.request_id] = _Session(request)
 
-    def accepts_input(self, client_index: int, request_id: int) -> bool:
+    def accepts_input(self, front_end_index: int, request_id: int) -> bool:
         """Return whether this front end has an open session of this id."""
         session = self._open.get(request_id)
         return (
             session is not None
-            and session.request.client_index == client_index
+            and session.request.front_end_index == front_end_index
             and not session.closed
         )
 
@@ -133,17 +133,17 @@ class Sessions:
             return max(0.0, since + self._timeout - self._clock())
         return None
 
-    def end_idle_sessions(self) -> ClientOutputs:
+    def end_idle_sessions(self) -> OutputsByFrontEnd:
         """End the sessions that have rested for too long; return their final outputs."""
-        outputs: ClientOutputs = {}
+        outputs: OutputsByFrontEnd = {}
         while self._resting_since:
             request_id, since = next(iter(self._resting_since.items()))
             if self._clock() - since < self._timeout:
                 break
-            client = self._open[request_id].request.client_index
+            front_end = self._open[request_id].request.front_end_index
             message = f"no input came for {self._timeout:g} seconds (--session-timeout)"
             error = ErrorInfo("invalid_request", message)
-            outputs.setdefault(client, []).append(self.fail_session(request_id, error))
+            outputs.setdefault(front_end, []).append(self.fail_session(request_id, error))
         return outputs
 
     # Turns
@@ -163,7 +163,7 @@ class Sessions:
         session.request, session.finish_reason = following, request.status.finish_reason
         self._ended.append(session)
 
-    def begin_turns(self, outputs: ClientOutputs) -> None:
+    def begin_turns(self, outputs: OutputsByFrontEnd) -> None:
         """Begin the next turns of sessions whose turns have ended in a step, or let them rest.
 
         outputs: of the step; the final outputs of turns are marked, and the final outputs of
@@ -171,10 +171,10 @@ class Sessions:
         """
         ended, self._ended = self._ended, []
         for session in ended:
-            client_outputs = outputs[session.request.client_index]
-            _mark_turn(client_outputs, session.request.request_id)
+            front_end_outputs = outputs[session.request.front_end_index]
+            _mark_turn(front_end_outputs, session.request.request_id)
             self._rest(session)
-            client_outputs += self._continue_session(session)
+            front_end_outputs += self._continue_session(session)
 
     def _rest(self, session: _Session) -> None:
         request = session.request

@@ -1,4 +1,4 @@
-"""KV of finished jobs is evicted first, except that of their initial prompt."""
+"""KV of finished agent sessions is evicted first, except that of their initial prompt."""
 
 import pytest
 
@@ -37,8 +37,8 @@ def fill(engine, start: int, number: int) -> None:
     engine.turn("", tokens(start, 4 * number - 1), max_tokens=2)
 
 
-def play_job(engine, num_first: int = 4, *, last: bool = True) -> None:
-    """Run two turns of a job, which have 10 blocks at the end."""
+def play_session(engine, num_first: int = 4, *, last: bool = True) -> None:
+    """Run two turns of an agent session, which have 10 blocks at the end."""
     engine.turn("a", tokens(4000, num_first), max_tokens=2)
     engine.turn("a", tokens(4000, 39), max_tokens=2, last=last)
 
@@ -47,7 +47,7 @@ def play_job(engine, num_first: int = 4, *, last: bool = True) -> None:
 def test_blocks_of_finished_sessions_are_evicted_before_older_ones(pin_policy):
     engine = Filled(pin_policy=pin_policy)
     fill(engine, 3000, 10)
-    play_job(engine)  # over the oldest, 1000 on
+    play_session(engine)  # over the oldest, 1000 on
     fill(engine, 5000, 9)
     assert engine.found(tokens(2000, 76)) == 76
     assert engine.found(tokens(4000, 36)) == 4
@@ -60,7 +60,7 @@ def test_blocks_of_finished_sessions_are_evicted_before_older_ones(pin_policy):
 def test_other_blocks_are_evicted_by_age(policy, last):
     engine = Filled(scheduling_policy=policy)
     fill(engine, 3000, 10)
-    play_job(engine, last=last)
+    play_session(engine, last=last)
     fill(engine, 5000, 10)
     assert engine.found(tokens(4000, 36)) == 36
     assert engine.found(tokens(2000, 76)) < 76
@@ -69,7 +69,7 @@ def test_other_blocks_are_evicted_by_age(policy, last):
 def test_blocks_of_a_finished_session_are_findable_until_overwritten():
     engine = Filled()
     fill(engine, 3000, 10)
-    play_job(engine)
+    play_session(engine)
     fill(engine, 5000, 4)
     assert engine.found(tokens(4000, 36)) == 24
 
@@ -77,10 +77,10 @@ def test_blocks_of_a_finished_session_are_findable_until_overwritten():
 @pytest.mark.parametrize("num_groups", [1, 2])
 @pytest.mark.parametrize(("num_first", "kept"), [(20, 20), (18, 16)])
 def test_the_first_prompt_of_a_session_is_evicted_by_age(num_first, kept, num_groups):
-    """Other jobs may share the initial prompt, but no block that contains answers."""
+    """Other sessions may share the initial prompt, but no block that contains answers."""
     engine = Filled(num_groups)
     fill(engine, 3000, 10)
-    play_job(engine, num_first)
+    play_session(engine, num_first)
     fill(engine, 5000, 9)
     assert engine.found(tokens(4000, 36)) == kept
 
@@ -95,7 +95,7 @@ def test_a_session_of_one_turn_evicts_only_its_output_early():
 
 def test_nothing_goes_early_while_there_is_room():
     engine = Engine(pin_policy="none")
-    play_job(engine)
+    play_session(engine)
     engine.turn("", tokens(500, 79), max_tokens=2)
     request = engine.add_one([*tokens(4000, 36), 7], 1)
     engine.run()
@@ -108,7 +108,7 @@ def test_blocks_in_use_by_other_requests_stay():
     beside = engine.add_one(tokens(4000, 39), 20)
     engine.step()
     engine.step()
-    play_job(engine)
+    play_session(engine)
     engine.run_until_finished(beside)
     assert check(engine.kv_cache) == []
     assert engine.found(tokens(4000, 36)) == 36

@@ -47,7 +47,7 @@ def complete(daemon: Daemon, prompt: Sequence[int], **fields: Any) -> Turn:
 
 
 @dataclass
-class Job:
+class AgentSession:
     """An agent session. hint: fields of every turn. context: all tokens so far."""
 
     daemon: Daemon
