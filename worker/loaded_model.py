@@ -49,7 +49,8 @@ from worker.loader.gpu_format import multiplies_blocks
 from worker.loader.transformers_weights import load_transformers
 from worker.loader.weights import load_model
 from worker.memory_nodes import memory_placement
-from worker.memory_plan import MemoryPlan, layer_cache, plan_memory, refusal
+from worker.memory_plan import MemoryPlan, layer_cache, plan_memory
+from worker.memory_refusal import refusal
 from worker.models.decoder import Decoder
 from worker.models.registry import model_spec, read_config
 from worker.models.spec import ModelSpec
