@@ -9,7 +9,8 @@ from typing import Final, Literal, Protocol
 import torch
 import torch.nn.functional as F
 
-from worker.kernels import DTYPE_CODES, GateCall, Kernels, row_kernels
+from worker.kernel_structures import GateCall
+from worker.kernels import DTYPE_CODES, Kernels, row_kernels
 from worker.layers.flashinfer_kernels import FlashInferGate, usable_flashinfer
 from worker.layers.scratch import Scratch
 from worker.layers.triton_kernels import TritonGate

@@ -25,7 +25,8 @@ import torch
 
 from proto.errors import ModelError
 from proto.prepared_model import FP8
-from worker.kernels import Bf16Shape, Kernels, RotatedShape, row_kernels
+from worker.kernel_structures import Bf16Shape, RotatedShape
+from worker.kernels import Kernels, row_kernels
 from worker.layers.activation import Activation
 from worker.layers.embedding import (
     DenseTable,
