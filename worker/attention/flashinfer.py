@@ -141,7 +141,14 @@ class FlashInferAttention:
         cache = self._kv_cache
         self._pages = [cache.layer_pages(layer) for layer in range(len(cache.layout.layer_slots))]
         self._wrappers = [
-            GroupWrappers(make, shape, dtype, cache.dtype, cache.block_size, window)
+            GroupWrappers(
+                make=make,
+                shape=shape,
+                dtype=dtype,
+                kv_dtype=cache.dtype,
+                block_size=cache.block_size,
+                window=window,
+            )
             for window in cache.layout.windows
         ]
         return self._wrappers
