@@ -23,9 +23,9 @@ _TILE_FIELDS: Final = 9
 _TASK_FIELDS: Final = 3
 _ROUND_FIELDS: Final = 2
 MOST_PARTIAL_BYTES: Final = 32 << 20
-"""For the results of pieces of long sequences; more of them are computed in rounds."""
+"""Most bytes for the results of pieces of long sequences; more pieces are computed in rounds."""
 _UNBOUNDED: Final = 1 << 40
-"""As a window: more tokens than any sequence has."""
+"""A window of more tokens than any sequence has, for layers without one."""
 
 
 class UnsupportedShapeError(Exception):

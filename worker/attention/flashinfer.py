@@ -49,10 +49,10 @@ from worker.layers.rotary import Rotation
 
 HEAD_DIMS: Final = (64, 128, 256)
 LATENT_DIMS: Final = (512, 64)
-"""Of a latent, and of the part of a key that rotates."""
+"""Sizes of a latent and of the rotated part of a key that there are kernels for."""
 QUERY_DTYPES: Final = (torch.bfloat16, torch.float16)
 EIGHT_BITS: Final = torch.float8_e4m3fn
-"""The other dtype of K and V, without scales."""
+"""Dtype of K and V in 8 bits, without scales; else they have the dtype of the query."""
 DEFAULTS: Final = Options()
 
 

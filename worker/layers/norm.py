@@ -117,7 +117,7 @@ class KernelNorm:
             eps=weight.eps,
             is_centered=weight.is_centered,
         )
-        """As a `RowNorm`; valid as long as this lives."""
+        """The norm as a structure for C; valid as long as this object lives."""
         self._into, self._other = (NormCall(size=self._size, norm=self.row_norm) for _ in range(2))
         self._into_reference, self._other_reference = map(ctypes.byref, (self._into, self._other))
         self._norm, self._add_norm = kernels.norm, kernels.add_norm

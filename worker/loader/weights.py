@@ -54,7 +54,7 @@ from worker.parallel.group import RankGroup
 from worker.parallel.sharding import ModelShard, shard_model
 
 _READER_THREADS: Final = min(max(2, len(ALLOWED_CPUS)), 8)
-"""Reading rearranges the weights for the kernels, which takes a core per thread."""
+"""Threads that read weights: rearranging them for the kernels takes a core per thread."""
 _LAYERS_AHEAD: Final = _READER_THREADS + 2
 """Layers read ahead of the one that is built; bounds the memory beside the finished ones."""
 _ALONE: Final = RankGroup()

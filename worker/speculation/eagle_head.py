@@ -309,7 +309,7 @@ class EagleHead:
 
     tokens: torch.Tensor | None = None
     can_be_captured = False
-    """As of a Decoder: the few kernels of one layer are launched one by one."""
+    """Whether a CUDA graph can replay a step: the few kernels of its layer are launched singly."""
 
     def __init__(
         self,
