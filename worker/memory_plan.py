@@ -236,15 +236,11 @@ def plan_memory(
     state_bytes = _state_bytes(setup)
     num_state_slots = _num_state_slots(config, left, state_bytes) if state_bytes else 0
     left = max(0, left - num_state_slots * state_bytes)
-    if not block_bytes:
-        num_blocks = least_blocks
-    elif cache.num_gpu_blocks_override is not None:
-        num_blocks = cache.num_gpu_blocks_override
-    elif cache.kv_cache_memory is not None:
-        num_blocks = cache.kv_cache_memory // (cache.block_size * sum(token_bytes))
-    else:
-        pool_bytes = max(device.default_pool_bytes(left), min(left, least_blocks * block_bytes))
-        num_blocks = pool_bytes // block_bytes
+    num_blocks = (
+        _num_blocks(setup, left, block_bytes, sum(token_bytes), least_blocks)
+        if block_bytes
+        else least_blocks
+    )
     return MemoryPlan(
         model=prepared.name,
         device=device.memory_name,
@@ -510,6 +506,22 @@ def _num_state_slots(config: ServeConfig, left: int, state_bytes: int) -> int:
     per_sequence = slots_per_sequence(config.cache.enable_prefix_caching)
     wanted = 2 * per_sequence * config.scheduler.max_num_seqs
     return 1 + max(LEAST_STATE_SLOTS, min(wanted, int(STATE_SHARE * left) // state_bytes))
+
+
+def _num_blocks(
+    setup: ModelSetup, left: int, block_bytes: int, token_bytes: int, least_blocks: int
+) -> int:
+    """Return the blocks of the KV pool: those set, or the device's share of the bytes left.
+
+    block_bytes: on this device. token_bytes: on all ranks, whose pools share --kv-cache-memory.
+    """
+    cache = setup.config.cache
+    if cache.num_gpu_blocks_override is not None:
+        return cache.num_gpu_blocks_override
+    if cache.kv_cache_memory is not None:
+        return cache.kv_cache_memory // (cache.block_size * token_bytes)
+    share = setup.device.default_pool_bytes(left)
+    return max(share, min(left, least_blocks * block_bytes)) // block_bytes
 
 
 def _longest(setup: ModelSetup) -> int:
