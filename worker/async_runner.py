@@ -280,14 +280,14 @@ class AsyncModelRunner:
         )
         pending = self._batch.append_pending(positions)
         return QueuedStep(
-            self,
-            forward,
-            self._batch,
-            positions,
-            pending,
-            requests,
-            download,
-            self._device_time,
+            owner=self,
+            forward=forward,
+            batch=self._batch,
+            positions=positions,
+            pending=pending,
+            logprobs=requests,
+            download=download,
+            device_time=self._device_time,
         )
 
     def _keep_last_tokens(self, positions: SampledPositions, token_ids: torch.Tensor) -> None:

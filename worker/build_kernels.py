@@ -23,12 +23,12 @@ from typing import Final
 
 SOURCE_DIR: Final = Path(__file__).resolve().parent / "csrc"
 PRODUCT_SOURCES: Final = ("few_rows_int8.cpp", "packed_product.cpp", "rotated_product.cpp")
-"""The products of bytes, for which CPUs have the most kinds of instructions."""
+"""Sources of the products of bytes, for which CPUs have the most kinds of instructions."""
 TILE_SOURCES: Final = (
     *("many_rows_bf16.cpp", "few_rows_bf16.cpp", "packed_product.cpp"),
     *("rotated_product.cpp", "bf16_product.cpp", "fp8_product.cpp"),
 )
-"""Those that multiply bfloat16, or use the tile unit, where a variant can. All others are the
+"""Sources that multiply bfloat16, or use the tile unit, where a variant can. All others are the
 same for every CPU with AVX-512."""
 
 _COMPILE_FLAGS: Final = (

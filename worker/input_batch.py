@@ -325,12 +325,12 @@ class InputBatch:
 
     def _add_sequence(self, new: NewRequestData) -> None:
         sequence = RowState(
-            new.seq_id,
-            new.prompt_token_ids,
-            new.sampling_params,
-            new.seed,
-            new.choice,
-            new.salt_key,
+            seq_id=new.seq_id,
+            prompt_token_ids=new.prompt_token_ids,
+            params=new.sampling_params,
+            seed=new.seed,
+            choice=new.choice,
+            salt_key=new.salt_key,
         )
         self._sequences[new.seq_id] = sequence
         self._fill_row(sequence, new.output_token_ids)

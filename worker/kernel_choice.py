@@ -203,7 +203,10 @@ class AttentionSample:
         self._geometry = kv_cache_geometry(self._layout, 1, shape.head_dim, kv_dtype, num_parts)
 
     def call(self, kernels: Kernels, num_rows: int) -> Callable[[], object]:
-        """As in KernelSample; raises UnsupportedShapeError if they do not support the heads."""
+        """Return a function that computes `num_rows` rows.
+
+        Raises UnsupportedShapeError if the kernels do not support the heads.
+        """
         return self._call_of(partial(CpuAttention, kernels), num_rows)
 
     def call_reference(self, num_rows: int) -> Callable[[], object]:

@@ -49,7 +49,8 @@ from worker.loader.gpu_format import multiplies_blocks
 from worker.loader.transformers_weights import load_transformers
 from worker.loader.weights import load_model
 from worker.memory_nodes import memory_placement
-from worker.memory_plan import MemoryPlan, layer_cache, plan_memory, refusal
+from worker.memory_plan import MemoryPlan, layer_cache, plan_memory
+from worker.memory_refusal import refusal
 from worker.models.decoder import Decoder
 from worker.models.registry import model_spec, read_config
 from worker.models.spec import ModelSpec
@@ -153,28 +154,28 @@ class LoadedModel:
     def model_fingerprint(self, block_size: int) -> bytes:
         """Return the fingerprint without what tells the ranks of one model apart."""
         geometry = changed(self.geometry, num_kv_heads=0)
-        return self._fingerprint(block_size, geometry, rank=0)
+        return self._fingerprint(block_size, geometry, rank=0, products=())
 
     def _fingerprint(
-        self, block_size: int, geometry: KVCacheGeometry, rank: int, products: Sequence[str] = ()
+        self, block_size: int, geometry: KVCacheGeometry, rank: int, products: Sequence[str]
     ) -> bytes:
         rows = None if self.on_cuda else row_kernels()
         attention = self.attention_kernels or rows
         variants = dict.fromkeys(each.variant for each in (rows, attention) if each)
         return kv_fingerprint(
-            self.weights_hash,
-            self.config,
-            geometry,
-            block_size,
-            str(self.dtype),
+            weights_hash=self.weights_hash,
+            model_config=self.config,
+            geometry=geometry,
+            block_size=block_size,
+            compute_dtype=str(self.dtype),
             # Another device sums in another order, and so do the kernels of each format.
-            f"cuda {'+'.join(sorted(self.weight_format.memory))}"
+            weight_format=f"cuda {'+'.join(sorted(self.weight_format.memory))}"
             if self.on_cuda
             else self.weight_format.name,
-            (rank, self.group.size, self.model.spec.is_expert_parallel),
-            (*variants, *products),
-            self.model.implementation,
-            sorted({repr(rope) for rope in self.model.spec.ropes}),
+            rank_of=(rank, self.group.size, self.model.spec.is_expert_parallel),
+            kernels=(*variants, *products),
+            implementation=self.model.implementation,
+            ropes=sorted({repr(rope) for rope in self.model.spec.ropes}),
         )
 
 
@@ -256,20 +257,20 @@ def load(
                 else _load_draft(config, draft, dtype, device, group, report)
             )
     return LoadedModel(
-        prepared,
-        read_config(prepared),
-        model,
-        dtype,
-        weight_format,
-        device,
-        group,
-        layout,
-        geometry,
-        plan,
-        weights_hash,
-        None if pooler is None else PoolingHead.load(pooler, prepared),
-        attention_kernels,
-        loaded_draft,
+        prepared=prepared,
+        config=read_config(prepared),
+        model=model,
+        dtype=dtype,
+        weight_format=weight_format,
+        device=device,
+        group=group,
+        layout=layout,
+        geometry=geometry,
+        plan=plan,
+        weights_hash=weights_hash,
+        pooling_head=None if pooler is None else PoolingHead.load(pooler, prepared),
+        attention_kernels=attention_kernels,
+        draft=loaded_draft,
     )
 
 
@@ -352,14 +353,14 @@ def _load_draft(
     kv_dtype = draft_kv_dtype(model.spec, config, dtype)
     layout, geometry = draft_cache(model.spec, kv_dtype)
     return LoadedDraft(
-        config.speculation.parsed().model_method,
-        model,
-        weight_format,
-        layout,
-        geometry,
-        config.model.max_model_len or draft.max_position,
-        draft.weights_sample,
-        _attention_kernels(config, draft, model.spec, device, dtype, kv_dtype),
+        method=config.speculation.parsed().model_method,
+        model=model,
+        weight_format=weight_format,
+        layout=layout,
+        geometry=geometry,
+        max_model_len=config.model.max_model_len or draft.max_position,
+        weights_sample=draft.weights_sample,
+        attention_kernels=_attention_kernels(config, draft, model.spec, device, dtype, kv_dtype),
     )
 
 
@@ -378,14 +379,14 @@ def _load_head(
     head = load_head(draft, spec, target, dtype, device.torch_device, weight_format)
     layout, geometry = spec.cache(dtype)
     return LoadedDraft(
-        settings.model_method,
-        head,
-        weight_format,
-        layout,
-        geometry,
-        settings.max_model_len or spec.longest,
-        draft.weights_sample,
-        _attention_kernels(config, draft, spec, device, dtype, dtype),
+        method=settings.model_method,
+        model=head,
+        weight_format=weight_format,
+        layout=layout,
+        geometry=geometry,
+        max_model_len=settings.max_model_len or spec.longest,
+        weights_sample=draft.weights_sample,
+        attention_kernels=_attention_kernels(config, draft, spec, device, dtype, dtype),
     )
 
 
@@ -408,21 +409,23 @@ def is_cuda(device: Device) -> bool:
 
 
 def kv_fingerprint(
+    *,
     weights_hash: str,
     model_config: dict[str, Any],
     geometry: KVCacheGeometry,
     block_size: int,
     compute_dtype: str,
     weight_format: str,
-    rank_of: tuple[int, int, bool] = (0, 1, False),
-    kernels: Sequence[str] = (),
-    implementation: str = "",
-    ropes: Sequence[str] = (),
+    rank_of: tuple[int, int, bool],
+    kernels: Sequence[str],
+    implementation: str,
+    ropes: Sequence[str],
 ) -> bytes:
     """Return 32 bytes over everything that changes the values in the KV cache.
 
     Equal in two processes only if their KV blocks are interchangeable. It is the root of the block
-    hashes, so KV of different arithmetic never mixes, also if caches outlive a process.
+    hashes, so KV of different arithmetic never mixes, also if caches outlive a process. No
+    fact has a default: a forgotten one would make different caches equal.
 
     weights_hash: of all weights where KV outlives the process, else of a sample of them.
     weight_format: the name of a WeightFormat; other products give other KV.

@@ -94,13 +94,13 @@ class ForwardOutput:
                 self.expert_spans, experts.reshape(shape), self._num_rejected(sampled)
             )
         return ModelRunnerOutput(
-            self.step.epoch,
-            self.step.step,
-            [self.seq_ids[index] for index in self.step_order],
-            [sampled[index] for index in self.step_order],
-            logprobs,
-            prompt_logprobs,
-            seconds,
+            epoch=self.step.epoch,
+            step=self.step.step,
+            seq_ids=[self.seq_ids[index] for index in self.step_order],
+            sampled_token_ids=[sampled[index] for index in self.step_order],
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            compute_seconds=seconds,
             failed_seq_ids=[self.seq_ids[index] for index in nonfinite.nonzero()[0].tolist()],
             candidates=candidates,
             routed_experts=routed_experts,
@@ -125,12 +125,12 @@ class ForwardOutput:
         )
         num_lookahead[(num_new == 0) | ~is_current | is_behind] = 0
         return SampledStep(
-            inputs,
-            self.seq_ids,
-            self.states,
-            np.where(is_current, num_known, 0).astype(np.int64),
-            num_lookahead,
-            step.min_draft_survival,
+            inputs=inputs,
+            seq_ids=self.seq_ids,
+            states=self.states,
+            num_tokens=np.where(is_current, num_known, 0).astype(np.int64),
+            num_lookahead=num_lookahead,
+            min_survival=step.min_draft_survival,
         )
 
     def _num_rejected(self, sampled: list[list[int]]) -> dict[int, int]:
@@ -237,17 +237,17 @@ class ModelRunner:
             self._experts.store(others[0])
             experts = self._experts.read(others[1]) if spans else None
         return ForwardOutput(
-            step,
-            started,
-            inputs,
-            seq_ids,
-            step_order,
-            hidden,
-            sample_tokens,
-            self.batch.row_versions[inputs.rows],
-            states,
-            spans,
-            experts,
+            step=step,
+            started=started,
+            inputs=inputs,
+            seq_ids=seq_ids,
+            step_order=step_order,
+            hidden=hidden,
+            sample_tokens=sample_tokens,
+            row_versions=self.batch.row_versions[inputs.rows],
+            states=states,
+            expert_spans=spans,
+            experts=experts,
         )
 
     def compute_logits(self, forward: ForwardOutput) -> torch.Tensor:

@@ -28,7 +28,8 @@ from worker.loader.format_choice import activation_dtype, weight_format_for
 from worker.loader.formats import PackedFormat
 from worker.loader.gpu_format import multiplies_blocks
 from worker.loader.weights import DecoderBuilder, create_builder
-from worker.memory_plan import MemoryPlan, fitting_flags, plan_memory, refusal
+from worker.memory_plan import MemoryPlan, plan_memory
+from worker.memory_refusal import fitting_flags, refusal
 from worker.models.registry import model_spec, runs_on_transformers
 from worker.parallel.group import RankGroup
 from worker.speculation.draft_settings import require_draft_model

@@ -145,14 +145,26 @@ class RunnerBuilder:
             self._loaded.attention_kernels,
         )
         attention = self._with_states(with_hooks(backend, connector), message)
-        parts = (self._model(), attention, create_sampler(), batch, cache)
         head = self._loaded.pooling_head
         runner = (
             ModelRunner(
-                *parts, experts=self._experts(cache), drafter=self._create_drafter(message, batch)
+                model=self._model(),
+                attention=attention,
+                sampler=create_sampler(),
+                batch=batch,
+                kv_cache=cache,
+                experts=self._experts(cache),
+                drafter=self._create_drafter(message, batch),
             )
             if head is None
-            else PoolingRunner(head, *parts)
+            else PoolingRunner(
+                head,
+                model=self._model(),
+                attention=attention,
+                sampler=create_sampler(),
+                batch=batch,
+                kv_cache=cache,
+            )
         )
         runner.warm_up()
         return runner
@@ -277,12 +289,12 @@ class RunnerBuilder:
         are still to be read.
         """
         return CudaRunnerBuilder(
-            self._config.device,
-            model or self._model(),
-            Accelerator(self._device.torch_device),
-            DeviceKernels(load_library, TritonStore(), TritonDraw(), TritonEdits()),
-            create_sampler(),
-            self._loaded.dtype,
+            config=self._config.device,
+            model=model or self._model(),
+            accelerator=Accelerator(self._device.torch_device),
+            kernels=DeviceKernels(load_library, TritonStore(), TritonDraw(), TritonEdits()),
+            sampler=create_sampler(),
+            dtype=self._loaded.dtype,
         )
 
     def _model(self) -> Decoder:
@@ -428,12 +440,12 @@ class CudaRunnerBuilder:
         runner = self._create_runner(attention, kv_cache, batch, graphs, tokens, experts, drafter)
         runner.warm_up()
         sampler = DeviceSampler(
-            self._accelerator,
-            batch,
-            tokens.last,
-            self._model.spec.vocab_size,
-            self._kernels.draw,
-            self._kernels.edits,
+            accelerator=self._accelerator,
+            batch=batch,
+            last=tokens.last,
+            vocab_size=self._model.spec.vocab_size,
+            draw=self._kernels.draw,
+            edits=self._kernels.edits,
         )
         return AsyncModelRunner(runner, tokens, self._accelerator, sampler)
 
@@ -494,12 +506,12 @@ class CudaRunnerBuilder:
         assert isinstance(self._model, Decoder)
         return PoolingRunner(
             head,
-            self._model,
-            with_hooks(self._create_attention(kv_cache, (), 0), connector),
-            self._sampler,
-            batch,
-            kv_cache,
-            DevicePlacement(self._accelerator),
+            model=self._model,
+            attention=with_hooks(self._create_attention(kv_cache, (), 0), connector),
+            sampler=self._sampler,
+            batch=batch,
+            kv_cache=kv_cache,
+            placement=DevicePlacement(self._accelerator),
             more=DevicePlacement(self._accelerator),
         )
 
@@ -570,16 +582,16 @@ class CudaRunnerBuilder:
     ) -> ModelRunner:
         assert isinstance(self._model, Decoder)
         return ModelRunner(
-            self._model,
-            attention,
-            self._sampler,
-            batch,
-            kv_cache,
-            DevicePlacement(self._accelerator),
-            graphs,
-            tokens,
-            experts,
-            drafter,
+            model=self._model,
+            attention=attention,
+            sampler=self._sampler,
+            batch=batch,
+            kv_cache=kv_cache,
+            placement=DevicePlacement(self._accelerator),
+            graphs=graphs,
+            device_tokens=tokens,
+            experts=experts,
+            drafter=drafter,
         )
 
     def _graph_sizes(self, num_rows: int) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from worker.kv_cache import StateShape, lazy_zeros
 from worker.layers.rotary import Rotation
 
 STATE_DTYPE: Final = torch.float32
-"""States of fewer bits differ with the steps in which a sequence is computed."""
+"""Dtype of states; those of fewer bits differ with the steps in which a sequence is computed."""
 _NO_SOURCE: Final = -1
 
 

@@ -263,7 +263,7 @@ class Worker:
             self._has_reported_engine = True
             self._supervisor.send(
                 ProtocolViolation(
-                    "engine_core", 0, self._engine_epoch, "it sent what is no message"
+                    "engine_core", 0, self._engine_epoch, "it sent an undecodable message"
                 )
             )
 

@@ -25,6 +25,10 @@ FACTS: dict[str, Any] = {
     "block_size": 16,
     "compute_dtype": "torch.bfloat16",
     "weight_format": "packed",
+    "rank_of": (0, 1, False),
+    "kernels": (),
+    "implementation": "",
+    "ropes": (),
 }
 
 
@@ -39,7 +43,8 @@ FACTS: dict[str, Any] = {
         ("compute_dtype", "torch.float32"),
         ("weight_format", "bf16"),
         ("weight_format", "packed+int8"),
-        ("rank_of", (0, 2)),
+        ("rank_of", (0, 2, False)),
+        ("rank_of", (0, 1, True)),
         ("kernels", ("avx2",)),
         ("ropes", ("LongRoPE",)),
         ("kernels", ("avx2", "bf16 64x64 avx2")),
@@ -59,7 +64,13 @@ def test_the_fingerprint_ignores_the_order_of_facts() -> None:
 def test_every_cache_dtype_has_its_own_fingerprint() -> None:
     layout = kv_layout([None, 8])
     fingerprints = {
-        kv_fingerprint("00", {}, kv_cache_geometry(layout, 2, 16, dtype), 16, activations, "f32")
+        kv_fingerprint(
+            **FACTS
+            | {
+                "geometry": kv_cache_geometry(layout, 2, 16, dtype),
+                "compute_dtype": activations,
+            }
+        )
         for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int8)
         for activations in ("torch.float32", "torch.bfloat16")
     }

@@ -21,7 +21,8 @@ from worker import loaded_model
 from worker.device.devices import CpuDevice
 from worker.kernels import Kernels
 from worker.loaded_model import load
-from worker.memory_plan import MemoryPlan, fitting_flags, plan_memory, refusal
+from worker.memory_plan import MemoryPlan, plan_memory
+from worker.memory_refusal import fitting_flags, refusal
 from worker.models.moe import MoeSpec
 from worker.models.registry import model_spec, spec_from_config
 from worker.parallel.group import RankGroup

@@ -211,7 +211,7 @@ def test_an_undecodable_message_is_reported_once_and_the_next_engine_is_served(
         assert receive(engine)[0].epoch == 1
         engine.zmq_socket.send(b"\xc1")
         assert receive_violations(supervisor) == [
-            ProtocolViolation("engine_core", 0, 1, "it sent what is no message")
+            ProtocolViolation("engine_core", 0, 1, "it sent an undecodable message")
         ]
         engine.zmq_socket.send(b"\xc1")
         engine.send(InitializeCache(PROTOCOL_VERSION, 1, 10, 16, 100))

@@ -13,14 +13,8 @@ import torch
 
 from worker.attention.base import AttentionInputs, AttentionShape, QuerySplit
 from worker.attention.scratch_pages import with_pages
-from worker.kernels import (
-    DTYPE_CODES,
-    AttentionCall,
-    AttentionLayer,
-    AttentionSchedule,
-    AttentionStep,
-    Kernels,
-)
+from worker.kernel_structures import AttentionCall, AttentionLayer, AttentionSchedule, AttentionStep
+from worker.kernels import DTYPE_CODES, Kernels
 from worker.kv_cache import KVCache, Window
 from worker.layers.rotary import Rotation
 
@@ -29,9 +23,9 @@ _TILE_FIELDS: Final = 9
 _TASK_FIELDS: Final = 3
 _ROUND_FIELDS: Final = 2
 MOST_PARTIAL_BYTES: Final = 32 << 20
-"""For the partial results of split sequences; if they need more, the step is computed in rounds."""
+"""Most bytes for the partial results of split sequences; more are computed in rounds."""
 _UNBOUNDED: Final = 1 << 40
-"""As a window: more tokens than any sequence has."""
+"""A window of more tokens than any sequence has, for layers without one."""
 
 
 class UnsupportedShapeError(Exception):
@@ -52,7 +46,7 @@ class AttentionPlan:
         self._partial_width = int(kernels.partial_width(shape.head_dim))
         self._most_partial_rows = most_partial_bytes // (4 * self._partial_width)
 
-    def make(self, step: ctypes.Structure) -> None:
+    def make(self, step: AttentionStep) -> None:
         """Plan a step; its block table and slots do not matter."""
         plan = self.structure
         plan.tiles = plan.tasks = plan.rounds = None
@@ -117,7 +111,7 @@ class CpuAttention:
                 self._plans[window].make(step)
 
     def layer_calls(self, num_tokens: int) -> int:
-        """Return the address of an array of `worker.kernels.AttentionCall`, one for each layer.
+        """Return the address of an array of `AttentionCall`, one for each layer.
 
         For a kernel that runs all layers. The calls describe the planned step of `num_tokens`.
         """
@@ -161,7 +155,7 @@ class CpuAttention:
         self._kernels.attention_run(self._groups[group], plan, call)
         return output
 
-    def _step(self, window: Window) -> ctypes.Structure:
+    def _step(self, window: Window) -> AttentionStep:
         """Return the structure of a group, with the fields that do not change from step to step."""
         tokens = _UNBOUNDED if window is None else window
         ahead = tokens - 1 if self._shape.bidirectional else 0
@@ -177,7 +171,7 @@ class CpuAttention:
             soft_cap=self._shape.soft_cap,
         )
 
-    def _layer(self, layer: int) -> ctypes.Structure:
+    def _layer(self, layer: int) -> AttentionLayer:
         """Return the structure of a layer, with the fields that do not change from step to step."""
         key, value = (pages.rows for pages in self._kv_cache.layer_pages(layer))
         return AttentionLayer(
@@ -188,7 +182,7 @@ class CpuAttention:
             head_stride=key.stride(1),
         )
 
-    def _call(self, layer: int) -> ctypes.Structure:
+    def _call(self, layer: int) -> AttentionCall:
         layout = self._kv_cache.layout
         group = layout.layer_slots[layer].group
         plan = self._plans[layout.windows[group]].structure

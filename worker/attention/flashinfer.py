@@ -49,10 +49,10 @@ from worker.layers.rotary import Rotation
 
 HEAD_DIMS: Final = (64, 128, 256)
 LATENT_DIMS: Final = (512, 64)
-"""Of a latent, and of the part of a key that rotates."""
+"""Sizes of a latent and of the rotated part of a key that there are kernels for."""
 QUERY_DTYPES: Final = (torch.bfloat16, torch.float16)
 EIGHT_BITS: Final = torch.float8_e4m3fn
-"""The other dtype of K and V, without scales."""
+"""Dtype of K and V in 8 bits, without scales; else they have the dtype of the query."""
 DEFAULTS: Final = Options()
 
 
@@ -141,7 +141,14 @@ class FlashInferAttention:
         cache = self._kv_cache
         self._pages = [cache.layer_pages(layer) for layer in range(len(cache.layout.layer_slots))]
         self._wrappers = [
-            GroupWrappers(make, shape, dtype, cache.dtype, cache.block_size, window)
+            GroupWrappers(
+                make=make,
+                shape=shape,
+                dtype=dtype,
+                kv_dtype=cache.dtype,
+                block_size=cache.block_size,
+                window=window,
+            )
             for window in cache.layout.windows
         ]
         return self._wrappers

@@ -22,7 +22,7 @@ from worker.device.accelerator import Accelerator
 from worker.kv_cache import Window
 
 BACKEND: Final = "fa2"
-"""Named always: on Hopper the library would choose by itself, and plan for longer."""
+"""Backend of the library, always named: on Hopper it would choose itself, and plan longer."""
 _LAYOUT: Final = "HND"
 _LN_2: Final = math.log(2.0)
 _CAPTURED_SCHEDULE_BYTES: Final = 512 << 10

@@ -239,7 +239,12 @@ class FlashInferLatentAttention(FlashInferAttention):
             for layer in range(len(layout.layer_slots))
         ]
         self._latent_wrappers = LatentWrappers(
-            accelerator, library, shape, dtype, cache.block_size, options
+            accelerator=accelerator,
+            library=library,
+            shape=shape,
+            dtype=dtype,
+            block_size=cache.block_size,
+            options=options,
         )
         return [self._latent_wrappers]
 

@@ -9,7 +9,8 @@ from typing import Final, Literal, Protocol
 import torch
 import torch.nn.functional as F
 
-from worker.kernels import DTYPE_CODES, GateCall, Kernels, row_kernels
+from worker.kernel_structures import GateCall
+from worker.kernels import DTYPE_CODES, Kernels, row_kernels
 from worker.layers.flashinfer_kernels import FlashInferGate, usable_flashinfer
 from worker.layers.scratch import Scratch
 from worker.layers.triton_kernels import TritonGate
@@ -26,8 +27,9 @@ sigmoid: of the gate alone, which multiplies the output of an attention.
 GATE_CODES: Final = {"silu": 0, "gelu_tanh": 1, "swiglu_oai": 2, "gelu": 3, "sigmoid": 4}
 """TokendGateKind of csrc/layers/rows.h."""
 ALPHA: Final = 1.702
+"""Factor of the input of the sigmoid of swiglu_oai."""
 LIMIT: Final = 7.0
-"""Of swiglu_oai."""
+"""Bound of the gate and of up in swiglu_oai."""
 
 
 class Gate(Protocol):

@@ -15,7 +15,8 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from worker.kernels import DTYPE_CODES, DeltaRuleRun, DeltaRuleStructure, Kernels, row_kernels
+from worker.kernel_structures import DeltaRuleRun, DeltaRuleStructure
+from worker.kernels import DTYPE_CODES, Kernels, row_kernels
 from worker.layers.scratch import ByteBuffer
 from worker.state_cache import StateCache
 

@@ -24,16 +24,15 @@ import numpy.typing as npt
 import torch
 
 from proto.prepared_model import FP8
-from worker.kernels import (
-    DTYPE_CODES,
+from worker.kernel_structures import (
     Bf16Shape,
     Fp8Shape,
-    Kernels,
     LinearPart,
     PackedShape,
     Product,
     RotatedShape,
 )
+from worker.kernels import DTYPE_CODES, Kernels
 
 PRODUCT_DTYPES: Final = (torch.float32, torch.bfloat16)
 BLOCK_TYPES: Final = {
@@ -78,8 +77,6 @@ _ROTATED_UNIT: Final = 32
 _PANEL: Final = 32
 """Outputs of a panel of a packed weight, whose factors of outputs lie in front."""
 
-Structure = ctypes.Structure
-
 
 class KernelFormat(IntEnum):
     """TokendWeightFormat of csrc/layers/stack.h."""
@@ -100,7 +97,11 @@ class KernelWeight:
     """
 
     def __init__(
-        self, kernels: Kernels, weight_format: KernelFormat, type_name: str, structure: Structure
+        self,
+        kernels: Kernels,
+        weight_format: KernelFormat,
+        type_name: str,
+        structure: ctypes.Structure,
     ) -> None:
         self.out_features: int = structure.out_features
         self.in_features: int = structure.in_features
@@ -183,8 +184,8 @@ class KernelWeight:
             case KernelFormat.FP8:
                 self._product = kernels.fp8_product
 
-    def part(self, bias: torch.Tensor | None) -> Structure:
-        """Return weight and bias [out] as a `worker.kernels.LinearPart`; valid while both live."""
+    def part(self, bias: torch.Tensor | None) -> LinearPart:
+        """Return weight and bias [out] as a `LinearPart`; valid while both live."""
         part = LinearPart(
             self.weight_format,
             ctypes.addressof(self._structure),
@@ -264,7 +265,9 @@ class KernelWeight:
         self._product(self._structure, product)
 
 
-def _describe_bias(call: Structure, out_features: int, bias: torch.Tensor | None) -> None:
+def _describe_bias(
+    call: LinearPart | Product, out_features: int, bias: torch.Tensor | None
+) -> None:
     if bias is not None:
         assert bias.dtype in PRODUCT_DTYPES
         assert bias.is_contiguous()
@@ -278,7 +281,7 @@ def is_packable(block_type: str, in_features: int) -> bool:
     return in_features > 0 and in_features % columns == 0
 
 
-def packed_shape(block_type: str, shape: tuple[int, int]) -> Structure:
+def packed_shape(block_type: str, shape: tuple[int, int]) -> PackedShape:
     """Describe a weight [out, in] in blocks of this type to the kernels, without its memory."""
     return PackedShape(_TYPE_CODES[block_type], *shape)
 
@@ -559,6 +562,6 @@ class Fp8Weight(KernelWeight):
         return first_wrong
 
 
-def fp8_shape(shape: tuple[int, int], scale_columns: int, *, wide: bool) -> Structure:
+def fp8_shape(shape: tuple[int, int], scale_columns: int, *, wide: bool) -> Fp8Shape:
     """Describe an Fp8Weight [out, in] to the kernels, without its memory."""
     return Fp8Shape(*shape, scale_columns, 32 if wide else 1)

@@ -18,7 +18,7 @@ from typing import Final, Protocol
 import torch
 import torch.nn.functional as F
 
-from worker.kernels import LinearPart, StackLinear
+from worker.kernel_structures import LinearPart, StackLinear
 from worker.layers.kernel_weights import KernelWeight
 from worker.layers.norm import Norm
 from worker.parallel.group import RankGroup
@@ -151,8 +151,8 @@ class KernelLinear:
         ]
 
     @property
-    def parts(self) -> tuple[ctypes.Structure, ...]:
-        """Each weight as a `worker.kernels.LinearPart`; valid as long as this object lives.
+    def parts(self) -> tuple[LinearPart, ...]:
+        """Each weight as a `LinearPart`; valid as long as this object lives.
 
         Empty if a weight has its columns in another order, which only `multiply` knows.
         """
@@ -225,8 +225,8 @@ def format_thresholds(linear: Linear) -> tuple[int, ...]:
     return (linear.many_from,) if isinstance(linear, MixedLinear) else ()
 
 
-def kernel_parts(linear: Linear, num_rows: int) -> tuple[ctypes.Structure, ...]:
-    """Return the weights that multiply so many rows, as `worker.kernels.LinearPart` structures.
+def kernel_parts(linear: Linear, num_rows: int) -> tuple[LinearPart, ...]:
+    """Return the weights that multiply so many rows, as `LinearPart` structures.
 
     Valid as long as `linear` lives. Empty if no kernel of ours multiplies them.
     """
@@ -244,12 +244,12 @@ class ProductDescriptions:
 
     def __init__(self) -> None:
         self.complete = True
-        self._arrays: list[ctypes.Array[ctypes.Structure]] = []
+        self._arrays: list[ctypes.Array[LinearPart] | ctypes.Array[StackLinear]] = []
 
     def describe(
         self, linear: Linear, num_rows: int, in_features: int, out_features: int
-    ) -> ctypes.Structure:
-        """Return the layer as a `worker.kernels.StackLinear` for products of `num_rows` rows."""
+    ) -> StackLinear:
+        """Return the layer as a `StackLinear` for products of `num_rows` rows."""
         parts = kernel_parts(linear, num_rows)
         array = (LinearPart * len(parts))(*parts)
         self._arrays.append(array)

@@ -13,7 +13,8 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from worker.kernels import DTYPE_CODES, Kernels, NormCall, RowNorm, row_kernels
+from worker.kernel_structures import NormCall, RowNorm
+from worker.kernels import DTYPE_CODES, Kernels, row_kernels
 from worker.layers.flashinfer_kernels import FlashInferNorm, usable_flashinfer
 from worker.layers.scratch import Scratch
 from worker.layers.triton_kernels import TritonNorm
@@ -116,7 +117,7 @@ class KernelNorm:
             eps=weight.eps,
             is_centered=weight.is_centered,
         )
-        """As a `worker.kernels.RowNorm`; valid as long as this lives."""
+        """The norm as a structure for C; valid as long as this object lives."""
         self._into, self._other = (NormCall(size=self._size, norm=self.row_norm) for _ in range(2))
         self._into_reference, self._other_reference = map(ctypes.byref, (self._into, self._other))
         self._norm, self._add_norm = kernels.norm, kernels.add_norm

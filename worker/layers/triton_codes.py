@@ -28,7 +28,7 @@ _FEW_ROWS: Final = 16
 _MANY_ROWS: Final = 64
 _OUTPUTS: Final = 64
 _BYTES: Final = 64
-"""Of a tile, in each row of a weight."""
+"""Bytes of each row of a weight that a tile has."""
 
 
 @dataclass(frozen=True, slots=True)

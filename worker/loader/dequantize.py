@@ -174,7 +174,7 @@ _IQ1_M_EXPONENT: Final = ((52, 0xC000), (54, 0x7000))
 """The exponent of the scale of IQ1_M: bytes at which words begin, and its bits in them."""
 _HALF_EXPONENT: Final = 0x7C00
 _NAN_EXPONENT: Final = 0xFF
-"""Of MXFP4."""
+"""The exponent, a byte of E8M0, at which a scale of MXFP4 is NaN."""
 
 
 def has_wrong_scale(block_type: str, blocks: npt.NDArray[np.uint8]) -> bool:

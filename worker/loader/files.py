@@ -37,7 +37,7 @@ _PART_DTYPES: Final = _SAFETENSORS_DTYPES | {
     "I8": torch.int8,
     "U8": torch.uint8,
 }
-"""Of the parts of quantised weights."""
+"""Torch dtypes of the parts of quantised weights, by their names in safetensors files."""
 _GGUF_DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 

@@ -25,7 +25,8 @@ import torch
 
 from proto.errors import ModelError
 from proto.prepared_model import FP8
-from worker.kernels import Bf16Shape, Kernels, RotatedShape, row_kernels
+from worker.kernel_structures import Bf16Shape, RotatedShape
+from worker.kernels import Kernels, row_kernels
 from worker.layers.activation import Activation
 from worker.layers.embedding import (
     DenseTable,
@@ -76,20 +77,8 @@ from worker.loader.source import WeightSource
 
 DENSE_NAMES: Final = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 ROTATED_FROM: Final = 8
-"""Rows from which on products with rotated weights take less time than those over blocks of 4
-bits. Of the layers of SmolLM2, milliseconds of one thread, Q4_1 and rotated:
-
-    rows                 1           4           8           16          32         256
-    AMX               7.3  8.8    9.7  8.8   12.1  9.4    16.3  10   24.5  11    170   38
-    AVX-512 VNNI      7.5  8.9    9.7  9.9   12.3  11     16.0  14   25.2  21    146  106
-    AVX-VNNI         10.4  9.7   13.0  11    17.2  14     25.2  20   40.4  32    309  220
-    AVX-512           7.2  9.6   10.8  12    15.2  17     25.7  28   43.1  47    353  348
-    AVX2              9.9  11    14.1  13    20.9  19     34.1  33   61.4  60    449  435
-
-Beside blocks of 8 bits (Q8_0: on AMX 11.3 for one row, 19.6 for 16; on AVX2 18.7 and 71) they
-win for every number of rows. Two threads share the memory bandwidth, of which more bytes need more.
-Where bytes are multiplied without an instruction for it, there is next to nothing to gain. The
-times over blocks are those of vectors; the tile unit has multiplied blocks only since then."""
+"""Rows of a step from which on rotated int8 weights, kept beside blocks of 4 bits, multiply faster
+than the blocks; measured in docs/benchmarks/products.md, "Rotated int8 weights"."""
 
 
 @dataclass(frozen=True)

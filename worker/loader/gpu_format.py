@@ -263,13 +263,13 @@ class GpuFormat(DenseFormat):
             order, table = source.column_order(own[0]), parts[0].table
             found.append(
                 CodedWeight(
-                    torch.cat([part.codes for part in parts]).to(device),
-                    torch.cat([part.scales for part in parts]).t().contiguous().to(device),
-                    torch.cat(zeros).t().contiguous().to(device) if zeros else None,
-                    None if table is None else table.to(device),
-                    parts[0].group,
-                    None if order is None else order.to(device),
-                    parts[0].is_float,
+                    codes=torch.cat([part.codes for part in parts]).to(device),
+                    scales=torch.cat([part.scales for part in parts]).t().contiguous().to(device),
+                    zeros=torch.cat(zeros).t().contiguous().to(device) if zeros else None,
+                    table=None if table is None else table.to(device),
+                    group=parts[0].group,
+                    column_order=None if order is None else order.to(device),
+                    is_float=parts[0].is_float,
                 )
             )
         return found

@@ -37,10 +37,10 @@ from worker.loader.dequantize import E2M1, dequantize
 RawBytes = npt.NDArray[np.uint8]
 Parts = Mapping[str, torch.Tensor]
 """Role → the whole tensor as the file has it; floats in their dtype, all others as stored."""
-_AWQ_PLACES: Final = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Column of eight → the place of its 4 bits in their word."""
+_AWQ_POSITIONS: Final = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Column of eight → the position of its 4 bits in their word, counted in fours."""
 NF4_FACTOR: Final = 112.03
-"""Of the numbers of NF4 to the whole numbers of packed_format.h."""
+"""Factor from the numbers of NF4 to the whole numbers of packed_format.h."""
 NF4_NUMBERS: Final = torch.tensor(
     (
         *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -49,7 +49,7 @@ NF4_NUMBERS: Final = torch.tensor(
         *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
     )
 )
-"""QLoRA (Dettmers et al., 2023), appendix E."""
+"""The 16 numbers of NF4 by code (QLoRA, Dettmers et al., 2023, appendix E)."""
 _MXFP4_BYTES: Final = 16
 _NAN: Final = 0x7F
 """The code of NaN in E4M3, without its sign."""
@@ -57,13 +57,13 @@ _NVFP4_PACKINGS: Final = ("compressed_nvfp4", "gguf_nvfp4", "modelopt_nvfp4")
 _CHUNK_NUMBERS: Final = 1 << 22
 """Numbers that are converted together, to bound the memory beside the weight."""
 _BLOCKS_AT_ONCE: Final = 1 << 13
-"""The same for MXFP4, of blocks: what a step of it writes stays in the cache."""
+"""Blocks of MXFP4 that are converted together: what a step of it writes stays in the cache."""
 _NIBBLE: Final = np.uint64(4)
 _SPREADS: Final = tuple(
     (np.uint64(shift), np.uint64(mask))
     for shift, mask in ((16, 0x0000FFFF0000FFFF), (8, 0x00FF00FF00FF00FF), (4, 0x0F0F0F0F0F0F0F0F))
 )
-"""Move the nibbles of the low half of a word apart."""
+"""Shifts and masks that move the nibbles of the low half of a word a byte apart, in order."""
 
 
 def read_numbers(entry: TensorEntry, parts: Parts) -> torch.Tensor:
@@ -341,7 +341,7 @@ def _unpack_awq(parts: Parts, rows: slice, bits: int, options: Mapping[str, floa
 
     def unpack(packed: torch.Tensor) -> torch.Tensor:
         split = _split_words(packed[:, words], bits).view(len(packed), -1, 8)
-        return split[:, :, list(_AWQ_PLACES)].flatten(1)[:, here].t().contiguous()
+        return split[:, :, list(_AWQ_POSITIONS)].flatten(1)[:, here].t().contiguous()
 
     return unpack(parts["codes"]), parts["scales"][:, rows].t(), unpack(parts["zeros"])
 
@@ -409,8 +409,8 @@ def _four_bits(entry: TensorEntry, parts: Parts) -> tuple[torch.Tensor, torch.Te
     scales = parts["scales"][first // block : -(-end // block)]
     if "nested_block" in entry.options:
         nested = int(entry.options["nested_block"])
-        places = torch.arange(first // block, first // block + len(scales)) // nested
-        of_scales = parts["nested_scales"][places]
+        indices = torch.arange(first // block, first // block + len(scales)) // nested
+        of_scales = parts["nested_scales"][indices]
         scales = parts["nested_table"][scales.long()] * of_scales + entry.options["nested_offset"]
     scales = _finite(entry, scales).repeat_interleave(block)[first % block :][: end - first]
     return codes.view(rows, columns), scales.view(rows, columns)
@@ -458,8 +458,8 @@ def factors(entry: TensorEntry, parts: Parts, row_step: int = 1) -> npt.NDArray[
     ]
     each = _finite(entry, of_all.view(-1) if "divisor" not in parts else 1 / of_all.view(-1))
     rows = torch.arange(entry.first_row, entry.first_row + entry.shape[0], row_step)
-    places = rows // int(entry.options["rows"]) if len(each) > 1 else torch.zeros_like(rows)
-    return each[places].numpy()
+    indices = rows // int(entry.options["rows"]) if len(each) > 1 else torch.zeros_like(rows)
+    return each[indices].numpy()
 
 
 def _put_nvfp4(entry: TensorEntry, parts: Parts, row_step: int, blocks: torch.Tensor) -> None:
@@ -481,8 +481,8 @@ def _fp8(entry: TensorEntry, parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
     first, end = entry.first_row, entry.first_row + rows
     block_rows, block_columns = int(entry.options["rows"]), int(entry.options["columns"])
     scales = _fp8_scales(entry, parts)
-    places = torch.arange(first, end) // block_rows
-    scales = _finite(entry, scales[places])
+    indices = torch.arange(first, end) // block_rows
+    scales = _finite(entry, scales[indices])
     codes = parts["codes"][first:end].float()
     if codes.isnan().any():
         raise ModelError(f"a number of {entry.name} is nan")

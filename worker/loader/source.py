@@ -51,27 +51,27 @@ def block_columns(spec: ModelSpec, index: TensorIndex) -> dict[str, int]:
 class StoredWeight:
     """Where a weight lies in the files.
 
-    entry: whole rows of a tensor. places: the rows of it that are rows of the weight, or the
+    entry: whole rows of a tensor. indices: of its rows that are rows of the weight, or of its
         columns if it is stored transposed.
     """
 
     entry: TensorEntry
-    places: range
+    indices: range
     is_transposed: bool = False
 
     def with_rows(self, rows: slice) -> "StoredWeight":
         """Return where these rows of the weight lie."""
-        places = self.places[rows]
+        indices = self.indices[rows]
         if self.is_transposed:
-            return replace(self, places=places)
-        entry = _rows_of(self.entry, slice(places.start, places.stop))
-        return StoredWeight(entry, range(0, len(places) * places.step, places.step))
+            return replace(self, indices=indices)
+        entry = _rows_of(self.entry, slice(indices.start, indices.stop))
+        return StoredWeight(entry, range(0, len(indices) * indices.step, indices.step))
 
     def read(self, files: TensorFiles) -> torch.Tensor:
         """Return the weight's rows; a view of the mapped file for plain types."""
         stored = files.read(self.entry)
         matrix = stored.t() if self.is_transposed else stored
-        return matrix[self.places.start : self.places.stop : self.places.step]
+        return matrix[self.indices.start : self.indices.stop : self.indices.step]
 
 
 class WeightSource:
@@ -175,9 +175,9 @@ class WeightSource:
 
         Where blocks are those of its transpose, the weight is read as numbers: "F32".
         """
-        place = self._entries[name]
-        is_read_as_numbers = place.is_transposed and place.entry.type in BLOCK_COLUMNS
-        return "F32" if is_read_as_numbers else place.entry.type
+        weight = self._entries[name]
+        is_read_as_numbers = weight.is_transposed and weight.entry.type in BLOCK_COLUMNS
+        return "F32" if is_read_as_numbers else weight.entry.type
 
     def name_in_file(self, name: str) -> str:
         """Return what the file calls the tensor that a weight lies in."""
@@ -225,14 +225,14 @@ class WeightSource:
     def read_blocks(self, name: str) -> StoredBlocks:
         """Return a weight in quantisation blocks as it is stored; may share the mapped file."""
         shard = self._shards[name]
-        place = self._entries[name].with_rows(shard.rows)
-        if not place.entry.parts:
-            check_blocks(place.entry)
-        rows, columns = len(place.places), place.entry.shape[1]
-        data = self._files.blocks_of(place.entry, place.places.step)
-        factors = self._files.factors_of(place.entry, place.places.step)
+        weight = self._entries[name].with_rows(shard.rows)
+        if not weight.entry.parts:
+            check_blocks(weight.entry)
+        rows, columns = len(weight.indices), weight.entry.shape[1]
+        data = self._files.blocks_of(weight.entry, weight.indices.step)
+        factors = self._files.factors_of(weight.entry, weight.indices.step)
         orders = self._row_order(name), self.column_order(name)
-        stored = StoredBlocks(place.entry.type, rows, columns, data, *orders, factors)
+        stored = StoredBlocks(weight.entry.type, rows, columns, data, *orders, factors)
         return stored.with_columns(shard.columns)
 
     def fp8_scales(self, name: str) -> tuple[int, bool]:
@@ -246,10 +246,10 @@ class WeightSource:
     def fp8_block(self, name: str) -> tuple[int, int]:
         """Return the columns and the aligned rows of a weight in FP8 that share a scale."""
         shard = self._shards[name]
-        place = self._entries[name].with_rows(shard.rows)
-        entry = place.entry
-        in_order = place.places.step == 1 and self._row_order(name) is None
-        rows = math.gcd(entry.first_row, len(place.places), int(entry.options["rows"]))
+        weight = self._entries[name].with_rows(shard.rows)
+        entry = weight.entry
+        in_order = weight.indices.step == 1 and self._row_order(name) is None
+        rows = math.gcd(entry.first_row, len(weight.indices), int(entry.options["rows"]))
         return quantised.fp8_scale_columns(entry, shard.columns), rows if in_order else 1
 
     def rounds_inputs(self, name: str) -> bool:
@@ -272,9 +272,9 @@ class WeightSource:
     def read_codes(self, name: str) -> quantised.Codes:
         """Return a weight as codes, with this rank's rows in order; see quantised.read_codes."""
         shard = self._shards[name]
-        place = self._entries[name].with_rows(shard.rows)
-        parts = self._files.parts_of(place.entry)
-        found = quantised.read_codes(place.entry, parts, shard.columns, place.places.step)
+        weight = self._entries[name].with_rows(shard.rows)
+        parts = self._files.parts_of(weight.entry)
+        found = quantised.read_codes(weight.entry, parts, shard.columns, weight.indices.step)
         order = self._row_order(name)
         return found if order is None else found.with_rows(torch.from_numpy(order))
 
@@ -300,9 +300,9 @@ class WeightSource:
         See quantised.read_fp8 and read_rows.
         """
         shard = self._shards[name]
-        place = self._entries[name].with_rows(shard.rows)
-        parts = self._files.parts_of(place.entry)
-        stored = quantised.read_fp8(place.entry, parts, shard.columns, place.places.step)
+        weight = self._entries[name].with_rows(shard.rows)
+        parts = self._files.parts_of(weight.entry)
+        stored = quantised.read_fp8(weight.entry, parts, shard.columns, weight.indices.step)
         return *stored, self._row_order(name)
 
     def prefetch(self, name: str) -> None:
@@ -322,9 +322,9 @@ class WeightSource:
         The order is int64 [rows], row i of the weight is row order[i] of these; None for the same.
         """
         shard = self._shards[name]
-        place = self._entries[name].with_rows(shard.rows)
-        stored = place.read(self._files)[:, shard.columns]
-        rows = stored.contiguous() if place.is_transposed else stored
+        weight = self._entries[name].with_rows(shard.rows)
+        stored = weight.read(self._files)[:, shard.columns]
+        rows = stored.contiguous() if weight.is_transposed else stored
         return rows.to(dtype or stored.dtype), self._row_order(name)
 
     def splits_block(self, name: str, block_size: int) -> bool:
@@ -432,11 +432,11 @@ def _part_of(entry: TensorEntry, stack: StackPart, shape: tuple[int, ...]) -> St
     all_rows = entry.with_shape((math.prod(experts) * rows_each, *tail))
     first, step = stack.index * rows_each, stack.row_step
     one = _rows_of(all_rows, slice(first, first + rows_each))
-    places = range(stack.first_row, stack.first_row + shape[0] * step, step)
+    indices = range(stack.first_row, stack.first_row + shape[0] * step, step)
     if _is_transposed(entry, stack):
         columns = slice(stack.first_column, stack.first_column + shape[1])
-        return StoredWeight(_rows_of(one, columns), places, is_transposed=True)
-    return StoredWeight(one, range(rows_each)).with_rows(slice(places.start, places.stop, step))
+        return StoredWeight(_rows_of(one, columns), indices, is_transposed=True)
+    return StoredWeight(one, range(rows_each)).with_rows(slice(indices.start, indices.stop, step))
 
 
 def _check_shape(entry: TensorEntry, shape: tuple[int, ...]) -> None:

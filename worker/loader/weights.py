@@ -54,7 +54,7 @@ from worker.parallel.group import RankGroup
 from worker.parallel.sharding import ModelShard, shard_model
 
 _READER_THREADS: Final = min(max(2, len(ALLOWED_CPUS)), 8)
-"""Reading rearranges the weights for the kernels, which takes a core per thread."""
+"""Threads that read weights: rearranging them for the kernels takes a core per thread."""
 _LAYERS_AHEAD: Final = _READER_THREADS + 2
 """Layers read ahead of the one that is built; bounds the memory beside the finished ones."""
 _ALONE: Final = RankGroup()
@@ -108,7 +108,14 @@ def create_builder(
     index = read_index(prepared)
     shards = shard_model(spec, group.size, block_columns(spec, index))
     source = WeightSource(index, spec, dtype, device, shards[group.rank].weights)
-    return DecoderBuilder(source, shards, weight_format, device, group, prepared.folder)
+    return DecoderBuilder(
+        source=source,
+        shards=shards,
+        weight_format=weight_format,
+        device=device,
+        group=group,
+        folder=prepared.folder,
+    )
 
 
 class DecoderBuilder:
@@ -147,13 +154,13 @@ class DecoderBuilder:
         mlp_sum_norm = mlp.norm("mlp_sum_norm") if norms.mlp_sum else None
         build_mixer, build_mlp = spec.mixer.read(mixer), spec.mlp.read(mlp)
         return lambda: DecoderLayer(
-            mixer_norm and mixer_norm(),
-            build_mixer(),
-            mlp_norm and mlp_norm(),
-            build_mlp(),
-            self.spec.parallel_blocks,
-            mixer_sum_norm and mixer_sum_norm(),
-            mlp_sum_norm and mlp_sum_norm(),
+            mixer_norm=mixer_norm and mixer_norm(),
+            mixer=build_mixer(),
+            mlp_norm=mlp_norm and mlp_norm(),
+            mlp=build_mlp(),
+            is_parallel=self.spec.parallel_blocks,
+            mixer_sum_norm=mixer_sum_norm and mixer_sum_norm(),
+            mlp_sum_norm=mlp_sum_norm and mlp_sum_norm(),
         )
 
     def read_ends(self) -> Callable[[Sequence[DecoderLayer]], Decoder]:

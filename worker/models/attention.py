@@ -188,14 +188,14 @@ class AttentionSpec(PartSpec):
         norms = [reader.norm(name) for name in ("q_norm", "k_norm") if self.has_qk_norm]
         sinks = reader.tensor("sinks", torch.float32) if self.sinks else None
         return lambda: Attention(
-            self,
-            reader.cache_layer,
-            qkv(),
-            tuple(build() for build in norms),
-            reader.rotary(self.rope, self.head_dim, self.rotary_dim),
-            output(),
-            sinks,
-            make_gate("sigmoid", reader.device) if self.output_gate else None,
+            spec=self,
+            layer=reader.cache_layer,
+            qkv=qkv(),
+            head_norms=tuple(build() for build in norms),
+            rotary=reader.rotary(self.rope, self.head_dim, self.rotary_dim),
+            output=output(),
+            sinks=sinks,
+            gate=make_gate("sigmoid", reader.device) if self.output_gate else None,
         )
 
     def _heads_of_ranks(self, size: int) -> list[tuple[range, range]]:

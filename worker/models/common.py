@@ -31,11 +31,11 @@ _QWEN_NORMS: Final = LayerNorms(
     attention=("input_layernorm", "attn_norm"),
     mlp=("post_attention_layernorm", "post_attention_norm"),
 )
-"""Of models with gated delta-rule layers."""
+"""Names of the norms of models with gated delta-rule layers."""
 _MAX_LAYERS: Final = 4096
 _MAX_EXPERTS: Final = 4096
 _MAX_GROUPS: Final = 64
-"""The kernel has a bit for each."""
+"""Most groups of experts: the kernel has a bit for each."""
 _EXPERTS_KEYS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
 """What configurations call the number of experts: one name each, some a new one since then."""
 _MAX_HEAD_DIM: Final = 1 << 14

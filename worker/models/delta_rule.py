@@ -214,7 +214,14 @@ class DeltaRuleSpec(PartSpec):
                 norm,
                 self.eps,
             )
-            return DeltaRuleMixer(self, reader.cache_layer, inputs(), gates(), weights, output())
+            return DeltaRuleMixer(
+                spec=self,
+                layer=reader.cache_layer,
+                inputs=inputs(),
+                gates=gates(),
+                weights=weights,
+                output=output(),
+            )
 
         return build
 

@@ -13,7 +13,7 @@ ACTIVATIONS: Final[dict[str, Activation]] = {
     "silu": "silu",
     "swish": "silu",
 }
-"""By their names in configurations."""
+"""Activations by their names in configurations."""
 
 
 def bidirectional_attention(config: ConfigReader, **attention: Any) -> AttentionSpec:

@@ -13,15 +13,14 @@ from typing import Final
 
 import torch
 
-from worker.kernels import (
-    DTYPE_CODES,
+from worker.kernel_structures import (
     ExpertStructure,
-    Kernels,
     LinearPart,
     MoeRun,
     MoeStructure,
     RouterStructure,
 )
+from worker.kernels import DTYPE_CODES, Kernels
 from worker.layers.activation import GATE_CODES, Activation
 from worker.layers.experts import Expert, LinearExperts
 from worker.layers.linear import ProductDescriptions, format_thresholds
@@ -118,7 +117,7 @@ class KernelMoe:
 
 
 class MoeDescription:
-    """A mixture as a `worker.kernels.MoeStructure`, for steps of at least `num_rows` rows.
+    """A mixture as a `MoeStructure`, for steps of at least `num_rows` rows.
 
     Valid while the mixture lives. complete: as in ProductDescriptions; an incomplete description
     must not be run.
@@ -157,14 +156,14 @@ class MoeDescription:
             for name in ("gate_up", "down")
         )
 
-    def _expert(self, expert: Expert, num_rows: int, inner: int) -> ctypes.Structure:
+    def _expert(self, expert: Expert, num_rows: int, inner: int) -> ExpertStructure:
         hidden, describe = self._mixture.hidden_size, self._products.describe
         return ExpertStructure(
             gate_up=describe(expert.gate_up, num_rows, hidden, 2 * inner),
             down=describe(expert.down, num_rows, inner, hidden),
         )
 
-    def _router(self, router: Router) -> ctypes.Structure:
+    def _router(self, router: Router) -> RouterStructure:
         spec = router.spec
         tensors = {
             "weight": router.weight,
@@ -186,7 +185,7 @@ class MoeDescription:
         )
 
 
-def _kernels_of(expert: ctypes.Structure, name: str) -> tuple[int, ...]:
+def _kernels_of(expert: ExpertStructure, name: str) -> tuple[int, ...]:
     """Return format and kernels of an expert's product."""
     linear = getattr(expert, name)
     if linear.num_parts == 0:

@@ -14,17 +14,16 @@ import torch
 
 from worker.attention.base import AttentionBackend
 from worker.attention.cpu import CpuAttention
-from worker.kernels import (
-    DTYPE_CODES,
-    Kernels,
+from worker.kernel_structures import (
     LatentStructure,
     RopeTable,
     RowNorm,
     Stack,
     StackLayer,
+    StackLinear,
     StackRun,
-    row_kernels,
 )
+from worker.kernels import DTYPE_CODES, Kernels, row_kernels
 from worker.layers.activation import GATE_CODES
 from worker.layers.linear import Linear, ProductDescriptions, format_thresholds
 from worker.layers.norm import KernelNorm, Norm
@@ -168,7 +167,7 @@ class KernelStack:
 
 
 class StackDescription:
-    """The layers as a `worker.kernels.Stack`, for steps of at least `num_rows` tokens.
+    """The layers as a `Stack`, for steps of at least `num_rows` tokens.
 
     Valid while the layers live. complete: whether kernels of ours compute every product and norm;
     an incomplete description must not be run.
@@ -178,7 +177,7 @@ class StackDescription:
         self._hidden_size = hidden_size
         self._num_rows = num_rows
         self._products = ProductDescriptions()
-        self._latents: list[ctypes.Structure] = []
+        self._latents: list[LatentStructure] = []
         self._norms_complete = self._mixtures_complete = True
         attentions = [_attention_of(layer) for layer in layers]
         dense = next((layer.mlp.spec for layer in layers if isinstance(layer.mlp, Mlp)), None)
@@ -210,7 +209,7 @@ class StackDescription:
             layers=ctypes.addressof(self._layers),
         )
 
-    def _layer(self, layer: DecoderLayer, attention: Mixer, rope_table: int) -> ctypes.Structure:
+    def _layer(self, layer: DecoderLayer, attention: Mixer, rope_table: int) -> StackLayer:
         parts = (
             self._latent_attention(attention)
             if isinstance(attention, LatentAttention)
@@ -281,7 +280,7 @@ class StackDescription:
             "mlp_post_norm": self._norm(mlp.output.norm),
         }
 
-    def _norm(self, norm: Norm | None) -> ctypes.Structure:
+    def _norm(self, norm: Norm | None) -> RowNorm:
         """Describe a norm; None is one that the model does not have."""
         if norm is None:
             return RowNorm()
@@ -290,7 +289,7 @@ class StackDescription:
             return RowNorm()
         return norm.arithmetic.row_norm
 
-    def _linear(self, linear: Linear, in_features: int, out_features: int) -> ctypes.Structure:
+    def _linear(self, linear: Linear, in_features: int, out_features: int) -> StackLinear:
         return self._products.describe(linear, self._num_rows, in_features, out_features)
 
 

@@ -158,16 +158,16 @@ class LatentAttentionSpec(PartSpec):
             for name in ("k_b", "v_b")
         )
         return lambda: LatentAttention(
-            self,
-            reader.cache_layer,
-            inputs(),
-            query_norm and query_norm(),
-            query and query(),
-            key_norm(),
-            reader.rotary(self.rope, self.rotary_dim, self.rotary_dim),
-            HeadLinears([build() for build in keys]),
-            HeadLinears([build() for build in values]),
-            output(),
+            spec=self,
+            layer=reader.cache_layer,
+            inputs=inputs(),
+            query_norm=query_norm and query_norm(),
+            query=query and query(),
+            key_norm=key_norm(),
+            rotary=reader.rotary(self.rope, self.rotary_dim, self.rotary_dim),
+            keys=HeadLinears([build() for build in keys]),
+            values=HeadLinears([build() for build in values]),
+            output=output(),
         )
 
     def _in_order(self, weights: tuple[WeightSpec, ...], head_dim: int) -> list[WeightSpec]:

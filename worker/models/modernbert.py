@@ -31,7 +31,8 @@ _HEAD_KEYS: Final = (
     *("tie_word_embeddings", "reference_compile"),
     *("repad_logits_with_grad", "layer_norm_eps"),
 )
-"""Of heads, which the pooler has read, of training, and an older name that nothing reads."""
+"""Keys that change no layer: those of heads, which the pooler reads, of training, and an older
+name that nothing reads."""
 
 
 def spec(config: ConfigReader) -> ModelSpec:

@@ -157,7 +157,15 @@ class MoeSpec:
 
         def build() -> MoeMlp:
             built = None if shared is None else Expert(shared[0](), shared[1]())
-            return MoeMlp(self, router, experts(), built, shared_gate, output(), reader.device)
+            return MoeMlp(
+                spec=self,
+                router=router,
+                experts=experts(),
+                shared=built,
+                shared_gate=shared_gate,
+                output=output(),
+                device=reader.device,
+            )
 
         return build
 

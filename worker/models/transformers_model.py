@@ -352,13 +352,13 @@ class _CallRecorder:
                 raise self._refuse(f"its attention needs {name}, which no attention backend has")
         self.calls.append(
             AttentionArguments(
-                query.shape[1],
-                key.shape[1],
-                key_dim,
-                value.shape[3],
-                float(key_dim**-0.5 if scaling is None else scaling),
-                float(softcap or 0.0),
-                sliding_window,
+                num_heads=query.shape[1],
+                num_kv_heads=key.shape[1],
+                key_dim=key_dim,
+                value_dim=value.shape[3],
+                scale=float(key_dim**-0.5 if scaling is None else scaling),
+                soft_cap=float(softcap or 0.0),
+                window=sliding_window,
             )
         )
         return query.new_zeros(1, tokens, query.shape[1], value.shape[3]), None

@@ -70,4 +70,11 @@ def create_group(
         return RankGroup()
     from worker.parallel.torch_group import TorchGroup  # torch.distributed takes time to import
 
-    return TorchGroup(run_dir, rank, size, device, on_long_wait, is_interrupted)
+    return TorchGroup(
+        run_dir=run_dir,
+        rank=rank,
+        size=size,
+        device=device,
+        on_long_wait=on_long_wait,
+        is_interrupted=is_interrupted,
+    )

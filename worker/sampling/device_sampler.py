@@ -197,14 +197,14 @@ def batch_logit_edits(
     number_of = {index: number for number, index in enumerate(rules)}
     word_row = {index: number for number, index in enumerate(words)}
     return BatchLogitEdits(
-        listed.arrays(),
-        np.array(list(rules), dtype=np.int64),
-        np.array([word_row.get(index, NONE) for index in rules], dtype=np.int64),
-        np.array(list(rules.values()), dtype=np.float32).reshape(-1, 3),
-        np.array(list(words.values()), dtype="<u4")
+        listed=listed.arrays(),
+        at=np.array(list(rules), dtype=np.int64),
+        masks=np.array([word_row.get(index, NONE) for index in rules], dtype=np.int64),
+        rules=np.array(list(rules.values()), dtype=np.float32).reshape(-1, 3),
+        words=np.array(list(words.values()), dtype="<u4")
         .reshape(-1, -(-vocab_size // WORD_BITS))
         .view(np.int32),
-        tuple(
+        penalised=tuple(
             PenalisedPosition(
                 number_of[index],
                 int(positions.rows[index]),

@@ -26,7 +26,7 @@ import torch
 
 from proto.logit_edits import LogitEdits
 from proto.scheduler_output import GrammarOutput
-from worker.kernels import Edits
+from worker.kernel_structures import Edits
 
 Ids = npt.NDArray[np.int64]
 Values = npt.NDArray[np.float32]

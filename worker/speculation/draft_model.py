@@ -39,7 +39,7 @@ Hashes = NDArray[np.uint64]
 PREFILL_TOKENS: Final = 256
 """Most tokens of a sequence in a pass on a CPU."""
 DEVICE_PREFILL_TOKENS: Final = 2048
-"""The same on a GPU."""
+"""Most tokens of a sequence in a pass on a GPU."""
 PREFILL_PASSES: Final = 4
 """Most passes of a step in which a sequence that is alone in it computes tokens that its KV lacks:
 the step ends later, and with it what an abort or a new request waits for. Beside other sequences
@@ -254,7 +254,7 @@ class KVContents:
         """Hash of the tokens up to each slot's; 0: no KV. Behind a slot that was written last, no
         slot of its block has any, so the last slot of a block speaks for the whole block."""
         self._row_hashes = np.zeros(self._table.shape, dtype=np.uint64)
-        """Of each row, hash of the tokens up to the end of each full block."""
+        """Hash of a row's tokens up to the end of each full block, uint64 [rows, blocks]."""
         self._num_hashed = np.zeros(len(self._table), dtype=np.int64)
         self._versions = np.zeros(len(self._table), dtype=np.int64)
 
@@ -323,7 +323,7 @@ class KVContents:
 
 
 TOKEN_BYTES: Final = 8
-"""Of a token in KVContents."""
+"""Bytes that KVContents keeps of a token."""
 _MIX: Final = np.array(
     [0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB], dtype=np.uint64
 )

@@ -112,7 +112,16 @@ class DraftSampler:
             stop_ids = batch.params(seq_id).stop_ids
             replaced = batch.token_ids[row, num_tokens : num_tokens + most].copy()
             found.append(
-                OpenDraft(sequence, seq_id, row, num_tokens, most, edits, stop_ids, replaced)
+                OpenDraft(
+                    sequence=sequence,
+                    seq_id=seq_id,
+                    row=row,
+                    num_tokens=num_tokens,
+                    most=most,
+                    edits=edits,
+                    stop_ids=stop_ids,
+                    replaced_ids=replaced,
+                )
             )
         return found
 

@@ -280,18 +280,20 @@ def load_head(
     if not spec.residuals:
         builder.choose_products()
         source.release()
-        return EagleHead(spec, target, layer, products[0], dtype, device)
+        return EagleHead(
+            spec=spec, target=target, layer=layer, fc=products[0], dtype=dtype, device=device
+        )
     norms = [Norm(source.read_norm(name)) for name in (*_INPUT_NORMS, "norm")]
     tokens = _token_map(read_index(prepared), spec)
     builder.choose_products()
     source.release()
     return Eagle3Head(
-        spec,
-        target,
-        layer,
-        products[0],
-        dtype,
-        device,
+        spec=spec,
+        target=target,
+        layer=layer,
+        fc=products[0],
+        dtype=dtype,
+        device=device,
         norms=norms,
         head=products[1],
         tokens=None if tokens is None else tokens.to(device),
@@ -307,7 +309,7 @@ class EagleHead:
 
     tokens: torch.Tensor | None = None
     can_be_captured = False
-    """As of a Decoder: the few kernels of one layer are launched one by one."""
+    """Whether a CUDA graph can replay a step: the few kernels of its layer are launched singly."""
 
     def __init__(
         self,

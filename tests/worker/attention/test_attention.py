@@ -24,7 +24,7 @@ from worker.attention.cpu import (
     UnsupportedShapeError,
 )
 from worker.attention.reference import ReferenceAttention
-from worker.kernels import AttentionStep
+from worker.kernel_structures import AttentionStep
 from worker.kv_cache import Int8Pages, KVCache, kv_cache_geometry, kv_layout
 from worker.layers.rotary import Rotation
 

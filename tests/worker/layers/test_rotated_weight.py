@@ -12,7 +12,8 @@ import torch
 
 from tests.worker.kernel_variants import THREADS, each_variant, load_variant, threads_of_torch
 from tests.worker.reference import rotated as rotated_reference
-from worker.kernels import DTYPE_CODES, Product
+from worker.kernel_structures import Product
+from worker.kernels import DTYPE_CODES
 from worker.layers.kernel_weights import RotatedWeight, can_rotate
 
 SHAPES = ((1, 32), (33, 64), (70, 96), (100, 576), (31, 1536))

@@ -16,7 +16,8 @@ from tests.fakes.tiny_checkpoints import save_tiny
 from tests.worker.test_cuda_device import device_of
 from tests.worker.test_memory_plan import config_of, cpu_of
 from worker.loaded_model import load
-from worker.memory_plan import plan_memory, refusal
+from worker.memory_plan import plan_memory
+from worker.memory_refusal import refusal
 from worker.parallel.group import RankGroup
 from worker.speculation.draft_model import TOKEN_BYTES
 from worker.speculation.draft_settings import require_draft_model

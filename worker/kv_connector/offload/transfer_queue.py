@@ -137,7 +137,14 @@ class CopyJob:
         )
         seconds = self._clock() - self._started
         succeeded, num_bytes = not unfinished, self._num_bytes
-        return TransferResult(self.job.job_id, succeeded, num_bytes, seconds, failed, cancelled)
+        return TransferResult(
+            job_id=self.job.job_id,
+            succeeded=succeeded,
+            num_bytes=num_bytes,
+            seconds=seconds,
+            failed_blocks=failed,
+            cancelled=cancelled,
+        )
 
 
 class MediumError(Exception):
