@@ -105,6 +105,9 @@ class QueuedStep:
         self._logprobs = logprobs
         self._download = download
         self._arrays: list[npt.NDArray[np.generic]] = []
+        """What was copied, empty until the step has ended: token ids [N], best logits [N], whether
+        each token of the step is nonfinite; then three arrays of log-probabilities if a sequence
+        requests them, and the experts of `ForwardOutput` if they are recorded."""
         self._accepted: npt.NDArray[np.bool_] | None = None
 
     def wait_for_end(self) -> None:
@@ -131,21 +134,24 @@ class QueuedStep:
         nonfinite = any_token_of_sequences(nonfinite_by_token.astype(np.bool_), inputs.query_start)
         nonfinite &= inputs.num_sampled <= 1
         nonfinite[positions.sequences[positions.first_of_rows(~np.isfinite(best))]] = True
-        counts = ~nonfinite[positions.sequences]
+        is_output = ~nonfinite[positions.sequences]
         if self._accepted is not None:
-            counts &= self._accepted
+            is_output &= self._accepted
         sampled: list[list[int]] = [[] for _ in self._forward.seq_ids]
         for sequence, token_id in zip(
-            positions.sequences[counts].tolist(), token_ids[counts].tolist(), strict=True
+            positions.sequences[is_output].tolist(), token_ids[is_output].tolist(), strict=True
         ):
             sampled[sequence].append(token_id)
-        logprobs = self._pack_logprobs(counts)
+        logprobs = self._pack_logprobs(is_output)
         experts = None if self._forward.experts is None else self._arrays[-1]
         output = self._forward.answer(sampled, nonfinite, logprobs, [], [], self._seconds, experts)
         return self._owner.with_drafts(output, self._forward, sampled)
 
-    def _pack_logprobs(self, counts: npt.NDArray[np.bool_]) -> list[RowLogprobs]:
-        """Return the log-probabilities of the positions that count, bool [N]."""
+    def _pack_logprobs(self, is_output: npt.NDArray[np.bool_]) -> list[RowLogprobs]:
+        """Return the log-probabilities of sampled positions whose tokens are outputs.
+
+        is_output: bool [N], false for tokens of rejected drafts and of nonfinite logits.
+        """
         requests, positions = self._logprobs, self._positions
         if not requests:
             return []
@@ -154,8 +160,8 @@ class QueuedStep:
         )
         return logprobs_of_sequences(
             (positions.seq_ids[index], arrays)
-            for index, arrays in zip(requests.at.tolist(), packed, strict=True)
-            if counts[index]
+            for index, arrays in zip(requests.indices.tolist(), packed, strict=True)
+            if is_output[index]
         )
 
 

@@ -248,7 +248,7 @@ def test_sampled_positions_on_a_device_equal_those_of_the_host(name: str) -> Non
     # The token counts of the third sequence include all tokens of this step.
     if params.edits is not None and params.edits.penalises:
         slot = device_sampler._counts._slots[int(step.inputs.rows[2]), 0]
-        counts = device_sampler._counts.counts[slot.number]
+        counts = device_sampler._counts.counts[slot.index]
         assert slot.num_outputs == 1 + 3
         for token, count in zip(
             *np.unique([6, *expected.tokens[2]], return_counts=True), strict=True

@@ -60,16 +60,16 @@ def rounding(fixed: bool) -> Kernel:
 
 SORTED_PAIRS = Kernel(
     "worker.layers.triton_experts:_sort_kernel",
-    {"chosen": "*i64", "rows": "*i64", "numbers": "*i64", "places": "*i32"}
+    {"chosen": "*i64", "rows": "*i64", "identity": "*i64", "sorted_index": "*i32"}
     | dict.fromkeys(("experts", "firsts", "ends"), "*i32")
     | dict.fromkeys(("num_pairs", "top_k", "first_expert", "num_experts", "num_blocks"), "i32"),
-    {"bins": 256, "block": 16, "chunk": 1024},
+    {"bins": 256, "block_size": 16, "chunk_size": 1024},
 )
 COMBINED = Kernel(
     "worker.layers.triton_experts:_combine_kernel",
-    {"output": "*fp32", "weights": "*fp32", "places": "*i32", "total": "*fp32"}
+    {"output": "*fp32", "weights": "*fp32", "sorted_index": "*i32", "total": "*fp32"}
     | {"hidden": "i32", "top_k": "i32"},
-    {"block": 1024},
+    {"block_size": 1024},
 )
 
 
@@ -80,14 +80,17 @@ def filters() -> list[Kernel]:
     sums = {"ranges": "*fp32", "sums": "*i64"}
     found = {"keys": "*i32", "ids": "*i32"}
     sizes = {"vocab_size": "i32", "num_chunks": "i32"}
-    binned = {"padded": 32, "bins": BINS}
+    binned = {"padded_chunks": 32, "bins": BINS}
     signatures: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
-        "range": (row | sums, {"bins": BINS, "chunk": 4096}),
-        "bins": (row | settings | sums, binned | {"widest": WIDEST, "unit": UNIT, "chunk": 4096}),
-        "collect": (row | settings | sums | found, binned | {"widest": WIDEST, "chunk": 4096}),
+        "range": (row | sums, {"bins": BINS, "chunk_size": 4096}),
+        "bins": (
+            row | settings | sums,
+            binned | {"widest": WIDEST, "unit": UNIT, "chunk_size": 4096},
+        ),
+        "collect": (row | settings | sums | found, binned | {"widest": WIDEST, "chunk_size": 4096}),
         "search": (
             settings | sums | found | {"cuts": "*i32"},
-            binned | {"unit": UNIT, "block": 2048},
+            binned | {"unit": UNIT, "block_size": 2048},
         ),
     }
     return [
@@ -105,7 +108,7 @@ EDITED_ROWS = Kernel(
     {"logits": "*fp32", "counts": "*i32", "words": "*i32"}
     | dict.fromkeys(("rows", "slots", "masks"), "*i64")
     | {"rules": "*fp32", "vocab_size": "i32", "num_words": "i32"},
-    {"seen": SEEN, "block": 1024},
+    {"seen": SEEN, "chunk_size": 1024},
     {"enable_fp_fusion": False},
 )
 LISTED_EDITS = Kernel(
@@ -113,7 +116,7 @@ LISTED_EDITS = Kernel(
     {"logits": "*fp32", "indices": "*i64", "values": "*fp32"}
     | dict.fromkeys(("sources", "needed", "last"), "*i64")
     | {"count": "i32"},
-    {"any_token": -1, "block": 128},
+    {"any_token": -1, "block_size": 128},
 )
 
 

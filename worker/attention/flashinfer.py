@@ -125,7 +125,12 @@ class FlashInferAttention:
         self._capture_sizes = frozenset(options.capture_sizes)
         most = max(options.capture_sizes, default=0)
         self._slots: list[torch.Tensor] = []
+        """Where each group writes K and V of the step's tokens, int64 [T]."""
         self._offsets: list[SentOffsets] = []
+        """Of the decodes of each group."""
+        self._moves: list[torch.Tensor] = []
+        """Tokens in the order decodes, prefills, and the way back, int64 [T] each; empty if the
+        step has this order."""
         self._fixed_slots = [accelerator.zeros(most, torch.int64) for _ in self._groups]
 
     def _create_groups(
@@ -165,7 +170,7 @@ class FlashInferAttention:
             group.plan(parts, own, offsets)
         count = inputs[0].num_tokens
         if count in self._capture_sizes and pages.order.num_decodes == count:
-            # A graph reads them from one place.
+            # Graphs read slots from fixed memory.
             for fixed, slots in zip(self._fixed_slots, self._slots, strict=True):
                 fixed[:count].copy_(slots)
             self._slots = [fixed[:count] for fixed in self._fixed_slots]
@@ -201,7 +206,10 @@ class FlashInferAttention:
         return shared
 
     def _upload(self, inputs: Sequence[AttentionInputs], pages: StepPages) -> torch.Tensor:
-        """Copy all arrays of a step to the device at once; return the page indices there."""
+        """Copy all arrays of a step to the device at once; return the page indices there.
+
+        Slots, offsets and moves of the step are kept.
+        """
         moves = [] if pages.order.as_in_step else [pages.order.tokens, pages.order.back]
         decodes = [group.decodes for group in pages.groups]
         sent = self._uploader.upload(

@@ -31,8 +31,6 @@ took its planner 110 KB (132 multiprocessors); where it is too small a plan fail
 
 PagePair = tuple[torch.Tensor, torch.Tensor]
 """K and V of a layer, [num_blocks, num_kv_heads, block_size, head_dim] each; a tuple, no list."""
-
-
 Library = Any
 """The module flashinfer."""
 Wrapper = Any
@@ -103,6 +101,11 @@ class PlannedWrapper:
         sizes: tuple[int, int, int, int],
         settings: dict[str, Any],
     ) -> None:
+        """Plan a batch of decodes.
+
+        indices: int32, the pages of the part, on the device. offsets: of the part. sizes: heads, KV
+        heads, head_dim and block size. settings: the other arguments of the library's `plan`.
+        """
         self.plan(
             torch.from_numpy(part.kv_indptr),
             indices,
@@ -114,7 +117,11 @@ class PlannedWrapper:
 
 
 class CapturedWrapper(PlannedWrapper):
-    """A wrapper for one batch size; later plans skip copies that the library would make."""
+    """A wrapper for decodes of one batch size, whose kernels a graph holds.
+
+    The first plan is the library's own. Later ones fill the buffers of graphs and call
+    `fast_decode_plan`, which makes none of the library's copies.
+    """
 
     def __init__(
         self, wrapper: Wrapper, accelerator: Accelerator, library: Library, buffers: GraphBuffers
@@ -168,7 +175,7 @@ class WrapperMaker:
         self._workspace = accelerator.zeros(num_bytes, torch.uint8)
 
     def splits(self, block_size: int, window: Window) -> DecodeSplits | None:
-        """Return what chooses where decodes are split; None if no sequence may be split."""
+        """Return the choice of chunks for decodes; None if no sequence may be split."""
         if not self.splits_sequences:
             return None
         return DecodeSplits(
@@ -176,6 +183,7 @@ class WrapperMaker:
         )
 
     def prefill(self) -> PlannedWrapper:
+        """Return a wrapper for sequences with any number of queries."""
         wrapper = self.library.BatchPrefillWithPagedKVCacheWrapper(
             self._workspace, _LAYOUT, use_cuda_graph=False, backend=BACKEND
         )
@@ -189,6 +197,7 @@ class WrapperMaker:
         return PlannedWrapper(wrapper, self._accelerator)
 
     def decode(self) -> PlannedWrapper:
+        """Return a wrapper for sequences with one query each, in batches of any size."""
         wrapper = self.library.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
             _LAYOUT,

@@ -166,7 +166,7 @@ class LatentWrappers:
         num_decodes, num_prefills = parts.decodes.num_rows, parts.prefills.num_rows
         if num_decodes:
             if num_decodes in self._capture_sizes and not num_prefills:
-                # A graph reads them from one place.
+                # Graphs read page indices from fixed memory.
                 self._indices[: len(decode_pages)].copy_(decode_pages)
                 decode_pages = self._indices
             self._plan(self._decode, parts.decodes, decode_pages, self._num_heads, causal=False)
@@ -260,8 +260,8 @@ class FlashInferLatentAttention(FlashInferAttention):
         """Queue the kernels of one layer and wait for none."""
         assert value is None, "latents are their own values"
         assert sinks is None, "the kernels have no sinks"
-        latent, rotated = self._in_two(query)
-        latent_key, rotated_key = self._in_two(key)
+        latent, rotated = self._split_dims(query)
+        latent_key, rotated_key = self._split_dims(key)
         self._rotate(rotated, rotated_key, rotation)
         pages = self._page_parts[layer]
         self._store(self._slots[0], latent_key, rotated_key, pages)
@@ -273,13 +273,14 @@ class FlashInferLatentAttention(FlashInferAttention):
         self._latent_wrappers.run((latent, rotated), rows, output)
         return output.index_select(0, self._moves[1]) if self._moves else output
 
-    def _in_two(self, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a view of latents, and a copy of what rotates, since that happens in place."""
+    def _split_dims(self, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a view of the latents, and a copy of the dims that rotate in place."""
         rank = self._latent_dim
         rotated = heads[..., rank:].clone(memory_format=torch.contiguous_format)
         return heads[..., :rank], rotated
 
     def _page_views(self, pages: Pages) -> tuple[Pages, Pages]:
+        """Return views of the latents in pages, and of the dims that rotate."""
         rank = self._latent_dim
         return DensePages(pages.rows[..., :rank]), DensePages(pages.rows[..., rank:])
 

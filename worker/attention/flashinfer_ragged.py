@@ -135,6 +135,7 @@ class FlashInferRaggedAttention:
         return output[..., : self._head_dim].contiguous() if self._is_narrow else output
 
     def _padded(self, heads: torch.Tensor) -> torch.Tensor:
+        """Return heads with zeros behind them, up to the size that kernels compute."""
         return F.pad(heads, (0, self._kernel_dim - self._head_dim))
 
 
@@ -171,6 +172,7 @@ class _Group:
         parts = ragged_parts(lengths, self._window)
         kv_indptr = torch.from_numpy(_offsets(lengths))
         self._runs, begin = [], 0
+        # A step without queries of one part leaves the last wrapper unused.
         for wrapper, part in zip(self._wrappers, parts, strict=False):
             end = begin + int(part.counts.sum())
             wrapper.plan(
@@ -187,8 +189,8 @@ class _Group:
         if len(parts) == 1:
             return None
         starts = _offsets(lengths)[:-1]
-        place = np.arange(begin) - np.repeat(starts, lengths)
-        is_last = place >= np.repeat(parts[0].counts, lengths)
+        position = np.arange(begin) - np.repeat(starts, lengths)
+        is_last = position >= np.repeat(parts[0].counts, lengths)
         order = np.argsort(is_last, kind="stable")
         back = np.empty_like(order)
         back[order] = np.arange(begin)
@@ -202,6 +204,7 @@ class _Group:
 
 
 def _offsets(counts: Int32s) -> Int32s:
+    """Return where each of the ranges with these lengths begins, and the end: int32 [S + 1]."""
     offsets = np.zeros(len(counts) + 1, dtype=np.int32)
     np.cumsum(counts, out=offsets[1:])
     return offsets

@@ -73,7 +73,7 @@ class DecodeSplits:
         self._workspace_tiles = (
             _workspace_rows(shape, num_multiprocessors, capture_sizes) // self._tile
         )
-        self._least = max(_LEAST_CHUNK // block_size, 1)
+        self._least_chunk = max(_LEAST_CHUNK // block_size, 1)
         self._pages_in_window = (
             int(np.iinfo(np.int32).max)
             if window is None
@@ -88,29 +88,34 @@ class DecodeSplits:
         smaller than the longest sequence: a graph must never be planned without any split.
         """
         in_graph = _graph_tiles(len(pages), self._group_size, self._tile)
-        most = min(in_graph, self._workspace_tiles) // self._tiles_of_query
-        if most <= self._library_tiles:
+        most_tiles = min(in_graph, self._workspace_tiles) // self._tiles_of_query
+        if most_tiles <= self._library_tiles:
             return None
         pages = np.minimum(pages, self._pages_in_window)
         mean = -(-int(pages.sum()) // max(1, int(np.count_nonzero(pages))))
         # The planner counts a sequence without pages as one of a page.
         pages = np.maximum(pages, 1)
-        own = int(pages.max())
+        library_chunk = int(pages.max())
         if len(pages) <= self._library_tiles:
-            own = _smallest_chunk(pages, self._library_tiles, self._least, own)
-        least = max(self._least, mean)
+            library_chunk = _smallest_chunk(
+                pages, self._library_tiles, self._least_chunk, library_chunk
+            )
+        least = max(self._least_chunk, mean)
         # What saves less than a ninth is not worth merging more results.
-        greatest = own * 8 // 9
-        if greatest < least or _num_tiles(pages, greatest) > most:
+        greatest = library_chunk * 8 // 9
+        if greatest < least or _num_tiles(pages, greatest) > most_tiles:
             return None
-        return _smallest_chunk(pages, most, least, greatest)
+        return _smallest_chunk(pages, most_tiles, least, greatest)
 
 
-def _smallest_chunk(pages: Int32s, most: int, least: int, greatest: int) -> int:
-    """Return the smallest chunk from `least` with at most `most` tiles, or else `greatest`."""
+def _smallest_chunk(pages: Int32s, most_tiles: int, least: int, greatest: int) -> int:
+    """Return the smallest chunk from `least` with at most `most_tiles`, or else `greatest`.
+
+    Chunks are numbers of pages. pages: int32 [R], of each sequence.
+    """
     while least < greatest:
         middle = (least + greatest) // 2
-        if _num_tiles(pages, middle) > most:
+        if _num_tiles(pages, middle) > most_tiles:
             least = middle + 1
         else:
             greatest = middle
@@ -118,6 +123,7 @@ def _smallest_chunk(pages: Int32s, most: int, least: int, greatest: int) -> int:
 
 
 def _num_tiles(pages: Int32s, chunk: int) -> int:
+    """Return the tiles of sequences that are split into chunks of `chunk` pages."""
     return int((-(-pages // chunk)).sum())
 
 

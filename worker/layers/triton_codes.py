@@ -180,23 +180,29 @@ def _launch(
     pairs: "PairBlocks | None" = None,
     rows: torch.Tensor | None = None,
 ) -> None:
+    """Queue the kernel for num_blocks blocks of `block` rows of x, or of pairs with experts.
+
+    bias: [out], or [experts, out] of a stack. pairs, rows: as in GroupedCodedProduct, for a stack;
+    None for a single weight.
+    """
     assert x.shape[1] == weight.in_features
     assert x.stride(1) == out.stride(1) == 1
     assert all(
         each is None or each.is_contiguous() for each in (weight.codes, weight.scales, weight.zeros)
     )
+    # The kernel takes a pointer for every tensor. Any tensor stands in for one that is absent; the
+    # compile-time flags below keep the kernel from reading it.
+    absent = weight.codes
+    of_pairs = (absent,) * 4 if pairs is None else (rows, pairs.experts, pairs.first, pairs.end)
     kernel[(num_blocks, -(-weight.out_features // _OUTPUTS))](
         x,
         weight.codes,
         weight.scales,
-        weight.codes if weight.zeros is None else weight.zeros,
-        weight.scales if weight.table is None else weight.table,
-        weight.scales if bias is None else bias,
+        absent if weight.zeros is None else weight.zeros,
+        absent if weight.table is None else weight.table,
+        absent if bias is None else bias,
         out,
-        weight.codes if pairs is None else rows,
-        weight.codes if pairs is None else pairs.experts,
-        weight.codes if pairs is None else pairs.first,
-        weight.codes if pairs is None else pairs.end,
+        *of_pairs,
         len(x),
         weight.out_features,
         weight.codes.shape[-1],
@@ -218,7 +224,7 @@ def _launch(
 
 @functools.cache
 def _product_kernel(interpreted: str | None = None) -> Any:
-    """Return the kernel; interpreted: as in triton_kernels.py."""
+    """Return the kernel of products with codes; interpreted: as in triton_kernels.py."""
     import triton
     import triton.language as tl
 
@@ -251,6 +257,14 @@ def _product_kernel(interpreted: str | None = None) -> Any:
         block_outputs: tl.constexpr,
         block_bytes: tl.constexpr,
     ):
+        """Write a tile [block_rows, block_outputs] of x times the numbers of the codes to `out`.
+
+        Grid: (blocks, tiles of outputs). x: [rows, in], its rows x_stride apart. codes: uint8
+        [outputs, row_bytes]. scales, zeros: [groups, outputs]. table: float32 [16]. bias:
+        [outputs]. out: [rows, outputs], its rows out_stride apart. is_grouped: codes, scales, zeros
+        and bias are stacks; block i is of the pairs from firsts[i] to ends[i], of expert
+        experts[i]; pair p multiplies row pair_rows[p] of x and is row p of `out`.
+        """
         first = tl.program_id(0) * block_rows
         end = rows
         if is_grouped:
@@ -261,31 +275,31 @@ def _product_kernel(interpreted: str | None = None) -> Any:
         is_row = row < end
         column = tl.program_id(1) * block_outputs + tl.arange(0, block_outputs)
         is_column = column < outputs
-        of_x = row.to(tl.int64)
-        last = row_bytes
+        x_row = row.to(tl.int64)
+        end_byte = row_bytes
         if is_grouped:
-            of_x = tl.load(pair_rows + row, mask=is_row, other=0)
+            x_row = tl.load(pair_rows + row, mask=is_row, other=0)
             expert = tl.load(experts + tl.program_id(0)).to(tl.int64)
             codes += expert * outputs * row_bytes
             scales += expert * groups * outputs
             zeros += expert * groups * outputs
             bias += expert * outputs
-            last = tl.where(first < end, row_bytes, 0)
-        x_begin = x + of_x[:, None] * x_stride
+            end_byte = tl.where(first < end, row_bytes, 0)
+        x_begin = x + x_row[:, None] * x_stride
         begin = codes + column.to(tl.int64)[None, :] * row_bytes
         total = tl.zeros((block_rows, block_outputs), dtype=tl.float32)
-        for at in range(0, last, block_bytes):
-            byte = at + tl.arange(0, block_bytes)
+        for first_byte in range(0, end_byte, block_bytes):
+            byte = first_byte + tl.arange(0, block_bytes)
             inside = byte < row_bytes
             of_tile = inside[:, None] & is_column[None, :]
             stored = tl.load(begin + byte[:, None], mask=of_tile, other=0)
-            # The column of the input that a byte's code, or its lower one, is multiplied with.
-            place = byte if bits == 8 else byte // 16 * 32 + byte % 16
-            part = (place // group)[:, None] * outputs + column[None, :]
-            scale = tl.load(scales + part, mask=of_tile, other=0.0).to(tl.float32)
+            # The column of x that a byte's code, or its lower one, is multiplied with.
+            x_column = byte if bits == 8 else byte // 16 * 32 + byte % 16
+            scale_index = (x_column // group)[:, None] * outputs + column[None, :]
+            scale = tl.load(scales + scale_index, mask=of_tile, other=0.0).to(tl.float32)
             zero = 1 << (bits - 1)
             if has_zeros:
-                zero = tl.load(zeros + part, mask=of_tile, other=0).to(tl.float32)
+                zero = tl.load(zeros + scale_index, mask=of_tile, other=0).to(tl.float32)
             for half in tl.static_range(8 // bits):
                 code = stored
                 if bits == 4:
@@ -300,7 +314,7 @@ def _product_kernel(interpreted: str | None = None) -> Any:
                 else:
                     number = code.to(tl.float32) - zero
                 left = tl.load(
-                    x_begin + place[None, :] + 16 * half,
+                    x_begin + x_column[None, :] + 16 * half,
                     mask=is_row[:, None] & inside[None, :],
                     other=0.0,
                 )

@@ -28,8 +28,7 @@ _MANY_ROWS_FROM: Final = 24
 """Rows of an expert from which larger tiles are faster, on an H100."""
 _FEW_PAIRS: Final = 128
 _MANY_PAIRS: Final = 1024
-
-
+"""Pairs that a program of the sort examines at a time, for few pairs and for more."""
 _COMBINED: Final = 1024
 """Columns of a sum of experts that a program computes."""
 
@@ -58,14 +57,15 @@ class PairBlocks:
     """Pairs sorted by expert, and the blocks of the grouped product; tensors on the device.
 
     rows: int64 [pairs], the row of each sorted pair; those of other ranks' experts come last.
-    numbers: int64 [pairs], 0, 1, 2, … places: int32 [pairs], the sorted place of each pair, -1 for
-    another rank's. experts, first, end: int32 [blocks], the expert of each block and its sorted
-    pairs [first, end); unused blocks are empty.
+    identity: int64 [pairs], 0, 1, 2, …, the rows of a product whose input is sorted already.
+    sorted_index: int32 [pairs], where each pair is among the sorted ones, -1 for another rank's.
+    experts, first, end: int32 [blocks], the expert of each block and its sorted pairs
+    [first, end); unused blocks are empty.
     """
 
     rows: torch.Tensor
-    numbers: torch.Tensor
-    places: torch.Tensor
+    identity: torch.Tensor
+    sorted_index: torch.Tensor
     experts: torch.Tensor
     first: torch.Tensor
     end: torch.Tensor
@@ -75,9 +75,9 @@ class PairBlocks:
         """Return unwritten pairs, with as many blocks as the experts of `chosen` can need."""
         pairs = chosen.numel()
         most = min(pairs, -(-pairs // block) + min(num_experts, pairs) - 1) if pairs else 0
-        rows, numbers = (chosen.new_empty(pairs, dtype=torch.int64) for _ in range(2))
+        rows, identity = (chosen.new_empty(pairs, dtype=torch.int64) for _ in range(2))
         blocks = (chosen.new_empty(most, dtype=torch.int32) for _ in range(3))
-        return PairBlocks(rows, numbers, chosen.new_empty(pairs, dtype=torch.int32), *blocks)
+        return PairBlocks(rows, identity, chosen.new_empty(pairs, dtype=torch.int32), *blocks)
 
 
 class TritonExperts:
@@ -111,7 +111,7 @@ class TritonExperts:
         self._multiply(x, pairs, pairs.rows, stacked.gate_up, stacked.gate_up_bias, gate_up, tile)
         inner = self._gate(gate_up, self._inner.rows(gate_up))
         output = inner.new_empty(num_rows * top_k, _outputs(stacked.down), dtype=torch.float32)
-        self._multiply(inner, pairs, pairs.numbers, stacked.down, stacked.down_bias, output, tile)
+        self._multiply(inner, pairs, pairs.identity, stacked.down, stacked.down_bias, output, tile)
         total = output.new_empty(num_rows, output.shape[1])
         self._combine(output, weights, pairs, total)
         return total
@@ -124,8 +124,8 @@ class TritonExperts:
             _sort_kernel(os.environ.get("TRITON_INTERPRET"))[(num_experts + 1,)](
                 chosen,
                 pairs.rows,
-                pairs.numbers,
-                pairs.places,
+                pairs.identity,
+                pairs.sorted_index,
                 pairs.experts,
                 pairs.first,
                 pairs.end,
@@ -135,8 +135,8 @@ class TritonExperts:
                 num_experts,
                 len(pairs.experts),
                 bins=1 << (num_experts + 1).bit_length(),
-                block=block,
-                chunk=_FEW_PAIRS if num_pairs <= _FEW_PAIRS else _MANY_PAIRS,
+                block_size=block,
+                chunk_size=_FEW_PAIRS if num_pairs <= _FEW_PAIRS else _MANY_PAIRS,
             )
 
     def _combine(
@@ -152,11 +152,11 @@ class TritonExperts:
             _combine_kernel(os.environ.get("TRITON_INTERPRET"))[grid](
                 output,
                 weights.contiguous(),
-                pairs.places,
+                pairs.sorted_index,
                 total,
                 hidden,
                 weights.shape[1],
-                block=_COMBINED,
+                block_size=_COMBINED,
             )
 
     def _multiply(
@@ -207,7 +207,7 @@ def _columns(weight: torch.Tensor | CodedWeight) -> int:
 
 @functools.cache
 def _grouped_kernel(interpreted: str | None = None) -> Any:
-    """Return the kernel; interpreted: as in triton_kernels.py."""
+    """Return the kernel of the grouped product; interpreted: as in triton_kernels.py."""
     import triton
     import triton.language as tl
 
@@ -228,6 +228,12 @@ def _grouped_kernel(interpreted: str | None = None) -> Any:
         block_outputs: tl.constexpr,
         block_inputs: tl.constexpr,
     ):
+        """Write a tile [block_rows, block_outputs] of the grouped product to `out`.
+
+        Grid: (blocks, tiles of outputs). x: [T, inputs], its rows x_stride apart. rows: int64
+        [pairs]. experts, firsts, ends: int32 [blocks], as in PairBlocks. weight: [experts, outputs,
+        inputs]. bias: [experts, outputs]. out: [pairs, outputs].
+        """
         block = tl.program_id(0)
         first = tl.load(firsts + block)
         end = tl.load(ends + block)
@@ -238,14 +244,14 @@ def _grouped_kernel(interpreted: str | None = None) -> Any:
             row = tl.load(rows + pair, mask=is_pair, other=0)
             column = tl.program_id(1) * block_outputs + tl.arange(0, block_outputs)
             is_column = column < outputs
-            place = tl.arange(0, block_inputs)
-            x_begin = x + row[:, None] * x_stride + place[None, :]
-            begin = weight + (expert * outputs + column[None, :]) * inputs + place[:, None]
+            offset = tl.arange(0, block_inputs)
+            x_begin = x + row[:, None] * x_stride + offset[None, :]
+            begin = weight + (expert * outputs + column[None, :]) * inputs + offset[:, None]
             total = tl.zeros((block_rows, block_outputs), dtype=tl.float32)
-            for at in range(0, inputs, block_inputs):
-                inside = place < inputs - at
-                left = tl.load(x_begin + at, mask=is_pair[:, None] & inside[None, :], other=0.0)
-                right = tl.load(begin + at, mask=inside[:, None] & is_column[None, :], other=0.0)
+            for start in range(0, inputs, block_inputs):
+                inside = offset < inputs - start
+                left = tl.load(x_begin + start, mask=is_pair[:, None] & inside[None, :], other=0.0)
+                right = tl.load(begin + start, mask=inside[:, None] & is_column[None, :], other=0.0)
                 total = tl.dot(left, right, total, input_precision="ieee")
             if biased:
                 added = tl.load(bias + expert * outputs + column, mask=is_column, other=0.0)
@@ -269,8 +275,8 @@ def _sort_kernel(interpreted: str | None = None) -> Any:
     def sort_pairs(  # type: ignore[no-untyped-def]
         chosen,
         rows,
-        numbers,
-        places,
+        identity,
+        sorted_index,
         experts,
         firsts,
         ends,
@@ -280,77 +286,91 @@ def _sort_kernel(interpreted: str | None = None) -> Any:
         num_experts,
         num_blocks,
         bins: tl.constexpr,
-        block: tl.constexpr,
-        chunk: tl.constexpr,
+        block_size: tl.constexpr,
+        chunk_size: tl.constexpr,
     ):
+        """Write the sorted pairs and the blocks of this program's expert, as in PairBlocks.
+
+        Grid: (num_experts + 1,). chosen: int64 [T, top_k], the experts of all ranks, of which this
+        one has num_experts from first_expert on. Counts have a bin for each of these, one for
+        other ranks' experts and one for what is behind the last pair; bins: this number, or the
+        next power of two above. block_size: pairs of a block. chunk_size: pairs read at a time.
+        """
         own = tl.program_id(0)
-        number = tl.arange(0, bins)
+        bin_index = tl.arange(0, bins)
         counts = tl.zeros((bins,), dtype=tl.int32)
-        for at in range(0, num_pairs, chunk):
-            pair = at + tl.arange(0, chunk)
+        for first_pair in range(0, num_pairs, chunk_size):
+            pair = first_pair + tl.arange(0, chunk_size)
             expert = tl.load(chosen + pair, mask=pair < num_pairs, other=0).to(tl.int32)
             expert -= first_expert
             expert = tl.where((expert >= 0) & (expert < num_experts), expert, num_experts)
             expert = tl.where(pair < num_pairs, expert, num_experts + 1)
             counts += tl.histogram(expert, bins)
-        start = tl.sum(tl.where(number < own, counts, 0), axis=0)
-        count = tl.sum(tl.where(number == own, counts, 0), axis=0)
-        needed = tl.where(number < num_experts, (counts + block - 1) // block, 0)
-        first_block = tl.sum(tl.where(number < own, needed, 0), axis=0)
-        next_place = start
-        for at in range(0, num_pairs, chunk):
-            pair = at + tl.arange(0, chunk)
+        start = tl.sum(tl.where(bin_index < own, counts, 0), axis=0)
+        count = tl.sum(tl.where(bin_index == own, counts, 0), axis=0)
+        needed = tl.where(bin_index < num_experts, (counts + block_size - 1) // block_size, 0)
+        first_block = tl.sum(tl.where(bin_index < own, needed, 0), axis=0)
+        next_index = start
+        for first_pair in range(0, num_pairs, chunk_size):
+            pair = first_pair + tl.arange(0, chunk_size)
             expert = tl.load(chosen + pair, mask=pair < num_pairs, other=0).to(tl.int32)
             expert -= first_expert
             expert = tl.where((expert >= 0) & (expert < num_experts), expert, num_experts)
             is_own = (expert == own) & (pair < num_pairs)
-            place = next_place + tl.cumsum(is_own.to(tl.int32), axis=0) - 1
-            tl.store(rows + place, (pair // top_k).to(tl.int64), mask=is_own)
-            tl.store(numbers + place, place.to(tl.int64), mask=is_own)
-            tl.store(places + pair, tl.where(own < num_experts, place, -1), mask=is_own)
-            next_place += tl.sum(is_own.to(tl.int32), axis=0)
+            index = next_index + tl.cumsum(is_own.to(tl.int32), axis=0) - 1
+            tl.store(rows + index, (pair // top_k).to(tl.int64), mask=is_own)
+            tl.store(identity + index, index.to(tl.int64), mask=is_own)
+            tl.store(sorted_index + pair, tl.where(own < num_experts, index, -1), mask=is_own)
+            next_index += tl.sum(is_own.to(tl.int32), axis=0)
         if own < num_experts:
-            for index in range(0, (count + block - 1) // block):
-                first = start + index * block
-                tl.store(experts + first_block + index, own)
-                tl.store(firsts + first_block + index, first)
-                tl.store(ends + first_block + index, tl.minimum(first + block, start + count))
+            for own_block in range(0, (count + block_size - 1) // block_size):
+                block = first_block + own_block
+                first = start + own_block * block_size
+                tl.store(experts + block, own)
+                tl.store(firsts + block, first)
+                tl.store(ends + block, tl.minimum(first + block_size, start + count))
         else:
-            for at in range(first_block, num_blocks, chunk):
-                index = at + tl.arange(0, chunk)
-                is_block = index < num_blocks
-                tl.store(experts + index, tl.zeros((chunk,), tl.int32), mask=is_block)
-                tl.store(firsts + index, tl.zeros((chunk,), tl.int32), mask=is_block)
-                tl.store(ends + index, tl.zeros((chunk,), tl.int32), mask=is_block)
+            for first_unused in range(first_block, num_blocks, chunk_size):
+                unused = first_unused + tl.arange(0, chunk_size)
+                is_block = unused < num_blocks
+                tl.store(experts + unused, tl.zeros((chunk_size,), tl.int32), mask=is_block)
+                tl.store(firsts + unused, tl.zeros((chunk_size,), tl.int32), mask=is_block)
+                tl.store(ends + unused, tl.zeros((chunk_size,), tl.int32), mask=is_block)
 
     return triton.jit(sort_pairs)
 
 
 @functools.cache
 def _combine_kernel(interpreted: str | None = None) -> Any:
-    """Return the kernel that sums the experts of a row; a program handles a block of columns."""
+    """Return the kernel that sums the experts of a row; interpreted: as in triton_kernels.py."""
     import triton
     import triton.language as tl
 
     def combine(  # type: ignore[no-untyped-def]
         output,
         weights,
-        places,
+        sorted_index,
         total,
         hidden,
         top_k,
-        block: tl.constexpr,
+        block_size: tl.constexpr,
     ):
+        """Write the weighted sum of a row's experts to `total`, for a block of columns.
+
+        Grid: (T, blocks of columns). Arrays are those of `TritonExperts._combine`; sorted_index:
+        int32 [T, top_k]. Experts of other ranks add nothing.
+        """
         row = tl.program_id(0)
-        column = tl.program_id(1) * block + tl.arange(0, block)
+        column = tl.program_id(1) * block_size + tl.arange(0, block_size)
         is_column = column < hidden
-        result = tl.zeros((block,), dtype=tl.float32)
-        for index in range(0, top_k):
-            place = tl.load(places + row * top_k + index).to(tl.int64) + tl.zeros_like(column)
-            weight = tl.load(weights + row * top_k + index).to(tl.float32)
+        result = tl.zeros((block_size,), dtype=tl.float32)
+        for choice in range(0, top_k):
+            pair = row * top_k + choice
+            index = tl.load(sorted_index + pair).to(tl.int64) + tl.zeros_like(column)
+            weight = tl.load(weights + pair).to(tl.float32)
             found = tl.load(
-                output + place.to(tl.int64) * hidden + column,
-                mask=is_column & (place >= 0),
+                output + index.to(tl.int64) * hidden + column,
+                mask=is_column & (index >= 0),
                 other=0.0,
             )
             result += weight * found

@@ -116,19 +116,25 @@ def _norm_kernel(interpreted: str | None = None) -> Any:
         biased: tl.constexpr,
         block: tl.constexpr,
     ):
+        """Write the norm of a row to `out`, or its sum with the row of `residual` if `adds`.
+
+        Grid: (rows,). x: [T, size], or [T, heads, size] with a row for each head; x_stride: between
+        tokens. weight, bias: [size]. residual, out: [rows, size]. centered: the mean of the row is
+        subtracted first. block: size or the next power of two above.
+        """
         row = tl.program_id(0)
-        place = tl.arange(0, block)
-        inside = place < size
+        column = tl.arange(0, block)
+        inside = column < size
         begin = (row // heads).to(tl.int64) * x_stride + (row % heads) * size
-        value = tl.load(x + begin + place, mask=inside, other=0.0).to(tl.float32)
-        factor = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(x + begin + column, mask=inside, other=0.0).to(tl.float32)
+        factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
         if centered:
             value = tl.where(inside, value - tl.sum(value, 0) / size, 0.0)
         scale = 1.0 / tl.sqrt(tl.sum(value * value, 0) / size + eps)
         normed = value * scale * factor
         if biased:
-            normed += tl.load(bias + place, mask=inside, other=0.0).to(tl.float32)
-        to = row.to(tl.int64) * size + place
+            normed += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+        to = row.to(tl.int64) * size + column
         if adds:
             normed += tl.load(residual + to, mask=inside, other=0.0).to(tl.float32)
         tl.store(out + to, normed.to(out.dtype.element_ty), mask=inside)
@@ -138,6 +144,7 @@ def _norm_kernel(interpreted: str | None = None) -> Any:
 
 @functools.cache
 def _gate_kernel(interpreted: str | None = None) -> Any:
+    """Return the kernel of activations, one for all layers; interpreted: as in `_norm_kernel`."""
     import triton
     import triton.language as tl
 
@@ -150,10 +157,16 @@ def _gate_kernel(interpreted: str | None = None) -> Any:
         gated: tl.constexpr,
         block: tl.constexpr,
     ):
+        """Write the activation of a block of a row's columns to `out`.
+
+        Grid: (rows, blocks). gate_up: [rows, 2 size], a row's gate and then its up half; [rows,
+        size] if not `gated`. out: [rows, size]. The activation is gelu_tanh (`gelu`), swiglu_oai
+        (`clamped`) or silu.
+        """
         row = tl.program_id(0).to(tl.int64)
-        place = tl.program_id(1) * block + tl.arange(0, block)
-        inside = place < size
-        begin = gate_up + row * (2 if gated else 1) * size + place
+        column = tl.program_id(1) * block + tl.arange(0, block)
+        inside = column < size
+        begin = gate_up + row * (2 if gated else 1) * size + column
         gate = tl.load(begin, mask=inside, other=0.0).to(tl.float32)
         if clamped:
             gate = tl.where(gate > 7.0, 7.0, gate)
@@ -168,6 +181,6 @@ def _gate_kernel(interpreted: str | None = None) -> Any:
             if clamped:
                 up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
             inner *= up
-        tl.store(out + row * size + place, inner.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + row * size + column, inner.to(out.dtype.element_ty), mask=inside)
 
     return triton.jit(gate_row)

@@ -28,7 +28,7 @@ ANY_TOKEN: Final = -1
 NONE: Final = -1
 """In RowEditArrays.slots and masks: the row has no counts, or no mask."""
 _LISTED_BLOCK: Final = 128
-_ROW_BLOCK: Final = 1024
+_ROW_CHUNK: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class TritonEdits:
             last,
             count,
             any_token=ANY_TOKEN,
-            block=_LISTED_BLOCK,
+            block_size=_LISTED_BLOCK,
         )
 
     def edit_rows(self, logits: torch.Tensor, edits: RowEditArrays, counts: torch.Tensor) -> None:
@@ -102,7 +102,7 @@ class TritonEdits:
         product and each difference is rounded separately, as on the host.
         """
         vocab_size = logits.shape[1]
-        self.kernel[(len(edits.rows), -(-vocab_size // _ROW_BLOCK))](
+        self.kernel[(len(edits.rows), -(-vocab_size // _ROW_CHUNK))](
             logits,
             counts,
             edits.words,
@@ -113,13 +113,13 @@ class TritonEdits:
             vocab_size,
             edits.words.shape[1],
             seen=SEEN,
-            block=_ROW_BLOCK,
+            chunk_size=_ROW_CHUNK,
             enable_fp_fusion=False,
         )
 
 
 def _listed_kernel() -> Any:
-    """Return the Triton kernel of `add_listed`; a program handles a block of listed edits."""
+    """Return the Triton kernel of `TritonEdits.add_listed`."""
     import triton
     import triton.language as tl
 
@@ -133,23 +133,29 @@ def _listed_kernel() -> Any:
         last,
         count,
         any_token: tl.constexpr,
-        block: tl.constexpr,
+        block_size: tl.constexpr,
     ):
-        index = tl.program_id(0) * block + tl.arange(0, block)
-        inside = index < count
-        wanted = tl.load(needed + index, mask=inside, other=any_token)
-        source = tl.load(sources + index, mask=inside, other=0)
+        """Add the values of a block of edits to their logits, unless another token is needed.
+
+        Grid: (blocks,). logits: float32 [N, V]. indices, values, sources, needed: [count], as in
+        ListedEdits. last: int64, by row of the batch. Additions are atomic, because a logit may
+        have several edits.
+        """
+        edit_index = tl.program_id(0) * block_size + tl.arange(0, block_size)
+        inside = edit_index < count
+        wanted = tl.load(needed + edit_index, mask=inside, other=any_token)
+        source = tl.load(sources + edit_index, mask=inside, other=0)
         found = tl.load(last + source, mask=inside, other=0)
         applies = inside & ((wanted == any_token) | (wanted == found))
-        value = tl.load(values + index, mask=inside, other=0.0)
-        target = tl.load(indices + index, mask=inside, other=0)
+        value = tl.load(values + edit_index, mask=inside, other=0.0)
+        target = tl.load(indices + edit_index, mask=inside, other=0)
         tl.atomic_add(logits + target, value, mask=applies)
 
     return triton.jit(add_listed)
 
 
 def _rows_kernel() -> Any:
-    """Return the Triton kernel of `edit_rows`; a program handles a chunk of a row."""
+    """Return the Triton kernel of `TritonEdits.edit_rows`."""
     import triton
     import triton.language as tl
 
@@ -165,20 +171,25 @@ def _rows_kernel() -> Any:
         vocab_size,
         num_words,
         seen: tl.constexpr,
-        block: tl.constexpr,
+        chunk_size: tl.constexpr,
     ):
-        number, chunk = tl.program_id(0), tl.program_id(1)
-        token = chunk * block + tl.arange(0, block)
+        """Penalise the logits of a chunk, then write −inf over tokens that the mask rules out.
+
+        Grid: (R, chunks). logits: float32 [N, V]. counts: int32 [S, V]. words: int32 [M,
+        num_words]. rows, slots, masks, rules: as in RowEditArrays.
+        """
+        edit_index, chunk_index = tl.program_id(0), tl.program_id(1)
+        token = chunk_index * chunk_size + tl.arange(0, chunk_size)
         inside = token < vocab_size
-        nothing = tl.zeros_like(token).to(tl.int64)
-        slot, word_row = nothing + tl.load(slots + number), nothing + tl.load(masks + number)
-        address = logits + tl.load(rows + number) * vocab_size + token
+        zeros = tl.zeros_like(token).to(tl.int64)
+        slot, word_row = zeros + tl.load(slots + edit_index), zeros + tl.load(masks + edit_index)
+        address = logits + tl.load(rows + edit_index) * vocab_size + token
         logit = tl.load(address, mask=inside, other=0.0)
         entry = tl.load(counts + slot * vocab_size + token, mask=inside & (slot >= 0), other=0)
         num_outputs = (entry & (seen - 1)).to(tl.float32)
-        repetition = tl.load(rules + 3 * number)
-        frequency = tl.load(rules + 3 * number + 1)
-        presence = tl.load(rules + 3 * number + 2)
+        repetition = tl.load(rules + 3 * edit_index)
+        frequency = tl.load(rules + 3 * edit_index + 1)
+        presence = tl.load(rules + 3 * edit_index + 2)
         scaled = tl.where(logit > 0, tl.div_rn(logit, repetition), logit * repetition)
         changed = scaled - frequency * num_outputs - tl.where(num_outputs > 0, presence, 0.0)
         logit = tl.where(entry != 0, changed, logit)
@@ -228,16 +239,17 @@ class TritonDraw:
         num_chunks = -(-vocab_size // (4 * _DRAW_COUNTERS))
         sums = logits.new_empty((num_rows, num_chunks), dtype=torch.float64)
         tokens = logits.new_empty((num_rows, num_chunks), dtype=torch.int64)
-        numbers = cuts = None
+        filter_of_row = cuts = None
         if filters is not None:
-            numbers, cuts = filters.numbers, self.filters.cuts(logits, temperature, filters)
+            filter_of_row = filters.filter_of_row
+            cuts = self.filters.cuts(logits, temperature, filters)
         self.kernel[(num_rows, num_chunks)](
             logits,
             temperature,
             seed,
             choice,
             position,
-            numbers,
+            filter_of_row,
             cuts,
             sums,
             tokens,
@@ -253,7 +265,7 @@ class TritonDraw:
 
 
 def _draw_kernel() -> Any:
-    """Return the Triton kernel of the draw; a program handles a chunk of a row."""
+    """Return the Triton kernel of `TritonDraw`."""
     import triton
     import triton.language as tl
 
@@ -271,15 +283,18 @@ def _draw_kernel() -> Any:
         rounds: tl.constexpr,
         counters: tl.constexpr,
     ):
-        """Return logit / temperature plus noise of this program's chunk, float64."""
+        """Return logit / temperature plus noise of this program's chunk, float64.
+
+        logit: [4 counters]. At a temperature of 0 the logit itself, without noise.
+        """
         counter = tl.program_id(1) * counters + tl.arange(0, counters)
-        nothing = tl.zeros_like(counter)
+        zeros = tl.zeros_like(counter)
         w0, w1, w2, w3 = tl.philox(
             seed,
             counter.to(tl.uint32),
-            (nothing + position).to(tl.uint32),
-            (nothing + choice).to(tl.uint32),
-            (nothing + sample_stream).to(tl.uint32),
+            (zeros + position).to(tl.uint32),
+            (zeros + choice).to(tl.uint32),
+            (zeros + sample_stream).to(tl.uint32),
             rounds,
         )
         # Tokens 4 c to 4 c + 3 have the words of counter c.
@@ -297,7 +312,7 @@ def _draw_kernel() -> Any:
         seeds,
         choices,
         positions,
-        numbers,
+        filter_of_row,
         cuts,
         sums,
         tokens,
@@ -309,18 +324,27 @@ def _draw_kernel() -> Any:
         rounds: tl.constexpr,
         counters: tl.constexpr,
     ):
-        row, chunk = tl.program_id(0), tl.program_id(1)
+        """Write the best sum of logit / temperature and noise in a chunk, and its token.
+
+        Grid: (N, chunks). logits: float32, rows `stride` apart. temperatures: float32 [N]. seeds,
+        choices, positions: int64 [N]. filter_of_row: int64 [N], and cuts: int32 [F, 2], of
+        TritonFilters; None if not `filtered`. sums: float64 [N, chunks], −inf if the filter keeps
+        nothing of the chunk. tokens: int64 [N, chunks], the lowest of those with the best sum. A
+        chunk has 4 tokens for each of its `counters`.
+        """
+        row, chunk_index = tl.program_id(0), tl.program_id(1)
         temperature = tl.load(temperatures + row)
-        token = chunk * counters * 4 + tl.arange(0, counters * 4)
+        token = chunk_index * counters * 4 + tl.arange(0, counters * 4)
         inside = token < vocab_size
         logit = tl.load(logits + row * stride + token, mask=inside, other=float("-inf"))
         most = tl.full((), float("-inf"), tl.float64)
-        first = chunk * counters * 4
+        first = chunk_index * counters * 4
         drawn = True
         if filtered:
-            number = tl.load(numbers + row)
-            if number >= 0:
-                last_key, last_id = tl.load(cuts + 2 * number), tl.load(cuts + 2 * number + 1)
+            filter_index = tl.load(filter_of_row + row)
+            if filter_index >= 0:
+                last_key = tl.load(cuts + 2 * filter_index)
+                last_id = tl.load(cuts + 2 * filter_index + 1)
                 key = order_key(tl.div_rn(logit, temperature))
                 kept = (key > last_key) | ((key == last_key) & (token <= last_id))
                 logit = tl.where(kept, logit, float("-inf"))
@@ -338,8 +362,8 @@ def _draw_kernel() -> Any:
             )
             most = tl.max(total, 0)
             first = tl.min(tl.where(total == most, token, vocab_size - 1), 0)
-        tl.store(sums + row * num_chunks + chunk, most)
-        tl.store(tokens + row * num_chunks + chunk, first.to(tl.int64))
+        tl.store(sums + row * num_chunks + chunk_index, most)
+        tl.store(tokens + row * num_chunks + chunk_index, first.to(tl.int64))
 
     publish(globals(), order_key, sums_of)
     return triton.jit(draw_chunk)

@@ -67,12 +67,12 @@ NEUTRAL = (1.0, 0.0, 0.0)
 class PenalisedPosition:
     """A sampled position of a row with penalties.
 
-    number: index in `BatchLogitEdits.at`. row: of the batch. edits: with all tokens before the
-    position. num_outputs: outputs before the position, pending ones included. num_drafts: how many
-    of them are drafts.
+    edit_index: index in `BatchLogitEdits.positions`. row: of the batch. edits: with all tokens
+    before the position. num_outputs: outputs before the position, pending ones included.
+    num_drafts: how many of them are drafts.
     """
 
-    number: int
+    edit_index: int
     row: int
     edits: RowEdits
     num_outputs: int
@@ -84,30 +84,30 @@ class BatchLogitEdits:
     """Logit edits of N sampled positions, as arrays to be sent to a device.
 
     listed: index, value, source and needed of `ListedEdits`.
-    at: int64 [R], the positions with penalties or masks. masks, rules, words: as in
-    `RowEditArrays`. penalised: by ascending number.
+    positions: int64 [R], indices of the sampled positions with penalties or masks. masks, rules,
+    words: as in `RowEditArrays`. penalised: by ascending edit_index.
     """
 
     listed: tuple[Ids, Values, Ids, Ids]
-    at: Ids
+    positions: Ids
     masks: Ids
     rules: npt.NDArray[np.float32]
     words: npt.NDArray[np.int32]
     penalised: tuple[PenalisedPosition, ...]
 
     def __bool__(self) -> bool:
-        return bool(len(self.listed[0]) or len(self.at))
+        return bool(len(self.listed[0]) or len(self.positions))
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobRequests:
     """The W of N sampled positions whose sequences request log-probabilities.
 
-    at: int64 [W], their indices. num_logprobs: int32 [W]. position: uint32 [W], output index.
-    named: [W], token ids that replace the best ones; empty for the best ones.
+    indices: int64 [W], of the positions. num_logprobs: int32 [W]. position: uint32 [W], index of
+    the output. named: [W], token ids that replace the best ones; empty for the best ones.
     """
 
-    at: Ids
+    indices: Ids
     num_logprobs: npt.NDArray[np.int32]
     position: npt.NDArray[np.uint32]
     named: tuple[tuple[int, ...], ...]
@@ -116,18 +116,19 @@ class LogprobRequests:
     def of(cls, batch: InputBatch, positions: SampledPositions) -> "LogprobRequests":
         """Collect the requests of sampled positions."""
         num_logprobs = batch.num_logprobs[positions.rows]
-        at = np.flatnonzero(num_logprobs != NO_LOGPROBS)
+        indices = np.flatnonzero(num_logprobs != NO_LOGPROBS)
         return cls(
-            at,
-            num_logprobs[at],
-            positions.output_index[at].astype(np.uint32),
+            indices,
+            num_logprobs[indices],
+            positions.output_index[indices].astype(np.uint32),
             tuple(
-                batch.params(positions.seq_ids[index]).logprob_token_ids for index in at.tolist()
+                batch.params(positions.seq_ids[index]).logprob_token_ids
+                for index in indices.tolist()
             ),
         )
 
     def __bool__(self) -> bool:
-        return bool(len(self.at))
+        return bool(len(self.indices))
 
 
 @dataclass(slots=True)
@@ -194,8 +195,8 @@ def batch_logit_edits(
         if edits.penalises:
             penalised[index] = edits
             rules[index] = (edits.repetition, edits.frequency, edits.presence)
-    number_of = {index: number for number, index in enumerate(rules)}
-    word_row = {index: number for number, index in enumerate(words)}
+    edit_index = {position: index for index, position in enumerate(rules)}
+    word_row = {position: index for index, position in enumerate(words)}
     return BatchLogitEdits(
         listed=listed.arrays(),
         at=np.array(list(rules), dtype=np.int64),
@@ -206,7 +207,7 @@ def batch_logit_edits(
         .view(np.int32),
         penalised=tuple(
             PenalisedPosition(
-                number_of[index],
+                edit_index[index],
                 int(positions.rows[index]),
                 edits,
                 int(positions.output_index[index]),
@@ -219,7 +220,9 @@ def batch_logit_edits(
 
 @dataclass(slots=True)
 class _Slot:
-    number: int
+    """A row of the counts, and what is counted there: the outputs of a row with these edits."""
+
+    index: int
     edits: RowEdits
     num_outputs: int
 
@@ -262,7 +265,7 @@ class DeviceCounts:
             key = position.row, position.num_drafts
             slot = self._slots.get(key)
             if slot is None or slot.edits is not position.edits:
-                slot = _Slot(self._slot_number(key), position.edits, position.num_outputs)
+                slot = _Slot(self._slot_index(key), position.edits, position.num_outputs)
                 self._slots[key] = slot
                 stale.append(slot)
             elif slot.num_outputs != position.num_outputs:
@@ -271,13 +274,13 @@ class DeviceCounts:
         if stale:
             self._send_counts(stale)
         return np.array(
-            [self._slots[position.row, position.num_drafts].number for position in positions],
+            [self._slots[position.row, position.num_drafts].index for position in positions],
             dtype=np.int64,
         )
 
     def row_slots(self, positions: Sequence[PenalisedPosition]) -> Ids:
         """Return the slot of the row of each position, int64 [n], where its output is counted."""
-        return np.array([self._slots[position.row, 0].number for position in positions], np.int64)
+        return np.array([self._slots[position.row, 0].index for position in positions], np.int64)
 
     def count_outputs(
         self, positions: Sequence[PenalisedPosition], slots: torch.Tensor, token_ids: torch.Tensor
@@ -289,13 +292,13 @@ class DeviceCounts:
         for position in positions:
             self._slots[position.row, 0].num_outputs += 1
             if position.num_drafts:
-                self._free.append(self._slots.pop((position.row, position.num_drafts)).number)
+                self._free.append(self._slots.pop((position.row, position.num_drafts)).index)
         one = torch.ones_like(token_ids, dtype=torch.int32)
         self.counts.view(-1).index_add_(0, slots * self._vocab_size + token_ids, one)
 
-    def _slot_number(self, key: tuple[int, int]) -> int:
+    def _slot_index(self, key: tuple[int, int]) -> int:
         if key in self._slots:
-            return self._slots[key].number
+            return self._slots[key].index
         if not self._free:
             self._free_stale_slots()
         return self._free.pop()
@@ -307,15 +310,15 @@ class DeviceCounts:
             for (row, num_drafts), slot in self._slots.items()
             if num_drafts == 0 and self._edits_of(row) is not slot.edits
         ]
-        self._free += [self._slots.pop(key).number for key in stale]
+        self._free += [self._slots.pop(key).index for key in stale]
 
     def _send_counts(self, slots: Sequence[_Slot]) -> None:
         """Send the host's counts of slots; their rows have no pending tokens."""
         assert all(slot.edits.counts.counts.sum() == slot.num_outputs for slot in slots)
-        indices = [slot.number * self._vocab_size + slot.edits.counts.ids for slot in slots]
+        indices = [slot.index * self._vocab_size + slot.edits.counts.ids for slot in slots]
         entries = [slot.edits.counts.counts.astype(np.int32) + np.int32(SEEN) for slot in slots]
         for slot in slots:
-            self.counts[slot.number].zero_()
+            self.counts[slot.index].zero_()
         index, entry = self._placement.to_device([np.concatenate(indices), np.concatenate(entries)])
         self.counts.view(-1).index_copy_(0, index, entry)
 
@@ -350,12 +353,12 @@ class DeviceDraw:
         filtered = (random & needs_filter(params)).nonzero()[0]
         searches = False
         if len(filtered):
-            numbers = np.full(len(params), -1, dtype=np.int64)
-            numbers[filtered] = np.arange(len(filtered))
+            filter_of_row = np.full(len(params), -1, dtype=np.int64)
+            filter_of_row[filtered] = np.arange(len(filtered))
             top_k, top_p, min_p = torch_columns(params[filtered], ("top_k", "top_p", "min_p"))
             top_k[top_k >= logits.shape[1]] = 0
             searches = bool(((top_k > 0) | (top_p < 1)).any())
-            arrays += [filtered, numbers, top_k, top_p, min_p]
+            arrays += [filtered, filter_of_row, top_k, top_p, min_p]
         temperatures, seed, choice, position, *sent = self._placement.to_device(arrays)
         filters = RowFilters(searches, *sent) if sent else None
         wide = logits.float().contiguous()
@@ -414,27 +417,27 @@ class DeviceSampler:
         self, logits: torch.Tensor, edits: BatchLogitEdits, slots: Ids
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return edited logits float32 [N, V], the penalised positions, and their rows' slots."""
-        slot_of_edit = np.full(len(edits.at), NONE, dtype=np.int64)
-        numbers = [position.number for position in edits.penalised]
-        slot_of_edit[numbers] = slots
+        slot_of_edit = np.full(len(edits.positions), NONE, dtype=np.int64)
+        penalised = [position.edit_index for position in edits.penalised]
+        slot_of_edit[penalised] = slots
         arrays: list[npt.NDArray[Any]] = [
             *edits.listed,
-            edits.at,
+            edits.positions,
             slot_of_edit,
             edits.masks,
             edits.rules,
             edits.words,
-            edits.at[numbers],
+            edits.positions[penalised],
             self._counts.row_slots(edits.penalised),
         ]
         sent = self._sent_edits.to_device(arrays)
-        listed, (at, slot_of, masks, rules, words, counted, row_slots) = sent[:4], sent[4:]
+        listed, (positions, slot_of, masks, rules, words, counted, row_slots) = sent[:4], sent[4:]
         wide = logits.to(torch.float32, copy=True).contiguous()
         if len(edits.listed[0]):
             self._edits.add_listed(wide, ListedEdits(*listed), self._last)
-        if len(edits.at):
+        if len(edits.positions):
             row_edits = RowEditArrays(
-                at, slot_of, masks, rules.view(-1, 3), words.view(-1, edits.words.shape[1])
+                positions, slot_of, masks, rules.view(-1, 3), words.view(-1, edits.words.shape[1])
             )
             self._edits.edit_rows(wide, row_edits, self._counts.counts)
         return wide, counted, row_slots
@@ -443,9 +446,9 @@ class DeviceSampler:
         self, logits: torch.Tensor, token_ids: torch.Tensor, requests: LogprobRequests
     ) -> list[torch.Tensor]:
         width = max(map(len, requests.named))
-        named = np.zeros((len(requests.at), width), dtype=np.int64)
+        named = np.zeros((len(requests.indices), width), dtype=np.int64)
         for row, ids in enumerate(requests.named):
             named[row, : len(ids)] = ids
-        rows, names = self._sent_logprobs.to_device([requests.at, named])
+        rows, names = self._sent_logprobs.to_device([requests.indices, named])
         num_best = int(requests.num_logprobs.max())
         return queue_logprobs(logits, rows, token_ids, num_best, names.view(named.shape))

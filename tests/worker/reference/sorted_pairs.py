@@ -25,8 +25,8 @@ def sorted_pairs(
     blocks += [(0, 0, 0)] * (len(pairs.experts) - len(blocks))
     for place, pair in enumerate(order):
         pairs.rows[place] = pair // chosen.shape[1]
-        pairs.places[pair] = place if experts[pair] < num_experts else -1
-    pairs.numbers.copy_(torch.arange(len(order)))
+        pairs.sorted_index[pair] = place if experts[pair] < num_experts else -1
+    pairs.identity.copy_(torch.arange(len(order)))
     for index, each in enumerate((pairs.experts, pairs.first, pairs.end)):
         each.copy_(torch.tensor([one[index] for one in blocks], dtype=torch.int32))
     return pairs

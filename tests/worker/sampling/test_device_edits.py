@@ -143,15 +143,15 @@ def edited_logits(
     """Edit by the kernels, with token counts from the host."""
     vocab_size = logits.shape[1]
     counts = torch.zeros(max(1, len(batch_edits.penalised)), vocab_size, dtype=torch.int32)
-    slots = np.full(len(batch_edits.at), NONE, dtype=np.int64)
+    slots = np.full(len(batch_edits.positions), NONE, dtype=np.int64)
     for slot, each in enumerate(batch_edits.penalised):
-        slots[each.number] = slot
+        slots[each.edit_index] = slot
         output_counts = torch.from_numpy(each.edits.counts.counts.astype(np.int32))
         counts[slot, torch.from_numpy(each.edits.counts.ids)] = output_counts + SEEN
     send: Placement = HostPlacement()
     logits = logits.clone()
     kernels.add_listed(logits, ListedEdits(*send.to_device(batch_edits.listed)), last)
-    rows = [batch_edits.at, slots, batch_edits.masks, batch_edits.rules, batch_edits.words]
+    rows = [batch_edits.positions, slots, batch_edits.masks, batch_edits.rules, batch_edits.words]
     kernels.edit_rows(logits, RowEditArrays(*send.to_device(rows)), counts)
     return logits
 
@@ -307,7 +307,7 @@ def test_the_kernels_compile_for_a_gpu_and_round_like_the_host() -> None:
         {"logits": "*fp32", "counts": "*i32", "words": "*i32"}
         | pointers
         | {"rules": "*fp32", "vocab_size": "i32", "num_words": "i32"},
-        {"seen": SEEN, "block": 1024},
+        {"seen": SEEN, "chunk_size": 1024},
         {"enable_fp_fusion": False},
     )
     listed = Kernel(
@@ -315,7 +315,7 @@ def test_the_kernels_compile_for_a_gpu_and_round_like_the_host() -> None:
         {"logits": "*fp32", "indices": "*i64", "values": "*fp32"}
         | dict.fromkeys(("sources", "needed", "last"), "*i64")
         | {"count": "i32"},
-        {"any_token": -1, "block": 128},
+        {"any_token": -1, "block_size": 128},
     )
     changes, additions = compiled([rows, listed])
     assert "fma." not in changes

@@ -34,9 +34,9 @@ def test_random_edits_equal_those_of_the_host(vocab_size: int) -> None:
     batch_edits = batch_logit_edits(rows, positions, masks, vocab_size)
     logits = 3 * torch.randn(NUM_ROWS, vocab_size)
     counts = torch.randint(0, 4, (NUM_ROWS, vocab_size), dtype=torch.int32)
-    slots = np.arange(len(batch_edits.at)) - 2
+    slots = np.arange(len(batch_edits.positions)) - 2
     arrays = [
-        batch_edits.at,
+        batch_edits.positions,
         np.maximum(slots, -1),
         batch_edits.masks,
         batch_edits.rules,

@@ -241,10 +241,14 @@ def test_the_kernel_compiles_for_a_gpu() -> None:
         "stride": "i64",
         "num_chunks": "i32",
     }
-    cuts = {"numbers": "*i64", "cuts": "*i32"}
+    cuts = {"filter_of_row": "*i64", "cuts": "*i32"}
     maker = "worker.sampling.device_kernels:TritonDraw"
     kernels = [
-        Kernel(maker, signature, constants | {"numbers": None, "cuts": None, "filtered": False}),
+        Kernel(
+            maker,
+            signature,
+            constants | {"filter_of_row": None, "cuts": None, "filtered": False},
+        ),
         Kernel(maker, signature | cuts, constants | {"filtered": True}),
     ]
     assert ["div.rn.f32" in ptx for ptx in compiled(kernels)] == [False, True]
