@@ -223,7 +223,7 @@ TITLES: Final = {
 _NAMES: Final = {metric: title.removesuffix(", ms") for metric, title in TITLES.items()}
 _SHOWN: Final = 10
 _WIDEST: Final = 1000
-"""Columns; no table needs so many."""
+"""Width in characters at which the width of a table is measured; no table needs so much."""
 _CURVE_STEPS: Final = 200
 
 

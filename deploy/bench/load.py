@@ -72,7 +72,7 @@ def _gaps(rate: float, burstiness: float, rng: random.Random) -> Iterator[float]
 # ---- One run ----
 
 _MIN_SECONDS: Final = 1e-9
-"""Duration of a run without an answer, so that rates are 0 and not undefined."""
+"""Minimum of a run's duration, so that a run without an answer has rates of 0."""
 _NUM_PREPARED: Final = 1_000
 """Sessions whose prompts are created before the clock starts."""
 _WARM_UP_TOKENS: Final = 64

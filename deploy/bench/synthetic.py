@@ -325,7 +325,7 @@ def _filled(word: str, paths: Mapping[str, str]) -> str:
 # ---- The limit of a token ----
 
 _READ_BYTES: Final = 1 << 29
-"""Memory that is read: more than caches hold."""
+"""Memory that is read to measure the read rate: more than caches hold."""
 _READ_ROUNDS: Final = 10
 
 

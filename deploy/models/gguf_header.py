@@ -25,10 +25,10 @@ _MAX_TENSORS: Final = 1 << 17
 _MAX_DIMENSIONS: Final = 4
 _MAX_NAME_BYTES: Final = 1 << 12
 _MAX_ITEMS: Final = 1 << 22
-"""Of all arrays together: a vocabulary of 256k needs 1.5 million."""
+"""Limit of the items of all arrays together: a vocabulary of 256k needs 1.5 million."""
 _MAX_NESTED_ARRAYS: Final = 4
 _MAX_TEXT_BYTES: Final = 64 << 20
-"""Of all names and strings together."""
+"""Limit of the bytes of all names and strings together."""
 _DEFAULT_ALIGNMENT: Final = 32
 _MAX_ALIGNMENT: Final = 1 << 20
 _STRING, _ARRAY = 8, 9
@@ -45,7 +45,7 @@ _SCALARS: Final[Mapping[int, str]] = {
     11: "q",
     12: "d",
 }
-"""Type of a value → format for `struct`."""
+"""Number of a metadata type → its format for `struct`."""
 
 TENSOR_TYPES: Final[Mapping[int, tuple[str, int, int]]] = {
     0: ("F32", 1, 4),
@@ -83,8 +83,8 @@ TENSOR_TYPES: Final[Mapping[int, tuple[str, int, int]]] = {
     40: ("NVFP4", 64, 36),
     41: ("Q1_0", 128, 18),
 }
-"""Type of a tensor → its name in ggml, numbers and bytes of a block. Those that cannot be served
-are here too, so that the error about them has a name."""
+"""Number of a tensor type → its name in ggml, numbers and bytes of a block. Types that cannot be
+served are here too, so that the error about them has a name."""
 
 
 @dataclass(frozen=True)

@@ -77,13 +77,13 @@ _SINGLE_DIGITS: Final = ("command-r", "refact", "starcoder")
 and StarCoder."""
 
 _SPACE: Final = "▁"
-"""SentencePiece writes a space as this character."""
+"""Character that SentencePiece writes for a space."""
 _MAX_TOKEN_CHARACTERS: Final = 512
-"""Finding the merges of a token takes time with the square of its length."""
+"""Longest token whose merges are searched, which takes time with the square of its length."""
 _CONTROL, _USER_DEFINED = 3, 4
 """Values of tokenizer.ggml.token_type: tokens that text is searched for before any merge."""
 _SPLIT_END: Final = "##"
-"""Begins a token of WordPiece that goes on with a word; in files the others begin with _SPACE."""
+"""Prefix of WordPiece tokens that continue a word; in files all other tokens begin with _SPACE."""
 _ENCODERS: Final = ("bert", "modern-bert")
 """Architectures whose texts always have a first and a last token."""
 _WORDPIECE_ENDS: Final = (

@@ -30,10 +30,10 @@ _PICKLED: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _TOKENIZER_FILES: Final = (
     *("tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken", "tekken.json"),
 )
-"""Other formats, which `transformers` converts."""
+"""Files of tokenizers in other formats than tokenizer.json, which `transformers` converts."""
 _CONVERTED_FILES: Final = (*_TOKENIZER_FILES, tiktoken_file.FILE_NAME)
 _PUBLISHED_WITH_CODE: Final = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Phi3ForCausalLM")
-"""Folders of these models still name the code from before transformers had the architecture."""
+"""Architectures whose folders still name their own code, from before transformers had them."""
 _SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 

@@ -36,7 +36,7 @@ _TYPES: Final[dict[str, PoolingType]] = {
     "weightedmean": "weighted_mean",
     "lasttoken": "last",
 }
-"""Names of pooling types, in the order in which their vectors are joined."""
+"""Pooling type in sentence-transformers → ours, in the order in which their vectors are joined."""
 _OLDER_NAMES: Final = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -56,12 +56,12 @@ _ACTIVATIONS: Final[dict[str, Activation]] = {
 }
 _MAX_LABELS: Final = 1 << 16
 _PREFIXES: Final = ("model.", "bert.", "roberta.")
-"""Of the names of the body's tensors."""
+"""Prefixes that names of tensors of the model without its head may have."""
 _HEADS: Final = ("lm_head.", "score.", "classifier.", "pooler.", "head.")
-"""Beginnings of names of tensors that are not part of the body."""
+"""Prefixes of tensors that belong to a head, not to the model without its head."""
 _BIDIRECTIONAL_KEY: Final = "use_bidirectional_attention"
 _OLDER_ACTIVATION_KEY: Final = "sbert_ce_default_activation_function"
-"""Of cross encoders of older versions of sentence-transformers."""
+"""Key of the activation of a cross encoder in config.json by older sentence-transformers."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from proto.prepared_model import (
 )
 
 _PANIC: Final = "PanicException"
-"""Raised by libraries written in Rust; derived from BaseException, and not importable."""
+"""Exception for a panic of a library in Rust: a BaseException that cannot be imported."""
 _MAX_CHARACTERS: Final = 3 * MAX_SHOWN
 
 
@@ -65,7 +65,7 @@ _HEAD_NAMES: Final = (
 """Tensors whose rows are the vocabulary, by preference; the last two for tied embeddings."""
 
 _MAX_TOKENS: Final = 1 << 31
-"""Token ids and positions fit 32 bits everywhere."""
+"""Limit of vocabulary and context length: token ids and positions fit 32 bits everywhere."""
 
 ProgressCallback = Callable[[str], None]
 

@@ -19,12 +19,12 @@ from proto.prepared_model import FP8, TensorEntry, TensorPart
 CONFIG_KEYS: Final = ("quantization_config", "compression_config")
 """Keys of config.json that describe the quantisation; the second one is that of older files."""
 MODELOPT_FILE: Final = "hf_quant_config.json"
-"""Where modelopt's exports describe it, the older ones only there."""
+"""File in which exports of modelopt describe the quantisation, older ones only there."""
 
 Parts = Mapping[str, TensorPart]
 Options = dict[str, float]
 ReadBytes = Callable[[TensorPart], bytes]
-"""Reads the bytes of a tensor: of scales, or a description."""
+"""Returns the bytes of a tensor that holds scales or a description of the quantisation."""
 _FLOATS: Final = ("F32", "F16", "BF16")
 _WORD_BITS: Final = 32
 _BLOCK: Final = 32
@@ -34,7 +34,7 @@ _MXFP4_BYTES: Final = 16
 _NF4_BLOCK: Final = 64
 _NVFP4_GROUP: Final = 16
 _NVFP4_COLUMNS: Final = 64
-"""Of a block that kernels multiply with."""
+"""Columns of a block of NVFP4 that kernels multiply with."""
 _FP8_NAN: Final = 0x7F
 """The code of NaN in E4M3, without its sign."""
 _NAN_EXPONENT: Final = 0xFF
@@ -61,7 +61,8 @@ class Scheme:
 
 
 Inputs = Literal["dynamic", "static", "none"]
-"""By scales of the input itself, by one that the checkpoint has, or not at all."""
+"""How products with FP8 weights round their input: by scales of the input itself, by a scale of the
+checkpoint, or not at all."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +232,7 @@ _NUMBERS: Final[Mapping[str, tuple[str, tuple[int, ...]]]] = {
     "fp8": ("float", (8,)),
     "rows": ("int", (4, 8)),
 }
-"""Packing → kind and bits of its numbers; of others whole numbers of 8 bits."""
+"""Packing → kind and bits that its numbers may have; other packings have integers of 8 bits."""
 
 
 def _compressed_tensors(keys: _Keys) -> Scheme:

@@ -12,7 +12,7 @@ from proto.errors import ModelError, shown
 from proto.prepared_model import TensorEntry
 
 _MAX_HEADER_BYTES: Final = 32 << 20
-"""About 200,000 tensors; parsed JSON can need twenty times as much memory."""
+"""Largest header, of about 200,000 tensors; parsed JSON can need twenty times as much memory."""
 _MAX_DIMENSIONS: Final = 8
 _MAX_NUMBER: Final = 1 << 60
 _BITS: Final = {

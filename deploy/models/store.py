@@ -29,7 +29,7 @@ from proto.prepared_model import MANIFEST_VERSION, FileStamp, PreparedModel, fil
 from proto.speculative_config import HEAD_METHODS
 
 PREPARE_VERSION: Final = 7
-"""Raise it whenever preparing the same source writes something else than before."""
+"""Version of the preparation: to be raised when the same source yields something else."""
 
 _HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HEAD_SUFFIXES: Final = (".safetensors", ".bin", ".json")

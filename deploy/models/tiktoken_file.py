@@ -22,7 +22,7 @@ _PIECES: Final[Mapping[str, str]] = {"TikTokenTokenizer": KIMI_K2_PIECES}
 `pat_str` in https://huggingface.co/moonshotai/Kimi-K2-Instruct/blob/main/tokenization_kimi.py."""
 _MAX_FILE_BYTES: Final = 256 << 20
 _MAX_TOKEN_BYTES: Final = 1024
-"""Finding the merges of a token takes time with the square of its length."""
+"""Longest token whose merges are searched, which takes time with the square of its length."""
 _MAX_SPECIAL_TOKENS: Final = 1 << 16
 
 

@@ -28,7 +28,7 @@ _STORAGES: Final = {
     "ByteStorage": ("U8", 1),
     "BoolStorage": ("BOOL", 1),
 }
-"""Type and bytes of a number, as safetensors files name them."""
+"""Storage class of torch → its dtype as safetensors names it, and bytes of a number."""
 _MAX_PICKLE_BYTES: Final = 32 << 20
 _LOCAL_HEADER: Final = 30
 """Bytes before the name in the header of a member; the lengths of name and extra field end it."""

@@ -22,17 +22,17 @@ from proto.lifecycle import EngineAlive, NotReady, Role, process_name
 FIRST_STEPS: Final = 8
 """First steps of new workers or of a new engine, which may take longer."""
 FIRST_STEPS_FACTOR: Final = 3.0
-"""How much longer: kernels are compiled and memory is touched for the first time. The limit is
-finite, so that a request that hangs every engine is still detected."""
+"""Multiple of the step timeout that first steps may take, since they compile kernels and touch
+memory for the first time. It is finite, so that a request that hangs every engine is detected."""
 _PINGS_PER_LIMIT: Final = 8.0
 _MAX_INTERVAL: Final = 5.0
 _MIN_INTERVAL: Final = 0.05
 _MAX_COUNTED_INTERVALS: Final = 2.0
-"""Of a time between two checks, only this many intervals count. A longer time means that the
-machine was suspended, or that all processes were stopped."""
+"""Maximum that the time between two checks counts, as a multiple of the interval of checks. A
+longer time means that the machine was suspended, or that all processes were stopped."""
 
 Process = tuple[Role, int]
-"""Role and index."""
+"""Role and index of a process."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 VARIABLES: Final = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
-"""Meant for the process that the service manager started, not for its children."""
+"""Environment variables that a service manager sets for the process it starts, not for children."""
 
 _SEND_SECONDS: Final = 1.0
 _START_SECONDS: Final = 300
 """Extension of the start timeout, counted from each progress report."""
 _STOP_SLACK_SECONDS: Final = 10
-"""For everything that a shutdown does beside waiting."""
+"""Time that a shutdown may take in addition to waiting for requests."""
 _PROGRESS_SECONDS: Final = 1.0
 """Minimum time between two reports about the same operation."""
 

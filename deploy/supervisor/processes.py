@@ -24,7 +24,8 @@ from proto.sockets import Link, Poller, supervisor_path
 
 _THREADS: Final = "OMP_NUM_THREADS"
 _SPIN: Final = {"GOMP_SPINCOUNT": "4000"}
-"""About 80 microseconds: the time between two operations, much less than a scheduler tick."""
+"""How long an idle thread of OpenMP spins before it sleeps: about 80 microseconds, the time between
+two operations, and much less than a scheduler tick."""
 _PLACING: Final = frozenset({"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"})
 _LIBRARY_LIMITS: Final = {
     "amx": ("AVX512_CORE_AMX", "avx512", "AVX512"),
@@ -35,7 +36,7 @@ _LIBRARY_LIMITS: Final = {
     "avx2": ("AVX2", "avx2", "AVX2"),
     "baseline": ("SSE41", "default", "SSE4_2"),
 }
-"""Instruction sets of oneDNN, of torch's own kernels and of MKL, by --cpu-kernels."""
+"""Value of --cpu-kernels → highest instruction set of oneDNN, of torch's own kernels and of MKL."""
 _LIMIT_VARIABLES: Final = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
 _NVIDIA_DRIVER: Final = "/dev/nvidiactl"
 

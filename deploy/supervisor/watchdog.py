@@ -36,7 +36,7 @@ from proto.lifecycle import (
 )
 
 DISCONNECT_SECONDS: Final = 0.1
-"""Time for the other processes to disconnect."""
+"""Time that the other processes have to disconnect from a process that will be killed."""
 STACKS_SECONDS: Final = 0.5
 """Time for the signal handler that prints the stacks, in a process that may rarely be scheduled."""
 _STUCK_SECONDS: Final = 10.0
@@ -76,7 +76,7 @@ class HungProcessRemoval:
 
 
 _FRONT_ENDS: Final = 0
-"""Used as the generation of front ends, which belong to none."""
+"""Generation number under which front ends are counted, which belong to no generation."""
 
 
 class Watchdog:

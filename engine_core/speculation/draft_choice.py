@@ -10,20 +10,23 @@ from collections.abc import Sequence
 from typing import Final
 
 _NUM_EXACT: Final = 32
-"""Row counts that are points of the grid; beyond, there are 8 points to an octave."""
+"""Row counts up to this one are points of the grid; beyond, there are 8 points to an octave."""
 _NUM_OCTAVES: Final = 9
 _MAX_ROWS: Final = _NUM_EXACT << _NUM_OCTAVES
 _PRIOR_SLOPE: Final = 0.07
-"""Time of a further row, as a share of that of a step with one row, before any step was seen."""
+"""Assumed time of a further row before any step was seen, as a share of the time of a step with one
+row."""
 _LEAST_SLOPE: Final = 0.001
-"""The same, below which no measurement lets it fall: noise would make rows free."""
+"""Minimum of the estimated time of a further row, as a share of the time of a step with one row:
+noise of measurements would make rows free otherwise."""
 _UNIT_RATE: Final = 0.1
-"""Share of a step's deviation that the unit follows."""
+"""Share of a step's deviation by which the unit, the time of a step with one row, is corrected."""
 _MAX_WEIGHT: Final = 16.0
-"""Number of steps whose mean a point has."""
+"""Limit of the weight of a point's mean, in steps: newer steps replace older ones."""
 _FIRST_WEIGHT: Final = 3.0
+"""Number of measured steps from which on the mean of a point is reliable."""
 _MAX_AGE: Final = 100
-"""Steps of a row count that are enough, and steps of others after which they are stale."""
+"""Steps after which a point's mean is stale if no step had its row count."""
 _REFRESH: Final = 16
 """Steps between two updates of the table, after the first ones."""
 

@@ -36,9 +36,9 @@ from proto.sched_trace import (
 )
 
 MAX_KNOWN_CONTENTS: Final = 1 << 19
-"""Numbered contents of blocks, about 100 bytes each; beyond it all are forgotten."""
+"""Limit of numbered block contents, about 100 bytes each; beyond it all are forgotten."""
 _KEY_BYTES: Final = 8
-"""Of a block hash, as the key of a content."""
+"""Bytes of a block hash that identify the content of a block."""
 
 _BLOCKED_REASONS: Final = {
     status: status.name.removeprefix("WAITING_FOR_").lower()

@@ -15,7 +15,7 @@ from transformers import (
     XLMRobertaTokenizer,
 )
 
-from deploy.models import gguf_file, gguf_header, gguf_tokenizer
+from deploy.models import gguf_config, gguf_file, gguf_header, gguf_tokenizer
 from proto.errors import ModelError
 from proto.pooling import Pooler
 from tests.fakes.tiny_model_files import SIZES, TOKENS, write_gguf
@@ -455,11 +455,9 @@ def test_the_configuration_of_latent_attention(
 
 @pytest.mark.parametrize("key", ["block_count", "context_length", "attention.head_count"])
 def test_a_missing_size_is_refused_by_its_key(key: str) -> None:
-    from deploy.models.gguf_file import _config
-
-    sizes = dict.fromkeys(gguf_file._REQUIRED_KEYS, 8)
+    sizes = dict.fromkeys(gguf_config._REQUIRED_KEYS, 8)
     del sizes[key]
     values = {f"llama.{name}": value for name, value in sizes.items()}
     header = gguf_header.GgufHeader({"general.architecture": "llama", **values}, ())
     with pytest.raises(ModelError, match=rf"some\.gguf has no llama\.{key}"):
-        _config("some.gguf", header)
+        gguf_config.convert("some.gguf", header)

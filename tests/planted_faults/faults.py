@@ -711,8 +711,8 @@ DEPLOY = (
     ),
     Fault(
         "gguf_rope_scaling_lost",
-        "deploy/models/gguf_file.py",
-        '    return {**rope, "rope_type": kind, **given}\n',
+        "deploy/models/gguf_config.py",
+        '    return {**rope, "rope_type": kind, **metadata.renamed(_ROPE_SCALING_KEYS)}\n',
         "    return rope\n",
         "A GGUF model with scaled positions answers nonsense beyond its first context.",
         ("tests/deploy/test_prepare.py",),

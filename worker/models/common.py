@@ -211,7 +211,7 @@ def delta_rule_decoder(
     config.must_be("hidden_act", "silu", "swish")
     config.must_be("attn_output_gate", True)
     config.get("mtp_num_hidden_layers")
-    of_llama_cpp = config.flag("of_llama_cpp", False)  # set by deploy/models/gguf_file.py
+    of_llama_cpp = config.flag("of_llama_cpp", False)  # set by deploy/models/gguf_config.py
     interval = config.integer("full_attention_interval", 4)
     kinds = layer_kinds(
         config, (LINEAR, FULL), lambda layer: LINEAR if (layer + 1) % interval else FULL

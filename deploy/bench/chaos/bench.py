@@ -55,7 +55,7 @@ from proto.errors import TokendError
 
 
 MAX_GAP_SECONDS: Final = 2.0
-"""From the death of an engine to the next token; for a worker, plus the time of its start."""
+"""Target for the time from an engine's death to the next token; a worker's may add its start."""
 _BACK: Final = re.compile(r"^(\w+) \d+: is back after ([0-9.]+) s")
 
 
@@ -197,7 +197,7 @@ _FLAGS: Final = (
     *("--dtype", "float32", "--async-scheduling", "--scheduling-policy", "priority"),
     *("--max-num-seqs", "16", "--num-gpu-blocks-override", "192", "--step-timeout", "5"),
 )
-"""So few sequences and blocks that requests wait and are preempted."""
+"""Flags of the daemon: so few sequences and blocks that requests wait and are preempted."""
 _CLIENTS: Final = 18
 _KILLS_PER_MINUTE: Final = 6
 _REQUEST_SECONDS: Final = 300

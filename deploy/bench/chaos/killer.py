@@ -152,7 +152,7 @@ _POLL_SECONDS: Final = 0.01
 _JITTER_SECONDS: Final = 0.3
 """Random delay of a kill, so that it hits any moment of a step."""
 _MAX_COUNTED_SECONDS: Final = 1.0
-"""Counted at most between two polls; in a longer time this process itself was suspended."""
+"""Maximum that a time between two polls counts: in a longer one this process was suspended."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from deploy.models import gguf_file
+from deploy.models import gguf_config, gguf_file
 from deploy.models.gguf_header import GgufHeader
 from proto.errors import ModelError
 from proto.prepared_model import PreparedModel, TensorEntry, TensorIndex
@@ -145,7 +145,7 @@ def test_a_file_with_the_factors_of_longrope(tmp_path: Path) -> None:
     index = gguf_index(path)
     values = {f"phi3.{key}": value for key, value in own.items()}
     header = GgufHeader({"general.architecture": "phi3", **values}, index.tensors)
-    converted = gguf_file._config(str(path), header)
+    converted = gguf_config.convert(str(path), header)
     weights = gguf_file._without_rope_factors(str(path), header, converted)
     index = TensorIndex("gguf", index.files, weights)
     assert_close(logits_of(prepare(tmp_path / "prepared", converted, index)), expected)
