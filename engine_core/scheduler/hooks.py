@@ -126,7 +126,7 @@ class TokenConstraints(AdmissionGate, Protocol):
 class DraftProvider(Protocol):
     """Proposes drafts for running requests, and learns which of their tokens were accepted.
 
-    The daemon has `engine_core/speculation/drafting.py:Drafting`. It is told only of requests that
+    The daemon has `engine_core/speculation/drafting.py:Drafting`. It learns only of requests that
     may be drafted for (`speculative_decoding.py:is_drafted_for`), and the scheduler clears their
     drafts after each plan.
     """

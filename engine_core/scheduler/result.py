@@ -279,7 +279,7 @@ class ResultPass:
             has_ended = request.is_finished
         elif not extras.has_prompt_extras(request.seq_id):
             return
-        if num_new and not has_ended and self._learns_outputs:
+        if self._learns_outputs and num_new and not has_ended:
             self._speculation.add_outputs(request, num_new)
         if has_ended or num_accepted or extras.for_clients or not request.first_info_sent:
             output = _full_output(request, token_index, token_ids, num_accepted, extras)
