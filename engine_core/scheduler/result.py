@@ -62,9 +62,9 @@ class ImpossibleResultError(ProtocolError):
     outputs: of the rows before the invalid one; their tokens count.
     """
 
-    def __init__(self, message: str, outputs: ClientOutputs | None = None) -> None:
+    def __init__(self, message: str) -> None:
         super().__init__(message)
-        self.outputs: ClientOutputs = outputs or {}
+        self.outputs: ClientOutputs = {}
 
 
 def check_result(output: SchedulerOutput, result: ModelRunnerOutput, vocab_size: int) -> None:
@@ -381,7 +381,7 @@ class ResultPass:
             )
         if num_drafted:
             draft = extras.drafts.get(request.seq_id, [])
-            self._take_back_rejected(request, token_ids, draft, num_drafted)
+            self._rewind_rejected(request, token_ids, draft, num_drafted)
         appended = self._append_tokens(request, token_ids, num_drafted)
         num_cut = len(token_ids) - len(appended)
         if num_cut:
@@ -389,7 +389,7 @@ class ResultPass:
             extras.cut_row(request.seq_id, len(appended), num_cut)
         return appended
 
-    def _take_back_rejected(
+    def _rewind_rejected(
         self, request: Request, token_ids: list[int], draft: list[int], num_drafted: int
     ) -> None:
         """Count the KV of the rejected part of a draft as not computed.
