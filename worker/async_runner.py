@@ -30,7 +30,7 @@ from proto.model_runner_output import ModelRunnerOutput, RowLogprobs
 from proto.scheduler_output import GrammarOutput, SchedulerOutput
 from worker.device.accelerator import Accelerator
 from worker.device.transfers import DevicePlacement, Download, Downloader
-from worker.input_batch import InputBatch
+from worker.input_batch import InputBatch, PendingTokens
 from worker.model_runner import (
     NO_GRAMMARS,
     DeviceTokens,
@@ -79,7 +79,7 @@ class DeviceTime:
 class QueuedStep:
     """A step in the device's queue whose tokens are copied to the host behind an event.
 
-    owner: the runner that launched it. indices: int64 [N], index in its row of each sampled token.
+    owner: the runner that launched it. pending: where its tokens will stand in the batch.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class QueuedStep:
         forward: ForwardOutput,
         batch: InputBatch,
         positions: SampledPositions,
-        indices: npt.NDArray[np.int64],
+        pending: PendingTokens,
         logprobs: LogprobRequests,
         download: Download,
         device_time: DeviceTime,
@@ -101,7 +101,7 @@ class QueuedStep:
         self._forward = forward
         self._batch = batch
         self._positions = positions
-        self._indices = indices
+        self._pending = pending
         self._logprobs = logprobs
         self._download = download
         self._arrays: list[npt.NDArray[np.generic]] = []
@@ -121,7 +121,7 @@ class QueuedStep:
         self._is_resolved = True
         token_ids = self._arrays[0].astype(np.int64)
         self._accepted = self._positions.accepted(token_ids, np.isfinite(self._arrays[1]))
-        self._batch.resolve_pending(self._positions, self._indices, token_ids, self._accepted)
+        self._batch.resolve_pending(self._pending, token_ids, self._accepted)
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the step and return its answer; called in the order of the steps."""
@@ -159,8 +159,34 @@ class QueuedStep:
         )
 
 
-PendingStep = FinishedStep | QueuedStep
-"""A launched step; `is_ready` and `result` are the same in both."""
+class HostSampledStep:
+    """A step whose tokens were sampled on the host when it was launched.
+
+    Its drafts are made when its answer is collected, behind those of the steps before.
+    """
+
+    def __init__(
+        self,
+        owner: "AsyncModelRunner",
+        forward: ForwardOutput,
+        output: ModelRunnerOutput,
+        sampled: list[list[int]],
+    ) -> None:
+        self._owner = owner
+        self._forward = forward
+        self._output = output
+        self._sampled = sampled
+
+    def is_ready(self) -> bool:
+        return True
+
+    def result(self) -> ModelRunnerOutput:
+        """Return the answer of the step; called in the order of the steps."""
+        return self._owner.with_drafts(self._output, self._forward, self._sampled)
+
+
+PendingStep = FinishedStep | HostSampledStep | QueuedStep
+"""A launched step; `is_ready` and `result` are the same in all."""
 
 
 class AsyncModelRunner:
@@ -221,13 +247,13 @@ class AsyncModelRunner:
 
     def _finish_on_host(
         self, forward: ForwardOutput, get_grammars: GrammarMaskSource
-    ) -> FinishedStep:
+    ) -> HostSampledStep:
         self._wait_for_tokens(self._in_flight)
         self._in_flight.clear()
         forward = replace(forward, started=self._device_time.start_of(forward.started))
-        output = self._runner.finish_on_host(forward, get_grammars)
+        output, sampled = self._runner.finish_on_host(forward, get_grammars)
         self._device_time.end_step(forward.started)
-        return FinishedStep(output)
+        return HostSampledStep(self, forward, output, sampled)
 
     def _wait_for_tokens(self, steps: list[QueuedStep]) -> None:
         for step in steps:
@@ -252,13 +278,13 @@ class AsyncModelRunner:
         download = self._downloader.start_download(
             [token_ids, best, nonfinite, *logprobs, *experts]
         )
-        indices = self._batch.append_pending(positions)
+        pending = self._batch.append_pending(positions)
         return QueuedStep(
             self,
             forward,
             self._batch,
             positions,
-            indices,
+            pending,
             requests,
             download,
             self._device_time,

@@ -67,6 +67,20 @@ _OTHER_BYTES = 256
 
 
 @dataclass(frozen=True, slots=True)
+class PendingTokens:
+    """N tokens that were sampled on the device and have not reached the host yet.
+
+    seq_ids: [N]. rows, indices: int64 [N], where the tokens stand in the batch. row_versions:
+    int64 [N], those of the batch when the tokens were appended.
+    """
+
+    seq_ids: list[int]
+    rows: NDArray[np.int64]
+    indices: NDArray[np.int64]
+    row_versions: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
 class RowState:
     """The properties of a sequence that never change."""
 
@@ -189,43 +203,36 @@ class InputBatch:
                 if row in self.edits and token_id != PENDING:
                     self.edits[row].append(token_id)
 
-    def append_pending(self, positions: SampledPositions) -> NDArray[np.int64]:
-        """Append PENDING for each sampled position; return the indices of the tokens in their rows.
+    def append_pending(self, positions: SampledPositions) -> PendingTokens:
+        """Append PENDING for each sampled position, until `resolve_pending`.
 
-        The result is int64 [N], for `resolve_pending`. A row with a draft is in no other step
-        before its tokens are resolved.
+        A row with a draft is in no other step before its tokens are resolved.
         """
         rows = positions.rows
         self.append_sampled(rows, np.full(len(rows), PENDING))
-        return positions.output_index.astype(np.int64) + self.num_prompt_tokens[rows]
+        indices = positions.output_index.astype(np.int64) + self.num_prompt_tokens[rows]
+        return PendingTokens(positions.seq_ids, rows, indices, self.row_versions[rows])
 
     def resolve_pending(
         self,
-        positions: SampledPositions,
-        indices: NDArray[np.int64],
+        pending: PendingTokens,
         token_ids: NDArray[np.int64],
-        reached: NDArray[np.bool_] | None = None,
+        accepted: NDArray[np.bool_] | None = None,
     ) -> None:
-        """Replace PENDING by the sampled tokens, unless the row belongs to another sequence now.
+        """Replace PENDING by the sampled tokens, where a row still has the tokens that it had.
 
-        indices: int64 [N] from `append_pending`. token_ids: int64 [N]. reached: bool [N], the
-        positions whose tokens count; the others are taken back.
+        It has others if it belongs to another sequence now, or was sent again: after a preemption,
+        or because the step was in vain. token_ids: int64 [N]. accepted: bool [N], the positions
+        whose tokens count; the others are taken back.
         """
-        counts = [True] * len(indices) if reached is None else reached.tolist()
-        for seq_id, row, index, token_id, is_reached in zip(
-            positions.seq_ids,
-            positions.rows.tolist(),
-            indices.tolist(),
-            token_ids.tolist(),
-            counts,
-            strict=True,
-        ):
-            if self._row_of.get(seq_id) == row and self.token_ids[row, index] == PENDING:
-                self.token_ids[row, index] = token_id
-                if not is_reached:
-                    self.num_tokens[row] = min(int(self.num_tokens[row]), index)
-                elif row in self.edits:
-                    self.edits[row].append(token_id)
+        is_current = self.holds(pending.seq_ids, pending.rows, pending.row_versions)
+        for number in is_current.nonzero()[0].tolist():
+            row, index = int(pending.rows[number]), int(pending.indices[number])
+            self.token_ids[row, index] = token_ids[number]
+            if accepted is not None and not accepted[number]:
+                self.num_tokens[row] = min(int(self.num_tokens[row]), index)
+            elif row in self.edits:
+                self.edits[row].append(int(token_ids[number]))
 
     def num_known(self, row: int) -> int:
         """Return how many tokens of a row the host knows; at most one is pending."""
@@ -242,7 +249,7 @@ class InputBatch:
         row_versions: int64 [n], noted then.
         """
         pairs = zip(seq_ids, rows.tolist(), strict=True)
-        found = np.array([self._row_of.get(each) == row for each, row in pairs])
+        found = np.array([self._row_of.get(each) == row for each, row in pairs], dtype=np.bool_)
         same: NDArray[np.bool_] = found & (self.row_versions[rows] == row_versions)
         return same
 

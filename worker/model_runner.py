@@ -203,7 +203,8 @@ class ModelRunner:
         forward = self.start_step(step)
         if isinstance(forward, ModelRunnerOutput):
             return forward
-        return self.finish_on_host(forward, get_grammars)
+        output, sampled = self.finish_on_host(forward, get_grammars)
+        return self.with_drafts(output, forward, sampled)
 
     @torch.inference_mode()
     def start_step(self, step: SchedulerOutput) -> ForwardOutput | ModelRunnerOutput:
@@ -258,8 +259,11 @@ class ModelRunner:
     @torch.inference_mode()
     def finish_on_host(
         self, forward: ForwardOutput, get_grammars: GrammarMaskSource
-    ) -> ModelRunnerOutput:
-        """Sample on the host, append the tokens to the batch and return the answer."""
+    ) -> tuple[ModelRunnerOutput, list[list[int]]]:
+        """Sample on the host and append the tokens to the batch.
+
+        Returns the answer, without drafts, and the tokens of each sequence.
+        """
         inputs = forward.inputs
         nonfinite = self._nonfinite_before_logits(inputs, forward.hidden)
         sampled = self._sample(forward, nonfinite, get_grammars)
@@ -277,7 +281,7 @@ class ModelRunner:
             seconds,
             experts,
         )
-        return self.with_drafts(output, forward, sampled.tokens)
+        return output, sampled.tokens
 
     @property
     def has_drafter(self) -> bool:
@@ -286,7 +290,10 @@ class ModelRunner:
     def with_drafts(
         self, output: ModelRunnerOutput, forward: ForwardOutput, sampled: list[list[int]]
     ) -> ModelRunnerOutput:
-        """Return the answer of a step with the drafts that its tokens lead to, if any are made."""
+        """Return the answer of a step with the drafts that its tokens lead to, if any are made.
+
+        Called in the order of the steps, because a head stores what each step computed.
+        """
         if self._drafter is None:
             return output
         drafts = self._drafter.after_step(forward.sampled_step(sampled, self.batch))

@@ -216,8 +216,8 @@ class PoolingRunner(ModelRunner):
     @torch.inference_mode()
     def finish_on_host(
         self, forward: ForwardOutput, get_grammars: GrammarMaskSource
-    ) -> ModelRunnerOutput:
-        """Pool the step's hidden states and return the results of complete sequences."""
+    ) -> tuple[ModelRunnerOutput, list[list[int]]]:
+        """Pool the step's hidden states; return the results of complete sequences, and no token."""
         inputs, hidden = forward.inputs, forward.hidden
         if hidden.device.type == "cpu":
             nonfinite = nonfinite_sequences(hidden, inputs.query_start)
@@ -225,15 +225,17 @@ class PoolingRunner(ModelRunner):
             tokens = self.placement.to_host(nonfinite_tokens(hidden))
             nonfinite = any_token_of_sequences(tokens.numpy(), inputs.query_start)
         results = self._results(forward, nonfinite)
-        return ModelRunnerOutput(
+        no_tokens: list[list[int]] = [[] for _ in forward.seq_ids]
+        output = ModelRunnerOutput(
             forward.step.epoch,
             forward.step.step,
             [forward.seq_ids[index] for index in forward.step_order],
-            [[] for _ in forward.seq_ids],
+            no_tokens,
             compute_seconds=time.monotonic() - forward.started,
             failed_seq_ids=[forward.seq_ids[index] for index in np.flatnonzero(nonfinite)],
             pooler_outputs=results,
         )
+        return output, no_tokens
 
     def warm_up(self) -> None:
         self.run_largest(1, 1)

@@ -265,7 +265,7 @@ class RunnerBuilder:
         cache = self._create_cache(1, block_size)
         self._cuda_builder().run_largest_step(cache, batch, num_tokens, num_seqs)
         if (draft := self._loaded.draft) is not None:
-            longest = draft.model.spec.max_position
+            longest = min(longest, draft.model.spec.max_position)  # the batch is the target's
             num_tokens = min(self.step_tokens, num_seqs * longest)
             cache = KVCache(draft.geometry, draft.layout, 1, block_size, self._device.torch_device)
             self._cuda_builder(draft.model).run_largest_pass(cache, batch, num_tokens, num_seqs)

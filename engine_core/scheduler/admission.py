@@ -206,7 +206,10 @@ class _Refusal:
 
 
 class AdmissionPass:
-    """Admits waiting requests while tokens, sequences and blocks of the step last."""
+    """Admits waiting requests while tokens, sequences and blocks of the step last.
+
+    max_positions: positions that a step may sample, those of drafts included.
+    """
 
     def __init__(
         self,
@@ -215,6 +218,7 @@ class AdmissionPass:
         kv_cache: KVCacheManager,
         chunks: ChunkRule,
         max_num_seqs: int,
+        max_positions: int,
         rules: Sequence[AdmissionRule],
         gates: Sequence[AdmissionGate],
         listeners: Sequence[RequestListener],
@@ -227,6 +231,7 @@ class AdmissionPass:
         self._kv_cache = kv_cache
         self._chunks = chunks
         self._max_running = min(max_num_seqs, chunks.step_budget)  # each needs a token per step
+        self._max_positions = max_positions
         self._rules = rules
         self._gates = gates
         self._listeners = listeners
@@ -245,7 +250,12 @@ class AdmissionPass:
         for gate in self._gates:
             gate.begin_admission(plan)
         waiting = self._waiting
-        while self._has_budget(plan) and waiting.num_ready and self._may_run_one_more():
+        while (
+            self._has_budget(plan)
+            and self._has_position(plan)
+            and waiting.num_ready
+            and self._may_run_one_more()
+        ):
             request = waiting.peek_request()
             if self._refusal is not None and self._still_refused(request, self._refusal, plan):
                 return
@@ -277,7 +287,7 @@ class AdmissionPass:
         for request in self._waiting:
             if request.status.is_blocked or not kv_transfer.may_be_transferred(request):
                 continue
-            if plan.budget <= 0 or not self._can_run_one_more():
+            if plan.budget <= 0 or not self._has_position(plan) or not self._can_run_one_more():
                 return
             if not kv_transfer.is_loaded(request):
                 num_lookups += 1
@@ -297,6 +307,15 @@ class AdmissionPass:
         With a connector the head may need no prompt tokens of this step.
         """
         return plan.budget > 0 and (plan.prompt_budget > 0 or self._kv_transfer.connected)
+
+    def _has_position(self, plan: StepPlan) -> bool:
+        """Return whether drafts leave a position for one more request; True where no seat is free.
+
+        Then a request can only be admitted in place of another one, and takes its position.
+        """
+        num_running = len(self._running)
+        has_seat = num_running < self._max_running
+        return not has_seat or num_running + plan.num_draft_grants < self._max_positions
 
     def _needs_prompt_tokens(self, candidate: Candidate) -> bool:
         """Return whether the tokens that a request computes are prompt tokens of the step.

@@ -7,8 +7,8 @@ has, and the order of admission is also fair. For the same reason fewer requests
 run if the token budget is smaller.
 
 Drafts are computed only with what is left when each of these has a token, and no request is
-preempted for one (`speculative_decoding.py`). While a step that verifies a draft is in flight it is
-unknown how many tokens the request gets, so it waits for the result; others may be planned ahead.
+preempted for one (`speculative_decoding.py`). A request whose draft is being verified is left out
+until the result says how many tokens it got; others may be planned ahead.
 
 Requests that defer to another tenant (`fairness.py`) are planned after the second half. They may
 get nothing for a while, because requests that were served less are served first.

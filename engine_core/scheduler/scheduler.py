@@ -125,6 +125,7 @@ class Scheduler:
         self._compute_meter = compute_meter
         self._vocab_size = vocab_size
         self._max_num_seqs = config.max_num_seqs
+        self._max_positions = config.max_num_seqs + num_draft_positions
         self._step_budget = parts.chunks.step_budget
         self._async_scheduling = config.async_scheduling
         self._row_counts: dict[int, tuple[int, int]] = {}  # by step in flight
@@ -466,6 +467,9 @@ class Scheduler:
         num_scheduled = len(plan.continued) + len(plan.admitted)
         assert num_scheduled <= len(self.running), "more is scheduled than runs"
         assert len(self.running) <= self._max_num_seqs, "more runs than may"
+        assert num_scheduled + plan.num_draft_tokens <= self._max_positions, (
+            "more positions are sampled than the workers have memory for"
+        )
         assert plan.budget >= 0, "more tokens are scheduled than a step has"
         num_tokens = sum(plan.continued_tokens) + sum(plan.admitted_tokens)
         assert num_tokens == self._step_budget - plan.budget, "the budget was not kept"

@@ -213,6 +213,7 @@ class SchedulerParts:
             kv_cache=kv_cache,
             chunks=self.chunks,
             max_num_seqs=config.max_num_seqs,
+            max_positions=config.max_num_seqs + num_draft_positions,
             rules=rules_of(config, kv_cache, self.running, watermarks),
             gates=self.gates,
             listeners=self.listeners,

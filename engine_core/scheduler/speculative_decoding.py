@@ -17,9 +17,7 @@ With `--async-scheduling` a step is planned while the one before computes. A req
 flight verifies a draft is left out, because how many tokens it gets is unknown; all others are
 planned ahead as ever. A draft may follow a token in flight: its first token stands for that one,
 which the worker knows by the time it computes the rest. So requests without drafts lose no overlap,
-and the placeholders of a request are exact at every plan. The alternative, to schedule placeholders
-of drafts that the worker fills in, is for drafters on the device and would have the engine correct
-counters of steps in flight.
+and the placeholders of a request are exact at every plan.
 
 A model in the workers proposes drafts behind a step (engine_core/speculation/worker_proposals.py).
 It writes KV for tokens that are not scheduled yet, so the block tables need room for them:
@@ -66,8 +64,8 @@ class DraftKVIndex:
         recorded      h1  h2  h8          9 and 3 were drafted behind, 4 holds other tokens now
         present       |-------|
 
-    A loaded block has none, nor has a copy of an equal block. Where the record is wrong, a prefill
-    of the draft model costs more or less time than was planned.
+    Loaded blocks have none, nor have other blocks of equal content. Where the record is wrong, a
+    prefill of the draft model costs more or less time than was planned.
     """
 
     def __init__(self, kv_cache: KVCacheManager) -> None:
@@ -187,7 +185,9 @@ class SpeculativeDecoding:
             self._drafting.fill_drafts(candidates, limits, num_others)
         for request, limit in zip(candidates, limits, strict=True):
             if request.spec_token_ids:
-                room -= self._cut_draft(request, min(limit, room))
+                num_drafts = self._cut_draft(request, min(limit, room))
+                plan.num_draft_grants += num_drafts
+                room -= num_drafts
 
     def clear_drafts(self) -> None:
         """Forget drafts that were not planned: tokens in flight may contradict them."""
@@ -202,7 +202,9 @@ class SpeculativeDecoding:
             budget     |- one token of each that runs -|- prompts -|- drafts -|
             positions  |- one of each that runs or may be admitted -|- drafts -|
 
-        Prompt tokens go first, with a chunk of the head of the queue, so that drafts delay neither.
+        Prompt tokens go first, with a chunk of the first ready request, so that drafts delay
+        neither. A request that a gate releases in this step may find the positions taken and is
+        admitted in the next one (`AdmissionPass`).
         """
         num_running = len(self._running)
         num_ready = min(self._waiting.num_ready, self._max_num_seqs - num_running)

@@ -36,6 +36,7 @@ class StepPlan:
         counts cached tokens.
     drafts: by seq_id, the drafts of continued requests that the step verifies; their tokens are
         counted in continued_tokens.
+    num_draft_grants: draft tokens that running requests may compute in this step, planned or not.
     lookahead: by seq_id, how many tokens the workers' draft model proposes for continued requests
         behind this step; their tables have room for them. min_draft_survival: where it ends.
     preempted: running requests that lost their blocks in this step.
@@ -53,6 +54,7 @@ class StepPlan:
         "lookahead",
         "min_draft_survival",
         "now",
+        "num_draft_grants",
         "num_prefilling",
         "num_prompt_tokens",
         "preempted",
@@ -69,6 +71,7 @@ class StepPlan:
         self.admitted: list[Request] = []
         self.admitted_tokens: list[int] = []
         self.drafts: dict[int, list[int]] = {}
+        self.num_draft_grants = 0
         self.lookahead: dict[int, int] = {}
         self.min_draft_survival = 0.0
         self.preempted: list[Request] = []

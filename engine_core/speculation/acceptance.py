@@ -1,4 +1,4 @@
-"""How likely drafts are accepted: everything that is learnt about it, and how fast.
+"""How likely drafts are accepted: what is learnt, and how fast it adapts.
 
     proposer            expects that a token survives with 0.6
     AcceptanceTable     such tokens were accepted 0.8 times as often as expected      ─▶ 0.48
@@ -6,8 +6,7 @@
                         for the next one before it knows its tokens
     ProposalGains       what proposals brought beyond their costs
 
-All of them are sums in which earlier values count less with every new one, beside a prior that
-counts as much as a few values.
+All of them are exponentially decaying sums, with a prior that is worth a few values.
 """
 
 from collections.abc import Sequence
@@ -169,10 +168,10 @@ _LEAST_SURVIVAL: Final = 1e-9
 
 
 class ProposalGains:
-    """What a proposal brings beyond its costs, in tokens, learnt from those that were made.
+    """The net gain of a proposal, in tokens: those accepted less its cost, learnt from others.
 
-    An estimate may rest on row counts that no step had yet, or on lengths that proposals seldom
-    reach.
+    It corrects estimates, which may rest on row counts that no step had yet, or on lengths that
+    proposals seldom reach.
     """
 
     def __init__(self) -> None:

@@ -11,6 +11,7 @@ Both index a request with csrc/suffix_index.c, about 20 ns and 40 bytes a token.
 indexed in parts, one a step, so that no step waits for it; until it is, the request has no drafts.
 """
 
+import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Final
@@ -18,6 +19,8 @@ from typing import Final
 from engine_core.request import Request
 from engine_core.speculation.proposer import Draft, expected_tokens
 from engine_core.speculation.suffix_index import MakeSuffixIndex, SuffixIndex
+
+logger = logging.getLogger("tokend.speculation")
 
 ORDERS: Final = (2, 4, 8)
 """Shortest matches to look for. One token says little: its drafts are accepted less often than
@@ -96,7 +99,11 @@ class RequestIndexes:
             if self._indexes.get(indexed.request.seq_id) is not indexed:
                 self._pending.popleft()  # it has ended
                 continue
-            self._extend(indexed)
+            try:
+                self._extend(indexed)
+            except MemoryError:
+                logger.warning("out of memory: no more drafts by lookup for a request")
+                self.remove_request(indexed.request)
             if indexed.num_indexed == indexed.request.num_tokens or self._budget > 0:
                 self._pending.popleft()
 

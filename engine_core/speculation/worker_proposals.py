@@ -193,6 +193,8 @@ class LookaheadPlanner:
         model found no token likely enough, or a grammar refused one.
         """
         state.num_computed = num_known
+        if self.probe is state and not survivals:
+            self.probe = None  # nothing to verify
         self._tokens.record(survivals, num_asked)
         self._gains.add_proposal(self._pass_price * min(num_asked, len(survivals) + 1))
         first = survivals[0] if survivals else 0.0

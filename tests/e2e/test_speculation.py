@@ -71,7 +71,7 @@ async def test_answers_are_those_without_drafts(daemons: DaemonPool) -> None:
         accepted = daemon.metric("vllm:spec_decode_num_accepted_tokens_total")
         assert accepted > 0
         assert await answers(daemon) == expected
-        assert daemon.metric("vllm:spec_decode_num_accepted_tokens_total") > 2 * accepted
+        assert daemon.metric("vllm:spec_decode_num_accepted_tokens_total") > accepted
 
 
 @pytest.mark.parametrize("victim", ["worker", "engine_core"])

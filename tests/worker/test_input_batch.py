@@ -123,14 +123,31 @@ def test_a_pending_token_is_written_only_to_its_own_sequence() -> None:
     rows = InputBatch(num_rows=1, max_model_len=32, block_size=BLOCK)
     at = rows.apply(step([new(1, [1, 2, 3], [2])]))
     first = last_positions(rows, at, [1])
-    indices = rows.append_pending(first)
+    of_first = rows.append_pending(first)
     assert rows.apply(step([new(2, [5, 6, 7], [3])], preempted=[1])).tolist() == at.tolist()
     second = last_positions(rows, at, [2])
-    assert rows.append_pending(second).tolist() == indices.tolist()
-    rows.resolve_pending(first, indices, np.array([40]))
+    of_second = rows.append_pending(second)
+    assert of_second.indices.tolist() == of_first.indices.tolist()
+    rows.resolve_pending(of_first, np.array([40]))
     assert rows.last_is_pending(int(at[0]))
-    rows.resolve_pending(second, indices, np.array([8]))
+    rows.resolve_pending(of_second, np.array([8]))
     assert rows.token_ids[at[0], :4].tolist() == [5, 6, 7, 8]
+
+
+def test_a_token_of_a_step_in_vain_is_not_counted() -> None:
+    """Two steps are in flight when a sequence is sent again, as if it had no outputs."""
+    rows = InputBatch(num_rows=1, max_model_len=32, block_size=BLOCK)
+    params = SamplingParams(max_tokens=8, edits=LogitEdits(frequency_penalty=1.0))
+    sent = new(1, [1, 2, 3], [2], sampling_params=params)
+    at = rows.apply(step([sent]))
+    in_flight = []
+    for _ in range(2):
+        in_flight.append(rows.append_pending(last_positions(rows, at, [1])))
+    assert rows.apply(step([sent])).tolist() == at.tolist()
+    for pending in in_flight:
+        rows.resolve_pending(pending, np.array([42]))
+    assert rows.num_tokens[at[0]] == 3
+    assert counted(rows.edits[at[0]]) == {}
 
 
 def test_logits_edits_survive_a_preemption(rows: InputBatch) -> None:

@@ -1,4 +1,4 @@
-"""Drafts in the making: which sequences get one, how its tokens are drawn, and where it ends.
+"""Sampling of drafts: which sequences get one, how its tokens are drawn, and where it ends.
 
 Tokens are drawn with the noise of the sequence's own draws (worker/sampling/cpu_kernels.py), its
 filters and logit edits: the more alike two models are, the more often both draw the same token.
@@ -88,8 +88,8 @@ class DraftDraw(Protocol):
 class DraftSampler:
     """Begins, extends and ends the drafts of the sequences in `batch`.
 
-    A draft stands in its row of the batch while it is made, in place of what later steps may have
-    put there.
+    While a draft grows, its tokens stand in the row behind the known ones; `end` puts back what
+    later steps had written there.
 
     max_model_len: tokens that a sequence may have with its draft.
     """

@@ -1,4 +1,4 @@
-"""The interface of models that propose drafts, and what the runner tells them of each step.
+"""The interface of models that propose drafts, and what the runner passes to them after a step.
 
     step N     forward ─▶ keep_states ─▶ sample ─▶ after_step ─▶ ModelRunnerOutput with drafts
     step N+1   the engine schedules what it takes of them; the model verifies it (step_inputs.py)

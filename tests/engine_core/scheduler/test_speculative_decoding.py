@@ -317,3 +317,18 @@ def test_a_paused_or_waiting_request_keeps_no_draft() -> None:
     assert request.spec_token_ids == []
     assert request.status is RequestStatus.PREEMPTED
     assert engine.kv_cache.get_computed_blocks(request) is NOTHING_COMPUTED
+
+
+def test_requests_released_behind_drafts_wait_for_positions() -> None:
+    """Choices that begin when the first one has the prompt: drafts took no position of theirs."""
+    engine = engine_with(7, max_num_seqs=8)
+    requests = engine.add(PROMPT, 12, ignore_eos=True, n=8)
+    engine.run()
+    steps = engine.runner.steps
+    assert [len(scheduled(step)) for step in steps][:3] == [1, 1, 8]
+    assert any(step.drafts for step in steps)
+    for step in steps:
+        assert len(scheduled(step)) + sum(map(len, step.drafts.values())) <= 8
+    for request in requests:
+        wanted = undisturbed(PROMPT, request.max_tokens, request.choice)
+        assert engine.tokens_of(request) == wanted

@@ -236,6 +236,38 @@ def test_memory_of_unfinished_requests_is_bounded(make_suffix, make_index, make_
     assert memory.num_bytes == 0
 
 
+class FullIndex:
+    """An index that has no memory for a second part."""
+
+    def __init__(self, index) -> None:
+        self._index = index
+        self._num_parts = 0
+
+    def __getattr__(self, name):
+        return getattr(self._index, name)
+
+    def lookup(self, source, max_tokens):
+        return self._index.lookup(self._index, max_tokens)
+
+    def extend(self, token_ids, start, end) -> None:
+        self._num_parts += 1
+        if self._num_parts > 1:
+            raise MemoryError
+        self._index.extend(token_ids, start, end)
+
+
+def test_without_memory_for_a_part_a_request_has_no_drafts(make_index, make_request, caplog):
+    proposer = NgramProposer(lambda *settings: FullIndex(make_index(*settings)), 2, 4, 8)
+    long, short = make_request(list(range(2 * STEP_TOKENS))), make_request([1, 2, 3, 1, 2])
+    proposer.begin_request(long)
+    proposer.begin_request(short)
+    proposer.begin_step()
+    assert "out of memory" in caplog.text
+    assert tokens_of(proposer.propose(short, 1)) == [3]
+    assert proposer.propose(long, 1) is None
+    assert len(proposer._indexes) == 1
+
+
 def test_keys_of_lengths_grow_slowly():
     lengths = [1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 15, 16, 24, 32, 48, 63, 64]
     keys = [0, 0, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 7, 8, 9, 9, 10]

@@ -210,7 +210,7 @@ class BatchPair:
         if self._pending is not None:
             self.device_batch.resolve_pending(*self._pending)
         found = on_host(token_ids).numpy()
-        self._pending = (positions, self.device_batch.append_pending(positions), found)
+        self._pending = (self.device_batch.append_pending(positions), found)
         arrays = [on_host(each).numpy().reshape(-1) for each in logprobs]
         if not wanted:
             return token_ids, []
