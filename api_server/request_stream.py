@@ -264,7 +264,7 @@ class Choice:
         """Return for each of the tokens [start, end) whether it was an accepted draft."""
         return [flag == 1 for flag in self._draft_flags[start:end].ljust(end - start, b"\0")]
 
-    def take_delta(self) -> Delta:
+    def pop_delta(self) -> Delta:
         """Return the output since the last call."""
         text = "".join(self._new_texts)
         tokens, self._new_tokens = self._new_tokens, []

@@ -103,7 +103,7 @@ class GenerationResponse(Response):
         if writer is None or not (writer.ready and stream.is_running):
             return False
         try:
-            events = "".join([self._encoder.encode_delta(delta) for delta in stream.take_deltas()])
+            events = "".join([self._encoder.encode_delta(delta) for delta in stream.pop_deltas()])
         except Exception:
             logger.exception("%s: the response could not be encoded", stream.label)
             stream.fail(InternalRequestError("internal error"))
@@ -123,7 +123,7 @@ class GenerationResponse(Response):
                 return
         if stream.error is not None:
             raise self._encoder.client_error(stream.error)
-        body = json.dumps(self._encoder.encode_body(stream.take_deltas(), stream.usage())).encode()
+        body = json.dumps(self._encoder.encode_body(stream.pop_deltas(), stream.usage())).encode()
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
@@ -138,7 +138,7 @@ def next_events(
 ) -> tuple[str, bool, RequestError | None]:
     """Return the pending events, whether they are the last, and the failure if it is one."""
     try:
-        events = "".join([encoder.encode_delta(delta) for delta in stream.take_deltas()])
+        events = "".join([encoder.encode_delta(delta) for delta in stream.pop_deltas()])
         if stream.error is not None:
             return events, True, stream.error
         if stream.finished:

@@ -201,7 +201,7 @@ class Session:
         """Send what is new in a turn; return whether the turn has ended."""
         stream, encoder = turn.stream, turn.encoder
         try:
-            events = [encoder.encode_delta(delta) for delta in stream.take_deltas()]
+            events = [encoder.encode_delta(delta) for delta in stream.pop_deltas()]
             if stream.finished and stream.error is None:
                 events.append(encoder.encode_end(stream.usage()))
         except Exception:

@@ -2,7 +2,7 @@
 
     handler ─ submit ─▶ TokenStream ─▶ EngineClient ─▶ engine
                                                          │
-    connection ◀─ GenerationResponse ◀─ take_deltas ─ RequestStream ◀─ EngineClient
+    connection ◀─ GenerationResponse ◀─ pop_deltas ─ RequestStream ◀─ EngineClient
 
 When the client disconnects or a part fails, `TokenStream.close` aborts the requests that have not
 finished, counts them and writes one line to the log. Everything here runs on the event loop.
@@ -99,11 +99,11 @@ class TokenStream:
         """Return when there is output that `write` could not write, or at the end."""
         await self.notifier.wait(write)
 
-    def take_deltas(self) -> list[Delta]:
+    def pop_deltas(self) -> list[Delta]:
         """Return the new output of each choice since the last call; only choices that have some."""
         self.send_buffer.clear()
         return [
-            choice.take_delta()
+            choice.pop_delta()
             for stream in self.streams
             for choice in stream.choices
             if choice.has_delta

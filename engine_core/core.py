@@ -90,27 +90,27 @@ def main(boot: ProcessBoot, supervisor: Link) -> None:
         if trace is not None:
             stack.enter_context(closing(trace))
         core = EngineCore(
-            config,
-            workers.plan,
-            workers.workers[0],
-            front_ends,
-            boot.epoch,
-            kv_events,
-            structured_output,
-            trace,
+            config=config,
+            plan=workers.plan,
+            worker=workers.workers[0],
+            front_ends=front_ends,
+            epoch=boot.epoch,
+            kv_events=kv_events,
+            structured_output=structured_output,
+            trace=trace,
             pools=pools,
         )
         if boot.pause_mode is not None:
             core.scheduler.pause(boot.pause_mode)
         supervisor_io.scheduler = core.scheduler
         io = EngineIO(
-            supervisor_io,
-            front_ends,
-            poller,
-            core.scheduler,
-            core.input_processor,
-            core.output_dispatcher,
-            structured_output,
+            supervisor_io=supervisor_io,
+            front_ends=front_ends,
+            poller=poller,
+            scheduler=core.scheduler,
+            input_processor=core.input_processor,
+            output_dispatcher=core.output_dispatcher,
+            structured_output=structured_output,
         )
         max_in_flight = OVERLAPPED if overlaps(config, workers.workers[0]) else SYNCHRONOUS
         busy_loop = BusyLoop(
@@ -178,24 +178,24 @@ def _report_ready(
             cache += f", {plan.num_state_slots - 1} slots for recurrent states"
     queue = queue_capacity(config.scheduler, plan.num_usable_blocks, plan.block_size)
     ready = EngineReady(
-        PROTOCOL_VERSION,
-        boot.epoch,
-        plan.max_model_len,
-        plan.num_usable_blocks,
-        plan.block_size,
-        worker.vocab_size,
-        worker.device_name,
-        queue.num_requests,
-        queue.num_tokens,
-        plan.num_blocks
+        protocol_version=PROTOCOL_VERSION,
+        epoch=boot.epoch,
+        max_model_len=plan.max_model_len,
+        num_blocks=plan.num_usable_blocks,
+        block_size=plan.block_size,
+        vocab_size=worker.vocab_size,
+        device_name=worker.device_name,
+        max_num_queued_reqs=queue.num_requests,
+        max_num_queued_tokens=queue.num_tokens,
+        kv_cache_bytes=plan.num_blocks
         * plan.block_size
         * sum(
             worker.geometry.bytes_per_token + worker.draft_bytes_per_token
             for worker in workers.workers
         ),
-        num_cached,
-        weight_memory(workers.workers),
-        (
+        kv_cache_tokens=num_cached,
+        weights=weight_memory(workers.workers),
+        starts=(
             *(ProcessStart("worker", worker.rank, worker.phases) for worker in workers.workers),
             ProcessStart(boot.role, boot.index, clock.phases),
         ),
@@ -325,16 +325,16 @@ def connector_factory(
         holds: TransferRefs, unblock: Unblock, is_storable: IsStorable
     ) -> SchedulerConnector:
         context = SchedulerContext(
-            worker.geometry,
-            plan.block_size,
-            plan.num_blocks,
-            worker.fingerprint,
-            config.parallel.tensor_parallel_size,
-            holds,
-            block_ids,
-            unblock,
-            config,
-            is_storable,
+            geometry=worker.geometry,
+            block_size=plan.block_size,
+            num_blocks=plan.num_blocks,
+            fingerprint=worker.fingerprint,
+            num_ranks=config.parallel.tensor_parallel_size,
+            transfer_refs=holds,
+            block_ids=block_ids,
+            unblock=unblock,
+            serve_config=config,
+            is_storable=is_storable,
         )
         return create_scheduler_connector(transfer, context)
 

@@ -6,7 +6,7 @@ other media come from the KV connector. The messages are in `proto/kv_events.py`
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Final
 
 import zmq
@@ -28,16 +28,13 @@ MAX_SUBSCRIPTION_BYTES: Final = 1024
 class KVEventPublisher:
     """Publishes the events of one epoch in numbered batches; never blocks.
 
-    observer: of the block pool. endpoint: as bound, in ZMQ's form. clock: seconds, for timestamps.
+    observer: of the block pool. endpoint: as bound, in ZMQ's form.
     Raises ConfigError for an endpoint that cannot be bound.
     """
 
-    def __init__(
-        self, endpoint: str, epoch: int, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, endpoint: str, epoch: int) -> None:
         self.observer = KVEventLog()
         self._epoch = epoch
-        self._clock = clock
         self._sequence = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.PUB)
@@ -60,7 +57,7 @@ class KVEventPublisher:
         """
         events = [*self.observer.pop_events(), *external_events]
         if events:
-            batch = KVEventBatch(self._epoch, self._sequence, self._clock(), events)
+            batch = KVEventBatch(self._epoch, self._sequence, time.monotonic(), events)
             self._socket.send(encode(batch), zmq.NOBLOCK)
             self._sequence += 1
 

@@ -127,26 +127,26 @@ class EngineViewPublisher:
         self._owner_numbers.assign([*num_blocks, *(request.seq_id for request in shown)])
         owners = self._owner_numbers.numbers
         view = EngineView(
-            self._epoch,
-            now,
-            now - self._last_view_at,
-            scheduler.step,
-            len(scheduler.running),
-            len(scheduler.waiting),
-            counters.prompt_tokens,
-            counters.generation_tokens,
-            counters.queried_tokens,
-            counters.found_tokens,
-            counters.preemptions,
-            [
+            epoch=self._epoch,
+            timestamp=now,
+            seconds=now - self._last_view_at,
+            step=scheduler.step,
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            prompt_tokens=counters.prompt_tokens,
+            generation_tokens=counters.generation_tokens,
+            queried_tokens=counters.queried_tokens,
+            found_tokens=counters.found_tokens,
+            preemptions=counters.preemptions,
+            requests=[
                 request_view(request, owners[request.seq_id], num_blocks.get(request.seq_id, 0))
                 for request in shown
             ],
-            scheduler.num_unfinished - len(shown),
-            block_map(kv_cache, owners),
-            counters.num_drafts,
-            counters.draft_tokens,
-            counters.accepted_tokens,
+            more_requests=scheduler.num_unfinished - len(shown),
+            blocks=block_map(kv_cache, owners),
+            num_drafts=counters.num_drafts,
+            draft_tokens=counters.draft_tokens,
+            accepted_tokens=counters.accepted_tokens,
         )
         self._has_changed = counters.reset()
         self._last_view_at = now
@@ -235,15 +235,15 @@ def shown_requests(scheduler: Scheduler) -> list[Request]:
 def request_view(request: Request, owner: int, num_blocks: int) -> RequestView:
     """Return the view of a request. owner: its number. num_blocks: blocks in its tables."""
     return RequestView(
-        owner,
-        request.reader,
-        request.label,
-        _STATES.get(request.status, WAITING),
-        request.num_prompt_tokens,
-        request.num_output_tokens,
-        request.num_computed_tokens,
-        request.num_cached_tokens,
-        num_blocks,
+        owner=owner,
+        reader=request.reader,
+        label=request.label,
+        state=_STATES.get(request.status, WAITING),
+        prompt_tokens=request.num_prompt_tokens,
+        output_tokens=request.num_output_tokens,
+        computed_tokens=request.num_computed_tokens,
+        cached_tokens=request.num_cached_tokens,
+        num_blocks=num_blocks,
     )
 
 

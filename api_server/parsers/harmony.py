@@ -110,7 +110,7 @@ class HarmonyParser:
                 break
             else:
                 position = mark + 1  # a mark alone has no meaning
-        return self._take_parts()
+        return self._pop_parts()
 
     def parse_end(self, *, is_cut: bool = False) -> Sequence[OutputPart]:
         self._held = ""
@@ -118,7 +118,7 @@ class HarmonyParser:
             self._called_tool, self._header = None, None
             self._arguments.clear()
         self._end_message()
-        return self._take_parts()
+        return self._pop_parts()
 
     def _add_text(self, text: str) -> None:
         if self._header is not None:
@@ -188,7 +188,7 @@ class HarmonyParser:
         self._written.add(self._kind)
         self._parts.append(self._kind(text))
 
-    def _take_parts(self) -> Sequence[OutputPart]:
+    def _pop_parts(self) -> Sequence[OutputPart]:
         parts, self._parts = self._parts, []
         return parts
 

@@ -182,13 +182,13 @@ def _continue_in_background(
 async def _complete_response(stream: TokenStream, encoder: ResponsesEncoder) -> None:
     try:
         while not stream.finished and stream.error is None:
-            for delta in stream.take_deltas():
+            for delta in stream.pop_deltas():
                 encoder.encode_delta(delta)
             await stream.wait()
         if stream.error is not None:
             encoder.encode_error(stream.error)
         else:
-            encoder.encode_body(stream.take_deltas(), stream.usage())
+            encoder.encode_body(stream.pop_deltas(), stream.usage())
     except Exception:  # no caller sees the exception: the response itself reports the failure
         logger.exception("%s: the response could not be encoded", stream.label)
         encoder.encode_error(InternalRequestError("internal error"))

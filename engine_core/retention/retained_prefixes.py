@@ -212,14 +212,14 @@ class RetainedPrefixes:
         self._num_retained += 1
         num_computed = min(request.num_computed_tokens, request.num_tokens)
         prefix = RetainedPrefix(
-            self._num_retained,
-            agent_session,
-            request.tenant,
-            request.request_id,
-            request.seq_id,
-            blocks,
-            num_computed - num_computed % self._block_size,
-            now,
+            number=self._num_retained,
+            agent_session=agent_session,
+            tenant=request.tenant,
+            request_id=request.request_id,
+            seq_id=request.seq_id,
+            blocks=blocks,
+            num_tokens=num_computed - num_computed % self._block_size,
+            ended=now,
         )
         prefix.by_client = by_client
         self._retained_prefixes[agent_session] = prefix

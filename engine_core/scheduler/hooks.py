@@ -126,8 +126,9 @@ class TokenConstraints(AdmissionGate, Protocol):
 class DraftProvider(Protocol):
     """Proposes drafts for running requests, and learns which of their tokens were accepted.
 
-    The daemon has `engine_core/speculation/drafting.py:Drafting`. Knows no request that is never
-    drafted for (`speculative_decoding.py:is_drafted_for`).
+    The daemon has `engine_core/speculation/drafting.py:Drafting`. It learns only of requests that
+    may be drafted for (`speculative_decoding.py:is_drafted_for`), and the scheduler clears their
+    drafts after each plan.
     """
 
     has_draft_model: bool
@@ -136,11 +137,17 @@ class DraftProvider(Protocol):
     """Tokens of a sequence beyond which that model proposes nothing."""
 
     def add_request(self, request: Request) -> None:
-        """Learn a request that was admitted for the first time, with its outputs so far."""
+        """Begin to draft for a request that was admitted for the first time; `end_request` ends it.
+
+        It may have outputs already, of an earlier epoch.
+        """
         ...
 
     def add_outputs(self, request: Request, num_new: int) -> None:
-        """Learn the last `num_new` of `request.all_token_ids`, also of a preempted request."""
+        """Learn the last `num_new` of `request.all_token_ids`, which are verified.
+
+        Also those of a preempted request.
+        """
         ...
 
     def begin_step(self) -> None:
@@ -156,16 +163,18 @@ class DraftProvider(Protocol):
         the step, the request and its grammar have. If a step of the request is in flight, the first
         token of the draft is that of the step, and is not computed again.
 
-        requests: running ones that decode, in the order in which they are planned. limits: draft
-        tokens, without that of a step in flight, which each of them has use for. num_other_tokens:
-        of the step, beside one token and the draft of each of these requests.
+        requests: running ones that decode, in the order in which they are planned; each has one row
+        besides its draft. limits: draft tokens that each of them has use for, without that of a
+        step in flight. num_other_tokens: further rows of the step, nearly all of prompts.
         """
         ...
 
     def record_verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
-        """Note how much of a draft was accepted; called before `add_outputs` and `end_request`.
+        """Note how much of the last draft of a request was accepted; not called for a dropped one.
 
-        num_drafted: without tokens behind the end of the request, of which nothing is known.
+        Called before the `add_outputs` or `end_request` of the same result, and before the next
+        `fill_drafts`. num_drafted: verified tokens, without those behind the end of the request, of
+        which nothing is known.
         """
         ...
 
@@ -195,7 +204,7 @@ class DraftProvider(Protocol):
     def may_propose(self, num_requests: int, num_other_tokens: int) -> bool:
         """Return whether `choose_proposals` may ask for any in a step; called once for each.
 
-        num_requests: that decode. num_other_tokens: of the step, in prompts.
+        num_requests: that decode. num_other_tokens: rows of the step that belong to prompts.
         """
         ...
 
@@ -204,17 +213,19 @@ class DraftProvider(Protocol):
     ) -> tuple[list[int], float]:
         """Return how many tokens the draft model proposes for each request behind a step.
 
-        And the survival below which a proposal ends. requests: planned in the step, which decode.
-        limits: tokens that each of them has use for, at least 1.
+        And the survival, as the model has it, below which a proposal ends. requests: planned in the
+        step, which decode. limits: tokens that each of them has use for, at least 1.
+        num_other_tokens: as in `may_propose`.
         """
         ...
 
     def keep_proposal(
         self, request: Request, num_asked: int, token_ids: list[int], survivals: Sequence[float]
     ) -> None:
-        """Keep a proposal to follow the known tokens; empty if the model had none.
+        """Keep a proposal to follow `request.all_token_ids`, of up to `num_asked` tokens.
 
-        survivals: for each token the probability that it and all before it are accepted.
+        It is empty if the model had none. survivals: for each token the probability that it and all
+        before it are accepted, as the model has it.
         """
         ...
 

@@ -62,9 +62,9 @@ class ImpossibleResultError(ProtocolError):
     outputs: of the rows before the invalid one; their tokens count.
     """
 
-    def __init__(self, message: str, outputs: OutputsByFrontEnd | None = None) -> None:
+    def __init__(self, message: str) -> None:
         super().__init__(message)
-        self.outputs: OutputsByFrontEnd = outputs or {}
+        self.outputs: OutputsByFrontEnd = {}
 
 
 def check_result(output: SchedulerOutput, result: ModelRunnerOutput, vocab_size: int) -> None:
@@ -137,6 +137,44 @@ def _shown(seq_ids: list[int]) -> str:
     return f"{seq_ids[:8]}{'…' if len(seq_ids) > 8 else ''}"
 
 
+class RowExtras:
+    """What rows of a step have beside sampled tokens, by seq_id; nearly always nothing.
+
+    drafts: that the step verified. for_clients: whether any row has log-probabilities or experts.
+    pooled: float32 little-endian, results of pooled requests.
+    """
+
+    __slots__ = (
+        "candidates",
+        "drafts",
+        "experts",
+        "for_clients",
+        "logprobs",
+        "pooled",
+        "prompt_logprobs",
+    )
+
+    def __init__(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        self.logprobs = {row.seq_id: row.arrays for row in result.logprobs}
+        self.prompt_logprobs = {row.seq_id: row.arrays for row in result.prompt_logprobs}
+        self.candidates = {row.seq_id: row.arrays for row in result.candidates}
+        self.experts = {row.seq_id: row.experts for row in result.routed_experts}
+        self.for_clients = bool(self.logprobs or self.prompt_logprobs or self.experts)
+        self.pooled = {row.seq_id: row.data for row in result.pooler_outputs}
+        self.drafts = output.drafts if output.spec_decode_seq_ids else {}
+
+    def has_prompt_extras(self, seq_id: int) -> bool:
+        """Return whether a row without sampled tokens has something for the client."""
+        return seq_id in self.prompt_logprobs or seq_id in self.experts
+
+    def cut_row(self, seq_id: int, num_tokens: int, num_cut: int) -> None:
+        """Drop what belongs to the last `num_cut` tokens of a row; `num_tokens` stay."""
+        if seq_id in self.logprobs:
+            self.logprobs[seq_id] = first_rows(self.logprobs[seq_id], num_tokens)
+        if seq_id in self.experts:
+            self.experts[seq_id] = without_last(self.experts[seq_id], num_cut)
+
+
 class ResultPass:
     """Appends the tokens of a result to the requests and builds the outputs.
 
@@ -163,6 +201,7 @@ class ResultPass:
         self._agent_sessions = agent_sessions
         self._usage = usage
         self._speculation = speculation
+        self._learns_outputs = speculation.is_active
         self._max_model_len = max_model_len
         self._discard_until_step: Mapping[int, int] = kv_transfer.discard_until_step
         self._num_corrupted = 0
@@ -170,138 +209,120 @@ class ResultPass:
 
     def apply_result(
         self, output: SchedulerOutput, result: ModelRunnerOutput, outputs: OutputsByFrontEnd
-    ) -> str:
+    ) -> ImpossibleResultError | None:
         """Append the tokens of each row, in order, up to the first invalid row.
 
-        Adds to `outputs`. Returns what is wrong with the invalid row; empty if there is none.
+        Adds to `outputs`. Returns the error of the invalid row, with these outputs; None if all
+        rows are valid.
         """
         self._fail_corrupted(result.failed_seq_ids, output.step, outputs)
-        logprobs = {row.seq_id: row.arrays for row in result.logprobs}
-        prompt_logprobs = {row.seq_id: row.arrays for row in result.prompt_logprobs}
-        candidates = {row.seq_id: row.arrays for row in result.candidates}
-        experts = {row.seq_id: row.experts for row in result.routed_experts}
-        pooled = {row.seq_id: row.data for row in result.pooler_outputs}
-        drafts = output.drafts if output.spec_decode_seq_ids else {}
-        learns_outputs = self._speculation.is_active
-        requests, discard_until_step, invalid = self._requests, self._discard_until_step, ""
-        for seq_id, token_ids, end in zip(
-            result.seq_ids, result.sampled_token_ids, ends_of_rows(output), strict=True
-        ):
-            request = requests.get(seq_id)
-            if request is None or (
-                discard_until_step and discard_until_step.get(seq_id, 0) >= output.step
+        extras = RowExtras(output, result)
+        requests, discard_until_step = self._requests, self._discard_until_step
+        invalid: ImpossibleResultError | None = None
+        try:
+            for seq_id, token_ids, end in zip(
+                result.seq_ids, result.sampled_token_ids, ends_of_rows(output), strict=True
             ):
-                self._num_discarded += len(token_ids)
-                continue
-            if request.pooling_params is not None:
-                invalid = self._apply_pooled(request, end, token_ids, pooled.get(seq_id), outputs)
-                if invalid:
-                    break
-                continue
-            tokens, finish_reason, first = request.all_token_ids, None, None
-            token_index = len(tokens) - request.num_prompt_tokens
-            num_accepted = 0
-            num_new, num_positions = len(token_ids), num_sampled_positions(len(tokens), end)
-            if num_new > num_positions or (num_positions and not num_new):
-                if self._beams.report_candidates(request, candidates.get(seq_id)):
-                    continue
-                invalid = f"sequence {seq_id} has {num_new} tokens at {end}"
-                break
-            if request.num_output_placeholders:
-                request.num_output_placeholders -= num_positions
-            if num_positions > 1:
-                invalid = self._apply_draft(
-                    request, token_ids, drafts.get(seq_id, []), num_positions
-                )
-                if invalid:
-                    break
-            # Nearly every row is one token that ends nothing.
-            if (
-                num_new == 1
-                and token_index + 1 < request.max_tokens
-                and token_ids[0] not in request.stop_ids
-                and request.repetition is None
-            ):
-                tokens.append(token_ids[0])
-                if num_positions > 1:
-                    self._record_draft(request, num_positions - 1, 1, 0)
-            elif num_new:
-                if self._beams.owns_request(request.request_id):
-                    invalid = f"sequence {seq_id} has a token instead of candidates"
-                    break
-                token_ids = self._append_tokens(request, token_ids, num_positions - 1)
-                if seq_id not in requests:
-                    finish_reason = request.status.finish_reason
-                if num_positions > 1:
-                    num_cut = num_new - len(token_ids)
-                    num_accepted = min(num_new - 1, len(token_ids))  # the last was sampled
-                    self._num_discarded += num_cut
-                    if seq_id in logprobs:
-                        logprobs[seq_id] = first_rows(logprobs[seq_id], len(token_ids))
-                    if num_cut and seq_id in experts:
-                        experts[seq_id] = without_last(experts[seq_id], num_cut)
-            elif seq_id not in prompt_logprobs and seq_id not in experts:
-                continue
-            if learns_outputs and num_new and finish_reason is None:
-                self._speculation.add_outputs(request, num_new)
-            if num_new and not request.first_info_sent:
-                first = _first_token_info(request)
-            front_end = request.front_end_index
-            if front_end not in outputs:
-                outputs[front_end] = []
-            outputs[front_end].append(
-                EngineCoreOutput(
-                    request.request_id,
-                    request.choice,
-                    token_index,
-                    token_ids,
-                    finish_reason,
-                    request.stop_reason,
-                    first,
-                    logprobs.get(seq_id) if logprobs else None,
-                    prompt_logprobs.get(seq_id) if prompt_logprobs else None,
-                    kv_transfer_params=request.kv_transfer_params,
-                    routed_experts=experts.get(seq_id) if experts else None,
-                    num_accepted_drafts=num_accepted,
-                )
-            )
-        if candidates:
+                request = requests.get(seq_id)
+                if request is None or (
+                    discard_until_step and discard_until_step.get(seq_id, 0) >= output.step
+                ):
+                    self._num_discarded += len(token_ids)
+                elif request.pooling_params is not None:
+                    self._apply_pooled(request, token_ids, end, extras, outputs)
+                else:
+                    self._apply_tokens(request, token_ids, end, extras, outputs)
+        except ImpossibleResultError as error:
+            error.outputs = outputs
+            invalid = error
+        if extras.candidates:
             for group in self._beams.advance_groups():
                 self._finish_beams(group, outputs)
         if self._lifecycle.recently_ended:
             self._lifecycle.forget_ended(output.step)
         return invalid
 
+    def _apply_tokens(
+        self,
+        request: Request,
+        token_ids: list[int],
+        end: int,
+        extras: RowExtras,
+        outputs: OutputsByFrontEnd,
+    ) -> None:
+        """Append the tokens of a row to its request, and send them with the row's extras.
+
+        A beam reports candidates instead, and sends nothing; neither does a chunk of a prompt
+        without extras. end: number of computed tokens. Raises ImpossibleResultError.
+        """
+        tokens, num_new = request.all_token_ids, len(token_ids)
+        token_index = len(tokens) - request.num_prompt_tokens
+        num_positions = num_sampled_positions(len(tokens), end)
+        if num_new > num_positions or (num_positions and not num_new):
+            if self._beams.report_candidates(request, extras.candidates.get(request.seq_id)):
+                return
+            raise ImpossibleResultError(f"sequence {request.seq_id} has {num_new} tokens at {end}")
+        if request.num_output_placeholders:
+            request.num_output_placeholders -= num_positions
+        num_accepted, has_ended = 0, False
+        # Nearly every row is one token that ends nothing.
+        if (
+            num_new == num_positions == 1
+            and token_index + 1 < request.max_tokens
+            and token_ids[0] not in request.stop_ids
+            and request.repetition is None
+        ):
+            tokens.append(token_ids[0])
+        elif num_new:
+            token_ids = self._accept_tokens(request, token_ids, num_positions - 1, extras)
+            num_accepted = min(num_new - 1, len(token_ids))  # the last sampled one is no draft
+            has_ended = request.is_finished
+        elif not extras.has_prompt_extras(request.seq_id):
+            return
+        if self._learns_outputs and num_new and not has_ended:
+            self._speculation.add_outputs(request, num_new)
+        if has_ended or num_accepted or extras.for_clients or not request.first_info_sent:
+            output = _full_output(request, token_index, token_ids, num_accepted, extras)
+        else:
+            output = EngineCoreOutput(request.request_id, request.choice, token_index, token_ids)
+        front_end = request.front_end_index
+        if front_end not in outputs:
+            outputs[front_end] = []
+        outputs[front_end].append(output)
+
     def _apply_pooled(
         self,
         request: Request,
-        end: int,
         token_ids: list[int],
-        data: bytes | None,
+        end: int,
+        extras: RowExtras,
         outputs: OutputsByFrontEnd,
-    ) -> str:
-        """End a pooled request whose prompt is complete, with its result, `data`.
+    ) -> None:
+        """End a pooled request whose prompt is complete, with its result.
 
-        end: number of computed tokens. Returns what is wrong with the row; empty if nothing is.
+        end: number of computed tokens. Raises ImpossibleResultError.
         """
+        data = extras.pooled.get(request.seq_id)
         is_complete = end >= request.num_tokens
         if token_ids or is_complete == (data is None):
-            return f"sequence {request.seq_id} is pooled and has no valid result at {end}"
-        if data is not None:
-            request.num_output_placeholders = 0
-            self._lifecycle.finish_request(request, RequestStatus.FINISHED_STOPPED)
-            outputs.setdefault(request.front_end_index, []).append(
-                EngineCoreOutput(
-                    request.request_id,
-                    request.choice,
-                    0,
-                    [],
-                    request.status.finish_reason,
-                    first=_first_token_info(request),
-                    pooler_output=data,
-                )
+            raise ImpossibleResultError(
+                f"sequence {request.seq_id} is pooled and has no valid result at {end}"
             )
-        return ""
+        if data is None:
+            return
+        request.num_output_placeholders = 0
+        self._lifecycle.finish_request(request, RequestStatus.FINISHED_STOPPED)
+        outputs.setdefault(request.front_end_index, []).append(
+            EngineCoreOutput(
+                request.request_id,
+                request.choice,
+                0,
+                [],
+                request.status.finish_reason,
+                first=_first_token_info(request),
+                pooler_output=data,
+            )
+        )
 
     def fail_request(
         self, error: EngineCoreOutput, request: Request, outputs: OutputsByFrontEnd
@@ -348,21 +369,44 @@ class ResultPass:
         self._kv_transfer.discard_content(request)
         self._agent_sessions.drop_corrupt_prefix(request)
 
-    def _apply_draft(
-        self, request: Request, token_ids: list[int], draft: list[int], num_positions: int
-    ) -> str:
+    def _accept_tokens(
+        self, request: Request, token_ids: list[int], num_drafted: int, extras: RowExtras
+    ) -> list[int]:
+        """Append the tokens of a row up to the one that ends the request; return those.
+
+        num_drafted: tokens of its draft. The extras of tokens behind the end are dropped. Raises
+        ImpossibleResultError.
+        """
+        if self._beams.owns_request(request.request_id):
+            raise ImpossibleResultError(
+                f"sequence {request.seq_id} has a token instead of candidates"
+            )
+        if num_drafted:
+            draft = extras.drafts.get(request.seq_id, [])
+            self._rewind_rejected(request, token_ids, draft, num_drafted)
+        appended = self._append_tokens(request, token_ids, num_drafted)
+        num_cut = len(token_ids) - len(appended)
+        if num_cut:
+            self._num_discarded += num_cut
+            extras.cut_row(request.seq_id, len(appended), num_cut)
+        return appended
+
+    def _rewind_rejected(
+        self, request: Request, token_ids: list[int], draft: list[int], num_drafted: int
+    ) -> None:
         """Count the KV of the rejected part of a draft as not computed.
 
         It stays in the request's blocks, is not findable, and the next step overwrites it. The
-        placeholders of all positions are taken back already. Returns what is wrong with the row;
-        empty if nothing is.
+        placeholders of all positions are taken back already. Raises ImpossibleResultError if the
+        tokens do not begin with tokens of the draft.
         """
         num_accepted = len(token_ids) - 1
-        if len(draft) != num_positions - 1 or token_ids[:-1] != draft[:num_accepted]:
-            return f"sequence {request.seq_id} has other tokens than those that were drafted"
+        if len(draft) != num_drafted or token_ids[:-1] != draft[:num_accepted]:
+            raise ImpossibleResultError(
+                f"sequence {request.seq_id} has other tokens than those that were drafted"
+            )
         if request.status is RequestStatus.RUNNING:
-            request.num_computed_tokens -= len(draft) - num_accepted
-        return ""
+            request.num_computed_tokens -= num_drafted - num_accepted
 
     def _record_draft(self, request: Request, num_drafted: int, num_new: int, num_cut: int) -> None:
         """Count the accepted tokens of a draft that the request got.
@@ -411,9 +455,9 @@ class ResultPass:
                     row.choice,
                     0,
                     token_ids,
-                    row.status.finish_reason,
-                    row.stop_reason,
-                    first,
+                    finish_reason=row.status.finish_reason,
+                    stop_reason=row.stop_reason,
+                    first=first,
                     kv_transfer_params=row.kv_transfer_params,
                 )
             )
@@ -437,6 +481,32 @@ def without_last(experts: RoutedExperts, num_tokens: int) -> RoutedExperts:
     data = experts.data[: max(0, len(experts.data) - num_bytes)]
     return RoutedExperts(
         experts.first_position, experts.num_layers, experts.top_k, experts.num_bytes, data
+    )
+
+
+def _full_output(
+    request: Request,
+    token_index: int,
+    token_ids: list[int],
+    num_accepted: int,
+    extras: RowExtras,
+) -> EngineCoreOutput:
+    """Return the output of a row with its extras, and with the end or start of its request."""
+    seq_id = request.seq_id
+    is_first = bool(token_ids) and not request.first_info_sent
+    return EngineCoreOutput(
+        request.request_id,
+        request.choice,
+        token_index,
+        token_ids,
+        finish_reason=request.status.finish_reason if request.is_finished else None,
+        stop_reason=request.stop_reason,
+        first=_first_token_info(request) if is_first else None,
+        logprobs=extras.logprobs.get(seq_id),
+        prompt_logprobs=extras.prompt_logprobs.get(seq_id),
+        kv_transfer_params=request.kv_transfer_params,
+        routed_experts=extras.experts.get(seq_id),
+        num_accepted_drafts=num_accepted,
     )
 
 

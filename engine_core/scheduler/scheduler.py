@@ -29,7 +29,6 @@ from engine_core.scheduler.hooks import (
 from engine_core.scheduler.kv_transfer import Connect, no_connector
 from engine_core.scheduler.preemption import requeue_all
 from engine_core.scheduler.result import (
-    ImpossibleResultError,
     OutputsByFrontEnd,
     check_result,
     error_output,
@@ -312,8 +311,8 @@ class Scheduler:
         if self.num_unfinished < num_unfinished:
             self._lifecycle.clear_running()
             self.resumable_sessions.begin_turns(outputs)
-        if invalid:
-            raise ImpossibleResultError(invalid, outputs)
+        if invalid is not None:
+            raise invalid
         if result.draft_pass_rows or result.draft_seq_ids:
             self._speculation.learn_passes(result.draft_pass_rows, result.draft_pass_seconds)
             self._update_proposals(

@@ -109,15 +109,17 @@ class SchedulerParts:
         )
 
         self.speculation = SpeculativeDecoding(
-            drafting,
-            self.running,
-            self.waiting,
-            kv_cache,
-            self.chunks,
-            config.max_num_seqs,
-            num_draft_positions,
-            constraints,
-            min(config.stop_admission_above, config.preempt_above, 1.0 - config.watermark),
+            drafting=drafting,
+            running=self.running,
+            waiting=self.waiting,
+            kv_cache=kv_cache,
+            chunks=self.chunks,
+            max_num_seqs=config.max_num_seqs,
+            num_draft_positions=num_draft_positions,
+            constraints=constraints,
+            max_usage=min(
+                config.stop_admission_above, config.preempt_above, 1.0 - config.watermark
+            ),
             computes_ahead=bool(config.async_scheduling),
         )
 
@@ -130,7 +132,13 @@ class SchedulerParts:
         )
         self.swap_rule = make_swap_rule(config.preemption)
         self.fairness = TenantFairness(
-            self.usage, policy, order, self.waiting, self.running, self.preemption, self.chunks
+            usage=self.usage,
+            policy=policy,
+            preemption_order=order,
+            waiting=self.waiting,
+            running=self.running,
+            preemption=self.preemption,
+            chunks=self.chunks,
         )
 
         # Listeners that hold nothing back
@@ -164,14 +172,14 @@ class SchedulerParts:
         forced_tokens = ForcedTokens()
         self.beams = BeamGroups(kv_cache, self.preemption, forced_tokens)
         self.kv_transfer = KVTransferManager(
-            connect,
-            kv_cache,
-            self.waiting,
-            non_running_blocks,
-            load_failure_policy,
-            observer,
-            self.swap_rule,
-            clock,
+            connect=connect,
+            kv_cache=kv_cache,
+            waiting=self.waiting,
+            non_running_blocks=non_running_blocks,
+            policy=load_failure_policy,
+            observer=observer,
+            swap_rule=self.swap_rule,
+            clock=clock,
         )
         later_gates: list[AdmissionGate] = [
             *gates,
@@ -201,29 +209,29 @@ class SchedulerParts:
         # The passes of a step, and of its result
         self.running_pass = RunningPass(self.running, kv_cache, self.chunks, self.preemption)
         self.admission_pass = AdmissionPass(
-            self.waiting,
-            self.running,
-            kv_cache,
-            self.chunks,
-            config.max_num_seqs,
-            config.max_num_seqs + num_draft_positions,
-            rules_of(config, kv_cache, self.running, watermarks),
-            self.gates,
-            self.listeners,
-            non_running_blocks,
-            self.fairness,
-            self.kv_transfer,
+            waiting=self.waiting,
+            running=self.running,
+            kv_cache=kv_cache,
+            chunks=self.chunks,
+            max_num_seqs=config.max_num_seqs,
+            max_positions=config.max_num_seqs + num_draft_positions,
+            rules=rules_of(config, kv_cache, self.running, watermarks),
+            gates=self.gates,
+            listeners=self.listeners,
+            non_running_blocks=non_running_blocks,
+            fairness=self.fairness,
+            kv_transfer=self.kv_transfer,
         )
         self.output_builder = OutputBuilder(kv_cache, forced_tokens, constraints, epoch)
         self.result_pass = ResultPass(
-            self.lifecycle,
-            kv_cache,
-            self.beams,
-            self.kv_transfer,
-            self.agent_sessions,
-            self.usage,
-            self.speculation,
-            max_model_len,
+            lifecycle=self.lifecycle,
+            kv_cache=kv_cache,
+            beams=self.beams,
+            kv_transfer=self.kv_transfer,
+            agent_sessions=self.agent_sessions,
+            usage=self.usage,
+            speculation=self.speculation,
+            max_model_len=max_model_len,
         )
         self.lifecycle.attach(
             resumable_sessions=self.resumable_sessions,

@@ -88,9 +88,10 @@ class CandidateDraft:
 
 
 class Drafting:
-    """Owns the proposers, and decides each step what is drafted.
+    """The `DraftProvider` of the daemon: owns the proposers, and decides each step what is drafted.
 
-    The scheduler calls it for requests that may be drafted for, and clears drafts after each plan.
+    `engine_core/scheduler/hooks.py:DraftProvider` describes the methods that the scheduler calls;
+    docstrings here add what is particular to this class.
 
     proposers: those that force tokens come first. max_tokens: of one draft. worker: one of the
     proposers, whose drafts come from a model in the workers. max_proposed: tokens of such a draft.
@@ -124,7 +125,6 @@ class Drafting:
             )
 
     def add_request(self, request: Request) -> None:
-        """Begin to draft for a request; `end_request` ends it."""
         proposers: list[Proposer] = []
         for proposer in self._proposers:
             try:
@@ -135,12 +135,10 @@ class Drafting:
         self._requests[request.seq_id] = DraftedRequest(proposers)
 
     def begin_step(self) -> None:
-        """Do a part of work that would be too long for one step; call it before each."""
         for proposer in self._proposers:
             proposer.begin_step()
 
     def add_outputs(self, request: Request, num_new: int) -> None:
-        """Learn the last `num_new` tokens of `request.all_token_ids`, which are verified."""
         drafted = self._requests.get(request.seq_id)
         if drafted is not None and num_new:
             for proposer in drafted.proposers:
@@ -151,7 +149,7 @@ class Drafting:
                     _end_drafts(proposer, request)
 
     def end_request(self, request: Request) -> None:
-        """Forget a request. If it has finished, drafts of its tenant may repeat its outputs."""
+        """End its drafts. If it has finished, drafts of its tenant may repeat its outputs."""
         drafted = self._requests.pop(request.seq_id, None)
         if drafted is not None:
             for proposer in drafted.proposers:
@@ -163,18 +161,16 @@ class Drafting:
                 self._planner.end_request(drafted.model, request)
 
     def forget_outputs(self) -> None:
-        """Forget the outputs of ended requests, as when the prefix cache is reset."""
         for proposer in self._proposers:
             proposer.forget_outputs()
 
     def fill_drafts(
         self, requests: Sequence[Request], limits: Sequence[int], num_other_tokens: int
     ) -> None:
-        """Set `spec_token_ids` of the requests that decode in the next step.
+        """Choose drafts whose lengths bring the most tokens per time, and now and then a probe.
 
-        requests: they have one row each, besides drafts. limits: draft tokens that each of them has
-        use for. If a step of a request is in flight, its draft begins with the token expected of
-        that step, which has a row already. num_other_tokens: further rows of the step, of prompts.
+        If a step of a request is in flight, the draft begins with the token expected of that step,
+        which has a row already.
         """
         num_requests = len(requests)
         if num_requests == 0:
@@ -200,10 +196,6 @@ class Drafting:
             self._verify_probe(self._planner.probe, requests, limits)
 
     def record_verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
-        """Learn how much of a request's last draft was accepted, of the tokens that were verified.
-
-        Call it before the next `fill_drafts`; not at all for a draft that was dropped.
-        """
         drafted = self._requests.get(request.seq_id)
         if drafted is not None and drafted.draft is not None:
             self._acceptance.record(drafted.draft, num_drafted, num_accepted)
@@ -219,7 +211,6 @@ class Drafting:
             drafted.draft = None
 
     def pop_source_counts(self) -> dict[str, tuple[int, int]]:
-        """Return (verified, accepted) tokens by drafter since the last call."""
         counts = {
             name: (source.num_drafted, source.num_accepted) for name, source in self._counts.items()
         }
@@ -229,21 +220,12 @@ class Drafting:
     # Proposals of a model in the workers
 
     def may_propose(self, num_requests: int, num_other_tokens: int) -> bool:
-        """Return whether `choose_proposals` may ask for any, with this many requests that decode.
-
-        Call it once a step. num_other_tokens: rows of the step that belong to prompts.
-        """
         planner = self._planner
         return planner is not None and planner.may_pay(num_requests, num_other_tokens)
 
     def choose_proposals(
         self, requests: Sequence[Request], limits: Sequence[int], num_other_tokens: int
     ) -> tuple[list[int], float]:
-        """Return how many tokens the draft model proposes for each request, and when to end.
-
-        requests: planned in this step, which decode. limits: tokens that each of them has use for.
-        Returns the numbers and the survival, as the model has it, below which a proposal ends.
-        """
         planner, worker = self._planner, self._worker
         assert planner is not None
         assert worker is not None
@@ -255,10 +237,7 @@ class Drafting:
     def keep_proposal(
         self, request: Request, num_asked: int, token_ids: list[int], survivals: Sequence[float]
     ) -> None:
-        """Keep a proposal to follow `request.all_token_ids`, of up to num_asked tokens.
-
-        survivals: for each token, as in `Draft`; as the model has them.
-        """
+        """Make it a draft of the worker's proposer, one beside those of the other proposers."""
         drafted = self._requests.get(request.seq_id)
         if drafted is None or self._worker is None or self._planner is None:
             return
@@ -273,12 +252,10 @@ class Drafting:
             drafted.model.num_computed = num_tokens
 
     def learn_passes(self, rows: Sequence[int], seconds: Sequence[float]) -> None:
-        """Learn the time of each pass of the draft model. rows: tokens of the pass."""
         if self._planner is not None:
             self._planner.learn_passes(rows, seconds)
 
     def learn_step(self, num_rows: int, seconds: float) -> None:
-        """Learn the duration of a step. num_rows: all of its tokens, drafts included."""
         self._cost.learn_step(num_rows, seconds)
 
     # Parts of a decision

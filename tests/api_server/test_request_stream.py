@@ -50,7 +50,7 @@ def test_repeated_tokens_count_once(make, metrics, tokenizer):
     stream.process_output(output(ids[:2], 0), 102.0)
     stream.process_output(output(ids[1:4], 1), 103.0)
     assert stream.choices[0].token_ids == ids[:4]
-    assert stream.choices[0].take_delta().text == tokenizer.decode(ids[:4])
+    assert stream.choices[0].pop_delta().text == tokenizer.decode(ids[:4])
     assert sample(metrics, "time_to_first_token_seconds_count") == 1
     assert sample(metrics, "inter_token_latency_seconds_count") == 1
     assert sample(metrics, "inter_token_latency_seconds_sum") == 2.0
@@ -64,7 +64,7 @@ def test_a_repeat_that_ends_the_choice_ends_it(make):
     stream.process_output(output([40, 41], 0), 101.0)
     stream.process_output(output([40, 41], 0, FinishReason.LENGTH), 102.0)
     assert stream.finished
-    assert stream.choices[0].take_delta().finish_reason == "length"
+    assert stream.choices[0].pop_delta().finish_reason == "length"
 
 
 def test_a_gap_is_an_error(make):
@@ -78,7 +78,7 @@ def test_repeated_logprobs_are_dropped_with_their_tokens(make):
     stream = make()
     stream.process_output(output([40], 0, logprobs=fake_logprobs([40], 1)), 101.0)
     stream.process_output(output([40, 41], 0, logprobs=fake_logprobs([40, 41], 1)), 102.0)
-    assert [token.token_id for token in stream.choices[0].take_delta().tokens] == [40, 41]
+    assert [token.token_id for token in stream.choices[0].pop_delta().tokens] == [40, 41]
 
 
 def test_stop_string_cuts_tokens_text_and_logprobs(make, tokenizer, metrics):
@@ -86,7 +86,7 @@ def test_stop_string_cuts_tokens_text_and_logprobs(make, tokenizer, metrics):
     assert len(ids) > 5
     stream = make(stop=["de"])
     engine_goes_on = stream.process_output(output(ids, 0, logprobs=fake_logprobs(ids, 0)), 101.0)
-    delta = stream.choices[0].take_delta()
+    delta = stream.choices[0].pop_delta()
     assert engine_goes_on
     assert delta.text == "abc"
     assert delta.finish_reason == "stop"
@@ -112,7 +112,7 @@ def test_accepted_drafts_are_those_of_the_tokens_that_count(make, tokenizer):
     assert choice.accepted_drafts(3, 6) == [False, True, False]
     stream.process_output(output([*ids[6:], 40, 41], 6, num_accepted_drafts=9), 105.0)
     assert choice.finished
-    num_tokens = choice.take_delta().num_tokens
+    num_tokens = choice.pop_delta().num_tokens
     assert num_tokens < len(ids) + 2
     assert choice.accepted_drafts(6, num_tokens) == [True] * (num_tokens - 6)
 
@@ -123,7 +123,7 @@ def test_stop_string_before_a_stop_token_wins(make, tokenizer):
     assert not stream.process_output(output(ids, 0, FinishReason.STOP), 101.0), (
         "the engine ended the choice, too"
     )
-    delta = stream.choices[0].take_delta()
+    delta = stream.choices[0].pop_delta()
     assert (delta.text, delta.stop_reason) == ("ab", "cd")
 
 
@@ -131,14 +131,14 @@ def test_stop_strings_are_ignored_before_min_tokens(make, tokenizer):
     ids = tokenizer.encode("e e e e").ids
     stream = make(stop=["e"], min_tokens=len(ids) - 1)
     stream.process_output(output(ids, 0), 101.0)
-    assert stream.choices[0].take_delta().text == tokenizer.decode(ids)[:-1]
+    assert stream.choices[0].pop_delta().text == tokenizer.decode(ids)[:-1]
 
 
 def test_a_stop_token_has_no_text_but_counts(make, tokenizer):
     ids = tokenizer.encode("text!").ids
     stream = make()
     stream.process_output(output(ids, 0, FinishReason.STOP, stop_reason=ids[-1]), 101.0)
-    delta = stream.choices[0].take_delta()
+    delta = stream.choices[0].pop_delta()
     assert delta.text == tokenizer.decode(ids[:-1])
     assert delta.num_tokens == len(ids)
     assert delta.stop_reason == ids[-1]
@@ -148,7 +148,7 @@ def test_held_back_text_is_emitted_at_the_end(make, tokenizer):
     ids = tokenizer.encode("to sto").ids
     stream = make(stop=["stop"])
     stream.process_output(output(ids, 0, FinishReason.LENGTH), 101.0)
-    assert stream.choices[0].take_delta().text == "to sto"
+    assert stream.choices[0].pop_delta().text == "to sto"
 
 
 def test_slow_readers_get_merged_deltas(make, tokenizer):
@@ -156,7 +156,7 @@ def test_slow_readers_get_merged_deltas(make, tokenizer):
     stream = make()
     for index, token_id in enumerate(ids):
         stream.process_output(output([token_id], index), 101.0 + index)
-    delta = stream.choices[0].take_delta()
+    delta = stream.choices[0].pop_delta()
     assert delta.text == "slow reader"
     assert delta.token_ids == ids
     assert not stream.choices[0].has_delta

@@ -143,10 +143,10 @@ class Load:
         """Run until `over` or too many failures."""
         await asyncio.gather(*(self._ask_on() for _ in range(self._num_connections)))
 
-    def take_latencies(self) -> list[float]:
+    def pop_latencies(self) -> list[float]:
         """Return the seconds of the requests since the last call."""
-        taken, self._latencies = self._latencies, []
-        return taken
+        latencies, self._latencies = self._latencies, []
+        return latencies
 
     async def _ask_on(self) -> None:
         connection = Connection(self._host, self._port)
@@ -457,7 +457,7 @@ async def _observe(daemon: MeasuredDaemon, load: Load, every: float) -> list[Sam
     while not running.done():
         await asyncio.wait([running], timeout=every)
         blocks = await asyncio.to_thread(daemon.metric, "vllm:kv_cache_usage_perc")
-        latencies = load.take_latencies() or [0.0]
+        latencies = load.pop_latencies() or [0.0]
         now = time.monotonic()
         samples.append(
             Sample(

@@ -91,8 +91,8 @@ async def test_a_load_counts_and_ends() -> None:
         await load.run()
     assert 200 <= load.num_requests < 204
     assert (load.num_left, load.failures) == (3, [])
-    assert len(load.take_latencies()) == load.num_requests - load.num_left
-    assert load.take_latencies() == []
+    assert len(load.pop_latencies()) == load.num_requests - load.num_left
+    assert load.pop_latencies() == []
 
 
 async def test_wrong_answers_are_failures_and_limited() -> None:

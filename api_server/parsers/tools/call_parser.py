@@ -63,7 +63,7 @@ class CallParser:
             self._buffer += text[start : start + MAX_CHUNK_CHARACTERS]
             while self._buffer and self._state():
                 pass
-        return self._parts.take_parts()
+        return self._parts.pop_parts()
 
     def parse_end(self, *, is_cut: bool = False) -> Sequence[OutputPart]:
         candidate = "".join(self._candidate)
@@ -75,7 +75,7 @@ class CallParser:
         self._reject_candidate()
         self._parts.add_content(self._buffer)
         self._buffer = ""
-        return self._parts.take_last_parts()
+        return self._parts.pop_last_parts()
 
     def _may_become_call(self, held: str) -> bool:
         """Return whether a call, or the rest of one, may begin with this text.
@@ -157,16 +157,16 @@ class PartsBuilder:
         """Drop whitespace at the end of the content: the start of a call follows."""
         self._whitespace.clear()
 
-    def take_parts(self) -> Sequence[OutputPart]:
+    def pop_parts(self) -> Sequence[OutputPart]:
         parts, self._parts = self._parts, []
         return parts
 
-    def take_last_parts(self) -> Sequence[OutputPart]:
+    def pop_last_parts(self) -> Sequence[OutputPart]:
         """Return the remaining parts at the end of the output, with trailing whitespace."""
         if self._whitespace:
             self._parts.append(ContentText("".join(self._whitespace)))
             self._whitespace.clear()
-        return self.take_parts()
+        return self.pop_parts()
 
 
 def find_marker(text: str, markers: Sequence[str]) -> tuple[int, str]:

@@ -82,7 +82,7 @@ class MessageEncoder:
         if self._is_block_open and self._parser.is_plain and delta.finish_reason is None:
             return self._blocks[-1].append_text(delta.text) if delta.text else ""
         self._add_delta(delta)
-        return self._take_events()
+        return self._pop_events()
 
     def encode_end(self, usage: Usage) -> str:
         self._close_block()
@@ -90,7 +90,7 @@ class MessageEncoder:
         delta = {"stop_reason": stop_reason, "stop_sequence": stop_sequence}
         self._events.append(_event("message_delta", delta=delta, usage=_usage_object(usage)))
         self._events.append(_event("message_stop"))
-        return self._take_events()
+        return self._pop_events()
 
     def encode_error(self, error: RequestError) -> str:
         error = self.client_error(error)
@@ -149,7 +149,7 @@ class MessageEncoder:
             self._events.append(self._blocks[-1].stop_events())
             self._is_block_open = False
 
-    def _take_events(self) -> str:
+    def _pop_events(self) -> str:
         events = "".join(self._events)
         self._events.clear()
         return events

@@ -81,17 +81,17 @@ class ResponsesEncoder:
     def encode_start(self) -> str:
         self._events.add_event("created", response=self.snapshot())
         self._events.add_event("in_progress", response=self.snapshot())
-        return self._events.take_events()
+        return self._events.pop_events()
 
     def encode_delta(self, delta: Delta) -> str:
         self._add_delta(delta)
-        return self._events.take_events()
+        return self._events.pop_events()
 
     def encode_end(self, usage: Usage) -> str:
         response = self._finish_response(usage)
         name = "completed" if response["status"] == "completed" else "incomplete"
         self._events.add_event(name, response=response)
-        return self._events.take_events()
+        return self._events.pop_events()
 
     def encode_error(self, error: RequestError) -> str:
         self._close_item("incomplete")
@@ -114,7 +114,7 @@ class ResponsesEncoder:
         response = self._response("failed") | {"error": failure}
         self._save(response)
         self._events.add_event("failed", response=response)
-        return self._events.take_events()
+        return self._events.pop_events()
 
     def encode_body(self, deltas: Sequence[Delta], usage: Usage) -> Json:
         for delta in deltas:
@@ -131,7 +131,7 @@ class ResponsesEncoder:
             self._replace_item(MessageItem(self._events, 0))
         if isinstance(self._open_item, MessageItem):
             # the token that ended the choice has a log-probability but no text
-            last_tokens = self._content_tokens.take_last_tokens()
+            last_tokens = self._content_tokens.pop_last_tokens()
             self._open_item.append_logprobs(self._logprobs(last_tokens))
         self._close_item("completed" if status == "completed" else "incomplete")
         response = self._response(status)
@@ -167,7 +167,7 @@ class ResponsesEncoder:
                 if not isinstance(item, MessageItem):
                     item = MessageItem(self._events, index)
                     self._replace_item(item)
-                tokens = self._content_tokens.take_tokens(text)
+                tokens = self._content_tokens.pop_tokens(text)
                 item.append_content(text, self._logprobs(tokens))
             case ReasoningText(text):
                 if not isinstance(item, ReasoningItem):

@@ -44,7 +44,7 @@ class EventBuffer:
         self._events.append(f"{before}{self._number}{between}{json_string(text)}{after}")
         self._number += 1
 
-    def take_events(self) -> str:
+    def pop_events(self) -> str:
         """Return the events since the last call."""
         events = "".join(self._events)
         self._events.clear()
@@ -104,7 +104,7 @@ class ContentTokens:
                 self._unassigned.append(piece)
             yield piece
 
-    def take_tokens(self, text: str) -> list[TextToken]:
+    def pop_tokens(self, text: str) -> list[TextToken]:
         """Return the tokens of content that the parser has found in the text it has read.
 
         unassigned    </think>  \\n\\n  Let  <to    tokens before the content are dropped;
@@ -121,7 +121,7 @@ class ContentTokens:
         self._parsed = [token for token in self._parsed if token.text_offset >= end]
         return tokens
 
-    def take_last_tokens(self) -> list[TextToken]:
+    def pop_last_tokens(self) -> list[TextToken]:
         """Return the tokens after all text, such as the one that ended the choice."""
         tokens = [token for token in self._parsed if token.text_offset >= self._num_parsed]
         self._parsed, self._unassigned = [], []

@@ -11,7 +11,7 @@ wrong, a load fails, its blocks are recomputed, and the folder is checked again.
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Final
 
@@ -74,7 +74,6 @@ class DiskOffloadingManager:
         folder: DiskFolder,
         capacity: int,
         context: ManagerContext,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder = folder
         self._capacity = capacity
@@ -90,10 +89,9 @@ class DiskOffloadingManager:
         self._is_scanned = False
         self._unindexed: Iterator[tuple[OffloadKey, int]] = iter(())
         self._notify = context.notify
-        self._clock = clock
-        self._wait_until = clock() + SCAN_WAIT_SECONDS
-        self._loads = CircuitBreaker(_RETRY_SECONDS, _FAILED_LOADS_ALLOWED, clock)
-        self._stores = CircuitBreaker(_RETRY_SECONDS, _FAILED_STORES_ALLOWED, clock)
+        self._wait_until = time.monotonic() + SCAN_WAIT_SECONDS
+        self._loads = CircuitBreaker(_RETRY_SECONDS, _FAILED_LOADS_ALLOWED)
+        self._stores = CircuitBreaker(_RETRY_SECONDS, _FAILED_STORES_ALLOWED)
         self._wait_timer = threading.Timer(SCAN_WAIT_SECONDS, context.notify)
         self._wait_timer.daemon = True
         self._wait_timer.start()
@@ -106,7 +104,7 @@ class DiskOffloadingManager:
 
     def contains(self, keys: Sequence[OffloadKey]) -> list[bool] | None:
         self._process_reports()
-        if not self._is_indexed and self._clock() < self._wait_until:
+        if not self._is_indexed and time.monotonic() < self._wait_until:
             return None
         if self._loads.is_open:
             return [False] * len(keys)
@@ -212,7 +210,7 @@ class DiskOffloadingManager:
             self._events.append(OffloadingEvent(present, True, self.medium))
         self._blocks.clear()
         self._is_indexed = self._is_scanned = False  # until the folder is scanned again
-        self._wait_until = self._clock()
+        self._wait_until = time.monotonic()
         self._folder.clear()
         return True
 

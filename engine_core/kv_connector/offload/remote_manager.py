@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from engine_core.kv_connector.offload.base import (
@@ -47,11 +47,9 @@ class RemoteOffloadingManager:
         lookups: RemoteLookups,
         block_bytes: int,
         retry_seconds: float,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._lookups = lookups
         self._block_bytes = block_bytes + HEADER_BYTES
-        self._clock = clock
         # whether a block is present, and when the result expires
         self._cache: OrderedDict[OffloadKey, tuple[bool, float]] = OrderedDict()
         self._pending: set[OffloadKey] = set()
@@ -59,8 +57,8 @@ class RemoteOffloadingManager:
         self._storing_bad: set[OffloadKey] = set()
         self._loading: Counter[OffloadKey] = Counter()
         self._events: deque[OffloadingEvent] = deque()
-        self._loads = CircuitBreaker(retry_seconds, _FAILURES_ALLOWED, clock)
-        self._stores = CircuitBreaker(retry_seconds, _FAILURES_ALLOWED, clock)
+        self._loads = CircuitBreaker(retry_seconds, _FAILURES_ALLOWED)
+        self._stores = CircuitBreaker(retry_seconds, _FAILURES_ALLOWED)
 
     @property
     def usage(self) -> float:
@@ -181,7 +179,7 @@ class RemoteOffloadingManager:
 
     def _cached_presence(self, key: OffloadKey) -> bool | None:
         present, expires_at = self._cache.get(key, (False, -math.inf))
-        return None if expires_at < self._clock() else present
+        return None if expires_at < time.monotonic() else present
 
     def _request_lookup(self, keys: Sequence[OffloadKey]) -> bool:
         """Look up unknown keys; False if there is no connection, so no result will follow."""
@@ -201,7 +199,7 @@ class RemoteOffloadingManager:
 
     def _cache_result(self, key: OffloadKey, present: bool) -> None:
         seconds = PRESENT_SECONDS if present else ABSENT_SECONDS
-        self._cache[key] = (present, self._clock() + seconds)
+        self._cache[key] = (present, time.monotonic() + seconds)
         self._cache.move_to_end(key)
         while len(self._cache) > MAX_CACHED:
             self._cache.popitem(last=False)

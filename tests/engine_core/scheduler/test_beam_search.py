@@ -48,17 +48,17 @@ def test_results_are_those_of_a_search_over_all_tokens(length_penalty, early_sto
     rounds = set()
     for _ in range(40):
         prompt = [draw.randrange(VOCAB_SIZE) for _ in range(3)]
-        wishes = {
+        params = {
             "width": draw.choice([1, 2, 3, 4, 7]),
             "max_tokens": draw.choice([1, 2, 9, 25]),
             "stop_ids": draw.sample(range(VOCAB_SIZE), draw.choice([0, 1, 2, 6])),
             "length_penalty": length_penalty,
             "early_stopping": early_stopping,
         }
-        found, num_rounds = search(prompt, **wishes)
-        assert found == beam_search(prompt, few_tokens, **wishes)
-        assert len(found) == wishes["width"]
-        rounds.add(num_rounds < wishes["max_tokens"])
+        found, num_rounds = search(prompt, **params)
+        assert found == beam_search(prompt, few_tokens, **params)
+        assert len(found) == params["width"]
+        rounds.add(num_rounds < params["max_tokens"])
     assert rounds == {True, False}
 
 

@@ -26,9 +26,9 @@ def add(engine, prompt, width, max_tokens=8, **params):
     return engine.add(prompt, max_tokens, n=width, beam_width=width, **params)
 
 
-def expected(prompt, width, max_tokens=8, stop_ids=(EOS,), **wishes):
+def expected(prompt, width, max_tokens=8, stop_ids=(EOS,), **params):
     return beam_search(
-        prompt, hashed_logprobs, width=width, max_tokens=max_tokens, stop_ids=stop_ids, **wishes
+        prompt, hashed_logprobs, width=width, max_tokens=max_tokens, stop_ids=stop_ids, **params
     )
 
 
@@ -104,18 +104,18 @@ def test_a_row_with_a_dropped_hypothesis_becomes_a_fork():
     ("length_penalty", "early_stopping"), [(0.0, False), (1.0, True), (-0.5, "never")]
 )
 def test_hypotheses_end_at_stop_tokens(length_penalty, early_stopping):
-    wishes = {"length_penalty": length_penalty, "early_stopping": early_stopping}
+    params = {"length_penalty": length_penalty, "early_stopping": early_stopping}
     stop_ids = list(range(0, 1000, 9))
     reasons = set()
     for start in range(6):
         prompt = list(range(start, start + 10))
         engine = engine_of()
         rows = add(
-            engine, prompt, 3, 20, eos_token_ids=(0,), stop_token_ids=tuple(stop_ids[1:]), **wishes
+            engine, prompt, 3, 20, eos_token_ids=(0,), stop_token_ids=tuple(stop_ids[1:]), **params
         )
         engine.run()
         results = outputs(engine, rows)
-        assert results == expected(prompt, 3, 20, stop_ids, **wishes)
+        assert results == expected(prompt, 3, 20, stop_ids, **params)
         for row, tokens in zip(rows, results, strict=True):
             (final,) = engine.outputs[row.request_id, row.choice]
             stopped = tokens[-1] in stop_ids

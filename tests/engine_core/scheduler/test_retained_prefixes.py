@@ -35,7 +35,7 @@ class Engine(EngineHarness):
             "clock": self.clock,
         }
         super().__init__(**{**settings, **config})
-        self.pins = self.scheduler._retained_prefixes
+        self.retained = self.scheduler._retained_prefixes
 
     def turn(self, session, prompt, max_tokens=4, *, last=False, ttl_ms=None, **more):
         """Run a turn to its end."""
@@ -45,7 +45,7 @@ class Engine(EngineHarness):
         return request
 
     def pinned(self) -> dict[str, int]:
-        return {pin.agent_session: len(pin.blocks) for pin in self.pins}
+        return {prefix.agent_session: len(prefix.blocks) for prefix in self.retained}
 
 
 def tokens(start: int, number: int) -> list[int]:
@@ -82,14 +82,14 @@ def test_conditions_for_retaining_a_prefix(policy, agent):
 
 
 def test_a_newer_turn_supersedes_the_pin_of_its_session():
-    """One pin an agent session; shared blocks are not lost in between."""
+    """One retained prefix an agent session; shared blocks are not lost in between."""
     engine = Engine()
     first = engine.turn("a", tokens(0, 20))
     both = engine.add([*tokens(0, 20), *engine.tokens_of(first)], 8, agent=AgentHint("a"))
     engine.run()
     assert engine.pinned() == {"a": 7}
-    assert engine.pins.prefix_of("a").request_id == both[0].request_id
-    assert engine.pins.num_blocks == 7
+    assert engine.retained.prefix_of("a").request_id == both[0].request_id
+    assert engine.retained.num_blocks == 7
     assert check(engine.kv_cache) == []
 
 
@@ -128,7 +128,7 @@ def test_a_waiting_turn_loses_its_lead_with_its_retained_prefix(parked):
     assert list(waiting) == [turn, older]
     if parked:
         waiting.park_request(turn)
-    engine.pins.release_prefix("young", "room")
+    engine.retained.release_prefix("young", "room")
     engine.step()
     assert list(waiting) == [older, turn]
     assert not turn.finds_retained_prefix
@@ -207,7 +207,7 @@ def test_a_step_of_the_trace_lists_a_bounded_number_of_pins_and_counts_all():
         engine.turn(str(each), tokens(each, 4), 2)
     last = [each.snapshot for each in lines if isinstance(each, Step)][-1]
     assert len(last.pins) == MAX_PINS
-    assert last.num_pins == len(engine.pins) == last.pool.pinned == MAX_PINS + 6
+    assert last.num_pins == len(engine.retained) == last.pool.pinned == MAX_PINS + 6
     assert [each.job for each in last.pins[:2]] == [str(MAX_PINS + 5), str(MAX_PINS + 4)]
 
 
@@ -293,7 +293,7 @@ def test_pins_are_shortened_from_their_ends_by_the_missing_blocks():
 
 
 def test_nothing_is_unpinned_in_vain():
-    """If all pins together are not enough, none is released."""
+    """If all retained prefixes together are not enough, none is released."""
     engine = Engine(max_pinned_share=1.0)
     engine.turn("a", tokens(0, 60))
     engine.add_one(tokens(100, 100), 16)
@@ -311,9 +311,9 @@ def test_a_shared_block_counts_once_and_frees_nothing_by_one_unpin():
     engine.turn("a", tokens(0, 40))
     engine.turn("b", tokens(0, 44))
     assert engine.pinned() == {"a": 10, "b": 11}
-    assert engine.pins.num_blocks == 11
+    assert engine.retained.num_blocks == 11
     assert engine.kv_cache.num_free_blocks == 40
-    engine.pins.release_prefix("a", "test")
+    engine.retained.release_prefix("a", "test")
     assert engine.kv_cache.pool.num_free == 29
     assert engine.kv_cache.num_free_blocks == 40
 
@@ -325,7 +325,7 @@ def test_the_pin_share_is_kept_in_total_and_per_tenant():
     engine.turn("b", tokens(100, 60), tenant=2)
     assert engine.pinned() == {"a": 10, "b": 10}
     engine.turn("c", tokens(200, 28), tenant=3)
-    assert engine.pins.num_blocks == 20
+    assert engine.retained.num_blocks == 20
 
 
 def test_a_reset_drops_pins_only_if_it_is_done():
@@ -422,9 +422,9 @@ def test_row_39_sessions_that_never_return_cost_bounded_memory():
     for each in range(3_000):
         engine.turn(f"session {each}", [each % 900, each // 900, *tokens(0, 6)], 1)
         engine.clock.now += 0.001
-    assert engine.pins.num_blocks <= 200
-    assert len(engine.pins._deadlines._heap) <= 2 * len(engine.pins) + 64
-    assert len(engine.pins._values._heap) <= 2 * len(engine.pins) + 64
+    assert engine.retained.num_blocks <= 200
+    assert len(engine.retained._deadlines._heap) <= 2 * len(engine.retained) + 64
+    assert len(engine.retained._values._heap) <= 2 * len(engine.retained) + 64
     engine.clock.now += 1e9
     engine.turn("again", tokens(0, 8), 1, last=True)
     engine.assert_idle()

@@ -87,13 +87,11 @@ class CopyJob:
         factor: int,
         seconds: float,
         wait_for_steps: Callable[[], None],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.job = job
         self.copies = offloaded_blocks(job, factor)
         self.wait_for_steps = wait_for_steps
-        self._clock = clock
-        self._started = clock()
+        self._started = time.monotonic()
         self._deadline = self._started + seconds
         self._lock = threading.Lock()
         self._num_bytes = 0
@@ -102,7 +100,7 @@ class CopyJob:
 
     @property
     def seconds_left(self) -> float:
-        return self._deadline - self._clock()
+        return self._deadline - time.monotonic()
 
     @property
     def ended(self) -> bool:
@@ -135,7 +133,7 @@ class CopyJob:
             if self.job.is_load
             else []
         )
-        seconds = self._clock() - self._started
+        seconds = time.monotonic() - self._started
         succeeded, num_bytes = not unfinished, self._num_bytes
         return TransferResult(
             job_id=self.job.job_id,
