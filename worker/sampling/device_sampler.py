@@ -199,7 +199,7 @@ def batch_logit_edits(
     word_row = {position: index for index, position in enumerate(words)}
     return BatchLogitEdits(
         listed=listed.arrays(),
-        at=np.array(list(rules), dtype=np.int64),
+        positions=np.array(list(rules), dtype=np.int64),
         masks=np.array([word_row.get(index, NONE) for index in rules], dtype=np.int64),
         rules=np.array(list(rules.values()), dtype=np.float32).reshape(-1, 3),
         words=np.array(list(words.values()), dtype="<u4")
