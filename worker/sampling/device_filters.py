@@ -22,6 +22,8 @@ from typing import Any, Final
 
 import torch
 
+from worker.sampling.torch_backend import ordered_bits
+
 BINS: Final = 16
 """Bins of equal width, but for the last one, which has all the tokens that are farther away."""
 WIDEST: Final = 32.0
@@ -135,6 +137,18 @@ class TritonFilters:
             num_warps=_SEARCH_WARPS,
         )
         return cuts
+
+
+def mask_dropped(
+    logits: torch.Tensor, temperature: torch.Tensor, filters: RowFilters, cuts: torch.Tensor
+) -> None:
+    """Set logits that filters drop to −inf; parameters and cuts as in `TritonFilters.cuts`."""
+    some = logits.index_select(0, filters.rows)
+    keys = ordered_bits(some / temperature.index_select(0, filters.rows)[:, None])
+    last_key, last_id = cuts[:, :1], cuts[:, 1:]
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    dropped = (keys < last_key) | ((keys == last_key) & (ids > last_id))
+    logits.index_copy_(0, filters.rows, some.masked_fill(dropped, float("-inf")))
 
 
 def order_function() -> Any:

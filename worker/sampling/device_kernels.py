@@ -16,7 +16,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from worker.sampling.device_filters import RowFilters, TritonFilters, order_function, publish
+from worker.sampling.device_filters import (
+    RowFilters,
+    TritonFilters,
+    mask_dropped,
+    order_function,
+    publish,
+)
 from worker.sampling.logit_edits import WORD_BITS
 from worker.sampling.torch_backend import ROUNDS, STREAM_SAMPLE
 
@@ -228,12 +234,13 @@ class TritonDraw:
         choice: torch.Tensor,
         position: torch.Tensor,
         filters: RowFilters | None,
+        masks_dropped: bool,
     ) -> torch.Tensor:
         """Queue the draw; return token ids int64 [N] for logits float32 [N, V], contiguous.
 
         temperature: float32 [N], 0 or more. seed, choice, position: int64 [N], the bits of
-        unsigned numbers. filters: of some rows, or None. −inf is never drawn; equal sums give the
-        lowest id.
+        unsigned numbers. filters: of some rows, or None. masks_dropped: set logits that a filter
+        drops to −inf. −inf is never drawn; equal sums give the lowest id.
         """
         num_rows, vocab_size = logits.shape
         num_chunks = -(-vocab_size // (4 * _DRAW_COUNTERS))
@@ -243,6 +250,8 @@ class TritonDraw:
         if filters is not None:
             filter_of_row = filters.filter_of_row
             cuts = self.filters.cuts(logits, temperature, filters)
+            if masks_dropped:
+                mask_dropped(logits, temperature, filters, cuts)
         self.kernel[(num_rows, num_chunks)](
             logits,
             temperature,

@@ -54,11 +54,12 @@ KeyedDraw = Callable[
         torch.Tensor,
         torch.Tensor,
         RowFilters | None,
+        bool,
     ],
     torch.Tensor,
 ]
-"""The type of TritonDraw: logits, temperature, seed, choice and position of N rows, and the filters
-of some of them → token ids."""
+"""The type of TritonDraw: logits, temperature, seed, choice and position of N rows, the filters of
+some of them, and whether dropped logits are set to −inf → token ids."""
 NEUTRAL = (1.0, 0.0, 0.0)
 """Penalties without effect: repetition, frequency, presence."""
 
@@ -337,10 +338,14 @@ class DeviceDraw:
         self._placement = placement
         self._draw = draw
 
-    def draw_tokens(self, logits: torch.Tensor, params: RowParams) -> torch.Tensor:
+    def draw_tokens(
+        self, logits: torch.Tensor, params: RowParams, *, masks_dropped: bool = False
+    ) -> torch.Tensor:
         """Return tokens int64 [N] for logits [N, V] of any floating dtype, which are not changed.
 
         params: records [N]; a temperature below GREEDY_TEMPERATURE takes the best token.
+        masks_dropped: set logits that a filter drops to −inf all the same; they are float32 and
+        contiguous then.
         """
         temperature = params["temperature"]
         random = temperature >= GREEDY_TEMPERATURE
@@ -362,7 +367,7 @@ class DeviceDraw:
         temperatures, seed, choice, position, *sent = self._placement.to_device(arrays)
         filters = RowFilters(searches, *sent) if sent else None
         wide = logits.float().contiguous()
-        return self._draw(wide, temperatures, seed, choice, position, filters)
+        return self._draw(wide, temperatures, seed, choice, position, filters, masks_dropped)
 
 
 class DeviceSampler:

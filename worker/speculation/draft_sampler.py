@@ -212,8 +212,9 @@ class DeviceDraftDraw:
         divisors, *sent = self._placement.to_device([draws.divisors, *edits])
         if any(len(array) for array in edits):
             logits = _edited(logits, *sent)
-        token_ids = self._drawing.draw_tokens(logits, draws.params)
-        probabilities = _probabilities(logits.float() / divisors[:, None], token_ids)
+        logits = logits.float().contiguous()
+        token_ids = self._drawing.draw_tokens(logits, draws.params, masks_dropped=True)
+        probabilities = _probabilities(logits / divisors[:, None], token_ids)
         found = self._downloader.start_download([token_ids, probabilities]).arrays()
         return found[0], found[1]
 

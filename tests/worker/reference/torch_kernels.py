@@ -57,12 +57,15 @@ def draw_by_torch(
     choice: torch.Tensor,
     position: torch.Tensor,
     filters: RowFilters | None = None,
+    masks_dropped: bool = False,
 ) -> torch.Tensor:
     """`KeyedDraw` in plain torch."""
     if filters is not None:
         some = logits.index_select(0, filters.rows)
         settings = filters.top_k, filters.top_p, filters.min_p
         kept = filter_logits(some, temperature.index_select(0, filters.rows), *settings)
+        if masks_dropped:
+            logits.index_copy_(0, filters.rows, kept)
         logits = logits.index_copy(0, filters.rows, kept)
     words = _words(logits.shape[1], seed, choice, position)
     noise = -torch.log(-torch.log((words.double() + 0.5) * 2.0**-32))

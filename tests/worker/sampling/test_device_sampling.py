@@ -101,6 +101,19 @@ def test_drawn_tokens_equal_those_of_the_host(
     assert found.tolist() == on_the_host(logits, rows)
 
 
+@pytest.mark.parametrize("name", ["top-k of some", "both", "all, and greedy"])
+def test_dropped_logits_are_masked_on_request(name: str, draw: KeyedDraw) -> None:
+    """Survivals of drafts are probabilities among the tokens that the filters keep."""
+    logits, rows = logits_of(4, torch.float32), rows_of(4, **CASES[name])
+    wanted = logits.clone()
+    random = np.flatnonzero(rows["temperature"] > 0)
+    filter_by_sorting(wanted, random, rows[random])
+    drawing = DeviceDraw(HostPlacement(), draw)
+    tokens = drawing.draw_tokens(logits.clone(), rows)
+    assert torch.equal(drawing.draw_tokens(logits, rows, masks_dropped=True), tokens)
+    assert torch.equal(logits, wanted)
+
+
 def test_a_drawn_token_does_not_depend_on_its_row(draw: KeyedDraw) -> None:
     logits, rows = logits_of(3, torch.float32), rows_of(3, top_p=0.9)
     order = np.array([2, 0])

@@ -18,6 +18,8 @@ from proto.prepared_model import PreparedModel
 from tests.fakes.drafts import SyntheticDrafts
 from tests.fakes.fake_cuda import CUDA, FakeCuda
 from tests.fakes.tiny_heads import head_config, head_tensors, prepare_head, save_head
+from tests.worker.reference.torch_kernels import draw_by_torch
+from tests.worker.sampling.settings import row_params
 from tests.worker.test_cuda_runner import (
     EDITS,
     NUM_ROWS,
@@ -42,7 +44,7 @@ from worker.models.decoder import Decoder
 from worker.runner_builder import DraftedModel, create_drafter
 from worker.sampling.sampler import Sampler
 from worker.sampling.torch_backend import TorchBackend
-from worker.speculation.draft_sampler import HostDraw
+from worker.speculation.draft_sampler import DeviceDraftDraw, DraftDraws, HostDraw
 from worker.speculation.draft_settings import draft_cache
 from worker.speculation.drafter import Drafter
 from worker.speculation.eagle_head import load_head, read_head
@@ -243,3 +245,24 @@ def test_a_head_reads_the_states_of_its_own_step(
         different += wanted[:shorter] != tokens[:shorter]
     assert equal > 20
     assert different <= equal // 10
+
+
+def test_survivals_on_a_device_are_those_of_the_host(cuda: FakeCuda) -> None:
+    """Probabilities among the tokens that filters keep, behind logit edits and temperatures."""
+    logits = 3 * torch.randn(6, 97, generator=torch.Generator().manual_seed(1))
+    params = row_params(
+        6,
+        temperature=(0.0, 0.7, 1.0, 1.3, 0.9, 1.0),
+        top_k=(0, 3, 0, 20, 5, 1),
+        top_p=(1.0, 1.0, 0.8, 0.6, 1.0, 1.0),
+        min_p=(0.0, 0.0, 0.0, 0.0, 0.1, 0.0),
+        seed=np.arange(6),
+    )
+    draws = DraftDraws(params, [], [(1, np.array([5, 6], dtype=np.int64))])
+    host = HostDraw(Sampler(TorchBackend()))(logits.clone(), draws)
+    with cuda.loading():
+        on_device = logits.to(CUDA)
+    found = DeviceDraftDraw(cuda.device, draw_by_torch)(on_device, draws)
+    assert found[0].tolist() == host[0].tolist()
+    np.testing.assert_allclose(found[1], host[1], rtol=1e-5)
+    assert host[1][5] == 1.0
