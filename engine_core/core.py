@@ -252,7 +252,7 @@ class EngineCore:
             num_state_slots=plan.num_state_slots,
             observers=tuple(pool_observers),
             residency=ResidencyMeter(config.cache.kv_cache_metrics_one_in),
-            drops_last_hit=worker.draft_method in HEAD_METHODS,
+            num_dropped_blocks=int(worker.draft_method in HEAD_METHODS),
         )
         transfer = kv_transfer_config(config.cache.kv_transfer_config)
         self.scheduler = Scheduler(

@@ -32,7 +32,8 @@ from worker.models.decoder import Decoder
 from worker.routed_experts import ExpertSpan, RoutedExpertsCache, expert_rows
 from worker.sampling.logprobs import concatenate, prompt_logprobs
 from worker.sampling.sampler import Sampler, StepSampler, StepSamplerOutput
-from worker.speculation.drafter import Drafter, Drafts, SampledStep
+from worker.speculation.draft_sampler import Drafts, SampledStep
+from worker.speculation.drafter import Drafter
 from worker.step_inputs import StepInputs, decodes_first
 
 LOGITS_CHUNK_BYTES: Final = 64 << 20

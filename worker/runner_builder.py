@@ -48,7 +48,7 @@ from worker.sampling.device_sampler import DeviceDraw, DeviceSampler, KeyedDraw,
 from worker.sampling.sampler import Sampler, create_sampler
 from worker.speculation.draft_model import TOKEN_BYTES, DraftModel
 from worker.speculation.draft_sampler import DeviceDraftDraw, DraftDraw, HostDraw
-from worker.speculation.drafter import Drafter
+from worker.speculation.drafter import DraftedModel, Drafter
 from worker.speculation.eagle import EagleDrafter
 from worker.speculation.eagle_head import EagleHead
 from worker.state_cache import AttentionWithStates, StateCache
@@ -329,21 +329,6 @@ class FaultyModel(Decoder):
         return hidden * float("nan") if self._fault_injector.injects_nan else hidden
 
 
-@dataclass(frozen=True, slots=True)
-class DraftedModel:
-    """What a drafter needs of the model that it drafts for.
-
-    batch: of that model. group: KV group of its block tables that keeps all tokens. step_tokens:
-    most tokens of a pass. max_model_len: tokens that a sequence may have with its draft.
-    """
-
-    batch: InputBatch
-    group: int
-    vocab_size: int
-    step_tokens: int
-    max_model_len: int
-
-
 def create_drafter(
     model: Decoder | EagleHead,
     attention: AttentionBackend,
@@ -356,30 +341,9 @@ def create_drafter(
     """Return a drafter that is warmed up. graphs: of a draft model's decodes, or None."""
     drafter: Drafter
     if isinstance(model, EagleHead):
-        drafter = EagleDrafter(
-            model,
-            attention,
-            kv_cache,
-            draw,
-            target.batch,
-            group=target.group,
-            max_model_len=target.max_model_len,
-            placement=placement,
-        )
+        drafter = EagleDrafter(model, attention, kv_cache, draw, target, placement)
     else:
-        drafter = DraftModel(
-            model,
-            attention,
-            kv_cache,
-            draw,
-            target.batch,
-            group=target.group,
-            vocab_size=target.vocab_size,
-            step_tokens=target.step_tokens,
-            max_model_len=target.max_model_len,
-            placement=placement,
-            graphs=graphs,
-        )
+        drafter = DraftModel(model, attention, kv_cache, draw, target, placement, graphs)
     drafter.warm_up()
     return drafter
 

@@ -80,14 +80,10 @@ NOTHING_COMPUTED: Final = ComputedBlocks((), 0)
 
 
 class KVCacheCoordinator:
-    """All groups of a model, without a prefix cache; groups are given blocks in their order.
+    """All groups of a model, without a prefix cache; groups are given blocks in their order."""
 
-    drops_last: a hit ends a block earlier than what every group holds (`KVCacheManager`).
-    """
-
-    def __init__(self, groups: Sequence[CacheGroup], *, drops_last: bool = False) -> None:
+    def __init__(self, groups: Sequence[CacheGroup]) -> None:
         self.groups = tuple(groups)
-        self._drops_last = drops_last
         self._skipping = tuple(group for group in groups if not group.is_downward_closed)
         self.state_groups = tuple(
             group for group in groups if isinstance(group, RecurrentStateGroup)
@@ -174,12 +170,12 @@ class KVCacheCoordinator:
 class UnitaryCoordinator(KVCacheCoordinator):
     """A model with one group: without the loops over groups."""
 
-    def __init__(self, groups: Sequence[CacheGroup], *, drops_last: bool = False) -> None:
-        super().__init__(groups, drops_last=drops_last)
+    def __init__(self, groups: Sequence[CacheGroup]) -> None:
+        super().__init__(groups)
         (self._group,) = self.groups
 
     def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> ComputedBlocks:
-        hits = self._group.find_longest_hit(block_hashes, max_tokens, drops_last=self._drops_last)
+        hits = self._group.find_longest_hit(block_hashes, max_tokens)
         if not hits:
             return NOTHING_COMPUTED
         return ComputedBlocks((hits,), len(hits) * self._group.block_size)
@@ -200,8 +196,8 @@ class HybridCoordinator(KVCacheCoordinator):
     The end of a hit is the end of a block in every group: a multiple of `_alignment` tokens.
     """
 
-    def __init__(self, groups: Sequence[CacheGroup], *, drops_last: bool = False) -> None:
-        super().__init__(groups, drops_last=drops_last)
+    def __init__(self, groups: Sequence[CacheGroup]) -> None:
+        super().__init__(groups)
         self._alignment = lcm(*(group.block_size for group in groups))
 
     def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> ComputedBlocks:
@@ -212,17 +208,16 @@ class HybridCoordinator(KVCacheCoordinator):
         whenever another group lowered the candidate after it.
         """
         found: dict[CacheGroup, list[int]] = {}
-        drops_last = self._drops_last
         length = self._aligned(max_tokens)
         for group in self.groups:
             if group.is_downward_closed:
-                found[group] = group.find_longest_hit(block_hashes, length, drops_last=drops_last)
+                found[group] = group.find_longest_hit(block_hashes, length)
                 length = self._aligned(len(found[group]) * group.block_size)
         num_with_kv = length
         num_accepted = turn = 0
         while num_accepted < len(self._skipping) and length > 0:
             group = self._skipping[turn % len(self._skipping)]
-            found[group] = group.find_longest_hit(block_hashes, length, drops_last=drops_last)
+            found[group] = group.find_longest_hit(block_hashes, length)
             held = len(found[group]) * group.block_size
             lowered = self._aligned(held)
             # A group accepts its own hit, unless the hit had to be cut.
@@ -246,13 +241,12 @@ def make_coordinator(
     block_size: int,
     num_state_slots: int = 0,
     eviction_policy: str = "lru",
-    *,
-    drops_last: bool = False,
+    num_dropped: int = 0,
 ) -> KVCacheCoordinator:
     """Return the coordinator of a model whose layers form these groups.
 
     num_state_slots: of the pool of states, with the null slot; 0 without such layers.
-    eviction_policy: of that pool. drops_last: as in `KVCacheCoordinator`.
+    eviction_policy: of that pool. num_dropped: as in `CacheGroup`.
     """
     groups: list[CacheGroup] = []
     for number, spec in enumerate(specs):
@@ -260,12 +254,12 @@ def make_coordinator(
         own = pool
         if kind is RecurrentStateGroup:
             own = BlockPool(num_state_slots, pool.enable_caching, eviction_policy)
-        groups.append(kind(own, GroupKeys(number, block_size, block_size), spec))
+        groups.append(kind(own, GroupKeys(number, block_size, block_size), spec, num_dropped))
     if not pool.enable_caching:
         return KVCacheCoordinator(groups)
     if len(groups) == 1:
-        return UnitaryCoordinator(groups, drops_last=drops_last)
-    return HybridCoordinator(groups, drops_last=drops_last)
+        return UnitaryCoordinator(groups)
+    return HybridCoordinator(groups)
 
 
 class PendingCopies:

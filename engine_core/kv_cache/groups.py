@@ -48,14 +48,18 @@ class CacheGroup(ABC):
 
     block_size: tokens that one entry of a block table stands for.
     pool: the pool from which it takes its blocks.
+    num_dropped: cached blocks at the end of a hit that are computed again (`KVCacheManager`).
     is_downward_closed: if a prefix is cached, every shorter prefix that ends with a block is too.
     """
 
     is_downward_closed = True
 
-    def __init__(self, pool: BlockPool, keys: GroupKeys, spec: KVGroupSpec) -> None:
+    def __init__(
+        self, pool: BlockPool, keys: GroupKeys, spec: KVGroupSpec, num_dropped: int = 0
+    ) -> None:
         self.block_size = keys.block_size
         self.pool = pool
+        self._num_dropped = num_dropped
         self._keys = keys
         self._sequences: dict[int, _Sequence] = {}
 
@@ -70,13 +74,11 @@ class CacheGroup(ABC):
         """
 
     @abstractmethod
-    def find_longest_hit(
-        self, block_hashes: Sequence[bytes], max_tokens: int, *, drops_last: bool = False
-    ) -> list[int]:
+    def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> list[int]:
         """Return the block table of the longest cached prefix of at most `max_tokens` tokens.
 
-        Null blocks stand for blocks that no later token needs. drops_last: only of prefixes whose
-        next block is cached too, so that the token behind them is the same.
+        Null blocks stand for blocks that no later token needs. The `num_dropped` blocks behind it
+        are cached, too, so that the token behind the prefix is the same.
         """
 
     @abstractmethod
@@ -187,14 +189,10 @@ class FullAttentionGroup(CacheGroup):
     ) -> int:
         return -(-num_tokens // block_size)
 
-    def find_longest_hit(
-        self, block_hashes: Sequence[bytes], max_tokens: int, *, drops_last: bool = False
-    ) -> list[int]:
-        num_blocks = max_tokens // self.block_size + (1 if drops_last else 0)
+    def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> list[int]:
+        num_blocks = max_tokens // self.block_size + self._num_dropped
         hits = self.pool.index.longest_prefix(self._keys.leading(block_hashes, num_blocks))
-        if drops_last and hits:
-            hits.pop()
-        return hits
+        return hits[: max(0, len(hits) - self._num_dropped)] if self._num_dropped else hits
 
     def find_fork(self, seq_id: int, num_tokens: int) -> tuple[list[int], int] | None:
         blocks, num_full = self._sequences[seq_id].blocks, num_tokens // self.block_size
@@ -318,10 +316,12 @@ class SlidingWindowGroup(FullAttentionGroup):
 
     is_downward_closed = False
 
-    def __init__(self, pool: BlockPool, keys: GroupKeys, spec: KVGroupSpec) -> None:
+    def __init__(
+        self, pool: BlockPool, keys: GroupKeys, spec: KVGroupSpec, num_dropped: int = 0
+    ) -> None:
         window = spec.sliding_window or 0
         assert window >= 1, f"a token sees at least itself, got a window of {window}"
-        super().__init__(pool, keys, spec)
+        super().__init__(pool, keys, spec, num_dropped)
         self._window = window
         # A window of one token needs no block, but a hit needs at least one computed block.
         self._num_seen_blocks = max(1, -(-(window - 1) // keys.block_size))
@@ -342,9 +342,7 @@ class SlidingWindowGroup(FullAttentionGroup):
         num_near = spec.sliding_window - 1 + chunk
         return min(-(-num_tokens // block_size), 1 + -(-(num_near - 1) // block_size))
 
-    def find_longest_hit(
-        self, block_hashes: Sequence[bytes], max_tokens: int, *, drops_last: bool = False
-    ) -> list[int]:
+    def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> list[int]:
         """Search from the end: the first token after a hit needs the last window - 1 tokens.
 
             found          no  no  yes no  yes yes no        with two blocks in a window
@@ -352,7 +350,7 @@ class SlidingWindowGroup(FullAttentionGroup):
 
         Near the start of the sequence fewer blocks are enough, if they are all before that token.
         """
-        num_dropped = 1 if drops_last else 0
+        num_dropped = self._num_dropped
         num_needed = self._num_seen_blocks + num_dropped
         first = self.pool.index.get
         end = min(max_tokens // self.block_size + num_dropped, self._keys.count(block_hashes))
@@ -431,9 +429,7 @@ class UncachedGroup(FullAttentionGroup):
     ) -> int:
         return 0
 
-    def find_longest_hit(
-        self, block_hashes: Sequence[bytes], max_tokens: int, *, drops_last: bool = False
-    ) -> list[int]:
+    def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> list[int]:
         return []
 
     def find_fork(self, seq_id: int, num_tokens: int) -> None:
@@ -505,7 +501,10 @@ class RecurrentStateGroup(CacheGroup):
 
     is_downward_closed = False
 
-    def __init__(self, pool: BlockPool, keys: GroupKeys, spec: KVGroupSpec) -> None:
+    def __init__(
+        self, pool: BlockPool, keys: GroupKeys, spec: KVGroupSpec, num_dropped: int = 0
+    ) -> None:
+        assert num_dropped == 0, "a model with states has no draft head"
         super().__init__(pool, keys, spec)
         self._per_sequence = slots_per_sequence(pool.enable_caching)
         self._num_usable = pool.num_blocks - 1
@@ -544,13 +543,8 @@ class RecurrentStateGroup(CacheGroup):
             return sequence.blocks[index] != NULL_BLOCK
         return self.num_charged < self._num_usable
 
-    def find_longest_hit(
-        self, block_hashes: Sequence[bytes], max_tokens: int, *, drops_last: bool = False
-    ) -> list[int]:
-        """Search from the end: one state is enough, and it is in the last entry.
-
-        drops_last is ignored: a model with states has no drafts.
-        """
+    def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> list[int]:
+        """Search from the end: one state is enough, and it is in the last entry."""
         find, fresh = self.pool.index.get, self._fresh
         end = min(max_tokens // self.block_size, self._keys.count(block_hashes))
         for index in range(end - 1, -1, -1):

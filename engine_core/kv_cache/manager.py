@@ -51,12 +51,13 @@ class KVCacheManager:
     root of the block hashes. hasher: to be given to each Request; None without prefix caching.
     groups: of the model's layers. longest_chunk: maximum tokens of a request in one step;
     None: all of them. reclaimable: retained prefixes, if there are any. num_state_slots: of the
-    pool of recurrent states, with the null slot. drops_last_hit: the last block of a hit is
-    computed again, for a draft head (EAGLE): what it keeps at a position is computed from the
-    hidden state there and from the next token, which may be another one behind the same block.
+    pool of recurrent states, with the null slot. num_dropped_blocks: cached blocks at the end of a
+    hit that are computed again. 1 for a draft head (EAGLE): its KV at a position depends on the
+    hidden state there and on the next token, which may be another one behind the same block.
 
-        cached     | A | B | C |         the head's KV at the end of C is for another next token
-        hit        | A | B |             that of B is right, because C begins with the same token
+        cached     | A | B | C |      C's last entry belongs to a next token that is not known
+        hit        | A | B |          C's first token is known, so B's last entry is right, unless
+                                      an equal block was kept that another token followed
     """
 
     def __init__(
@@ -72,9 +73,9 @@ class KVCacheManager:
         eviction_policy: str = "lru",
         observers: Sequence[PoolObserver] = (),
         residency: ResidencyMeter = NO_RESIDENCY,
-        drops_last_hit: bool = False,
+        num_dropped_blocks: int = 0,
     ) -> None:
-        self.drops_last_hit = drops_last_hit
+        self.num_dropped_blocks = num_dropped_blocks
         self.block_size = block_size
         self.enable_caching = enable_caching
         self.hasher = BlockHasher(block_size, fingerprint) if enable_caching else None
@@ -94,7 +95,7 @@ class KVCacheManager:
             block_size,
             num_state_slots,
             eviction_policy,
-            drops_last=drops_last_hit,
+            num_dropped_blocks,
         )
         self.has_states = bool(self._coordinator.state_groups)
         self.block_groups = tuple(

@@ -186,8 +186,8 @@ class _Refusal:
     """The first request of the queue found no room, and the conditions of that moment.
 
     num_missing, num_new: tokens without KV, and how many of them it needed at first. found,
-    next_one: hash of the last block of its computed prefix, and of the block after it; empty if
-    there is none.
+    next_one: hash of the last cached block of its prefix, and of the block after it; empty if there
+    is none.
 
     Another attempt fails until more blocks are free, a resting request holds blocks, a running
     request has to defer, fewer tokens are needed, or that prefix has become longer, or shorter (the
@@ -356,14 +356,15 @@ class AdmissionPass:
         if not self._remembers or plan.admitted:
             return
         request, num_computed = candidate.request, candidate.num_computed_tokens
-        num_blocks = num_computed // self._kv_cache.block_size
+        num_found = num_computed // self._kv_cache.block_size
+        end = num_found + self._kv_cache.num_dropped_blocks  # of the blocks that were cached
         self._refusal = _Refusal(
             request,
             num_missing=request.num_tokens - num_computed,
             num_new=num_new,
             num_free=self._kv_cache.num_free_blocks,
-            found=request.block_hashes[max(num_blocks - 1, 0) : num_blocks],
-            next_one=request.block_hashes[num_blocks : num_blocks + 1],
+            found=request.block_hashes[end - 1 : end] if num_found else (),
+            next_one=request.block_hashes[end : end + 1],
         )
 
     def _is_blocked(self, candidate: Candidate) -> bool:

@@ -486,11 +486,9 @@ class KVTransferManager:
         if request.num_tokens == 1:
             return 0
         most -= most % self._kv_cache.block_size
-        num_dropped = 0
-        if self._kv_cache.drops_last_hit:
-            if not self._kv_cache.is_downward_closed:
-                return 0
-            num_dropped = self._kv_cache.block_size
+        num_dropped = self._kv_cache.num_dropped_blocks * self._kv_cache.block_size
+        if num_dropped and not self._kv_cache.is_downward_closed:
+            return 0
         return max(0, min(num_matched, most - num_local) - num_dropped)
 
     def _blocks_to_come(self, request: Request) -> int:

@@ -55,6 +55,7 @@ from worker.models.mlp import MlpSpec
 from worker.models.rope import DefaultRope
 from worker.sampling.sampler import create_sampler
 from worker.speculation.draft_sampler import HostDraw
+from worker.speculation.drafter import DraftedModel
 from worker.speculation.eagle import EagleDrafter
 from worker.speculation.eagle_head import load_head, read_head
 
@@ -151,9 +152,7 @@ class Target:
             attention,
             cache,
             HostDraw(create_sampler()),
-            runner.batch,
-            group=0,
-            max_model_len=LONGEST,
+            DraftedModel(runner.batch, 0, runner.vocab_size, LONGEST, LONGEST),
         )
         return LookaheadRunner(runner, most=MOST_DRAFTED)
 

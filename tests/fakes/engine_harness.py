@@ -71,7 +71,7 @@ class EngineHarness:
         load_failure_policy: LoadFailurePolicy = "recompute",
         compute_meter: ComputeMeter | None = None,
         drafting: DraftProvider | None = None,
-        drops_last_hit: bool = False,
+        num_dropped_blocks: int = 0,
         num_draft_positions: int = 0,
         **scheduler: int | bool | float | str | None,
     ) -> None:
@@ -86,7 +86,7 @@ class EngineHarness:
             longest_chunk=ChunkRule.from_config(config).longest_chunk,
             num_state_slots=num_state_slots,
             observers=observers,
-            drops_last_hit=drops_last_hit,
+            num_dropped_blocks=num_dropped_blocks,
         )
         self.scheduler = Scheduler(
             config,

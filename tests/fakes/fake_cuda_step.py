@@ -50,13 +50,14 @@ from worker.memory_plan import layer_cache
 from worker.models.decoder import Decoder
 from worker.models.registry import spec_from_config
 from worker.models.spec import ModelSpec
-from worker.runner_builder import CudaRunnerBuilder, DeviceKernels, DraftedModel
+from worker.runner_builder import CudaRunnerBuilder, DeviceKernels
 from worker.sampling import device_filters, device_kernels
 from worker.sampling.device_kernels import TritonDraw, TritonEdits
 from worker.sampling.sampler import Sampler
 from worker.sampling.torch_backend import TorchBackend
 from worker.speculation import draft_sampler
 from worker.speculation.draft_settings import draft_cache
+from worker.speculation.drafter import DraftedModel
 
 CUDA = torch.device("cuda", 0)
 BLOCK = 4

@@ -127,14 +127,14 @@ class OffloadRig(EngineHarness):
         extra: dict[str, Any] | None = None,
         load_failure_policy: LoadFailurePolicy = "recompute",
         drafting: DraftProvider | None = None,
-        drops_last_hit: bool = False,
+        num_dropped_blocks: int = 0,
         **scheduler: Any,
     ) -> None:
         super().__init__(
             num_blocks=num_blocks,
             block_size=block_size,
             windows=windows,
-            drops_last_hit=drops_last_hit,
+            num_dropped_blocks=num_dropped_blocks,
             **scheduler,
         )
         slot_bytes = size * BYTES_PER_TOKEN * num_ranks

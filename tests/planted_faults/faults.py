@@ -139,8 +139,8 @@ KV_CACHE = (
     Fault(
         "head_hit_keeps_its_last_block",
         "engine_core/kv_cache/groups.py",
-        "        if drops_last and hits:\n            hits.pop()\n",
-        "",
+        "return hits[: max(0, len(hits) - self._num_dropped)] if self._num_dropped else hits\n",
+        "return hits\n",
         "A draft head reads what it kept for another next token, and its drafts become worse.",
         ("tests/engine_core/scheduler/test_lookahead.py",),
     ),

@@ -32,8 +32,8 @@ from worker.device.transfers import HostPlacement, Placement
 from worker.input_batch import InputBatch, attention_inputs, dummy_inputs
 from worker.kv_cache import KVCache
 from worker.models.decoder import Decoder
-from worker.speculation.draft_sampler import DraftDraw, DraftSampler, OpenDraft, finished
-from worker.speculation.drafter import Drafts, SampledStep
+from worker.speculation.draft_sampler import DraftDraw, Drafts, OpenDraft, SampledStep
+from worker.speculation.drafter import DraftedModel, Drafter
 
 Hashes = NDArray[np.uint64]
 PREFILL_TOKENS: Final = 256
@@ -48,14 +48,11 @@ _ABSENT_TOKEN: Final = 0
 """Is read in place of a token that the draft model's vocabulary lacks."""
 
 
-class DraftModel:
+class DraftModel(Drafter):
     """A Drafter with a decoder of its own.
 
-    draw, placement, graphs: of the device where it runs; graphs of its decodes, or None.
-    kv_cache: of the draft model, with as many blocks as that of the served model; all its groups
-        use the same block table. batch: of the served model. group: KV group of its block tables
-        that keeps all tokens. vocab_size: of the served model. step_tokens: most tokens of a pass.
-    max_model_len: tokens that a sequence may have with its draft.
+    kv_cache: of the draft model; all its groups use the same block table.
+    graphs: of its decodes on the device where it runs, or None. Others: as of `Drafter`.
     """
 
     def __init__(
@@ -64,49 +61,33 @@ class DraftModel:
         attention: AttentionBackend,
         kv_cache: KVCache,
         draw: DraftDraw,
-        batch: InputBatch,
-        *,
-        group: int,
-        vocab_size: int,
-        step_tokens: int,
-        max_model_len: int,
+        target: DraftedModel,
         placement: Placement | None = None,
         graphs: DecodeGraphs | None = None,
     ) -> None:
+        super().__init__(attention, kv_cache, draw, target, placement)
         self._model = model
-        self._attention = attention
-        self._kv_cache = kv_cache
-        self._placement = placement or HostPlacement()
         self._graphs = graphs
         on_host = isinstance(self._placement, HostPlacement)
         self._prefill_tokens = PREFILL_TOKENS if on_host else DEVICE_PREFILL_TOKENS
-        self._draft_sampler = DraftSampler(batch, draw, max_model_len)
-        self._batch = batch
-        self._vocab_size = vocab_size
-        self._step_tokens = step_tokens
-        self._table = batch.block_table.ids[group : group + 1]
-        self._contents = KVContents(batch, group, kv_cache.num_blocks)
+        self._step_tokens = target.step_tokens
+        self._contents = KVContents(target.batch, target.group, kv_cache.num_blocks)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Run one token through the model, in block 0, because first calls of kernels are slow."""
         inputs = dummy_inputs(1, 1, self._batch.block_table)
         self._forward(inputs.token_ids, inputs.positions, inputs.attention[0], [0])
 
     def copy_blocks(self, sources: NDArray[np.int64], copies: NDArray[np.int64]) -> None:
-        self._kv_cache.copy_blocks(*self._placement.to_device([sources, copies]))
+        super().copy_blocks(sources, copies)
         self._contents.copy_blocks(sources, copies)
-
-    def keep_states(self, hidden: torch.Tensor) -> None:
-        return None
 
     @torch.inference_mode()
     def after_step(self, step: SampledStep) -> Drafts:
         """Return a draft for each sequence with lookahead, if its KV can be completed.
 
-        A pass takes drafts that go on, then what sequences miss, of those that miss the fewest
-        first. If the passes of a step do not complete a sequence's
-        KV, it continues in the next step and has no draft until then.
+        A pass computes decodes first, then the sequences that miss the fewest tokens. A sequence
+        whose KV is still incomplete continues in the next step and has no draft until then.
         """
         started = time.monotonic()
         made = Drafts()
@@ -119,19 +100,18 @@ class DraftModel:
             if len(made.pass_rows) + 1 < most_passes:
                 going_on += [draft for draft in unfinished if draft.is_behind]
             unfinished = going_on
-            made.pass_rows.append(sum(draft.num_scheduled for draft in scheduled))
-            made.pass_seconds.append(time.monotonic() - started)
-            started = time.monotonic()
+            started = made.add_pass(sum(draft.num_scheduled for draft in scheduled), started)
         for draft in drafts:
             if draft.num_computed > draft.num_valid:
                 self._contents.record(draft.open_draft.row, draft.num_valid, draft.num_computed)
-        self._draft_sampler.end([draft.open_draft for draft in drafts])
-        return finished([draft.open_draft for draft in drafts if not draft.is_behind], made)
+        self._sampler.end([draft.open_draft for draft in drafts])
+        made.add_drafts([draft.open_draft for draft in drafts if not draft.is_behind])
+        return made
 
     def _begin_drafts(self, step: SampledStep) -> list["_Draft"]:
         """Return an empty draft for each sequence with lookahead."""
         found = []
-        for each in self._draft_sampler.begin(step):
+        for each in self._sampler.begin(step):
             num_valid = self._contents.num_valid(each.row, each.num_tokens)
             found.append(_Draft(each, num_valid=num_valid, num_computed=num_valid))
         return found
@@ -175,7 +155,9 @@ class DraftModel:
             return []
         drafts = [drafts[index] for index in complete]
         open_drafts = [draft.open_draft for draft in drafts]
-        going_on = self._draft_sampler.extend(open_drafts, self._logits(hidden), min_survival)
+        going_on = self._sampler.extend(
+            open_drafts, self._spread_logits(self._model.logits(hidden)), min_survival
+        )
         return [drafts[index] for index in going_on]
 
     def _forward(
@@ -199,17 +181,6 @@ class DraftModel:
             self._attention.plan(groups)
             hidden = self._model.forward(tokens, places, self._attention)
         return hidden.index_select(0, rows)
-
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits float32 [D, V] for the vocabulary of the served model."""
-        logits = self._model.logits(hidden)
-        if logits.shape[1] == self._vocab_size:
-            return logits.float()
-        num_common = min(logits.shape[1], self._vocab_size)
-        shape = len(logits), self._vocab_size
-        padded = logits.new_full(shape, float("-inf"), dtype=torch.float32)
-        padded[:, :num_common] = logits[:, :num_common]
-        return padded
 
 
 @dataclass(slots=True)

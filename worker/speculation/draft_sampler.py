@@ -6,6 +6,7 @@ Grammars are not applied; the engine cuts drafts. HostDraw and DeviceDraftDraw a
 where logits are.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -22,7 +23,7 @@ from worker.sampling.device_sampler import DeviceDraw, KeyedDraw
 from worker.sampling.logit_edits import NEVER, RowEdits
 from worker.sampling.row_params import RowParams
 from worker.sampling.sampler import Sampler, SamplingBatch
-from worker.speculation.drafter import Drafts, SampledStep
+from worker.step_inputs import StepInputs
 
 
 @dataclass(slots=True)
@@ -50,6 +51,58 @@ class OpenDraft:
     def last_position(self) -> int:
         """The position of the last token, those of the draft included."""
         return self.num_tokens + len(self.token_ids) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SampledStep:
+    """A step of the served model whose tokens are in the batch; S sequences.
+
+    inputs: its arrays. seq_ids: [S], in their order.
+    states: what `keep_states` returned for it.
+    num_tokens: int64 [S], known tokens of each sequence behind this step, without what later steps
+        added; 0 if the sequence is not in its row any more.
+    num_lookahead: int64 [S], most tokens to propose for each sequence; 0 for no draft. The block
+        table of a sequence has room for that many behind the tokens of the step.
+    min_survival: survival below which a draft ends.
+    """
+
+    inputs: StepInputs
+    seq_ids: Sequence[int]
+    states: torch.Tensor | None
+    num_tokens: NDArray[np.int64]
+    num_lookahead: NDArray[np.int64]
+    min_survival: float
+
+
+@dataclass(slots=True)
+class Drafts:
+    """Proposals for the next step, and the passes that made them.
+
+    seq_ids, token_ids, survivals: parallel; sequences for which there was a choice, and their
+        drafts, which may be empty. The survival of a token is the probability that it and all
+        before it are accepted, as the drafter has it.
+    pass_rows, pass_seconds: parallel, tokens and time of each pass of the drafter's model.
+    """
+
+    seq_ids: list[int] = field(default_factory=list)
+    token_ids: list[list[int]] = field(default_factory=list)
+    survivals: list[list[float]] = field(default_factory=list)
+    pass_rows: list[int] = field(default_factory=list)
+    pass_seconds: list[float] = field(default_factory=list)
+
+    def add_pass(self, num_rows: int, started: float) -> float:
+        """Note a pass of this many tokens that began at `started`; return the time now."""
+        now = time.monotonic()
+        self.pass_rows.append(num_rows)
+        self.pass_seconds.append(now - started)
+        return now
+
+    def add_drafts(self, drafts: Sequence[OpenDraft]) -> None:
+        """Add drafts as they are, of which some may be empty."""
+        for draft in drafts:
+            self.seq_ids.append(draft.seq_id)
+            self.token_ids.append(draft.token_ids)
+            self.survivals.append(draft.survivals)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,12 +340,3 @@ def _edited(
     edited.index_fill_(0, held, float("-inf"))
     flat.index_copy_(0, kept, allowed)
     return edited
-
-
-def finished(drafts: Sequence[OpenDraft], made: Drafts) -> Drafts:
-    """Return `made` with these drafts, of which some may be empty."""
-    for draft in drafts:
-        made.seq_ids.append(draft.seq_id)
-        made.token_ids.append(draft.token_ids)
-        made.survivals.append(draft.survivals)
-    return made

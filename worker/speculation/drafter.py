@@ -12,79 +12,98 @@ that is when the step's answer is collected, and the next step may be queued alr
 All ranks of a model make the same drafts, because they compute the same numbers.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from worker.step_inputs import StepInputs
+from worker.attention.base import AttentionBackend
+from worker.device.transfers import HostPlacement, Placement
+from worker.input_batch import InputBatch
+from worker.kv_cache import KVCache
+from worker.speculation.draft_sampler import DraftDraw, Drafts, DraftSampler, SampledStep
 
 
 @dataclass(frozen=True, slots=True)
-class SampledStep:
-    """A step of the served model whose tokens are in the batch; S sequences.
+class DraftedModel:
+    """What a drafter needs of the model that it drafts for.
 
-    inputs: its arrays. seq_ids: [S], in their order.
-    states: what `keep_states` returned for it.
-    num_tokens: int64 [S], known tokens of each sequence behind this step, without what later steps
-        added; 0 if the sequence is not in its row any more.
-    num_lookahead: int64 [S], most tokens to propose for each sequence; 0 for no draft. The block
-        table of a sequence has room for that many behind the tokens of the step.
-    min_survival: survival below which a draft ends.
+    batch: of that model. group: KV group of its block tables that keeps all tokens. step_tokens:
+    most tokens of a pass. max_model_len: tokens that a sequence may have with its draft.
     """
 
-    inputs: StepInputs
-    seq_ids: Sequence[int]
-    states: torch.Tensor | None
-    num_tokens: NDArray[np.int64]
-    num_lookahead: NDArray[np.int64]
-    min_survival: float
+    batch: InputBatch
+    group: int
+    vocab_size: int
+    step_tokens: int
+    max_model_len: int
 
 
-@dataclass(slots=True)
-class Drafts:
-    """Proposals for the next step, and the passes that made them.
+class Drafter(ABC):
+    """Proposes tokens after each step of one engine.
 
-    seq_ids, token_ids, survivals: parallel; sequences for which there was a choice, and their
-        drafts, which may be empty. The survival of a token is the probability that it and all
-        before it are accepted, as the drafter has it.
-    pass_rows, pass_seconds: parallel, tokens and time of each pass of the drafter's model.
+    kv_cache: of its own, with the block ids of `target.group`, so that it is shared and evicted
+        with the prefixes there. draw, placement: of the device where it runs.
     """
 
-    seq_ids: list[int] = field(default_factory=list)
-    token_ids: list[list[int]] = field(default_factory=list)
-    survivals: list[list[float]] = field(default_factory=list)
-    pass_rows: list[int] = field(default_factory=list)
-    pass_seconds: list[float] = field(default_factory=list)
+    def __init__(
+        self,
+        attention: AttentionBackend,
+        kv_cache: KVCache,
+        draw: DraftDraw,
+        target: DraftedModel,
+        placement: Placement | None = None,
+    ) -> None:
+        self._attention = attention
+        self._kv_cache = kv_cache
+        self._batch = target.batch
+        self._table = target.batch.block_table.ids[target.group : target.group + 1]
+        self._vocab_size = target.vocab_size
+        self._sampler = DraftSampler(target.batch, draw, target.max_model_len)
+        self._placement = placement or HostPlacement()
 
-
-class Drafter(Protocol):
-    """Proposes tokens after each step of one engine."""
-
+    @abstractmethod
     def warm_up(self) -> None:
-        """Run each kernel once, because first calls are slow; called before all other methods."""
-        ...
+        """Run each kernel once, in block 0, because first calls are slow."""
 
     def copy_blocks(self, sources: NDArray[np.int64], copies: NDArray[np.int64]) -> None:
         """Copy what is kept for block sources[i] to block copies[i]; called before a step runs.
 
         sources, copies: int64 [n]; no block is in both.
         """
-        ...
+        self._kv_cache.copy_blocks(*self._placement.to_device([sources, copies]))
 
     def keep_states(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """Return what the drafter reads of a step's states, in new memory; called right behind it.
 
         hidden: [T, H], before the last norm. None for a drafter that reads none.
         """
-        ...
+        return None
 
+    @abstractmethod
     def after_step(self, step: SampledStep) -> Drafts:
         """Return drafts for sequences with lookahead; called after every step that ran the model.
 
         A sequence is missing if its KV is not complete yet.
         """
-        ...
+
+    def _spread_logits(
+        self, logits: torch.Tensor, tokens: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return logits float32 [D, V] for the vocabulary of the served model.
+
+        logits: [D, v]. tokens: int64 [v], the ids that they belong to; None: the first v ids, of
+        which those beyond V are dropped. A token without a logit has −inf. The result may share
+        the memory of `logits`.
+        """
+        if tokens is None and logits.shape[1] == self._vocab_size:
+            return logits.float()
+        shape = len(logits), self._vocab_size
+        spread = logits.new_full(shape, float("-inf"), dtype=torch.float32)
+        if tokens is not None:
+            return spread.index_copy_(1, tokens, logits.float())
+        num_common = min(logits.shape[1], self._vocab_size)
+        spread[:, :num_common] = logits[:, :num_common]
+        return spread

@@ -25,22 +25,16 @@ import torch
 from numpy.typing import NDArray
 
 from worker.attention.base import AttentionBackend
-from worker.device.transfers import HostPlacement, Placement
-from worker.input_batch import InputBatch, attention_inputs, dummy_inputs
+from worker.device.transfers import Placement
+from worker.input_batch import attention_inputs, dummy_inputs
 from worker.kv_cache import KVCache
-from worker.speculation.draft_sampler import DraftDraw, DraftSampler, OpenDraft, finished
-from worker.speculation.drafter import Drafts, SampledStep
+from worker.speculation.draft_sampler import DraftDraw, Drafts, OpenDraft, SampledStep
+from worker.speculation.drafter import DraftedModel, Drafter
 from worker.speculation.eagle_head import EagleHead
 
 
-class EagleDrafter:
-    """A Drafter with a head.
-
-    draw, placement: of the device where it runs. batch: of the served model. group: KV group of its
-    block tables that keeps all tokens.
-    attention, kv_cache: of the head, with as many blocks as the served model has.
-    max_model_len: tokens that a sequence may have with its draft.
-    """
+class EagleDrafter(Drafter):
+    """A Drafter with a head. Parameters as of `Drafter`; attention and kv_cache are the head's."""
 
     def __init__(
         self,
@@ -48,31 +42,18 @@ class EagleDrafter:
         attention: AttentionBackend,
         kv_cache: KVCache,
         draw: DraftDraw,
-        batch: InputBatch,
-        *,
-        group: int,
-        max_model_len: int,
+        target: DraftedModel,
         placement: Placement | None = None,
     ) -> None:
+        super().__init__(attention, kv_cache, draw, target, placement)
         self._head = head
-        self._attention = attention
-        self._kv_cache = kv_cache
-        self._batch = batch
-        self._group = group
-        self._table = batch.block_table.ids[group : group + 1]
-        self._placement = placement or HostPlacement()
-        self._sampler = DraftSampler(batch, draw, max_model_len)
-        self._vocab_size = head.spec.vocab_size
-
-    def copy_blocks(self, sources: NDArray[np.int64], copies: NDArray[np.int64]) -> None:
-        self._kv_cache.copy_blocks(*self._placement.to_device([sources, copies]))
+        self._group = target.group
 
     def keep_states(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._head.features(hidden)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Run one token through the head, in block 0, because first calls of kernels are slow."""
         inputs = dummy_inputs(1, 1, self._batch.block_table)
         self._attention.plan(inputs.attention[:1])
         (tokens,) = self._placement.to_device([inputs.token_ids])
@@ -116,15 +97,14 @@ class EagleDrafter:
         going_on = drafts
         while going_on:
             states = self._run_pass(going_on, features, chosen)
-            logits = self._logits(states)
+            logits = self._spread_logits(self._head.logits(states), self._head.tokens)
             indices = self._sampler.extend(going_on, logits, step.min_survival)
-            made.pass_rows.append(len(going_on))
-            made.pass_seconds.append(time.monotonic() - started)
-            started = time.monotonic()
+            started = made.add_pass(len(going_on), started)
             going_on = [going_on[index] for index in indices]
             features, chosen = states, np.array(indices, dtype=np.int64)
         self._sampler.end(drafts)
-        return finished(drafts, made)
+        made.add_drafts(drafts)
+        return made
 
     def _tokens_before(self, step: SampledStep, drafts: Sequence[OpenDraft]) -> NDArray[np.int64]:
         """Return the index in the step of the last but one known token of each draft's sequence."""
@@ -155,11 +135,3 @@ class EagleDrafter:
         )
         ids, rows_of, places = self._placement.to_device([token_ids, chosen, positions])
         return self._head.forward(ids, features.index_select(0, rows_of), places, self._attention)
-
-    def _logits(self, states: torch.Tensor) -> torch.Tensor:
-        """Return logits float32 [D, V] for the vocabulary of the served model, new memory."""
-        logits, tokens = self._head.logits(states).float(), self._head.tokens
-        if tokens is None:
-            return logits
-        spread = logits.new_full((len(logits), self._vocab_size), float("-inf"))
-        return spread.index_copy_(1, tokens, logits)

@@ -44,18 +44,18 @@ def is_held(stride: int, missing: set[int], length: int) -> bool:
 @given(
     model=groups_of_model,
     max_tokens=st.integers(0, NUM_HASHES * HASH_BLOCK_SIZE),
-    drops_last=st.booleans(),
+    num_dropped=st.integers(0, 1),
 )
-def test_the_longest_length_that_all_groups_accept_is_found(model, max_tokens, drops_last):
-    """drops_last: the next block has to be cached in every group, too."""
+def test_the_longest_length_that_all_groups_accept_is_found(model, max_tokens, num_dropped):
+    """With num_dropped the next block has to be cached in every group, too."""
     pool = BlockPool(200, enable_caching=True)
     groups, tables = [], []
     for number, (window, stride, missing) in enumerate(model):
         keys = GroupKeys(number, stride * HASH_BLOCK_SIZE, HASH_BLOCK_SIZE)
         groups.append(
-            FullAttentionGroup(pool, keys, KVGroup())
+            FullAttentionGroup(pool, keys, KVGroup(), num_dropped)
             if window is None
-            else SlidingWindowGroup(pool, keys, KVGroup(window))
+            else SlidingWindowGroup(pool, keys, KVGroup(window), num_dropped)
         )
         tables.append(pool.get_new_blocks(NUM_HASHES // stride))
         for index, block in enumerate(tables[-1]):
@@ -66,11 +66,11 @@ def test_the_longest_length_that_all_groups_accept_is_found(model, max_tokens, d
         for length in range(max_tokens + 1)
         if all(
             is_hit(window, stride * HASH_BLOCK_SIZE, missing, length)
-            and not (drops_last and length and not is_held(stride, missing, length))
+            and not (num_dropped and length and not is_held(stride, missing, length))
             for window, stride, missing in model
         )
     ]
-    coordinator = HybridCoordinator(groups, drops_last=drops_last)
+    coordinator = HybridCoordinator(groups)
     computed = coordinator.find_longest_hit(HASHES, max_tokens)
     assert computed.num_tokens == max(lengths)
     for (window, stride, missing), table, hits in zip(

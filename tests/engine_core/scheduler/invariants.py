@@ -198,7 +198,7 @@ class CheckedEngine(EngineHarness):
         """Return the tokens of the longest prefix that all groups have for the next token."""
         index, size = self.kv_cache.pool.index, self.block_size
         hashes = self.contents.chain(request)
-        num_more = 1 if self.settings.get("drops_last_hit") else 0
+        num_more = self.settings.get("num_dropped_blocks", 0)
         for count in range((request.num_tokens - 1) // size, 0, -1):
             for number, window in enumerate(self.windows):
                 suffix = bytes([number]) if number else b""

@@ -116,7 +116,7 @@ def with_drafts(rng: random.Random) -> dict[str, Any]:
         "max_num_batched_tokens": rng.choice([16, 40, 64]),
         "max_num_seqs": rng.choice([8, 16, 32]),
         "long_prefill_token_threshold": rng.choice([0, 0, 4, 12]),
-        "drops_last_hit": rng.random() < 0.4,
+        "num_dropped_blocks": int(rng.random() < 0.4),
     }
 
 

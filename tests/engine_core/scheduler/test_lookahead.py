@@ -268,21 +268,21 @@ def test_a_head_has_the_last_block_of_a_hit_computed_again(
     windows: Any, length: int, cached: int
 ) -> None:
     """Also where the whole prompt is cached; with a draft model of its own nothing is dropped."""
-    for drops_last_hit in (True, False):
-        engine = EngineHarness(block_size=4, windows=windows, drops_last_hit=drops_last_hit)
+    for num_dropped in (1, 0):
+        engine = EngineHarness(block_size=4, windows=windows, num_dropped_blocks=num_dropped)
         engine.add_one(list(range(16)), 2, ignore_eos=True)
         engine.run()
         prompt = [*range(16), *range(100, 200)][:length]
         request = engine.add_one(prompt, 3, ignore_eos=True)
         engine.run()
         whole = min(16, (length - 1) // 4 * 4)
-        assert request.num_cached_tokens == (cached if drops_last_hit else whole)
+        assert request.num_cached_tokens == (cached if num_dropped else whole)
         assert engine.tokens_of(request) == undisturbed(prompt, 3)
 
 
 def test_a_head_has_the_last_block_of_a_load_computed_again() -> None:
     connector = FakeConnector(lambda request, num_local: Match(16 - num_local, False))
-    engine = EngineHarness(block_size=4, connector=connector, drops_last_hit=True)
+    engine = EngineHarness(block_size=4, connector=connector, num_dropped_blocks=1)
     request = engine.add_one(list(range(16)), 3, ignore_eos=True)
     engine.run()
     assert request.num_external_tokens == 12

@@ -117,13 +117,13 @@ def test_thinking_ends_as_without_drafts(make_index, monkeypatch, tmp_path, budg
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("drops_last_hit", [False, True])
-def test_requests_with_loaded_kv_have_drafts(make_index, monkeypatch, drops_last_hit):
+@pytest.mark.parametrize("num_dropped", [0, 1])
+def test_requests_with_loaded_kv_have_drafts(make_index, monkeypatch, num_dropped):
     """In a small pool, whose prefixes are offloaded and loaded again."""
     monkeypatch.setattr(drafting_module, "load_suffix_index", lambda: make_index)
     found, num_steps = [], []
-    for drafting in (None, make("suffix+ngram", None, "eagle" if drops_last_hit else "")):
-        rig = OffloadRig(num_blocks=24, drafting=drafting, drops_last_hit=drops_last_hit)
+    for drafting in (None, make("suffix+ngram", None, "eagle" if num_dropped else "")):
+        rig = OffloadRig(num_blocks=24, drafting=drafting, num_dropped_blocks=num_dropped)
         rig.runner.next_token = lambda token_ids, choice: token_ids[-17]
         requests = []
         for first in (1, 2, 3, 1, 2, 3):

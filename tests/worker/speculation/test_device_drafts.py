@@ -41,12 +41,12 @@ from worker.loader.formats import DenseFormat
 from worker.memory_plan import layer_cache
 from worker.model_runner import ModelRunner, SyncModelRunner
 from worker.models.decoder import Decoder
-from worker.runner_builder import DraftedModel, create_drafter
+from worker.runner_builder import create_drafter
 from worker.sampling.sampler import Sampler
 from worker.sampling.torch_backend import TorchBackend
 from worker.speculation.draft_sampler import DeviceDraftDraw, DraftDraws, HostDraw
 from worker.speculation.draft_settings import draft_cache
-from worker.speculation.drafter import Drafter
+from worker.speculation.drafter import DraftedModel, Drafter
 from worker.speculation.eagle_head import load_head, read_head
 
 PARAMS = [*EDITS, *REQUEST_PARAMS[1:5]]

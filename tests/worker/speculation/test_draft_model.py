@@ -44,6 +44,7 @@ from worker.sampling.sampler import create_sampler
 from worker.speculation.draft_model import DraftModel
 from worker.speculation.draft_sampler import HostDraw
 from worker.speculation.draft_settings import draft_cache
+from worker.speculation.drafter import DraftedModel
 
 CPU = torch.device("cpu")
 
@@ -72,7 +73,7 @@ def with_drafter(
     draft: Decoder,
     kv_dtype: torch.dtype = torch.float32,
     step_tokens: int = STEP_TOKENS,
-    **settings: Any,
+    max_model_len: int | None = None,
 ) -> DraftModel:
     layout, geometry = draft_cache(draft.spec, kv_dtype)
     cache = KVCache(geometry, layout, runner.kv_cache.num_blocks, BLOCK, CPU)
@@ -81,14 +82,13 @@ def with_drafter(
         create_backend("cpu", cache, draft.spec.attention_shape),
         cache,
         HostDraw(create_sampler()),
-        runner.batch,
-        **{
-            "group": runner.kv_cache.layout.windows.index(None),
-            "vocab_size": runner.vocab_size,
-            "step_tokens": step_tokens,
-            "max_model_len": draft.spec.max_position,
-            **settings,
-        },
+        DraftedModel(
+            runner.batch,
+            runner.kv_cache.layout.windows.index(None),
+            runner.vocab_size,
+            step_tokens,
+            max_model_len or draft.spec.max_position,
+        ),
     )
     drafter.warm_up()
     runner._drafter = drafter

@@ -56,6 +56,7 @@ from worker.runner_builder import RunnerBuilder
 from worker.sampling.sampler import create_sampler
 from worker.speculation.draft_sampler import HostDraw
 from worker.speculation.draft_settings import require_draft_model
+from worker.speculation.drafter import DraftedModel
 from worker.speculation.eagle import EagleDrafter
 from worker.speculation.eagle_head import load_head, read_head
 
@@ -189,9 +190,13 @@ def with_head(runner: ModelRunner, method: str, prepared: PreparedModel) -> Eagl
         create_backend("cpu", cache, spec.attention_shape),
         cache,
         HostDraw(create_sampler()),
-        runner.batch,
-        group=runner.kv_cache.layout.windows.index(None),
-        max_model_len=spec.longest,
+        DraftedModel(
+            runner.batch,
+            runner.kv_cache.layout.windows.index(None),
+            runner.vocab_size,
+            STEP_TOKENS,
+            spec.longest,
+        ),
     )
     drafter.warm_up()
     runner._drafter = drafter
@@ -273,7 +278,7 @@ def test_greedy_drafts_are_those_of_the_published_arithmetic(
 ) -> None:
     folder, setup = targets[target]
     setup.answers = answers = serve_greedy(setup.harness())
-    engine = setup.harness(is_full=is_full, drafting=setup.drafts(0.6), drops_last_hit=True)
+    engine = setup.harness(is_full=is_full, drafting=setup.drafts(0.6), num_dropped_blocks=1)
     runner = LookaheadRunner(engine.runner)  # type: ignore[arg-type]
     head, config = new_head(method, **changes)
     with_head(runner.runner, method, prepare_head(head))
