@@ -8,7 +8,6 @@ that, every step asks for proposals. The reference is transformers on the draft 
 from collections import Counter
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
