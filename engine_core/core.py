@@ -53,8 +53,6 @@ from proto.scheduler_output import BlockIds
 from proto.sockets import Link, Poller
 from proto.speculative_config import (
     DEFAULT_METHODS,
-    DRAFT_POSITIONS,
-    HEAD_METHODS,
 )
 
 logger = logging.getLogger("tokend.engine")
@@ -252,7 +250,7 @@ class EngineCore:
             num_state_slots=plan.num_state_slots,
             observers=tuple(pool_observers),
             residency=ResidencyMeter(config.cache.kv_cache_metrics_one_in),
-            num_dropped_blocks=int(worker.draft_method in HEAD_METHODS),
+            num_dropped_blocks=worker.num_dropped_blocks,
         )
         transfer = kv_transfer_config(config.cache.kv_transfer_config)
         self.scheduler = Scheduler(
@@ -273,7 +271,7 @@ class EngineCore:
                 else None
             ),
             drafting=self._make_drafting(config, worker, structured_output, pools=pools),
-            num_draft_positions=0 if worker.computes_ahead else DRAFT_POSITIONS,
+            num_draft_positions=worker.num_draft_positions,
         )
         self.output_dispatcher = OutputDispatcher(
             front_ends, self.scheduler, self.kv_cache, epoch, kv_events

@@ -56,6 +56,7 @@ from proto.engine_io import PauseMode
 from proto.errors import ErrorInfo
 from proto.faults import Fault
 from proto.prepared_model import PreparedModel
+from proto.speculative_config import DRAFT_POSITIONS, HEAD_METHODS
 
 Role = Literal["api_server", "engine_core", "worker"]
 
@@ -293,6 +294,16 @@ class WorkerReady(msgspec.Struct, array_like=True, tag=10, frozen=True):
     draft_bytes_per_token: int = 0
     draft_weight_bytes: int = 0
     draft_fingerprint: bytes = b""
+
+    @property
+    def num_draft_positions(self) -> int:
+        """Positions that a step may sample beyond one for each sequence, for drafts."""
+        return 0 if self.computes_ahead else DRAFT_POSITIONS
+
+    @property
+    def num_dropped_blocks(self) -> int:
+        """Cached blocks at the end of a prefix hit that are computed again, for a draft head."""
+        return 1 if self.draft_method in HEAD_METHODS else 0
 
 
 class InitializeCache(msgspec.Struct, array_like=True, tag=11, frozen=True):

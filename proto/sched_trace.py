@@ -46,6 +46,8 @@ class TraceHeader(_Line, frozen=True, kw_only=True, tag="header", omit_defaults=
     num_blocks: of the pool, with the null block. scheduler: settings in effect.
     groups: KV cache groups of the model. device: its name.
     num_state_slots: of the pool of recurrent states, with the null slot.
+    num_draft_positions: that a step may sample beyond one for each sequence.
+    num_dropped_blocks: at the end of a prefix hit, which are computed again.
     """
 
     version: int = VERSION
@@ -59,6 +61,8 @@ class TraceHeader(_Line, frozen=True, kw_only=True, tag="header", omit_defaults=
     groups: tuple[KVGroup, ...] = (KVGroup(),)
     device: str = ""
     num_state_slots: int = 0
+    num_draft_positions: int = 0
+    num_dropped_blocks: int = 0
 
 
 class Content(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -106,7 +106,7 @@ _STEP_COUNTERS: Final = {
     "num_pins_given_up": ("tokend:pins_given_up", "Retained KV evicted for other requests."),
 }
 """Field of SchedulerStats → name and help text of the counter."""
-DRAFT_POSITIONS: Final = 16
+REPORTED_DRAFT_POSITIONS: Final = 16
 """Positions of drafts with a counter of their own."""
 _MEDIUM_COUNTERS: Final = {
     "load_bytes": ("vllm:kv_offload_load_bytes", "Bytes of KV loaded from a medium."),
@@ -166,7 +166,7 @@ class Metrics(Collector):
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Accepted tokens of drafts, by position in the draft.",
             "position",
-            tuple(map(str, range(DRAFT_POSITIONS))),
+            tuple(map(str, range(REPORTED_DRAFT_POSITIONS))),
         )
         self._drafted_by_source = self._counters(
             "tokend:spec_decode_num_draft_tokens_by_source",
@@ -379,7 +379,7 @@ class Metrics(Collector):
         self._engine_gauges.write(epoch, timestamp, stats)
         for field, counter in self._step_counters.items():
             counter.increment(getattr(stats, field))
-        for position, number in enumerate(stats.accepted_per_pos[:DRAFT_POSITIONS]):
+        for position, number in enumerate(stats.accepted_per_pos[:REPORTED_DRAFT_POSITIONS]):
             self._accepted_per_pos[str(position)].increment(number)
         for source, number in stats.draft_tokens_by_source.items():
             self._drafted_by_source[source].increment(number)

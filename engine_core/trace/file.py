@@ -193,6 +193,8 @@ def start_trace(
         groups=tuple(worker.geometry.groups),
         device=worker.device_name,
         num_state_slots=plan.num_state_slots,
+        num_draft_positions=worker.num_draft_positions,
+        num_dropped_blocks=worker.num_dropped_blocks,
     )
     path = path_of_epoch(config.sched_trace, epoch)
     return SchedulerTrace(path, config.sched_trace_max_bytes, header, time.monotonic())

@@ -12,8 +12,8 @@ from proto.errors import ConfigError, TokendError
 from tests.benchmarks import frontend
 from tests.benchmarks.command import run
 from tests.benchmarks.frontend import (
-    API,
     ENGINE,
+    FRONT_END,
     Figures,
     Limits,
     Reading,
@@ -109,8 +109,8 @@ async def test_waiting_for_a_silent_server_times_out() -> None:
 
 def figures(api: float, engine: float, events: list[int]) -> Figures:
     """Return figures of ten seconds with 100 steps and 1,000 tokens, from seconds of CPU time."""
-    before = Reading(5.0, {API: 1.0, ENGINE: 2.0}, 500, 50, 400)
-    after = Reading(15.0, {API: 1.0 + api, ENGINE: 2.0 + engine, "new": 9.0}, 1500, 150, 1300)
+    before = Reading(5.0, {FRONT_END: 1.0, ENGINE: 2.0}, 500, 50, 400)
+    after = Reading(15.0, {FRONT_END: 1.0 + api, ENGINE: 2.0 + engine, "new": 9.0}, 1500, 150, 1300)
     return figures_of(before, after, Window(events, [0.01, 0.02, 0.4]), 0.5)
 
 
@@ -119,7 +119,7 @@ def test_figures_cover_only_the_window() -> None:
     assert found.tokens_per_s == pytest.approx(100)
     assert found.tokens_per_step == pytest.approx(10)
     assert found.tokens_per_event == pytest.approx(1000 / 900)
-    assert found.cpu_ms == {API: pytest.approx(30), ENGINE: pytest.approx(200)}
+    assert found.cpu_ms == {FRONT_END: pytest.approx(30), ENGINE: pytest.approx(200)}
     assert found.engine_ms_per_step == pytest.approx(2)
     assert (found.gap_ms_p50, found.gap_ms_max) == (pytest.approx(20), pytest.approx(400))
     assert found.client_share == pytest.approx(0.05)
@@ -136,7 +136,7 @@ def test_limits_are_met_or_missed() -> None:
     assert [each.met for each in limits([even, starved], [peer, peer])] == [False, True, True]
     dear = figures(0.021, 0.11, events)
     assert [each.met for each in limits([dear], [peer])] == [True, False, False]
-    assert medians([even, dear, dear]).cpu_ms[API] == pytest.approx(21)
+    assert medians([even, dear, dear]).cpu_ms[FRONT_END] == pytest.approx(21)
 
 
 def test_server_limits_allow_all_streams() -> None:
@@ -176,5 +176,5 @@ def test_a_run_against_the_daemon(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert 7 < found["tokens_per_step"] <= 8
     assert found["tokens_per_event"] == pytest.approx(1, abs=0.2)
     assert found["gap_ms_p50"] > 9
-    assert found["cpu_ms"][API] > 0
+    assert found["cpu_ms"][FRONT_END] > 0
     assert "tokens an event" in capsys.readouterr().out

@@ -115,9 +115,9 @@ class ExpertsWithoutTriton(TritonExperts):
         assert isinstance(total, DeviceTensor)
 
         def run() -> None:
-            places = on_host(pairs.places).long()
-            found = on_host(output)[places.clamp_min(0)] * on_host(weights).reshape(-1, 1)
-            found[places < 0] = 0
+            index = on_host(pairs.sorted_index).long()
+            found = on_host(output)[index.clamp_min(0)] * on_host(weights).reshape(-1, 1)
+            found[index < 0] = 0
             on_host(total).copy_(found.view(*weights.shape, -1).sum(1))
 
         total.owner.kernel(run)

@@ -423,9 +423,9 @@ WORKER = (
     ),
     Fault(
         "last_token_of_a_page_not_read",
-        "worker/csrc/attention/piece.h",
-        "end = std::min<int64_t>(from + t->piece_len, t->kv_end);",
-        "end = std::min<int64_t>(from + t->piece_len - 1, t->kv_end);",
+        "worker/csrc/attention/kv_split.h",
+        "end = std::min<int64_t>(from + t->split_len, t->kv_end);",
+        "end = std::min<int64_t>(from + t->split_len - 1, t->kv_end);",
         "Long prompts are read with a token missing at the end of each full KV block.",
         ("tests/worker/attention/test_attention.py",),
     ),

@@ -228,6 +228,7 @@ class Rig:
             longest_chunk=ChunkRule.from_config(config).longest_chunk,
             num_state_slots=header.num_state_slots,
             observers=pool_observers,
+            num_dropped_blocks=header.num_dropped_blocks,
         )
         self.scheduler = Scheduler(
             config,
@@ -239,7 +240,7 @@ class Rig:
             connect=tier.connect(self.kv_cache),
             observer=observer,
             drafting=drafts,
-            num_draft_positions=VOCAB_SIZE,  # recorded drafts are cut already
+            num_draft_positions=header.num_draft_positions,
         )
         self._one_tenant = one_tenant
         self._aborts = aborts

@@ -279,14 +279,14 @@ def test_nonfinite_logits_end_the_draft_alone(
     engine = setup.harness()
     runner = LookaheadRunner(engine.runner)  # type: ignore[arg-type]
     drafter = with_drafter(runner.runner, load(folders["qwen3"]))
-    compute = drafter._logits
+    compute = drafter._model.logits
 
     def poison(hidden: torch.Tensor) -> torch.Tensor:
         logits = compute(hidden)
         logits[::2, 3] = float("nan")
         return logits
 
-    drafter._logits = poison  # type: ignore[method-assign]
+    drafter._model.logits = poison  # type: ignore[method-assign]
     engine.runner = runner  # type: ignore[assignment]
     found = answers_of(engine, serve(engine))
     assert [each["tokens"] for each in found] == [each["tokens"] for each in setup.expected]
