@@ -332,15 +332,13 @@ class EngineIO:
             else:
                 self._scheduler.pause(pause.mode)
             self._reported_pause = pause.mode
-        for front_end in self._supervisor_io.pop_front_ends():
-            old, new = self._front_ends.replace(front_end.index, front_end.incarnation)
+        for message in self._supervisor_io.pop_front_ends():
+            old, new = self._front_ends.replace(message.index, message.incarnation)
             for link in old:
                 self._disconnect(link)
             self._poller.add(new)
-            num_aborted = self._abort_front_end(front_end.index)
-            logger.warning(
-                "front end %d died: %d requests are aborted", front_end.index, num_aborted
-            )
+            num_aborted = self._abort_front_end(message.index)
+            logger.warning("front end %d died: %d requests are aborted", message.index, num_aborted)
             self._output_dispatcher.flush()  # the gauges that the dead front end received are lost
         return any_commands
 

@@ -51,9 +51,7 @@ from proto.pooling import MAX_INPUTS, pooler_of
 from proto.process import freeze_heap
 from proto.scheduler_output import BlockIds
 from proto.sockets import Link, Poller
-from proto.speculative_config import (
-    DEFAULT_METHODS,
-)
+from proto.speculative_config import DEFAULT_METHODS
 
 logger = logging.getLogger("tokend.engine")
 

@@ -25,7 +25,7 @@ from proto.config import SchedulerConfig
 from proto.errors import ProtocolError
 from proto.lifecycle import KVGroup
 
-VERSION: Final = 2
+VERSION: Final = 3
 """Of the format; incremented by changes that break readers."""
 MAX_PINS: Final = 64
 """Maximum number of pins in a snapshot."""

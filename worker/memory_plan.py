@@ -61,7 +61,7 @@ API_SERVER_BYTES: Final = 130 << 20
 """Memory of every further front end."""
 STATE_SHARE: Final = 0.25
 """Most of the memory that is left for KV and states together that slots for states take."""
-HEAD_VECTORS: Final = 4
+_HEAD_VECTORS: Final = 4
 """Vectors of a token in a head's step beside the residuals, recorded and joined: e, f, e ‖ f."""
 _FLOAT32: Final = 4
 
@@ -345,7 +345,7 @@ def _head_memory(served: ModelSetup, draft: PreparedModel) -> _ModelMemory:
         work += _step_memory(setup, head)
         # What is read of each step in flight is kept.
         num_kept = 1 if device.shares_memory else 2
-        vectors = 2 * len(head.residuals) + HEAD_VECTORS + num_kept
+        vectors = 2 * len(head.residuals) + _HEAD_VECTORS + num_kept
         num_floats = device.step_tokens(config.scheduler) * vectors * head.hidden_size
         work["hidden states of a draft head"] += num_floats * dtype.itemsize
     token_bytes = head.cache(dtype)[1].bytes_per_token

@@ -523,7 +523,7 @@ class CudaRunnerBuilder:
             logits = self._largest_logits(kv_cache, own, num_tokens, num_seqs)
         wide = logits.to(torch.float32, copy=True).contiguous()
         DeviceDraw(DevicePlacement(self._accelerator), self._kernels.draw).draw_tokens(
-            wide, largest_params(num_seqs)
+            wide, largest_params(num_seqs), masks_dropped=True
         )
 
     def _largest_logits(

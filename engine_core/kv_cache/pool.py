@@ -1,7 +1,7 @@
 """The block pool: every block of one engine, free, in use or cached.
 
     BlockPool       gives blocks away, shares them, finds them by content, and takes them back
-    PinnedBlocks    references held by prefixes that agents' sessions retain between two turns
+    PinnedBlocks    references held by prefixes that agent sessions retain between two turns
     TransferRefs    references held by copies that a KV connector has under way
 
 The pool owns the hash of each block and the prefix index; the free queue owns the reference counts

@@ -76,7 +76,7 @@ class AgentSession:
 
 
 class AgentSessions:
-    """Agents' sessions by the name that their requests carry; also a listener."""
+    """Agent sessions by the name that their requests carry; also a listener."""
 
     def __init__(
         self,

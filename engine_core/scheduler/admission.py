@@ -357,7 +357,8 @@ class AdmissionPass:
             return
         request, num_computed = candidate.request, candidate.num_computed_tokens
         num_found = num_computed // self._kv_cache.block_size
-        end = num_found + self._kv_cache.num_dropped_blocks  # of the blocks that were cached
+        num_dropped = 0 if request.num_computed_tokens else self._kv_cache.num_dropped_blocks
+        end = num_found + num_dropped  # of the blocks that were cached
         self._refusal = _Refusal(
             request,
             num_missing=request.num_tokens - num_computed,

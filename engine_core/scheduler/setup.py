@@ -19,9 +19,9 @@ order of `SchedulerParts.gates`, and the first one that blocks ends the question
 
 Listeners hold nothing back. They are notified of each admission and of each end, in the order of
 `SchedulerParts.listeners`: pause and crash isolation, then the parts that are no gates (tenant
-fairness, resumable sessions, agents' sessions, queue limits, deadlines, prefill throttle,
+fairness, resumable sessions, agent sessions, queue limits, deadlines, prefill throttle,
 speculative decoding), then the other gates. Sibling forks correct `num_cached_tokens` of a fork,
-so agents' sessions, which need the number of tokens that were found in the cache, are notified
+so agent sessions, which need the number of tokens that were found in the cache, are notified
 before.
 """
 

@@ -85,7 +85,7 @@ def requests_of(workload: SchedulerWorkload) -> Iterator[EngineCoreRequest]:
 
 
 _FINGERPRINT = bytes(32)
-_CLIENT = 0
+_FRONT_END = 0
 
 
 class KeptMessages(FrontEndLinks):
@@ -97,7 +97,7 @@ class KeptMessages(FrontEndLinks):
 
     @property
     def alive(self) -> list[int]:
-        return [_CLIENT]
+        return [_FRONT_END]
 
     def send(self, front_end: int, message: msgspec.Struct) -> None:
         assert isinstance(message, EngineCoreOutputs)
@@ -136,7 +136,7 @@ class BenchEngine:
         self.views: list[EngineViewPublisher] = []
         if workload.watched:
             live_view = self.core.output_dispatcher.live_view
-            live_view.watch(_CLIENT, wanted=True)
+            live_view.watch(_FRONT_END, wanted=True)
             self.views.append(live_view)
         freeze_heap()
         self._requests = requests_of(workload)
@@ -147,7 +147,7 @@ class BenchEngine:
         scheduler, input_processor = self.core.scheduler, self.core.input_processor
         while scheduler.num_unfinished < self._concurrency:
             before = scheduler.num_unfinished
-            input_processor.process_message(_CLIENT, next(self._requests))
+            input_processor.process_message(_FRONT_END, next(self._requests))
             assert scheduler.num_unfinished > before, "the engine refused a request"
         self.core.output_dispatcher.flush()
 

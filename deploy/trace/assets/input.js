@@ -80,7 +80,7 @@ class Page {
     const state = this.timeline.stateAt(row, time);
     const lines = [
       `request ${about.requests[row]}   seq_id ${columns.seq_id[row]}`
-        + (about.jobs[row] ? `   job ${about.jobs[row]}` : "")
+        + (about.jobs[row] ? `   agent session ${about.jobs[row]}` : "")
         + (about.tenants[row] ? `   tenant ${about.tenants[row]}` : "")
         + (columns.priority[row] ? `   priority ${columns.priority[row]}` : ""),
       state < 0 ? "" : `${about.states[state]} at ${(time / 1e6).toFixed(4)} s`,

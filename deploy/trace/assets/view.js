@@ -93,7 +93,7 @@ class View {
     this.sorted = by;
   }
 
-  // Goes to the first row, in the order shown, whose request, job or tenant begins so.
+  // Goes to the first row, in the order shown, whose request, agent session or tenant begins so.
   find(text) {
     const { requests, jobs, tenants } = this.trace.about;
     const row = this.order.find((each) =>

@@ -1,4 +1,4 @@
-"""The policy continuum: first come, first served, by agents' sessions.
+"""The policy continuum: first come, first served, by agent sessions.
 
     preempted │ turns whose prefix is retained, by session │ all others, by session
 

@@ -81,8 +81,8 @@ extern "C" void tokend_attention_plan(const TokendAttentionStep* step, TokendAtt
                 if (together == 1) plan->num_tasks += cut.num_splits;
                 if (plan->tiles != nullptr) {
                     plan->tiles[plan->num_tiles] = {
-                        int32_t(seq),        int32_t(head),          int32_t(begin),
-                        int32_t(count),      int32_t(cut.kv_begin),  int32_t(cut.kv_end),
+                        int32_t(seq),            int32_t(head),          int32_t(begin),
+                        int32_t(count),          int32_t(cut.kv_begin),  int32_t(cut.kv_end),
                         int32_t(cut.num_splits), int32_t(cut.split_len), int32_t(round_rows)};
                     TokendTask* tasks = plan->tasks + plan->num_tasks - cut.num_splits;
                     for (int64_t split = 0; split < cut.num_splits; split++) {

@@ -246,7 +246,7 @@ class Layers {
         if (kernels.needs_prepared_input(format, run_.dtype, linear.in_features))
             each_row([&](int64_t row) {
                 kernels.prepare_input_row(format, run_.dtype, linear.in_features, run_.num_rows, row, from.row(row),
-                                 space_.prepared);
+                                          space_.prepared);
             });
 #pragma omp barrier
         const int64_t width = bytes_of(run_.dtype);
@@ -255,7 +255,7 @@ class Layers {
         for (int64_t index = 0; index < linear.num_parts; index++) {
             const TokendLinearPart& part = linear.parts[index];
             part.kernels->multiply_prepared_input(part, run_.dtype, run_.num_rows, input, space_.prepared,
-                                         {to.stride / width, output}, adds);
+                                                  {to.stride / width, output}, adds);
             output += part.out_features * width;
         }
         clock_.lap(run_.product_ns);
