@@ -169,11 +169,11 @@ class DraftProvider(Protocol):
         """
         ...
 
-    def record_verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+    def record_verified(self, request: Request, num_tried: int, num_accepted: int) -> None:
         """Note how much of the last draft of a request was accepted; not called for a dropped one.
 
         Called before the `add_outputs` or `end_request` of the same result, and before the next
-        `fill_drafts`. num_drafted: verified tokens, without those behind the end of the request, of
+        `fill_drafts`. num_tried: verified tokens, without those behind the end of the request, of
         which nothing is known.
         """
         ...

@@ -235,7 +235,7 @@ class SpeculativeDecoding:
         if request.num_output_placeholders:
             del draft[0]  # of the step in flight
         del draft[max(most, 0) :]
-        if draft and self._constraints is not None:
+        if draft:
             del draft[self._num_allowed(request, draft) :]
         return len(draft)
 

@@ -87,8 +87,8 @@ class AcceptanceTable:
                 expected += known.expected[0]
         return min(1.0, accepted / expected)
 
-    def record(self, draft: Draft, num_drafted: int, num_accepted: int) -> None:
-        """Learn that of the first num_drafted tokens of a draft num_accepted were accepted.
+    def record(self, draft: Draft, num_tried: int, num_accepted: int) -> None:
+        """Learn that of the first num_tried tokens of a draft num_accepted were accepted.
 
         Of the tokens behind the first wrong one nothing is known.
         """
@@ -96,7 +96,7 @@ class AcceptanceTable:
         if known is None:
             known = self._keys[draft.source, draft.key] = KeyAcceptance()
         before = 1.0
-        for position in range(min(num_drafted, num_accepted + 1, len(draft.survival))):
+        for position in range(min(num_tried, num_accepted + 1, len(draft.survival))):
             expected = draft.survival[position]
             bucket = bucket_of(position)
             known.prior[bucket] *= FORGETTING

@@ -62,10 +62,10 @@ class DraftedRequest:
 class DraftCounts:
     """Tokens of one drafter that steps verified, and those of them that were accepted."""
 
-    __slots__ = ("num_accepted", "num_drafted")
+    __slots__ = ("num_accepted", "num_tried")
 
     def __init__(self) -> None:
-        self.num_drafted = self.num_accepted = 0
+        self.num_tried = self.num_accepted = 0
 
 
 class CandidateDraft:
@@ -195,24 +195,24 @@ class Drafting:
         if self._planner is not None and self._planner.probe is not None:
             self._verify_probe(self._planner.probe, requests, limits)
 
-    def record_verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+    def record_verified(self, request: Request, num_tried: int, num_accepted: int) -> None:
         drafted = self._requests.get(request.seq_id)
         if drafted is not None and drafted.draft is not None:
-            self._acceptance.record(drafted.draft, num_drafted, num_accepted)
+            self._acceptance.record(drafted.draft, num_tried, num_accepted)
             source = drafted.draft.source
             counts = self._counts.get(source)
             if counts is None:
                 counts = self._counts[source] = DraftCounts()
-            counts.num_drafted += num_drafted
+            counts.num_tried += num_tried
             counts.num_accepted += num_accepted
             planner, worker = self._planner, self._worker
             if planner is not None and worker is not None and source == worker.name:
-                planner.learn_verified(num_drafted, num_accepted)
+                planner.learn_verified(num_tried, num_accepted)
             drafted.draft = None
 
     def pop_source_counts(self) -> dict[str, tuple[int, int]]:
         counts = {
-            name: (source.num_drafted, source.num_accepted) for name, source in self._counts.items()
+            name: (source.num_tried, source.num_accepted) for name, source in self._counts.items()
         }
         self._counts = {}
         return counts

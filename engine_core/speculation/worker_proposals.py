@@ -203,9 +203,9 @@ class LookaheadPlanner:
         state.first_survival += REQUEST_RATE * (first - state.first_survival)
         self._num_proposals += 1
 
-    def learn_verified(self, num_drafted: int, num_accepted: int) -> None:
+    def learn_verified(self, num_tried: int, num_accepted: int) -> None:
         """Learn how many tokens of a proposal were verified, and how many of these accepted."""
-        self._gains.add_verified(num_accepted, self._row_price * num_drafted)
+        self._gains.add_verified(num_accepted, self._row_price * num_tried)
 
     # What is decided
 
