@@ -15,7 +15,7 @@ from tests.e2e.reference import Reference
 pytestmark = pytest.mark.suite("settings")
 
 NUM_TOKENS = 16
-LENGTHS = (2, 17, 100, 700)
+LENGTHS = (2, 17, 100, 550)
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def complete(daemon: Daemon, prompt: list[int], **changes: object) -> list[list[
 @pytest.fixture
 def small_daemon(daemons: DaemonPool) -> Iterator[Daemon]:
     """A daemon without prefix cache and with so few blocks that choices are preempted."""
-    flags = ("--no-enable-prefix-caching", "--num-gpu-blocks-override", "48")
+    flags = ("--no-enable-prefix-caching", "--num-gpu-blocks-override", "38")
     with daemons.borrow("--dtype", "float32", *flags) as running:
         yield running
 
