@@ -14,7 +14,7 @@ import numpy as np
 from tests.e2e.daemon import Daemon, eventually
 from tests.fakes.tiny_heads import head_config, head_tensors, save_head
 from tests.gpu.checkpoint import write_checkpoint
-from tests.gpu.hardware import Hardware, hardware
+from tests.gpu.hardware import Hardware, hardware, rehearsing
 from tests.gpu.report import Report, demand
 from tests.gpu.server import checkpoint, demand_answers, load, shown
 
@@ -96,8 +96,9 @@ def drafts_1b(report: Report) -> None:
                 report.figure(method, shown(measured_load(daemon, gpu)))
                 drafted, accepted = draft_counts(daemon)
                 report.figure(f"{method}: drafts", f"{drafted:.0f}, {accepted:.0f} accepted")
-                # What a random head proposes is too unlikely to be verified.
-                if method == "draft_model":
+                # What a random head proposes is too unlikely to be verified; on a CPU a pass of the
+                # draft model takes as long as a step of the small model of a rehearsal.
+                if method == "draft_model" and not rehearsing():
                     demand(drafted > 0, "no draft was tried")
                     demand(accepted > 0.9 * drafted, "the models draft other tokens")
 

@@ -1,6 +1,8 @@
 """A breakdown of a step's time, and figures for planning optimisations."""
 
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -100,9 +102,10 @@ def graph_step(report: Report, gpu: Hardware, decoder: Decoder) -> None:
         report.figure(f"graph of {size} captured in s", time.monotonic() - started)
         inputs = step_inputs([context] * size, [1] * size)
         token_ids, positions, _ = bench.sent(inputs)
+        replay = partial(graphs.replay, inputs.attention, token_ids, positions)
 
-        def step(replay: Any = graphs.replay, sent: Any = (inputs, token_ids, positions)) -> Any:
-            return decoder.logits(replay(*sent)).argmax(dim=1)
+        def step(replay: Callable[[], torch.Tensor] = replay) -> torch.Tensor:
+            return decoder.logits(replay()).argmax(dim=1)
 
         report.figure(f"step of {size} decodes, µs", gpu.kernel_times(step))
 
