@@ -226,9 +226,10 @@ def format_thresholds(linear: Linear) -> tuple[int, ...]:
 
 
 def kernel_parts(linear: Linear, num_rows: int) -> tuple[LinearPart, ...]:
-    """Return the weights that multiply so many rows, as `LinearPart` structures.
+    """Return the weights by which a layer multiplies a step of num_rows rows, as `LinearPart`s.
 
-    Valid as long as `linear` lives. Empty if no kernel of ours multiplies them.
+    They are structures of the kernels, valid as long as `linear` lives. Empty if no kernel of ours
+    multiplies them.
     """
     if isinstance(linear, MixedLinear):
         linear = linear.for_rows(num_rows)

@@ -11,8 +11,9 @@
 // A task has a result for each row: the output before it is normalised, the largest raw score, and
 // the sum of weights. Those of several splits are kept as partial results and merged afterwards.
 //
-// All cuts are at fixed positions of the sequence, whatever part of it is computed together, so that
-// a row adds up the same numbers in the same order alone, in a batch and in any chunk of its prompt:
+// All cuts are at positions of the sequence that do not depend on which of its tokens a step
+// computes. So a row adds up the same numbers in the same order alone, in a batch and in any chunk
+// of its prompt:
 //
 //   token          0        64       128      192      256        512        768        1024
 //   token group    |-|-|-|-|                                                                  16
