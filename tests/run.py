@@ -1,7 +1,7 @@
 """Run the test suites by name, each within its own time limit.
 
     python -m tests.run test             what `make test` runs
-    python -m tests.run all              every suite
+    python -m tests.run all              every suite but `peers`
     python -m tests.run quick chaos      suites by name
     python -m tests.run all --table      the same, and write the table of tests/README.md
 
@@ -50,6 +50,7 @@ class Suite:
     runs tests of another suite with other settings.
     processes: how many pytest-xdist workers; 0 runs the tests in one process.
     environment: additional variables.
+    in_test, in_all: `test` and `all` run it.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Suite:
     processes: int = 2
     environment: dict[str, str] = field(default_factory=dict)
     in_test: bool = False
+    in_all: bool = True
 
     def command(self, junit: Path, options: Sequence[str]) -> list[str]:
         # The tests of a file share daemons, so they stay in one process
@@ -159,6 +161,13 @@ SUITES = (
         processes=0,
     ),
     Suite("fuzz", "mutated bodies, messages and model files: no crash, no hang", 600, 300),
+    Suite(
+        "peers",
+        "programs and data of other projects, downloaded: vocabularies, tool calls, server tests",
+        *(1800, 600),
+        paths=("tests/peers",),
+        in_all=False,
+    ),
 )
 
 
@@ -318,7 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         suite
         for suite in SUITES
         if suite.name in parsed.suites
-        or "all" in parsed.suites
+        or ("all" in parsed.suites and suite.in_all)
         or ("test" in parsed.suites and suite.in_test)
     ]
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the suite as Ctrl-C does

