@@ -20,7 +20,7 @@ from typing import Final, Literal
 from deploy.display import Display
 from deploy.environment import HostEnvironment
 from deploy.models import catalogue, fetch
-from deploy.models.fetch import exclusive
+from deploy.models.fetch import exclusive, is_shared
 from deploy.models.prepare import QUIET_LIBRARIES, PrepareMessage
 from proto.codec import from_json
 from proto.config import SpeculationConfig
@@ -191,8 +191,7 @@ def prepared_model(
             with exclusive(folder + ".lock"):
                 found = _read(folder) or _prepare(source, folder, environment, display)
     except OSError as error:
-        path = f" ({error.filename})" if error.filename else ""
-        raise ModelError(f"cannot set up {model}: {error.strerror}{path}") from None
+        raise ModelError(f"cannot set up {model}: {reason(error, environment.cache)}") from None
     return found
 
 
@@ -211,6 +210,19 @@ def prepared_draft_model(
         return prepared_model(parsed.model, environment, display, is_head=is_head)
     except ModelError as error:
         raise ModelError(f"--speculative-config: model: {error}") from None
+
+
+def reason(error: OSError, cache: str) -> str:
+    """Return what failed, and for a path in the cache or above it how to choose another cache."""
+    if not isinstance(error.filename, str):
+        return str(error.strerror)
+    path, reason = os.path.abspath(error.filename), f"{error.strerror} ({error.filename})"
+    if os.path.commonpath((path, cache)) not in (path, cache):
+        return reason
+    return (
+        f"{reason}; models are kept in {cache}: set XDG_CACHE_HOME to a folder that user "
+        f"{os.getuid()} can write to"
+    )
 
 
 def _read(folder: str) -> PreparedModel | None:
@@ -232,6 +244,8 @@ def _prepare(
     for left_over in Path(root).glob(f".{key}.*"):
         shutil.rmtree(left_over)
     workspace = tempfile.mkdtemp(prefix=f".{key}.", dir=root)
+    if is_shared(root):
+        os.chmod(workspace, 0o770)
     try:
         _run_preparation(source, workspace, folder, environment, display)
         with contextlib.suppress(FileNotFoundError):
