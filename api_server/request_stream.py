@@ -24,7 +24,13 @@ from api_server.text.detokenizer import Detokenizer
 from api_server.text.logprobs import LogprobRow, TextToken, unpack_logprobs
 from api_server.text.stop_strings import StopStrings
 from proto.codec import from_json
-from proto.engine_io import EngineCoreOutput, FinishReason, FirstTokenInfo, RoutedExperts
+from proto.engine_io import (
+    EngineCoreEvent,
+    EngineCoreOutput,
+    EventType,
+    FinishReason,
+    RoutedExperts,
+)
 from proto.errors import InternalRequestError, RequestCancelledError, RequestError
 
 DeltaWriter = Callable[[], bool]
@@ -319,12 +325,45 @@ class Choice:
 
 @dataclass(slots=True)
 class Timeline:
-    """Times of a request's events, in monotonic seconds; None if not happened yet."""
+    """Times of a request's events, in monotonic seconds; None if not happened yet.
+
+    events: those of the scheduler by choice, of all engines that computed the request. The first
+    QUEUED and SCHEDULED of any choice are those of the request.
+    """
 
     arrival: float
-    queued: float | None = None
-    scheduled: float | None = None
     first_token: float | None = None
+    events: list[tuple[int, EngineCoreEvent]] = field(default_factory=list)
+
+    @property
+    def queued(self) -> float | None:
+        return self._first(EventType.QUEUED)
+
+    @property
+    def scheduled(self) -> float | None:
+        return self._first(EventType.SCHEDULED)
+
+    def preemptions(self, now: float) -> list[list[float]]:
+        """Return the seconds of each preemption, for each choice that was scheduled.
+
+        A preemption ends when the choice is scheduled again; one that lasts, ends `now`.
+        """
+        found: dict[int, list[float]] = {}
+        since: dict[int, float] = {}
+        for choice, event in self.events:
+            if event.type is EventType.PREEMPTED:
+                since[choice] = event.timestamp
+            elif event.type is EventType.SCHEDULED:
+                seconds = found.setdefault(choice, [])
+                if choice in since:
+                    seconds.append(event.timestamp - since.pop(choice))
+        for choice, start in since.items():
+            found.setdefault(choice, []).append(now - start)
+        return list(found.values())
+
+    def _first(self, event_type: EventType) -> float | None:
+        times = (event.timestamp for _, event in self.events if event.type is event_type)
+        return next(times, None)
 
 
 @dataclass(slots=True)
@@ -446,6 +485,8 @@ class RequestStream:
         Raises InternalRequestError when outputs were lost, SlowReaderError when the client does
         not read.
         """
+        if output.events:
+            self._record_events(output)
         if output.error is not None:
             self.fail(output.error.to_exception())
             return False
@@ -456,8 +497,6 @@ class RequestStream:
         if choice.finished:
             self.metrics.count_discarded_tokens("after_stop", len(output.new_token_ids))
             return False
-        if output.first is not None:
-            self._record_first_step(output.first)
         if output.kv_transfer_params:
             self.kv_transfer_params = from_json(output.kv_transfer_params, dict[str, Any])
         if output.pooler_output:
@@ -491,16 +530,20 @@ class RequestStream:
             raise InternalRequestError("outputs of the engine were lost")
         return min(have - output.token_index, len(output.new_token_ids))
 
-    def _record_first_step(self, first: FirstTokenInfo) -> None:
-        if self.timeline.queued is None:
-            self.timeline.queued, self.timeline.scheduled = first.queued_at, first.scheduled_at
-            self.num_cached_tokens = first.num_cached_tokens
-            self.metrics.record_first_step(
-                first.scheduled_at - first.queued_at,
-                len(self.prompt_token_ids),
-                first.num_cached_tokens,
-                first.num_external_tokens,
-            )
+    def _record_events(self, output: EngineCoreOutput) -> None:
+        was_scheduled = self.timeline.scheduled is not None
+        self.timeline.events += [(output.choice, event) for event in output.events]
+        queued, scheduled = self.timeline.queued, self.timeline.scheduled
+        if was_scheduled or scheduled is None:
+            return
+        first = next(each for each in output.events if each.type is EventType.SCHEDULED)
+        self.num_cached_tokens = first.num_cached_tokens
+        self.metrics.record_first_step(
+            scheduled - (scheduled if queued is None else queued),
+            len(self.prompt_token_ids),
+            first.num_cached_tokens,
+            first.num_external_tokens,
+        )
 
     def _record_tokens(self, choice: int, number: int, timestamp: float) -> None:
         last = self._last_token_times.get(choice)
