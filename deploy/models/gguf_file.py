@@ -13,6 +13,7 @@ from msgspec import structs
 from deploy.models import gguf_config, gguf_header, gguf_tokenizer
 from deploy.models.gguf_header import GgufHeader
 from deploy.models.prepared_folder import ModelContents, ProgressCallback
+from deploy.models.turn_ends import END_TOKENS
 from proto.errors import ModelError, shown
 from proto.prepared_model import FAMILIES, TensorEntry, TensorIndex, TensorPart
 
@@ -28,8 +29,6 @@ _WEIGHT, _SCALE, _INPUT_SCALE = ".weight", ".scale", ".input_scale"
 """Endings of tensor names: a weight in NVFP4; its scale, one or one for each expert; the scale of
 the product's input."""
 
-_END_KEYS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")
-
 
 def read(path: str, report: ProgressCallback) -> ModelContents:
     """Read a GGUF file; raises ModelError if it is damaged or not supported."""
@@ -41,14 +40,14 @@ def read(path: str, report: ProgressCallback) -> ModelContents:
     config = gguf_config.convert(path, header)
     pooler = gguf_config.read_pooler(header, config)
     tensors = _without_rope_factors(path, header, config)
-    tokenizer_json, tokenizer_config, template = gguf_tokenizer.convert(path, metadata)
+    tokenizer_json, tokenizer_config, templates = gguf_tokenizer.convert(path, metadata)
     return ModelContents(
         config=config,
         tokenizer_json=tokenizer_json,
         tokenizer_config=tokenizer_config,
-        chat_template=template,
+        chat_templates=templates,
         tensors=TensorIndex("gguf", (path,), _with_scales(path, tensors)),
-        eos_token_ids=_end_tokens(path, metadata),
+        ends=_end_tokens(path, metadata),
         bos_token_id=gguf_tokenizer.token_id(path, metadata, "bos_token_id"),
         pooler=pooler,
     )
@@ -132,6 +131,9 @@ def _with_scales(path: str, tensors: tuple[TensorEntry, ...]) -> tuple[TensorEnt
     return tuple(named.values())
 
 
-def _end_tokens(path: str, metadata: Mapping[str, Any]) -> tuple[int, ...]:
-    found = (gguf_tokenizer.token_id(path, metadata, key) for key in _END_KEYS)
-    return tuple(dict.fromkeys(token for token in found if token is not None))
+def _end_tokens(path: str, metadata: Mapping[str, Any]) -> list[tuple[int, str]]:
+    found = (
+        (gguf_tokenizer.token_id(path, metadata, f"{name}_id"), f"tokenizer's {name}")
+        for name in END_TOKENS
+    )
+    return [(token_id, place) for token_id, place in found if token_id is not None]
