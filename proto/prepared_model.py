@@ -32,6 +32,8 @@ CHAT_TEMPLATES: Final = {
 }
 """Name of a chat template → its file, as in folders of transformers. `tool_use` renders requests
 with tools, `default` all others, and all of a model without the former."""
+TEMPLATE_FILES: Final = "additional_chat_templates/*.jinja"
+"""Files of a folder's templates other than the default one."""
 FileStamp = tuple[int, int, int, int]
 """Inode, bytes, and times (ns) of the last change of the data and of the inode; see file_stamp."""
 
@@ -291,8 +293,8 @@ class PreparedModel(msgspec.Struct, frozen=True, kw_only=True):
     architecture: the family, e.g. "LlamaForCausalLM".
     vocab_size: rows of the output head; token ids are below it.
     max_position: maximum number of positions of the model.
-    eos_token_ids: tokens at which generation ends by default. end_reasons: by id, the text of the
-        token, and in brackets which files say so.
+    eos_token_ids: tokens at which generation ends by default. end_reasons: of each, the
+        text, and in brackets which files say so.
     pooler: how the model pools, if its folder says so; None for a model that only generates.
     generates: whether it has a language head. hidden_size: numbers of a hidden state.
     unloaded_parts: what the source has beside this language model, such as "vision".
@@ -310,7 +312,7 @@ class PreparedModel(msgspec.Struct, frozen=True, kw_only=True):
     max_position: int
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-    end_reasons: dict[int, str] = {}
+    end_reasons: tuple[str, ...] = ()
     weights_sample: str
     has_chat_template: bool = False
     pooler: Pooler | None = None
@@ -321,7 +323,7 @@ class PreparedModel(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def ends_notice(self) -> str:
         """Which tokens end an answer, and why, in words."""
-        ends = ", ".join(f"{each} {why}" for each, why in self.end_reasons.items())
+        ends = ", ".join(map("{} {}".format, self.eos_token_ids, self.end_reasons))
         return ends or "none, so answers go on to their limit"
 
     @property

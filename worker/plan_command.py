@@ -315,7 +315,8 @@ def main() -> int:
             flags = [] if plan.fits else fitting_flags(plan, config, prepared, device, draft=draft)
             figures = {"model": prepared.name, "device": device.name, **plan.to_dict()}
             if generates:
-                figures["end_tokens"] = prepared.end_reasons
+                ends = zip(prepared.eos_token_ids, prepared.end_reasons, strict=True)
+                figures["end_tokens"] = dict(ends)
             figures |= {"flags_that_fit": flags} if times is None else times.to_dict()
             print(json.dumps(figures, indent=1))
         elif not plan.fits:

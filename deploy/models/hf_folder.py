@@ -24,7 +24,14 @@ from deploy.models.prepared_folder import (
 )
 from deploy.models.turn_ends import END_TOKENS
 from proto.errors import ModelError, shown
-from proto.prepared_model import CHAT_TEMPLATES, FAMILIES, TensorEntry, TensorIndex, TensorPart
+from proto.prepared_model import (
+    CHAT_TEMPLATES,
+    FAMILIES,
+    TEMPLATE_FILES,
+    TensorEntry,
+    TensorIndex,
+    TensorPart,
+)
 
 _MAX_JSON_BYTES: Final = 256 << 20
 _PICKLED: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -35,8 +42,6 @@ _TOKENIZER_FILES: Final = (
 _CONVERTED_FILES: Final = (*_TOKENIZER_FILES, tiktoken_file.FILE_NAME)
 _PUBLISHED_WITH_CODE: Final = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Phi3ForCausalLM")
 """Architectures whose folders still name their own code, from before transformers had them."""
-TEMPLATE_FILES: Final = "additional_chat_templates/*.jinja"
-"""Chat templates of a folder beside the default one, by name."""
 _SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 

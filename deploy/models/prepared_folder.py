@@ -124,7 +124,7 @@ def write(
         max_position=min(_max_position(config), contents.max_tokens or _MAX_TOKENS),
         bos_token_id=contents.bos_token_id,
         eos_token_ids=tuple(ends),
-        end_reasons=ends,
+        end_reasons=tuple(ends.values()),
         weights_sample=weights_sample(contents.tensors),
         has_chat_template=bool(templates),
         pooler=contents.pooler,
