@@ -3,10 +3,10 @@
 import asyncio
 import hashlib
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from api_server.engine.engine_client import EngineClient
 from api_server.lifecycle.async_link import SupervisorLink
@@ -20,7 +20,7 @@ from api_server.parsers.tool_calls import ModelToolCalls
 from api_server.protocol.responses.stored import StoredResponses
 from api_server.sampling import seeds
 from api_server.stream import TokenStream
-from api_server.text.chat_template import ChatTemplate, find_chat_template, read_chat_template
+from api_server.text.chat_template import ChatTemplate, find_chat_templates, read_chat_template
 from api_server.text.harmony import HarmonyTemplate, load_encoding
 from api_server.text.prompts import PromptReader
 from api_server.text.rendering import TemplateRenderer
@@ -53,21 +53,23 @@ class ModelTexts:
         name = config.served_model_name or model.name
         tokenizer = ModelTokenizer.load(folder)
         variables = special_token_texts(folder)
-        template: ChatTemplate | HarmonyTemplate | None
         if config.chat_template is None:
-            template = find_chat_template((folder, model.folder), variables)
+            templates = find_chat_templates((folder, model.folder), variables)
         else:
-            template = read_chat_template(Path(config.chat_template), variables)
+            templates = {"default": read_chat_template(Path(config.chat_template), variables)}
+        template: ChatTemplate | HarmonyTemplate | None = templates.get("default")
+        tool_template = templates.get("tool_use")
         harmony = None
         source = None if template is None else template.source
         if _is_harmony(settings.frontend, source):
             encoding = load_encoding(Path(folder, "tokenizer.json"))
             harmony = Harmony.for_tokenizer(encoding, tokenizer)
             if config.chat_template is None:
-                template = HarmonyTemplate(encoding, source)
+                template, tool_template = HarmonyTemplate(encoding, source), None
         digest = hashlib.sha256(repr(model.eos_token_ids).encode())
         digest.update(Path(folder, "tokenizer.json").read_bytes())
-        return cls(tokenizer, TemplateRenderer(template, name), digest.hexdigest(), harmony)
+        renderer = TemplateRenderer(template, name, tool_template=tool_template)
+        return cls(tokenizer, renderer, digest.hexdigest(), harmony)
 
 
 def _is_harmony(config: FrontEndConfig, template: str | None) -> bool:
@@ -153,15 +155,19 @@ class AppState:
         own = self.model.eos_token_ids
         return own if self.harmony is None else tuple({*own, *self.harmony.end_token_ids})
 
-    @property
-    def reasoning_format(self) -> ReasoningFormat:
+    def template_for(self, tools: Sequence[Any], tool_choice: Any) -> TemplateRenderer:
+        """Return the chat template of a request by its tools, as the client's API has them."""
+        offers_tools = tools and tool_choice not in ("none", {"type": "none"})
+        return self.chat_template.with_tools if offers_tools else self.chat_template
+
+    def reasoning_format(self, template: TemplateRenderer) -> ReasoningFormat:
+        """Return how the model writes reasoning in answers to prompts of this template."""
         if self.harmony is not None:
             return HARMONY
-        return reasoning_format(self.config.reasoning_parser, self.chat_template.source)
+        return reasoning_format(self.config.reasoning_parser, template.source)
 
-    @property
-    def tool_calls(self) -> ModelToolCalls:
-        template = self.chat_template
+    def tool_calls(self, template: TemplateRenderer) -> ModelToolCalls:
+        """Return how the model calls tools in answers to prompts of this template."""
         return ModelToolCalls(
             self.config.tool_call_parser, template.source, template.facts, self.tokenizer
         )

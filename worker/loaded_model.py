@@ -212,6 +212,8 @@ def load(
     logger.info("loading %s as %s", prepared.name, str(dtype).removeprefix("torch."))
     if prepared.unloaded_parts and group.rank == 0:
         logger.info("%s: %s", prepared.name, prepared.text_only_notice)
+    if pooler is None and group.rank == 0:
+        logger.info("end tokens of %s: %s", prepared.name, prepared.ends_notice)
     if not is_cuda(device) and (placement := memory_placement()) is not None:
         logger.info("%s", placement)
     whole = model_spec(prepared, config)

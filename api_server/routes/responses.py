@@ -108,7 +108,7 @@ async def prepare_response(
     """
     owner = owner_of(connection)
     stores = _stores_response(app_state, body, items)
-    names = app_state.chat_template.facts.names
+    names = app_state.template_for(body.tools, body.tool_choice).facts.names
     translation = ResponsesTranslation(body, passed, items, ignored, template_names=names)
 
     async def build(chat: ChatCompletionRequest) -> ChatTurn:
@@ -139,7 +139,7 @@ async def count_input_tokens(request: Request) -> Response:
     app_state, owner, ignored = app_state_of(request), owner_of(request), IgnoredFields()
     body, passed = parse_request(await read_fields(request, ignored), ignored)
     items = conversation(body, await previous_items(app_state, owner, body.previous_response_id))
-    names = app_state.chat_template.facts.names
+    names = app_state.template_for(body.tools, body.tool_choice).facts.names
     translation = ResponsesTranslation(body, passed, items, ignored, template_names=names)
 
     async def count(chat: ChatCompletionRequest) -> int:

@@ -21,6 +21,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from proto.errors import InvalidRequestError, ModelError, shown
+from proto.prepared_model import CHAT_TEMPLATES
 
 REASONING_SWITCHES: Final = ("enable_thinking", "thinking")
 """Variables by which templates switch reasoning on or off."""
@@ -356,13 +357,20 @@ class ChatTemplate:
             ) from None
 
 
-def find_chat_template(folders: Sequence[str], variables: Mapping[str, Any]) -> ChatTemplate | None:
-    """Return the template of the first folder that has one, None if none has."""
+def find_chat_templates(
+    folders: Sequence[str], variables: Mapping[str, Any]
+) -> dict[str, ChatTemplate]:
+    """Return the templates of the first folder that has any, by their names in CHAT_TEMPLATES."""
     for folder in folders:
-        path = Path(folder, "chat_template.jinja")
-        if path.is_file():
-            return read_chat_template(path, variables)
-    return None
+        paths = {name: Path(folder, file) for name, file in CHAT_TEMPLATES.items()}
+        found = {
+            name: read_chat_template(path, variables)
+            for name, path in paths.items()
+            if path.is_file()
+        }
+        if found:
+            return found
+    return {}
 
 
 def read_chat_template(path: Path, variables: Mapping[str, Any]) -> ChatTemplate:

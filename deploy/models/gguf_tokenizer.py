@@ -76,6 +76,8 @@ _SINGLE_DIGITS: Final = ("command-r", "refact", "starcoder")
 """Values of tokenizer.ggml.pre with GPT-2's pieces, and every digit by itself: Command R, Granite
 and StarCoder."""
 
+_TEMPLATE: Final = "tokenizer.chat_template"
+"""Key of the chat template, and before a dot and a name of others."""
 _SPACE: Final = "▁"
 """Character that SentencePiece writes for a space."""
 _MAX_TOKEN_CHARACTERS: Final = 512
@@ -104,18 +106,25 @@ _SPECIAL_TOKENS: Final = {
 }
 
 
-def convert(path: str, metadata: Mapping[str, Any]) -> tuple[bytes, dict[str, Any], str | None]:
-    """Return tokenizer.json, tokenizer configuration, and chat template or None.
+def convert(path: str, metadata: Mapping[str, Any]) -> tuple[bytes, dict[str, Any], dict[str, str]]:
+    """Return tokenizer.json, tokenizer configuration, and the chat templates by name.
 
     Raises ModelError naming the file and the key for a vocabulary that is missing or invalid.
     """
     vocabulary = _Vocabulary(path, metadata)
-    template = metadata.get("tokenizer.chat_template")
     with as_model_error(f"the tokenizer in {path} cannot be converted"):
         tokenizer = vocabulary.tokenizer()
         tokenizer_json = tokenizer.to_str(pretty=True).encode()
     special = {name: token for name, token in vocabulary.special.items() if token is not None}
-    return tokenizer_json, special, template if isinstance(template, str) else None
+    return tokenizer_json, special, _chat_templates(metadata)
+
+
+def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        key.removeprefix(_TEMPLATE).removeprefix(".") or "default": text
+        for key, text in metadata.items()
+        if (key == _TEMPLATE or key.startswith(f"{_TEMPLATE}.")) and isinstance(text, str)
+    }
 
 
 def token_id(path: str, metadata: Mapping[str, Any], key: str) -> int | None:

@@ -131,7 +131,7 @@ def test_the_tokenizer_equals_that_of_transformers(
     path = tmp_path / "tiny.gguf"
     vocabulary = make()
     write(path, architecture, vocabulary | ({"pre": pre} if pre else {}), **flags)
-    data, special, template = gguf_tokenizer.convert(str(path), gguf_header.read(str(path)).values)
+    data, special, templates = gguf_tokenizer.convert(str(path), gguf_header.read(str(path)).values)
     ours = Tokenizer.from_str(data.decode())
     theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name, local_files_only=True)
     for text in TEXTS:
@@ -141,7 +141,7 @@ def test_the_tokenizer_equals_that_of_transformers(
         plain = ours.encode(text, add_special_tokens=False).ids
         assert plain == theirs(text, add_special_tokens=False)["input_ids"]
     assert [special[name] for name in ("bos_token", "eos_token")] == ["<|begin|>", "<|end|>"]
-    assert template == "{{ messages }}"
+    assert templates == {"default": "{{ messages }}"}
     assert ours.get_vocab_size() == len(vocabulary["tokens"]), "no token is added"
 
 
