@@ -14,7 +14,8 @@ from deploy.models import gguf_config, gguf_header, gguf_tokenizer
 from deploy.models.gguf_header import GgufHeader
 from deploy.models.prepared_folder import ModelContents, ProgressCallback
 from proto.errors import ModelError, shown
-from proto.prepared_model import FAMILIES, TensorEntry, TensorIndex, TensorPart
+from proto.generation_config import model_settings
+from proto.prepared_model import FAMILIES, ModelSetting, TensorEntry, TensorIndex, TensorPart
 
 _ROPE_FACTORS: Final = {
     "long_factor": "rope_factors_long.weight",
@@ -51,6 +52,7 @@ def read(path: str, report: ProgressCallback) -> ModelContents:
         eos_token_ids=_end_tokens(path, metadata),
         bos_token_id=gguf_tokenizer.token_id(path, metadata, "bos_token_id"),
         pooler=pooler,
+        generation_settings=_generation_settings(metadata),
     )
 
 
@@ -135,3 +137,11 @@ def _with_scales(path: str, tensors: tuple[TensorEntry, ...]) -> tuple[TensorEnt
 def _end_tokens(path: str, metadata: Mapping[str, Any]) -> tuple[int, ...]:
     found = (gguf_tokenizer.token_id(path, metadata, key) for key in _END_KEYS)
     return tuple(dict.fromkeys(token for token in found if token is not None))
+
+
+def _generation_settings(metadata: Mapping[str, Any]) -> tuple[ModelSetting, ...]:
+    """Return the settings of the sampling; 0.6 in float32 is 0.6 again, not 0.60000002."""
+    return tuple(
+        (key, float(f"{value:.7g}") if isinstance(value, float) else value)
+        for key, value in model_settings(metadata)
+    )

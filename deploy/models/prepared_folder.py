@@ -18,6 +18,7 @@ from proto.pooling import Pooler
 from proto.prepared_model import (
     FAMILIES,
     TEXT_BODIES,
+    ModelSetting,
     PreparedModel,
     TensorIndex,
     family_of,
@@ -78,7 +79,7 @@ class ModelContents:
     tokenizer_config: at least bos_token and eos_token where the model has them.
     pooler: how the model pools; None for one that only generates. max_tokens: longest text of a
         model that pools, if it is shorter than the model's length.
-    unloaded_parts: as in PreparedModel.
+    unloaded_parts, generation_settings: as in PreparedModel.
     """
 
     config: Mapping[str, Any]
@@ -91,6 +92,7 @@ class ModelContents:
     pooler: Pooler | None = None
     max_tokens: int | None = None
     unloaded_parts: tuple[str, ...] = ()
+    generation_settings: tuple[ModelSetting, ...] = ()
 
 
 def write(
@@ -118,6 +120,7 @@ def write(
         generates=contents.pooler is None or contents.pooler.generates,
         hidden_size=_hidden_size(config),
         unloaded_parts=contents.unloaded_parts,
+        generation_settings=contents.generation_settings,
     )
     files = {
         "config.json": _json(config),
