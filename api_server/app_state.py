@@ -28,6 +28,7 @@ from api_server.text.tokenizer import ModelTokenizer, special_token_texts
 from api_server.tracing import RequestTracer
 from proto.config import FrontEndConfig, ServeConfig
 from proto.errors import InvalidRequestError, ModelError, UnknownModelError
+from proto.generation_config import NO_DEFAULTS, GenerationDefaults, generation_defaults
 from proto.pooling import Pooler, pooler_of
 from proto.prepared_model import PreparedModel
 
@@ -37,17 +38,22 @@ class ModelTexts:
     """What a front end reads from a model's folder.
 
     vocabulary: hash that differs between models whose token ids or end tokens differ.
-    harmony: None for a model of another format.
+    harmony: None for a model of another format. generation_defaults: for requests that give no
+    values.
     """
 
     tokenizer: ModelTokenizer
     chat_template: TemplateRenderer
     vocabulary: str
     harmony: Harmony | None = None
+    generation_defaults: GenerationDefaults = NO_DEFAULTS
 
     @classmethod
     def load(cls, settings: ServeConfig, model: PreparedModel) -> "ModelTexts":
-        """Read tokenizer and chat template; raises ModelError if one is missing or invalid."""
+        """Read tokenizer, chat template and defaults of the sampling.
+
+        Raises ModelError or ConfigError if one is missing or invalid.
+        """
         config = settings.model
         folder = config.tokenizer or model.folder
         name = config.served_model_name or model.name
@@ -69,7 +75,8 @@ class ModelTexts:
         digest = hashlib.sha256(repr(model.eos_token_ids).encode())
         digest.update(Path(folder, "tokenizer.json").read_bytes())
         renderer = TemplateRenderer(template, name, tool_template=tool_template)
-        return cls(tokenizer, renderer, digest.hexdigest(), harmony)
+        defaults = generation_defaults(config, model)
+        return cls(tokenizer, renderer, digest.hexdigest(), harmony, defaults)
 
 
 def _is_harmony(config: FrontEndConfig, template: str | None) -> bool:
@@ -98,7 +105,7 @@ class AppState:
 
     model_name: as clients call it. in_flight: HTTP requests that use this state.
     epoch: of the engine that gets their engine requests. vocabulary: see `ModelTexts`.
-    settings: all of the daemon. harmony: None for a model of another format.
+    settings: all of the daemon. harmony, generation_defaults: see `ModelTexts`.
     open_streams: token streams of all requests that have not ended.
     responses: stored and running ones of /v1/responses in this process; peers: finds those in other
     front ends, too. background: tasks that complete responses
@@ -122,6 +129,7 @@ class AppState:
     peers: FrontEndPeers
     live_view: LiveViewPublisher
     harmony: Harmony | None = None
+    generation_defaults: GenerationDefaults = NO_DEFAULTS
     tracer: RequestTracer | None = None
     open_streams: set[TokenStream] = field(default_factory=set)
     in_flight: InFlightCounter = field(default_factory=InFlightCounter)

@@ -232,6 +232,7 @@ class RequestBuilder(EngineCall[GenerationRequest]):
         engine = app_state.client.engine
         params = sampling_params(
             self._body,
+            app_state.generation_defaults,
             max_tokens=options.max_tokens,
             default_max_tokens=options.default_max_tokens,
             logprobs=options.logprobs,

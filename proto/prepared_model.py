@@ -34,6 +34,9 @@ CHAT_TEMPLATES: Final = {
 with tools, `default` all others, and all of a model without the former."""
 TEMPLATE_FILES: Final = "additional_chat_templates/*.jinja"
 """Files of a folder's templates other than the default one."""
+ModelSetting = tuple[str, bool | int | float | str | None]
+"""Key and value of a model's own settings of the sampling; see proto/generation_config.py."""
+
 FileStamp = tuple[int, int, int, int]
 """Inode, bytes, and times (ns) of the last change of the data and of the inode; see file_stamp."""
 
@@ -298,6 +301,7 @@ class PreparedModel(msgspec.Struct, frozen=True, kw_only=True):
     pooler: how the model pools, if its folder says so; None for a model that only generates.
     generates: whether it has a language head. hidden_size: numbers of a hidden state.
     unloaded_parts: what the source has beside this language model, such as "vision".
+    generation_settings: about sampling, of generation_config.json or the GGUF file.
     weights_sample: hex digest of names, types, shapes and some bytes of all tensors. It tells
         models apart, but not two states of an edited one; part of the fingerprint of KV that ends
         with the process.
@@ -319,6 +323,7 @@ class PreparedModel(msgspec.Struct, frozen=True, kw_only=True):
     generates: bool = True
     hidden_size: int = 0
     unloaded_parts: tuple[str, ...] = ()
+    generation_settings: tuple[ModelSetting, ...] = ()
 
     @property
     def ends_notice(self) -> str:

@@ -77,6 +77,8 @@ class EngineSwitch:
                 logger.error("there is no engine of epoch %d to switch to", epoch)
             return
         self._state.app_state = prepared
+        if prepared.generation_defaults != old.generation_defaults:
+            logger.info("sampling defaults: %s", str(prepared.generation_defaults) or "none")
         prepared.live_view.publish_notice("reload", "new requests go to the reloaded engine")
         if client.epoch == epoch:
             return
@@ -121,6 +123,7 @@ class EngineSwitch:
             tokenizer=texts.tokenizer,
             chat_template=texts.chat_template,
             harmony=texts.harmony,
+            generation_defaults=texts.generation_defaults,
             vocabulary=texts.vocabulary,
             epoch=epoch,
             in_flight=old.in_flight if message.in_place else InFlightCounter(),

@@ -80,6 +80,8 @@ async def build_chat_turn(
         app_state, body, id_prefix, tenant, key_name, ignored, grammar, trace_headers
     )
     reader = app_state.prompt_reader("messages")
+    if default_max_tokens is None:
+        default_max_tokens = app_state.generation_defaults.max_tokens
     max_tokens = body.requested_max_tokens
     if max_tokens is None and reserves_context:
         share = app_state.client.engine.max_model_len // RESERVED_CONTEXT_SHARE
@@ -108,7 +110,7 @@ async def build_chat_turn(
         logprobs=body.num_logprobs,
         prompt_logprobs=body.prompt_logprobs,
         max_tokens_field=body.max_tokens_field,
-        edits=await logit_edits(body, app_state.tokenizer),
+        edits=await logit_edits(body, app_state.tokenizer, app_state.generation_defaults),
         thinking=rule,
     )
     (prompt_text,) = await builder.prompt_texts(prompts)

@@ -125,6 +125,9 @@ async def prepare_response(
 
     turn = await with_merged_roles_fallback(translation, build)
     record = ResponseRecord(app_state.responses, owner, items) if stores else None
+    # the response repeats the values that apply
+    params = turn.stream.requests[0].sampling_params
+    body = body.model_copy(update={"temperature": params.temperature, "top_p": params.top_p})
     parser, response_id = turn.choice_parsers[0], turn.options.id
     encoder = make_encoder(turn.options, body, parser, translation, record)
     running = RunningResponse(turn.stream, encoder, record)

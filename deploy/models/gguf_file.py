@@ -16,7 +16,8 @@ from deploy.models.gguf_header import GgufHeader
 from deploy.models.prepared_folder import ModelContents, ProgressCallback
 from deploy.models.turn_ends import END_TOKENS
 from proto.errors import ModelError, shown
-from proto.prepared_model import FAMILIES, TensorEntry, TensorIndex, TensorPart
+from proto.generation_config import model_settings
+from proto.prepared_model import FAMILIES, ModelSetting, TensorEntry, TensorIndex, TensorPart
 
 _ROPE_FACTORS: Final = {
     "long_factor": "rope_factors_long.weight",
@@ -56,6 +57,7 @@ def read(path: str, report: ProgressCallback) -> ModelContents:
         ends=_end_tokens(path, metadata),
         bos_token_id=gguf_tokenizer.token_id(path, metadata, "bos_token_id"),
         pooler=pooler,
+        generation_settings=_generation_settings(metadata),
     )
 
 
@@ -141,3 +143,11 @@ def _end_tokens(path: str, metadata: Mapping[str, Any]) -> list[tuple[int, str]]
         for name in END_TOKENS
     )
     return [(token_id, place) for token_id, place in found if token_id is not None]
+
+
+def _generation_settings(metadata: Mapping[str, Any]) -> tuple[ModelSetting, ...]:
+    """Return the settings of the sampling; 0.6 in float32 is 0.6 again, not 0.60000002."""
+    return tuple(
+        (key, float(f"{value:.7g}") if isinstance(value, float) else value)
+        for key, value in model_settings(metadata)
+    )

@@ -24,6 +24,7 @@ from deploy.models.prepared_folder import (
 )
 from deploy.models.turn_ends import END_TOKENS
 from proto.errors import ModelError, shown
+from proto.generation_config import FILE_NAME, model_settings
 from proto.prepared_model import (
     CHAT_TEMPLATES,
     FAMILIES,
@@ -63,7 +64,7 @@ def read(path: str, report: ProgressCallback) -> ModelContents:
             f"{folder / 'config.json'}: auto_map names code of the model; "
             "code of a model is never run"
         )
-    generation = read_object(folder / "generation_config.json")
+    generation = read_object(folder / FILE_NAME)
     of_modelopt = read_object(folder / quantised_folder.MODELOPT_FILE)
     # refuses before a file of weights is opened
     scheme = quantised_folder.read_scheme(config, of_modelopt)
@@ -88,6 +89,7 @@ def read(path: str, report: ProgressCallback) -> ModelContents:
         pooler=pooling.pooler,
         max_tokens=pooling.max_tokens,
         unloaded_parts=() if wrapped is None else wrapped.other_parts,
+        generation_settings=model_settings(generation),
     )
 
 

@@ -20,6 +20,7 @@ from proto.prepared_model import (
     CHAT_TEMPLATES,
     FAMILIES,
     TEXT_BODIES,
+    ModelSetting,
     PreparedModel,
     TensorIndex,
     family_of,
@@ -82,7 +83,7 @@ class ModelContents:
     ends: ids of tokens that end an answer, as the model's files name them, each with the place.
     pooler: how the model pools; None for one that only generates. max_tokens: longest text of a
         model that pools, if it is shorter than the model's length.
-    unloaded_parts: as in PreparedModel.
+    unloaded_parts, generation_settings: as in PreparedModel.
     """
 
     config: Mapping[str, Any]
@@ -95,6 +96,7 @@ class ModelContents:
     pooler: Pooler | None = None
     max_tokens: int | None = None
     unloaded_parts: tuple[str, ...] = ()
+    generation_settings: tuple[ModelSetting, ...] = ()
 
 
 def write(
@@ -131,6 +133,7 @@ def write(
         generates=generates,
         hidden_size=_hidden_size(config),
         unloaded_parts=contents.unloaded_parts,
+        generation_settings=contents.generation_settings,
     )
     files = {
         "config.json": _json(config),

@@ -160,6 +160,21 @@ def test_the_sample_does_not_depend_on_shards(tmp_path: Path, around: HostEnviro
     assert one.weights_sample == two.weights_sample
 
 
+def test_the_sampling_settings_of_a_model_are_kept(tmp_path: Path, around: HostEnvironment) -> None:
+    write_folder(tmp_path / "mine")
+    given = {"temperature": 0.6, "top_k": None, "top_p": "x", "do_sample": True, "bos_token_id": 0}
+    (tmp_path / "mine/generation_config.json").write_text(json.dumps(given))
+    settings = prepare(tmp_path / "mine", around).generation_settings
+    assert settings == (("temperature", 0.6), ("top_k", None), ("top_p", "x"))
+    prefix = "general.sampling."
+    write_gguf(
+        tmp_path / "mine.gguf",
+        extra={prefix + "temp": 0.6, prefix + "top_k": 20, prefix + "sequence": "kp"},
+    )
+    settings = prepare(tmp_path / "mine.gguf", around).generation_settings
+    assert settings == ((prefix + "temp", 0.6), (prefix + "top_k", 20), (prefix + "sequence", "kp"))
+
+
 def test_a_template_file_takes_precedence_over_the_tokenizer_config(
     tmp_path: Path, around: HostEnvironment
 ) -> None:
