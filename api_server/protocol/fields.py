@@ -376,3 +376,22 @@ def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
     return any(
         value == known and isinstance(value, bool) == isinstance(known, bool) for known in neutral
     )
+
+
+MAX_DEPTH: Final = 64
+"""Most nested objects and lists in a body."""
+
+
+def is_nested_deeper(value: Any, max_depth: int = MAX_DEPTH) -> bool:
+    """Return whether objects and lists of a JSON value are nested more than `max_depth` deep."""
+    level: list[Any] = [[value]]
+    for _ in range(max_depth + 1):
+        level = [
+            child
+            for container in level
+            for child in (container.values() if isinstance(container, dict) else container)
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return False
+    return True
