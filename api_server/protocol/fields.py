@@ -23,6 +23,14 @@ def media_placeholder(kind: str) -> str:
     return f"[{kind}: not shown, only text can be read here]"
 
 
+_MEDIA: Final = re.compile("(input_)?(image|audio|video|document|file)(_url)?")
+
+
+def is_media(kind: str) -> bool:
+    """Return whether parts of this type hold an image, a sound or a file."""
+    return _MEDIA.fullmatch(kind) is not None
+
+
 _MEDIA_WORDS: Final = ("image", "audio", "video", "document", "file")
 
 
