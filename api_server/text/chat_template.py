@@ -5,6 +5,7 @@ operation can take very long. `rendering.py` limits the time of a whole renderin
 the one that `transformers` renders from the same messages.
 """
 
+import contextlib
 import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -282,6 +283,11 @@ class TemplateError(InvalidRequestError):
     """The chat template refuses the messages, or cannot render them."""
 
 
+def arguments_text(arguments: Any) -> str:
+    """Return the arguments of a call as JSON; as they are if they are no JSON but text."""
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
 class ChatTemplate:
     """A model's chat template.
 
@@ -349,12 +355,38 @@ class ChatTemplate:
         }
         try:
             return self._template.render(values)
-        except jinja2.TemplateError as error:
-            raise TemplateError(f"chat template: {shown(error)}", "messages") from None
         except Exception as error:  # a template is untrusted code
-            raise TemplateError(
-                f"the chat template cannot take these messages: {shown(error)}", "messages"
-            ) from None
+            reason = shown(error)
+            if path := self._unrenderable_arguments(values):
+                raise InvalidRequestError(
+                    f"{path} is not a JSON object, and the model's chat template cannot render it: "
+                    f"{reason}",
+                    "messages",
+                ) from None
+            what = "chat template"
+            if not isinstance(error, jinja2.TemplateError):
+                what = "the chat template cannot take these messages"
+            raise TemplateError(f"{what}: {reason}", "messages") from None
+
+    def _unrenderable_arguments(self, values: Mapping[str, Any]) -> str | None:
+        """Return the path of arguments because of which the template fails, None if of others.
+
+        They are no JSON object, and with an empty object instead the template renders.
+        """
+        messages = list(values["messages"])
+        for index, message in enumerate(messages):
+            calls = message.get("tool_calls") or ()
+            for number, call in enumerate(calls):
+                function = call["function"]
+                if isinstance(function["arguments"], dict):
+                    continue
+                call = {**call, "function": {**function, "arguments": {}}}
+                calls = [*calls[:number], call, *calls[number + 1 :]]
+                messages[index] = {**message, "tool_calls": calls}
+                with contextlib.suppress(Exception):
+                    self._template.render({**values, "messages": messages})
+                    return f"messages[{index}].tool_calls[{number}].function.arguments"
+        return None
 
 
 def find_chat_templates(

@@ -190,6 +190,7 @@ class MessagesTranslation(ChatTranslation):
         translator = BlockTranslator(self._system, self._ignored, merge_roles=merge_roles)
         translator.append_messages(self._request.messages)
         self._source_indices = translator.source_indices
+        self._call_paths = translator.call_paths
         fields = self._fields | {"messages": translator.messages}
         if translator.continues_last_message:
             fields |= {"continue_final_message": True, "add_generation_prompt": False}
