@@ -88,9 +88,11 @@ def num_marker_characters(text: str, marker: str) -> int:
 
     The text must not contain the whole marker.
     """
-    for number in range(min(len(text), len(marker) - 1), 0, -1):
-        if text.endswith(marker[:number]):
-            return number
+    position = text.find(marker[0], max(0, len(text) - len(marker) + 1))
+    while position >= 0:
+        if marker.startswith(text[position:]):
+            return len(text) - position
+        position = text.find(marker[0], position + 1)
     return 0
 
 

@@ -59,11 +59,14 @@ class CallParser:
         self._state = self._read_start
 
     def parse_delta(self, text: str) -> Sequence[OutputPart]:
+        self._read(text)
+        return self._parts.pop_parts()
+
+    def _read(self, text: str) -> None:
         for start in range(0, len(text), MAX_CHUNK_CHARACTERS):
             self._buffer += text[start : start + MAX_CHUNK_CHARACTERS]
             while self._buffer and self._state():
                 pass
-        return self._parts.pop_parts()
 
     def parse_end(self, *, is_cut: bool = False) -> Sequence[OutputPart]:
         candidate = "".join(self._candidate)
