@@ -28,7 +28,7 @@ from proto.errors import ModelError, ProtocolError
 from proto.prepared_model import MANIFEST_VERSION, FileStamp, PreparedModel, file_stamp
 from proto.speculative_config import HEAD_METHODS
 
-PREPARE_VERSION: Final = 7
+PREPARE_VERSION: Final = 8
 """Version of the preparation: to be raised when the same source yields something else."""
 
 _HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
