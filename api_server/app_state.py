@@ -30,16 +30,19 @@ from proto.config import FrontEndConfig, ServeConfig
 from proto.errors import InvalidRequestError, ModelError, UnknownModelError
 from proto.pooling import Pooler, pooler_of
 from proto.prepared_model import PreparedModel
+from proto.turn_ends import with_end_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class ModelTexts:
     """What a front end reads from a model's folder.
 
+    model: the manifest, with the end tokens of the tokenizer and templates in use.
     vocabulary: hash that differs between models whose token ids or end tokens differ.
     harmony: None for a model of another format.
     """
 
+    model: PreparedModel
     tokenizer: ModelTokenizer
     chat_template: TemplateRenderer
     vocabulary: str
@@ -66,10 +69,11 @@ class ModelTexts:
             harmony = Harmony.for_tokenizer(encoding, tokenizer)
             if config.chat_template is None:
                 template, tool_template = HarmonyTemplate(encoding, source), None
+        model = with_end_tokens(model, config)
         digest = hashlib.sha256(repr(model.eos_token_ids).encode())
         digest.update(Path(folder, "tokenizer.json").read_bytes())
         renderer = TemplateRenderer(template, name, tool_template=tool_template)
-        return cls(tokenizer, renderer, digest.hexdigest(), harmony)
+        return cls(model, tokenizer, renderer, digest.hexdigest(), harmony)
 
 
 def _is_harmony(config: FrontEndConfig, template: str | None) -> bool:

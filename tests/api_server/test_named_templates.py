@@ -94,10 +94,11 @@ async def test_without_a_default_template_chats_need_tools(start, scripted, serv
 
 def test_a_template_given_at_the_start_is_for_all_requests(serve, tmp_path):
     served = serve(default=DEFAULT, tool_use=TOOL_USE)
-    (tmp_path / "own.jinja").write_text("own")
-    for config, source in (
-        (ModelConfig(), TOOL_USE),
-        (ModelConfig(chat_template=str(tmp_path / "own.jinja")), "own"),
+    (tmp_path / "own.jinja").write_text("<|endoftext|>")
+    for config, source, ends in (
+        (ModelConfig(), TOOL_USE, (2,)),
+        (ModelConfig(chat_template=str(tmp_path / "own.jinja")), "<|endoftext|>", (2, 0)),
     ):
         texts = ModelTexts.load(ServeConfig(model=config), served)
         assert texts.chat_template.with_tools.source == source
+        assert texts.model.eos_token_ids == ends
