@@ -31,17 +31,20 @@ from proto.errors import InvalidRequestError, ModelError, UnknownModelError
 from proto.generation_config import NO_DEFAULTS, GenerationDefaults, generation_defaults
 from proto.pooling import Pooler, pooler_of
 from proto.prepared_model import PreparedModel
+from proto.turn_ends import with_end_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class ModelTexts:
     """What a front end reads from a model's folder.
 
+    model: the manifest, with the end tokens of the tokenizer and templates in use.
     vocabulary: hash that differs between models whose token ids or end tokens differ.
     harmony: None for a model of another format. generation_defaults: for requests that give no
     values.
     """
 
+    model: PreparedModel
     tokenizer: ModelTokenizer
     chat_template: TemplateRenderer
     vocabulary: str
@@ -72,11 +75,12 @@ class ModelTexts:
             harmony = Harmony.for_tokenizer(encoding, tokenizer)
             if config.chat_template is None:
                 template, tool_template = HarmonyTemplate(encoding, source), None
+        model = with_end_tokens(model, config)
         digest = hashlib.sha256(repr(model.eos_token_ids).encode())
         digest.update(Path(folder, "tokenizer.json").read_bytes())
         renderer = TemplateRenderer(template, name, tool_template=tool_template)
         defaults = generation_defaults(config, model)
-        return cls(tokenizer, renderer, digest.hexdigest(), harmony, defaults)
+        return cls(model, tokenizer, renderer, digest.hexdigest(), harmony, defaults)
 
 
 def _is_harmony(config: FrontEndConfig, template: str | None) -> bool:

@@ -117,7 +117,7 @@ def make_app_state(boot: ProcessBoot, link: Link, supervisor: SupervisorLink) ->
     responses = make_stored_responses(config.frontend)
     endpoint = config.frontend.otlp_traces_endpoint
     return AppState(
-        model=model,
+        model=texts.model,
         model_name=name,
         config=config.frontend,
         client=client,

@@ -64,8 +64,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The model to serve, and how."""
 
     model: str = "smollm2-135m-instruct"
-    """A Hugging Face folder, a .gguf file or a folder with one, the name of a packaged model, or
-    ORG/NAME of a model in the local Hugging Face cache (hf download ORG/NAME)."""
+    """A Hugging Face folder, a .gguf file (of a split model any part) or a folder with one model in
+    such files, the name of a packaged model, or ORG/NAME of a model in the local Hugging Face cache
+    (hf download ORG/NAME)."""
     served_model_name: str | None = None
     """Model name in the API; by default the name or last path component of the model."""
     tokenizer: str | None = None

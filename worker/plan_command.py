@@ -21,6 +21,7 @@ from proto.errors import TokendError
 from proto.lifecycle import PlanBoot
 from proto.pooling import pooler_of
 from proto.prepared_model import PreparedModel
+from proto.turn_ends import with_end_tokens
 from worker.device.devices import Device, create_device
 from worker.kernel_choice import KernelChoice, describe_choices
 from worker.layers.linear import Linear
@@ -308,6 +309,7 @@ def main() -> int:
             require_draft_model(config, prepared, draft, device)
         plan = plan_memory(config, prepared, device, draft=draft)
         generates = pooler_of(config.model, prepared) is None
+        prepared = with_end_tokens(prepared, config.model)
         times, not_estimated = None, why_not_estimated(config, prepared, device)
         if plan.fits and not not_estimated:
             times = estimate_times(config, prepared, device, plan)

@@ -119,7 +119,7 @@ class EngineSwitch:
             return
         self._prepared[epoch] = replace(
             old,
-            model=message.model,
+            model=texts.model,
             tokenizer=texts.tokenizer,
             chat_template=texts.chat_template,
             harmony=texts.harmony,

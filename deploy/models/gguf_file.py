@@ -14,10 +14,10 @@ from msgspec import structs
 from deploy.models import gguf_config, gguf_parts, gguf_tokenizer
 from deploy.models.gguf_header import GgufHeader
 from deploy.models.prepared_folder import ModelContents, ProgressCallback
-from deploy.models.turn_ends import END_TOKENS
 from proto.errors import ModelError, shown
 from proto.generation_config import model_settings
 from proto.prepared_model import FAMILIES, ModelSetting, TensorEntry, TensorIndex, TensorPart
+from proto.turn_ends import END_TOKENS
 
 _ROPE_FACTORS: Final = {
     "long_factor": "rope_factors_long.weight",

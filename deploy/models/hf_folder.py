@@ -22,7 +22,6 @@ from deploy.models.prepared_folder import (
     as_model_error,
     is_token_id,
 )
-from deploy.models.turn_ends import END_TOKENS
 from proto.errors import ModelError, shown
 from proto.generation_config import FILE_NAME, model_settings
 from proto.prepared_model import (
@@ -33,6 +32,7 @@ from proto.prepared_model import (
     TensorIndex,
     TensorPart,
 )
+from proto.turn_ends import END_TOKENS
 
 _MAX_JSON_BYTES: Final = 256 << 20
 _PICKLED: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeGuard
 
-from deploy.models.turn_ends import find_turn_ends
 from proto.codec import encode, to_json
 from proto.errors import MAX_SHOWN, ModelError, shown
 from proto.pooling import Pooler
@@ -25,6 +24,7 @@ from proto.prepared_model import (
     TensorIndex,
     family_of,
 )
+from proto.turn_ends import find_turn_ends
 
 _PANIC: Final = "PanicException"
 """Exception for a panic of a library in Rust: a BaseException that cannot be imported."""

@@ -5,6 +5,8 @@
     tokenizer_config.json                    texts under eos_token, eot_token, eom_token
     chat templates                           the texts of TURN_ENDS that they write
 
+With --tokenizer or --chat-template the tokenizer and templates that these name add theirs.
+
 All of them count. A fine-tune for chats often keeps the ids of its base model, which never wrote
 the end of a turn: without the others its answers would continue with turns of the user.
 """
@@ -12,7 +14,14 @@ the end of a turn: without the others its answers would continue with turns of t
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Final
+
+from msgspec import structs
+
+from proto.config import ModelConfig
+from proto.errors import ModelError
+from proto.prepared_model import CHAT_TEMPLATES, PreparedModel
 
 END_TOKENS: Final = ("eos_token", "eot_token", "eom_token")
 TURN_ENDS: Final = (
@@ -33,6 +42,39 @@ _NEXT_TURNS: Final = ("<|user|>", "<|observation|>")
 but have no <|observation|>."""
 _COMMENT: Final = re.compile(r"\{#.*?#\}", re.DOTALL)
 _EOS_VARIABLE: Final = re.compile(r"\beos_token\b")
+
+
+def with_end_tokens(model: PreparedModel, config: ModelConfig) -> PreparedModel:
+    """Return the manifest with the end tokens of the tokenizer and template of the settings too.
+
+    Raises ModelError for a file that cannot be read.
+    """
+    if not model.generates or (config.tokenizer is None and config.chat_template is None):
+        return model
+    folder = Path(config.tokenizer or model.folder)
+    paths = [folder / file for file in CHAT_TEMPLATES.values()]
+    if config.chat_template is not None:
+        paths = [Path(config.chat_template)]
+    settings = folder / "tokenizer_config.json"
+    try:
+        found = find_turn_ends(
+            (),
+            (folder / "tokenizer.json").read_bytes(),
+            json.loads(settings.read_bytes()) if settings.is_file() else {},
+            [path.read_text(encoding="utf-8") for path in paths if path.is_file()],
+        )
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ModelError(f"{folder}: no end tokens of the tokenizer: {error}") from None
+    more = {
+        token_id: why
+        for token_id, why in found.items()
+        if token_id < model.vocab_size and token_id not in model.eos_token_ids
+    }
+    return structs.replace(
+        model,
+        eos_token_ids=(*model.eos_token_ids, *more),
+        end_reasons=(*model.end_reasons, *more.values()),
+    )
 
 
 def find_turn_ends(
