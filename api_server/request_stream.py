@@ -19,6 +19,7 @@ from typing import Any, Final
 from api_server.errors import SlowReaderError
 from api_server.metrics.metrics import Metrics
 from api_server.parsers.called_tool import AgentTurn, TextTail
+from api_server.parsers.output import ContentStops
 from api_server.parsers.reasoning import TokenCounter
 from api_server.text.detokenizer import Detokenizer
 from api_server.text.logprobs import LogprobRow, TextToken, unpack_logprobs
@@ -139,6 +140,7 @@ class Delta:
     tokens: text offset and log-probabilities of each new token, if requested.
     num_tokens: output tokens of the choice so far, including the new ones.
     finish_reason: set only in the last delta of a choice.
+    content_end: see `ContentStops`; None if the text ends before the stop string already.
     """
 
     index: int
@@ -148,6 +150,7 @@ class Delta:
     num_tokens: int
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    content_end: int | None = None
 
 
 @dataclass(slots=True)
@@ -201,7 +204,7 @@ class Choice:
 
     index: int
     detokenizer: Detokenizer
-    stop_strings: StopStrings | None = None
+    stop_strings: StopStrings | ContentStops | None = None
     min_tokens: int = 0
     text_start: int = 0
     shows_stop: bool = False
@@ -283,6 +286,8 @@ class Choice:
             len(self.token_ids),
         )
         self._num_sent = len(self.token_ids)
+        if isinstance(self.stop_strings, ContentStops):
+            delta.content_end = self.stop_strings.content_end
         if self.finished and not self._end_reported:
             self._end_reported = True
             delta.finish_reason = str(self.finish_reason)
@@ -301,17 +306,25 @@ class Choice:
         shown, stop = self.stop_strings.filter_text(text, can_stop=can_stop)
         if shown:
             self._show(shown)
-        if stop is None:
-            return False
-        self.finish_reason, self.stop_reason = FinishReason.STOP, stop
-        return True
+        return self._ends_with(stop)
+
+    def _ends_with(self, stop: str | None) -> bool:
+        if stop is not None:
+            self.finish_reason, self.stop_reason = FinishReason.STOP, stop
+        return stop is not None
 
     def _end(self, finish_reason: FinishReason, stop_reason: int | None) -> None:
         if self._add_text(self.detokenizer.flush_text()):
             return
-        held = "" if self.stop_strings is None else self.stop_strings.flush_text()
-        if held:
-            self._show(held)
+        if self.stop_strings is not None:
+            held, stop = self.stop_strings.finish_text(
+                is_cut=finish_reason is not FinishReason.STOP,
+                can_stop=len(self.token_ids) > self.min_tokens,
+            )
+            if held:
+                self._show(held)
+            if self._ends_with(stop):
+                return
         self.finish_reason, self.stop_reason = finish_reason, stop_reason
         if finish_reason is FinishReason.REPETITION:
             self.stop_reason = REPETITION_DETECTED

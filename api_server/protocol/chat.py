@@ -329,16 +329,17 @@ class ChatEncoder(OpenAIStreamEncoder):
                 before, between = self._chunk_head
                 text = json_string(delta.text)
                 return f"{opening}{before}{index}{between}{text}{self._chunk_tail}"
-            parts = parser.parse_delta(delta.text)
+            parts = parser.parse_delta(delta.text, None, delta.content_end)
             return opening + self._parts_chunk(delta, parts) if parts else opening
-        parts = parser.parse_delta(delta.text, delta.finish_reason)
+        parts = parser.parse_delta(delta.text, delta.finish_reason, delta.content_end)
         return opening + self._parts_chunk(delta, parts)
 
     def encode_body(self, deltas: Sequence[Delta], usage: Usage) -> dict[str, Any]:
         choices = []
         for delta in deltas:
             parser = self._choice_parsers[delta.index]
-            message = full_message(parser.parse_delta(delta.text, delta.finish_reason))
+            parts = parser.parse_delta(delta.text, delta.finish_reason, delta.content_end)
+            message = full_message(parts)
             choices.append({"index": delta.index, "message": message} | self._choice_fields(delta))
         body = self._options.envelope(self.object_name) | {
             "choices": choices,

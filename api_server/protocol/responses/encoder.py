@@ -150,10 +150,11 @@ class ResponsesEncoder:
 
     def _add_delta(self, delta: Delta) -> None:
         for text in self._content_tokens.split_delta(delta):
-            self._add_parts(self._parser.parse_delta(text))
+            self._add_parts(self._parser.parse_delta(text, None, delta.content_end))
         if delta.finish_reason is not None:
             self._finish_reason = delta.finish_reason
-            self._add_parts(self._parser.parse_delta("", delta.finish_reason))
+            parts = self._parser.parse_delta("", delta.finish_reason, delta.content_end)
+            self._add_parts(parts)
 
     def _add_parts(self, parts: Sequence[OutputPart]) -> None:
         for part in parts:
