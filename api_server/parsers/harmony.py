@@ -30,7 +30,7 @@ from api_server.parsers.output import (
 from api_server.parsers.output_format import OutputFormat
 from api_server.parsers.tool_calls import offered_tools, strict_field
 from api_server.parsers.tools.base import OfferedTool, quoted
-from api_server.parsers.tools.call_parser import is_json_object, new_call_id
+from api_server.parsers.tools.call_parser import new_call_id, read_arguments
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.fields import IgnoredFields
 from api_server.protocol.json_lark import json_rules
@@ -171,12 +171,13 @@ class HarmonyParser:
             self._write(text)
 
     def _add_call(self, name: str, arguments: str) -> None:
-        if not is_json_object(arguments):
+        found = read_arguments(arguments)
+        if found is None:
             self._kind = ContentText
             self._write(arguments)
             return
         self._parts.append(ToolCallStart(self._num_calls, new_call_id(), name))
-        self._parts.append(ToolCallArguments(self._num_calls, arguments))
+        self._parts.append(ToolCallArguments(self._num_calls, found))
         self._num_calls += 1
 
     def _write(self, text: str) -> None:

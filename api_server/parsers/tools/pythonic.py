@@ -170,7 +170,12 @@ class PythonicParser(CallParser):
 
     def _after_list(self) -> bool:
         self._consume_whitespace()
-        if self._buffer.startswith(CLOSING):
+        if self._buffer.startswith("]"):
+            self._buffer = self._buffer[1:]  # a bracket too many
+        elif self._buffer.startswith("["):
+            self._consume(1)
+            self._state = self._expect_call
+        elif self._buffer.startswith(CLOSING):
             self._buffer = self._buffer[len(CLOSING) :]
             self._candidate.clear()
             self._state = self._read_text
