@@ -19,7 +19,6 @@ from api_server.parsers.output import (
     OutputPart,
     ToolCallArguments,
     ToolCallStart,
-    num_marker_characters,
 )
 
 MAX_CHUNK_CHARACTERS: Final = 1024
@@ -170,19 +169,6 @@ class PartsBuilder:
             self._parts.append(ContentText("".join(self._whitespace)))
             self._whitespace.clear()
         return self.pop_parts()
-
-
-def find_marker(text: str, markers: Sequence[str]) -> tuple[int, str]:
-    """Return the position of the first of these markers in a text, and the marker.
-
-    Without one, return how many characters at the start of the text belong to none, and "": a
-    marker may begin at the end of the text.
-    """
-    found = [(text.find(marker), marker) for marker in markers if marker in text]
-    if found:
-        return min(found)
-    held = max((num_marker_characters(text, marker) for marker in markers), default=0)
-    return len(text) - held, ""
 
 
 def new_call_id() -> str:

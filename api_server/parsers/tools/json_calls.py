@@ -17,13 +17,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from api_server.parsers.output import OutputParser
+from api_server.parsers.output import OutputParser, find_marker
 from api_server.parsers.tools.base import NAME, ToolCallFormat, ToolSchemas
 from api_server.parsers.tools.call_parser import (
     CallParser,
     ToolCall,
     called_tool,
-    find_marker,
     json_scanner,
     may_become_json_call,
     read_arguments,
@@ -72,6 +71,10 @@ class JsonCallFormat(ToolCallFormat):
 
     def new_parser(self, tools: ToolSchemas) -> OutputParser:
         return JsonCallParser(self, tools)
+
+    @property
+    def call_markers(self) -> Sequence[str]:
+        return self.openings
 
     @property
     def all_closings(self) -> Sequence[str]:

@@ -9,7 +9,7 @@ as JSON. A call is returned when it is complete; anything else is content.
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -41,6 +41,10 @@ class PythonicFormat(ToolCallFormat):
 
     def new_parser(self, tools: ToolSchemas) -> OutputParser:
         return PythonicParser(tools)
+
+    @property
+    def call_markers(self) -> Sequence[str]:
+        return (OPENING,)
 
     def argument_rules(self, rule: str, tool: OfferedTool, rules: CallRules) -> list[str]:
         return _keyword_rules(rule, tool)

@@ -27,7 +27,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from api_server.parsers.output import OutputParser, OutputPart, num_marker_characters
+from api_server.parsers.output import (
+    OutputParser,
+    OutputPart,
+    find_marker,
+    num_marker_characters,
+)
 from api_server.parsers.tools.base import (
     CallRules,
     OfferedTool,
@@ -40,7 +45,6 @@ from api_server.parsers.tools.base import (
 from api_server.parsers.tools.call_parser import (
     CallParser,
     ToolCall,
-    find_marker,
     json_scanner,
 )
 from api_server.parsers.tools.tagged_values import json_string, text_rules, value_json, value_types
@@ -75,6 +79,10 @@ class TaggedCallFormat(ToolCallFormat):
 
     def new_parser(self, tools: ToolSchemas) -> OutputParser:
         return TaggedCallParser(self, tools)
+
+    @property
+    def call_markers(self) -> Sequence[str]:
+        return [tag for tag in (self.trigger, self.function_tag) if tag]
 
     @property
     def function_tag(self) -> str:
@@ -166,7 +174,7 @@ class TaggedCallParser(CallParser):
         self._value_tag = "".join(value_tags)
         self._value_end = parameter.end.strip()
         self._is_on_own_lines = parameter.key_end.endswith("\n")
-        self._call_tags = [tag for tag in (self._opening, self._function_tag) if tag]
+        self._call_tags = [*call_format.call_markers]
         self._end_tags = [self._call_end, *self._closings]
         self._tags = [self._value_end, self._key_tag, *self._end_tags, *self._call_tags]
         self._any_tag = re.compile("|".join(map(re.escape, self._tags)))
