@@ -121,7 +121,8 @@ MALFORMED |= {header: (f"{header}<|message|>{ARGUMENTS}<|call|>", CALLED) for he
         ("", "", [("find", f'{{"text": "{"a" * 300}"}}')]),
     ),
     "<|message|> twice": (
-        f"<|channel|>commentary to=functions.find<|message|><|constrain|>json<|message|>{ARGUMENTS}",
+        "<|channel|>commentary to=functions.find<|message|><|constrain|>json<|message|>"
+        f"{ARGUMENTS}",
         CALLED,
     ),
     "a line break in a string": (

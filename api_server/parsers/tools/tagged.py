@@ -81,10 +81,6 @@ class TaggedCallFormat(ToolCallFormat):
         return TaggedCallParser(self, tools)
 
     @property
-    def call_markers(self) -> Sequence[str]:
-        return [tag for tag in (self.trigger, self.function_tag) if tag]
-
-    @property
     def function_tag(self) -> str:
         """The text before a function's name; empty if the name follows the opening marker."""
         return self.layout.call_begin.removeprefix(self.trigger).strip()
@@ -174,7 +170,7 @@ class TaggedCallParser(CallParser):
         self._value_tag = "".join(value_tags)
         self._value_end = parameter.end.strip()
         self._is_on_own_lines = parameter.key_end.endswith("\n")
-        self._call_tags = [*call_format.call_markers]
+        self._call_tags = [tag for tag in (self._opening, self._function_tag) if tag]
         self._end_tags = [self._call_end, *self._closings]
         self._tags = [self._value_end, self._key_tag, *self._end_tags, *self._call_tags]
         self._any_tag = re.compile("|".join(map(re.escape, self._tags)))
