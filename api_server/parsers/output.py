@@ -97,6 +97,19 @@ def num_marker_characters(text: str, marker: str) -> int:
     return 0
 
 
+def find_marker(text: str, markers: Sequence[str]) -> tuple[int, str]:
+    """Return the position of the first of these markers in a text, and the marker.
+
+    Without one, return how many characters at the start of the text belong to none, and "": a
+    marker may begin at the end of the text.
+    """
+    found = [(text.find(marker), marker) for marker in markers if marker in text]
+    if found:
+        return min(found)
+    held = max((num_marker_characters(text, marker) for marker in markers), default=0)
+    return len(text) - held, ""
+
+
 class ChoiceParser:
     """Parses one choice for its response, and records whether it contains a tool call.
 

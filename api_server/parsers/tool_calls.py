@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from api_server.parsers.output import PLAIN_TEXT, OutputParser
+from api_server.parsers.reasoning import CallsInReasoning
 from api_server.parsers.tools.base import (
     INDEX,
     MAX_CALLS_IN_GRAMMAR,
@@ -57,6 +58,19 @@ class ToolCallPlan:
 
     def new_parser(self) -> OutputParser:
         return PLAIN_TEXT if self.format is None else self.format.new_parser(self.tools)
+
+    @property
+    def in_reasoning(self) -> CallsInReasoning | None:
+        """How a call within reasoning is recognised; None for an answer that calls no tools."""
+        if self.format is None:
+            return None
+        special, markers = {*self.markers.values()}, self.format.call_markers
+        return CallsInReasoning(
+            tokens=[marker for marker in markers if marker in special],
+            texts=[marker for marker in markers if marker not in special],
+            tool_names=self.tools,
+            new_parser=self.new_parser,
+        )
 
 
 TEXT_ONLY: Final = ToolCallPlan()

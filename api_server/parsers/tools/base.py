@@ -99,6 +99,11 @@ class ToolCallFormat:
         return arguments
 
     @property
+    def call_markers(self) -> Sequence[str]:
+        """The markers of which each begins a call."""
+        return (self.trigger,) if self.trigger else ()
+
+    @property
     def trigger(self) -> str:
         """The marker with which calls begin; empty if they begin with other text."""
         start = self.layout.start

@@ -27,7 +27,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from api_server.parsers.output import OutputParser, OutputPart, num_marker_characters
+from api_server.parsers.output import (
+    OutputParser,
+    OutputPart,
+    find_marker,
+    num_marker_characters,
+)
 from api_server.parsers.tools.base import (
     CallRules,
     OfferedTool,
@@ -40,7 +45,6 @@ from api_server.parsers.tools.base import (
 from api_server.parsers.tools.call_parser import (
     CallParser,
     ToolCall,
-    find_marker,
     json_scanner,
 )
 from api_server.parsers.tools.tagged_values import json_string, text_rules, value_json, value_types

@@ -19,7 +19,7 @@ from api_server.parsers.output import (
     ToolCallArguments,
     ToolCallStart,
 )
-from api_server.parsers.tools.call_parser import is_json_object
+from api_server.parsers.tools.call_parser import read_arguments
 from api_server.protocol.encoder import KEEP_ALIVE, ResponseOptions
 from api_server.protocol.responses.output_items import (
     CallItem,
@@ -195,7 +195,7 @@ class ResponsesEncoder:
         item = self._open_item
         if item is None:
             return
-        if isinstance(item, CallItem) and is_json_object(item.text):
+        if isinstance(item, CallItem) and read_arguments(item.text):
             status = "completed"
         item.close_item(status)
         self._closed_items.append(item.full_item(status))
