@@ -3,10 +3,10 @@
 import asyncio
 import hashlib
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from api_server.engine.engine_client import EngineClient
 from api_server.lifecycle.async_link import SupervisorLink
@@ -20,7 +20,7 @@ from api_server.parsers.tool_calls import ModelToolCalls
 from api_server.protocol.responses.stored import StoredResponses
 from api_server.sampling import seeds
 from api_server.stream import TokenStream
-from api_server.text.chat_template import ChatTemplate, find_chat_template, read_chat_template
+from api_server.text.chat_template import ChatTemplate, find_chat_templates, read_chat_template
 from api_server.text.harmony import HarmonyTemplate, load_encoding
 from api_server.text.prompts import PromptReader
 from api_server.text.rendering import TemplateRenderer
@@ -28,46 +28,59 @@ from api_server.text.tokenizer import ModelTokenizer, special_token_texts
 from api_server.tracing import RequestTracer
 from proto.config import FrontEndConfig, ServeConfig
 from proto.errors import InvalidRequestError, ModelError, UnknownModelError
+from proto.generation_config import NO_DEFAULTS, GenerationDefaults, generation_defaults
 from proto.pooling import Pooler, pooler_of
 from proto.prepared_model import PreparedModel
+from proto.turn_ends import with_end_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class ModelTexts:
     """What a front end reads from a model's folder.
 
+    model: the manifest, with the end tokens of the tokenizer and templates in use.
     vocabulary: hash that differs between models whose token ids or end tokens differ.
-    harmony: None for a model of another format.
+    harmony: None for a model of another format. generation_defaults: for requests that give no
+    values.
     """
 
+    model: PreparedModel
     tokenizer: ModelTokenizer
     chat_template: TemplateRenderer
     vocabulary: str
     harmony: Harmony | None = None
+    generation_defaults: GenerationDefaults = NO_DEFAULTS
 
     @classmethod
     def load(cls, settings: ServeConfig, model: PreparedModel) -> "ModelTexts":
-        """Read tokenizer and chat template; raises ModelError if one is missing or invalid."""
+        """Read tokenizer, chat template and defaults of the sampling.
+
+        Raises ModelError or ConfigError if one is missing or invalid.
+        """
         config = settings.model
         folder = config.tokenizer or model.folder
         name = config.served_model_name or model.name
         tokenizer = ModelTokenizer.load(folder)
         variables = special_token_texts(folder)
-        template: ChatTemplate | HarmonyTemplate | None
         if config.chat_template is None:
-            template = find_chat_template((folder, model.folder), variables)
+            templates = find_chat_templates((folder, model.folder), variables)
         else:
-            template = read_chat_template(Path(config.chat_template), variables)
+            templates = {"default": read_chat_template(Path(config.chat_template), variables)}
+        template: ChatTemplate | HarmonyTemplate | None = templates.get("default")
+        tool_template = templates.get("tool_use")
         harmony = None
         source = None if template is None else template.source
         if _is_harmony(settings.frontend, source):
             encoding = load_encoding(Path(folder, "tokenizer.json"))
             harmony = Harmony.for_tokenizer(encoding, tokenizer)
             if config.chat_template is None:
-                template = HarmonyTemplate(encoding, source)
+                template, tool_template = HarmonyTemplate(encoding, source), None
+        model = with_end_tokens(model, config)
         digest = hashlib.sha256(repr(model.eos_token_ids).encode())
         digest.update(Path(folder, "tokenizer.json").read_bytes())
-        return cls(tokenizer, TemplateRenderer(template, name), digest.hexdigest(), harmony)
+        renderer = TemplateRenderer(template, name, tool_template=tool_template)
+        defaults = generation_defaults(config, model)
+        return cls(model, tokenizer, renderer, digest.hexdigest(), harmony, defaults)
 
 
 def _is_harmony(config: FrontEndConfig, template: str | None) -> bool:
@@ -96,7 +109,7 @@ class AppState:
 
     model_name: as clients call it. in_flight: HTTP requests that use this state.
     epoch: of the engine that gets their engine requests. vocabulary: see `ModelTexts`.
-    settings: all of the daemon. harmony: None for a model of another format.
+    settings: all of the daemon. harmony, generation_defaults: see `ModelTexts`.
     open_streams: token streams of all requests that have not ended.
     responses: stored and running ones of /v1/responses in this process; peers: finds those in other
     front ends, too. background: tasks that complete responses
@@ -120,6 +133,7 @@ class AppState:
     peers: FrontEndPeers
     live_view: LiveViewPublisher
     harmony: Harmony | None = None
+    generation_defaults: GenerationDefaults = NO_DEFAULTS
     tracer: RequestTracer | None = None
     open_streams: set[TokenStream] = field(default_factory=set)
     in_flight: InFlightCounter = field(default_factory=InFlightCounter)
@@ -153,15 +167,19 @@ class AppState:
         own = self.model.eos_token_ids
         return own if self.harmony is None else tuple({*own, *self.harmony.end_token_ids})
 
-    @property
-    def reasoning_format(self) -> ReasoningFormat:
+    def template_for(self, tools: Sequence[Any], tool_choice: Any) -> TemplateRenderer:
+        """Return the chat template of a request by its tools, as the client's API has them."""
+        offers_tools = tools and tool_choice not in ("none", {"type": "none"})
+        return self.chat_template.with_tools if offers_tools else self.chat_template
+
+    def reasoning_format(self, template: TemplateRenderer) -> ReasoningFormat:
+        """Return how the model writes reasoning in answers to prompts of this template."""
         if self.harmony is not None:
             return HARMONY
-        return reasoning_format(self.config.reasoning_parser, self.chat_template.source)
+        return reasoning_format(self.config.reasoning_parser, template.source)
 
-    @property
-    def tool_calls(self) -> ModelToolCalls:
-        template = self.chat_template
+    def tool_calls(self, template: TemplateRenderer) -> ModelToolCalls:
+        """Return how the model calls tools in answers to prompts of this template."""
         return ModelToolCalls(
             self.config.tool_call_parser, template.source, template.facts, self.tokenizer
         )

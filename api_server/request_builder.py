@@ -4,6 +4,7 @@ A handler calls `RequestBuilder.build_requests`, `build_stream` and, after `Toke
 `response`.
 """
 
+import copy
 import math
 import time
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from typing import Any, Final
 from api_server.app_state import AppState
 from api_server.engine_call import EngineCall
 from api_server.parsers.called_tool import AgentTurn
+from api_server.parsers.output import PLAIN_TEXT, ContentStops
 from api_server.parsers.output_format import OutputFormat
 from api_server.parsers.reasoning import TokenCounter
 from api_server.protocol.agents import agent_hint
@@ -88,6 +90,10 @@ class RequestBuilder(EngineCall[GenerationRequest]):
         check_beams(request)
         self._grammar = checked_grammar(request, grammar)
         self._agent = agent_hint(request, tenant)
+        self._unused_stops: StopStrings | None = None  # one automaton for all choices
+        if request.stop:
+            shows_stop = request.include_stop_str_in_output
+            self._unused_stops = StopStrings(request.stop, shows_stop=shows_stop)
         super().__init__(
             app_state,
             request,
@@ -232,6 +238,7 @@ class RequestBuilder(EngineCall[GenerationRequest]):
         engine = app_state.client.engine
         params = sampling_params(
             self._body,
+            app_state.generation_defaults,
             max_tokens=options.max_tokens,
             default_max_tokens=options.default_max_tokens,
             logprobs=options.logprobs,
@@ -280,7 +287,7 @@ class RequestBuilder(EngineCall[GenerationRequest]):
             Choice(
                 index=index * request.n + number,
                 detokenizer=detokenizers[number],
-                stop_strings=self._stop_strings(),
+                stop_strings=self._stop_strings(output_format),
                 min_tokens=body.min_tokens,
                 text_start=text_start,
                 shows_stop=body.include_stop_str_in_output,
@@ -307,11 +314,12 @@ class RequestBuilder(EngineCall[GenerationRequest]):
             max_tokens=request.sampling_params.max_tokens,
         )
 
-    def _stop_strings(self) -> StopStrings | None:
-        body = self._body
-        if not body.stop:
+    def _stop_strings(self, output_format: OutputFormat) -> StopStrings | ContentStops | None:
+        if self._unused_stops is None:
             return None
-        return StopStrings(body.stop, shows_stop=body.include_stop_str_in_output)
+        stop_strings = copy.copy(self._unused_stops)
+        parser = output_format.new_parser()
+        return stop_strings if parser is PLAIN_TEXT else ContentStops(stop_strings, parser)
 
     def _detokenizer(
         self,

@@ -19,12 +19,19 @@ from typing import Any, Final
 from api_server.errors import SlowReaderError
 from api_server.metrics.metrics import Metrics
 from api_server.parsers.called_tool import AgentTurn, TextTail
+from api_server.parsers.output import ContentStops
 from api_server.parsers.reasoning import TokenCounter
 from api_server.text.detokenizer import Detokenizer
 from api_server.text.logprobs import LogprobRow, TextToken, unpack_logprobs
 from api_server.text.stop_strings import StopStrings
 from proto.codec import from_json
-from proto.engine_io import EngineCoreOutput, FinishReason, FirstTokenInfo, RoutedExperts
+from proto.engine_io import (
+    EngineCoreEvent,
+    EngineCoreOutput,
+    EventType,
+    FinishReason,
+    RoutedExperts,
+)
 from proto.errors import InternalRequestError, RequestCancelledError, RequestError
 
 DeltaWriter = Callable[[], bool]
@@ -133,6 +140,7 @@ class Delta:
     tokens: text offset and log-probabilities of each new token, if requested.
     num_tokens: output tokens of the choice so far, including the new ones.
     finish_reason: set only in the last delta of a choice.
+    content_end: see `ContentStops`; None if the text ends before the stop string already.
     """
 
     index: int
@@ -142,6 +150,7 @@ class Delta:
     num_tokens: int
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    content_end: int | None = None
 
 
 @dataclass(slots=True)
@@ -195,7 +204,7 @@ class Choice:
 
     index: int
     detokenizer: Detokenizer
-    stop_strings: StopStrings | None = None
+    stop_strings: StopStrings | ContentStops | None = None
     min_tokens: int = 0
     text_start: int = 0
     shows_stop: bool = False
@@ -277,6 +286,8 @@ class Choice:
             len(self.token_ids),
         )
         self._num_sent = len(self.token_ids)
+        if isinstance(self.stop_strings, ContentStops):
+            delta.content_end = self.stop_strings.content_end
         if self.finished and not self._end_reported:
             self._end_reported = True
             delta.finish_reason = str(self.finish_reason)
@@ -295,17 +306,25 @@ class Choice:
         shown, stop = self.stop_strings.filter_text(text, can_stop=can_stop)
         if shown:
             self._show(shown)
-        if stop is None:
-            return False
-        self.finish_reason, self.stop_reason = FinishReason.STOP, stop
-        return True
+        return self._ends_with(stop)
+
+    def _ends_with(self, stop: str | None) -> bool:
+        if stop is not None:
+            self.finish_reason, self.stop_reason = FinishReason.STOP, stop
+        return stop is not None
 
     def _end(self, finish_reason: FinishReason, stop_reason: int | None) -> None:
         if self._add_text(self.detokenizer.flush_text()):
             return
-        held = "" if self.stop_strings is None else self.stop_strings.flush_text()
-        if held:
-            self._show(held)
+        if self.stop_strings is not None:
+            held, stop = self.stop_strings.finish_text(
+                is_cut=finish_reason is not FinishReason.STOP,
+                can_stop=len(self.token_ids) > self.min_tokens,
+            )
+            if held:
+                self._show(held)
+            if self._ends_with(stop):
+                return
         self.finish_reason, self.stop_reason = finish_reason, stop_reason
         if finish_reason is FinishReason.REPETITION:
             self.stop_reason = REPETITION_DETECTED
@@ -319,12 +338,45 @@ class Choice:
 
 @dataclass(slots=True)
 class Timeline:
-    """Times of a request's events, in monotonic seconds; None if not happened yet."""
+    """Times of a request's events, in monotonic seconds; None if not happened yet.
+
+    events: those of the scheduler by choice, of all engines that computed the request. The first
+    QUEUED and SCHEDULED of any choice are those of the request.
+    """
 
     arrival: float
-    queued: float | None = None
-    scheduled: float | None = None
     first_token: float | None = None
+    events: list[tuple[int, EngineCoreEvent]] = field(default_factory=list)
+
+    @property
+    def queued(self) -> float | None:
+        return self._first(EventType.QUEUED)
+
+    @property
+    def scheduled(self) -> float | None:
+        return self._first(EventType.SCHEDULED)
+
+    def preemptions(self, now: float) -> list[list[float]]:
+        """Return the seconds of each preemption, for each choice that was scheduled.
+
+        A preemption ends when the choice is scheduled again; one that lasts, ends `now`.
+        """
+        found: dict[int, list[float]] = {}
+        since: dict[int, float] = {}
+        for choice, event in self.events:
+            if event.type is EventType.PREEMPTED:
+                since[choice] = event.timestamp
+            elif event.type is EventType.SCHEDULED:
+                seconds = found.setdefault(choice, [])
+                if choice in since:
+                    seconds.append(event.timestamp - since.pop(choice))
+        for choice, start in since.items():
+            found.setdefault(choice, []).append(now - start)
+        return list(found.values())
+
+    def _first(self, event_type: EventType) -> float | None:
+        times = (event.timestamp for _, event in self.events if event.type is event_type)
+        return next(times, None)
 
 
 @dataclass(slots=True)
@@ -446,6 +498,8 @@ class RequestStream:
         Raises InternalRequestError when outputs were lost, SlowReaderError when the client does
         not read.
         """
+        if output.events:
+            self._record_events(output)
         if output.error is not None:
             self.fail(output.error.to_exception())
             return False
@@ -456,8 +510,6 @@ class RequestStream:
         if choice.finished:
             self.metrics.count_discarded_tokens("after_stop", len(output.new_token_ids))
             return False
-        if output.first is not None:
-            self._record_first_step(output.first)
         if output.kv_transfer_params:
             self.kv_transfer_params = from_json(output.kv_transfer_params, dict[str, Any])
         if output.pooler_output:
@@ -491,16 +543,20 @@ class RequestStream:
             raise InternalRequestError("outputs of the engine were lost")
         return min(have - output.token_index, len(output.new_token_ids))
 
-    def _record_first_step(self, first: FirstTokenInfo) -> None:
-        if self.timeline.queued is None:
-            self.timeline.queued, self.timeline.scheduled = first.queued_at, first.scheduled_at
-            self.num_cached_tokens = first.num_cached_tokens
-            self.metrics.record_first_step(
-                first.scheduled_at - first.queued_at,
-                len(self.prompt_token_ids),
-                first.num_cached_tokens,
-                first.num_external_tokens,
-            )
+    def _record_events(self, output: EngineCoreOutput) -> None:
+        was_scheduled = self.timeline.scheduled is not None
+        self.timeline.events += [(output.choice, event) for event in output.events]
+        queued, scheduled = self.timeline.queued, self.timeline.scheduled
+        if was_scheduled or scheduled is None:
+            return
+        first = next(each for each in output.events if each.type is EventType.SCHEDULED)
+        self.num_cached_tokens = first.num_cached_tokens
+        self.metrics.record_first_step(
+            scheduled - (scheduled if queued is None else queued),
+            len(self.prompt_token_ids),
+            first.num_cached_tokens,
+            first.num_external_tokens,
+        )
 
     def _record_tokens(self, choice: int, number: int, timestamp: float) -> None:
         last = self._last_token_times.get(choice)

@@ -1,12 +1,13 @@
 """A client's sampling fields → `SamplingParams` and `LogitEdits`; seeds for requests without."""
 
 import random
-from collections.abc import Iterator, Sequence
-from typing import Final
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final
 
 from api_server.protocol.common import GenerationRequest
 from api_server.text.tokenizer import ModelTokenizer
 from proto.errors import InvalidRequestError, context_length_error, shown
+from proto.generation_config import GenerationDefaults
 from proto.logit_edits import LOGIT_EDIT_NUMBERS, LogitEdits
 from proto.sampling_params import SAMPLING_NUMBERS, RepetitionDetection, SamplingParams
 
@@ -24,8 +25,23 @@ def seeds(seed: int | None, index: int) -> Iterator[int]:
         yield source.getrandbits(SEED_BITS)
 
 
+def default_or_given(
+    request: GenerationRequest, defaults: GenerationDefaults, names: Iterable[str]
+) -> dict[str, Any]:
+    """Return fields of a request, with the model's defaults of those that the request lacks.
+
+    A beam search has no defaults of the model: it does not sample.
+    """
+    fields = {name: getattr(request, name) for name in names}
+    if request.use_beam_search:
+        return fields
+    missing = fields.keys() - request.model_fields_set
+    return fields | {name: defaults.values[name] for name in missing & defaults.values.keys()}
+
+
 def sampling_params(
     request: GenerationRequest,
+    defaults: GenerationDefaults,
     *,
     max_tokens: int | None,
     default_max_tokens: int | None,
@@ -61,14 +77,14 @@ def sampling_params(
             f"{shown(num_prompt_tokens + wanted)}.",
             max_tokens_field,
         )
-    numbers = {name: request.number(name) for name in SAMPLING_NUMBERS}
+    draws = default_or_given(request, defaults, ("top_k", *SAMPLING_NUMBERS))
+    draws["top_k"] = min(max(draws["top_k"], 0), vocab_size)
     if request.use_beam_search:
-        numbers["temperature"] = 0.0
+        draws["temperature"] = 0.0
     params = SamplingParams(
-        **numbers,
+        **draws,
         max_tokens=wanted,
         min_tokens=request.min_tokens,
-        top_k=min(max(request.top_k, 0), vocab_size),
         stop_token_ids=tuple(request.stop_token_ids),
         eos_token_ids=eos_token_ids,
         ignore_eos=request.ignore_eos,
@@ -104,13 +120,15 @@ def _repetition(request: GenerationRequest) -> RepetitionDetection | None:
 NO_EDITS = LogitEdits()
 
 
-async def logit_edits(request: GenerationRequest, tokenizer: ModelTokenizer) -> LogitEdits | None:
+async def logit_edits(
+    request: GenerationRequest, tokenizer: ModelTokenizer, defaults: GenerationDefaults
+) -> LogitEdits | None:
     """Return the request's edits of the logits; None for no edits.
 
     Raises InvalidRequestError for an empty bad word. Token ids are validated later.
     """
     edits = LogitEdits(
-        **{name: request.number(name) for name in LOGIT_EDIT_NUMBERS},
+        **default_or_given(request, defaults, LOGIT_EDIT_NUMBERS),
         bias_token_ids=tuple(request.logit_bias),
         bias_values=tuple(request.logit_bias.values()),
         bad_words=await _bad_words(request.bad_words, tokenizer),

@@ -117,7 +117,7 @@ def make_app_state(boot: ProcessBoot, link: Link, supervisor: SupervisorLink) ->
     responses = make_stored_responses(config.frontend)
     endpoint = config.frontend.otlp_traces_endpoint
     return AppState(
-        model=model,
+        model=texts.model,
         model_name=name,
         config=config.frontend,
         client=client,
@@ -133,6 +133,7 @@ def make_app_state(boot: ProcessBoot, link: Link, supervisor: SupervisorLink) ->
         peers=FrontEndPeers(boot, responses),
         live_view=live_view,
         harmony=texts.harmony,
+        generation_defaults=texts.generation_defaults,
         tracer=None if endpoint is None else RequestTracer(endpoint, name),
         seeds=seeds(config.model.seed, boot.index),
     )

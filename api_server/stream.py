@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal
 
 from starlette.requests import Request
@@ -199,6 +200,8 @@ class TokenStream:
         if stream.error is not None:
             reason, cause = "error", stream.error.cause
         running = [choice for choice in stream.choices if not choice.finished]
+        for seconds in stream.timeline.preemptions(now):
+            self.metrics.record_preemptions(seconds)
         self.client.abort_request(stream)
         if running and cause:
             self.metrics.count_cut_short(cause)
@@ -225,6 +228,13 @@ class TokenStream:
             "total": _seconds(first.arrival, now),
             "finish": self._outcome(),
         }
+        preempted = [
+            seconds
+            for stream in self.streams
+            for seconds in chain.from_iterable(stream.timeline.preemptions(now))
+        ]
+        if preempted:
+            fields |= {"preemptions": len(preempted), "preempted": round(sum(preempted), 6)}
         if trace_id:
             fields["trace_id"] = trace_id
         if self.ignored:

@@ -78,6 +78,9 @@ class RequestTracer:
             start_time=_nanoseconds(stream.timeline.arrival + wall_time),
             attributes=self._attributes(request, stream, now),
         )
+        for choice, event in stream.timeline.events:
+            at = _nanoseconds(event.timestamp + wall_time)
+            span.add_event(event.type.name.lower(), {"choice": choice}, at)
         if stream.error is not None:
             span.set_attribute("error.type", stream.error.type)
             span.set_status(Status(StatusCode.ERROR, stream.error.message))

@@ -3,12 +3,15 @@
 No other part of `deploy` reads environment variables.
 """
 
+import contextlib
 import os
+import pwd
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from deploy.supervisor import notify
+from proto.errors import ConfigError
 from proto.run_directory import default_parent
 
 FAULTS_VARIABLE: Final = "TOKEND_FAULTS"
@@ -23,13 +26,12 @@ ADMIN_KEY_VARIABLE: Final = "TOKEND_ADMIN_API_KEY"
 class HostEnvironment:
     """The environment that tokend was started in.
 
-    cache: tokend's cache folder. variables: environment variables of child processes.
+    variables: environment variables of child processes.
     settings: configuration fields set by the environment; flags and file override them.
     service_manager: variables that a service manager such as systemd has set.
     faults: value of TOKEND_FAULTS.
     """
 
-    cache: str
     variables: Mapping[str, str]
     settings: Mapping[str, Any] = field(default_factory=dict)
     service_manager: Mapping[str, str] = field(default_factory=dict)
@@ -37,9 +39,11 @@ class HostEnvironment:
 
     @classmethod
     def of(cls, variables: Mapping[str, str]) -> "HostEnvironment":
-        """Create from environment variables; the cache folder follows the XDG rules."""
-        home = os.path.expanduser("~")
-        base = variables.get("XDG_CACHE_HOME") or os.path.join(home, ".cache")
+        """Create from environment variables.
+
+        Libraries of child processes would create a folder called ~ for a user without a home, such
+        as a container's any user id: their HOME is tokend's cache folder then.
+        """
         inherited = dict(variables)
         secrets = {"api_key": API_KEY_VARIABLE, "admin_api_key": ADMIN_KEY_VARIABLE}
         settings = {
@@ -49,8 +53,28 @@ class HostEnvironment:
             name: inherited.pop(name) for name in notify.VARIABLES if name in inherited
         }
         faults = inherited.pop(FAULTS_VARIABLE, "")
-        cache = os.path.join(os.path.abspath(base), "tokend")
-        return cls(cache, inherited, settings, manager, faults)
+        environment = cls(inherited, settings, manager, faults)
+        home = _home(variables)
+        if not home or inherited.get("HOME", home) != home:
+            with contextlib.suppress(ConfigError):
+                inherited["HOME"] = home or environment.cache
+        return environment
+
+    @property
+    def cache(self) -> str:
+        """tokend's cache folder, by the XDG rules; raises ConfigError if there is no place for it.
+
+        A relative path in XDG_CACHE_HOME counts as none, as the rules demand.
+        """
+        base, home = self.variables.get("XDG_CACHE_HOME", ""), _home(self.variables)
+        if os.path.isabs(base):
+            return os.path.join(os.path.normpath(base), "tokend")
+        if home:
+            return os.path.join(home, ".cache", "tokend")
+        raise ConfigError(
+            f"no folder for models: user {os.getuid()} has no home; set XDG_CACHE_HOME, or HOME, "
+            "to the absolute path of a folder that this user can write to"
+        )
 
     @property
     def hugging_face_cache(self) -> str:
@@ -64,3 +88,18 @@ class HostEnvironment:
     def run_parent(self) -> str:
         """Return the folder of run directories; raises TokendError if none is writable."""
         return default_parent(self.variables.get("XDG_RUNTIME_DIR"))
+
+
+def _home(variables: Mapping[str, str]) -> str:
+    """Return the user's home folder; "" if there is none.
+
+    Container runtimes set HOME to / for a user id without an entry in /etc/passwd.
+    """
+    homes = [variables.get("HOME", "")]
+    with contextlib.suppress(KeyError):
+        homes.append(pwd.getpwuid(os.getuid()).pw_dir)
+    return next((home for home in homes if os.path.isabs(home) and _may_be_home(home)), "")
+
+
+def _may_be_home(folder: str) -> bool:
+    return folder.strip("/") != "" or os.access(folder, os.W_OK)

@@ -24,6 +24,7 @@ from proto.codec import Message, encode
 from proto.config import ServeConfig
 from proto.errors import ConfigError
 from proto.faults import Fault, parse_faults
+from proto.generation_config import generation_defaults
 from proto.lifecycle import PhaseClock, PlanBoot
 from proto.prepared_model import PreparedModel
 from proto.security import read_api_keys
@@ -50,6 +51,7 @@ def serve(config: ServeConfig, environment: HostEnvironment, commands: Commands)
     try:
         model, draft_model = _prepare_models(config, environment, display)
         _check_length(config, model)
+        defaults = generation_defaults(config.model, model)
         clock.end("model")
         faulthandler.enable()  # print the stacks if the service manager aborts a hung supervisor
         display.progress(f"starting {model.name}")
@@ -67,6 +69,7 @@ def serve(config: ServeConfig, environment: HostEnvironment, commands: Commands)
             clock=clock,
             faults=faults,
             draft_model=draft_model,
+            generation_defaults=defaults,
         )
         return Supervisor(launch, run_parent, display, notifier).run()
     finally:

@@ -24,6 +24,7 @@ from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.result import OutputsByFrontEnd
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.transport import FrontEndLinks
+from proto.engine_io import EventType
 from proto.stats import SchedulerStats
 from proto.view import (
     CACHED,
@@ -172,7 +173,8 @@ class ViewCounters:
             for output in front_end_outputs:
                 number = len(output.new_token_ids)
                 self.generation_tokens += number
-                self._prompt_balance += (output.first is not None) - number
+                is_first = any(event.type is EventType.QUEUED for event in output.events)
+                self._prompt_balance += is_first - number
         if stats is not None:
             self._prompt_balance += stats.num_scheduled_tokens
             self.queried_tokens += stats.prefix_cache_queries

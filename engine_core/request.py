@@ -7,7 +7,14 @@ import enum
 from collections.abc import Callable, Iterable, Sequence
 
 from engine_core.kv_cache.hashing import BlockHasher
-from proto.engine_io import NO_AGENT, AgentHint, EngineCoreRequest, FinishReason
+from proto.engine_io import (
+    NO_AGENT,
+    AgentHint,
+    EngineCoreEvent,
+    EngineCoreRequest,
+    EventType,
+    FinishReason,
+)
 from proto.pooling import PoolingParams
 from proto.sampling_params import SamplingParams
 
@@ -100,10 +107,9 @@ class Request:
             before, when it was first scheduled. num_external_tokens: tokens that a connector had.
     Life cycle:
         status, stop_reason (the stop token that ended it, unless it is an EOS), num_preemptions;
-        queued_at, scheduled_at (first time), preempted_at (every time): seconds of the machine's
-        monotonic clock, None before it happened.
+        queued_at, scheduled_at (first time): seconds of the machine's monotonic clock, None before
+        it happened. has_events: whether the next output has events.
         running_index: while it runs, a number that grows along the running list.
-        first_info_sent: whether FirstTokenInfo was sent with an output.
         kv_transfer_params: of a finished request, a JSON object for the client about where its KV
             is; empty for none.
         crash_count: crashes while it was being computed, since its last progress.
@@ -111,6 +117,7 @@ class Request:
 
     __slots__ = (
         "_block_hashes",
+        "_events",
         "_hasher",
         "agent",
         "agent_session_arrival",
@@ -121,8 +128,8 @@ class Request:
         "continues_agent_session",
         "crash_count",
         "finds_retained_prefix",
-        "first_info_sent",
         "front_end_index",
+        "has_events",
         "kv_transfer_params",
         "label",
         "max_tokens",
@@ -135,7 +142,6 @@ class Request:
         "num_prompt_tokens",
         "order",
         "pooling_params",
-        "preempted_at",
         "priority",
         "prompt_token_ids",
         "queued_at",
@@ -213,8 +219,8 @@ class Request:
         self.stop_reason: int | None = None
         self.queued_at: float | None = None
         self.scheduled_at: float | None = None
-        self.preempted_at: list[float] = []
-        self.first_info_sent = False
+        self.has_events = False
+        self._events: list[tuple[EventType, float]] = []
         self.kv_transfer_params = b""
         self.crash_count = crash_count
 
@@ -316,6 +322,28 @@ class Request:
         if self._hasher is not None:
             self._hasher.extend(self._block_hashes, self.all_token_ids, self.cache_salt)
         return self._block_hashes
+
+    def record_event(self, event: EventType, now: float) -> None:
+        """Record an event for the next output. now: monotonic seconds."""
+        if event is EventType.QUEUED:
+            self.queued_at = now
+            self._events.clear()  # of a turn that was queued before it had its input
+        elif event is EventType.PREEMPTED:
+            self.num_preemptions += 1
+        elif self.scheduled_at is None:
+            self.scheduled_at = now
+        self._events.append((event, now))
+        self.has_events = True
+
+    def pop_events(self) -> tuple[EngineCoreEvent, ...]:
+        """Return the events since the last call."""
+        events, self._events, self.has_events = self._events, [], False
+        return tuple(
+            EngineCoreEvent(event, at, self.num_cached_tokens, self.num_external_tokens)
+            if event is EventType.SCHEDULED
+            else EngineCoreEvent(event, at)
+            for event, at in events
+        )
 
     def copy_tokens(self, sibling: "Request") -> None:
         """Replace the tokens by those of another choice."""

@@ -64,8 +64,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The model to serve, and how."""
 
     model: str = "smollm2-135m-instruct"
-    """A Hugging Face folder, a .gguf file or a folder with one, the name of a packaged model, or
-    ORG/NAME of a model in the local Hugging Face cache (hf download ORG/NAME)."""
+    """A Hugging Face folder, a .gguf file (of a split model any part) or a folder with one model in
+    such files, the name of a packaged model, or ORG/NAME of a model in the local Hugging Face cache
+    (hf download ORG/NAME)."""
     served_model_name: str | None = None
     """Model name in the API; by default the name or last path component of the model."""
     tokenizer: str | None = None
@@ -82,6 +83,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum tokens of prompt and output together; by default the model's own maximum."""
     seed: int | None = None
     """Seed for requests without one, so that their sampling is the same after each start."""
+    generation_config: str = "auto"
+    """Sampling defaults of requests; auto: of the model's generation_config.json or GGUF file;
+    vllm: none; else of a generation_config.json in this folder."""
+    override_generation_config: str | None = None
+    """Sampling defaults as JSON (temperature, top_k, top_p, min_p, repetition_penalty,
+    max_new_tokens), over those of --generation-config; null for none."""
     runner: Runner = "auto"
     """What the model does: generate text, or pool it into vectors or scores; auto: as its folder
     says."""

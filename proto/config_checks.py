@@ -25,6 +25,7 @@ from proto.config import (
 )
 from proto.engine_io import MAX_FRONT_ENDS
 from proto.errors import ConfigError, shown
+from proto.generation_config import parse_overrides
 from proto.kv_media_checks import check_media, check_preemption
 from proto.kv_transfer_config import FIELD as KV_TRANSFER_FIELD
 from proto.kv_transfer_config import kv_transfer_config
@@ -68,10 +69,11 @@ def validate(config: ServeConfig) -> None:
 
 def _check_model(model: ModelConfig) -> None:
     _positive("max_model_len", model.max_model_len)
-    for field in ("served_model_name", "tokenizer"):
+    for field in ("served_model_name", "tokenizer", "generation_config"):
         value = getattr(model, field)
         if value is not None and not value.strip():
             raise ConfigError(f"{flag_name(field)} must not be empty", field)
+    parse_overrides(model.override_generation_config)
     if model.pooler_config is not None:
         if model.runner == "generate":
             raise ConfigError("--pooler-config does not go with --runner generate", "pooler_config")

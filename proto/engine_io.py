@@ -270,17 +270,29 @@ class LogprobsArrays(msgspec.Struct, array_like=True, frozen=True):
     ranks: bytes
 
 
-class FirstTokenInfo(msgspec.Struct, array_like=True, frozen=True):
-    """Sent once per choice and engine, with the first output.
+class EventType(enum.IntEnum):
+    """What happened to a choice in the scheduler; numbers as in vLLM.
 
-    num_cached_tokens: prompt tokens found in the prefix cache.
-    queued_at, scheduled_at: seconds on the machine's monotonic clock.
+    QUEUED: it, or the next turn of its session, waits. SCHEDULED: a step has its tokens, for the
+    first time or again. PREEMPTED: it has lost its KV, and waits again.
+    """
+
+    QUEUED = 1
+    SCHEDULED = 2
+    PREEMPTED = 3
+
+
+class EngineCoreEvent(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """An event of a choice.
+
+    timestamp: seconds on the machine's monotonic clock.
+    num_cached_tokens: of SCHEDULED, prompt tokens that were in the prefix cache the first time.
     num_external_tokens: those of them that a connector loaded.
     """
 
-    num_cached_tokens: int
-    queued_at: float
-    scheduled_at: float
+    type: EventType
+    timestamp: float
+    num_cached_tokens: int = 0
     num_external_tokens: int = 0
 
 
@@ -305,6 +317,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):
     token_index: index, among the choice's output tokens (a session's: the turn's), of
         new_token_ids[0].
     stop_reason: the stop token id when a stop token other than EOS ended the choice.
+    events: of the choice since its last output, in order.
     goes_on: a turn of a session ended with this finish_reason, and the session continues.
     kv_transfer_params: with a finish_reason, data of the KV connector for the client, a JSON
         object; empty for none. Bytes, so that decoding this message does not parse it.
@@ -320,7 +333,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):
     new_token_ids: list[int]
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
-    first: FirstTokenInfo | None = None
+    events: tuple[EngineCoreEvent, ...] = ()
     logprobs: LogprobsArrays | None = None
     prompt_logprobs: LogprobsArrays | None = None
     error: ErrorInfo | None = None

@@ -7,7 +7,8 @@ and chat template. The folder contains
     config.json          Hugging Face style model configuration
     tokenizer.json       for the `tokenizers` library
     tokenizer_config.json
-    chat_template.jinja  absent for a model without one
+    chat_template.jinja, additional_chat_templates/tool_use.jinja
+                         absent for a model without them
     tensors.msgpack      TensorIndex
     digest.msgpack       WeightsDigest; written by the first worker that needs it
     kernel_times.msgpack KernelTimes; written by the first worker on each kind of machine
@@ -21,9 +22,20 @@ import msgspec
 from proto.errors import ModelError, shown
 from proto.pooling import Pooler
 
-MANIFEST_VERSION = 4
+MANIFEST_VERSION = 5
 FP8: Final = "F8_E4M3"
 """As safetensors names it."""
+
+CHAT_TEMPLATES: Final = {
+    "default": "chat_template.jinja",
+    "tool_use": "additional_chat_templates/tool_use.jinja",
+}
+"""Name of a chat template → its file, as in folders of transformers. `tool_use` renders requests
+with tools, `default` all others, and all of a model without the former."""
+TEMPLATE_FILES: Final = "additional_chat_templates/*.jinja"
+"""Files of a folder's templates other than the default one."""
+ModelSetting = tuple[str, bool | int | float | str | None]
+"""Key and value of a model's own settings of the sampling; see proto/generation_config.py."""
 
 FileStamp = tuple[int, int, int, int]
 """Inode, bytes, and times (ns) of the last change of the data and of the inode; see file_stamp."""
@@ -284,10 +296,12 @@ class PreparedModel(msgspec.Struct, frozen=True, kw_only=True):
     architecture: the family, e.g. "LlamaForCausalLM".
     vocab_size: rows of the output head; token ids are below it.
     max_position: maximum number of positions of the model.
-    eos_token_ids: tokens at which generation ends by default.
+    eos_token_ids: tokens at which generation ends by default. end_reasons: of each, the
+        text, and in brackets which files say so.
     pooler: how the model pools, if its folder says so; None for a model that only generates.
     generates: whether it has a language head. hidden_size: numbers of a hidden state.
     unloaded_parts: what the source has beside this language model, such as "vision".
+    generation_settings: about sampling, of generation_config.json or the GGUF file.
     weights_sample: hex digest of names, types, shapes and some bytes of all tensors. It tells
         models apart, but not two states of an edited one; part of the fingerprint of KV that ends
         with the process.
@@ -302,12 +316,20 @@ class PreparedModel(msgspec.Struct, frozen=True, kw_only=True):
     max_position: int
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    end_reasons: tuple[str, ...] = ()
     weights_sample: str
     has_chat_template: bool = False
     pooler: Pooler | None = None
     generates: bool = True
     hidden_size: int = 0
     unloaded_parts: tuple[str, ...] = ()
+    generation_settings: tuple[ModelSetting, ...] = ()
+
+    @property
+    def ends_notice(self) -> str:
+        """Which tokens end an answer, and why, in words."""
+        ends = ", ".join(map("{} {}".format, self.eos_token_ids, self.end_reasons))
+        return ends or "none, so answers go on to their limit"
 
     @property
     def text_only_notice(self) -> str:

@@ -15,7 +15,7 @@ import threading
 import time
 from pathlib import Path
 
-from proto.errors import TokendError
+from proto.errors import ConfigError
 
 _PREFIX = "tokend-"
 _LOCK = "lock"
@@ -113,13 +113,21 @@ def run_directories(parent: str) -> list[str]:
 
 
 def default_parent(environment_runtime_dir: str | None) -> str:
-    """Return XDG_RUNTIME_DIR if it is writable, otherwise the temporary directory."""
-    if environment_runtime_dir and os.access(environment_runtime_dir, os.W_OK | os.X_OK):
-        return environment_runtime_dir
-    temporary = tempfile.gettempdir()
-    if not os.access(temporary, os.W_OK | os.X_OK):
-        raise TokendError(f"no directory for sockets: {temporary} is not writable")
-    return temporary
+    """Return XDG_RUNTIME_DIR if it is writable, otherwise the temporary directory.
+
+    A relative path counts as none, by the XDG rules. Raises ConfigError if neither is writable.
+    """
+    given = environment_runtime_dir
+    if given and os.path.isabs(given) and os.access(given, os.W_OK | os.X_OK):
+        return given
+    with contextlib.suppress(FileNotFoundError):  # none of those that Python tries is writable
+        temporary = tempfile.gettempdir()
+        if os.access(temporary, os.W_OK | os.X_OK):
+            return temporary
+    raise ConfigError(
+        f"no directory for sockets: user {os.getuid()} can write to no temporary directory; set "
+        "XDG_RUNTIME_DIR or TMPDIR"
+    )
 
 
 def _lock_exclusively(descriptor: int) -> bool:

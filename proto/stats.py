@@ -61,7 +61,6 @@ class SchedulerStats(msgspec.Struct, array_like=True, frozen=True):
     last step; tool_seconds: from the end of a turn to the next arrival of its session.
 
     num_discarded_tokens: tokens sampled for choices that had ended already.
-    request_preemptions: number of preemptions of each finished choice, if it was computed.
 
     Speculative decoding: num_drafts verified, their tokens (num_draft_tokens), those of them that
     were accepted, in all and by position in the draft (accepted_per_pos), and tokens that a grammar
@@ -96,7 +95,6 @@ class SchedulerStats(msgspec.Struct, array_like=True, frozen=True):
     agent_session_seconds: list[float] = []
     tool_seconds: list[float] = []
     num_discarded_tokens: int = 0
-    request_preemptions: list[int] = []
     estimated_flops: int = 0
     estimated_read_bytes: int = 0
     estimated_write_bytes: int = 0

@@ -28,6 +28,7 @@ from proto.lifecycle import (
 from proto.pooling import pooler_of
 from proto.prepared_model import PreparedModel
 from proto.speculative_config import HEAD_METHODS
+from proto.turn_ends import with_end_tokens
 from worker.device.devices import Device
 from worker.flashinfer_modules import load_modules
 from worker.kernel_choice import choose_attention
@@ -212,6 +213,9 @@ def load(
     logger.info("loading %s as %s", prepared.name, str(dtype).removeprefix("torch."))
     if prepared.unloaded_parts and group.rank == 0:
         logger.info("%s: %s", prepared.name, prepared.text_only_notice)
+    if pooler is None and group.rank == 0:
+        ends = with_end_tokens(prepared, config.model).ends_notice
+        logger.info("end tokens of %s: %s", prepared.name, ends)
     if not is_cuda(device) and (placement := memory_placement()) is not None:
         logger.info("%s", placement)
     whole = model_spec(prepared, config)

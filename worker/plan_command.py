@@ -19,7 +19,9 @@ from proto.codec import MessageDecoder
 from proto.config import ServeConfig
 from proto.errors import TokendError
 from proto.lifecycle import PlanBoot
+from proto.pooling import pooler_of
 from proto.prepared_model import PreparedModel
+from proto.turn_ends import with_end_tokens
 from worker.device.devices import Device, create_device
 from worker.kernel_choice import KernelChoice, describe_choices
 from worker.layers.linear import Linear
@@ -306,12 +308,17 @@ def main() -> int:
         if draft is not None:
             require_draft_model(config, prepared, draft, device)
         plan = plan_memory(config, prepared, device, draft=draft)
+        generates = pooler_of(config.model, prepared) is None
+        prepared = with_end_tokens(prepared, config.model)
         times, not_estimated = None, why_not_estimated(config, prepared, device)
         if plan.fits and not not_estimated:
             times = estimate_times(config, prepared, device, plan)
         if boot.as_json:
             flags = [] if plan.fits else fitting_flags(plan, config, prepared, device, draft=draft)
             figures = {"model": prepared.name, "device": device.name, **plan.to_dict()}
+            if generates:
+                ends = zip(prepared.eos_token_ids, prepared.end_reasons, strict=True)
+                figures["end_tokens"] = dict(ends)
             figures |= {"flags_that_fit": flags} if times is None else times.to_dict()
             print(json.dumps(figures, indent=1))
         elif not plan.fits:
@@ -325,6 +332,8 @@ def main() -> int:
             print("\n".join((title, *plan.table(), "")))
             lines = [f"  times            not estimated for {not_estimated}"]
             print("\n".join(lines if times is None else times.lines()))
+            if generates:
+                print(f"  end tokens       {prepared.ends_notice}")
     except TokendError as error:
         print(f"tokend: {error}", file=sys.stderr)
         return 2

@@ -4,7 +4,7 @@ FastAPI adds the paths. The routes read their bodies themselves, so `OPERATIONS`
 that validate the bodies; a test checks that every documented route has a line there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -195,6 +195,7 @@ MODEL_CARD: Final = an_object(
         "root": STRING,
         "parent": {"type": "null"},
         "max_model_len": INTEGER,
+        "default_sampling_params": {"type": "object", "additionalProperties": NUMBER},
     }
 )
 ANTHROPIC_MODEL: Final = an_object(
@@ -405,17 +406,25 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
 
 
 def install(app: FastAPI, config: FrontEndConfig) -> None:
-    """Replace the application's OpenAPI document by ours, which is built on the first request."""
+    """Replace the application's OpenAPI document by ours, which is built on the first request.
+
+    It has the sampling defaults of the model; a reload that changes them changes the document.
+    """
+    shown: Mapping[str, float] = {}
 
     def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            app.openapi_schema = _build_document(app, config)
+        nonlocal shown
+        defaults = app.state.app_state.generation_defaults.values
+        if app.openapi_schema is None or shown != defaults:
+            app.openapi_schema, shown = _build_document(app, config, defaults), defaults
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _build_document(app: FastAPI, config: FrontEndConfig) -> dict[str, Any]:
+def _build_document(
+    app: FastAPI, config: FrontEndConfig, defaults: Mapping[str, float]
+) -> dict[str, Any]:
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
     schemas: dict[str, Schema] = {"Error": ERROR}
     document["components"] = {"schemas": schemas, "securitySchemes": _SCHEMES}
@@ -424,16 +433,21 @@ def _build_document(app: FastAPI, config: FrontEndConfig) -> dict[str, Any]:
     for path, methods in document["paths"].items():
         for method, described in methods.items():
             operation = OPERATIONS.get((path, method), Operation())
-            _describe(described, operation, schemas)
+            _describe(described, operation, schemas, defaults)
             takes_key = config.has_client_keys and path not in open_paths
             if takes_key or (config.has_admin_keys and path in admin_paths):
                 described["security"] = [{name: []} for name in _SCHEMES]
     return document
 
 
-def _describe(described: dict[str, Any], operation: Operation, schemas: dict[str, Schema]) -> None:
+def _describe(
+    described: dict[str, Any],
+    operation: Operation,
+    schemas: dict[str, Schema],
+    defaults: Mapping[str, float],
+) -> None:
     if operation.bodies:
-        refs = [{"$ref": _add_schema(model, schemas)} for model in operation.bodies]
+        refs = [{"$ref": _add_schema(model, schemas, defaults)} for model in operation.bodies]
         schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
         described["requestBody"] = {"required": True, "content": {_JSON: {"schema": schema}}}
     described.setdefault("parameters", []).extend(
@@ -458,9 +472,12 @@ def _describe(described: dict[str, Any], operation: Operation, schemas: dict[str
     }
 
 
-def _add_schema(model: type[BaseModel], schemas: dict[str, Schema]) -> str:
+def _add_schema(
+    model: type[BaseModel], schemas: dict[str, Schema], defaults: Mapping[str, float]
+) -> str:
     """Add the schema of a body to `schemas`, and return a reference to it.
 
+    defaults: of the model; that of max_tokens holds where the endpoint itself has no default.
     Every optional field may be null, and unknown fields are ignored, so they are allowed.
     """
     schema = model.model_json_schema(ref_template=_REFS)
@@ -469,6 +486,10 @@ def _add_schema(model: type[BaseModel], schemas: dict[str, Schema]) -> str:
         definition.pop("additionalProperties", None)
         properties = definition.get("properties", {})
         for name in properties.keys() - definition.get("required", []):
+            default = defaults.get("max_tokens" if name == "max_output_tokens" else name)
+            has_own = name == "max_tokens" and properties[name]["default"] is not None
+            if default is not None and not has_own:
+                properties[name]["default"] = default
             properties[name] = or_null(properties[name])
     schemas.update(found)
     return _REFS.format(model=model.__name__)

@@ -77,6 +77,8 @@ class EngineSwitch:
                 logger.error("there is no engine of epoch %d to switch to", epoch)
             return
         self._state.app_state = prepared
+        if prepared.generation_defaults != old.generation_defaults:
+            logger.info("sampling defaults: %s", str(prepared.generation_defaults) or "none")
         prepared.live_view.publish_notice("reload", "new requests go to the reloaded engine")
         if client.epoch == epoch:
             return
@@ -117,10 +119,11 @@ class EngineSwitch:
             return
         self._prepared[epoch] = replace(
             old,
-            model=message.model,
+            model=texts.model,
             tokenizer=texts.tokenizer,
             chat_template=texts.chat_template,
             harmony=texts.harmony,
+            generation_defaults=texts.generation_defaults,
             vocabulary=texts.vocabulary,
             epoch=epoch,
             in_flight=old.in_flight if message.in_place else InFlightCounter(),

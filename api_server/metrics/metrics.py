@@ -213,6 +213,11 @@ class Metrics(Collector):
         self._preemptions = self._histogram(
             "vllm:request_num_preemptions", "Preemptions of a choice.", NUM_PREEMPTIONS
         )
+        self._preempted_seconds = self._histogram(
+            "tokend:preempted_seconds",
+            "From a preemption of a choice until it was scheduled again.",
+            REQUEST_SECONDS,
+        )
         self._agent_session_seconds = self._histogram(
             "tokend:job_completion_seconds",
             "From the first arrival of an agent session to the end of its last step.",
@@ -388,8 +393,6 @@ class Metrics(Collector):
         for medium_stats in stats.kv_media:
             self._record_medium_stats(medium_stats)
         self._discarded["late"].increment(stats.num_discarded_tokens)
-        for num_preemptions in stats.request_preemptions:
-            self._preemptions.observe(num_preemptions)
         if stats.num_scheduled_tokens:
             self._step_tokens.observe(stats.num_scheduled_tokens)
         for share in stats.flops_shares:
@@ -456,6 +459,12 @@ class Metrics(Collector):
         """Count a choice by finish reason: stop, length, repetition, abort or error."""
         self._finished_choices[reason].increment()
         self._generation_lengths.observe(num_tokens)
+
+    def record_preemptions(self, seconds: Sequence[float]) -> None:
+        """Record the preemptions of a choice that has ended, each by its duration."""
+        self._preemptions.observe(len(seconds))
+        for each in seconds:
+            self._preempted_seconds.observe(each)
 
     def count_tool_parse(self, has_calls: bool) -> None:
         self._tool_parses["tool_call" if has_calls else "no_tool_call"].increment()

@@ -6,6 +6,10 @@
       <|constrain|>json<|message|>{"city": "Paris"}<|call|>                  ToolCallArguments
     <|channel|>final<|message|>It is cold.<|return|>                         ContentText
 
+A header that deviates is a call, too, if it names a tool of the request: with a recipient twice, a
+word too many, words that are glued together, or without `functions.`. What is left of a header
+without its `<|message|>` is dropped.
+
 `<|call|>` and `<|return|>` end the answer. The detokenizer writes harmony's special tokens with
 MARK before them, so that the same text in ordinary tokens stays text. The library `openai-harmony`
 reads the header of each message; the rest of its parser is not used, because it encodes every delta
@@ -30,12 +34,12 @@ from api_server.parsers.output import (
 from api_server.parsers.output_format import OutputFormat
 from api_server.parsers.tool_calls import offered_tools, strict_field
 from api_server.parsers.tools.base import OfferedTool, quoted
-from api_server.parsers.tools.call_parser import is_json_object, new_call_id
+from api_server.parsers.tools.call_parser import new_call_id, read_arguments
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.fields import IgnoredFields
 from api_server.protocol.json_lark import json_rules
 from api_server.text.detokenizer import Detokenizer
-from api_server.text.harmony import HarmonyEncoding, Header
+from api_server.text.harmony import HarmonyEncoding
 from api_server.text.tokenizer import ModelTokenizer
 from proto.errors import InvalidRequestError, ModelError
 from proto.grammar import GrammarSource, decoded
@@ -49,6 +53,17 @@ _MARKER: Final = re.compile(rf"{MARK}<\|({'|'.join(MARKERS)})\|>")
 _MAX_MARKER: Final = 1 + max(len(f"<|{name}|>") for name in MARKERS)
 MAX_HEADER: Final = 256
 """Most characters of a header; what is longer is the content of a message without a header."""
+_CHANNEL: Final = re.compile(r"<\|channel\|>[^<]*?(analysis|commentary|final)")
+_BROKEN_HEADER: Final = re.compile(
+    r"(?:(?:assistant)?(?:\s*to=[^\s<{]*)?\s*<\|channel\|>\s*(?:analysis|commentary|final)?"
+    r"(?:\s*to=[^\s<{]*)?(?:\s*<\|constrain\|>\s*\w*|\s+(?:json|code)\b)?)+\s*"
+)
+"""A header at the start of a text, with which the text of the message was to begin."""
+_TO_ASSISTANT: Final = re.compile(r"to\s*=\s*assistant")
+"""Recipient of the result of a tool."""
+_RECIPIENT: Final = re.compile(r"(?:to\s*=\s*(?:functions?\.)?|functions?\.)([A-Za-z0-9_.:/-]+)")
+_GLUED: Final = re.compile(r"(?:analysis|commentary|final|json|code|to|assistant|[.:_-]?\d+)*")
+_HEADER_WORDS: Final = frozenset({"assistant", "analysis", "commentary", "final", "json", "code"})
 _SEPARATOR: Final = "\n\n"
 """Stands between the texts of two messages of the same kind."""
 
@@ -127,7 +142,7 @@ class HarmonyParser:
             self._header_length += len(text[:room])
             if len(text) > room:  # the same text wherever it was cut
                 self._reject_header()
-                self._write(text[room:])
+                self._add_text(text[room:])
         elif self._called_tool is not None:
             self._arguments.append(text)
         else:
@@ -139,44 +154,52 @@ class HarmonyParser:
         elif self._header is None and name == "channel":  # the end of the last message is missing
             self._end_message()
             self._add_text("<|channel|>")
+        elif self._header is None and self._called_tool is None:
+            return  # a rest of a broken header
         elif self._header is not None and name == "message":
             self._begin_message("".join(self._header))
+        elif name == "message" and not any("{" in text for text in self._arguments):
+            self._arguments.clear()  # as above
         else:
             self._add_text(f"<|{name}|>")
 
     def _begin_message(self, header_text: str) -> None:
-        header = self._encoding.parse_header(header_text) or Header(None, None)
+        header = self._encoding.parse_header(header_text)
+        channel = (_CHANNEL.findall(header_text) or [""])[-1]
         self._header = None
-        self._kind = ReasoningText if header.channel == "analysis" else ContentText
-        name = header.called_tool
-        self._called_tool = name if name in self._tool_names else None
+        self._kind = ReasoningText if channel == "analysis" else ContentText
+        name = header.called_tool if header else None
+        is_offered = name in self._tool_names
+        self._called_tool = name if is_offered else named_tool(header_text, self._tool_names)
         self._is_new_text = True
 
     def _end_message(self) -> None:
         """End the message, or the text after a message; a header follows."""
         if self._header is not None:
             self._reject_header()
-        elif self._called_tool is not None:
+        if self._called_tool is not None:
             self._add_call(self._called_tool, "".join(self._arguments).strip() or "{}")
         self._called_tool = None
         self._arguments.clear()
         self._header, self._header_length = [], 0
 
     def _reject_header(self) -> None:
-        """Treat text that is not a header as content."""
+        """Treat text that is not a header, or follows one without its end, as that of a message."""
         text = "".join(self._header or ())
-        self._begin_message("")
-        text = text.removeprefix("assistant")
+        found = _BROKEN_HEADER.match(text)
+        self._begin_message(found[0] if found else "")
+        text = text[found.end() :] if found else text.removeprefix("assistant")
         if text.strip():
-            self._write(text)
+            self._add_text(text)
 
     def _add_call(self, name: str, arguments: str) -> None:
-        if not is_json_object(arguments):
+        found = read_arguments(arguments)
+        if found is None:
             self._kind = ContentText
             self._write(arguments)
             return
         self._parts.append(ToolCallStart(self._num_calls, new_call_id(), name))
-        self._parts.append(ToolCallArguments(self._num_calls, arguments))
+        self._parts.append(ToolCallArguments(self._num_calls, found))
         self._num_calls += 1
 
     def _write(self, text: str) -> None:
@@ -191,6 +214,25 @@ class HarmonyParser:
     def _pop_parts(self) -> Sequence[OutputPart]:
         parts, self._parts = self._parts, []
         return parts
+
+
+def named_tool(header: str, tool_names: Collection[str]) -> str | None:
+    """Return the tool to which a message with a malformed header goes, None if there is none.
+
+     to=functions.find<|channel|>commentary to=functions.find
+    <|channel|>commentary to=functions.findjson                  find
+    <|channel|>commentary find
+    """
+    if _TO_ASSISTANT.search(header):
+        return None
+    longest_first = sorted(tool_names, key=len, reverse=True)
+    for recipient in reversed(_RECIPIENT.findall(header)):
+        for name in longest_first:
+            if recipient.startswith(name) and _GLUED.fullmatch(recipient, len(name)):
+                return name
+    words = re.split(r"<\|\w+\|>|\s+", header)
+    named = [word for word in words if word in tool_names and word not in _HEADER_WORDS]
+    return named[-1] if named else None
 
 
 class HarmonyTokenCounter:

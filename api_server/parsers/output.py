@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from api_server.metrics.metrics import Metrics
+from api_server.text.stop_strings import StopStrings
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +89,25 @@ def num_marker_characters(text: str, marker: str) -> int:
 
     The text must not contain the whole marker.
     """
-    for number in range(min(len(text), len(marker) - 1), 0, -1):
-        if text.endswith(marker[:number]):
-            return number
+    position = text.find(marker[0], max(0, len(text) - len(marker) + 1))
+    while position >= 0:
+        if marker.startswith(text[position:]):
+            return len(text) - position
+        position = text.find(marker[0], position + 1)
     return 0
+
+
+def find_marker(text: str, markers: Sequence[str]) -> tuple[int, str]:
+    """Return the position of the first of these markers in a text, and the marker.
+
+    Without one, return how many characters at the start of the text belong to none, and "": a
+    marker may begin at the end of the text.
+    """
+    found = [(text.find(marker), marker) for marker in markers if marker in text]
+    if found:
+        return min(found)
+    held = max((num_marker_characters(text, marker) for marker in markers), default=0)
+    return len(text) - held, ""
 
 
 class ChoiceParser:
@@ -104,17 +120,82 @@ class ChoiceParser:
     def __init__(self, parser: OutputParser, metrics: Metrics | None = None) -> None:
         self._parser = parser
         self._metrics = metrics
+        self._num_content = 0  # characters that were returned
+        self._held = ""  # content after these
         self.is_plain = parser is PLAIN_TEXT
         self.has_tool_calls = False
 
-    def parse_delta(self, text: str, finish_reason: str | None = None) -> list[OutputPart]:
-        """Return the parts of additional text. finish_reason: None unless the choice ends here."""
+    def parse_delta(
+        self, text: str, finish_reason: str | None = None, content_end: int | None = None
+    ) -> list[OutputPart]:
+        """Return the parts of additional text. finish_reason: None unless the choice ends here.
+
+        content_end: see `ContentStops`; None for an answer without stop strings.
+        """
         parts = [*self._parser.parse_delta(text)]
         is_last = finish_reason is not None
         if is_last:
             parts += self._parser.parse_end(is_cut=finish_reason != "stop")
+        if content_end is not None:
+            parts = self._cut_parts(parts, content_end)
         if not self.has_tool_calls:
             self.has_tool_calls = any(isinstance(part, ToolCallStart) for part in parts)
         if is_last and self._metrics is not None:
             self._metrics.count_tool_parse(self.has_tool_calls)
         return parts
+
+    def _cut_parts(self, parts: Sequence[OutputPart], content_end: int) -> list[OutputPart]:
+        """Hold back content after `content_end` characters; after a stop string nothing follows."""
+        cut: list[OutputPart] = []
+        for part in (*parts, None):
+            if isinstance(part, ContentText):
+                self._held += part.text
+                continue
+            room = content_end - self._num_content
+            certain, self._held = self._held[:room], self._held[room:]
+            self._num_content += len(certain)
+            if certain:
+                cut.append(ContentText(certain))
+            if part is None or self._held:
+                return cut
+            cut.append(part)
+        return cut
+
+
+class ContentStops:
+    """Stop strings of an answer that may have reasoning or calls of tools.
+
+    They are looked for in the content alone, which `parser` finds in the text. The text passes
+    unchanged, for the parser of the response, which finds the same content; `content_end` is how
+    many characters of it the client may get. Content is not joined over another part.
+
+        <think>Which?</think>  Let me │ look.    stop string " look", content_end 6
+    """
+
+    def __init__(self, stop_strings: StopStrings, parser: OutputParser) -> None:
+        self._stop_strings = stop_strings
+        self._parser = parser
+        self.content_end = 0
+
+    def filter_text(self, piece: str, *, can_stop: bool) -> tuple[str, str | None]:
+        """Return the text, and the stop string that its content completes or None."""
+        return piece, self._find_stop(self._parser.parse_delta(piece), can_stop)
+
+    def finish_text(self, *, is_cut: bool, can_stop: bool) -> tuple[str, str | None]:
+        """Return what `filter_text` does, for the end of the text. is_cut: see `OutputParser`."""
+        stop = self._find_stop(self._parser.parse_end(is_cut=is_cut), can_stop)
+        if stop is None:
+            self.content_end += len(self._stop_strings.flush_text())
+        return "", stop
+
+    def _find_stop(self, parts: Sequence[OutputPart], can_stop: bool) -> str | None:
+        for part in parts:
+            if isinstance(part, ContentText):
+                certain, stop = self._stop_strings.filter_text(part.text, can_stop=can_stop)
+                if stop is not None:
+                    self.content_end += len(certain)
+                    return stop
+            else:
+                certain = self._stop_strings.flush_text()
+            self.content_end += len(certain)
+        return None

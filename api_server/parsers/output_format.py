@@ -42,15 +42,25 @@ class ReasoningPlan:
     markers: Mapping[int, str] = field(default_factory=dict)
     is_shown: bool = True
 
-    def new_parser(self, content_parser: OutputParser) -> OutputParser:
-        """Return a parser for one choice; `content_parser` receives what is not reasoning."""
-        return self.format.new_parser(self.output_start, content_parser, is_shown=self.is_shown)
+    def new_parser(self, tool_calls: ToolCallPlan) -> OutputParser:
+        """Return a parser for one choice, with one of tool calls for what is not reasoning."""
+        return self.format.new_parser(
+            self.output_start,
+            tool_calls.new_parser(),
+            is_shown=self.is_shown,
+            calls=tool_calls.in_reasoning,
+        )
 
-    def new_counter(self, detokenizer: Detokenizer) -> ReasoningTokenCounter | None:
+    def new_counter(
+        self, detokenizer: Detokenizer, tool_calls: ToolCallPlan
+    ) -> ReasoningTokenCounter | None:
         """Return the detokenizer with a count of reasoning tokens; None without reasoning."""
         if self.output_start is OutputStart.CONTENT:
             return None
-        return self.format.new_counter(detokenizer, self.output_start)
+        calls = tool_calls.in_reasoning
+        return self.format.new_counter(
+            detokenizer, self.output_start, calls.tokens if calls else ()
+        )
 
 
 WITHOUT_REASONING: Final = ReasoningPlan()
@@ -77,11 +87,11 @@ class OutputFormat:
         return {**self.tool_calls.markers, **self.reasoning.markers}
 
     def new_parser(self) -> OutputParser:
-        return self.reasoning.new_parser(self.tool_calls.new_parser())
+        return self.reasoning.new_parser(self.tool_calls)
 
     def new_counter(self, detokenizer: Detokenizer) -> TokenCounter | None:
         """Return the detokenizer with a count of reasoning tokens; None without reasoning."""
-        return self.reasoning.new_counter(detokenizer)
+        return self.reasoning.new_counter(detokenizer, self.tool_calls)
 
     def new_choice_parser(self, metrics: Metrics) -> ChoiceParser:
         """Return a parser for one choice of the response, counted if the request has tools."""

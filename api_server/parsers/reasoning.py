@@ -5,14 +5,17 @@
 
 Some models write markers around the rest, too: <answer>…</answer>.
 
+A call ends reasoning that has no end marker (`CallsInReasoning`).
+
 Whitespace at both ends of the reasoning, and line breaks after it, belong to the markers and are
 dropped. A new format is a line in `REASONING_FORMATS`, with a class derived from `ReasoningFormat`
 if it is more than two markers.
 """
 
 import enum
+import re
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -20,6 +23,8 @@ from api_server.parsers.output import (
     OutputParser,
     OutputPart,
     ReasoningText,
+    ToolCallStart,
+    find_marker,
     num_marker_characters,
 )
 from api_server.text.detokenizer import Detokenizer
@@ -33,6 +38,27 @@ class OutputStart(enum.Enum):
     REASONING = 0
     UNKNOWN = 1
     CONTENT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class CallsInReasoning:
+    """How a call that begins within reasoning is recognised.
+
+    tokens: markers of calls that are special tokens; one of them ends the reasoning at once.
+    texts: other markers. One of them ends the reasoning if it begins a line outside of a code
+    block, a call of a tool of the request follows, and the reasoning has no end marker later:
+    otherwise the model only quotes a call. new_parser: makes the parser of calls.
+    """
+
+    tokens: Sequence[str]
+    texts: Sequence[str]
+    tool_names: Collection[str]
+    new_parser: Callable[[], OutputParser]
+
+    def is_call(self, parts: Sequence[OutputPart]) -> bool:
+        """Return whether the output of the parser begins with a call of a tool of the request."""
+        first = parts[0] if parts else None
+        return isinstance(first, ToolCallStart) and first.name in self.tool_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,23 +101,28 @@ class ReasoningFormat:
         return OutputStart.REASONING if self.starts_inside else OutputStart.UNKNOWN
 
     def new_parser(
-        self, output_start: OutputStart, content_parser: OutputParser, *, is_shown: bool
+        self,
+        output_start: OutputStart,
+        content_parser: OutputParser,
+        *,
+        is_shown: bool,
+        calls: CallsInReasoning | None = None,
     ) -> OutputParser:
         """Return a parser for one choice; `content_parser` receives the text after the reasoning.
 
-        is_shown: return the reasoning too; otherwise it is dropped.
+        is_shown: return the reasoning too; otherwise it is dropped. calls: None without tools.
         """
         if self.answer_start:
             content_parser = AnswerParser(self.answer_start, self.answer_end, content_parser)
         if output_start is OutputStart.CONTENT:
             return content_parser
-        return ReasoningParser(self, output_start, content_parser, is_shown=is_shown)
+        return ReasoningParser(self, output_start, content_parser, is_shown=is_shown, calls=calls)
 
     def new_counter(
-        self, detokenizer: Detokenizer, output_start: OutputStart
+        self, detokenizer: Detokenizer, output_start: OutputStart, call_tokens: Sequence[str] = ()
     ) -> "ReasoningTokenCounter":
         """Return the detokenizer with a count of the reasoning tokens of one choice."""
-        return ReasoningTokenCounter(detokenizer, self, output_start)
+        return ReasoningTokenCounter(detokenizer, self, output_start, call_tokens)
 
 
 NO_REASONING: Final = ReasoningFormat()
@@ -170,6 +201,13 @@ class _State(enum.Enum):
     CONTENT = 4
 
 
+_FENCE: Final = "```"
+_FENCE_LINE: Final = re.compile(r"^ {0,3}```", re.M)
+_LINE_START: Final = re.compile(r"\n {0,3}\Z")
+"""What stands before text that begins a line; with more blanks it would be code."""
+_INDENT: Final = 4
+
+
 class ReasoningParser:
     """Parser of reasoning between two markers, followed by content for another parser.
 
@@ -183,14 +221,26 @@ class ReasoningParser:
         content_parser: OutputParser,
         *,
         is_shown: bool = True,
+        calls: CallsInReasoning | None = None,
     ) -> None:
         self._format = reasoning_format
+        self._calls = calls
         self._output_start = output_start
         self._content_parser = content_parser
         self._is_shown = is_shown
         has_none = output_start is OutputStart.CONTENT
         self._state = _State.CONTENT if has_none else _State.START_MARKER
         self._held = ""  # an incomplete start marker, or whitespace and an incomplete end marker
+        self._markers = [reasoning_format.end]  # that matter within the reasoning
+        if calls:
+            self._markers += [*calls.tokens, *calls.texts, _FENCE]
+        self._any_marker = re.compile("|".join(map(re.escape, self._markers)))
+        self._before = "\n"  # the end of the reasoning so far, as long as an indented line break
+        self._is_in_code = False  # the reasoning so far ends within a code block
+        self._call_parser: OutputParser | None = None  # of a call that is perhaps only quoted
+        self._call_parts: list[OutputPart] = []
+        self._call_text: list[str] = []  # whitespace before that call, and all text from it on
+        self._num_parsed = 0  # pieces of this text, in whole lines
 
     def parse_delta(self, text: str) -> Sequence[OutputPart]:
         parts: list[OutputPart] = []
@@ -200,8 +250,9 @@ class ReasoningParser:
             text = text.lstrip()
             if text:
                 self._state = _State.INSIDE
-        if self._state is _State.INSIDE:
-            text = self._read_reasoning(text, parts)
+        while self._state is _State.INSIDE and text:
+            read = self._read_quotation if self._call_parser else self._read_reasoning
+            text = read(text, parts)
         if self._state is _State.TRAILING:
             text = text.lstrip("\n")
             if text:
@@ -212,6 +263,8 @@ class ReasoningParser:
 
     def parse_end(self, *, is_cut: bool = False) -> Sequence[OutputPart]:
         parts: list[OutputPart] = []
+        if self._call_parser:
+            self._end_quotation(parts, is_cut=is_cut)
         is_undecided = self._state is _State.START_MARKER
         if is_cut and self._held.strip():
             self._held = ""  # the start of a marker
@@ -243,24 +296,98 @@ class ReasoningParser:
         return text
 
     def _read_reasoning(self, text: str, parts: list[OutputPart]) -> str:
-        """Add reasoning to `parts` and return the text after the end marker.
+        """Add reasoning to `parts` and return the text after it, which begins with a call or not.
 
         thought thought \\n \\n </thi      held back: what may belong to the end marker
         ── added ─────┘ └─ held ──┘
         """
-        text = self._held + text
-        reasoning, found, after = text.partition(self._format.end)
-        if found:
-            self._state, self._held = _State.TRAILING, ""
-            self._add_reasoning(_trimmed(reasoning), parts)
-            return after
-        body = text[: len(text) - num_marker_characters(text, self._format.end)]
-        length = len(_trimmed(body))
+        text, self._held = self._held + text, ""
+        position = 0
+        while found := self._any_marker.search(text, position):
+            marker, position = found[0], found.start()
+            if marker == self._format.end:
+                self._state = _State.TRAILING
+                self._add_reasoning(_trimmed(text[:position]), parts)
+                return text[found.end() :]
+            assert self._calls is not None
+            length = len(_trimmed(text[:position]))
+            if marker in self._calls.tokens:
+                self._state = _State.CONTENT
+                self._add_reasoning(text[:length], parts)
+                return text[position:]
+            before = f"{self._before}{text[max(0, position - _INDENT) : position]}"
+            if _LINE_START.search(before):
+                self._is_in_code ^= marker == _FENCE
+                if marker != _FENCE and not self._is_in_code:
+                    self._add_reasoning(text[:length], parts)
+                    self._call_parser = self._calls.new_parser()
+                    self._call_text, self._num_parsed = [text[length:position]], 1
+                    return text[position:]
+            position = found.end()
+        held = max(num_marker_characters(text, marker) for marker in self._markers)
+        length = len(_trimmed(text[: len(text) - held]))
         self._add_reasoning(text[:length], parts)
         self._held = text[length:]
         return ""
 
+    def _read_quotation(self, text: str, parts: list[OutputPart]) -> str:
+        """Hold back text from the start of a call on, and return text that follows its end.
+
+        An end marker, or other text than a call, shows that it was reasoning.
+        """
+        assert self._calls is not None
+        assert self._call_parser is not None
+        end, start = self._format.end, 0
+        while start < len(text):
+            line_end = text.find("\n", start) + 1
+            line = text[start : line_end or len(text)]
+            start += len(line)
+            before = "".join(self._call_text[-len(end) :])[-len(end) + 1 :]
+            position = f"{before}{line}".find(end)
+            self._call_text.append(line)
+            if position >= 0:
+                whole = "".join(self._call_text)
+                after = whole[len(whole) - len(before) - len(line) + position :]
+                self._drop_quotation(parts, len(whole) - len(after))
+                return f"{after}{text[start:]}"
+            if line_end:
+                self._call_parts += self._call_parser.parse_delta(self._unparsed_text())
+                if self._call_parts and not self._calls.is_call(self._call_parts):
+                    self._drop_quotation(parts, None)
+                    return text[start:]
+        return ""
+
+    def _unparsed_text(self) -> str:
+        text = "".join(self._call_text[self._num_parsed :])
+        self._num_parsed = len(self._call_text)
+        return text
+
+    def _drop_quotation(self, parts: list[OutputPart], length: int | None) -> None:
+        """Continue with the reasoning after so many characters of the text that was held back."""
+        text = "".join(self._call_text)[:length]
+        kept = len(_trimmed(text))
+        if len(_FENCE_LINE.findall(text)) % 2:
+            self._is_in_code = not self._is_in_code
+        self._add_reasoning(text[:kept], parts)
+        self._held = text[kept:]
+        self._call_parser = None
+        self._call_parts.clear()
+        self._call_text.clear()
+
+    def _end_quotation(self, parts: list[OutputPart], *, is_cut: bool) -> None:
+        """End the output: what a limit cuts is neither a call nor reasoning."""
+        assert self._calls is not None
+        assert self._call_parser is not None
+        if not is_cut:
+            self._call_parts += self._call_parser.parse_delta(self._unparsed_text())
+            self._call_parts += self._call_parser.parse_end()
+            if self._calls.is_call(self._call_parts):
+                parts += self._call_parts
+            else:
+                self._drop_quotation(parts, None)
+
     def _add_reasoning(self, text: str, parts: list[OutputPart]) -> None:
+        self._before = f"{self._before}{text}"[-_INDENT:]
         if text and self._is_shown:
             parts.append(ReasoningText(text))
 
@@ -346,7 +473,7 @@ _MAX_TOKENS: Final = 256
 class ReasoningTokenCounter:
     """A detokenizer that counts the tokens of the reasoning that passes through it.
 
-    output_start: not CONTENT.
+    output_start: not CONTENT. call_tokens: special tokens that end the reasoning, too.
     """
 
     def __init__(
@@ -354,9 +481,11 @@ class ReasoningTokenCounter:
         detokenizer: Detokenizer,
         reasoning_format: ReasoningFormat,
         output_start: OutputStart,
+        call_tokens: Sequence[str] = (),
     ) -> None:
         self._detokenizer = detokenizer
         self._format = reasoning_format
+        self._ends = (reasoning_format.end, *call_tokens)
         self._has_reasoning = output_start is OutputStart.REASONING
         self._at_start_marker = True
         self._tail = ""  # end of the text, as long as an incomplete marker can be
@@ -386,10 +515,9 @@ class ReasoningTokenCounter:
     def _find_end(self) -> None:
         if self._at_start_marker and not self._has_started():
             return
-        end = self._format.end
-        position = self._tail.find(end)
-        if position < 0:
-            self._tail = self._tail[-len(end) + 1 :]
+        position, marker = find_marker(self._tail, self._ends)
+        if not marker:
+            self._tail = self._tail[position:]
             return
         end_offset = self._num_characters - len(self._tail) + position
         # A token without text just before the marker is part of the reasoning.

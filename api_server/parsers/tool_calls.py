@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from api_server.parsers.output import PLAIN_TEXT, OutputParser
+from api_server.parsers.reasoning import CallsInReasoning
 from api_server.parsers.tools.base import (
     INDEX,
     MAX_CALLS_IN_GRAMMAR,
@@ -32,7 +33,7 @@ from api_server.protocol.fields import IgnoredFields
 from api_server.protocol.json_lark import json_rules
 from api_server.protocol.json_schema import rewrite_schema
 from api_server.protocol.tools import FunctionTool, ToolFields
-from api_server.text.chat_template import Conversation, TemplateFacts
+from api_server.text.chat_template import Conversation, TemplateFacts, arguments_text
 from api_server.text.tokenizer import ModelTokenizer
 from proto.config import ToolCallParser
 from proto.errors import InvalidRequestError
@@ -57,6 +58,19 @@ class ToolCallPlan:
 
     def new_parser(self) -> OutputParser:
         return PLAIN_TEXT if self.format is None else self.format.new_parser(self.tools)
+
+    @property
+    def in_reasoning(self) -> CallsInReasoning | None:
+        """How a call within reasoning is recognised; None for an answer that calls no tools."""
+        if self.format is None:
+            return None
+        special, markers = {*self.markers.values()}, self.format.call_markers
+        return CallsInReasoning(
+            tokens=[marker for marker in markers if marker in special],
+            texts=[marker for marker in markers if marker not in special],
+            tool_names=self.tools,
+            new_parser=self.new_parser,
+        )
 
 
 TEXT_ONLY: Final = ToolCallPlan()
@@ -298,8 +312,7 @@ def with_arguments_as_text(messages: Sequence[Mapping[str, Any]]) -> list[Mappin
 
 def _with_arguments_as_text(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call["function"]
-    arguments = json.dumps(function["arguments"], ensure_ascii=False)
-    return {**call, "function": {**function, "arguments": arguments}}
+    return {**call, "function": {**function, "arguments": arguments_text(function["arguments"])}}
 
 
 # Tools as text, for a chat template without tools.
@@ -354,10 +367,7 @@ def _with_calls_as_text(message: Mapping[str, Any], call_format: ToolCallFormat)
         return dict(message)
     functions = [call["function"] for call in calls]
     rendered = call_format.render_calls(
-        [
-            (function["name"], json.dumps(function["arguments"], ensure_ascii=False))
-            for function in functions
-        ]
+        [(function["name"], arguments_text(function["arguments"])) for function in functions]
     )
     content = "\n".join(text for text in (_text(message["content"]), rendered) if text)
     others = {name: value for name, value in message.items() if name != "tool_calls"}

@@ -39,6 +39,7 @@ from api_server.protocol.fields import (
     PART_NEUTRAL,
     given_fields,
     ignored_of,
+    is_nested_deeper,
     no_text,
 )
 from api_server.protocol.tools import ToolFields
@@ -59,14 +60,14 @@ def _content_parts(content: Any, info: ValidationInfo) -> Any:
     """Return a list of content as text parts; a string unchanged. Raises ValueError."""
     if not isinstance(content, list):
         return content
-    if not content:
-        raise ValueError("must not be an empty list")
     parts = []
     for part in content:
         if isinstance(part, str):
             parts.append({"type": "text", "text": part})
             continue
         kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "refusal":
+            kind, part = "text", {"type": "text", "text": part.get("refusal")}
         if isinstance(kind, str) and kind != "text":
             raise ValueError(no_text(kind))
         if kind != "text" or not isinstance(part.get("text"), str):
@@ -91,12 +92,22 @@ def message_fields(message: Any, info: ValidationInfo) -> Any:
     """Return the fields of a message that are not null; raise ValueError for invalid ones."""
     if not isinstance(message, dict):
         return message
-    if message.get("content") is None and not message.get("tool_calls"):
-        raise ValueError("content must not be null")
+    content, role, ignored = message.get("content"), message.get("role"), ignored_of(info)
+    refusal = message.get("refusal")
+    if role == "assistant" and refusal and isinstance(refusal, str):
+        texts = [content] if isinstance(content, str) else content or []
+        content = [*texts, refusal] if content and isinstance(texts, list) else refusal
+        message = {**message, "content": content, "refusal": None}
+    elif content is None or content == []:
+        if role not in ("assistant", "tool"):
+            what = "null" if content is None else "an empty list"
+            raise ValueError(f"content must not be {what}")
+        message = {**message, "content": ""}
+    if message.get("annotations"):
+        ignored.add("messages.annotations")
+        message = {**message, "annotations": None}
     try:
-        return given_fields(
-            message, Message.model_fields, MESSAGE_NEUTRAL, ignored_of(info), "messages."
-        )
+        return given_fields(message, Message.model_fields, MESSAGE_NEUTRAL, ignored, "messages.")
     except InvalidRequestError as error:
         raise ValueError(error.message) from None
 
@@ -116,17 +127,23 @@ def _tool_call_fields(call: Any, info: ValidationInfo) -> Any:
     return fields
 
 
-def _arguments(text: Any) -> Any:
-    """Return the arguments of a call from JSON; an empty string means none. Raises ValueError."""
-    if not isinstance(text, str):
-        raise ValueError("must be a string that holds a JSON object")
+def _arguments(given: Any) -> Any:
+    """Return the arguments of a call decoded from JSON, or as text if they are no JSON.
+
+    An earlier answer is not judged here. An empty text means no arguments, and nesting as deep as
+    no body may have it stays text. U+FFFD replaces half of a surrogate pair.
+    """
+    if isinstance(given, str):
+        try:
+            arguments = json.loads(given) if given.strip() else {}
+        except (ValueError, RecursionError):
+            arguments = given
+        given = given if is_nested_deeper(arguments) else arguments
     try:
-        arguments = json.loads(text) if text.strip() else {}
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise ValueError("must be a string that holds a JSON object")
-    return arguments
+        (text := json.dumps(given, ensure_ascii=False)).encode()
+    except UnicodeEncodeError:
+        return json.loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+    return given
 
 
 _ROLES_WITHOUT_RESULTS: Final = ("system", "developer", "user", "assistant")
@@ -141,6 +158,7 @@ _CONTENT_SCHEMA: Final = {
         {"type": "array", "minItems": 1, "items": {"anyOf": [{"type": "string"}, _PART_SCHEMA]}},
     ]
 }
+_ARGUMENTS_SCHEMA: Final = {"anyOf": [{"type": "string"}, {"type": "object"}]}
 
 
 class TextPart(Strict):
@@ -149,12 +167,10 @@ class TextPart(Strict):
 
 
 class CalledFunction(Strict):
-    """The function of a tool call, with its arguments decoded from JSON."""
+    """The function of a tool call. arguments: a text only if they are no JSON."""
 
     name: Text
-    arguments: Annotated[
-        dict[str, Any], BeforeValidator(_arguments), WithJsonSchema({"type": "string"})
-    ] = {}
+    arguments: Annotated[Any, BeforeValidator(_arguments), WithJsonSchema(_ARGUMENTS_SCHEMA)] = {}
 
 
 class CalledTool(Strict):
@@ -171,7 +187,7 @@ class Message(Strict):
     content: Annotated[
         Text | list[TextPart], BeforeValidator(_content_parts), WithJsonSchema(_CONTENT_SCHEMA)
     ] = ""
-    """Text of the message; may be missing or null only beside tool_calls."""
+    """Text of the message; may be empty or null in those of the roles assistant and tool."""
     name: Text | None = None
     tool_calls: Annotated[
         list[Annotated[CalledTool, BeforeValidator(_tool_call_fields)]],
@@ -313,16 +329,17 @@ class ChatEncoder(OpenAIStreamEncoder):
                 before, between = self._chunk_head
                 text = json_string(delta.text)
                 return f"{opening}{before}{index}{between}{text}{self._chunk_tail}"
-            parts = parser.parse_delta(delta.text)
+            parts = parser.parse_delta(delta.text, None, delta.content_end)
             return opening + self._parts_chunk(delta, parts) if parts else opening
-        parts = parser.parse_delta(delta.text, delta.finish_reason)
+        parts = parser.parse_delta(delta.text, delta.finish_reason, delta.content_end)
         return opening + self._parts_chunk(delta, parts)
 
     def encode_body(self, deltas: Sequence[Delta], usage: Usage) -> dict[str, Any]:
         choices = []
         for delta in deltas:
             parser = self._choice_parsers[delta.index]
-            message = full_message(parser.parse_delta(delta.text, delta.finish_reason))
+            parts = parser.parse_delta(delta.text, delta.finish_reason, delta.content_end)
+            message = full_message(parts)
             choices.append({"index": delta.index, "message": message} | self._choice_fields(delta))
         body = self._options.envelope(self.object_name) | {
             "choices": choices,

@@ -1,21 +1,29 @@
 """What the translations of /v1/messages and /v1/responses into a chat completion share."""
 
-from collections.abc import Collection
-from typing import Any
+import re
+from collections.abc import Collection, Mapping
+from typing import Any, Final
 
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.fields import IgnoredFields
 from proto.errors import InvalidRequestError, RequestError
 
+_ARGUMENTS: Final = re.compile(
+    r"messages\[(\d{1,6})\]\.tool_calls\[(\d{1,6})\]\.function\.arguments"
+)
+"""Path of the arguments of a call in a chat completion."""
+
 
 class ChatTranslation:
     """A request of another API, to be answered as a chat completion.
 
-    ignored: collects names of ignored fields.
+    ignored: collects names of ignored fields. A derived class sets `_call_paths`: paths in the
+    client's request of the arguments of calls, by the indices of the message and of the call in it.
     """
 
     def __init__(self, ignored: IgnoredFields) -> None:
         self._ignored = ignored
+        self._call_paths: Mapping[tuple[int, int], str] = {}
 
     def chat_request(self, *, merge_roles: bool = False) -> ChatCompletionRequest:
         """Return the request as a chat completion.
@@ -38,7 +46,12 @@ class ChatTranslation:
         if not isinstance(error, InvalidRequestError):
             return error
         path = None if error.param is None else self.client_path(error.param)
-        return type(error)(self.client_message(error.message), path)
+        arguments, where = _ARGUMENTS.match(error.message), ""
+        if arguments is not None:
+            index, call = map(int, arguments.groups())
+            where = self._call_paths.get((index, call), self.client_path("messages"))
+        rest = error.message[arguments.end() :] if arguments else error.message
+        return type(error)(where + self.client_message(rest), path)
 
     def ignored_fields(self) -> dict[str, list[str]]:
         """Return the field of the response that names ignored fields and tools; {} for none."""

@@ -37,8 +37,9 @@ MAX_CHOICES_PER_REQUEST: Final = 1024
 """Most choices of all prompts of a request together."""
 MAX_LOGPROB_ENTRIES: Final = 1 << 20
 """Most log-probabilities in a response: choices × tokens × (alternatives + 1)."""
-MAX_STOP_STRINGS: Final = 4
-MAX_STOP_CHARACTERS: Final = 1024
+MAX_STOP_STRINGS: Final = 1024
+MAX_STOP_BYTES: Final = 64 << 10
+"""Of all stop strings together, in UTF-8."""
 MAX_BAD_WORD_CHARACTERS: Final = 256
 MAX_SALT_CHARACTERS: Final = 1024
 MAX_ALLOWED_TOKENS: Final = 1 << 20
@@ -84,7 +85,6 @@ def _logit_bias(value: Any) -> Any:
 
 
 Text = Annotated[str, AfterValidator(_encodable)]
-StopString = Annotated[Text, StringConstraints(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 BadWord = Annotated[Text, StringConstraints(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
 Salt = Annotated[
     Text,
@@ -93,7 +93,20 @@ Salt = Annotated[
 ]
 
 
-_STOP_SCHEMA: Final = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS}
+def _check_stops(strings: list[str]) -> list[str]:
+    num_bytes = sum(len(string.encode()) for string in strings)
+    if num_bytes > MAX_STOP_BYTES:
+        raise ValueError(f"takes {MAX_STOP_BYTES} bytes of strings together, got {num_bytes}")
+    return strings
+
+
+StopStringList = Annotated[
+    list[Annotated[Text, StringConstraints(min_length=1)]],
+    FailFast(),
+    Field(max_length=MAX_STOP_STRINGS),
+    AfterValidator(_check_stops),
+]
+_STOP_SCHEMA: Final = {"type": "string", "minLength": 1}
 
 
 class Strict(BaseModel):
@@ -184,10 +197,8 @@ class GenerationRequest(AgentFields, StructuredFields, SamplingNumbers, Computed
     seed: int | None = Field(default=None, ge=INT64_MIN, le=INT64_MAX)
     """Makes sampling repeatable."""
     stop: Annotated[
-        list[StopString],
-        FailFast(),
+        StopStringList,
         BeforeValidator(_as_list),
-        Field(max_length=MAX_STOP_STRINGS),
         WithJsonSchema(
             {
                 "anyOf": [
@@ -197,8 +208,8 @@ class GenerationRequest(AgentFields, StructuredFields, SamplingNumbers, Computed
             }
         ),
     ] = []
-    """Up to 4 strings at which a choice ends; its text does not contain them. The first in the
-    list counts if several end at the same character."""
+    """Up to 1024 strings, of 64 KiB together, at which a choice ends; its content does not contain
+    them. The first in the list counts if several end at the same character."""
     include_stop_str_in_output: bool = False
     """Include the stop string, or the text of the stop token, at the end of the text."""
     stop_token_ids: Annotated[list[int], FailFast(), Field(max_length=MAX_STOP_TOKEN_IDS)] = []

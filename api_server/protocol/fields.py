@@ -23,6 +23,14 @@ def media_placeholder(kind: str) -> str:
     return f"[{kind}: not shown, only text can be read here]"
 
 
+_MEDIA: Final = re.compile("(input_)?(image|audio|video|document|file)(_url)?")
+
+
+def is_media(kind: str) -> bool:
+    """Return whether parts of this type hold an image, a sound or a file."""
+    return _MEDIA.fullmatch(kind) is not None
+
+
 _MEDIA_WORDS: Final = ("image", "audio", "video", "document", "file")
 
 
@@ -376,3 +384,22 @@ def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
     return any(
         value == known and isinstance(value, bool) == isinstance(known, bool) for known in neutral
     )
+
+
+MAX_DEPTH: Final = 64
+"""Most nested objects and lists in a body."""
+
+
+def is_nested_deeper(value: Any, max_depth: int = MAX_DEPTH) -> bool:
+    """Return whether objects and lists of a JSON value are nested more than `max_depth` deep."""
+    level: list[Any] = [[value]]
+    for _ in range(max_depth + 1):
+        level = [
+            child
+            for container in level
+            for child in (container.values() if isinstance(container, dict) else container)
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return False
+    return True

@@ -69,16 +69,19 @@ async def build_chat_turn(
     max_tokens. Raises InvalidRequestError.
     """
     text_grammar, harmony = body.grammar_source(ignored), app_state.harmony
+    template = app_state.template_for(body.tools, body.tool_choice)
     tool_calls = TEXT_ONLY
     if harmony is not None:
         grammar = harmony.answer_grammar(body, text_grammar, ignored)
     else:
-        tool_calls = app_state.tool_calls.plan(body, text_grammar, ignored)
+        tool_calls = app_state.tool_calls(template).plan(body, text_grammar, ignored)
         grammar = tool_calls.grammar
     builder = RequestBuilder(
         app_state, body, id_prefix, tenant, key_name, ignored, grammar, trace_headers
     )
     reader = app_state.prompt_reader("messages")
+    if default_max_tokens is None:
+        default_max_tokens = app_state.generation_defaults.max_tokens
     max_tokens = body.requested_max_tokens
     if max_tokens is None and reserves_context:
         share = app_state.client.engine.max_model_len // RESERVED_CONTEXT_SHARE
@@ -90,7 +93,7 @@ async def build_chat_turn(
         output_format: OutputFormat = harmony.output_format(body, text)
     else:
         reasoning = await plan_reasoning(
-            app_state.reasoning_format,
+            app_state.reasoning_format(template),
             app_state.tokenizer,
             conversation,
             text,
@@ -107,7 +110,7 @@ async def build_chat_turn(
         logprobs=body.num_logprobs,
         prompt_logprobs=body.prompt_logprobs,
         max_tokens_field=body.max_tokens_field,
-        edits=await logit_edits(body, app_state.tokenizer),
+        edits=await logit_edits(body, app_state.tokenizer, app_state.generation_defaults),
         thinking=rule,
     )
     (prompt_text,) = await builder.prompt_texts(prompts)
@@ -163,13 +166,14 @@ async def _render_prompt(
     app_state: AppState, body: ChatCompletionRequest, reader: PromptReader, ignored: IgnoredFields
 ) -> tuple[Conversation, str]:
     """Return the conversation and the prompt text. reader: limits the template's input."""
-    template = app_state.chat_template
+    template = app_state.template_for(body.tools, body.tool_choice)
     variables = reasoning_variables(
-        body.reasoning_effort, template.facts, app_state.reasoning_format
+        body.reasoning_effort, template.facts, app_state.reasoning_format(template)
     )
-    tools = app_state.tool_calls.template_tools(body)
+    tool_calls = app_state.tool_calls(template)
+    tools = tool_calls.template_tools(body)
     conversation = build_conversation(body, template.facts, ignored, tools, variables)
-    conversation = app_state.tool_calls.adapt_conversation(conversation)
+    conversation = tool_calls.adapt_conversation(conversation)
     template_input = [conversation.messages, conversation.documents, conversation.tools]
     reader.check_characters(num_characters(template_input))
     return conversation, await template.render(conversation)

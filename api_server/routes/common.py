@@ -12,7 +12,7 @@ from starlette.requests import HTTPConnection, Request
 from api_server.app_state import APP_STATE, AppState
 from api_server.errors import BodyTooLargeError, SlowUploadError
 from api_server.protocol.common import REQUEST_ID
-from api_server.protocol.fields import IgnoredFields
+from api_server.protocol.fields import MAX_DEPTH, IgnoredFields, is_nested_deeper
 from proto.errors import (
     AuthenticationError,
     ForbiddenError,
@@ -85,8 +85,6 @@ def page_limit(query: QueryParams, maximum: int) -> int:
 REQUEST_ID_HEADER: Final = "x-request-id"
 """Sets request_id, if its value is a valid one."""
 _INTEGER: Final = re.compile(r"[+-]?[0-9]{1,19}")
-MAX_DEPTH: Final = 64
-"""Most nested objects and lists in a body."""
 MIB: Final = 1 << 20
 SECONDS_PER_MIB: Final = 60.0
 """Time limit of a body: this, and as much again for each whole MiB that has arrived."""
@@ -152,7 +150,7 @@ def decode_json(body: bytes, what: str = "body") -> Any:
         raise InvalidRequestError(f"the {what} is nested too deeply") from None
     except ValueError as error:
         raise InvalidRequestError(f"the {what} is not valid JSON: {error}") from None
-    if body.count(b"{") + body.count(b"[") > MAX_DEPTH and _is_nested_deeper(fields, MAX_DEPTH):
+    if body.count(b"{") + body.count(b"[") > MAX_DEPTH and is_nested_deeper(fields):
         raise InvalidRequestError(f"the {what} is nested more than {MAX_DEPTH} deep")
     return fields
 
@@ -173,21 +171,6 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
                 )
             seen.add(key)
     return fields
-
-
-def _is_nested_deeper(value: Any, max_depth: int) -> bool:
-    """Return whether objects and lists are nested more than `max_depth` deep."""
-    level: list[Any] = [[value]]
-    for _ in range(max_depth + 1):
-        level = [
-            child
-            for container in level
-            for child in (container.values() if isinstance(container, dict) else container)
-            if isinstance(child, dict | list)
-        ]
-        if not level:
-            return False
-    return True
 
 
 async def _read_body(request: Request) -> bytes:

@@ -50,7 +50,7 @@ async def create_completion(request: Request) -> Response:
     reader = reader.with_truncation(builder.truncation(body.max_tokens))
     prompts = await reader.read_prompts(body.prompt, add_special_tokens=body.add_special_tokens)
     echoed = sum(len(prompt.token_ids) for prompt in prompts) if body.echo else 0
-    edits = await logit_edits(body, app_state.tokenizer)
+    edits = await logit_edits(body, app_state.tokenizer, app_state.generation_defaults)
     requests = builder.build_requests(prompts, _options(body, edits))
     echoes = await app_state.tokenizer.run_in_thread_if_large(
         echoed, _echoes, body, prompts, app_state.tokenizer

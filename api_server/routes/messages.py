@@ -99,11 +99,12 @@ async def count_message_tokens(request: Request) -> Response:
 def _translation(
     app_state: AppState, body: CountTokensRequest, passed: Mapping[str, Any], ignored: IgnoredFields
 ) -> MessagesTranslation:
+    template = app_state.template_for(body.tools, body.tool_choice)
     return MessagesTranslation(
         body,
         passed,
         system_text(body.system, ignored),
         ignored,
-        template_names=app_state.chat_template.facts.names,
-        has_reasoning=app_state.reasoning_format.has_reasoning,
+        template_names=template.facts.names,
+        has_reasoning=app_state.reasoning_format(template).has_reasoning,
     )

@@ -28,7 +28,13 @@ from api_server.protocol.responses.compaction import (
     summary_conversation,
 )
 from api_server.protocol.responses.encoder import ResponsesEncoder
-from api_server.protocol.responses.input import MAX_ITEMS, Item, listed_item, with_id
+from api_server.protocol.responses.input import (
+    MAX_ITEMS,
+    Item,
+    is_reference,
+    listed_item,
+    with_id,
+)
 from api_server.protocol.responses.request import (
     ResponsesRequest,
     ResponsesTranslation,
@@ -62,7 +68,8 @@ async def create_response(request: Request) -> Response:
     app_state, owner, ignored = app_state_of(request), owner_of(request), IgnoredFields()
     app_state.check_generates("Responses API")
     body, passed = parse_request(await read_fields(request, ignored), ignored)
-    items = conversation(body, await previous_items(app_state, owner, body.previous_response_id))
+    previous = await previous_items(app_state, owner, body.previous_response_id)
+    items = conversation(app_state, owner, body, previous)
     response = await prepare_response(app_state, request, body, passed, items, ignored)
     await response.submit(None if body.background else request)
     turn, encoder = response.turn, response.encoder
@@ -108,7 +115,7 @@ async def prepare_response(
     """
     owner = owner_of(connection)
     stores = _stores_response(app_state, body, items)
-    names = app_state.chat_template.facts.names
+    names = app_state.template_for(body.tools, body.tool_choice).facts.names
     translation = ResponsesTranslation(body, passed, items, ignored, template_names=names)
 
     async def build(chat: ChatCompletionRequest) -> ChatTurn:
@@ -125,6 +132,9 @@ async def prepare_response(
 
     turn = await with_merged_roles_fallback(translation, build)
     record = ResponseRecord(app_state.responses, owner, items) if stores else None
+    # the response repeats the values that apply
+    params = turn.stream.requests[0].sampling_params
+    body = body.model_copy(update={"temperature": params.temperature, "top_p": params.top_p})
     parser, response_id = turn.choice_parsers[0], turn.options.id
     encoder = make_encoder(turn.options, body, parser, translation, record)
     running = RunningResponse(turn.stream, encoder, record)
@@ -138,8 +148,9 @@ async def count_input_tokens(request: Request) -> Response:
     """Return the number of prompt tokens of the same request to /v1/responses."""
     app_state, owner, ignored = app_state_of(request), owner_of(request), IgnoredFields()
     body, passed = parse_request(await read_fields(request, ignored), ignored)
-    items = conversation(body, await previous_items(app_state, owner, body.previous_response_id))
-    names = app_state.chat_template.facts.names
+    previous = await previous_items(app_state, owner, body.previous_response_id)
+    items = conversation(app_state, owner, body, previous)
+    names = app_state.template_for(body.tools, body.tool_choice).facts.names
     translation = ResponsesTranslation(body, passed, items, ignored, template_names=names)
 
     async def count(chat: ChatCompletionRequest) -> int:
@@ -158,7 +169,8 @@ async def compact_conversation(request: Request) -> Response:
     max_model_len = app_state.client.engine.max_model_len
     fields = await read_fields(request, ignored)
     body, passed = parse_compaction(fields, max_model_len, ignored)
-    items = conversation(body, await previous_items(app_state, owner, body.previous_response_id))
+    previous = await previous_items(app_state, owner, body.previous_response_id)
+    items = conversation(app_state, owner, body, previous)
     encoder = partial(CompactionEncoder, items=items, max_characters=max_model_len)
     response = await prepare_response(
         app_state, request, body, passed, summary_conversation(items), ignored, encoder
@@ -218,13 +230,26 @@ async def previous_items(app_state: AppState, owner: Owner, response_id: str | N
     return found
 
 
-def conversation(body: ResponsesRequest, previous: list[Item]) -> list[Item]:
-    """Return the previous items and those of a request; raises InvalidRequestError."""
+def conversation(
+    app_state: AppState, owner: Owner, body: ResponsesRequest, previous: list[Item]
+) -> list[Item]:
+    """Return the previous items and those of a request; raises InvalidRequestError.
+
+    References are replaced by the items of the client's stored responses that they name. Those to
+    previous items are left out, others stay.
+    """
     items = list(previous)
     if isinstance(body.input, str):
         items.append(with_id({"type": "message", "role": "user", "content": body.input}))
     else:
-        items += body.input
+        references = {item["id"] for item in body.input if is_reference(item)}
+        found = app_state.responses.find_items(owner, references) if references else {}
+        repeated = references & {item["id"] for item in previous}
+        items += [
+            found.get(item["id"], item) if is_reference(item) else item
+            for item in body.input
+            if not (is_reference(item) and item["id"] in repeated)
+        ]
     if len(items) > MAX_ITEMS:
         raise InvalidRequestError(
             f"input: at most {MAX_ITEMS} items with those before them, got {len(items)}", "input"

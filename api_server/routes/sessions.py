@@ -194,7 +194,7 @@ class SessionConnection:
             default_max_tokens=DEFAULT_MAX_TOKENS,
             logprobs=body.logprobs,
             prompt_logprobs=None,
-            edits=await logit_edits(body, app_state.tokenizer),
+            edits=await logit_edits(body, app_state.tokenizer, app_state.generation_defaults),
         )
         requests = builder.build_requests(prompts, options)
         params = self._fitting_params(body, requests[0].sampling_params, prompts[0].token_ids)

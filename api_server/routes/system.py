@@ -141,4 +141,5 @@ def _model_card(request: Request) -> dict[str, Any]:
         "root": app_state.model.name,
         "parent": None,
         "max_model_len": max_model_len,
+        "default_sampling_params": dict(app_state.generation_defaults.values),
     }

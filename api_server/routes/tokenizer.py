@@ -37,15 +37,15 @@ async def tokenize(request: Request) -> Response:
     if isinstance(body, dict) and body.get("messages") is not None:
         chat = parse(TokenizeChat, body, TOKENIZE_CHAT_NEUTRAL, ignored)
         app_state.check_model(chat.model)
-        tool_calls = app_state.tool_calls
+        template = app_state.template_for(chat.tools, chat.tool_choice)
+        tool_calls = app_state.tool_calls(template)
         tools = tool_calls.template_tools(chat)
-        facts = app_state.chat_template.facts
         conversation = tool_calls.adapt_conversation(
-            build_conversation(chat, facts, ignored, tools)
+            build_conversation(chat, template.facts, ignored, tools)
         )
         size = num_characters([conversation.messages, conversation.documents, conversation.tools])
         _check_size(app_state, "messages", size)
-        text = await app_state.chat_template.render(conversation)
+        text = await template.render(conversation)
         return await _tokens(
             app_state, "messages", text, chat.add_special_tokens, chat.return_token_strs, ignored
         )
@@ -89,7 +89,9 @@ async def tokenizer_info(request: Request) -> Response:
         raise UnknownPathError("/tokenizer_info needs --enable-tokenizer-info-endpoint")
     folder = app_state.settings.model.tokenizer or app_state.model.folder
     settings = await asyncio.to_thread(_tokenizer_settings, folder)
-    return JSONResponse(settings | {"chat_template": app_state.chat_template.source})
+    template = app_state.chat_template
+    source = template.with_tools.source if template.source is None else template.source
+    return JSONResponse(settings | {"chat_template": source})
 
 
 async def _tokens(

@@ -5,6 +5,7 @@ operation can take very long. `rendering.py` limits the time of a whole renderin
 the one that `transformers` renders from the same messages.
 """
 
+import contextlib
 import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from proto.errors import InvalidRequestError, ModelError, shown
+from proto.prepared_model import CHAT_TEMPLATES
 
 REASONING_SWITCHES: Final = ("enable_thinking", "thinking")
 """Variables by which templates switch reasoning on or off."""
@@ -281,6 +283,11 @@ class TemplateError(InvalidRequestError):
     """The chat template refuses the messages, or cannot render them."""
 
 
+def arguments_text(arguments: Any) -> str:
+    """Return the arguments of a call as JSON; as they are if they are no JSON but text."""
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
 class ChatTemplate:
     """A model's chat template.
 
@@ -348,21 +355,54 @@ class ChatTemplate:
         }
         try:
             return self._template.render(values)
-        except jinja2.TemplateError as error:
-            raise TemplateError(f"chat template: {shown(error)}", "messages") from None
         except Exception as error:  # a template is untrusted code
-            raise TemplateError(
-                f"the chat template cannot take these messages: {shown(error)}", "messages"
-            ) from None
+            reason = shown(error)
+            if path := self._unrenderable_arguments(values):
+                raise InvalidRequestError(
+                    f"{path} is not a JSON object, and the model's chat template cannot render it: "
+                    f"{reason}",
+                    "messages",
+                ) from None
+            what = "chat template"
+            if not isinstance(error, jinja2.TemplateError):
+                what = "the chat template cannot take these messages"
+            raise TemplateError(f"{what}: {reason}", "messages") from None
+
+    def _unrenderable_arguments(self, values: Mapping[str, Any]) -> str | None:
+        """Return the path of arguments because of which the template fails, None if of others.
+
+        They are no JSON object, and with an empty object instead the template renders.
+        """
+        messages = list(values["messages"])
+        for index, message in enumerate(messages):
+            calls = message.get("tool_calls") or ()
+            for number, call in enumerate(calls):
+                function = call["function"]
+                if isinstance(function["arguments"], dict):
+                    continue
+                call = {**call, "function": {**function, "arguments": {}}}
+                calls = [*calls[:number], call, *calls[number + 1 :]]
+                messages[index] = {**message, "tool_calls": calls}
+                with contextlib.suppress(Exception):
+                    self._template.render({**values, "messages": messages})
+                    return f"messages[{index}].tool_calls[{number}].function.arguments"
+        return None
 
 
-def find_chat_template(folders: Sequence[str], variables: Mapping[str, Any]) -> ChatTemplate | None:
-    """Return the template of the first folder that has one, None if none has."""
+def find_chat_templates(
+    folders: Sequence[str], variables: Mapping[str, Any]
+) -> dict[str, ChatTemplate]:
+    """Return the templates of the first folder that has any, by their names in CHAT_TEMPLATES."""
     for folder in folders:
-        path = Path(folder, "chat_template.jinja")
-        if path.is_file():
-            return read_chat_template(path, variables)
-    return None
+        paths = {name: Path(folder, file) for name, file in CHAT_TEMPLATES.items()}
+        found = {
+            name: read_chat_template(path, variables)
+            for name, path in paths.items()
+            if path.is_file()
+        }
+        if found:
+            return found
+    return {}
 
 
 def read_chat_template(path: Path, variables: Mapping[str, Any]) -> ChatTemplate:

@@ -19,7 +19,6 @@ from the model's own tokenizer, so that nothing is downloaded.
 """
 
 import base64
-import json
 import os
 import tempfile
 import threading
@@ -32,7 +31,12 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer
 
-from api_server.text.chat_template import CONTINUE_FIELD, Conversation, TemplateFacts
+from api_server.text.chat_template import (
+    CONTINUE_FIELD,
+    Conversation,
+    TemplateFacts,
+    arguments_text,
+)
 from api_server.text.detokenizer import byte_alphabet
 from proto.errors import InvalidRequestError, ModelError, shown
 
@@ -269,7 +273,7 @@ class _Calls:
             call_id, function = call.get("id"), call["function"]
             recipient = FUNCTIONS + function["name"]
             self._names[call_id] = self._names[None] = recipient
-            arguments = json.dumps(function["arguments"], ensure_ascii=False)
+            arguments = arguments_text(function["arguments"])
             message = _assistant_message(arguments, "commentary").with_recipient(recipient)
             converted.append(message.with_content_type("<|constrain|>json"))
             following = index + 1

@@ -31,7 +31,8 @@ class TemplateRenderer:
     """Renders the model's chat template within a time limit.
 
     template: None for a base model, whose conversations are refused. model_name: for that error.
-    limit: seconds for waiting and again for rendering.
+    limit: seconds for waiting and again for rendering. tool_template: for conversations with tools,
+    if the model has one of its own. with_tools: the renderer of these, or this one.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class TemplateRenderer:
         template: ChatTemplate | HarmonyTemplate | None,
         model_name: str = "",
         limit: float = RENDER_SECONDS,
+        tool_template: ChatTemplate | None = None,
     ) -> None:
         self._template = template
         self._model_name = model_name
@@ -47,6 +49,10 @@ class TemplateRenderer:
         self._interruptions: set[asyncio.Task[None]] = set()
         self.source = None if template is None else template.source
         self.facts = TemplateFacts() if template is None else template.facts
+        self.with_tools = self
+        if tool_template is not None:
+            self.with_tools = TemplateRenderer(tool_template, model_name, limit)
+            self.with_tools._lock = self._lock
 
     async def render(self, conversation: Conversation) -> str:
         """Return the prompt.
@@ -55,9 +61,13 @@ class TemplateRenderer:
         too long, and OverloadedError if earlier conversations use up the time or the threads.
         """
         if self._template is None:
+            lack = (
+                "no chat template"
+                if self.with_tools is self
+                else "a chat template only for requests with tools"
+            )
             raise InvalidRequestError(
-                f"the model {self._model_name} has no chat template; use /v1/completions",
-                "messages",
+                f"the model {self._model_name} has {lack}; use /v1/completions", "messages"
             )
         try:
             async with asyncio.timeout(self._limit):

@@ -1,7 +1,7 @@
 """Stop strings in text that arrives in pieces.
 
-Each stop string is followed by a Knuth-Morris-Pratt automaton (Knuth, Morris, Pratt 1977), so the
-time is linear in the length of the text for any strings.
+All strings are matched in one pass, by the automaton of Aho and Corasick (1975), so the time is
+linear in the length of the text for any number of strings.
 """
 
 from collections.abc import Sequence
@@ -12,12 +12,14 @@ class StopStrings:
 
     If several are complete with the same character, the first in the list counts. Text that may be
     the beginning of a stop string is held back. shows_stop: the text ends after the stop string,
-    not before it.
+    not before it. `copy.copy` of an unused instance searches another text.
     """
 
     def __init__(self, strings: Sequence[str], *, shows_stop: bool = False) -> None:
-        self._automata = [_Automaton(string) for string in strings]
+        self._strings = strings
+        self._automaton = _Automaton(strings)
         self._shows_stop = shows_stop
+        self._state = 0
         self._held = ""
 
     def filter_text(self, piece: str, *, can_stop: bool) -> tuple[str, str | None]:
@@ -25,54 +27,73 @@ class StopStrings:
 
         can_stop: False ignores stop strings that are complete within this piece.
         """
+        automaton, state = self._automaton, self._state
+        children, fallbacks, found = automaton.children, automaton.fallbacks, automaton.found
+        if not state and children[0].keys().isdisjoint(piece):
+            return piece, None
         text = self._held + piece
         for end, character in enumerate(piece, start=len(self._held) + 1):
-            complete = [automaton for automaton in self._automata if automaton.step(character)]
-            if complete and can_stop:
-                stop = complete[0].string
-                self._held = ""
-                return text[: end if self._shows_stop else end - len(stop)], stop
-        keep = max(automaton.num_matched for automaton in self._automata)
-        self._held = text[len(text) - keep :]
+            while state and character not in children[state]:
+                state = fallbacks[state]
+            state = children[state].get(character, 0)
+            if found[state] < len(self._strings):
+                if can_stop:
+                    stop = self._strings[found[state]]
+                    self._state, self._held = 0, ""
+                    return text[: end if self._shows_stop else end - len(stop)], stop
+                while not children[state]:  # no longer string begins with this one
+                    state = fallbacks[state]
+        keep = automaton.lengths[state]
+        self._state, self._held = state, text[len(text) - keep :]
         return text[: len(text) - keep], None
 
     def flush_text(self) -> str:
-        """Return the text that was held back; no text follows."""
-        text, self._held = self._held, ""
+        """Return the text that was held back; text that follows is another text."""
+        text, self._state, self._held = self._held, 0, ""
         return text
+
+    def finish_text(self, *, is_cut: bool, can_stop: bool) -> tuple[str, str | None]:
+        """Return the text that was held back; no text follows, so no string gets complete."""
+        return self.flush_text(), None
 
 
 class _Automaton:
-    """Matcher of one stop string.
+    """A state for each beginning of a string: the longest one with which the text ends.
 
-    num_matched: length of the longest proper prefix of `string` with which the text ends.
+    State 0 is the empty beginning. children: state after one more character. fallbacks: state of
+    the next shorter beginning with which the text ends. lengths: in characters. found: index of the
+    first string with which the text ends; the number of strings for none.
     """
 
-    def __init__(self, string: str) -> None:
-        self.string = string
-        self.num_matched = 0
-        self._fallback = _border_lengths(string)
+    def __init__(self, strings: Sequence[str]) -> None:
+        self.children: list[dict[str, int]] = [{}]
+        self.lengths = [0]
+        self.found = [len(strings)]
+        for index, string in enumerate(strings):
+            self._add_string(string, index)
+        self.fallbacks = [0] * len(self.children)
+        self._set_fallbacks()
 
-    def step(self, character: str) -> bool:
-        """Return True if the string is complete with this character."""
-        string, matched = self.string, self.num_matched
-        while matched and string[matched] != character:
-            matched = self._fallback[matched - 1]
-        if string[matched] == character:
-            matched += 1
-        complete = matched == len(string)
-        self.num_matched = self._fallback[matched - 1] if complete else matched
-        return complete
+    def _add_string(self, string: str, index: int) -> None:
+        state = 0
+        for length, character in enumerate(string, start=1):
+            child = self.children[state].setdefault(character, len(self.children))
+            if child == len(self.children):
+                self.children.append({})
+                self.lengths.append(length)
+                self.found.append(self.found[0])
+            state = child
+        self.found[state] = min(self.found[state], index)
 
-
-def _border_lengths(string: str) -> list[int]:
-    """Return, for each prefix, the length of its longest proper prefix that is also its suffix."""
-    borders = [0] * len(string)
-    length = 0
-    for index in range(1, len(string)):
-        while length and string[index] != string[length]:
-            length = borders[length - 1]
-        if string[index] == string[length]:
-            length += 1
-        borders[index] = length
-    return borders
+    def _set_fallbacks(self) -> None:
+        children, fallbacks, found = self.children, self.fallbacks, self.found
+        states = [*children[0].values()]  # shorter beginnings first
+        for state in states:
+            for character, child in children[state].items():
+                fallback = fallbacks[state]
+                while fallback and character not in children[fallback]:
+                    fallback = fallbacks[fallback]
+                fallback = children[fallback].get(character, 0)
+                fallbacks[child] = fallback
+                found[child] = min(found[child], found[fallback])
+                states.append(child)

@@ -37,9 +37,7 @@ def read(path: str, report: ProgressCallback) -> ModelContents:
         config=config,
         tokenizer_json=b"{}",
         tokenizer_config={},
-        chat_template=None,
         tensors=TensorIndex("safetensors", tuple(map(str, files)), tuple(entries)),
-        eos_token_ids=(),
     )
 
 

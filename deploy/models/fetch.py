@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -32,14 +33,29 @@ def exclusive(path: str) -> Iterator[None]:
 
     Waits for the process that holds it. The file is not removed: otherwise two processes could
     hold locks of two files with the same name. The kernel frees the lock when its holder dies.
+    If the group of the cache folder may write to it, it may write to all that is created meanwhile:
+    the next container may run as another user of the group.
     """
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    folder = os.path.dirname(path)
+    mask = os.umask(0o077)
+    os.umask(mask & ~0o070 if is_shared(os.path.dirname(folder)) else mask)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
+        os.makedirs(folder, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o660)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
     finally:
-        os.close(descriptor)
+        os.umask(mask)
+
+
+def is_shared(folder: str) -> bool:
+    """Whether the group of a folder may write to it."""
+    with contextlib.suppress(FileNotFoundError):
+        return bool(os.stat(folder).st_mode & stat.S_IWGRP)
+    return False
 
 
 _CHUNK: Final = 1 << 20

@@ -4,17 +4,20 @@ gguf_config.py converts the configuration, gguf_tokenizer.py the tokenizer, both
 """
 
 import math
+import os
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from msgspec import structs
 
-from deploy.models import gguf_config, gguf_header, gguf_tokenizer
+from deploy.models import gguf_config, gguf_parts, gguf_tokenizer
 from deploy.models.gguf_header import GgufHeader
 from deploy.models.prepared_folder import ModelContents, ProgressCallback
 from proto.errors import ModelError, shown
-from proto.prepared_model import FAMILIES, TensorEntry, TensorIndex, TensorPart
+from proto.generation_config import model_settings
+from proto.prepared_model import FAMILIES, ModelSetting, TensorEntry, TensorIndex, TensorPart
+from proto.turn_ends import END_TOKENS
 
 _ROPE_FACTORS: Final = {
     "long_factor": "rope_factors_long.weight",
@@ -28,29 +31,33 @@ _WEIGHT, _SCALE, _INPUT_SCALE = ".weight", ".scale", ".input_scale"
 """Endings of tensor names: a weight in NVFP4; its scale, one or one for each expert; the scale of
 the product's input."""
 
-_END_KEYS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")
-
 
 def read(path: str, report: ProgressCallback) -> ModelContents:
-    """Read a GGUF file; raises ModelError if it is damaged or not supported."""
+    """Read a GGUF file, or all parts of a split one, by the path of any part.
+
+    Raises ModelError if it is damaged or not supported.
+    """
     report("reading the GGUF header")
-    header = gguf_header.read(path)
+    header, paths = gguf_parts.read(path)
     _check(header, path)
     metadata = header.values
     report("converting configuration and tokenizer")
     config = gguf_config.convert(path, header)
     pooler = gguf_config.read_pooler(header, config)
-    tensors = _without_rope_factors(path, header, config)
-    tokenizer_json, tokenizer_config, template = gguf_tokenizer.convert(path, metadata)
+    tensors = _without_rope_factors(paths, header, config)
+    tokenizer_json, tokenizer_config, templates = gguf_tokenizer.convert(path, metadata)
     return ModelContents(
         config=config,
         tokenizer_json=tokenizer_json,
         tokenizer_config=tokenizer_config,
-        chat_template=template,
-        tensors=TensorIndex("gguf", (path,), _with_scales(path, tensors)),
-        eos_token_ids=_end_tokens(path, metadata),
+        chat_templates=templates,
+        tensors=TensorIndex(
+            "gguf", tuple(map(os.path.realpath, paths)), _with_scales(paths, tensors)
+        ),
+        ends=_end_tokens(path, metadata),
         bos_token_id=gguf_tokenizer.token_id(path, metadata, "bos_token_id"),
         pooler=pooler,
+        generation_settings=_generation_settings(metadata),
     )
 
 
@@ -64,8 +71,6 @@ def _check(header: GgufHeader, path: str) -> None:
             f"GGUF architecture {shown(architecture)} is not supported; "
             f"supported: {', '.join(supported)}"
         )
-    if header.values.get("split.count", 0) not in (0, 1):  # 0: a joined file
-        raise ModelError("a GGUF model that is split over several files is not supported: join it")
     if not isinstance(header.values.get("tokenizer.ggml.model"), str):
         raise ModelError(f"{path} has no tokenizer (tokenizer.ggml.model)")
     if not header.tensors:
@@ -73,28 +78,28 @@ def _check(header: GgufHeader, path: str) -> None:
 
 
 def _without_rope_factors(
-    path: str, header: GgufHeader, config: dict[str, Any]
+    paths: Sequence[str], header: GgufHeader, config: dict[str, Any]
 ) -> tuple[TensorEntry, ...]:
     """Move the factors of LongRoPE from tensors to the configuration; return the other tensors."""
     found = {tensor.name: tensor for tensor in header.tensors}
     if config["model_type"] != "phi3" or not found.keys() >= set(_ROPE_FACTORS.values()):
         return header.tensors
     for key, name in _ROPE_FACTORS.items():
-        config["rope_parameters"][key] = _few_floats(path, found[name])
+        config["rope_parameters"][key] = _few_floats(paths, found[name])
     config["rope_parameters"]["rope_type"] = "longrope"
     return tuple(tensor for tensor in header.tensors if tensor.name not in _ROPE_FACTORS.values())
 
 
-def _few_floats(path: str, entry: TensorEntry) -> list[float]:
+def _few_floats(paths: Sequence[str], entry: TensorEntry) -> list[float]:
     """Return the numbers of a short tensor; raises ModelError naming it if it is none."""
     if entry.type != "F32" or entry.num_bytes > _MAX_FACTOR_BYTES:
         raise ModelError(f"tensor {entry.name} has type {entry.type}: a few F32 are needed")
-    with open(path, "rb") as file:
+    with open(paths[entry.file], "rb") as file:
         file.seek(entry.offset)
         return array("f", file.read(entry.num_bytes)).tolist()
 
 
-def _with_scales(path: str, tensors: tuple[TensorEntry, ...]) -> tuple[TensorEntry, ...]:
+def _with_scales(paths: Sequence[str], tensors: tuple[TensorEntry, ...]) -> tuple[TensorEntry, ...]:
     """Return weights in NVFP4 together with their scales, as one tensor each.
 
     Raises ModelError naming a scale that does not fit or is no finite number.
@@ -107,7 +112,7 @@ def _with_scales(path: str, tensors: tuple[TensorEntry, ...]) -> tuple[TensorEnt
         named.pop(base + _INPUT_SCALE, None)  # inputs are rounded by scales of their own
         if (scale := named.pop(base + _SCALE, None)) is None:
             continue
-        numbers = _few_floats(path, scale)
+        numbers = _few_floats(paths, scale)
         if len(numbers) not in (1, *weight.shape[:-2]):
             raise ModelError(
                 f"tensor {scale.name} has shape {list(scale.shape)}, and {name} has "
@@ -132,6 +137,17 @@ def _with_scales(path: str, tensors: tuple[TensorEntry, ...]) -> tuple[TensorEnt
     return tuple(named.values())
 
 
-def _end_tokens(path: str, metadata: Mapping[str, Any]) -> tuple[int, ...]:
-    found = (gguf_tokenizer.token_id(path, metadata, key) for key in _END_KEYS)
-    return tuple(dict.fromkeys(token for token in found if token is not None))
+def _end_tokens(path: str, metadata: Mapping[str, Any]) -> list[tuple[int, str]]:
+    found = (
+        (gguf_tokenizer.token_id(path, metadata, f"{name}_id"), f"tokenizer's {name}")
+        for name in END_TOKENS
+    )
+    return [(token_id, place) for token_id, place in found if token_id is not None]
+
+
+def _generation_settings(metadata: Mapping[str, Any]) -> tuple[ModelSetting, ...]:
+    """Return the settings of the sampling; 0.6 in float32 is 0.6 again, not 0.60000002."""
+    return tuple(
+        (key, float(f"{value:.7g}") if isinstance(value, float) else value)
+        for key, value in model_settings(metadata)
+    )

@@ -23,7 +23,16 @@ from deploy.models.prepared_folder import (
     is_token_id,
 )
 from proto.errors import ModelError, shown
-from proto.prepared_model import FAMILIES, TensorEntry, TensorIndex, TensorPart
+from proto.generation_config import FILE_NAME, model_settings
+from proto.prepared_model import (
+    CHAT_TEMPLATES,
+    FAMILIES,
+    TEMPLATE_FILES,
+    TensorEntry,
+    TensorIndex,
+    TensorPart,
+)
+from proto.turn_ends import END_TOKENS
 
 _MAX_JSON_BYTES: Final = 256 << 20
 _PICKLED: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -41,7 +50,7 @@ def read(path: str, report: ProgressCallback) -> ModelContents:
     """Read a model folder; raises ModelError naming the missing or invalid file."""
     folder = Path(path)
     report("reading headers")
-    config = read_object(folder / "config.json", required=True)
+    config = whole = read_object(folder / "config.json", required=True)
     wrapped = wrapped_model.find(config)
     if wrapped is not None:
         config = wrapped.config
@@ -55,7 +64,7 @@ def read(path: str, report: ProgressCallback) -> ModelContents:
             f"{folder / 'config.json'}: auto_map names code of the model; "
             "code of a model is never run"
         )
-    generation = read_object(folder / "generation_config.json")
+    generation = read_object(folder / FILE_NAME)
     of_modelopt = read_object(folder / quantised_folder.MODELOPT_FILE)
     # refuses before a file of weights is opened
     scheme = quantised_folder.read_scheme(config, of_modelopt)
@@ -73,13 +82,14 @@ def read(path: str, report: ProgressCallback) -> ModelContents:
         config={key: config[key] for key in config if key not in quantised_folder.CONFIG_KEYS},
         tokenizer_json=tokenizer_json,
         tokenizer_config=tokenizer_config,
-        chat_template=_chat_template(folder, tokenizer_config),
+        chat_templates=_chat_templates(folder, tokenizer_config),
         tensors=tensors,
-        eos_token_ids=_end_tokens(generation, config),
+        ends=_end_tokens(generation, whole),
         bos_token_id=_first_token(generation, config),
         pooler=pooling.pooler,
         max_tokens=pooling.max_tokens,
         unloaded_parts=() if wrapped is None else wrapped.other_parts,
+        generation_settings=model_settings(generation),
     )
 
 
@@ -203,15 +213,27 @@ def _converted_tokenizer(folder: Path) -> bytes:
     return text.encode()
 
 
-def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
-    """Return the template of a file of its own, or else of the processor's or the tokenizer's."""
-    own = folder / "chat_template.jinja"
-    try:
-        return own.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        pass  # older folders keep it in a JSON file
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"{own}: {error}") from None
+def _chat_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the templates by name, of files of their own, or else of a JSON file.
+
+    As in transformers, a `chat_template.jinja` replaces all templates in JSON.
+    """
+    own = folder / CHAT_TEMPLATES["default"]
+    paths = {path.name.removesuffix(".jinja"): path for path in folder.glob(TEMPLATE_FILES)}
+    if own.is_file():
+        templates, paths["default"] = {}, own
+    else:
+        templates = _templates_in_json(folder, tokenizer_config)
+    for name, path in paths.items():
+        try:
+            templates[name] = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(f"{path}: {error}") from None
+    return templates
+
+
+def _templates_in_json(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the templates of the processor or the tokenizer: a text, or several by name."""
     files = (
         read_object(folder / "chat_template.json"),
         read_object(folder / "processor_config.json"),
@@ -220,23 +242,31 @@ def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | N
     template = next((each for each in given if each is not None), None)
     if isinstance(template, list):
         named = [entry for entry in template if isinstance(entry, dict)]
-        defaults = [entry.get("template") for entry in named if entry.get("name") == "default"]
-        template = defaults[-1] if defaults else None
-    return template if isinstance(template, str) else None
+        template = {entry.get("name"): entry.get("template") for entry in named}
+    if not isinstance(template, dict):
+        template = {"default": template}
+    return {name: text for name, text in template.items() if isinstance(text, str)}
 
 
-def _end_tokens(generation: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[int, ...]:
-    for settings in (generation, config):
-        value = settings.get("eos_token_id")
-        if value is None or value == []:
-            continue
-        ids = value if isinstance(value, list) else [value]
-        if not all(map(is_token_id, ids)):
-            raise ModelError(
-                f"eos_token_id {shown(value)} is neither a token id nor a list of them"
-            )
-        return tuple(dict.fromkeys(ids))
-    return ()
+def _end_tokens(generation: Mapping[str, Any], config: Mapping[str, Any]) -> list[tuple[int, str]]:
+    """Return the ids of tokens that end an answer, each with the name of its file.
+
+    config: as the file has it, where the language model may be a part with settings of its own.
+    """
+    parts = (config.get(key) for key in wrapped_model.TEXT_KEYS)
+    places = [(generation, "generation_config.json")]
+    places += [(each, "config.json") for each in (config, *parts) if isinstance(each, Mapping)]
+    found: list[tuple[int, str]] = []
+    for settings, file in places:
+        for key in (f"{name}_id" for name in END_TOKENS):
+            value = settings.get(key)
+            ids = value if isinstance(value, list) else [] if value is None else [value]
+            if not all(map(is_token_id, ids)):
+                raise ModelError(
+                    f"{file}: {key} {shown(value)} is neither a token id nor a list of them"
+                )
+            found += ((token_id, file) for token_id in ids)
+    return found
 
 
 def _first_token(generation: Mapping[str, Any], config: Mapping[str, Any]) -> int | None:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeGuard
@@ -16,12 +16,15 @@ from proto.codec import encode, to_json
 from proto.errors import MAX_SHOWN, ModelError, shown
 from proto.pooling import Pooler
 from proto.prepared_model import (
+    CHAT_TEMPLATES,
     FAMILIES,
     TEXT_BODIES,
+    ModelSetting,
     PreparedModel,
     TensorIndex,
     family_of,
 )
+from proto.turn_ends import find_turn_ends
 
 _PANIC: Final = "PanicException"
 """Exception for a panic of a library in Rust: a BaseException that cannot be imported."""
@@ -76,21 +79,24 @@ class ModelContents:
 
     config: Hugging Face style. tokenizer_json: for the `tokenizers` library.
     tokenizer_config: at least bos_token and eos_token where the model has them.
+    chat_templates: by name; the names of CHAT_TEMPLATES are kept.
+    ends: ids of tokens that end an answer, as the model's files name them, each with the place.
     pooler: how the model pools; None for one that only generates. max_tokens: longest text of a
         model that pools, if it is shorter than the model's length.
-    unloaded_parts: as in PreparedModel.
+    unloaded_parts, generation_settings: as in PreparedModel.
     """
 
     config: Mapping[str, Any]
     tokenizer_json: bytes
     tokenizer_config: Mapping[str, Any]
-    chat_template: str | None
     tensors: TensorIndex
-    eos_token_ids: tuple[int, ...]
+    chat_templates: Mapping[str, str] = field(default_factory=dict)
+    ends: Sequence[tuple[int, str]] = ()
     bos_token_id: int | None = field(default=None)
     pooler: Pooler | None = None
     max_tokens: int | None = None
     unloaded_parts: tuple[str, ...] = ()
+    generation_settings: tuple[ModelSetting, ...] = ()
 
 
 def write(
@@ -103,21 +109,31 @@ def write(
 ) -> PreparedModel:
     """Fill the folder `target`, which will be moved to `final`; return the manifest."""
     config = contents.config
+    vocab_size = _vocab_size(contents)
+    generates = contents.pooler is None or contents.pooler.generates
+    ends = _turn_ends(contents, vocab_size) if generates else {}
+    templates = {
+        file: contents.chat_templates[name]
+        for name, file in CHAT_TEMPLATES.items()
+        if name in contents.chat_templates
+    }
     manifest = PreparedModel(
         folder=final,
         name=name,
         source=source,
         architecture=architecture_of(config),
-        vocab_size=_vocab_size(contents),
+        vocab_size=vocab_size,
         max_position=min(_max_position(config), contents.max_tokens or _MAX_TOKENS),
         bos_token_id=contents.bos_token_id,
-        eos_token_ids=contents.eos_token_ids,
+        eos_token_ids=tuple(ends),
+        end_reasons=tuple(ends.values()),
         weights_sample=weights_sample(contents.tensors),
-        has_chat_template=contents.chat_template is not None,
+        has_chat_template=bool(templates),
         pooler=contents.pooler,
-        generates=contents.pooler is None or contents.pooler.generates,
+        generates=generates,
         hidden_size=_hidden_size(config),
         unloaded_parts=contents.unloaded_parts,
+        generation_settings=contents.generation_settings,
     )
     files = {
         "config.json": _json(config),
@@ -125,8 +141,7 @@ def write(
         "tokenizer_config.json": _json(contents.tokenizer_config),
         "tensors.msgpack": encode(contents.tensors),
     }
-    if contents.chat_template is not None:
-        files["chat_template.jinja"] = _template(contents.chat_template)
+    files |= {file: _template(text) for file, text in templates.items()}
     files["manifest.json"] = to_json(manifest)
     check_space(target, sum(map(len, files.values())))
     for file, data in files.items():
@@ -199,6 +214,18 @@ def _vocab_size(contents: ModelContents) -> int:
     return size
 
 
+def _turn_ends(contents: ModelContents, vocab_size: int) -> dict[int, str]:
+    """Return the tokens that end an answer, and why; without tokens that have no logit."""
+    with as_model_error("tokenizer.json"):
+        ends = find_turn_ends(
+            contents.ends,
+            contents.tokenizer_json,
+            contents.tokenizer_config,
+            contents.chat_templates.values(),
+        )
+    return {token_id: why for token_id, why in ends.items() if token_id < vocab_size}
+
+
 def _hidden_size(config: Mapping[str, Any]) -> int:
     """Return the size of a hidden state; 0 if it is not a number, which the worker refuses."""
     size = config.get("hidden_size")
@@ -225,7 +252,9 @@ def _json(value: Mapping[str, Any]) -> bytes:
 
 
 def _write(folder: str, name: str, data: bytes) -> None:
-    with open(os.path.join(folder, name), "wb") as stream:
+    path = os.path.join(folder, name)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, "wb") as stream:
         stream.write(data)
         stream.flush()
         os.fsync(stream.fileno())

@@ -19,18 +19,27 @@ from typing import Final, Literal
 
 from deploy.display import Display
 from deploy.environment import HostEnvironment
-from deploy.models import catalogue, fetch
-from deploy.models.fetch import exclusive
+from deploy.models import catalogue, fetch, gguf_parts
+from deploy.models.fetch import exclusive, is_shared
 from deploy.models.prepare import QUIET_LIBRARIES, PrepareMessage
 from proto.codec import from_json
 from proto.config import SpeculationConfig
 from proto.errors import ModelError, ProtocolError
-from proto.prepared_model import MANIFEST_VERSION, FileStamp, PreparedModel, file_stamp
+from proto.prepared_model import (
+    MANIFEST_VERSION,
+    TEMPLATE_FILES,
+    FileStamp,
+    PreparedModel,
+    file_stamp,
+)
 from proto.speculative_config import HEAD_METHODS
 
-PREPARE_VERSION: Final = 7
+PREPARE_VERSION: Final = 8
 """Version of the preparation: to be raised when the same source yields something else."""
 
+_ACCOMPANYING: Final = ("mmproj", "imatrix")
+"""Parts of the names of GGUF files beside a model: a projector of images, and the statistics that
+a quantisation used."""
 _HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HEAD_SUFFIXES: Final = (".safetensors", ".bin", ".json")
 _FOLDER_SUFFIXES: Final = (".safetensors", ".json", ".model", ".jinja", ".txt", ".tiktoken")
@@ -74,7 +83,7 @@ def locate(model: str, environment: HostEnvironment, display: Display) -> ModelS
     if os.path.isdir(given):
         return _folder_source(os.path.basename(given), given)
     if os.path.isfile(given):
-        return _file_source(os.path.basename(given).removesuffix(".gguf"), given)
+        return _file_source(gguf_parts.model_name(given), given)
     if packaged is not None:
         return packaged_source(packaged, environment, display)
     if _HUB_NAME.fullmatch(model):
@@ -109,20 +118,42 @@ def packaged_source(
 
 
 def _file_source(name: str, path: str) -> ModelSource:
-    path = os.path.realpath(path)
-    return ModelSource(name, path, "gguf", _stamp(path, [path]))
+    """Return the source of a GGUF file, or of all parts of a split one.
+
+    Parts have their names where they are links, as in the cache of the hub, and are not resolved.
+    """
+    parts = gguf_parts.part_paths(path)
+    if len(parts) == 1:
+        parts = gguf_parts.part_paths(os.path.realpath(path))
+    return ModelSource(name, parts[0], "gguf", _stamp(parts[0], parts))
 
 
 def _folder_source(name: str, folder: str) -> ModelSource:
-    """Return the source in a folder: a Hugging Face model, or the only GGUF file."""
-    ggufs = _files(folder, (".gguf",))
+    """Return the source in a folder: a Hugging Face model, or the only one in GGUF files."""
+    ggufs = _gguf_models(folder)
     if not ggufs or _files(folder, (".safetensors",)):
         path = os.path.realpath(folder)
-        return ModelSource(name, path, "folder", _stamp(path, _files(path, _FOLDER_SUFFIXES)))
+        files = _files(path, _FOLDER_SUFFIXES) + sorted(map(str, Path(path).glob(TEMPLATE_FILES)))
+        return ModelSource(name, path, "folder", _stamp(path, files))
     if len(ggufs) > 1:
-        names = ", ".join(map(os.path.basename, ggufs))
+        names = ", ".join(os.path.relpath(path, folder) for path in ggufs)
         raise ModelError(f"{folder} has several GGUF files, give the path of one: {names}")
     return _file_source(name, ggufs[0])
+
+
+def _gguf_models(folder: str) -> list[str]:
+    """Return the path of each model in GGUF files of a folder or, without any, of its subfolders.
+
+    Repositories have large models in a subfolder for each quantisation. Files that only accompany
+    a model are left out, unless there is nothing else.
+    """
+    found = _files(folder, (".gguf",))
+    if not found and not _files(folder, (".safetensors",)):
+        inner = (entry.path for entry in os.scandir(folder) if entry.is_dir())
+        readable = (path for path in inner if os.access(path, os.R_OK | os.X_OK))
+        found = [path for each in readable for path in _files(each, (".gguf",))]
+    models = [path for path in found if not any(map(os.path.basename(path).count, _ACCOMPANYING))]
+    return gguf_parts.models_among(models or found)
 
 
 def _hub_source(name: str, environment: HostEnvironment) -> ModelSource:
@@ -141,9 +172,9 @@ def _hub_folder(name: str, environment: HostEnvironment, suffixes: tuple[str, ..
     with contextlib.suppress(LocalEntryNotFoundError):
         cache = environment.hugging_face_cache
         folder: str = snapshot_download(name, cache_dir=cache, local_files_only=True)
-        if _files(folder, suffixes):
+        if _files(folder, suffixes) or (".gguf" in suffixes and _gguf_models(folder)):
             return folder
-    only = " --include '*Q4_K_M.gguf'" if name.lower().endswith("gguf") else ""
+    only = " --include '*Q4_K_M*.gguf'" if name.lower().endswith("gguf") else ""
     raise ModelError(
         f"{name} is neither a path nor in the Hugging Face cache; download it with: "
         f"hf download {name}{only}"
@@ -191,8 +222,7 @@ def prepared_model(
             with exclusive(folder + ".lock"):
                 found = _read(folder) or _prepare(source, folder, environment, display)
     except OSError as error:
-        path = f" ({error.filename})" if error.filename else ""
-        raise ModelError(f"cannot set up {model}: {error.strerror}{path}") from None
+        raise ModelError(f"cannot set up {model}: {reason(error, environment.cache)}") from None
     return found
 
 
@@ -211,6 +241,19 @@ def prepared_draft_model(
         return prepared_model(parsed.model, environment, display, is_head=is_head)
     except ModelError as error:
         raise ModelError(f"--speculative-config: model: {error}") from None
+
+
+def reason(error: OSError, cache: str) -> str:
+    """Return what failed, and for a path in the cache or above it how to choose another cache."""
+    if not isinstance(error.filename, str):
+        return str(error.strerror)
+    path, reason = os.path.abspath(error.filename), f"{error.strerror} ({error.filename})"
+    if os.path.commonpath((path, cache)) not in (path, cache):
+        return reason
+    return (
+        f"{reason}; models are kept in {cache}: set XDG_CACHE_HOME to a folder that user "
+        f"{os.getuid()} can write to"
+    )
 
 
 def _read(folder: str) -> PreparedModel | None:
@@ -232,6 +275,8 @@ def _prepare(
     for left_over in Path(root).glob(f".{key}.*"):
         shutil.rmtree(left_over)
     workspace = tempfile.mkdtemp(prefix=f".{key}.", dir=root)
+    if is_shared(root):
+        os.chmod(workspace, 0o770)
     try:
         _run_preparation(source, workspace, folder, environment, display)
         with contextlib.suppress(FileNotFoundError):

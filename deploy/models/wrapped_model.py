@@ -31,7 +31,7 @@ from proto.prepared_model import FAMILIES, TEXT_BODIES, TensorEntry
 
 _GENERATING: Final = ("ForConditionalGeneration", "ForCausalLM")
 """Endings of the names of architectures with a language head."""
-_TEXT_KEYS: Final = ("text_config", "decoder", "generator")
+TEXT_KEYS: Final = ("text_config", "decoder", "generator")
 """Where transformers looks for the configuration of a language model."""
 _OUTER_KEYS: Final = ("bos_token_id", "eos_token_id", "auto_map", *CONFIG_KEYS)
 """Settings of the language model that count where they stand outside of its own configuration."""
@@ -69,7 +69,7 @@ def find(config: Mapping[str, Any]) -> WrappedModel | None:
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         return None
     cls = CONFIG_MAPPING[model_type]
-    keys = [key for key in _TEXT_KEYS if key in cls.sub_configs]
+    keys = [key for key in TEXT_KEYS if key in cls.sub_configs]
     others = [key for key in cls.sub_configs if key not in keys]
     if not keys or not others:  # a model around a language model alone is something else
         return None

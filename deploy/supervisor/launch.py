@@ -15,6 +15,7 @@ from proto.codec import Message
 from proto.config import ServeConfig, memory_size
 from proto.errors import ConfigError
 from proto.faults import Fault
+from proto.generation_config import NO_DEFAULTS, GenerationDefaults
 from proto.lifecycle import (
     EngineReady,
     FrontEndReady,
@@ -87,6 +88,7 @@ class Launch:
     clock: phases of the start before the processes were started.
     faults: faults to inject, for tests.
     draft_model: that of --speculative-config; None without one.
+    generation_defaults: of the sampling, for the message when the daemon is ready.
     """
 
     config: ServeConfig
@@ -99,6 +101,7 @@ class Launch:
     clock: PhaseClock
     faults: tuple[Fault, ...] = ()
     draft_model: PreparedModel | None = None
+    generation_defaults: GenerationDefaults = NO_DEFAULTS
 
     def processes(self) -> list[tuple[Role, int]]:
         found: list[tuple[Role, int]] = [
@@ -176,6 +179,7 @@ def ready_message(launch: Launch, readiness: Readiness) -> str:
             "max_model_len": engine.max_model_len,
             "kv_cache_bytes": engine.kv_cache_bytes,
             "kv_cache_tokens": engine.kv_cache_tokens,
+            "sampling": str(launch.generation_defaults),
         }
         lines = [notice_line(first, "tokend", **fields)]
         if timings:
@@ -201,6 +205,7 @@ def ready_message(launch: Launch, readiness: Readiness) -> str:
             else "",
         ),
         ("weights", describe_weights(engine.weights)),
+        ("sampling", str(launch.generation_defaults) if pooler is None else ""),
         ("web page", f"{launch.url}/" if config.page else ""),
         ("start", timings),
         (

@@ -23,7 +23,7 @@ from engine_core.scheduler.preemption import KVWatermarks, NonRunningBlocks
 from engine_core.scheduler.queues.base import RequestQueue
 from engine_core.scheduler.step_plan import StepPlan
 from proto.config import SchedulerConfig
-from proto.engine_io import PauseMode
+from proto.engine_io import EventType, PauseMode
 
 
 class Pause:
@@ -424,8 +424,8 @@ class AdmissionPass:
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = num_computed
         if request.scheduled_at is None:
-            request.scheduled_at = plan.now
             request.num_cached_tokens = num_computed
+        request.record_event(EventType.SCHEDULED, plan.now)
         self._kv_transfer.on_blocks_allocated(candidate)
         plan.admitted.append(request)
         plan.admitted_tokens.append(num_new)

@@ -293,5 +293,6 @@ def repeated_crash_output(request: Request) -> EngineCoreOutput:
         request.num_output_tokens,
         [],
         FinishReason.ERROR,
+        events=request.pop_events(),
         error=repeated_crash_error(request.crash_count),
     )

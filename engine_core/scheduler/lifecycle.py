@@ -17,6 +17,7 @@ from engine_core.scheduler.hooks import RequestListener, SchedulerObserver
 from engine_core.scheduler.kv_transfer import KVTransferManager
 from engine_core.scheduler.output import OutputBuilder
 from engine_core.scheduler.queues.base import RequestQueue
+from proto.engine_io import EventType
 from proto.sampling_params import MAX_REPEATED_TOKENS
 
 if TYPE_CHECKING:
@@ -93,7 +94,6 @@ class RequestLifecycle:
         self._observer = observer
         self._clock = clock
         self._max_model_len = max_model_len
-        self._preemption_counts: list[int] = []
 
     def attach(
         self,
@@ -123,7 +123,7 @@ class RequestLifecycle:
         request.max_tokens = min(
             request.max_tokens, self._max_model_len - request.num_prompt_tokens
         )
-        request.queued_at = self._clock()
+        request.record_event(EventType.QUEUED, self._clock())
         self._agent_sessions.on_request_added(request)
         self._beams.register_row(request)
         self._crash_isolation.register_crashed(request)
@@ -177,17 +177,11 @@ class RequestLifecycle:
                 return
             del self.recently_ended[seq_id]
 
-    def pop_preemption_counts(self) -> list[int]:
-        """Return how often each request was preempted that has ended since the last call."""
-        counts, self._preemption_counts = self._preemption_counts, []
-        return counts
-
     def _release(self, request: Request) -> None:
         self._kv_cache.free(request)
         self._observer.on_request_finished(request)
         if request.scheduled_at is not None:
             self.recently_ended[request.seq_id] = (request, self._output_builder.step)
-            self._preemption_counts.append(request.num_preemptions)
         self._output_builder.finish_sequence(request.seq_id)
         for listener in self._listeners:
             listener.on_released(request)

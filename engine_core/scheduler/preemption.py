@@ -20,6 +20,7 @@ from engine_core.scheduler.queues.base import PreemptionQueue, RequestQueue
 from engine_core.scheduler.queues.fair import FairSchedulingPolicy
 from engine_core.scheduler.step_plan import StepPlan
 from proto.config import PreemptionMode
+from proto.engine_io import EventType
 
 _running_index: Final = attrgetter("running_index")
 
@@ -275,8 +276,7 @@ class Preemption:
         victim.status = RequestStatus.PREEMPTED
         victim.num_computed_tokens = 0
         victim.spec_token_ids.clear()
-        victim.num_preemptions += 1
-        victim.preempted_at.append(now)
+        victim.record_event(EventType.PREEMPTED, now)
         self._waiting.requeue_preempted(victim)
 
 

@@ -22,7 +22,6 @@ from engine_core.scheduler.tenant_usage import TenantUsage
 from proto.engine_io import (
     EngineCoreOutput,
     FinishReason,
-    FirstTokenInfo,
     LogprobsArrays,
     RoutedExperts,
 )
@@ -52,6 +51,7 @@ def error_output(request: Request, error: ErrorInfo) -> EngineCoreOutput:
         request.num_output_tokens,
         [],
         FinishReason.ERROR,
+        events=request.pop_events(),
         error=error,
     )
 
@@ -281,7 +281,7 @@ class ResultPass:
             return
         if self._learns_outputs and num_new and not has_ended:
             self._speculation.add_outputs(request, num_new)
-        if has_ended or num_accepted or extras.for_clients or not request.first_info_sent:
+        if has_ended or num_accepted or extras.for_clients or request.has_events:
             output = _full_output(request, token_index, token_ids, num_accepted, extras)
         else:
             output = EngineCoreOutput(request.request_id, request.choice, token_index, token_ids)
@@ -319,7 +319,7 @@ class ResultPass:
                 0,
                 [],
                 request.status.finish_reason,
-                first=_first_token_info(request),
+                events=request.pop_events(),
                 pooler_output=data,
             )
         )
@@ -448,7 +448,6 @@ class ResultPass:
             row.all_token_ids[row.num_prompt_tokens :] = token_ids
             row.max_tokens = row.sampling_params.max_tokens
             self._lifecycle.finish_request(row, completion(row, self._max_model_len))
-            first = None if row.choice else _first_token_info(row)
             outputs.setdefault(row.front_end_index, []).append(
                 EngineCoreOutput(
                     row.request_id,
@@ -457,7 +456,7 @@ class ResultPass:
                     token_ids,
                     finish_reason=row.status.finish_reason,
                     stop_reason=row.stop_reason,
-                    first=first,
+                    events=row.pop_events(),
                     kv_transfer_params=row.kv_transfer_params,
                 )
             )
@@ -491,9 +490,8 @@ def _full_output(
     num_accepted: int,
     extras: RowExtras,
 ) -> EngineCoreOutput:
-    """Return the output of a row with its extras, and with the end or start of its request."""
+    """Return the output of a row with its extras, events, and the end of its request."""
     seq_id = request.seq_id
-    is_first = bool(token_ids) and not request.first_info_sent
     return EngineCoreOutput(
         request.request_id,
         request.choice,
@@ -501,22 +499,10 @@ def _full_output(
         token_ids,
         finish_reason=request.status.finish_reason if request.is_finished else None,
         stop_reason=request.stop_reason,
-        first=_first_token_info(request) if is_first else None,
+        events=request.pop_events(),
         logprobs=extras.logprobs.get(seq_id),
         prompt_logprobs=extras.prompt_logprobs.get(seq_id),
         kv_transfer_params=request.kv_transfer_params,
         routed_experts=extras.experts.get(seq_id),
         num_accepted_drafts=num_accepted,
-    )
-
-
-def _first_token_info(request: Request) -> FirstTokenInfo:
-    request.first_info_sent = True
-    assert request.queued_at is not None
-    assert request.scheduled_at is not None
-    return FirstTokenInfo(
-        request.num_cached_tokens,
-        request.queued_at,
-        request.scheduled_at,
-        request.num_external_tokens,
     )

@@ -28,7 +28,7 @@ from engine_core.scheduler.preemption import NonRunningBlocks
 from engine_core.scheduler.queues.base import RequestQueue
 from engine_core.scheduler.result import OutputsByFrontEnd
 from engine_core.validation import check_length
-from proto.engine_io import EngineCoreOutput, FinishReason, SessionInput
+from proto.engine_io import EngineCoreOutput, EventType, FinishReason, SessionInput
 from proto.errors import ErrorInfo, InvalidRequestError
 
 logger = logging.getLogger("tokend.sessions")
@@ -205,7 +205,7 @@ class ResumableSessions:
         check_length(request.num_tokens + num_new, params.max_tokens, self._max_model_len)
         session.num_waiting -= num_new
         request.append_input(message.prompt_token_ids, params)
-        request.queued_at = self._clock()
+        request.record_event(EventType.QUEUED, self._clock())
         del self._resting_since[request.request_id]
         self.non_running_blocks.move_to_queued(request)
         self._unblock(request)

@@ -397,7 +397,6 @@ class Scheduler:
             agent_session_seconds=agent_session_seconds,
             tool_seconds=tool_seconds,
             num_discarded_tokens=self._result_pass.pop_num_discarded(),
-            request_preemptions=self._lifecycle.pop_preemption_counts(),
             estimated_flops=flops,
             estimated_read_bytes=read_bytes,
             estimated_write_bytes=write_bytes,

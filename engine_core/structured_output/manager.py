@@ -56,6 +56,7 @@ from proto.model_runner_output import ModelRunnerOutput
 from proto.sampling_params import ThinkingRule
 from proto.scheduler_output import GrammarOutput, SchedulerOutput
 from proto.sockets import EventFd
+from proto.turn_ends import with_end_tokens
 
 logger = logging.getLogger("tokend.grammars")
 
@@ -431,7 +432,8 @@ class StructuredOutputManager:
 
 def start_structured_output(boot: ProcessBoot) -> StructuredOutputManager:
     """Create the manager of an engine process."""
-    config, model = boot.config, boot.model
+    config = boot.config
+    model = with_end_tokens(boot.model, config.model)
     tokenizer_json = Path(config.model.tokenizer or model.folder, "tokenizer.json")
     vocab_size, eos_token_ids = model.vocab_size, model.eos_token_ids
     num_threads = min(MAX_THREADS, max(1, usable_cores() // 2))

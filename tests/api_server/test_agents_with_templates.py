@@ -148,7 +148,8 @@ async def events_of(front_end, path: str, body: dict) -> list[dict]:
 async def test_streams_have_the_calls_of_whole_answers(start, scripted, serve, name):
     """In each API, with the format that the template tells."""
     async with start(scripted(CALLS[name]), served=serve(name), max_model_len=8192) as front_end:
-        assert front_end.app_state.tool_calls.format.name == FORMATS[name]
+        app_state = front_end.app_state
+        assert app_state.tool_calls(app_state.chat_template).format.name == FORMATS[name]
         reasons = "x\n" in CALLS[name] or "<think>" in CALLS[name]
         asked = [{"role": "user", "content": "weather?"}]
         function = {"name": "weather", "parameters": SCHEMA}

@@ -8,7 +8,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from api_server.text.chat_template import (
     ChatTemplate,
     Conversation,
-    find_chat_template,
+    find_chat_templates,
 )
 from api_server.text.rendering import TemplateRenderer
 from api_server.text.tokenizer import special_token_texts
@@ -116,10 +116,9 @@ def test_an_invalid_template_is_a_start_error() -> None:
 
 
 async def test_a_base_model_has_no_template(tmp_path) -> None:
-    template = find_chat_template((str(tmp_path),), {})
-    assert template is None
+    assert find_chat_templates((str(tmp_path),), {}) == {}
     with pytest.raises(InvalidRequestError, match="base has no chat template"):
-        await TemplateRenderer(template, "base").render(Conversation(CONVERSATIONS[0]))
+        await TemplateRenderer(None, "base").render(Conversation(CONVERSATIONS[0]))
 
 
 def test_special_tokens_as_text_or_object(tmp_path) -> None:

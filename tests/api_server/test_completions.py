@@ -174,3 +174,13 @@ async def test_cached_tokens(start, scripted):
         front_end.engine.num_cached_tokens = 2
         usage = (await front_end.complete(n=2)).json()["usage"]
         assert usage["prompt_tokens_details"] == {"cached_tokens": 2}
+
+
+async def test_many_stop_strings(start, scripted):
+    """As many and as long as possible; the last one ends the answer."""
+    stop = [f"{number:063d}" for number in range(1023)] + [" fox"]
+    stop[0] += "x" * (65536 - sum(map(len, stop)))
+    async with start(scripted("the quick fox jumps")) as front_end:
+        for _ in range(2):
+            (choice,) = (await front_end.complete(stop=stop)).json()["choices"]
+            assert (choice["text"], choice["stop_reason"]) == ("the quick", " fox")

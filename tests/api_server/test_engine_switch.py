@@ -444,3 +444,23 @@ async def test_it_goes_to_the_next_engine_if_the_old_one_died(case, model):
             request = await case.engines[2].requests.get()
         case.engines[2].emit(request, [40], finish=FinishReason.LENGTH)
         assert b"200 OK" in await reader.readline()
+
+
+async def test_new_requests_have_the_sampling_defaults_of_the_next_model(case, model, caplog):
+    _, first = await case.begin()
+    settings = (("temperature", 0.5),)
+    await case.side_by_side(2, msgspec.structs.replace(model, generation_settings=settings))
+    with caplog.at_level("INFO", "tokend.api"):
+        await case.switch(2)
+    assert "sampling defaults: temperature 0.5 (generation_config.json)" in caplog.text
+    _, second = await case.begin(2)
+    temperatures = [each.sampling_params.temperature for each in (first, second)]
+    assert temperatures == [1.0, 0.5]
+
+
+async def test_invalid_sampling_defaults_of_the_next_model_keep_the_old_engine(case, model):
+    settings = (("top_p", 2.0),)
+    broken = msgspec.structs.replace(model, generation_settings=settings)
+    case.engine_switch.prepare(NextEngine(2, broken, in_place=True))
+    answer = await case.next()
+    assert "generation_config.json: top_p must be" in answer.error.message

@@ -82,6 +82,66 @@ MALFORMED = {
     "no end": (f"{ANALYSIS}Hm.{FINAL}Hi.<|return|>", ("Hm.", "Hi.", [])),
     "text after the end": (f"{FINAL}Hi.<|end|>Bye.<|return|>", ("", "Hi.\n\nBye.", [])),
 }
+HEADERS = [
+    " to=functions.find<|channel|>commentary to=functions.find <|constrain|>json",
+    "<|channel|>commentary to=functions.find to=functions.find <|constrain|>json",
+    "<|channel|>commentary please to=functions.find <|constrain|>json",
+    "<|channel|>commentary <|constrain|>json to=functions.find",
+    "<|channel|>commentary <|constrain|>jsonto=functions.find code",
+    "<|channel|>commentaryto=functions.find",
+    "<|channel|>commentary to=functions.findjson",
+    "<|channel|>commentary to=functions.find<|constrain|>response",
+    "<|channel|>commentary to=functions.find:0 json",
+    "<|channel|>commentary to=find <|constrain|>json",
+    "<|channel|>commentary find <|constrain|>json",
+    "<|channel|>commentary functions.find",
+    "<|channel|>final to=functions.find json",
+    "<|channel|>––commentary to=functions.find",
+    "functions.find<|constrain|>json<|channel|>commentary",
+    "find<|channel|>commentary json",
+]
+"""Headers that name the tool `find`, and have something too much or too little."""
+CALLED = ("", "", [("find", ARGUMENTS)])
+MALFORMED |= {header: (f"{header}<|message|>{ARGUMENTS}<|call|>", CALLED) for header in HEADERS} | {
+    "another tool whose name begins alike": (
+        "<|channel|>commentary to=functions.finder json<|message|>{}<|call|>",
+        ("", "{}", []),
+    ),
+    "the result of a tool": (
+        "<|channel|>final<|message|>Hi.<|end|><|start|>functions.find to=assistant"
+        "<|channel|>commentary<|message|>{}<|end|>",
+        ("", "Hi.\n\n{}", []),
+    ),
+    "a call without <|message|>": (
+        f"<|channel|>commentary to=functions.find <|constrain|>json{ARGUMENTS}<|call|>",
+        CALLED,
+    ),
+    "a long call without <|message|>": (
+        f'<|channel|>commentary to=functions.find {{"text": "{"a" * 300}"}}<|call|>',
+        ("", "", [("find", f'{{"text": "{"a" * 300}"}}')]),
+    ),
+    "<|message|> twice": (
+        "<|channel|>commentary to=functions.find<|message|><|constrain|>json<|message|>"
+        f"{ARGUMENTS}",
+        CALLED,
+    ),
+    "a line break in a string": (
+        f'{CALL}{{"text": "a\nb"}}',
+        ("", "", [("find", '{"text": "a\\nb"}')]),
+    ),
+    "reasoning without <|message|>": (
+        f"<|channel|>analysis I look.{NEXT}{FINAL}Hi.<|return|>",
+        ("I look.", "Hi.", []),
+    ),
+    "an answer without <|message|>": ("<|channel|>final Hi.<|return|>", ("", "Hi.", [])),
+    "a channel that breaks off": (f"<|channel|>commentary{NEXT}{FINAL}Hi.", ("", "Hi.", [])),
+    "two channels": (
+        f"<|channel|>commentary<|channel|>analysis<|message|>Hm.{NEXT}{FINAL}Hi.",
+        ("Hm.", "Hi.", []),
+    ),
+    "the start twice": (f"{ANALYSIS}Hm.{NEXT}<|start|>assistant{FINAL}Hi.", ("Hm.", "Hi.", [])),
+    "a marker in a text": (f"{FINAL}Hi <|message|>there<|constrain|>.", ("", "Hi there.", [])),
+}
 CASES = WELL_FORMED | MALFORMED
 
 

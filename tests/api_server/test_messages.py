@@ -389,7 +389,7 @@ async def test_token_counts_are_exact_without_the_engine(start, scripted):
         ({"messages": [*USER, {"role": "assistant", "content": " "}]}, "messages.1"),
         ({"system": 5}, "system"),
         ({"system": [{"type": "image"}]}, "system.0"),
-        ({"stop_sequences": ["a", "b", "c", "d", "e"]}, "stop_sequences"),
+        ({"stop_sequences": ["a"] * 1025}, "stop_sequences"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"temperature": -1}, "temperature"),
         ({"top_p": 2}, "top_p"),

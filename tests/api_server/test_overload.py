@@ -9,7 +9,7 @@ import pytest
 from api_server.engine import engine_client
 from proto import sockets
 from proto.config import FrontEndConfig
-from proto.engine_io import FinishReason, FirstTokenInfo
+from proto.engine_io import FinishReason
 from proto.errors import ErrorInfo
 from proto.stats import SchedulerStats
 from tests.api_server.conftest import samples
@@ -191,8 +191,7 @@ async def test_a_queue_timeout_is_a_status_also_for_streams(start, stream):
 async def test_a_stream_with_a_queue_timeout_begins_with_its_first_token(start):
     async with start(accepts=True) as front_end:
         answer, request = await begin(front_end, stream=True, queue_timeout_ms=1000)
-        first = FirstTokenInfo(0, 1.0, 2.0)
-        front_end.engine.emit(request, [40], finish=FinishReason.LENGTH, first=first)
+        front_end.engine.emit(request, [40], finish=FinishReason.LENGTH)
         response = await answer
         assert response.status_code == 200
         assert response.text.endswith("data: [DONE]\n\n")

@@ -219,3 +219,43 @@ async def test_the_end_marker_of_reasoning_must_be_allowed(start, scripted, serv
         response = await front_end.chat(thinking_token_budget=5, **fields)
         assert response.status_code == 400
         assert response.json()["error"]["param"] == next(iter(fields))
+
+
+ASKED = {
+    "/v1/chat/completions": {"messages": MESSAGES},
+    "/v1/responses": {"input": "hello"},
+    "/v1/messages": {"model": "toy", "max_tokens": 99, "messages": MESSAGES},
+}
+
+
+@pytest.mark.parametrize("path", ASKED)
+async def test_stop_strings_are_looked_for_in_the_content(start, scripted, served, path):
+    """In neither the reasoning nor the line breaks after it."""
+    stop = "stop_sequences" if path == "/v1/messages" else "stop"
+    body = {**ASKED[path], stop: ["fox", "\n\n", "</think>", " sea"]}
+    async with start(scripted(SAID), served=served) as front_end:
+        answer = (await front_end.http.post(path, json=body)).json()
+    if path == "/v1/chat/completions":
+        (choice,) = answer["choices"]
+        assert choice["message"]["content"] == "over the"
+        assert choice["message"]["reasoning"] == "the fox 😀"
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", " sea")
+    elif path == "/v1/responses":
+        reasoning, content = answer["output"]
+        assert reasoning["content"][0]["text"] == "the fox 😀"
+        assert content["content"][0]["text"] == "over the"
+    else:
+        thinking, content = answer["content"]
+        assert (thinking["thinking"], content["text"]) == ("the fox 😀", "over the")
+        assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", " sea")
+
+
+@pytest.mark.parametrize(("shows", "content"), [(False, "over the"), (True, "over the sea")])
+async def test_a_stop_string_in_streamed_content(start, scripted, served, shows, content):
+    async with start(scripted(SAID + "over"), served=served) as front_end:
+        events = await front_end.events(
+            PATH, messages=MESSAGES, stop=["fox", " sea"], include_stop_str_in_output=shows
+        )
+    assert joined(events[:-1], "reasoning") == "the fox 😀"
+    assert joined(events[:-1], "content") == content
+    assert events[-2]["choices"][0]["stop_reason"] == " sea"

@@ -1,6 +1,7 @@
 """Request metrics: phases, sources of prompt tokens, HTTP status."""
 
 import asyncio
+import logging
 
 import pytest
 
@@ -9,9 +10,10 @@ from api_server.metrics.metric_sheet import MetricSheet
 from api_server.metrics.metrics import Metrics
 from api_server.routes import completions
 from proto.config import FrontEndConfig
-from proto.engine_io import EngineCoreOutput, FinishReason, FirstTokenInfo
+from proto.engine_io import EngineCoreEvent, EngineCoreOutput, EventType, FinishReason
 from proto.stats import METRIC_CELLS, SchedulerStats
 from tests.api_server.conftest import samples
+from tests.fakes.events import first_events
 
 
 async def test_request_phases_and_parameters(start, scripted):
@@ -74,7 +76,7 @@ async def test_a_prompt_counts_once_across_engines(start):
         again = await engine.requests.get()
         engine.send_outputs(
             EngineCoreOutput(
-                again.request_id, 0, 1, [41, 42], FinishReason.LENGTH, first=FirstTokenInfo(0, 1, 2)
+                again.request_id, 0, 1, [41, 42], FinishReason.LENGTH, events=first_events(0, 1, 2)
             )
         )
         assert (await waiting).status_code == 200
@@ -87,6 +89,25 @@ async def test_a_prompt_counts_once_across_engines(start):
         assert not [each for each in counters if after[each] < before[each]]
 
 
+@pytest.mark.parametrize("finish", [FinishReason.LENGTH, FinishReason.ERROR])
+async def test_preemptions_are_counted_and_logged(start, caplog, finish):
+    caplog.set_level(logging.INFO, logger="tokend.requests")
+    preempted = EngineCoreEvent(EventType.PREEMPTED, 5.0)
+    again = EngineCoreEvent(EventType.SCHEDULED, 7.5)
+    async with start(accepts=True) as front_end:
+        waiting = asyncio.create_task(front_end.complete(n=2))
+        request = await front_end.engine.requests.get()
+        front_end.engine.emit(request, [40])
+        front_end.engine.emit(request, [41], finish=FinishReason.LENGTH, events=(preempted, again))
+        front_end.engine.emit(request, [], choice=1, finish=finish)
+        await waiting
+        found = await samples(front_end)
+    assert found["vllm:request_num_preemptions_count"] == 2
+    assert found["vllm:request_num_preemptions_sum"] == 1
+    assert found["tokend:preempted_seconds_sum"] == 2.5
+    assert "preemptions=1 preempted=2.500s" in caplog.text
+
+
 def test_discarded_tokens():
     metrics = Metrics("toy", MetricSheet.of_one())
 
@@ -94,12 +115,7 @@ def test_discarded_tokens():
         return metrics._registry.get_sample_value("tokend:discarded_tokens_total", {"cause": cause})
 
     metrics.record_scheduler_stats(SchedulerStats(0, 0, 0.0, num_discarded_tokens=3), 1, 1.0)
-    metrics.record_scheduler_stats(SchedulerStats(0, 0, 0.0, request_preemptions=[0, 2]), 1, 2.0)
     assert discarded("late") == 3
-    count = metrics._registry.get_sample_value(
-        "vllm:request_num_preemptions_sum", {"model_name": "toy", "engine": "0"}
-    )
-    assert count == 2
     metrics.count_discarded_tokens("after_stop", 2)
     metrics.count_discarded_tokens("repeated", 1)
     assert (discarded("after_stop"), discarded("repeated")) == (2, 1)

@@ -8,8 +8,9 @@ from api_server.metrics.metrics import Metrics
 from api_server.request_stream import Choice, RequestStream, StreamNotifier, Timeline
 from api_server.text.stop_strings import StopStrings
 from api_server.text.tokenizer import ModelTokenizer
-from proto.engine_io import EngineCoreOutput, FinishReason, FirstTokenInfo
+from proto.engine_io import EngineCoreEvent, EngineCoreOutput, EventType, FinishReason
 from proto.errors import ErrorInfo, InternalRequestError, InvalidRequestError
+from tests.fakes.events import first_events
 from tests.fakes.fake_engine import fake_logprobs
 
 
@@ -32,7 +33,7 @@ def make(tokenizer: Tokenizer, metrics: Metrics):
 
 
 def output(tokens: list[int], index: int, finish: FinishReason | None = None, **fields):
-    fields.setdefault("first", FirstTokenInfo(2, 100.1, 100.2) if index == 0 else None)
+    fields.setdefault("events", () if index else first_events(2, 100.1, 100.2))
     return EngineCoreOutput(7, fields.pop("choice", 0), index, tokens, finish, **fields)
 
 
@@ -192,3 +193,24 @@ def test_choices_end_independently(make):
     stream.process_output(output([41], 0, FinishReason.LENGTH), 101.0)
     assert stream.finished
     assert stream.num_completion_tokens == 2
+
+
+def test_a_preemption_lasts_until_the_choice_is_scheduled_again(make):
+    """In the same engine or in the next one; each choice has its own."""
+    stream = make(n=2)
+    queued, scheduled, preempted = EventType.QUEUED, EventType.SCHEDULED, EventType.PREEMPTED
+    for index, (choice, *events) in enumerate(
+        [
+            (0, (queued, 100.0), (scheduled, 101.0)),
+            (0, (preempted, 103.0), (scheduled, 104.5)),
+            (1, (queued, 100.0), (scheduled, 104.5)),
+            (0, (preempted, 106.0)),
+            (0, (queued, 107.0), (scheduled, 108.0), (preempted, 109.0)),
+        ]
+    ):
+        sent = tuple(EngineCoreEvent(*each) for each in events)
+        stream.process_output(output([], 0, choice=choice, events=sent), 110.0 + index)
+    assert (stream.timeline.queued, stream.timeline.scheduled) == (100.0, 101.0)
+    assert stream.timeline.preemptions(110.0) == [[1.5, 2.0, 1.0], []]
+    assert sample(stream.metrics, "request_queue_time_seconds_count") == 1
+    assert sample(stream.metrics, "request_queue_time_seconds_sum") == 1.0

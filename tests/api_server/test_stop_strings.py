@@ -1,10 +1,28 @@
 """Incremental stop string search, compared with a search in the whole text."""
 
 import random
+from collections.abc import Callable
 
 import pytest
 
+from api_server.metrics.metric_sheet import MetricSheet
+from api_server.metrics.metrics import Metrics
+from api_server.parsers.harmony import HarmonyOutput
+from api_server.parsers.output import (
+    ChoiceParser,
+    ContentStops,
+    ContentText,
+    OutputParser,
+    OutputPart,
+    ReasoningText,
+    ToolCallArguments,
+)
+from api_server.parsers.reasoning import OutputStart, reasoning_format
+from api_server.parsers.tools.registry import TOOL_CALL_FORMATS
+from api_server.request_stream import Choice
 from api_server.text.stop_strings import StopStrings
+from proto.engine_io import FinishReason
+from tests.api_server.harmony_model import harmony_of, harmony_tokenizer, marked
 
 
 def run(strings: list[str], pieces: list[str]) -> tuple[str, str | None, list[str]]:
@@ -79,3 +97,133 @@ def test_a_match_that_began_before_min_tokens_counts() -> None:
     matcher = StopStrings(["abcd"])
     assert matcher.filter_text("xab", can_stop=False) == ("x", None)
     assert matcher.filter_text("cd", can_stop=True) == ("", "abcd")
+
+
+def test_many_strings_agree_with_the_simple_search() -> None:
+    source = random.Random(1)
+    strings = ["".join(source.choices("abcd", k=source.randint(4, 40))) for _ in range(1024)]
+    for _ in range(20):
+        text = "".join(source.choices("abcd", k=60))
+        assert run(strings, [text[:20], text[20:]])[:2] == obvious(strings, text)
+
+
+def test_the_text_held_back_is_the_longest_beginning_of_a_string() -> None:
+    source = random.Random(2)
+    for _ in range(300):
+        strings = ["".join(source.choices("ab", k=source.randint(2, 6))) for _ in range(3)]
+        text = "".join(source.choices("abc", k=12))
+        matcher = StopStrings(strings)
+        shown, _ = matcher.filter_text(text, can_stop=False)
+        held = text[len(shown) :]
+        beginnings = [string[:size] for string in strings for size in range(1, len(string))]
+        longest = max((each for each in beginnings if text.endswith(each)), key=len, default="")
+        assert held == longest
+
+
+# Stop strings of an answer with reasoning and calls of tools.
+
+
+class Pieces:
+    """A detokenizer whose tokens are indices of pieces of text."""
+
+    def __init__(self, pieces: list[str]) -> None:
+        self._pieces = pieces
+
+    def decode_token(self, token_id: int) -> str:
+        return self._pieces[token_id]
+
+    def flush_text(self) -> str:
+        return ""
+
+
+CALL = '<tool_call>\n{"name": "find", "arguments": {"text": "ab b"}}\n</tool_call>'
+
+
+def thinking_parser() -> OutputParser:
+    tools = TOOL_CALL_FORMATS["hermes"].new_parser({"find": {}})
+    return reasoning_format("qwen3", None).new_parser(OutputStart.UNKNOWN, tools, is_shown=True)
+
+
+@pytest.fixture(scope="module")
+def harmony_parser() -> Callable[[], OutputParser]:
+    harmony = harmony_of(harmony_tokenizer())
+    return HarmonyOutput(harmony=harmony, tool_names=["find"]).new_parser
+
+
+def joined(parts: list[OutputPart]) -> list[tuple[type, str]]:
+    """Return the parts, with consecutive ones of a kind as one; a call as its arguments."""
+    found: list[tuple[type, str]] = []
+    for part in parts:
+        if not isinstance(part, ContentText | ReasoningText | ToolCallArguments):
+            continue
+        if found and found[-1][0] is type(part):
+            found[-1] = (type(part), found[-1][1] + part.text)
+        else:
+            found.append((type(part), part.text))
+    return found
+
+
+def answer(
+    parser: Callable[[], OutputParser], strings: list[str], pieces: list[str], interval: int
+) -> tuple[list[tuple[type, str]], object]:
+    """Return the parts of a streamed answer, and its stop reason."""
+    choice = Choice(0, Pieces(pieces), ContentStops(StopStrings(strings), parser()))
+    choice.interval = interval
+    encoder = ChoiceParser(parser(), Metrics("toy", MetricSheet.of_one()))
+    parts: list[OutputPart] = []
+    for index in range(len(pieces)):
+        last = FinishReason.LENGTH if index == len(pieces) - 1 else None
+        choice.extend([index], [], last, None)
+        if choice.has_delta:
+            delta = choice.pop_delta()
+            parts += encoder.parse_delta(delta.text, delta.finish_reason, delta.content_end)
+        if choice.finished:
+            break
+    assert choice.finished
+    return joined(parts), choice.stop_reason
+
+
+TEXTS = {
+    "thinking": f"<think>\nab b\n</think>\n\nba bc ab{CALL}ab bb",
+    "no thinking": f"ba ab bc{CALL}",
+    "only thinking": "<think>\nab b ba",
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("seed", range(40))
+def test_only_content_is_searched(name: str, seed: int) -> None:
+    check(thinking_parser, TEXTS[name], random.Random(seed))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_only_content_of_harmony_is_searched(
+    harmony_parser: Callable[[], OutputParser], seed: int
+) -> None:
+    text = marked(
+        "<|channel|>analysis<|message|>ab bc<|end|><|start|>assistant<|channel|>commentary"
+        "<|message|>ba b<|end|><|start|>assistant<|channel|>final<|message|>bb ab bc ba"
+    )
+    check(harmony_parser, text, random.Random(seed))
+
+
+def check(parser: Callable[[], OutputParser], text: str, source: random.Random) -> None:
+    strings = ["".join(source.choices("ab \n", k=source.randint(1, 4))) for _ in range(3)]
+    strings += source.choices(["</think>", "tool_call", "analysis", '"find"', "b<"], k=1)
+    pieces, rest = [], text
+    while rest:
+        size = source.randint(1, 7)
+        pieces.append(rest[:size])
+        rest = rest[size:]
+    whole = parser()
+    expected: list[tuple[type, str]] = []
+    stop = None
+    for kind, part in joined([*whole.parse_delta(text), *whole.parse_end(is_cut=True)]):
+        if kind is ContentText:
+            part, stop = obvious(strings, part)
+        if part:
+            expected.append((kind, part))
+        if stop is not None:
+            break
+    found = answer(parser, strings, pieces, source.randint(1, 4))
+    assert found == (expected, stop)

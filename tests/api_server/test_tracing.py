@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from contextlib import asynccontextmanager
 
 import pytest
@@ -13,7 +14,7 @@ from api_server import tracing
 from deploy import serve
 from proto.config import FrontEndConfig, ServeConfig
 from proto.config_checks import validate
-from proto.engine_io import FinishReason
+from proto.engine_io import EngineCoreEvent, EventType, FinishReason
 from proto.errors import ConfigError, ErrorInfo
 from proto.log_lines import FIELDS
 
@@ -93,9 +94,12 @@ async def test_a_request_is_a_span_in_its_trace(start, spans):
         request = await front_end.engine.requests.get()
         front_end.engine.num_cached_tokens = 1
         front_end.engine.emit(request, [40])
-        front_end.engine.emit(request, [41], finish=FinishReason.LENGTH)
+        preempted = EngineCoreEvent(EventType.PREEMPTED, time.monotonic())
+        front_end.engine.emit(request, [41], finish=FinishReason.LENGTH, events=(preempted,))
         assert (await asking).status_code == 200
         (span,) = spans(front_end)
+    assert [each.name for each in span.events] == ["queued", "scheduled", "preempted"]
+    assert span.start_time < span.events[0].timestamp < span.events[2].timestamp < span.end_time
     assert (span.name, span.kind) == ("llm_request", SpanKind.SERVER)
     assert f"{span.context.trace_id:032x}" == TRACE
     assert f"{span.parent.span_id:016x}" == "00f067aa0ba902b7"

@@ -13,6 +13,7 @@ from api_server.http.middleware import OPEN_PATHS
 from api_server.metrics.metric_sheet import MetricSheet
 from api_server.metrics.metrics import Metrics
 from api_server.routes import completions
+from deploy.environment import HostEnvironment
 from deploy.supervisor.shutdown import ON_REQUEST
 from proto.config import FrontEndConfig, ReliabilityConfig
 from worker.attention.flashinfer import HEAD_DIMS
@@ -31,8 +32,18 @@ class TestDockerfile:
     def test_the_supervisor_is_process_1_without_root(self, path: Path) -> None:
         final = path.read_text().rsplit("\nFROM ", 1)[1]
         assert 'ENTRYPOINT ["tokend"]' in final
-        assert "\nUSER tokend\n" in final
+        assert "\nUSER 10001:0\n" in final
         assert "tini" not in path.read_text()
+
+    def test_any_user_of_group_0_can_write_to_the_cache(self, path: Path) -> None:
+        """Also what libraries keep in the home folder, which such a user does not have."""
+        final = path.read_text().rsplit("\nFROM ", 1)[1]
+        cache = re.search(r"install -d -o 10001 -g 0 -m (\d+) (\S+)", final)
+        assert cache is not None
+        assert int(cache[1], 8) & 0o070 == 0o070
+        variables = dict(re.findall(r"\b(HOME|XDG_CACHE_HOME)=(\S+)", final))
+        assert HostEnvironment.of(variables).cache == variables["HOME"] == cache[2]
+        assert f"\nVOLUME {cache[2]}\n" in final
 
     def test_the_health_check_uses_a_path_without_key(self, path: Path) -> None:
         found = re.search(r"urlopen\('http://127.0.0.1:(\d+)(/[\w/]+)'", path.read_text())
@@ -156,6 +167,7 @@ def test_the_deployment_probes_paths_without_key_and_outlasts_the_shutdown() -> 
     assert pod["terminationGracePeriodSeconds"] > int(seconds) + LONGEST_END
     uids = {re.search(r"--uid (\d+)", path.read_text())[1] for path in DOCKERFILES}  # type: ignore[index]
     assert uids == {str(pod["securityContext"]["runAsUser"])}
+    assert pod["securityContext"]["runAsGroup"] == 0
     labels = deployment["spec"]["template"]["metadata"]["labels"]
     service = next(each for each in documents if each["kind"] == "Service")
     assert service["spec"]["selector"].items() <= labels.items()

@@ -110,13 +110,9 @@ def write(path: Path, architecture: str, vocabulary: dict[str, Any], **flags: bo
 @pytest.mark.parametrize(
     ("architecture", "make", "pre", "flags"),
     [
-        *[
-            ("llama", byte_level, pre, {})
-            for pre in ("", "llama-bpe", "qwen2", "tekken", "gpt-4o", "smollm")
-        ],
+        *[("llama", byte_level, pre, {}) for pre in ("", "default", "gpt-2", "qwen2", "gpt-4o")],
+        *[("llama", byte_level, pre, {"add_bos_token": False}) for pre in ("llama-bpe", "tekken")],
         ("qwen3", byte_level, "qwen2", {"add_bos_token": True, "add_eos_token": True}),
-        ("llama", sentencepiece, "", {}),
-        ("llama", sentencepiece, "", {"add_bos_token": False}),
         ("gemma3", gemma, "", {"add_bos_token": True, "add_space_prefix": False}),
     ],
     ids=lambda value: getattr(value, "__name__", None) or str(value),
@@ -131,7 +127,7 @@ def test_the_tokenizer_equals_that_of_transformers(
     path = tmp_path / "tiny.gguf"
     vocabulary = make()
     write(path, architecture, vocabulary | ({"pre": pre} if pre else {}), **flags)
-    data, special, template = gguf_tokenizer.convert(str(path), gguf_header.read(str(path)).values)
+    data, special, templates = gguf_tokenizer.convert(str(path), gguf_header.read(str(path)).values)
     ours = Tokenizer.from_str(data.decode())
     theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name, local_files_only=True)
     for text in TEXTS:
@@ -141,7 +137,7 @@ def test_the_tokenizer_equals_that_of_transformers(
         plain = ours.encode(text, add_special_tokens=False).ids
         assert plain == theirs(text, add_special_tokens=False)["input_ids"]
     assert [special[name] for name in ("bos_token", "eos_token")] == ["<|begin|>", "<|end|>"]
-    assert template == "{{ messages }}"
+    assert templates == {"default": "{{ messages }}"}
     assert ours.get_vocab_size() == len(vocabulary["tokens"]), "no token is added"
 
 
@@ -239,34 +235,122 @@ def test_a_pooling_type_makes_a_decoder_pool(tmp_path: Path) -> None:
         gguf_file.read(str(path), lambda what: None)
 
 
-def test_digits_of_some_vocabularies_do_not_merge(tmp_path: Path) -> None:
-    write(tmp_path / "tiny.gguf", "granite", byte_level() | {"pre": "refact"})
-    header = gguf_header.read(str(tmp_path / "tiny.gguf"))
-    data, _, _ = gguf_tokenizer.convert("tiny.gguf", header.values)
-    encoding = Tokenizer.from_str(data.decode()).encode("aa 12", add_special_tokens=False)
-    assert encoding.tokens == ["aa", "Ġ", "1", "2"]
+def tokenizer_of(vocabulary: dict[str, Any], architecture: str = "llama", **more: Any) -> Tokenizer:
+    """Return the tokenizer of a file. more: values by the ends of their keys."""
+    values = {"token_type": vocabulary["types"], **vocabulary, **more}
+    del values["types"]
+    for key, token in SPECIAL.items():
+        values.setdefault(key, vocabulary["tokens"].index(token))
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in values.items()}
+    metadata["general.architecture"] = architecture
+    return Tokenizer.from_str(gguf_tokenizer.convert("some.gguf", metadata)[0].decode())
 
 
-def test_a_file_without_a_prefix_space(tmp_path: Path) -> None:
-    write(tmp_path / "tiny.gguf", "llama", sentencepiece(), add_space_prefix=False)
-    header = gguf_header.read(str(tmp_path / "tiny.gguf"))
-    data, _, _ = gguf_tokenizer.convert("tiny.gguf", header.values)
-    tokenizer = Tokenizer.from_str(data.decode())
-    encoding = tokenizer.encode("a a", add_special_tokens=False)
-    assert encoding.tokens == ["a", "▁a"]
-    assert tokenizer.decode(encoding.ids) == "a a"
+@pytest.mark.parametrize(
+    ("pre", "begins"),
+    [
+        *[(pre, True) for pre in ("llama-bpe", "llama3", "pixtral", "lfm2", "tekken", "chameleon")],
+        *[(pre, False) for pre in ("default", "gpt-2", "qwen2", "smollm", "dbrx", "deepseek-llm")],
+    ],
+)
+def test_a_file_that_does_not_say_whether_texts_begin_with_a_token(pre: str, begins: bool) -> None:
+    for flags, expected in (({}, begins), ({"add_bos_token": not begins}, not begins)):
+        tokens = tokenizer_of(byte_level(), pre=pre, **flags).encode("a").tokens
+        assert tokens == ["<|begin|>"] * expected + ["a"]
+
+
+@pytest.mark.parametrize(("pre", "expected"), [("llama-bpe", ["aab"]), ("dbrx", ["aa", "b"])])
+def test_a_piece_that_is_a_token_is_not_merged(pre: str, expected: list[str]) -> None:
+    vocabulary = byte_level()
+    vocabulary["tokens"].append("aab")
+    vocabulary["types"].append(1)
+    encoding = tokenizer_of(vocabulary, pre=pre).encode("aab", add_special_tokens=False)
+    assert encoding.tokens == expected
+
+
+def test_added_tokens_are_plain_text() -> None:
+    """Unlike the other tokens of a byte-level vocabulary: DeepSeek's are no letters of bytes."""
+    vocabulary = byte_level()
+    added = {"<｜begin｜>": 3, "    ": 4, "ø": 4}
+    vocabulary["tokens"] += added
+    vocabulary["types"] += added.values()
+    begin = vocabulary["tokens"].index("<｜begin｜>")
+    tokenizer = tokenizer_of(vocabulary, pre="deepseek-v3", bos_token_id=begin, add_bos_token=True)
+    assert tokenizer.encode("a    ø<｜begin｜>").tokens == [
+        *("<｜begin｜>", "a", "    ", "ø", "<｜begin｜>")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a", "▁a"),
+        (" a", "▁ ▁a"),
+        ("a  a", "▁a ▁ ▁a"),
+        ("  ", "▁▁ ▁"),
+        ("<|begin|>a", "<|begin|> ▁a"),
+        ("a<|end|> a", "▁a <|end|> ▁ ▁a"),
+        ("a<think>b<unk>\n", "▁a <think> ▁b <unk> ▁ \n"),
+    ],
+)
+def test_sentencepiece_encodes_each_text_between_special_tokens_by_itself(
+    text: str, expected: str
+) -> None:
+    """With a space before it, even if it has one."""
+    tokenizer = tokenizer_of(sentencepiece())
+    encoding = tokenizer.encode(text)
+    assert encoding.tokens == ["<|begin|>", *expected.split(" ")]
+    assert tokenizer.encode(text, add_special_tokens=False).ids == encoding.ids[1:]
+
+
+def test_special_tokens_of_phi_3_take_the_white_space_after_them() -> None:
+    vocabulary = sentencepiece()
+    encoding = tokenizer_of(vocabulary, "phi3").encode("a<|end|>\n a")
+    tokens = [vocabulary["tokens"][token] for token in encoding.ids]
+    assert tokens == ["<|begin|>", "▁a", "<|end|>", "▁a"]
+
+
+def test_ids_that_a_file_of_sentencepiece_does_not_set() -> None:
+    values = sentencepiece()
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in values.items()}
+    metadata["general.architecture"] = "llama"
+    data, special, _ = gguf_tokenizer.convert("some.gguf", metadata)
+    assert special == {"bos_token": "<|begin|>", "eos_token": "<|end|>", "unk_token": "<unk>"}
+    assert Tokenizer.from_str(data.decode()).encode("a").tokens == ["<|begin|>", "▁a"]
+
+
+@pytest.mark.parametrize(
+    ("word", "flags", "is_lower"),
+    [
+        ("▁ℝ", {}, True),
+        ("▁Z", {}, False),
+        ("▁ℝ", {"normalizer.lowercase": False}, False),
+        ("▁Z", {"normalizer.lowercase": True}, True),
+    ],
+)
+def test_whether_case_counts_in_a_wordpiece_vocabulary(
+    word: str, flags: dict[str, bool], is_lower: bool
+) -> None:
+    """The sign of the real numbers is a capital letter without a small one."""
+    tokens = ["<unk>", "<|begin|>", "<|end|>", "▁a", word]
+    vocabulary = {"model": "bert", "tokens": tokens, "types": [3, 3, 3, 1, 1]}
+    encoding = tokenizer_of(vocabulary, "bert", seperator_token_id=2, **flags).encode("A")
+    assert encoding.tokens[1:-1] == ["a" if is_lower else "<unk>"]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"tokenizer.ggml.pre": "invented"}, "tokenizer.ggml.pre invented is not known"),
+        ({"tokenizer.ggml.pre": ["gpt-2"]}, "tokenizer.ggml.pre ['gpt-2'] is not known"),
+        ({"tokenizer.ggml.add_bos_token": "no"}, "sets tokenizer.ggml.add_bos_token to no"),
         ({"tokenizer.ggml.merges": None}, "no tokenizer.ggml.merges"),
         ({"tokenizer.ggml.merges": ["a"]}, "tokenizer.ggml.merges that is not two tokens: a"),
         ({"tokenizer.ggml.merges": ["a b"]}, "cannot be converted"),
         ({"tokenizer.ggml.tokens": None}, "no tokenizer.ggml.tokens"),
         ({"tokenizer.ggml.tokens": [1]}, "no list of str in tokenizer.ggml.tokens"),
         ({"tokenizer.ggml.tokens": "a"}, "no list of str in tokenizer.ggml.tokens"),
-        ({"tokenizer.ggml.model": "rwkv"}, "model rwkv: supported: gpt2, llama, t5, bert"),
+        ({"tokenizer.ggml.model": "rwkv"}, "model rwkv: supported: gpt2, llama, gemma4, t5, bert"),
         (
             {"tokenizer.ggml.model": "bert", "general.architecture": "bert"},
             "no tokenizer.ggml.bos_token_id",
@@ -394,14 +478,49 @@ def test_the_configuration_of_a_mixture(
         ("kimi-k2", ["ab", "'c", " ", "123", "45", " ", "中", "ひß", " !=", "x", "\n\n", "_z"]),
     ],
 )
-def test_pieces_of_deepseek_and_kimi(tmp_path: Path, pre: str, expected: list[str]) -> None:
+def test_pieces_of_deepseek_and_kimi(pre: str, expected: list[str]) -> None:
     """As the tokenizers of the published folders cut them, which transformers does not convert."""
-    path = tmp_path / "tiny.gguf"
-    write(path, "llama", byte_level() | {"pre": pre})
-    data, _, _ = gguf_tokenizer.convert(str(path), gguf_header.read(str(path)).values)
-    cutter = Tokenizer.from_str(data.decode()).pre_tokenizer
-    text = "ab'c 12345 中ひß !=x\n\n_z"
-    assert [text[slice(*span)] for _, span in cutter.pre_tokenize_str(text)] == expected
+    assert pieces_of("ab'c 12345 中ひß !=x\n\n_z", pre) == expected
+
+
+def pieces_of(text: str, pre: str) -> list[str]:
+    cutter = tokenizer_of(byte_level(), pre=pre).pre_tokenizer
+    return [text[slice(*span)] for _, span in cutter.pre_tokenize_str(text)]
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ("default exaone4 olmo", "I|'|M| re|\u0301| | 1234567|;|\n|\n|/|a"),
+        (
+            "smollm starcoder refact command-r chameleon",
+            "I|'|M| re|\u0301|  |1|2|3|4|5|6|7|;|\n|\n|/|a",
+        ),
+        ("falcon", "I|'|M| re|\u0301| | |123|456|7|;|\n\n|/|a"),
+        ("llama-bpe dbrx glm4", "I|'M| re|\u0301| | |123|456|7|;\n\n|/a"),
+        (
+            "qwen2 stablelm2 hunyuan ufakzeka bailingmoe",
+            "I|'M| re|\u0301| | |1|2|3|4|5|6|7|;\n\n|/a",
+        ),
+        ("laguna seed-coder", "I|'M| re|\u0301| | |1|2|3|4|5|6|7|;|\n\n|/a"),
+        ("qwen35", "I|'M| re\u0301| | |1|2|3|4|5|6|7|;\n\n|/a"),
+        ("exaone-moe", "I|'M| re\u0301| | |1|2|3|4|5|6|7|;\n|\n|/a"),
+        ("tekken", "I|'M| re\u0301| | |1|2|3|4|5|6|7|;\n\n/|a"),
+        ("gpt-4o minimax-m2", "I'M| re\u0301| | |123|456|7|;\n\n/|a"),
+        ("tiny_aya", "I'M| re\u0301|  |1|234|567|;\n\n/|a"),
+        ("youtu", "I'M| re\u0301| | |1|2|3|4|5|6|7|;\n\n/|a"),
+        ("hunyuan-dense", "I|'M| re\u0301|  |123|456|7|;\n\n|/a"),
+        ("spark2_5", "I|'M| re\u0301|  |1|2|3|4|5|6|7|;|\n|\n|/a"),
+        ("afmoe", "I|'M| re\u0301|  |1|234|567|;\n\n|/a"),
+        ("bloom", "I'M| re\u0301| | 1234567;|\n\n|/a"),
+        ("viking", "I'M| re\u0301| | |1|2|3|4|5|6|7|;|\n\n|/a"),
+        ("superbpe", "I'M re\u0301  |1|234|567|;\n\n/a"),
+    ],
+)
+def test_pieces(names: str, expected: str) -> None:
+    """With `|` between them."""
+    for pre in names.split():
+        assert "|".join(pieces_of("I'M re\u0301  1234567;\n\n/a", pre)) == expected
 
 
 @pytest.mark.parametrize("is_newer", [False, True])

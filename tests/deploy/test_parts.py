@@ -29,6 +29,7 @@ from proto.config import (
     ServeConfig,
 )
 from proto.errors import ConfigError, ErrorInfo, ModelError
+from proto.generation_config import GenerationDefaults
 from proto.host_resources import allowed_cores, usable_cores
 from proto.lifecycle import (
     FrontEndReady,
@@ -178,7 +179,17 @@ class TestReady:
         )
         clock = PhaseClock(time.monotonic() - 3.2)
         clock.end("command")
-        launch = Launch(config, lifecycle_messages.model(name="file"), (), url, {}, {}, (), clock)
+        launch = Launch(
+            config,
+            lifecycle_messages.model(name="file"),
+            (),
+            url,
+            {},
+            {},
+            (),
+            clock,
+            generation_defaults=GenerationDefaults({"top_p": 0.9}, "a file", ("typical_p",)),
+        )
         text = ready_message(launch, readiness)
         assert "hush" not in text
         ready = "tokend is ready: it's mine on some cpu at http://127.0.0.1:81 after 3.2 s"
@@ -186,6 +197,7 @@ class TestReady:
             first, timings = map(json.loads, text.splitlines())
             assert (first["message"], first["level"], first["url"]) == (ready, "INFO", url)
             assert (first["kv_cache_bytes"], first["kv_cache_tokens"]) == (3 << 29, 11_008)
+            assert first["sampling"] == "top_p 0.9 (a file); not applied: typical_p"
             assert timings["level"] == "DEBUG"
             assert timings["message"].startswith("started in 3.2")
             return
@@ -194,6 +206,7 @@ class TestReady:
         assert "  length    up to 8,192 tokens," in text
         assert "  KV cache  1.50 GiB for 11,008 tokens (688 blocks of 16)" in text
         assert "  weights   92 MiB packed as stored + 257 MiB bf16\n" in text
+        assert "  sampling  top_p 0.9 (a file); not applied: typical_p\n" in text
         assert "  web page  http://127.0.0.1:81/\n" in text
         assert re.search(
             r"start     3\.2\d s: command 3\.2\d s; worker 0: imports 1\.00 s, weights 0\.50 s; "

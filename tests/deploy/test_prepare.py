@@ -21,7 +21,7 @@ from deploy.environment import HostEnvironment
 from deploy.models import gguf_file, hf_folder, store
 from deploy.models import prepare as preparing_process
 from proto.errors import ModelError
-from proto.prepared_model import FAMILIES, PreparedModel, TensorIndex
+from proto.prepared_model import CHAT_TEMPLATES, FAMILIES, PreparedModel, TensorIndex
 from tests.fakes.edits import edit_middle
 from tests.fakes.tiny_model_files import END, TEMPLATE, TOKENS, write_folder, write_gguf
 
@@ -160,12 +160,19 @@ def test_the_sample_does_not_depend_on_shards(tmp_path: Path, around: HostEnviro
     assert one.weights_sample == two.weights_sample
 
 
-def test_generation_config_overrides_the_end_tokens(
-    tmp_path: Path, around: HostEnvironment
-) -> None:
+def test_the_sampling_settings_of_a_model_are_kept(tmp_path: Path, around: HostEnvironment) -> None:
     write_folder(tmp_path / "mine")
-    (tmp_path / "mine/generation_config.json").write_text(json.dumps({"eos_token_id": [5, 3, 5]}))
-    assert prepare(tmp_path / "mine", around).eos_token_ids == (5, 3)
+    given = {"temperature": 0.6, "top_k": None, "top_p": "x", "do_sample": True, "bos_token_id": 0}
+    (tmp_path / "mine/generation_config.json").write_text(json.dumps(given))
+    settings = prepare(tmp_path / "mine", around).generation_settings
+    assert settings == (("temperature", 0.6), ("top_k", None), ("top_p", "x"))
+    prefix = "general.sampling."
+    write_gguf(
+        tmp_path / "mine.gguf",
+        extra={prefix + "temp": 0.6, prefix + "top_k": 20, prefix + "sequence": "kp"},
+    )
+    settings = prepare(tmp_path / "mine.gguf", around).generation_settings
+    assert settings == ((prefix + "temp", 0.6), (prefix + "top_k", 20), (prefix + "sequence", "kp"))
 
 
 def test_a_template_file_takes_precedence_over_the_tokenizer_config(
@@ -175,6 +182,48 @@ def test_a_template_file_takes_precedence_over_the_tokenizer_config(
     (tmp_path / "mine/chat_template.jinja").write_text("{{ messages }}")
     model = prepare(tmp_path / "mine", around)
     assert Path(model.folder, "chat_template.jinja").read_text() == "{{ messages }}"
+
+
+NAMED = [{"name": name, "template": f"{name} in JSON"} for name in ("default", "tool_use")]
+IN_JSON = {"default": "default in JSON", "tool_use": "tool_use in JSON"}
+
+
+@pytest.mark.parametrize(
+    ("given", "files", "expected"),
+    [
+        (NAMED, (), IN_JSON),
+        ({"default": "a", "tool_use": "b", "rag": "c"}, (), {"default": "a", "tool_use": "b"}),
+        ("one", (), {"default": "one"}),
+        ([*NAMED[1:], {"name": 1}, "x"], (), {"tool_use": "tool_use in JSON"}),
+        (NAMED, ("chat_template",), {"default": "of chat_template"}),
+        (
+            NAMED,
+            ("additional_chat_templates/tool_use",),
+            IN_JSON | {"tool_use": "of additional_chat_templates/tool_use"},
+        ),
+    ],
+)
+def test_the_default_template_and_the_one_for_tools_are_kept(
+    tmp_path: Path,
+    around: HostEnvironment,
+    monkeypatch: pytest.MonkeyPatch,
+    given: Any,
+    files: tuple[str, ...],
+    expected: dict[str, str],
+) -> None:
+    monkeypatch.setattr(store, "_run_preparation", prepare_silently)
+    folder = tmp_path / "mine"
+    write_folder(folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": given}))
+    (folder / "additional_chat_templates").mkdir()
+    for file in files:
+        (folder / f"{file}.jinja").write_text(f"of {file}")
+    model = prepare(folder, around)
+    paths = {name: Path(model.folder, path) for name, path in CHAT_TEMPLATES.items()}
+    found = {name: path.read_text() for name, path in paths.items() if path.is_file()}
+    assert found == expected
+    (folder / "additional_chat_templates/more.jinja").write_text("")
+    assert prepare(folder, around).folder != model.folder, "a new file is a change"
 
 
 def test_a_second_start_reuses_the_prepared_model(tmp_path: Path, around: HostEnvironment) -> None:
@@ -302,7 +351,7 @@ def test_a_gguf_file_without_a_tokenizer(tmp_path: Path) -> None:
     [
         ("llama.attention.sliding_window", 16, "sets llama.attention.sliding_window, which is not"),
         ("llama.logit_scale", 2.0, "sets llama.logit_scale, which is not supported"),
-        ("split.count", 2, "split over several files"),
+        ("split.count", 2, "sets split.count to 2: a part of a model must have its name"),
     ],
 )
 def test_an_unsupported_gguf_setting_is_refused(
@@ -459,7 +508,7 @@ def test_a_hub_model_is_loaded_from_the_local_cache(
 ) -> None:
     with pytest.raises(ModelError, match=r"download it with: hf download org/tiny$"):
         located("org/tiny", around)
-    with pytest.raises(ModelError, match=r"org/tiny-GGUF --include '\*Q4_K_M\.gguf'$"):
+    with pytest.raises(ModelError, match=r"org/tiny-GGUF --include '\*Q4_K_M\*\.gguf'$"):
         located("org/tiny-GGUF", around)
     snapshot = write_hub_cache(Path(around.hugging_face_cache), "org/tiny")
     (snapshot / "config.json").write_text("{}")  # a partial snapshot

@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from api_server.text.chat_template import Conversation, find_chat_template
+from api_server.text.chat_template import Conversation, find_chat_templates
 from api_server.text.tokenizer import ModelTokenizer, special_token_texts
 from tests.e2e.reference import Reference, packaged_model
 
@@ -68,7 +68,7 @@ async def test_decoded_text_equals_transformers(
 
 def test_rendered_chats_equal_transformers(reference: Reference) -> None:
     folder = packaged_model().folder
-    template = find_chat_template([folder], special_token_texts(folder))
+    template = find_chat_templates([folder], special_token_texts(folder))["default"]
     assert template is not None
     texts = lines()
     for i in range(0, 1000, 4):

@@ -168,7 +168,7 @@ def test_a_resumed_request_that_is_complete_ends_at_once():
     assert outputs[1].finish_reason is outputs[4].finish_reason is FinishReason.STOP
     assert [outputs[each].stop_reason for each in (0, 1, 4)] == [None, None, 42]
     assert [outputs[each].token_index for each in (0, 1, 4)] == [4, 2, 2]
-    assert all(not each.new_token_ids and each.first is None for each in outputs.values())
+    assert all(not each.new_token_ids and not each.events for each in outputs.values())
     assert harness.outputs.accepted == [(0, 1)]
 
 

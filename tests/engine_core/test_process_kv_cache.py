@@ -11,6 +11,7 @@ from proto.engine_io import AdminCall, AdminReply, EngineCoreOutputs
 from proto.kv_events import AllBlocksCleared, KVEventBatch
 from proto.lifecycle import CacheReady, EngineReady, Fatal, InitializeCache, KVGroup, Notice
 from tests.fakes.engine_process import BLOCK_SIZE, EPOCH
+from tests.fakes.events import num_cached_tokens
 from tests.fakes.kv_events import CachedHashes
 from tests.fakes.paged_runner import PagedRunner, undisturbed
 
@@ -41,7 +42,7 @@ def test_a_model_with_windows(start):
         for _ in range((1000 - num_cached - 1) // 64):
             engine.run_step()
         outputs = engine.outputs_of(request_id)
-        assert outputs[0].first.num_cached_tokens == num_cached
+        assert num_cached_tokens(outputs[0]) == num_cached
         tokens = [token for each in outputs for token in each.new_token_ids]
         assert tokens == undisturbed(prompt, 20)
     front_end.send(AdminCall(EPOCH, 1, "check_integrity"))

@@ -8,6 +8,7 @@ from engine_core.busy_loop import IDLE_SECONDS
 from proto.config import SchedulerConfig
 from proto.engine_io import AdminCall, AdminReply, EngineCoreOutputs, FinishReason, SessionInput
 from tests.fakes.engine_process import EPOCH
+from tests.fakes.events import num_cached_tokens
 from tests.fakes.paged_runner import undisturbed
 
 
@@ -24,7 +25,7 @@ def test_a_session_goes_on_turn_by_turn(start):
     second = engine.outputs_of(1)
     tokens = [token for each in second for token in each.new_token_ids]
     assert tokens == undisturbed([1, 2, 3, *undisturbed([1, 2, 3], 1), 4, 5], 2)
-    assert second[0].first.num_cached_tokens == 4
+    assert num_cached_tokens(second[0]) == 4
     front_end.send(SessionInput(EPOCH, 1, [], last=True))
     (final,) = engine.expect(front_end, EngineCoreOutputs, lambda each: each.outputs).outputs
     assert (final.finish_reason, final.goes_on) == (FinishReason.LENGTH, False)

@@ -23,7 +23,6 @@ from proto.engine_io import (
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
-    FirstTokenInfo,
     LogprobsArrays,
     PauseMode,
     RequestProgress,
@@ -36,6 +35,7 @@ from proto.sockets import Link
 from proto.stats import SchedulerStats
 from proto.view import EngineView, Watch
 from tests.fakes import lifecycle_messages
+from tests.fakes.events import first_events
 
 Message = TypeVar("Message")
 
@@ -188,7 +188,7 @@ class FakeEngine:
         if key not in self._begun:
             self._begun.add(key)
             now = time.monotonic()
-            fields.setdefault("first", FirstTokenInfo(self.num_cached_tokens, now, now))
+            fields.setdefault("events", first_events(self.num_cached_tokens, now, now))
             if params.prompt_logprobs is not None and choice == 0:
                 fields.setdefault(
                     "prompt_logprobs",

@@ -44,14 +44,19 @@ def write_gguf(
     architecture: str = "llama",
     layers: int = SIZES["layers"],
     head_dim: int = 8,
+    part_tensors: int = 0,
 ) -> dict[str, np.ndarray]:
     """Write a model of one layer; return its tensors.
 
-    extra: more metadata, by key. layers, head_dim: values in the metadata.
+    extra: more metadata, by key. layers, head_dim: values in the metadata. part_tensors: tensors in
+    a file, after a first one without; 0 for a single file.
     """
     from gguf import GGUFWriter
 
-    writer = GGUFWriter(path, architecture)
+    is_split = part_tensors > 0
+    writer = GGUFWriter(
+        path, architecture, split_max_tensors=part_tensors, small_first_shard=is_split
+    )
     writer.add_name("tiny")
     writer.add_context_length(SIZES["length"])
     writer.add_embedding_length(SIZES["hidden"])

@@ -15,7 +15,6 @@ from proto.engine_io import (
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
-    FirstTokenInfo,
     LogprobsArrays,
     RequestProgress,
     SessionInput,
@@ -77,6 +76,7 @@ from proto.sampling_params import RepetitionDetection, SamplingParams
 from proto.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from proto.stats import KVEviction, SchedulerStats
 from proto.view import BlockMap, EngineView, RequestView, Watch
+from tests.fakes.events import first_events
 
 PARAMS = SamplingParams(
     max_tokens=16,
@@ -182,7 +182,7 @@ MESSAGES = [
         3.5,
         [
             EngineCoreOutput(
-                7, 1, 3, [4, 5], FinishReason.STOP, 5, FirstTokenInfo(16, 1.0, 2.0), ARRAYS, ARRAYS
+                7, 1, 3, [4, 5], FinishReason.STOP, 5, first_events(16, 1.0, 2.0, 8), ARRAYS, ARRAYS
             ),
             EngineCoreOutput(8, 0, 0, [], FinishReason.ERROR, error=ERROR),
             EngineCoreOutput(9, 0, 2, [6], FinishReason.LENGTH, goes_on=True),

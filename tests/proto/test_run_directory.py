@@ -8,7 +8,7 @@ import tempfile
 
 import pytest
 
-from proto.errors import TokendError
+from proto.errors import ConfigError
 from proto.lifecycle import Shutdown
 from proto.run_directory import RunDirectory, default_parent, sweep
 from proto.sockets import Link
@@ -107,9 +107,15 @@ def test_the_parent_is_the_runtime_directory_if_it_exists(short_dir, monkeypatch
     runtime = short_dir / "runtime"
     runtime.mkdir()
     assert default_parent(str(runtime)) == str(runtime)
+    monkeypatch.chdir(short_dir)
+    assert default_parent("runtime") == str(short_dir)  # relative, so not valid
 
 
-def test_a_parent_that_is_not_writable_is_an_error(monkeypatch):
-    monkeypatch.setattr("tempfile.gettempdir", lambda: "/does/not/exist")
-    with pytest.raises(TokendError, match="not writable"):
-        default_parent(None)
+def test_no_writable_parent_is_an_error(monkeypatch):
+    def gettempdir():
+        raise FileNotFoundError("No usable temporary directory found in …")
+
+    for replacement in (lambda: "/does/not/exist", gettempdir):
+        monkeypatch.setattr("tempfile.gettempdir", replacement)
+        with pytest.raises(ConfigError, match="set XDG_RUNTIME_DIR or TMPDIR"):
+            default_parent(None)

@@ -20,6 +20,7 @@ from proto.sampling_params import RepetitionDetection
 from tests.e2e.reference import packaged_model
 from tests.fakes.drafts import SyntheticDrafts
 from tests.fakes.engine_harness import EngineHarness
+from tests.fakes.events import num_cached_tokens
 from tests.fakes.prepared_models import prepare_checkpoint, spec_of
 from tests.fakes.tiny_checkpoints import save_tiny
 from worker.attention.registry import create_backend
@@ -169,7 +170,7 @@ def joined(outputs: list[EngineCoreOutput]) -> dict[str, Any]:
         "ends": [(each.finish_reason, each.stop_reason) for each in outputs if each.finish_reason],
         "last": [each.finish_reason is not None for each in outputs].index(True)
         == len(outputs) - 1,
-        "cached": [each.first.num_cached_tokens for each in outputs if each.first is not None],
+        "cached": [num_cached_tokens(each) for each in outputs if each.events],
         "logprobs": b"".join(each.logprobs for each in logprobs),
         "logprob ids": b"".join(each.token_ids for each in logprobs),
         "ranks": b"".join(each.ranks for each in logprobs),

@@ -4,7 +4,7 @@ import { startCurl } from "./curl.js";
 import { byId, figure } from "./dom.js";
 import { startKey } from "./key.js";
 import { LiveView } from "./live.js";
-import { startParameters } from "./parameters.js";
+import { showDefaults, startParameters } from "./parameters.js";
 import { startPlayground } from "./playground.js";
 import { startTabs } from "./tabs.js";
 
@@ -22,6 +22,7 @@ async function showModel() {
     name.textContent = model.id;
     name.title = `contexts of up to ${figure(model.max_model_len)} tokens`;
     name.classList.remove("failed");
+    showDefaults(model.default_sampling_params);
     document.title = `${model.id} · tokend`;
   } catch (error) {
     name.textContent = error.message;

@@ -17,6 +17,15 @@ const NUMBERS = [
 export const MAX_COMPLETION_TOKENS = 512;
 const ESCAPES = { "\\n": "\n", "\\t": "\t", "\\\\": "\\" };
 
+/** Shows the model's own defaults in the fields, instead of a temperature for models without. */
+export function showDefaults(defaults) {
+  for (const [name, value] of Object.entries(defaults)) {
+    const input = byId(`p-${name}`);
+    input.placeholder = value;
+    if (input.value === input.defaultValue) input.value = "";
+  }
+}
+
 /** Returns the form's fields of a request. */
 export function parameters() {
   const fields = {};

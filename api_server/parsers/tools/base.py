@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 from api_server.parsers.output import OutputParser
+from api_server.parsers.tools.call_parser import is_json_object
 from api_server.protocol.json_lark import json_rules
 from proto.config import ToolCallParser
 from proto.errors import InvalidRequestError
@@ -98,6 +99,11 @@ class ToolCallFormat:
         return arguments
 
     @property
+    def call_markers(self) -> Sequence[str]:
+        """The markers of which each begins a call."""
+        return (self.trigger,) if self.trigger else ()
+
+    @property
     def trigger(self) -> str:
         """The marker with which calls begin; empty if they begin with other text."""
         start = self.layout.start
@@ -165,12 +171,15 @@ class ToolCallFormat:
         return re.compile(rf"({re.escape(INDEX)}|[ \n]*(?:{markers})[ \n]*)")
 
     def render_calls(self, calls: Sequence[tuple[str, str]]) -> str:
-        """Return the text of calls as the model writes it. calls: (name, arguments as JSON)."""
-        layout = self.layout
-        rendered = [
-            layout.call(name, self.render_arguments(arguments), index)
-            for index, (name, arguments) in enumerate(calls)
-        ]
+        """Return the text of calls as the model writes it.
+
+        calls: (name, arguments as JSON). Arguments that are no JSON object stay as they are.
+        """
+        layout, rendered = self.layout, []
+        for index, (name, arguments) in enumerate(calls):
+            if is_json_object(arguments):
+                arguments = self.render_arguments(arguments)
+            rendered.append(layout.call(name, arguments, index))
         return f"{layout.begin}{layout.between.join(rendered)}{layout.end}"
 
 

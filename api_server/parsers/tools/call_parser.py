@@ -19,7 +19,6 @@ from api_server.parsers.output import (
     OutputPart,
     ToolCallArguments,
     ToolCallStart,
-    num_marker_characters,
 )
 
 MAX_CHUNK_CHARACTERS: Final = 1024
@@ -59,11 +58,14 @@ class CallParser:
         self._state = self._read_start
 
     def parse_delta(self, text: str) -> Sequence[OutputPart]:
+        self._read(text)
+        return self._parts.pop_parts()
+
+    def _read(self, text: str) -> None:
         for start in range(0, len(text), MAX_CHUNK_CHARACTERS):
             self._buffer += text[start : start + MAX_CHUNK_CHARACTERS]
             while self._buffer and self._state():
                 pass
-        return self._parts.pop_parts()
 
     def parse_end(self, *, is_cut: bool = False) -> Sequence[OutputPart]:
         candidate = "".join(self._candidate)
@@ -169,19 +171,6 @@ class PartsBuilder:
         return self.pop_parts()
 
 
-def find_marker(text: str, markers: Sequence[str]) -> tuple[int, str]:
-    """Return the position of the first of these markers in a text, and the marker.
-
-    Without one, return how many characters at the start of the text belong to none, and "": a
-    marker may begin at the end of the text.
-    """
-    found = [(text.find(marker), marker) for marker in markers if marker in text]
-    if found:
-        return min(found)
-    held = max((num_marker_characters(text, marker) for marker in markers), default=0)
-    return len(text) - held, ""
-
-
 def new_call_id() -> str:
     """Return a random id of a tool call in the form that OpenAI uses."""
     return f"call_{secrets.token_hex(_CALL_ID_BYTES)}"
@@ -197,11 +186,8 @@ MAX_DEPTH: Final = 128
 _CLOSING: Final = {"{": "}", "[": "]", "(": ")"}
 _JSON_LITERALS: Final = re.compile(r"[ \t\r\n0-9+\-.eEtrufalsn:,]*")
 _PYTHON_LITERALS: Final = re.compile(r"[ \t\r\n0-9A-Za-z_+\-.:,=]*")
-_IN_STRING: Final = {
-    '"': re.compile(r'[^"\\\x00-\x1f]*'),
-    "'": re.compile(r"[^'\\\x00-\x1f]*"),
-}
-"""Quote → characters that a string with this quote may contain without an escape."""
+_IN_STRING: Final = {'"': re.compile(r'[^"\\]*'), "'": re.compile(r"[^'\\]*")}
+"""Quote → characters that do not end a string; models write line breaks without an escape."""
 
 
 class ValueScanner:
@@ -226,6 +212,11 @@ class ValueScanner:
     def is_in_string(self) -> bool:
         """The text continues within a string."""
         return bool(self._quote) and not self.invalid
+
+    @property
+    def depth(self) -> int:
+        """Number of brackets that are open."""
+        return len(self._expected)
 
     def scan_text(self, text: str) -> int:
         """Return how many characters of `text` belong to the value; all if it continues."""
@@ -288,6 +279,10 @@ _IS_TOOL_NAME: Final = re.compile(TOOL_NAME_PATTERN)
 _JSON_BLANKS: Final = re.compile(r"[ \t\r\n]*")
 _DECODER: Final = json.JSONDecoder()
 _NO_ARGUMENTS: Final = "{}"
+_CONTROL: Final = re.compile(r"[\x00-\x1f]")
+_STRING: Final = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"', re.S)
+_FUNCTIONS: Final = re.compile(r"^functions?[.:_/-]?")
+_NUMBER: Final = re.compile(r"[.:_#-]?[0-9]+$")
 _MAX_OPENING: Final = 512
 """Characters of an object that hold its first name and a tool's name."""
 
@@ -295,11 +290,11 @@ _MAX_OPENING: Final = 512
 def read_json_call(text: str) -> ToolCall | None:
     """Return the call that a JSON object describes, or None if it describes none."""
     try:
-        members = _members(text)
+        members = _members(with_escapes(text))
         function = members.get("function")
         if function is not None and isinstance(function[0], dict) and "name" not in members:
             members = _members(function[1])
-        name, _ = members.get("name", (None, ""))
+        name, _ = members.get("name") or members.get("function") or (None, "")
         if not isinstance(name, str) or not _IS_TOOL_NAME.fullmatch(name):
             return None
         if "arguments" in members and "parameters" in members:
@@ -319,11 +314,38 @@ def may_become_json_call(text: str, tool_names: Collection[str]) -> bool:
     return any(start.startswith(opening[: len(start)]) for opening in openings)
 
 
-def is_json_object(text: str) -> bool:
+def read_arguments(text: str) -> str | None:
+    """Return the JSON object that a text is, with the escapes that it lacks; None for other text.
+
+    Models write line breaks into strings.
+    """
+    text = with_escapes(text)
     try:
-        return isinstance(json.loads(text), dict)
+        return text if isinstance(json.loads(text), dict) else None
     except (ValueError, RecursionError):
-        return False
+        return None
+
+
+def with_escapes(text: str) -> str:
+    """Return JSON with an escape for each control character in a string."""
+    if not _CONTROL.search(text):
+        return text
+    return _STRING.sub(lambda string: _CONTROL.sub(_escaped, string[0]), text)
+
+
+def _escaped(character: re.Match[str]) -> str:
+    return json.dumps(character[0])[1:-1]
+
+
+def called_tool(text: str, tool_names: Collection[str]) -> str:
+    """Return the tool that is named with what models add to a name; "" for none of the request.
+
+    functions.find:0, functions_find_0, functionsfind0, find:0, find:call_5c    find
+    """
+    bare = _FUNCTIONS.sub("", text)
+    numbered = [_NUMBER.sub("", name) for name in (bare, text)]
+    forms = (text, bare, *numbered, bare.partition(":")[0])
+    return next((name for name in forms if name in tool_names), "")
 
 
 def _arguments(value: Any, source: str) -> str | None:
@@ -332,9 +354,7 @@ def _arguments(value: Any, source: str) -> str | None:
         return source
     if value is None:
         return _NO_ARGUMENTS
-    if isinstance(value, str) and is_json_object(value):
-        return value.strip()
-    return None
+    return read_arguments(value.strip()) if isinstance(value, str) else None
 
 
 def _members(text: str) -> dict[str, tuple[Any, str]]:

@@ -11,32 +11,36 @@ A call is returned when its object is complete and valid; until then its text is
 turns out not to be a call, the text from the marker on is content, and no character is read twice.
 """
 
+import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
-from api_server.parsers.output import OutputParser
-from api_server.parsers.tools.base import INDEX, NAME, ToolCallFormat, ToolSchemas
+from api_server.parsers.output import OutputParser, find_marker
+from api_server.parsers.tools.base import NAME, ToolCallFormat, ToolSchemas
 from api_server.parsers.tools.call_parser import (
     CallParser,
     ToolCall,
-    find_marker,
-    is_json_object,
+    called_tool,
     json_scanner,
     may_become_json_call,
+    read_arguments,
     read_json_call,
 )
 
 CALL_ID: Final = "{call id}"
+TOOL_ID: Final = "{tool id}"
+"""Stands for the name of a tool with what models add to it, or for the id of a call."""
 _SEPARATORS: Final = ("", ",", ";")
 _WORDS: Final = {
     NAME: re.compile(r"[A-Za-z0-9_./-]{0,129}"),
-    INDEX: re.compile(r"[0-9]{0,9}"),
+    TOOL_ID: re.compile(r"[^\s<{]{0,160}"),
     CALL_ID: re.compile(r"[A-Za-z0-9_-]{0,64}"),
 }
 """What stands for a varying part of a header → its characters."""
 _MAX_NAME: Final = 128
+_IS_CALL_ID: Final = re.compile(r"(?:call|toolu|chatcmpl-tool|tool)[_-][A-Za-z0-9_-]*|:?[0-9]+")
 _FEW_BLANKS: Final = re.compile(r"\s{0,64}")
 """All whitespace within a header: the header stays in the buffer until it is complete."""
 
@@ -47,10 +51,11 @@ HeaderPart = str | tuple[str, ...]
 class JsonCallFormat(ToolCallFormat):
     """A format whose calls have JSON arguments.
 
-    openings: markers of which each begins a call, or a block of calls. closings: markers after a
-    call; the last one ends the block. call_opening: marker of a further call in a block.
-    separator: text between objects of a block that is no list. header: what stands between the
-    opening and the arguments if the name is no member of the object: NAME, INDEX, CALL_ID and
+    openings: markers of which each begins a call, or a block of calls. closings: markers of which
+    each ends the block. call_closings: markers after a call within a block. call_opening: marker
+    of a further call in a block.
+    header: what stands between the
+    opening and the arguments if the name is no member of the object: NAME, TOOL_ID, CALL_ID and
     texts; a tuple of them may be left out. start: text that is an opening where the answer begins.
     may_start_answer: an answer that begins with an object is a call without an opening, if the
     object names a tool of the request.
@@ -58,8 +63,8 @@ class JsonCallFormat(ToolCallFormat):
 
     openings: Sequence[str]
     closings: Sequence[str] = ()
+    call_closings: Sequence[str] = ()
     call_opening: str = ""
-    separator: str = ""
     header: Sequence[HeaderPart] = ()
     start: str = ""
     may_start_answer: bool = False
@@ -67,13 +72,23 @@ class JsonCallFormat(ToolCallFormat):
     def new_parser(self, tools: ToolSchemas) -> OutputParser:
         return JsonCallParser(self, tools)
 
+    @property
+    def call_markers(self) -> Sequence[str]:
+        return self.openings
+
+    @property
+    def all_closings(self) -> Sequence[str]:
+        return (*self.call_closings, *self.closings)
+
 
 class JsonCallParser(CallParser):
     """Parser of all formats whose arguments are JSON."""
 
-    def __init__(self, call_format: JsonCallFormat, tool_names: Collection[str]) -> None:
-        super().__init__(tool_names, _SEPARATORS)
+    def __init__(self, call_format: JsonCallFormat, tools: ToolSchemas) -> None:
+        super().__init__(tools, _SEPARATORS)
         self._format = call_format
+        self._tools = tools
+        self._named_text = ("", "")  # the name in the header of the last call, and its object
         self._scanner = json_scanner()
         self._in_list = False
         self._is_bare = call_format.may_start_answer  # no opening marker has come
@@ -143,6 +158,7 @@ class JsonCallParser(CallParser):
             return True
         self._consume(length)
         self._name = name
+        self._named_text = ("", "")
         self._scanner = json_scanner()
         self._state = self._read_object
         return True
@@ -154,49 +170,91 @@ class JsonCallParser(CallParser):
         if self._scanner.complete:
             self._finish_object()
         elif self._scanner.invalid:
-            self._reject_candidate()
+            is_closed = any(self._buffer.startswith(each) for each in self._format.all_closings)
+            may_be_closed = any(each.startswith(self._buffer) for each in self._format.all_closings)
+            if not is_closed and may_be_closed:
+                return False
+            if is_closed and self._scanner.depth == 1 and not self._name:
+                self._value.append("}")  # only the last brace is missing
+                self._finish_object()
+            else:
+                self._reject_candidate()
         return True
 
     def _finish_object(self) -> None:
         text = "".join(self._value)
-        if self._name:
-            call = ToolCall(self._name, text) if is_json_object(text) else None
-        else:
-            call = read_json_call(text)
-        if call is None or (self._is_bare and call.name not in self._tool_names):
+        call = self._named_call(self._name, text) if self._name else read_json_call(text)
+        name = called_tool(call.name, self._tool_names) if call else ""
+        if call is None or (self._is_bare and not name):
             self._reject_candidate()
             return
-        self._accept_call(call)
+        is_repeated = bool(self._name) and self._named_text == (self._name, text)
+        self._named_text = (self._name, text)
+        if is_repeated:
+            self._candidate.clear()
+            self._value.clear()
+            self._name = ""
+        else:
+            self._accept_call(ToolCall(name or call.name, call.arguments))
         self._state = self._after_call
+
+    def _named_call(self, name: str, text: str) -> ToolCall | None:
+        """Return the call of the tool that a header names; None if it cannot be told, or is none.
+
+        If the header has the id of a call instead of a name, the name is a member of the object, or
+        the arguments fit one tool only.
+        """
+        arguments = read_arguments(text)
+        if arguments is None:
+            return None
+        if called_tool(name, self._tool_names):
+            return ToolCall(name, arguments)
+        bare = name.removeprefix("functions.").partition(":")[0]
+        if not _IS_CALL_ID.fullmatch(name):
+            return ToolCall(bare, arguments) if _WORDS[NAME].fullmatch(bare) and bare else None
+        members = json.loads(arguments)
+        call = read_json_call(arguments)
+        if call and call.name in self._tools and {"arguments", "parameters"} & members.keys():
+            return call
+        if members.get("name") in self._tool_names:
+            tool = members.pop("name")
+            return ToolCall(tool, json.dumps(members, ensure_ascii=False))
+        fitting = [tool for tool, schema in self._tools.items() if _fits(members, schema)]
+        return ToolCall(fitting[0], arguments) if len(fitting) == 1 else None
 
     def _after_call(self) -> bool:
         self._consume_whitespace()
         if not self._buffer:
             return False
         call_format, first = self._format, self._buffer[0]
-        closing = next((each for each in call_format.closings if self._buffer.startswith(each)), "")
+        closings = call_format.all_closings
+        closing = next((each for each in closings if self._buffer.startswith(each)), "")
         call_opening = call_format.call_opening
-        if self._in_list and first in ",]":
+        if first == "}" or (first == "]" and not self._in_list):
+            self._buffer = self._buffer[1:]  # a bracket too many
+        elif first == "{":
+            self._name = self._named_text[0]
+            self._state = self._expect_call
+        elif self._in_list and first in ",]":
             self._in_list = first == ","
             self._consume(1)
             if first == ",":
                 self._state = self._expect_call
             else:
                 self._candidate.clear()
-        elif self._in_list:
-            self._reject_candidate()
-        elif call_format.separator and first == call_format.separator:
+        elif first in _SEPARATORS:
             self._consume(1)
             self._state = self._expect_call
         elif closing:
             self._candidate.clear()
             self._buffer = self._buffer[len(closing) :]
-            if closing == call_format.closings[-1]:
+            self._in_list = False
+            if closing in call_format.closings:
                 self._state = self._read_text
         elif call_opening and self._buffer.startswith(call_opening):
             self._consume(len(call_opening))
             self._state = self._read_header
-        elif any(each.startswith(self._buffer) for each in (*call_format.closings, call_opening)):
+        elif any(each.startswith(self._buffer) for each in (*closings, call_opening)):
             return False
         else:
             self._reject_candidate()
@@ -205,11 +263,17 @@ class JsonCallParser(CallParser):
     def _may_become_call(self, held: str) -> bool:
         if not self._is_bare or self._state == self._read_text:
             return True  # a marker has come, or has begun
-        return may_become_json_call(held.lstrip(self._format.separator), self._tool_names)
+        return may_become_json_call(held.lstrip("".join(_SEPARATORS)), self._tool_names)
 
     def _reject_candidate(self) -> None:
         super()._reject_candidate()
         self._in_list = False
+
+
+def _fits(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> bool:
+    """Return whether the arguments have names of parameters, among them all that are required."""
+    properties, required = schema.get("properties") or {}, schema.get("required") or []
+    return bool(arguments) and arguments.keys() <= properties.keys() and {*required} <= {*arguments}
 
 
 def _match_header(parts: Sequence[HeaderPart], text: str) -> tuple[str, int]:
@@ -228,7 +292,7 @@ def _match_header(parts: Sequence[HeaderPart], text: str) -> tuple[str, int]:
                 return "", -1
             if end == start:
                 break
-            if word == NAME:
+            if word in (NAME, TOOL_ID):
                 name = text[start:end]
         else:
             position = end

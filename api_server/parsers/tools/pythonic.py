@@ -9,7 +9,7 @@ as JSON. A call is returned when it is complete; anything else is content.
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -41,6 +41,10 @@ class PythonicFormat(ToolCallFormat):
 
     def new_parser(self, tools: ToolSchemas) -> OutputParser:
         return PythonicParser(tools)
+
+    @property
+    def call_markers(self) -> Sequence[str]:
+        return (OPENING,)
 
     def argument_rules(self, rule: str, tool: OfferedTool, rules: CallRules) -> list[str]:
         return _keyword_rules(rule, tool)
@@ -170,7 +174,12 @@ class PythonicParser(CallParser):
 
     def _after_list(self) -> bool:
         self._consume_whitespace()
-        if self._buffer.startswith(CLOSING):
+        if self._buffer.startswith("]"):
+            self._buffer = self._buffer[1:]  # a bracket too many
+        elif self._buffer.startswith("["):
+            self._consume(1)
+            self._state = self._expect_call
+        elif self._buffer.startswith(CLOSING):
             self._buffer = self._buffer[len(CLOSING) :]
             self._candidate.clear()
             self._state = self._read_text

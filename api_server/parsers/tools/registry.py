@@ -24,7 +24,7 @@ from dataclasses import replace
 from typing import Final
 
 from api_server.parsers.tools.base import INDEX, NAME, CallLayout, ToolCallFormat
-from api_server.parsers.tools.json_calls import CALL_ID, JsonCallFormat
+from api_server.parsers.tools.json_calls import CALL_ID, TOOL_ID, JsonCallFormat
 from api_server.parsers.tools.pythonic import CLOSING, OPENING, PythonicFormat
 from api_server.parsers.tools.tagged import ParameterLayout, TaggedCallFormat
 from proto.config import ToolCallParser
@@ -60,7 +60,8 @@ _DEEPSEEK_V31: Final = JsonCallFormat(
     ),
     template_markers=(("<｜tool▁calls▁begin｜>",),),
     openings=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
-    closings=("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+    closings=("<｜tool▁calls▁end｜>",),
+    call_closings=("```", "<｜tool▁call▁end｜>"),
     call_opening="<｜tool▁call▁begin｜>",
     header=(("function<｜tool▁sep｜>",), NAME, ("<｜tool▁sep｜>",), ("```json",)),
 )
@@ -121,10 +122,14 @@ _FORMATS: Final[tuple[ToolCallFormat, ...]] = (
         ),
         template_markers=(("<|tool_calls_section_begin|>",), ("<|im_middle|>", "tool_declare")),
         call_id=f"functions.{NAME}:{INDEX}",
-        openings=("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
-        closings=("<|tool_call_end|>", "<|tool_calls_section_end|>"),
+        openings=(
+            *("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>"),
+            "<|tool_call_begin|>",
+        ),
+        closings=("<|tool_calls_section_end|>", "<|tool_call_section_end|>"),
+        call_closings=("<|tool_call_end|>",),
         call_opening="<|tool_call_begin|>",
-        header=(("functions.",), NAME, (":", INDEX), "<|tool_call_argument_begin|>"),
+        header=(TOOL_ID, ("<|tool_call_argument_begin|>",)),
     ),
     JsonCallFormat(
         name="phi4_mini",
@@ -148,8 +153,8 @@ _FORMATS: Final[tuple[ToolCallFormat, ...]] = (
         layout=replace(_OBJECT, begin="<tool_calls>[", end="]</tool_calls>"),
         markers=("<tool_calls>", "</tool_calls>"),
         template_markers=(("<tool_calls>",),),
-        openings=("<tool_calls>",),
-        closings=("</tool_calls>",),
+        openings=("<tool_calls>", "<tool_call>"),
+        closings=("</tool_calls>", "</tool_call>"),
     ),
     replace(
         _MISTRAL,
@@ -168,8 +173,8 @@ _FORMATS: Final[tuple[ToolCallFormat, ...]] = (
         ),
         markers=("<tool_call>", "</tool_call>"),
         template_markers=(("<tool_call>",),),
-        openings=("<tool_call>",),
-        closings=("</tool_call>",),
+        openings=("<tool_call>", "<tool_calls>"),
+        closings=("</tool_call>", "</tool_calls>"),
     ),
     PythonicFormat(
         name="pythonic",
@@ -186,7 +191,6 @@ _FORMATS: Final[tuple[ToolCallFormat, ...]] = (
         optional_opening="<|python_tag|>",
         free_text=r"/([ \n]*([^ \n\r\t{<]|<[^|])([^<]|<[^|])*)?/",
         openings=("<|python_tag|>",),
-        separator=";",
         may_start_answer=True,
     ),
 )

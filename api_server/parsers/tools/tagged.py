@@ -10,15 +10,29 @@
 
 A value has no quotes. The tool's schema decides what it is: text if it may be a string, otherwise
 JSON. A call is returned when it is complete; anything else is content.
+
+What follows a tag decides whether it ends a value, or is part of its text:
+
+    a</parameter>b              text                another tag, or the end of the call, must follow
+    a</parameter></function>    the end             if </tool_call>, a call or nothing follows
+    a<parameter=limit>          a missing end tag   if the tool has this parameter, not yet given
+    a</function></tool_call>    a missing end tag
+    <tool_call><function=…      a call within text  its tags belong to the text
 """
 
+import enum
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from api_server.parsers.output import OutputParser
+from api_server.parsers.output import (
+    OutputParser,
+    OutputPart,
+    find_marker,
+    num_marker_characters,
+)
 from api_server.parsers.tools.base import (
     CallRules,
     OfferedTool,
@@ -31,7 +45,6 @@ from api_server.parsers.tools.base import (
 from api_server.parsers.tools.call_parser import (
     CallParser,
     ToolCall,
-    find_marker,
     json_scanner,
 )
 from api_server.parsers.tools.tagged_values import json_string, text_rules, value_json, value_types
@@ -124,6 +137,22 @@ def _is_key(key: str, key_end: str) -> bool:
     return is_free and 0 < len(key) <= _MAX_KEY
 
 
+class _Verdict(enum.Enum):
+    """What a tag in a value is: its end, a part of its text, or a sign that this is no call."""
+
+    END = 0
+    TEXT = 1
+    NO_CALL = 2
+
+
+_OUTPUT_END: Final = "end of the output"
+"""Stands for a tag where nothing follows."""
+_FEW_BLANKS: Final = re.compile(r"\s{0,64}")
+"""All whitespace between two tags of which the second decides about the first."""
+_LINE_BREAK: Final = re.compile(r"\n[ \t]*\Z")
+"""The line break before a tag on a line of its own."""
+
+
 class TaggedCallParser(CallParser):
     """Parser of all formats whose parameters are tagged."""
 
@@ -141,16 +170,55 @@ class TaggedCallParser(CallParser):
         self._value_tag = "".join(value_tags)
         self._value_end = parameter.end.strip()
         self._is_on_own_lines = parameter.key_end.endswith("\n")
+        self._call_tags = [tag for tag in (self._opening, self._function_tag) if tag]
+        self._end_tags = [self._call_end, *self._closings]
+        self._tags = [self._value_end, self._key_tag, *self._end_tags, *self._call_tags]
+        self._any_tag = re.compile("|".join(map(re.escape, self._tags)))
+        self._longest_tag = max(map(len, self._tags))
         self._key = ""
         self._values: dict[str, str] = {}  # of the call so far, as JSON; the last of a name counts
         self._types: frozenset[str] = frozenset()
         self._scanner = json_scanner()
+        self._depth = 0  # calls within the text of the value that are not closed
+        self._has_end_tag = False  # the text of the value contains its end tag
+        self._has_lines = False  # the text of the value contains a line break,
+        self._is_mid_line = False  # and more than blanks after the last one
+        self._last_end: tuple[int, int] | None = None  # see `_rewind`
         self._has_opening = False
+        self._is_ended = False  # no more text comes
         self._state = self._read_text
 
+    def parse_end(self, *, is_cut: bool = False) -> Sequence[OutputPart]:
+        if not is_cut:
+            self._end_output()
+            if self._state == self._read_value and self._last_end is not None:
+                self._is_ended = False
+                self._read(self._rewind())
+                self._end_output()
+        return super().parse_end(is_cut=is_cut)
+
+    def _end_output(self) -> None:
+        """Read the text that was held back, and accept a call whose end tags are missing."""
+        self._is_ended = True
+        while self._buffer and self._state():
+            pass
+        if self._state == self._expect_parameter and not self._buffer and self._is_complete():
+            self._finish_call()
+
+    def _is_complete(self) -> bool:
+        """Return whether the call is one without its end tags.
+
+        It names a tool of the request and has a parameter, if the tool has any, and all that are
+        required.
+        """
+        schema = self._tools.get(self._name)
+        if schema is None or (schema.get("properties") and not self._values):
+            return False
+        required = schema.get("required")
+        return not isinstance(required, list) or all(key in self._values for key in required)
+
     def _read_text(self) -> bool:
-        openings = [tag for tag in (self._opening, self._function_tag) if tag]
-        position, marker = find_marker(self._buffer, openings)
+        position, marker = find_marker(self._buffer, self._call_tags)
         self._parts.add_content(self._buffer[:position])
         self._buffer = self._buffer[position:]
         if not marker:
@@ -169,7 +237,7 @@ class TaggedCallParser(CallParser):
             self._consume_whitespace()
         found = _NAME.match(self._buffer)
         length = found.end() if found else 0
-        if length == len(self._buffer) <= _MAX_NAME:
+        if length == len(self._buffer) <= _MAX_NAME and not self._is_ended:
             return False
         name = self._buffer[:length]
         is_known = self._has_opening or name in self._tools
@@ -187,60 +255,210 @@ class TaggedCallParser(CallParser):
 
     def _expect_parameter(self) -> bool:
         """State between parameters."""
-        is_decided = self._expect({self._key_tag: self._read_key, self._call_end: self._after_call})
+        self._consume_whitespace()
+        following = dict.fromkeys(self._end_tags, self._after_call)
+        following |= {self._key_tag: self._read_key, self._value_end: self._expect_parameter}
+        if self._is_complete():
+            if any(self._buffer.startswith(tag) for tag in self._call_tags):
+                self._finish_call()
+                return True
+            following |= dict.fromkeys(self._call_tags, self._expect_parameter)
+        is_decided = self._expect(following)
         if self._state == self._after_call:
-            pairs = [f"{json_string(key)}: {value}" for key, value in self._values.items()]
-            self._accept_call(ToolCall(self._name, "{" + ", ".join(pairs) + "}"))
+            self._finish_call()
         return is_decided
 
+    def _finish_call(self) -> None:
+        pairs = [f"{json_string(key)}: {value}" for key, value in self._values.items()]
+        self._accept_call(ToolCall(self._name, "{" + ", ".join(pairs) + "}"))
+        self._state = self._after_call
+
     def _read_key(self) -> bool:
-        position = self._buffer.find(self._key_end)
-        if position < 0 and len(self._buffer) <= _MAX_KEY + len(self._key_end):
+        length, end = self._find_key(0)
+        if end < 0:
             return False
-        key = self._buffer[: max(position, 0)].strip()
-        if not _is_key(key, self._key_end):
+        if not end:
             self._reject_candidate()
             return True
-        self._consume(position + len(self._key_end))
-        self._key = key
-        self._types = value_types(self._tools.get(self._name, {}), key)
+        self._key = self._buffer[:length].strip()
+        self._consume(end)
+        self._types = value_types(self._tools.get(self._name, {}), self._key)
         self._scanner = json_scanner()
+        self._depth, self._last_end = 0, None
+        self._has_end_tag = self._has_lines = self._is_mid_line = False
         self._state = self._expect_value if self._value_tag else self._read_value
         return True
+
+    def _find_key(self, start: int) -> tuple[int, int]:
+        """Return where a key that begins here ends, and where its end tag ends.
+
+        The latter is 0 if this is no key, and negative if more text is needed.
+        """
+        position = self._buffer.find(self._key_end, start, start + _MAX_KEY + len(self._key_end))
+        if position < 0:
+            is_open = len(self._buffer) - start <= _MAX_KEY + len(self._key_end)
+            return 0, -1 if is_open and not self._is_ended else 0
+        is_key = _is_key(self._buffer[start:position].strip(), self._key_end)
+        return position, position + len(self._key_end) if is_key else 0
 
     def _expect_value(self) -> bool:
         return self._expect({self._value_tag: self._read_value})
 
     def _read_value(self) -> bool:
-        position, marker = find_marker(self._buffer, [self._value_end])
-        self._add_value(position)
-        if not marker:
+        found = self._any_tag.search(self._buffer)
+        if found is None:
+            held = max(num_marker_characters(self._buffer, tag) for tag in self._tags)
+            self._add_value(len(self._buffer) - held)
             return False
-        if self._is_within_json():
-            self._add_value(len(marker))
-            return True
-        self._consume(len(marker))
+        self._add_value(found.start())
+        tag = found[0]
+        verdict: _Verdict | None = _Verdict.TEXT
+        if not (self._is_json and self._scanner.is_in_string):
+            is_value_end = tag == self._value_end
+            verdict = self._judge_value_end() if is_value_end else self._judge_other_tag(tag)
+        if verdict is _Verdict.END:
+            self._finish_value(tag)
+        elif verdict is _Verdict.TEXT:
+            self._add_value(len(tag))
+        elif verdict is _Verdict.NO_CALL:
+            self._reject_candidate()
+        return verdict is not None
+
+    @property
+    def _is_json(self) -> bool:
+        """The value cannot be a string."""
+        return bool(self._types) and "string" not in self._types
+
+    def _judge_value_end(self) -> _Verdict | None:
+        """Return what the end tag at the start of the buffer is; None if more text is needed."""
+        tag, position = self._tag_at(len(self._value_end))
+        is_closed = True
+        if tag == self._call_end and self._closings and self._has_opening:
+            after, _ = self._tag_at(position)
+            is_closed = after in (*self._closings, *self._call_tags, _OUTPUT_END)
+            tag = None if after is None else tag
+        if tag is None:
+            return None
+        if tag == self._call_end and (self._depth or not is_closed):
+            self._last_end = len(self._value), len(self._candidate)
+        elif not self._depth and tag and (tag != self._value_end or self._is_json):
+            return _Verdict.END
+        self._has_end_tag = self._has_end_tag or not self._depth
+        return _Verdict.TEXT
+
+    def _judge_other_tag(self, tag: str) -> _Verdict | None:
+        """Return what the tag at the start of the buffer is; None if more text is needed."""
+        if tag in self._call_tags:
+            is_call = tag == self._opening and self._is_call()
+            self._depth += is_call is True
+            return None if is_call is None else _Verdict.TEXT
+        if self._depth:
+            self._depth -= tag == self._end_tags[-1]
+            return _Verdict.TEXT
+        if tag == self._key_tag:
+            is_end = self._is_next_key()
+        else:
+            following, _ = self._tag_at(len(tag))
+            ends = (*self._call_tags, _OUTPUT_END, *self._closings[: tag == self._call_end])
+            is_end = None if following is None else following in ends
+        if not is_end:
+            return None if is_end is None else _Verdict.TEXT
+        if not self._has_end_tag:
+            return _Verdict.END
+        return None if self._is_ended and self._last_end else _Verdict.NO_CALL
+
+    def _tag_at(self, position: int) -> tuple[str | None, int]:
+        """Return the tag at a position of the buffer, after whitespace, and where it ends.
+
+        The tag is "" if other text follows, and None if more text is needed.
+        """
+        start = self._after_blanks(position)
+        text = self._buffer[start : start + self._longest_tag]
+        found = self._any_tag.match(text)
+        if found:
+            return found[0], start + found.end()
+        if self._is_ended:
+            return "" if text else _OUTPUT_END, start
+        return None if any(tag.startswith(text) for tag in self._tags) else "", start
+
+    def _after_blanks(self, position: int) -> int:
+        blanks = _FEW_BLANKS.match(self._buffer, position)
+        return blanks.end() if blanks else position
+
+    def _is_call(self) -> bool | None:
+        """Return whether the opening marker at the start of the buffer begins a call."""
+        if self._function_tag:
+            tag, _ = self._tag_at(len(self._opening))
+            return None if tag is None else tag == self._function_tag
+        name = _NAME.match(self._buffer, self._after_blanks(len(self._opening)))
+        if name is None or not name[0]:
+            return None if self._tag_at(len(self._opening))[0] is None else False
+        tag, _ = self._tag_at(name.end())
+        return None if tag is None else tag in (self._key_tag, self._call_end)
+
+    def _is_next_key(self) -> bool | None:
+        """Return whether the tag at the start of the buffer begins the next parameter.
+
+        It does if it names one that the tool has and that has no value yet, and begins a line in a
+        format of lines.
+        """
+        if self._is_on_own_lines and self._is_mid_line:
+            return False
+        length, end = self._find_key(len(self._key_tag))
+        if end <= 0:
+            return None if end else False
+        if self._value_tag:
+            text = self._buffer[self._after_blanks(end) :][: len(self._value_tag)]
+            if text != self._value_tag:
+                is_open = self._value_tag.startswith(text) and not self._is_ended
+                return None if is_open else False
+        key = self._buffer[len(self._key_tag) : length].strip()
+        properties = self._tools.get(self._name, {}).get("properties")
+        is_given = key == self._key or key in self._values
+        return not is_given and (not properties or key in properties)
+
+    def _finish_value(self, tag: str) -> None:
+        """End the value. tag: its end tag, or the one after it if its end tag is missing."""
         text = "".join(self._value)
         self._value.clear()
         if self._is_on_own_lines:
-            text = text.removeprefix("\n").removesuffix("\n")
+            text = text.removeprefix("\n")
+        if tag != self._value_end:
+            text = _LINE_BREAK.sub("", text)
+        else:
+            self._consume(len(tag))
+            text = text.removesuffix("\n") if self._is_on_own_lines else text
         self._values[self._key] = value_json(text, self._types)
         self._state = self._expect_parameter
-        return True
+
+    def _rewind(self) -> str:
+        """End the value where its last end tag before the end of a call is; return the rest.
+
+        That was undecided: other text followed, or the text of the value has begun with a call.
+        """
+        assert self._last_end is not None
+        num_value, num_candidate = self._last_end
+        rest = "".join([*self._candidate[num_candidate:], self._buffer])
+        del self._value[num_value:], self._candidate[num_candidate:]
+        self._buffer = self._value_end
+        self._finish_value(self._value_end)
+        return rest.removeprefix(self._value_end)
 
     def _add_value(self, count: int) -> None:
+        if not count:
+            return
         text = self._buffer[:count]
         self._value.append(text)
+        _, line_break, last = text.rpartition("\n")
+        self._has_lines = self._has_lines or bool(line_break)
+        is_after_text = self._is_mid_line and not line_break
+        self._is_mid_line = self._has_lines and (is_after_text or bool(last.strip()))
         if not self._scanner.complete and not self._scanner.invalid:
             self._scanner.scan_text(text)
         self._consume(count)
 
-    def _is_within_json(self) -> bool:
-        """Return whether an end tag at this position is part of a string in a list or object."""
-        return bool(self._types) and "string" not in self._types and self._scanner.is_in_string
-
     def _after_call(self) -> bool:
-        following = dict.fromkeys(self._closings, self._after_call)
+        following = dict.fromkeys([*self._end_tags, self._value_end], self._after_call)
         following[self._opening] = self._expect_function
         if self._function_tag:
             following[self._function_tag] = self._read_name

@@ -109,7 +109,8 @@ class MessageEncoder:
 
     def _add_delta(self, delta: Delta) -> None:
         self._last_delta = delta
-        for part in self._parser.parse_delta(delta.text, delta.finish_reason):
+        parts = self._parser.parse_delta(delta.text, delta.finish_reason, delta.content_end)
+        for part in parts:
             self._add_part(part)
 
     def _add_part(self, part: OutputPart) -> None:

@@ -8,6 +8,11 @@
                 text "And tomorrow?"                user       "And tomorrow?"
     system      "40,000 tokens left"                system     in the same position
 
+Blocks of other types have a text (documents, search results, a summary), or are passed over and
+named: of tools of Anthropic's servers, of changes of the tools, of later versions of the API. An
+agent sends its whole conversation again with each request, so an error would end it for good. An
+image is refused, and replaced in a tool's result.
+
 Consecutive turns of one role become one message. System messages keep their position, so that the
 cached prefix before them stays valid. Some templates accept neither these nor a user's message
 right after a tool's; with `merge_roles`, a later system message becomes part of the user's, and
@@ -19,24 +24,17 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from api_server.protocol.fields import IgnoredFields, media_placeholder, no_text
+from api_server.protocol.fields import IgnoredFields, is_media, media_placeholder, no_text
 from proto.errors import InvalidRequestError, shown
 
 Json = dict[str, Any]
 
 ERROR_PREFIX: Final = "Error: "
 """Prefix of the result of a tool that failed; templates have no other way to express it."""
-_MEDIA_BLOCKS: Final = frozenset({"image", "document"})
 _ROLES: Final = ("user", "assistant", "system")
-_SERVER_BLOCKS: Final = frozenset(
-    {
-        *("redacted_thinking", "server_tool_use", "web_search_tool_result", "mcp_tool_use"),
-        *("web_fetch_tool_result", "code_execution_tool_result", "mcp_tool_result"),
-        *("bash_code_execution_tool_result", "text_editor_code_execution_tool_result"),
-        *("tool_search_tool_result", "container_upload", "compaction", "fallback"),
-    }
-)
-"""Blocks about tools of Anthropic's servers. They contain nothing that this model can read."""
+_CLIENT_BLOCKS: Final = frozenset({"text", "thinking", "tool_use", "tool_result"})
+"""Types of blocks that are refused in a message of the wrong role."""
+_SUMMARY_TITLE: Final = "Summary of the conversation up to here:"
 _BILLING_HEADER: Final = re.compile(r"x-anthropic-billing-header:")
 """A system block that is no instruction. It differs in each request, so it is dropped: it would
 keep the text after it from being found in the prefix cache."""
@@ -61,15 +59,19 @@ class BlockTranslator:
     """Translates the messages of a request, which consist of blocks, into chat messages.
 
     merge_roles: see the top of this file. source_indices: for each chat message, the index of the
-    request's message with which it starts; -1 for the system prompt.
+    request's message with which it starts; -1 for the system prompt. call_paths: of the arguments
+    of each call, path in the request, by the indices of the chat message and of the call in it.
     """
 
     def __init__(self, system: str, ignored: IgnoredFields, *, merge_roles: bool) -> None:
         self.messages: list[Json] = []
         self.source_indices: list[int] = []
+        self.call_paths: dict[tuple[int, int], str] = {}
         self._ignored = ignored
         self._merge_roles = merge_roles
         self._source_index = -1
+        self._role = ""
+        self._passed_over: dict[str, None] = {}
         if system:
             self._append_message({"role": "system", "content": system})
 
@@ -78,7 +80,7 @@ class BlockTranslator:
         for index, message in enumerate(messages):
             self._source_index = index
             where = f"messages.{index}"
-            role = message.get("role")
+            role = self._role = str(message.get("role"))
             if role not in _ROLES:
                 raise _invalid(f"{where}.role", "must be 'user', 'assistant' or 'system'")
             for name in message:
@@ -92,14 +94,18 @@ class BlockTranslator:
             if role == "assistant":
                 self._append_assistant_blocks(blocks, where)
             else:
-                self._append_other_blocks(str(role), blocks, where)
-        if messages and messages[-1].get("role") == "assistant":
+                self._append_other_blocks(role, blocks, where)
+        if self._passed_over and max(self.source_indices, default=-1) < 0:
+            kinds = ", ".join(self._passed_over)
+            raise _invalid("messages", f"hold no text, only blocks of the type {kinds}")
+        if self._role == "assistant":
             self._check_last_message(len(messages) - 1)
 
     @property
     def continues_last_message(self) -> bool:
         """The last message is the assistant's, so the answer continues it."""
-        return bool(self.messages) and self.messages[-1]["role"] == "assistant"
+        roles = [self._role, *(message["role"] for message in self.messages[-1:])]
+        return roles == ["assistant", "assistant"]
 
     def _check_last_message(self, index: int) -> None:
         """Raise InvalidRequestError if an answer cannot continue the assistant's last message."""
@@ -125,26 +131,27 @@ class BlockTranslator:
                 if reasoning:
                     message["reasoning"] = message.get("reasoning", "") + reasoning
             elif kind == "tool_use":
-                message.setdefault("tool_calls", []).append(_tool_call(block, path))
+                calls = message.setdefault("tool_calls", [])
+                self.call_paths[len(self.messages) - 1, len(calls)] = f"{path}.input"
+                calls.append(_tool_call(block, path))
             else:
-                self._ignore_block(kind, path)
+                text = self._readable_text(block, path)
+                message["content"] += "" if text is None else f"{text}\n"
 
     def _append_other_blocks(self, role: str, blocks: list[Json], where: str) -> None:
         """Add blocks of user or system; each tool result is a message of its own."""
         for index, block in enumerate(blocks):
             path = f"{where}.content.{index}"
             kind = block["type"]
-            if kind == "text":
-                self._append_text(role, _block_text(block, path))
-            elif kind == "tool_result" and role == "user":
+            if kind == "tool_result" and role == "user":
                 content = self._tool_result(block.get("content", ""), f"{path}.content")
                 if block.get("is_error") is True and not content.startswith(ERROR_PREFIX):
                     content = ERROR_PREFIX + content
                 call_id = _string(block, "tool_use_id", path)
                 message = {"role": "tool", "tool_call_id": call_id, "content": content}
                 self._append_message(message)
-            else:
-                self._ignore_block(kind, path)
+            elif (text := self._readable_text(block, path)) is not None:
+                self._append_text(role, text)
 
     def _append_text(self, role: str, text: str) -> None:
         if self._merge_roles and self.messages:
@@ -163,24 +170,34 @@ class BlockTranslator:
         """
         if content is None or isinstance(content, str):
             return _text(content or "", where)
-        texts = []
-        for index, block in enumerate(_blocks(content, where)):
-            path = f"{where}.{index}"
-            if block["type"] == "tool_reference":
-                texts.append(_string(block, "tool_name", path))
-            elif block["type"] in _MEDIA_BLOCKS:
-                self._ignored.add(f"messages.content.tool_result.{block['type']}")
-                texts.append(media_placeholder(block["type"]))
-            else:
-                texts.append(_block_text(block, path))
-        return "\n".join(texts)
+        texts = [
+            self._readable_text(block, f"{where}.{index}", in_result=True)
+            for index, block in enumerate(_blocks(content, where))
+        ]
+        return "\n".join(text for text in texts if text is not None)
 
-    def _ignore_block(self, kind: str, where: str) -> None:
-        if kind in _MEDIA_BLOCKS:
+    def _readable_text(self, block: Json, where: str, *, in_result: bool = False) -> str | None:
+        """Return the text of a block, None for one that is passed over.
+
+        in_result: the block is part of a tool's result. Raises InvalidRequestError.
+        """
+        kind, name = block["type"], "messages.content."
+        if in_result:
+            name += "tool_result."
+        if kind == "text":
+            return _string(block, "text", where)
+        if kind == "tool_reference" and in_result:
+            return _string(block, "tool_name", where)
+        texts = _other_texts(block)
+        if texts:
+            return _text("\n".join(texts), where)
+        if kind in _CLIENT_BLOCKS and not in_result:
+            raise _invalid(where, f"blocks of the type {kind} are not available here")
+        if is_media(kind) and not in_result:
             raise _invalid(where, no_text(kind))
-        if kind not in _SERVER_BLOCKS:
-            raise _invalid(where, f"blocks of the type {shown(kind)} are not available here")
-        self._ignored.add(f"messages.content.{kind}")
+        self._ignored.add(f"{name}{kind}")
+        self._passed_over[shown(kind)] = None
+        return media_placeholder(kind) if is_media(kind) else None
 
     def _append_message(self, message: Json) -> None:
         self.messages.append(message)
@@ -188,16 +205,32 @@ class BlockTranslator:
 
 
 def _tool_call(block: Json, where: str) -> Json:
-    given = block.get("input", {})
-    if not isinstance(given, dict):
-        raise _invalid(f"{where}.input", "must be an object")
-    arguments = json.dumps(given, ensure_ascii=False)
-    _text(arguments, f"{where}.input")
+    given = block.get("input")
+    arguments = given if isinstance(given, str) else json.dumps({} if given is None else given)
     return {
         "id": _string(block, "id", where),
         "type": "function",
         "function": {"name": _string(block, "name", where), "arguments": arguments},
     }
+
+
+def _other_texts(block: Json) -> list[str]:
+    """Return the texts of a document, a search result or a summary; none for other blocks."""
+    kind, content = block["type"], block.get("content")
+    if kind == "compaction" and isinstance(content, str):
+        return [f"{_SUMMARY_TITLE}\n{content}"]
+    if kind == "document" and isinstance(source := block.get("source"), dict):
+        content = source.get("data" if source.get("type") == "text" else "content")
+    elif kind != "search_result":
+        return []
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    texts = [
+        part["text"] if isinstance(part.get("text"), str) else media_placeholder(str(part["type"]))
+        for part in (parts if isinstance(parts, list) else [])
+        if isinstance(part, dict) and "type" in part
+    ]
+    heads = [block.get(name) for name in ("title", "source", "context")]
+    return [*(head for head in heads if isinstance(head, str)), *texts] if texts else []
 
 
 def _blocks(value: Any, where: str) -> list[Json]:

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field
 
 from api_server.protocol.chat import ChatCompletionRequest, check_message_count
 from api_server.protocol.chat_translation import ChatTranslation, chat_only_fields, split_fields
-from api_server.protocol.common import REQUEST_NUMBERS, StopString, Strict, Text
+from api_server.protocol.common import REQUEST_NUMBERS, StopStringList, Strict, Text
 from api_server.protocol.fields import (
     CHAT_NEUTRAL,
     MESSAGES_HINTS,
@@ -92,8 +92,9 @@ class MessagesRequest(CountTokensRequest):
     """Most output tokens, reasoning included; fewer if the context leaves fewer."""
     stream: bool = False
     """Answer with server-sent events."""
-    stop_sequences: list[StopString] = []
-    """Up to 4 strings at which the answer ends; the answer does not contain them."""
+    stop_sequences: StopStringList = []
+    """Up to 1024 strings, of 64 KiB together, at which the answer ends; its text does not contain
+    them."""
     temperature: float = 1.0
     """0 takes the likeliest token."""
     top_p: float = 1.0
@@ -190,6 +191,7 @@ class MessagesTranslation(ChatTranslation):
         translator = BlockTranslator(self._system, self._ignored, merge_roles=merge_roles)
         translator.append_messages(self._request.messages)
         self._source_indices = translator.source_indices
+        self._call_paths = translator.call_paths
         fields = self._fields | {"messages": translator.messages}
         if translator.continues_last_message:
             fields |= {"continue_final_message": True, "add_generation_prompt": False}

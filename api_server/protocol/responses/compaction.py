@@ -23,6 +23,7 @@ from api_server.protocol.responses.input import (
     SUMMARY_MARK,
     Item,
     is_message,
+    is_unreadable_summary,
     listed_item,
     split_pending_calls,
     with_id,
@@ -101,8 +102,15 @@ def parse_compaction(
 
 
 def summary_conversation(items: Sequence[Item]) -> list[Item]:
-    """Return the items whose answer is the summary; raises InvalidRequestError for none."""
+    """Return the items whose answer is the summary.
+
+    Raises InvalidRequestError for none, and for another server's summary, which would be lost.
+    """
     summarised, _ = split_pending_calls(items)
+    if any(map(is_unreadable_summary, summarised)):
+        raise InvalidRequestError(
+            "input: a compaction of another server cannot be read, and would be lost", "input"
+        )
     if not summarised:
         raise InvalidRequestError("input must not be empty", "input")
     question = {"type": "message", "role": "user", "content": _SUMMARY_REQUEST}

@@ -19,7 +19,7 @@ from api_server.parsers.output import (
     ToolCallArguments,
     ToolCallStart,
 )
-from api_server.parsers.tools.call_parser import is_json_object
+from api_server.parsers.tools.call_parser import read_arguments
 from api_server.protocol.encoder import KEEP_ALIVE, ResponseOptions
 from api_server.protocol.responses.output_items import (
     CallItem,
@@ -150,10 +150,11 @@ class ResponsesEncoder:
 
     def _add_delta(self, delta: Delta) -> None:
         for text in self._content_tokens.split_delta(delta):
-            self._add_parts(self._parser.parse_delta(text))
+            self._add_parts(self._parser.parse_delta(text, None, delta.content_end))
         if delta.finish_reason is not None:
             self._finish_reason = delta.finish_reason
-            self._add_parts(self._parser.parse_delta("", delta.finish_reason))
+            parts = self._parser.parse_delta("", delta.finish_reason, delta.content_end)
+            self._add_parts(parts)
 
     def _add_parts(self, parts: Sequence[OutputPart]) -> None:
         for part in parts:
@@ -194,7 +195,7 @@ class ResponsesEncoder:
         item = self._open_item
         if item is None:
             return
-        if isinstance(item, CallItem) and is_json_object(item.text):
+        if isinstance(item, CallItem) and read_arguments(item.text):
             status = "completed"
         item.close_item(status)
         self._closed_items.append(item.full_item(status))

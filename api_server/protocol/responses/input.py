@@ -5,6 +5,11 @@ reasoning               "Paris, then"      ┐
 message assistant       "Let me look."     ├ assistant  reasoning, "Let me look.", tool_calls
 function_call           weather(…)         ┘
 function_call_output    "21 °C"              tool       "21 °C"
+agent_message           "done"               user       "Message from /root/a to /root:\ndone"
+web_search_call                              passed over, named in ignored_fields
+
+An item of any type is taken, because an agent sends its whole conversation again with each request:
+an error would end it for good. What has text is rendered, what has none is passed over.
 """
 
 import json
@@ -37,18 +42,42 @@ _TEXT_PARTS: Final = {
 """Type of a content part → the field with its text."""
 _MEDIA_PARTS: Final = {"input_image": "image", "input_file": "document"}
 """Type of a content part without text → what the model reads that it was."""
-_SERVER_ITEMS: Final = frozenset(
-    {
-        *("web_search_call", "file_search_call", "image_generation_call", "computer_call"),
-        *("code_interpreter_call", "mcp_call", "mcp_list_tools", "mcp_approval_request"),
-        *("mcp_approval_response", "tool_search_call", "tool_search_output", "ghost_snapshot"),
-    }
-)
-"""Items about tools of OpenAI's servers. They contain nothing that this model can read."""
+_RESULT_FIELDS: Final = ("text", "refusal", "logs", "stdout", "stderr")
+"""Fields with text in a part of a tool's result."""
 
+_CALLS: Final = {
+    "function_call": ("name", "arguments"),
+    "custom_tool_call": ("name", "input"),
+    "multi_agent_call": ("action", "arguments"),
+    "local_shell_call": ("", "action"),
+    "shell_call": ("", "action"),
+    "apply_patch_call": ("", "operation"),
+    "program": ("", "code"),
+    "mcp_call": ("name", "arguments"),
+    "code_interpreter_call": ("", "code"),
+    "file_search_call": ("", "queries"),
+}
+"""Type of an item that calls a tool → (field with the tool's name, field with the arguments).
 
-_CALLS: Final = ("function_call", "custom_tool_call")
-_RESULTS: Final = ("function_call_output", "custom_tool_call_output")
+A tool without such a field has the name of the type: shell, apply_patch.
+"""
+_RESULTS: Final = {
+    "function_call_output": ("output",),
+    "custom_tool_call_output": ("output",),
+    "multi_agent_call_output": ("output",),
+    "local_shell_call_output": ("output",),
+    "shell_call_output": ("output",),
+    "apply_patch_call_output": ("output", "status"),
+    "program_output": ("result",),
+    "mcp_call": ("output", "error"),
+    "code_interpreter_call": ("outputs",),
+    "file_search_call": ("results",),
+}
+"""Type of an item with a tool's result → fields with the result, of which the first given counts.
+
+Calls among them hold their own result. Without one they are passed over.
+"""
+_COMPACTIONS: Final = ("compaction", "compaction_summary", "context_compaction")
 
 SUMMARY_MARK: Final = "tokend-summary:"
 """Begins the `encrypted_content` of a compaction item that this server made."""
@@ -57,7 +86,9 @@ _SUMMARY_TITLE: Final = "Summary of the conversation up to here:"
 _ITEM_FIELDS: Final = frozenset(
     {
         *("type", "id", "status", "role", "content", "phase", "summary", "encrypted_content"),
-        *("call_id", "name", "namespace", "arguments", "input", "output", "caller", "async"),
+        *("call_id", "name", "namespace", "caller", "async", "author", "recipient", "environment"),
+        *("max_output_length", "container_id", "server_label", "fingerprint"),
+        *(name for fields in (*_CALLS.values(), *_RESULTS.values()) for name in fields),
     }
 )
 """Fields of items in OpenAI's API; some have no effect here."""
@@ -104,13 +135,37 @@ def is_message(item: Item) -> bool:
     return (item.get("type") or ("message" if "role" in item else None)) == "message"
 
 
+def is_reference(item: Item) -> bool:
+    """Return whether an item stands for another one, which has its id."""
+    return item.get("type") == "item_reference" or item.keys() == {"id"}
+
+
+def readable_summary(item: Item) -> str | None:
+    """Return the summary of a compaction item of this server, None for other items."""
+    content = item.get("encrypted_content")
+    if item.get("type") in _COMPACTIONS and isinstance(content, str):
+        return content.removeprefix(SUMMARY_MARK) if content.startswith(SUMMARY_MARK) else None
+    return None
+
+
+def is_unreadable_summary(item: Item) -> bool:
+    """Return whether an item replaces messages that only the server that made it can read."""
+    return item.get("type") in _COMPACTIONS and readable_summary(item) is None
+
+
+def _call_id(item: Item) -> Any:
+    """Return the id of the call that an item is, or is the result of; some have no field for it."""
+    call_id = item.get("call_id")
+    return item["id"] if call_id is None else call_id
+
+
 def split_pending_calls(items: Sequence[Item]) -> tuple[list[Item], list[Item]]:
     """Return (the items without calls of tools that have no result, these calls)."""
-    answered = {str(item.get("call_id")) for item in items if item.get("type") in _RESULTS}
+    answered = {str(_call_id(item)) for item in items if _type(item) in _RESULTS}
     rest: list[Item] = []
     pending: list[Item] = []
     for item in items:
-        is_pending = item.get("type") in _CALLS and str(item.get("call_id")) not in answered
+        is_pending = _type(item) in _CALLS and str(_call_id(item)) not in answered
         (pending if is_pending else rest).append(item)
     return rest, pending
 
@@ -119,8 +174,9 @@ class ItemTranslator:
     """Translates the items of a conversation into chat messages.
 
     instructions: a system message, joined with system items at the beginning. tools: give the
-    names of called functions. ignored: collects items that are left out. places: where the client
-    finds each message, for errors: the item that began it, or the instructions.
+    names of called functions. ignored: collects items that are passed over. places: where the
+    client finds each message, for errors: the item that began it, or the instructions. call_paths:
+    where it finds the arguments of each call, by the indices of the message and of the call in it.
     """
 
     def __init__(
@@ -130,10 +186,12 @@ class ItemTranslator:
         self._ignored = ignored
         self._messages: list[Item] = []
         self.places: list[str] = []
+        self.call_paths: dict[tuple[int, int], str] = {}
         self._place = ""  # of the current item
         self._assistant: Item | None = None  # the message of the assistant's turn that continues
         self._instructions = [] if instructions is None else [instructions]
         self._call_ids: set[str] = set()
+        self._passed_over: dict[str, None] = {}
 
     def append_items(self, items: Sequence[Item], places: Mapping[str, str]) -> None:
         """Translate the items; raise InvalidRequestError that names the invalid item.
@@ -142,30 +200,53 @@ class ItemTranslator:
         """
         for item in items:
             where = self._place = places.get(item["id"], "an item of previous_response_id")
-            for name in item:
-                if name not in _ITEM_FIELDS:
-                    self._ignored.add(f"input.{name}")
-            kind = item.get("type")
-            if is_message(item):
-                self._append_message_item(item, where)
-            elif kind == "reasoning":
-                self._append_reasoning(item, where)
-            elif kind in _CALLS:
-                self._append_call(item, kind, where)
-            elif kind in _RESULTS:
-                self._append_call_output(item, where)
-            elif kind == "compaction":
-                self._append_summary(item, where)
-            elif isinstance(kind, str) and kind in _SERVER_ITEMS:
-                self._ignored.add(f"input.{kind}")
+            if self._append_item(item, where):
+                for name in item:
+                    if name not in _ITEM_FIELDS and item[name] is not None:
+                        self._ignored.add(f"input.{name}")
             else:
-                raise InvalidRequestError(
-                    f"{where}: items of the type {shown(kind)} are not available here", "input"
-                )
+                kind = "item_reference" if is_reference(item) else item.get("type")
+                if not isinstance(kind, str):
+                    raise InvalidRequestError(
+                        f"{where}: items of the type {shown(kind)} are not available here", "input"
+                    )
+                self._passed_over[shown(kind)] = None
+                self._ignored.add(f"input.{kind}")
+
+    def _append_item(self, item: Item, where: str) -> bool:
+        """Translate an item; return False for one without text that can be read here."""
+        kind = _type(item)
+        if is_message(item):
+            self._append_message_item(item, where)
+        elif kind == "reasoning":
+            self._append_reasoning(item, where)
+        elif kind == "agent_message":
+            return self._append_agent_message(item, where)
+        elif (summary := readable_summary(item)) is not None:
+            content = f"{_SUMMARY_TITLE}\n{_valid_text(summary, where)}"
+            self._append_message({"role": "user", "content": content})
+        elif kind in _CALLS and kind in _RESULTS:
+            if all(item.get(name) is None for name in _RESULTS[kind]):
+                return False
+            self._append_call(item, kind, where)
+            self._append_result(item, kind, where)
+        elif kind in _CALLS:
+            self._append_call(item, kind, where)
+        elif kind in _RESULTS:
+            self._append_result(item, kind, where)
+        else:
+            return False
+        return True
 
     def build_messages(self) -> list[Item]:
-        """Return the chat messages; each has content or tool calls."""
+        """Return the chat messages; each has content or tool calls.
+
+        Raises InvalidRequestError if all items were passed over.
+        """
         self._append_instructions()
+        if self._passed_over and not self._messages:
+            kinds = ", ".join(self._passed_over)
+            raise InvalidRequestError(f"input: holds no text, only items of type {kinds}", "input")
         for message in self._messages:
             if "tool_calls" not in message:
                 message.setdefault("content", "")
@@ -177,7 +258,10 @@ class ItemTranslator:
             raise InvalidRequestError(
                 f"{where}.role must be 'user', 'assistant', 'system' or 'developer'", "input"
             )
-        content = _content(item.get("content"), f"{where}.content")
+        content = item.get("content")
+        if content is None and role == "assistant":
+            content = ""
+        content = _content(content, f"{where}.content")
         if role != "assistant":
             self._append_message({"role": role, "content": content})
             return
@@ -193,62 +277,73 @@ class ItemTranslator:
         elif item.get("encrypted_content"):
             self._ignored.add("input.reasoning")
 
+    def _append_agent_message(self, item: Item, where: str) -> bool:
+        """Add a message between two agents as the user's; return False for one without text."""
+        text = self._readable_text(item.get("content"), f"{where}.content", "input.content")
+        if not text:
+            return False
+        author, recipient = (_string(item, name, where) for name in ("author", "recipient"))
+        content = f"Message from {author} to {recipient}:\n{text}"
+        self._append_message({"role": "user", "content": content})
+        return True
+
     def _append_call(self, item: Item, kind: str, where: str) -> None:
-        name = _string(item, "name", where)
+        name_field, field = _CALLS[kind]
+        name = _string(item, name_field, where) if name_field else kind.removesuffix("_call")
         namespace = item.get("namespace")
         if namespace is not None and not isinstance(namespace, str):
             raise InvalidRequestError(f"{where}.namespace must be a string", "input")
-        if kind == "function_call":
-            arguments = _arguments(_string(item, "arguments", where))
-        else:
-            arguments = json.dumps({CUSTOM_INPUT: _string(item, "input", where)})
-        call_id = _string(item, "call_id", where)
+        if field not in item:
+            raise InvalidRequestError(f"{where}.{field} is missing", "input")
+        call_id = self._text_id(item, where)
         self._call_ids.add(call_id)
-        call = {
-            "id": call_id,
-            "type": "function",
-            "function": {
-                "name": self._tools.function_name(name, namespace),
-                "arguments": arguments,
-            },
+        function = {
+            "name": self._tools.function_name(name, namespace),
+            "arguments": _arguments(field, item[field]),
         }
-        self._assistant_message().setdefault("tool_calls", []).append(call)
+        calls = self._assistant_message().setdefault("tool_calls", [])
+        self.call_paths[len(self._messages) - 1, len(calls)] = f"{where}.{field}"
+        calls.append({"id": call_id, "type": "function", "function": function})
 
-    def _append_summary(self, item: Item, where: str) -> None:
-        content = _string(item, "encrypted_content", where)
-        if not content.startswith(SUMMARY_MARK):
-            raise InvalidRequestError(
-                f"{where}.encrypted_content: this server cannot read it, another one made it",
-                "input",
-            )
-        summary = content.removeprefix(SUMMARY_MARK)
-        self._append_message({"role": "user", "content": f"{_SUMMARY_TITLE}\n{summary}"})
-
-    def _append_call_output(self, item: Item, where: str) -> None:
-        content = self._tool_result(item.get("output"), f"{where}.output")
-        call_id = _string(item, "call_id", where)
+    def _append_result(self, item: Item, kind: str, where: str) -> None:
+        given = [name for name in _RESULTS[kind] if item.get(name) is not None]
+        field = given[0] if given else _RESULTS[kind][0]
+        content = self._readable_text(item.get(field), f"{where}.{field}", f"input.{field}")
+        call_id = self._text_id(item, where)
+        message = {"role": "tool", "tool_call_id": call_id, "content": content}
         if call_id not in self._call_ids:
-            raise InvalidRequestError(
-                f"{where}.call_id: no call before it has the call_id {shown(call_id)}", "input"
-            )
-        self._append_message({"role": "tool", "tool_call_id": call_id, "content": content})
+            if not self._passed_over:
+                raise InvalidRequestError(
+                    f"{where}.call_id: no call before it has the call_id {shown(call_id)}", "input"
+                )
+            message = {"role": "user", "content": content}  # the call may have been passed over
+        self._append_message(message)
 
-    def _tool_result(self, value: Any, where: str) -> str:
-        """Return a tool's result as text.
+    def _text_id(self, item: Item, where: str) -> str:
+        return _string({"call_id": _call_id(item)}, "call_id", where)
 
-        A text replaces images and documents: an error would end the agent for good, because it
-        sends the whole conversation again each time.
+    def _readable_text(self, value: Any, where: str, name: str) -> str:
+        """Return the text of a tool's result or of another agent's message.
+
+        A text replaces images and documents. Parts without text are passed over. name: of the
+        field, for the names of both in `ignored`.
         """
+        if isinstance(value, dict):
+            return _valid_text(json.dumps(value, ensure_ascii=False), where)
         if not isinstance(value, list):
             return _content(value, where)
-        parts = []
-        for part in value:
-            kind = part.get("type") if isinstance(part, dict) else None
-            if isinstance(kind, str) and kind in _MEDIA_PARTS:
-                self._ignored.add(f"input.output.{kind}")
-                part = {"type": "input_text", "text": media_placeholder(_MEDIA_PARTS[kind])}
-            parts.append(part)
-        return _content(parts, where)
+        texts = []
+        for index, part in enumerate(value):
+            if not isinstance(part, dict):
+                raise InvalidRequestError(f"{where}[{index}] must be an object", "input")
+            kind = str(part.get("type"))
+            found = [part[field] for field in _RESULT_FIELDS if isinstance(part.get(field), str)]
+            if kind in _MEDIA_PARTS:
+                found = [media_placeholder(_MEDIA_PARTS[kind])]
+            if kind in _MEDIA_PARTS or not found:
+                self._ignored.add(f"{name}.{kind}")
+            texts += [*filter(None, found), *_outcome(part)]
+        return _valid_text("\n".join(texts), where)
 
     def _append_message(self, message: Item) -> None:
         """Add a message that is not the assistant's; system messages at the start are joined."""
@@ -277,13 +372,29 @@ class ItemTranslator:
             self.places.append("instructions")
 
 
-def _arguments(text: str) -> str:
-    """Return the arguments of a call as a JSON object, also if they were cut off."""
-    try:
-        is_object = isinstance(json.loads(text or "{}"), dict)
-    except (ValueError, RecursionError):
-        is_object = False
-    return text if is_object else json.dumps({"arguments": text})
+def _type(item: Item) -> str:
+    """Return the type of an item; "" for none."""
+    kind = item.get("type")
+    return kind if isinstance(kind, str) else ""
+
+
+def _arguments(field: str, value: Any) -> Any:
+    """Return the arguments of a call as chat completions take them; those of a chat unchanged."""
+    if field == "arguments" or value is None:
+        return value
+    if isinstance(value, dict):
+        value = {name: member for name, member in value.items() if member is not None}
+    else:
+        value = {CUSTOM_INPUT if field == "input" else field: value}
+    return json.dumps(value)
+
+
+def _outcome(part: Item) -> list[str]:
+    """Return the exit code or time-out of a shell command that failed."""
+    outcome = part.get("outcome")
+    if not isinstance(outcome, dict) or outcome.get("exit_code") == 0:
+        return []
+    return [f"exit code {outcome['exit_code']}" if "exit_code" in outcome else "timeout"]
 
 
 def _content(value: Any, where: str) -> str:
@@ -306,11 +417,15 @@ def _string(item: Item, name: str, where: str) -> str:
     value = item.get(name)
     if not isinstance(value, str):
         raise InvalidRequestError(f"{where}.{name} must be a string", "input")
+    return _valid_text(value, f"{where}.{name}")
+
+
+def _valid_text(value: str, where: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
         raise InvalidRequestError(
-            f"{where}.{name} holds half of a surrogate pair, which is no text", "input"
+            f"{where} holds half of a surrogate pair, which is no text", "input"
         ) from None
     return value
 

@@ -275,6 +275,7 @@ class ResponsesTranslation(ChatTranslation):
         translator.append_items(self._items, places)
         messages = translator.build_messages()
         self._message_places = () if merge_roles else translator.places
+        self._call_paths = {} if merge_roles else translator.call_paths
         fields: dict[str, Any] = {
             **self._passed,
             "model": request.model,

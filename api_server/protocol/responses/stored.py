@@ -9,7 +9,7 @@ sees only its own. If a client exceeds its limits, its oldest response is droppe
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -168,6 +168,17 @@ class StoredResponses:
     def find_stored(self, owner: Owner, response_id: str) -> StoredResponse | None:
         self._drop_expired()
         return self._stored.get((owner, response_id))
+
+    def find_items(self, owner: Owner, item_ids: Collection[str]) -> dict[str, Json]:
+        """Return the items with these ids of a client's stored responses, by their ids."""
+        self._drop_expired()
+        found: dict[str, Json] = {}
+        for (stored_owner, _), stored in reversed(self._stored.items()):
+            if len(found) == len(item_ids):
+                break
+            if stored_owner == owner:
+                found |= {item["id"]: item for item in stored.items if item["id"] in item_ids}
+        return found
 
     def delete_stored(self, owner: Owner, response_id: str) -> bool:
         """Delete a stored response; return False if there is none of this id."""

@@ -42,7 +42,7 @@ def tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> HostEnvironment:
-    return HostEnvironment(str(tmp_path), {})
+    return HostEnvironment({"XDG_CACHE_HOME": str(tmp_path)})
 
 
 def num_weights(shape: Shape) -> int:

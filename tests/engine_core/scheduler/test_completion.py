@@ -133,5 +133,5 @@ def test_a_resumed_request_counts_from_its_first_output():
     engine.run()
     outputs = engine.outputs[request.request_id, 0]
     assert [each.token_index for each in outputs] == [2, 3, 4]
-    assert [each.first is not None for each in outputs] == [True, False, False]
+    assert [bool(each.events) for each in outputs] == [True, False, False]
     assert outputs[-1].finish_reason is FinishReason.STOP

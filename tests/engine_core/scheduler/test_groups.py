@@ -3,6 +3,7 @@
 import pytest
 
 from tests.fakes.engine_harness import EngineHarness
+from tests.fakes.events import num_cached_tokens
 from tests.fakes.paged_runner import undisturbed
 
 GEMMA = (None, 512, 512, 512, 512, 512)
@@ -46,10 +47,7 @@ def test_cached_tokens_of_a_request_are_those_that_all_groups_hold():
     engine.run()
     second = engine.add_one(prompt[:990] + [7] * 30, max_tokens=4, ignore_eos=True)
     engine.run()
-    (info,) = [
-        each.first for each in engine.outputs[(second.request_id, 0)] if each.first is not None
-    ]
-    assert info.num_cached_tokens == 976
+    assert num_cached_tokens(engine.outputs[(second.request_id, 0)][0]) == 976
     assert engine.tokens_of(first) == undisturbed(prompt, 4)
     assert engine.tokens_of(second) == undisturbed(second.prompt_token_ids, 4)
     stats = engine.scheduler.pop_stats()

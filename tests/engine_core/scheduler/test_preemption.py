@@ -1,7 +1,7 @@
 """Preemption when the pool is too small for all running requests."""
 
 from engine_core.request import RequestStatus
-from proto.engine_io import FinishReason
+from proto.engine_io import EventType, FinishReason
 from tests.fakes.engine_harness import EngineHarness, scheduled
 from tests.fakes.paged_runner import undisturbed
 
@@ -33,7 +33,12 @@ def test_the_youngest_is_preempted_and_resumed_first():
     for each in (old, young, late):
         assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 3)
     assert young.num_preemptions == 1
-    assert len(young.preempted_at) == 1
+    outputs = engine.outputs[young.request_id, 0]
+    queued, admitted, preempted, again = (event for each in outputs for event in each.events)
+    kinds = (EventType.QUEUED, EventType.SCHEDULED, EventType.PREEMPTED, EventType.SCHEDULED)
+    assert (queued.type, admitted.type, preempted.type, again.type) == kinds
+    assert queued.timestamp <= admitted.timestamp < preempted.timestamp < again.timestamp
+    assert [bool(each.events) for each in outputs] == [True, True, False]
     engine.assert_idle()
 
 

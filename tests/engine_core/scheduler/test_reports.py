@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from proto.engine_io import LogprobsArrays
+from proto.engine_io import EventType, LogprobsArrays
 from proto.errors import ProtocolError
 from proto.model_runner_output import ModelRunnerOutput, RowLogprobs
 from tests.fakes.engine_harness import EngineHarness
@@ -23,9 +23,11 @@ def test_first_token_info_comes_once():
     request = engine.add_one(list(range(40)), max_tokens=3)
     engine.run()
     first, *others = engine.outputs[request.request_id, 0]
-    assert first.first.num_cached_tokens == 32
-    assert 0 < first.first.queued_at <= first.first.scheduled_at
-    assert all(each.first is None for each in others)
+    queued, scheduled = first.events
+    assert (queued.type, scheduled.type) == (EventType.QUEUED, EventType.SCHEDULED)
+    assert scheduled.num_cached_tokens == 32
+    assert 0 < queued.timestamp <= scheduled.timestamp
+    assert not any(each.events for each in others)
 
 
 def test_prompt_logprobs_come_with_each_chunk():
@@ -36,7 +38,7 @@ def test_prompt_logprobs_come_with_each_chunk():
     assert [each.prompt_logprobs.first_position for each in outputs] == [1, 17, 33]
     assert [len(each.new_token_ids) for each in outputs] == [0, 0, 1]
     assert [each.token_index for each in outputs] == [0, 0, 0]
-    assert [each.first is not None for each in outputs] == [False, False, True]
+    assert [bool(each.events) for each in outputs] == [True, False, False]
 
 
 def test_prompt_logprobs_need_every_position_computed():

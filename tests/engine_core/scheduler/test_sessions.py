@@ -8,6 +8,7 @@ from proto.engine_io import FinishReason, SessionInput
 from proto.sampling_params import SamplingParams
 from tests.fakes.clock import FakeClock
 from tests.fakes.engine_harness import EOS, EngineHarness, scheduled
+from tests.fakes.events import first_events, num_cached_tokens
 from tests.fakes.paged_runner import hashed_token, undisturbed
 from tests.fakes.sessions import current, expected_turns, flat, idle_session, open_session
 
@@ -62,7 +63,7 @@ def test_indices_and_max_tokens_count_from_the_start_of_the_turn():
     outputs = engine.outputs[session.request_id, 0]
     assert [each.token_index for each in outputs] == [0, 1, 0, 1, 2, 3, 4, 0]
     assert [each.goes_on for each in outputs] == [0, 1, 0, 0, 0, 0, 1, 0]
-    assert [each.first is not None for each in outputs] == [1, 0, 1, 0, 0, 0, 0, 1]
+    assert [len(each.events) for each in outputs] == [2, 0, 2, 0, 0, 0, 0, 2]
     assert engine.tokens_of(session) == flat(expected)
     assert engine.finish_reason_of(session) is FinishReason.LENGTH
     engine.assert_idle()
@@ -73,7 +74,7 @@ def test_the_kept_tokens_count_as_cached():
     session = idle_session(engine, list(range(40)), 5)
     engine.add_session_input(session, [7, 8, 9], 1)
     engine.step()
-    assert engine.outputs[session.request_id, 0][-1].first.num_cached_tokens == 44
+    assert num_cached_tokens(engine.outputs[session.request_id, 0][-1]) == 44
 
 
 def test_the_time_in_the_queue_counts_from_the_input():
@@ -84,8 +85,8 @@ def test_the_time_in_the_queue_counts_from_the_input():
     engine.add_session_input(session, [3], 1)
     clock.now += 0.5
     engine.step()
-    first = engine.outputs[session.request_id, 0][-1].first
-    assert (first.queued_at, first.scheduled_at) == (120.0, 120.5)
+    events = engine.outputs[session.request_id, 0][-1].events
+    assert events == first_events(3, 120.0, 120.5)
 
 
 def test_at_rest_there_is_no_work_but_an_unfinished_request():

@@ -4,8 +4,10 @@ import pytest
 
 from engine_core.kv_cache.events import KVEventLog
 from engine_core.request import RequestStatus
+from proto.engine_io import EventType
 from proto.kv_events import AllBlocksCleared, BlockStored
 from tests.fakes.engine_harness import EngineHarness, scheduled
+from tests.fakes.events import event_types
 from tests.fakes.paged_runner import undisturbed
 
 BOTH = pytest.mark.parametrize("overlapped", [False, True])
@@ -153,12 +155,13 @@ def test_subscribers_are_notified_of_the_empty_cache():
     assert log.pop_events()[-1] == AllBlocksCleared()
 
 
-def test_the_first_token_and_cached_tokens_are_reported_once():
+def test_each_event_is_reported_once():
     engine = EngineHarness()
     request = engine.add_one(prompt_of(0), 4)
     engine.step()
     engine.lose_workers()
     engine.run()
     first, *later = engine.outputs[request.request_id, 0]
-    assert first.first is not None
-    assert [each.first for each in later] == [None] * 3
+    assert event_types(first) == [EventType.QUEUED, EventType.SCHEDULED]
+    assert event_types(later[0]) == [EventType.PREEMPTED, EventType.SCHEDULED]
+    assert [each.events for each in later[1:]] == [()] * 2
