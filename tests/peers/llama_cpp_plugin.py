@@ -102,11 +102,14 @@ def start(server: Any, timeout_seconds: int = 0) -> None:
     """Lend the server's test a daemon; replaces ServerProcess.start."""
     stop(server)
     flags = _flags(server)
-    if server.api_key:
-        daemon = _daemon_with_key(*flags)
-    else:
-        _lent[server] = contextlib.ExitStack()
-        daemon = _lent[server].enter_context(POOL.borrow(*flags))
+    try:
+        if server.api_key:
+            daemon = _daemon_with_key(*flags)
+        else:
+            _lent[server] = contextlib.ExitStack()
+            daemon = _lent[server].enter_context(POOL.borrow(*flags))
+    except AssertionError as error:
+        pytest.exit(f"a daemon does not start: {error}", returncode=3)
     server.server_port = int(daemon.url.rpartition(":")[2])
     sys.modules["utils"].server_instances.add(server)
 
@@ -161,6 +164,8 @@ def _flags(server: Any) -> list[str]:
     if model in ("encoder", "reranker"):
         flags[0] = str(_encoder(model))
         flags = [flag for flag in flags if flag not in ("--kv-cache-memory", "512M")]
+        if server.pooling == "none":
+            raise NotImplementedError("no flags for pooling none")
         if server.pooling:
             flags += ["--pooler-config", json.dumps({"pooling_type": server.pooling.upper()})]
     elif server.n_ctx:

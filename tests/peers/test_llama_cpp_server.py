@@ -18,8 +18,8 @@ import pytest
 from tests.peers.packages import LLAMA_CPP, unpack_package
 from tests.run import ROOT
 
-SECONDS = 580.0
-pytestmark = [pytest.mark.suite("peers"), pytest.mark.timeout(SECONDS + 20)]
+SECONDS = 540.0
+pytestmark = [pytest.mark.suite("peers"), pytest.mark.timeout(SECONDS + 60)]
 TABLE = tomllib.loads(Path(__file__).with_name("llama_cpp_server.toml").read_text())
 PASSING = ("passes", "vacuous")
 
