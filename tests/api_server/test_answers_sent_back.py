@@ -31,7 +31,10 @@ SCRIPTS = {
     "calls": (SHOWING, f"<think>\nthe fox\n</think>\n\n{TEXT}", 11),
     "half a character": (SHOWING, ESCAPED, 99),
     "harmony": (SOURCE, CALLED, 13),
-    **{name: ((TEMPLATES / f"{name}.jinja").read_text(), text, 99) for name, text in CALLS.items()},
+    **{
+        name: ((TEMPLATES / f"{name}.jinja").read_text(), CALLS[name], 99)
+        for name in ("mistral", "gemma3", "glm4.5", "deepseek_r1", "granite3.3")
+    },
 }
 """Chat template, answer, and tokens between two of its cuts."""
 NAMES = ("weather", "now", "find")
