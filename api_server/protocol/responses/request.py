@@ -137,8 +137,8 @@ Label = Annotated[Text, Field(max_length=MAX_METADATA_VALUE_CHARACTERS)]
 
 class ResponsesRequest(Strict):
     input: InputItems
-    """A text, or up to 4096 items: messages, function_call, function_call_output,
-    custom_tool_call, custom_tool_call_output, reasoning and compaction. May be empty beside
+    """A text, or up to 4096 items: messages, reasoning, calls of tools and their outputs,
+    compaction and references. Items without text are named in ignored_fields. May be empty beside
     instructions or previous_response_id."""
     model: Text | None = None
     """Name of a served model; by default the one there is."""
