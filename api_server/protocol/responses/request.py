@@ -145,7 +145,8 @@ class ResponsesRequest(Strict):
     instructions: Text | None = None
     """Instructions before the conversation, as a system message."""
     max_output_tokens: int | None = Field(default=None, ge=1)
-    """Most output tokens, reasoning included; by default all that the context leaves."""
+    """Most output tokens, reasoning included; by default the model's max_new_tokens, or all that
+    the context leaves."""
     temperature: float = 1.0
     """0 takes the likeliest token."""
     top_p: float = 1.0
