@@ -51,7 +51,7 @@ PASSED: Final = frozenset(
         *("timeout_ms", "queue_timeout_ms", "stream_interval", "structured_outputs"),
         *("include_stop_str_in_output", "stop_token_ids", "top_k", "min_tokens"),
         *(REQUEST_NUMBERS.keys() - _REPEATED_NUMBERS),
-        "logit_bias",
+        *("logit_bias", "skip_reading_prefix_cache"),
         *("bad_words", "allowed_token_ids", "ignore_eos", "skip_special_tokens"),
         *("spaces_between_special_tokens", "truncate_prompt_tokens", "truncation_side"),
         *("chat_template_kwargs", "thinking_token_budget", "include_reasoning"),
@@ -145,7 +145,8 @@ class ResponsesRequest(Strict):
     instructions: Text | None = None
     """Instructions before the conversation, as a system message."""
     max_output_tokens: int | None = Field(default=None, ge=1)
-    """Most output tokens, reasoning included; by default all that the context leaves."""
+    """Most output tokens, reasoning included; by default the model's max_new_tokens, or all that
+    the context leaves."""
     temperature: float = 1.0
     """0 takes the likeliest token."""
     top_p: float = 1.0
