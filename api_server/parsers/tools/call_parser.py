@@ -185,7 +185,7 @@ def new_call_id() -> str:
 MAX_DEPTH: Final = 128
 _CLOSING: Final = {"{": "}", "[": "]", "(": ")"}
 _JSON_LITERALS: Final = re.compile(r"[ \t\r\n0-9+\-.eEtrufalsn:,]*")
-_PYTHON_LITERALS: Final = re.compile(r"[ \t\r\n0-9A-Za-z_+\-.:,=]*")
+_PYTHON_LITERALS: Final = re.compile(r"[ \t\r\n\w+\-.:,=]*")
 _IN_STRING: Final = {'"': re.compile(r'[^"\\]*'), "'": re.compile(r"[^'\\]*")}
 """Quote → characters that do not end a string; models write line breaks without an escape."""
 
