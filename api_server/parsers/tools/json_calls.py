@@ -22,9 +22,9 @@ from api_server.parsers.tools.base import NAME, ToolCallFormat, ToolSchemas
 from api_server.parsers.tools.call_parser import (
     CallParser,
     ToolCall,
-    offered_name,
     json_scanner,
     may_become_json_call,
+    offered_name,
     read_arguments,
     read_json_call,
 )
