@@ -98,6 +98,7 @@ class EngineCall(Generic[Body]):
             label=self.id,
             reader=reader_of(self._tenant, self._key_name),
             trace_headers=self._trace_headers,
+            skip_reading_prefix_cache=body.skip_reading_prefix_cache,
             **fields,
         )
 

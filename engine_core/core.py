@@ -45,6 +45,7 @@ from engine_core.validation import RequestLimits
 from engine_core.worker_group import WorkerGroup
 from proto import PROTOCOL_VERSION
 from proto.config import CPU_PREFILL_SLOWDOWN, SchedulerConfig, ServeConfig
+from proto.config_checks import check_token_budget
 from proto.kv_transfer_config import KVTransferConfig, kv_transfer_config
 from proto.lifecycle import EngineReady, Notice, PhaseClock, ProcessBoot, ProcessStart, WorkerReady
 from proto.pooling import MAX_INPUTS, pooler_of
@@ -344,11 +345,15 @@ def overlaps(config: ServeConfig, worker: WorkerReady) -> bool:
 
 
 def with_step_tokens(config: ServeConfig, workers: Sequence[WorkerReady]) -> ServeConfig:
-    """Return the configuration with a token budget: the setting, or what fits all workers."""
+    """Return the configuration with the largest step: the setting, or what fits all workers.
+
+    Raises ConfigError for a token budget that is more.
+    """
     if config.scheduler.max_num_batched_tokens is not None:
         return config
     step_tokens = min(worker.step_tokens for worker in workers)
     scheduler = msgspec.structs.replace(config.scheduler, max_num_batched_tokens=step_tokens)
+    check_token_budget(scheduler)
     return msgspec.structs.replace(config, scheduler=scheduler)
 
 

@@ -94,7 +94,7 @@ class Request:
         order: (priority, arrival, request id, choice); the lower goes first by priority.
         pooling_params: of a request whose prompt is pooled; None for one that generates.
         skip_reading_prefix_cache: every prompt position must be computed, for prompt logprobs or
-            pooling.
+            pooling, or because the client wants it.
     Tokens:
         all_token_ids: prompt, then verified outputs; grows at the end only.
         spec_token_ids: drafts that are not verified yet.
@@ -183,6 +183,7 @@ class Request:
         label: str = "",
         reader: int = 0,
         pooling_params: PoolingParams | None = None,
+        skip_reading_prefix_cache: bool = False,
     ) -> None:
         """output_token_ids: generated in an earlier epoch. prompt_hashes: already known hashes."""
         self.seq_id = seq_id
@@ -190,6 +191,11 @@ class Request:
         self.choice = choice
         self.front_end_index = front_end_index
         self.pooling_params = pooling_params
+        self.skip_reading_prefix_cache = (
+            skip_reading_prefix_cache
+            or sampling_params.prompt_logprobs is not None
+            or (pooling_params is not None and pooling_params.needs_all_tokens)
+        )
         self._set_prompt(prompt_token_ids, sampling_params)
         self.seed = seed
         self.priority = priority
@@ -231,10 +237,6 @@ class Request:
         self.max_tokens = sampling_params.max_tokens
         self.stop_ids = sampling_params.stop_ids
         self.repetition = sampling_params.repetition
-        pooling = self.pooling_params
-        self.skip_reading_prefix_cache = sampling_params.prompt_logprobs is not None or (
-            pooling is not None and pooling.needs_all_tokens
-        )
 
     def next_turn(self, seq_id: int) -> "Request":
         """Return the next turn of a session, which continues where this finished turn ended.
@@ -261,6 +263,7 @@ class Request:
             tenant=self.tenant,
             label=self.label,
             reader=self.reader,
+            skip_reading_prefix_cache=self.skip_reading_prefix_cache,
         )
 
     def append_input(self, token_ids: list[int], sampling_params: SamplingParams) -> None:
@@ -402,6 +405,7 @@ def choices_of(
             label=message.label,
             reader=message.reader,
             pooling_params=message.pooling_params,
+            skip_reading_prefix_cache=message.skip_reading_prefix_cache,
         )
         for choice in range(message.n)
         if choice not in message.finished_choices

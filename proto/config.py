@@ -158,6 +158,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int | None = None
     """Maximum tokens per step, by default 256 on a CPU (an encoder's longest text, at least 2048),
     2048 to 8192 on a GPU by its memory; longer prompts are computed in chunks."""
+    max_num_scheduled_tokens: int | None = None
+    """Maximum tokens that the scheduler puts into a step, if less than --max-num-batched-tokens,
+    which is what workers keep memory for."""
     long_prefill_token_threshold: int = 0
     """Maximum tokens of one prompt in a step; 0: no limit."""
     enable_chunked_prefill: bool = True
@@ -206,8 +209,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def step_tokens(self) -> int:
-        """Token budget of a step; a CPU's default if none is set and no worker has reported one."""
+        """Largest step of the workers; a CPU's default if none is set and no worker reports one."""
         return self.max_num_batched_tokens or CPU_STEP_TOKENS
+
+    @property
+    def token_budget(self) -> int:
+        """Most tokens that the scheduler puts into a step."""
+        return self.max_num_scheduled_tokens or self.step_tokens
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -142,6 +142,9 @@ def _check_pins(config: ServeConfig) -> None:
 def _check_scheduler(scheduler: SchedulerConfig) -> None:
     _positive("max_num_seqs", scheduler.max_num_seqs)
     _positive("max_num_batched_tokens", scheduler.max_num_batched_tokens)
+    _positive("max_num_scheduled_tokens", scheduler.max_num_scheduled_tokens)
+    if scheduler.max_num_batched_tokens is not None:
+        check_token_budget(scheduler)
     if scheduler.long_prefill_token_threshold < 0:
         raise ConfigError(
             "--long-prefill-token-threshold must be 0 or more, "
@@ -173,6 +176,16 @@ def _check_scheduler(scheduler: SchedulerConfig) -> None:
     _positive("crashes_until_isolated", scheduler.crashes_until_isolated)
     for field in ("max_num_queued_reqs", "max_num_queued_tokens"):
         _not_negative(field, getattr(scheduler, field) or 0)
+
+
+def check_token_budget(scheduler: SchedulerConfig) -> None:
+    """Raise ConfigError for a budget above the largest step of the workers, which is known now."""
+    if scheduler.token_budget > scheduler.step_tokens:
+        raise ConfigError(
+            f"--max-num-scheduled-tokens {scheduler.token_budget} is more than "
+            f"--max-num-batched-tokens, {scheduler.step_tokens}",
+            "max_num_scheduled_tokens",
+        )
 
 
 def _check_front_end(frontend: FrontEndConfig) -> None:

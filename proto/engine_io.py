@@ -152,6 +152,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_
     label: id of the response. reader: 64 bits, the user who may see it in the live view.
     trace_headers: W3C trace context, `traceparent` and `tracestate`; empty for none.
     pooling_params: pool the prompt instead of generating; None for a request that generates.
+    skip_reading_prefix_cache: compute the whole prompt; its KV is cached for other requests.
     """
 
     epoch: int
@@ -178,6 +179,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_
     reader: int = 0
     trace_headers: dict[str, str] = {}
     pooling_params: PoolingParams | None = None
+    skip_reading_prefix_cache: bool = False
 
     @property
     def trace_id(self) -> str:

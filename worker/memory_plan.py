@@ -16,7 +16,7 @@ from typing import Any, Final, Self
 
 import torch
 
-from proto.config import GIB, ServeConfig, memory_size
+from proto.config import GIB, ServeConfig, flag_name, memory_size
 from proto.errors import ConfigError
 from proto.host_resources import available_memory
 from proto.lifecycle import (
@@ -418,17 +418,16 @@ def step_tokens(
     """
     if not spec.is_bidirectional:
         return device.step_tokens(config.scheduler)
-    budget = config.scheduler.max_num_batched_tokens
     longest = min(config.model.max_model_len or prepared.max_position, prepared.max_position)
-    if budget is None:
-        return max(ENCODER_STEP_TOKENS, longest)
-    if budget < longest:
-        raise ConfigError(
-            f"--max-num-batched-tokens {budget}: {prepared.architecture} computes a text in one "
-            f"step, so at least {longest} are needed, or a lower --max-model-len",
-            "max_num_batched_tokens",
-        )
-    return budget
+    for field in ("max_num_batched_tokens", "max_num_scheduled_tokens"):
+        budget = getattr(config.scheduler, field)
+        if budget is not None and budget < longest:
+            raise ConfigError(
+                f"{flag_name(field)} {budget}: {prepared.architecture} computes a text in one "
+                f"step, so at least {longest} are needed, or a lower --max-model-len",
+                field,
+            )
+    return config.scheduler.max_num_batched_tokens or max(ENCODER_STEP_TOKENS, longest)
 
 
 # ---- Rows and processes ----

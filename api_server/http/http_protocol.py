@@ -5,7 +5,8 @@
 
 A subclass, because uvicorn (0.54) has no option for the size of the headers, for timeouts while
 headers arrive or a response is not read, for writing a chunk without waking the request's task (see
-docs/benchmarks/frontend.md), or for closing a connection after a response that has begun.
+docs/benchmarks/frontend.md), or for closing a connection after a response that has begun; and
+because it loses the body of a request that offers another protocol.
 
 `LimitedHttpProtocol` is created per connection. The functions before it are for routes and
 responses, which know only the ASGI scope.
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, Final
 
+import httptools
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import Scope
@@ -46,6 +48,9 @@ STALL_SECONDS: Final = 60.0
 LINGER_SECONDS: Final = 1.0
 """Time before a refused connection is closed; a client that still sends would get a reset instead
 of the response."""
+
+_OFFER_HEADERS: Final = (b"upgrade", b"http2-settings")
+"""Headers that offer another protocol, also as options of the header `connection`."""
 
 _CYCLE: Final = "tokend.cycle"
 """Name of an ASGI extension: uvicorn's RequestResponseCycle."""
@@ -236,6 +241,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             raise ValueError("there are too many headers")
 
     def on_headers_complete(self) -> None:
+        if self._ignores_offer:
+            return
         self._in_headers, self._in_body = False, True
         self._receive_timeout.cancel()
         super().on_headers_complete()
@@ -252,6 +259,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             protocol.connection_gauge = self.connection_gauge
 
     def on_message_complete(self) -> None:
+        if self._ignores_offer:
+            return
         self._in_body = False
         self._receive_timeout.cancel()
         super().on_message_complete()
@@ -289,13 +298,68 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def _feed_parser(self, data: bytes) -> None:
         num_begun_if_single = 0 if self._in_headers else 1
         in_body, self._num_requests_begun = self._in_body, 0
-        super().data_received(data)
+        self._parse(data)
         if in_body or self._num_requests_begun != num_begun_if_single:
             return  # the data started with the end of an earlier request
         if self._in_headers and not self._refused:
             self._num_raw_bytes += len(data)
             if self._num_raw_bytes > MAX_HEADER_BYTES:
                 self._refuse_headers()
+
+    def _parse(self, data: bytes) -> None:
+        """Parse data as uvicorn does. A request whose offer is ignored is parsed again without it.
+
+        The parser skips the body of a request that offers another protocol.
+        """
+        self._unset_keepalive_if_required()
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserError:
+                self.logger.warning("Invalid HTTP request received.")
+                self.send_400_response("Invalid HTTP request received.")
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                if self._should_upgrade():
+                    self.handle_websocket_upgrade()
+                    return
+                if not self._ignores_offer:
+                    return
+                data = self._head_without_offer() + data[upgrade.args[0] :]
+                # this one takes no data after a request that closes the connection
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+                self._num_requests_begun -= 1
+
+    @property
+    def _ignores_offer(self) -> bool:
+        """The request offers another protocol, which is not used (RFC 9110, 7.8)."""
+        is_offer = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+        return is_offer and not self._should_upgrade()
+
+    def _should_upgrade(self) -> bool:
+        """Return whether a request that offers another protocol opens a WebSocket."""
+        headers = dict(self.headers)
+        return (
+            self.parser.get_method() == b"GET"
+            and self.parser.get_http_version() == "1.1"
+            and headers.get(b"upgrade", b"").lower() == b"websocket"
+            and b"sec-websocket-key" in headers
+            and headers.get(b"content-length", b"0") == b"0"
+            and b"transfer-encoding" not in headers
+        )
+
+    def _head_without_offer(self) -> bytes:
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
+        for name, value in self.headers:
+            if name == b"connection":
+                options = [option.strip() for option in value.split(b",")]
+                value = b", ".join(each for each in options if each.lower() not in _OFFER_HEADERS)
+            if name not in _OFFER_HEADERS:
+                lines.append(b"%b: %b" % (name, value))
+        return b"\r\n".join([*lines, b"", b""])
 
     def _count_header_bytes(self, number: int) -> None:
         self._num_parsed_bytes += number

@@ -255,7 +255,7 @@ class ChatCompletionRequest(ConversationFields, GenerationRequest):
     """The body of POST /v1/chat/completions."""
 
     max_tokens: int | None = None
-    """Most output tokens; by default all that the context leaves."""
+    """Most output tokens; by default the model's max_new_tokens, or all that the context leaves."""
     max_completion_tokens: int | None = None
     """The newer name of max_tokens; wins over it."""
     include_reasoning: bool = True

@@ -167,6 +167,8 @@ class ComputedRequest(Strict):
     """Requests with a lower value are scheduled first; needs --scheduling-policy priority."""
     cache_salt: Salt | None = None
     """Requests share drafts and KV, also a draft model's, within a salt; 1 to 1024 characters."""
+    skip_reading_prefix_cache: bool = False
+    """Compute the whole prompt, also where its KV is cached."""
     timeout_ms: int | None = Field(default=None, ge=1, le=MAX_TIMEOUT_MS)
     """Milliseconds after arrival at which the request is aborted."""
     queue_timeout_ms: int | None = Field(default=None, ge=1, le=MAX_TIMEOUT_MS)

@@ -55,7 +55,10 @@ logger = logging.getLogger("tokend.api")
 
 router = APIRouter()
 
-FIXED_FIELDS: Final = ("model", "seed", "priority", "cache_salt", "request_id")
+FIXED_FIELDS: Final = (
+    *("model", "seed", "priority", "cache_salt", "request_id"),
+    "skip_reading_prefix_cache",
+)
 """Fields that hold for a whole session."""
 
 UNAVAILABLE_FIELDS: Final[dict[str, tuple[Any, ...]]] = {

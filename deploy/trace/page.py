@@ -130,7 +130,7 @@ def _about(condensed: Condensed, name: str, job_labels: Mapping[str, str]) -> di
         "blocks": header.num_blocks - 1,
         "blockSize": header.block_size,
         "seats": header.scheduler.max_num_seqs,
-        "budget": header.scheduler.step_tokens,
+        "budget": header.scheduler.token_budget,
         "end": condensed.end,
         "events": condensed.events,
         "requests": [f"{arrival.request_id}/{arrival.choice}" for arrival in arrivals],

@@ -36,7 +36,7 @@ class ChunkRule:
 
     @classmethod
     def from_config(cls, config: SchedulerConfig) -> "ChunkRule":
-        budget = config.step_tokens
+        budget = config.token_budget
         threshold = config.long_prefill_token_threshold or budget
         return cls(budget, min(threshold, budget), config.enable_chunked_prefill)
 

@@ -158,7 +158,7 @@ class SchedulerTrace:
         self._file = TraceFile(path, max_bytes)
         self._file.write_line(header)
         scheduler = header.scheduler
-        num_seats = min(scheduler.max_num_seqs, scheduler.step_tokens)
+        num_seats = min(scheduler.max_num_seqs, scheduler.token_budget)
         self.recorder = TraceRecorder(
             self._file.write_line, started_at=started_at, num_seats=num_seats
         )

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from api_server.parsers.output import OutputPart, ReasoningText
+from api_server.parsers.output import OutputParser, OutputPart, ReasoningText
+from api_server.parsers.output_format import OutputFormat, ReasoningPlan
 from api_server.parsers.reasoning import REASONING_FORMATS, OutputStart, ReasoningTokenCounter
 from api_server.parsers.tool_calls import ToolCallPlan
 from api_server.parsers.tools.registry import TOOL_CALL_FORMATS
@@ -20,14 +21,15 @@ UNKNOWN_CALL = {
 }
 
 
+def answer_parser(plan: ToolCallPlan) -> OutputParser:
+    return OutputFormat(plan, ReasoningPlan(THINK, OutputStart.REASONING)).new_parser()
+
+
 def read(name: str, pieces, *, special: bool = False, is_cut: bool = False):
     """Return (reasoning, content, names of calls) of an answer that begins within reasoning."""
     call_format = TOOL_CALL_FORMATS[name]
     markers = dict(enumerate(call_format.markers)) if special else {}
-    plan = ToolCallPlan(call_format, TOOLS, markers=markers)
-    parser = THINK.new_parser(
-        OutputStart.REASONING, plan.new_parser(), is_shown=True, calls=plan.in_reasoning
-    )
+    parser = answer_parser(ToolCallPlan(call_format, TOOLS, markers=markers))
     parts: list[OutputPart] = [part for piece in pieces for part in parser.parse_delta(piece)]
     parts += parser.parse_end(is_cut=is_cut)
     thoughts = "".join(part.text for part in parts if isinstance(part, ReasoningText))
@@ -105,10 +107,7 @@ def test_a_marker_that_is_a_special_token_ends_the_reasoning(name):
 
 
 def test_reasoning_is_streamed_until_a_call_begins():
-    plan = ToolCallPlan(TOOL_CALL_FORMATS["hermes"], TOOLS)
-    parser = THINK.new_parser(
-        OutputStart.REASONING, plan.new_parser(), is_shown=True, calls=plan.in_reasoning
-    )
+    parser = answer_parser(ToolCallPlan(TOOL_CALL_FORMATS["hermes"], TOOLS))
     assert parser.parse_delta("One <tool_call> two") == [
         ReasoningText("One <tool_call> two"),
     ]

@@ -362,3 +362,25 @@ async def test_concurrent_requests_with_the_same_id(start, tokenizer):
         texts = [answer.json()["choices"][0]["text"] for answer in answers]
         assert texts == ["fox", "lazy dog", "the sea"]
         assert {answer.json()["id"] for answer in answers} == {"cmpl-same"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (PATH, {"prompt": "hello"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]}),
+        ("/v1/responses", {"input": "hello"}),
+        (
+            "/v1/messages",
+            {"model": "toy", "max_tokens": 9, "messages": [{"role": "user", "content": "hello"}]},
+        ),
+    ],
+)
+async def test_skipping_the_prefix_cache_reaches_the_engine(start, scripted, path, body):
+    async with start(scripted("!")) as front_end:
+        for skips in (True, False, None):
+            body = body | {"skip_reading_prefix_cache": skips}
+            answer = await front_end.http.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+            request = front_end.engine.requests.get_nowait()
+            assert request.skip_reading_prefix_cache is bool(skips)

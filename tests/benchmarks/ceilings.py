@@ -294,7 +294,7 @@ def settings_of(spec: ServerSpec, settings: Mapping[str, object]) -> ServeConfig
 
 def budget_of(config: ServeConfig) -> Budget:
     """Return the scheduler's limits of a step."""
-    tokens = config.scheduler.step_tokens
+    tokens = config.scheduler.token_budget
     return Budget(tokens, min(config.scheduler.long_prefill_token_threshold or tokens, tokens))
 
 

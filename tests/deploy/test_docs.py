@@ -18,7 +18,7 @@ from api_server.protocol.common import (
     MAX_CHOICES_PER_REQUEST,
     MAX_LOGPROB_ENTRIES,
     MAX_SALT_CHARACTERS,
-    MAX_STOP_CHARACTERS,
+    MAX_STOP_BYTES,
     MAX_STOP_STRINGS,
 )
 from api_server.protocol.responses.input import MAX_ITEMS
@@ -112,8 +112,8 @@ def test_flags_in_the_readme_exist_and_have_the_same_help() -> None:
         ),
         ("ids of one `/abort_requests`", f"{MAX_ABORTED_IDS:,} of {MAX_ID_CHARACTERS} characters"),
         (
-            "stop strings; characters of one; stop token ids",
-            f"{MAX_STOP_STRINGS}; {MAX_STOP_CHARACTERS:,}; {MAX_STOP_TOKEN_IDS}",
+            "stop strings; bytes of all; stop token ids",
+            f"{MAX_STOP_STRINGS:,}; {MAX_STOP_BYTES:,}; {MAX_STOP_TOKEN_IDS}",
         ),
         (
             "bad words; characters of one; tokens of all",

@@ -56,6 +56,32 @@ def test_a_hugging_face_folder_is_served(tmp_path: Path) -> None:
     Reference(model, None).assert_greedy([(PROMPT, output)])
 
 
+def test_the_sampling_defaults_of_a_folder_are_applied(tmp_path: Path) -> None:
+    folder = tmp_path / "careful"
+    save_qwen3(folder)
+
+    def drawn(daemon: Daemon, **fields: Any) -> list[int]:
+        body = {"prompt": PROMPT, "ignore_eos": True, "return_token_ids": True, "seed": 3}
+        response = httpx.post(f"{daemon.url}/v1/completions", json=body | fields, timeout=60)
+        return response.json()["choices"][0]["token_ids"]
+
+    (folder / "generation_config.json").write_text(json.dumps({"top_k": 1, "typical_p": 0.9}))
+    with Daemon(str(folder), "--dtype", "float32") as daemon:
+        assert "sampling  top_k 1 (generation_config.json); not applied: typical_p" in daemon.text
+        (card,) = httpx.get(f"{daemon.url}/v1/models").json()["data"]
+        assert card["default_sampling_params"] == {"top_k": 1}
+        likeliest = greedy(daemon, PROMPT, 16)
+        assert drawn(daemon) == likeliest
+        assert drawn(daemon, top_k=0) != likeliest
+    daemon = Daemon(str(folder), "--override-generation-config", '{"top_p": 0}')
+    assert daemon.wait_exit() == 2
+    assert "--override-generation-config: top_p must be above 0" in daemon.text
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": -1}))
+    daemon = Daemon(str(folder))
+    assert daemon.wait_exit(60) == 2
+    assert f"{folder}/generation_config.json: temperature must be between" in daemon.text
+
+
 def test_the_language_model_of_a_folder_for_images_is_served(tmp_path: Path) -> None:
     """Chat with the template of the processor; an image is refused."""
     folder = tmp_path / "my-gemma"

@@ -46,6 +46,7 @@ class Requests:
         *,
         cache_salt: str | None = None,
         prompt_logprobs: int | None = None,
+        **fields: Any,
     ) -> Request:
         """Create a waiting request with a prompt of these tokens."""
         seq_id = next(self._seq_ids)
@@ -56,6 +57,7 @@ class Requests:
             sampling_params=SamplingParams(max_tokens=1000, prompt_logprobs=prompt_logprobs),
             hasher=self._manager.hasher,
             cache_salt=cache_salt,
+            **fields,
         )
 
     def schedule(self, request: Request, num_new_tokens: int | None = None) -> list[int] | None:

@@ -26,6 +26,7 @@ from api_server.parsers.reasoning import (
     REASONING_FORMATS,
     OutputStart,
 )
+from api_server.parsers.tool_calls import ToolCallPlan
 from api_server.parsers.tools.registry import TOOL_CALL_FORMATS
 from tests.api_server.tools.parsing import TOOLS, recorded
 from tests.fuzz.mutation import mutated_bytes
@@ -90,9 +91,9 @@ class Answers:
 
 
 def _read(reader: tuple[int, int], pieces: Sequence[str], *, is_cut: bool = False) -> ParsedOutput:
-    calls = TOOL_CALL_FORMATS[FORMATS[reader[0]]].new_parser(TOOLS)
+    plan = ToolCallPlan(TOOL_CALL_FORMATS[FORMATS[reader[0]]], TOOLS)
     style, opening = STYLES[reader[1]]
-    parser = style.new_parser(opening, calls, is_shown=True)
+    parser = style.new_parser(opening, plan.new_parser(), is_shown=True, calls=plan.in_reasoning)
     parts = [part for piece in pieces for part in parser.parse_delta(piece)]
     return _joined_parts([*parts, *parser.parse_end(is_cut=is_cut)])
 

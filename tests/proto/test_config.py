@@ -36,6 +36,7 @@ def test_the_defaults_are_valid():
         ("cache", {"kv_events_endpoint": "tcp://127.0.0.1:5557"}),
         ("cache", {"kv_cache_metrics_one_in": 100}),
         ("scheduler", {"max_num_batched_tokens": 16, "max_num_seqs": 256}),
+        ("scheduler", {"max_num_batched_tokens": 16, "max_num_scheduled_tokens": 16}),
         ("scheduler", {"enable_chunked_prefill": False}),
         ("scheduler", {"scheduling_policy": "priority"}),
         ("scheduler", {"async_scheduling": True}),
@@ -95,6 +96,12 @@ def test_unusual_settings_are_accepted(section, changes):
         ("cache", {"kv_cache_metrics_one_in": -1}, "kv_cache_metrics_one_in"),
         ("scheduler", {"max_num_seqs": 0}, "max_num_seqs"),
         ("scheduler", {"max_num_batched_tokens": 0}, "max_num_batched_tokens"),
+        ("scheduler", {"max_num_scheduled_tokens": 0}, "max_num_scheduled_tokens"),
+        (
+            "scheduler",
+            {"max_num_scheduled_tokens": 17, "max_num_batched_tokens": 16},
+            "max_num_scheduled_tokens",
+        ),
         ("scheduler", {"long_prefill_token_threshold": -1}, "long_prefill_token_threshold"),
         (
             "scheduler",

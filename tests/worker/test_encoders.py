@@ -183,6 +183,7 @@ def test_scores_of_pairs(name: str, num_labels: int, tmp_path: Path) -> None:
         (ServeConfig(cache=CacheConfig(num_gpu_blocks_override=9)), "num-gpu-blocks-override"),
         (ServeConfig(cache=CacheConfig(kv_cache_dtype="int8")), "kv-cache-dtype"),
         (ServeConfig(scheduler=SchedulerConfig(max_num_batched_tokens=127)), "at least 128"),
+        (ServeConfig(scheduler=SchedulerConfig(max_num_scheduled_tokens=127)), "at least 128"),
         (
             ServeConfig(scheduler=SchedulerConfig(long_prefill_token_threshold=64)),
             "long-prefill-token-threshold",

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 from api_server.parsers.output import OutputParser
-from api_server.parsers.tools.call_parser import is_json_object
+from api_server.parsers.tools.call_parser import read_arguments
 from api_server.protocol.json_lark import json_rules
 from proto.config import ToolCallParser
 from proto.errors import InvalidRequestError
@@ -177,7 +177,7 @@ class ToolCallFormat:
         """
         layout, rendered = self.layout, []
         for index, (name, arguments) in enumerate(calls):
-            if is_json_object(arguments):
+            if read_arguments(arguments) == arguments:
                 arguments = self.render_arguments(arguments)
             rendered.append(layout.call(name, arguments, index))
         return f"{layout.begin}{layout.between.join(rendered)}{layout.end}"

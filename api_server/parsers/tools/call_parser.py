@@ -185,7 +185,7 @@ def new_call_id() -> str:
 MAX_DEPTH: Final = 128
 _CLOSING: Final = {"{": "}", "[": "]", "(": ")"}
 _JSON_LITERALS: Final = re.compile(r"[ \t\r\n0-9+\-.eEtrufalsn:,]*")
-_PYTHON_LITERALS: Final = re.compile(r"[ \t\r\n0-9A-Za-z_+\-.:,=]*")
+_PYTHON_LITERALS: Final = re.compile(r"[ \t\r\n\w+\-.:,=]*")
 _IN_STRING: Final = {'"': re.compile(r'[^"\\]*'), "'": re.compile(r"[^'\\]*")}
 """Quote → characters that do not end a string; models write line breaks without an escape."""
 
@@ -337,7 +337,7 @@ def _escaped(character: re.Match[str]) -> str:
     return json.dumps(character[0])[1:-1]
 
 
-def called_tool(text: str, tool_names: Collection[str]) -> str:
+def offered_name(text: str, tool_names: Collection[str]) -> str:
     """Return the tool that is named with what models add to a name; "" for none of the request.
 
     functions.find:0, functions_find_0, functionsfind0, find:0, find:call_5c    find

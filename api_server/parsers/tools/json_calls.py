@@ -22,9 +22,9 @@ from api_server.parsers.tools.base import NAME, ToolCallFormat, ToolSchemas
 from api_server.parsers.tools.call_parser import (
     CallParser,
     ToolCall,
-    called_tool,
     json_scanner,
     may_become_json_call,
+    offered_name,
     read_arguments,
     read_json_call,
 )
@@ -184,7 +184,7 @@ class JsonCallParser(CallParser):
     def _finish_object(self) -> None:
         text = "".join(self._value)
         call = self._named_call(self._name, text) if self._name else read_json_call(text)
-        name = called_tool(call.name, self._tool_names) if call else ""
+        name = offered_name(call.name, self._tool_names) if call else ""
         if call is None or (self._is_bare and not name):
             self._reject_candidate()
             return
@@ -207,7 +207,7 @@ class JsonCallParser(CallParser):
         arguments = read_arguments(text)
         if arguments is None:
             return None
-        if called_tool(name, self._tool_names):
+        if offered_name(name, self._tool_names):
             return ToolCall(name, arguments)
         bare = name.removeprefix("functions.").partition(":")[0]
         if not _IS_CALL_ID.fullmatch(name):

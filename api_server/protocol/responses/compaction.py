@@ -49,7 +49,14 @@ _SUMMARY_REQUEST: Final = (
     "summary."
 )
 _REQUEST_FIELDS: Final = (
-    *("agent_hint", "session_id", "request_id", "cache_salt", "priority"),
+    *(
+        "agent_hint",
+        "session_id",
+        "request_id",
+        "cache_salt",
+        "priority",
+        "skip_reading_prefix_cache",
+    ),
     *("timeout_ms", "queue_timeout_ms", "seed"),
 )
 """Fields that mean the same as in a response."""

@@ -51,7 +51,7 @@ PASSED: Final = frozenset(
         *("timeout_ms", "queue_timeout_ms", "stream_interval", "structured_outputs"),
         *("include_stop_str_in_output", "stop_token_ids", "top_k", "min_tokens"),
         *(REQUEST_NUMBERS.keys() - _REPEATED_NUMBERS),
-        "logit_bias",
+        *("logit_bias", "skip_reading_prefix_cache"),
         *("bad_words", "allowed_token_ids", "ignore_eos", "skip_special_tokens"),
         *("spaces_between_special_tokens", "truncate_prompt_tokens", "truncation_side"),
         *("chat_template_kwargs", "thinking_token_budget", "include_reasoning"),
@@ -137,15 +137,16 @@ Label = Annotated[Text, Field(max_length=MAX_METADATA_VALUE_CHARACTERS)]
 
 class ResponsesRequest(Strict):
     input: InputItems
-    """A text, or up to 4096 items: messages, function_call, function_call_output,
-    custom_tool_call, custom_tool_call_output, reasoning and compaction. May be empty beside
+    """A text, or up to 4096 items: messages, reasoning, calls of tools and their outputs,
+    compaction and references. Items without text are named in ignored_fields. May be empty beside
     instructions or previous_response_id."""
     model: Text | None = None
     """Name of a served model; by default the one there is."""
     instructions: Text | None = None
     """Instructions before the conversation, as a system message."""
     max_output_tokens: int | None = Field(default=None, ge=1)
-    """Most output tokens, reasoning included; by default all that the context leaves."""
+    """Most output tokens, reasoning included; by default the model's max_new_tokens, or all that
+    the context leaves."""
     temperature: float = 1.0
     """0 takes the likeliest token."""
     top_p: float = 1.0

@@ -389,16 +389,6 @@ async def test_bad_tools(start, scripted, fields, param):
         assert front_end.engine.requests.empty()
 
 
-@pytest.mark.parametrize("arguments", ["[]", "{", "5", '{"a": NaN'])
-async def test_bad_calls_in_messages(start, scripted, arguments):
-    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    async with start(scripted("!")) as front_end:
-        messages = [*HELLO, {"role": "assistant", "tool_calls": [call]}]
-        response = await front_end.chat(messages=messages)
-        assert response.status_code == 400
-        assert response.json()["error"]["param"] == "messages"
-
-
 async def test_an_unknown_format(start, scripted, tmp_path, tokenizer):
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     template = "{{ tools }}{{ messages[0].content }}<tool_call><function="

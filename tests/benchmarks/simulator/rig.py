@@ -187,7 +187,11 @@ def settings(header: TraceHeader, order: ReplayOrder) -> TraceHeader:
         "max_num_seqs": order.max_num_seqs,
         "max_num_batched_tokens": order.max_num_batched_tokens,
     }
-    changes = {name: value for name, value in given.items() if value is not None}
+    changes: dict[str, str | int | None] = {
+        name: value for name, value in given.items() if value is not None
+    }
+    if "max_num_batched_tokens" in changes:
+        changes["max_num_scheduled_tokens"] = None
     scheduler = msgspec.convert(
         msgspec.to_builtins(header.scheduler) | changes, type(header.scheduler)
     )
@@ -458,7 +462,7 @@ class FileTape:
         self._file = TraceFile(path, MAX_BYTES, MAX_UNWRITTEN)
         self._file.write_line(header)
         self._job_of = job_of
-        seats = min(header.scheduler.max_num_seqs, header.scheduler.step_tokens)
+        seats = min(header.scheduler.max_num_seqs, header.scheduler.token_budget)
         recorder = TraceRecorder(self._put, started_at=0.0, num_seats=seats, clock=clock)
         self.recorder = recorder
 

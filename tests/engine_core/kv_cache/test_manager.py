@@ -49,10 +49,11 @@ def test_a_recomputed_last_block_is_a_duplicate_and_the_first_copy_is_found(kv):
     assert kv.requests.computed(third).block_ids == ([1, 2, 3],)
 
 
-def test_prompt_logprobs_skip_reading_but_not_writing(kv):
+@pytest.mark.parametrize("asked", [{"prompt_logprobs": 0}, {"skip_reading_prefix_cache": True}])
+def test_prompt_logprobs_and_clients_skip_reading_but_not_writing(kv, asked):
     first = kv.requests.make([*COMMON, 9])
     kv.requests.schedule(first)
-    asking = kv.requests.make([*COMMON, 9], prompt_logprobs=0)
+    asking = kv.requests.make([*COMMON, 9], **asked)
     assert kv.manager.get_computed_blocks(asking) is NOTHING_COMPUTED
     assert kv.requests.schedule(asking) == [5, 6, 7, 8]
     assert kv.pool.hashes[5:8] == kv.pool.hashes[1:4]

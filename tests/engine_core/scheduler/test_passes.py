@@ -142,3 +142,19 @@ def test_a_continuing_decode_sends_blocks_only_when_it_needs_one():
     needed = [each for (each,) in new_blocks if each is not None]
     assert len(new_blocks) == 8
     assert len(needed) == 2  # for positions 4 and 8
+
+
+def test_a_step_keeps_to_the_scheduled_tokens() -> None:
+    engine = EngineHarness(max_num_batched_tokens=64, max_num_scheduled_tokens=24)
+    engine.add_one(list(range(60)))
+    steps = [engine.scheduler.schedule().total_num_scheduled_tokens for _ in range(2)]
+    assert steps == [24, 24]
+
+
+def test_a_request_that_skips_reading_the_prefix_cache_computes_its_prompt() -> None:
+    engine = EngineHarness()
+    prompt = list(range(100))
+    for skips, cached in ((False, 0), (False, 96), (True, 0), (False, 96)):
+        request = engine.add_one(prompt, 1, skip_reading_prefix_cache=skips)
+        engine.step()
+        assert request.num_cached_tokens == cached
