@@ -77,6 +77,8 @@ async def test_packed_weights_alone_and_in_a_batch_of_sixteen(
         assert sum(planned["weights_bytes"].values()) == daemon.metric("tokend:weights_bytes")
         assert f"for {planned['kv_cache_tokens']:,} tokens" in daemon.text
         assert re.search("weights: .* MiB packed as stored", daemon.text)
+        assert planned["end_tokens"] == {"2": "<|im_end|> (tokenizer's eos_token, chat template)"}
+        assert f": 2 {planned['end_tokens']['2']}\n" in daemon.text
         assert 80 < daemon.metric("tokend:weights_bytes") / 2**20 < 110
         async with httpx.AsyncClient(base_url=daemon.url, timeout=300) as client:
             answer = await complete(client, "The capital of France is", max_tokens=8)
