@@ -183,7 +183,11 @@ class TaggedCallParser(CallParser):
         self._has_end_tag = False  # the text of the value contains its end tag
         self._has_lines = False  # the text of the value contains a line break,
         self._is_mid_line = False  # and more than blanks after the last one
-        self._last_end: tuple[int, int] | None = None  # see `_rewind`
+        # Places in the text of the value and in the candidate, from which on an answer that ends
+        # within the value is read again:
+        self._quotation: tuple[int, int] | None = None  # the first call in the text of the value
+        self._last_end: tuple[int, int] | None = None  # the last end of a call before other text
+        self._is_ambiguous = False  # the value may contain the start of a call without its end
         self._has_opening = False
         self._is_ended = False  # no more text comes
         self._state = self._read_text
@@ -191,11 +195,30 @@ class TaggedCallParser(CallParser):
     def parse_end(self, *, is_cut: bool = False) -> Sequence[OutputPart]:
         if not is_cut:
             self._end_output()
-            if self._state == self._read_value and self._last_end is not None:
-                self._is_ended = False
-                self._read(self._rewind())
-                self._end_output()
+            first = min(filter(None, (self._quotation, self._last_end)), default=None)
+            if self._state == self._read_value and first and first == self._quotation:
+                self._is_ambiguous, self._last_end = True, None
+                self._read_again(self._rewind(first))
+            if self._state == self._read_value and self._last_end:
+                rest = self._rewind(self._last_end).removeprefix(self._value_end)
+                self._buffer = self._value_end
+                self._finish_value(self._value_end)
+                self._read_again(rest)
         return super().parse_end(is_cut=is_cut)
+
+    def _read_again(self, text: str) -> None:
+        self._is_ended = False
+        self._depth = 0
+        self._read(text)
+        self._end_output()
+
+    def _rewind(self, place: tuple[int, int]) -> str:
+        """Take back and return all text from a place in the value on."""
+        num_value, num_candidate = place
+        rest = "".join([*self._candidate[num_candidate:], self._buffer])
+        del self._value[num_value:], self._candidate[num_candidate:]
+        self._buffer = ""
+        return rest
 
     def _end_output(self) -> None:
         """Read the text that was held back, and accept a call whose end tags are missing."""
@@ -284,7 +307,7 @@ class TaggedCallParser(CallParser):
         self._consume(end)
         self._types = value_types(self._tools.get(self._name, {}), self._key)
         self._scanner = json_scanner()
-        self._depth, self._last_end = 0, None
+        self._depth, self._quotation, self._last_end = 0, None, None
         self._has_end_tag = self._has_lines = self._is_mid_line = False
         self._state = self._expect_value if self._value_tag else self._read_value
         return True
@@ -331,15 +354,15 @@ class TaggedCallParser(CallParser):
 
     def _judge_value_end(self) -> _Verdict | None:
         """Return what the end tag at the start of the buffer is; None if more text is needed."""
-        tag, position = self._tag_at(len(self._value_end))
+        tag, position = self._next_tag(len(self._value_end))
         is_closed = True
         if tag == self._call_end and self._closings and self._has_opening:
-            after, _ = self._tag_at(position)
+            after, _ = self._next_tag(position)
             is_closed = after in (*self._closings, *self._call_tags, _OUTPUT_END)
             tag = None if after is None else tag
         if tag is None:
             return None
-        if tag == self._call_end and (self._depth or not is_closed):
+        if tag == self._call_end and not self._depth and not is_closed:
             self._last_end = len(self._value), len(self._candidate)
         elif not self._depth and tag and (tag != self._value_end or self._is_json):
             return _Verdict.END
@@ -349,16 +372,20 @@ class TaggedCallParser(CallParser):
     def _judge_other_tag(self, tag: str) -> _Verdict | None:
         """Return what the tag at the start of the buffer is; None if more text is needed."""
         if tag in self._call_tags:
-            is_call = tag == self._opening and self._is_call()
-            self._depth += is_call is True
-            return None if is_call is None else _Verdict.TEXT
+            name = self._name_of_call(0) if tag == self._opening else ""
+            if name and not self._is_ambiguous:
+                self._depth += 1
+                self._quotation = self._quotation or (len(self._value), len(self._candidate))
+            return None if name is None else _Verdict.TEXT
         if self._depth:
             self._depth -= tag == self._end_tags[-1]
+            return _Verdict.TEXT
+        if self._is_ambiguous or (self._is_on_own_lines and self._is_mid_line):
             return _Verdict.TEXT
         if tag == self._key_tag:
             is_end = self._is_next_key()
         else:
-            following, _ = self._tag_at(len(tag))
+            following, _ = self._next_tag(len(tag))
             ends = (*self._call_tags, _OUTPUT_END, *self._closings[: tag == self._call_end])
             is_end = None if following is None else following in ends
         if not is_end:
@@ -385,25 +412,38 @@ class TaggedCallParser(CallParser):
         blanks = _FEW_BLANKS.match(self._buffer, position)
         return blanks.end() if blanks else position
 
-    def _is_call(self) -> bool | None:
-        """Return whether the opening marker at the start of the buffer begins a call."""
-        if self._function_tag:
-            tag, _ = self._tag_at(len(self._opening))
-            return None if tag is None else tag == self._function_tag
-        name = _NAME.match(self._buffer, self._after_blanks(len(self._opening)))
-        if name is None or not name[0]:
-            return None if self._tag_at(len(self._opening))[0] is None else False
-        tag, _ = self._tag_at(name.end())
-        return None if tag is None else tag in (self._key_tag, self._call_end)
+    def _next_tag(self, position: int) -> tuple[str | None, int]:
+        """Return what `_tag_at` does; a call counts only if it calls a tool of the request."""
+        tag, end = self._tag_at(position)
+        if tag in self._call_tags:
+            name = self._name_of_call(end - len(tag))
+            tag = None if name is None else tag if name in self._tools else ""
+        return tag, end
+
+    def _name_of_call(self, start: int) -> str | None:
+        """Return the name in the call that begins with a tag here; "" if none does.
+
+        It is None if more text is needed.
+        """
+        tag, position = self._tag_at(start)
+        if self._function_tag and tag == self._opening:
+            tag, position = self._tag_at(position)
+            if tag != self._function_tag:
+                return None if tag is None else ""
+        name = _NAME.match(self._buffer, self._after_blanks(position))
+        if name is None or (name.end() == len(self._buffer) and not self._is_ended):
+            return None
+        is_named = self._buffer.startswith(self._name_end, name.end())
+        following, _ = self._tag_at(name.end() + len(self._name_end))
+        if is_named and following in (self._key_tag, self._call_end):
+            return name[0]
+        return None if is_named and following is None else ""
 
     def _is_next_key(self) -> bool | None:
         """Return whether the tag at the start of the buffer begins the next parameter.
 
-        It does if it names one that the tool has and that has no value yet, and begins a line in a
-        format of lines.
+        It does if it names one that the tool has and that has no value yet.
         """
-        if self._is_on_own_lines and self._is_mid_line:
-            return False
         length, end = self._find_key(len(self._key_tag))
         if end <= 0:
             return None if end else False
@@ -430,19 +470,6 @@ class TaggedCallParser(CallParser):
             text = text.removesuffix("\n") if self._is_on_own_lines else text
         self._values[self._key] = value_json(text, self._types)
         self._state = self._expect_parameter
-
-    def _rewind(self) -> str:
-        """End the value where its last end tag before the end of a call is; return the rest.
-
-        That was undecided: other text followed, or the text of the value has begun with a call.
-        """
-        assert self._last_end is not None
-        num_value, num_candidate = self._last_end
-        rest = "".join([*self._candidate[num_candidate:], self._buffer])
-        del self._value[num_value:], self._candidate[num_candidate:]
-        self._buffer = self._value_end
-        self._finish_value(self._value_end)
-        return rest.removeprefix(self._value_end)
 
     def _add_value(self, count: int) -> None:
         if not count:
