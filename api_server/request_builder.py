@@ -318,7 +318,7 @@ class RequestBuilder(EngineCall[GenerationRequest]):
         if self._unused_stops is None:
             return None
         stop_strings = copy.copy(self._unused_stops)
-        parser = output_format.new_parser()
+        parser = output_format.new_reasoning_parser()
         return stop_strings if parser is PLAIN_TEXT else ContentStops(stop_strings, parser)
 
     def _detokenizer(

@@ -282,6 +282,10 @@ class HarmonyOutput(OutputFormat):
     def new_parser(self) -> OutputParser:
         return PLAIN_TEXT if self.is_raw else self._new_parser(is_shown=self.is_shown)
 
+    def new_reasoning_parser(self) -> OutputParser:
+        """Return a parser that finds the calls, too: they are messages of their own."""
+        return self.new_parser()
+
     def new_counter(self, detokenizer: Detokenizer) -> HarmonyTokenCounter | None:
         if self.is_raw:
             return None

@@ -113,16 +113,24 @@ def find_marker(text: str, markers: Sequence[str]) -> tuple[int, str]:
 class ChoiceParser:
     """Parses one choice for its response, and records whether it contains a tool call.
 
+        text ── parser ─▶ reasoning, content ── cut at stop strings ── call_parser ─▶ content, calls
+
     metrics: counts the choice at its end, with or without a tool call; None for a request
     without tools.
     """
 
-    def __init__(self, parser: OutputParser, metrics: Metrics | None = None) -> None:
+    def __init__(
+        self,
+        parser: OutputParser,
+        metrics: Metrics | None = None,
+        call_parser: OutputParser = PLAIN_TEXT,
+    ) -> None:
         self._parser = parser
+        self._call_parser = call_parser
         self._metrics = metrics
         self._num_content = 0  # characters that were returned
         self._held = ""  # content after these
-        self.is_plain = parser is PLAIN_TEXT
+        self.is_plain = parser is PLAIN_TEXT and call_parser is PLAIN_TEXT
         self.has_tool_calls = False
 
     def parse_delta(
@@ -138,11 +146,24 @@ class ChoiceParser:
             parts += self._parser.parse_end(is_cut=finish_reason != "stop")
         if content_end is not None:
             parts = self._cut_parts(parts, content_end)
+        if self._call_parser is not PLAIN_TEXT:
+            parts = self._find_calls(parts)
+            if is_last:
+                parts += self._call_parser.parse_end(is_cut=finish_reason != "stop")
         if not self.has_tool_calls:
             self.has_tool_calls = any(isinstance(part, ToolCallStart) for part in parts)
         if is_last and self._metrics is not None:
             self._metrics.count_tool_parse(self.has_tool_calls)
         return parts
+
+    def _find_calls(self, parts: Sequence[OutputPart]) -> list[OutputPart]:
+        found: list[OutputPart] = []
+        for part in parts:
+            if isinstance(part, ContentText):
+                found += self._call_parser.parse_delta(part.text)
+            else:
+                found.append(part)
+        return found
 
     def _cut_parts(self, parts: Sequence[OutputPart], content_end: int) -> list[OutputPart]:
         """Hold back content after `content_end` characters; after a stop string nothing follows."""
@@ -163,11 +184,12 @@ class ChoiceParser:
 
 
 class ContentStops:
-    """Stop strings of an answer that may have reasoning or calls of tools.
+    """Stop strings of an answer that may have reasoning.
 
-    They are looked for in the content alone, which `parser` finds in the text. The text passes
-    unchanged, for the parser of the response, which finds the same content; `content_end` is how
-    many characters of it the client may get. Content is not joined over another part.
+    They are looked for in the content alone, which `parser` finds in the text; see
+    `OutputFormat.new_reasoning_parser`. The text passes unchanged, for the parser of the response,
+    which finds the same content; `content_end` is how many characters of it the client may get.
+    Content is not joined over another part.
 
         <think>Which?</think>  Let me │ look.    stop string " look", content_end 6
     """

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from api_server.metrics.metrics import Metrics
-from api_server.parsers.output import ChoiceParser, OutputParser
+from api_server.parsers.output import PLAIN_TEXT, ChoiceParser, OutputParser
 from api_server.parsers.reasoning import (
     NO_REASONING,
     OutputStart,
@@ -89,13 +89,21 @@ class OutputFormat:
     def new_parser(self) -> OutputParser:
         return self.reasoning.new_parser(self.tool_calls)
 
+    def new_reasoning_parser(self) -> OutputParser:
+        """Return a parser whose content has the calls of tools, for `tool_calls`' parser."""
+        return self.reasoning.new_parser(PLAIN_TEXT)
+
     def new_counter(self, detokenizer: Detokenizer) -> TokenCounter | None:
         """Return the detokenizer with a count of reasoning tokens; None without reasoning."""
         return self.reasoning.new_counter(detokenizer, self.tool_calls)
 
     def new_choice_parser(self, metrics: Metrics) -> ChoiceParser:
         """Return a parser for one choice of the response, counted if the request has tools."""
-        return ChoiceParser(self.new_parser(), metrics if self.has_tools else None)
+        return ChoiceParser(
+            self.new_reasoning_parser(),
+            metrics if self.has_tools else None,
+            self.tool_calls.new_parser(),
+        )
 
 
 _NEAREST_EFFORTS: Final[Mapping[str, Sequence[str]]] = {

@@ -5,10 +5,9 @@ from collections.abc import Callable
 
 import pytest
 
-from api_server.metrics.metric_sheet import MetricSheet
-from api_server.metrics.metrics import Metrics
 from api_server.parsers.harmony import HarmonyOutput
 from api_server.parsers.output import (
+    PLAIN_TEXT,
     ChoiceParser,
     ContentStops,
     ContentText,
@@ -120,7 +119,7 @@ def test_the_text_held_back_is_the_longest_beginning_of_a_string() -> None:
         assert held == longest
 
 
-# Stop strings of an answer with reasoning and calls of tools.
+# Stop strings of an answer with reasoning.
 
 
 class Pieces:
@@ -140,8 +139,12 @@ CALL = '<tool_call>\n{"name": "find", "arguments": {"text": "ab b"}}\n</tool_cal
 
 
 def thinking_parser() -> OutputParser:
-    tools = TOOL_CALL_FORMATS["hermes"].new_parser({"find": {}})
-    return reasoning_format("qwen3", None).new_parser(OutputStart.UNKNOWN, tools, is_shown=True)
+    thinking = reasoning_format("qwen3", None)
+    return thinking.new_parser(OutputStart.UNKNOWN, PLAIN_TEXT, is_shown=True)
+
+
+def call_parser() -> OutputParser:
+    return TOOL_CALL_FORMATS["hermes"].new_parser({"find": {}})
 
 
 @pytest.fixture(scope="module")
@@ -164,12 +167,16 @@ def joined(parts: list[OutputPart]) -> list[tuple[type, str]]:
 
 
 def answer(
-    parser: Callable[[], OutputParser], strings: list[str], pieces: list[str], interval: int
+    parser: Callable[[], OutputParser],
+    calls: Callable[[], OutputParser],
+    strings: list[str],
+    pieces: list[str],
+    interval: int,
 ) -> tuple[list[tuple[type, str]], object]:
     """Return the parts of a streamed answer, and its stop reason."""
     choice = Choice(0, Pieces(pieces), ContentStops(StopStrings(strings), parser()))
     choice.interval = interval
-    encoder = ChoiceParser(parser(), Metrics("toy", MetricSheet.of_one()))
+    encoder = ChoiceParser(parser(), None, calls())
     parts: list[OutputPart] = []
     for index in range(len(pieces)):
         last = FinishReason.LENGTH if index == len(pieces) - 1 else None
@@ -193,7 +200,7 @@ TEXTS = {
 @pytest.mark.parametrize("name", TEXTS)
 @pytest.mark.parametrize("seed", range(40))
 def test_only_content_is_searched(name: str, seed: int) -> None:
-    check(thinking_parser, TEXTS[name], random.Random(seed))
+    check(thinking_parser, call_parser, TEXTS[name], random.Random(seed))
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -204,10 +211,15 @@ def test_only_content_of_harmony_is_searched(
         "<|channel|>analysis<|message|>ab bc<|end|><|start|>assistant<|channel|>commentary"
         "<|message|>ba b<|end|><|start|>assistant<|channel|>final<|message|>bb ab bc ba"
     )
-    check(harmony_parser, text, random.Random(seed))
+    check(harmony_parser, lambda: PLAIN_TEXT, text, random.Random(seed))
 
 
-def check(parser: Callable[[], OutputParser], text: str, source: random.Random) -> None:
+def check(
+    parser: Callable[[], OutputParser],
+    calls: Callable[[], OutputParser],
+    text: str,
+    source: random.Random,
+) -> None:
     strings = ["".join(source.choices("ab \n", k=source.randint(1, 4))) for _ in range(3)]
     strings += source.choices(["</think>", "tool_call", "analysis", '"find"', "b<"], k=1)
     pieces, rest = [], text
@@ -215,15 +227,17 @@ def check(parser: Callable[[], OutputParser], text: str, source: random.Random) 
         size = source.randint(1, 7)
         pieces.append(rest[:size])
         rest = rest[size:]
-    whole = parser()
-    expected: list[tuple[type, str]] = []
+    whole, in_content = parser(), calls()
+    expected: list[OutputPart] = []
     stop = None
     for kind, part in joined([*whole.parse_delta(text), *whole.parse_end(is_cut=True)]):
         if kind is ContentText:
             part, stop = obvious(strings, part)
-        if part:
-            expected.append((kind, part))
+            expected += in_content.parse_delta(part)
+        else:
+            expected.append(kind(0, part) if kind is ToolCallArguments else kind(part))
         if stop is not None:
             break
-    found = answer(parser, strings, pieces, source.randint(1, 4))
-    assert found == (expected, stop)
+    expected += in_content.parse_end(is_cut=stop is None)
+    found = answer(parser, calls, strings, pieces, source.randint(1, 4))
+    assert found == (joined(expected), stop)
