@@ -30,6 +30,7 @@ from proto.config import FrontEndConfig, ServeConfig
 from proto.errors import InvalidRequestError, ModelError, UnknownModelError
 from proto.pooling import Pooler, pooler_of
 from proto.prepared_model import PreparedModel
+from proto.profiler import StackSampler
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,8 @@ class AppState:
     open_streams: token streams of all requests that have not ended.
     responses: stored and running ones of /v1/responses in this process; peers: finds those in other
     front ends, too. background: tasks that complete responses
-    whose clients do not wait. tracer: exports spans; None if they are off.
+    whose clients do not wait. tracer: exports spans; None if they are off. sampler: profiles the
+    event loop; None if it may not.
     seeds: for requests without a seed. created: Unix time.
     """
 
@@ -121,6 +123,7 @@ class AppState:
     live_view: LiveViewPublisher
     harmony: Harmony | None = None
     tracer: RequestTracer | None = None
+    sampler: StackSampler | None = None
     open_streams: set[TokenStream] = field(default_factory=set)
     in_flight: InFlightCounter = field(default_factory=InFlightCounter)
     background: set[asyncio.Task[None]] = field(default_factory=set)
