@@ -81,10 +81,10 @@ class EngineProfiler:
         if not starts or call.errors:
             self._worker_epoch = None
         self._call = None
-        detail = "\n".join(call.errors or call.paths)
-        if call.errors and call.paths:
-            detail += f"; written: {', '.join(call.paths)}"
-        logger.info("%s: %s", call.message.name, detail or "done")
+        files, detail = ", ".join(call.paths), "\n".join(call.paths)
+        if call.errors:
+            detail = "; ".join(call.errors) + (f"; written: {files}" if files else "")
+        logger.info("%s: %s", call.message.name, detail if call.errors else files or "done")
         if call.is_forgotten:
             return None
         epoch, call_id = call.message.epoch, call.message.call_id

@@ -18,9 +18,9 @@ _CHUNK: Final = 1 << 20
 
 
 class StepProfiler:
-    """Records the steps between two calls of the engine, at most so many and for so long.
+    """Records the steps between two calls of the engine, up to a number and a time.
 
-    At its limits it stops recording, and writes the trace when it is asked to.
+    At these limits it stops recording; it writes the trace at the second call.
     config: None refuses all calls. on_cuda: record the kernels of the GPU, too.
     """
 
