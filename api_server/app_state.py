@@ -31,6 +31,7 @@ from proto.errors import InvalidRequestError, ModelError, UnknownModelError
 from proto.generation_config import NO_DEFAULTS, GenerationDefaults, generation_defaults
 from proto.pooling import Pooler, pooler_of
 from proto.prepared_model import PreparedModel
+from proto.profiler import StackSampler
 from proto.turn_ends import with_end_tokens
 
 
@@ -113,7 +114,8 @@ class AppState:
     open_streams: token streams of all requests that have not ended.
     responses: stored and running ones of /v1/responses in this process; peers: finds those in other
     front ends, too. background: tasks that complete responses
-    whose clients do not wait. tracer: exports spans; None if they are off.
+    whose clients do not wait. tracer: exports spans; None if they are off. sampler: profiles the
+    event loop; None if it may not.
     seeds: for requests without a seed. created: Unix time.
     """
 
@@ -135,6 +137,7 @@ class AppState:
     harmony: Harmony | None = None
     generation_defaults: GenerationDefaults = NO_DEFAULTS
     tracer: RequestTracer | None = None
+    sampler: StackSampler | None = None
     open_streams: set[TokenStream] = field(default_factory=set)
     in_flight: InFlightCounter = field(default_factory=InFlightCounter)
     background: set[asyncio.Task[None]] = field(default_factory=set)

@@ -39,6 +39,7 @@ from proto.config import FrontEndConfig
 from proto.engine_io import request_ids
 from proto.lifecycle import FrontEndReady, PhaseClock, ProcessBoot
 from proto.process import REQUEST_LOOP_GC, freeze_heap
+from proto.profiler import ProfilerConfig, StackSampler
 from proto.security import server_context
 from proto.sockets import Link
 
@@ -135,8 +136,15 @@ def make_app_state(boot: ProcessBoot, link: Link, supervisor: SupervisorLink) ->
         harmony=texts.harmony,
         generation_defaults=texts.generation_defaults,
         tracer=None if endpoint is None else RequestTracer(endpoint, name),
+        sampler=_make_sampler(config.trace.parsed_profiler(), boot.index),
         seeds=seeds(config.model.seed, boot.index),
     )
+
+
+def _make_sampler(config: ProfilerConfig | None, index: int) -> StackSampler | None:
+    if config is None or config.ignore_frontend:
+        return None
+    return StackSampler(config, f"api-{index}")
 
 
 def make_stored_responses(config: FrontEndConfig) -> StoredResponses:

@@ -42,7 +42,7 @@ class HostEnvironment:
         """Create from environment variables.
 
         Libraries of child processes would create a folder called ~ for a user without a home, such
-        as a container's any user id: their HOME is tokend's cache folder then.
+        as an unknown user id in a container: their HOME is tokend's cache folder then.
         """
         inherited = dict(variables)
         secrets = {"api_key": API_KEY_VARIABLE, "admin_api_key": ADMIN_KEY_VARIABLE}

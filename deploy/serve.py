@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import closing
 from importlib.util import find_spec
@@ -40,6 +41,7 @@ def serve(config: ServeConfig, environment: HostEnvironment, commands: Commands)
     _check_tokenizer(config)
     _check_chat_template(config)
     _check_tracing(config)
+    _check_profiler(config)
     scheme = _scheme(config)
     read_api_keys(config.frontend)
     faults = _faults(config, environment)
@@ -133,6 +135,22 @@ def _check_tracing(config: ServeConfig) -> None:
                 "(pip install 'tokend[otel]')",
                 "otlp_traces_endpoint",
             )
+
+
+def _check_profiler(config: ServeConfig) -> None:
+    """Raise ConfigError if the folder of profiles cannot be written to; it is created."""
+    profiler = config.trace.parsed_profiler()
+    if profiler is None:
+        return
+    folder = profiler.torch_profiler_dir
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"--profiler-config: torch_profiler_dir {folder}: {error.strerror}", "profiler_config"
+        ) from None
 
 
 def _scheme(config: ServeConfig) -> str:

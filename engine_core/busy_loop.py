@@ -96,6 +96,7 @@ class BusyLoop:
         for result in results:
             self._update_and_publish(result)
         self._exchange_masks()
+        self._io.answer_profile_call()
 
     def _receive(self, *, wait: bool) -> None:
         """Process messages of front ends and supervisor, and connect new workers.
@@ -290,6 +291,11 @@ class EngineIO:
         self._output_dispatcher.flush()
         self._drop_stalled_front_ends()
 
+    def answer_profile_call(self) -> None:
+        """Send the reply to a profile call if all workers have answered."""
+        if self._input_processor.answer_profile_call():
+            self._output_dispatcher.flush()
+
     def publish_crash_progress(self, progress: list[tuple[Request, int]]) -> None:
         """Send progress, by which front ends count crashes, before a step can crash.
 
@@ -381,4 +387,5 @@ class EngineIO:
     def _abort_front_end(self, front_end: int) -> int:
         """Abort the requests of a front end that is gone. Return their number."""
         self._live_view.watch(front_end, wanted=False)
+        self._input_processor.forget_front_end(front_end)
         return self._scheduler.abort_front_end_requests(front_end)

@@ -28,6 +28,7 @@ from engine_core.kv_connector.base import (
 )
 from engine_core.kv_events import KVEventPublisher, start_kv_events
 from engine_core.pool_plan import PoolPlan, weight_memory
+from engine_core.profiler import EngineProfiler
 from engine_core.scheduler.compute_meter import ComputeMeter
 from engine_core.scheduler.hooks import NO_OBSERVER, SchedulerObserver, Unblock
 from engine_core.scheduler.kv_transfer import Connect, IsStorable
@@ -86,6 +87,7 @@ def main(boot: ProcessBoot, supervisor: Link) -> None:
         trace = _start_trace(config, workers, boot.epoch)
         if trace is not None:
             stack.enter_context(closing(trace))
+        profiling = config.trace.parsed_profiler()
         core = EngineCore(
             config=config,
             plan=workers.plan,
@@ -95,6 +97,7 @@ def main(boot: ProcessBoot, supervisor: Link) -> None:
             kv_events=kv_events,
             structured_output=structured_output,
             trace=trace,
+            profiler=None if profiling is None else EngineProfiler(profiling, workers),
             pools=pools,
         )
         if boot.pause_mode is not None:
@@ -229,6 +232,7 @@ class EngineCore:
         kv_events: KVEventPublisher | None = None,
         structured_output: StructuredOutputManager | None = None,
         trace: SchedulerTrace | None = None,
+        profiler: EngineProfiler | None = None,
         *,
         pools: bool = False,
     ) -> None:
@@ -285,7 +289,12 @@ class EngineCore:
             has_states=self.kv_cache.has_states,
         )
         self.input_processor = InputProcessor(
-            self.scheduler, self.kv_cache, self.output_dispatcher, limits, structured_output
+            self.scheduler,
+            self.kv_cache,
+            self.output_dispatcher,
+            limits,
+            structured_output,
+            profiler,
         )
 
     def _make_drafting(

@@ -14,6 +14,7 @@ from engine_core.kv_cache.integrity import check
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.kv_events import KVEventPublisher
 from engine_core.live_view import EngineViewPublisher
+from engine_core.profiler import PROFILER_OFF, EngineProfiler
 from engine_core.request import Request, choices_of
 from engine_core.scheduler.crash_isolation import is_repeated_crash, repeated_crash_error
 from engine_core.scheduler.lifecycle import completion, stop_token
@@ -54,7 +55,8 @@ INTERNAL_ERROR: Final = ErrorInfo("internal", "internal error")
 class InputProcessor:
     """Processes the messages of front ends, one at a time, in order.
 
-    structured_output: compiles grammars; None refuses requests with one.
+    structured_output: compiles grammars; None refuses requests with one. profiler: None refuses
+    profiles.
     """
 
     def __init__(
@@ -64,9 +66,11 @@ class InputProcessor:
         output_dispatcher: "OutputDispatcher",
         limits: RequestLimits,
         structured_output: StructuredOutputManager | None = None,
+        profiler: EngineProfiler | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._kv_cache = kv_cache
+        self._profiler = profiler
         self._output_dispatcher = output_dispatcher
         self._limits = limits
         self._structured_output = structured_output
@@ -83,7 +87,8 @@ class InputProcessor:
         elif isinstance(message, TurnEnded):
             self._scheduler.report_tool(message.request_id, message.agent_session, message.tool)
         elif isinstance(message, AdminCall):
-            self._output_dispatcher.add_reply(front_end, self._carry_out(message))
+            if (reply := self._carry_out(front_end, message)) is not None:
+                self._output_dispatcher.add_reply(front_end, reply)
         elif isinstance(message, Watch):
             self._output_dispatcher.live_view.watch(front_end, wanted=message.wanted)
 
@@ -111,6 +116,19 @@ class InputProcessor:
                     front_end, _error_output(request_id, _error_info(error))
                 )
         return bool(compiled)
+
+    def answer_profile_call(self) -> bool:
+        """Add the reply to a profile call that all workers have answered; return if it was."""
+        reply = None if self._profiler is None else self._profiler.pop_reply()
+        if reply is None:
+            return False
+        self._output_dispatcher.add_reply(*reply)
+        return True
+
+    def forget_front_end(self, front_end: int) -> None:
+        """Send no reply to the calls of a front end that has died."""
+        if self._profiler is not None:
+            self._profiler.forget_front_end(front_end)
 
     def _process_request(self, front_end: int, message: EngineCoreRequest) -> None:
         """Validate a request, apply the queue limits, and queue its choices."""
@@ -205,7 +223,8 @@ class InputProcessor:
     def _refuse(self, front_end: int, message: EngineCoreRequest, error: ErrorInfo) -> None:
         self._output_dispatcher.add_output(front_end, _error_output(message.request_id, error))
 
-    def _carry_out(self, message: AdminCall) -> AdminReply:
+    def _carry_out(self, front_end: int, message: AdminCall) -> AdminReply | None:
+        """Return the reply to a call; None if it follows later."""
         ok, detail, value = True, "", 0
         match message.name:
             case "check_integrity":
@@ -225,6 +244,10 @@ class InputProcessor:
             case "get_pause":
                 detail = self._scheduler.pause_mode or ""
                 value = int(bool(detail))
+            case "start_profile" | "stop_profile":
+                if self._profiler is not None:
+                    return self._profiler.begin_call(message, front_end)
+                ok, detail = False, PROFILER_OFF
             case "get_num_unfinished":
                 value = self._scheduler.num_unfinished
         return AdminReply(message.epoch, message.call_id, ok, detail, value)

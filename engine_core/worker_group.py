@@ -6,6 +6,8 @@
             ─── SchedulerOutput ──▶              once all ranks have; every rank gets every step
             ─── GrammarOutput ────▶              masks of a step, if it needs any
             ◀── ModelRunnerOutput ─
+            ─── ProfileCall ──────▶              to start or write a profile
+            ◀── ProfileReply ──────
 
 The supervisor starts and watches the worker processes; here only their messages count. If a
 worker dies or sends something invalid, the supervisor replaces all of them, and the workers of
@@ -30,12 +32,13 @@ from proto.lifecycle import (
     WorkersReady,
 )
 from proto.model_runner_output import ModelRunnerOutput
+from proto.profiler import ProfileAction, ProfileCall, ProfileReply
 from proto.scheduler_output import GrammarOutput, SchedulerOutput
 from proto.sockets import Link, PeerStalledError, Poller, worker_path
 
 logger = logging.getLogger("tokend.worker_group")
 
-FromWorker = WorkerReady | CacheReady | ModelRunnerOutput | KVConnectorReport
+FromWorker = WorkerReady | CacheReady | ModelRunnerOutput | KVConnectorReport | ProfileReply
 
 
 class WorkerFailedError(TokendError):
@@ -51,6 +54,7 @@ class WorkerGroup:
 
     epoch: of the current workers. is_ready: whether they accept steps.
     num_kv_reports: KVConnectorReports received so far, of all epochs.
+    profile_replies: to the last ProfileCall, by rank.
     poller: polls the channels of the current workers; updated here.
     """
 
@@ -79,7 +83,9 @@ class WorkerGroup:
         self._loaded: dict[int, WorkerReady] = {}  # by rank
         self._initializing = False
         self._cache_ready: set[int] = set()  # ranks
-        self._num_sent = 0  # steps
+        self._num_sent = 0  # steps and profile calls
+        self._num_profile_calls = 0
+        self.profile_replies: dict[int, ProfileReply] = {}
         self._num_answered = [0] * self._world_size
         self._results: list[deque[ModelRunnerOutput]] = [deque() for _ in self._links]
         self._kv_reports: list[KVConnectorOutput] = []
@@ -121,7 +127,7 @@ class WorkerGroup:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps that all ranks have answered."""
+        """Number of steps and profile calls that all ranks have answered."""
         return min(self._num_answered) if self._links else 0
 
     @property
@@ -144,6 +150,17 @@ class WorkerGroup:
 
     def send_masks(self, masks: GrammarOutput) -> None:
         self._send(masks)
+
+    def send_profile_call(self, action: ProfileAction) -> None:
+        self._num_sent += 1
+        self._num_profile_calls += 1
+        self.profile_replies = {}
+        self._send(ProfileCall(self.epoch, self._num_profile_calls, action))
+
+    @property
+    def has_profile_replies(self) -> bool:
+        """Whether all ranks have answered the last ProfileCall."""
+        return len(self.profile_replies) == len(self._links)
 
     def receive_results(self) -> list[ModelRunnerOutput]:
         """Return the results of steps that all ranks have answered, in order; never blocks.
@@ -172,7 +189,7 @@ class WorkerGroup:
         self.num_kv_reports += len(reports)
         return reports
 
-    def _send(self, message: SchedulerOutput | GrammarOutput) -> None:
+    def _send(self, message: SchedulerOutput | GrammarOutput | ProfileCall) -> None:
         for rank, link in enumerate(self._links):
             try:
                 link.send(message)
@@ -199,6 +216,10 @@ class WorkerGroup:
             raise WorkerFailedError(rank, f"calls itself worker {message.rank}")
         elif isinstance(message, KVConnectorReport):
             self._kv_reports.append(self._aggregator.aggregate(message.output))
+        elif isinstance(message, ProfileReply):
+            self._num_answered[rank] += 1
+            if message.number == self._num_profile_calls:
+                self.profile_replies[rank] = message
         elif isinstance(message, WorkerReady):
             self._loaded[rank] = message
         else:

@@ -9,6 +9,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from proto.profiler import ProfilerConfig, parse_profiler_config
 from proto.speculative_config import SpeculativeConfig, parse_speculative_config
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -387,12 +388,19 @@ class ReliabilityConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TraceConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Trace of scheduling decisions; see docs/trace.md."""
+    """Trace of scheduling decisions, see docs/trace.md, and profiles of the processes."""
 
     sched_trace: str | None = None
     """File (.jsonl) for the scheduler's trace; see `tokend trace`."""
     sched_trace_max_bytes: int = 4 << 30
     """Maximum size of the trace file (suffixes K, M, G); then tracing stops."""
+    profiler_config: str | None = None
+    """Profiles at POST /start_profile, as JSON with vLLM's keys: profiler (torch),
+    torch_profiler_dir, torch_profiler_with_stack, max_iterations …; by default none."""
+
+    def parsed_profiler(self) -> ProfilerConfig | None:
+        """Return the profiler's settings, None if it is off; raises ConfigError."""
+        return parse_profiler_config(self.profiler_config)
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -59,6 +59,7 @@ def validate(config: ServeConfig) -> None:
     _check_front_end(config.frontend)
     _check_grammars(config.grammars)
     config.speculation.parsed()
+    config.trace.parsed_profiler()
     _check_reliability(config.reliability, config.cache)
     _check_pins(config)
     _check_routed_experts(config)

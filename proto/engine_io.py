@@ -201,7 +201,14 @@ class Abort(msgspec.Struct, array_like=True, tag=2, frozen=True):
 
 
 AdminName = Literal[
-    "reset_prefix_cache", "check_integrity", "pause", "resume", "get_num_unfinished", "get_pause"
+    "reset_prefix_cache",
+    "check_integrity",
+    "pause",
+    "resume",
+    "get_num_unfinished",
+    "get_pause",
+    "start_profile",
+    "stop_profile",
 ]
 
 
@@ -228,7 +235,8 @@ class AdminReply(msgspec.Struct, array_like=True, tag=4, frozen=True):
     """Result of an AdminCall: `ok`, or `detail` with the reason of the failure.
 
     value: number of unfinished choices for "get_num_unfinished"; for "get_pause" 1 if paused, with
-        the mode as `detail`, and 0 otherwise.
+        the mode as `detail`, and 0 otherwise; for a profile the number of processes that failed.
+    detail: for "stop_profile", paths of the files, one a line.
     """
 
     epoch: int

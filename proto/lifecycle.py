@@ -492,6 +492,12 @@ class AbortRequests(msgspec.Struct, array_like=True, tag=49, frozen=True):
     owner: str | None = None
 
 
+class ProfileFrontEnds(msgspec.Struct, array_like=True, tag=50, frozen=True):
+    """Begin or end a profile at all front ends; sent like AbortRequests."""
+
+    wanted: bool
+
+
 class DrainRequested(msgspec.Struct, array_like=True, tag=42, frozen=True):
     """An admin call to a front end requests that the daemon drains and exits."""
 
@@ -661,6 +667,7 @@ ToSupervisor = (
     | DrainRequested
     | WaitingForRanks
     | AbortRequests
+    | ProfileFrontEnds
     | NextReady
     | Switched
     | OldEngineIdle
@@ -677,6 +684,7 @@ FromSupervisor = (
     | Ping
     | HealthStatus
     | AbortRequests
+    | ProfileFrontEnds
     | Drain
     | NextEngine
     | SwitchEngine

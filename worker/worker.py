@@ -39,6 +39,7 @@ from proto.lifecycle import (
 )
 from proto.model_runner_output import ModelRunnerOutput
 from proto.process import describe, freeze_heap
+from proto.profiler import ProfileCall
 from proto.scheduler_output import GrammarOutput, SchedulerOutput
 from proto.sockets import Link, Poller, worker_path
 from worker.async_runner import PendingStep, Runner
@@ -46,6 +47,7 @@ from worker.device.devices import create_device
 from worker.kv_connector.steps import ConnectorSteps, no_connector_steps
 from worker.loaded_model import load
 from worker.parallel.group import LONG_WAIT_SECONDS, GroupLostError, create_group
+from worker.profiler import StepProfiler
 from worker.runner_builder import RunnerBuilder
 
 logger = logging.getLogger("tokend.worker")
@@ -53,7 +55,7 @@ logger = logging.getLogger("tokend.worker")
 ENGINE_SECONDS: Final = 30.0
 """How long a worker keeps its weights without an engine; a new one usually takes two seconds."""
 
-FromEngine = InitializeCache | SchedulerOutput | GrammarOutput
+FromEngine = InitializeCache | SchedulerOutput | GrammarOutput | ProfileCall
 """The messages from an engine to a worker."""
 
 
@@ -70,7 +72,7 @@ class Inbox:
     """
 
     def __init__(self) -> None:
-        self._messages: deque[InitializeCache | SchedulerOutput] = deque()
+        self._messages: deque[InitializeCache | SchedulerOutput | ProfileCall] = deque()
         self._grammars: dict[int, GrammarOutput] = {}
 
     def add_messages(self, messages: Iterable[FromEngine]) -> None:
@@ -81,7 +83,7 @@ class Inbox:
             else:
                 self._messages.append(message)
 
-    def pop_message(self) -> InitializeCache | SchedulerOutput | None:
+    def pop_message(self) -> InitializeCache | SchedulerOutput | ProfileCall | None:
         return self._messages.popleft() if self._messages else None
 
     def pop_grammars(self, step: int) -> GrammarOutput | None:
@@ -198,6 +200,9 @@ class Worker:
         )
         if self._loaded.on_cuda:
             self._group.join(self._epoch, "memory")  # the largest step needs all ranks
+        self._profiler = StepProfiler(
+            config.trace.parsed_profiler(), boot.index, on_cuda=self._loaded.on_cuda
+        )
         self._runner_builder = RunnerBuilder(
             config, self._loaded, self._fault_injector, supervisor.send
         )
@@ -277,6 +282,7 @@ class Worker:
         self._engine.close()
         self._connector.close()  # no copy may write to a cache that is freed
         self._connector = no_connector_steps(self._poller)
+        self._profiler.discard()
         self._runner = None
         self._launched.clear()
         gc.collect()  # a cycle may hold the KV pool, and the next one is as large
@@ -290,13 +296,15 @@ class Worker:
         self._engine.send(self._ready_message())
         self._engine_wait.begin()
 
-    def _handle_message(self, message: InitializeCache | SchedulerOutput) -> None:
+    def _handle_message(self, message: InitializeCache | SchedulerOutput | ProfileCall) -> None:
         """Process a message; if the rank group is lost, wait for the supervisor instead."""
         if self._has_lost_group:
             return
         try:
             if isinstance(message, InitializeCache):
                 self._initialize_cache(message)
+            elif isinstance(message, ProfileCall):
+                self._engine.send(self._profiler.answer(message))
             else:
                 self._launch_step(message)
         except GroupLostError as error:
@@ -326,7 +334,8 @@ class Worker:
             if step.total_num_scheduled_tokens:
                 self._fault_injector.begin_step()
             self._connector.before_step(step)
-            self._launched.append((step, self._runner.launch(step, self.receive_grammars)))
+            with self._profiler.step(step):
+                self._launched.append((step, self._runner.launch(step, self.receive_grammars)))
             self._connector.after_step(step)
 
     def _send_finished_steps(self) -> None:

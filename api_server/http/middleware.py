@@ -33,6 +33,7 @@ UNDRAINED_PATHS: Final = frozenset(
     {
         *("health", "ping", "version", "metrics", "load", "server_info", "admin"),
         *("pause", "resume", "is_paused", "reset_prefix_cache", "abort_requests"),
+        *("start_profile", "stop_profile"),
         *("", "page", "view"),
     }
 )

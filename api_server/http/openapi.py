@@ -396,6 +396,10 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
     ("/reset_prefix_cache", "post"): Operation(
         query={"reset_running_requests": _TRUTH, "reset_external": _TRUTH}
     ),
+    ("/start_profile", "post"): Operation(responses=_json_response(_STATUS)),
+    ("/stop_profile", "post"): Operation(
+        responses=_json_response(an_object({"status": STRING, "files": a_list(STRING)}))
+    ),
     ("/abort_requests", "post"): Operation((admin.AbortBody,), _json_response(_STATUS), status=202),
     ("/server_info", "get"): Operation(
         responses=_json_response(

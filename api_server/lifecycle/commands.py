@@ -16,6 +16,7 @@ from proto.lifecycle import (
     NewEngine,
     NextEngine,
     Ping,
+    ProfileFrontEnds,
     Restarted,
     Shutdown,
     SwitchEngine,
@@ -53,6 +54,12 @@ def _run_command(command: Any, engine_switch: EngineSwitch) -> None:
     app_state = engine_switch.app_state
     if isinstance(command, AbortRequests):
         app_state.abort_streams(command.request_ids, command.owner)
+    elif isinstance(command, ProfileFrontEnds):
+        if app_state.sampler is not None:
+            if command.wanted:
+                app_state.sampler.start()
+            else:
+                app_state.sampler.stop()
     elif isinstance(command, Restarted):
         app_state.metrics.count_restart(command.role, command.hung)
         app_state.live_view.publish_restart(command.role, hung=command.hung)

@@ -1,4 +1,4 @@
-"""Routes for operators: drain, pause, prefix cache, aborts, settings.
+"""Routes for operators: drain, pause, prefix cache, profiles, aborts, settings.
 
 `check_operator` guards every route here. Commands to the engine are AdminCalls; commands to all
 front ends go through the supervisor.
@@ -19,9 +19,9 @@ from api_server.routes.common import app_state_of, check_operator, has_operators
 from api_server.routes.system import daemon_version
 from proto.codec import to_json_line
 from proto.config import SECRET_FIELDS
-from proto.engine_io import PauseMode
-from proto.errors import ConflictError, InvalidRequestError, shown
-from proto.lifecycle import AbortRequests, DrainRequested
+from proto.engine_io import AdminName, AdminReply, PauseMode
+from proto.errors import ConflictError, InternalRequestError, InvalidRequestError, shown
+from proto.lifecycle import AbortRequests, DrainRequested, ProfileFrontEnds
 
 router = APIRouter(dependencies=[Depends(check_operator)])
 
@@ -104,6 +104,24 @@ async def reset_prefix_cache(request: Request) -> Response:
     return Response()
 
 
+@router.post("/start_profile")
+async def start_profile(request: Request) -> Response:
+    """Begin a profile of all processes; 409 if one is running."""
+    await _call_profiler(request, "start_profile")
+    app_state_of(request).supervisor.send(ProfileFrontEnds(True))
+    return JSONResponse({"status": "profiling"})
+
+
+@router.post("/stop_profile")
+async def stop_profile(request: Request) -> Response:
+    """End a profile and return the paths of the engine's and the workers' files."""
+    try:
+        reply = await _call_profiler(request, "stop_profile")
+    finally:  # also if a worker failed
+        app_state_of(request).supervisor.send(ProfileFrontEnds(False))
+    return JSONResponse({"status": "stopped", "files": reply.detail.splitlines()})
+
+
 @router.post("/abort_requests")
 async def abort_requests(request: Request) -> Response:
     """Abort requests by response id, in all front ends; their clients get error 410.
@@ -143,6 +161,19 @@ async def server_info(request: Request) -> Response:
             "config": settings,
         }
     )
+
+
+async def _call_profiler(request: Request, name: AdminName) -> AdminReply:
+    app_state = app_state_of(request)
+    if app_state.settings.trace.parsed_profiler() is None:
+        raise InvalidRequestError(
+            """profiles are off: start with --profiler-config '{"profiler": "torch", """
+            """"torch_profiler_dir": "FOLDER"}'"""
+        )
+    reply = await app_state.client.call_admin(name)
+    if not reply.ok:
+        raise InternalRequestError(reply.detail) if reply.value else ConflictError(reply.detail)
+    return reply
 
 
 def _query_value(request: Request, name: str, meanings: dict[str, Any], default: str) -> Any:

@@ -44,6 +44,7 @@ from proto.lifecycle import (
     NewFrontEnd,
     Notice,
     ProcessBoot,
+    ProfileFrontEnds,
     Progress,
     ProtocolViolation,
 )
@@ -225,7 +226,7 @@ class Supervisor:
                 self._drain.note_progress(message)
         elif isinstance(message, DrainRequested):
             self._begin_drain()
-        elif isinstance(message, AbortRequests):
+        elif isinstance(message, AbortRequests | ProfileFrontEnds):
             self._children.send_to_front_ends(message)
         elif self._readiness.complete or isinstance(message, ProtocolViolation):
             self._reload.note_message(message)

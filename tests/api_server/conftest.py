@@ -24,13 +24,14 @@ from api_server.app_state import AppState
 from api_server.engine.engine_client import FromEngine
 from api_server.http.http_server import HttpServer
 from api_server.server import make_app_state, make_server
-from proto.config import FrontEndConfig, ModelConfig, ServeConfig
+from proto.config import FrontEndConfig, ModelConfig, ServeConfig, TraceConfig
 from proto.engine_io import FinishReason
 from proto.lifecycle import ProcessBoot
 from proto.prepared_model import PreparedModel
 from proto.sockets import Link, front_end_path
 from tests.fakes import lifecycle_messages
 from tests.fakes.fake_engine import FakeEngine, FakeSupervisor, Script
+from tests.fakes.lifecycle_messages import profiler_config
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog, said the old man to the sea.",
@@ -104,7 +105,8 @@ def make_boot(
     seed: int | None = None,
     index: int = 0,
 ) -> ProcessBoot:
-    config = ServeConfig(model=ModelConfig(seed=seed), frontend=frontend)
+    trace = TraceConfig(profiler_config=profiler_config(f"{run_dir}/profiles"))
+    config = ServeConfig(model=ModelConfig(seed=seed), frontend=frontend, trace=trace)
     return lifecycle_messages.boot(
         "api_server", run_dir=run_dir, config=config, model=model, index=index
     )

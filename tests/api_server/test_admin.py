@@ -6,9 +6,9 @@ import json
 import pytest
 
 from api_server.routes import admin
-from proto.config import FrontEndConfig
-from proto.engine_io import EngineCoreOutput, FinishReason
-from proto.lifecycle import AbortRequests, FrontEndReady
+from proto.config import FrontEndConfig, TraceConfig
+from proto.engine_io import AdminReply, EngineCoreOutput, FinishReason
+from proto.lifecycle import AbortRequests, FrontEndReady, ProfileFrontEnds
 from tests.api_server.conftest import samples
 from tests.api_server.test_process import running
 
@@ -37,7 +37,7 @@ def config(tmp_path, **fields) -> FrontEndConfig:
 def test_every_admin_route_is_listed():
     assert {path for _, path in ROUTES} == {
         *("/admin/drain", "/pause", "/resume", "/is_paused", "/reset_prefix_cache"),
-        *("/abort_requests", "/server_info"),
+        *("/abort_requests", "/server_info", "/start_profile", "/stop_profile"),
     }
 
 
@@ -187,6 +187,40 @@ async def test_settings_are_returned_without_secrets(start, tmp_path):
         assert info["engine"]["max_model_len"] == 256
         assert info["model"]["name"] == "toy"
         assert info["version"]
+
+
+async def test_a_profile_begins_and_ends_at_the_engine_and_at_all_front_ends(start, monkeypatch):
+    async with start() as front_end:
+        http, sent = front_end.http, front_end.supervisor.sent
+        assert (await http.post("/start_profile")).json() == {"status": "profiling"}
+        monkeypatch.setattr(
+            front_end.engine, "_reply", lambda call: AdminReply(1, call.call_id, True, "/a\n/b")
+        )
+        stopped = await http.post("/stop_profile")
+        assert stopped.json() == {"status": "stopped", "files": ["/a", "/b"]}
+        assert [sent.get_nowait() for _ in range(2)] == [
+            *(ProfileFrontEnds(True), ProfileFrontEnds(False))
+        ]
+        for value, status in ((0, 409), (1, 500)):
+            monkeypatch.setattr(
+                front_end.engine,
+                "_reply",
+                lambda call, value=value: AdminReply(1, call.call_id, False, "it lasts", value),
+            )
+            for path in ("/start_profile", "/stop_profile"):
+                refused = await http.post(path)
+                assert (refused.status_code, refused.json()["error"]["message"]) == (
+                    *(status, "it lasts"),
+                )
+        assert [each.wanted for each in (sent.get_nowait(), sent.get_nowait())] == [False, False]
+        assert sent.empty()
+        calls = len(front_end.engine.calls)
+        monkeypatch.setattr(TraceConfig, "parsed_profiler", lambda self: None)
+        for path in ("/start_profile", "/stop_profile"):
+            refused = await http.post(path)
+            assert refused.status_code == 400
+            assert "--profiler-config" in refused.json()["error"]["message"]
+        assert len(front_end.engine.calls) == calls
 
 
 def wired(front_end) -> list[AbortRequests]:

@@ -22,6 +22,7 @@ from proto.lifecycle import (
     WorkerReady,
 )
 from proto.model_runner_output import ModelRunnerOutput
+from proto.profiler import ProfileCall
 from proto.run_directory import RunDirectory
 from proto.sampling_params import SamplingParams
 from proto.scheduler_output import SchedulerOutput
@@ -81,7 +82,7 @@ class EngineProcess:
 
     def _connect_as_worker(self, epoch: int, rank: int = 0) -> Link:
         path = worker_path(self.directory.path, epoch, rank)
-        return Link.connect(path, InitializeCache | SchedulerOutput)
+        return Link.connect(path, InitializeCache | SchedulerOutput | ProfileCall)
 
     def add_worker(self, rank: int) -> Link:
         """Act as another worker beside rank 0."""

@@ -1,5 +1,6 @@
 """Boot and ready messages of processes, with defaults for all fields."""
 
+import json
 from typing import Any
 
 import msgspec
@@ -51,3 +52,8 @@ def engine_ready(**changes: Any) -> EngineReady:
     """An engine of epoch 1 with a context of 256 tokens. changes: fields to replace."""
     message = EngineReady(PROTOCOL_VERSION, 1, 256, 64, 16, 256, "fake")
     return msgspec.structs.replace(message, **changes)
+
+
+def profiler_config(folder: object, **changes: object) -> str:
+    """Return a value of --profiler-config."""
+    return json.dumps({"profiler": "torch", "torch_profiler_dir": str(folder), **changes})

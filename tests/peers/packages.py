@@ -43,6 +43,14 @@ BFCL: Final = PeerPackage(
 )
 """The Berkeley function-calling leaderboard: questions, functions and expected calls."""
 
+SENTENCEPIECE: Final = PeerPackage(
+    "sentencepiece",
+    "0.2.3",
+    "sentencepiece-0.2.3-cp311-cp311-manylinux_2_27_x86_64.manylinux_2_28_x86_64.whl",
+    "141dc0bef1e28a5cf7e41c8354ad6cc14525758278045286dcb5429b9906d39f",
+)
+"""The library. It is not installed: `transformers` would load it, and with it another OpenMP."""
+
 
 def unpack_package(package: PeerPackage) -> Path:
     """Return the folder with a package's files, downloaded if it is not there yet.

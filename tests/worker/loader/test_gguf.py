@@ -146,7 +146,7 @@ def test_a_file_with_the_factors_of_longrope(tmp_path: Path) -> None:
     values = {f"phi3.{key}": value for key, value in own.items()}
     header = GgufHeader({"general.architecture": "phi3", **values}, index.tensors)
     converted = gguf_config.convert(str(path), header)
-    weights = gguf_file._without_rope_factors(str(path), header, converted)
+    weights = gguf_file._without_rope_factors([str(path)], header, converted)
     index = TensorIndex("gguf", index.files, weights)
     assert_close(logits_of(prepare(tmp_path / "prepared", converted, index)), expected)
 
@@ -181,7 +181,7 @@ def with_scales(folder: Path, tensors: Tensors) -> TensorIndex:
     path = folder / "model.gguf"
     write(path, tensors)
     return TensorIndex(
-        "gguf", (str(path),), gguf_file._with_scales(str(path), gguf_index(path).tensors)
+        "gguf", (str(path),), gguf_file._with_scales([str(path)], gguf_index(path).tensors)
     )
 
 
