@@ -13,6 +13,7 @@ from api_server.metrics.metrics import Metrics
 from api_server.parsers.output import PLAIN_TEXT, ChoiceParser, OutputParser
 from api_server.parsers.reasoning import (
     NO_REASONING,
+    CallsInReasoning,
     OutputStart,
     ReasoningFormat,
     ReasoningTokenCounter,
@@ -42,13 +43,12 @@ class ReasoningPlan:
     markers: Mapping[int, str] = field(default_factory=dict)
     is_shown: bool = True
 
-    def new_parser(self, tool_calls: ToolCallPlan) -> OutputParser:
-        """Return a parser for one choice, with one of tool calls for what is not reasoning."""
+    def new_parser(
+        self, content_parser: OutputParser, calls: CallsInReasoning | None
+    ) -> OutputParser:
+        """Return a parser for one choice; `content_parser` receives what is not reasoning."""
         return self.format.new_parser(
-            self.output_start,
-            tool_calls.new_parser(),
-            is_shown=self.is_shown,
-            calls=tool_calls.in_reasoning,
+            self.output_start, content_parser, is_shown=self.is_shown, calls=calls
         )
 
     def new_counter(
@@ -87,11 +87,11 @@ class OutputFormat:
         return {**self.tool_calls.markers, **self.reasoning.markers}
 
     def new_parser(self) -> OutputParser:
-        return self.reasoning.new_parser(self.tool_calls)
+        return self.reasoning.new_parser(self.tool_calls.new_parser(), self.tool_calls.in_reasoning)
 
     def new_reasoning_parser(self) -> OutputParser:
         """Return a parser whose content has the calls of tools, for `tool_calls`' parser."""
-        return self.reasoning.new_parser(PLAIN_TEXT)
+        return self.reasoning.new_parser(PLAIN_TEXT, self.tool_calls.in_reasoning)
 
     def new_counter(self, detokenizer: Detokenizer) -> TokenCounter | None:
         """Return the detokenizer with a count of reasoning tokens; None without reasoning."""

@@ -382,7 +382,7 @@ class ReasoningParser:
             self._call_parts += self._call_parser.parse_delta(self._unparsed_text())
             self._call_parts += self._call_parser.parse_end()
             if self._calls.is_call(self._call_parts):
-                parts += self._call_parts
+                parts += self._content_parser.parse_delta("".join(self._call_text[1:]))
             else:
                 self._drop_quotation(parts, None)
 
