@@ -303,6 +303,16 @@ def test_sentencepiece_encodes_each_text_between_special_tokens_by_itself(
     assert tokenizer.encode(text, add_special_tokens=False).ids == encoding.ids[1:]
 
 
+def test_a_file_of_sentencepiece_without_a_space_before_texts() -> None:
+    values = {"tokenizer.ggml.add_space_prefix": False}
+    values |= {f"tokenizer.ggml.{key}": value for key, value in sentencepiece().items()}
+    values["general.architecture"] = "llama"
+    data, _, _ = gguf_tokenizer.convert("some.gguf", values)
+    tokenizer = Tokenizer.from_str(data.decode())
+    assert tokenizer.encode("a<|end|> a").tokens == ["<|begin|>", "a", "<|end|>", "▁a"]
+    assert tokenizer.decode(tokenizer.encode(" a").ids) == " a"
+
+
 def test_special_tokens_of_phi_3_take_the_white_space_after_them() -> None:
     vocabulary = sentencepiece()
     encoding = tokenizer_of(vocabulary, "phi3").encode("a<|end|>\n a")
