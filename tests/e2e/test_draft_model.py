@@ -86,9 +86,24 @@ def num_accepted(daemon: Daemon) -> float:
     return daemon.metric("vllm:spec_decode_num_accepted_tokens_total")
 
 
+def accepts_drafts(
+    daemon: Daemon, expected: list[list[int]], num_tokens: int = 120, num_wanted: int = 20
+) -> bool:
+    """Ask for answers of so many tokens until as many drafted tokens as wanted were accepted.
+
+    Whether drafts pay is decided by times that the engine measured, which other processes may have
+    lengthened at first; so one round may go without drafts.
+    """
+    before = num_accepted(daemon)
+    for _ in range(10):
+        assert answers(daemon.url, num_tokens) == [each[:num_tokens] for each in expected]
+        if num_accepted(daemon) >= before + num_wanted:
+            return True
+    return False
+
+
 def test_answers_are_those_without_drafts(daemon: Daemon, expected: list[list[int]]) -> None:
-    assert answers(daemon.url) == expected
-    assert num_accepted(daemon) > 20
+    assert accepts_drafts(daemon, expected)
     assert answers(daemon.url) == expected, "with all prompts in the prefix cache"
 
 
@@ -112,15 +127,12 @@ def test_drafts_go_on_after(
     daemon: Daemon, expected: list[list[int]], event: Callable[[Daemon], None]
 ) -> None:
     event(daemon)
-    before = num_accepted(daemon)
-    assert answers(daemon.url) == expected
-    assert num_accepted(daemon) > before + 20
+    assert accepts_drafts(daemon, expected)
 
 
 def test_two_workers(models: tuple[str, str], expected: list[list[int]]) -> None:
     with drafting(models, "--tensor-parallel-size", "2") as daemon:
-        assert answers(daemon.url, 30) == [each[:30] for each in expected]
-        assert num_accepted(daemon) > 0
+        assert accepts_drafts(daemon, expected, num_tokens=30, num_wanted=1)
 
 
 def test_a_missing_draft_model_ends_the_start(models: tuple[str, str]) -> None:
