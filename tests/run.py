@@ -122,6 +122,12 @@ SUITES = (
         *(1200, 300),
     ),
     Suite("chaos", "killed, hung and overloaded processes: no request is lost", 1200, 300),
+    Suite(
+        "hostile",
+        "small inputs that would stall, swell or end the daemon; another client measures",
+        *(1200, 240),
+        processes=0,
+    ),
     Suite("media", "KV in host memory, on disk, in Redis and shared storage", 1500, 600),
     Suite(
         "models",
