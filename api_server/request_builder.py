@@ -439,7 +439,7 @@ def check_beams(request: GenerationRequest) -> None:
             allowed = number.beam_value
             if allowed is None:
                 allowed = type(request).model_fields[name].default
-            if name in given and request.number(name) != allowed:
+            if name in given and getattr(request, name) != allowed:
                 raise InvalidRequestError(f"{name} cannot be combined with use_beam_search", name)
         for name, neutral in _NEUTRAL_TO_BEAMS.items():
             if name in given and getattr(request, name) not in neutral:

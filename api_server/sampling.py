@@ -65,7 +65,7 @@ def sampling_params(
     if wanted is None:
         wanted = max_output_tokens
         if default_max_tokens is not None:
-            wanted = min(default_max_tokens, max_output_tokens)
+            wanted = min(max(default_max_tokens, request.min_tokens), max_output_tokens)
     elif wanted < 1:
         raise InvalidRequestError(
             f"{max_tokens_field} must be at least 1, got {shown(wanted)}", max_tokens_field
@@ -100,8 +100,10 @@ def sampling_params(
     )
     params.validate(vocab_size)
     if params.greedy and request.n > 1 and not request.use_beam_search:
+        is_default = "temperature" not in request.model_fields_set
+        where = " by the model's defaults" if is_default else ""
         raise InvalidRequestError(
-            f"n must be 1 when temperature is 0: {request.n} choices would be the same", "n"
+            f"n must be 1 when temperature is 0{where}: {request.n} choices would be the same", "n"
         )
     return params
 

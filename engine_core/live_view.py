@@ -174,7 +174,8 @@ class ViewCounters:
                 number = len(output.new_token_ids)
                 self.generation_tokens += number
                 is_first = any(event.type is EventType.QUEUED for event in output.events)
-                self._prompt_balance += is_first - number
+                has_none = output.finish_reason is not None and not number  # refused or ended early
+                self._prompt_balance += (is_first and not has_none) - number
         if stats is not None:
             self._prompt_balance += stats.num_scheduled_tokens
             self.queried_tokens += stats.prefix_cache_queries

@@ -100,8 +100,8 @@ def generation_defaults(config: ModelConfig, model: PreparedModel) -> Generation
         raise ModelError(f"{path}: {error}; --generation-config vllm ignores the file") from None
     if settings.get(_WINDOW) == 0:  # a penalty of no tokens
         values.pop("repetition_penalty", None)
-    sources = [source] if values else []
     overrides = parse_overrides(config.override_generation_config)
+    sources = [source] if values.keys() - overrides.keys() else []
     if overrides:
         sources.append(flag_name("override_generation_config"))
     merged = values | overrides

@@ -12,16 +12,21 @@ import msgspec
 ResponseOperation = Literal["get", "input_items", "conversation", "cancel", "delete"]
 """get: the response. input_items: the conversation before it. conversation: that and the output of
 a finished response. cancel: end it and get it. delete: remove it."""
+PeerOperation = ResponseOperation | Literal["find_items"]
+"""find_items: the items of any stored response that have these ids, by their ids."""
 
 
 class PeerCall(msgspec.Struct, array_like=True, tag=70, frozen=True):
-    """An operation on a response. tenant, key_name: of the client that asks for it."""
+    """An operation. tenant, key_name: of the client that asks for it.
+
+    ids: of the response; of items for `find_items`.
+    """
 
     call_id: int
-    operation: ResponseOperation
+    operation: PeerOperation
     tenant: int
     key_name: str
-    response_id: str
+    ids: tuple[str, ...]
 
 
 class PeerReply(msgspec.Struct, array_like=True, tag=71, frozen=True):

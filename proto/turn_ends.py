@@ -80,13 +80,16 @@ def with_end_tokens(model: PreparedModel, config: ModelConfig) -> PreparedModel:
 def find_turn_ends(
     ids: Iterable[tuple[int, str]],
     tokenizer_json: bytes,
-    tokenizer_config: Mapping[str, Any],
+    tokenizer_config: Any,
     templates: Iterable[str],
 ) -> dict[int, str]:
     """Return the text of each token that ends an answer, and in brackets what says so, by id.
 
-    ids: tokens that the model's files name, each with the place.
+    ids: tokens that the model's files name, each with the place. tokenizer_config: the content of
+    tokenizer_config.json. Raises ValueError for files that are not a tokenizer's.
     """
+    if not isinstance(tokenizer_config, Mapping):
+        raise ValueError("tokenizer_config.json must contain a JSON object")
     ids_of, special = _vocabulary(json.loads(tokenizer_json))
     found = list(ids)
     for name in END_TOKENS:

@@ -60,7 +60,13 @@ class EngineSwitch:
         cause = "died" if message.died else "is replaced by another one"
         logger.warning("the engine %s: %d requests wait", cause, client.num_open)
         client.reconnect(connect_engine(self._boot, epoch), epoch, died=message.died)
+        self._discard_profile()
         self._state.app_state = replace(self.app_state, epoch=epoch)
+
+    def _discard_profile(self) -> None:
+        """Drop this process's part of a profile; the engine's ended with the engine."""
+        if (sampler := self.app_state.sampler) is not None:
+            sampler.discard()
 
     def prepare(self, message: NextEngine) -> None:
         """Prepare for the next engine; a task answers with NextReady, or with the failure."""
@@ -83,6 +89,7 @@ class EngineSwitch:
         if client.epoch == epoch:
             return
         client.switch(epoch)
+        self._discard_profile()
         self._in_flight = [counter for counter in self._in_flight if counter.number]
         self._in_flight.append(prepared.in_flight)
         self._supervisor.send(Switched(self._boot.index, epoch))

@@ -4,21 +4,22 @@
                                    ◀──             ◀──PeerReply──
 
 With several front ends, the id of a response names the one that keeps it. A connection may reach
-any of them, so the others ask that one.
+any of them, so the others ask that one. The id of an item names none, so all are asked.
 """
 
 import asyncio
 import json
 import logging
 import re
+from collections.abc import Collection
 from typing import Any, Final
 
 from api_server.lifecycle.async_link import AsyncLink
-from api_server.protocol.responses.stored import Owner, StoredResponses
+from api_server.protocol.responses.stored import Json, Owner, StoredResponses
 from proto.engine_io import request_ids
 from proto.errors import OverloadedError
 from proto.lifecycle import ProcessBoot
-from proto.peer_io import PeerCall, PeerMessage, PeerReply, ResponseOperation
+from proto.peer_io import PeerCall, PeerMessage, PeerOperation, PeerReply, ResponseOperation
 from proto.sockets import Link, PeerStalledError, peer_path
 
 logger = logging.getLogger("tokend.api")
@@ -63,10 +64,32 @@ class FrontEndPeers:
         link = None if found is None else self._links.get(int(found.group(1)))
         if link is None:
             return self._responses.run_operation(operation, owner, response_id)
+        return await self._call(link, operation, owner, (response_id,))
+
+    async def find_items(self, owner: Owner, item_ids: Collection[str]) -> dict[str, Json]:
+        """Return the items of a client's stored responses that have these ids, by their ids.
+
+        Those that are not here are asked of all other front ends at once. Raises OverloadedError
+        if one of them does not answer.
+        """
+        found = self._responses.find_items(owner, item_ids)
+        missing = tuple(item_id for item_id in item_ids if item_id not in found)
+        if missing:
+            calls = (
+                self._call(link, "find_items", owner, missing) for link in self._links.values()
+            )
+            for items in await asyncio.gather(*calls):
+                found |= items
+        return found
+
+    async def _call(
+        self, link: AsyncLink, operation: PeerOperation, owner: Owner, ids: tuple[str, ...]
+    ) -> Any:
+        """Return the decoded result of an operation in another front end."""
         call_id = next(self._call_ids)
         reply = self._replies[call_id] = asyncio.get_running_loop().create_future()
         try:
-            link.send(PeerCall(call_id, operation, *owner, response_id))
+            link.send(PeerCall(call_id, operation, *owner, ids))
             async with asyncio.timeout(PEER_SECONDS):
                 result = await reply
         except (TimeoutError, PeerStalledError):
@@ -86,7 +109,11 @@ class FrontEndPeers:
     def _answer(self, link: AsyncLink, call: PeerCall) -> None:
         owner = (call.tenant, call.key_name)
         try:
-            found = self._responses.run_operation(call.operation, owner, call.response_id)
+            found = (
+                self._responses.find_items(owner, call.ids)
+                if call.operation == "find_items"
+                else self._responses.run_operation(call.operation, owner, call.ids[0])
+            )
             result = None if found is None else json.dumps(found).encode()
             link.send(PeerReply(call.call_id, result))
         except Exception:  # the peer answers its client when its time limit has passed

@@ -7,8 +7,9 @@
     <|channel|>final<|message|>It is cold.<|return|>                         ContentText
 
 A header that deviates is a call, too, if it names a tool of the request: with a recipient twice, a
-word too many, words that are glued together, or without `functions.`. What is left of a header
-without its `<|message|>` is dropped.
+word too many, words that are glued together, or without `functions.`. A tool's name without `to=`
+counts only where calls stand, in commentary or without a channel. What is left of a header without
+its `<|message|>` is dropped.
 
 `<|call|>` and `<|return|>` end the answer. The detokenizer writes harmony's special tokens with
 MARK before them, so that the same text in ordinary tokens stays text. The library `openai-harmony`
@@ -61,8 +62,10 @@ _BROKEN_HEADER: Final = re.compile(
 """A header at the start of a text, with which the text of the message was to begin."""
 _TO_ASSISTANT: Final = re.compile(r"to\s*=\s*assistant")
 """Recipient of the result of a tool."""
+_ANY_RECIPIENT: Final = re.compile(r"\bto\s*=")
 _RECIPIENT: Final = re.compile(r"(?:to\s*=\s*(?:functions?\.)?|functions?\.)([A-Za-z0-9_.:/-]+)")
-_GLUED: Final = re.compile(r"(?:analysis|commentary|final|json|code|to|assistant|[.:_-]?\d+)*")
+_GLUED: Final = re.compile(r"(?:analysis|commentary|final|json|code|to|assistant|[.:_-]?\d+)*+")
+"""Possessive, as digits can be divided in exponentially many ways."""
 _HEADER_WORDS: Final = frozenset({"assistant", "analysis", "commentary", "final", "json", "code"})
 _SEPARATOR: Final = "\n\n"
 """Stands between the texts of two messages of the same kind."""
@@ -165,9 +168,9 @@ class HarmonyParser:
 
     def _begin_message(self, header_text: str) -> None:
         header = self._encoding.parse_header(header_text)
-        channel = (_CHANNEL.findall(header_text) or [""])[-1]
         self._header = None
-        self._kind = ReasoningText if channel == "analysis" else ContentText
+        is_analysis = last_channel(header_text) == "analysis"
+        self._kind = ReasoningText if is_analysis else ContentText
         name = header.called_tool if header else None
         is_offered = name in self._tool_names
         self._called_tool = name if is_offered else named_tool(header_text, self._tool_names)
@@ -195,7 +198,6 @@ class HarmonyParser:
     def _add_call(self, name: str, arguments: str) -> None:
         found = read_arguments(arguments)
         if found is None:
-            self._kind = ContentText
             self._write(arguments)
             return
         self._parts.append(ToolCallStart(self._num_calls, new_call_id(), name))
@@ -216,12 +218,20 @@ class HarmonyParser:
         return parts
 
 
+def last_channel(header: str) -> str:
+    """Return the channel that a header names last; empty for none."""
+    channels: list[str] = _CHANNEL.findall(header)
+    return channels[-1] if channels else ""
+
+
 def named_tool(header: str, tool_names: Collection[str]) -> str | None:
     """Return the tool to which a message with a malformed header goes, None if there is none.
 
-     to=functions.find<|channel|>commentary to=functions.find
+     to=functions.find<|channel|>commentary to=functions.find    find
     <|channel|>commentary to=functions.findjson                  find
-    <|channel|>commentary find
+    <|channel|>commentary find                                   find
+    <|channel|>commentary to=browser find                        none: another recipient
+    <|channel|>analysis find                                     none: reasoning
     """
     if _TO_ASSISTANT.search(header):
         return None
@@ -230,6 +240,8 @@ def named_tool(header: str, tool_names: Collection[str]) -> str | None:
         for name in longest_first:
             if recipient.startswith(name) and _GLUED.fullmatch(recipient, len(name)):
                 return name
+    if _ANY_RECIPIENT.search(header) or last_channel(header) not in ("", "commentary"):
+        return None
     words = re.split(r"<\|\w+\|>|\s+", header)
     named = [word for word in words if word in tool_names and word not in _HEADER_WORDS]
     return named[-1] if named else None

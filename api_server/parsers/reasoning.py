@@ -266,7 +266,7 @@ class ReasoningParser:
         if self._call_parser:
             self._end_quotation(parts, is_cut=is_cut)
         is_undecided = self._state is _State.START_MARKER
-        if is_cut and self._held.strip():
+        if is_cut and self._held.strip() and not _FENCE.startswith(self._held.strip()):
             self._held = ""  # the start of a marker
         if is_undecided and self._output_start is OutputStart.UNKNOWN:
             parts += self._content_parser.parse_delta(self._held) if self._held else ()

@@ -95,8 +95,10 @@ def message_fields(message: Any, info: ValidationInfo) -> Any:
     content, role, ignored = message.get("content"), message.get("role"), ignored_of(info)
     refusal = message.get("refusal")
     if role == "assistant" and refusal and isinstance(refusal, str):
-        texts = [content] if isinstance(content, str) else content or []
-        content = [*texts, refusal] if content and isinstance(texts, list) else refusal
+        if not content and not isinstance(content, dict):
+            content = refusal
+        elif isinstance(content, str | list):
+            content = [*([content] if isinstance(content, str) else content), refusal]
         message = {**message, "content": content, "refusal": None}
     elif content is None or content == []:
         if role not in ("assistant", "tool"):
@@ -130,8 +132,8 @@ def _tool_call_fields(call: Any, info: ValidationInfo) -> Any:
 def _arguments(given: Any) -> Any:
     """Return the arguments of a call decoded from JSON, or as text if they are no JSON.
 
-    An earlier answer is not judged here. An empty text means no arguments, and nesting as deep as
-    no body may have it stays text. U+FFFD replaces half of a surrogate pair.
+    An earlier answer is not judged here. Null and an empty text mean no arguments, and nesting as
+    deep as no body may have it stays text. U+FFFD replaces half of a surrogate pair.
     """
     if isinstance(given, str):
         try:
@@ -139,6 +141,8 @@ def _arguments(given: Any) -> Any:
         except (ValueError, RecursionError):
             arguments = given
         given = given if is_nested_deeper(arguments) else arguments
+    if given is None:
+        return {}
     try:
         (text := json.dumps(given, ensure_ascii=False)).encode()
     except UnicodeEncodeError:

@@ -264,11 +264,6 @@ class GenerationRequest(AgentFields, StructuredFields, SamplingNumbers, Computed
     return_prompt_text: bool = False
     """Add prompt_text to the answer, as the model saw it."""
 
-    def number(self, name: str) -> float:
-        """Return one of REQUEST_NUMBERS."""
-        value: float = getattr(self, name)
-        return value
-
     @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)

@@ -69,7 +69,7 @@ async def create_response(request: Request) -> Response:
     app_state.check_generates("Responses API")
     body, passed = parse_request(await read_fields(request, ignored), ignored)
     previous = await previous_items(app_state, owner, body.previous_response_id)
-    items = conversation(app_state, owner, body, previous)
+    items = await conversation(app_state, owner, body, previous)
     response = await prepare_response(app_state, request, body, passed, items, ignored)
     await response.submit(None if body.background else request)
     turn, encoder = response.turn, response.encoder
@@ -149,7 +149,7 @@ async def count_input_tokens(request: Request) -> Response:
     app_state, owner, ignored = app_state_of(request), owner_of(request), IgnoredFields()
     body, passed = parse_request(await read_fields(request, ignored), ignored)
     previous = await previous_items(app_state, owner, body.previous_response_id)
-    items = conversation(app_state, owner, body, previous)
+    items = await conversation(app_state, owner, body, previous)
     names = app_state.template_for(body.tools, body.tool_choice).facts.names
     translation = ResponsesTranslation(body, passed, items, ignored, template_names=names)
 
@@ -170,7 +170,7 @@ async def compact_conversation(request: Request) -> Response:
     fields = await read_fields(request, ignored)
     body, passed = parse_compaction(fields, max_model_len, ignored)
     previous = await previous_items(app_state, owner, body.previous_response_id)
-    items = conversation(app_state, owner, body, previous)
+    items = await conversation(app_state, owner, body, previous)
     encoder = partial(CompactionEncoder, items=items, max_characters=max_model_len)
     response = await prepare_response(
         app_state, request, body, passed, summary_conversation(items), ignored, encoder
@@ -230,21 +230,21 @@ async def previous_items(app_state: AppState, owner: Owner, response_id: str | N
     return found
 
 
-def conversation(
+async def conversation(
     app_state: AppState, owner: Owner, body: ResponsesRequest, previous: list[Item]
 ) -> list[Item]:
     """Return the previous items and those of a request; raises InvalidRequestError.
 
-    References are replaced by the items of the client's stored responses that they name. Those to
-    previous items are left out, others stay.
+    References are replaced by the items of the client's stored responses that they name, in
+    whichever front end. Those to previous items are left out; those to nothing stay.
     """
     items = list(previous)
     if isinstance(body.input, str):
         items.append(with_id({"type": "message", "role": "user", "content": body.input}))
     else:
         references = {item["id"] for item in body.input if is_reference(item)}
-        found = app_state.responses.find_items(owner, references) if references else {}
         repeated = references & {item["id"] for item in previous}
+        found = await app_state.peers.find_items(owner, references - repeated)
         items += [
             found.get(item["id"], item) if is_reference(item) else item
             for item in body.input

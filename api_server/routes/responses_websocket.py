@@ -179,7 +179,7 @@ class ResponsesConnection:
         add_header_fields(fields, self._request_headers(), ignored)
         body, passed = parse_request(fields, ignored)
         previous = await self._previous_items(app_state, body)
-        items = conversation(app_state, owner_of(self._websocket), body, previous)
+        items = await conversation(app_state, owner_of(self._websocket), body, previous)
         make_encoder = ResponsesEncoder
         if not generates:
             make_encoder = WarmupEncoder

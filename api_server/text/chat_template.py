@@ -369,23 +369,25 @@ class ChatTemplate:
             raise TemplateError(f"{what}: {reason}", "messages") from None
 
     def _unrenderable_arguments(self, values: Mapping[str, Any]) -> str | None:
-        """Return the path of arguments because of which the template fails, None if of others.
+        """Return the path of the first arguments that are no JSON object.
 
-        They are no JSON object, and with an empty object instead the template renders.
+        None if there are none, or if the template fails with empty objects in their place, too.
         """
-        messages = list(values["messages"])
-        for index, message in enumerate(messages):
-            calls = message.get("tool_calls") or ()
-            for number, call in enumerate(calls):
+        places = []
+        messages = []
+        for index, message in enumerate(values["messages"]):
+            calls = []
+            for number, call in enumerate(message.get("tool_calls") or ()):
                 function = call["function"]
-                if isinstance(function["arguments"], dict):
-                    continue
-                call = {**call, "function": {**function, "arguments": {}}}
-                calls = [*calls[:number], call, *calls[number + 1 :]]
-                messages[index] = {**message, "tool_calls": calls}
-                with contextlib.suppress(Exception):
-                    self._template.render({**values, "messages": messages})
-                    return f"messages[{index}].tool_calls[{number}].function.arguments"
+                if not isinstance(function["arguments"], dict):
+                    places.append(f"messages[{index}].tool_calls[{number}].function.arguments")
+                    call = {**call, "function": {**function, "arguments": {}}}
+                calls.append(call)
+            messages.append({**message, "tool_calls": calls} if calls else message)
+        if places:
+            with contextlib.suppress(Exception):
+                self._template.render({**values, "messages": messages})
+                return places[0]
         return None
 
 

@@ -287,7 +287,7 @@ class _Vocabulary:
         return tokenizer
 
     def _sentencepiece(self) -> Any:
-        """As SentencePiece encodes each text between two special tokens by itself."""
+        """Return a tokenizer that gives text between special tokens to SentencePiece's rules."""
         from tokenizers import Tokenizer, decoders, models, normalizers
 
         vocabulary = {token: index for index, token in enumerate(self._tokens)}
@@ -332,7 +332,10 @@ class _Vocabulary:
         return tokenizer
 
     def _wordpiece(self) -> Any:
-        """Older files do not say whether case counts: it does if a token has a capital letter."""
+        """Return a tokenizer by BERT's rules.
+
+        Older files do not say whether case counts: it does if a token has a capital letter.
+        """
         from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
         vocabulary = {token: index for index, token in enumerate(self._tokens)}

@@ -89,7 +89,6 @@ BAD_FIELDS = [
     ({"stop_token_ids": [-1]}, "stop_token_ids", "vocabulary"),
     ({"stop_token_ids": [1] * 129}, "stop_token_ids", "128"),
     ({"stop_token_ids": [2**70]}, "stop_token_ids", "vocabulary"),
-    ({"min_tokens": 17}, "min_tokens", "min_tokens"),
     ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", "min_tokens"),
     ({"min_tokens": -1}, "min_tokens", "min_tokens"),
     ({"logprobs": 21}, "logprobs", "20"),

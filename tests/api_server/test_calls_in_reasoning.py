@@ -50,6 +50,12 @@ def check(name: str, text: str, expected, *, special: bool = False) -> None:
         assert calls == expected[2][: len(calls)]
 
 
+@pytest.mark.parametrize("thought", ["use `", "see ``", "so:\n```", "a\n  `"])
+def test_a_thought_that_a_limit_cuts_keeps_its_backticks(thought):
+    assert read("hermes", [thought], is_cut=True) == (thought, "", [])
+    assert read("hermes", thought, is_cut=True) == (thought, "", [])
+
+
 @pytest.mark.parametrize("name", WITH_TEXT_MARKERS)
 def test_a_call_that_begins_a_line_ends_reasoning_that_has_no_end(name):
     call = CALL[name]

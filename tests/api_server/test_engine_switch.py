@@ -4,6 +4,7 @@ import asyncio
 import json
 import shutil
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -113,6 +114,25 @@ async def test_open_requests_stay_and_new_ones_go_to_the_next_engine(case, model
         assert await case.tokens(old if request is first else before) == [40, 41]
     assert await case.next() == OldEngineIdle(0, 1)
     assert len({first.request_id, second.request_id, third.request_id}) == 3
+
+
+async def test_a_profile_ends_with_its_engine(case, model):
+    """The stacks that a front end has sampled are dropped, so that the next profile can begin."""
+    dropped = []
+
+    class Sampler:
+        def discard(self):
+            dropped.append(case.front_end.app_state.epoch)
+
+    state = case.front_end.app.state
+    state.app_state = replace(state.app_state, sampler=Sampler())
+    await case.side_by_side(2, model)
+    assert not dropped
+    await case.switch(2)
+    assert len(dropped) == 1
+    case.start_engine(3)
+    case.engine_switch.replace_engine(NewEngine(3, 3))
+    assert len(dropped) == 2
 
 
 async def test_an_admin_call_during_the_switch_reaches_both_engines(case, model):

@@ -65,6 +65,19 @@ async def test_a_request_has_the_models_defaults_unless_it_gives_its_own(
         assert drawn(front_end) == (1.0, 0, 1.0, 0.0, 1.0, 5)
 
 
+async def test_the_models_defaults_give_way_to_what_a_request_asks_for(start, scripted, served):
+    body = BODIES["/v1/chat/completions"]
+    async with start(scripted("!"), served=served, max_model_len=500) as front_end:
+        answer = await front_end.http.post("/v1/chat/completions", json={**body, "min_tokens": 90})
+        assert answer.status_code == 200, answer.text
+        assert drawn(front_end)[-1] == 90
+    greedy = msgspec.structs.replace(served, generation_settings=(("temperature", 0),))
+    async with start(served=greedy) as front_end:
+        answer = await front_end.http.post("/v1/chat/completions", json={**body, "n": 2})
+        message = answer.json()["error"]["message"]
+        assert message.startswith("n must be 1 when temperature is 0 by the model's defaults")
+
+
 async def test_a_session_has_the_models_defaults(start, scripted, served):
     async with (
         start(scripted("!"), served=served) as front_end,

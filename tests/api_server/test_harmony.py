@@ -107,6 +107,26 @@ MALFORMED |= {header: (f"{header}<|message|>{ARGUMENTS}<|call|>", CALLED) for he
         "<|channel|>commentary to=functions.finder json<|message|>{}<|call|>",
         ("", "{}", []),
     ),
+    "a tool's name in a header of reasoning": (
+        f"<|channel|>analysis find<|message|>Hm.{NEXT}{FINAL}Hi.<|return|>",
+        ("Hm.", "Hi.", []),
+    ),
+    "a tool's name beside another recipient": (
+        f"<|channel|>commentary to=browser.open find<|message|>{ARGUMENTS}<|call|>",
+        ("", ARGUMENTS, []),
+    ),
+    "a tool's name in a header of the answer": (
+        "<|channel|>final find<|message|>{}<|return|>",
+        ("", "{}", []),
+    ),
+    "text to a tool in the reasoning": (
+        "<|channel|>analysis to=functions.find<|message|>Hm.<|call|>",
+        ("Hm.", "", []),
+    ),
+    "many digits after a tool's name": (
+        f"<|channel|>commentary to=functions.find{'1' * 60}x<|message|>{{}}<|call|>",
+        ("", "{}", []),
+    ),
     "the result of a tool": (
         "<|channel|>final<|message|>Hi.<|end|><|start|>functions.find to=assistant"
         "<|channel|>commentary<|message|>{}<|end|>",

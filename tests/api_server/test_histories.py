@@ -90,6 +90,8 @@ async def test_arguments_of_any_form_reach_the_template(start, scripted, served,
             "5": "5",
             "": "{}",
             " ": "{}",
+            "null": "{}",
+            " null ": "{}",
             deep: f'"{deep}"',
             "[" * 1000: f'"{"[" * 1000}"',
             '{"a": "\\ud83d"}': '{"a": "\ufffd"}',
@@ -337,6 +339,66 @@ async def test_items_of_agents(start, scripted, served, items, shown, ignored):
         prompt, named = await rendered(front_end, "/v1/responses", input=[USER, *items, LAST])
         assert prompt == f"user:weather?;{shown}user:and?;"
         assert named == ignored
+
+
+async def test_results_without_text(start, scripted, served):
+    """A result that is missing or a number is the server's or the client's own business."""
+    patch = {"type": "apply_patch_call", "call_id": "c", "operation": PATCH}
+    for items, shown in [
+        ([patch, {"type": "apply_patch_call_output", "call_id": "c"}], "tool:;"),
+        (
+            [{"type": "mcp_call", "id": "m", "name": "f", "arguments": "{}", "output": 5}],
+            "assistant:[f {}];tool:5;",
+        ),
+        (
+            [{"type": "mcp_call", "id": "m", "name": "f", "arguments": "{}", "output": False}],
+            "tool:false;",
+        ),
+        ([{"type": "agent_message", "author": "a", "recipient": "b", "content": None}], ""),
+        ([{"type": "reasoning", "summary": {"text": "hm"}, "content": None}], "assistant:;"),
+        ([{"type": "reasoning", "summary": [{"type": "new"}]}], ""),
+    ]:
+        async with start(scripted("!"), served=served(), max_model_len=4096) as front_end:
+            prompt, _ = await rendered(front_end, "/v1/responses", input=[USER, *items, LAST])
+            assert prompt.endswith(f"{shown}user:and?;"), prompt
+
+
+async def test_a_result_without_the_id_of_its_call(start, served):
+    async with start(served=served()) as front_end:
+        for field in ({}, {"id": "fco_1"}):
+            items = [USER, {"type": "function_call_output", "output": "21", **field}]
+            response = await post(front_end, "/v1/responses", {"model": "toy", "input": items})
+            assert response.json()["error"]["message"] == "input[1].call_id is missing"
+        odd = {"type": "reasoning", "summary": 5}
+        response = await post(front_end, "/v1/responses", {"model": "toy", "input": [USER, odd]})
+        assert response.json()["error"]["message"].startswith("input[1].summary must be")
+
+
+async def test_many_calls_that_a_template_cannot_render_are_one_more_rendering():
+    rendered = []
+    template = ChatTemplate(ITEMS_ONLY, {})
+    inner = template._template
+
+    class Counting:
+        def render(self, values):
+            rendered.append(values)
+            return inner.render(values)
+
+    template._template = Counting()
+    calls = [{"id": "a", "type": "function", "function": {"name": "f", "arguments": {}}}]
+    calls += [{"id": "a", "type": "function", "function": {"name": "f", "arguments": CUT}}] * 500
+    said = {"role": "assistant", "content": "", "tool_calls": calls}
+    with pytest.raises(InvalidRequestError, match=r"^messages\[1\]\.tool_calls\[1\]"):
+        template.render(Conversation([USER, said, said]))
+    assert len(rendered) == 2
+
+
+@pytest.mark.parametrize("content", [5, {"type": "text"}, True, [5]])
+async def test_a_refusal_hides_no_invalid_content(start, served, content):
+    async with start(served=served()) as front_end:
+        said = {"role": "assistant", "content": content, "refusal": "No."}
+        body = {"model": "toy", "messages": [USER, said, LAST]}
+        assert (await post(front_end, "/v1/chat/completions", body)).status_code == 400
 
 
 async def test_references_to_stored_items_are_resolved(start, scripted, served):

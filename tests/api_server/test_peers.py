@@ -53,6 +53,23 @@ async def test_a_response_is_found_through_the_other_front_end(two, scripted, to
             assert found["code"] == "previous_response_not_found"
 
 
+async def test_a_reference_to_an_item_is_found_in_the_other_front_end(two, scripted, tokenizer):
+    async with two(scripted(TEXT), max_model_len=2000) as (here, there):
+        made = await answer(here, input="one")
+        said = {"type": "item_reference", "id": made["output"][0]["id"]}
+        user = {"role": "user", "content": "two"}
+        found = await answer(there, input=[said, user])
+        assert "ignored_fields" not in found
+        assert TEXT in prompt_of(there, tokenizer)
+        assert (await here.http.delete(f"{PATH}/{made['id']}")).json()["deleted"]
+        kept = await answer(here, input=[said, user])
+        assert "ignored_fields" not in kept, "the other response holds the item, too"
+        for response in (found, kept):
+            await here.http.delete(f"{PATH}/{response['id']}")
+        gone = await answer(here, input=[said, user])
+        assert gone["ignored_fields"] == ["input.item_reference"]
+
+
 async def test_every_way_to_continue_reaches_the_other_front_end(two, scripted):
     async with two(scripted(TEXT), max_model_len=2000) as (here, there):
         made = await answer(here, input="one")

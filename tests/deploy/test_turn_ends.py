@@ -13,6 +13,7 @@ from deploy.models.prepared_folder import ModelContents
 from proto.errors import ModelError
 from proto.pooling import Pooler
 from proto.prepared_model import PreparedModel
+from proto.turn_ends import find_turn_ends
 from tests.deploy.test_prepare import silent
 from tests.fakes.tiny_model_files import END, TOKENS, write_folder, write_gguf
 
@@ -164,6 +165,11 @@ def test_an_invalid_id_is_refused_by_file_and_key(tmp_path: Path, file: str, key
     path.write_text(json.dumps(json.loads(path.read_bytes()) | {key: [1, "x"]}))
     with pytest.raises(ModelError, match=rf"^{file}\.json: {key} \[1, 'x'\]"):
         hf_folder.read(str(folder), silent)
+
+
+def test_a_tokenizer_config_that_is_no_object_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json must contain a JSON object"):
+        find_turn_ends((), b"{}", ["eos_token"], ())
 
 
 def test_the_end_tokens_of_a_gguf_file(tmp_path: Path) -> None:

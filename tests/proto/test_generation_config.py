@@ -100,6 +100,8 @@ def test_flags_replace_the_models_settings(tmp_path: Path) -> None:
     del expected["top_k"]
     assert found.values == expected
     assert "generation_config.json, --override-generation-config" in str(found)
+    replaced = defaults({"temperature": 1.5}, override_generation_config='{"temperature": 0.5}')
+    assert "generation_config.json" not in str(replaced), "no value of the file is left"
     only = defaults(OF_FILE, generation_config="vllm", override_generation_config=override)
     assert only.values == {"temperature": 1.0, "min_p": 0.1}
 

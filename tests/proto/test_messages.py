@@ -159,7 +159,7 @@ MESSAGES = [
     SessionInput(1, 2, [3, 4], PARAMS, True),
     TurnEnded(1, 2, "job", "weather"),
     Watch(1, True),
-    PeerCall(1, "conversation", 2**64 - 1, "ann", "resp_1_a"),
+    PeerCall(1, "conversation", 2**64 - 1, "ann", ("resp_1_a",)),
     PeerReply(1, b"[]"),
     PeerReply(1, None),
     EngineView(

@@ -284,8 +284,8 @@ def compact_schema(schema: Any, *, closed: bool = True) -> Any:
             result[name] = [compact_schema(member, closed=False) for member in value]
         else:
             result[name] = compact_schema(value, closed=closed and name == "items")
-    named = result.get("properties")
-    names_all = isinstance(named, dict) and _are_named(result.get("required", []), named)
+    named = described_properties(result)
+    names_all = _are_named(result.get("required", []), named)
     if closed and named and names_all and not _EXTENDING_KEYWORDS & result.keys():
         result["additionalProperties"] = False
     return result
@@ -296,6 +296,19 @@ def _are_named(required: Any, properties: Mapping[str, Any]) -> bool:
     return isinstance(required, list) and all(
         isinstance(name, str) and name in properties for name in required
     )
+
+
+def described_properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the properties that a schema, which need not be a valid one, describes."""
+    properties = schema.get("properties")
+    return properties if isinstance(properties, dict) else {}
+
+
+def required_names(schema: Mapping[str, Any]) -> set[str]:
+    """Return the names that a schema, which need not be a valid one, requires."""
+    required = schema.get("required")
+    names = required if isinstance(required, list) else ()
+    return {name for name in names if isinstance(name, str)}
 
 
 def schema_properties(schema: Mapping[str, Any]) -> list[tuple[str, bool, Mapping[str, Any]]]:
@@ -309,6 +322,8 @@ def schema_properties(schema: Mapping[str, Any]) -> list[tuple[str, bool, Mappin
     properties = schema.get("properties", {})
     if unsupported:
         raise InvalidRequestError(f"calls of this model cannot be held to {min(unsupported)}")
+    if not isinstance(properties, dict):
+        raise InvalidRequestError("properties must be an object")
     if not _are_named(required, properties):
         raise InvalidRequestError("required must be a list of properties that are described")
     if extra not in (True, False) and not isinstance(extra, dict):

@@ -18,7 +18,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from api_server.parsers.output import OutputParser, find_marker
-from api_server.parsers.tools.base import NAME, ToolCallFormat, ToolSchemas
+from api_server.parsers.tools.base import (
+    NAME,
+    ToolCallFormat,
+    ToolSchemas,
+    described_properties,
+    required_names,
+)
 from api_server.parsers.tools.call_parser import (
     CallParser,
     ToolCall,
@@ -53,12 +59,10 @@ class JsonCallFormat(ToolCallFormat):
 
     openings: markers of which each begins a call, or a block of calls. closings: markers of which
     each ends the block. call_closings: markers after a call within a block. call_opening: marker
-    of a further call in a block.
-    header: what stands between the
-    opening and the arguments if the name is no member of the object: NAME, TOOL_ID, CALL_ID and
-    texts; a tuple of them may be left out. start: text that is an opening where the answer begins.
-    may_start_answer: an answer that begins with an object is a call without an opening, if the
-    object names a tool of the request.
+    of a further call in a block. header: what stands between the opening and the arguments if the
+    name is no member of the object: NAME, TOOL_ID, CALL_ID and texts; a tuple of them may be left
+    out. start: text that is an opening where the answer begins. may_start_answer: an answer that
+    begins with an object is a call without an opening, if the object names a tool of the request.
     """
 
     openings: Sequence[str]
@@ -216,8 +220,9 @@ class JsonCallParser(CallParser):
         call = read_json_call(arguments)
         if call and call.name in self._tools and {"arguments", "parameters"} & members.keys():
             return call
-        if members.get("name") in self._tool_names:
-            tool = members.pop("name")
+        tool = members.get("name")
+        if isinstance(tool, str) and tool in self._tool_names:
+            del members["name"]
             return ToolCall(tool, json.dumps(members, ensure_ascii=False))
         fitting = [tool for tool, schema in self._tools.items() if _fits(members, schema)]
         return ToolCall(fitting[0], arguments) if len(fitting) == 1 else None
@@ -272,8 +277,8 @@ class JsonCallParser(CallParser):
 
 def _fits(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> bool:
     """Return whether the arguments have names of parameters, among them all that are required."""
-    properties, required = schema.get("properties") or {}, schema.get("required") or []
-    return bool(arguments) and arguments.keys() <= properties.keys() and {*required} <= {*arguments}
+    is_known = arguments.keys() <= described_properties(schema).keys()
+    return bool(arguments) and is_known and required_names(schema) <= arguments.keys()
 
 
 def _match_header(parts: Sequence[HeaderPart], text: str) -> tuple[str, int]:

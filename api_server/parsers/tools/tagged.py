@@ -39,7 +39,9 @@ from api_server.parsers.tools.base import (
     ToolCallFormat,
     ToolSchemas,
     compact_schema,
+    described_properties,
     quoted,
+    required_names,
     schema_properties,
 )
 from api_server.parsers.tools.call_parser import (
@@ -137,7 +139,7 @@ def _is_key(key: str, key_end: str) -> bool:
     return is_free and 0 < len(key) <= _MAX_KEY
 
 
-class _Verdict(enum.Enum):
+class _TagRole(enum.Enum):
     """What a tag in a value is: its end, a part of its text, or a sign that this is no call."""
 
     END = 0
@@ -185,8 +187,12 @@ class TaggedCallParser(CallParser):
         self._is_mid_line = False  # and more than blanks after the last one
         # Places in the text of the value and in the candidate, from which on an answer that ends
         # within the value is read again:
-        self._quotation: tuple[int, int] | None = None  # the first call in the text of the value
-        self._last_end: tuple[int, int] | None = None  # the last end of a call before other text
+        self._first_inner_call: tuple[int, int] | None = (
+            None  # the first call in the text of the value
+        )
+        self._last_call_end: tuple[int, int] | None = (
+            None  # the last end of a call before other text
+        )
         self._is_ambiguous = False  # the value may contain the start of a call without its end
         self._has_opening = False
         self._is_ended = False  # no more text comes
@@ -195,12 +201,12 @@ class TaggedCallParser(CallParser):
     def parse_end(self, *, is_cut: bool = False) -> Sequence[OutputPart]:
         if not is_cut:
             self._end_output()
-            first = min(filter(None, (self._quotation, self._last_end)), default=None)
-            if self._state == self._read_value and first and first == self._quotation:
-                self._is_ambiguous, self._last_end = True, None
+            first = min(filter(None, (self._first_inner_call, self._last_call_end)), default=None)
+            if self._state == self._read_value and first and first == self._first_inner_call:
+                self._is_ambiguous, self._last_call_end = True, None
                 self._read_again(self._rewind(first))
-            if self._state == self._read_value and self._last_end:
-                rest = self._rewind(self._last_end).removeprefix(self._value_end)
+            if self._state == self._read_value and self._last_call_end:
+                rest = self._rewind(self._last_call_end).removeprefix(self._value_end)
                 self._buffer = self._value_end
                 self._finish_value(self._value_end)
                 self._read_again(rest)
@@ -235,10 +241,9 @@ class TaggedCallParser(CallParser):
         required.
         """
         schema = self._tools.get(self._name)
-        if schema is None or (schema.get("properties") and not self._values):
+        if schema is None or (described_properties(schema) and not self._values):
             return False
-        required = schema.get("required")
-        return not isinstance(required, list) or all(key in self._values for key in required)
+        return required_names(schema) <= self._values.keys()
 
     def _read_text(self) -> bool:
         position, marker = find_marker(self._buffer, self._call_tags)
@@ -307,7 +312,7 @@ class TaggedCallParser(CallParser):
         self._consume(end)
         self._types = value_types(self._tools.get(self._name, {}), self._key)
         self._scanner = json_scanner()
-        self._depth, self._quotation, self._last_end = 0, None, None
+        self._depth, self._first_inner_call, self._last_call_end = 0, None, None
         self._has_end_tag = self._has_lines = self._is_mid_line = False
         self._state = self._expect_value if self._value_tag else self._read_value
         return True
@@ -335,24 +340,24 @@ class TaggedCallParser(CallParser):
             return False
         self._add_value(found.start())
         tag = found[0]
-        verdict: _Verdict | None = _Verdict.TEXT
+        role: _TagRole | None = _TagRole.TEXT
         if not (self._is_json and self._scanner.is_in_string):
             is_value_end = tag == self._value_end
-            verdict = self._judge_value_end() if is_value_end else self._judge_other_tag(tag)
-        if verdict is _Verdict.END:
+            role = self._classify_value_end() if is_value_end else self._classify_other_tag(tag)
+        if role is _TagRole.END:
             self._finish_value(tag)
-        elif verdict is _Verdict.TEXT:
+        elif role is _TagRole.TEXT:
             self._add_value(len(tag))
-        elif verdict is _Verdict.NO_CALL:
+        elif role is _TagRole.NO_CALL:
             self._reject_candidate()
-        return verdict is not None
+        return role is not None
 
     @property
     def _is_json(self) -> bool:
         """The value cannot be a string."""
         return bool(self._types) and "string" not in self._types
 
-    def _judge_value_end(self) -> _Verdict | None:
+    def _classify_value_end(self) -> _TagRole | None:
         """Return what the end tag at the start of the buffer is; None if more text is needed."""
         tag, position = self._next_tag(len(self._value_end))
         is_closed = True
@@ -363,25 +368,28 @@ class TaggedCallParser(CallParser):
         if tag is None:
             return None
         if tag == self._call_end and not self._depth and not is_closed:
-            self._last_end = len(self._value), len(self._candidate)
+            self._last_call_end = len(self._value), len(self._candidate)
         elif not self._depth and tag and (tag != self._value_end or self._is_json):
-            return _Verdict.END
+            return _TagRole.END
         self._has_end_tag = self._has_end_tag or not self._depth
-        return _Verdict.TEXT
+        return _TagRole.TEXT
 
-    def _judge_other_tag(self, tag: str) -> _Verdict | None:
+    def _classify_other_tag(self, tag: str) -> _TagRole | None:
         """Return what the tag at the start of the buffer is; None if more text is needed."""
         if tag in self._call_tags:
             name = self._name_of_call(0) if tag == self._opening else ""
             if name and not self._is_ambiguous:
                 self._depth += 1
-                self._quotation = self._quotation or (len(self._value), len(self._candidate))
-            return None if name is None else _Verdict.TEXT
+                self._first_inner_call = self._first_inner_call or (
+                    len(self._value),
+                    len(self._candidate),
+                )
+            return None if name is None else _TagRole.TEXT
         if self._depth:
             self._depth -= tag == self._end_tags[-1]
-            return _Verdict.TEXT
+            return _TagRole.TEXT
         if self._is_ambiguous or (self._is_on_own_lines and self._is_mid_line):
-            return _Verdict.TEXT
+            return _TagRole.TEXT
         if tag == self._key_tag:
             is_end = self._is_next_key()
         else:
@@ -389,10 +397,10 @@ class TaggedCallParser(CallParser):
             ends = (*self._call_tags, _OUTPUT_END, *self._closings[: tag == self._call_end])
             is_end = None if following is None else following in ends
         if not is_end:
-            return None if is_end is None else _Verdict.TEXT
+            return None if is_end is None else _TagRole.TEXT
         if not self._has_end_tag:
-            return _Verdict.END
-        return None if self._is_ended and self._last_end else _Verdict.NO_CALL
+            return _TagRole.END
+        return None if self._is_ended and self._last_call_end else _TagRole.NO_CALL
 
     def _tag_at(self, position: int) -> tuple[str | None, int]:
         """Return the tag at a position of the buffer, after whitespace, and where it ends.
@@ -453,7 +461,7 @@ class TaggedCallParser(CallParser):
                 is_open = self._value_tag.startswith(text) and not self._is_ended
                 return None if is_open else False
         key = self._buffer[len(self._key_tag) : length].strip()
-        properties = self._tools.get(self._name, {}).get("properties")
+        properties = described_properties(self._tools.get(self._name, {}))
         is_given = key == self._key or key in self._values
         return not is_given and (not properties or key in properties)
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from api_server.parsers.tools.base import quoted
+from api_server.parsers.tools.base import described_properties, quoted
 from api_server.parsers.tools.pythonic import python_value
 from api_server.protocol.json_lark import json_rules
 from api_server.protocol.json_schema import listed_types, type_of
@@ -23,9 +23,7 @@ _DEFINITIONS: Final = ("$defs", "definitions")
 
 def value_types(parameters: Mapping[str, Any], key: str) -> frozenset[str]:
     """Return the JSON types that the schema of a tool allows for a parameter; empty if unknown."""
-    properties = parameters.get("properties")
-    schema = properties.get(key) if isinstance(properties, Mapping) else None
-    types = types_of(schema, parameters)
+    types = types_of(described_properties(parameters).get(key), parameters)
     return frozenset() if types == ALL_TYPES else types
 
 

@@ -77,6 +77,8 @@ _RESULTS: Final = {
 
 Calls among them hold their own result. Without one they are passed over.
 """
+_STRICT_RESULTS: Final = ("function_call_output", "custom_tool_call_output")
+"""Items whose result must be a text or a list of parts: clients make them themselves."""
 _COMPACTIONS: Final = ("compaction", "compaction_summary", "context_compaction")
 
 SUMMARY_MARK: Final = "tokend-summary:"
@@ -270,7 +272,8 @@ class ItemTranslator:
 
     def _append_reasoning(self, item: Item, where: str) -> None:
         """Add readable reasoning to the assistant's message; encrypted reasoning is left out."""
-        text = _content(item.get("content") or item.get("summary") or "", f"{where}.content")
+        field = "content" if item.get("content") else "summary"
+        text = self._readable_text(item.get(field) or "", f"{where}.{field}", f"input.{field}")
         if text:
             message = self._assistant_message()
             message["reasoning"] = message.get("reasoning", "") + text
@@ -279,7 +282,8 @@ class ItemTranslator:
 
     def _append_agent_message(self, item: Item, where: str) -> bool:
         """Add a message between two agents as the user's; return False for one without text."""
-        text = self._readable_text(item.get("content"), f"{where}.content", "input.content")
+        content = item.get("content") or ""
+        text = self._readable_text(content, f"{where}.content", "input.content")
         if not text:
             return False
         author, recipient = (_string(item, name, where) for name in ("author", "recipient"))
@@ -308,14 +312,18 @@ class ItemTranslator:
     def _append_result(self, item: Item, kind: str, where: str) -> None:
         given = [name for name in _RESULTS[kind] if item.get(name) is not None]
         field = given[0] if given else _RESULTS[kind][0]
-        content = self._readable_text(item.get(field), f"{where}.{field}", f"input.{field}")
+        value = item.get(field)
+        if kind not in _STRICT_RESULTS and not isinstance(value, str | list | dict):
+            value = "" if value is None else json.dumps(value)
+        content = self._readable_text(value, f"{where}.{field}", f"input.{field}")
         call_id = self._text_id(item, where)
         message = {"role": "tool", "tool_call_id": call_id, "content": content}
         if call_id not in self._call_ids:
             if not self._passed_over:
-                raise InvalidRequestError(
-                    f"{where}.call_id: no call before it has the call_id {shown(call_id)}", "input"
-                )
+                what = f": no call before it has the call_id {shown(call_id)}"
+                if item.get("call_id") is None:  # the id may be one that the server made
+                    what = " is missing"
+                raise InvalidRequestError(f"{where}.call_id{what}", "input")
             message = {"role": "user", "content": content}  # the call may have been passed over
         self._append_message(message)
 
@@ -323,7 +331,7 @@ class ItemTranslator:
         return _string({"call_id": _call_id(item)}, "call_id", where)
 
     def _readable_text(self, value: Any, where: str, name: str) -> str:
-        """Return the text of a tool's result or of another agent's message.
+        """Return the text of a tool's result, of reasoning or of another agent's message.
 
         A text replaces images and documents. Parts without text are passed over. name: of the
         field, for the names of both in `ignored`.

@@ -8,7 +8,7 @@ sees only its own. If a client exceeds its limits, its oldest response is droppe
 """
 
 import json
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -89,6 +89,8 @@ class StoredResponses:
         self._stored: OrderedDict[_Key, StoredResponse] = OrderedDict()
         self._bytes: dict[Owner, int] = {}
         self._counts: dict[Owner, int] = {}
+        self._items: dict[_Key, Json] = {}  # of all stored responses, by client and id of the item
+        self._item_counts: Counter[_Key] = Counter()  # stored responses that hold the item
 
     @property
     def max_entry_bytes(self) -> int:
@@ -164,6 +166,9 @@ class StoredResponses:
         )
         self._bytes[owner] = self._bytes.get(owner, 0) + size
         self._counts[owner] = self._counts.get(owner, 0) + 1
+        for item in items:
+            self._items[owner, item["id"]] = item
+            self._item_counts[owner, item["id"]] += 1
 
     def find_stored(self, owner: Owner, response_id: str) -> StoredResponse | None:
         self._drop_expired()
@@ -172,13 +177,8 @@ class StoredResponses:
     def find_items(self, owner: Owner, item_ids: Collection[str]) -> dict[str, Json]:
         """Return the items with these ids of a client's stored responses, by their ids."""
         self._drop_expired()
-        found: dict[str, Json] = {}
-        for (stored_owner, _), stored in reversed(self._stored.items()):
-            if len(found) == len(item_ids):
-                break
-            if stored_owner == owner:
-                found |= {item["id"]: item for item in stored.items if item["id"] in item_ids}
-        return found
+        found = ((item_id, self._items.get((owner, item_id))) for item_id in item_ids)
+        return {item_id: item for item_id, item in found if item is not None}
 
     def delete_stored(self, owner: Owner, response_id: str) -> bool:
         """Delete a stored response; return False if there is none of this id."""
@@ -200,6 +200,10 @@ class StoredResponses:
         self._counts[owner] -= 1
         if not self._counts[owner]:
             del self._bytes[owner], self._counts[owner]
+        for item in dropped.items:
+            self._item_counts[owner, item["id"]] -= 1
+            if not self._item_counts[owner, item["id"]]:
+                del self._items[owner, item["id"]], self._item_counts[owner, item["id"]]
 
 
 @dataclass(frozen=True, slots=True)

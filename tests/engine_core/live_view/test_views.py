@@ -3,8 +3,15 @@
 import pytest
 
 from engine_core.frontend_io import OutputDispatcher
+from engine_core.live_view import ViewCounters
 from engine_core.transport import FrontEndLinks
-from proto.engine_io import EngineCoreOutputs
+from proto.engine_io import (
+    EngineCoreEvent,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EventType,
+    FinishReason,
+)
 from proto.view import MAX_SHOWN_REQUESTS, PREEMPTED, RUNNING, VIEW_SECONDS, WAITING, EngineView
 from tests.fakes.clock import FakeClock
 from tests.fakes.drafts import SyntheticDrafts
@@ -158,6 +165,16 @@ def test_counts_add_up_to_the_computed_tokens(overlapped: bool) -> None:
     else:
         assert computed == num_prompt_tokens
     assert sum(each.queried_tokens for each in views) == num_prompt_tokens
+
+
+def test_a_request_that_fails_without_a_token_has_no_prompt_computed() -> None:
+    counters = ViewCounters()
+    event = EngineCoreEvent(EventType.QUEUED, 1.0)
+    failed = EngineCoreOutput(1, 0, 0, [], FinishReason.ERROR, events=[event])
+    counters.add_flush({0: [failed]}, None)
+    assert counters.prompt_tokens == 0
+    counters.add_flush({0: [EngineCoreOutput(2, 0, 0, [7], events=[event])]}, None)
+    assert (counters.prompt_tokens, counters.generation_tokens) == (0, 1)
 
 
 def test_found_tokens_and_preemptions_are_counted() -> None:
