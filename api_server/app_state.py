@@ -60,7 +60,7 @@ class ModelTexts:
         """
         config = settings.model
         folder = config.tokenizer or model.folder
-        name = config.served_model_name or model.name
+        name = config.served_names(model.name)[0]
         tokenizer = ModelTokenizer.load(folder)
         variables = special_token_texts(folder)
         if config.chat_template is None:
@@ -108,7 +108,8 @@ APP_STATE: Final = "tokend.app_state"
 class AppState:
     """What the routes use. A reload replaces it as a whole.
 
-    model_name: as clients call it. in_flight: HTTP requests that use this state.
+    model_name: as clients call it, and in responses. aliases: other names that requests may have.
+    in_flight: HTTP requests that use this state.
     epoch: of the engine that gets their engine requests. vocabulary: see `ModelTexts`.
     settings: all of the daemon. harmony, generation_defaults: see `ModelTexts`.
     open_streams: token streams of all requests that have not ended.
@@ -134,6 +135,7 @@ class AppState:
     responses: StoredResponses
     peers: FrontEndPeers
     live_view: LiveViewPublisher
+    aliases: Sequence[str] = ()
     harmony: Harmony | None = None
     generation_defaults: GenerationDefaults = NO_DEFAULTS
     tracer: RequestTracer | None = None
@@ -146,10 +148,11 @@ class AppState:
 
     def check_model(self, name: str | None) -> None:
         """Raise UnknownModelError unless `name` is served; None means the only model."""
-        if name is not None and name != self.model_name:
+        if name is not None and name != self.model_name and name not in self.aliases:
             shown = name.encode("ascii", "backslashreplace").decode()[:100]
+            available = ", ".join((self.model_name, *self.aliases))
             raise UnknownModelError(
-                f"the model {shown} does not exist; available: {self.model_name}", "model"
+                f"the model {shown} does not exist; available: {available}", "model"
             )
 
     @property

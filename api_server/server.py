@@ -102,7 +102,7 @@ async def _report_ready(app_state: AppState, clock: PhaseClock) -> None:
 def make_app_state(boot: ProcessBoot, link: Link, supervisor: SupervisorLink) -> AppState:
     """Return the application's state. link: to the engine."""
     model, config = boot.model, boot.config
-    name = config.model.served_model_name or model.name
+    name, *aliases = config.model.served_names(model.name)
     metrics = Metrics(name, make_metric_sheet(boot), boot.incarnation, boot.num_hung)
     live_view = LiveViewPublisher(ServerInfo(name, daemon_version(), config.scheduler.max_num_seqs))
     client = EngineClient(
@@ -120,6 +120,7 @@ def make_app_state(boot: ProcessBoot, link: Link, supervisor: SupervisorLink) ->
     return AppState(
         model=texts.model,
         model_name=name,
+        aliases=aliases,
         config=config.frontend,
         client=client,
         metrics=metrics,

@@ -140,6 +140,10 @@ def serve_with(arguments: list[str], commands: "Commands | None" = None) -> int:
     config = flags.build(parsed, environment.settings)
 
     from deploy.display import open_display
+
+    display = open_display(sys.stderr, config.frontend.log_format)
+    for notice in parsed.notices:
+        display.notice(notice)
     from deploy.serve import serve
     from deploy.supervisor.processes import module_commands
     from proto.process import set_title

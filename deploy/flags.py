@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
+from deploy.foreign_flags import MEANT, MISSING, NO_EFFECT, SAME
 from proto import config
 from proto.config import SECRET_FIELDS, LogFormat, ServeConfig, flag_name
 from proto.config_checks import validate
@@ -27,81 +28,10 @@ from proto.errors import ConfigError, shown
 BYTE_FIELDS: Final = frozenset({"kv_cache_memory", "sched_trace_max_bytes"})
 """Fields in bytes, whose values may have a suffix K, M or G."""
 
-HIDDEN: Final = "***"
+NAME_FIELDS: Final = frozenset({"served_model_name"})
+"""Fields with one or more names, which may contain commas."""
 
-_OF_OTHERS: Final = {
-    "ctx-size": "--max-model-len",
-    "c": "--max-model-len",
-    "num-ctx": "--max-model-len",
-    "context-length": "--max-model-len",
-    "parallel": "--max-num-seqs",
-    "np": "--max-num-seqs",
-    "num-parallel": "--max-num-seqs",
-    "max-running-requests": "--max-num-seqs",
-    "batch-size": "--max-num-batched-tokens",
-    "b": "--max-num-batched-tokens",
-    "ubatch-size": "--max-num-batched-tokens",
-    "ub": "--max-num-batched-tokens",
-    "num-batch": "--max-num-batched-tokens",
-    "chunked-prefill-size": "--max-num-batched-tokens",
-    "threads": "--cpu-threads",
-    "t": "--cpu-threads",
-    "num-thread": "--cpu-threads",
-    "threads-http": "--api-server-count",
-    "n-gpu-layers": "--device cuda",
-    "gpu-layers": "--device cuda",
-    "ngl": "--device cuda",
-    "num-gpu": "--device cuda",
-    "flash-attn": "--attention-backend",
-    "fa": "--attention-backend",
-    "cache-type-k": "--kv-cache-dtype",
-    "ctk": "--kv-cache-dtype",
-    "cache-type-v": "--kv-cache-dtype",
-    "ctv": "--kv-cache-dtype",
-    "kv-cache-type": "--kv-cache-dtype",
-    "kv-cache-memory-bytes": "--kv-cache-memory",
-    "mem-fraction-static": "--gpu-memory-utilization",
-    "quantization": "--cpu-weights",
-    "m": "--model",
-    "model-path": "--model",
-    "hf": "--model",
-    "hf-repo": "--model",
-    "alias": "--served-model-name",
-    "a": "--served-model-name",
-    "chat-template-file": "--chat-template",
-    "reasoning-format": "--reasoning-parser",
-    "tp": "--tensor-parallel-size",
-    "tp-size": "--tensor-parallel-size",
-    "cache-prompt": "--enable-prefix-caching",
-    "no-cache-prompt": "--no-enable-prefix-caching",
-    "max-queue": "--max-num-queued-reqs",
-    "uvicorn-log-level": "--log-level",
-    "verbose": "--log-level debug",
-    "v": "--log-level debug",
-    "disable-uvicorn-access-log": "--disable-log-requests",
-    "log-disable": "--disable-log-requests",
-    "no-webui": "--no-page",
-    "ssl-key-file": "--ssl-keyfile",
-    "ssl-cert-file": "--ssl-certfile",
-    "timeout": "--queue-timeout",
-    "s": "--seed",
-    "n-predict": "max_tokens in each request",
-    "n": "max_tokens in each request",
-    "num-predict": "max_tokens in each request",
-    "temp": "temperature in each request",
-    "temperature": "temperature in each request",
-    "top-k": "top_k in each request",
-    "top-p": "top_p in each request",
-    "min-p": "min_p in each request",
-    "repeat-penalty": "repetition_penalty in each request",
-    "run": "serve",
-    "start": "serve",
-    "pull": "fetch",
-    "list": "models",
-    "ls": "models",
-}
-"""Flags, commands and options of llama.cpp, Ollama, vLLM and SGLang, without dashes, that have
-another name here."""
+HIDDEN: Final = "***"
 
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _YAML_TYPES: Final = {
@@ -156,6 +86,8 @@ class Flag:
             if match is None:
                 raise self._error("a number of bytes such as 512M or 4G", text)
             return self._within(int(match[1]) * _UNITS[match[2].upper()])
+        if self.field in NAME_FIELDS:
+            return (text,)
         if self.kind == "list":
             return self._list_from_text(text)
         if self.kind == "choice" and text not in self.choices:
@@ -212,11 +144,15 @@ class Flag:
 
 @dataclass(frozen=True)
 class ServeArguments:
-    """Parsed command line of `tokend serve`. values: by field. With `help`, values are empty."""
+    """Parsed command line of `tokend serve`. values: by field. With `help`, values are empty.
+
+    notices: about flags of other servers that have no effect.
+    """
 
     values: Mapping[str, Any]
     config_file: str | None = None
     help: bool = False
+    notices: Sequence[str] = ()
 
 
 def all_flags() -> tuple[Flag, ...]:
@@ -232,15 +168,21 @@ def all_flags() -> tuple[Flag, ...]:
 
 
 def parse(words: Sequence[str]) -> ServeArguments:
-    """Parse the command line of `tokend serve`; raises ConfigError for the first error."""
+    """Parse the command line of `tokend serve`; raises ConfigError for the first error.
+
+    Words after a name of --served-model-name are further names, if the model stands before them.
+    """
     by_name = {flag.name: flag for flag in all_flags()}
     negations = {flag.negation: flag for flag in by_name.values() if flag.kind == "bool"}
     values: dict[str, Any] = {}
     config_file = None
+    notices: list[str] = []
     rest = list(words)
     while rest:
         word = rest.pop(0)
         name, equals, attached = word.partition("=")
+        if name.startswith("--"):
+            name = name.replace("_", "-")
         if word in ("-h", "--help"):
             return ServeArguments({}, help=True)
         if not word.startswith("-") or word == "-":
@@ -257,11 +199,45 @@ def parse(words: Sequence[str]) -> ServeArguments:
             value = by_name[name].from_text(text)
             if name == "--model":
                 _set_model(values, value)
+            while by_name[name].field in NAME_FIELDS and "model" in values and _has_operand(rest):
+                value += (rest.pop(0),)
             values[by_name[name].field] = value
         else:
             known = negations if name.startswith("--no-") else [*by_name, "--config", "--help"]
-            raise ConfigError(unknown("flag", name, known))
-    return ServeArguments(values, config_file)
+            same, notice = _foreign(name, attached if equals else None, rest, known)
+            rest[:0] = same
+            notices += notice
+    return ServeArguments(values, config_file, notices=notices)
+
+
+def _foreign(
+    name: str, attached: str | None, rest: list[str], known: Iterable[str]
+) -> tuple[Sequence[str], Sequence[str]]:
+    """Return (flags of tokend, notices) for a flag of another server.
+
+    attached: its value after `=`; otherwise the value is taken from `rest`. Raises ConfigError for
+    a flag, or a value of one, that has no meaning here.
+    """
+    bare = name.lstrip("-")
+    if bare in MISSING:
+        raise ConfigError(f"{name} is not available: {MISSING[bare]}")
+    if bare not in NO_EFFECT and bare not in SAME:
+        raise ConfigError(unknown("flag", name, known))
+    is_switch = "" in SAME[bare] if bare in SAME else NO_EFFECT[bare].values == ()
+    if is_switch and attached is not None:
+        raise ConfigError(f"{name} takes no value")
+    value = attached
+    if value is None:
+        value = "" if is_switch else _operand(name, rest)
+    if bare in SAME:
+        if value not in SAME[bare]:
+            raise ConfigError(f"{name} takes one of {', '.join(SAME[bare])}, not {shown(value)}")
+        return SAME[bare][value], ()
+    reason, values = NO_EFFECT[bare]
+    if values and value not in values:
+        hint = f"; see {MEANT[bare]}" if bare in MEANT else ""
+        raise ConfigError(f"{name} {shown(value)} is not available{hint}")
+    return (), [f"{name} has no effect: {reason}"]
 
 
 def log_format(words: Sequence[str]) -> LogFormat:
@@ -347,12 +323,16 @@ def build(
 
 
 def unknown(what: str, given: str, known: Iterable[str]) -> str:
-    """Return a message about an unknown word that suggests tokend's name or a similar word."""
-    meant = _OF_OTHERS.get(given.lstrip("-").replace("_", "-"), "")
+    """Return a message about an unknown word that suggests tokend's name or a similar word.
+
+    A flag that turns something off is never suggested for one that turns it on, or the reverse.
+    """
+    meant = MEANT.get(given.lstrip("-").replace("_", "-"), "")
     if what == "key":
         meant = meant.removeprefix("--")
     if not meant:
-        meant = "".join(difflib.get_close_matches(given, list(known), n=1, cutoff=0.5))
+        same = [word for word in known if _turns_off(word) == _turns_off(given)]
+        meant = "".join(difflib.get_close_matches(given, same, n=1, cutoff=0.7))
     return f"unknown {what} {given}" + (f"; did you mean {meant}?" if meant else "")
 
 
@@ -360,6 +340,14 @@ def _set_model(values: dict[str, Any], model: str) -> None:
     if values.get("model", model) != model:
         raise ConfigError(f"two models were given, {values['model']} and {model}", "model")
     values["model"] = model
+
+
+def _turns_off(flag: str) -> bool:
+    return flag.startswith(("--no-", "--disable-", "no-", "disable-"))
+
+
+def _has_operand(rest: Sequence[str]) -> bool:
+    return bool(rest) and not rest[0].startswith("-")
 
 
 def _operand(name: str, rest: list[str]) -> str:

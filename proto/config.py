@@ -68,8 +68,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A Hugging Face folder, a .gguf file (of a split model any part) or a folder with one model in
     such files, the name of a packaged model, or ORG/NAME of a model in the local Hugging Face cache
     (hf download ORG/NAME)."""
-    served_model_name: str | None = None
-    """Model name in the API; by default the name or last path component of the model."""
+    served_model_name: tuple[str, ...] = ()
+    """Model names in the API, of which responses have the first; by default the name or last path
+    component of the model."""
     tokenizer: str | None = None
     """Folder with a tokenizer.json to use instead of the model's own."""
     chat_template: str | None = None
@@ -98,6 +99,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     model's folder says."""
     enable_return_routed_experts: bool = False
     """Keep the experts that computed each token of a mixture, for return_routed_experts."""
+
+    def served_names(self, model_name: str) -> tuple[str, ...]:
+        """Return the names in the API of a model that is called `model_name`."""
+        return self.served_model_name or (model_name,)
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):

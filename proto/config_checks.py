@@ -70,8 +70,9 @@ def validate(config: ServeConfig) -> None:
 
 def _check_model(model: ModelConfig) -> None:
     _positive("max_model_len", model.max_model_len)
-    for field in ("served_model_name", "tokenizer", "generation_config"):
-        value = getattr(model, field)
+    texts = [("served_model_name", name) for name in model.served_model_name]
+    texts += [(field, getattr(model, field)) for field in ("tokenizer", "generation_config")]
+    for field, value in texts:
         if value is not None and not value.strip():
             raise ConfigError(f"{flag_name(field)} must not be empty", field)
     parse_overrides(model.override_generation_config)

@@ -94,47 +94,58 @@ def daemon_version() -> str:
 
 @router.get(MODELS_PATH)
 async def list_models(request: Request) -> dict[str, Any]:
-    """List the model, in Anthropic's format for clients that send `anthropic-version`."""
-    card = _model_card(request)
+    """List the names of the model, in Anthropic's format for clients with `anthropic-version`."""
+    app_state = app_state_of(request)
+    names = [app_state.model_name, *app_state.aliases]
     if not expects_anthropic(request.scope):
-        return {"object": "list", "data": [card]}
-    cards = [card] if _is_on_page(request) else []
-    end = card["id"] if cards else None
-    return {"data": cards, "has_more": False, "first_id": end, "last_id": end}
+        return {"object": "list", "data": [_model_card(request, name) for name in names]}
+    page, has_more = _page(names, request)
+    return {
+        "data": [_model_card(request, name) for name in page],
+        "has_more": has_more,
+        "first_id": page[0] if page else None,
+        "last_id": page[-1] if page else None,
+    }
 
 
 @router.get(f"{MODELS_PATH}/{{name:path}}")
 async def show_model(request: Request, name: str) -> dict[str, Any]:
     app_state_of(request).check_model(name)
-    return _model_card(request)
+    return _model_card(request, name)
 
 
-def _is_on_page(request: Request) -> bool:
-    """Return whether the page of Anthropic's list that was requested contains the model.
+def _page(names: list[str], request: Request) -> tuple[list[str], bool]:
+    """Return the page of Anthropic's list that was requested, and whether more follow.
 
-    Raises InvalidRequestError.
+    No name stands before or after one that is not in the list. Raises InvalidRequestError.
     """
     query = request.query_params
-    page_limit(query, MAX_PAGE)
-    return not {"after_id", "before_id"} & query.keys()  # else before or after the only model
+    limit = page_limit(query, MAX_PAGE)
+    after, before = query.get("after_id"), query.get("before_id")
+    if after is not None:
+        names = names[names.index(after) + 1 :] if after in names else []
+    if before is not None:
+        names = names[: names.index(before)] if before in names else []
+        return names[-limit:], len(names) > limit
+    return names[:limit], len(names) > limit
 
 
-def _model_card(request: Request) -> dict[str, Any]:
+def _model_card(request: Request, name: str) -> dict[str, Any]:
     app_state = app_state_of(request)
     max_model_len = app_state.client.engine.max_model_len
     if expects_anthropic(request.scope):
         created = datetime.fromtimestamp(app_state.created, UTC)
         return {
             "type": "model",
-            "id": app_state.model_name,
-            "display_name": app_state.model_name,
+            "id": name,
+            "display_name": name,
             "created_at": created.isoformat().replace("+00:00", "Z"),
             "lifecycle": "active",
             "max_input_tokens": max_model_len,
             "max_tokens": max_model_len,
         }
     return {
-        "id": app_state.model_name,
+        "id": name,
         "object": "model",
         "created": app_state.created,
         "owned_by": "tokend",

@@ -117,7 +117,7 @@ class Launch:
 
     @property
     def model_name(self) -> str:
-        return self.config.model.served_model_name or self.model.name
+        return self.config.model.served_names(self.model.name)[0]
 
 
 # ---- Readiness ----

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
 import anthropic
 import pytest
@@ -566,6 +567,24 @@ async def test_the_session_header_names_the_agent_session(start, scripted):
         assert front_end.engine.requests.get_nowait().agent.session
 
 
+async def test_several_names_of_the_model(start, model):
+    names = ("toy", "b", "c/d")
+    async with start() as front_end:
+        state = front_end.app.state
+        state.app_state = replace(state.app_state, aliases=names[1:])
+        async with client(front_end) as api:
+            assert [listed.id async for listed in await api.models.list(limit=2)] == [*names]
+            page = await api.models.list(limit=1, before_id="c/d")
+            assert ([each.id for each in page.data], page.has_more) == (["b"], True)
+            assert (await api.models.retrieve("c/d")).id == "c/d"
+        listed = (await front_end.http.get("/v1/models")).json()["data"]
+        assert [(card["id"], card["root"]) for card in listed] == [
+            (name, model.name) for name in names
+        ]
+        error = (await front_end.complete(model="e")).json()["error"]
+        assert error["message"] == "the model e does not exist; available: toy, b, c/d"
+
+
 async def test_models_for_anthropics_clients(start):
     async with start(config=FrontEndConfig(api_key="key")) as front_end:
         async with client(front_end, "key") as api:
@@ -578,6 +597,8 @@ async def test_models_for_anthropics_clients(start):
             assert int(model.created_at.timestamp()) == front_end.app_state.created
             assert (await api.models.retrieve("toy")) == model
             assert (await api.models.list(after_id="toy")).data == []
+            assert (await api.models.list(before_id="toy")).data == []
+            assert (await api.models.list(before_id="other")).data == []
             with pytest.raises(anthropic.NotFoundError, match="available: toy"):
                 await api.models.retrieve("other")
             with pytest.raises(anthropic.BadRequestError, match="limit must be"):

@@ -156,14 +156,6 @@ def test_invalid_arguments_are_refused_in_one_line(words: list[str], expected: s
     assert expected in refusal(*words)
 
 
-def test_flags_suggested_for_those_of_other_servers_exist() -> None:
-    known = {name for flag in flags.all_flags() for name in (flag.name, flag.negation)}
-    for meant in flags._OF_OTHERS.values():
-        assert not meant.startswith("-") or meant.split()[0] in known, meant
-    own = {name.lstrip("-") for name in known}
-    assert not own & set(flags._OF_OTHERS)
-
-
 def test_help_is_recognised_at_any_position() -> None:
     assert flags.parse(["model", "--port", "1", "--help"]).help
 
@@ -206,7 +198,7 @@ def test_an_empty_file_gives_the_defaults(tmp_path: Path) -> None:
         ("port: null\n", "--port must not be null; omit the key"),
         ("model: null\n", "--model must not be null; omit the key"),
         ("enable-prefix-caching: 1\n", "--enable-prefix-caching takes true or false, not 1"),
-        ("served-model-name: 7\n", "--served-model-name takes text, in quotes, not 7"),
+        ("served-model-name: 7\n", "--served-model-name takes a list of texts, not 7"),
         ("dtype: int3\n", "--dtype takes one of"),
         ("watermark: true\n", "--watermark takes a number such as 0.9, not True"),
         (f"max-num-seqs: {9 * 10**19}\n", "--max-num-seqs takes at most"),
