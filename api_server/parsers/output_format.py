@@ -21,6 +21,7 @@ from api_server.parsers.reasoning import (
 )
 from api_server.parsers.tool_calls import TEXT_ONLY, ToolCallPlan
 from api_server.protocol.chat import Effort
+from api_server.protocol.fields import IgnoredFields
 from api_server.text.chat_template import REASONING_SWITCHES, Conversation, TemplateFacts
 from api_server.text.detokenizer import Detokenizer
 from api_server.text.tokenizer import ModelTokenizer
@@ -116,13 +117,16 @@ mention."""
 
 
 def reasoning_variables(
-    effort: Effort | None, facts: TemplateFacts, reasoning_format: ReasoningFormat
+    effort: Effort | None,
+    facts: TemplateFacts,
+    reasoning_format: ReasoningFormat,
+    ignored: IgnoredFields,
 ) -> Mapping[str, Any]:
     """Return the chat template's variables for a `reasoning_effort`.
 
     A template that reads `reasoning_effort` receives it, or the nearest effort that it knows. Other
-    templates can only switch reasoning on or off; a model without reasoning needs no variable for
-    off. Raises InvalidRequestError for an effort that the template cannot follow.
+    templates can only switch reasoning on or off; if one cannot, the effort is added to `ignored`.
+    Raises InvalidRequestError for `none` if the model reasons all the same.
     """
     if effort is None:
         return {}
@@ -133,9 +137,11 @@ def reasoning_variables(
     switches: dict[str, Any] = {
         name: effort != "none" for name in REASONING_SWITCHES if name in facts.names
     }
-    if not switches and not (effort == "none" and not reasoning_format.has_reasoning):
+    if not switches and effort != "none":
+        ignored.add("reasoning_effort")
+    elif not switches and reasoning_format.has_reasoning:
         raise InvalidRequestError(
-            "the model's chat template knows neither efforts nor a switch for thinking",
+            "reasoning_effort: the model's chat template cannot switch reasoning off",
             "reasoning_effort",
         )
     return switches

@@ -124,6 +124,9 @@ OPENAI: Final = frozenset(
 )
 """Fields of OpenAI's completions, chat completions and responses."""
 
+_SUCCESSORS: Final = {"functions": "tools", "function_call": "tool_choice"}
+"""Fields of older APIs → those that replaced them."""
+
 ANTHROPIC: Final = frozenset(
     {
         "anthropic_beta",
@@ -348,7 +351,10 @@ def given_fields(
                 fields[name] = value
         elif name in KNOWN or name in neutral:
             if not is_neutral(value, neutral.get(name, ())):
-                raise InvalidRequestError(f"{where}{name} is not available here", f"{where}{name}")
+                instead = f": use {_SUCCESSORS[name]}" if name in _SUCCESSORS else ""
+                raise InvalidRequestError(
+                    f"{where}{name} is not available here{instead}", f"{where}{name}"
+                )
         elif name not in HARMLESS:
             ignored.add(where + name)
     return fields

@@ -168,7 +168,7 @@ async def _render_prompt(
     """Return the conversation and the prompt text. reader: limits the template's input."""
     template = app_state.template_for(body.tools, body.tool_choice)
     variables = reasoning_variables(
-        body.reasoning_effort, template.facts, app_state.reasoning_format(template)
+        body.reasoning_effort, template.facts, app_state.reasoning_format(template), ignored
     )
     tool_calls = app_state.tool_calls(template)
     tools = tool_calls.template_tools(body)

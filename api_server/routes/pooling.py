@@ -121,8 +121,8 @@ async def _scores(
 ) -> list[float]:
     """Return the score of each document for its query; one query is for all documents.
 
-    A model of embeddings gives their cosine. field: of the request, with the documents; named in
-    errors.
+    A model of embeddings gives their cosine, without what rounding adds beyond 1. field: of the
+    request, with the documents; named in errors.
     """
     if pooler.task == "embed":
         params = pooler.params("embed", activate=True)
@@ -130,7 +130,7 @@ async def _scores(
         prompts += await job.read_texts(documents, field)
         vectors = np.stack(await job.run(prompts, params, field))
         products = vectors[: len(queries)] * vectors[len(queries) :]
-        return [float(score) for score in products.sum(1)]
+        return [float(score) for score in products.sum(1).clip(-1, 1)]
     if len(pooler.labels) != 1:
         raise InvalidRequestError(
             f"The model does not support scores: it has {len(pooler.labels)} labels", "model"

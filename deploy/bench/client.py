@@ -248,10 +248,14 @@ def is_up(url: str, timeout: float) -> bool:
 def first_model(url: str, api_key: str = "") -> str:
     """Return the first model in /v1/models; raises TokendError."""
     try:
-        _, body = get(f"{url}/v1/models", api_key)
+        status, body = get(f"{url}/v1/models", api_key)
+        if status == 401:
+            raise TokendError(f"{url}/v1/models needs another key than --api-key has")
         return str(json.loads(body)["data"][0]["id"])
-    except (
-        *(OSError, http.client.HTTPException),
-        *(ValueError, KeyError, IndexError, TypeError),
-    ) as error:
+    except OSError as error:
+        raise TokendError(
+            f"no server answers at {url} ({error.strerror or error}): start one with "
+            "`tokend serve`, or name another with --url"
+        ) from None
+    except (http.client.HTTPException, ValueError, KeyError, IndexError, TypeError) as error:
         raise TokendError(f"{url}/v1/models lists no model: {error!r}") from None

@@ -62,7 +62,9 @@ def parse(words: Sequence[str], description: str) -> argparse.Namespace:
     """Parse the command line; raises ConfigError for invalid or conflicting flags."""
     parser = BenchParser(prog="tokend bench serve", description=description)
     parser.add_argument(
-        "--url", required=True, help="URL of the server, such as http://127.0.0.1:8000"
+        "--url",
+        default="http://127.0.0.1:8000",
+        help="URL of the server (http://127.0.0.1:8000)",
     )
     parser.add_argument("--model", help="model name; by default the first in /v1/models")
     parser.add_argument("--api-key", default="")
@@ -127,7 +129,9 @@ def _add_pace(group: "argparse._ArgumentGroup") -> None:
         default=0.0,
         help="the clients of a run start one by one within this time, or its rate grows linearly",
     )
-    group.add_argument("--max-requests", type=at_least_one, help="maximum requests per run")
+    group.add_argument(
+        *("--max-requests", "--num-prompts"), type=at_least_one, help="maximum requests per run"
+    )
     group.add_argument(
         "--duration", type=positive, help="seconds during which a run sends requests"
     )

@@ -135,7 +135,11 @@ class Recovery:
         if self._is_expected(dead):
             return True
         if self._budget.exhausted:
-            message = f"{self._budget.max_restarts} restarts have not led to one completed step"
+            number = self._budget.max_restarts
+            message = "a process is not started again: --max-restarts is 0"
+            if number:
+                times = "restart has" if number == 1 else "restarts have"
+                message = f"{number} {times} not led to one completed step"
             self._display.notice(message)
             return False
         return True

@@ -197,7 +197,6 @@ async def test_markers_that_are_special_tokens(start, tmp_path, skips):
         ({"thinking_token_budget": -1}, "thinking_token_budget"),
         ({"thinking_token_budget": "5"}, "thinking_token_budget"),
         ({"thinking_token_budget": 5}, "thinking_token_budget"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"reasoning_effort": "some"}, "reasoning_effort"),
         ({"include_reasoning": "yes"}, "include_reasoning"),
     ],
@@ -208,6 +207,11 @@ async def test_reasoning_fields_need_a_reasoning_model(start, scripted, fields, 
         assert response.status_code == 400
         assert response.json()["error"]["param"] == param
         assert (await front_end.chat(reasoning_effort="none")).status_code == 200
+        effort = await front_end.chat(reasoning_effort="high")
+        assert effort.status_code == 200
+        assert effort.headers["x-tokend-ignored"] == "reasoning_effort"
+        older = (await front_end.chat(functions=[{"name": "f"}])).json()["error"]
+        assert older["message"] == "functions is not available here: use tools"
         assert (await front_end.chat(include_reasoning=False)).status_code == 200
 
 

@@ -256,6 +256,12 @@ def test_restarts_in_a_row_back_off_and_then_stop() -> None:
     assert case.notices.lines[-1] == "tokend: 7 restarts have not led to one completed step"
 
 
+def test_without_restarts_the_message_names_the_flag() -> None:
+    case = Case(max_restarts=0)
+    assert not case.die(2)
+    assert case.notices.lines[-1] == "tokend: a process is not started again: --max-restarts is 0"
+
+
 @pytest.mark.parametrize("worker_epoch", [1, 4])
 def test_a_completed_step_of_current_workers_renews_the_budget(worker_epoch: int) -> None:
     """Steps of dead workers do not."""

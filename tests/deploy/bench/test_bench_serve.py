@@ -124,12 +124,12 @@ def test_a_run_without_answers_fails(capsys: pytest.CaptureFixture[str]) -> None
         return [event(error="no")]
 
     with fake_openai(never) as fake:
-        assert bench(fake, "--max-requests", "2", "--warm-ups", "0") == 1
+        assert bench(fake, "--num-prompts", "2", "--warm-ups", "0") == 1
         assert "all requests failed" in capsys.readouterr().err
         assert bench(fake) == 1
         assert "a warm-up request failed: no" in capsys.readouterr().err
     assert bench(fake) == 1
-    assert "lists no model" in capsys.readouterr().err
+    assert "no server answers at http://127.0.0.1:" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
