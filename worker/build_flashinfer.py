@@ -24,9 +24,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from proto.errors import ConfigError
-from worker.attention.flashinfer import HEAD_DIMS
-from worker.attention.flashinfer_latent import latent_module
-from worker.layers.flashinfer_kernels import VERSION
+from worker.flashinfer_library import HEAD_DIMS, VERSION, latent_module
 
 PACKAGE: Final = "flashinfer_jit_cache"
 UNUSED_HEADERS: Final = ("cublasLt.h", "cublas_v2.h", "curand_kernel.h")

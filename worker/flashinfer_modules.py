@@ -18,11 +18,10 @@ import torch
 from proto.config import DeviceConfig
 from proto.errors import ConfigError
 from worker.attention.flashinfer import EIGHT_BITS, load_library, refuse_unsupported
-from worker.attention.flashinfer_latent import latent_module
 from worker.attention.flashinfer_ragged import padded_dim
+from worker.flashinfer_library import VERSION, latent_module
 from worker.layers.flashinfer_kernels import (
     SIXTEEN_BITS,
-    VERSION,
     has_prebuilt_experts,
     import_flashinfer,
     installed_version,

@@ -11,6 +11,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api_server.metrics.metric_sheet import Counter, Histogram, MetricSheet
+from api_server.page.files import FOLDER
 
 DURATION_SECONDS: Final = (0.1, 0.5, 1.0)
 UNCOUNTED_PATHS: Final = frozenset({"/metrics", "/health", "/load", "/ping", "/version"})
@@ -20,7 +21,7 @@ _STATUSES: Final = ("2xx", "3xx", "4xx", "5xx")
 _NO_METHOD: Final = "none"
 
 _Handler = tuple[str, str]
-"""A route's path template and its method."""
+"""A label for a route's path template, and its method."""
 
 
 class HttpMetrics(Collector):
@@ -28,10 +29,12 @@ class HttpMetrics(Collector):
 
     def __init__(self, sheet: MetricSheet, routes: Iterable[BaseRoute]) -> None:
         handlers = sorted(
-            (route.path, method)
-            for route in routes
-            if isinstance(route, Route) and not _is_uncounted(route.path)
-            for method in (route.methods or set()) - {"HEAD"}
+            {
+                (_label(route.path), method)
+                for route in routes
+                if isinstance(route, Route) and not _is_uncounted(route.path)
+                for method in (route.methods or set()) - {"HEAD"}
+            }
         )
         self._requests: dict[_Handler, dict[str, Counter]] = {}
         self._seconds: dict[_Handler, Histogram] = {}
@@ -44,7 +47,7 @@ class HttpMetrics(Collector):
         path = str(getattr(scope.get("route"), "path", scope["path"]))
         if _is_uncounted(path):
             return
-        handler = (path, scope["method"])
+        handler = (_label(path), scope["method"])
         if handler not in self._requests:
             handler = (NO_ROUTE, _NO_METHOD)
         self._requests[handler][f"{min(max(status // 100, 2), 5)}xx"].increment()
@@ -99,6 +102,11 @@ class HttpMetricsMiddleware:
         finally:
             if status:  # 0: the client disconnected before the response
                 self._metrics.record_response(scope, status, time.perf_counter() - start)
+
+
+def _label(path: str) -> str:
+    """Return the label of a route: that of the page's files is their folder."""
+    return FOLDER if path.startswith(FOLDER) else path
 
 
 def _is_uncounted(path: str) -> bool:

@@ -56,6 +56,15 @@ async def test_only_the_page_needs_no_key(start):
             assert (await front_end.http.get(path, headers=key)).status_code == 404, path
 
 
+async def test_the_files_of_the_page_have_one_label(start):
+    async with start() as front_end:
+        for file in FILES:
+            assert (await front_end.http.get(file.path)).status_code == 200
+        text = (await front_end.http.get("/metrics")).text
+    counted = re.findall(r'^http_requests_total{handler="([^"]*)".*} ([0-9.]+)$', text, re.M)
+    assert counted == [("/", "1.0"), ("/page/", f"{len(FILES) - 1}.0")]
+
+
 async def test_the_page_is_served_during_a_drain(start):
     async with start() as front_end:
         front_end.app_state.health.start_drain()

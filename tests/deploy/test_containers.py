@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -16,13 +18,15 @@ from api_server.routes import completions
 from deploy.environment import HostEnvironment
 from deploy.supervisor.shutdown import ON_REQUEST
 from proto.config import FrontEndConfig, ReliabilityConfig
-from worker.attention.flashinfer import HEAD_DIMS
 from worker.build_flashinfer import PACKAGE, parser
+from worker.flashinfer_library import HEAD_DIMS
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILES = sorted((ROOT / "deploy" / "docker").glob("Dockerfile.*"))
 DASHBOARDS = sorted((ROOT / "deploy" / "grafana" / "dashboards").glob("*.json"))
 PORT = FrontEndConfig().port
+ALERTS = ROOT / "deploy" / "docker" / "alerts.yml"
+PACKAGES = ("api_server", "deploy", "engine_core", "proto", "worker")
 LONGEST_END = ReliabilityConfig().shutdown_timeout + ON_REQUEST.until_kill
 """Longest time in seconds from SIGTERM until the last process ends."""
 
@@ -44,6 +48,25 @@ class TestDockerfile:
         variables = dict(re.findall(r"\b(HOME|XDG_CACHE_HOME)=(\S+)", final))
         assert HostEnvironment.of(variables).cache == variables["HOME"] == cache[2]
         assert f"\nVOLUME {cache[2]}\n" in final
+
+    def test_kernels_are_compiled_before_the_sources_that_change(self, path: Path) -> None:
+        """What a step needs stands before it, so that a layer is kept while that is the same."""
+        build = path.read_text().rsplit("\nFROM ", 1)[0]
+        early = build.partition("\nCOPY . ./\n")[0]
+        copied = re.findall(r"^COPY (.*) \S+$", early, re.M)
+        files = {name for words in copied for name in words.split()}
+        assert "\nRUN /opt/tokend/bin/python worker/build_kernels.py" in early
+        assert {"worker/build_kernels.py", "worker/csrc"} <= files
+        if "build_flashinfer" in build:
+            assert "-m worker.build_flashinfer" in early
+            script = "import sys, worker.build_flashinfer; print(*sys.modules)"
+            found = subprocess.check_output([sys.executable, "-c", script], text=True, cwd=ROOT)
+            own = {name for name in found.split() if name.partition(".")[0] in PACKAGES}
+            needed = {
+                name.replace(".", "/") + ("/__init__.py" if "." not in name else ".py")
+                for name in own
+            }
+            assert needed <= files
 
     def test_the_health_check_uses_a_path_without_key(self, path: Path) -> None:
         found = re.search(r"urlopen\('http://127.0.0.1:(\d+)(/[\w/]+)'", path.read_text())
@@ -122,6 +145,21 @@ def test_the_dashboard_shows_metrics_that_exist(path: Path) -> None:
     assert len(set(ids)) == len(ids)
 
 
+def test_alerts_are_about_metrics_that_exist() -> None:
+    (group,) = yaml.safe_load(ALERTS.read_text())["groups"]
+    assert len(group["rules"]) >= 6
+    for rule in group["rules"]:
+        found = re.findall(r"\b(?:\w+:|http_)\w+", rule["expr"])
+        assert found or rule["expr"].startswith("up{"), rule
+        for name in found:
+            assert name in exposed(), name
+        by = re.search(r"by \(([\w, ]+)\)", rule["expr"])
+        if by:
+            assert {*by[1].split(", ")} <= labels(found[0]) | {"instance"}
+    loaded = yaml.safe_load((ROOT / "deploy/docker/prometheus.yml").read_text())["rule_files"]
+    assert loaded == [ALERTS.name]
+
+
 def test_compose_mounts_existing_files_and_outlasts_the_shutdown() -> None:
     services: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
     assert (ROOT / services["tokend"]["build"]["dockerfile"]).is_file()
@@ -133,7 +171,7 @@ def test_compose_mounts_existing_files_and_outlasts_the_shutdown() -> None:
         for volume in service.get("volumes", ())
         if volume.startswith(".")
     ]
-    assert len(mounted) == 3
+    assert len(mounted) == 4
     assert all((ROOT / path).exists() for path in mounted)
     scraped = yaml.safe_load((ROOT / "deploy" / "docker" / "prometheus.yml").read_text())
     (job,) = scraped["scrape_configs"]
@@ -163,6 +201,8 @@ def test_the_deployment_probes_paths_without_key_and_outlasts_the_shutdown() -> 
     assert limits > 1.5 * ReliabilityConfig().step_timeout, (
         "the daemon has time to recover by itself"
     )
+    (key,) = container["env"]
+    assert "optional" not in key["valueFrom"]["secretKeyRef"], "the port would be open to all pods"
     _, seconds = container["lifecycle"]["preStop"]["exec"]["command"]
     assert pod["terminationGracePeriodSeconds"] > int(seconds) + LONGEST_END
     uids = {re.search(r"--uid (\d+)", path.read_text())[1] for path in DOCKERFILES}  # type: ignore[index]

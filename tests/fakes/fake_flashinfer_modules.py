@@ -16,6 +16,7 @@ import torch
 from tests.fakes.fake_paged_wrapper import demand
 from worker import flashinfer_modules
 from worker.attention import flashinfer
+from worker.flashinfer_library import VERSION
 from worker.layers import flashinfer_kernels
 
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float8_e4m3fn: "e4m3"}
@@ -116,7 +117,7 @@ class FakeModules:
                 setattr(sys.modules[parent], last, module)
             monkeypatch.setitem(sys.modules, name, module)
         for user in (flashinfer, flashinfer_modules, flashinfer_kernels):
-            monkeypatch.setattr(user, "installed_version", lambda: flashinfer_kernels.VERSION)
+            monkeypatch.setattr(user, "installed_version", lambda: VERSION)
 
 
 class FakeModule:

@@ -52,15 +52,20 @@ SENTENCEPIECE: Final = PeerPackage(
 """The library. It is not installed: `transformers` would load it, and with it another OpenMP."""
 
 
+def cache_folder() -> Path:
+    """Return the folder in the user's cache that every checkout shares, made if it is not there."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "tokend-peers")
+    root.mkdir(parents=True, exist_ok=True)
+    return root
+
+
 def unpack_package(package: PeerPackage) -> Path:
     """Return the folder with a package's files, downloaded if it is not there yet.
 
-    The folder is in the user's cache, so that every checkout shares it. Raises CalledProcessError
-    if pip cannot download it, ValueError if the archive is another one.
+    Raises CalledProcessError if pip cannot download it, ValueError if the archive is another one.
     """
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "tokend-peers")
+    root = cache_folder()
     folder = root / f"{package.name}-{package.version}"
-    root.mkdir(parents=True, exist_ok=True)
     with (root / f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():

@@ -9,7 +9,6 @@ import torch
 from proto.errors import ConfigError
 from tests.worker.attention.steps import Case
 from tests.worker.attention.test_flashinfer import CASES, MIXED, case_of
-from worker.attention.flashinfer import VERSION
 from worker.build_flashinfer import (
     EIGHT_BITS,
     TEST_VARIANTS,
@@ -21,6 +20,7 @@ from worker.build_flashinfer import (
     parser,
     variants,
 )
+from worker.flashinfer_library import VERSION
 from worker.kv_cache import kv_layout
 
 

@@ -37,8 +37,8 @@ from tests.worker.reference.torch_kernels import TorchEdits, draw_by_torch, stor
 from tests.worker.test_model_runner import BLOCK, CHUNKS, NUM_BLOCKS, Engine, new_request
 from worker import flashinfer_modules
 from worker.async_runner import AsyncModelRunner, PendingStep, Runner
-from worker.attention.flashinfer import HEAD_DIMS
 from worker.attention.reference import ReferenceAttention
+from worker.flashinfer_library import HEAD_DIMS
 from worker.input_batch import InputBatch
 from worker.kv_cache import KVCache, kv_layout
 from worker.layers import activation, linear, norm

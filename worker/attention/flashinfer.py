@@ -38,18 +38,15 @@ from worker.attention.kv_store import TritonStore
 from worker.attention.paged_batch import StepPages, gather_pages, shared_pages, step_pages
 from worker.device.accelerator import Accelerator
 from worker.device.transfers import Uploader
+from worker.flashinfer_library import HEAD_DIMS, LATENT_DIMS, VERSION
 from worker.kv_cache import KVCache
 from worker.layers.flashinfer_kernels import (
-    VERSION,
     FlashInferRotary,
     import_flashinfer,
     installed_version,
 )
 from worker.layers.rotary import Rotation
 
-HEAD_DIMS: Final = (64, 128, 256)
-LATENT_DIMS: Final = (512, 64)
-"""Sizes of a latent and of the rotated part of a key that there are kernels for."""
 QUERY_DTYPES: Final = (torch.bfloat16, torch.float16)
 EIGHT_BITS: Final = torch.float8_e4m3fn
 """Dtype of K and V in 8 bits, without scales; else they have the dtype of the query."""

@@ -19,10 +19,9 @@ from worker.attention.base import AttentionShape
 from worker.attention.flashinfer_schedule import DecodeSplits, workspace_bytes
 from worker.attention.paged_batch import GroupParts, Part
 from worker.device.accelerator import Accelerator
+from worker.flashinfer_library import BACKEND
 from worker.kv_cache import Window
 
-BACKEND: Final = "fa2"
-"""Backend of the library, always named: on Hopper it would choose itself, and plan longer."""
 _LAYOUT: Final = "HND"
 _LN_2: Final = math.log(2.0)
 _CAPTURED_SCHEDULE_BYTES: Final = 512 << 10

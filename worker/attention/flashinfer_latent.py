@@ -31,12 +31,10 @@ from proto.config import ServeConfig
 from proto.errors import ConfigError
 from worker.attention.base import AttentionShape
 from worker.attention.flashinfer import (
-    LATENT_DIMS,
     FlashInferAttention,
     refuse_unsupported,
 )
 from worker.attention.flashinfer_group import (
-    BACKEND,
     Library,
     Options,
     PlannedGroup,
@@ -47,6 +45,7 @@ from worker.attention.flashinfer_ragged import FlashInferRaggedAttention
 from worker.attention.kv_store import TritonStore
 from worker.attention.paged_batch import GroupParts, Part
 from worker.device.accelerator import Accelerator
+from worker.flashinfer_library import BACKEND, LATENT_DIMS
 from worker.kv_cache import DensePages, KVCache, Pages
 from worker.layers.rotary import Rotation
 
@@ -116,13 +115,6 @@ def require_latent_kernels(
             f"most {max(most, 0)}",
             "max_num_batched_tokens",
         )
-
-
-def latent_module(dtype: torch.dtype) -> Any:
-    """Return the library's spec of the module of these kernels."""
-    from flashinfer.jit.attention.modules import gen_batch_mla_module
-
-    return gen_batch_mla_module(BACKEND, dtype, dtype, dtype, torch.int32, *LATENT_DIMS, False)
 
 
 class LatentWrappers:

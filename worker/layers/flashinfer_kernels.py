@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from worker.device.accelerator import Accelerator
+from worker.flashinfer_library import VERSION
 from worker.layers.rotary import Rotation
 from worker.layers.scratch import Scratch
 
@@ -30,9 +31,6 @@ EXPERTS: Final = "fused_moe_90"
 VECTOR_BYTES: Final = 16
 _MANY_TOKENS: Final = 8192
 
-
-VERSION = "0.6.18.post1"
-"""The one that the code was written against; the same as in the extra `gpu`."""
 
 logger = logging.getLogger("tokend.worker")
 

@@ -16,7 +16,7 @@ from proto.config import ModelImpl, ServeConfig
 from proto.errors import ConfigError, ModelError
 from proto.pooling import pooler_of
 from proto.prepared_model import FAMILIES, PreparedModel, family_of
-from worker.attention.flashinfer import HEAD_DIMS
+from worker.flashinfer_library import HEAD_DIMS
 from worker.models.config_reader import ConfigReader
 from worker.models.spec import ModelSpec
 

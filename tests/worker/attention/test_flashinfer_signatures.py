@@ -20,7 +20,7 @@ from tests.fakes.fake_fp8 import FakeGemm
 from tests.fakes.fake_latent_wrapper import FakeLatent
 from tests.fakes.fake_ragged_wrapper import FakeRagged
 from worker.attention.flashinfer import load_library
-from worker.layers.flashinfer_kernels import VERSION
+from worker.flashinfer_library import VERSION
 
 PREFILL = "BatchPrefillWithPagedKVCacheWrapper"
 DECODE = "BatchDecodeWithPagedKVCacheWrapper"
