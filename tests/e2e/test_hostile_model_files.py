@@ -1,0 +1,48 @@
+"""Files of a model that is not trusted: other clients wait no longer, memory stays bounded."""
+
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.bystander import Bystander
+from tests.e2e.daemon import Daemon
+
+pytestmark = pytest.mark.suite("hostile")
+
+SLOW = {
+    "sum": "{{ range(99999) | map('string') | list | sum(start=[]) }}",
+    "center": "{{ 'x' | center(10**10) }}",
+    "format": "{{ '%10000000000d' % 1 }}",
+    "doubling": "{% set n = namespace(x='x') %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}"
+    "{% endfor %}{{ n.x }}",
+    "indent": "{{ [1] | tojson(indent=n) }}",
+    "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "output": "{% for i in range(99999) %}{{ 'x' * 99999 }}{% endfor %}",
+}
+
+
+def test_a_chat_template(tmp_path: Path) -> None:
+    """Whatever a single operation of it would make, and however long it would run."""
+    cases = "".join(f"{{% elif kind == {kind!r} %}}{text}" for kind, text in SLOW.items())
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{% set kind = messages[0].content %}{% set n = 10**10 %}"
+        f"{{% if kind == 'none' %}}ok{cases}{{% else %}}hello{{% endif %}}"
+    )
+    with Daemon("--chat-template", str(template)) as daemon:
+        url = f"{daemon.url}/v1/chat/completions"
+        with httpx.Client(timeout=60) as client:
+
+            def ask(content: str) -> httpx.Response:
+                messages = [{"role": "user", "content": content}]
+                return client.post(url, json={"messages": messages, "max_tokens": 1})
+
+            assert ask("hello").status_code == 200
+            with Bystander(daemon) as bystander:
+                for kind in SLOW:
+                    answer = ask(kind)
+                    assert answer.status_code == 400, (kind, answer.text)
+                    assert answer.json()["error"]["param"] == "messages"
+                assert ask("hello").status_code == 200
+            bystander.check()
