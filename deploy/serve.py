@@ -12,9 +12,11 @@ import tempfile
 import time
 from contextlib import closing
 from importlib.util import find_spec
+from pathlib import Path
 
 from deploy.display import Display, open_display
 from deploy.environment import FAULTS_VARIABLE, HostEnvironment
+from deploy.models import tokenizer_check
 from deploy.models.store import prepared_draft_model, prepared_model
 from deploy.supervisor.epochs import ServedModels
 from deploy.supervisor.launch import Commands, Launch, listen, url_of
@@ -177,8 +179,12 @@ def _faults(config: ServeConfig, environment: HostEnvironment) -> tuple[Fault, .
 
 def _check_tokenizer(config: ServeConfig) -> None:
     folder = config.model.tokenizer
-    if folder is not None and not os.path.isfile(os.path.join(folder, "tokenizer.json")):
+    if folder is None:
+        return
+    path = os.path.join(folder, "tokenizer.json")
+    if not os.path.isfile(path):
         raise ConfigError(f"--tokenizer {folder}: the folder has no tokenizer.json", "tokenizer")
+    tokenizer_check.check(Path(path).read_bytes(), f"--tokenizer {folder}: tokenizer.json")
 
 
 def _check_chat_template(config: ServeConfig) -> None:

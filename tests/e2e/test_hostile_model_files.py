@@ -1,12 +1,15 @@
 """Files of a model that is not trusted: other clients wait no longer, memory stays bounded."""
 
+import json
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from tests.e2e.bystander import Bystander
-from tests.e2e.daemon import Daemon
+from tests.e2e.daemon import TOKEND, Daemon
 
 pytestmark = pytest.mark.suite("hostile")
 
@@ -46,3 +49,31 @@ def test_a_chat_template(tmp_path: Path) -> None:
                     assert answer.json()["error"]["param"] == "messages"
                 assert ask("hello").status_code == 200
             bystander.check()
+
+
+DOUBLED = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+NEVER_ENDING = {
+    **{"type": "Split", "pattern": {"Regex": "(a+)+$"}},
+    **{"behavior": "Isolated", "invert": False},
+}
+
+
+@pytest.mark.parametrize(
+    ("parts", "named"),
+    [
+        ({"normalizer": {"type": "Sequence", "normalizers": [DOUBLED] * 40}}, "normalizer"),
+        ({"pre_tokenizer": NEVER_ENDING}, "pre_tokenizer"),
+    ],
+)
+def test_a_tokenizer(tmp_path: Path, parts: dict[str, Any], named: str) -> None:
+    """The daemon does not start with it, and says which part it is."""
+    tokenizer = {
+        **{"version": "1.0", "truncation": None, "padding": None, "added_tokens": []},
+        **{"normalizer": None, "pre_tokenizer": None, "post_processor": None, "decoder": None},
+        "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer | parts))
+    command = [*TOKEND, "serve", "--port", "0", "--tokenizer", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2, ended.stderr
+    assert f"tokenizer.json: {named}" in ended.stderr
