@@ -92,7 +92,8 @@ async def _serve(boot: ProcessBoot, link: Link, clock: PhaseClock) -> None:
 
 
 async def _report_ready(app_state: AppState, clock: PhaseClock) -> None:
-    """Report to the supervisor when the engine is ready."""
+    """Report to the supervisor when the engine is ready and the chat template is compiled."""
+    await app_state.chat_template.compile()
     engine = await app_state.client.wait_ready()
     logger.info("ready: up to %d tokens a request", engine.max_model_len)
     clock.end("engine")

@@ -84,17 +84,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         status = _dispatch(arguments)
-        sys.stdout.flush()
+        print(end="", flush=True)
         return status
     except TokendError as error:
         from deploy.display import error_line
+        from proto.log_lines import guard_output
 
+        guard_output("tokend")  # a reader that has gone must not change the exit status
         print(error_line(str(error), _log_format(arguments)), file=sys.stderr, flush=True)
         return 2 if isinstance(error, ConfigError | ModelError) else 1
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of the output, such as `head`, has ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        for stream in (sys.stdout, sys.stderr):  # both are flushed once more at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return 141
 
 

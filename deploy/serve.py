@@ -12,9 +12,11 @@ import tempfile
 import time
 from contextlib import closing
 from importlib.util import find_spec
+from pathlib import Path
 
 from deploy.display import Display, open_display
 from deploy.environment import FAULTS_VARIABLE, HostEnvironment
+from deploy.models import tokenizer_check
 from deploy.models.store import prepared_draft_model, prepared_model
 from deploy.supervisor.epochs import ServedModels
 from deploy.supervisor.launch import Commands, Launch, listen, url_of
@@ -27,6 +29,7 @@ from proto.errors import ConfigError
 from proto.faults import Fault, parse_faults
 from proto.generation_config import generation_defaults
 from proto.lifecycle import PhaseClock, PlanBoot
+from proto.log_lines import guard_output
 from proto.prepared_model import PreparedModel
 from proto.security import read_api_keys
 
@@ -38,6 +41,7 @@ def serve(config: ServeConfig, environment: HostEnvironment, commands: Commands)
     """
     clock = PhaseClock(time.monotonic() - process_age())
     clock.end("command")
+    guard_output("tokend", config.frontend.log_format)
     _check_tokenizer(config)
     _check_chat_template(config)
     _check_tracing(config)
@@ -175,8 +179,12 @@ def _faults(config: ServeConfig, environment: HostEnvironment) -> tuple[Fault, .
 
 def _check_tokenizer(config: ServeConfig) -> None:
     folder = config.model.tokenizer
-    if folder is not None and not os.path.isfile(os.path.join(folder, "tokenizer.json")):
+    if folder is None:
+        return
+    path = os.path.join(folder, "tokenizer.json")
+    if not os.path.isfile(path):
         raise ConfigError(f"--tokenizer {folder}: the folder has no tokenizer.json", "tokenizer")
+    tokenizer_check.check(Path(path).read_bytes(), f"--tokenizer {folder}: tokenizer.json")
 
 
 def _check_chat_template(config: ServeConfig) -> None:

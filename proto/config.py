@@ -295,7 +295,8 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
     disable_log_requests: bool = False
     """Do not log a line for each request."""
     log_format: LogFormat = "text"
-    """Format of all lines on both output streams: text, or one JSON object per line."""
+    """Format of all lines on both output streams: text, or one JSON object per line. Lines that the
+    log's reader does not take are dropped, and a later line says how many."""
     log_level: LogLevel = "info"
     """Lowest level of log lines; debug adds the times of the start's phases."""
     api_key_file: str | None = None

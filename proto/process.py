@@ -23,7 +23,7 @@ from proto import PROTOCOL_VERSION
 from proto.codec import MessageDecoder
 from proto.errors import ErrorInfo, ProtocolError
 from proto.lifecycle import Fatal, FromSupervisor, ProcessBoot, process_name
-from proto.log_lines import formatter
+from proto.log_lines import formatter, guard_output
 from proto.run_directory import RunDirectory
 from proto.sockets import Link, supervisor_path
 
@@ -116,8 +116,9 @@ def _read_boot() -> ProcessBoot:
 
 def _set_up_process(boot: ProcessBoot, directory: RunDirectory) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    faulthandler.register(signal.SIGUSR1)  # works even if no Python code can run
     name = process_name(boot.role, boot.index)
+    guard_output(name, boot.config.frontend.log_format)
+    faulthandler.register(signal.SIGUSR1)  # works even if no Python code can run
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter(boot.config.frontend.log_format, name))
     logging.basicConfig(level=boot.config.frontend.log_level.upper(), handlers=[handler])

@@ -112,6 +112,7 @@ class EngineSwitch:
         index, epoch = self._boot.index, message.epoch
         try:
             texts = await asyncio.to_thread(ModelTexts.load, self._boot.config, message.model)
+            await texts.chat_template.compile()
             old = self.app_state
             if not message.in_place:
                 link = connect_engine(self._boot, epoch)

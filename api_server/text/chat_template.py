@@ -1,8 +1,8 @@
 """Chat templates: from messages to a prompt, through the model's own Jinja template.
 
-A template comes with a model and is not trusted, so it runs in a sandbox in which no single
-operation can take very long. `rendering.py` limits the time of a whole rendering. The prompt is
-the one that `transformers` renders from the same messages.
+A template comes with a model and is not trusted. It runs in Jinja's sandbox, in a process with
+limits of time and memory (`template_process.py`); a front end only parses it. The prompt is the one
+that `transformers` renders from the same messages.
 """
 
 import contextlib
@@ -207,11 +207,7 @@ class GenerationBlock(Extension):
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """A sandbox that also limits the results of `*` and `**`.
-
-    Such an operation is a single instruction, which a timeout cannot interrupt. Jinja does not
-    evaluate intercepted operators when it compiles a template either.
-    """
+    """A sandbox that also limits the results of `*` and `**`."""
 
     intercepted_binops = frozenset({"*", "**"})
 
@@ -231,6 +227,26 @@ def _result_bits(operator: str, left: Any, right: Any) -> int:
     if isinstance(times, int) and isinstance(items, str | list | tuple):
         return len(items) * times * MAX_INTEGER_BITS // MAX_REPEATED
     return 0
+
+
+class ParsingEnvironment(BoundedEnvironment):
+    """An environment that evaluates nothing of a template, not even constants.
+
+    Jinja evaluates operators, filters and tests of constants wherever it reads a syntax tree.
+    """
+
+    intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
+        )
+        self.filters = dict.fromkeys([*self.filters, "tojson"], _not_evaluated)
+        self.tests = dict.fromkeys(self.tests, _not_evaluated)
+
+
+def _not_evaluated(*arguments: Any, **named: Any) -> NoReturn:
+    raise nodes.Impossible
 
 
 def template_environment() -> ImmutableSandboxedEnvironment:
@@ -289,26 +305,29 @@ def arguments_text(arguments: Any) -> str:
 
 
 class ChatTemplate:
-    """A model's chat template.
+    """A model's chat template, which is compiled when it first renders.
 
     source: of the template in Jinja. variables: the special tokens that a template may name.
     facts: what the template reads.
     """
 
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
-        environment = template_environment()
-        try:
-            self._template = environment.from_string(source)
-            self.facts = template_facts(environment.parse(source))
-        except jinja2.TemplateSyntaxError as error:
-            raise ModelError(f"chat template, line {error.lineno}: {error.message}") from None
-        except Exception as error:  # from computed constants, or from deep nesting
-            raise ModelError(f"chat template: {type(error).__name__}: {error}") from None
-        self._variables = dict(variables)
+        with _template_errors():
+            self.facts = template_facts(ParsingEnvironment().parse(source))
+        self.variables = dict(variables)
         self.source = source
+        self._template: jinja2.Template | None = None
+
+    def compile(self) -> jinja2.Template:
+        """Return the compiled template; raise ModelError if it cannot be compiled."""
+        if self._template is None:
+            with _template_errors():
+                self._template = template_environment().from_string(self.source)
+        return self._template
 
     def render(self, conversation: Conversation) -> str:
         """Return the prompt; raise TemplateError if the template refuses the messages."""
+        self.compile()
         messages = [_with_reasoning(message) for message in conversation.messages]
         if conversation.continue_final_message:
             return self._render_until_last_text(conversation, messages)
@@ -346,7 +365,7 @@ class ChatTemplate:
 
     def _render_messages(self, conversation: Conversation, messages: list[dict[str, Any]]) -> str:
         values = {
-            **self._variables,
+            **self.variables,
             **conversation.variables,
             "messages": messages,
             "tools": _as_dicts(conversation.tools),
@@ -354,7 +373,9 @@ class ChatTemplate:
             "add_generation_prompt": conversation.add_generation_prompt,
         }
         try:
-            return self._template.render(values)
+            return self.compile().render(values)
+        except MemoryError:
+            raise
         except Exception as error:  # a template is untrusted code
             reason = shown(error)
             if path := self._unrenderable_arguments(values):
@@ -386,9 +407,22 @@ class ChatTemplate:
             messages.append({**message, "tool_calls": calls} if calls else message)
         if places:
             with contextlib.suppress(Exception):
-                self._template.render({**values, "messages": messages})
+                self.compile().render({**values, "messages": messages})
                 return places[0]
         return None
+
+
+@contextlib.contextmanager
+def _template_errors() -> Iterator[None]:
+    """Turn errors of parsing or compiling a template into a ModelError."""
+    try:
+        yield
+    except jinja2.TemplateSyntaxError as error:
+        raise ModelError(f"chat template, line {error.lineno}: {error.message}") from None
+    except MemoryError:
+        raise
+    except Exception as error:  # from computed constants, or from deep nesting
+        raise ModelError(f"chat template: {type(error).__name__}: {shown(error)}") from None
 
 
 def find_chat_templates(

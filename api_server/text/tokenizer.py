@@ -24,7 +24,7 @@ from api_server.text.detokenizer import (
     WindowDetokenizer,
     is_byte_level,
 )
-from proto.errors import InvalidRequestError, ModelError
+from proto.errors import InvalidRequestError, ModelError, shown
 
 Side = Literal["left", "right"]
 FILL_CONTEXT: Final = -1
@@ -176,10 +176,15 @@ class ModelTokenizer:
 
         size: characters or tokens that the work processes.
         """
-        if size <= INLINE_SIZE:
-            return work(*args, **fields)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, partial(work, *args, **fields))
+        try:
+            if size <= INLINE_SIZE:
+                return work(*args, **fields)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads, partial(work, *args, **fields))
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # it cannot be imported
+                raise
+            raise InvalidRequestError(f"the tokenizer cannot read it: {shown(error)}") from None
 
     def special_id(self, text: str) -> int | None:
         """Return the id of the special token with this text, None if there is none."""

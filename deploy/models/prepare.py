@@ -9,7 +9,7 @@ import sys
 import warnings
 from typing import Final, NamedTuple
 
-from deploy.models import draft_head, gguf_file, hf_folder, prepared_folder
+from deploy.models import draft_head, gguf_file, hf_folder, prepared_folder, tokenizer_check
 from proto.errors import ModelError
 
 QUIET_LIBRARIES: Final = {
@@ -55,6 +55,11 @@ def prepare(
     """
     read = {"gguf": gguf_file.read, "folder": hf_folder.read, "head": draft_head.read}[kind]
     contents = read(source, report)
+    if kind != "head":
+        report("checking the tokenizer")
+        tokenizer_check.check(
+            contents.tokenizer_json, f"{source}: tokenizer", is_converted=kind == "gguf"
+        )
     prepared_folder.write(contents, name=name, source=source, target=target, final=final)
 
 

@@ -377,7 +377,7 @@ async def test_a_result_without_the_id_of_its_call(start, served):
 async def test_many_calls_that_a_template_cannot_render_are_one_more_rendering():
     rendered = []
     template = ChatTemplate(ITEMS_ONLY, {})
-    inner = template._template
+    inner = template.compile()
 
     class Counting:
         def render(self, values):

@@ -1,15 +1,18 @@
-"""Template rendering has a time limit and does not block the event loop."""
+"""Template rendering has limits of time and memory and does not block the event loop."""
 
 import asyncio
+import contextlib
 import shutil
-import threading
+import subprocess
 import time
 
 import msgspec
+import psutil
 import pytest
 
 from api_server.text.chat_template import ChatTemplate, Conversation
 from api_server.text.rendering import TemplateRenderer
+from api_server.text.template_process import MODULE
 from proto.errors import InvalidRequestError, ModelError, OverloadedError
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -23,27 +26,33 @@ ENDLESS = {
 SLOW = "{% if messages|length > 1 %}" + ENDLESS["loops"] + "{% endif %}done"
 
 
-def timed(source: str, limit: float = 0.2) -> TemplateRenderer:
-    return TemplateRenderer(ChatTemplate(source, {}), limit=limit)
+async def timed(source: str, limit: float = 0.4) -> TemplateRenderer:
+    """Return a renderer whose process has started."""
+    renderer = TemplateRenderer(ChatTemplate(source, {}), limit=limit)
+    await renderer.compile()
+    return renderer
 
 
-def num_renders() -> int:
-    return sum(thread.name == "render" for thread in threading.enumerate())
+def render_processes() -> list[psutil.Process]:
+    children = psutil.Process().children()
+    return [child for child in children if MODULE in " ".join(child.cmdline())]
 
 
-async def until_no_render_is_left() -> None:
+async def until_one_process_is_left() -> None:
     async with asyncio.timeout(20):
-        while num_renders():
+        while len(render_processes()) > 1:
             await asyncio.sleep(0.01)
 
 
 async def test_a_render_within_the_limit_returns_its_text() -> None:
-    assert await timed("{{ messages[0].content }}!").render(Conversation(MESSAGES)) == "hello!"
+    assert (
+        await (await timed("{{ messages[0].content }}!")).render(Conversation(MESSAGES)) == "hello!"
+    )
 
 
 async def test_an_exception_of_the_template_is_raised() -> None:
     with pytest.raises(InvalidRequestError, match="no"):
-        await timed("{{ raise_exception('no') }}").render(Conversation(MESSAGES))
+        await (await timed("{{ raise_exception('no') }}")).render(Conversation(MESSAGES))
 
 
 @pytest.mark.parametrize("kind", ENDLESS)
@@ -58,52 +67,144 @@ async def test_an_endless_render_is_stopped(kind: str) -> None:
 
     other = asyncio.create_task(tick())
     with pytest.raises(InvalidRequestError) as caught:
-        await timed(ENDLESS[kind]).render(Conversation(MESSAGES))
+        await (await timed(ENDLESS[kind])).render(Conversation(MESSAGES))
     assert caught.value.param == "messages"
-    await until_no_render_is_left()
+    await until_one_process_is_left()
     other.cancel()
     if kind != "recursion":  # ends by itself
-        assert "longer than 0.2 s" in caught.value.message
+        assert "longer than 0.4 s" in caught.value.message
         assert ticks >= 2, "the event loop was not blocked"
 
 
 async def test_renders_work_after_one_was_stopped() -> None:
-    rendering = timed(SLOW)
+    rendering = await timed(SLOW)
     with pytest.raises(InvalidRequestError):
         await rendering.render(Conversation(MESSAGES * 2))
+    await rendering.compile()
     assert await rendering.render(Conversation(MESSAGES)) == "done"
-    await until_no_render_is_left()
+    await until_one_process_is_left()
 
 
 async def test_a_long_wait_for_a_render_slot_is_a_retryable_error() -> None:
-    rendering = timed(SLOW)
+    rendering = await timed(SLOW)
     slow = [asyncio.create_task(rendering.render(Conversation(MESSAGES * 2))) for _ in range(4)]
     answers = await asyncio.gather(*slow, return_exceptions=True)
     kinds = {type(each) for each in answers}
     assert kinds <= {InvalidRequestError, OverloadedError}
     assert OverloadedError in kinds
+    await rendering.compile()
     assert await rendering.render(Conversation(MESSAGES)) == "done"
 
 
 async def test_a_cancelled_render_releases_its_slot() -> None:
-    rendering = timed(SLOW, 20.0)
+    rendering = await timed(SLOW, 20.0)
     waiting = asyncio.create_task(rendering.render(Conversation(MESSAGES * 2)))
-    while not num_renders():
-        await asyncio.sleep(0.001)
+    await asyncio.sleep(0.1)
     waiting.cancel()
     assert await rendering.render(Conversation(MESSAGES)) == "done"
+    await until_one_process_is_left()
 
 
-async def test_a_failure_to_start_a_thread_releases_the_slot(monkeypatch) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
+async def test_a_cancelled_render_that_is_short_keeps_its_process() -> None:
+    rendering = await timed("{% for a in range(99999) %}{% endfor %}done", 20.0)
+    (before,) = render_processes()
+    for _ in range(5):
+        waiting = asyncio.create_task(rendering.render(Conversation(MESSAGES)))
+        await asyncio.sleep(0.001)
+        waiting.cancel()
+        assert await rendering.render(Conversation(MESSAGES)) == "done"
+    assert render_processes() == [before]
 
-    rendering = timed("done")
+
+async def test_a_process_that_is_killed_from_outside_costs_no_request() -> None:
+    rendering = await timed(
+        "{% for a in range(999) %}{% for b in range(999) %}{% endfor %}{% endfor %}!", 20.0
+    )
+    for _ in range(3):
+        (process,) = render_processes()
+        waiting = asyncio.create_task(rendering.render(Conversation(MESSAGES)))
+        await asyncio.sleep(0.005)
+        process.kill()
+        assert await waiting == "!"
+        (process,) = render_processes()
+        process.kill()
+        assert await rendering.render(Conversation(MESSAGES)) == "!"
+
+
+async def test_a_machine_without_processes_releases_the_slot(monkeypatch) -> None:
+    def refuse(*arguments: object, **named: object) -> None:
+        raise BlockingIOError("fork: resource temporarily unavailable")
+
+    rendering = TemplateRenderer(ChatTemplate("done", {}))
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(OverloadedError, match="no thread"):
+        patch.setattr("api_server.text.rendering._IDLE", [])
+        patch.setattr(subprocess, "Popen", refuse)
+        with pytest.raises(OverloadedError, match="no process"):
             await rendering.render(Conversation(MESSAGES))
     assert await rendering.render(Conversation(MESSAGES)) == "done"
+
+
+BAD_EXPRESSIONS = {
+    "center": "{{ 'x' | center(10**10) }}",
+    "format": "{{ '%10000000000d' % 1 }}",
+    "a method": "{{ 'x'.ljust(10**10) }}",
+    "doubling": "{% set n = namespace(x='x') %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}"
+    "{% endfor %}{{ n.x }}",
+    "a list": "{% set n = namespace(x=[1]) %}{% for i in range(40) %}{% set n.x = n.x + n.x %}"
+    "{% endfor %}{{ n.x }}",
+    "indent": "{{ [1] | tojson(indent=10**10) }}",
+    "batch": "{{ [1] | batch(10**10, 'x') | list }}",
+    "output": "{% for i in range(99999) %}{{ messages[0].content * 9999 }}{% endfor %}",
+}
+SLOW_EXPRESSIONS = {
+    "sum": "{{ range(99999) | map('string') | list | sum(start=[]) }}",
+    "join": "{% set a = range(99999)|list %}{{ (a|map('string')|join) | int(base=36) }}",
+    "unique": "{% set x = range(99999) | map('center', 9000) | unique | list %}",
+    "regular expression": "{{ ('<!--' * 200000) | striptags }}",
+    "replace": "{% set x = ('ab' * 500000).replace('a', 'ab' * 100) %}{{ x.count('c') }}",
+}
+
+
+@pytest.mark.parametrize("kind", BAD_EXPRESSIONS)
+async def test_memory_is_limited(kind: str) -> None:
+    """Also while constants of the template are computed."""
+    before = psutil.Process().memory_info().rss
+    rendering = TemplateRenderer(ChatTemplate(BAD_EXPRESSIONS[kind], {}), limit=20.0)
+    with pytest.raises((InvalidRequestError, ModelError)):
+        await rendering.render(Conversation(MESSAGES))
+    assert psutil.Process().memory_info().rss - before < 100 << 20
+    assert await (await timed("ok")).render(Conversation(MESSAGES)) == "ok"
+    assert all(process.memory_info().rss < 200 << 20 for process in render_processes())
+
+
+@pytest.mark.parametrize("kind", SLOW_EXPRESSIONS)
+async def test_a_single_slow_operation_ends_in_time(kind: str) -> None:
+    rendering = await timed("ok")
+    rendering = TemplateRenderer(ChatTemplate(SLOW_EXPRESSIONS[kind], {}), limit=0.4)
+    began = time.monotonic()
+    with contextlib.suppress(InvalidRequestError, ModelError):
+        await rendering.render(Conversation(MESSAGES))
+    assert time.monotonic() - began < 2.0
+
+
+async def test_a_long_conversation_may_take_more_memory() -> None:
+    messages = [{"role": "user", "content": "né 🦙 " * 170_000}] * 8
+    source = "{% for m in messages %}{{ m.content | trim }}{{ m.content | upper }}{% endfor %}"
+    expected = ChatTemplate(source, {}).render(Conversation(messages))
+    rendering = TemplateRenderer(ChatTemplate(source, {}), limit=60.0)
+    assert await rendering.render(Conversation(messages)) == expected
+
+
+async def test_values_arrive_unchanged() -> None:
+    """Large integers, halves of surrogate pairs, and everything else that JSON has."""
+    messages = [
+        {"role": "user", "content": "\ud83e", "n": 2**70, "x": [None, True, 0.1, {"a": -1}]}
+    ]
+    source = "{{ messages }}{{ messages[0].content }}{{ add_generation_prompt }}{{ extra.a }}"
+    conversation = Conversation(messages, variables={"extra": {"a": 1e100}})
+    expected = ChatTemplate(source, {}).render(conversation)
+    rendering = await timed(source, 20.0)
+    assert await rendering.render(conversation) == expected
 
 
 @pytest.mark.parametrize(
@@ -144,7 +245,7 @@ async def test_the_route_answers_400(start, model, tmp_path) -> None:
     (tmp_path / "m" / "chat_template.jinja").write_text(ENDLESS["loops"])
     served = msgspec.structs.replace(model, folder=str(tmp_path / "m"))
     async with start(served=served, accepts=True) as front_end:
-        front_end.app_state.chat_template._limit = 0.2
+        front_end.app_state.chat_template._limit = 1.0
         response = await front_end.chat()
         assert response.status_code == 400
         assert response.json()["error"]["param"] == "messages"
