@@ -30,7 +30,7 @@ from proto.config import FrontEndConfig, ServeConfig
 from proto.errors import InvalidRequestError, ModelError, UnknownModelError
 from proto.generation_config import NO_DEFAULTS, GenerationDefaults, generation_defaults
 from proto.pooling import Pooler, pooler_of
-from proto.prepared_model import PreparedModel
+from proto.prepared_model import PreparedModel, read_model_file
 from proto.profiler import StackSampler
 from proto.turn_ends import with_end_tokens
 
@@ -78,7 +78,7 @@ class ModelTexts:
                 template, tool_template = HarmonyTemplate(encoding, source), None
         model = with_end_tokens(model, config)
         digest = hashlib.sha256(repr(model.eos_token_ids).encode())
-        digest.update(Path(folder, "tokenizer.json").read_bytes())
+        digest.update(read_model_file(Path(folder, "tokenizer.json")))
         renderer = TemplateRenderer(template, name, tool_template=tool_template)
         defaults = generation_defaults(config, model)
         return cls(model, tokenizer, renderer, digest.hexdigest(), harmony, defaults)

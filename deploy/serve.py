@@ -12,7 +12,6 @@ import tempfile
 import time
 from contextlib import closing
 from importlib.util import find_spec
-from pathlib import Path
 
 from deploy.display import Display, open_display
 from deploy.environment import FAULTS_VARIABLE, HostEnvironment
@@ -30,7 +29,7 @@ from proto.faults import Fault, parse_faults
 from proto.generation_config import generation_defaults
 from proto.lifecycle import PhaseClock, PlanBoot
 from proto.log_lines import guard_output
-from proto.prepared_model import PreparedModel
+from proto.prepared_model import PreparedModel, read_model_file
 from proto.security import read_api_keys
 
 
@@ -184,7 +183,7 @@ def _check_tokenizer(config: ServeConfig) -> None:
     path = os.path.join(folder, "tokenizer.json")
     if not os.path.isfile(path):
         raise ConfigError(f"--tokenizer {folder}: the folder has no tokenizer.json", "tokenizer")
-    tokenizer_check.check(Path(path).read_bytes(), f"--tokenizer {folder}: tokenizer.json")
+    tokenizer_check.check(read_model_file(path), f"--tokenizer {folder}: tokenizer.json")
 
 
 def _check_chat_template(config: ServeConfig) -> None:

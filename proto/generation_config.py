@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 from proto.config import ModelConfig, flag_name
 from proto.errors import ConfigError, InvalidRequestError, ModelError, shown
 from proto.logit_edits import LOGIT_EDIT_NUMBERS
-from proto.prepared_model import ModelSetting, PreparedModel
+from proto.prepared_model import ModelSetting, PreparedModel, read_model_file
 from proto.sampling_params import SAMPLING_NUMBERS
 
 FILE_NAME: Final = "generation_config.json"
@@ -148,7 +148,7 @@ def _settings(config: ModelConfig, model: PreparedModel) -> tuple[Mapping[str, A
         return settings, f"{model.source}/{FILE_NAME}", FILE_NAME
     path = Path(name, FILE_NAME)
     try:
-        settings = json.loads(path.read_bytes())
+        settings = json.loads(read_model_file(path))
     except OSError as error:
         raise _not_readable(f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

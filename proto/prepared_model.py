@@ -15,7 +15,9 @@ and chat template. The folder contains
 """
 
 import os
-from typing import Final, NamedTuple
+import stat
+from pathlib import Path
+from typing import BinaryIO, Final, NamedTuple
 
 import msgspec
 
@@ -275,6 +277,54 @@ class KernelTimes(msgspec.Struct, frozen=True):
     """
 
     machines: dict[str, dict[str, dict[str, tuple[float, ...]]]]
+
+
+MAX_TEMPLATE_BYTES: Final = 1 << 20
+"""Largest file of a chat template."""
+MAX_TEXT_BYTES: Final = 256 << 20
+"""Largest file of a model that is read as a whole: JSON, or a vocabulary."""
+_KINDS: Final = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def require_regular(path: str | Path, mode: int) -> None:
+    """Raise ModelError unless a file of this st_mode is a regular one."""
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "something else")
+        raise ModelError(f"{path} is {kind}, not a regular file")
+
+
+def open_model_file(path: str | Path) -> BinaryIO:
+    """Open a file of a model that is not trusted. Raises OSError, or ModelError naming the file.
+
+    Opening a FIFO would wait for its writer for ever, reading a device might never end, and what
+    the path means may change between a check and the opening.
+    """
+    require_regular(path, os.stat(path).st_mode)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        require_regular(path, os.fstat(descriptor).st_mode)
+        return open(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_model_file(path: str | Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
+    """Return the content of a file of a model that is not trusted, which is at most that large.
+
+    Raises OSError, or ModelError naming the file.
+    """
+    with open_model_file(path) as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ModelError(f"{path} is larger than {max_bytes} bytes")
+    return content
 
 
 def file_stamp(path: str) -> FileStamp:

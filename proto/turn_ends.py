@@ -21,7 +21,7 @@ from msgspec import structs
 
 from proto.config import ModelConfig
 from proto.errors import ModelError
-from proto.prepared_model import CHAT_TEMPLATES, PreparedModel
+from proto.prepared_model import CHAT_TEMPLATES, MAX_TEMPLATE_BYTES, PreparedModel, read_model_file
 
 END_TOKENS: Final = ("eos_token", "eot_token", "eom_token")
 TURN_ENDS: Final = (
@@ -59,9 +59,13 @@ def with_end_tokens(model: PreparedModel, config: ModelConfig) -> PreparedModel:
     try:
         found = find_turn_ends(
             (),
-            (folder / "tokenizer.json").read_bytes(),
-            json.loads(settings.read_bytes()) if settings.is_file() else {},
-            [path.read_text(encoding="utf-8") for path in paths if path.is_file()],
+            read_model_file(folder / "tokenizer.json"),
+            json.loads(read_model_file(settings)) if settings.is_file() else {},
+            [
+                read_model_file(path, MAX_TEMPLATE_BYTES).decode()
+                for path in paths
+                if path.is_file()
+            ],
         )
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ModelError(f"{folder}: no end tokens of the tokenizer: {error}") from None

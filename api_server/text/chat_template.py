@@ -22,7 +22,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from proto.errors import InvalidRequestError, ModelError, shown
-from proto.prepared_model import CHAT_TEMPLATES
+from proto.prepared_model import CHAT_TEMPLATES, MAX_TEMPLATE_BYTES, read_model_file
 
 REASONING_SWITCHES: Final = ("enable_thinking", "thinking")
 """Variables by which templates switch reasoning on or off."""
@@ -290,7 +290,6 @@ def _raise(message: str) -> NoReturn:
 
 
 CONTINUE_FIELD: Final = "continue_final_message"
-MAX_TEMPLATE_BYTES: Final = 1 << 20
 _REASONING_FIELDS: Final = ("reasoning_content", "thinking", "reasoning")
 """Names under which templates read a message's reasoning; the first is the usual one."""
 
@@ -434,7 +433,7 @@ def find_chat_templates(
         found = {
             name: read_chat_template(path, variables)
             for name, path in paths.items()
-            if path.is_file()
+            if path.exists()
         }
         if found:
             return found
@@ -444,9 +443,7 @@ def find_chat_templates(
 def read_chat_template(path: Path, variables: Mapping[str, Any]) -> ChatTemplate:
     """Return the template of a file; raise ModelError if it cannot be used."""
     try:
-        if path.stat().st_size > MAX_TEMPLATE_BYTES:
-            raise ModelError(f"{path} is larger than {MAX_TEMPLATE_BYTES} bytes")
-        source = path.read_text(encoding="utf-8")
+        source = read_model_file(path, MAX_TEMPLATE_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"chat template {path}: {error}") from None
     return ChatTemplate(source, variables)

@@ -25,6 +25,7 @@ from api_server.text.detokenizer import (
     is_byte_level,
 )
 from proto.errors import InvalidRequestError, ModelError, shown
+from proto.prepared_model import read_model_file
 
 Side = Literal["left", "right"]
 FILL_CONTEXT: Final = -1
@@ -236,10 +237,10 @@ class ModelTokenizer:
 def special_token_texts(folder: str) -> dict[str, Any]:
     """Return bos_token, eos_token and others of tokenizer_config.json, for chat templates."""
     path = Path(folder, "tokenizer_config.json")
-    if not path.is_file():
+    if not path.exists():
         return {}
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(read_model_file(path))
     except ValueError as error:
         raise ModelError(f"{path}: {error}") from None
     names = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")

@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from deploy.models import torch_file
-from deploy.models.hf_folder import read_object, safetensors_entries
+from deploy.models.hf_folder import read_object, require_regular_files, safetensors_entries
 from deploy.models.prepared_folder import ModelContents, ProgressCallback
 from proto.errors import ModelError
 from proto.prepared_model import TensorEntry, TensorIndex
@@ -23,6 +23,7 @@ def read(path: str, report: ProgressCallback) -> ModelContents:
     """Read a head's folder; raises ModelError naming the missing or invalid file."""
     folder = Path(path)
     report("reading headers")
+    require_regular_files(folder)
     config = read_object(folder / "config.json", required=True)
     config["architectures"] = ["LlamaForCausalLM"]
     pickled = folder / _PICKLED

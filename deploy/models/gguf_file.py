@@ -16,7 +16,14 @@ from deploy.models.gguf_header import GgufHeader
 from deploy.models.prepared_folder import ModelContents, ProgressCallback
 from proto.errors import ModelError, shown
 from proto.generation_config import model_settings
-from proto.prepared_model import FAMILIES, ModelSetting, TensorEntry, TensorIndex, TensorPart
+from proto.prepared_model import (
+    FAMILIES,
+    ModelSetting,
+    TensorEntry,
+    TensorIndex,
+    TensorPart,
+    open_model_file,
+)
 from proto.turn_ends import END_TOKENS
 
 _ROPE_FACTORS: Final = {
@@ -94,7 +101,7 @@ def _few_floats(paths: Sequence[str], entry: TensorEntry) -> list[float]:
     """Return the numbers of a short tensor; raises ModelError naming it if it is none."""
     if entry.type != "F32" or entry.num_bytes > _MAX_FACTOR_BYTES:
         raise ModelError(f"tensor {entry.name} has type {entry.type}: a few F32 are needed")
-    with open(paths[entry.file], "rb") as file:
+    with open_model_file(paths[entry.file]) as file:
         file.seek(entry.offset)
         return array("f", file.read(entry.num_bytes)).tolist()
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from proto.errors import ModelError, shown
-from proto.prepared_model import TensorEntry
+from proto.prepared_model import TensorEntry, open_model_file
 
 MAGIC: Final = b"GGUF"
 _VERSIONS: Final = (2, 3)
@@ -98,7 +98,7 @@ class GgufHeader:
 def read(path: str) -> GgufHeader:
     """Read the header; raises ModelError naming file and field if it is invalid or truncated."""
     try:
-        with open(path, "rb") as stream:
+        with open_model_file(path) as stream:
             magic = stream.read(len(MAGIC))
             if magic != MAGIC:
                 raise ModelError(f"{path} is not a GGUF file: it begins with {magic!r}")

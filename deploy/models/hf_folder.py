@@ -5,8 +5,10 @@ The weights are not copied; the tensor index refers to their files. Of a folder 
 model beside a vision or an audio part, the language model is read (wrapped_model.py).
 """
 
+import contextlib
 import json
 import os
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -27,14 +29,17 @@ from proto.generation_config import FILE_NAME, model_settings
 from proto.prepared_model import (
     CHAT_TEMPLATES,
     FAMILIES,
+    MAX_TEMPLATE_BYTES,
     TEMPLATE_FILES,
     TensorEntry,
     TensorIndex,
     TensorPart,
+    open_model_file,
+    read_model_file,
+    require_regular,
 )
 from proto.turn_ends import END_TOKENS
 
-_MAX_JSON_BYTES: Final = 256 << 20
 _PICKLED: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _TOKENIZER_FILES: Final = (
     *("tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken", "tekken.json"),
@@ -50,6 +55,7 @@ def read(path: str, report: ProgressCallback) -> ModelContents:
     """Read a model folder; raises ModelError naming the missing or invalid file."""
     folder = Path(path)
     report("reading headers")
+    require_regular_files(folder)
     config = whole = read_object(folder / "config.json", required=True)
     wrapped = wrapped_model.find(config)
     if wrapped is not None:
@@ -93,12 +99,22 @@ def read(path: str, report: ProgressCallback) -> ModelContents:
     )
 
 
+def require_regular_files(folder: Path) -> None:
+    """Raise ModelError for a file in a folder that is a FIFO, a device or the like.
+
+    Libraries that convert a tokenizer open some of them, too.
+    """
+    for entry in os.scandir(folder):
+        with contextlib.suppress(FileNotFoundError):  # a link to nothing
+            mode = entry.stat().st_mode
+            if not stat.S_ISDIR(mode):
+                require_regular(entry.path, mode)
+
+
 def read_object(path: Path, *, required: bool = False) -> dict[str, Any]:
     """Return the JSON object in a file; empty if the file is missing and not required."""
     try:
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise ModelError(f"{path} is larger than {_MAX_JSON_BYTES} bytes")
-        value = json.loads(path.read_bytes())
+        value = json.loads(read_model_file(path))
     except FileNotFoundError:
         if required:
             raise ModelError(
@@ -143,7 +159,7 @@ def _joined(
     """Return the index of tensors, in which a quantised weight is one."""
 
     def read_bytes(part: TensorPart) -> bytes:
-        with files[part.file].open("rb") as stream:
+        with open_model_file(files[part.file]) as stream:
             stream.seek(part.offset)
             return stream.read(part.num_bytes)
 
@@ -188,7 +204,7 @@ def _tokenizer(folder: Path) -> tuple[bytes, dict[str, Any]]:
     path = folder / "tokenizer.json"
     if path.is_file():
         read_object(path)
-        return path.read_bytes(), config
+        return read_model_file(path), config
     if (folder / tiktoken_file.FILE_NAME).is_file():
         return tiktoken_file.convert(folder, config), config
     return _converted_tokenizer(folder), config
@@ -226,7 +242,7 @@ def _chat_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[s
         templates = _templates_in_json(folder, tokenizer_config)
     for name, path in paths.items():
         try:
-            templates[name] = path.read_text(encoding="utf-8")
+            templates[name] = read_model_file(path, MAX_TEMPLATE_BYTES).decode()
         except (OSError, UnicodeDecodeError) as error:
             raise ModelError(f"{path}: {error}") from None
     return templates

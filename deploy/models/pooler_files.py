@@ -26,7 +26,7 @@ from proto.pooling import (
     PoolingType,
     scoring_by_logits,
 )
-from proto.prepared_model import FAMILIES, TensorEntry, TensorIndex
+from proto.prepared_model import FAMILIES, TensorEntry, TensorIndex, read_model_file
 
 _TYPES: Final[dict[str, PoolingType]] = {
     "cls": "cls",
@@ -378,7 +378,7 @@ def _is_plain(path: str) -> bool:
 def _json(path: Path) -> Any:
     """Return the content of a JSON file; None for no such file. Raises ModelError."""
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(read_model_file(path))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:

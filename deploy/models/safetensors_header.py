@@ -9,7 +9,7 @@ import os
 from typing import Any, Final
 
 from proto.errors import ModelError, shown
-from proto.prepared_model import TensorEntry
+from proto.prepared_model import TensorEntry, open_model_file
 
 _MAX_HEADER_BYTES: Final = 32 << 20
 """Largest header, of about 200,000 tensors; parsed JSON can need twenty times as much memory."""
@@ -39,8 +39,8 @@ def read(path: str, file: int) -> list[TensorEntry]:
 
     Raises ModelError if the file is truncated or its header is invalid.
     """
-    size = os.path.getsize(path)
-    with open(path, "rb") as stream:
+    with open_model_file(path) as stream:
+        size = os.fstat(stream.fileno()).st_size
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
             raise ModelError(f"{path} is not a safetensors file, or truncated")

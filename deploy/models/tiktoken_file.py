@@ -14,13 +14,13 @@ from typing import Any, Final
 from deploy.models.gguf_tokenizer import BYTE_LETTERS, KIMI_K2_PIECES
 from deploy.models.prepared_folder import as_model_error
 from proto.errors import ModelError, shown
+from proto.prepared_model import read_model_file
 
 FILE_NAME: Final = "tiktoken.model"
 
 _PIECES: Final[Mapping[str, str]] = {"TikTokenTokenizer": KIMI_K2_PIECES}
 """Class in tokenizer_config.json → regex of the pieces within which tokens merge; that of Kimi is
 `pat_str` in https://huggingface.co/moonshotai/Kimi-K2-Instruct/blob/main/tokenization_kimi.py."""
-_MAX_FILE_BYTES: Final = 256 << 20
 _MAX_TOKEN_BYTES: Final = 1024
 """Longest token whose merges are searched, which takes time with the square of its length."""
 _MAX_SPECIAL_TOKENS: Final = 1 << 16
@@ -49,9 +49,7 @@ def convert(folder: Path, tokenizer_config: Mapping[str, Any]) -> bytes:
 def _read_ranks(path: Path) -> dict[bytes, int]:
     """Return token → rank: each rank from 0 on once, and all tokens of one byte."""
     try:
-        if path.stat().st_size > _MAX_FILE_BYTES:
-            raise ModelError(f"{path} is larger than {_MAX_FILE_BYTES} bytes")
-        lines = path.read_bytes().splitlines()
+        lines = read_model_file(path).splitlines()
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from None
     ranks: dict[bytes, int] = {}

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, Final
 
 from proto.errors import ModelError, shown
-from proto.prepared_model import TensorEntry
+from proto.prepared_model import TensorEntry, open_model_file
 
 _STORAGES: Final = {
     "DoubleStorage": ("F64", 8),
@@ -41,7 +41,7 @@ def read(path: str, file: int) -> list[TensorEntry]:
     not side by side.
     """
     try:
-        with zipfile.ZipFile(path) as archive, open(path, "rb") as stream:
+        with open_model_file(path) as stream, zipfile.ZipFile(stream) as archive:
             members = {info.filename: info for info in archive.infolist()}
             (pickled,) = (name for name in members if name.endswith("/data.pkl"))
             root = pickled.removesuffix("data.pkl")

@@ -1,6 +1,7 @@
 """Files of a model that is not trusted: other clients wait no longer, memory stays bounded."""
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -77,3 +78,16 @@ def test_a_tokenizer(tmp_path: Path, parts: dict[str, Any], named: str) -> None:
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 2, ended.stderr
     assert f"tokenizer.json: {named}" in ended.stderr
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "model.safetensors"])
+def test_a_fifo_in_a_folder(tmp_path: Path, name: str) -> None:
+    """The daemon does not wait for a writer."""
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    command = [*TOKEND, "serve", "--port", "0", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert ended.returncode == 2, ended.stderr
+    assert f"{name} is a FIFO, not a regular file" in ended.stderr

@@ -15,7 +15,7 @@ from proto.config import ServeConfig
 from proto.errors import ConfigError, ModelError, ProtocolError, shown
 from proto.lifecycle import KVCacheGeometry
 from proto.pooling import pooler_of
-from proto.prepared_model import PreparedModel
+from proto.prepared_model import PreparedModel, read_model_file
 from proto.speculative_config import FIELD, HEAD_METHODS
 from worker.device.devices import Device
 from worker.kv_cache import KVLayout, LayerSlot, kv_cache_geometry, resolve_kv_dtype
@@ -173,8 +173,7 @@ def _tokens(data: bytes, path: str) -> dict[int, str]:
 
 def _read(path: str) -> bytes:
     try:
-        with open(path, "rb") as file:
-            return file.read()
+        return read_model_file(path)
     except OSError as error:
         raise ModelError(f"{path}: {error.strerror}") from None
 
