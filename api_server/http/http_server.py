@@ -57,7 +57,8 @@ class HttpServer(uvicorn.Server):
 
     def create_protocol(self) -> asyncio.Protocol:
         """Return the protocol of a new connection, which `connections` counts."""
-        protocol = LimitedHttpProtocol(self.config, self.server_state, self.lifespan.state)
+        make: Any = self.config.http_protocol_class
+        protocol: LimitedHttpProtocol = make(self.config, self.server_state, self.lifespan.state)
         protocol.connection_gauge = self._connections
         return protocol
 
