@@ -25,7 +25,7 @@ logger = logging.getLogger("tokend.api")
 SLICE_BYTES: Final = 1 << 10
 """Most bytes that are parsed at once, unless they are known to be one piece of a body."""
 
-PASS_SECONDS: Final = 0.005
+PASS_SECONDS: Final = 0.002
 """Time for parsing in one pass of the event loop; the rest waits for the next pass."""
 
 RANKED_TURNS: Final = 4

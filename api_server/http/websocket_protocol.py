@@ -241,15 +241,15 @@ class LimitedWebSocketProtocol(ReceivingProtocol, WebSocketsSansIOProtocol):
     def _close(self, code: CloseCode, reason: str) -> None:
         """End the connection; what still comes is dropped, or a reset would hide the reason."""
         self._slow_timeout.cancel()
-        if self._is_ended or self.close_sent or self.disconnected or self.transport.is_closing():
+        if self._is_ended or self.disconnected or self.transport.is_closing():
             return
         self._is_ended = True
         logger.warning("a WebSocket is closed: %s", reason)
         self.conn.fail(code, reason)
         while not self.queue.empty():
             self.queue.get_nowait()
-        if self.conn.close_sent is None or not self.writable.is_set():
-            self.transport.abort()
+        if self.close_sent or self.conn.close_sent is None or not self.writable.is_set():
+            self.transport.abort()  # nothing more can be said, or the client does not read
         else:
             self.transport.write(b"".join(self.conn.data_to_send()))
             if self.transport.can_write_eof():  # TLS cannot close one direction alone

@@ -330,6 +330,23 @@ async def test_too_many_bytes_of_bodies_and_messages(start, scripted, monkeypatc
         websocket_writer.close()
 
 
+async def test_a_message_after_the_close_of_the_server_is_counted(start):
+    """A client that does not answer the close, but goes on sending, is disconnected."""
+    async with start() as front_end, asyncio.timeout(60):
+        uploads = front_end.server.config.http_protocol_class.keywords["reception"].uploads
+        uploads._max_client_bytes = MIB
+        reader, writer = await handshaken(front_end)
+        writer.write(b"\x81\x8e\0\0\0\0" + b'{"type":"end"}')
+        assert await reader.readexactly(4) == b"\x88\x02\x03\xe8"
+        writer.write(b"\x81\xff" + (20 * MIB).to_bytes(8) + b"\0\0\0\0" + b" " * (2 * MIB))
+        with pytest.raises(ConnectionError):
+            while await reader.read(100):
+                pass
+            raise ConnectionError
+        assert not uploads.num_bytes
+        writer.close()
+
+
 async def test_messages_that_wait_for_a_response_are_counted(start):
     async with start(accepts=True) as front_end, asyncio.timeout(60):
         uploads = front_end.server.config.http_protocol_class.keywords["reception"].uploads

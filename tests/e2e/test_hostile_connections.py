@@ -37,13 +37,17 @@ FIRST_FRAGMENT = b"\x01\x80\0\0\0\0"
 
 
 @contextlib.contextmanager
-def connections(daemon: Daemon, number: int) -> Iterator[list[socket.socket]]:
-    port = int(daemon.url.rpartition(":")[2])
+def connections(
+    daemon: Daemon, number: int, num_addresses: int = 1
+) -> Iterator[list[socket.socket]]:
+    address = ("127.0.0.1", int(daemon.url.rpartition(":")[2]))
     with contextlib.ExitStack() as stack:
-        yield [
-            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
-            for _ in range(number)
-        ]
+        clients = []
+        for n in range(number):
+            own = (f"127.0.0.{1 + n % num_addresses}", 0)
+            client = socket.create_connection(address, timeout=20, source_address=own)
+            clients.append(stack.enter_context(client))
+        yield clients
 
 
 def open_websocket(connection: socket.socket, handshake: bytes = SESSION) -> None:
@@ -127,10 +131,10 @@ def short_messages(daemon: Daemon) -> None:
     websocket_frames(b"", b"\x81\x82\0\0\0\0{}" * 20_000)(daemon)
 
 
-def uploads(daemon: Daemon) -> None:
+def uploads(daemon: Daemon, num_addresses: int = 1) -> None:
     """Bodies of which the last byte does not come."""
     chunk = b"%x\r\n" % MIB + b" " * MIB + b"\r\n"
-    with connections(daemon, 40) as clients:
+    with connections(daemon, 40, num_addresses) as clients:
         for client in clients:
             client.sendall(UPLOAD)
         send_slowly(clients, chunk * 27)
@@ -201,6 +205,7 @@ ATTACKS: dict[str, Callable[[Daemon], None]] = {
     "fragments of a byte": tiny_fragments,
     "short messages": short_messages,
     "uploads": uploads,
+    "uploads from forty addresses": lambda daemon: uploads(daemon, 40),
     "partial messages": partial_messages,
     "partial messages in fragments": partial_messages_in_fragments,
     "messages that wait": messages_that_wait,
