@@ -10,7 +10,7 @@ from api_server.http.middleware import (
     ApiKeyMiddleware,
     DrainMiddleware,
     FastPath,
-    OriginMiddleware,
+    SiteMiddleware,
     endpoints_of,
 )
 from api_server.metrics.http_metrics import HttpMetricsMiddleware
@@ -55,7 +55,7 @@ def create_app(app_state: AppState) -> FastAPI:
     endpoints = endpoints_of(*(module.router for module in computing))
     app.add_middleware(FastPath, endpoints=endpoints)
     app.add_middleware(DrainMiddleware)
-    app.add_middleware(OriginMiddleware, allowed_origins=app_state.config.allowed_origins)
+    app.add_middleware(SiteMiddleware, config=app_state.config)
     keys = read_api_keys(app_state.config)
     if keys:
         open_paths = frozenset(file.path for file in files)

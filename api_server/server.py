@@ -10,6 +10,8 @@ import signal
 import socket
 import ssl
 import time
+from functools import partial
+from typing import Any
 
 import uvicorn
 import uvloop
@@ -18,9 +20,11 @@ from fastapi import FastAPI
 from api_server.app import create_app
 from api_server.app_state import AppState, ModelTexts
 from api_server.engine.engine_client import EngineClient, connect_engine
-from api_server.http.http_protocol import LimitedHttpProtocol, LimitedWebSocketProtocol
+from api_server.http.connection import MAX_BODY_BYTES, Reception
+from api_server.http.http_protocol import LimitedHttpProtocol
 from api_server.http.http_server import HttpServer
 from api_server.http.middleware import with_cors
+from api_server.http.websocket_protocol import LimitedWebSocketProtocol
 from api_server.lifecycle.async_link import SupervisorLink
 from api_server.lifecycle.commands import run_commands
 from api_server.lifecycle.engine_switch import EngineSwitch
@@ -31,7 +35,6 @@ from api_server.live_view.publisher import LiveViewPublisher
 from api_server.metrics.metric_sheet import Gauge, MetricSheet
 from api_server.metrics.metrics import Metrics
 from api_server.protocol.responses.stored import StoredResponses
-from api_server.routes.common import MAX_BODY_BYTES
 from api_server.routes.system import daemon_version
 from api_server.sampling import seeds
 from api_server.tracing import RequestTracer
@@ -165,10 +168,13 @@ def make_server(app: FastAPI, frontend: FrontEndConfig, connections: Gauge) -> H
 
     connections: open connections by front end.
     """
+    reception = Reception(frontend.api_server_count)
+    http: Any = partial(LimitedHttpProtocol, reception=reception)
+    websockets: Any = partial(LimitedWebSocketProtocol, reception=reception)
     config = uvicorn.Config(
         with_cors(app, frontend),
-        http=LimitedHttpProtocol,
-        ws=LimitedWebSocketProtocol,
+        http=http,
+        ws=websockets,
         ws_max_size=MAX_BODY_BYTES,
         ws_per_message_deflate=False,  # a compressed token is no shorter
         lifespan="off",

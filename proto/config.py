@@ -327,6 +327,8 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds after which a stored response is deleted."""
     allowed_origins: tuple[str, ...] = ()
     """Origins whose pages may use the API (CORS), such as https://chat.example; *: all."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Further names of the server in Host, such as llm.example or *.example; *: all."""
     allow_credentials: bool = False
     """Let those pages send cookies, HTTP logins and client certificates."""
     allowed_methods: tuple[str, ...] = ("*",)

@@ -43,6 +43,7 @@ _DTYPES_OF_WEIGHTS: Final[dict[CpuWeights, tuple[DType, ...]]] = {
 """Data types of activations supported by each weight format."""
 
 
+_HOST_NAME: Final = re.compile(r"(\*\.)?[\w-]+(\.[\w-]+)*", re.ASCII)
 _ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@]+")
 _TOKEN: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 """Name of a method or a header (RFC 9110, 5.6.2)."""
@@ -217,6 +218,13 @@ def _check_front_end(frontend: FrontEndConfig) -> None:
 
 
 def _check_cors(frontend: FrontEndConfig) -> None:
+    for name in frontend.allowed_hosts:
+        if name != "*" and not _HOST_NAME.fullmatch(name):
+            raise ConfigError(
+                "--allowed-hosts takes names such as llm.example or *.example, without a port, "
+                f"not {shown(name)}",
+                "allowed_hosts",
+            )
     for origin in frontend.allowed_origins:
         if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):
             raise ConfigError(

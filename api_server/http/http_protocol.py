@@ -6,7 +6,8 @@
 A subclass, because uvicorn (0.54) has no option for the size of the headers, for timeouts while
 headers arrive or a response is not read, for writing a chunk without waking the request's task (see
 docs/benchmarks/frontend.md), or for closing a connection after a response that has begun; and
-because it loses the body of a request that offers another protocol.
+because it loses the body of a request that offers another protocol, reads pipelined requests ahead
+without a limit, and sends chunks to clients of HTTP/1.0.
 
 `LimitedHttpProtocol` is created per connection. The functions before it are for routes and
 responses, which know only the ASGI scope.
@@ -22,10 +23,21 @@ import httptools
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import Scope
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
-from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from api_server.errors import HeadersTooLargeError, SlowUploadError, error_response
+from api_server.http.connection import (
+    LINGER_SECONDS,
+    READ_AHEAD_BYTES,
+    SLICE_BYTES,
+    STALL_SECONDS,
+    ReceivingProtocol,
+    Timeout,
+    Upload,
+    Uploads,
+)
+from api_server.http.websocket_protocol import LimitedWebSocketProtocol
 from api_server.metrics.metric_sheet import Gauge
 from proto.errors import RequestError
 
@@ -35,6 +47,9 @@ MAX_HEADER_BYTES: Final = 64 << 10
 MAX_HEADERS: Final = 128
 """Most header lines of a request."""
 
+BODY_SLICE_BYTES: Final = 64 << 10
+"""Most bytes of a body with a content-length that are parsed at once."""
+
 HEADER_SECONDS: Final = 60.0
 """Time limit from the connection, or the first byte of a further request on it, to the end of the
 headers."""
@@ -42,18 +57,14 @@ headers."""
 LEFTOVER_SECONDS: Final = 60.0
 """Time limit for the rest of a body whose response was complete before it had arrived."""
 
-STALL_SECONDS: Final = 60.0
-"""A connection whose client reads no byte of the waiting data for this time is aborted."""
-
-LINGER_SECONDS: Final = 1.0
-"""Time before a refused connection is closed; a client that still sends would get a reset instead
-of the response."""
-
 _OFFER_HEADERS: Final = (b"upgrade", b"http2-settings")
 """Headers that offer another protocol, also as options of the header `connection`."""
 
 _CYCLE: Final = "tokend.cycle"
 """Name of an ASGI extension: uvicorn's RequestResponseCycle."""
+
+_UPLOADS: Final = "tokend.uploads"
+"""Name of an ASGI extension: the `Uploads` of the front end."""
 
 _STALLED: Final = "tokend.stalled"
 
@@ -99,6 +110,16 @@ def _cycle_of(scope: Scope) -> RequestResponseCycle | None:
     return cycle
 
 
+def begin_upload(scope: Scope, tenant: int, end: Callable[[RequestError], None]) -> Upload:
+    """Return an upload to which the body of this request is counted; it must be closed with 0.
+
+    Under another HTTP server it is counted alone.
+    """
+    uploads: Uploads = scope.get("extensions", {}).get(_UPLOADS) or Uploads()
+    address = (scope.get("client") or ("",))[0]
+    return uploads.begin(address, end, tenant=tenant)
+
+
 class ChunkWriter:
     """Write chunks of a response body (RFC 9112, 7.1) past the coroutines of the server.
 
@@ -126,64 +147,52 @@ class ChunkWriter:
         self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
-class Timeout:
-    """At most one scheduled call; scheduling another replaces it."""
+class _ParsingControl(FlowControl):
+    """uvicorn's flow control of a connection: it pauses the parsing of a body, not the reading."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._handle: asyncio.TimerHandle | None = None
+    def __init__(self, transport: asyncio.Transport, on_resumed: Callable[[], None]) -> None:
+        super().__init__(transport)
+        self._on_resumed = on_resumed
 
-    def schedule(self, seconds: float, callback: Callable[[], None]) -> None:
-        self.cancel()
-        self._handle = self._loop.call_later(seconds, callback)
+    def pause_reading(self) -> None:
+        self.read_paused = True
 
-    def cancel(self) -> None:
-        if self._handle is not None:
-            self._handle.cancel()
-            self._handle = None
-
-    @property
-    def is_scheduled(self) -> bool:
-        return self._handle is not None
+    def resume_reading(self) -> None:
+        if self.read_paused:
+            self.read_paused = False
+            self._on_resumed()
 
 
-class LimitedWebSocketProtocol(WebSocketsSansIOProtocol):
-    """uvicorn's protocol of a WebSocket; aborts a connection whose client does not read.
+class _UnchunkedResponse:
+    """A response to a client of HTTP/1.0, whose end is the end of the connection.
 
-    uvicorn (0.54) closes such a connection only after its data is sent, which may be never.
+    uvicorn (0.54) sends chunks, which HTTP/1.0 does not have.
     """
 
-    connection_gauge: Gauge | None = None
-    """Counts open connections; the `LimitedHttpProtocol` of the handshake has counted this one."""
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._send = cycle.send
+        self._has_length = False
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        self._stall_timeout = Timeout(self.loop)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._stall_timeout.cancel()
-        if self.connection_gauge is not None:
-            self.connection_gauge.__exit__(None, None, None)
-        super().connection_lost(exc)
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._stall_timeout.schedule(STALL_SECONDS, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        self._stall_timeout.cancel()
-        super().resume_writing()
-
-    def keepalive_timeout(self) -> None:
-        super().keepalive_timeout()
-        self.transport.abort()
+    async def send(self, message: Any) -> None:
+        cycle = self._cycle
+        if message["type"] == "http.response.start":
+            names = {name.lower() for name, _ in message.get("headers", ())}
+            self._has_length = b"content-length" in names
+            if not self._has_length:
+                cycle.chunked_encoding = False
+        elif not self._has_length:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await self._send(message)
 
 
-class LimitedHttpProtocol(HttpToolsProtocol):
+class LimitedHttpProtocol(ReceivingProtocol, HttpToolsProtocol):
     """uvicorn's protocol; sends 431 if the headers are too large, 408 if they are late, and closes.
 
     Two counts of header bytes: `_num_parsed_bytes` is exact, over what the parser has emitted;
     `_num_raw_bytes` counts received data while one endless header keeps the parser from emitting.
+    `_num_body_bytes_left` is of a body with a content-length; `_last_bytes` are the last three that
+    were parsed, for an end of headers that was cut. uvicorn's own pipeline stays empty.
     """
 
     connection_gauge: Gauge | None = None
@@ -193,14 +202,16 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     _upgraded = False
     _in_headers = False
     _in_body = False
-    _num_requests_begun = 0
     _num_parsed_bytes = 0
     _num_headers = 0
     _num_raw_bytes = 0
     _num_unread_bytes = 0
+    _num_body_bytes_left = 0
+    _last_bytes = b""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = _ParsingControl(transport, self._continue_parsing)
         if self.connection_gauge is not None:
             self.connection_gauge.__enter__()
         self._receive_timeout, self._stall_timeout = Timeout(self.loop), Timeout(self.loop)
@@ -209,22 +220,28 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._receive_timeout.cancel()
         self._stall_timeout.cancel()
+        self._forget_data()
         if self.connection_gauge is not None:
             self.connection_gauge.__exit__(None, None, None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        """Take data; too many requests ahead of a response are dropped, and the connection ends.
+
+        It is read on, because the end of a connection that is not read would not be noticed.
+        """
         if self._refused:
+            self._read_slowly()
             return
-        self._feed_parser(data)
-        is_idle = not self._upgraded and (self.cycle is None or self.cycle.response_complete)
-        if is_idle and not self._in_body and not self._receive_timeout.is_scheduled:
-            self._receive_timeout.schedule(HEADER_SECONDS, self._on_headers_late)
+        self._unset_keepalive_if_required()
+        self._receive(data)
+        if len(self._unparsed) > READ_AHEAD_BYTES and not self._in_body and self._is_responding:
+            self._drop_pipeline()
 
     def on_message_begin(self) -> None:
         self._in_headers, self._num_headers = True, 0
         self._num_parsed_bytes = self._num_raw_bytes = 0
-        self._num_requests_begun += 1
+        self._num_body_bytes_left = 0
         if not self._receive_timeout.is_scheduled:
             self._receive_timeout.schedule(HEADER_SECONDS, self._on_headers_late)
         super().on_message_begin()
@@ -235,6 +252,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
+        if self.headers[-1][0] == b"content-length" and value.isdigit():
+            self._num_body_bytes_left = int(value)
         self._count_header_bytes(len(name) + len(value) + len(b": \r\n"))
         self._num_headers += 1
         if self._num_headers > MAX_HEADERS:
@@ -247,16 +266,32 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._receive_timeout.cancel()
         super().on_headers_complete()
         scope: dict[str, Any] = self.scope  # type: ignore[assignment]
-        scope["extensions"] = {_CYCLE: self.cycle}
+        scope["extensions"] = {_CYCLE: self.cycle, _UPLOADS: self.reception.uploads}
+        if scope["http_version"] == "1.0":
+            self.cycle.send = _UnchunkedResponse(self.cycle).send  # type: ignore[method-assign]
+
+    def on_body(self, body: bytes) -> None:
+        """Add to the body as uvicorn does, but faster: a body may come in chunks of one byte."""
+        self._num_body_bytes_left = max(0, self._num_body_bytes_left - len(body))
+        cycle = self.cycle
+        if not cycle.response_complete:
+            cycle.body += body
+            if len(cycle.body) > HIGH_WATER_LIMIT:
+                self.flow.pause_reading()
+            cycle.message_event.set()
 
     def handle_websocket_upgrade(self) -> None:
         """Leave the connection to a `LimitedWebSocketProtocol`."""
         self._upgraded = True
         self._receive_timeout.cancel()
+        early_frames = bytes(self._unparsed)
+        self._forget_data()
         super().handle_websocket_upgrade()
         protocol = self.transport.get_protocol()
         if isinstance(protocol, LimitedWebSocketProtocol):
             protocol.connection_gauge = self.connection_gauge
+            if early_frames:
+                protocol.data_received(early_frames)
 
     def on_message_complete(self) -> None:
         if self._ignores_offer:
@@ -268,9 +303,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.transport.is_closing():
+            self._forget_data()
             self._start_stall_timeout()
         elif self._in_body and self.cycle.response_complete:
             self._receive_timeout.schedule(LEFTOVER_SECONDS, self.transport.abort)
+        self._continue_parsing()
 
     def timeout_keep_alive_handler(self) -> None:
         """Close an idle connection; abort it if the client has not read the last response."""
@@ -295,18 +332,39 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         else:
             super().send_400_response(msg)
 
-    def _feed_parser(self, data: bytes) -> None:
-        num_begun_if_single = 0 if self._in_headers else 1
-        in_body, self._num_requests_begun = self._in_body, 0
-        self._parse(data)
-        if in_body or self._num_requests_begun != num_begun_if_single:
-            return  # the data started with the end of an earlier request
+    def _may_parse(self) -> bool:
+        """Parse a request only after the response to the one before is complete."""
+        if self._refused or self._upgraded or self.parser is None or self.transport.is_closing():
+            return False
+        if self._in_body:
+            return not self.flow.read_paused
+        return not self._is_responding
+
+    @property
+    def _is_responding(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _slice_end(self) -> int:
+        """Return a length that reaches at most to the end of a request."""
+        if self._num_body_bytes_left:
+            return min(self._num_body_bytes_left, BODY_SLICE_BYTES)
+        # the end of the headers, of a chunked body, or within a body
+        found = (self._last_bytes + self._unparsed[:SLICE_BYTES]).find(b"\r\n\r\n")
+        return SLICE_BYTES if found < 0 else found + 4 - len(self._last_bytes)
+
+    def _parse(self, data: bytes) -> None:
+        self._feed_parser(data)
+        last = self._last_bytes + data[-4:]
+        self._last_bytes = b"" if last.endswith(b"\r\n\r\n") else last[-3:]
         if self._in_headers and not self._refused:
             self._num_raw_bytes += len(data)
             if self._num_raw_bytes > MAX_HEADER_BYTES:
                 self._refuse_headers()
+        is_idle = not (self._upgraded or self._is_responding or self._in_body)
+        if is_idle and not self._receive_timeout.is_scheduled:
+            self._receive_timeout.schedule(HEADER_SECONDS, self._on_headers_late)
 
-    def _parse(self, data: bytes) -> None:
+    def _feed_parser(self, data: bytes) -> None:
         """Parse data as uvicorn does. A request whose offer is ignored is parsed again without it.
 
         The parser skips the body of a request that offers another protocol.
@@ -325,12 +383,25 @@ class LimitedHttpProtocol(HttpToolsProtocol):
                     self.handle_websocket_upgrade()
                     return
                 if not self._ignores_offer:
+                    self._drop_pipeline()  # CONNECT: what follows is not HTTP
                     return
                 data = self._head_without_offer() + data[upgrade.args[0] :]
                 # this one takes no data after a request that closes the connection
                 self.parser = httptools.HttpRequestParser(self)
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
-                self._num_requests_begun -= 1
+
+    def _end_upload(self, error: RequestError) -> None:
+        """Refuse what has not been parsed; the connection ends with the response in progress."""
+        if self._is_responding:
+            self._drop_pipeline()
+        else:
+            self._refuse(error)
+
+    def _drop_pipeline(self) -> None:
+        """Drop what was and will be received; the connection ends with the response in progress."""
+        self.cycle.keep_alive = False
+        self._refused = True
+        self._forget_data()
 
     @property
     def _ignores_offer(self) -> bool:
@@ -376,7 +447,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _on_headers_late(self) -> None:
         """Refuse a request without complete headers; close a connection without a request."""
-        if self.cycle is not None and not self.cycle.response_complete:
+        if self._is_responding:
             # a response is being sent: look again later
             self._receive_timeout.schedule(HEADER_SECONDS, self._on_headers_late)
         elif self._in_headers:
@@ -409,6 +480,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self.transport.can_write_eof():  # TLS cannot close one direction alone
             self.transport.write_eof()
         self._refused = True
+        self._forget_data()
         self._receive_timeout.schedule(LINGER_SECONDS, self.transport.close)
 
 

@@ -1,4 +1,4 @@
-"""Servers of a socket that several processes accept from: each gets its share of the connections.
+"""Servers of a socket that processes accept from: each gets its share of the connections.
 
     a connection ──▶ fewer here than elsewhere, or as many ──▶ accept one
                 └──▶ more ── HEAD_START_SECONDS ──▶ accept it, if no other process did
@@ -24,6 +24,9 @@ logger = logging.getLogger("tokend.api")
 
 HEAD_START_SECONDS: Final = 0.002
 """Time for processes with fewer connections to accept one that waits."""
+ACCEPTS: Final = 64
+"""Connections that a process which shares no socket accepts at once; uvloop's server accepts one in
+a pass of the event loop, so that a new connection would wait for hundreds of passes in a flood."""
 _EXHAUSTED: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _EXHAUSTED_SECONDS: Final = 1.0
 """Pause after a connection for which there was no file descriptor or memory."""
@@ -46,18 +49,17 @@ class HttpServer(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        if not self._shares_sockets:
-            await super().startup(sockets)
-            return
         listeners: Any = [
-            FairListener(listening, self, self._connections) for listening in sockets or []
+            FairListener(listening, self, self._connections, 1 if self._shares_sockets else ACCEPTS)
+            for listening in sockets or []
         ]
         self.servers = listeners
         self.started = True
 
     def create_protocol(self) -> asyncio.Protocol:
         """Return the protocol of a new connection, which `connections` counts."""
-        protocol = LimitedHttpProtocol(self.config, self.server_state, self.lifespan.state)
+        make: Any = self.config.http_protocol_class
+        protocol: LimitedHttpProtocol = make(self.config, self.server_state, self.lifespan.state)
         protocol.connection_gauge = self._connections
         return protocol
 
@@ -65,10 +67,14 @@ class HttpServer(uvicorn.Server):
 class FairListener:
     """The methods of asyncio.Server that uvicorn uses; accepts connections until it is closed.
 
-    listener: a listening, non-blocking socket.
+    listener: a listening socket. at_once: connections to accept in a pass of the event loop.
     """
 
-    def __init__(self, listener: socket.socket, server: HttpServer, connections: Gauge) -> None:
+    def __init__(
+        self, listener: socket.socket, server: HttpServer, connections: Gauge, at_once: int = 1
+    ) -> None:
+        listener.setblocking(False)
+        self._at_once = at_once
         self._listener = listener
         self._server = server
         self._connections = connections
@@ -94,7 +100,9 @@ class FairListener:
         if self._connections.own_value > sum(counts) / len(counts):
             self._pause_accepting(HEAD_START_SECONDS)
         else:
-            self._accept()
+            for _ in range(self._at_once):
+                if not self._accept():
+                    break
 
     def _pause_accepting(self, seconds: float) -> None:
         self._loop.remove_reader(self._listener)
@@ -105,21 +113,23 @@ class FairListener:
         self._loop.add_reader(self._listener, self._on_connection_waiting)
         self._accept()
 
-    def _accept(self) -> None:
+    def _accept(self) -> bool:
+        """Accept a connection; return False if there was none."""
         try:
             connection, _ = self._listener.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            return
+            return False
         except OSError as error:
             if error.errno not in _EXHAUSTED:
                 raise
             logger.error("no connection can be accepted: %s", error.strerror)
             self._pause_accepting(_EXHAUSTED_SECONDS)
-            return
+            return False
         connection.setblocking(False)
         setup = self._loop.create_task(self._set_up(connection))
         self._setups.add(setup)
         setup.add_done_callback(self._setups.discard)
+        return True
 
     async def _set_up(self, connection: socket.socket) -> None:
         try:

@@ -1,7 +1,7 @@
-"""What happens to a request before its route: metrics, API key, origin, drain state, fast path.
+"""What happens to a request before its route: metrics, API key, host, drain state, fast path.
 
-    metrics ─▶ key ─▶ origin ─▶ drain ─▶ FastPath ── POST /v1/completions ──▶ endpoint ─▶ response
-                                             └─────── anything else ─────────▶ router ─▶ …
+    metrics ─▶ key ─▶ host, origin ─▶ drain ─▶ FastPath ── POST /v1/completions ──▶ endpoint
+                                                   └─────── anything else ────────▶ router ─▶ …
 
 A path needs a key unless it is listed here, exactly as routing sees it. The routes for operators
 check themselves (`routes/common.py`) that the key is an operator's.
@@ -9,7 +9,9 @@ check themselves (`routes/common.py`) that the key is an operator's.
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+import re
+import socket
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -25,7 +27,13 @@ from api_server.app_state import APP_STATE, AppState
 from api_server.errors import DrainingError, error_response
 from api_server.http.http_protocol import client_disconnected
 from proto.config import FrontEndConfig
-from proto.errors import AuthenticationError, ForbiddenError, RequestError
+from proto.errors import (
+    AuthenticationError,
+    ForbiddenError,
+    InvalidRequestError,
+    RequestError,
+    shown,
+)
 from proto.security import ApiKey
 
 OPEN_PATHS: Final = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/version"})
@@ -106,31 +114,82 @@ def with_cors(app: ASGIApp, config: FrontEndConfig) -> ASGIApp:
     )
 
 
-class OriginMiddleware:
-    """Answer 403 to a WebSocket that a page of another site opens in a user's browser.
+_HOST: Final = re.compile(
+    r"(?:\[[0-9a-f:.]+\]|(?:[\w-]+\.)*(?:\d+|0x[0-9a-f]+)|(?P<name>[\w.~-]+))(?::\d*)?",
+    re.ASCII | re.IGNORECASE,
+)
+"""An address, as which browsers also take names that end with a number, or a name; and a port."""
 
-    Browsers do not apply the same-origin policy to WebSockets (RFC 6455, 10.2), so without this
-    any page that a user visits could use a daemon on the user's machine.
-    allowed_origins: other sites that may; "*" for all.
+
+class SiteMiddleware:
+    """Refuse what pages of other sites send from a user's browser.
+
+    Host (RFC 9112, 3.2): a page of a name that its owner lets resolve to this machine (DNS
+    rebinding) counts as one of this server, but the browser sends that name. So only this
+    machine's names and `allowed_hosts` are served; an address is no name. Three kinds of requests
+    are not of such a page: those with a key of operators, all if clients need a key, and those
+    over TLS, whose certificate the browser has compared with the name.
+
+    Origin: browsers do not apply the same-origin policy to WebSockets (RFC 6455, 10.2), so without
+    this any page that a user visits could open one. `allowed_origins` may; "*" for all.
     """
 
-    def __init__(self, app: ASGIApp, allowed_origins: Collection[str]) -> None:
+    def __init__(self, app: ASGIApp, config: FrontEndConfig) -> None:
         self._app = app
-        self._allowed_origins = allowed_origins
+        self._allowed_origins = config.allowed_origins
+        own_name = socket.gethostname().lower()
+        names = {"localhost", "*.localhost", own_name, f"{own_name}.local", config.host}
+        names |= {name.lower() for name in config.allowed_hosts}
+        self._names = frozenset(names)
+        self._checks_names = "*" not in config.allowed_hosts and not config.has_client_keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "websocket":
-            headers = Headers(scope=scope)
-            origin = headers.get("origin")
-            if (
-                origin is not None
-                and urlsplit(origin).netloc != headers.get("host")
-                and not {origin, "*"}.intersection(self._allowed_origins)
-            ):
-                error = ForbiddenError("pages of another site cannot open a WebSocket here")
+        if scope["type"] != "lifespan":
+            try:
+                headers = Headers(scope=scope)
+                self._check_host(scope, headers)
+                if scope["type"] == "websocket":
+                    self._check_origin(headers)
+            except RequestError as error:
                 await error_response(error, scope)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+    def _check_host(self, scope: Scope, headers: Headers) -> None:
+        """Raise InvalidRequestError (400) or ForbiddenError (403) for the header."""
+        hosts = headers.getlist("host")
+        if not hosts and scope["http_version"] == "1.0":
+            return  # browsers do not speak it
+        match = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
+        if match is None:
+            raise InvalidRequestError("a request has one Host header, with a name or an address")
+        name = match["name"]
+        if name is None or not self._checks_names or scope["scheme"] in ("https", "wss"):
+            return
+        if scope.get("state", {}).get("is_operator"):
+            return
+        if not self._is_known(name.lower().removesuffix(".")):
+            raise ForbiddenError(
+                f"this server has no name {shown(name)}; --allowed-hosts gives it more names"
+            )
+
+    def _is_known(self, name: str) -> bool:
+        """Return whether a name is one of this server, or below one such as *.example."""
+        if name in self._names:
+            return True
+        parts = name.split(".")
+        return any("*." + ".".join(parts[n:]) in self._names for n in range(1, len(parts)))
+
+    def _check_origin(self, headers: Headers) -> None:
+        origin = headers.get("origin")
+        if origin is None or {origin, "*"}.intersection(self._allowed_origins):
+            return
+        try:
+            site = urlsplit(origin).netloc
+        except ValueError:
+            site = None
+        if site != headers.get("host"):
+            raise ForbiddenError("pages of another site cannot open a WebSocket here")
 
 
 class DrainMiddleware:

@@ -11,12 +11,16 @@ from starlette.requests import HTTPConnection, Request
 
 from api_server.app_state import APP_STATE, AppState
 from api_server.errors import BodyTooLargeError, SlowUploadError
+from api_server.http.connection import MAX_BODY_BYTES, UPLOAD_BYTES, UPLOAD_SECONDS
+from api_server.http.http_protocol import begin_upload
+from api_server.http.tenants import tenant_of
 from api_server.protocol.common import REQUEST_ID
 from api_server.protocol.fields import MAX_DEPTH, IgnoredFields, is_nested_deeper
 from proto.errors import (
     AuthenticationError,
     ForbiddenError,
     InvalidRequestError,
+    RequestError,
     UnsupportedMediaError,
     shown,
 )
@@ -67,7 +71,6 @@ def is_loopback(address: str) -> bool:
     return (mapped or parsed).is_loopback
 
 
-MAX_BODY_BYTES: Final = 32 << 20
 NUMBER_HEADERS: Final = {"x-vllm-priority": "priority", "x-request-timeout-ms": "timeout_ms"}
 """Headers that set a field of the body: header → field."""
 SESSION_HEADER: Final = "x-session-id"
@@ -85,9 +88,6 @@ def page_limit(query: QueryParams, maximum: int) -> int:
 REQUEST_ID_HEADER: Final = "x-request-id"
 """Sets request_id, if its value is a valid one."""
 _INTEGER: Final = re.compile(r"[+-]?[0-9]{1,19}")
-MIB: Final = 1 << 20
-SECONDS_PER_MIB: Final = 60.0
-"""Time limit of a body: this, and as much again for each whole MiB that has arrived."""
 
 
 async def read_fields(request: Request, ignored: IgnoredFields) -> Any:
@@ -139,6 +139,9 @@ async def read_json(request: Request) -> Any:
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise UnsupportedMediaError("the content type must be application/json")
+    encoding = ", ".join(request.headers.getlist("content-encoding")).strip().lower()
+    if encoding not in ("", "identity"):
+        raise UnsupportedMediaError(f"a body with content-encoding {shown(encoding)} is not read")
     return decode_json(await _read_body(request))
 
 
@@ -179,14 +182,31 @@ async def _read_body(request: Request) -> bytes:
     if content_length.isdecimal() and int(content_length[:20]) > MAX_BODY_BYTES:
         raise too_large
     body = bytearray()
-    start = asyncio.get_running_loop().time()
+    failure: RequestError | None = None
+    limit = asyncio.timeout(UPLOAD_SECONDS)
+
+    def end(error: RequestError) -> None:
+        nonlocal failure
+        failure = error
+        if not limit.expired():
+            limit.reschedule(loop.time())
+
+    loop, mark = asyncio.get_running_loop(), UPLOAD_BYTES
+    tenant = tenant_of(request, app_state_of(request).config.tenant_by)
+    upload = begin_upload(request.scope, tenant, end)
     try:
-        async with asyncio.timeout(SECONDS_PER_MIB) as limit:
+        async with limit:
             async for chunk in request.stream():
                 body += chunk
                 if len(body) > MAX_BODY_BYTES:
                     raise too_large
-                limit.reschedule(start + SECONDS_PER_MIB * (1 + len(body) // MIB))
+                upload.resize(len(body))
+                if len(body) >= mark and failure is None:
+                    mark = len(body) + UPLOAD_BYTES
+                    limit.reschedule(loop.time() + UPLOAD_SECONDS)
     except TimeoutError:
-        raise SlowUploadError(f"only {len(body)} bytes of the body arrived in time") from None
+        too_slow = SlowUploadError(f"only {len(body)} bytes of the body arrived in time")
+        raise failure or too_slow from None
+    finally:
+        upload.resize(0)
     return bytes(body)

@@ -21,6 +21,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from api_server.app_state import AppState
 from api_server.errors import DrainingError, error_body
+from api_server.http.connection import MAX_BODY_BYTES
 from api_server.protocol.encoder import event_data
 from api_server.protocol.fields import IgnoredFields
 from api_server.protocol.responses.encoder import ResponsesEncoder, WarmupEncoder
@@ -29,7 +30,6 @@ from api_server.protocol.responses.request import ResponsesRequest, parse_reques
 from api_server.protocol.responses.stored import json_size
 from api_server.response import next_events
 from api_server.routes.common import (
-    MAX_BODY_BYTES,
     REQUEST_ID_HEADER,
     add_header_fields,
     app_state_of,

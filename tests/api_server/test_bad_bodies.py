@@ -10,7 +10,7 @@ from api_server.routes import common, completions
 from tests.api_server.test_bad_requests import JSON, PATH, expect_error
 
 UPLOAD = (
-    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     b"content-length: 100\r\n\r\n{"
 )
 """The beginning of an upload."""
@@ -87,7 +87,7 @@ async def test_large_bodies(start, scripted):
 
 
 async def test_a_slow_upload(start, scripted, monkeypatch):
-    monkeypatch.setattr(common, "SECONDS_PER_MIB", 0.05)
+    monkeypatch.setattr(common, "UPLOAD_SECONDS", 0.05)
     async with start(scripted("!")) as front_end:
         answer = await raw_exchange(front_end, UPLOAD)
         head, _, content = answer.partition(b"\r\n\r\n")
@@ -111,7 +111,7 @@ async def test_large_headers(start, scripted):
     async with start(scripted("!")) as front_end:
         fine = await front_end.http.get("/health", headers={"x-long": "y" * 60_000})
         assert fine.status_code == 200
-        begin = b"GET /health HTTP/1.1\r\nhost: x\r\n"
+        begin = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
         lines = b"".join(b"x-%d: %s\r\n" % (number, b"y" * 1000) for number in range(70))
         endless = [b"y" * 50_000] * 3
         for pieces in (

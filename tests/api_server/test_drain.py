@@ -57,7 +57,9 @@ async def test_a_request_counts_as_open_from_its_headers_on(start):
         visitors = front_end.app_state.in_flight
         reader, writer = await asyncio.open_connection("127.0.0.1", front_end.http.base_url.port)
         body = json.dumps({"prompt": "hello", "max_tokens": 1}).encode()
-        head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        )
         writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode())
         while not visitors.number:
             await asyncio.sleep(0)

@@ -424,7 +424,7 @@ async def inside(case, model):
     port = case.front_end.http.base_url.port
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     body = json.dumps({"prompt": "hello", "max_tokens": 1}).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode())
     await case.side_by_side(2, model)
     while not case.engine_switch.num_in_flight:

@@ -15,7 +15,7 @@ from tests.api_server.conftest import samples
 LEFT = "tokend:requests_cut_short_total,disconnect"
 BODY = json.dumps({"prompt": "hello", "stream": True}).encode()
 HEAD = (
-    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     b"content-length: %d\r\n\r\n" % len(BODY)
 )
 

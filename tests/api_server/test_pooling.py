@@ -165,7 +165,9 @@ async def test_a_client_that_leaves(run_dir: str, model: PreparedModel) -> None:
     async with serving(run_dir, pooling, accepts=True) as front_end:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(front_end.url[-5:]))
         body = json.dumps({"input": [[5], [6]]}).encode()
-        head = "POST /v1/embeddings HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head = (
+            "POST /v1/embeddings HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        )
         writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         requests = [await front_end.engine.requests.get() for _ in range(2)]
         writer.close()

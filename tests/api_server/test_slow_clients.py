@@ -20,7 +20,7 @@ def post(body: dict, *headers: bytes) -> bytes:
     content = json.dumps({"prompt": "hello", "max_tokens": 100_000, **body}).encode()
     lines = [
         b"POST /v1/completions HTTP/1.1",
-        b"host: x",
+        b"host: localhost",
         b"content-type: application/json",
         b"content-length: %d" % len(content),
         *headers,
@@ -175,7 +175,7 @@ async def unfinished(front_end, sent: bytes):
     writer.close()
 
 
-BEGIN = b"GET /health HTTP/1.1\r\nhost: x\r\n"
+BEGIN = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
 
 
 async def test_missing_headers_time_out(start):
@@ -229,7 +229,7 @@ async def test_the_header_timeout_does_not_limit_the_answer(start):
 async def test_the_rest_of_a_body_after_the_answer_times_out(start, monkeypatch):
     monkeypatch.setattr(http_protocol, "LEFTOVER_SECONDS", 0.1)
     async with start() as front_end:
-        upload = b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000000\r\n\r\n"
+        upload = b"POST /nowhere HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000000\r\n\r\n"
         reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(front_end.url).port)
         writer.write(upload)
         assert (await reader.readline()).startswith(b"HTTP/1.1 404 ")

@@ -11,7 +11,7 @@ from proto.errors import ErrorInfo
 LIMIT_SECONDS = 20
 BODY = json.dumps({"prompt": "hello", "stream": True}).encode()
 HEAD = (
-    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     b"content-length: %d\r\n\r\n" % len(BODY)
 )
 

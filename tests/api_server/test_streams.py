@@ -193,7 +193,8 @@ async def test_a_disconnect_before_submission_sends_nothing_to_the_engine(start,
         body = json.dumps(PATHS["/v1/completions"] | {"stream": stream}).encode()
         with socket.create_connection((host, int(port))) as client:
             client.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+                b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+                b"content-type: application/json\r\n"
                 b"content-length: %d\r\n\r\n%s" % (len(body), body)
             )
         name = "tokend:requests_cut_short_total,disconnect"
@@ -222,7 +223,7 @@ async def test_a_slow_reader_gets_everything_in_few_chunks(start, tokenizer):
         reader, writer = await asyncio.open_connection(host, int(port), limit=2**14)
         body = json.dumps({"prompt": "hello", "stream": True, "max_tokens": 100_000}).encode()
         writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
             b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
         )
         request = await front_end.engine.requests.get()

@@ -28,7 +28,7 @@ OFFERS = {
 
 
 def head(request: bytes, *lines: bytes) -> bytes:
-    return b"\r\n".join([request, b"Host: x", *lines, b"", b""])
+    return b"\r\n".join([request, b"Host: localhost", *lines, b"", b""])
 
 
 def post(*lines: bytes) -> bytes:

@@ -42,7 +42,7 @@ class AnswerError(Exception):
 def request_bytes(path: str, body: Mapping[str, Any]) -> bytes:
     """Return a POST of this body as JSON."""
     content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: tokend\r\nContent-Type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
 
 

@@ -97,7 +97,7 @@ async def disconnect_before_the_response(daemon: Daemon, client: httpx.AsyncClie
     for _ in range(20):
         _, writer = await asyncio.open_connection(address.host, address.port)
         body = b'{"prompt": "Once", "max_tokens": 4000}'
-        head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         writer.write(head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         await writer.drain()
         writer.transport.abort()

@@ -5,6 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from api_server.http.connection import (
+    MAX_BODY_BYTES,
+    MAX_CLIENT_UPLOAD_BYTES,
+    MAX_UPLOAD_BYTES,
+    READ_AHEAD_BYTES,
+    UPLOAD_BYTES,
+    UPLOAD_SECONDS,
+)
 from api_server.http.http_protocol import (
     HEADER_SECONDS,
     LEFTOVER_SECONDS,
@@ -12,6 +20,7 @@ from api_server.http.http_protocol import (
     MAX_HEADERS,
     STALL_SECONDS,
 )
+from api_server.http.websocket_protocol import SMALL_FRAMES, SMALL_FRAMES_PER_SECOND
 from api_server.protocol.chat import MAX_MESSAGES
 from api_server.protocol.common import (
     MAX_BAD_WORD_CHARACTERS,
@@ -26,7 +35,7 @@ from api_server.protocol.responses.stored import MAX_STORED, MAX_STORED_PER_OWNE
 from api_server.protocol.tools import MAX_TOOLS
 from api_server.request_stream import MAX_UNSENT_BYTES
 from api_server.routes.admin import MAX_ABORTED_IDS, MAX_ID_CHARACTERS
-from api_server.routes.common import MAX_BODY_BYTES, MAX_DEPTH, SECONDS_PER_MIB
+from api_server.routes.common import MAX_DEPTH
 from api_server.text.prompts import MAX_PROMPTS
 from api_server.text.rendering import RENDER_SECONDS
 from deploy.flags import all_flags, field_helps, markdown_table
@@ -94,8 +103,17 @@ def test_flags_in_the_readme_exist_and_have_the_same_help() -> None:
         ("body", f"{MAX_BODY_BYTES >> 20} MiB"),
         (
             "time for the body to arrive",
-            f"{SECONDS_PER_MIB:g} s, and {SECONDS_PER_MIB:g} s more for each MiB that has arrived",
+            f"{UPLOAD_SECONDS:g} s for each {UPLOAD_BYTES >> 10} KiB and for the rest",
         ),
+        (
+            "unfinished bodies and messages together; of one address or tenant",
+            f"{MAX_UPLOAD_BYTES >> 20} MiB; {MAX_CLIENT_UPLOAD_BYTES >> 20} MiB",
+        ),
+        (
+            "WebSocket frames below 16 bytes, pings and pongs: at once; a second",
+            f"{SMALL_FRAMES}; {SMALL_FRAMES_PER_SECOND}",
+        ),
+        ("requests received before a response is complete", f"{READ_AHEAD_BYTES >> 10} KiB"),
         ("prompts of a completion request", f"{MAX_PROMPTS:,}"),
         (
             "choices of a prompt; of all prompts of a request",
