@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from api_server.parsers.output import OutputParser, find_marker
-from api_server.parsers.tools.base import NAME, ToolCallFormat, ToolSchemas
+from api_server.parsers.tools.base import NAME, ToolCallFormat, ToolSchemas, are_named
 from api_server.parsers.tools.call_parser import (
     CallParser,
     ToolCall,
@@ -272,8 +272,13 @@ class JsonCallParser(CallParser):
 
 def _fits(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> bool:
     """Return whether the arguments have names of parameters, among them all that are required."""
-    properties, required = schema.get("properties") or {}, schema.get("required") or []
-    return bool(arguments) and arguments.keys() <= properties.keys() and {*required} <= {*arguments}
+    properties, required = schema.get("properties"), schema.get("required") or []
+    return (
+        bool(arguments)
+        and isinstance(properties, dict)
+        and arguments.keys() <= properties.keys()
+        and are_named(required, arguments)
+    )
 
 
 def _match_header(parts: Sequence[HeaderPart], text: str) -> tuple[str, int]:
