@@ -26,7 +26,6 @@ from api_server.protocol.common import (
 )
 from api_server.protocol.encoder import ResponseEncoder, ResponseOptions
 from api_server.protocol.fields import IgnoredFields
-from api_server.protocol.json_lark import with_exact_numbers
 from api_server.request_stream import (
     MAX_UNSENT_BYTES,
     Choice,
@@ -88,7 +87,8 @@ class RequestBuilder(EngineCall[GenerationRequest]):
         app_state.check_generates("generation of text")
         check_request(request)
         check_beams(request)
-        self._grammar = checked_grammar(request, grammar)
+        check_grammar(request, grammar)
+        self._grammar = grammar
         self._agent = agent_hint(request, tenant)
         self._unused_stops: StopStrings | None = None  # one automaton for all choices
         if request.stop:
@@ -380,18 +380,14 @@ def check_request(request: GenerationRequest) -> None:
         raise InvalidRequestError("truncation_side needs truncate_prompt_tokens", "truncation_side")
 
 
-def checked_grammar(
-    request: GenerationRequest, grammar: GrammarSource | None
-) -> GrammarSource | None:
-    """Return the grammar as the engine takes it.
-
-    Raises InvalidRequestError for fields that conflict with it.
+def check_grammar(request: GenerationRequest, grammar: GrammarSource | None) -> None:
+    """Raise InvalidRequestError for fields that conflict with the grammar of the answer.
 
     A grammar decides where the text ends, so no field may prevent an end; and which tokens are
     allowed, so no field may forbid those.
     """
     if grammar is None:
-        return None
+        return
     for is_set, name in (
         (request.use_beam_search, "use_beam_search"),
         (request.ignore_eos, "ignore_eos"),
@@ -401,7 +397,6 @@ def checked_grammar(
     ):
         if is_set:
             raise InvalidRequestError(f"{name} cannot be combined with {grammar.field}", name)
-    return with_exact_numbers(grammar)
 
 
 def check_thoughts(request: GenerationRequest, rule: ThinkingRule | None) -> None:

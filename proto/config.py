@@ -353,9 +353,9 @@ class GrammarConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Structured output."""
 
     grammar_cache_entries: int = 256
-    """Compiled grammars to cache, about 100 kB each; 0: compile for every request."""
-    grammar_cache_bytes: int = 4 << 20
-    """Maximum total bytes of the sources of cached grammars."""
+    """Compiled grammars to cache, most of 200 kB; 0: compile for every request."""
+    grammar_cache_bytes: int = 64 << 20
+    """Maximum total bytes of cached grammars and their sources."""
 
 
 class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -48,12 +48,15 @@ class GrammarSource(msgspec.Struct, array_like=True, frozen=True):
 
     def validate(self) -> None:
         """Raise InvalidRequestError for errors that can be found without compiling the grammar."""
+        num_bytes = len(self.source)  # at least; a long one is not copied
+        if num_bytes <= MAX_GRAMMAR_BYTES:
+            num_bytes = self.num_bytes
+        if num_bytes > MAX_GRAMMAR_BYTES:
+            raise InvalidRequestError(
+                f"the grammar has {num_bytes} bytes, at most {MAX_GRAMMAR_BYTES} are allowed"
+            )
         if not self.source.strip():
             raise InvalidRequestError("the grammar is empty")
-        if self.num_bytes > MAX_GRAMMAR_BYTES:
-            raise InvalidRequestError(
-                f"the grammar has {self.num_bytes} bytes, at most {MAX_GRAMMAR_BYTES} are allowed"
-            )
         if len(self.trigger) > MAX_TRIGGER_BYTES:
             raise InvalidRequestError(f"a trigger has at most {MAX_TRIGGER_BYTES} characters")
         if self.kind == "json_schema":
@@ -101,26 +104,41 @@ def check_schema(schema: Any) -> None:
 
 
 def check_depth(value: Any) -> None:
-    """Raise InvalidRequestError for JSON that is too deep or too large.
+    """Raise InvalidRequestError for JSON that is too deep or too large."""
+    if num_parts(value, MAX_GRAMMAR_BYTES) > MAX_GRAMMAR_BYTES:
+        raise InvalidRequestError(f"the grammar has more than {MAX_GRAMMAR_BYTES} bytes")
 
-    Each part takes at least a byte, so no more than MAX_GRAMMAR_BYTES parts are visited.
+
+def num_parts(value: Any, limit: int) -> int:
+    """Return the number of values in JSON, and one more for each 16 characters of a text.
+
+    It is at most the size in bytes. Counting ends above the limit. Raises InvalidRequestError for
+    JSON that is too deep.
     """
-    level, depth, num_parts = [value], 0, 1
+    level, depth, found = [value], 0, 0
     while level:
         depth += 1
         if depth > MAX_GRAMMAR_DEPTH:
             raise InvalidRequestError(
                 f"the schema is nested more than {MAX_GRAMMAR_DEPTH} levels deep"
             )
-        num_parts += sum(len(part) for part in level if isinstance(part, dict | list))
-        if num_parts > MAX_GRAMMAR_BYTES:
-            raise InvalidRequestError(f"the grammar has more than {MAX_GRAMMAR_BYTES} bytes")
-        level = [
-            child
-            for part in level
-            if isinstance(part, dict | list)
-            for child in (part.values() if isinstance(part, dict) else part)
-        ]
+        found += len(level)
+        children: list[Any] = []
+        for part in level:
+            if isinstance(part, str):
+                found += len(part) >> 4
+            elif isinstance(part, dict | list):
+                if found + len(children) + len(part) > limit:
+                    return limit + 1
+                if isinstance(part, list):
+                    children += part
+                else:
+                    found += sum([len(name) >> 4 for name in part])
+                    children += part.values()
+        if found > limit:
+            break
+        level = children
+    return found
 
 
 def _check_choices(choices: Any) -> None:

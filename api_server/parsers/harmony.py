@@ -39,6 +39,7 @@ from api_server.parsers.tools.call_parser import new_call_id, read_arguments
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.fields import IgnoredFields
 from api_server.protocol.json_lark import json_rules
+from api_server.protocol.json_schema import SchemaWork
 from api_server.text.detokenizer import Detokenizer
 from api_server.text.harmony import HarmonyEncoding
 from api_server.text.tokenizer import ModelTokenizer
@@ -367,12 +368,14 @@ class Harmony:
         request: ChatCompletionRequest,
         text_grammar: GrammarSource | None,
         ignored: IgnoredFields,
+        work: SchemaWork | None = None,
     ) -> GrammarSource | None:
         """Return the grammar of an answer with all of its messages; None for any text.
 
         text_grammar: the grammar that the request demands of its text, if any; it applies to the
-        final message. Raises InvalidRequestError.
+        final message. work: of the request's schemas. Raises InvalidRequestError.
         """
+        work = work or SchemaWork()
         tools = request.callable_tools
         effort = request.chat_template_kwargs.get("reasoning_effort", request.reasoning_effort)
         budget = 0 if effort == "none" else request.thinking_token_budget
@@ -385,14 +388,14 @@ class Harmony:
             return text_grammar
         if text_grammar is None and budget is None and not request.must_call and not has_strict:
             return None
-        offered = offered_tools(request, ignored, all_schemas=False)
+        offered = offered_tools(request, ignored, work, all_schemas=False)
         if text_grammar is not None:
             field_path = text_grammar.field
         elif has_strict or request.must_call:
             field_path = strict_field(offered)
         else:
             field_path = "thinking_token_budget" if budget else "reasoning_effort"
-        rules = self._rules(offered, text_grammar, budget, must_call=request.must_call)
+        rules = self._rules(offered, text_grammar, budget, work, must_call=request.must_call)
         if not request.add_generation_prompt:
             rules[0] = f'start: {self._token("start")} "assistant" answer'
         source = GrammarSource("grammar", "\n".join(rules), field=field_path)
@@ -407,6 +410,7 @@ class Harmony:
         tools: Sequence[OfferedTool],
         text_grammar: GrammarSource | None,
         budget: int | None,
+        work: SchemaWork,
         *,
         must_call: bool,
     ) -> list[str]:
@@ -429,7 +433,7 @@ class Harmony:
         if not must_call:
             last.append("final")
             rules.append(f'final: {channel} "final" {message} text')
-            rules += ["text: TEXT"] if text_grammar is None else _text_rules(text_grammar)
+            rules += ["text: TEXT"] if text_grammar is None else _text_rules(text_grammar, work)
         if tools:
             last.append("call")
             calls = " | ".join(
@@ -438,7 +442,7 @@ class Harmony:
             )
             rules.append(f'call: {channel} "commentary to=functions." ({calls})')
             for index, tool in enumerate(tools):
-                rules += tool.argument_rules(f"arguments_{index}")
+                rules += tool.argument_rules(f"arguments_{index}", work)
         return [*rules, f"answer: {' '.join(opening)} ({' | '.join(last)})"]
 
     def _token(self, name: str) -> str:
@@ -446,11 +450,11 @@ class Harmony:
         return f"<[{self.token_ids[name]}]>"
 
 
-def _text_rules(grammar: GrammarSource) -> list[str]:
+def _text_rules(grammar: GrammarSource, work: SchemaWork) -> list[str]:
     """Return the rule `text` and those that it needs, for the text of the final message."""
     if grammar.kind == "json_schema":
         try:
-            return json_rules("text", decoded(grammar.source), compact=grammar.compact)
+            return json_rules("text", decoded(grammar.source), work, compact=grammar.compact)
         except InvalidRequestError as error:
             raise error.in_field(grammar.field) from None
     if grammar.kind == "choice":

@@ -31,7 +31,7 @@ from api_server.parsers.tools.base import (
 from api_server.parsers.tools.registry import DEFAULT_FORMAT, tool_call_format
 from api_server.protocol.fields import IgnoredFields
 from api_server.protocol.json_lark import json_rules
-from api_server.protocol.json_schema import rewrite_schema
+from api_server.protocol.json_schema import SchemaWork, rewrite_schema
 from api_server.protocol.tools import FunctionTool, ToolFields
 from api_server.text.chat_template import Conversation, TemplateFacts, arguments_text
 from api_server.text.tokenizer import ModelTokenizer
@@ -126,14 +126,19 @@ class ModelToolCalls:
         return replace(conversation, messages=messages)
 
     def plan(
-        self, request: ToolFields, text_grammar: GrammarSource | None, ignored: IgnoredFields
+        self,
+        request: ToolFields,
+        text_grammar: GrammarSource | None,
+        ignored: IgnoredFields,
+        work: SchemaWork | None = None,
     ) -> ToolCallPlan:
         """Return how the answer may call the tools of a request.
 
         text_grammar: the grammar that the request demands of its text, if any. ignored: collects
-        keywords of parameters that no grammar can enforce. Raises InvalidRequestError for tools
-        that this model cannot call as requested.
+        keywords of parameters that no grammar can enforce. work: of the request's schemas. Raises
+        InvalidRequestError for tools that this model cannot call as requested.
         """
+        work = work or SchemaWork()
         tools = request.callable_tools
         if not tools:
             return ToolCallPlan(grammar=text_grammar)
@@ -156,8 +161,9 @@ class ModelToolCalls:
             or any(tool.strict for tool in tools)
         )
         all_schemas = has_grammar and call_format.needs_schemas
-        offered = offered_tools(request, ignored, all_schemas=all_schemas)
-        rules = CallRules(offered, 1 if request.calls_once else MAX_CALLS_IN_GRAMMAR, token_ids)
+        offered = offered_tools(request, ignored, work, all_schemas=all_schemas)
+        max_calls = 1 if request.calls_once else MAX_CALLS_IN_GRAMMAR
+        rules = CallRules(offered, max_calls, token_ids, work)
         return ToolCallPlan(
             call_format,
             {tool.name: tool.parameters for tool in request.tools},
@@ -167,7 +173,7 @@ class ModelToolCalls:
 
 
 def offered_tools(
-    request: ToolFields, ignored: IgnoredFields, *, all_schemas: bool
+    request: ToolFields, ignored: IgnoredFields, work: SchemaWork, *, all_schemas: bool
 ) -> list[OfferedTool]:
     """Return the tools that the answer may call, as grammars take them.
 
@@ -178,17 +184,19 @@ def offered_tools(
     for tool in request.callable_tools:
         strict = tool.strict or request.must_call
         is_held = strict or all_schemas
-        schema = _parameters_schema(tool, ignored) if is_held else tool.parameters
+        schema = _parameters_schema(tool, ignored, work) if is_held else tool.parameters
         offered.append(OfferedTool(tool.name, schema, strict, tool.field))
     return offered
 
 
-def _parameters_schema(tool: FunctionTool, ignored: IgnoredFields) -> Mapping[str, Any]:
+def _parameters_schema(
+    tool: FunctionTool, ignored: IgnoredFields, work: SchemaWork
+) -> Mapping[str, Any]:
     """Return the schema of a tool's parameters as grammars take it."""
     field = f"{tool.field}.function.parameters"
     try:
         check_schema(tool.parameters)
-        schema, removed = rewrite_schema(tool.parameters)
+        schema, removed = rewrite_schema(tool.parameters, work)
     except InvalidRequestError as error:
         raise error.in_field(field) from None
     for keyword in removed:
@@ -233,7 +241,7 @@ def _calls_or_schema(
             text_grammar.field,
         )
     try:
-        answer = json_rules("answer", decoded(text_grammar.source))
+        answer = json_rules("answer", decoded(text_grammar.source), rules.work)
     except InvalidRequestError as error:
         raise error.in_field(text_grammar.field) from None
     has_strict = any(tool.strict for tool in rules.tools)

@@ -51,7 +51,7 @@ class IgnoredFields:
 
     def __init__(self) -> None:
         self._names: dict[str, None] = {}
-        self._num_more = 0
+        self._more = set[str]()
 
     def add(self, name: str) -> None:
         """Add a name; unsafe characters become question marks, a long name is cut."""
@@ -62,7 +62,7 @@ class IgnoredFields:
         if len(self._names) < MAX_NAMES:
             self._names[name] = None
         else:
-            self._num_more += 1
+            self._more.add(name)
 
     def rename(self, new_name: Callable[[str], str]) -> None:
         """Replace each name by its new name."""
@@ -70,7 +70,7 @@ class IgnoredFields:
 
     def names(self) -> list[str]:
         """Return the names, and the number of those beyond MAX_NAMES."""
-        return [*self._names, *([f"{self._num_more} more"] if self._num_more else [])]
+        return [*self._names, *([f"{len(self._more)} more"] if self._more else [])]
 
     def __str__(self) -> str:
         """Return the names, separated by commas; "" for none."""

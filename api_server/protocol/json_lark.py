@@ -21,9 +21,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Final, NamedTuple
 
-from api_server.protocol.json_schema import listed_types, type_of
+from api_server.protocol.json_schema import SchemaWork, listed_types, type_of
 from proto.errors import InvalidRequestError
-from proto.grammar import MAX_GRAMMAR_BYTES, GrammarSource, decoded
+from proto.grammar import GrammarSource, decoded
 
 Schema = Mapping[str, Any] | bool
 
@@ -80,29 +80,37 @@ class _Bound(NamedTuple):
         return abs(self.value) >= _MIN_LARGE
 
 
-def json_rules(name: str, schema: Schema, *, compact: bool = False) -> list[str]:
+def json_rules(
+    name: str, schema: Schema, work: SchemaWork | None = None, *, compact: bool = False
+) -> list[str]:
     """Return Lark rules for JSON that conforms to a schema; the first one has this name.
 
-    compact: JSON without white space. Raises InvalidRequestError for a schema that no text
-    satisfies, and for a large number where it cannot be exact.
+    work: of the request; by default this is its only schema. compact: JSON without white space.
+    Raises InvalidRequestError for a schema that no text satisfies, for a large number where it
+    cannot be exact, and for one that takes too much work.
     """
+    work = work or SchemaWork()
     if schema is False:
         raise InvalidRequestError("no text satisfies the schema false")
     options = _COMPACT_OPTIONS if compact else _OPTIONS
     if not isinstance(schema, bool) and has_large_numbers(schema):
-        return _RuleWriter(name, schema, options).write()
-    return [f"{name}: {_json_piece({} if schema is True else schema, options)}"]
+        return _RuleWriter(name, schema, options, work).write()
+    rule = f"{name}: {_json_piece({} if schema is True else schema, options)}"
+    work.take_bytes(rule)
+    return [rule]
 
 
-def with_exact_numbers(source: GrammarSource) -> GrammarSource:
+def with_exact_numbers(
+    source: GrammarSource | None, work: SchemaWork | None = None
+) -> GrammarSource | None:
     """Return a JSON schema with large numbers as Lark, any other source as it is."""
-    if source.kind != "json_schema" or not _MAYBE_LARGE.search(source.source):
+    if source is None or source.kind != "json_schema" or not _MAYBE_LARGE.search(source.source):
         return source
     schema = decoded(source.source)
     if not has_large_numbers(schema):
         return source
     try:
-        rules = json_rules("start", schema, compact=source.compact)
+        rules = json_rules("start", schema, work, compact=source.compact)
     except InvalidRequestError as error:
         raise error.in_field(source.field) from None
     return GrammarSource("grammar", "\n".join(rules), field=source.field)
@@ -119,19 +127,22 @@ class _RuleWriter:
     An expression is the body of a rule; None stands for a schema that no text satisfies.
     """
 
-    def __init__(self, name: str, root: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, name: str, root: Mapping[str, Any], options: Mapping[str, Any], work: SchemaWork
+    ) -> None:
         self._name = name
         self._root = root
         self._options = options
+        self._work = work
         self._blank = "" if options is _COMPACT_OPTIONS else f"{name.upper()}_BLANK"
         self._rules: list[str] = []
-        self._num_bytes = 0
         self._definitions = {
             f"#/{key}/{title}": definition
             for key in _DEFINITIONS & root.keys()
             for title, definition in root[key].items()
         }
         self._large_definitions = self._find_large_definitions()
+        self._large_parts = self._find_large_parts()
         self._rule_of_definition: dict[str, str] = {}
 
     def write(self) -> list[str]:
@@ -164,11 +175,23 @@ class _RuleWriter:
                 large += users.get(reference, [])
         return found
 
+    def _find_large_parts(self) -> set[int]:
+        """Return the identities of all parts of the schema that lead to a large number."""
+        large: set[int] = set()
+        for part in reversed(list(_parts_within(self._root))):  # inner parts before outer ones
+            self._work.take_steps(4)
+            is_large = _has_own_large_number(part) or part.get("$ref") in self._large_definitions
+            if is_large or any(id(inner) in large for inner in _inner_schemas(part)):
+                large.add(id(part))
+        return large
+
     def _is_large(self, schema: Any) -> bool:
-        """Return whether a schema leads to a large number."""
-        return any(
-            _has_own_large_number(part) or part.get("$ref") in self._large_definitions
-            for part in _parts_within(schema, definitions=False)
+        """Return whether a schema, with its inner ones from the root, leads to a large number."""
+        return isinstance(schema, dict) and (
+            id(schema) in self._large_parts
+            or _has_own_large_number(schema)
+            or schema.get("$ref") in self._large_definitions
+            or any(id(inner) in self._large_parts for inner in _inner_schemas(schema))
         )
 
     def _expression(self, schema: Schema) -> str | None:
@@ -192,14 +215,10 @@ class _RuleWriter:
 
     def _new_rule(self, expression: str) -> str:
         """Return the name of a new rule."""
-        self._num_bytes += len(expression)
-        if self._num_bytes > MAX_GRAMMAR_BYTES:
-            raise InvalidRequestError(
-                f"a schema with numbers from 2^53 on makes a grammar of over {MAX_GRAMMAR_BYTES} "
-                "bytes"
-            )
-        self._rules.append(f"{self._name}_{len(self._rules)}: {expression}")
-        return f"{self._name}_{len(self._rules) - 1}"
+        name = f"{self._name}_{len(self._rules)}"
+        self._rules.append(f"{name}: {expression}")
+        self._work.take_bytes(self._rules[-1])
+        return name
 
     def _json(self, schema: Schema, where: str = "") -> str | None:
         """A part as JSON schema, with the definitions that it refers to.
@@ -382,16 +401,22 @@ def _parts_within(schema: Any, *, definitions: bool = True) -> Iterator[dict[str
     pending = [schema]
     while pending:
         part = pending.pop()
-        if not isinstance(part, dict):
-            continue
-        yield part
-        for key, value in part.items():
-            if key in _SCHEMA_MAPS or (definitions and key in _DEFINITIONS):
-                pending += value.values()
-            elif key in _SCHEMA_LISTS:
-                pending += value
-            elif key in _SCHEMAS:
-                pending.append(value)
+        if isinstance(part, dict):
+            yield part
+            pending += _inner_schemas(part, definitions=definitions)
+
+
+def _inner_schemas(schema: Mapping[str, Any], *, definitions: bool = False) -> list[Any]:
+    """Return the schemas that are values of a schema's keywords."""
+    inner = list[Any]()
+    for key, value in schema.items():
+        if key in _SCHEMA_MAPS or (definitions and key in _DEFINITIONS):
+            inner += value.values()
+        elif key in _SCHEMA_LISTS:
+            inner += value
+        elif key in _SCHEMAS:
+            inner.append(value)
+    return inner
 
 
 def _has_own_large_number(schema: Mapping[str, Any]) -> bool:

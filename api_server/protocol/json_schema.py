@@ -4,18 +4,21 @@ Start at `rewrite_schema`. The compiler (llguidance) implements most of JSON Sch
 file translates older drafts, replaces constraints that the compiler would refuse by equal or
 stricter ones, and removes constraints that no grammar of it can express. Removed keywords are
 returned, so that the answer can name them; every other constraint holds for every answer.
-Numbers that the compiler would round are dealt with in `json_lark.py`.
+Numbers that the compiler would round are dealt with in `json_lark.py`. A few hundred bytes can
+stand for a schema of any size, so what is rewritten counts against a `SchemaWork`.
 `ecmascript_regex` gives classes such as ``\\d`` the meaning that JSON Schema gives them.
 """
 
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import unquote
 
 from proto.errors import InvalidRequestError
+from proto.grammar import MAX_GRAMMAR_BYTES, num_parts
 
 JsonSchema = dict[str, Any] | bool
 
@@ -83,6 +86,7 @@ _OLD_DRAFT: Final = re.compile(r"draft-0[3467]\b")
 _PLAIN_ID_DRAFT: Final = re.compile(r"draft-0[34]\b")
 _DEFINITION: Final = re.compile(r"#/(?:\$defs|definitions)/[^/%~]+")
 """A reference to a definition of the document, which keeps its place."""
+_INDEX: Final = re.compile("[0-9]{1,9}")
 _TYPES: Final = ("null", "boolean", "object", "array", "number", "string", "integer")
 _CONTROL: Final = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f\ud800-\udfff]")
 """All but those with an escape of their own, which are the only escapes that answers use."""
@@ -92,15 +96,56 @@ _MAX_DEPENDENCIES: Final = 4
 """Each doubles the alternatives of an object."""
 _MAX_COUNTED_PROPERTIES: Final = 16
 """Optional properties of an object that are counted: each is an alternative of the object."""
+MAX_STEPS: Final = 200_000
+"""Of the schemas of a request: about 0.1 s."""
+_STEPS_OF_SCHEMA: Final = 16
+_MAX_COMPARISONS: Final = 10_000
+"""Of two branches of `oneOf`, or of two properties in them."""
 
 
-def rewrite_schema(schema: Any) -> tuple[JsonSchema, list[str]]:
+class SchemaWork:
+    """What the schemas of one request may cost while they are rewritten; not thread-safe.
+
+    A step is about half a microsecond: a value in JSON that is read, or 16 characters. num_bytes:
+    of rules that may be written.
+    """
+
+    def __init__(self, steps: int = MAX_STEPS, num_bytes: int = MAX_GRAMMAR_BYTES) -> None:
+        self._steps = steps
+        self._num_bytes = num_bytes
+        self.is_used_up = False
+
+    def take_steps(self, steps: int) -> None:
+        """Raise InvalidRequestError if there are not so many steps left."""
+        self._steps -= steps
+        if self._steps < 0:
+            self.is_used_up = True
+            raise InvalidRequestError("the schema takes too many steps to become a grammar")
+
+    def take_bytes(self, rule: str) -> None:
+        """Raise InvalidRequestError if a rule is longer than what is left."""
+        self._num_bytes -= len(rule)
+        if self._num_bytes < 0:
+            self.is_used_up = True
+            raise InvalidRequestError(
+                f"the schema makes a grammar of more than {MAX_GRAMMAR_BYTES} bytes"
+            )
+
+    def read(self, value: Any) -> None:
+        """Count the values of JSON. Raises InvalidRequestError if they are too many or too deep."""
+        self.take_steps(num_parts(value, self._steps))
+
+
+def rewrite_schema(schema: Any, work: SchemaWork | None = None) -> tuple[JsonSchema, list[str]]:
     """Return a schema for the compiler, and the keywords that it leaves out, sorted.
 
-    Raises InvalidRequestError for a schema that no text satisfies and for one whose constraints
-    the compiler would change, naming the keyword.
+    work: of the request; by default this is its only schema. Raises InvalidRequestError for a
+    schema that no text satisfies, for one whose constraints the compiler would change, naming the
+    keyword, and for one that takes too much work.
     """
-    rewriter = _Rewriter(schema)
+    work = work or SchemaWork()
+    work.read(schema)
+    rewriter = _Rewriter(schema, work)
     rewritten = rewriter.rewrite_document()
     if rewritten is False:
         raise InvalidRequestError("no text satisfies the schema")
@@ -110,19 +155,19 @@ def rewrite_schema(schema: Any) -> tuple[JsonSchema, list[str]]:
 class _Rewriter:
     """One pass over a schema; `removed` collects the keywords that are left out."""
 
-    def __init__(self, root: Any) -> None:
+    def __init__(self, root: Any, work: SchemaWork) -> None:
         self._root = root
+        self._work = work
         draft = root.get("$schema") if isinstance(root, dict) else None
         draft = draft if isinstance(draft, str) else ""
         self._is_old_draft = _OLD_DRAFT.search(draft) is not None
         self._has_plain_id = _PLAIN_ID_DRAFT.search(draft) is not None
         self._has_resources = _has_nested_id(root, "id" if self._has_plain_id else "$id")
-        self._moved: dict[str, str] = {}  # reference -> the one that replaces it
-        self._moved_from: dict[str, str] = {}  # the reverse
-        definitions = root.get("$defs", {}) if isinstance(root, dict) else {}
-        self._prefix = "reference-"
-        while isinstance(definitions, dict) and any(self._prefix in name for name in definitions):
-            self._prefix += "-"
+        self._targets: dict[str, Any] = {}  # by reference
+        self._moved: dict[int, str] = {}  # target, by its identity -> reference to its new place
+        self._num_names = 0
+        self._facts: dict[int, _Facts] = {}  # by the identity of the schema
+        self._comparisons: dict[tuple[int, int, int], bool] = {}
         self.removed: set[str] = set()
 
     def rewrite_document(self) -> JsonSchema:
@@ -130,8 +175,8 @@ class _Rewriter:
         root = self.rewrite(self._root)
         targets: dict[str, JsonSchema] = {}
         while len(targets) < len(self._moved):  # a target may contain further references
-            for old, new in list(self._moved.items())[len(targets) :]:
-                targets[new.rpartition("/")[2]] = self.rewrite(self._target(old))
+            for reference in list(self._moved.values())[len(targets) :]:
+                targets[reference.rpartition("/")[2]] = self.rewrite(self._targets[reference])
         if targets and isinstance(root, dict):
             root["$defs"] = {**root.get("$defs", {}), **targets}
         return root
@@ -144,6 +189,7 @@ class _Rewriter:
             raise InvalidRequestError(
                 f"a JSON schema is an object or a boolean, not {_shown(schema)}"
             )
+        self._work.take_steps(_STEPS_OF_SCHEMA + 2 * len(schema))
         schema = {key: value for key, value in schema.items() if key not in _ANNOTATIONS}
         for key in _INEXPRESSIBLE & schema.keys():
             del schema[key]
@@ -186,12 +232,20 @@ class _Rewriter:
         if key in ("anyOf", "oneOf", "allOf", "prefixItems"):
             return [self.rewrite(part) for part in value]
         if key in ("properties", "$defs", "definitions"):
+            self._work.read(list(value))
             return {name: self.rewrite(part) for name, part in value.items()}
         if key == "patternProperties":
-            return {ecmascript_regex(name): self.rewrite(part) for name, part in value.items()}
+            return {self._regex(name): self.rewrite(part) for name, part in value.items()}
         if key == "pattern":
-            return ecmascript_regex(value)
+            return self._regex(value)
+        self._work.read(value)
         return value
+
+    def _regex(self, pattern: str) -> str:
+        self._work.take_steps(len(pattern))
+        regex = ecmascript_regex(pattern)
+        self._work.read(regex)
+        return regex
 
     def _identifiers(self, schema: dict[str, Any]) -> JsonSchema:
         """Write `id` of draft 4 and its fragments as in 2020-12, the draft of the result."""
@@ -224,24 +278,37 @@ class _Rewriter:
         if target_types and target_types <= listed_types(schema.get("type", [])):
             del schema["type"]
         if target is not None and not _DEFINITION.fullmatch(reference):
-            if reference not in self._moved:
-                self._moved[reference] = f"#/$defs/{self._prefix}{len(self._moved)}"
-                self._moved_from[self._moved[reference]] = reference
-            schema["$ref"] = self._moved[reference]
+            if id(target) not in self._moved:
+                self._moved[id(target)] = self._new_reference(target)
+            schema["$ref"] = self._moved[id(target)]
         return schema
+
+    def _new_reference(self, target: Any) -> str:
+        """Return a reference to a new definition."""
+        definitions = self._root.get("$defs", {})
+        while (name := f"reference-{self._num_names}") in definitions:
+            self._num_names += 1
+        self._num_names += 1
+        self._targets[f"#/$defs/{name}"] = target
+        return f"#/$defs/{name}"
 
     def _target(self, reference: str) -> Any:
         """The schema that a JSON pointer within the document refers to; None for another place.
 
         In a document with an inner `$id` a pointer may start there; the compiler follows it.
         """
-        reference = self._moved_from.get(reference, reference)
         if self._has_resources or not reference.startswith("#/"):
             return None
+        if reference not in self._targets:
+            self._work.take_steps(len(reference))
+            self._targets[reference] = self._pointed_at(reference)
+        return self._targets[reference]
+
+    def _pointed_at(self, reference: str) -> Any:
         target = self._root
         for part in unquote(reference[2:]).split("/"):
             part = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(target, list) and part.isdecimal() and int(part) < len(target):
+            if isinstance(target, list) and _INDEX.fullmatch(part) and int(part) < len(target):
                 target = target[int(part)]
             elif isinstance(target, dict) and part in target:
                 target = target[part]
@@ -389,6 +456,7 @@ class _Rewriter:
             return schema
         alternatives: list[JsonSchema] = []
         for name in optional:
+            self._work.take_steps(len(required))
             alternative: dict[str, Any] = {"required": [name]}
             if "maxProperties" in counts:
                 members = dict.fromkeys([*required, name], True)
@@ -427,20 +495,45 @@ class _Rewriter:
             return True
         if depth == 0 or not isinstance(one, dict) or not isinstance(other, dict):
             return False
-        if not _types_of(one) & _types_of(other):
+        compared = (id(one), id(other), depth)
+        if compared not in self._comparisons:
+            if len(self._comparisons) == _MAX_COMPARISONS:
+                return False
+            self._comparisons[compared] = False
+            self._comparisons[compared] = self._facts_exclude(
+                self._facts_of(one), self._facts_of(other), depth
+            )
+        return self._comparisons[compared]
+
+    def _facts_of(self, schema: dict[str, Any]) -> "_Facts":
+        facts = self._facts.get(id(schema))
+        if facts is None:
+            self._work.read(schema)
+            facts = self._facts[id(schema)] = _Facts.of(schema)
+        return facts
+
+    def _facts_exclude(self, one: "_Facts", other: "_Facts", depth: int) -> bool:
+        sizes = (len(one.names) + len(other.names), len(one.described) + len(other.described))
+        num_values = min(len(one.values or ()), len(other.values or ()))
+        self._work.take_steps(4 + (sum(sizes) + num_values) // 8)
+        if one.types.isdisjoint(other.types):
             return True
-        values, other_values = _values_of(one), _values_of(other)
-        if values is not None and other_values is not None and not values & other_values:
+        if (
+            one.values is not None
+            and other.values is not None
+            and one.values.isdisjoint(other.values)
+        ):
             return True
-        if _types_of(one) & _types_of(other) != {"object"}:
+        if one.types & other.types != {"object"}:
             return False
         return (
             any(
-                self._exclude(one["properties"][name], other["properties"][name], depth - 1)
-                for name in _required_properties(one) & _required_properties(other)
+                self._exclude(part, other.described[name], depth - 1)
+                for name, part in one.described.items()
+                if name in other.described
             )
-            or _requires_absent(one, other)
-            or _requires_absent(other, one)
+            or other.lacks_any(one.names)
+            or one.lacks_any(other.names)
         )
 
     def _resolved(self, schema: JsonSchema) -> JsonSchema:
@@ -510,17 +603,53 @@ def listed_types(types: Any) -> set[str]:
     return {name for name in types if isinstance(name, str)}
 
 
-def _types_of(schema: Mapping[str, Any]) -> set[str]:
-    """The types that a schema allows; "number" stands for both kinds of numbers."""
-    types = listed_types(schema.get("type", list(_TYPES)))
-    values = _values_of(schema)
-    if values is not None:
-        types &= {type_of(json.loads(value)) for value in values} | (
-            {"integer"}
-            if any(type_of(json.loads(value)) == "number" for value in values)
-            else set()
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What a schema says of the values that satisfy it.
+
+    schema: kept, because its identity is a key. types: "number" stands for both kinds of numbers.
+    values: of `const` or `enum` as JSON; None without them. names: properties that an object must
+    have. described: schemas of those by name. listed: all properties, if others are not allowed.
+    """
+
+    schema: Mapping[str, Any]
+    types: frozenset[str]
+    values: frozenset[str] | None
+    names: Sequence[str]
+    described: Mapping[str, JsonSchema]
+    listed: Mapping[str, Any] | None
+
+    @classmethod
+    def of(cls, schema: Mapping[str, Any]) -> "_Facts":
+        types = listed_types(schema.get("type", list(_TYPES)))
+        values = None
+        if "const" in schema:
+            values = [schema["const"]]
+        elif isinstance(schema.get("enum"), list):
+            values = schema["enum"]
+        if values is not None:
+            found = {type_of(value) for value in values}
+            types &= found | ({"integer"} if "number" in found else set())
+        names, properties = schema.get("required", []), schema.get("properties", {})
+        names = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+        properties = properties if isinstance(properties, dict) else {}
+        is_closed = schema.get("additionalProperties") is False
+        return cls(
+            schema,
+            frozenset("number" if name == "integer" else name for name in types),
+            None if values is None else frozenset(map(_canonical, values)),
+            names,
+            {name: properties[name] for name in names if name in properties},
+            properties if is_closed and "patternProperties" not in schema else None,
         )
-    return {"number" if name == "integer" else name for name in types}
+
+    def lacks_any(self, names: Sequence[str]) -> bool:
+        """Whether an object that satisfies the schema cannot have all of these properties."""
+        return self.listed is not None and any(name not in self.listed for name in names)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list)
 
 
 def type_of(value: Any) -> str:
@@ -532,37 +661,10 @@ def type_of(value: Any) -> str:
     return next((name for kind, name in kinds if isinstance(value, kind)), "number")
 
 
-def _values_of(schema: Mapping[str, Any]) -> set[str] | None:
-    """The values of `const` or `enum` as JSON; None for a schema without them."""
-    if "const" in schema:
-        return {_canonical(schema["const"])}
-    if isinstance(schema.get("enum"), list):
-        return {_canonical(value) for value in schema["enum"]}
-    return None
-
-
 def _canonical(value: Any) -> str:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return json.dumps(value, sort_keys=True)
-
-
-def _required_properties(schema: Mapping[str, Any]) -> set[str]:
-    """Names of properties that an object must have and that the schema describes."""
-    required, properties = schema.get("required", []), schema.get("properties", {})
-    if not isinstance(required, list) or not isinstance(properties, dict):
-        return set()
-    return {name for name in required if isinstance(name, str) and name in properties}
-
-
-def _requires_absent(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether an object of `one` must have a property that `other` does not allow."""
-    if other.get("additionalProperties") is not False or "patternProperties" in other:
-        return False
-    required = one.get("required", [])
-    return isinstance(required, list) and any(
-        name not in other.get("properties", {}) for name in required if isinstance(name, str)
-    )
 
 
 def _refuse_control_characters(key: str, value: Any) -> None:

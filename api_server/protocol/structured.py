@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
 
 from api_server.protocol.fields import STRUCTURED_NEUTRAL, IgnoredFields, nested_fields
-from api_server.protocol.json_schema import ecmascript_regex, rewrite_schema
+from api_server.protocol.json_schema import SchemaWork, ecmascript_regex, rewrite_schema
 from proto.errors import InvalidRequestError
 from proto.grammar import GrammarSource, decoded, encoded
 
@@ -97,13 +97,15 @@ class StructuredFields(BaseModel):
     json_schema: Any = None
     """llama.cpp's name of structured_outputs.json."""
 
-    def grammar_source(self, ignored: IgnoredFields) -> GrammarSource | None:
+    def grammar_source(
+        self, ignored: IgnoredFields, work: SchemaWork | None = None
+    ) -> GrammarSource | None:
         """Return the grammar of the answer; None for any text.
 
-        ignored: collects keywords of a schema that the grammar cannot enforce. Raises
-        InvalidRequestError, naming the field.
+        ignored: collects keywords of a schema that the grammar cannot enforce. work: of the
+        request's schemas. Raises InvalidRequestError, naming the field.
         """
-        reader = _SourceReader(ignored)
+        reader = _SourceReader(ignored, work or SchemaWork())
         found = [*self._from_format(reader), *self._from_structured(reader)]
         found += reader.read("guided_", self.guided_json, self.guided_regex)
         found += reader.read("guided_", choice=self.guided_choice, grammar=self.guided_grammar)
@@ -156,8 +158,9 @@ class StructuredFields(BaseModel):
 class _SourceReader:
     """Makes grammar sources from the values of request fields."""
 
-    def __init__(self, ignored: IgnoredFields) -> None:
+    def __init__(self, ignored: IgnoredFields, work: SchemaWork) -> None:
         self._ignored = ignored
+        self._work = work
 
     def read(
         self,
@@ -178,20 +181,36 @@ class _SourceReader:
             found.append(self.json_schema(f"{prefix}json", json, compact=compact))
         if choice is not None:
             field = f"{prefix}choice"
+            self._read(choice, field)
             found.append(GrammarSource("choice", _json(choice, field), field=field))
         if regex is not None:
-            source = ecmascript_regex(regex)
-            found.append(GrammarSource("regex", source, field=f"{prefix}regex"))
+            found.append(self._regex(f"{prefix}regex", regex))
         if grammar is not None:
             found.append(GrammarSource("grammar", grammar, field=f"{prefix}grammar"))
         return found
 
+    def _read(self, value: Any, field: str) -> None:
+        """Count the values of JSON. Raises InvalidRequestError."""
+        try:
+            self._work.read(value)
+        except InvalidRequestError as error:
+            raise error.in_field(field) from None
+
+    def _regex(self, field: str, regex: str) -> GrammarSource:
+        try:
+            GrammarSource("regex", regex).validate()
+            self._work.take_steps(len(regex))
+        except InvalidRequestError as error:
+            raise error.in_field(field) from None
+        return GrammarSource("regex", ecmascript_regex(regex), field=field)
+
     def json_schema(self, field: str, schema: Any, *, compact: bool = False) -> GrammarSource:
         """Return the source of a schema, given as JSON or as a string that contains JSON."""
         try:
+            self._work.read(schema)
             text = schema if isinstance(schema, str) else encoded(schema)
             GrammarSource("json_schema", text).validate()
-            rewritten, removed = rewrite_schema(decoded(text))
+            rewritten, removed = rewrite_schema(decoded(text), self._work)
         except InvalidRequestError as error:
             raise error.in_field(field) from None
         for keyword in removed:

@@ -19,6 +19,8 @@ from proto.errors import InvalidRequestError, shown
 from proto.grammar import MAX_GRAMMAR_BYTES, check_schema, encoded
 
 MAX_TOOLS: Final = 128
+MAX_TOOLS_BYTES: Final = 512 << 10
+"""Of the parameters of all tools of a request."""
 MAX_DESCRIPTION_CHARACTERS: Final = 1 << 16
 TOOL_NAME: Final = r"^[A-Za-z0-9_-]{1,64}$"
 _NAME: Final = re.compile(TOOL_NAME[1:-1])
@@ -66,15 +68,26 @@ def read_tools(value: Any, ignored: IgnoredFields) -> list[FunctionTool]:
     if len(value) > MAX_TOOLS:
         raise InvalidRequestError(f"tools takes at most {MAX_TOOLS}, got {len(value)}", "tools")
     tools: list[FunctionTool] = []
+    left = MAX_TOOLS_BYTES
     for index, item in enumerate(value):
-        tool = item if isinstance(item, FunctionTool) else _tool(item, f"tools[{index}]", ignored)
+        if isinstance(item, FunctionTool):
+            tool = item
+        else:
+            tool, size = _tool(item, f"tools[{index}]", ignored)
+            left -= size
+        if left < 0:
+            raise _invalid(
+                f"{tool.field}.function.parameters",
+                f"is beyond the {MAX_TOOLS_BYTES} bytes that those of all tools may have together",
+            )
         if any(tool.name == other.name for other in tools):
             raise _invalid(f"{tool.field}.function.name", f"is there twice: {tool.name}")
         tools.append(tool)
     return tools
 
 
-def _tool(value: Any, where: str, ignored: IgnoredFields) -> FunctionTool:
+def _tool(value: Any, where: str, ignored: IgnoredFields) -> tuple[FunctionTool, int]:
+    """Return a tool and the size of its parameters."""
     fields = _object(value, where, ("type", "function"), ignored)
     if fields.get("type") != "function":
         raise _invalid(f"{where}.type", "must be function: no other tools are available")
@@ -92,12 +105,12 @@ def _tool(value: Any, where: str, ignored: IgnoredFields) -> FunctionTool:
     description = function.get("description")
     if description is not None:
         _check_text(description, f"{within}.description")
-    parameters = _parameters(function.get("parameters", {}), f"{within}.parameters")
-    return FunctionTool(name, description, parameters, strict, where)
+    parameters, size = _parameters(function.get("parameters", {}), f"{within}.parameters")
+    return FunctionTool(name, description, parameters, strict, where), size
 
 
-def _parameters(schema: Any, where: str) -> Mapping[str, Any]:
-    """Return the JSON schema of the arguments; {} means no arguments."""
+def _parameters(schema: Any, where: str) -> tuple[Mapping[str, Any], int]:
+    """Return the JSON schema of the arguments and its size; {} means no arguments."""
     if not isinstance(schema, dict):
         raise _invalid(where, "must be a JSON schema of an object")
     try:
@@ -111,7 +124,7 @@ def _parameters(schema: Any, where: str) -> Mapping[str, Any]:
         raise _invalid(f"{where}.type", "must be object")
     if not isinstance(schema.get("properties", {}), dict):
         raise _invalid(f"{where}.properties", "must be an object")
-    return {"type": "object", "properties": {}, **schema}
+    return {"type": "object", "properties": {}, **schema}, size
 
 
 def _check_text(value: Any, where: str) -> None:

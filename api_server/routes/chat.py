@@ -15,11 +15,13 @@ from api_server.app_state import AppState
 from api_server.http.tenants import key_name_of, tenant_of
 from api_server.parsers.output import ChoiceParser
 from api_server.parsers.output_format import OutputFormat, plan_reasoning, reasoning_variables
-from api_server.parsers.tool_calls import TEXT_ONLY
+from api_server.parsers.tool_calls import TEXT_ONLY, ToolCallPlan
 from api_server.protocol.chat import ChatCompletionRequest, ChatEncoder
 from api_server.protocol.chat_translation import ChatTranslation
 from api_server.protocol.encoder import ResponseOptions
 from api_server.protocol.fields import CHAT_NEUTRAL, IgnoredFields, parse
+from api_server.protocol.json_lark import with_exact_numbers
+from api_server.protocol.json_schema import SchemaWork
 from api_server.request_builder import EndpointOptions, RequestBuilder, check_thoughts
 from api_server.routes.common import app_state_of, read_fields
 from api_server.sampling import logit_edits
@@ -29,6 +31,7 @@ from api_server.text.chat_template import Conversation, TemplateError
 from api_server.text.prompts import PromptReader
 from api_server.tracing import TraceHeaders, trace_headers_of
 from proto.errors import InvalidRequestError
+from proto.grammar import GrammarSource
 
 RESERVED_CONTEXT_SHARE: Final = 4
 """A truncated prompt leaves 1/4 of the context to an answer without max_tokens."""
@@ -68,14 +71,18 @@ async def build_chat_turn(
     reserves_context: a truncated prompt leaves a share of the context to an answer without
     max_tokens. Raises InvalidRequestError.
     """
-    text_grammar, harmony = body.grammar_source(ignored), app_state.harmony
+    harmony = app_state.harmony
     template = app_state.template_for(body.tools, body.tool_choice)
-    tool_calls = TEXT_ONLY
-    if harmony is not None:
-        grammar = harmony.answer_grammar(body, text_grammar, ignored)
-    else:
-        tool_calls = app_state.tool_calls(template).plan(body, text_grammar, ignored)
-        grammar = tool_calls.grammar
+
+    def plan_answer(work: SchemaWork) -> tuple[ToolCallPlan, GrammarSource | None]:
+        text_grammar = body.grammar_source(ignored, work)
+        if harmony is not None:
+            grammar = harmony.answer_grammar(body, text_grammar, ignored, work)
+            return TEXT_ONLY, with_exact_numbers(grammar, work)
+        plan = app_state.tool_calls(template).plan(body, text_grammar, ignored, work)
+        return plan, with_exact_numbers(plan.grammar, work)
+
+    tool_calls, grammar = await app_state.grammar_writer.write(tenant, plan_answer)
     builder = RequestBuilder(
         app_state, body, id_prefix, tenant, key_name, ignored, grammar, trace_headers
     )

@@ -15,6 +15,7 @@ from api_server.protocol.completions import (
     Echo,
 )
 from api_server.protocol.fields import COMPLETION_NEUTRAL, IgnoredFields, parse
+from api_server.protocol.json_lark import with_exact_numbers
 from api_server.request_builder import EndpointOptions, RequestBuilder, prompt_text
 from api_server.routes.common import app_state_of, read_fields
 from api_server.sampling import logit_edits
@@ -35,7 +36,9 @@ async def create_completion(request: Request) -> Response:
     ignored = IgnoredFields()
     fields = await read_fields(request, ignored)
     body = parse(CompletionRequest, fields, COMPLETION_NEUTRAL, ignored)
-    grammar = body.grammar_source(ignored)
+    grammar = await app_state.grammar_writer.write(
+        tenant, lambda work: with_exact_numbers(body.grammar_source(ignored, work), work)
+    )
     builder = RequestBuilder(
         app_state,
         body,

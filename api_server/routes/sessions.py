@@ -179,7 +179,9 @@ class SessionConnection:
         if str(ignored):
             raise InvalidRequestError(f"{ignored} is not known here", str(ignored).split(",")[0])
         _check_available(body)
-        grammar = body.grammar_source(ignored)
+        grammar = await app_state.grammar_writer.write(
+            self._tenant, lambda work: body.grammar_source(ignored, work)
+        )
         if grammar is not None:
             raise InvalidRequestError(
                 f"{grammar.field} is not available in a session", grammar.field

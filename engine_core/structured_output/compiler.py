@@ -56,14 +56,14 @@ CompiledGrammar = Matcher | GrammarError | CompilerFailedError
 class GrammarCache:
     """The most recently used grammars, also invalid ones, so that repeating one costs nothing.
 
-    max_entries, max_bytes: limits of the number of grammars and of the bytes of their sources; 0
-    keeps nothing.
+    max_entries, max_bytes: limits of the number of grammars and of the memory of all, with their
+    sources; 0 keeps nothing.
     """
 
     def __init__(self, max_entries: int, max_bytes: int) -> None:
         self._max_entries = max_entries
         self._max_bytes = max_bytes
-        self._entries: OrderedDict[GrammarSource, CompiledGrammar] = OrderedDict()
+        self._entries: OrderedDict[GrammarSource, tuple[CompiledGrammar, int]] = OrderedDict()
         self.num_bytes = 0
 
     def __len__(self) -> int:
@@ -71,19 +71,23 @@ class GrammarCache:
 
     def get(self, source: GrammarSource) -> CompiledGrammar | None:
         found = self._entries.get(source)
-        if found is not None:
-            self._entries.move_to_end(source)
-        return found
-
-    def put(self, source: GrammarSource, compiled: CompiledGrammar) -> None:
-        """Add or replace an entry, and evict the least recently used ones beyond the limits."""
-        if source not in self._entries:
-            self.num_bytes += source.num_bytes
-        self._entries[source] = compiled
+        if found is None:
+            return None
         self._entries.move_to_end(source)
+        return found[0]
+
+    def put(self, source: GrammarSource, compiled: CompiledGrammar, num_bytes: int = 0) -> None:
+        """Add or replace an entry, and evict the least recently used ones beyond the limits.
+
+        num_bytes: of the compiled grammar.
+        """
+        _, replaced = self._entries.pop(source, (None, 0))
+        num_bytes += source.num_bytes
+        self._entries[source] = compiled, num_bytes
+        self.num_bytes += num_bytes - replaced
         while len(self._entries) > self._max_entries or self.num_bytes > self._max_bytes:
-            evicted, _ = self._entries.popitem(last=False)
-            self.num_bytes -= evicted.num_bytes
+            _, (_, evicted) = self._entries.popitem(last=False)
+            self.num_bytes -= evicted
 
 
 class GrammarQueue:
@@ -158,7 +162,7 @@ class GrammarCompiler:
         self._quick = GrammarQueue()
         self._slow = GrammarQueue()
         self._tenants_by_source: dict[GrammarSource, set[int]] = {}  # of grammars in progress
-        self._results: queue.SimpleQueue[tuple[GrammarSource, CompiledGrammar]] = (
+        self._results: queue.SimpleQueue[tuple[GrammarSource, CompiledGrammar, int]] = (
             queue.SimpleQueue()
         )
         self._backend_lock = threading.Lock()
@@ -197,10 +201,10 @@ class GrammarCompiler:
         """Return the grammars that were compiled since the last call."""
         compiled: list[tuple[GrammarSource, CompiledGrammar]] = []
         while not self._results.empty():
-            source, result = self._results.get()
+            source, result, num_bytes = self._results.get()
             self._tenants_by_source.pop(source, None)
             if not isinstance(result, CompilerFailedError):
-                self._cache.put(source, result)
+                self._cache.put(source, result, num_bytes)
             compiled.append((source, result))
         return compiled
 
@@ -218,13 +222,13 @@ class GrammarCompiler:
         while (turn := grammars.get()) is not None:
             tenant, source = turn
             self._create_backend()
-            compiled = self._compile(source, seconds)
+            compiled, num_bytes = self._compile(source, seconds)
             if isinstance(compiled, GrammarTimeoutError) and grammars is self._quick:
                 self._slow.put(tenant, source)
                 continue
             if isinstance(compiled, GrammarError):
                 compiled = compiled.in_field(source.field)
-            self._results.put((source, compiled))
+            self._results.put((source, compiled, num_bytes))
             self._event_fd.notify()
 
     def _create_backend(self) -> None:
@@ -240,22 +244,25 @@ class GrammarCompiler:
             except Exception:
                 logger.exception("structured output is not available")
 
-    def _compile(self, source: GrammarSource, seconds: float) -> CompiledGrammar:
-        """Compile a grammar. Raises nothing, because requests wait for the result."""
+    def _compile(self, source: GrammarSource, seconds: float) -> tuple[CompiledGrammar, int]:
+        """Compile a grammar; return it and its memory in bytes.
+
+        Raises nothing, because requests wait for the result.
+        """
         if self._backend is None:
-            return GrammarError(UNAVAILABLE)
+            return GrammarError(UNAVAILABLE), 0
         try:
             source.validate()
-            if source.kind != "free":
-                self._sandbox.check(source, seconds)
-            return self._backend.compile(source)
+            num_bytes = 0 if source.kind == "free" else self._sandbox.check(source, seconds)
+            return self._backend.compile(source), num_bytes
         except (GrammarError, CompilerFailedError) as error:
-            return error
+            return error, 0
         except InvalidRequestError as error:
-            return GrammarError(error.message)
+            return GrammarError(error.message), 0
         except Exception as error:
             logger.exception("a grammar could not be compiled")
-            return CompilerFailedError(f"the grammar was not compiled: {type(error).__name__}")
+            failure = f"the grammar was not compiled: {type(error).__name__}"
+            return CompilerFailedError(failure), 0
 
 
 def start_thread(name: str, target: Callable[[], None]) -> threading.Thread:

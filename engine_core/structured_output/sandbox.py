@@ -13,7 +13,9 @@ server, which ends with the engine.
 """
 
 import contextlib
+import ctypes
 import os
+import re
 import resource
 import select
 import signal
@@ -44,18 +46,21 @@ the processor time of a grammar on an overloaded host."""
 START_SECONDS: Final = 60.0
 """Time after which a fork server that has not started is killed."""
 START_ATTEMPTS: Final = 2
-MAX_MEMORY: Final = 2 << 30
-"""Bytes of address space of a child, most of which it never touches."""
+MAX_MEMORY: Final = 128 << 20
+"""Bytes that a child may have beside those of the fork server."""
+_MAX_KEPT: Final = 8 << 20
+"""Bytes that a child may keep for its next grammar; with more it ends."""
 _MAX_FRAME: Final = MAX_GRAMMAR_BYTES + (64 << 10)
 _READY: Final = b"ready"
 
 
 class SandboxSetup(msgspec.Struct, array_like=True, frozen=True):
-    """What a fork server needs to start. tokenizer_json: path."""
+    """What a fork server needs to start. tokenizer_json: path. max_memory: see MAX_MEMORY."""
 
     tokenizer_json: str
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    max_memory: int = MAX_MEMORY
 
 
 class CompileTask(msgspec.Struct, array_like=True, frozen=True):
@@ -66,10 +71,15 @@ class CompileTask(msgspec.Struct, array_like=True, frozen=True):
 
 
 class CompileResult(msgspec.Struct, array_like=True, frozen=True):
-    """error: why the grammar cannot be used; empty if it can. signal: that killed the child."""
+    """What became of a grammar.
+
+    error: why the grammar cannot be used; empty if it can. signal: that killed the child.
+    num_bytes: memory of the compiled grammar.
+    """
 
     error: str = ""
     signal: int = 0
+    num_bytes: int = 0
 
 
 class GrammarSandbox:
@@ -87,8 +97,8 @@ class GrammarSandbox:
         self._control: socket.socket | None = None
         self._is_closed = False
 
-    def check(self, source: GrammarSource, seconds: float) -> None:
-        """Compile a grammar within this processor time.
+    def check(self, source: GrammarSource, seconds: float) -> int:
+        """Compile a grammar within this processor time; return the memory it takes in bytes.
 
         Raises GrammarTimeoutError if it takes longer, GrammarError if it fails or takes too much
         memory, CompilerFailedError if there is no result or no process starts.
@@ -112,6 +122,7 @@ class GrammarSandbox:
             raise GrammarError("the grammar cannot be used: compiling it takes too much memory")
         if result.error:
             raise GrammarError(result.error)
+        return result.num_bytes
 
     def close(self) -> None:
         """Kill the processes; threads in `check` get an error."""
@@ -146,6 +157,7 @@ class GrammarSandbox:
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                     process_group=0,  # its children are killed with it
+                    env={**os.environ, "MALLOC_ARENA_MAX": "1"},  # which `_allocated` measures
                 )
             self._control = control
             control.settimeout(START_SECONDS)
@@ -248,29 +260,34 @@ class ForkServer:
         return child
 
     def _run_child(self, channel: socket.socket) -> None:
-        """Compile grammars until the server ends."""
-        while True:
+        """Compile grammars until the server ends, or one has left much memory behind."""
+        kept = _data_bytes() + _MAX_KEPT
+        while _data_bytes() < kept:
             frame, descriptors, _, _ = socket.recv_fds(channel, _MAX_FRAME, 1)
             if not frame:
                 return
             task = self._decoder.decode(frame)
             with socket.socket(fileno=descriptors[0]) as client:
                 signal.setitimer(signal.ITIMER_PROF, task.seconds)
-                error = self._compile_error(task.source)
+                result = self._compile(task.source)
                 signal.setitimer(signal.ITIMER_PROF, 0)
                 with contextlib.suppress(OSError):  # the engine waits no more
-                    client.send(encode(CompileResult(error)))
-            channel.send(b"\0")
+                    client.send(encode(result))
+            if _data_bytes() < kept:
+                channel.send(b"\0")
 
-    def _compile_error(self, source: GrammarSource) -> str:
-        """Return why a grammar cannot be compiled; empty if it can."""
+    def _compile(self, source: GrammarSource) -> CompileResult:
+        num_bytes, before = 0, _allocated()
         try:
-            error = self._backend.explore(self._backend.compile(source))
+            compiled = self._backend.compile(source)
+            error = self._backend.explore(compiled)
+            num_bytes = max(0, _allocated() - before)
         except GrammarError as refused:
             error = refused.message
         except Exception as failed:
             error = f"the grammar cannot be used: {type(failed).__name__}"
-        return error.encode(errors="backslashreplace").decode()
+        error = error.encode(errors="backslashreplace").decode()
+        return CompileResult(error, num_bytes=num_bytes)
 
 
 def _receive(channel: socket.socket) -> bytes:
@@ -281,6 +298,29 @@ def _receive(channel: socket.socket) -> bytes:
         return b""
 
 
+class _MallocInfo(ctypes.Structure):
+    """`struct mallinfo2` of glibc: ten numbers, of which mapped bytes and those in use count."""
+
+    _fields_ = (("numbers", ctypes.c_size_t * 10),)
+
+
+def _allocated() -> int:
+    """Return the bytes that this process has allocated from glibc; 0 with another C library."""
+    try:
+        mallinfo = ctypes.CDLL(None).mallinfo2
+    except AttributeError:
+        return 0
+    mallinfo.restype = _MallocInfo
+    numbers = mallinfo().numbers
+    return int(numbers[4] + numbers[7])
+
+
+def _data_bytes() -> int:
+    """Return the bytes of this process that RLIMIT_DATA limits."""
+    found = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(found[1]) << 10 if found else 0
+
+
 def main() -> None:
     """Run the fork server; its standard input is the engine's socket."""
     set_title("tokend grammar sandbox")
@@ -289,7 +329,8 @@ def main() -> None:
     control = socket.socket(fileno=os.dup(sys.stdin.fileno()))
     setup = MessageDecoder[SandboxSetup](SandboxSetup).decode(control.recv(_MAX_FRAME))
     backend = LLGuidanceBackend(Path(setup.tokenizer_json), setup.vocab_size, setup.eos_token_ids)
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
+    limit = _data_bytes() + setup.max_memory
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     control.send(_READY)
     ForkServer(control, backend).run()
     os.killpg(0, signal.SIGKILL)  # the children too

@@ -36,7 +36,8 @@ LIMIT_SECONDS = 20.0
 class NoSandbox:
     """Accepts every grammar."""
 
-    def check(self, source: GrammarSource, seconds: float) -> None: ...
+    def check(self, source: GrammarSource, seconds: float) -> int:
+        return 0
 
     def close(self) -> None: ...
 
@@ -52,12 +53,13 @@ class GatedSandbox(NoSandbox):
         self.entered, self.gate = threading.Semaphore(0), threading.Semaphore(0)
         self.names: list[str] = []
 
-    def check(self, source: GrammarSource, seconds: float) -> None:
+    def check(self, source: GrammarSource, seconds: float) -> int:
         if source.source.startswith("slow") and seconds < COMPILE_SECONDS:
             raise GrammarTimeoutError(f"more than {seconds:g} seconds")
         self.names.append(source.source)
         self.entered.release()
         assert self.gate.acquire(timeout=LIMIT_SECONDS)
+        return 0
 
 
 class GrammarRunner(PagedRunner):

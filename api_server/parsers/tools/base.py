@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Final
 from api_server.parsers.output import OutputParser
 from api_server.parsers.tools.call_parser import read_arguments
 from api_server.protocol.json_lark import json_rules
+from api_server.protocol.json_schema import SchemaWork
 from proto.config import ToolCallParser
 from proto.errors import InvalidRequestError
 
@@ -92,7 +93,7 @@ class ToolCallFormat:
 
         Raises InvalidRequestError for a schema that this format cannot enforce.
         """
-        return tool.argument_rules(rule)
+        return tool.argument_rules(rule, rules.work)
 
     def render_arguments(self, arguments: str) -> str:
         """Return arguments, which are JSON, as the model writes them."""
@@ -196,10 +197,11 @@ class OfferedTool:
     strict: bool
     field: str
 
-    def argument_rules(self, name: str) -> list[str]:
+    def argument_rules(self, name: str, work: SchemaWork) -> list[str]:
         """Return Lark rules for the arguments as JSON; the first one has this name."""
         try:
-            return json_rules(name, compact_schema(self.schema) if self.strict else ANY_OBJECT)
+            schema = compact_schema(self.schema) if self.strict else ANY_OBJECT
+            return json_rules(name, schema, work)
         except InvalidRequestError as error:
             raise error.in_field(f"{self.field}.function.parameters") from None
 
@@ -209,11 +211,13 @@ class CallRules:
     """Constraints on the calls of one answer.
 
     max_calls: most calls in the answer. token_ids: ids of the markers that are special tokens.
+    work: of the request's schemas.
     """
 
     tools: Sequence[OfferedTool]
     max_calls: int
     token_ids: Mapping[str, int]
+    work: SchemaWork
 
     def marker(self, text: str) -> str:
         """Return a marker in Lark: a special token by its id, other text in quotes."""
@@ -285,14 +289,14 @@ def compact_schema(schema: Any, *, closed: bool = True) -> Any:
         else:
             result[name] = compact_schema(value, closed=closed and name == "items")
     named = described_properties(result)
-    names_all = _are_named(result.get("required", []), named)
+    names_all = are_named(result.get("required", []), named)
     if closed and named and names_all and not _EXTENDING_KEYWORDS & result.keys():
         result["additionalProperties"] = False
     return result
 
 
-def _are_named(required: Any, properties: Mapping[str, Any]) -> bool:
-    """Return whether `required`, which may be any JSON value, is a list of these properties."""
+def are_named(required: Any, properties: Mapping[str, Any]) -> bool:
+    """Return whether `required`, which may be any JSON value, is a list of keys of `properties`."""
     return isinstance(required, list) and all(
         isinstance(name, str) and name in properties for name in required
     )
@@ -324,7 +328,7 @@ def schema_properties(schema: Mapping[str, Any]) -> list[tuple[str, bool, Mappin
         raise InvalidRequestError(f"calls of this model cannot be held to {min(unsupported)}")
     if not isinstance(properties, dict):
         raise InvalidRequestError("properties must be an object")
-    if not _are_named(required, properties):
+    if not are_named(required, properties):
         raise InvalidRequestError("required must be a list of properties that are described")
     if extra not in (True, False) and not isinstance(extra, dict):
         raise InvalidRequestError("additionalProperties must be a schema")

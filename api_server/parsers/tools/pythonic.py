@@ -25,6 +25,7 @@ from api_server.parsers.tools.base import (
 )
 from api_server.parsers.tools.call_parser import CallParser, ToolCall, python_scanner
 from api_server.protocol.json_lark import json_rules
+from api_server.protocol.json_schema import SchemaWork
 from proto.errors import InvalidRequestError
 
 OPENING: Final = "<|python_start|>"
@@ -47,14 +48,14 @@ class PythonicFormat(ToolCallFormat):
         return (OPENING,)
 
     def argument_rules(self, rule: str, tool: OfferedTool, rules: CallRules) -> list[str]:
-        return _keyword_rules(rule, tool)
+        return _keyword_rules(rule, tool, rules.work)
 
     def render_arguments(self, arguments: str) -> str:
         pairs = json.loads(arguments).items()
         return ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in pairs)
 
 
-def _keyword_rules(rule: str, tool: OfferedTool) -> list[str]:
+def _keyword_rules(rule: str, tool: OfferedTool, work: SchemaWork) -> list[str]:
     """Return the rules of `a=1, b=2`, with properties in the order of the schema.
 
     RULE_first_N: the properties from the Nth on, if none came before; RULE_then_N: the same after
@@ -65,7 +66,7 @@ def _keyword_rules(rule: str, tool: OfferedTool) -> list[str]:
     try:
         properties = schema_properties(compact_schema(tool.schema))
         values = [
-            _value_rules(f"{rule}_value_{index}", schema)
+            _value_rules(f"{rule}_value_{index}", schema, work)
             for index, (_, _, schema) in enumerate(properties)
         ]
     except InvalidRequestError as error:
@@ -86,10 +87,10 @@ def _keyword_rules(rule: str, tool: OfferedTool) -> list[str]:
     return rules
 
 
-def _value_rules(name: str, schema: Mapping[str, Any]) -> list[str]:
+def _value_rules(name: str, schema: Mapping[str, Any], work: SchemaWork) -> list[str]:
     if schema.get("type") == "boolean" and not {"enum", "const"} & schema.keys():
         return [f'{name}: "True" | "False"']
-    return json_rules(name, schema)
+    return json_rules(name, schema, work)
 
 
 class PythonicParser(CallParser):

@@ -50,7 +50,7 @@ from api_server.parsers.tools.call_parser import (
     json_scanner,
 )
 from api_server.parsers.tools.tagged_values import json_string, text_rules, value_json, value_types
-from proto.errors import InvalidRequestError
+from proto.errors import InvalidRequestError, shown
 
 _SEPARATORS: Final = ("",)
 _NAME: Final = re.compile(r"[A-Za-z0-9_.:/-]{0,129}")
@@ -109,7 +109,7 @@ class TaggedCallFormat(ToolCallFormat):
             properties = schema_properties(compact_schema(tool.schema))
             for index, (key, required, schema) in enumerate(properties):
                 if not _is_key(key, layout.key_end):
-                    raise InvalidRequestError(f"calls of this model cannot name {key!r}")
+                    raise InvalidRequestError(f"calls of this model cannot name {shown(key)!r}")
                 name = f"{rule}_{index}"
                 names.append(name if required else f"{name}?")
                 opening = self.lark(f"{layout.begin}{key}{layout.key_end}", rules)
@@ -124,10 +124,11 @@ class TaggedCallFormat(ToolCallFormat):
         end = self.parameter.end
         tag = end.strip()
         if tag in rules.token_ids:
-            return text_rules(name, schema, forbidden="", end="", after=self.lark(end, rules))
+            after = self.lark(end, rules)
+            return text_rules(name, schema, rules.work, forbidden="", end="", after=after)
         before, _, _ = end.partition(tag)
         behind = self.lark(end.removeprefix(before).removeprefix(tag), rules)
-        return text_rules(name, schema, forbidden=tag, end=before + tag, after=behind)
+        return text_rules(name, schema, rules.work, forbidden=tag, end=before + tag, after=behind)
 
 
 def _rendered(value: Any) -> str:

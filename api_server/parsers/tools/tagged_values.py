@@ -13,41 +13,70 @@ from typing import Any, Final
 from api_server.parsers.tools.base import described_properties, quoted
 from api_server.parsers.tools.pythonic import python_value
 from api_server.protocol.json_lark import json_rules
-from api_server.protocol.json_schema import listed_types, type_of
-from proto.errors import InvalidRequestError
+from api_server.protocol.json_schema import SchemaWork, listed_types, type_of
+from proto.errors import InvalidRequestError, shown
 
 ALL_TYPES: Final = frozenset({"string", "integer", "number", "boolean", "object", "array", "null"})
 _MAX_REFERENCES: Final = 16
+_MAX_DEPTH: Final = 64
+"""Of unions and references; deeper ones allow any type."""
+_MAX_UNION_STEPS: Final = 2_000
+"""For the types of a parameter, which the parser of each answer asks for."""
 _DEFINITIONS: Final = ("$defs", "definitions")
 
 
 def value_types(parameters: Mapping[str, Any], key: str) -> frozenset[str]:
     """Return the JSON types that the schema of a tool allows for a parameter; empty if unknown."""
-    types = types_of(described_properties(parameters).get(key), parameters)
+    schema = described_properties(parameters).get(key)
+    try:
+        types = SchemaTypes(parameters, SchemaWork(_MAX_UNION_STEPS)).of(schema)
+    except InvalidRequestError:
+        return frozenset()
     return frozenset() if types == ALL_TYPES else types
 
 
-def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
-    """Return the types that a schema allows, or more. root: has the definitions."""
-    if not isinstance(schema, Mapping) or depth > _MAX_REFERENCES:
-        return ALL_TYPES
-    types = ALL_TYPES
-    if "type" in schema:
-        types &= listed_types(schema["type"])
-    if "const" in schema:
-        types &= _types_of_values([schema["const"]])
-    if isinstance(schema.get("enum"), list):
-        types &= _types_of_values(schema["enum"])
-    if "$ref" in schema:
-        types &= types_of(_definition(schema["$ref"], root), root, depth + 1)
-    for keyword in ("anyOf", "oneOf"):
-        if isinstance(schema.get(keyword), list):
-            parts = [types_of(part, root, depth + 1) for part in schema[keyword]]
-            types &= frozenset[str]().union(*parts)
-    if isinstance(schema.get("allOf"), list):
-        for part in schema["allOf"]:
-            types &= types_of(part, root, depth + 1)
-    return types | {"integer"} if "number" in types else types
+class SchemaTypes:
+    """The JSON types that the schemas of a document allow.
+
+    root: has the definitions, each of which is read once. work: for `of`, which raises
+    InvalidRequestError if it takes more.
+    """
+
+    def __init__(self, root: Mapping[str, Any], work: SchemaWork) -> None:
+        self._root = root
+        self._work = work
+        self._of_reference: dict[str, frozenset[str]] = {}
+
+    def of(self, schema: Any, depth: int = 0) -> frozenset[str]:
+        """Return the types that a schema allows, or more."""
+        if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+            return ALL_TYPES
+        self._work.take_steps(4)
+        types = ALL_TYPES
+        if "type" in schema:
+            types &= listed_types(schema["type"])
+        if "const" in schema:
+            types &= _types_of_values([schema["const"]])
+        if isinstance(schema.get("enum"), list):
+            self._work.take_steps(len(schema["enum"]) // 8)
+            types &= _types_of_values(schema["enum"])
+        if isinstance(schema.get("$ref"), str):
+            types &= self._of_target(schema["$ref"], depth + 1)
+        for keyword in ("anyOf", "oneOf"):
+            if isinstance(schema.get(keyword), list):
+                parts = [self.of(part, depth + 1) for part in schema[keyword]]
+                types &= frozenset[str]().union(*parts)
+        if isinstance(schema.get("allOf"), list):
+            for part in schema["allOf"]:
+                types &= self.of(part, depth + 1)
+        return types | {"integer"} if "number" in types else types
+
+    def _of_target(self, reference: str, depth: int) -> frozenset[str]:
+        if reference not in self._of_reference:
+            self._of_reference[reference] = ALL_TYPES  # where it refers to itself
+            target = _definition(reference, self._root)
+            self._of_reference[reference] = self.of(target, depth)
+        return self._of_reference[reference]
 
 
 def _types_of_values(values: Sequence[Any]) -> frozenset[str]:
@@ -151,117 +180,155 @@ _FORMATS: Final = {
 
 
 def text_rules(
-    name: str, schema: Mapping[str, Any], *, forbidden: str, end: str, after: Sequence[str]
+    name: str,
+    schema: Mapping[str, Any],
+    work: SchemaWork,
+    *,
+    forbidden: str,
+    end: str,
+    after: Sequence[str],
 ) -> list[str]:
     """Return a Lark expression for a value without quotes and what follows it, and its rules.
 
-    name: prefix of the rules' names. schema: with its definitions. forbidden: text that cannot be
-    part of a string, because it ends the value. end: text behind the value; a lexer reads it
-    together with a string. after: Lark items behind that. Raises InvalidRequestError for a schema
-    that is not enforced.
+    name: prefix of the rules' names. schema: with its definitions. work: of the request.
+    forbidden: text that cannot be part of a string, because it ends the value. end: text behind the
+    value; a lexer reads it together with a string. after: Lark items behind that. Raises
+    InvalidRequestError for a schema that is not enforced.
     """
     behind = " ".join(after)
     quoted_end = [quoted(end)] if end else []
-    texts, others = _split(schema, schema)
+    SchemaTypes(schema, SchemaWork(_MAX_UNION_STEPS)).of(schema)  # what the parser will need
+    reader = _ValueReader(schema, work)
+    texts, others = reader.split(schema)
     if not texts:
         return [
             " ".join([f"{name}_json", *quoted_end, behind]),
-            *json_rules(f"{name}_json", schema),
+            *json_rules(f"{name}_json", schema, work),
         ]
-    other_types = frozenset[str]().union(*(types_of(other, schema) for other in others))
-    if types_of(schema, schema) == ALL_TYPES and schema.keys() - _TEXT_KEYWORDS:
+    types_of = reader.types.of
+    other_types = frozenset[str]().union(*map(types_of, others))
+    if types_of(schema) == ALL_TYPES and schema.keys() - _TEXT_KEYWORDS:
         other_types = ALL_TYPES  # values that keywords of other types restrict are not written
     bounds = [f"~/(?s:.*){_escaped(forbidden)}(?s:.*)/"] if forbidden else []
     bounds += [f"~/{_JSON_TEXTS[kind]}/" for kind in sorted(other_types & _JSON_TEXTS.keys())]
     types = frozenset({"string", *other_types})
-    choices = [part for text in texts for part in _text_terminals(text, bounds, forbidden, types)]
-    choices += [quoted(literal) for other in others for literal in _literals(other, schema)]
+    choices = list[str]()
+    for text in texts:
+        choices += reader.terminals(text, bounds, forbidden, types)
+    choices += [quoted(literal) for other in others for literal in reader.literals(other)]
     terminal = f"{name.upper()}_TEXT"
     rules = [" ".join([f"{terminal}: ({' | '.join(choices)})", *quoted_end])]
     alternatives = [terminal]
-    written = [other for other in others if types_of(other, schema) - {"boolean", "null"}]
+    written = [other for other in others if types_of(other) - {"boolean", "null"}]
     if written:
         definitions = {place: schema[place] for place in _DEFINITIONS if place in schema}
         union = {"anyOf": written, **definitions} if len(written) > 1 else written[0] | definitions
         alternatives.append(" ".join([f"{name}_json", *quoted_end]))
-        rules += json_rules(f"{name}_json", union)
+        rules += json_rules(f"{name}_json", union, work)
     return [f"({' | '.join(alternatives)}) {behind}", *rules]
 
 
-def _split(
-    schema: Mapping[str, Any], root: Mapping[str, Any], depth: int = 0
-) -> tuple[list[Mapping[str, Any]], list[dict[str, Any]]]:
-    """Return the alternatives of a schema that are strings, and the others."""
-    types = types_of(schema, root)
-    if "string" not in types:
-        return [], [dict(schema)]
-    if types == ALL_TYPES and not {"$ref", "anyOf", "oneOf", "allOf"} & schema.keys():
-        return [{**schema, "type": "string"}], []  # any text is of some type
-    if depth > _MAX_REFERENCES:
-        raise InvalidRequestError("calls of this model cannot be held to nested references")
-    own = {key: value for key, value in schema.items() if key not in _DEFINITIONS}
-    for keyword in ("$ref", "anyOf", "oneOf", "allOf"):
-        if keyword not in own:
-            continue
-        parts = [_definition(own[keyword], root)] if keyword == "$ref" else own[keyword]
-        beside = own.keys() - {keyword, "type"}
-        if beside or (keyword == "allOf" and len(parts) != 1):
-            break
-        texts: list[Mapping[str, Any]] = []
-        others: list[dict[str, Any]] = []
-        for part in parts:
-            if not isinstance(part, Mapping):
-                raise InvalidRequestError(f"calls of this model cannot be held to {keyword}")
-            found = _split({**part, **_only_type(own, part)}, root, depth + 1)
-            texts += found[0]
-            others += found[1]
-        return texts, others
-    else:
-        if types == {"string"}:
-            return [schema], []
-        values = [own["const"]] if "const" in own else own.get("enum")
-        if isinstance(values, list):
-            strings = [value for value in values if isinstance(value, str)]
-            rest = [value for value in values if not isinstance(value, str)]
-            return [{"enum": strings}], [{"enum": rest}] if rest else []
-        rest_types = sorted(types - {"string"})
-        if "number" in rest_types:
-            rest_types.remove("integer")
-        return [{**own, "type": "string"}], [{**own, "type": kind} for kind in rest_types]
-    raise InvalidRequestError(
-        f"calls of this model cannot be held to {keyword} beside other keywords of a string"
-    )
+class _ValueReader:
+    """Divides the schema of a value into texts and JSON. root: the schema with its definitions."""
+
+    def __init__(self, root: Mapping[str, Any], work: SchemaWork) -> None:
+        self._root = root
+        self._work = work
+        self.types = SchemaTypes(root, work)
+
+    def split(
+        self, schema: Mapping[str, Any], depth: int = 0
+    ) -> tuple[list[Mapping[str, Any]], list[dict[str, Any]]]:
+        """Return the alternatives of a schema that are strings, and the others."""
+        self._work.take_steps(4 + len(schema))
+        types = self.types.of(schema)
+        if "string" not in types:
+            return [], [dict(schema)]
+        if types == ALL_TYPES and not {"$ref", "anyOf", "oneOf", "allOf"} & schema.keys():
+            return [{**schema, "type": "string"}], []  # any text is of some type
+        if depth > _MAX_REFERENCES:
+            raise InvalidRequestError("calls of this model cannot be held to nested references")
+        own = {key: value for key, value in schema.items() if key not in _DEFINITIONS}
+        for keyword in ("$ref", "anyOf", "oneOf", "allOf"):
+            if keyword not in own:
+                continue
+            is_reference = keyword == "$ref"
+            parts = [_definition(own[keyword], self._root)] if is_reference else own[keyword]
+            beside = own.keys() - {keyword, "type"}
+            if beside or (keyword == "allOf" and len(parts) != 1):
+                break
+            texts: list[Mapping[str, Any]] = []
+            others: list[dict[str, Any]] = []
+            for part in parts:
+                if not isinstance(part, Mapping):
+                    raise InvalidRequestError(f"calls of this model cannot be held to {keyword}")
+                found = self.split({**part, **_only_type(own, part)}, depth + 1)
+                texts += found[0]
+                others += found[1]
+            return texts, others
+        else:
+            if types == {"string"}:
+                return [schema], []
+            values = [own["const"]] if "const" in own else own.get("enum")
+            if isinstance(values, list):
+                strings = [value for value in values if isinstance(value, str)]
+                rest = [value for value in values if not isinstance(value, str)]
+                return [{"enum": strings}], [{"enum": rest}] if rest else []
+            rest_types = sorted(types - {"string"})
+            if "number" in rest_types:
+                rest_types.remove("integer")
+            return [{**own, "type": "string"}], [{**own, "type": kind} for kind in rest_types]
+        raise InvalidRequestError(
+            f"calls of this model cannot be held to {keyword} beside other keywords of a string"
+        )
+
+    def literals(self, schema: Mapping[str, Any]) -> list[str]:
+        """Return the booleans and null that a schema allows, as JSON."""
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        types = self.types.of(schema)
+        return [
+            json.dumps(value)
+            for kind, value in (("boolean", True), ("boolean", False), ("null", None))
+            if kind in types
+            and (not isinstance(values, list) or any(value is each for each in values))
+        ]
+
+    def terminals(
+        self,
+        schema: Mapping[str, Any],
+        bounds: Sequence[str],
+        forbidden: str,
+        types: frozenset[str],
+    ) -> list[str]:
+        """Return Lark expressions of which each is a set of texts that conform to a schema.
+
+        types: that the whole value may have.
+        """
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        terminals = (
+            _literal_terminals(values, forbidden, types)
+            if isinstance(values, list)
+            else [_text_terminal(schema, bounds)]
+        )
+        for terminal in terminals:
+            self._work.take_bytes(terminal)
+        self._work.take_steps(16 * len(terminals))
+        return terminals
 
 
 def _only_type(own: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": own["type"]} if "type" in own and "type" not in part else {}
 
 
-def _literals(schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[str]:
-    """Return the booleans and null that a schema allows, as JSON."""
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    types = types_of(schema, root)
-    return [
-        json.dumps(value)
-        for kind, value in (("boolean", True), ("boolean", False), ("null", None))
-        if kind in types and (not isinstance(values, list) or any(value is each for each in values))
-    ]
+def _literal_terminals(values: Sequence[str], forbidden: str, types: frozenset[str]) -> list[str]:
+    if any(forbidden and forbidden in value for value in values):
+        raise InvalidRequestError(f"calls of this model cannot write {forbidden} in a value")
+    if any(value_json(value, types) != json_string(value) for value in values):
+        raise InvalidRequestError("calls of this model cannot tell strings from other values")
+    return [quoted(value) for value in values]
 
 
-def _text_terminals(
-    schema: Mapping[str, Any], bounds: Sequence[str], forbidden: str, types: frozenset[str]
-) -> list[str]:
-    """Return Lark expressions of which each is a set of texts that conform to a string's schema.
-
-    types: that the whole value may have.
-    """
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if isinstance(values, list):
-        if any(forbidden and forbidden in value for value in values):
-            raise InvalidRequestError(f"calls of this model cannot write {forbidden} in a value")
-        if any(value_json(value, types) != json_string(value) for value in values):
-            raise InvalidRequestError("calls of this model cannot tell strings from other values")
-        return [quoted(value) for value in values]
+def _text_terminal(schema: Mapping[str, Any], bounds: Sequence[str]) -> str:
     unsupported = _UNSUPPORTED & schema.keys()
     if unsupported:
         raise InvalidRequestError(f"calls of this model cannot be held to {min(unsupported)}")
@@ -274,10 +341,10 @@ def _text_terminals(
     if "format" in schema:
         if schema["format"] not in _FORMATS:
             raise InvalidRequestError(
-                f"calls of this model cannot be held to the format {schema['format']}"
+                f"calls of this model cannot be held to the format {shown(schema['format'])}"
             )
         parts.append(f"/{_FORMATS[schema['format']]}/")
-    return [f"({' & '.join(parts)})"]
+    return f"({' & '.join(parts)})"
 
 
 def _searched(pattern: str) -> str:
@@ -290,7 +357,9 @@ def _searched(pattern: str) -> str:
     unescaped = re.sub(r"\\.|\[(?:\\.|[^\]\\])*\]", "", body)
     is_anchored = not (before and behind)
     if "^" in unescaped or "$" in unescaped or (is_anchored and _alternates(unescaped)):
-        raise InvalidRequestError(f"calls of this model cannot be held to the pattern {pattern}")
+        raise InvalidRequestError(
+            f"calls of this model cannot be held to the pattern {shown(pattern)}"
+        )
     slashes = re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", body)
     return f"{before}({slashes}){behind}"
 

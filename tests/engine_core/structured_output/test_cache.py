@@ -32,6 +32,16 @@ def test_ten_thousand_grammars_keep_within_entries_and_bytes():
     assert (len(cache), cache.num_bytes) == (1, 3999)
 
 
+def test_large_grammars_of_short_sources_keep_within_the_bytes():
+    cache = GrammarCache(64, 1000)
+    for number in range(100):
+        cache.put(source(f"{number:03}"), GrammarError("x"), 270)
+        assert cache.num_bytes <= 1000
+    assert (len(cache), cache.num_bytes) == (3, 900)
+    cache.put(source("099"), GrammarError("y"), 70)
+    assert (len(cache), cache.num_bytes) == (3, 700)
+
+
 def test_a_cache_of_nothing_keeps_nothing():
     cache = GrammarCache(0, 0)
     cache.put(source("a"), GrammarError("x"))

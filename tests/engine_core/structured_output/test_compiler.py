@@ -139,6 +139,7 @@ def test_a_failure_of_the_host_is_not_remembered(backend):
         def check(self, source, seconds):
             if self.errors:
                 raise self.errors.pop(0)
+            return 0
 
     case = Case(lambda: backend, Failing())
     for words in ("killed", "RuntimeError"):

@@ -1,5 +1,6 @@
 """Grammars that would crash or block the engine end a process of the sandbox instead."""
 
+import json
 import os
 import signal
 import socket
@@ -15,7 +16,7 @@ from engine_core.structured_output.matchers import (
     GrammarError,
     GrammarTimeoutError,
 )
-from engine_core.structured_output.sandbox import GrammarSandbox, SandboxSetup
+from engine_core.structured_output.sandbox import MAX_MEMORY, GrammarSandbox, SandboxSetup
 from proto.grammar import GrammarSource
 from tests.fakes.toy_vocabulary import EOS, SIZE
 
@@ -29,6 +30,10 @@ ENDLESS = GrammarSource(
     '{"allOf": [{"type": "integer", "multipleOf": 999983}, '
     '{"type": "integer", "multipleOf": 999979}, {"multipleOf": 777777}]}',
 )
+LARGE = GrammarSource(
+    "json_schema",
+    json.dumps({"properties": {f"p{number}": {"type": "string"} for number in range(1_000)}}),
+)
 SMALL = GrammarSource("regex", "a+")
 LIMIT_SECONDS = 20.0
 
@@ -38,8 +43,9 @@ def start_sandbox(tokenizer_folder):
     """Return a function that starts sandboxes; they leave no process behind."""
     sandboxes, before = [], set(psutil.Process().children())
 
-    def start(**fields):
-        setup = SandboxSetup(str(tokenizer_folder / "tokenizer.json"), SIZE, (EOS,))
+    def start(max_memory=MAX_MEMORY, **fields):
+        tokenizer_json = str(tokenizer_folder / "tokenizer.json")
+        setup = SandboxSetup(tokenizer_json, SIZE, (EOS,), max_memory)
         sandbox = GrammarSandbox(setup, **fields)
         sandboxes.append(sandbox)
         sandbox.check(SMALL, 1.0)
@@ -86,6 +92,18 @@ def test_neither_a_full_stack_nor_an_endless_compilation_harms_the_engine(start_
             sandbox.check(source, 0.2)
         sandbox.check(SMALL, 1.0)
     assert server_of(sandbox) == server, "a grammar ended more than its own process"
+
+
+def test_a_grammar_has_little_memory_and_its_size_is_known(start_sandbox):
+    sandbox, narrow = start_sandbox(), start_sandbox(max_memory=1 << 20)
+    assert sandbox.check(SMALL, 1.0) < 1 << 20 < sandbox.check(LARGE, 20.0)
+    with pytest.raises(GrammarError, match="takes too much memory"):
+        narrow.check(LARGE, 20.0)
+    narrow.check(SMALL, 1.0)
+    for number in range(10):  # of which each leaves memory behind
+        sandbox.check(GrammarSource(LARGE.kind, f"{LARGE.source} {' ' * number}"), 20.0)
+    for child in server_of(sandbox).children():
+        assert child.memory_info().rss - server_of(sandbox).memory_info().rss < 64 << 20
 
 
 def test_a_process_compiles_many_grammars(start_sandbox):
