@@ -157,9 +157,7 @@ async def count_tokens(
     app_state.check_model(body.model)
     reader = app_state.prompt_reader("messages")
     _, text = await _render_prompt(app_state, body, reader, ignored)
-    reader.check_text(text)
-    (ids,) = await app_state.tokenizer.encode([text], add_special_tokens=False)
-    return len(ids)
+    return len(await reader.encode_any_length(text, add_special_tokens=False))
 
 
 async def _render_prompt(

@@ -103,9 +103,8 @@ async def _tokens(
     ignored: IgnoredFields,
 ) -> Response:
     reader = app_state.prompt_reader(field)
-    reader.check_text(text)
     tokenizer = app_state.tokenizer
-    (ids,) = await tokenizer.encode([text], add_special_tokens=add_special_tokens)
+    ids = await reader.encode_any_length(text, add_special_tokens=add_special_tokens)
     token_strs = (
         await tokenizer.run_in_thread_if_large(len(ids), tokenizer.token_names, ids)
         if names

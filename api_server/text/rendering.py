@@ -4,7 +4,7 @@ A template comes with a model and is only half trusted, and rendering may take m
 its input suggests. So each rendering has a thread of its own while the event loop continues. At
 the time limit an exception is raised inside the thread: a template is compiled to Python, which
 stops at its next instruction, and the template's sandbox keeps every instruction short. One
-conversation is rendered at a time.
+conversation is rendered at a time; clients take turns.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ from typing import Final
 
 from api_server.text.chat_template import ChatTemplate, Conversation, TemplateFacts
 from api_server.text.harmony import HarmonyTemplate
+from api_server.turns import Turns
 from proto.errors import InvalidRequestError, OverloadedError
 
 RENDER_SECONDS: Final = 5.0
@@ -45,20 +46,21 @@ class TemplateRenderer:
         self._template = template
         self._model_name = model_name
         self._limit = limit
-        self._lock = asyncio.Lock()
+        self._turns = Turns(1)
         self._interruptions: set[asyncio.Task[None]] = set()
         self.source = None if template is None else template.source
         self.facts = TemplateFacts() if template is None else template.facts
         self.with_tools = self
         if tool_template is not None:
             self.with_tools = TemplateRenderer(tool_template, model_name, limit)
-            self.with_tools._lock = self._lock
+            self.with_tools._turns = self._turns
 
     async def render(self, conversation: Conversation) -> str:
         """Return the prompt.
 
         Raises TemplateError if the template refuses the messages, InvalidRequestError if it takes
-        too long, and OverloadedError if earlier conversations use up the time or the threads.
+        too long, OverloadedError if earlier conversations use up the time or the threads, and
+        ClientDisconnect.
         """
         if self._template is None:
             lack = (
@@ -71,28 +73,28 @@ class TemplateRenderer:
             )
         try:
             async with asyncio.timeout(self._limit):
-                await self._lock.acquire()
+                await self._turns.take()
         except TimeoutError:
             raise OverloadedError("other conversations keep the chat template busy") from None
         try:
             thread = _RenderThread(self._template, conversation)
         except RuntimeError:  # the machine cannot start another thread
-            self._lock.release()
+            self._turns.give_back()
             raise OverloadedError("there is no thread for the chat template") from None
         try:
             done, _ = await asyncio.wait({thread.text}, timeout=self._limit)
         finally:
-            self._release_lock(thread)
+            self._end_turn(thread)
         if done:
             return thread.text.result()
         raise InvalidRequestError(
             f"the chat template takes longer than {self._limit:g} s for these messages", "messages"
         )
 
-    def _release_lock(self, thread: "_RenderThread") -> None:
-        """Release the lock when the thread has ended; interrupt a thread that continues."""
+    def _end_turn(self, thread: "_RenderThread") -> None:
+        """End the turn when the thread has ended; interrupt a thread that continues."""
         if thread.text.done():
-            self._lock.release()
+            self._turns.give_back()
             return
         task = asyncio.create_task(self._interrupt(thread))
         self._interruptions.add(task)
@@ -102,7 +104,7 @@ class TemplateRenderer:
         while thread.is_alive:
             thread.raise_overtime()
             await asyncio.sleep(_INTERRUPT_INTERVAL)
-        self._lock.release()
+        self._turns.give_back()
 
 
 class _RenderThread:
