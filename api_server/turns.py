@@ -19,20 +19,38 @@ from typing import Final, ParamSpec, TypeVar
 
 from starlette.requests import ClientDisconnect
 
+from proto.errors import OverloadedError
+
 P = ParamSpec("P")
 R = TypeVar("R")
 MAX_TENANTS: Final = 4096
 """Tenants whose last turn is remembered."""
+INLINE_BYTES: Final = 1 << 16
+"""Largest body that is decoded on the event loop."""
+UNHELD_BYTES: Final = 1 << 20
+"""Largest body that is decoded whatever others there are."""
+HELD_BYTES: Final = 32 << 20
+"""Larger bodies that are decoded at once, from their arrival until the engine has the requests.
+
+As objects they can take four times as much: a text takes four bytes per character if one is an
+emoji."""
+MAX_WAITING_BYTES: Final = 64 << 20
+"""Such bodies of one tenant that wait."""
 
 
 class Client:
-    """The client whose request the current task serves. tenant: as in `http/tenants.py`."""
+    """The client whose request the current task serves.
+
+    tenant: as in `http/tenants.py`. body_size: bytes of the request's body or message.
+    """
 
     def __init__(
         self, tenant: Callable[[], int] = lambda: 0, is_gone: Callable[[], bool] = lambda: False
     ) -> None:
         self._tenant = tenant
         self._is_gone = is_gone
+        self._held = 0
+        self.body_size = 0
 
     @property
     def tenant(self) -> int:
@@ -42,6 +60,24 @@ class Client:
         """Raise ClientDisconnect if the client has closed its connection."""
         if self._is_gone():
             raise ClientDisconnect
+
+    async def hold_body(self, size: int) -> None:
+        """Return when a body of this size may be decoded.
+
+        Raises ClientDisconnect, and OverloadedError if too many bodies of the tenant wait.
+        """
+        self.body_size = size
+        if size > UNHELD_BYTES:
+            if _body_bytes.num_waiting(self.tenant) + size > MAX_WAITING_BYTES:
+                raise OverloadedError("other large bodies have to be read before this one")
+            await _body_bytes.take(size)
+            self._held += size
+
+    def release_body(self) -> None:
+        """Let others decode theirs: what was made of this client's body is with the engine."""
+        held, self._held = self._held, 0
+        if held:
+            _body_bytes.give_back(held)
 
 
 CLIENT: ContextVar[Client] = ContextVar("client", default=Client())  # noqa: B039 (immutable)
@@ -70,6 +106,10 @@ class Turns:
             taken = turn.done() and not turn.cancelled() and turn.exception() is None
             self.give_back(amount if taken else 0)
             raise
+
+    def num_waiting(self, tenant: int) -> int:
+        """Return the amount that the requests of a tenant wait for."""
+        return sum(amount for _, amount, _ in self._waiting.get(tenant, ()))
 
     def give_back(self, amount: int = 1) -> None:
         self._free += amount
@@ -121,3 +161,22 @@ class WorkThread:
         async with self._turns.taken():
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._thread, partial(work, *args, **fields))
+
+
+_body_bytes: Final = Turns(HELD_BYTES)
+_body_thread: Final = WorkThread("bodies")
+
+
+async def run_for_body(work: Callable[P, R], *args: P.args, **fields: P.kwargs) -> R:
+    """Return the result of work on a request's body, which runs on a thread for a large one.
+
+    Raises ClientDisconnect.
+    """
+    if CLIENT.get().body_size <= INLINE_BYTES:
+        return work(*args, **fields)
+    return await run_in_turn(work, *args, **fields)
+
+
+async def run_in_turn(work: Callable[P, R], *args: P.args, **fields: P.kwargs) -> R:
+    """Return the result of work that runs on the thread of large bodies."""
+    return await _body_thread.run(work, *args, **fields)

@@ -139,7 +139,7 @@ class OriginMiddleware:
 class DrainMiddleware:
     """Count requests in flight; answer 503 to new requests and WebSockets while draining.
 
-    Sets the client for turns.
+    Also sets the client of the request for `api_server/turns.py`.
 
     The routes of WebSockets count what a drain and a reload wait for: an idle one may stay open.
     """
@@ -150,7 +150,14 @@ class DrainMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app_state: AppState = scope["app"].state.app_state
         scope[APP_STATE] = app_state
-        CLIENT.set(Client(partial(_tenant, scope), partial(client_disconnected, scope)))
+        client = Client(partial(_tenant, scope), partial(client_disconnected, scope))
+        CLIENT.set(client)
+        try:
+            await self._count(app_state, scope, receive, send)
+        finally:
+            client.release_body()
+
+    async def _count(self, app_state: AppState, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or _first_part(scope["path"]) in UNDRAINED_PATHS:
             await self._app(scope, receive, send)
         elif app_state.health.draining:

@@ -5,6 +5,7 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, TypeVar
 
 from fastapi import APIRouter
@@ -27,7 +28,9 @@ from api_server.stream import TokenStream
 from api_server.text.chat_prompt import build_conversation, num_characters
 from api_server.text.chat_template import Conversation, TemplateError
 from api_server.text.prompts import PromptReader
+from api_server.text.rendering import TemplateRenderer
 from api_server.tracing import TraceHeaders, trace_headers_of
+from api_server.turns import run_for_body
 from proto.errors import InvalidRequestError
 
 RESERVED_CONTEXT_SHARE: Final = 4
@@ -117,7 +120,7 @@ async def build_chat_turn(
     requests = builder.build_requests(prompts, options)
     return ChatTurn(
         builder,
-        builder.build_stream(requests, [0], output_format),
+        await builder.build_stream(requests, [0], output_format),
         builder.response_options(body.num_logprobs),
         prompt_text,
         [output_format.new_choice_parser(app_state.metrics) for _ in range(body.n)],
@@ -132,18 +135,19 @@ async def with_merged_roles_fallback(
     If the chat template refuses the messages, `make` is called again with merged roles, which
     may help. Raises InvalidRequestError in the client's terms.
     """
-    chat = translation.chat_request()
+    chat = await run_for_body(translation.chat_request)
     try:
         try:
             made = await make(chat)
         except TemplateError:
-            merged = translation.chat_request(merge_roles=True)
+            merged = await run_for_body(translation.chat_request, merge_roles=True)
             if merged == chat:
                 raise
             made = await make(merged)
     except InvalidRequestError as error:
         raise translation.translate_error(error) from None
     translation.translate_ignored()
+    translation.drop_request()
     return made
 
 
@@ -165,6 +169,19 @@ async def _render_prompt(
 ) -> tuple[Conversation, str]:
     """Return the conversation and the prompt text. reader: limits the template's input."""
     template = app_state.template_for(body.tools, body.tool_choice)
+    conversation = await run_for_body(
+        _build_conversation, app_state, template, body, reader, ignored
+    )
+    return conversation, await template.render(conversation)
+
+
+def _build_conversation(
+    app_state: AppState,
+    template: TemplateRenderer,
+    body: ChatCompletionRequest,
+    reader: PromptReader,
+    ignored: IgnoredFields,
+) -> Conversation:
     variables = reasoning_variables(
         body.reasoning_effort, template.facts, app_state.reasoning_format(template)
     )
@@ -174,7 +191,7 @@ async def _render_prompt(
     conversation = tool_calls.adapt_conversation(conversation)
     template_input = [conversation.messages, conversation.documents, conversation.tools]
     reader.check_characters(num_characters(template_input))
-    return conversation, await template.render(conversation)
+    return conversation
 
 
 router = APIRouter()
@@ -186,8 +203,8 @@ async def create_chat_completion(request: Request) -> Response:
     app_state.check_generates("Chat Completions API")
     tenant = tenant_of(request, app_state.config.tenant_by)
     ignored = IgnoredFields()
-    fields = await read_fields(request, ignored)
-    body = parse(ChatCompletionRequest, fields, CHAT_NEUTRAL, ignored)
+    read = partial(parse, ChatCompletionRequest, neutral=CHAT_NEUTRAL, ignored=ignored)
+    body = await read_fields(request, ignored, read)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs", "top_logprobs")
     turn = await build_chat_turn(

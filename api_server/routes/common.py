@@ -2,9 +2,9 @@
 
 import asyncio
 import ipaddress
-import json
 import re
-from typing import Any, Final, cast
+from collections.abc import Callable
+from typing import Any, Final, TypeVar, cast
 
 from starlette.datastructures import Headers, QueryParams
 from starlette.requests import HTTPConnection, Request
@@ -12,13 +12,14 @@ from starlette.requests import HTTPConnection, Request
 from api_server.app_state import APP_STATE, AppState
 from api_server.errors import BodyTooLargeError, SlowUploadError
 from api_server.protocol.common import REQUEST_ID
-from api_server.protocol.fields import MAX_DEPTH, IgnoredFields, is_nested_deeper
+from api_server.protocol.decoding import decode_json
+from api_server.protocol.fields import IgnoredFields
+from api_server.turns import CLIENT, run_for_body
 from proto.errors import (
     AuthenticationError,
     ForbiddenError,
     InvalidRequestError,
     UnsupportedMediaError,
-    shown,
 )
 
 _REMOTE_HEADERS: Final = ("origin", "sec-fetch-site", "forwarded", "x-forwarded-for", "via")
@@ -90,16 +91,24 @@ SECONDS_PER_MIB: Final = 60.0
 """Time limit of a body: this, and as much again for each whole MiB that has arrived."""
 
 
-async def read_fields(request: Request, ignored: IgnoredFields) -> Any:
-    """Return the decoded body, with fields from headers where the body has none.
+Parsed = TypeVar("Parsed")
+
+
+async def read_fields(
+    request: Request, ignored: IgnoredFields, parse: Callable[[Any], Parsed]
+) -> Parsed:
+    """Return what `parse` makes of the body, with fields from headers where the body has none.
 
     ignored: collects an invalid X-Request-Id, which some proxies send.
     Raises the same errors as `read_json`.
     """
-    fields = await read_json(request)
-    if isinstance(fields, dict):
-        add_header_fields(fields, request.headers, ignored)
-    return fields
+
+    def parse_with_headers(fields: Any) -> Parsed:
+        if isinstance(fields, dict):
+            add_header_fields(fields, request.headers, ignored)
+        return parse(fields)
+
+    return await read_json(request, parse_with_headers)
 
 
 def add_header_fields(fields: dict[str, Any], headers: Headers, ignored: IgnoredFields) -> None:
@@ -130,50 +139,22 @@ def _as_utf8(value: str) -> str:
         return value
 
 
-async def read_json(request: Request) -> Any:
-    """Return the decoded body.
+async def read_json(request: Request, parse: Callable[[Any], Parsed]) -> Parsed:
+    """Return what `parse` makes of the decoded body, on a thread if the body is large.
 
-    Raises UnsupportedMediaError (415), BodyTooLargeError (413), SlowUploadError (408) or
-    InvalidRequestError; starlette's ClientDisconnect when the client leaves.
+    Raises UnsupportedMediaError (415), BodyTooLargeError (413), SlowUploadError (408),
+    OverloadedError (503) or InvalidRequestError; starlette's ClientDisconnect when the client
+    leaves.
     """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise UnsupportedMediaError("the content type must be application/json")
-    return decode_json(await _read_body(request))
+    body = await _read_body(request)
+    await CLIENT.get().hold_body(len(body))
+    return await run_for_body(lambda: parse(decode_json(body)))
 
 
-def decode_json(body: bytes, what: str = "body") -> Any:
-    """Return the decoded text; raise InvalidRequestError. what: for errors."""
-    try:
-        fields = json.loads(body, object_pairs_hook=_unique_keys)
-    except RecursionError:
-        raise InvalidRequestError(f"the {what} is nested too deeply") from None
-    except ValueError as error:
-        raise InvalidRequestError(f"the {what} is not valid JSON: {error}") from None
-    if body.count(b"{") + body.count(b"[") > MAX_DEPTH and is_nested_deeper(fields):
-        raise InvalidRequestError(f"the {what} is nested more than {MAX_DEPTH} deep")
-    return fields
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of the body; raises InvalidRequestError for a repeated key.
-
-    JSON does not define which value counts, so a filter before this server might see another
-    request than the server.
-    """
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise InvalidRequestError(
-                    f"{shown(key)} appears more than once in an object", shown(key)
-                )
-            seen.add(key)
-    return fields
-
-
-async def _read_body(request: Request) -> bytes:
+async def _read_body(request: Request) -> bytearray:
     too_large = BodyTooLargeError(f"the body is larger than {MAX_BODY_BYTES} bytes")
     content_length = request.headers.get("content-length", "")
     if content_length.isdecimal() and int(content_length[:20]) > MAX_BODY_BYTES:
@@ -189,4 +170,4 @@ async def _read_body(request: Request) -> bytes:
                 limit.reschedule(start + SECONDS_PER_MIB * (1 + len(body) // MIB))
     except TimeoutError:
         raise SlowUploadError(f"only {len(body)} bytes of the body arrived in time") from None
-    return bytes(body)
+    return body

@@ -23,8 +23,6 @@ MAX_TOKEN_CHARACTERS: Final = 16
 
 Prose has 4 to 5. A text of MIN_CHARACTERS is always taken."""
 MIN_CHARACTERS: Final = 1 << 16
-MAX_PROMPT_TOKENS: Final = 1 << 19
-"""Most tokens of several prompts together."""
 _CHECKED_IDS: Final = 1 << 15
 """Token ids that are checked before other clients are served."""
 
@@ -173,9 +171,9 @@ class PromptReader:
                 self._check_range(prompt.token_ids)
                 checked.append(prompt)
                 num_tokens += len(prompt.token_ids)
-                if len(checked) > 1 and num_tokens > MAX_PROMPT_TOKENS:
+                if len(checked) > 1 and num_tokens > MAX_TEXT_TOKENS:
                     raise self._invalid(
-                        f"{self.field}: at most {MAX_PROMPT_TOKENS} tokens together per request"
+                        f"{self.field}: at most {MAX_TEXT_TOKENS} tokens together per request"
                     )
         except TooManyTokensError as error:
             raise self._too_long(f"it {error.message}.") from None

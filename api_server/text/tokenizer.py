@@ -102,7 +102,7 @@ MAX_UNCOUNTED_ASCII: Final = 1 << 18
 _CUT_TOKENS: Final = 16
 """Tokens that a text may have more if it is cut in two."""
 MAX_TEXT_TOKENS: Final = 1 << 19
-"""Most tokens of a text that no context limits."""
+"""Most tokens of a text that no context limits, and of several prompts together."""
 
 
 class TooManyTokensError(InvalidRequestError):

@@ -208,7 +208,7 @@ async def test_a_text_with_too_many_tokens_is_refused_when_they_are_counted(toke
 
 
 async def test_several_prompts_have_a_limit_of_tokens_together(tokenizer, monkeypatch):
-    monkeypatch.setattr(prompts, "MAX_PROMPT_TOKENS", 5)
+    monkeypatch.setattr(prompts, "MAX_TEXT_TOKENS", 5)
     for value in ([[1] * 3] * 2, ["hello hello fox"] * 2):
         with pytest.raises(InvalidRequestError, match="at most 5 tokens together"):
             await reader(tokenizer, 100).read_prompts(value, add_special_tokens=False)
