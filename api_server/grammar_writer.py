@@ -2,17 +2,15 @@
 
 Schemas of a client become grammars in Python (`protocol/json_schema.py`, `protocol/json_lark.py`,
 `parsers/tools/`), which may take a tenth of a second. A grammar of a few milliseconds is written at
-once. Any other is begun again on a thread, on which tenants take turns; the interpreter then
+once. Any other is begun again on a thread, on which clients take turns; the interpreter then
 switches between this thread and the loop every 5 ms.
 """
 
-import asyncio
-from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 
 from api_server.protocol.json_schema import SchemaWork
+from api_server.turns import WorkThread
 from proto.errors import InvalidRequestError, OverloadedError
 
 QUICK_STEPS: Final = 6_000
@@ -24,17 +22,16 @@ Written = TypeVar("Written")
 
 
 class GrammarWriter:
-    """The thread that writes large grammars, and the tenants that wait for it."""
+    """The thread that writes large grammars."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
-        self._is_busy = False
-        self._waiting: OrderedDict[int, list[asyncio.Future[None]]] = OrderedDict()  # by tenant
+        self._thread = WorkThread("grammars")
 
-    async def write(self, tenant: int, make: Callable[[SchemaWork], Written]) -> Written:
+    async def write(self, make: Callable[[SchemaWork], Written]) -> Written:
         """Return what `make` returns; it is called again on the thread if it takes long.
 
-        Raises what `make` raises, and OverloadedError if too many requests of the tenant wait.
+        Raises what `make` raises, ClientDisconnect, and OverloadedError if too many requests of the
+        tenant wait.
         """
         work = SchemaWork(QUICK_STEPS)
         try:
@@ -42,42 +39,6 @@ class GrammarWriter:
         except InvalidRequestError:
             if not work.is_used_up:
                 raise
-        await self._begin_turn(tenant)
-        try:
-            return await asyncio.get_running_loop().run_in_executor(
-                self._thread, make, SchemaWork()
-            )
-        finally:
-            self._end_turn()
-
-    async def _begin_turn(self, tenant: int) -> None:
-        if not self._is_busy:
-            self._is_busy = True
-            return
-        waiting = self._waiting.setdefault(tenant, [])
-        if len(waiting) == MAX_WAITING:
+        if self._thread.num_waiting() >= MAX_WAITING:
             raise OverloadedError("too many large schemas of this client wait to become grammars")
-        turn = asyncio.get_running_loop().create_future()
-        waiting.append(turn)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.cancelled():
-                self._remove(tenant, turn)
-            else:  # the turn had just come
-                self._end_turn()
-            raise
-
-    def _end_turn(self) -> None:
-        """Give the thread to the tenant that has waited longest for a turn."""
-        self._is_busy = bool(self._waiting)
-        if self._waiting:
-            tenant, (turn, *_) = next(iter(self._waiting.items()))
-            self._waiting.move_to_end(tenant)
-            self._remove(tenant, turn)
-            turn.set_result(None)
-
-    def _remove(self, tenant: int, turn: asyncio.Future[None]) -> None:
-        self._waiting[tenant].remove(turn)
-        if not self._waiting[tenant]:
-            del self._waiting[tenant]
+        return await self._thread.run(make, SchemaWork())

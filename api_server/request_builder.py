@@ -39,7 +39,7 @@ from api_server.stream import TokenStream
 from api_server.text.detokenizer import Detokenizer, MarkerDetokenizer, NoText
 from api_server.text.logprobs import TokenNames
 from api_server.text.prompts import Prompt
-from api_server.text.stop_strings import StopStrings
+from api_server.text.stop_strings import StopStrings, stop_strings
 from api_server.text.tokenizer import ModelTokenizer, Truncation, truncation
 from api_server.tracing import TraceHeaders
 from proto.engine_io import EngineCoreRequest
@@ -90,10 +90,6 @@ class RequestBuilder(EngineCall[GenerationRequest]):
         check_grammar(request, grammar)
         self._grammar = grammar
         self._agent = agent_hint(request, tenant)
-        self._unused_stops: StopStrings | None = None  # one automaton for all choices
-        if request.stop:
-            shows_stop = request.include_stop_str_in_output
-            self._unused_stops = StopStrings(request.stop, shows_stop=shows_stop)
         super().__init__(
             app_state,
             request,
@@ -176,7 +172,7 @@ class RequestBuilder(EngineCall[GenerationRequest]):
             )
         return requests
 
-    def build_stream(
+    async def build_stream(
         self,
         requests: Sequence[EngineCoreRequest],
         text_starts: Sequence[int],
@@ -188,9 +184,11 @@ class RequestBuilder(EngineCall[GenerationRequest]):
         text_starts: characters before the first output, for each request. notifier: of the session
         that the stream is a turn of; None for a new one.
         """
-        notifier = notifier or StreamNotifier()
+        notifier, body, stops = notifier or StreamNotifier(), self._body, None
+        if body.stop:
+            stops = await stop_strings(body.stop, shows_stop=body.include_stop_str_in_output)
         streams = [
-            self._stream(request, notifier, index, text_starts[index], output_format)
+            self._stream(request, notifier, index, text_starts[index], output_format, stops)
             for index, request in enumerate(requests)
         ]
         return self._token_stream(requests, streams, notifier)
@@ -276,7 +274,9 @@ class RequestBuilder(EngineCall[GenerationRequest]):
         index: int,
         text_start: int,
         output_format: OutputFormat,
+        stops: StopStrings | None,
     ) -> RequestStream:
+        """stops: an unused instance, which all choices copy."""
         app_state, body = self._app_state, self._body
         ids = request.prompt_token_ids
         turn = self._agent_turn(output_format)
@@ -287,7 +287,7 @@ class RequestBuilder(EngineCall[GenerationRequest]):
             Choice(
                 index=index * request.n + number,
                 detokenizer=detokenizers[number],
-                stop_strings=self._stop_strings(output_format),
+                stop_strings=_stops_of_choice(stops, output_format),
                 min_tokens=body.min_tokens,
                 text_start=text_start,
                 shows_stop=body.include_stop_str_in_output,
@@ -314,13 +314,6 @@ class RequestBuilder(EngineCall[GenerationRequest]):
             max_tokens=request.sampling_params.max_tokens,
         )
 
-    def _stop_strings(self, output_format: OutputFormat) -> StopStrings | ContentStops | None:
-        if self._unused_stops is None:
-            return None
-        stop_strings = copy.copy(self._unused_stops)
-        parser = output_format.new_reasoning_parser()
-        return stop_strings if parser is PLAIN_TEXT else ContentStops(stop_strings, parser)
-
     def _detokenizer(
         self,
         prompt_token_ids: Sequence[int],
@@ -341,6 +334,15 @@ class RequestBuilder(EngineCall[GenerationRequest]):
             counters.append(counter)
             detokenizer = counter
         return detokenizer if body.detokenize else NoText(counter)
+
+
+def _stops_of_choice(
+    stops: StopStrings | None, output_format: OutputFormat
+) -> StopStrings | ContentStops | None:
+    if stops is None:
+        return None
+    parser = output_format.new_reasoning_parser()
+    return copy.copy(stops) if parser is PLAIN_TEXT else ContentStops(copy.copy(stops), parser)
 
 
 def prompt_text(prompt: Prompt, tokenizer: ModelTokenizer) -> str:

@@ -153,7 +153,7 @@ async def _bad_words(
     if not all(bare):
         raise InvalidRequestError("bad_words must hold more than spaces", "bad_words")
     texts = [*bare, *(f" {word}" for word in bare)]
-    encoded = await tokenizer.encode(texts, add_special_tokens=False)
+    encoded = [ids async for ids in tokenizer.encode(texts, add_special_tokens=False)]
     spellings: list[tuple[int, ...]] = []
     for first, spaced in zip(encoded[: len(bare)], encoded[len(bare) :], strict=True):
         spellings.append(tuple(first))

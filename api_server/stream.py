@@ -31,6 +31,7 @@ from api_server.request_stream import (
     Usage,
 )
 from api_server.tracing import RequestTracer
+from api_server.turns import CLIENT
 from proto.engine_io import EngineCoreRequest
 from proto.errors import QueueFullError, RequestAbortedError, RequestError
 from proto.log_lines import FIELDS
@@ -86,6 +87,7 @@ class TokenStream:
                     await asyncio.wait([watch])
                     return
             self._send_requests()
+            CLIENT.get().release_body()
             while not self.disconnected and not all(
                 stream.is_answerable for stream in self.streams
             ):

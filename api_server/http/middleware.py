@@ -12,6 +12,7 @@ import hmac
 import re
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -19,13 +20,15 @@ from fastapi import APIRouter
 from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api_server.app_state import APP_STATE, AppState
 from api_server.errors import DrainingError, error_response
 from api_server.http.http_protocol import client_disconnected
+from api_server.http.tenants import DEFAULT_TENANT, tenant_of
+from api_server.turns import CLIENT, Client
 from proto.config import FrontEndConfig
 from proto.errors import (
     AuthenticationError,
@@ -195,6 +198,8 @@ class SiteMiddleware:
 class DrainMiddleware:
     """Count requests in flight; answer 503 to new requests and WebSockets while draining.
 
+    Also sets the client of the request for `api_server/turns.py`.
+
     The routes of WebSockets count what a drain and a reload wait for: an idle one may stay open.
     """
 
@@ -204,6 +209,14 @@ class DrainMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app_state: AppState = scope["app"].state.app_state
         scope[APP_STATE] = app_state
+        client = Client(partial(_tenant, scope), partial(client_disconnected, scope))
+        CLIENT.set(client)
+        try:
+            await self._count(app_state, scope, receive, send)
+        finally:
+            client.release_body()
+
+    async def _count(self, app_state: AppState, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or _first_part(scope["path"]) in UNDRAINED_PATHS:
             await self._app(scope, receive, send)
         elif app_state.health.draining:
@@ -213,6 +226,14 @@ class DrainMiddleware:
         else:
             with app_state.in_flight, app_state.metrics.in_flight:
                 await self._app(scope, receive, send)
+
+
+def _tenant(scope: Scope) -> int:
+    """Return the tenant for turns; the route refuses an invalid header."""
+    try:
+        return tenant_of(HTTPConnection(scope), scope[APP_STATE].config.tenant_by)
+    except InvalidRequestError:
+        return DEFAULT_TENANT
 
 
 def _bearer(value: bytes) -> bytes | None:
@@ -269,8 +290,8 @@ class FastPath:
             await response(scope, receive, send)
         except RequestError as error:
             await error_response(error, scope)(scope, receive, send)
-        except ClientDisconnect:
-            return  # during its upload: uvicorn expects no response
+        except ClientDisconnect:  # during its upload, or while its request was built
+            await _wait_disconnect(receive)
 
 
 async def _wait_disconnect(receive: Receive) -> None:

@@ -171,7 +171,8 @@ async def plan_reasoning(
         return WITHOUT_REASONING
     start, end = reasoning_format.start, reasoning_format.end
     output_start = reasoning_format.output_start(prompt, _continued_text(conversation))
-    start_ids, end_ids = await tokenizer.encode([start, end], add_special_tokens=False)
+    encoded = tokenizer.encode([start, end], add_special_tokens=False)
+    start_ids, end_ids = [ids async for ids in encoded]
     special = tokenizer.special_ids
     markers = {
         ids[0]: text

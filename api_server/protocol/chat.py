@@ -6,7 +6,6 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import (
     BeforeValidator,
-    FailFast,
     Field,
     ValidationInfo,
     WithJsonSchema,
@@ -22,6 +21,7 @@ from api_server.parsers.output import (
     ToolCallStart,
 )
 from api_server.protocol.common import GenerationRequest, Strict, Text
+from api_server.protocol.decoding import num_values
 from api_server.protocol.encoder import (
     PLACEHOLDER,
     OpenAIStreamEncoder,
@@ -40,6 +40,7 @@ from api_server.protocol.fields import (
     given_fields,
     ignored_of,
     is_nested_deeper,
+    most_members,
     no_text,
 )
 from api_server.protocol.tools import ToolFields
@@ -52,6 +53,12 @@ MAX_MESSAGES: Final = 4096
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 MAX_ROLE_LENGTH: Final = 64
+MAX_PARTS: Final = 4096
+"""Most content parts of one message."""
+MAX_VARIABLES: Final = 64
+MAX_DOCUMENTS: Final = 1024
+MAX_ARGUMENT_VALUES: Final = 1 << 17
+"""Most values in the arguments of all calls together."""
 MAX_CALLS: Final = 1024
 """Most tool calls of one message."""
 
@@ -60,6 +67,8 @@ def _content_parts(content: Any, info: ValidationInfo) -> Any:
     """Return a list of content as text parts; a string unchanged. Raises ValueError."""
     if not isinstance(content, list):
         return content
+    if len(content) > MAX_PARTS:
+        raise ValueError(f"takes at most {MAX_PARTS} parts, got {len(content)}")
     parts = []
     for part in content:
         if isinstance(part, str):
@@ -129,13 +138,20 @@ def _tool_call_fields(call: Any, info: ValidationInfo) -> Any:
     return fields
 
 
-def _arguments(given: Any) -> Any:
+def _arguments(given: Any, info: ValidationInfo) -> Any:
     """Return the arguments of a call decoded from JSON, or as text if they are no JSON.
 
     An earlier answer is not judged here. Null and an empty text mean no arguments, and nesting as
-    deep as no body may have it stays text. U+FFFD replaces half of a surrogate pair.
+    deep as no body may have it stays text. U+FFFD replaces half of a surrogate pair. Raises
+    ValueError if the arguments of all calls have too many values together.
     """
     if isinstance(given, str):
+        ignored = ignored_of(info)
+        ignored.num_inner_values += num_values(
+            given, MAX_ARGUMENT_VALUES - ignored.num_inner_values
+        )
+        if ignored.num_inner_values > MAX_ARGUMENT_VALUES:
+            raise ValueError(f"have more than {MAX_ARGUMENT_VALUES} values in all calls together")
         try:
             arguments = json.loads(given) if given.strip() else {}
         except (ValueError, RecursionError):
@@ -159,7 +175,12 @@ _PART_SCHEMA: Final = {
 _CONTENT_SCHEMA: Final = {
     "anyOf": [
         {"type": "string"},
-        {"type": "array", "minItems": 1, "items": {"anyOf": [{"type": "string"}, _PART_SCHEMA]}},
+        {
+            "type": "array",
+            "minItems": 1,
+            "maxItems": MAX_PARTS,
+            "items": {"anyOf": [{"type": "string"}, _PART_SCHEMA]},
+        },
     ]
 }
 _ARGUMENTS_SCHEMA: Final = {"anyOf": [{"type": "string"}, {"type": "object"}]}
@@ -189,14 +210,15 @@ class Message(Strict):
     role: Annotated[Text, Field(min_length=1, max_length=MAX_ROLE_LENGTH)]
     """The chat template gets any role, also ipython, function or critic."""
     content: Annotated[
-        Text | list[TextPart], BeforeValidator(_content_parts), WithJsonSchema(_CONTENT_SCHEMA)
+        Text | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)],
+        BeforeValidator(_content_parts),
+        WithJsonSchema(_CONTENT_SCHEMA),
     ] = ""
     """Text of the message; may be empty or null in those of the roles assistant and tool."""
     name: Text | None = None
     tool_calls: Annotated[
         list[Annotated[CalledTool, BeforeValidator(_tool_call_fields)]],
-        FailFast(),
-        Field(max_length=MAX_CALLS),
+        Field(fail_fast=True, max_length=MAX_CALLS),
     ] = []
     """Calls of tools; only in messages of the assistant."""
     tool_call_id: Text | None = None
@@ -240,8 +262,7 @@ class ConversationFields(ToolFields, Strict):
 
     messages: Annotated[
         list[Annotated[Message, BeforeValidator(message_fields)]],
-        FailFast(),
-        Field(min_length=1),
+        Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES),
         BeforeValidator(check_message_count),
     ]
     """The conversation, at most 4096 messages."""
@@ -249,10 +270,10 @@ class ConversationFields(ToolFields, Strict):
     """End the prompt with what an answer begins with; false with continue_final_message."""
     continue_final_message: bool = False
     """Let the answer continue the text of the last message, which is not closed."""
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: Annotated[dict[str, Any], most_members(MAX_VARIABLES)] = {}
     """Variables of the chat template, such as enable_thinking; unknown ones are ignored."""
-    documents: list[dict[str, Any]] = []
-    """Texts to answer from, for templates that know documents."""
+    documents: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_DOCUMENTS)] = []
+    """Up to 1024 texts to answer from, for templates that know documents."""
 
 
 class ChatCompletionRequest(ConversationFields, GenerationRequest):

@@ -33,6 +33,10 @@ class ChatTranslation:
         """
         raise NotImplementedError
 
+    def drop_request(self) -> None:
+        """Free the client's messages, which no answer needs; errors can still be translated."""
+        raise NotImplementedError
+
     def client_path(self, path: str) -> str:
         """Return the path in the client's request of a field of the chat completion."""
         raise NotImplementedError

@@ -11,7 +11,6 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
-    FailFast,
     Field,
     StringConstraints,
     ValidationInfo,
@@ -102,8 +101,7 @@ def _check_stops(strings: list[str]) -> list[str]:
 
 StopStringList = Annotated[
     list[Annotated[Text, StringConstraints(min_length=1)]],
-    FailFast(),
-    Field(max_length=MAX_STOP_STRINGS),
+    Field(fail_fast=True, max_length=MAX_STOP_STRINGS),
     AfterValidator(_check_stops),
 ]
 _STOP_SCHEMA: Final = {"type": "string", "minLength": 1}
@@ -214,16 +212,16 @@ class GenerationRequest(AgentFields, StructuredFields, SamplingNumbers, Computed
     them. The first in the list counts if several end at the same character."""
     include_stop_str_in_output: bool = False
     """Include the stop string, or the text of the stop token, at the end of the text."""
-    stop_token_ids: Annotated[list[int], FailFast(), Field(max_length=MAX_STOP_TOKEN_IDS)] = []
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=MAX_STOP_TOKEN_IDS)] = []
     """Tokens at which a choice ends."""
     top_k: int = Field(default=0, ge=-1)
     """Sample from this many likeliest tokens; 0 and -1 for all."""
     logit_bias: Annotated[dict[int, float], BeforeValidator(_logit_bias)] = {}
     """Token id → number that is added to its logit (-100 to 100); up to 1024 tokens."""
-    bad_words: Annotated[list[BadWord], FailFast(), Field(max_length=MAX_BAD_WORDS)] = []
+    bad_words: Annotated[list[BadWord], Field(fail_fast=True, max_length=MAX_BAD_WORDS)] = []
     """Up to 128 texts that an answer must not contain, with or without a space before them."""
     allowed_token_ids: Annotated[
-        list[int], FailFast(), Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)
+        list[int], Field(fail_fast=True, min_length=1, max_length=MAX_ALLOWED_TOKENS)
     ] = []
     """The only tokens that can be sampled."""
     min_tokens: int = 0
@@ -238,7 +236,7 @@ class GenerationRequest(AgentFields, StructuredFields, SamplingNumbers, Computed
     prompt_logprobs: int | None = None
     """Log-probabilities of the prompt's tokens, with this many alternatives (0 to 20)."""
     logprob_token_ids: Annotated[
-        list[int], FailFast(), Field(max_length=MAX_LOGPROB_TOKEN_IDS)
+        list[int], Field(fail_fast=True, max_length=MAX_LOGPROB_TOKEN_IDS)
     ] = []
     """Up to 128 tokens whose log-probabilities replace those of the likeliest."""
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=INT64_MAX)

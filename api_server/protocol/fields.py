@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final, TypeVar
 
-from pydantic import BaseModel, ValidationError, ValidationInfo
+from pydantic import BaseModel, BeforeValidator, ValidationError, ValidationInfo
 
 from proto.errors import InvalidRequestError, shown
 
@@ -46,10 +46,11 @@ def no_text(kind: object) -> str:
 class IgnoredFields:
     """Names of ignored fields in their order, without repetition, for a response header.
 
-    Names beyond MAX_NAMES are only counted.
+    Names beyond MAX_NAMES are only counted. num_inner_values: of JSON in strings of the body.
     """
 
     def __init__(self) -> None:
+        self.num_inner_values = 0
         self._names: dict[str, None] = {}
         self._more = set[str]()
 
@@ -388,6 +389,17 @@ def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
     return any(
         value == known and isinstance(value, bool) == isinstance(known, bool) for known in neutral
     )
+
+
+def most_members(number: int) -> BeforeValidator:
+    """Return a validator that refuses an object with more members before it reads them."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > number:
+            raise ValueError(f"takes at most {number} names, got {len(value)}")
+        return value
+
+    return BeforeValidator(check)
 
 
 MAX_DEPTH: Final = 64

@@ -17,6 +17,8 @@ from api_server.protocol.json_schema import SchemaWork, ecmascript_regex, rewrit
 from proto.errors import InvalidRequestError
 from proto.grammar import GrammarSource, decoded, encoded
 
+MAX_CHOICE_STRINGS: Final = 1 << 14
+"""Most strings of a choice, which have 64 KiB together."""
 ANY_OBJECT: Final = '{"type": "object"}'
 """The schema of json_object."""
 
@@ -35,6 +37,9 @@ def _schema_fields(value: Any, info: ValidationInfo) -> Any:
 
 def _structured_fields(value: Any, info: ValidationInfo) -> Any:
     return nested_fields(value, StructuredOutputs, STRUCTURED_NEUTRAL, info, "structured_outputs.")
+
+
+Choices = Annotated[list[str], Field(fail_fast=True, max_length=MAX_CHOICE_STRINGS)]
 
 
 class _Part(BaseModel):
@@ -68,7 +73,7 @@ class StructuredOutputs(_Part):
 
     json_: Any = Field(default=None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Choices | None = None
     grammar: str | None = None
     json_object: bool | None = None
     disable_any_whitespace: bool = False
@@ -87,7 +92,7 @@ class StructuredFields(BaseModel):
     """An older name of structured_outputs.json."""
     guided_regex: str | None = None
     """An older name of structured_outputs.regex."""
-    guided_choice: list[str] | None = None
+    guided_choice: Choices | None = None
     """An older name of structured_outputs.choice."""
     guided_grammar: str | None = None
     """An older name of structured_outputs.grammar."""

@@ -2,11 +2,12 @@
 
 from typing import Annotated, Any, Final
 
-from pydantic import FailFast
+from pydantic import Field
 
 from api_server.protocol.chat import ConversationFields
 from api_server.protocol.common import Strict, Text
 
+MAX_TOKENS: Final = 1 << 20
 TOKENIZE_CHAT_NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "chat_template": (),
     "media_io_kwargs": ({},),
@@ -37,5 +38,5 @@ class TokenizeChat(ConversationFields):
 class Detokenize(Strict):
     model: Text | None = None
     """Name of a served model; by default the one there is."""
-    tokens: Annotated[list[int], FailFast()]
-    """Token ids, each below the size of the vocabulary."""
+    tokens: Annotated[list[int], Field(fail_fast=True, max_length=MAX_TOKENS)]
+    """Up to 1048576 token ids, each below the size of the vocabulary."""

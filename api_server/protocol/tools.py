@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ValidationInfo, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, WithJsonSchema
 
 from api_server.protocol.fields import IgnoredFields, given_fields, ignored_of
 from proto.errors import InvalidRequestError, shown
@@ -21,6 +21,8 @@ from proto.grammar import MAX_GRAMMAR_BYTES, check_schema, encoded
 MAX_TOOLS: Final = 128
 MAX_TOOLS_BYTES: Final = 512 << 10
 """Of the parameters of all tools of a request."""
+MAX_LISTED_TOOLS: Final = 1024
+"""Most tools in a list of another API, with those that are left out."""
 MAX_DESCRIPTION_CHARACTERS: Final = 1 << 16
 TOOL_NAME: Final = r"^[A-Za-z0-9_-]{1,64}$"
 _NAME: Final = re.compile(TOOL_NAME[1:-1])
@@ -219,7 +221,10 @@ class ToolFields(BaseModel):
     """Request fields about tools."""
 
     tools: Annotated[
-        list[FunctionTool], BeforeValidator(_tools), WithJsonSchema(_TOOLS_SCHEMA)
+        list[FunctionTool],
+        Field(fail_fast=True, max_length=MAX_TOOLS),
+        BeforeValidator(_tools),
+        WithJsonSchema(_TOOLS_SCHEMA),
     ] = []
     """Functions that the model may call, up to 128."""
     tool_choice: Annotated[

@@ -5,6 +5,7 @@ front ends go through the supervisor.
 """
 
 import json
+from functools import partial
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Depends
@@ -40,7 +41,7 @@ _BOOLEANS: Final = {"true": True, "1": True, "false": False, "0": False}
 class AbortBody(Strict):
     request_ids: Annotated[
         list[Annotated[str, StringConstraints(max_length=MAX_ID_CHARACTERS)]],
-        Field(min_length=1, max_length=MAX_ABORTED_IDS),
+        Field(fail_fast=True, min_length=1, max_length=MAX_ABORTED_IDS),
     ]
     """Full ids of responses, such as cmpl-…"""
 
@@ -129,7 +130,7 @@ async def abort_requests(request: Request) -> Response:
     With an operator's key the requests of all clients, else those of the same key.
     """
     ignored = IgnoredFields()
-    fields = parse(AbortBody, await read_json(request), {}, ignored)
+    fields = await read_json(request, partial(parse, AbortBody, neutral={}, ignored=ignored))
     key_name = None if has_operators_key(request) else key_name_of(request)
     app_state_of(request).supervisor.send(AbortRequests(fields.request_ids, key_name))
     response = JSONResponse({"status": "aborting"}, status_code=202)

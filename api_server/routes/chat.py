@@ -5,6 +5,7 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, TypeVar
 
 from fastapi import APIRouter
@@ -29,7 +30,9 @@ from api_server.stream import TokenStream
 from api_server.text.chat_prompt import build_conversation, num_characters
 from api_server.text.chat_template import Conversation, TemplateError
 from api_server.text.prompts import PromptReader
+from api_server.text.rendering import TemplateRenderer
 from api_server.tracing import TraceHeaders, trace_headers_of
+from api_server.turns import run_for_body
 from proto.errors import InvalidRequestError
 from proto.grammar import GrammarSource
 
@@ -82,7 +85,7 @@ async def build_chat_turn(
         plan = app_state.tool_calls(template).plan(body, text_grammar, ignored, work)
         return plan, with_exact_numbers(plan.grammar, work)
 
-    tool_calls, grammar = await app_state.grammar_writer.write(tenant, plan_answer)
+    tool_calls, grammar = await app_state.grammar_writer.write(plan_answer)
     builder = RequestBuilder(
         app_state, body, id_prefix, tenant, key_name, ignored, grammar, trace_headers
     )
@@ -124,7 +127,7 @@ async def build_chat_turn(
     requests = builder.build_requests(prompts, options)
     return ChatTurn(
         builder,
-        builder.build_stream(requests, [0], output_format),
+        await builder.build_stream(requests, [0], output_format),
         builder.response_options(body.num_logprobs),
         prompt_text,
         [output_format.new_choice_parser(app_state.metrics) for _ in range(body.n)],
@@ -139,18 +142,19 @@ async def with_merged_roles_fallback(
     If the chat template refuses the messages, `make` is called again with merged roles, which
     may help. Raises InvalidRequestError in the client's terms.
     """
-    chat = translation.chat_request()
+    chat = await run_for_body(translation.chat_request)
     try:
         try:
             made = await make(chat)
         except TemplateError:
-            merged = translation.chat_request(merge_roles=True)
+            merged = await run_for_body(translation.chat_request, merge_roles=True)
             if merged == chat:
                 raise
             made = await make(merged)
     except InvalidRequestError as error:
         raise translation.translate_error(error) from None
     translation.translate_ignored()
+    translation.drop_request()
     return made
 
 
@@ -164,9 +168,7 @@ async def count_tokens(
     app_state.check_model(body.model)
     reader = app_state.prompt_reader("messages")
     _, text = await _render_prompt(app_state, body, reader, ignored)
-    reader.check_text(text)
-    (ids,) = await app_state.tokenizer.encode([text], add_special_tokens=False)
-    return len(ids)
+    return len(await reader.encode_any_length(text, add_special_tokens=False))
 
 
 async def _render_prompt(
@@ -174,6 +176,19 @@ async def _render_prompt(
 ) -> tuple[Conversation, str]:
     """Return the conversation and the prompt text. reader: limits the template's input."""
     template = app_state.template_for(body.tools, body.tool_choice)
+    conversation = await run_for_body(
+        _build_conversation, app_state, template, body, reader, ignored
+    )
+    return conversation, await template.render(conversation)
+
+
+def _build_conversation(
+    app_state: AppState,
+    template: TemplateRenderer,
+    body: ChatCompletionRequest,
+    reader: PromptReader,
+    ignored: IgnoredFields,
+) -> Conversation:
     variables = reasoning_variables(
         body.reasoning_effort, template.facts, app_state.reasoning_format(template), ignored
     )
@@ -183,7 +198,7 @@ async def _render_prompt(
     conversation = tool_calls.adapt_conversation(conversation)
     template_input = [conversation.messages, conversation.documents, conversation.tools]
     reader.check_characters(num_characters(template_input))
-    return conversation, await template.render(conversation)
+    return conversation
 
 
 router = APIRouter()
@@ -195,8 +210,8 @@ async def create_chat_completion(request: Request) -> Response:
     app_state.check_generates("Chat Completions API")
     tenant = tenant_of(request, app_state.config.tenant_by)
     ignored = IgnoredFields()
-    fields = await read_fields(request, ignored)
-    body = parse(ChatCompletionRequest, fields, CHAT_NEUTRAL, ignored)
+    read = partial(parse, ChatCompletionRequest, neutral=CHAT_NEUTRAL, ignored=ignored)
+    body = await read_fields(request, ignored, read)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs", "top_logprobs")
     turn = await build_chat_turn(

@@ -2,9 +2,9 @@
 
 import asyncio
 import ipaddress
-import json
 import re
-from typing import Any, Final, cast
+from collections.abc import Callable
+from typing import Any, Final, TypeVar, cast
 
 from starlette.datastructures import Headers, QueryParams
 from starlette.requests import HTTPConnection, Request
@@ -15,7 +15,9 @@ from api_server.http.connection import MAX_BODY_BYTES, UPLOAD_BYTES, UPLOAD_SECO
 from api_server.http.http_protocol import begin_upload
 from api_server.http.tenants import tenant_of
 from api_server.protocol.common import REQUEST_ID
-from api_server.protocol.fields import MAX_DEPTH, IgnoredFields, is_nested_deeper
+from api_server.protocol.decoding import decode_json
+from api_server.protocol.fields import IgnoredFields
+from api_server.turns import CLIENT, run_for_body
 from proto.errors import (
     AuthenticationError,
     ForbiddenError,
@@ -90,16 +92,24 @@ REQUEST_ID_HEADER: Final = "x-request-id"
 _INTEGER: Final = re.compile(r"[+-]?[0-9]{1,19}")
 
 
-async def read_fields(request: Request, ignored: IgnoredFields) -> Any:
-    """Return the decoded body, with fields from headers where the body has none.
+Parsed = TypeVar("Parsed")
+
+
+async def read_fields(
+    request: Request, ignored: IgnoredFields, parse: Callable[[Any], Parsed]
+) -> Parsed:
+    """Return what `parse` makes of the body, with fields from headers where the body has none.
 
     ignored: collects an invalid X-Request-Id, which some proxies send.
     Raises the same errors as `read_json`.
     """
-    fields = await read_json(request)
-    if isinstance(fields, dict):
-        add_header_fields(fields, request.headers, ignored)
-    return fields
+
+    def parse_with_headers(fields: Any) -> Parsed:
+        if isinstance(fields, dict):
+            add_header_fields(fields, request.headers, ignored)
+        return parse(fields)
+
+    return await read_json(request, parse_with_headers)
 
 
 def add_header_fields(fields: dict[str, Any], headers: Headers, ignored: IgnoredFields) -> None:
@@ -130,11 +140,12 @@ def _as_utf8(value: str) -> str:
         return value
 
 
-async def read_json(request: Request) -> Any:
-    """Return the decoded body.
+async def read_json(request: Request, parse: Callable[[Any], Parsed]) -> Parsed:
+    """Return what `parse` makes of the decoded body, on a thread if the body is large.
 
-    Raises UnsupportedMediaError (415), BodyTooLargeError (413), SlowUploadError (408) or
-    InvalidRequestError; starlette's ClientDisconnect when the client leaves.
+    Raises UnsupportedMediaError (415), BodyTooLargeError (413), SlowUploadError (408),
+    OverloadedError (503) or InvalidRequestError; starlette's ClientDisconnect when the client
+    leaves.
     """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
@@ -142,41 +153,12 @@ async def read_json(request: Request) -> Any:
     encoding = ", ".join(request.headers.getlist("content-encoding")).strip().lower()
     if encoding not in ("", "identity"):
         raise UnsupportedMediaError(f"a body with content-encoding {shown(encoding)} is not read")
-    return decode_json(await _read_body(request))
+    body = await _read_body(request)
+    await CLIENT.get().hold_body(len(body))
+    return await run_for_body(lambda: parse(decode_json(body)))
 
 
-def decode_json(body: bytes, what: str = "body") -> Any:
-    """Return the decoded text; raise InvalidRequestError. what: for errors."""
-    try:
-        fields = json.loads(body, object_pairs_hook=_unique_keys)
-    except RecursionError:
-        raise InvalidRequestError(f"the {what} is nested too deeply") from None
-    except ValueError as error:
-        raise InvalidRequestError(f"the {what} is not valid JSON: {error}") from None
-    if body.count(b"{") + body.count(b"[") > MAX_DEPTH and is_nested_deeper(fields):
-        raise InvalidRequestError(f"the {what} is nested more than {MAX_DEPTH} deep")
-    return fields
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of the body; raises InvalidRequestError for a repeated key.
-
-    JSON does not define which value counts, so a filter before this server might see another
-    request than the server.
-    """
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise InvalidRequestError(
-                    f"{shown(key)} appears more than once in an object", shown(key)
-                )
-            seen.add(key)
-    return fields
-
-
-async def _read_body(request: Request) -> bytes:
+async def _read_body(request: Request) -> bytearray:
     too_large = BodyTooLargeError(f"the body is larger than {MAX_BODY_BYTES} bytes")
     content_length = request.headers.get("content-length", "")
     if content_length.isdecimal() and int(content_length[:20]) > MAX_BODY_BYTES:
@@ -209,4 +191,4 @@ async def _read_body(request: Request) -> bytes:
         raise failure or too_slow from None
     finally:
         upload.resize(0)
-    return bytes(body)
+    return body

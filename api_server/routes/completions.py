@@ -1,6 +1,7 @@
 """POST /v1/completions."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -34,10 +35,10 @@ async def create_completion(request: Request) -> Response:
     tenant = tenant_of(request, app_state.config.tenant_by)
     reader = app_state.prompt_reader("prompt")
     ignored = IgnoredFields()
-    fields = await read_fields(request, ignored)
-    body = parse(CompletionRequest, fields, COMPLETION_NEUTRAL, ignored)
+    read = partial(parse, CompletionRequest, neutral=COMPLETION_NEUTRAL, ignored=ignored)
+    body = await read_fields(request, ignored, read)
     grammar = await app_state.grammar_writer.write(
-        tenant, lambda work: with_exact_numbers(body.grammar_source(ignored, work), work)
+        lambda work: with_exact_numbers(body.grammar_source(ignored, work), work)
     )
     builder = RequestBuilder(
         app_state,
@@ -59,7 +60,8 @@ async def create_completion(request: Request) -> Response:
         echoed, _echoes, body, prompts, app_state.tokenizer
     )
     prompt_texts = await builder.prompt_texts(prompts)
-    stream = builder.build_stream(requests, [len(echo.text) for echo in echoes], OutputFormat())
+    starts = [len(echo.text) for echo in echoes]
+    stream = await builder.build_stream(requests, starts, OutputFormat())
     encoder = CompletionEncoder(
         builder.response_options(body.logprobs),
         stream.streams,

@@ -4,6 +4,7 @@ A body is translated into one of /v1/chat/completions and built by its `build_ch
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Final
 
 from fastapi import APIRouter
@@ -44,7 +45,8 @@ async def create_message(request: Request) -> Response:
     app_state.check_generates("Messages API")
     tenant, key_name = tenant_of(request, app_state.config.tenant_by), key_name_of(request)
     ignored = IgnoredFields()
-    body, passed = parse_request(MessagesRequest, await read_fields(request, ignored), ignored)
+    read = partial(parse_request, MessagesRequest, ignored=ignored)
+    body, passed = await read_fields(request, ignored, read)
     translation = _translation(app_state, body, passed, ignored)
 
     async def build(chat: ChatCompletionRequest) -> ChatTurn:
@@ -83,7 +85,8 @@ async def count_message_tokens(request: Request) -> Response:
     """Return the number of prompt tokens of the same request to /v1/messages."""
     app_state = app_state_of(request)
     ignored = IgnoredFields()
-    body, passed = parse_request(CountTokensRequest, await read_fields(request, ignored), ignored)
+    read = partial(parse_request, CountTokensRequest, ignored=ignored)
+    body, passed = await read_fields(request, ignored, read)
     translation = _translation(app_state, body, passed, ignored)
 
     async def count(chat: ChatCompletionRequest) -> int:

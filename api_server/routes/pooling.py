@@ -1,6 +1,7 @@
 """POST /v1/embeddings and /pooling, /classify, /score, /rerank with their other paths."""
 
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,8 @@ async def create_embedding(request: Request) -> Response:
     """Return an embedding of each text."""
     pooler = pooler_for(app_state_of(request), "embed", "Embeddings API")
     ignored = IgnoredFields()
-    body = parse(EmbeddingRequest, await read_fields(request, ignored), {}, ignored)
+    read = partial(parse, EmbeddingRequest, neutral={}, ignored=ignored)
+    body = await read_fields(request, ignored, read)
     job = PoolingJob(app_state_of(request), request, body, ignored, "embd-")
     params = _params(pooler, body, "embed")
     return await _answer(job, body, params, "embedding", "embedding")
@@ -46,7 +48,8 @@ async def create_pooling(request: Request) -> Response:
     """Return the pooled result of each text as the model gives it."""
     pooler = pooler_for(app_state_of(request), None, "Pooling API")
     ignored = IgnoredFields()
-    body = parse(PoolingRequest, await read_fields(request, ignored), {}, ignored)
+    read = partial(parse, PoolingRequest, neutral={}, ignored=ignored)
+    body = await read_fields(request, ignored, read)
     task = body.task or pooler.task
     check_task(pooler, task, f"the task {task}")
     job = PoolingJob(app_state_of(request), request, body, ignored, "pool-")
@@ -58,7 +61,8 @@ async def classify(request: Request) -> Response:
     """Return the probabilities of the model's labels for each text."""
     pooler = pooler_for(app_state_of(request), "classify", "Classification API")
     ignored = IgnoredFields()
-    body = parse(ClassificationRequest, await read_fields(request, ignored), {}, ignored)
+    read = partial(parse, ClassificationRequest, neutral={}, ignored=ignored)
+    body = await read_fields(request, ignored, read)
     job = PoolingJob(app_state_of(request), request, body, ignored, "classify-")
     prompts = await job.read_texts(body.input, "input")
     params = pooler.params("classify", activate=body.use_activation)
@@ -73,7 +77,8 @@ async def create_scores(request: Request) -> Response:
     """Return how well each document of text_2 fits its query of text_1."""
     pooler = pooler_for(app_state_of(request), None, "Score API")
     ignored = IgnoredFields()
-    body = parse(ScoreRequest, await read_fields(request, ignored), {}, ignored)
+    read = partial(parse, ScoreRequest, neutral={}, ignored=ignored)
+    body = await read_fields(request, ignored, read)
     queries, documents = texts_of(body.text_1, "text_1"), texts_of(body.text_2, "text_2")
     if len(queries) not in (1, len(documents)):
         raise InvalidRequestError(
@@ -95,8 +100,8 @@ async def rerank(request: Request) -> Response:
     """Return documents in the order in which they fit a query, as Jina and Cohere do."""
     pooler = pooler_for(app_state_of(request), None, "Rerank API")
     ignored = IgnoredFields()
-    fields = await read_fields(request, ignored)
-    body = parse(RerankRequest, fields, {"documents": ()}, ignored)
+    read = partial(parse, RerankRequest, neutral={"documents": ()}, ignored=ignored)
+    body = await read_fields(request, ignored, read)
     documents = texts_of(body.documents, "documents")
     (query,) = texts_of(body.query, "query")
     job = PoolingJob(app_state_of(request), request, body, ignored, "rerank-")

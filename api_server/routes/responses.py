@@ -55,6 +55,7 @@ from api_server.routes.chat import (
 from api_server.routes.common import app_state_of, page_limit, read_fields
 from api_server.stream import TokenStream
 from api_server.tracing import trace_headers_of
+from api_server.turns import run_for_body
 from proto.errors import InternalRequestError, InvalidRequestError, UnknownPathError, shown
 from proto.peer_io import ResponseOperation
 
@@ -67,7 +68,7 @@ MAX_PAGE: Final = 100
 async def create_response(request: Request) -> Response:
     app_state, owner, ignored = app_state_of(request), owner_of(request), IgnoredFields()
     app_state.check_generates("Responses API")
-    body, passed = parse_request(await read_fields(request, ignored), ignored)
+    body, passed = await read_fields(request, ignored, partial(parse_request, ignored=ignored))
     previous = await previous_items(app_state, owner, body.previous_response_id)
     items = await conversation(app_state, owner, body, previous)
     response = await prepare_response(app_state, request, body, passed, items, ignored)
@@ -114,7 +115,7 @@ async def prepare_response(
     Raises InvalidRequestError.
     """
     owner = owner_of(connection)
-    stores = _stores_response(app_state, body, items)
+    stores = await run_for_body(_stores_response, app_state, body, items)
     names = app_state.template_for(body.tools, body.tool_choice).facts.names
     translation = ResponsesTranslation(body, passed, items, ignored, template_names=names)
 
@@ -147,7 +148,7 @@ async def prepare_response(
 async def count_input_tokens(request: Request) -> Response:
     """Return the number of prompt tokens of the same request to /v1/responses."""
     app_state, owner, ignored = app_state_of(request), owner_of(request), IgnoredFields()
-    body, passed = parse_request(await read_fields(request, ignored), ignored)
+    body, passed = await read_fields(request, ignored, partial(parse_request, ignored=ignored))
     previous = await previous_items(app_state, owner, body.previous_response_id)
     items = await conversation(app_state, owner, body, previous)
     names = app_state.template_for(body.tools, body.tool_choice).facts.names
@@ -167,8 +168,8 @@ async def compact_conversation(request: Request) -> Response:
     """Return a window of items that replaces a conversation; the model writes its summary."""
     app_state, owner, ignored = app_state_of(request), owner_of(request), IgnoredFields()
     max_model_len = app_state.client.engine.max_model_len
-    fields = await read_fields(request, ignored)
-    body, passed = parse_compaction(fields, max_model_len, ignored)
+    read = partial(parse_compaction, max_model_len=max_model_len, ignored=ignored)
+    body, passed = await read_fields(request, ignored, read)
     previous = await previous_items(app_state, owner, body.previous_response_id)
     items = await conversation(app_state, owner, body, previous)
     encoder = partial(CompactionEncoder, items=items, max_characters=max_model_len)

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from fastapi import APIRouter
 from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from api_server.app_state import AppState
@@ -48,6 +49,7 @@ from api_server.routes.websocket import (
     receive_text,
 )
 from api_server.stream import TokenStream
+from api_server.turns import CLIENT, Client, run_for_body
 from proto.errors import InternalRequestError, InvalidRequestError, RequestError
 
 logger = logging.getLogger("tokend.api")
@@ -96,6 +98,8 @@ class ResponsesConnection:
 
     async def run(self) -> None:
         """Return when the connection is closed."""
+        tenant = CLIENT.get().tenant
+        CLIENT.set(Client(lambda: tenant, lambda: self._is_disconnected))
         ending = asyncio.create_task(self._wait_end())
         reading = self._start_reading()
         try:
@@ -147,18 +151,22 @@ class ResponsesConnection:
         app_state, previous_id, failure = self._app_state, None, None
         with app_state.in_flight, app_state.metrics.in_flight:
             try:
-                fields = decode_message(text)
+                fields = await decode_message(text)
                 previous_id = fields.get("previous_response_id")
                 response = await self._prepare(app_state, fields)
                 if await self._generate(response):
                     return
             except RequestError as error:
                 failure = error
+            except ClientDisconnect:
+                raise WebSocketDisconnect from None
             except WebSocketDisconnect:
                 raise
             except Exception:
                 logger.exception("a message could not be answered")
                 failure = InternalRequestError("internal error")
+            finally:
+                CLIENT.get().release_body()
             if self._last is not None and self._last.id == previous_id:
                 self._last = None  # the API demands it: nothing continues a failed turn
             if failure is not None:
@@ -177,7 +185,7 @@ class ResponsesConnection:
             raise InvalidRequestError("background is not available on a WebSocket", "background")
         fields.setdefault("input", [])
         add_header_fields(fields, self._request_headers(), ignored)
-        body, passed = parse_request(fields, ignored)
+        body, passed = await run_for_body(parse_request, fields, ignored)
         previous = await self._previous_items(app_state, body)
         items = await conversation(app_state, owner_of(self._websocket), body, previous)
         make_encoder = ResponsesEncoder

@@ -42,6 +42,7 @@ from api_server.sampling import logit_edits
 from api_server.session import Session, Turn
 from api_server.text.prompts import num_prompts
 from api_server.tracing import trace_headers_of
+from api_server.turns import CLIENT, run_for_body
 from proto.codec import changed
 from proto.errors import (
     InternalRequestError,
@@ -151,7 +152,7 @@ class SessionConnection:
         text = await receive_text(self._websocket)
         event_id = None
         try:
-            fields = decode_message(text)
+            fields = await decode_message(text)
             event_id = fields.pop("event_id", None)
             kind = fields.pop("type", None)
             if kind == "end":
@@ -162,6 +163,8 @@ class SessionConnection:
                 raise InvalidRequestError('type must be "input" or "end"', "type")
         except RequestError as error:
             await self._send_error(error, event_id)
+        finally:
+            CLIENT.get().release_body()
 
     async def _send_error(self, error: RequestError, event_id: object) -> None:
         """Send an error. event_id: of the message that caused it, if it had one."""
@@ -175,12 +178,12 @@ class SessionConnection:
         session, app_state = self._session, self._app_state
         session.check_takes_input()
         fields, ignored = self._merged_fields(fields)
-        body = parse(CompletionRequest, fields, COMPLETION_NEUTRAL, ignored)
+        body = await run_for_body(parse, CompletionRequest, fields, COMPLETION_NEUTRAL, ignored)
         if str(ignored):
             raise InvalidRequestError(f"{ignored} is not known here", str(ignored).split(",")[0])
         _check_available(body)
         grammar = await app_state.grammar_writer.write(
-            self._tenant, lambda work: body.grammar_source(ignored, work)
+            lambda work: body.grammar_source(ignored, work)
         )
         if grammar is not None:
             raise InvalidRequestError(
@@ -204,7 +207,7 @@ class SessionConnection:
         requests = builder.build_requests(prompts, options)
         params = self._fitting_params(body, requests[0].sampling_params, prompts[0].token_ids)
         texts = await builder.prompt_texts(prompts)
-        stream = builder.build_stream(requests, [0], OutputFormat(), session.notifier)
+        stream = await builder.build_stream(requests, [0], OutputFormat(), session.notifier)
         encoder = CompletionEncoder(
             builder.response_options(body.logprobs), stream.streams, [Echo()], texts
         )

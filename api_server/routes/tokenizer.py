@@ -5,6 +5,7 @@ The tokenizer's thread does long work, so that it does not block the streams.
 
 import asyncio
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from api_server.protocol.tokenize import (
 )
 from api_server.routes.common import app_state_of, read_json
 from api_server.text.chat_prompt import build_conversation, num_characters
+from api_server.text.chat_template import Conversation
+from api_server.text.rendering import TemplateRenderer
+from api_server.turns import run_for_body
 from proto.codec import to_compact_json
 from proto.errors import InvalidRequestError, UnknownPathError, shown
 
@@ -32,24 +36,17 @@ router = APIRouter()
 async def tokenize(request: Request) -> Response:
     """Return the token ids of a text, or of a conversation that the chat template renders."""
     app_state = app_state_of(request)
-    body = await read_json(request)
     ignored = IgnoredFields()
-    if isinstance(body, dict) and body.get("messages") is not None:
-        chat = parse(TokenizeChat, body, TOKENIZE_CHAT_NEUTRAL, ignored)
+    fields = await read_json(request, partial(_parse, ignored=ignored))
+    if isinstance(fields, TokenizeChat):
+        chat = fields
         app_state.check_model(chat.model)
         template = app_state.template_for(chat.tools, chat.tool_choice)
-        tool_calls = app_state.tool_calls(template)
-        tools = tool_calls.template_tools(chat)
-        conversation = tool_calls.adapt_conversation(
-            build_conversation(chat, template.facts, ignored, tools)
-        )
-        size = num_characters([conversation.messages, conversation.documents, conversation.tools])
-        _check_size(app_state, "messages", size)
+        conversation = await run_for_body(_conversation, app_state, template, chat, ignored)
         text = await template.render(conversation)
         return await _tokens(
             app_state, "messages", text, chat.add_special_tokens, chat.return_token_strs, ignored
         )
-    fields = parse(TokenizeText, body, {}, ignored)
     app_state.check_model(fields.model)
     return await _tokens(
         app_state,
@@ -61,12 +58,31 @@ async def tokenize(request: Request) -> Response:
     )
 
 
+def _parse(fields: Any, ignored: IgnoredFields) -> TokenizeChat | TokenizeText:
+    if isinstance(fields, dict) and fields.get("messages") is not None:
+        return parse(TokenizeChat, fields, TOKENIZE_CHAT_NEUTRAL, ignored)
+    return parse(TokenizeText, fields, {}, ignored)
+
+
+def _conversation(
+    app_state: AppState, template: TemplateRenderer, chat: TokenizeChat, ignored: IgnoredFields
+) -> Conversation:
+    tool_calls = app_state.tool_calls(template)
+    tools = tool_calls.template_tools(chat)
+    conversation = tool_calls.adapt_conversation(
+        build_conversation(chat, template.facts, ignored, tools)
+    )
+    size = num_characters([conversation.messages, conversation.documents, conversation.tools])
+    app_state.prompt_reader("messages").check_characters(size)
+    return conversation
+
+
 @router.post("/detokenize")
 async def detokenize(request: Request) -> Response:
     """Return the text of token ids, special tokens included."""
     app_state = app_state_of(request)
     ignored = IgnoredFields()
-    fields = parse(Detokenize, await read_json(request), {}, ignored)
+    fields = await read_json(request, partial(parse, Detokenize, neutral={}, ignored=ignored))
     app_state.check_model(fields.model)
     ids, size = fields.tokens, app_state.client.engine.vocab_size
     for bound in (min(ids, default=0), max(ids, default=0)):
@@ -103,9 +119,8 @@ async def _tokens(
     ignored: IgnoredFields,
 ) -> Response:
     reader = app_state.prompt_reader(field)
-    reader.check_text(text)
     tokenizer = app_state.tokenizer
-    (ids,) = await tokenizer.encode([text], add_special_tokens=add_special_tokens)
+    ids = await reader.encode_any_length(text, add_special_tokens=add_special_tokens)
     token_strs = (
         await tokenizer.run_in_thread_if_large(len(ids), tokenizer.token_names, ids)
         if names
@@ -120,11 +135,6 @@ async def _tokens(
         },
         ignored,
     )
-
-
-def _check_size(app_state: AppState, field: str, number: int) -> None:
-    """Raise InvalidRequestError for more characters than a prompt may have."""
-    app_state.prompt_reader(field).check_characters(number)
 
 
 def _tokenizer_settings(folder: str) -> dict[str, Any]:

@@ -7,7 +7,8 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from api_server.app_state import AppState
 from api_server.errors import NotAvailableError, error_response
 from api_server.http.tenants import tenant_of
-from api_server.routes.common import decode_json
+from api_server.protocol.decoding import decode_json
+from api_server.turns import CLIENT, run_for_body
 from proto.errors import InvalidRequestError, OverloadedError, RequestError
 
 
@@ -31,9 +32,14 @@ async def receive_text(websocket: WebSocket) -> str:
     return message.get("text") or ""
 
 
-def decode_message(text: str) -> dict[str, Any]:
-    """Return the JSON object of a message; raises InvalidRequestError."""
-    fields = decode_json(text.encode(), "message")
+async def decode_message(text: str) -> dict[str, Any]:
+    """Return the JSON object of a message; raises InvalidRequestError.
+
+    Its caller calls `Client.release_body` when it has processed the message.
+    """
+    body = bytearray(text.encode())
+    await CLIENT.get().hold_body(len(body))
+    fields = await run_for_body(decode_json, body, "message")
     if not isinstance(fields, dict):
         raise InvalidRequestError("a message must be a JSON object")
     return fields

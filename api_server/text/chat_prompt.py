@@ -57,7 +57,6 @@ RESERVED_VARIABLES: Final = frozenset(
     }
 )
 """Names that chat_template_kwargs may not set; most have request fields of their own."""
-MAX_VARIABLES: Final = 64
 
 
 def build_conversation(
@@ -119,11 +118,6 @@ def _client_variables(
     given: Mapping[str, Any], facts: TemplateFacts, ignored: IgnoredFields
 ) -> dict[str, Any]:
     """Return those of the client's variables that the template reads."""
-    if len(given) > MAX_VARIABLES:
-        raise InvalidRequestError(
-            f"chat_template_kwargs takes at most {MAX_VARIABLES} names, got {len(given)}",
-            "chat_template_kwargs",
-        )
     for name in given:
         if name in RESERVED_VARIABLES:
             raise InvalidRequestError(

@@ -1,15 +1,30 @@
 """Prompts as token ids, checked against the vocabulary and the context length."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Any, Final
 
-from api_server.text.tokenizer import NO_TRUNCATION, ModelTokenizer, Truncation
+from api_server.text.tokenizer import (
+    MAX_TEXT_TOKENS,
+    NO_TRUNCATION,
+    ModelTokenizer,
+    TooManyTokensError,
+    Truncation,
+)
 from proto.errors import ContextLengthError, InvalidRequestError, context_length_error, shown
 
 MAX_PROMPTS: Final = 1024
 MAX_NORMALIZATION_RATIO: Final = 4
 """A tokenizer's normaliser shortens a text at most by this factor."""
+MAX_TOKEN_CHARACTERS: Final = 16
+"""Most characters per token of the context that a text may have, since the work grows with them.
+
+Prose has 4 to 5. A text of MIN_CHARACTERS is always taken."""
+MIN_CHARACTERS: Final = 1 << 16
+_CHECKED_IDS: Final = 1 << 15
+"""Token ids that are checked before other clients are served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +74,14 @@ class PromptReader:
         if not value:
             raise self._invalid(f"{self.field} must not be empty")
         if not isinstance(value[0], str | list):
-            return [self._id_prompt(value)]
+            return await self._checked(self._id_prompts([value]))
         if len(value) > self.max_prompts:
             raise self._invalid(
                 f"{self.field}: at most {self.max_prompts} per request, got {len(value)}"
             )
         if all(isinstance(item, str) for item in value):
             return await self.encode_texts(value, add_special_tokens=add_special_tokens)
-        return [self._id_prompt(ids) for ids in value]
+        return await self._checked(self._id_prompts(value))
 
     async def encode_texts(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Prompt]:
         """Return the prompts of texts; raise InvalidRequestError for an empty or too long one."""
@@ -74,32 +89,49 @@ class PromptReader:
             if not text:
                 raise self._invalid(f"{self.field} must not be empty")
             self.check_text(text)
-        truncates = self.truncation.max_tokens is not None
-        if truncates:  # the kept tokens cannot contain more characters
+        shown_texts: Iterator[str | None] = iter(texts)
+        if self.truncation.max_tokens is not None:  # what is kept has no more characters
             texts = [self.truncation.cut(text, self._max_characters) for text in texts]
-        encoded = await self.tokenizer.encode(
-            texts, add_special_tokens=add_special_tokens, truncation=self.truncation
+            shown_texts = repeat(None)
+        encoded = self.tokenizer.encode(
+            texts,
+            add_special_tokens=add_special_tokens,
+            truncation=self.truncation,
+            max_tokens=self.max_model_len,
         )
-        prompts = []
-        for text, ids in zip(texts, encoded, strict=True):
-            self._check_length(ids)
-            self._check_range(ids)
-            prompts.append(Prompt(ids, None if truncates else text))
-        return prompts
+        return await self._checked(Prompt(ids, next(shown_texts)) async for ids in encoded)
 
     async def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Prompt]:
         """Return a prompt of both texts of each pair; raise InvalidRequestError."""
         for text in {text for pair in pairs for text in pair}:
             self.check_text(text)
-        encoded = await self.tokenizer.encode_pairs(pairs, max_tokens=self.truncation.max_tokens)
-        for ids, _ in encoded:
-            self._check_length(ids)
-            self._check_range(ids)
-        return [Prompt(ids, second_start=second_start) for ids, second_start in encoded]
+        most = self.truncation.max_tokens
+        encoded = self.tokenizer.encode_pairs(
+            pairs, truncates=most is not None, max_tokens=most or self.max_model_len
+        )
+        return await self._checked(
+            Prompt(ids, second_start=second_start) async for ids, second_start in encoded
+        )
+
+    async def encode_any_length(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return the token ids of a text that may exceed the context, up to MAX_TEXT_TOKENS.
+
+        Raises InvalidRequestError.
+        """
+        self.check_text(text)
+        most = max(MAX_TEXT_TOKENS, self.max_model_len)
+        try:
+            encoded = self.tokenizer.encode(
+                [text], add_special_tokens=add_special_tokens, max_tokens=most
+            )
+            return await anext(encoded)
+        except TooManyTokensError as error:
+            raise error.in_field(self.field) from None
 
     @property
     def _max_characters(self) -> int:
-        return self.max_model_len * self.tokenizer.longest_token * MAX_NORMALIZATION_RATIO
+        longest = self.max_model_len * self.tokenizer.longest_token * MAX_NORMALIZATION_RATIO
+        return min(longest, max(self.max_model_len * MAX_TOKEN_CHARACTERS, MIN_CHARACTERS))
 
     def check_text(self, text: str) -> None:
         """Raise InvalidRequestError for a text that UTF-8 cannot encode or that is too long."""
@@ -127,8 +159,34 @@ class PromptReader:
             type(token_id) is int for token_id in ids
         ):  # True and False are integers to Python
             raise self._invalid("a prompt of token ids must be a list of integers")
-        self._check_range(ids)
         return Prompt(ids)
+
+    async def _checked(self, prompts: AsyncIterator[Prompt]) -> list[Prompt]:
+        """Return the prompts; raise InvalidRequestError for the first that is invalid."""
+        checked: list[Prompt] = []
+        num_tokens = 0
+        try:
+            async for prompt in prompts:
+                self._check_length(prompt.token_ids)
+                self._check_range(prompt.token_ids)
+                checked.append(prompt)
+                num_tokens += len(prompt.token_ids)
+                if len(checked) > 1 and num_tokens > MAX_TEXT_TOKENS:
+                    raise self._invalid(
+                        f"{self.field}: at most {MAX_TEXT_TOKENS} tokens together per request"
+                    )
+        except TooManyTokensError as error:
+            raise self._too_long(f"it {error.message}.") from None
+        return checked
+
+    async def _id_prompts(self, lists: Sequence[Any]) -> AsyncIterator[Prompt]:
+        num_ids = 0
+        for ids in lists:
+            yield self._id_prompt(ids)
+            num_ids += len(ids)
+            if num_ids > _CHECKED_IDS:
+                num_ids = 0
+                await asyncio.sleep(0)
 
     def _check_range(self, ids: list[int]) -> None:
         for bound in (min(ids), max(ids)):

@@ -3,7 +3,8 @@
 A template comes with a model and is not trusted, so it is rendered in another process, which is
 killed when it takes too long; `template_process.py` says what else is limited there. The process
 stays between renderings: a short conversation takes 0.2 ms more than in the front end, and a
-long one holds up no other request. A renderer renders one conversation at a time.
+long one holds up no other request. A renderer renders one conversation at a time;
+clients take turns.
 """
 
 import asyncio
@@ -26,6 +27,7 @@ from api_server.text.template_process import (
     read_text,
     write_texts,
 )
+from api_server.turns import Turns
 from proto.codec import MessageDecoder, encode, to_compact_json
 from proto.errors import InvalidRequestError, ModelError, OverloadedError, TokendError
 
@@ -58,14 +60,14 @@ class TemplateRenderer:
         self._template = template
         self._model_name = model_name
         self._limit = limit
-        self._lock = asyncio.Lock()
+        self._turns = Turns(1)
         self._endings: set[asyncio.Task[None]] = set()
         self.source = None if template is None else template.source
         self.facts = TemplateFacts() if template is None else template.facts
         self.with_tools = self
         if tool_template is not None:
             self.with_tools = TemplateRenderer(tool_template, model_name, limit)
-            self.with_tools._lock = self._lock
+            self.with_tools._turns = self._turns
 
     async def compile(self) -> None:
         """Compile the templates; raise ModelError if one cannot be used."""
@@ -84,8 +86,8 @@ class TemplateRenderer:
         """Return the prompt.
 
         Raises TemplateError if the template refuses the messages, InvalidRequestError if it takes
-        too long or too much memory, and OverloadedError if earlier conversations use up the time or
-        the machine cannot start a process.
+        too long or too much memory, OverloadedError if earlier conversations use up the time or the
+        machine cannot start a process, and ClientDisconnect.
         """
         if self._template is None:
             lack = (
@@ -98,16 +100,16 @@ class TemplateRenderer:
             )
         try:
             async with asyncio.timeout(self._limit):
-                await self._lock.acquire()
+                await self._turns.take()
         except TimeoutError:
             raise OverloadedError("other conversations keep the chat template busy") from None
         rendering = asyncio.create_task(self._render(self._template, conversation))
         try:
             done, _ = await asyncio.wait({rendering}, timeout=self._limit)
         except asyncio.CancelledError:
-            self._release_lock(rendering, _CANCELLED_SECONDS)
+            self._end_turn(rendering, _CANCELLED_SECONDS)
             raise
-        self._release_lock(rendering, 0.0)
+        self._end_turn(rendering, 0.0)
         if done:
             return rendering.result()
         raise InvalidRequestError(
@@ -121,10 +123,10 @@ class TemplateRenderer:
             return await asyncio.to_thread(template.render, conversation)
         return await _render_in_process(template, conversation, self._limit)
 
-    def _release_lock(self, rendering: asyncio.Task[str], seconds: float) -> None:
-        """Release the lock when a rendering has ended, which is cancelled after `seconds`."""
+    def _end_turn(self, rendering: asyncio.Task[str], seconds: float) -> None:
+        """End the turn when a rendering has ended, which is cancelled after `seconds`."""
         if rendering.done():
-            self._lock.release()
+            self._turns.give_back()
             return
         task = asyncio.create_task(self._end(rendering, seconds))
         self._endings.add(task)
@@ -138,7 +140,7 @@ class TemplateRenderer:
             if not rendering.cancelled():
                 rendering.exception()  # else asyncio would log that it was never retrieved
         finally:
-            self._lock.release()
+            self._turns.give_back()
 
 
 async def _render_in_process(

@@ -1,15 +1,16 @@
 """The model's tokenizer: text to ids, ids to text, names of single tokens.
 
-Long texts are encoded on a thread, so that the event loop continues. Of the `tokenizers` package
-only the batch functions release the GIL.
+Texts are encoded on threads, a slice in each turn (`api_server/turns.py`), and short texts have a
+thread of their own. Of the `tokenizers` package only the batch functions release the GIL.
+
+A single text cannot be cut without changing its tokens, its work cannot be interrupted, and takes
+about 130 bytes per token, of which a character can have several. So the tokens of a long text are
+first counted in slices of it: if it has too many, they are never made.
 """
 
-import asyncio
 import json
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, ParamSpec, TypeVar
 
@@ -24,6 +25,7 @@ from api_server.text.detokenizer import (
     WindowDetokenizer,
     is_byte_level,
 )
+from api_server.turns import WorkThread
 from proto.errors import InvalidRequestError, ModelError, shown
 from proto.prepared_model import read_model_file
 
@@ -93,9 +95,24 @@ def truncation(max_tokens: int | None, side: Side, context_tokens: int) -> Trunc
 
 INLINE_SIZE: Final = 4096
 """Characters or tokens up to which a thread would cost more than the work itself."""
+SLICE_SIZE: Final = 1 << 16
+"""Characters of a slice, and of all texts of a request that counts as short."""
+MAX_UNCOUNTED_ASCII: Final = 1 << 18
+"""Longest text in ASCII, which has at most a token per character, that is encoded at once."""
+
+_CUT_TOKENS: Final = 16
+"""Tokens that a text may have more if it is cut in two."""
+MAX_TEXT_TOKENS: Final = 1 << 19
+"""Most tokens of a text that no context limits, and of several prompts together."""
+
+
+class TooManyTokensError(InvalidRequestError):
+    """A text has more tokens than its caller takes."""
+
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Item = TypeVar("Item")
 
 
 class ModelTokenizer:
@@ -114,7 +131,8 @@ class ModelTokenizer:
         self._tokens = TokenBytes(tokenizer, self.special_ids)
         self._all_tokens = TokenBytes(tokenizer, frozenset())
         self._decoder = TokenDecoder(tokenizer)
-        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
+        self._short_texts = WorkThread("tokenize")
+        self._long_texts = WorkThread("tokenize-long")
         self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
 
     @classmethod
@@ -134,30 +152,57 @@ class ModelTokenizer:
         *,
         add_special_tokens: bool,
         truncation: Truncation = NO_TRUNCATION,
-    ) -> list[list[int]]:
-        """Return the token ids of each text."""
-        return await self.run_in_thread_if_large(
-            sum(map(len, texts)),
-            truncation.encode,
-            self._tokenizer,
-            texts,
-            add_special_tokens=add_special_tokens,
-        )
+        max_tokens: int = MAX_TEXT_TOKENS,
+    ) -> AsyncIterator[list[int]]:
+        """Yield the token ids of each text.
+
+        max_tokens: of a text. Raises TooManyTokensError for a long text that has more, if that
+        saves work; a caller with a limit checks it too.
+        """
+        size = sum(map(len, texts))
+        for part in _slices(texts, len):
+            if _is_counted_first(part[0]):
+                part = [await self._fitting_text(part[0], truncation, max_tokens)]
+            encoded = await self.run_in_thread_if_large(
+                size,
+                truncation.encode,
+                self._tokenizer,
+                part,
+                add_special_tokens=add_special_tokens,
+            )
+            for ids in encoded:
+                yield ids
 
     async def encode_pairs(
-        self, pairs: Sequence[tuple[str, str]], *, max_tokens: int | None
-    ) -> list[tuple[list[int], int]]:
-        """Return the token ids of each pair, with what the tokenizer adds, and a position.
+        self, pairs: Sequence[tuple[str, str]], *, truncates: bool, max_tokens: int
+    ) -> AsyncIterator[tuple[list[int], int]]:
+        """Yield the token ids of each pair, with what the tokenizer adds, and a position.
 
         The position is that of the first token of type 1; 0 if all types are 0.
-        max_tokens: the second text is cut at its end to keep a pair within it; None for no limit.
+        truncates: cut the second text at its end to keep a pair within max_tokens. Raises
+        TooManyTokensError as `encode` does.
         """
-        size = sum(len(first) + len(second) for first, second in pairs)
-        return await self.run_in_thread_if_large(size, self._encode_pairs, pairs, max_tokens)
+        size = sum(map(_pair_size, pairs))
+        for part in _slices(pairs, _pair_size):
+            first, second = part[0]
+            if _is_counted_first(first):
+                first = await self._fitting_text(first, NO_TRUNCATION, max_tokens)
+            if _is_counted_first(second):
+                kept = Truncation(max_tokens, "right") if truncates else NO_TRUNCATION
+                second = await self._fitting_text(second, kept, max_tokens)
+            found = await self.run_in_thread_if_large(
+                size,
+                self._encode_pairs,
+                [(first, second), *part[1:]],
+                max_tokens if truncates else None,
+            )
+            for pair in found:
+                yield pair
 
     def _encode_pairs(
         self, pairs: Sequence[tuple[str, str]], max_tokens: int | None
     ) -> list[tuple[list[int], int]]:
+        """max_tokens: to which the second text of a pair is cut; None to cut nothing."""
         texts = [text for pair in pairs for text in pair]
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         added = self._tokenizer.num_special_tokens_to_add(True)
@@ -170,18 +215,41 @@ class ModelTokenizer:
             found.append((both.ids, types.index(1) if 1 in types else 0))
         return found
 
+    async def _fitting_text(self, text: str, truncation: Truncation, max_tokens: int) -> str:
+        """Return a long text, cut to slices with all tokens that a truncation keeps.
+
+        Raises TooManyTokensError for a text with more than max_tokens that is not truncated.
+        """
+        wanted = max_tokens if truncation.max_tokens is None else truncation.max_tokens
+        starts = range(0, len(text), SLICE_SIZE)
+        num_tokens = num_characters = 0
+        for start in starts if truncation.side == "right" else reversed(starts):
+            piece = text[start : start + SLICE_SIZE]
+            num_characters += len(piece)
+            if truncation.max_tokens is not None and num_tokens > wanted:
+                # with this slice, the cut is far from the tokens that are kept
+                return truncation.cut(text, num_characters)
+            num_tokens += await self._long_texts.run(self._count_tokens, piece)
+            if truncation.max_tokens is None and num_tokens > wanted + _CUT_TOKENS * len(starts):
+                raise TooManyTokensError(f"has more than {wanted} tokens")
+        return text
+
+    def _count_tokens(self, text: str) -> int:
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return len(encoding)
+
     async def run_in_thread_if_large(
         self, size: int, work: Callable[P, R], *args: P.args, **fields: P.kwargs
     ) -> R:
         """Return the result of `work`, which runs on a thread if `size` is large.
 
-        size: characters or tokens that the work processes.
+        size: characters or tokens that the work processes. Raises ClientDisconnect.
         """
         try:
             if size <= INLINE_SIZE:
                 return work(*args, **fields)
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._threads, partial(work, *args, **fields))
+            thread = self._short_texts if size <= SLICE_SIZE else self._long_texts
+            return await thread.run(work, *args, **fields)
         except BaseException as error:
             if type(error).__name__ != "PanicException":  # it cannot be imported
                 raise
@@ -232,6 +300,28 @@ class ModelTokenizer:
         if byte is not None:
             return bytes([byte])
         return self.token_text(token_id).encode()
+
+
+def _is_counted_first(text: str) -> bool:
+    return len(text) > (MAX_UNCOUNTED_ASCII if text.isascii() else SLICE_SIZE)
+
+
+def _pair_size(pair: tuple[str, str]) -> int:
+    return len(pair[0]) + len(pair[1])
+
+
+def _slices(items: Sequence[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """Yield the items in lists of at most SLICE_SIZE together; a larger item is alone."""
+    part: list[Item] = []
+    total = 0
+    for item in items:
+        total += size(item)
+        if part and total > SLICE_SIZE:
+            yield part
+            part, total = [], size(item)
+        part.append(item)
+    if part:
+        yield part
 
 
 def special_token_texts(folder: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Schemas that would multiply, or be compared without end, cost little wherever they are read."""
 
 import asyncio
+import contextvars
 import threading
 import time
 
@@ -16,6 +17,7 @@ from api_server.protocol.json_schema import SchemaWork, rewrite_schema
 from api_server.protocol.structured import StructuredFields
 from api_server.protocol.tools import MAX_TOOLS_BYTES, ToolFields, read_tools
 from api_server.text.chat_template import TemplateFacts
+from api_server.turns import CLIENT, Client
 from proto.errors import InvalidRequestError, OverloadedError
 from proto.grammar import MAX_GRAMMAR_BYTES
 from tests.api_server.tools.test_grammars import NoTokens
@@ -133,17 +135,22 @@ def used_up(work):
     return "made"
 
 
+def write(writer, tenant, make):
+    """Return a task that writes a grammar for a client of this tenant."""
+    context = contextvars.copy_context()
+    context.run(CLIENT.set, Client(lambda: tenant))
+    return asyncio.get_running_loop().create_task(writer.write(make), context=context)
+
+
 async def test_a_small_grammar_is_written_at_once():
     writer = GrammarWriter()
-    assert await writer.write(1, lambda work: threading.current_thread()) is (
-        threading.main_thread()
-    )
+    assert await writer.write(lambda work: threading.current_thread()) is threading.main_thread()
 
     def refuse(work):
         raise InvalidRequestError("wrong")
 
     with pytest.raises(InvalidRequestError, match="wrong"):
-        await writer.write(1, refuse)
+        await writer.write(refuse)
 
 
 async def test_tenants_take_turns_and_the_loop_continues():
@@ -158,13 +165,13 @@ async def test_tenants_take_turns_and_the_loop_continues():
         return write
 
     names = [(1, "a0"), (1, "a1"), (1, "a2"), (2, "b0"), (2, "b1")]
-    tasks = [asyncio.create_task(writer.write(tenant, make(name))) for tenant, name in names]
+    tasks = [write(writer, tenant, make(name)) for tenant, name in names]
     await asyncio.sleep(0.05)
     assert order == []
     gate.set()
     await asyncio.gather(*tasks)
-    assert order == ["a0", "a1", "b0", "a2", "b1"]
-    assert await writer.write(3, used_up) == "made"
+    assert order == ["a0", "b0", "a1", "b1", "a2"]
+    assert await write(writer, 3, used_up) == "made"
 
 
 async def test_a_tenant_has_few_requests_waiting_and_those_that_leave_do_not_count():
@@ -174,14 +181,14 @@ async def test_a_tenant_has_few_requests_waiting_and_those_that_leave_do_not_cou
         work.take_steps(100_000)
         gate.wait(5)
 
-    tasks = [asyncio.create_task(writer.write(1, slow)) for _ in range(1 + MAX_WAITING)]
+    tasks = [write(writer, 1, slow) for _ in range(1 + MAX_WAITING)]
     await asyncio.sleep(0.05)
     with pytest.raises(OverloadedError):
-        await writer.write(1, used_up)
-    other = asyncio.create_task(writer.write(2, used_up))
+        await write(writer, 1, used_up)
+    other = write(writer, 2, used_up)
     for task in tasks[1:]:
         task.cancel()
     await asyncio.gather(*tasks[1:], return_exceptions=True)
     gate.set()
     assert await other == "made"
-    assert await writer.write(1, used_up) == "made"
+    assert await write(writer, 1, used_up) == "made"

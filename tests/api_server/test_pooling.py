@@ -250,9 +250,9 @@ async def test_classes_and_scores_of_pairs(run_dir: str, model: PreparedModel) -
                 front_end.engine.emit(request, [], finish=FinishReason.STOP, pooler_output=data)
             return (await call).json(), prompts
 
-        query, first, second = await tokenizer.encode(
-            ["the sea", "a fox", "the old man"], add_special_tokens=False
-        )
+        texts = ["the sea", "a fox", "the old man"]
+        encoded = tokenizer.encode(texts, add_special_tokens=False)
+        query, first, second = [ids async for ids in encoded]
         fields = {"query": "the sea", "documents": ["a fox", "the old man"]}
         body, prompts = await post("/v1/rerank", 2, **fields, return_documents=False)
         assert prompts == [query + first, query + second]

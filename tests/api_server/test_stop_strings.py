@@ -1,6 +1,7 @@
 """Incremental stop string search, compared with a search in the whole text."""
 
 import random
+import tracemalloc
 from collections.abc import Callable
 
 import pytest
@@ -19,7 +20,7 @@ from api_server.parsers.output import (
 from api_server.parsers.reasoning import OutputStart, reasoning_format
 from api_server.parsers.tools.registry import TOOL_CALL_FORMATS
 from api_server.request_stream import Choice
-from api_server.text.stop_strings import StopStrings
+from api_server.text.stop_strings import StopStrings, stop_strings
 from proto.engine_io import FinishReason
 from tests.api_server.harmony_model import harmony_of, harmony_tokenizer, marked
 
@@ -241,3 +242,18 @@ def check(
     expected += in_content.parse_end(is_cut=stop is None)
     found = answer(parser, calls, strings, pieces, source.randint(1, 4))
     assert found == (joined(expected), stop)
+
+
+async def test_many_strings_take_16_bytes_per_character_and_are_shared() -> None:
+    source = random.Random(5)
+    strings = ["".join(source.choices("abcdefgh", k=64)) for _ in range(1024)]
+    tracemalloc.start()
+    first = await stop_strings(strings, shows_stop=False)
+    size = tracemalloc.get_traced_memory()[0]
+    second = await stop_strings(list(strings), shows_stop=True)
+    assert tracemalloc.get_traced_memory()[0] - size < 100_000
+    tracemalloc.stop()
+    assert size < 2_000_000
+    text = "abc" + strings[700] + "def"
+    assert first.filter_text(text, can_stop=True) == ("abc", strings[700])
+    assert second.filter_text(text, can_stop=True) == ("abc" + strings[700], strings[700])

@@ -103,9 +103,9 @@ def test_free_text_and_compact_json():
         ),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least one"),
         (
-            {"structured_outputs": {"choice": ["a"] * 70_000}},
+            {"structured_outputs": {"choice": ["aaaa"] * 16_000}},
             "structured_outputs.choice",
-            "65536 bytes",
+            "at most 65536",
         ),
         ({"structured_outputs": {"choice": [1]}}, "structured_outputs", "string"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs", "structural_tag"),

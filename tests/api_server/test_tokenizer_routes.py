@@ -6,10 +6,16 @@ import shutil
 
 import msgspec
 import pytest
+from starlette.requests import ClientDisconnect
 
+from api_server.text import prompts
 from api_server.text import tokenizer as tokenizers
+from api_server.text.prompts import PromptReader
+from api_server.text.tokenizer import ModelTokenizer, Truncation
+from api_server.turns import CLIENT, Client
 from proto.config import FrontEndConfig
 from proto.engine_io import FinishReason
+from proto.errors import ContextLengthError, InvalidRequestError
 from tests.api_server.conftest import CORPUS
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -160,6 +166,73 @@ async def test_a_stream_continues_while_a_long_text_is_tokenized(start, path):
 
 async def test_short_texts_are_tokenized_without_a_thread(start, monkeypatch):
     async with start() as front_end:
-        monkeypatch.setattr(front_end.app_state.tokenizer, "_threads", None)
+        monkeypatch.setattr(front_end.app_state.tokenizer, "_short_texts", None)
         short = "x" * tokenizers.INLINE_SIZE
         assert (await front_end.http.post("/tokenize", json={"prompt": short})).is_success
+
+
+def reader(tokenizer, max_model_len: int, **fields) -> PromptReader:
+    size = tokenizer.get_vocab_size()
+    return PromptReader(ModelTokenizer(tokenizer), size, max_model_len, **fields)
+
+
+async def test_a_long_text_is_cut_to_the_tokens_that_a_truncation_keeps(tokenizer, monkeypatch):
+    text = "".join(CORPUS) * 40
+    whole = tokenizer.encode(text, add_special_tokens=False).ids
+    monkeypatch.setattr(tokenizers, "SLICE_SIZE", 1000)
+    monkeypatch.setattr(tokenizers, "MAX_UNCOUNTED_ASCII", 1000)
+    seen = []
+    count = ModelTokenizer._count_tokens
+    monkeypatch.setattr(
+        ModelTokenizer, "_count_tokens", lambda self, text: seen.append(text) or count(self, text)
+    )
+    for number in (1, 700, len(whole) - 1, len(whole) + 1):
+        for side, kept in (("left", whole[-number:]), ("right", whole[:number])):
+            seen.clear()
+            read = reader(tokenizer, len(whole) + 10, truncation=Truncation(number, side))
+            (prompt,) = await read.encode_texts([text], add_special_tokens=False)
+            assert prompt.token_ids == kept
+            assert number > 700 or sum(map(len, seen)) < 6000 < len(text)
+    assert await reader(tokenizer, 100).encode_any_length(text, add_special_tokens=False) == whole
+
+
+async def test_a_text_with_too_many_tokens_is_refused_when_they_are_counted(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizers, "SLICE_SIZE", 1000)
+    monkeypatch.setattr(prompts, "MIN_CHARACTERS", 1 << 20)
+    monkeypatch.setattr(Truncation, "encode", lambda *_, **__: pytest.fail("it was encoded"))
+    with pytest.raises(ContextLengthError, match="more than 3000 tokens"):
+        await reader(tokenizer, 3000).encode_texts(["é" * 100_000], add_special_tokens=False)
+    monkeypatch.setattr(prompts, "MAX_TEXT_TOKENS", 5000)
+    with pytest.raises(InvalidRequestError, match="prompt: has more than 5000 tokens"):
+        await reader(tokenizer, 3000).encode_any_length("é" * 100_000, add_special_tokens=False)
+
+
+async def test_several_prompts_have_a_limit_of_tokens_together(tokenizer, monkeypatch):
+    monkeypatch.setattr(prompts, "MAX_TEXT_TOKENS", 5)
+    for value in ([[1] * 3] * 2, ["hello hello fox"] * 2):
+        with pytest.raises(InvalidRequestError, match="at most 5 tokens together"):
+            await reader(tokenizer, 100).read_prompts(value, add_special_tokens=False)
+
+
+async def test_texts_are_encoded_in_slices_until_their_client_leaves(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizers, "SLICE_SIZE", 100)
+    monkeypatch.setattr(tokenizers, "INLINE_SIZE", 0)
+    sizes = []
+    encode = Truncation.encode
+
+    def encode_and_note(*args, **fields):
+        sizes.append(len(args[2]))
+        return encode(*args, **fields)
+
+    monkeypatch.setattr(Truncation, "encode", encode_and_note)
+    texts = ["the fox"] * 100
+    read = reader(tokenizer, 100)
+    found = await read.encode_texts(texts, add_special_tokens=False)
+    assert [each.token_ids for each in found] == [tokenizer.encode("the fox").ids] * 100
+    assert sum(sizes) == 100
+    assert max(sizes) == 14
+    sizes.clear()
+    CLIENT.set(Client(is_gone=lambda: len(sizes) > 2))
+    with pytest.raises(ClientDisconnect):
+        await read.encode_texts(texts, add_special_tokens=False)
+    assert len(sizes) == 3

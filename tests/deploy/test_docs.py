@@ -21,7 +21,14 @@ from api_server.http.http_protocol import (
     STALL_SECONDS,
 )
 from api_server.http.websocket_protocol import SMALL_FRAMES, SMALL_FRAMES_PER_SECOND
-from api_server.protocol.chat import MAX_MESSAGES
+from api_server.protocol.chat import (
+    MAX_ARGUMENT_VALUES,
+    MAX_CALLS,
+    MAX_DOCUMENTS,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_VARIABLES,
+)
 from api_server.protocol.common import (
     MAX_BAD_WORD_CHARACTERS,
     MAX_CHOICES_PER_REQUEST,
@@ -30,14 +37,19 @@ from api_server.protocol.common import (
     MAX_STOP_BYTES,
     MAX_STOP_STRINGS,
 )
+from api_server.protocol.decoding import MAX_CONTAINERS, MAX_KEYS, MAX_STRINGS, MAX_VALUES
+from api_server.protocol.fields import MAX_DEPTH
 from api_server.protocol.responses.input import MAX_ITEMS
 from api_server.protocol.responses.stored import MAX_STORED, MAX_STORED_PER_OWNER
-from api_server.protocol.tools import MAX_TOOLS
+from api_server.protocol.structured import MAX_CHOICE_STRINGS
+from api_server.protocol.tokenize import MAX_TOKENS
+from api_server.protocol.tools import MAX_LISTED_TOOLS, MAX_TOOLS
 from api_server.request_stream import MAX_UNSENT_BYTES
 from api_server.routes.admin import MAX_ABORTED_IDS, MAX_ID_CHARACTERS
-from api_server.routes.common import MAX_DEPTH
-from api_server.text.prompts import MAX_PROMPTS
+from api_server.text.prompts import MAX_PROMPTS, MAX_TOKEN_CHARACTERS, MIN_CHARACTERS
 from api_server.text.rendering import RENDER_SECONDS
+from api_server.text.tokenizer import MAX_TEXT_TOKENS
+from api_server.turns import HELD_BYTES, MAX_WAITING_BYTES, UNHELD_BYTES
 from deploy.flags import all_flags, field_helps, markdown_table
 from engine_core.scheduler.limits import (
     DEFAULT_QUEUED_PER_RUNNING,
@@ -114,7 +126,37 @@ def test_flags_in_the_readme_exist_and_have_the_same_help() -> None:
             f"{SMALL_FRAMES}; {SMALL_FRAMES_PER_SECOND}",
         ),
         ("requests received before a response is complete", f"{READ_AHEAD_BYTES >> 10} KiB"),
+        (
+            "values of a body; strings; names of members; objects and lists",
+            f"{MAX_VALUES:,}; {MAX_STRINGS:,}; {MAX_KEYS:,}; {MAX_CONTAINERS:,}",
+        ),
+        (
+            f"bodies over {UNHELD_BYTES >> 20} MiB that are decoded at once, until their requests "
+            "are in the engine",
+            f"{HELD_BYTES >> 20} MiB",
+        ),
+        ("such bodies of a tenant that wait", f"{MAX_WAITING_BYTES >> 20} MiB"),
         ("prompts of a completion request", f"{MAX_PROMPTS:,}"),
+        (
+            "tokens of several prompts of a request together; of a text that is only counted",
+            f"{MAX_TEXT_TOKENS:,}",
+        ),
+        (
+            "characters of a prompt, of which a truncated prompt keeps one end",
+            f"{MAX_TOKEN_CHARACTERS} per token of the context, at least {MIN_CHARACTERS:,}",
+        ),
+        ("parts of a message; calls of a message", f"{MAX_PARTS:,}; {MAX_CALLS:,}"),
+        (
+            "values in the arguments of all calls, which are JSON in strings",
+            f"{MAX_ARGUMENT_VALUES:,}",
+        ),
+        ("documents; variables of the template", f"{MAX_DOCUMENTS:,}; {MAX_VARIABLES}"),
+        (
+            "tools in a list of Responses and Messages, with those that are left out",
+            f"{MAX_LISTED_TOOLS:,}",
+        ),
+        ("strings of a choice in structured outputs", f"{MAX_CHOICE_STRINGS:,}"),
+        ("token ids of `/detokenize`", f"{MAX_TOKENS:,}"),
         (
             "choices of a prompt; of all prompts of a request",
             f"{MAX_CHOICES}; {MAX_CHOICES_PER_REQUEST:,}",

@@ -48,7 +48,7 @@ async def test_token_ids_equal_transformers(
 ) -> None:
     texts = lines()
     assert len(texts) == 1000
-    ours = await tokenizer.encode(texts, add_special_tokens=True)
+    ours = [ids async for ids in tokenizer.encode(texts, add_special_tokens=True)]
     for text, ids in zip(texts, ours, strict=True):
         assert ids == reference.tokenizer.encode(text), text
 
@@ -56,9 +56,8 @@ async def test_token_ids_equal_transformers(
 async def test_decoded_text_equals_transformers(
     reference: Reference, tokenizer: ModelTokenizer
 ) -> None:
-    for text, ids in zip(
-        lines(), await tokenizer.encode(lines(), add_special_tokens=False), strict=True
-    ):
+    encoded = [ids async for ids in tokenizer.encode(lines(), add_special_tokens=False)]
+    for text, ids in zip(lines(), encoded, strict=True):
         for skip in (True, False):
             expected = reference.tokenizer.decode(
                 ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False

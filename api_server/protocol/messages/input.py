@@ -24,6 +24,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from api_server.protocol.chat import MAX_PARTS
 from api_server.protocol.fields import IgnoredFields, is_media, media_placeholder, no_text
 from proto.errors import InvalidRequestError, shown
 
@@ -73,7 +74,7 @@ class BlockTranslator:
         self._role = ""
         self._passed_over: dict[str, None] = {}
         if system:
-            self._append_message({"role": "system", "content": system})
+            self._append_message({"role": "system", "content": [system]})
 
     def append_messages(self, messages: Sequence[Json]) -> None:
         """Translate the messages; raise InvalidRequestError that names the invalid field."""
@@ -95,6 +96,8 @@ class BlockTranslator:
                 self._append_assistant_blocks(blocks, where)
             else:
                 self._append_other_blocks(role, blocks, where)
+        for message in self.messages:
+            _join_texts(message)
         if self._passed_over and max(self.source_indices, default=-1) < 0:
             kinds = ", ".join(self._passed_over)
             raise _invalid("messages", f"hold no text, only blocks of the type {kinds}")
@@ -119,24 +122,24 @@ class BlockTranslator:
         if self.messages and self.messages[-1]["role"] == "assistant":
             message = self.messages[-1]
         else:
-            message = {"role": "assistant", "content": ""}
+            message = {"role": "assistant", "content": []}
             self._append_message(message)
         for index, block in enumerate(blocks):
             path = f"{where}.content.{index}"
             kind = block["type"]
             if kind == "text":
-                message["content"] += _block_text(block, path)
+                message["content"].append(_block_text(block, path))
             elif kind == "thinking":
                 reasoning = _string(block, "thinking", path)
                 if reasoning:
-                    message["reasoning"] = message.get("reasoning", "") + reasoning
+                    message.setdefault("reasoning", []).append(reasoning)
             elif kind == "tool_use":
                 calls = message.setdefault("tool_calls", [])
                 self.call_paths[len(self.messages) - 1, len(calls)] = f"{path}.input"
                 calls.append(_tool_call(block, path))
             else:
                 text = self._readable_text(block, path)
-                message["content"] += "" if text is None else f"{text}\n"
+                message["content"].append("" if text is None else f"{text}\n")
 
     def _append_other_blocks(self, role: str, blocks: list[Json], where: str) -> None:
         """Add blocks of user or system; each tool result is a message of its own."""
@@ -148,7 +151,7 @@ class BlockTranslator:
                 if block.get("is_error") is True and not content.startswith(ERROR_PREFIX):
                     content = ERROR_PREFIX + content
                 call_id = _string(block, "tool_use_id", path)
-                message = {"role": "tool", "tool_call_id": call_id, "content": content}
+                message = {"role": "tool", "tool_call_id": call_id, "content": [content]}
                 self._append_message(message)
             elif (text := self._readable_text(block, path)) is not None:
                 self._append_text(role, text)
@@ -157,10 +160,9 @@ class BlockTranslator:
         if self._merge_roles and self.messages:
             role = "user" if self.messages[-1]["role"] != "tool" else "tool"
         if self.messages and self.messages[-1]["role"] == role:
-            message = self.messages[-1]
-            message["content"] = "\n".join(filter(None, (message["content"], text)))
+            self.messages[-1]["content"].append(text)
         else:
-            self._append_message({"role": role, "content": text})
+            self._append_message({"role": role, "content": [text]})
 
     def _tool_result(self, content: Any, where: str) -> str:
         """Return a tool's result as text.
@@ -204,6 +206,16 @@ class BlockTranslator:
         self.source_indices.append(self._source_index)
 
 
+def _join_texts(message: Json) -> None:
+    """Join the lists of texts of a message, once: a text that grows is copied again and again."""
+    if message["role"] == "assistant":
+        message["content"] = "".join(message["content"])
+        if "reasoning" in message:
+            message["reasoning"] = "".join(message["reasoning"])
+    else:
+        message["content"] = "\n".join(filter(None, message["content"]))
+
+
 def _tool_call(block: Json, where: str) -> Json:
     given = block.get("input")
     arguments = given if isinstance(given, str) else json.dumps({} if given is None else given)
@@ -235,8 +247,8 @@ def _other_texts(block: Json) -> list[str]:
 
 def _blocks(value: Any, where: str) -> list[Json]:
     """Return content blocks; raise InvalidRequestError unless each is an object with a type."""
-    if not isinstance(value, list):
-        raise _invalid(where, "must be a string or a list of blocks")
+    if not isinstance(value, list) or len(value) > MAX_PARTS:
+        raise _invalid(where, f"must be a string or a list of at most {MAX_PARTS} blocks")
     for index, block in enumerate(value):
         if not isinstance(block, dict) or not isinstance(block.get("type"), str):
             raise _invalid(f"{where}.{index}", "must be an object with a type")

@@ -10,7 +10,12 @@ from typing import Annotated, Any, Final, TypeVar
 
 from pydantic import BeforeValidator, Field
 
-from api_server.protocol.chat import ChatCompletionRequest, check_message_count
+from api_server.protocol.chat import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    ChatCompletionRequest,
+    check_message_count,
+)
 from api_server.protocol.chat_translation import ChatTranslation, chat_only_fields, split_fields
 from api_server.protocol.common import REQUEST_NUMBERS, StopStringList, Strict, Text
 from api_server.protocol.fields import (
@@ -23,6 +28,7 @@ from api_server.protocol.fields import (
 )
 from api_server.protocol.messages.input import BlockTranslator
 from api_server.protocol.messages.tools import MessageTools
+from api_server.protocol.tools import MAX_LISTED_TOOLS
 from api_server.text.chat_template import REASONING_SWITCHES
 from proto.errors import InvalidRequestError, shown
 
@@ -67,14 +73,14 @@ class CountTokensRequest(Strict):
     """Name of a served model."""
     messages: Annotated[
         list[Json],
-        Field(min_length=1),
+        Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES),
         BeforeValidator(check_message_count),
     ]
     """The conversation: up to 4096 messages of user, assistant and system, with blocks of text,
     tool_use, tool_result and thinking. The answer continues an assistant message at the end."""
-    system: Text | list[Json] | None = None
+    system: Text | Annotated[list[Json], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
     """The system prompt, a string or text blocks."""
-    tools: list[Json] = []
+    tools: Annotated[list[Json], Field(fail_fast=True, max_length=MAX_LISTED_TOOLS)] = []
     """Tools that the model may call. Tools of Anthropic's servers are left out and named in
     ignored_fields."""
     tool_choice: Json | None = None
@@ -200,6 +206,9 @@ class MessagesTranslation(ChatTranslation):
             return parse(ChatCompletionRequest, fields, CHAT_NEUTRAL, self._ignored)
         except InvalidRequestError as error:
             raise self.translate_error(error) from None
+
+    def drop_request(self) -> None:
+        del self._request, self._fields
 
     def client_path(self, path: str) -> str:
         first, dot, rest = path.partition(".")

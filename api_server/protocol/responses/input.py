@@ -17,6 +17,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from api_server.protocol.chat import MAX_PARTS
 from api_server.protocol.fields import IgnoredFields, media_placeholder, no_text
 from api_server.protocol.responses.tools import CUSTOM_INPUT, ResponseTools
 from proto.errors import InvalidRequestError, shown
@@ -250,6 +251,9 @@ class ItemTranslator:
             kinds = ", ".join(self._passed_over)
             raise InvalidRequestError(f"input: holds no text, only items of type {kinds}", "input")
         for message in self._messages:
+            for name in ("content", "reasoning"):  # once: growing texts would be copied each time
+                if isinstance(message.get(name), list):
+                    message[name] = "".join(message[name])
             if "tool_calls" not in message:
                 message.setdefault("content", "")
         return self._messages
@@ -268,7 +272,7 @@ class ItemTranslator:
             self._append_message({"role": role, "content": content})
             return
         message = self._assistant_message()
-        message["content"] = message.get("content", "") + content
+        message.setdefault("content", []).append(content)
 
     def _append_reasoning(self, item: Item, where: str) -> None:
         """Add readable reasoning to the assistant's message; encrypted reasoning is left out."""
@@ -276,7 +280,7 @@ class ItemTranslator:
         text = self._readable_text(item.get(field) or "", f"{where}.{field}", f"input.{field}")
         if text:
             message = self._assistant_message()
-            message["reasoning"] = message.get("reasoning", "") + text
+            message.setdefault("reasoning", []).append(text)
         elif item.get("encrypted_content"):
             self._ignored.add("input.reasoning")
 
@@ -338,7 +342,7 @@ class ItemTranslator:
         """
         if isinstance(value, dict):
             return _valid_text(json.dumps(value, ensure_ascii=False), where)
-        if not isinstance(value, list):
+        if not isinstance(value, list) or len(value) > MAX_PARTS:
             return _content(value, where)
         texts = []
         for index, part in enumerate(value):
@@ -409,8 +413,10 @@ def _content(value: Any, where: str) -> str:
     """Return a text, or the texts of content parts joined by line breaks."""
     if isinstance(value, str):
         return value
-    if not isinstance(value, list):
-        raise InvalidRequestError(f"{where} must be a string or a list of parts", "input")
+    if not isinstance(value, list) or len(value) > MAX_PARTS:
+        raise InvalidRequestError(
+            f"{where} must be a string or a list of at most {MAX_PARTS} parts", "input"
+        )
     texts = []
     for index, part in enumerate(value):
         kind = part.get("type") if isinstance(part, dict) else None
@@ -456,9 +462,13 @@ def with_merged_roles(messages: Sequence[Item]) -> list[Item]:
         if merged and role in ("system", "user"):
             previous = merged[-1]
             if previous["role"] in ("user", "tool"):
-                texts = (previous["content"], message["content"])
-                merged[-1] = previous | {"content": "\n".join(text for text in texts if text)}
+                previous["content"].append(message["content"])
                 continue
             role = "user"
         merged.append({**message, "role": role})
+        if role in ("user", "tool"):
+            merged[-1]["content"] = [message["content"]]
+    for message in merged:
+        if message["role"] in ("user", "tool"):
+            message["content"] = "\n".join(text for text in message["content"] if text)
     return merged

@@ -21,6 +21,7 @@ from api_server.protocol.fields import (
     STREAM_OPTIONS_NEUTRAL,
     IgnoredFields,
     given_fields,
+    most_members,
     nested_fields,
     parse,
 )
@@ -32,6 +33,7 @@ from api_server.protocol.responses.input import (
     with_merged_roles,
 )
 from api_server.protocol.responses.tools import ResponseTools
+from api_server.protocol.tools import MAX_LISTED_TOOLS
 from api_server.text.chat_template import REASONING_SWITCHES
 from proto.errors import InvalidRequestError
 from proto.sampling_params import MAX_LOGPROBS
@@ -127,7 +129,8 @@ def _with_ids(value: str | list[Item]) -> str | list[Item]:
 
 
 InputItems = Annotated[
-    Annotated[Text, Field(min_length=1)] | list[Item],
+    Annotated[Text, Field(min_length=1)]
+    | Annotated[list[Item], Field(fail_fast=True, max_length=MAX_ITEMS)],
     BeforeValidator(_check_item_count),
     AfterValidator(_with_ids),
 ]
@@ -155,7 +158,7 @@ class ResponsesRequest(Strict):
     """-2 to 2; above 0, a token that the answer already contains gets less likely."""
     frequency_penalty: float = 0.0
     """-2 to 2; above 0, a token gets less likely with each time that the answer contains it."""
-    tools: list[dict[str, Any]] = []
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_LISTED_TOOLS)] = []
     """Functions, custom tools and namespaces of them. Tools that OpenAI's servers run are left out
     and named in ignored_fields."""
     tool_choice: Text | dict[str, Any] = "auto"
@@ -168,7 +171,7 @@ class ResponsesRequest(Strict):
     """format: text, json_object, or json_schema with a schema that the answer keeps to."""
     reasoning: Annotated[ReasoningOptions | None, BeforeValidator(_reasoning)] = None
     """effort; summary: return all reasoning as a summary too."""
-    include: Annotated[list[Text], Field(max_length=MAX_INCLUDE_VALUES)] = []
+    include: Annotated[list[Text], Field(fail_fast=True, max_length=MAX_INCLUDE_VALUES)] = []
     """message.output_text.logprobs; other values are ignored and reported."""
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     """Alternatives for each token (0 to 20); only with these logprobs."""
@@ -185,7 +188,7 @@ class ResponsesRequest(Strict):
     """A stored response whose conversation this request continues, without its instructions."""
     truncation: Literal["auto", "disabled"] = "disabled"
     """auto: a conversation that is too long loses its beginning."""
-    metadata: Annotated[dict[str, Label], Field(max_length=MAX_METADATA_PAIRS)] = {}
+    metadata: Annotated[dict[str, Label], most_members(MAX_METADATA_PAIRS)] = {}
     """Up to 16 pairs that the response repeats."""
     user: Label | None = None
     """The client's id of its user, which the response repeats."""
@@ -302,6 +305,9 @@ class ResponsesTranslation(ChatTranslation):
             return parse(ChatCompletionRequest, fields, CHAT_NEUTRAL, ignored)
         except InvalidRequestError as error:
             raise self.translate_error(error) from None
+
+    def drop_request(self) -> None:
+        del self._request, self._passed, self._items
 
     def client_path(self, path: str) -> str:
         first, dot, rest = path.partition(".")

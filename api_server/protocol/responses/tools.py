@@ -15,7 +15,7 @@ from hashlib import blake2b
 from typing import Any, Final, TypeGuard
 
 from api_server.protocol.fields import IgnoredFields, given_fields
-from api_server.protocol.tools import MAX_TOOLS
+from api_server.protocol.tools import MAX_LISTED_TOOLS, MAX_TOOLS
 from proto.errors import InvalidRequestError, shown
 
 CUSTOM_INPUT: Final = "input"
@@ -25,6 +25,7 @@ NAMESPACE_SEPARATOR: Final = "__"
 MAX_NAME_CHARACTERS: Final = 64
 """A longer name of a tool in a namespace is cut and ends with a digest of the whole name."""
 _DIGEST_BYTES: Final = 4
+_TOOL_LIST: Final = f"a list of at most {MAX_LISTED_TOOLS} tools"
 _NEUTRAL_FIELDS: Final = {"allowed_callers": (), "async": (False,), "defer_loading": (False,)}
 _FUNCTION_FIELDS: Final = ("name", "description", "parameters", "strict")
 _CUSTOM_FIELDS: Final = ("name", "description", "format")
@@ -98,8 +99,8 @@ class ResponseTools:
             raise InvalidRequestError(f"{where}.type must be a string", "tools")
         if kind == "namespace" and not namespace:
             members = tool.get("tools")
-            if not _is_list_of_objects(members):
-                raise InvalidRequestError(f"{where}.tools must be a list of tools", "tools")
+            if not _is_tool_list(members):
+                raise InvalidRequestError(f"{where}.tools must be {_TOOL_LIST}", "tools")
             for index, member in enumerate(members):
                 self._add_tool(member, _name(tool, where), f"{where}.tools[{index}]")
         elif kind in ("function", "custom"):
@@ -148,8 +149,8 @@ class ResponseTools:
     def _allow_tools(self, choice: dict[str, Any]) -> Any:
         """Keep only the allowed tools and return the mode, auto or required."""
         allowed, mode = choice.get("tools"), choice.get("mode")
-        if not _is_list_of_objects(allowed):
-            raise InvalidRequestError("tool_choice.tools must be a list of tools", "tool_choice")
+        if not _is_tool_list(allowed):
+            raise InvalidRequestError(f"tool_choice.tools must be {_TOOL_LIST}", "tool_choice")
         if mode not in ("auto", "required"):
             raise InvalidRequestError(
                 "tool_choice.mode must be 'auto' or 'required'", "tool_choice"
@@ -187,5 +188,9 @@ def _name(tool: dict[str, Any], where: str) -> str:
     return name
 
 
-def _is_list_of_objects(value: Any) -> TypeGuard[list[dict[str, Any]]]:
-    return isinstance(value, list) and all(isinstance(member, dict) for member in value)
+def _is_tool_list(value: Any) -> TypeGuard[list[dict[str, Any]]]:
+    return (
+        isinstance(value, list)
+        and len(value) <= MAX_LISTED_TOOLS
+        and all(isinstance(member, dict) for member in value)
+    )

@@ -1,0 +1,143 @@
+"""JSON of clients, decoded within limits that are checked on its bytes.
+
+    [{"a": "b, \\"c\\""}, []]  ─▶  [{"":""},[]]  ─▶  1 comma, 3 containers, 4 quotes, 1 key
+
+Objects take up to a hundred times the bytes of their JSON. So brackets, commas and quotation marks
+outside of strings are counted before anything is decoded.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from api_server.protocol.fields import MAX_DEPTH, is_nested_deeper
+from api_server.turns import INLINE_BYTES
+from proto.errors import InvalidRequestError, shown
+
+MAX_VALUES: Final = 1 << 20
+MAX_CONTAINERS: Final = 1 << 16
+MAX_KEYS: Final = 1 << 16
+MAX_STRINGS: Final = 1 << 17
+MAX_PYTHON_JSON: Final = 8 << 20
+"""Largest JSON in bytes for Python's decoder, which takes eight bytes for each if one character is
+an emoji. msgspec's takes half, and does not notice a key that appears twice."""
+_SCANNED_BYTES: Final = 1 << 18
+_UNCOUNTED: Final = bytes(set(range(256)) - set(b',[{":'))
+
+
+class _Counts(NamedTuple):
+    """commas: one less than values, for each container. quotes: two for each string."""
+
+    commas: int = 0
+    containers: int = 0
+    quotes: int = 0
+    keys: int = 0
+
+    @property
+    def too_many(self) -> bool:
+        return (
+            self.commas > MAX_VALUES
+            or self.containers > MAX_CONTAINERS
+            or self.keys > MAX_KEYS
+            or self.quotes > 2 * MAX_STRINGS
+        )
+
+
+def decode_json(body: bytearray, what: str = "body") -> Any:
+    """Return the decoded JSON and empty `body`; raise InvalidRequestError. what: for errors."""
+    counts = _Counts()
+    is_large = len(body) > MAX_PYTHON_JSON
+    if is_large or (len(body) > INLINE_BYTES and _at_most(body).too_many):
+        for counts in _running_counts(body):
+            if counts.too_many:
+                raise InvalidRequestError(
+                    f"the {what} has more than {MAX_VALUES} values, {MAX_STRINGS} strings, "
+                    f"{MAX_KEYS} names of members or {MAX_CONTAINERS} objects and lists"
+                )
+    may_be_deep = body.count(b"{") + body.count(b"[") > MAX_DEPTH
+    try:
+        if is_large:
+            fields = msgspec.json.decode(body)
+        else:
+            fields = json.loads(body, object_pairs_hook=_unique_keys)
+    except RecursionError:
+        raise InvalidRequestError(f"the {what} is nested too deeply") from None
+    except (ValueError, msgspec.MsgspecError) as error:
+        raise InvalidRequestError(f"the {what} is not valid JSON: {error}") from None
+    finally:
+        body.clear()
+    if may_be_deep and is_nested_deeper(fields):
+        raise InvalidRequestError(f"the {what} is nested more than {MAX_DEPTH} deep")
+    if is_large and _num_keys(fields) != counts.keys:
+        raise InvalidRequestError(f"a key appears more than once in an object of the {what}")
+    return fields
+
+
+def num_values(text: str, enough: int) -> int:
+    """Return the number of values in JSON, or one up to `enough` that may be too high."""
+    body = bytearray(text.encode(errors="surrogatepass"))
+    counts = _at_most(body)
+    if counts.commas + counts.containers > enough:
+        *_, counts = _running_counts(body)
+    return counts.commas + counts.containers + 1
+
+
+def _at_most(body: bytearray) -> _Counts:
+    """Return counts that include what is inside strings."""
+    num_containers = body.count(b"[") + body.count(b"{")
+    return _Counts(body.count(b","), num_containers, body.count(b'"'), body.count(b":"))
+
+
+def _running_counts(body: bytearray) -> Iterator[_Counts]:
+    """Yield the counts after each piece of JSON."""
+    counts, start, in_string = _Counts(), 0, 0
+    while start < len(body):
+        piece = body[start : start + _SCANNED_BYTES]
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # it ends within an escape
+            piece = body[start : start + len(piece) + 1]
+        start += len(piece)
+        # Escapes go first: without its n, the backslash of a line break would escape what follows
+        piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _UNCOUNTED)
+        parts = piece.split(b'"')
+        outside = b"".join(parts[in_string::2])
+        in_string = (in_string + len(parts) - 1) % 2
+        counts = _Counts(
+            counts.commas + outside.count(b","),
+            counts.containers + outside.count(b"[") + outside.count(b"{"),
+            counts.quotes + len(parts) - 1,
+            counts.keys + outside.count(b":"),
+        )
+        yield counts
+
+
+def _num_keys(fields: Any) -> int:
+    number, containers = 0, [fields]
+    while containers:
+        container = containers.pop()
+        if isinstance(container, dict):
+            number += len(container)
+            container = container.values()
+        elif not isinstance(container, list):
+            continue
+        containers += [each for each in container if isinstance(each, dict | list)]
+    return number
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of the body; raises InvalidRequestError for a repeated key.
+
+    JSON does not define which value counts, so a filter before this server might see another
+    request than the server.
+    """
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise InvalidRequestError(
+                    f"{shown(key)} appears more than once in an object", shown(key)
+                )
+            seen.add(key)
+    return fields

@@ -1,0 +1,186 @@
+"""Turns of clients at work in proportion to the size of what they send.
+
+    tenant A   request 1, 1, 2 ─┐
+    tenant B   request 3, 3 ────┴─▶ A1  B3  A2  B3  A1       one at a time
+
+A large body or text is decoded, validated and tokenised on a thread, a slice of it in each turn, so
+that the event loop and other clients continue. Tenants take turns, and so do the requests of a
+tenant. When its turn comes, a request whose client has disconnected ends with `ClientDisconnect`.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Final, ParamSpec, TypeVar
+
+from starlette.requests import ClientDisconnect
+
+from proto.errors import OverloadedError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+MAX_TENANTS: Final = 4096
+"""Tenants whose last turn is remembered."""
+INLINE_BYTES: Final = 1 << 16
+"""Largest body that is decoded on the event loop."""
+UNHELD_BYTES: Final = 1 << 20
+"""Largest body that is decoded whatever others there are."""
+HELD_BYTES: Final = 32 << 20
+"""Larger bodies that are decoded at once, from their arrival until the engine has the requests.
+
+As objects they can take four times as much: a text takes four bytes per character if one is an
+emoji."""
+MAX_WAITING_BYTES: Final = 64 << 20
+"""Such bodies of one tenant that wait."""
+
+
+class Client:
+    """The client whose request the current task serves.
+
+    tenant: as in `http/tenants.py`. body_size: bytes of the request's body or message.
+    """
+
+    def __init__(
+        self, tenant: Callable[[], int] = lambda: 0, is_gone: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._tenant = tenant
+        self._is_gone = is_gone
+        self._held = 0
+        self.body_size = 0
+
+    @property
+    def tenant(self) -> int:
+        return self._tenant()
+
+    def check_connected(self) -> None:
+        """Raise ClientDisconnect if the client has closed its connection."""
+        if self._is_gone():
+            raise ClientDisconnect
+
+    async def hold_body(self, size: int) -> None:
+        """Return when a body of this size may be decoded.
+
+        Raises ClientDisconnect, and OverloadedError if too many bodies of the tenant wait.
+        """
+        self.body_size = size
+        if size > UNHELD_BYTES:
+            if _body_bytes.num_waiting(self.tenant) + size > MAX_WAITING_BYTES:
+                raise OverloadedError("other large bodies have to be read before this one")
+            await _body_bytes.take(size)
+            self._held += size
+
+    def release_body(self) -> None:
+        """Let others decode theirs: what was made of this client's body is with the engine."""
+        held, self._held = self._held, 0
+        if held:
+            _body_bytes.give_back(held)
+
+
+CLIENT: ContextVar[Client] = ContextVar("client", default=Client())  # noqa: B039 (immutable)
+
+
+class Turns:
+    """A limited amount, of threads or of bytes, that requests take and give back in turn.
+
+    A request that does not fit waits, and so do all that would be served after it.
+    """
+
+    def __init__(self, amount: int) -> None:
+        self._free = amount
+        self._waiting: dict[int, deque[tuple[asyncio.Future[None], int, Client]]] = {}
+        self._num_served = 0
+        self._last_served: dict[int, int] = {}  # tenant → _num_served at its last turn
+
+    async def take(self, amount: int = 1) -> None:
+        """Return when the amount is this request's; raise ClientDisconnect."""
+        client, turn = CLIENT.get(), asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(client.tenant, deque()).append((turn, amount, client))
+        self._serve()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            taken = turn.done() and not turn.cancelled() and turn.exception() is None
+            self.give_back(amount if taken else 0)
+            raise
+
+    def num_waiting(self, tenant: int) -> int:
+        """Return the amount that the requests of a tenant wait for."""
+        return sum(amount for _, amount, _ in self._waiting.get(tenant, ()))
+
+    def give_back(self, amount: int = 1) -> None:
+        self._free += amount
+        self._serve()
+        if len(self._last_served) > MAX_TENANTS:
+            self._last_served.clear()
+
+    def _serve(self) -> None:
+        """Serve waiting requests while there is enough, longest unserved tenant first."""
+        while self._waiting:
+            tenant = min(self._waiting, key=lambda each: self._last_served.get(each, 0))
+            requests = self._waiting[tenant]
+            turn, amount, client = requests[0]
+            if amount > self._free and not turn.done():
+                return
+            requests.popleft()
+            if not requests:
+                del self._waiting[tenant]
+            if turn.done():  # cancelled
+                continue
+            try:
+                client.check_connected()
+            except ClientDisconnect as error:
+                turn.set_exception(error)
+            else:
+                self._free -= amount
+                self._num_served += 1
+                self._last_served[tenant] = self._num_served
+                turn.set_result(None)
+
+    @asynccontextmanager
+    async def taken(self, amount: int = 1) -> AsyncIterator[None]:
+        await self.take(amount)
+        try:
+            yield
+        finally:
+            self.give_back(amount)
+
+
+class WorkThread:
+    """A thread on which requests do work in turn."""
+
+    def __init__(self, name: str) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._turns = Turns(1)
+
+    def num_waiting(self) -> int:
+        """Return how many requests of the client's tenant wait for the thread."""
+        return self._turns.num_waiting(CLIENT.get().tenant)
+
+    async def run(self, work: Callable[P, R], *args: P.args, **fields: P.kwargs) -> R:
+        """Return the result of `work`, a slice of a request's; raise ClientDisconnect."""
+        async with self._turns.taken():
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._thread, partial(work, *args, **fields))
+
+
+_body_bytes: Final = Turns(HELD_BYTES)
+_body_thread: Final = WorkThread("bodies")
+
+
+async def run_for_body(work: Callable[P, R], *args: P.args, **fields: P.kwargs) -> R:
+    """Return the result of work on a request's body, which runs on a thread for a large one.
+
+    Raises ClientDisconnect.
+    """
+    if CLIENT.get().body_size <= INLINE_BYTES:
+        return work(*args, **fields)
+    return await run_in_turn(work, *args, **fields)
+
+
+async def run_in_turn(work: Callable[P, R], *args: P.args, **fields: P.kwargs) -> R:
+    """Return the result of work that runs on the thread of large bodies."""
+    return await _body_thread.run(work, *args, **fields)

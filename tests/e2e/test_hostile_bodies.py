@@ -1,0 +1,188 @@
+"""Large and odd bodies, and work for clients that have left, leave other clients their share."""
+
+import json
+import random
+import socket
+import time
+from collections.abc import Callable
+from contextlib import closing
+from threading import Thread
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.bystander import Bystander
+from tests.e2e.daemon import Daemon
+
+pytestmark = pytest.mark.suite("hostile")
+MIB = 1 << 20
+WORDS = "The quick brown fox jumps over the lazy dog. "
+
+
+def send(daemon: Daemon, path: str, body: bytes) -> socket.socket:
+    """Return a connection on which a body was sent."""
+    port = int(daemon.url.rpartition(":")[2])
+    connection = socket.create_connection(("127.0.0.1", port), timeout=60)
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    return connection
+
+
+def many_prompts() -> bytes:
+    """24 MiB of prompts, each of which fits into the context."""
+    prompts = [f"{index} " + WORDS * 540 for index in range(1000)]
+    return json.dumps({"prompt": prompts, "max_tokens": 1}).encode()
+
+
+def test_prompts_of_clients_that_left_are_not_tokenised(daemon: Daemon) -> None:
+    body = many_prompts()
+    front_end = daemon.processes()["api_server"]
+    with Bystander(daemon) as bystander:
+        for path in ("/v1/completions", "/v1/completions", "/tokenize"):
+            sent = body if "v1" in path else json.dumps({"prompt": "🧿" * 7_000_000}).encode()
+            with closing(send(daemon, path, sent)):
+                time.sleep(0.5)
+        asked = time.monotonic()
+        text = {"prompt": WORDS * 440}  # above what is done on the event loop
+        httpx.post(f"{daemon.url}/tokenize", json=text, timeout=60).raise_for_status()
+        waited = time.monotonic() - asked
+        bystander.rest(0.5)
+    time.sleep(0.5)
+    busy = front_end.cpu_times().user
+    time.sleep(1.0)
+    busy = front_end.cpu_times().user - busy
+    print(bystander.figures, f"{waited=:.3f} {busy=:.3f}")
+    bystander.check()
+    assert waited < 0.5
+    assert busy < 0.3
+
+
+def chat(content: Any, **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}], "max_tokens": 1, **fields}
+
+
+def messages(content: Any, **fields: Any) -> dict[str, Any]:
+    return {"model": "smollm2-135m-instruct", **chat(content), **fields}
+
+
+def part(number: int = 4000, text: str = "x") -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}] * number
+
+
+def text_part(number: int, text: str) -> list[dict[str, str]]:
+    return [{"type": "output_text", "text": text}] * number
+
+
+def call(arguments: str) -> dict[str, Any]:
+    function = {"name": "f", "arguments": arguments}
+    return {"id": "a", "type": "function", "function": function}
+
+
+def zeros(number: int) -> list[int]:
+    return [0] * number
+
+
+MANY = 5_000_000
+NAMES = {f"x{each}": 0 for each in range(60_000)}
+LISTS = "[" + "[]," * 20_000 + "0]"
+USER, ASSISTANT = {"role": "user"}, {"role": "assistant", "content": ""}
+MANY_LISTS = [[0]] * 60_000
+PARTS = {"role": "user", "content": part(100)}
+BODIES: dict[str, tuple[str, Callable[[], Any]]] = {
+    # more than a body has
+    "zeros": ("chat/completions", lambda: {"messages": zeros(10 * MIB)}),
+    "strings": ("completions", lambda: {"prompt": ["a"] * MANY}),
+    "members": ("completions", lambda: {"prompt": "a"} | dict.fromkeys(map(str, range(10**6)), 0)),
+    "parts": ("chat/completions", lambda: chat(part(900_000))),
+    "blocks": ("messages", lambda: messages(part(900_000))),
+    "objects": ("chat/completions", lambda: chat("a", documents=[{"a": 1}] * 1_000_000)),
+    # as many as a body has
+    "messages": ("chat/completions", lambda: {"messages": zeros(MIB - 9)}),
+    "stop": ("completions", lambda: {"prompt": "a", "stop": zeros(MIB - 9)}),
+    "choices": ("completions", lambda: {"prompt": "a", "guided_choice": zeros(MIB - 9)}),
+    "outputs": ("responses", lambda: {"input": [{**USER, "content": zeros(MIB - 9)}]}),
+    "prompts": ("completions", lambda: {"prompt": ["a"] * 100_000}),
+    "prompts of one token": ("completions", lambda: {"prompt": [[1]] * 60_000}),
+    "ids": ("completions", lambda: {"prompt": [12345] * (MIB - 9), "max_tokens": 1}),
+    "lists of ids": ("completions", lambda: {"prompt": [[12345] * 1000] * 1000, "max_tokens": 1}),
+    "bias": ("completions", lambda: {"prompt": "a", "logit_bias": NAMES}),
+    "metadata": ("responses", lambda: {"input": "a", "metadata": NAMES}),
+    "names": ("completions", lambda: {"prompt": "a", "max_tokens": 1, **NAMES}),
+    "variables": (
+        "chat/completions",
+        lambda: chat("a", chat_template_kwargs={"a": MANY_LISTS}),
+    ),
+    "short parts": (
+        "chat/completions",
+        lambda: {"messages": [PARTS] * 300},
+    ),
+    "joined blocks": (
+        "messages",
+        lambda: messages("a", messages=[{**USER, "content": part(3000, "x" * 900)}] * 10),
+    ),
+    "joined items": (
+        "responses",
+        lambda: {"input": [{**ASSISTANT, "content": text_part(5, "x" * 1200)}] * 4000},
+    ),
+    "arguments": (
+        "chat/completions",
+        lambda: {"messages": [{**ASSISTANT, "tool_calls": [call(LISTS)]}] * 500},
+    ),
+    # texts
+    "an emoji": ("chat/completions", lambda: chat("a" * 30 * MIB + "🧿")),
+    "escapes": ("completions", lambda: {"prompt": "\n" * 15 * MIB, "max_tokens": 1}),
+    "truncation": (
+        "completions",
+        lambda: {"prompt": "🧿" * 7 * MIB, "max_tokens": 1, "truncate_prompt_tokens": 10},
+    ),
+}
+
+
+def test_large_and_odd_bodies(daemon: Daemon) -> None:
+    bodies = {
+        name: (path, json.dumps(make(), ensure_ascii=False).encode())
+        for name, (path, make) in BODIES.items()
+    }
+    headers = {"Content-Type": "application/json"}
+    figures = {}
+    with Bystander(daemon) as bystander:
+        for name, (path, body) in bodies.items():
+            asked = time.monotonic()
+            url = f"{daemon.url}/v1/{path}"
+            answer = httpx.post(url, content=body, headers=headers, timeout=60)
+            figures[name] = answer.status_code, time.monotonic() - asked, answer.text
+        bystander.rest(0.5)
+    for name, (status, seconds, text) in figures.items():
+        print(f"{name:24} {status} {seconds:.2f} {text[:120]}")
+        assert status == (200 if name in ("names", "variables", "truncation") else 400)
+    print(bystander.figures)
+    bystander.check()
+
+
+def test_many_stop_strings(daemon: Daemon) -> None:
+    source = random.Random(1)
+    url = f"{daemon.url}/v1/completions"
+    with Bystander(daemon) as bystander:
+        for _ in range(20):
+            stop = [f"{source.getrandbits(256):064x}" for _ in range(1000)]
+            body = {"prompt": "a", "max_tokens": 1, "stop": stop}
+            httpx.post(url, json=body, timeout=60).raise_for_status()
+    print(bystander.figures)
+    bystander.check()
+
+
+def test_large_bodies_together(daemon: Daemon) -> None:
+    body = json.dumps(chat("a" * 20 * MIB)).encode()
+    with Bystander(daemon) as bystander:
+        threads = [
+            Thread(target=lambda: send(daemon, "/v1/chat/completions", body).recv(1000))
+            for _ in range(5)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        bystander.rest(0.5)
+    print(bystander.figures)
+    bystander.check()
