@@ -130,10 +130,10 @@ async def test_a_disconnect_during_an_upload_is_not_an_error(start, scripted, ca
         reading, left = asyncio.Event(), asyncio.Event()
         read = completions.read_fields
 
-        async def watched(request, ignored):
+        async def watched(request, ignored, parse):
             reading.set()
             try:
-                return await read(request, ignored)
+                return await read(request, ignored, parse)
             finally:
                 left.set()
 
