@@ -1,6 +1,7 @@
 """Limits of connections of HTTP and WebSockets, over all connections of a front end."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -339,10 +340,8 @@ async def test_a_message_after_the_close_of_the_server_is_counted(start):
         writer.write(b"\x81\x8e\0\0\0\0" + b'{"type":"end"}')
         assert await reader.readexactly(4) == b"\x88\x02\x03\xe8"
         writer.write(b"\x81\xff" + (20 * MIB).to_bytes(8) + b"\0\0\0\0" + b" " * (2 * MIB))
-        with pytest.raises(ConnectionError):
-            while await reader.read(100):
-                pass
-            raise ConnectionError
+        with contextlib.suppress(ConnectionError):
+            assert not await reader.read()
         assert not uploads.num_bytes
         writer.close()
 
