@@ -1,7 +1,6 @@
 """Connections that send much, little or nonsense, without a key: others go on, memory stays."""
 
 import contextlib
-import os
 import select
 import socket
 import struct
@@ -16,7 +15,7 @@ from tests.e2e.daemon import Daemon
 
 pytestmark = pytest.mark.suite("hostile")
 
-ATTACK_SECONDS = 3.0
+ATTACK_SECONDS = 1.2
 MIB = 1 << 20
 HOST = b"Host: localhost\r\n"
 UPLOAD = (
@@ -87,7 +86,7 @@ def tiny_chunks_of_many(daemon: Daemon) -> None:
 
 
 def flood_whole(clients: Sequence[socket.socket], piece: bytes) -> None:
-    """Send whole pieces on all connections, each by a share of eight threads, for a time."""
+    """Send whole pieces on all connections by four threads for a time."""
     until = time.monotonic() + ATTACK_SECONDS
     offsets = dict.fromkeys(clients, 0)
 
@@ -219,10 +218,8 @@ COMPUTING = ("pipelined after a response that takes long", "messages that wait")
 def test_others_do_not_wait(daemon: Daemon, attack: str) -> None:
     with Bystander(daemon, gaps=attack not in COMPUTING) as bystander:
         ATTACKS[attack](daemon)
-        bystander.rest()
-    if "TOKEND_FIGURES" in os.environ:
-        print(attack, bystander.figures)
-        return
+        bystander.rest(0.5)
+    print(attack, bystander.figures)
     bystander.check()
     assert "Traceback" not in daemon.text
 
@@ -261,9 +258,6 @@ def test_bad_upgrades_are_answered_and_closed(daemon: Daemon) -> None:
                 answer = repr(error).encode()
             if not answer.startswith(b"HTTP/1.1 4") or b"100 Continue" in answer:
                 unanswered.add((cases[number % len(cases)][:300], answer[:100]))
-    if "TOKEND_FIGURES" in os.environ:
-        print(bystander.figures, len(unanswered), unanswered)
-        return
     assert not unanswered
     bystander.check()
     assert "Traceback" not in daemon.text
