@@ -1,9 +1,9 @@
 """Writes the grammars of requests without holding up the event loop.
 
 Schemas of a client become grammars in Python (`protocol/json_schema.py`, `protocol/json_lark.py`,
-`parsers/tools/`), which may take a tenth of a second. A grammar of a few milliseconds is written at
-once. Any other is begun again on a thread, on which tenants take turns; the interpreter then
-switches between this thread and the loop every 5 ms.
+`parsers/tools/`), which may take some 0.05 s. A grammar of a few milliseconds is written at
+once. Any other is begun again on a thread, which rests after each millisecond, and on which tenants
+take turns.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ class GrammarWriter:
         await self._begin_turn(tenant)
         try:
             return await asyncio.get_running_loop().run_in_executor(
-                self._thread, make, SchemaWork()
+                self._thread, make, SchemaWork(has_pauses=True)
             )
         finally:
             self._end_turn()
