@@ -1,9 +1,9 @@
 """Writes the grammars of requests without holding up the event loop.
 
 Schemas of a client become grammars in Python (`protocol/json_schema.py`, `protocol/json_lark.py`,
-`parsers/tools/`), which may take a tenth of a second. A grammar of a few milliseconds is written at
-once. Any other is begun again on a thread, on which clients take turns; the interpreter then
-switches between this thread and the loop every 5 ms.
+`parsers/tools/`), which may take some 0.05 s. A grammar of a few milliseconds is written at
+once. Any other is begun again on a thread, which rests after each millisecond, and on which clients
+take turns.
 """
 
 from collections.abc import Callable
@@ -41,4 +41,4 @@ class GrammarWriter:
                 raise
         if self._thread.num_waiting() >= MAX_WAITING:
             raise OverloadedError("too many large schemas of this client wait to become grammars")
-        return await self._thread.run(make, SchemaWork())
+        return await self._thread.run(make, SchemaWork(has_pauses=True))
