@@ -63,6 +63,8 @@ def formatter(form: LogFormat, process: str) -> logging.Formatter:
 
 _STALL_SECONDS: Final = 0.1
 """How long a write waits for a reader that does not read; the next ones do not wait at all."""
+_MAX_STALLS: Final = 4
+"""How many times as long a write may take whose reader reads slowly."""
 _ATOMIC_BYTES: Final = 4096
 """PIPE_BUF of Linux: a pipe that can be written to takes as much at once."""
 _MAX_PENDING: Final = 1 << 16
@@ -142,6 +144,7 @@ class LogStream(io.TextIOBase):
         data = text.encode(self._encoding, "backslashreplace")
         sent = 0
         deadline = time.monotonic() + patience
+        last = deadline + (_MAX_STALLS - 1) * patience
         with contextlib.suppress(OSError):  # the reader has gone, or the disk is full
             while sent < len(data):
                 wait = max(0.0, deadline - time.monotonic())
@@ -149,7 +152,7 @@ class LogStream(io.TextIOBase):
                     break
                 with contextlib.suppress(BlockingIOError):  # another process was faster
                     sent += os.write(self._descriptor, data[sent : sent + _ATOMIC_BYTES])
-                    deadline = time.monotonic() + patience
+                    deadline = min(time.monotonic() + patience, last)
         if sent:
             self._inside_line = not data[:sent].endswith(b"\n")
         return sent == len(data)

@@ -40,7 +40,8 @@ _MESSAGE_ENDS ends a message, and the answer goes on."""
 _NEXT_TURNS: Final = ("<|user|>", "<|observation|>")
 """GLM ends an answer with the start of the next turn. Other models begin turns with <|user|> too,
 but have no <|observation|>."""
-_COMMENT: Final = re.compile(r"\{#.*?#\}", re.DOTALL)
+_COMMENT: Final = re.compile(r"\{#.*?(?:#\}|\Z)", re.DOTALL)
+"""One without an end takes the rest, so that many of them are not each searched to the end."""
 _EOS_VARIABLE: Final = re.compile(r"\beos_token\b")
 
 

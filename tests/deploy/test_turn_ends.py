@@ -1,6 +1,7 @@
 """Which tokens end an answer, and what in the model's files says so."""
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -184,3 +185,10 @@ def test_the_end_tokens_of_a_gguf_file(tmp_path: Path) -> None:
     assert model.has_chat_template
     files = [tmp_path / "prepared" / name for name in ("", "additional_chat_templates/tool_use")]
     assert files[1].with_suffix(".jinja").read_text() == "<|end|>"
+
+
+def test_comments_without_an_end_are_read_once() -> None:
+    began = time.process_time()
+    for source in ("{#" * 500_000, "{# a #}" * 100_000 + "{#" * 100_000):
+        assert find_turn_ends((), b'{"model": {"vocab": {}}}', {}, [source]) == {}
+    assert time.process_time() - began < 5.0
