@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any, Final
 
+from api_server.protocol.fields import is_encodable
 from api_server.text.tokenizer import (
     MAX_TEXT_TOKENS,
     NO_TRUNCATION,
@@ -136,10 +137,8 @@ class PromptReader:
     def check_text(self, text: str) -> None:
         """Raise InvalidRequestError for a text that UTF-8 cannot encode or that is too long."""
         self.check_characters(len(text))
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise self._invalid("prompt holds half of a surrogate pair, which is no text") from None
+        if not is_encodable(text):
+            raise self._invalid("prompt holds half of a surrogate pair, which is no text")
 
     def check_characters(self, number: int) -> None:
         """Raise InvalidRequestError if a text of this length cannot fit into the context.
