@@ -79,7 +79,7 @@ class Client:
         """Release the body and, if it was large, the memory that it took."""
         self.release_body()
         if self.body_size > UNHELD_BYTES:
-            _return_memory()
+            _body_thread.submit(_return_memory)
 
     def release_body(self) -> None:
         """Let others decode theirs: what was made of this client's body is with the engine."""
@@ -169,6 +169,10 @@ class WorkThread:
         async with self._turns.taken():
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._thread, partial(work, *args, **fields))
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Do work that belongs to no request, after what the thread does now."""
+        self._thread.submit(work)
 
 
 _body_bytes: Final = Turns(HELD_BYTES)

@@ -86,14 +86,14 @@ class PromptReader:
 
     async def encode_texts(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Prompt]:
         """Return the prompts of texts; raise InvalidRequestError for an empty or too long one."""
-        for text in texts:
-            if not text:
-                raise self._invalid(f"{self.field} must not be empty")
-            self.check_text(text)
         shown_texts: Iterator[str | None] = iter(texts)
         if self.truncation.max_tokens is not None:  # what is kept has no more characters
             texts = [self.truncation.cut(text, self._max_characters) for text in texts]
             shown_texts = repeat(None)
+        for text in texts:
+            if not text:
+                raise self._invalid(f"{self.field} must not be empty")
+            self.check_text(text)
         encoded = self.tokenizer.encode(
             texts,
             add_special_tokens=add_special_tokens,
