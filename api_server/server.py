@@ -38,6 +38,7 @@ from api_server.protocol.responses.stored import StoredResponses
 from api_server.routes.system import daemon_version
 from api_server.sampling import seeds
 from api_server.tracing import RequestTracer
+from api_server.turns import return_freed_blocks
 from proto.config import FrontEndConfig
 from proto.engine_io import request_ids
 from proto.lifecycle import FrontEndReady, PhaseClock, ProcessBoot
@@ -69,6 +70,7 @@ async def _serve(boot: ProcessBoot, link: Link, clock: PhaseClock) -> None:
     app = create_app(app_state)
     server = make_server(app, app_state.config, app_state.metrics.connections)
     freeze_heap(REQUEST_LOOP_GC)
+    return_freed_blocks()
     stopped = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
     commands = run_commands(supervisor, EngineSwitch(boot, app.state), stopped)

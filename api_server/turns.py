@@ -9,10 +9,12 @@ tenant. When its turn comes, a request whose client has disconnected ends with `
 """
 
 import asyncio
+import ctypes
+import gc
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
 from typing import Final, ParamSpec, TypeVar
@@ -72,6 +74,12 @@ class Client:
                 raise OverloadedError("other large bodies have to be read before this one")
             await _body_bytes.take(size)
             self._held += size
+
+    def end_request(self) -> None:
+        """Release the body and, if it was large, the memory that it took."""
+        self.release_body()
+        if self.body_size > UNHELD_BYTES:
+            _body_thread.submit(_return_memory)
 
     def release_body(self) -> None:
         """Let others decode theirs: what was made of this client's body is with the engine."""
@@ -166,6 +174,10 @@ class WorkThread:
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._thread, partial(work, *args, **fields))
 
+    def submit(self, work: Callable[[], None]) -> None:
+        """Do work that belongs to no request, after what the thread does now."""
+        self._thread.submit(work)
+
 
 _body_bytes: Final = Turns(HELD_BYTES)
 _body_thread: Final = WorkThread("bodies")
@@ -184,3 +196,27 @@ async def run_for_body(work: Callable[P, R], *args: P.args, **fields: P.kwargs) 
 async def run_in_turn(work: Callable[P, R], *args: P.args, **fields: P.kwargs) -> R:
     """Return the result of work that runs on the thread of large bodies."""
     return await _body_thread.run(work, *args, **fields)
+
+
+_M_TRIM_THRESHOLD: Final = -1
+_M_MMAP_THRESHOLD: Final = -3
+"""Of glibc's malloc.h."""
+
+
+def return_freed_blocks() -> None:
+    """Have glibc return memory of large bodies and texts to the system as soon as it is freed.
+
+    By default the first free of a block of up to 32 MiB raises the size from which blocks are
+    returned, and the process keeps what its largest requests took.
+    """
+    with suppress(AttributeError):  # another C library
+        allocator = ctypes.CDLL(None)
+        allocator.mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+        allocator.mallopt(_M_TRIM_THRESHOLD, 8 << 20)
+
+
+def _return_memory() -> None:
+    """Free reference cycles of large objects, such as those of errors, and return their memory."""
+    gc.collect()
+    with suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

@@ -214,7 +214,7 @@ class DrainMiddleware:
         try:
             await self._count(app_state, scope, receive, send)
         finally:
-            client.release_body()
+            client.end_request()
 
     async def _count(self, app_state: AppState, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or _first_part(scope["path"]) in UNDRAINED_PATHS:

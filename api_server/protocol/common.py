@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from api_server.protocol.agents import AgentFields
-from api_server.protocol.fields import STREAM_OPTIONS_NEUTRAL, nested_fields
+from api_server.protocol.fields import STREAM_OPTIONS_NEUTRAL, is_encodable, nested_fields
 from api_server.protocol.structured import StructuredFields
 from proto import logit_edits, sampling_params
 from proto.engine_io import MAX_CHOICES
@@ -55,10 +55,8 @@ def _as_list(value: Any) -> Any:
 
 def _encodable(text: str) -> str:
     """Raise ValueError for an unpaired surrogate, which JSON can express but UTF-8 cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("holds half of a surrogate pair, which is no text") from None
+    if not is_encodable(text):
+        raise ValueError("holds half of a surrogate pair, which is no text")
     return text
 
 

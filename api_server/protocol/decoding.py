@@ -20,7 +20,7 @@ MAX_VALUES: Final = 1 << 20
 MAX_CONTAINERS: Final = 1 << 16
 MAX_KEYS: Final = 1 << 16
 MAX_STRINGS: Final = 1 << 17
-MAX_PYTHON_JSON: Final = 8 << 20
+MAX_PYTHON_JSON: Final = 4 << 20
 """Largest JSON in bytes for Python's decoder, which takes eight bytes for each if one character is
 an emoji. msgspec's takes half, and does not notice a key that appears twice."""
 _SCANNED_BYTES: Final = 1 << 18

@@ -391,6 +391,24 @@ def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
     )
 
 
+def is_encodable(text: str) -> bool:
+    """Return whether UTF-8 can encode a text: JSON can express half of a surrogate pair.
+
+    A piece at a time, because others wait and memory is taken meanwhile.
+    """
+    if text.isascii():
+        return True
+    try:
+        for start in range(0, len(text), _ENCODED_CHARACTERS):
+            text[start : start + _ENCODED_CHARACTERS].encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+_ENCODED_CHARACTERS: Final = 1 << 20
+
+
 def most_members(number: int) -> BeforeValidator:
     """Return a validator that refuses an object with more members before it reads them."""
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, WithJsonSchema
 
-from api_server.protocol.fields import IgnoredFields, given_fields, ignored_of
+from api_server.protocol.fields import IgnoredFields, given_fields, ignored_of, is_encodable
 from proto.errors import InvalidRequestError, shown
 from proto.grammar import MAX_GRAMMAR_BYTES, check_schema, encoded
 
@@ -134,10 +134,8 @@ def _check_text(value: Any, where: str) -> None:
         raise _invalid(where, "must be a string")
     if len(value) > MAX_DESCRIPTION_CHARACTERS:
         raise _invalid(where, f"is longer than {MAX_DESCRIPTION_CHARACTERS}")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise _invalid(where, "holds half of a surrogate pair, which is no text") from None
+    if not is_encodable(value):
+        raise _invalid(where, "holds half of a surrogate pair, which is no text")
 
 
 def _object(

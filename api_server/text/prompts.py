@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any, Final
 
+from api_server.protocol.fields import is_encodable
 from api_server.text.tokenizer import (
     MAX_TEXT_TOKENS,
     NO_TRUNCATION,
@@ -85,14 +86,14 @@ class PromptReader:
 
     async def encode_texts(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Prompt]:
         """Return the prompts of texts; raise InvalidRequestError for an empty or too long one."""
-        for text in texts:
-            if not text:
-                raise self._invalid(f"{self.field} must not be empty")
-            self.check_text(text)
         shown_texts: Iterator[str | None] = iter(texts)
         if self.truncation.max_tokens is not None:  # what is kept has no more characters
             texts = [self.truncation.cut(text, self._max_characters) for text in texts]
             shown_texts = repeat(None)
+        for text in texts:
+            if not text:
+                raise self._invalid(f"{self.field} must not be empty")
+            self.check_text(text)
         encoded = self.tokenizer.encode(
             texts,
             add_special_tokens=add_special_tokens,
@@ -136,10 +137,8 @@ class PromptReader:
     def check_text(self, text: str) -> None:
         """Raise InvalidRequestError for a text that UTF-8 cannot encode or that is too long."""
         self.check_characters(len(text))
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise self._invalid("prompt holds half of a surrogate pair, which is no text") from None
+        if not is_encodable(text):
+            raise self._invalid("prompt holds half of a surrogate pair, which is no text")
 
     def check_characters(self, number: int) -> None:
         """Raise InvalidRequestError if a text of this length cannot fit into the context.

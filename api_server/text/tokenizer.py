@@ -66,6 +66,8 @@ class Truncation:
             return [encoding.ids for encoding in encodings]
         added = tokenizer.num_special_tokens_to_add(False) if add_special_tokens else 0
         encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        if not added:  # the library would also make encodings of what it cuts off
+            return [self.cut_ids(encoding.ids) for encoding in encodings]
         for encoding in encodings:
             encoding.truncate(max(self.max_tokens - added, 0), direction=self.side)
         return [
@@ -226,12 +228,12 @@ class ModelTokenizer:
         for start in starts if truncation.side == "right" else reversed(starts):
             piece = text[start : start + SLICE_SIZE]
             num_characters += len(piece)
-            if truncation.max_tokens is not None and num_tokens > wanted:
-                # with this slice, the cut is far from the tokens that are kept
-                return truncation.cut(text, num_characters)
             num_tokens += await self._long_texts.run(self._count_tokens, piece)
-            if truncation.max_tokens is None and num_tokens > wanted + _CUT_TOKENS * len(starts):
-                raise TooManyTokensError(f"has more than {wanted} tokens")
+            if num_tokens > wanted + _CUT_TOKENS * len(starts):
+                if truncation.max_tokens is None:
+                    raise TooManyTokensError(f"has more than {wanted} tokens")
+                # some more, so that the cut is far from the tokens that are kept
+                return truncation.cut(text, num_characters + INLINE_SIZE)
         return text
 
     def _count_tokens(self, text: str) -> int:

@@ -25,7 +25,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from api_server.protocol.chat import MAX_PARTS
-from api_server.protocol.fields import IgnoredFields, is_media, media_placeholder, no_text
+from api_server.protocol.fields import (
+    IgnoredFields,
+    is_encodable,
+    is_media,
+    media_placeholder,
+    no_text,
+)
 from proto.errors import InvalidRequestError, shown
 
 Json = dict[str, Any]
@@ -271,10 +277,8 @@ def _string(block: Mapping[str, Any], name: str, where: str) -> str:
 
 def _text(value: str, where: str) -> str:
     """Return a text; raise InvalidRequestError if it cannot be encoded as UTF-8."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise _invalid(where, "holds half of a surrogate pair, which is no text") from None
+    if not is_encodable(value):
+        raise _invalid(where, "holds half of a surrogate pair, which is no text")
     return value
 
 

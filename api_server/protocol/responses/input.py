@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from api_server.protocol.chat import MAX_PARTS
-from api_server.protocol.fields import IgnoredFields, media_placeholder, no_text
+from api_server.protocol.fields import IgnoredFields, is_encodable, media_placeholder, no_text
 from api_server.protocol.responses.tools import CUSTOM_INPUT, ResponseTools
 from proto.errors import InvalidRequestError, shown
 
@@ -435,12 +435,10 @@ def _string(item: Item, name: str, where: str) -> str:
 
 
 def _valid_text(value: str, where: str) -> str:
-    try:
-        value.encode()
-    except UnicodeEncodeError:
+    if not is_encodable(value):
         raise InvalidRequestError(
             f"{where} holds half of a surrogate pair, which is no text", "input"
-        ) from None
+        )
     return value
 
 
