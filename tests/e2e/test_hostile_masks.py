@@ -25,8 +25,8 @@ SETTINGS = {
     "overlapped": ("--async-scheduling",),
     "drafts": ("--async-scheduling", "--speculative-config", DRAFTS),
 }
-ATTACK_SECONDS = 8.0
-NUM_CHOICES = 32
+ATTACK_SECONDS = 6.0
+NUM_CHOICES = 8
 LETTERS = string.ascii_lowercase
 BEGINNING = " ".join(LETTERS[:17] * 2)
 
@@ -79,6 +79,7 @@ def attack(daemon: Daemon, grammar: str, number: int, answers: list[Any]) -> Non
 
 def test_slow_masks_delay_no_step_of_others(serving: Daemon) -> None:
     answers: list[Any] = []
+    attack(serving, f'start: "{BEGINNING}"', 9, answers)  # starts the processes that check grammars
     grammars = [ambiguous(0), ambiguous(1), many_lexemes(0), growing(0)]
     threads = [
         threading.Thread(target=attack, args=(serving, grammar, number, answers))
