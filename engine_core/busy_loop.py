@@ -138,22 +138,33 @@ class BusyLoop:
 
     @property
     def _may_wait(self) -> bool:
-        """Whether a result or a KV transfer is awaited, or there is no work."""
-        scheduler = self._scheduler
-        return bool(self._in_flight or scheduler.kv_transfer.is_awaited or not scheduler.has_work)
+        """Whether a result, a KV transfer or a mask is awaited, or there is no work."""
+        scheduler, grammars = self._scheduler, self._structured_output
+        return bool(
+            self._in_flight
+            or scheduler.kv_transfer.is_awaited
+            or (grammars is not None and grammars.held)
+            or not scheduler.has_work
+        )
 
     def _exchange_masks(self) -> None:
         """Start on the grammar masks of the oldest step in flight; send those that are ready.
 
         The masks of a step depend on all tokens before it, which are known when it is the oldest.
+        Rows whose masks are late are taken out of the step, and end after a while.
         """
         if self._structured_output is None:
             return
         if self._in_flight:
-            self._structured_output.request_masks(self._in_flight[0])
-        for masks in self._structured_output.pop_masks():
-            if self._in_flight and masks.step == self._in_flight[0].step:
-                self._workers.send_masks(masks)
+            void_until = self._scheduler.kv_transfer.discard_until_step
+            self._structured_output.request_masks(self._in_flight[0], void_until)
+        masks = self._structured_output.pop_masks()
+        if masks is not None and self._in_flight and masks.step == self._in_flight[0].step:
+            self._workers.send_masks(masks.message())
+            if masks.late:
+                self._scheduler.void_rows(self._in_flight[0], masks.late)
+        if overdue := self._structured_output.pop_overdue():
+            self._io.publish(self._scheduler.fail_requests(overdue))
 
     def _update_and_publish(self, result: ModelRunnerOutput) -> None:
         """Process the result of the oldest step in flight and publish its outputs.
@@ -178,6 +189,8 @@ class BusyLoop:
         self._io.publish_step(outputs)
         if violations.after:
             self._io.publish(self._scheduler.fail_requests(violations.after))
+        if self._structured_output is not None:
+            self._structured_output.end_step(output.constrained_seq_ids)
 
     def _update_from_connector(self, report: KVConnectorOutput) -> None:
         """Process completed KV transfers; a failed one can end a request."""
@@ -189,6 +202,8 @@ class BusyLoop:
         """Connect the workers that replace others; steps in flight are lost with the old ones."""
         self._in_flight.clear()
         self._workers.connect_workers(epoch)
+        if self._structured_output is not None:
+            self._structured_output.begin_worker_epoch()
         self._io.publish(self._scheduler.begin_worker_epoch(epoch))
 
     def _check_integrity_until_message(self) -> None:
@@ -262,8 +277,9 @@ class EngineIO:
     def receive_messages(self, timeout_seconds: float | None = None) -> bool:
         """Wait for a message on any channel, and process those of supervisor and front ends.
 
-        Returns early if a live view is due, or if a request, a session or retained KV expires, and
-        ends what has expired. Returns False if nothing happened within the time.
+        Returns early if a live view is due, if masks are late, or if a request, a session or
+        retained KV expires, and ends what has expired. Returns False if nothing happened within the
+        time.
         """
         self._live_view.send_if_due()  # here it delays no step while the workers compute
         ready = self._wait(self._time_until_next_event(timeout_seconds))
@@ -306,8 +322,10 @@ class EngineIO:
             self._output_dispatcher.flush()
 
     def _time_until_next_event(self, timeout_seconds: float | None) -> float | None:
+        grammars = self._structured_output
         limits = (
             timeout_seconds,
+            None if grammars is None else grammars.seconds_to_next_end,
             self._live_view.seconds_to_next,
             self._scheduler.resumable_sessions.seconds_to_next_end,
             self._scheduler.deadlines.seconds_to_next_end,

@@ -113,8 +113,9 @@ class SchedulerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_on
 class GrammarOutput(msgspec.Struct, array_like=True, tag=2, frozen=True):
     """Allowed tokens of the constrained sequences of a step.
 
-    seq_ids: of `constrained_seq_ids`; a missing one has ended and is not masked. A sequence with a
-        draft has a mask for each of its sampled positions, in order.
+    seq_ids: of `constrained_seq_ids`; a missing one has ended, or its mask is late: it is not
+        masked, and the engine drops what it samples. A sequence with a draft has a mask for each of
+        its sampled positions, in order.
     masks: little-endian uint32 [len(seq_ids), ceil(vocab_size / 32)]; token i is allowed if bit
         i % 32 of word i // 32 is 1.
     """

@@ -105,7 +105,12 @@ class AdmissionGate(RequestListener, Protocol):
 
 
 class TokenConstraints(AdmissionGate, Protocol):
-    """The gate of requests that wait for a grammar; it also names the rows that need a mask."""
+    """The gate of requests that wait for a grammar; it also names the rows that need a mask.
+
+    held: sequences that no step may sample, because they wait for a mask; the same set for ever.
+    """
+
+    held: set[int]
 
     def constrained_seq_ids(self, plan: StepPlan) -> list[int]:
         """Return the sequences that sample under a grammar in this step.

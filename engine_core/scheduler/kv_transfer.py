@@ -133,8 +133,8 @@ class KVTransferManager:
     """An admission gate that asks the connector for KV, and the transfers that are under way.
 
     connector: also used directly by the engine's loop. discard_until_step: by seq_id, the last step
-    whose result does not count for a request, because it read KV that was never loaded; written
-    here only.
+    whose result does not count for a request, because it read KV that was never loaded, or was
+    sampled without a mask; written here only.
     """
 
     status: ClassVar[RequestStatus] = RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -552,11 +552,19 @@ class KVTransferManager:
         num_valid = min(num_valid, request.num_tokens - 1)  # drafts in flight may be beyond
         self._unconfirmed.forget_request(seq_id)
         self._never_load_again.add(seq_id)
+        self._kv_cache.rewind(request, num_valid)
+        self.void_steps(request, num_valid, step)
+
+    def void_steps(self, request: Request, num_valid: int, step: int) -> None:
+        """Have a request compute its tokens from `num_valid` on again.
+
+        step: the last scheduled one; the results of steps in flight do not count for the request.
+        """
+        seq_id = request.seq_id
         request.num_computed_tokens = num_valid
         request.num_output_placeholders = 0
         request.spec_token_ids.clear()
         self.discard_until_step[seq_id] = step
-        self._kv_cache.rewind(request, num_valid)
         if request.status is RequestStatus.RUNNING:
             self._rewound[seq_id] = request
         if not num_valid:

@@ -8,7 +8,8 @@ run if the token budget is smaller.
 
 Drafts are computed only with what is left when each of these has a token, and no request is
 preempted for one (`speculative_decoding.py`). A request whose draft is being verified is left out
-until the result says how many tokens it got; others may be planned ahead.
+until the result says how many tokens it got; others may be planned ahead. A request that waits for
+a grammar mask is left out, too.
 
 Requests that defer to another tenant (`fairness.py`) are planned after the second half. They may
 get nothing for a while, because requests that were served less are served first.
@@ -32,7 +33,10 @@ class RunningPass:
         kv_cache: KVCacheManager,
         chunks: ChunkRule,
         preemption: Preemption,
+        held: set[int],
     ) -> None:
+        """held: sequences that wait for a mask (`TokenConstraints`)."""
+        self._held = held
         self._running = running
         self._kv_cache = kv_cache
         self._longest_chunk = chunks.longest_chunk
@@ -61,12 +65,14 @@ class RunningPass:
         Preemption may remove requests from the list, before the position and behind it. Most of
         the time of schedule() is spent in this loop, so what it reads often is in local variables.
         """
-        running, longest_chunk = self._running, self._longest_chunk
+        running, longest_chunk, held = self._running, self._longest_chunk, self._held
         allocate_slots = self._kv_cache.allocate_slots
         budget, prompt_budget = plan.budget, plan.prompt_budget
         while position < end and budget > 0:
             request = running[position]
             position += 1
+            if held and request.seq_id in held:
+                continue
             num_tokens = len(request.all_token_ids)
             num_drafts = len(request.spec_token_ids)
             if num_drafts or request.num_output_placeholders:
@@ -110,8 +116,8 @@ class RunningPass:
 
     def _plan_without_preemption(self, plan: StepPlan, deferred: Sequence[Request]) -> None:
         for request in deferred:
-            if request.num_output_placeholders > 1:
-                continue  # a draft is being verified
+            if request.num_output_placeholders > 1 or request.seq_id in self._held:
+                continue  # a draft is being verified, or a mask computed
             num_missing = request.num_tokens_ahead - request.num_computed_tokens
             num_new = min(num_missing, self._longest_chunk, plan.budget)
             is_prefilling = request.is_prefilling

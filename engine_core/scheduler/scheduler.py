@@ -361,6 +361,33 @@ class Scheduler:
         self.resumable_sessions.begin_turns(outputs)
         return outputs
 
+    def void_rows(self, output: SchedulerOutput, seq_ids: Sequence[int]) -> None:
+        """Take rows out of the oldest step in flight, because their masks are late.
+
+        Their requests are as they were before the step, and what it and a later one in flight
+        compute for them does not count. A recurrent state cannot be taken back, nor the blocks of a
+        window that a later step has freed, so such a request computes all of its tokens again.
+        """
+        starts = dict(
+            zip(
+                output.cached_requests.seq_ids,
+                output.cached_requests.num_computed_tokens,
+                strict=True,
+            )
+        )
+        starts |= {new.seq_id: new.num_computed_tokens for new in output.new_requests}
+        kv_cache = self._kv_cache
+        keeps_blocks = kv_cache.is_downward_closed or (
+            not kv_cache.has_states and self.step == output.step
+        )
+        for seq_id in seq_ids:
+            request = self._lifecycle.requests.get(seq_id)
+            if request is None:
+                continue
+            is_running = request.status is RequestStatus.RUNNING
+            num_valid = starts[seq_id] if is_running and keeps_blocks else 0
+            self.kv_transfer.void_steps(request, num_valid, self.step)
+
     def pop_stats(self) -> SchedulerStats:
         """Return gauges of now, and counts since the last call."""
         queries, hits = self._kv_cache.pop_prefix_cache_stats()

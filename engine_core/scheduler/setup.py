@@ -7,8 +7,9 @@ order of `SchedulerParts.gates`, and the first one that blocks ends the question
                      gate begins anything for it
     crash isolation  next: while a suspect runs alone no other request may start, and front ends
                      must know of a suspect before anything else is done for it
-    grammar          the grammar is being compiled: one look into a dictionary, and until it is
-                     ready a lookup of the prefix would be in vain
+    grammar          the grammar is being compiled, or the next mask of a slow one computed: a look
+                     into a dictionary, and until it is ready a lookup of the prefix would be in
+                     vain
     beam rows        a row waits until its group has advanced: also without a lookup
     sibling forks    offers the KV of a sibling's prompt, which may be longer than the cached
                      prefix that the next two compare with
@@ -108,6 +109,7 @@ class SchedulerParts:
             self.chunks.step_budget, config.max_prefill_slowdown, chunked=self.chunks.chunked
         )
 
+        held: set[int] = set() if constraints is None else constraints.held
         self.speculation = SpeculativeDecoding(
             drafting=drafting,
             running=self.running,
@@ -121,6 +123,7 @@ class SchedulerParts:
                 config.stop_admission_above, config.preempt_above, 1.0 - config.watermark
             ),
             computes_ahead=bool(config.async_scheduling),
+            held=held,
         )
 
         # Which request loses its blocks when they run out
@@ -207,7 +210,7 @@ class SchedulerParts:
         self.resumable_sessions.attach(self._unblock)
 
         # The passes of a step, and of its result
-        self.running_pass = RunningPass(self.running, kv_cache, self.chunks, self.preemption)
+        self.running_pass = RunningPass(self.running, kv_cache, self.chunks, self.preemption, held)
         self.admission_pass = AdmissionPass(
             waiting=self.waiting,
             running=self.running,

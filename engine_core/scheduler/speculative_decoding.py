@@ -115,7 +115,7 @@ class SpeculativeDecoding:
     max_num_seqs, num_draft_positions: together the positions that a step may sample, which the
     workers' memory is planned for. drafting: None without a method. max_usage: share of the blocks
     in use up to which lookahead takes new ones. computes_ahead: steps are planned before the result
-    of the one before.
+    of the one before. held: sequences that wait for a mask (`TokenConstraints`).
     """
 
     def __init__(
@@ -131,12 +131,14 @@ class SpeculativeDecoding:
         max_usage: float,
         *,
         computes_ahead: bool,
+        held: set[int],
     ) -> None:
         self._drafting = None if kv_cache.has_states else drafting
         self.is_active = self._drafting is not None
         self._kv_cache = kv_cache
         self._min_free_blocks = int((1.0 - max_usage) * kv_cache.num_usable_blocks)
         self._computes_ahead = computes_ahead
+        self._held = held
         self._running = running
         self._waiting = waiting
         self._longest_chunk = chunks.longest_chunk
@@ -160,11 +162,11 @@ class SpeculativeDecoding:
         candidates: list[Request] = []
         limits: list[int] = []
         num_prompt_tokens = num_decoding = 0
-        longest_chunk = self._longest_chunk
+        longest_chunk, held = self._longest_chunk, self._held
         for request in self._running:
             num_placeholders = request.num_output_placeholders
-            if num_placeholders > 1:
-                continue  # it waits for the result of a draft
+            if num_placeholders > 1 or (held and request.seq_id in held):
+                continue  # it waits for the result of a draft, or for a mask
             num_known = len(request.all_token_ids) + num_placeholders
             num_missing = num_known - request.num_computed_tokens
             if num_missing > 1:

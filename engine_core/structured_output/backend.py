@@ -14,10 +14,11 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
-from llguidance.numpy import fill_next_token_bitmask_par
+from llguidance.numpy import fill_next_token_bitmask
 
 from engine_core.structured_output.matchers import (
     FREE,
+    GrammarCost,
     GrammarError,
     Matcher,
     ThinkingMatcher,
@@ -63,14 +64,18 @@ class LLGuidanceMatcher:
 
     is_free = False
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, cost: GrammarCost, unlocked: "_Unlocked") -> None:
         self.inner = matcher
+        self.cost = cost
+        self._unlocked = unlocked
 
     def copy(self) -> "LLGuidanceMatcher":
-        return LLGuidanceMatcher(self.inner.deep_copy())
+        return LLGuidanceMatcher(self.inner.deep_copy(), self.cost, self._unlocked)
 
     def consume(self, token_ids: Sequence[int]) -> None:
-        if token_ids:
+        if self.cost.is_slow:
+            self._unlocked.consume(self.inner, token_ids)
+        elif token_ids:
             self.inner.consume_tokens(list(token_ids))
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
@@ -81,12 +86,28 @@ class LLGuidanceMatcher:
         return _client_error(self.inner.get_error()) if self.inner.is_error() else ""
 
 
+class _Unlocked:
+    """Consumes tokens without the interpreter lock: for grammars that take long for a token.
+
+    llguidance releases the lock only for a batch of matchers, so a second one, of a grammar that
+    allows any text, makes a batch.
+    """
+
+    def __init__(self, tokenizer: LLTokenizer) -> None:
+        self._executor = LLExecutor(1)
+        self._any_text = LLMatcher(tokenizer, LLMatcher.grammar_from_regex(r"(?s:.*)"), log_level=0)
+
+    def consume(self, matcher: LLMatcher, token_ids: Sequence[int]) -> None:
+        for token_id in token_ids:
+            other = self._any_text.deep_copy()
+            self._executor.consume_token_par([(matcher, token_id), (other, token_id)])
+
+
 class LLGuidanceBackend:
     """Compiles grammars over the vocabulary of one tokenizer, and fills their masks.
 
     Every method may be called by any thread. tokenizer_json: path. vocab_size: of the model; its
-    tokens beyond those of the tokenizer are never allowed. num_threads: threads that share the
-    masks of a step.
+    tokens beyond those of the tokenizer are never allowed.
     The constructor holds the interpreter lock for a fifth of a second for 49,000 tokens. It raises
     ModelError for a tokenizer that llguidance cannot read.
     """
@@ -96,7 +117,6 @@ class LLGuidanceBackend:
         tokenizer_json: Path,
         vocab_size: int,
         eos_token_ids: Sequence[int],
-        num_threads: int = 1,
     ) -> None:
         self.vocab_size = vocab_size
         eos = list(eos_token_ids)
@@ -108,12 +128,12 @@ class LLGuidanceBackend:
             raise ModelError(
                 f"{tokenizer_json}: no grammars with this tokenizer: {error}"
             ) from None
-        self._end_mask = _empty_masks(1, vocab_size)[0]
+        self._end_mask = self.empty_masks(1)[0]
         self._end_mask[:] = 0
         for token_id in eos:
             self._end_mask.view(np.uint32)[token_id >> 5] |= 1 << (token_id & 31)
         self._limits = _limits()
-        self._executor = LLExecutor(num_threads)
+        self._unlocked = _Unlocked(self._tokenizer)
 
     def compile(self, source: GrammarSource) -> Matcher:
         """Compile a grammar; raises GrammarError."""
@@ -122,12 +142,12 @@ class LLGuidanceBackend:
         matcher = LLMatcher(
             self._tokenizer, _llguidance_source(source), log_level=0, limits=self._limits
         )
+        compiled = LLGuidanceMatcher(matcher, GrammarCost(), self._unlocked)
         if not matcher.is_error():
             # The first mask reveals a grammar that no text satisfies, or that is too expensive.
-            self.fill_masks([LLGuidanceMatcher(matcher)], _empty_masks(1, self.vocab_size))
+            self.fill_masks([compiled], self.empty_masks(1))
         if matcher.is_error():
             raise GrammarError(_client_error(matcher.get_error()))
-        compiled = LLGuidanceMatcher(matcher)
         if source.trigger or source.trigger_token_id is not None:
             return TriggeredMatcher(
                 compiled, self, source.trigger.encode(), source.trigger_token_id
@@ -139,7 +159,7 @@ class LLGuidanceBackend:
 
         A grammar can exceed the limits after its first token only. Takes up to 32 masks.
         """
-        explored, mask = matcher.copy(), _empty_masks(1, self.vocab_size)
+        explored, mask = matcher.copy(), self.empty_masks(1)
         preferred = [
             token_ids[0]
             for token_ids in map(self.tokens_of, map(str.encode, _PREFERRED_TEXTS))
@@ -160,23 +180,23 @@ class LLGuidanceBackend:
             explored.consume([token_id])
         return explored.error
 
+    def empty_masks(self, rows: int) -> npt.NDArray[np.int32]:
+        """Return an array for `fill_masks`, with any content."""
+        return np.empty((rows, mask_words(self.vocab_size)), dtype=np.int32)
+
     def fill_masks(self, matchers: Sequence[Matcher], masks: npt.NDArray[np.int32]) -> None:
         """Fill a mask for each matcher: int32 [len(matchers), ceil(vocab_size / 32)]."""
-        bound = []
         for row, matcher in enumerate(matchers):
             text_matcher = _text_matcher(matcher)
             if text_matcher.is_free:
                 masks[row] = -1
             else:
-                bound.append((_llguidance_matcher(text_matcher), row))
-        if bound:
-            fill_next_token_bitmask_par(self._executor, bound, masks)
-        for inner, row in bound:
-            if not inner.is_error() and not inner.is_accepting():
-                masks[row] &= ~self._end_mask
-        for mask, matcher in zip(masks, matchers, strict=True):
+                inner = _llguidance_matcher(text_matcher)
+                fill_next_token_bitmask(inner, masks, row)
+                if not inner.is_error() and not inner.is_accepting():
+                    masks[row] &= ~self._end_mask
             if isinstance(matcher, ThinkingMatcher):
-                matcher.edit_mask(mask)
+                matcher.edit_mask(masks[row])
 
     def forced_tokens(self, matcher: Matcher) -> list[int]:
         """Return the next tokens up to the first position where more than one is allowed.
@@ -258,10 +278,6 @@ def _llguidance_matcher(matcher: Matcher) -> LLMatcher:
 
 def _allows(mask: npt.NDArray[np.int32], token_id: int) -> bool:
     return bool(int(mask[token_id >> 5]) >> (token_id & 31) & 1)
-
-
-def _empty_masks(rows: int, vocab_size: int) -> npt.NDArray[np.int32]:
-    return np.empty((rows, mask_words(vocab_size)), dtype=np.int32)
 
 
 def _llguidance_source(source: GrammarSource) -> str:

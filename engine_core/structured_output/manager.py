@@ -2,18 +2,27 @@
 
     InputProcessor   admit_request ─▶ compiler ─▶ event_fd ─▶ pop_compiled_requests ─▶ accept
                                                                                      or refuse
-    BusyLoop         request_masks(oldest step) ─▶ thread ─▶ event_fd ─▶ pop_masks ─▶ workers
+    BusyLoop         request_masks(oldest step) ─▶ threads ─▶ event_fd ─▶ pop_masks ─▶ workers
                      find_violations(result): a token that its mask forbids ends the request
 
 A step is masked when it is the oldest in flight, because only then all tokens before it are
 known: with one step in flight as soon as it is sent, with two when the result before it arrives.
-The masks are computed in a thread while the model computes the step:
+The masks are computed in threads while the model computes the step:
 
     engine   send step N ─▶ request_masks(N) ────▶ event_fd ─▶ send GrammarOutput(N)
-    thread                   └ consume, fill ────┘
+    threads                  └ consume, fill ────┘
     worker        step N: inputs, forward ───────────────── wait ─▶ sample
 
-Only that thread advances matchers, by tokens that the engine has accepted; tokens that it dropped
+A step waits for MAX_WAIT_SECONDS at most. A row whose mask is late then costs only itself: what
+the step computes for it is void (`Scheduler.void_rows`), and the scheduler leaves it out until the
+mask is there. The rows of a grammar that was slow (`matchers.py:GrammarCost`) are not waited for at
+all: they are planned only when their mask is there, so in every second step at most. A request
+whose mask takes longer than MAX_LATE_SECONDS ends with an error.
+
+    row of a slow grammar   planned ─▶ result ─▶ mask ─▶ planned ─▶ …
+    in `held`               |------------------------|   |-----
+
+Only these threads advance matchers, by tokens that the engine has accepted; tokens that it dropped
 never reach a matcher, so nothing is ever rolled back. The tokens of a draft are consumed by copies,
 one for each mask behind the first:
 
@@ -25,25 +34,25 @@ that it could not have sampled. To not compute such tokens, a draft is cut befor
 """
 
 import logging
-import queue
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Final
-
-import numpy as np
+from typing import ClassVar, Final, TypeVar
 
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.hooks import Candidate, Unblock
 from engine_core.scheduler.step_plan import StepPlan, num_sampled_positions
 from engine_core.structured_output.backend import LLGuidanceBackend
-from engine_core.structured_output.compiler import GrammarCache, GrammarCompiler, start_thread
+from engine_core.structured_output.compiler import GrammarCache, GrammarCompiler
+from engine_core.structured_output.mask_threads import MaskTask, MaskThreads
 from engine_core.structured_output.matchers import (
+    FREE_SECONDS,
     FreeMatcher,
+    GrammarCost,
     MaskRow,
     Matcher,
     ThinkingMatcher,
-    mask_words,
 )
 from engine_core.structured_output.sandbox import GrammarSandbox, SandboxSetup
 from engine_core.worker_group import WorkerFailedError
@@ -60,12 +69,23 @@ from proto.turn_ends import with_end_tokens
 
 logger = logging.getLogger("tokend.grammars")
 
+_T = TypeVar("_T")
+
 MAX_THREADS: Final = 8
-"""Threads of llguidance that share the masks of a step."""
+"""Threads that share the masks of a step."""
+MAX_WAIT_SECONDS: Final = 0.1
+"""Time from which on a step goes without the rows whose masks are missing."""
+MAX_LATE_SECONDS: Final = 5.0
+"""Time that a row waits for a mask before its request ends."""
+LATE: Final = (
+    f"the masks of the grammar take too long: one was not there after {MAX_LATE_SECONDS:g} s"
+)
 CONTRADICTION: Final = "no token satisfies both the grammar and the other parameters of the request"
-UNUSABLE: Final = "the grammar cannot be used"
 _MAX_LEAD_TOKENS: Final = 64
 """Tokens that the matcher of a draft consumes in one step, 3 to 8 µs each."""
+_MAX_LOCK_SECONDS: Final = 0.001
+_MAX_DRAFT_SECONDS: Final = 0.005
+"""Time of a step's plan that may pass with questions about drafts to matchers."""
 
 
 @dataclass(slots=True)
@@ -76,8 +96,11 @@ class _ConstrainedRow:
     compiled, rule: what its matchers are made of.
     num_free: number of output tokens before which its masks forbid nothing.
     num_consumed: number of output tokens that its matcher has consumed.
+    num_in_flight: steps that sample it and whose results have not arrived.
+    task: its masks that a thread computes. masks: those behind `num_consumed` output tokens, once
+        they are computed. late_since: when the row began to wait for them.
     lead: a second matcher, for drafts, which the engine's thread advances when it is asked for
-        forced tokens; the first one belongs to the thread that computes masks.
+        forced tokens; the first one belongs to the threads that compute masks.
     num_lead: number of output tokens that `lead` has consumed.
     """
 
@@ -88,8 +111,30 @@ class _ConstrainedRow:
     rule: ThinkingRule | None = None
     num_free: int = 0
     num_consumed: int = 0
+    num_in_flight: int = 0
+    task: MaskTask | None = None
+    masks: Sequence[tuple[MaskRow, str]] = ()
+    late_since: float = 0.0
     lead: Matcher | None = None
     num_lead: int = 0
+
+    @property
+    def cost(self) -> GrammarCost:
+        return self.compiled.cost
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether the mask of its next token is there."""
+        return bool(self.masks) and self.num_consumed == self.request.num_output_tokens
+
+    def begin_task(self, draft: list[int]) -> MaskTask:
+        """Return what a thread has to compute for the next token, and for those of a draft."""
+        request = self.request
+        token_ids = request.all_token_ids[request.num_prompt_tokens + self.num_consumed :]
+        self.num_consumed = request.num_output_tokens
+        self.masks = ()
+        self.task = MaskTask(request.seq_id, self.matcher, self.cost, token_ids, draft)
+        return self.task
 
     def needs_mask(self, num_outputs: int) -> bool:
         """Return whether a token may be forbidden after this many outputs."""
@@ -99,53 +144,26 @@ class _ConstrainedRow:
 
 
 @dataclass(slots=True)
-class MaskJob:
-    """The masks of a step to compute; parallel lists of its constrained sequences.
+class StepMasks:
+    """The masks of a step, from the request for them to the result of the step.
 
-    token_ids: per sequence, the tokens that its matcher has not consumed.
-    drafts: per sequence, the tokens behind them whose positions are sampled too.
+    deadline: monotonic seconds. awaited: by seq_id, rows whose masks the step waits for. rows: by
+    seq_id, of each sampled position the mask, and a message for the client if the text cannot
+    continue there. late: sequences whose result is void.
     """
 
     epoch: int
     step: int
-    backend: LLGuidanceBackend
-    seq_ids: list[int] = field(default_factory=list)
-    matchers: list[Matcher] = field(default_factory=list)
-    token_ids: list[list[int]] = field(default_factory=list)
-    drafts: list[list[int]] = field(default_factory=list)
+    deadline: float
+    awaited: dict[int, "_ConstrainedRow"] = field(default_factory=dict)
+    rows: dict[int, Sequence[tuple[MaskRow, str]]] = field(default_factory=dict)
+    late: list[int] = field(default_factory=list)
 
-
-@dataclass(frozen=True, slots=True)
-class StepMasks:
-    """The masks of a step. output: the message for the workers.
-
-    rows: by seq_id, of each sampled position the same mask, and a message for the client if the
-    text cannot continue there. error: of all sequences, if the masks could not be computed.
-    """
-
-    output: GrammarOutput
-    rows: dict[int, list[tuple[MaskRow, str]]]
-    error: bool = False
-
-
-def compute_masks(job: MaskJob) -> StepMasks:
-    """Advance the matchers of a step, then fill their masks."""
-    seq_ids, matchers = [], []
-    for seq_id, matcher, token_ids, draft in zip(
-        job.seq_ids, job.matchers, job.token_ids, job.drafts, strict=True
-    ):
-        matcher.consume(token_ids)
-        seq_ids += [seq_id] * (1 + len(draft))
-        matchers.append(matcher)
-        for token_id in draft:
-            matchers.append(matchers[-1].copy())
-            matchers[-1].consume([token_id])
-    masks = np.empty((len(seq_ids), mask_words(job.backend.vocab_size)), dtype=np.int32)
-    job.backend.fill_masks(matchers, masks)
-    rows: dict[int, list[tuple[MaskRow, str]]] = {seq_id: [] for seq_id in job.seq_ids}
-    for seq_id, mask, matcher in zip(seq_ids, masks, matchers, strict=True):
-        rows[seq_id].append((mask, matcher.error))
-    return StepMasks(GrammarOutput(job.epoch, job.step, seq_ids, masks.tobytes()), rows)
+    def message(self) -> GrammarOutput:
+        """Return the message for the workers."""
+        seq_ids = [seq_id for seq_id, masks in self.rows.items() for _ in masks]
+        masks = b"".join(mask.tobytes() for masks in self.rows.values() for mask, _ in masks)
+        return GrammarOutput(self.epoch, self.step, seq_ids, masks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,12 +186,21 @@ class StructuredOutputManager:
 
     For the scheduler it is the gate that blocks requests whose grammar is being compiled. Matchers
     outlive preemptions and workers. descriptor: readable when `pop_compiled_requests` or
-    `pop_masks` has something to return.
+    `pop_masks` has something to return. held: sequences that wait for a mask, and those of slow
+    grammars from the plan of a step on. num_threads: that share the masks of a step.
     """
 
     status: ClassVar[RequestStatus] = RequestStatus.WAITING_FOR_GRAMMAR
 
-    def __init__(self, compiler: GrammarCompiler, event_fd: EventFd) -> None:
+    def __init__(
+        self,
+        compiler: GrammarCompiler,
+        event_fd: EventFd,
+        num_threads: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.held: set[int] = set()
+        self._clock = clock
         self._compiler = compiler
         self._event_fd = event_fd
         self.descriptor = event_fd.descriptor
@@ -182,11 +209,12 @@ class StructuredOutputManager:
             GrammarSource, dict[int, tuple[Request, ThinkingRule | None]]
         ] = {}  # the same choices, by source and seq_id
         self._rows: dict[int, _ConstrainedRow] = {}  # by seq_id
+        self._late: dict[int, _ConstrainedRow] = {}  # by seq_id, the first to be late comes first
+        self._draft_seconds = 0.0  # of the present plan
         self._last_masked_step = 0
+        self._collected: StepMasks | None = None  # of the oldest step, until they are sent
         self._masks: dict[int, StepMasks] = {}  # by step, of steps in flight
-        self._mask_jobs: queue.SimpleQueue[MaskJob | None] = queue.SimpleQueue()
-        self._computed_masks: queue.SimpleQueue[StepMasks] = queue.SimpleQueue()
-        self._mask_thread = start_thread("grammar masks", self._run_mask_thread)
+        self._threads = MaskThreads(lambda: compiler.backend, event_fd, num_threads)
 
     def clear_descriptor(self) -> None:
         """Make the descriptor unreadable; call it before the pop methods."""
@@ -195,8 +223,7 @@ class StructuredOutputManager:
     def close(self) -> None:
         """End the threads."""
         self._compiler.close()
-        self._mask_jobs.put(None)
-        self._mask_thread.join()
+        self._threads.close()
         self._event_fd.close()
 
     # Requests that come in.
@@ -274,12 +301,22 @@ class StructuredOutputManager:
     def begin_admission(self, plan: StepPlan) -> None: ...
 
     def is_blocked(self, candidate: Candidate) -> bool:
-        return candidate.request.seq_id in self._blocked
+        """Return whether a request waits for its grammar, or for a mask of a slow one."""
+        seq_id = candidate.request.seq_id
+        row = self._rows.get(seq_id)
+        needs_task = row is not None and not (row.task or row.has_mask or row.num_in_flight)
+        if row is not None and needs_task and row.cost.is_slow:
+            self._threads.submit([], [self._begin_late(row)])
+        return seq_id in self._blocked or seq_id in self.held
 
     def on_admitted(self, request: Request, num_new_tokens: int) -> None: ...
 
     def on_released(self, request: Request) -> None:
-        self._rows.pop(request.seq_id, None)
+        row = self._rows.pop(request.seq_id, None)
+        self.held.discard(request.seq_id)
+        self._late.pop(request.seq_id, None)
+        if row is not None and row.task is not None:
+            self._threads.discard(row.task)
         source = self._blocked.pop(request.seq_id, None)
         if source is None:
             return
@@ -298,12 +335,19 @@ class StructuredOutputManager:
             computed and planned          |-------------|  samples
                                           |--------|       is a chunk of a prompt
         """
+        self._draft_seconds = 0.0
         if not self._rows:
             return []
-        return [
+        seq_ids = [
             *self._sampling(plan.continued, plan.continued_tokens),
             *self._sampling(plan.admitted, plan.admitted_tokens),
         ]
+        for seq_id in seq_ids:
+            row = self._rows[seq_id]
+            row.num_in_flight += 1
+            if row.cost.is_slow:
+                self.held.add(seq_id)
+        return seq_ids
 
     def num_allowed_tokens(self, request: Request, token_ids: list[int]) -> int:
         row = self._rows.get(request.seq_id)
@@ -311,9 +355,31 @@ class StructuredOutputManager:
             return len(token_ids)
         if not row.needs_mask(request.num_output_tokens + len(token_ids)):
             return len(token_ids)
-        # No masks of the request are being computed: none of its steps is in flight.
+        if row.task is not None or row.has_mask:
+            return 0  # the row was late: its next mask stands alone
         known = request.all_token_ids[request.num_prompt_tokens + row.num_consumed :]
-        return max(0, row.matcher.num_allowed([*known, *token_ids]) - len(known))
+        number = self._ask(row, lambda: row.matcher.num_allowed([*known, *token_ids]))
+        return max(0, (number or 0) - len(known))
+
+    def _ask(self, row: _ConstrainedRow, question: Callable[[], _T]) -> _T | None:
+        """Return the answer of a matcher in the engine's thread.
+
+        None if the answer would hold up the step: the grammar is slow, a thread uses it, or such
+        questions have taken too long in this plan.
+        """
+        cost = row.cost
+        if cost.is_slow or self._draft_seconds > _MAX_DRAFT_SECONDS:
+            return None
+        started = time.monotonic()
+        is_locked = cost.lock.acquire(timeout=_MAX_LOCK_SECONDS)
+        try:
+            return question() if is_locked else None
+        finally:
+            seconds = time.monotonic() - started
+            self._draft_seconds += seconds
+            if is_locked:
+                cost.lock.release()
+                cost.add(max(0.0, seconds - FREE_SECONDS))
 
     def _sampling(self, requests: list[Request], num_tokens: list[int]) -> Iterable[int]:
         for request, number in zip(requests, num_tokens, strict=True):
@@ -342,6 +408,10 @@ class StructuredOutputManager:
         row = self._rows.get(request.seq_id)
         if row is None:
             return []
+        return self._ask(row, lambda: self._forced_tokens(row)) or []
+
+    def _forced_tokens(self, row: _ConstrainedRow) -> list[int]:
+        request = row.request
         if row.lead is None:
             row.lead = self._new_matcher(request, row.compiled, row.rule)
         first = request.num_prompt_tokens + row.num_lead
@@ -354,21 +424,140 @@ class StructuredOutputManager:
 
     # The masks of steps.
 
-    def request_masks(self, output: SchedulerOutput) -> None:
-        """Compute the masks of the oldest step in flight in the thread; once per step."""
-        if output.constrained_seq_ids and output.step > self._last_masked_step:
-            self._last_masked_step = output.step
-            self._masks.clear()  # those left belong to steps that were lost with their workers
-            self._mask_jobs.put(self._mask_job(output))
+    def request_masks(self, output: SchedulerOutput, void_until: Mapping[int, int]) -> None:
+        """Compute the masks of the oldest step in flight in the threads; once per step.
 
-    def pop_masks(self) -> list[GrammarOutput]:
-        """Return the masks that were computed since the last call, for the workers."""
-        outputs = []
-        while not self._computed_masks.empty():
-            masks = self._computed_masks.get()
-            self._masks[masks.output.step] = masks
-            outputs.append(masks.output)
-        return outputs
+        void_until: by seq_id, the last step whose result does not count for the sequence.
+        """
+        if not output.constrained_seq_ids or output.step <= self._last_masked_step:
+            return
+        self._last_masked_step = output.step
+        self._masks.clear()  # those left belong to steps that were lost with their workers
+        masks = StepMasks(output.epoch, output.step, self._clock() + MAX_WAIT_SECONDS)
+        quick, slow = [], []
+        drafts = output.drafts
+        for seq_id in output.constrained_seq_ids:
+            row = self._rows.get(seq_id)
+            if row is None or void_until.get(seq_id, 0) >= output.step:
+                continue  # ended, or late in the step before, since the step was sent
+            assert row.task is None, "a row was planned whose mask is late"
+            draft = drafts.get(seq_id, [])
+            if row.has_mask and not draft:
+                masks.rows[seq_id] = row.masks[:1]
+            elif row.cost.is_slow:
+                slow.append(self._begin_late(row))
+                masks.late.append(seq_id)
+            else:
+                quick.append(row.begin_task(draft))
+                masks.awaited[seq_id] = row
+                row.cost.step_seconds = 0.0
+        self._collected = masks
+        self._threads.submit(quick, slow)
+
+    def pop_masks(self) -> StepMasks | None:
+        """Return the masks of the oldest step, once: when they are computed, or late."""
+        collected, is_quick_done = self._collected, self._threads.is_quick_done
+        for task in self._threads.pop_done():
+            self._take_masks(task)
+        if collected is None:
+            return None
+        if collected.awaited:
+            if not is_quick_done and self._clock() < collected.deadline:
+                return None
+            self._leave_out_late(collected)
+        self._collected = None
+        self._masks[collected.step] = collected
+        return collected
+
+    def begin_worker_epoch(self) -> None:
+        """Note that the steps in flight were lost with their workers."""
+        self._collected = None
+        for seq_id, row in self._rows.items():
+            if row.task is not None and seq_id not in self._late:
+                self._hold(row)
+            row.num_in_flight = 0
+        self._begin_next_masks(list(self.held))
+
+    def end_step(self, seq_ids: Sequence[int]) -> None:
+        """Have the next masks of held sequences computed, after the result of a step.
+
+        seq_ids: the constrained sequences of the step.
+        """
+        for seq_id in seq_ids:
+            if (row := self._rows.get(seq_id)) is not None:
+                row.num_in_flight -= 1
+        if self.held:
+            self._begin_next_masks(seq_ids)
+
+    def _begin_next_masks(self, seq_ids: Sequence[int]) -> None:
+        tasks = []
+        for seq_id in seq_ids:
+            row = self._rows.get(seq_id)
+            if row is None or row.task is not None or row.num_in_flight or seq_id not in self.held:
+                continue
+            if row.has_mask:  # the result was void
+                self._release(row)
+            else:
+                tasks.append(self._begin_late(row))
+        self._threads.submit([], tasks)
+
+    def pop_overdue(self) -> dict[int, ErrorInfo]:
+        """Return requests whose masks take too long, by seq_id, with the errors for their clients.
+
+        The caller ends them.
+        """
+        overdue: dict[int, ErrorInfo] = {}
+        for seq_id, row in self._late.items():
+            if self._clock() < row.late_since + MAX_LATE_SECONDS:
+                break
+            overdue[seq_id] = ErrorInfo("invalid_request", f"{row.field}: {LATE}", row.field)
+        return overdue
+
+    @property
+    def seconds_to_next_end(self) -> float | None:
+        """Seconds until a step goes without its late rows, or a request ends; None for never."""
+        ends = [] if self._collected is None else [self._collected.deadline]
+        ends += [row.late_since + MAX_LATE_SECONDS for row in self._late.values()][:1]
+        return max(0.0, min(ends) - self._clock()) if ends else None
+
+    def _begin_late(self, row: _ConstrainedRow) -> MaskTask:
+        """Leave a row out of steps until a thread has computed its masks; return the task."""
+        self._hold(row)
+        return row.begin_task([])
+
+    def _hold(self, row: _ConstrainedRow) -> None:
+        self.held.add(row.request.seq_id)
+        row.late_since = self._clock()
+        self._late[row.request.seq_id] = row
+
+    def _release(self, row: _ConstrainedRow) -> None:
+        """Let the scheduler plan a row whose mask is there."""
+        self._late.pop(row.request.seq_id, None)
+        self.held.discard(row.request.seq_id)
+        self._unblock(row.request)
+
+    def _take_masks(self, task: MaskTask) -> None:
+        """Keep what a thread has computed, for the step that waits for it or for a later one."""
+        row = self._rows.get(task.seq_id)
+        if row is None or row.task is not task:
+            return  # ended
+        row.task = None
+        row.masks = task.masks
+        if self._collected is not None and task.seq_id in self._collected.awaited:
+            del self._collected.awaited[task.seq_id]
+            self._collected.rows[task.seq_id] = task.masks
+        else:
+            self._release(row)
+
+    def _leave_out_late(self, masks: StepMasks) -> None:
+        """Let a step go without the rows that it still waits for."""
+        self._threads.stop_waiting()
+        for seq_id, row in masks.awaited.items():
+            masks.late.append(seq_id)
+            self._hold(row)
+        for cost in {row.cost for row in masks.awaited.values()}:
+            cost.add(cost.step_seconds)  # its rows are late because of each other
+        masks.awaited.clear()
 
     def find_violations(self, output: SchedulerOutput, result: ModelRunnerOutput) -> Violations:
         """Return the sequences of a step that cannot continue.
@@ -390,10 +579,7 @@ class StructuredOutputManager:
             row = self._rows.get(seq_id)
             if row is None or seq_id not in constrained:
                 continue
-            if masks.error:
-                error, num_allowed = UNUSABLE, 0
-            else:
-                error, num_allowed = _find_violation(masks.rows.get(seq_id, []), token_ids)
+            error, num_allowed = _find_violation(masks.rows.get(seq_id, []), token_ids)
             if error:
                 info = ErrorInfo("invalid_request", f"{row.field}: {error}", row.field)
                 if num_allowed:
@@ -402,32 +588,6 @@ class StructuredOutputManager:
                 else:
                     found.before[seq_id] = info
         return found
-
-    def _mask_job(self, output: SchedulerOutput) -> MaskJob:
-        job = MaskJob(output.epoch, output.step, self._compiler.backend)
-        drafts = output.drafts
-        for seq_id in output.constrained_seq_ids:
-            row = self._rows.get(seq_id)
-            if row is None:
-                continue  # ended since the step was sent
-            request = row.request
-            job.seq_ids.append(seq_id)
-            job.matchers.append(row.matcher)
-            first = request.num_prompt_tokens + row.num_consumed
-            job.token_ids.append(request.all_token_ids[first:])
-            job.drafts.append(drafts.get(seq_id, []))
-            row.num_consumed = request.num_output_tokens
-        return job
-
-    def _run_mask_thread(self) -> None:
-        while (job := self._mask_jobs.get()) is not None:
-            try:
-                masks = compute_masks(job)
-            except Exception:  # the workers wait for the masks of the step
-                logger.exception("the masks of step %d could not be computed", job.step)
-                masks = StepMasks(GrammarOutput(job.epoch, job.step, [], b""), {}, error=True)
-            self._computed_masks.put(masks)
-            self._event_fd.notify()
 
 
 def start_structured_output(boot: ProcessBoot) -> StructuredOutputManager:
@@ -439,13 +599,13 @@ def start_structured_output(boot: ProcessBoot) -> StructuredOutputManager:
     num_threads = min(MAX_THREADS, max(1, usable_cores() // 2))
 
     def make_backend() -> LLGuidanceBackend:
-        return LLGuidanceBackend(tokenizer_json, vocab_size, eos_token_ids, num_threads)
+        return LLGuidanceBackend(tokenizer_json, vocab_size, eos_token_ids)
 
     event_fd = EventFd()
     sandbox = GrammarSandbox(SandboxSetup(str(tokenizer_json), vocab_size, eos_token_ids))
     cache = GrammarCache(config.grammars.grammar_cache_entries, config.grammars.grammar_cache_bytes)
     compiler = GrammarCompiler(make_backend, sandbox, cache, event_fd, eager=boot.incarnation == 0)
-    return StructuredOutputManager(compiler, event_fd)
+    return StructuredOutputManager(compiler, event_fd, num_threads)
 
 
 def grammar_source_of(message: EngineCoreRequest) -> GrammarSource | None:

@@ -11,6 +11,7 @@ The matcher of llguidance is in `backend.py`. A matcher that allows only some of
 """
 
 import enum
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -27,6 +28,11 @@ MaskRow = npt.NDArray[np.int32]
 """int32 [ceil(vocab_size / 32)]: one bit per token, set if allowed; the lowest bit comes first."""
 
 _BLANKS: Final = BLANKS.encode()
+
+FREE_SECONDS: Final = 0.002
+"""Processor time of a mask that costs a grammar nothing; masks of JSON take 0.05 to 0.3 ms."""
+SLOW_SECONDS: Final = 0.1
+"""Processor time beyond FREE_SECONDS per mask after which a grammar is slow."""
 
 
 def mask_words(vocab_size: int) -> int:
@@ -46,8 +52,38 @@ class CompilerFailedError(InternalRequestError):
     """A grammar was not compiled because of the host, not because of itself; never cached."""
 
 
+class GrammarCost:
+    """What the masks of one grammar have cost; all of its matchers share it.
+
+    The cost grows by the time of a mask beyond FREE_SECONDS, and falls where a mask takes less. So
+    a grammar whose masks were slow becomes quick again after about a hundred quick masks.
+
+    lock: held while a matcher of the grammar is used. Matchers of a grammar share a lexer, and
+    llguidance waits for it without releasing the interpreter lock, which would stop all threads.
+    step_seconds: processor time in the present step.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.step_seconds = 0.0
+        self._seconds = 0.0
+
+    @property
+    def is_slow(self) -> bool:
+        return self._seconds > SLOW_SECONDS
+
+    def add(self, seconds: float) -> None:
+        """Add processor time; a negative one is given back."""
+        self._seconds = min(3 * SLOW_SECONDS, max(0.0, self._seconds + seconds))
+
+
 class Matcher(Protocol):
     """The position of one choice's text in its grammar. Not thread-safe."""
+
+    @property
+    def cost(self) -> GrammarCost:
+        """Of its grammar, shared with all copies."""
+        ...
 
     def copy(self) -> "Matcher":
         """Return an independent matcher at the same position."""
@@ -77,6 +113,7 @@ class FreeMatcher:
 
     is_free = True
     error = ""
+    cost = GrammarCost()
 
     def copy(self) -> "FreeMatcher":
         return self
@@ -128,6 +165,10 @@ class TriggeredMatcher:
             text_end=self._text_end,
             is_triggered=self._is_triggered,
         )
+
+    @property
+    def cost(self) -> GrammarCost:
+        return self.inner.cost
 
     @property
     def is_free(self) -> bool:
@@ -225,6 +266,10 @@ class ThinkingMatcher:
         made._num_thinking_tokens = self._num_thinking_tokens
         made._num_forced_tokens = self._num_forced_tokens
         return made
+
+    @property
+    def cost(self) -> GrammarCost:
+        return self._answer.cost
 
     @property
     def text_matcher(self) -> Matcher:

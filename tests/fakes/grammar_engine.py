@@ -16,7 +16,7 @@ from engine_core.structured_output.compiler import (
     GrammarCache,
     GrammarCompiler,
 )
-from engine_core.structured_output.manager import StructuredOutputManager
+from engine_core.structured_output.manager import StepMasks, StructuredOutputManager
 from engine_core.structured_output.matchers import GrammarTimeoutError
 from engine_core.validation import RequestLimits
 from proto.engine_io import EngineCoreRequest, FinishReason
@@ -175,10 +175,13 @@ class GrammarEngine:
     def compute(self) -> ModelRunnerOutput:
         """Return the worker's result of the oldest step, with masks."""
         output = self.harness.in_flight[0]
-        self.manager.request_masks(output)
+        void_until = self.harness.scheduler.kv_transfer.discard_until_step
+        self.manager.request_masks(output, void_until)
         self.runner.masks = GrammarOutput(0, 0, [], b"")
         if output.constrained_seq_ids:
-            self.runner.masks = self._masks(output.step)
+            masks = self._masks(output.step)
+            self.runner.masks = masks.message()
+            self.harness.scheduler.void_rows(output, masks.late)
         return self.runner.execute(output)
 
     def receive(self, result: ModelRunnerOutput) -> None:
@@ -189,15 +192,22 @@ class GrammarEngine:
         record(scheduler.fail_requests(violations.before))
         record(scheduler.update_from_output(output, result))
         record(scheduler.fail_requests(violations.after))
+        self.manager.end_step(output.constrained_seq_ids)
 
     def step(self) -> None:
         """Fill the steps in flight, then process one result."""
         scheduler = self.harness.scheduler
+        self.manager.pop_masks()  # late ones
+        self.harness.record_outputs(scheduler.fail_requests(self.manager.pop_overdue()))
         while scheduler.has_work and len(self.harness.in_flight) < self.harness.max_in_flight:
             if not self.send().total_num_scheduled_tokens:
+                if self.manager.held and len(self.harness.in_flight) == 1:
+                    self._wait_for_masks()
                 break
         if self.harness.in_flight:
             self.receive(self.compute())
+        elif self.manager.held:
+            self._wait_for_masks()
 
     def run(self) -> None:
         """Step until no request is left."""
@@ -212,6 +222,7 @@ class GrammarEngine:
     def lose_workers(self) -> None:
         """Replace the workers; steps in flight are lost."""
         self.harness.in_flight.clear()
+        self.manager.begin_worker_epoch()
         self.harness.runner = self.runner = GrammarRunner(self.runner.block_size)
         self.harness.record_outputs(self.harness.scheduler.begin_worker_epoch(2))
 
@@ -221,10 +232,14 @@ class GrammarEngine:
     def reason(self, request_id: int, choice: int = 0) -> FinishReason:
         return self.harness.final[request_id, choice]
 
-    def _masks(self, step: int) -> GrammarOutput:
+    def _masks(self, step: int) -> StepMasks:
         while True:
-            for masks in self.manager.pop_masks():
-                if masks.step == step:
-                    return masks
-            assert select([self.event_fd.descriptor], [], [], LIMIT_SECONDS)[0], "no masks"
-            self.manager.clear_descriptor()
+            masks = self.manager.pop_masks()
+            if masks is not None and masks.step == step:
+                return masks
+            self._wait_for_masks()
+
+    def _wait_for_masks(self) -> None:
+        seconds = self.manager.seconds_to_next_end
+        select([self.event_fd.descriptor], [], [], min(LIMIT_SECONDS, seconds or 0.0))
+        self.manager.clear_descriptor()

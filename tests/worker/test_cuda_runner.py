@@ -382,6 +382,8 @@ class ConstrainedThirds:
 
     def begin_admission(self, plan: StepPlan) -> None: ...
 
+    held: set[int] = set()
+
     def is_blocked(self, candidate: Candidate) -> bool:
         return False
 
