@@ -3,6 +3,7 @@
 import asyncio
 import ipaddress
 import json
+import math
 import re
 from typing import Any, Final, cast
 
@@ -85,6 +86,10 @@ def page_limit(query: QueryParams, maximum: int) -> int:
 REQUEST_ID_HEADER: Final = "x-request-id"
 """Sets request_id, if its value is a valid one."""
 _INTEGER: Final = re.compile(r"[+-]?[0-9]{1,19}")
+MAX_DIGITS: Final = 308
+"""Of a number in a body: a float holds every integer of so many digits."""
+_Path = tuple[()] | tuple["_Path", str | int]
+"""A key, after the path of the container that has it."""
 MIB: Final = 1 << 20
 SECONDS_PER_MIB: Final = 60.0
 """Time limit of a body: this, and as much again for each whole MiB that has arrived."""
@@ -143,16 +148,88 @@ async def read_json(request: Request) -> Any:
 
 
 def decode_json(body: bytes, what: str = "body") -> Any:
-    """Return the decoded text; raise InvalidRequestError. what: for errors."""
+    """Return the decoded text; raise InvalidRequestError. what: for errors.
+
+    Its numbers are finite, and have few enough digits for arithmetic and for messages.
+    """
+    bad_numbers: list[_BadNumber] = []
+
+    def refuse(text: str) -> _BadNumber:
+        bad_numbers.append(_BadNumber())
+        return bad_numbers[-1]
+
+    def read_float(text: str) -> float | _BadNumber:
+        number = float(text)
+        return number if math.isfinite(number) else refuse(text)
+
+    def read_long_integer(text: str) -> int | _BadNumber:
+        return int(text) if len(text) <= MAX_DIGITS else refuse(text)
+
     try:
-        fields = json.loads(body, object_pairs_hook=_unique_keys)
+        fields = json.loads(
+            body,
+            object_pairs_hook=_unique_keys,
+            parse_float=read_float,
+            parse_int=read_long_integer if _may_have_long_number(body) else None,
+            parse_constant=refuse,
+        )
     except RecursionError:
         raise InvalidRequestError(f"the {what} is nested too deeply") from None
     except ValueError as error:
         raise InvalidRequestError(f"the {what} is not valid JSON: {error}") from None
+    if bad_numbers:
+        path = _path_of(bad_numbers[0], fields)
+        raise InvalidRequestError(
+            f"{shown(_joined(path)) or f'the {what}'} must be a finite number of at most "
+            f"{MAX_DIGITS} digits",
+            shown(path[0]) if path else None,
+        )
     if body.count(b"{") + body.count(b"[") > MAX_DEPTH and is_nested_deeper(fields):
         raise InvalidRequestError(f"the {what} is nested more than {MAX_DEPTH} deep")
     return fields
+
+
+class _BadNumber:
+    """Stands in a decoded body for a number that is refused, so that its field can be named."""
+
+
+def _may_have_long_number(body: bytes) -> bool:
+    """Return whether a body may have an integer of more than MAX_DIGITS digits.
+
+    Such a number fills one of these windows, wherever it begins.
+    """
+    size = MAX_DIGITS // 2
+    return any(body[start : start + size].isdigit() for start in range(0, len(body), size))
+
+
+def _path_of(number: _BadNumber, fields: Any) -> list[str | int]:
+    """Return the keys and indices that lead to a number of a decoded body, level by level."""
+    level: list[tuple[Any, _Path]] = [([fields], ())]
+    while level:
+        below: list[tuple[Any, _Path]] = []
+        for container, path in level:
+            pairs = container.items() if isinstance(container, dict) else enumerate(container)
+            for key, value in pairs:
+                if value is number:
+                    return _keys((path, key))[1:]
+                if isinstance(value, dict | list):
+                    below.append((value, (path, key)))
+        level = below
+    raise AssertionError("the number is in the body")
+
+
+def _keys(path: _Path) -> list[str | int]:
+    keys: list[str | int] = []
+    while path:
+        path, key = path
+        keys.append(key)
+    return keys[::-1]
+
+
+def _joined(path: list[str | int]) -> str:
+    """Return a path as text, such as messages[0].content."""
+    parts = [f"[{key}]" if isinstance(key, int) else f".{key}" for key in path]
+    return "".join(parts).removeprefix(".")
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -170,7 +170,7 @@ class RequestLifecycle:
         self._release(request)
 
     def allow_cached_prompt(self, request: Request) -> None:
-        """Let all choices find their prompt in the prefix cache, since one has computed all of it."""
+        """Let all choices find their prompt in the cache, since one of them has computed it."""
         for choice in self.choices[request.request_id].values():
             choice.skip_reading_prefix_cache = False
 
