@@ -13,6 +13,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from api_server.app_state import AppState
+from api_server.engine_call import check_response_size
+from api_server.protocol.encoder import json_parts
 from api_server.protocol.fields import IgnoredFields, parse
 from api_server.protocol.tokenize import (
     TOKENIZE_CHAT_NEUTRAL,
@@ -20,6 +22,7 @@ from api_server.protocol.tokenize import (
     TokenizeChat,
     TokenizeText,
 )
+from api_server.response import JsonResponse
 from api_server.routes.common import app_state_of, read_json
 from api_server.text.chat_prompt import build_conversation, num_characters
 from proto.codec import to_compact_json
@@ -75,10 +78,12 @@ async def detokenize(request: Request) -> Response:
                 f"token id {shown(bound)} is outside the vocabulary [0, {size})", "tokens"
             )
     tokenizer = app_state.tokenizer
+    text_size = await tokenizer.run_in_thread_if_large(len(ids), tokenizer.json_size, ids)
+    check_response_size(app_state, {"tokens": text_size})
     text = await tokenizer.run_in_thread_if_large(
         len(ids), tokenizer.decode, ids, skip_special_tokens=False
     )
-    return _json({"prompt": text}, ignored)
+    return JsonResponse(json_parts({"prompt": text}), ignored.headers())
 
 
 @router.get("/tokenizer_info")

@@ -6,7 +6,8 @@ only the batch functions release the GIL.
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -113,6 +114,7 @@ class ModelTokenizer:
         self._tokens = TokenBytes(tokenizer, self.special_ids)
         self._all_tokens = TokenBytes(tokenizer, frozenset())
         self._decoder = TokenDecoder(tokenizer)
+        self._json_sizes: dict[int, int] = {}  # by token id, of those that were asked for
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
         self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
 
@@ -190,6 +192,16 @@ class ModelTokenizer:
         if skip_special_tokens:
             ids = [token_id for token_id in ids if token_id not in self.special_ids]
         return self._decoder.decode(ids)
+
+    def json_size(self, ids: Iterable[int]) -> int:
+        """Return about how many bytes the text of tokens has in JSON."""
+        sizes = self._json_sizes
+        total = 0
+        for token_id, number in Counter(ids).items():
+            if token_id not in sizes:
+                sizes[token_id] = len(json.dumps(self.token_text(token_id))) - 2
+            total += number * sizes[token_id]
+        return total
 
     def token_names(self, ids: Sequence[int]) -> list[str | None]:
         """Return each token as the vocabulary spells it, None for an id without a token."""
