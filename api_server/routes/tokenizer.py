@@ -6,7 +6,7 @@ The tokenizer's thread does long work, so that it does not block the streams.
 import asyncio
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -26,9 +26,12 @@ from api_server.response import JsonResponse
 from api_server.routes.common import app_state_of, read_json
 from api_server.text.chat_prompt import build_conversation, num_characters
 from proto.codec import to_compact_json
-from proto.errors import InvalidRequestError, UnknownPathError, shown
+from proto.errors import InvalidRequestError, UnknownPathError, require, shown
 
 router = APIRouter()
+
+MAX_DETOKENIZED: Final = 1 << 17
+"""Most token ids of /detokenize, or as many as the model's context has if these are more."""
 
 
 @router.post("/tokenize")
@@ -72,6 +75,8 @@ async def detokenize(request: Request) -> Response:
     fields = parse(Detokenize, await read_json(request), {}, ignored)
     app_state.check_model(fields.model)
     ids, size = fields.tokens, app_state.client.engine.vocab_size
+    most = max(MAX_DETOKENIZED, app_state.client.engine.max_model_len)
+    require(len(ids) <= most, "tokens", f"must be at most {most}, got {len(ids)}")
     for bound in (min(ids, default=0), max(ids, default=0)):
         if not 0 <= bound < size:
             raise InvalidRequestError(

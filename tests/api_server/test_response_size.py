@@ -74,7 +74,7 @@ async def test_chats_and_detokenised_texts_beyond_the_limit_are_refused(start) -
     async with start(config=CONFIG, max_model_len=4096) as front_end:
         answer = await front_end.chat(logprobs=True, top_logprobs=5, max_tokens=1000)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "logprobs")
-        answer = await front_end.http.post("/detokenize", json={"tokens": [20] * 200_000})
+        answer = await front_end.http.post("/detokenize", json={"tokens": [20] * 130_000})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tokens")
 
 
