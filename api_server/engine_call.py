@@ -4,7 +4,7 @@ import hashlib
 import math
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from api_server.app_state import AppState
@@ -128,6 +128,21 @@ class EngineCall(Generic[Body]):
         """Return the earliest of these deadlines, in monotonic seconds; infinite for none."""
         given = [limit for limit in milliseconds if limit]
         return self._arrival + min(given) / 1000 if given else math.inf
+
+
+def check_response_size(app_state: AppState, sizes: Mapping[str, int]) -> None:
+    """Raise InvalidRequestError for a response that could exceed --max-response-bytes.
+
+    sizes: bytes by the field of the request that asks for them, as estimated.
+    """
+    total, limit = sum(sizes.values()), app_state.config.max_response_bytes
+    if total > limit:
+        field = max(sizes, key=sizes.__getitem__)
+        raise InvalidRequestError(
+            f"{field}: the response could have {total} bytes, more than --max-response-bytes, "
+            f"which is {limit}; ask for fewer choices, tokens or texts",
+            field,
+        )
 
 
 def _hidden_salt(salt: str | None) -> str | None:

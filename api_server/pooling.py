@@ -13,7 +13,7 @@ import numpy as np
 from starlette.requests import ClientDisconnect, Request
 
 from api_server.app_state import AppState
-from api_server.engine_call import EngineCall
+from api_server.engine_call import EngineCall, check_response_size
 from api_server.http.tenants import key_name_of, tenant_of
 from api_server.protocol.fields import IgnoredFields
 from api_server.protocol.pooling import PoolingFields, Vector
@@ -103,6 +103,21 @@ class PoolingJob(EngineCall[PoolingFields]):
             ]
             texts.append(await template.render(Conversation(messages)))
         return await reader.encode_texts(texts, add_special_tokens=False)
+
+    def check_size(
+        self, prompts: Sequence[Prompt], params: PoolingParams, number_bytes: int
+    ) -> None:
+        """Raise InvalidRequestError for results that could exceed --max-response-bytes.
+
+        number_bytes: of a number in the response.
+        """
+        app_state = self._app_state
+        pooler = pooler_for(app_state, None, "pooling")
+        num_numbers = params.dimensions or pooler.size or app_state.model.hidden_size
+        num_vectors = len(prompts)
+        if params.task == "token_embed":
+            num_vectors = sum(len(prompt.token_ids) for prompt in prompts)
+        check_response_size(app_state, {"input": num_vectors * num_numbers * number_bytes})
 
     async def run(
         self, prompts: Sequence[Prompt], params: PoolingParams, field: str

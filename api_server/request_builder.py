@@ -9,10 +9,11 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final
 
 from api_server.app_state import AppState
-from api_server.engine_call import EngineCall
+from api_server.engine_call import EngineCall, check_response_size
 from api_server.parsers.called_tool import AgentTurn
 from api_server.parsers.output import PLAIN_TEXT, ContentStops
 from api_server.parsers.output_format import OutputFormat
@@ -20,7 +21,6 @@ from api_server.parsers.reasoning import TokenCounter
 from api_server.protocol.agents import agent_hint
 from api_server.protocol.common import (
     MAX_CHOICES_PER_REQUEST,
-    MAX_LOGPROB_ENTRIES,
     REQUEST_NUMBERS,
     GenerationRequest,
 )
@@ -47,6 +47,10 @@ from proto.errors import InvalidRequestError, require
 from proto.grammar import GrammarSource
 from proto.logit_edits import LogitEdits
 from proto.sampling_params import ThinkingRule
+
+TOKEN_ID_BYTES: Final = 8
+LOGPROB_BYTES: Final = 128
+"""Of a token id and a log-probability in a response, with what belongs to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,14 +167,26 @@ class RequestBuilder(EngineCall[GenerationRequest]):
             self._check_queue("prompt", tokens=sum(len(prompt.token_ids) for prompt in prompts))
         seed = self._seed()
         requests = [self._generation_request(prompt, options, seed) for prompt in prompts]
-        entries = sum(map(_num_logprob_entries, requests))
-        if entries > MAX_LOGPROB_ENTRIES:
-            raise InvalidRequestError(
-                f"the response could contain {entries} log-probabilities, more than "
-                f"{MAX_LOGPROB_ENTRIES}: ask for fewer tokens, choices or alternatives",
-                "logprobs" if options.logprobs is not None else "prompt_logprobs",
-            )
+        self._check_response_size(requests, options)
         return requests
+
+    def _check_response_size(
+        self, requests: Sequence[EngineCoreRequest], options: EndpointOptions
+    ) -> None:
+        """Raise InvalidRequestError for a response that could exceed --max-response-bytes."""
+        body = self._body
+        num_prompt = body.n * sum(len(request.prompt_token_ids) for request in requests)
+        num_output = body.n * sum(request.sampling_params.max_tokens for request in requests)
+        sizes = {}
+        if body.return_token_ids:
+            sizes["return_token_ids"] = (num_prompt + num_output) * TOKEN_ID_BYTES
+        if options.logprobs is not None:
+            alternatives = len(body.logprob_token_ids or ()) or options.logprobs
+            sizes["logprobs"] = num_output * (alternatives + 1) * LOGPROB_BYTES
+        if options.prompt_logprobs is not None:
+            entries = num_prompt * (options.prompt_logprobs + 1)
+            sizes["prompt_logprobs"] = entries * LOGPROB_BYTES
+        check_response_size(self._app_state, sizes)
 
     async def build_stream(
         self,
@@ -216,10 +232,22 @@ class RequestBuilder(EngineCall[GenerationRequest]):
             request.truncate_prompt_tokens, request.truncation_side, max_prompt_tokens
         )
 
+    async def check_prompt_texts(self, prompts: Sequence[Prompt], field: str) -> None:
+        """Raise InvalidRequestError for prompts whose texts are too long for all choices.
+
+        field: of the request that asks for them. Call it before the texts are made.
+        """
+        tokenizer, ids = self._app_state.tokenizer, [prompt.token_ids for prompt in prompts]
+        size = await tokenizer.run_in_thread_if_large(
+            sum(map(len, ids)), tokenizer.json_size, chain.from_iterable(ids)
+        )
+        check_response_size(self._app_state, {field: self._body.n * size})
+
     async def prompt_texts(self, prompts: Sequence[Prompt]) -> Sequence[str | None]:
         """Return the text of each prompt if the client requested it, else None for each."""
         if not self._body.return_prompt_text:
             return [None] * len(prompts)
+        await self.check_prompt_texts(prompts, "return_prompt_text")
         tokenizer = self._app_state.tokenizer
         num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         return await tokenizer.run_in_thread_if_large(num_tokens, _prompt_texts, prompts, tokenizer)
@@ -354,18 +382,6 @@ def prompt_text(prompt: Prompt, tokenizer: ModelTokenizer) -> str:
 
 def _prompt_texts(prompts: Sequence[Prompt], tokenizer: ModelTokenizer) -> list[str]:
     return [prompt_text(prompt, tokenizer) for prompt in prompts]
-
-
-def _num_logprob_entries(request: EngineCoreRequest) -> int:
-    """Return the largest number of log-probabilities that the response can contain."""
-    params = request.sampling_params
-    entries = 0
-    if params.logprobs is not None:
-        alternatives = len(params.logprob_token_ids) or params.logprobs
-        entries += params.max_tokens * (alternatives + 1)
-    if params.prompt_logprobs is not None:
-        entries += len(request.prompt_token_ids) * (params.prompt_logprobs + 1)
-    return entries * request.n
 
 
 def check_request(request: GenerationRequest) -> None:

@@ -7,14 +7,16 @@ last event, after failures, and if the connection accepts no more data.
 """
 
 import asyncio
-import json
 import logging
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Final
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from api_server.http.http_protocol import ChunkWriter, chunk_writer, close_after_response
-from api_server.protocol.encoder import ResponseEncoder
+from api_server.protocol.encoder import ResponseEncoder, json_parts
 from api_server.request_stream import StreamNotifier
 from api_server.stream import TokenStream
 from proto.errors import InternalRequestError, RequestError
@@ -50,6 +52,7 @@ class GenerationResponse(Response):
         self._as_events = as_events
         self._keep_alive_seconds = keep_alive_seconds
         self._extra_headers = extra_headers
+        self._unsent: list[str | Iterator[str]] = []  # events that `_write_chunk` did not write
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -79,17 +82,25 @@ class GenerationResponse(Response):
         writer = chunk_writer(scope)
         while not stream.disconnected:
             events, is_last, error = next_events(stream, self._encoder)
+            events, self._unsent = [begin, *self._unsent, *events], []
             if error is not None:
                 close_after_response(scope)
-                events += self._encoder.encode_error(error)
-            events = begin + events or keep_alive.due_event()
+                events.append(self._encoder.encode_error(error))
+            if not any(events):
+                events = [keep_alive.due_event()]
             begin = ""
-            if events:
-                body = events.encode()
+            pieces = _joined(events)
+            piece = next(pieces, None)
+            while piece is not None and not stream.disconnected:
+                following = next(pieces, None)
+                more = following is not None or not is_last
                 stream.send_buffer.is_blocked = True  # visible to others only if `send` suspends
-                await send({"type": "http.response.body", "body": body, "more_body": not is_last})
+                await send({"type": "http.response.body", "body": piece, "more_body": more})
                 stream.send_buffer.is_blocked = False
                 keep_alive.record_write()
+                piece = following
+                if piece is not None:
+                    await asyncio.sleep(0)
             if is_last:
                 return
             await stream.wait(lambda: self._write_chunk(writer, keep_alive))
@@ -103,12 +114,16 @@ class GenerationResponse(Response):
         if writer is None or not (writer.ready and stream.is_running):
             return False
         try:
-            events = "".join([self._encoder.encode_delta(delta) for delta in stream.pop_deltas()])
+            pieces = [self._encoder.encode_delta(delta) for delta in stream.pop_deltas()]
         except Exception:
             logger.exception("%s: the response could not be encoded", stream.label)
             stream.fail(InternalRequestError("internal error"))
             return False
-        events = events or keep_alive.due_event()
+        texts = [piece for piece in pieces if isinstance(piece, str)]
+        if len(texts) < len(pieces):
+            self._unsent = pieces
+            return False
+        events = "".join(texts) or keep_alive.due_event()
         if events:
             writer.write(events.encode())
             keep_alive.record_write()
@@ -123,30 +138,78 @@ class GenerationResponse(Response):
                 return
         if stream.error is not None:
             raise self._encoder.client_error(stream.error)
-        body = json.dumps(self._encoder.encode_body(stream.pop_deltas(), stream.usage())).encode()
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-            *self._extra_headers,
-        ]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        body = self._encoder.encode_body(stream.pop_deltas(), stream.usage())
+        await send_json(send, json_parts(body), self._extra_headers)
+
+
+async def send_json(
+    send: Send, parts: Iterator[str], extra_headers: Sequence[tuple[bytes, bytes]]
+) -> None:
+    """Send a response with a JSON body; a long one in parts, between which others get their turn.
+
+    A part is made when the connection has taken those before it.
+    """
+    pieces = _joined(parts)
+    first = next(pieces, b"")
+    second = next(pieces, None)
+    headers = [(b"content-type", b"application/json"), *extra_headers]
+    if second is None:
+        headers.append((b"content-length", str(len(first)).encode()))
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    if second is not None:
+        for piece in chain((first, second), pieces):
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await asyncio.sleep(0)
+        first = b""
+    await send({"type": "http.response.body", "body": first})
+
+
+class JsonResponse(Response):
+    """A response with a JSON body in parts."""
+
+    def __init__(self, parts: Iterator[str], extra_headers: Sequence[tuple[bytes, bytes]]) -> None:
+        super().__init__()
+        self._parts = parts
+        self._extra_headers = extra_headers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_json(send, self._parts, self._extra_headers)
+
+
+PIECE_CHARACTERS: Final = 1 << 16
+"""Characters of a response that are sent at once, about."""
+
+
+def _joined(texts: Iterable[str | Iterator[str]]) -> Iterator[bytes]:
+    """Yield texts, and the parts of iterators, joined to pieces of at least PIECE_CHARACTERS."""
+    waiting: list[str] = []
+    size = 0
+    for text in texts:
+        for part in (text,) if isinstance(text, str) else text:
+            waiting.append(part)
+            size += len(part)
+            if size >= PIECE_CHARACTERS:
+                yield "".join(waiting).encode()
+                waiting.clear()
+                size = 0
+    if size:
+        yield "".join(waiting).encode()
 
 
 def next_events(
     stream: TokenStream, encoder: ResponseEncoder
-) -> tuple[str, bool, RequestError | None]:
+) -> tuple[list[str | Iterator[str]], bool, RequestError | None]:
     """Return the pending events, whether they are the last, and the failure if it is one."""
     try:
-        events = "".join([encoder.encode_delta(delta) for delta in stream.pop_deltas()])
+        events = [encoder.encode_delta(delta) for delta in stream.pop_deltas()]
         if stream.error is not None:
             return events, True, stream.error
         if stream.finished:
-            events += encoder.encode_end(stream.usage())
+            events.append(encoder.encode_end(stream.usage()))
         return events, stream.finished, None
     except Exception:  # the status is sent: no other handler could report the error
         logger.exception("%s: the response could not be encoded", stream.label)
-        return "", True, InternalRequestError("internal error")
+        return [], True, InternalRequestError("internal error")
 
 
 class KeepAlive:

@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final
 
 from api_server.engine.engine_client import EngineClient
@@ -213,7 +214,7 @@ class Session:
             self.fail(stream.error)
             self._client.abort_request(self)
         stream.send_buffer.is_blocked = True  # visible to others only if `send` suspends
-        for message in event_data("".join(events)):
+        for message in event_data("".join(chain.from_iterable(events))):
             await send(message)
         stream.send_buffer.is_blocked = False
         return has_ended

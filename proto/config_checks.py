@@ -194,6 +194,7 @@ def check_token_budget(scheduler: SchedulerConfig) -> None:
 def _check_front_end(frontend: FrontEndConfig) -> None:
     _positive("api_server_count", frontend.api_server_count)
     _positive("stream_interval", frontend.stream_interval)
+    _positive("max_response_bytes", frontend.max_response_bytes)
     if frontend.api_server_count > MAX_FRONT_ENDS:
         raise ConfigError(
             f"--api-server-count must be at most {MAX_FRONT_ENDS}, got {frontend.api_server_count}",

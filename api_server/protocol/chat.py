@@ -1,7 +1,7 @@
 """POST /v1/chat/completions: the request and the encoder of its response."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import (
@@ -26,6 +26,7 @@ from api_server.protocol.encoder import (
     PLACEHOLDER,
     OpenAIStreamEncoder,
     ResponseOptions,
+    Rows,
     json_string,
     last_chunk_fields,
     sse_event,
@@ -360,12 +361,7 @@ class ChatEncoder(OpenAIStreamEncoder):
         return opening + self._parts_chunk(delta, parts)
 
     def encode_body(self, deltas: Sequence[Delta], usage: Usage) -> dict[str, Any]:
-        choices = []
-        for delta in deltas:
-            parser = self._choice_parsers[delta.index]
-            parts = parser.parse_delta(delta.text, delta.finish_reason, delta.content_end)
-            message = full_message(parts)
-            choices.append({"index": delta.index, "message": message} | self._choice_fields(delta))
+        choices = map(self._whole_choice, deltas)
         body = self._options.envelope(self.object_name) | {
             "choices": choices,
             "usage": usage_object(usage),
@@ -375,6 +371,12 @@ class ChatEncoder(OpenAIStreamEncoder):
         if self._options.returns_token_ids:
             body["prompt_token_ids"] = list(self._stream.prompt_token_ids)
         return body | self._prompt_text
+
+    def _whole_choice(self, delta: Delta) -> dict[str, Any]:
+        parser = self._choice_parsers[delta.index]
+        parts = parser.parse_delta(delta.text, delta.finish_reason, delta.content_end)
+        choice = {"index": delta.index, "message": full_message(parts)}
+        return choice | self._choice_fields(delta, Rows)
 
     def _opening_chunk(self, index: int) -> str:
         """Return the chunk with the role; that of the first choice has the prompt's ids too.
@@ -400,17 +402,21 @@ class ChatEncoder(OpenAIStreamEncoder):
         return sse_event(with_usage(chunk, self._options, self._stream, no_tokens))
 
     def _parts_chunk(self, delta: Delta, parts: Sequence[OutputPart]) -> str:
-        choice = {"index": delta.index, "delta": delta_message(parts)} | self._choice_fields(delta)
+        choice = {"index": delta.index, "delta": delta_message(parts)}
+        choice |= self._choice_fields(delta, list)
         chunk = self._options.envelope(self.chunk_object) | {"choices": [choice]}
         chunk = with_usage(chunk, self._options, self._stream, delta)
         return sse_event(chunk | last_chunk_fields(delta, [self._stream]))
 
-    def _choice_fields(self, delta: Delta) -> dict[str, Any]:
-        """Return the fields of a choice beside its message."""
+    def _choice_fields(
+        self, delta: Delta, collect: Callable[[Iterable[Any]], Any]
+    ) -> dict[str, Any]:
+        """Return the fields of a choice beside its message. collect: makes a list of logprobs."""
         options = self._options
         logprobs = None
         if options.num_logprobs is not None:
-            logprobs = chat_logprobs(delta.tokens, options.num_logprobs, options.token_names)
+            entries = chat_logprobs(delta.tokens, options.num_logprobs, options.token_names)
+            logprobs = {"content": collect(entries), "refusal": None}
         reason = delta.finish_reason
         if reason == "stop" and self._choice_parsers[delta.index].has_tool_calls:
             reason = TOOL_CALLS

@@ -34,8 +34,6 @@ from proto.sampling_params import (
 
 MAX_CHOICES_PER_REQUEST: Final = 1024
 """Most choices of all prompts of a request together."""
-MAX_LOGPROB_ENTRIES: Final = 1 << 20
-"""Most log-probabilities in a response: choices × tokens × (alternatives + 1)."""
 MAX_STOP_STRINGS: Final = 1024
 MAX_STOP_BYTES: Final = 64 << 10
 """Of all stop strings together, in UTF-8."""

@@ -1,6 +1,6 @@
 """POST /v1/completions: the request and the encoder of its response."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
@@ -11,9 +11,10 @@ from api_server.protocol.encoder import (
     PLACEHOLDER,
     OpenAIStreamEncoder,
     ResponseOptions,
+    Rows,
     json_string,
     last_chunk_fields,
-    sse_event,
+    sse_event_parts,
     text_chunk_parts,
     transfer_params,
     usage_object,
@@ -114,29 +115,31 @@ class CompletionEncoder(OpenAIStreamEncoder):
             '"finish_reason": null, "stop_reason": null',
         )
 
-    def encode_delta(self, delta: Delta) -> str:
+    def encode_delta(self, delta: Delta) -> str | Iterator[str]:
         index = delta.index
         if self._is_text_only and delta.finish_reason is None and index in self._opened:
             before, between = self._chunk_head
             return f"{before}{index}{between}{json_string(delta.text)}{self._chunk_tail}"
+        opens_with_echo = index not in self._opened and bool(self._echoes[index // self._n].text)
         delta = self._reported_delta(delta)
-        chunk = self._options.envelope(self.object_name) | {"choices": [self._choice(delta)]}
+        choices = iter([self._choice(delta)])
+        chunk = self._options.envelope(self.object_name) | {"choices": choices}
         stream = self._streams[index // self._n]
         chunk = with_usage(chunk, self._options, stream, delta)
-        return sse_event(chunk | last_chunk_fields(delta, [stream]))
+        parts = sse_event_parts(chunk | last_chunk_fields(delta, [stream]))
+        return parts if opens_with_echo else "".join(parts)
 
     def encode_body(self, deltas: Sequence[Delta], usage: Usage) -> dict[str, Any]:
-        choices = []
-        for delta in deltas:
-            choice = self._choice(self._reported_delta(delta))
-            stream = self._streams[delta.index // self._n]
-            choice["prompt_logprobs"] = self._options.prompt_logprobs(stream)
-            choices.append(choice)
         return self._options.envelope(self.object_name) | {
-            "choices": choices,
+            "choices": map(self._whole_choice, deltas),
             "usage": usage_object(self._reported_usage(usage)),
             **transfer_params(self._streams),
         }
+
+    def _whole_choice(self, delta: Delta) -> dict[str, Any]:
+        choice = self._choice(self._reported_delta(delta))
+        stream = self._streams[delta.index // self._n]
+        return choice | {"prompt_logprobs": self._options.prompt_logprobs(stream)}
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
         is_first = delta.index not in self._opened
@@ -169,7 +172,8 @@ class CompletionEncoder(OpenAIStreamEncoder):
                 stream.prompt_token_ids, echo.offsets, stream.prompt_rows, strict=False
             )
         ]
-        return completion_logprobs([*prompt, *tokens], options.num_logprobs, options.token_names)
+        lists = completion_logprobs([*prompt, *tokens], options.num_logprobs, options.token_names)
+        return {name: Rows(values) for name, values in lists.items()}
 
     def _reported_delta(self, delta: Delta) -> Delta:
         """Return the delta that the client sees."""

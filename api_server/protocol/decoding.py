@@ -7,6 +7,7 @@ outside of strings are counted before anything is decoded.
 """
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
@@ -20,9 +21,13 @@ MAX_VALUES: Final = 1 << 20
 MAX_CONTAINERS: Final = 1 << 16
 MAX_KEYS: Final = 1 << 16
 MAX_STRINGS: Final = 1 << 17
+MAX_DIGITS: Final = 308
+"""Of a number: a float holds every integer of so many digits."""
 MAX_PYTHON_JSON: Final = 4 << 20
 """Largest JSON in bytes for Python's decoder, which takes eight bytes for each if one character is
 an emoji. msgspec's takes half, and does not notice a key that appears twice."""
+_Path = tuple[()] | tuple["_Path", str | int]
+"""A key, after the path of the container that has it."""
 _SCANNED_BYTES: Final = 1 << 18
 _UNCOUNTED: Final = bytes(set(range(256)) - set(b',[{":'))
 
@@ -46,7 +51,10 @@ class _Counts(NamedTuple):
 
 
 def decode_json(body: bytearray, what: str = "body") -> Any:
-    """Return the decoded JSON and empty `body`; raise InvalidRequestError. what: for errors."""
+    """Return the decoded JSON and empty `body`; raise InvalidRequestError. what: for errors.
+
+    Its numbers are finite, and have few enough digits for arithmetic and for messages.
+    """
     counts = _Counts()
     is_large = len(body) > MAX_PYTHON_JSON
     if is_large or (len(body) > INLINE_BYTES and _at_most(body).too_many):
@@ -56,18 +64,44 @@ def decode_json(body: bytearray, what: str = "body") -> Any:
                     f"the {what} has more than {MAX_VALUES} values, {MAX_STRINGS} strings, "
                     f"{MAX_KEYS} names of members or {MAX_CONTAINERS} objects and lists"
                 )
+    bad_numbers: list[_BadNumber] = []
+
+    def refuse(text: str) -> _BadNumber:
+        bad_numbers.append(_BadNumber())
+        return bad_numbers[-1]
+
+    def read_float(text: str) -> float | _BadNumber:
+        number = float(text)
+        return number if math.isfinite(number) else refuse(text)
+
+    def read_long_integer(text: str) -> int | _BadNumber:
+        return int(text) if len(text) <= MAX_DIGITS else refuse(text)
+
     may_be_deep = body.count(b"{") + body.count(b"[") > MAX_DEPTH
     try:
         if is_large:
             fields = msgspec.json.decode(body)
         else:
-            fields = json.loads(body, object_pairs_hook=_unique_keys)
+            fields = json.loads(
+                body,
+                object_pairs_hook=_unique_keys,
+                parse_float=read_float,
+                parse_int=read_long_integer if _may_have_long_number(body) else None,
+                parse_constant=refuse,
+            )
     except RecursionError:
         raise InvalidRequestError(f"the {what} is nested too deeply") from None
     except (ValueError, msgspec.MsgspecError) as error:
         raise InvalidRequestError(f"the {what} is not valid JSON: {error}") from None
     finally:
         body.clear()
+    if bad_numbers:
+        path = _path_of(bad_numbers[0], fields)
+        raise InvalidRequestError(
+            f"{shown(_joined(path)) or f'the {what}'} must be a finite number of at most "
+            f"{MAX_DIGITS} digits",
+            shown(path[0]) if path else None,
+        )
     if may_be_deep and is_nested_deeper(fields):
         raise InvalidRequestError(f"the {what} is nested more than {MAX_DEPTH} deep")
     if is_large and _num_keys(fields) != counts.keys:
@@ -123,6 +157,49 @@ def _num_keys(fields: Any) -> int:
             continue
         containers += [each for each in container if isinstance(each, dict | list)]
     return number
+
+
+class _BadNumber:
+    """Stands in a decoded body for a number that is refused, so that its field can be named."""
+
+
+def _may_have_long_number(body: bytearray) -> bool:
+    """Return whether a body may have an integer of more than MAX_DIGITS digits.
+
+    Such a number fills one of these windows, wherever it begins.
+    """
+    size = MAX_DIGITS // 2
+    return any(body[start : start + size].isdigit() for start in range(0, len(body), size))
+
+
+def _path_of(number: _BadNumber, fields: Any) -> list[str | int]:
+    """Return the keys and indices that lead to a number of a decoded body, level by level."""
+    level: list[tuple[Any, _Path]] = [([fields], ())]
+    while level:
+        below: list[tuple[Any, _Path]] = []
+        for container, path in level:
+            pairs = container.items() if isinstance(container, dict) else enumerate(container)
+            for key, value in pairs:
+                if value is number:
+                    return _keys((path, key))[1:]
+                if isinstance(value, dict | list):
+                    below.append((value, (path, key)))
+        level = below
+    raise AssertionError("the number is in the body")
+
+
+def _keys(path: _Path) -> list[str | int]:
+    keys: list[str | int] = []
+    while path:
+        path, key = path
+        keys.append(key)
+    return keys[::-1]
+
+
+def _joined(path: list[str | int]) -> str:
+    """Return a path as text, such as messages[0].content."""
+    parts = [f"[{key}]" if isinstance(key, int) else f".{key}" for key in path]
+    return "".join(parts).removeprefix(".")
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

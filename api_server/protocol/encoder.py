@@ -9,8 +9,9 @@ a streamed token costs the encoding of one string; everything else is rare and g
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Final, Protocol
 
 from api_server.errors import error_body
@@ -25,6 +26,61 @@ KEEP_ALIVE: Final = "\n\n"
 Not a comment, which some clients join with the next event. Two newlines, because some clients split
 the stream at them: a single one would become part of the next event."""
 json_string: Final = json.encoder.encode_basestring_ascii
+
+
+class Rows:
+    """A long list of small values for `json_parts`, which are made when they are encoded."""
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self.values = values
+
+
+_ROWS_PER_PART: Final = 128
+_CHARACTERS_PER_PART: Final = 1 << 16
+
+
+def json_parts(value: Any, dumps: Callable[[Any], str] = json.dumps) -> Iterator[str]:
+    """Yield the JSON text of a value in parts, each of which takes little work.
+
+    An iterator is a list whose elements are encoded in parts themselves; it may stand, like `Rows`,
+    in a dict or in another iterator, but not in a list.
+    """
+    if isinstance(value, str) and len(value) > _CHARACTERS_PER_PART:
+        yield '"'
+        for start in range(0, len(value), _CHARACTERS_PER_PART):
+            yield dumps(value[start : start + _CHARACTERS_PER_PART])[1:-1]
+        yield '"'
+    elif isinstance(value, dict) and any(map(_has_parts, value.values())):
+        separator = "{"
+        for key, child in value.items():
+            yield f"{separator}{dumps(key)}: "
+            yield from json_parts(child, dumps)
+            separator = ", "
+        yield "}"
+    elif isinstance(value, Iterator):
+        separator = "["
+        for child in value:
+            yield separator
+            yield from json_parts(child, dumps)
+            separator = ", "
+        yield "]" if separator == ", " else "[]"
+    elif isinstance(value, Rows) or (isinstance(value, list) and len(value) > _ROWS_PER_PART):
+        rows = iter(value.values if isinstance(value, Rows) else value)
+        separator = "["
+        while batch := list(islice(rows, _ROWS_PER_PART)):
+            yield f"{separator}{dumps(batch)[1:-1]}"
+            separator = ", "
+        yield "]" if separator == ", " else "[]"
+    else:
+        yield dumps(value)
+
+
+def _has_parts(value: Any) -> bool:
+    if isinstance(value, str):
+        return len(value) > _CHARACTERS_PER_PART
+    if isinstance(value, list):
+        return len(value) > _ROWS_PER_PART
+    return isinstance(value, dict | Iterator | Rows)
 
 
 class ResponseEncoder(Protocol):
@@ -44,8 +100,11 @@ class ResponseEncoder(Protocol):
         """Return the events that are sent with the HTTP status, before the first token."""
         ...
 
-    def encode_delta(self, delta: Delta) -> str:
-        """Return the events of a delta. The first delta of a choice also opens the choice."""
+    def encode_delta(self, delta: Delta) -> str | Iterator[str]:
+        """Return the events of a delta. The first delta of a choice also opens the choice.
+
+        Events that take much work are returned as an iterator of their parts.
+        """
         ...
 
     def encode_end(self, usage: Usage) -> str:
@@ -61,7 +120,7 @@ class ResponseEncoder(Protocol):
         ...
 
     def encode_body(self, deltas: Sequence[Delta], usage: Usage) -> dict[str, Any]:
-        """Return the response as a whole; `deltas` contain all output of each choice."""
+        """Return the response as a whole for `json_parts`; `deltas` contain all output."""
         ...
 
 
@@ -121,12 +180,12 @@ class ResponseOptions:
         start = delta.num_tokens - len(delta.token_ids)
         return {"accepted_drafts": choice.accepted_drafts(start, delta.num_tokens)}
 
-    def prompt_logprobs(self, stream: RequestStream) -> list[dict[str, Any] | None] | None:
+    def prompt_logprobs(self, stream: RequestStream) -> Rows | None:
         """Return the field `prompt_logprobs`; None if it was not requested."""
         if self.num_prompt_logprobs is None:
             return None
-        return prompt_logprobs(
-            stream.prompt_rows, self.num_prompt_logprobs, self.prompt_token_names
+        return Rows(
+            prompt_logprobs(stream.prompt_rows, self.num_prompt_logprobs, self.prompt_token_names)
         )
 
 
@@ -191,6 +250,13 @@ def text_chunk_parts(chunk: dict[str, Any], last_fields: str) -> tuple[tuple[str
 def sse_event(body: dict[str, Any]) -> str:
     """Return a server-sent event without a name."""
     return f"data: {json.dumps(body)}\n\n"
+
+
+def sse_event_parts(body: dict[str, Any]) -> Iterator[str]:
+    """Yield a server-sent event without a name in parts."""
+    yield "data: "
+    yield from json_parts(body)
+    yield "\n\n"
 
 
 def event_data(events: str) -> list[str]:

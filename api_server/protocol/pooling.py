@@ -88,11 +88,15 @@ def pooling_usage(num_tokens: int) -> dict[str, int]:
     return {"prompt_tokens": num_tokens, "completion_tokens": 0, "total_tokens": num_tokens}
 
 
+NUMBER_BYTES: Final = {"float": 22, "base64": 6}
+"""Of a number in a response, by encoding format, at most."""
+
+
 def encoded(vector: Vector, encoding_format: str) -> Any:
-    """Return the numbers as the client wants them."""
+    """Return the numbers as the client wants them, for `json_parts`."""
     if encoding_format == "base64":
         return b64encode(vector.astype("<f4", copy=False).tobytes()).decode()
-    return vector.tolist()
+    return vector.tolist() if vector.ndim == 1 else (row.tolist() for row in vector)
 
 
 def texts_of(value: Any, field: str) -> list[str]:

@@ -123,8 +123,8 @@ async def build_chat_turn(
         edits=await logit_edits(body, app_state.tokenizer, app_state.generation_defaults),
         thinking=rule,
     )
-    (prompt_text,) = await builder.prompt_texts(prompts)
     requests = builder.build_requests(prompts, options)
+    (prompt_text,) = await builder.prompt_texts(prompts)
     return ChatTurn(
         builder,
         await builder.build_stream(requests, [0], output_format),

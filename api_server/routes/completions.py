@@ -56,6 +56,8 @@ async def create_completion(request: Request) -> Response:
     echoed = sum(len(prompt.token_ids) for prompt in prompts) if body.echo else 0
     edits = await logit_edits(body, app_state.tokenizer, app_state.generation_defaults)
     requests = builder.build_requests(prompts, _options(body, edits))
+    if body.echo:
+        await builder.check_prompt_texts(prompts, "echo")
     echoes = await app_state.tokenizer.run_in_thread_if_large(
         echoed, _echoes, body, prompts, app_state.tokenizer
     )

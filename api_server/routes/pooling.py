@@ -1,6 +1,7 @@
 """POST /v1/embeddings and /pooling, /classify, /score, /rerank with their other paths."""
 
 import time
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -10,19 +11,23 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api_server.pooling import PoolingJob, pooler_for
+from api_server.protocol.encoder import json_parts
 from api_server.protocol.fields import IgnoredFields, parse
 from api_server.protocol.pooling import (
+    NUMBER_BYTES,
     ClassificationRequest,
     EmbeddingRequest,
     PoolingRequest,
     RerankRequest,
     ScoreRequest,
+    Vector,
     encoded,
     label_entry,
     pooling_usage,
     rerank_results,
     texts_of,
 )
+from api_server.response import JsonResponse
 from api_server.routes.common import app_state_of, read_fields
 from proto.codec import to_compact_json
 from proto.errors import InvalidRequestError
@@ -66,8 +71,9 @@ async def classify(request: Request) -> Response:
     job = PoolingJob(app_state_of(request), request, body, ignored, "classify-")
     prompts = await job.read_texts(body.input, "input")
     params = pooler.params("classify", activate=body.use_activation)
+    job.check_size(prompts, params, NUMBER_BYTES["float"])
     scores = await job.run(prompts, params, "input")
-    data = [label_entry(index, each, pooler.labels) for index, each in enumerate(scores)]
+    data = (label_entry(index, each, pooler.labels) for index, each in enumerate(scores))
     return _json(job, {"object": "list", "data": data, "usage": pooling_usage(job.num_tokens)})
 
 
@@ -165,23 +171,23 @@ async def _answer(
 ) -> Response:
     """Pool the texts of `input` and return a list with an object of this kind for each."""
     prompts = await job.read_texts(body.input, "input")
+    job.check_size(prompts, params, NUMBER_BYTES[body.encoding_format])
     vectors = await job.run(prompts, params, "input")
     if params.task == "token_embed":
-        shaped = [
+        shaped: Iterable[Vector] = (
             vector.reshape(len(prompt.token_ids), -1)
             for vector, prompt in zip(vectors, prompts, strict=True)
-        ]
+        )
     else:
         shaped = vectors
-    data = [
+    data = (
         {"object": kind, "index": index, key: encoded(vector, body.encoding_format)}
         for index, vector in enumerate(shaped)
-    ]
+    )
     return _json(job, {"object": "list", "data": data, "usage": pooling_usage(job.num_tokens)})
 
 
 def _json(job: PoolingJob, fields: dict[str, Any]) -> Response:
     body = {"id": job.id, "created": int(time.time()), "model": job.model_name, **fields}
-    response = Response(to_compact_json(body), media_type="application/json")
-    response.raw_headers += job.headers()
-    return response
+    parts = json_parts(body, lambda value: to_compact_json(value).decode())
+    return JsonResponse(parts, job.headers())

@@ -13,6 +13,7 @@ import asyncio
 import json
 import logging
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final
 
 from fastapi import APIRouter
@@ -236,7 +237,7 @@ class ResponsesConnection:
         events = encoder.encode_start()
         while not stream.disconnected:
             new_events, is_last, error = next_events(stream, encoder)
-            events += new_events
+            events += "".join(chain.from_iterable(new_events))
             if error is not None:
                 events += encoder.encode_failure(error)
             stream.send_buffer.is_blocked = True  # visible to others only if `send` suspends

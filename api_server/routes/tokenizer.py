@@ -7,13 +7,15 @@ import asyncio
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from api_server.app_state import AppState
+from api_server.engine_call import check_response_size
+from api_server.protocol.encoder import json_parts
 from api_server.protocol.fields import IgnoredFields, parse
 from api_server.protocol.tokenize import (
     TOKENIZE_CHAT_NEUTRAL,
@@ -21,15 +23,19 @@ from api_server.protocol.tokenize import (
     TokenizeChat,
     TokenizeText,
 )
+from api_server.response import JsonResponse
 from api_server.routes.common import app_state_of, read_json
 from api_server.text.chat_prompt import build_conversation, num_characters
 from api_server.text.chat_template import Conversation
 from api_server.text.rendering import TemplateRenderer
 from api_server.turns import run_for_body
 from proto.codec import to_compact_json
-from proto.errors import InvalidRequestError, UnknownPathError, shown
+from proto.errors import InvalidRequestError, UnknownPathError, require, shown
 
 router = APIRouter()
+
+MAX_DETOKENIZED: Final = 1 << 17
+"""Most token ids of /detokenize, or as many as the model's context has if these are more."""
 
 
 @router.post("/tokenize")
@@ -85,16 +91,20 @@ async def detokenize(request: Request) -> Response:
     fields = await read_json(request, partial(parse, Detokenize, neutral={}, ignored=ignored))
     app_state.check_model(fields.model)
     ids, size = fields.tokens, app_state.client.engine.vocab_size
+    most = max(MAX_DETOKENIZED, app_state.client.engine.max_model_len)
+    require(len(ids) <= most, "tokens", f"must be at most {most}, got {len(ids)}")
     for bound in (min(ids, default=0), max(ids, default=0)):
         if not 0 <= bound < size:
             raise InvalidRequestError(
                 f"token id {shown(bound)} is outside the vocabulary [0, {size})", "tokens"
             )
     tokenizer = app_state.tokenizer
+    text_size = await tokenizer.run_in_thread_if_large(len(ids), tokenizer.json_size, ids)
+    check_response_size(app_state, {"tokens": text_size})
     text = await tokenizer.run_in_thread_if_large(
         len(ids), tokenizer.decode, ids, skip_special_tokens=False
     )
-    return _json({"prompt": text}, ignored)
+    return JsonResponse(json_parts({"prompt": text}), ignored.headers())
 
 
 @router.get("/tokenizer_info")

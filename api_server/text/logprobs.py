@@ -1,6 +1,6 @@
 """Log-probabilities: from the engine's arrays to the JSON of each API."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -72,21 +72,25 @@ class TextToken:
 
 def completion_logprobs(
     tokens: Sequence[TextToken], top: int, names: TokenNames
-) -> dict[str, list[Any]]:
-    """Return the `logprobs` of a completion. top: alternatives for each token."""
+) -> dict[str, Iterator[Any]]:
+    """Return the `logprobs` of a completion, in lists that are made when they are read.
+
+    top: alternatives for each token.
+    """
     return {
-        "text_offset": [token.text_offset for token in tokens] if names.has_text else [],
-        "token_logprobs": [token.row.logprobs[0] if token.row else None for token in tokens],
-        "tokens": [names.token_text(token.token_id) for token in tokens],
-        "top_logprobs": [
+        "text_offset": (token.text_offset for token in tokens if names.has_text),
+        "token_logprobs": (token.row.logprobs[0] if token.row else None for token in tokens),
+        "tokens": (names.token_text(token.token_id) for token in tokens),
+        "top_logprobs": (
             _best_by_text(token.row, top, names) if token.row else None for token in tokens
-        ],
+        ),
     }
 
 
-def chat_logprobs(tokens: Sequence[TextToken], top: int, names: TokenNames) -> dict[str, Any]:
-    """Return the `logprobs` of a chat choice. top: alternatives for each token."""
-    content = []
+def chat_logprobs(
+    tokens: Sequence[TextToken], top: int, names: TokenNames
+) -> Iterator[dict[str, Any]]:
+    """Yield the `content` of a chat choice's `logprobs`. top: alternatives for each token."""
     for token in tokens:
         assert token.row is not None, "only prompts have tokens without log-probabilities"
         ids, values = token.row.token_ids, token.row.logprobs
@@ -95,15 +99,14 @@ def chat_logprobs(tokens: Sequence[TextToken], top: int, names: TokenNames) -> d
             _chat_entry(ids[column], values[column], names)
             for column in range(1, min(len(ids), top + 1))
         ]
-        content.append(entry)
-    return {"content": content, "refusal": None}
+        yield entry
 
 
 def prompt_logprobs(
     rows: Sequence[LogprobRow | None], top: int, names: TokenNames
-) -> list[dict[str, Any] | None]:
-    """Return vLLM's `prompt_logprobs`: for each prompt token, id → logprob, rank and text."""
-    return [None if row is None else _by_id(row, top, names) for row in rows]
+) -> Iterator[dict[str, Any] | None]:
+    """Yield vLLM's `prompt_logprobs`: for each prompt token, id → logprob, rank and text."""
+    return (None if row is None else _by_id(row, top, names) for row in rows)
 
 
 def _by_id(row: LogprobRow, top: int, names: TokenNames) -> dict[str, Any]:

@@ -9,7 +9,8 @@ first counted in slices of it: if it has too many, they are never made.
 """
 
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, ParamSpec, TypeVar
@@ -135,6 +136,7 @@ class ModelTokenizer:
         self._decoder = TokenDecoder(tokenizer)
         self._short_texts = WorkThread("tokenize")
         self._long_texts = WorkThread("tokenize-long")
+        self._json_sizes: dict[int, int] = {}  # by token id, of those that were asked for
         self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
 
     @classmethod
@@ -266,6 +268,16 @@ class ModelTokenizer:
         if skip_special_tokens:
             ids = [token_id for token_id in ids if token_id not in self.special_ids]
         return self._decoder.decode(ids)
+
+    def json_size(self, ids: Iterable[int]) -> int:
+        """Return about how many bytes the text of tokens has in JSON."""
+        sizes = self._json_sizes
+        total = 0
+        for token_id, number in Counter(ids).items():
+            if token_id not in sizes:
+                sizes[token_id] = len(json.dumps(self.token_text(token_id))) - 2
+            total += number * sizes[token_id]
+        return total
 
     def token_names(self, ids: Sequence[int]) -> list[str | None]:
         """Return each token as the vocabulary spells it, None for an id without a token."""

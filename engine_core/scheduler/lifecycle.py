@@ -16,6 +16,7 @@ from engine_core.scheduler.crash_isolation import CrashIsolation
 from engine_core.scheduler.hooks import RequestListener, SchedulerObserver
 from engine_core.scheduler.kv_transfer import KVTransferManager
 from engine_core.scheduler.output import OutputBuilder
+from engine_core.scheduler.prefix_sharing import SiblingForks
 from engine_core.scheduler.queues.base import RequestQueue
 from proto.engine_io import EventType
 from proto.sampling_params import MAX_REPEATED_TOKENS
@@ -104,6 +105,7 @@ class RequestLifecycle:
         crash_isolation: CrashIsolation,
         kv_transfer: KVTransferManager,
         output_builder: OutputBuilder,
+        sibling_forks: SiblingForks,
         listeners: Sequence[RequestListener],
     ) -> None:
         """Keep the parts that take part in a request's beginning or end; called once."""
@@ -113,6 +115,7 @@ class RequestLifecycle:
         self._crash_isolation = crash_isolation
         self._kv_transfer = kv_transfer
         self._output_builder = output_builder
+        self._sibling_forks = sibling_forks
         self._listeners = listeners
 
     def add_request(self, request: Request) -> None:
@@ -166,6 +169,11 @@ class RequestLifecycle:
         )
         self._release(request)
 
+    def allow_cached_prompt(self, request: Request) -> None:
+        """Let all choices find their prompt in the cache, since one of them has computed it."""
+        for choice in self.choices[request.request_id].values():
+            choice.skip_reading_prefix_cache = False
+
     def clear_running(self) -> None:
         """Remove requests that have ended from the running list."""
         self._running[:] = [request for request in self._running if not request.is_finished]
@@ -178,6 +186,7 @@ class RequestLifecycle:
             del self.recently_ended[seq_id]
 
     def _release(self, request: Request) -> None:
+        self._sibling_forks.bequeath_prompt(request)
         self._kv_cache.free(request)
         self._observer.on_request_finished(request)
         if request.scheduled_at is not None:

@@ -153,10 +153,18 @@ class QueueLimits:
                        └▶ QueueFullError: for all choices of the message
 
     A listener. A choice that has begun is not counted again, even after a preemption or a crash.
+    shares_prompts: choices compute their prompt once; False: each of them computes it.
     """
 
-    def __init__(self, limits: QueueCapacity, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        limits: QueueCapacity,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        shares_prompts: bool = True,
+    ) -> None:
         self.limits = limits
+        self._shares_prompts = shares_prompts
         self._all = WaitingCounts()
         self._by_tenant: dict[int, WaitingCounts] = {}  # by tenant; none is empty
         self._tokens: dict[int, int] = {}  # prompt tokens counted for each, by seq_id
@@ -179,7 +187,8 @@ class QueueLimits:
             return
         limits, total = self.limits, self._all
         own = self._by_tenant.get(message.tenant, WaitingCounts())
-        num_tokens = len(message.prompt_token_ids)
+        num_prompts = 1 if self._shares_prompts else message.n
+        num_tokens = num_prompts * len(message.prompt_token_ids)
         num_tenants = len(self._by_tenant.keys() | {message.tenant})
         reqs = (limits.num_requests, total.num_requests, own.num_requests, message.n)
         tokens = (limits.num_tokens, total.num_tokens, own.num_tokens, num_tokens)
@@ -198,10 +207,11 @@ class QueueLimits:
                 raise error
 
     def count_request(self, request: Request) -> None:
-        """Count a choice in the queue; the prompt that choices share counts with the first one."""
+        """Count a choice in the queue; a prompt that choices share counts with the first one."""
         if not self._tokens:
             self._drain_rate.on_first_waiting()
-        num_tokens = 0 if request.choice else request.num_prompt_tokens
+        is_shared = self._shares_prompts and request.choice > 0
+        num_tokens = 0 if is_shared else request.num_prompt_tokens
         self._tokens[request.seq_id] = num_tokens
         self._all.change_by(1, num_tokens)
         self._by_tenant.setdefault(request.tenant, WaitingCounts()).change_by(1, num_tokens)

@@ -16,6 +16,7 @@ from typing import ClassVar, Final
 from engine_core.kv_cache.manager import NOTHING_COMPUTED, ComputedBlocks, KVCacheManager
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.hooks import Candidate, Unblock
+from engine_core.scheduler.preemption import NonRunningBlocks
 from engine_core.scheduler.step_plan import StepPlan
 
 MAX_LOST_STEPS: Final = 8
@@ -239,7 +240,8 @@ class SiblingForks:
     running choice without the prompt, and fork any running choice with it. If there is neither,
     because the first one was preempted or aborted, the next one in the queue computes the prompt.
     If a choice has ended already, the others use the prefix cache and none waits again: otherwise
-    each might end before the next begins.
+    each might end before the next begins. Without a prefix cache the next one in the queue inherits
+    the KV of the prompt.
 
     choices: unfinished choices by request id and number; not changed here.
     """
@@ -247,10 +249,15 @@ class SiblingForks:
     status: ClassVar[RequestStatus] = RequestStatus.WAITING_FOR_FORK
 
     def __init__(
-        self, kv_cache: KVCacheManager, choices: Mapping[int, Mapping[int, Request]]
+        self,
+        kv_cache: KVCacheManager,
+        choices: Mapping[int, Mapping[int, Request]],
+        non_running_blocks: NonRunningBlocks,
     ) -> None:
         self._kv_cache = kv_cache
         self._choices = choices
+        self._non_running_blocks = non_running_blocks
+        self._num_cached_of_heir: dict[int, int] = {}  # by seq_id: tokens its source had cached
         self._waits: dict[int, _Wait] = {}
         self._just_admitted: set[Request] = set()
         self._with_ended_choice: set[int] = set()  # ids of requests with a choice that has ended
@@ -282,9 +289,11 @@ class SiblingForks:
 
     def on_admitted(self, request: Request, num_new_tokens: int) -> None:
         siblings = self._choices[request.request_id]
-        if len(siblings) == 1:
-            return
-        self._just_admitted.add(request)
+        num_cached = self._num_cached_of_heir.pop(request.seq_id, None)
+        if num_cached is not None:
+            request.num_cached_tokens = num_cached
+        elif len(siblings) > 1:
+            self._just_admitted.add(request)
         # What one of them computed is shared, but it was not cached.
         request.num_cached_tokens = min(
             sibling.num_cached_tokens
@@ -292,10 +301,35 @@ class SiblingForks:
             if sibling.scheduled_at is not None
         )
 
+    def bequeath_prompt(self, request: Request) -> None:
+        """Give the prompt's KV of a choice that ends to the next one in the queue.
+
+        Only without a prefix cache, where the others could not find it. Call it before the blocks
+        of the choice are freed.
+        """
+        siblings = self._choices[request.request_id]
+        if len(siblings) == 1 or self._kv_cache.enable_caching:
+            return
+        if not request.num_output_tokens and request.seq_id not in self._num_cached_of_heir:
+            return  # the prompt may not be complete
+        if request.status is RequestStatus.FINISHED_ERROR or request.sampling_params.beam_width:
+            return
+        others = [each for each in siblings.values() if each is not request]
+        heir = next((each for each in others if _has_begun_nothing(each)), None)
+        if heir is None or any(map(self._has_prompt, others)):
+            return
+        shared = _num_common_tokens(heir, request)
+        heir.num_computed_tokens = self._kv_cache.fork_blocks(heir, request, shared)
+        if heir.num_computed_tokens:
+            self._num_cached_of_heir[heir.seq_id] = request.num_cached_tokens
+            self._non_running_blocks.add_resting(heir)
+            self._non_running_blocks.move_to_queued(heir)
+
     def on_released(self, request: Request) -> None:
+        self._num_cached_of_heir.pop(request.seq_id, None)
         if len(self._choices[request.request_id]) == 1:
             self._with_ended_choice.discard(request.request_id)
-        elif request.status is not RequestStatus.FINISHED_ABORTED:
+        elif self._kv_cache.enable_caching and request.status is not RequestStatus.FINISHED_ABORTED:
             self._with_ended_choice.add(request.request_id)
         wait = self._waits.get(request.request_id)
         if wait is None:
@@ -323,8 +357,15 @@ class SiblingForks:
         return next((sibling for sibling in siblings if self._is_computing(sibling)), None)
 
     def _is_computing(self, source: Request) -> bool:
-        """Return whether a choice runs and has not computed the prompt yet."""
-        return source.status is RequestStatus.RUNNING and not self._has_prompt(source)
+        """Return whether a choice runs and has not computed the prompt yet.
+
+        With recurrent states nothing can be forked, and the prefix cache is read only after the
+        result of a prompt that must be computed, which may still be in flight.
+        """
+        if source.status is not RequestStatus.RUNNING:
+            return False
+        awaits_result = self._kv_cache.has_states and source.skip_reading_prefix_cache
+        return awaits_result or not self._has_prompt(source)
 
     def _has_prompt(self, source: Request) -> bool:
         """Return whether a running choice has computed the prompt in earlier steps."""
@@ -337,6 +378,13 @@ class SiblingForks:
     def _release_waiters(self, request_id: int) -> None:
         for request in self._waits.pop(request_id).waiters:
             self._unblock(request)
+
+
+def _has_begun_nothing(request: Request) -> bool:
+    return not request.num_computed_tokens and request.status in (
+        RequestStatus.WAITING,
+        RequestStatus.WAITING_FOR_FORK,
+    )
 
 
 def _num_common_tokens(request: Request, source: Request) -> int:

@@ -264,6 +264,8 @@ class ResultPass:
             raise ImpossibleResultError(f"sequence {request.seq_id} has {num_new} tokens at {end}")
         if request.num_output_placeholders:
             request.num_output_placeholders -= num_positions
+        if num_new and request.skip_reading_prefix_cache:
+            self._lifecycle.allow_cached_prompt(request)
         num_accepted, has_ended = 0, False
         # Nearly every row is one token that ends nothing.
         if (

@@ -164,7 +164,8 @@ class SchedulerParts:
             self.retained_prefixes, ttl_rule, kv_cache, clock, evicts_last_turns=retains
         )
         capacity = queue_capacity(config, kv_cache.num_usable_blocks, kv_cache.block_size)
-        self.queue_limits = QueueLimits(capacity, clock)
+        shares_prompts = kv_cache.enable_caching or not kv_cache.has_states
+        self.queue_limits = QueueLimits(capacity, clock, shares_prompts=shares_prompts)
         self.deadlines = Deadlines(clock)
 
         # Gates
@@ -184,11 +185,12 @@ class SchedulerParts:
             swap_rule=self.swap_rule,
             clock=clock,
         )
+        sibling_forks = SiblingForks(kv_cache, self.lifecycle.choices, non_running_blocks)
         later_gates: list[AdmissionGate] = [
             *gates,
             *([] if constraints is None else [constraints]),
             self.beams,
-            SiblingForks(kv_cache, self.lifecycle.choices),
+            sibling_forks,
             PrefixWait(kv_cache, self.chunks.longest_chunk),
             self.kv_transfer,
         ]
@@ -243,6 +245,7 @@ class SchedulerParts:
             crash_isolation=self.crash_isolation,
             kv_transfer=self.kv_transfer,
             output_builder=self.output_builder,
+            sibling_forks=sibling_forks,
             listeners=self.listeners,
         )
 

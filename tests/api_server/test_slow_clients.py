@@ -160,7 +160,7 @@ async def test_a_slow_reader_with_progress_is_not_disconnected(start, tokenizer,
                 looks += 1
         client.close()
         assert looks > 3
-        assert text.endswith(b"}")
+        assert text.endswith(b"}\r\n0\r\n\r\n")
 
 
 @contextlib.asynccontextmanager

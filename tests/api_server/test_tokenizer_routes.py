@@ -89,6 +89,7 @@ async def test_detokenize(start, tokenizer):
         ("/detokenize", {"tokens": [1.5]}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),
         ("/detokenize", {"tokens": [2**70]}, "tokens"),
+        ("/detokenize", {"tokens": [5] * ((1 << 17) + 1)}, "tokens"),
     ],
 )
 async def test_invalid_requests_are_refused(start, path, body, param):

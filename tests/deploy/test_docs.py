@@ -42,7 +42,6 @@ from api_server.protocol.fields import MAX_DEPTH
 from api_server.protocol.responses.input import MAX_ITEMS
 from api_server.protocol.responses.stored import MAX_STORED, MAX_STORED_PER_OWNER
 from api_server.protocol.structured import MAX_CHOICE_STRINGS
-from api_server.protocol.tokenize import MAX_TOKENS
 from api_server.protocol.tools import MAX_LISTED_TOOLS, MAX_TOOLS
 from api_server.request_stream import MAX_UNSENT_BYTES
 from api_server.routes.admin import MAX_ABORTED_IDS, MAX_ID_CHARACTERS
@@ -156,7 +155,6 @@ def test_flags_in_the_readme_exist_and_have_the_same_help() -> None:
             f"{MAX_LISTED_TOOLS:,}",
         ),
         ("strings of a choice in structured outputs", f"{MAX_CHOICE_STRINGS:,}"),
-        ("token ids of `/detokenize`", f"{MAX_TOKENS:,}"),
         (
             "choices of a prompt; of all prompts of a request",
             f"{MAX_CHOICES}; {MAX_CHOICES_PER_REQUEST:,}",

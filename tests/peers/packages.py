@@ -1,5 +1,9 @@
-"""Pinned packages of other projects, downloaded once and unpacked; nothing of them is installed."""
+"""Pinned packages of other projects, downloaded once and unpacked.
 
+None is installed beside tokend. A program that needs other packages gets an environment of its own.
+"""
+
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -7,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -52,11 +57,39 @@ SENTENCEPIECE: Final = PeerPackage(
 """The library. It is not installed: `transformers` would load it, and with it another OpenMP."""
 
 
+SCHEMATHESIS: Final = "schemathesis==4.32.5"
+"""Makes requests from an OpenAPI document and checks the answers."""
+
+
+def install_program(pinned: str, program: str) -> Path:
+    """Return a program of a package that is installed, with what it needs, in the user's cache.
+
+    Raises CalledProcessError if pip cannot install it.
+    """
+    root = cache_folder()
+    folder = root / pinned.replace("==", "-")
+    with _lock(root, folder.name):
+        if not (folder / "complete").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=120)
+            pip = (str(folder / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check")
+            subprocess.run([*pip, pinned], check=True, timeout=600)
+            (folder / "complete").touch()
+    return folder / "bin" / program
+
+
 def cache_folder() -> Path:
     """Return the folder in the user's cache that every checkout shares, made if it is not there."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "tokend-peers")
     root.mkdir(parents=True, exist_ok=True)
     return root
+
+
+@contextlib.contextmanager
+def _lock(root: Path, name: str) -> Iterator[None]:
+    with (root / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def unpack_package(package: PeerPackage) -> Path:
@@ -66,8 +99,7 @@ def unpack_package(package: PeerPackage) -> Path:
     """
     root = cache_folder()
     folder = root / f"{package.name}-{package.version}"
-    with (root / f"{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with _lock(root, folder.name):
         if not folder.exists():
             with tempfile.TemporaryDirectory(dir=root) as workspace:
                 _download(package, Path(workspace)).rename(folder)

@@ -206,10 +206,7 @@ class ResponsesEncoder:
         options = self._options
         if options.num_logprobs is None:
             return []
-        content: list[Json] = chat_logprobs(tokens, options.num_logprobs, options.token_names)[
-            "content"
-        ]
-        return content
+        return list(chat_logprobs(tokens, options.num_logprobs, options.token_names))
 
     def _response(self, status: FinalStatus | Literal["in_progress"]) -> Json:
         output = list(self._closed_items)

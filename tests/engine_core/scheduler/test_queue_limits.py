@@ -157,6 +157,15 @@ def test_queued_tokens_are_shared_among_tenants():
     assert is_full_for(backlog, 2, prompt=[1] * 11)
 
 
+def test_a_prompt_that_choices_cannot_share_counts_for_each_of_them():
+    backlog = QueueLimits(QueueCapacity(0, 100), FakeClock(), shares_prompts=False)
+    for choice in range(3):
+        backlog.count_request(make_request(choice, [1] * 20, choice=choice))
+    assert backlog.num_tokens == 60
+    assert not is_full_for(backlog, 0, n=2, prompt=[1] * 20)
+    assert is_full_for(backlog, 0, n=3, prompt=[1] * 20)
+
+
 def test_a_tenant_that_has_left_has_no_share():
     engine = EngineHarness()
     backlog = engine.scheduler.queue_limits

@@ -4,14 +4,17 @@ import pytest
 
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.hooks import Candidate
+from engine_core.scheduler.preemption import NonRunningBlocks
 from engine_core.scheduler.prefix_sharing import SiblingForks
 from engine_core.scheduler.step_plan import StepPlan
+from proto.lifecycle import RECURRENT_STATE, KVGroup
 from tests.fakes.engine_harness import EngineHarness, scheduled
 from tests.fakes.gates import FakeGate
 from tests.fakes.paged_runner import undisturbed
 
 WAITS = RequestStatus.WAITING_FOR_FORK
 PROMPT = list(range(19))
+STATES = (KVGroup(), KVGroup(kind=RECURRENT_STATE))
 CACHING = pytest.mark.parametrize("caching", [True, False])
 
 
@@ -125,7 +128,7 @@ def test_forks_start_together_when_the_first_choice_ends_at_once(caching):
     engine = engine_of(caching)
     requests = engine.add(PROMPT, max_tokens=1, n=4)
     assert scheduled(engine.step()) == {requests[0].seq_id: 19}
-    num_missing = 3 if caching else 19
+    num_missing = 3 if caching else 1
     assert scheduled(engine.step()) == dict.fromkeys(
         [each.seq_id for each in requests[1:]], num_missing
     )
@@ -171,7 +174,7 @@ def test_with_max_num_seqs_one_choices_run_one_by_one(caching):
     requests = engine.add(PROMPT, max_tokens=3, n=3)
     engine.run()
     assert_right(engine, requests, 3)
-    prompts = (19 + 3 + 3) if caching else 3 * 19
+    prompts = (19 + 3 + 3) if caching else (19 + 1 + 1)
     assert num_computed(engine) == prompts + 3 * 2
 
 
@@ -223,6 +226,63 @@ def test_prompt_logprobs_come_from_the_choice_that_computes_the_prompt():
     assert told[request_id, 0] == [1, 9, 17]
     assert num_computed(engine) == 18 + 3 + 3
     assert_right(engine, requests, 2)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2])
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("max_num_seqs", [4, 64])
+@pytest.mark.parametrize(
+    "fields", [{}, {"prompt_logprobs": 1}, {"skip_reading_prefix_cache": True}], ids=str
+)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {},
+        {"enable_prefix_caching": False},
+        {"enable_prefix_caching": False, "windows": (6,)},
+        {"groups": STATES, "num_state_slots": 212},
+    ],
+    ids=["cached", "uncached", "window", "states"],
+)
+def test_choices_that_end_with_their_first_token_compute_one_prompt(
+    kind, fields, max_num_seqs, is_async, max_tokens
+):
+    """The first choice may have ended before the others begin."""
+    settings = {"max_num_seqs": max_num_seqs, "async_scheduling": is_async, **kind}
+    engine = EngineHarness(block_size=4, max_num_batched_tokens=64, **settings)
+    prompt = list(range(199))
+    requests = engine.add(prompt, max_tokens=max_tokens, n=16, **fields)
+    engine.run()
+    assert num_computed(engine) < 1.4 * len(prompt)
+    told = {
+        each.prompt_logprobs.first_position
+        for outputs in engine.outputs.values()
+        for each in outputs
+        if each.prompt_logprobs
+    }
+    assert told >= {1, 65, 129, 193} if "prompt_logprobs" in fields else not told
+    assert_right(engine, requests, max_tokens)
+
+
+def test_an_heir_of_the_prompt_may_lose_it_and_computes_it_again():
+    engine = engine_of(False, max_num_seqs=1)
+    requests = engine.add(PROMPT, max_tokens=1, n=3)
+    engine.step()
+    assert requests[1].num_computed_tokens == 18
+    engine.scheduler.reset_prefix_cache(preempting=True)
+    engine.run()
+    assert num_computed(engine) == 19 + 19 + 1
+    assert_right(engine, requests, 1)
+
+
+def test_an_heir_of_the_prompt_may_be_aborted():
+    engine = engine_of(False, max_num_seqs=1)
+    requests = engine.add(PROMPT, max_tokens=1, n=3)
+    engine.step()
+    engine.scheduler.abort_request(requests[1].request_id, 1)
+    engine.run()
+    assert num_computed(engine) == 19 + 1
+    assert_right(engine, [requests[0], requests[2]], 1)
 
 
 def test_choices_taken_up_again_share_the_prompt_and_compute_their_outputs():
@@ -297,6 +357,10 @@ def test_a_gate_before_it_may_hold_any_of_them():
     assert_right(engine, requests, 4)
 
 
+def make_gate(engine: EngineHarness, choices: dict[int, dict[int, Request]]) -> SiblingForks:
+    return SiblingForks(engine.kv_cache, choices, NonRunningBlocks(engine.kv_cache))
+
+
 class Watched(dict):
     """Choices by number; counts iterations."""
 
@@ -311,7 +375,7 @@ def test_a_step_does_not_visit_choices_that_wait_for_the_prompt():
     engine = engine_of()
     requests = engine.add(PROMPT, max_tokens=2, n=50)
     choices = Watched({each.choice: each for each in requests})
-    gate = SiblingForks(engine.kv_cache, {requests[0].request_id: choices})
+    gate = make_gate(engine, {requests[0].request_id: choices})
     woken = []
     gate.attach(woken.append)
     first = requests[0]
@@ -331,7 +395,7 @@ def test_a_step_does_not_visit_choices_that_wait_for_the_prompt():
 def test_a_choice_preempted_in_the_same_pass_does_not_wait_for_itself():
     engine = engine_of()
     first, second = engine.add(PROMPT, max_tokens=2, n=2)
-    gate = SiblingForks(engine.kv_cache, {first.request_id: {0: first, 1: second}})
+    gate = make_gate(engine, {first.request_id: {0: first, 1: second}})
     first.status = RequestStatus.RUNNING
     assert gate.is_blocked(Candidate(second, engine.kv_cache))
     first.status = RequestStatus.PREEMPTED

@@ -1,0 +1,120 @@
+"""Responses are bounded before their requests are accepted, and long ones are sent in parts."""
+
+import asyncio
+import itertools
+import json
+
+import msgspec
+import pytest
+
+from api_server.protocol.encoder import Rows, json_parts
+from proto.config import FrontEndConfig
+from proto.pooling import Pooler
+from tests.api_server.conftest import StartFrontEnd
+
+LIMIT = 100_000
+CONFIG = FrontEndConfig(max_response_bytes=LIMIT)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(None, 1.5, "x", [], {}, [[]], {"": {"a": []}}, "é\ud83d\ude00\n" * 50_000),
+        *(
+            list(range(1000)),
+            {"a": list(range(129)), "b": [{"c": 1}] * 500, "d": {"e": "x" * 70_000}},
+        ),
+    ],
+    ids=lambda value: str(type(value).__name__),
+)
+def test_parts_are_the_whole(value) -> None:
+    parts = list(json_parts(value))
+    assert "".join(parts) == json.dumps(value)
+    assert max(map(len, parts)) < 800_000
+
+
+def test_iterators_and_rows_are_lists_made_on_the_way() -> None:
+    made = itertools.count()
+    body = {
+        "a": ({"n": next(made), "rows": Rows(iter(range(3)))} for _ in range(1000)),
+        "b": iter(()),
+    }
+    parts = json_parts(body)
+    for _ in range(10):
+        next(parts)
+    assert next(made) < 10
+    text = "".join(json_parts({"a": Rows({"b": each} for each in range(300)), "c": Rows(())}))
+    assert json.loads(text) == {"a": [{"b": each} for each in range(300)], "c": []}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"echo": True, "n": 128, "prompt": [20] * 1000}, "echo"),
+        ({"echo": True, "n": 64, "prompt": ["word " * 400]}, "echo"),
+        ({"echo": True, "n": 128, "prompt": [20] * 1000, "stream": True}, "echo"),
+        ({"return_prompt_text": True, "n": 128, "prompt": [20] * 1000}, "return_prompt_text"),
+        ({"return_token_ids": True, "n": 128, "prompt": [20] * 1000}, "return_token_ids"),
+        ({"prompt_logprobs": 0, "prompt": [20] * 1000}, "prompt_logprobs"),
+        ({"echo": True, "logprobs": 2, "prompt": [20] * 1000}, "prompt_logprobs"),
+        ({"logprobs": 5, "max_tokens": 1000}, "logprobs"),
+        ({"logprobs": 5, "max_tokens": 10, "n": 64}, "logprobs"),
+    ],
+)
+async def test_answers_beyond_the_limit_are_refused(start: StartFrontEnd, fields, param) -> None:
+    async with start(config=CONFIG, max_model_len=4096) as front_end:
+        answer = await front_end.complete(**fields)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, param)
+        assert f"--max-response-bytes, which is {LIMIT}" in error["message"]
+        assert front_end.engine.requests.empty()
+
+
+async def test_chats_and_detokenised_texts_beyond_the_limit_are_refused(start) -> None:
+    async with start(config=CONFIG, max_model_len=4096) as front_end:
+        answer = await front_end.chat(logprobs=True, top_logprobs=5, max_tokens=1000)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "logprobs")
+        answer = await front_end.http.post("/detokenize", json={"tokens": [20] * 130_000})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tokens")
+
+
+async def test_embeddings_beyond_the_limit_are_refused(start, model) -> None:
+    pooling = msgspec.structs.replace(model, pooler=Pooler(size=1000), hidden_size=1000)
+    async with start(served=pooling, config=CONFIG) as front_end:
+        for fields in ({}, {"encoding_format": "base64"}):
+            body = {"input": [[5]] * 20, **fields}
+            asked = asyncio.create_task(front_end.http.post("/v1/embeddings", json=body))
+            if fields:
+                asked.cancel()
+                continue
+            answer = await asked
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_long_answer_is_complete(start, scripted, stream) -> None:
+    """Its parts are the answer, and others are answered between them."""
+    async with start(scripted("!"), max_model_len=8192) as front_end:
+        fields = {"prompt": [20, 30] * 2000, "echo": True, "logprobs": 3, "n": 4, "max_tokens": 2}
+        asked = asyncio.create_task(
+            front_end.events("/v1/completions", **fields)
+            if stream
+            else front_end.complete(**fields)
+        )
+        num_answers = 0
+        while not asked.done():
+            assert (await front_end.http.get("/health/live")).status_code == 200
+            num_answers += 1
+        answer = await asked
+        choices = (
+            [choice for event in answer[:-1] for choice in event["choices"]]
+            if stream
+            else answer.json()["choices"]
+        )
+        whole = [choice for choice in choices if len(choice["logprobs"]["tokens"]) >= 4000]
+        assert len(whole) == 4
+        for choice in whole:
+            lists = choice["logprobs"]
+            assert choice["text"].startswith("".join(lists["tokens"][:10]))
+            assert {len(each) for each in lists.values()} == {len(lists["tokens"])}
+        assert num_answers > 3
