@@ -32,7 +32,6 @@ from api_server.protocol.chat import (
 from api_server.protocol.common import (
     MAX_BAD_WORD_CHARACTERS,
     MAX_CHOICES_PER_REQUEST,
-    MAX_LOGPROB_ENTRIES,
     MAX_SALT_CHARACTERS,
     MAX_STOP_BYTES,
     MAX_STOP_STRINGS,
@@ -164,10 +163,6 @@ def test_flags_in_the_readme_exist_and_have_the_same_help() -> None:
         ("tools of a response", f"{MAX_TOOLS:,}"),
         ("stored responses; of one client", f"{MAX_STORED:,}; {MAX_STORED_PER_OWNER:,}"),
         ("time for the chat template", f"{RENDER_SECONDS:g} s"),
-        (
-            "log-probabilities in an answer: choices × tokens × (alternatives + 1)",
-            f"{MAX_LOGPROB_ENTRIES:,}",
-        ),
         ("ids of one `/abort_requests`", f"{MAX_ABORTED_IDS:,} of {MAX_ID_CHARACTERS} characters"),
         (
             "stop strings; bytes of all; stop token ids",
