@@ -130,7 +130,7 @@ BODIES: dict[str, tuple[str, Callable[[], Any]]] = {
         lambda: {"messages": [{**ASSISTANT, "tool_calls": [call(LISTS)]}] * 500},
     ),
     # texts
-    "an emoji": ("chat/completions", lambda: chat("a" * 24 * MIB + "🧿")),
+    "an emoji": ("chat/completions", lambda: chat("a" * 20 * MIB + "🧿")),
     "escapes": ("completions", lambda: {"prompt": "\n" * 15 * MIB, "max_tokens": 1}),
     "truncation": (
         "completions",
