@@ -36,7 +36,7 @@ from worker.speculation.draft_sampler import Drafts, SampledStep
 from worker.speculation.drafter import Drafter
 from worker.step_inputs import StepInputs, decodes_first
 
-LOGITS_CHUNK_BYTES: Final = 64 << 20
+LOGITS_CHUNK_BYTES: Final = 16 << 20
 """Most bytes of prompt logits in memory at once."""
 NO_GRAMMARS: Final = GrammarOutput(0, 0, [], b"")
 

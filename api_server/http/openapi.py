@@ -291,7 +291,12 @@ TEXT: Final = an_object({"prompt": STRING})
 ERROR: Final = an_object(
     {
         "error": an_object(
-            {"message": STRING, "type": STRING, "param": or_null(STRING), "code": INTEGER}
+            {
+                "message": STRING,
+                "type": STRING,
+                "param": or_null(STRING),
+                "code": {"anyOf": [INTEGER, STRING]},
+            }
         )
     }
 )

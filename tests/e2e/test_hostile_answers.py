@@ -75,7 +75,7 @@ def test_echoes_of_all_choices_are_refused_or_sent_in_parts(daemon: Daemon, stre
 
 
 def test_logprobs_of_long_prompts_are_sent_in_parts(daemon: Daemon) -> None:
-    length = min(context_of(daemon) - 2, 800)
+    length = min(context_of(daemon) - 2, 400)
     prompt = [100 + number % 900 for number in range(length)]
     bodies = [
         {"prompt": prompt, "max_tokens": 1, "n": 16, "prompt_logprobs": 20},
@@ -87,7 +87,7 @@ def test_logprobs_of_long_prompts_are_sent_in_parts(daemon: Daemon) -> None:
         bystander.rest()
     print([(status, size) for status, size, _ in answers], bystander.figures)
     assert [status for status, _, _ in answers] == [200] * 3
-    assert answers[0][1] > 1 << 20
+    assert answers[0][1] > 5 << 20
     bystander.check()
 
 
@@ -104,7 +104,7 @@ def test_many_ids_are_not_detokenised_at_once(daemon: Daemon) -> None:
 
 def test_many_choices_cost_one_prompt(daemon: Daemon) -> None:
     """Also if the first one ends before the others begin."""
-    length = min(context_of(daemon) - 2, 1_500)
+    length = min(context_of(daemon) - 2, 500)
     tokens = []
     for n in (1, 16):
         prompt = [n + number % 900 for number in range(100, 100 + length)]

@@ -40,7 +40,7 @@ def test_every_request_of_schemathesis_is_answered_as_documented(tmp_path: Path)
             *("--exclude-path-regex", LEFT_OUT, "--max-examples", str(EXAMPLES)),
             *("--phases", "examples,coverage,fuzzing", "--continue-on-failure", "--no-shrink"),
             *("--generation-deterministic", "--request-timeout", "60", "--no-color"),
-            *("--suppress-health-check", "all", "--warnings", "off"),
+            *("--suppress-health-check", "all", "--warnings", "off", "--max-time", "300"),
         ]
         done = subprocess.run(
             command, cwd=tmp_path, capture_output=True, text=True, timeout=540, check=False
