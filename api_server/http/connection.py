@@ -176,7 +176,7 @@ def _network(address: str) -> str:
     return str(ipaddress.ip_network((parsed, 64), strict=False))
 
 
-class Turns:
+class ParsingTurns:
     """Connections with received data, each of which is parsed by a slice in its turn.
 
     Those with the fewest turns since all their data was parsed come first, so an ordinary request
@@ -235,7 +235,7 @@ class Reception:
     """What all connections of a front end share."""
 
     def __init__(self, num_front_ends: int = 1) -> None:
-        self.turns = Turns()
+        self.turns = ParsingTurns()
         self.uploads = Uploads(num_front_ends)
 
 

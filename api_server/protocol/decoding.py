@@ -11,10 +11,9 @@ import math
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
-import msgspec
-
 from api_server.protocol.fields import MAX_DEPTH, is_nested_deeper
 from api_server.turns import INLINE_BYTES
+from proto.codec import from_large_json
 from proto.errors import InvalidRequestError, shown
 
 MAX_VALUES: Final = 1 << 20
@@ -80,7 +79,7 @@ def decode_json(body: bytearray, what: str = "body") -> Any:
     may_be_deep = body.count(b"{") + body.count(b"[") > MAX_DEPTH
     try:
         if is_large:
-            fields = msgspec.json.decode(body)
+            fields = from_large_json(body)
         else:
             fields = json.loads(
                 body,
@@ -91,7 +90,7 @@ def decode_json(body: bytearray, what: str = "body") -> Any:
             )
     except RecursionError:
         raise InvalidRequestError(f"the {what} is nested too deeply") from None
-    except (ValueError, msgspec.MsgspecError) as error:
+    except ValueError as error:
         raise InvalidRequestError(f"the {what} is not valid JSON: {error}") from None
     finally:
         body.clear()
