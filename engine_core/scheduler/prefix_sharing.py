@@ -308,8 +308,9 @@ class SiblingForks:
         of the choice are freed.
         """
         siblings = self._choices[request.request_id]
-        if len(siblings) == 1 or self._kv_cache.enable_caching:
-            return
+        kv_cache = self._kv_cache
+        if len(siblings) == 1 or kv_cache.enable_caching or not kv_cache.is_downward_closed:
+            return  # a window may free what the next one needs while it waits
         if not request.num_output_tokens and request.seq_id not in self._num_cached_of_heir:
             return  # the prompt may not be complete
         if request.status is RequestStatus.FINISHED_ERROR or request.sampling_params.beam_width:

@@ -239,10 +239,9 @@ def test_prompt_logprobs_come_from_the_choice_that_computes_the_prompt():
     [
         {},
         {"enable_prefix_caching": False},
-        {"enable_prefix_caching": False, "windows": (6,)},
         {"groups": STATES, "num_state_slots": 212},
     ],
-    ids=["cached", "uncached", "window", "states"],
+    ids=["cached", "uncached", "states"],
 )
 def test_choices_that_end_with_their_first_token_compute_one_prompt(
     kind, fields, max_num_seqs, is_async, max_tokens
