@@ -284,8 +284,8 @@ def test_totals_of_uploads():
         upload.resize((20 + number) * MIB)
     assert ended == ["first", "tenant 2"]
     network = [begin(f"v6 {number}", f"2001:db8::{number}") for number in range(2)]
-    for upload in network:
-        upload.resize(25 * MIB)
+    for number, upload in enumerate(network):
+        upload.resize((26 - number) * MIB)
     assert ended == ["first", "tenant 2", "v6 0"]
     others = [begin(f"other {number}", f"10.0.2.{number}") for number in range(3)]
     for upload in others:

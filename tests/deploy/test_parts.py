@@ -168,7 +168,7 @@ class TestReady:
         self, log_format: LogFormat
     ) -> None:
         config = ServeConfig(
-            model=ModelConfig(served_model_name="it's mine"),
+            model=ModelConfig(served_model_name=("it's mine",)),
             frontend=FrontEndConfig(api_key="hush", log_level="debug", log_format=log_format),
         )
         url = "http://127.0.0.1:81"

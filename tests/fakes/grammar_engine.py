@@ -98,6 +98,7 @@ class GrammarEngine:
 
     def __init__(self, folder: Path, sandbox: object = None, **settings: object) -> None:
         path, event_fd = folder / "tokenizer.json", EventFd()
+        self.voided: list[int] = []
         self.event_fd = event_fd
         compiler = GrammarCompiler(
             lambda: LLGuidanceBackend(path, SIZE, (EOS,)),
@@ -182,6 +183,7 @@ class GrammarEngine:
             masks = self._masks(output.step)
             self.runner.masks = masks.message()
             self.harness.scheduler.void_rows(output, masks.late)
+            self.voided += masks.late
         return self.runner.execute(output)
 
     def receive(self, result: ModelRunnerOutput) -> None:

@@ -419,7 +419,7 @@ class Bodies:
             "raw_path": path.encode("latin-1"),
             "root_path": "",
             "query_string": b"",
-            "headers": [(b"host", b"x"), (b"content-type", b"application/json")],
+            "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
             "client": ("127.0.0.1", 1),
             "server": ("127.0.0.1", 2),
         }
