@@ -21,6 +21,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 
 import psutil
@@ -31,7 +32,7 @@ MAX_WAIT_SECONDS = 0.5
 MAX_GROWTH_MIB = 200.0
 """Of all processes of the daemon together."""
 HEALTH_SECONDS = 0.02
-MEMORY_SECONDS = 0.05
+MEMORY_SECONDS = 0.1
 STREAM_TOKENS = 400
 
 
@@ -128,13 +129,17 @@ class _Client:
         return self.figures
 
     def _memory(self) -> float:
-        """MiB that the daemon's processes hold, without what they share."""
+        """MiB that the daemon's processes hold; pages that they share after a fork count once.
+
+        Mapped files, such as weights, do not count: they can be dropped.
+        """
         total = 0
         for process in [self._supervisor, *self._supervisor.children(recursive=True)]:
-            with suppress(psutil.NoSuchProcess):
-                used = process.memory_info()
-                total += used.rss - used.shared
-        return total / 2**20
+            with suppress(psutil.NoSuchProcess, OSError):
+                for line in Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines():
+                    if line.startswith(("Pss_Anon:", "Pss_Shmem:")):
+                        total += int(line.split()[1])
+        return total / 1024
 
     def _watch_memory(self, started: float) -> None:
         while not self._ended.wait(MEMORY_SECONDS):

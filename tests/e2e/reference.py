@@ -46,12 +46,20 @@ class Reference:
     @functools.cache
     def load(cls, name: str = DEFAULT_MODEL) -> "Reference":
         """Load once per run: transformers takes half a minute to read a GGUF file."""
+        from tokenizers import pre_tokenizers
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         source = Path(packaged_model(name).source)
         where = {"gguf_file": source.name}
         model = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.float32, **where)
-        return cls(model.eval(), AutoTokenizer.from_pretrained(source.parent, **where))
+        tokenizer = AutoTokenizer.from_pretrained(source.parent, **where)
+        if name == DEFAULT_MODEL:
+            # Digits stand apart in the model's own tokenizer.json; transformers' reading of the
+            # GGUF file leaves that out, which shows where several spaces precede a digit
+            tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+                [pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)]
+            )
+        return cls(model.eval(), tokenizer)
 
     @torch.inference_mode()
     def differences(self, prompt: list[int], output: list[int]) -> list[Difference]:
