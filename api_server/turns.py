@@ -30,7 +30,7 @@ MAX_TENANTS: Final = 4096
 INLINE_BYTES: Final = 1 << 16
 """Largest body that is decoded on the event loop."""
 UNHELD_BYTES: Final = 1 << 20
-"""Largest body that is decoded whatever others there are."""
+"""Largest body that is decoded without regard to the bodies that are held."""
 HELD_BYTES: Final = 32 << 20
 """Larger bodies that are decoded at once, from their arrival until the engine has the requests.
 

@@ -52,7 +52,7 @@ DISCARD_SECONDS: Final = 0.05
 
 UPLOAD_SECONDS: Final = 30.0
 UPLOAD_BYTES: Final = 240 << 10
-"""The least rate of an upload: so many bytes, or its end, in each period of UPLOAD_SECONDS."""
+"""Bytes of an upload that must arrive in each period of UPLOAD_SECONDS, unless it ends."""
 
 
 LINGER_SECONDS: Final = 1.0

@@ -21,7 +21,7 @@ MAX_CONTAINERS: Final = 1 << 16
 MAX_KEYS: Final = 1 << 16
 MAX_STRINGS: Final = 1 << 17
 MAX_DIGITS: Final = 308
-"""Of a number: a float holds every integer of so many digits."""
+"""Most digits of a number: a float holds every integer of that length."""
 MAX_PYTHON_JSON: Final = 4 << 20
 """Largest JSON in bytes for Python's decoder, which takes eight bytes for each if one character is
 an emoji. msgspec's takes half, and does not notice a key that appears twice."""

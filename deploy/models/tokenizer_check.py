@@ -47,7 +47,7 @@ MAX_AFFIX: Final = 256
 """Characters that are put before or after a text or a word."""
 PROBE_CHARACTERS: Final = 1 << 15
 PROBE_SECONDS: Final = 1.0
-"""Processor time for a text of so many characters; it takes about 0.02 s."""
+"""Processor time for a text of PROBE_CHARACTERS; an ordinary part takes about 0.02 s."""
 MAX_PROBES: Final = 256
 LOAD_SECONDS: Final = 60.0
 PROBE_MEMORY: Final = 2 << 30
