@@ -133,7 +133,9 @@ class _ConstrainedRow:
         token_ids = request.all_token_ids[request.num_prompt_tokens + self.num_consumed :]
         self.num_consumed = request.num_output_tokens
         self.masks = ()
-        self.task = MaskTask(request.seq_id, self.matcher, self.cost, token_ids, draft)
+        self.task = MaskTask(
+            request.seq_id, request.tenant, self.matcher, self.cost, token_ids, draft
+        )
         return self.task
 
     def needs_mask(self, num_outputs: int) -> bool:

@@ -3,9 +3,9 @@
     submit ─▶ quick lane ─▶ 2 to 8 threads ─▶ event_fd ─▶ pop_done
                  └ grammar is slow ─▶ slow lane ─▶ 1 to 4 threads ─┘
 
-A thread takes one row at a time. In each lane grammars take turns, so a row waits for one row of
-each other grammar at most, and one thread at a time uses a grammar, whose matchers share a lexer.
-The masks of a slow grammar (`matchers.py:GrammarCost`) are computed in the slow lane only.
+A thread takes one row at a time. In each lane tenants take turns, and so do the grammars of a
+tenant: a tenant with one row waits for one row of each other tenant at most. One thread at a time
+uses a grammar, whose matchers share a lexer. The masks of a slow grammar (`matchers.py:GrammarCost`) are computed in the slow lane only.
 """
 
 import logging
@@ -32,12 +32,13 @@ UNUSABLE: Final = "the grammar cannot be used"
 class MaskTask:
     """The masks of a row to compute: of its next position, and of each position behind a draft.
 
-    cost: of its grammar. token_ids: tokens that its matcher has not consumed. draft: tokens behind
+    tenant: whose turn it takes. cost: of its grammar. token_ids: tokens that its matcher has not consumed. draft: tokens behind
     them. masks: the result; for each position the mask, and a message for the client if the text
     cannot continue there.
     """
 
     seq_id: int
+    tenant: int
     matcher: Matcher
     cost: GrammarCost
     token_ids: list[int]
@@ -67,28 +68,49 @@ class MaskTask:
 
 
 class _Lane:
-    """Tasks that wait, by grammar; the grammar whose turn is next comes first."""
+    """Tasks that wait, by tenant and grammar; those whose turn is next come first."""
 
     def __init__(self) -> None:
-        self.waiting: OrderedDict[GrammarCost, deque[MaskTask]] = OrderedDict()
+        self._waiting: OrderedDict[int, OrderedDict[GrammarCost, deque[MaskTask]]] = OrderedDict()
 
     def put(self, tasks: Iterable[MaskTask]) -> None:
         for task in tasks:
-            self.waiting.setdefault(task.cost, deque()).append(task)
+            grammars = self._waiting.setdefault(task.tenant, OrderedDict())
+            grammars.setdefault(task.cost, deque()).append(task)
 
     def pop(self, busy: Collection[GrammarCost]) -> MaskTask | None:
-        """Return a task of the first grammar that no thread uses; None if there is none."""
-        for cost, tasks in self.waiting.items():
-            if cost not in busy:
-                task = tasks.popleft()
-                self.waiting.move_to_end(cost)
-                if not tasks:
-                    del self.waiting[cost]
-                return task
+        """Return a task of the next tenant and grammar that no thread uses; None for none."""
+        for tenant, grammars in self._waiting.items():
+            for cost, tasks in grammars.items():
+                if cost not in busy:
+                    self._waiting.move_to_end(tenant)
+                    grammars.move_to_end(cost)
+                    task = tasks[0]
+                    self.remove(task)
+                    return task
         return None
 
-    def pop_all(self, cost: GrammarCost) -> deque[MaskTask]:
-        return self.waiting.pop(cost, deque())
+    def pop_all(self, cost: GrammarCost) -> list[MaskTask]:
+        """Return and forget the tasks of a grammar, of all tenants."""
+        found = self.tasks_of(cost)
+        for task in found:
+            self.remove(task)
+        return found
+
+    def tasks_of(self, cost: GrammarCost) -> list[MaskTask]:
+        return [task for grammars in self._waiting.values() for task in grammars.get(cost, ())]
+
+    def remove(self, task: MaskTask) -> None:
+        """Forget a task, if it waits here."""
+        grammars = self._waiting.get(task.tenant, OrderedDict())
+        tasks = grammars.get(task.cost, deque())
+        if task not in tasks:
+            return
+        tasks.remove(task)
+        if not tasks:
+            del grammars[task.cost]
+        if not grammars:
+            del self._waiting[task.tenant]
 
 
 class MaskThreads:
@@ -142,11 +164,7 @@ class MaskThreads:
         """Forget a task that no thread has begun."""
         with self._changed:
             for lane in (self._quick, self._slow):
-                tasks = lane.waiting.get(task.cost)
-                if tasks is not None and task in tasks:
-                    tasks.remove(task)
-                    if not tasks:
-                        del lane.waiting[task.cost]
+                lane.remove(task)
             self._awaited.discard(task)
 
     @property
@@ -203,7 +221,7 @@ class MaskThreads:
             self._abandoned.discard(task)
             del self._running[task]
             other = self._slow if lane is self._quick else self._quick
-            if is_abandoned or task.cost in other.waiting:
+            if is_abandoned or other.tasks_of(task.cost):
                 self._changed.notify_all()  # other threads may use the grammar now
             self._awaited.discard(task)
             is_news = lane is self._slow or not self._awaited

@@ -263,6 +263,7 @@ class Watch:
             if request.status is not RequestStatus.RUNNING and not request.is_finished:
                 self._restore(request)
         self._running = list(self._now_running)
+        self._queued = {each: each.num_computed_tokens for each in self._waiting}
         self._free = self._kv_cache.num_free_blocks
         self._follow_pressure()
 
@@ -287,6 +288,8 @@ class Watch:
         for request in self._admitted:
             self._num_admitted += 1
             self._place[request.seq_id] = self._num_admitted
+        if self._queue_lost_blocks():
+            self._is_closed = False  # usage may have fallen far in this step
         if len(self._tenants) == 1 and not engine.has_connector:
             self._check_everyone_goes_on(plan, continued)
             self._check_room(plan)
@@ -418,6 +421,11 @@ class Watch:
                     assert number == wanted or not left, f"{request!r} got {number} of {wanted}"
 
     # Capacity
+
+    def _queue_lost_blocks(self) -> bool:
+        """Return whether a request that did not run lost its KV in this step."""
+        queued = self._queued.items()
+        return any(each.num_computed_tokens < computed for each, computed in queued)
 
     def _follow_pressure(self) -> None:
         """Check that admission stops above a threshold and resumes below another one."""

@@ -207,6 +207,13 @@ def test_delays_change_no_text(tokenizer_folder, before_masks, mode, drafts, see
     engine.close()
 
 
+class Backend:
+    def empty_masks(self, rows: int) -> Any:
+        return [None] * rows
+
+    def fill_masks(self, matchers: Any, masks: Any) -> None: ...
+
+
 def test_slow_masks_do_not_keep_the_threads_from_quick_ones(before_masks):
     """Nor do masks that take for ever: threads that are late are replaced."""
     opened = threading.Event()
@@ -214,16 +221,10 @@ def test_slow_masks_do_not_keep_the_threads_from_quick_ones(before_masks):
     slow = [GrammarCost(), GrammarCost()]
     before_masks(lambda task: task.cost in slow and (entered.release(), opened.wait(LIMIT_SECONDS)))
 
-    class Backend:
-        def empty_masks(self, rows: int) -> Any:
-            return [None] * rows
-
-        def fill_masks(self, matchers: Any, masks: Any) -> None: ...
-
     event_fd = EventFd()
     threads = MaskThreads(Backend, event_fd, 1)  # type: ignore[arg-type]
-    of_slow = [MaskTask(number, FREE, slow[number % 2], [], []) for number in range(200)]
-    first = MaskTask(900, FREE, GrammarCost(), [], [])
+    of_slow = [MaskTask(number, 0, FREE, slow[number % 2], [], []) for number in range(200)]
+    first = MaskTask(900, 0, FREE, GrammarCost(), [], [])
     threads.submit([*of_slow, first], [])
     assert entered.acquire(timeout=LIMIT_SECONDS)
     assert entered.acquire(timeout=LIMIT_SECONDS)
@@ -231,7 +232,7 @@ def test_slow_masks_do_not_keep_the_threads_from_quick_ones(before_masks):
     assert not threads.is_quick_done
     threads.stop_waiting()
     assert threads.is_quick_done
-    threads.submit([second := MaskTask(901, FREE, GrammarCost(), [], [])], [])
+    threads.submit([second := MaskTask(901, 0, FREE, GrammarCost(), [], [])], [])
     done: list[MaskTask] = []
     deadline = time.monotonic() + LIMIT_SECONDS
     while second not in done and time.monotonic() < deadline:
@@ -243,3 +244,25 @@ def test_slow_masks_do_not_keep_the_threads_from_quick_ones(before_masks):
     threads.close()
     event_fd.close()
     assert {task.seq_id for task in done} == {*range(200), 900, 901}
+
+
+def test_many_slow_grammars_of_a_tenant_take_one_turn(before_masks):
+    opened = threading.Event()
+    order: list[int] = []
+    before_masks(lambda task: (opened.wait(LIMIT_SECONDS), order.append(task.seq_id)))
+    event_fd = EventFd()
+    threads = MaskThreads(Backend, event_fd, 1)  # type: ignore[arg-type]
+    shared = GrammarCost()
+    costs = [GrammarCost() for _ in range(20)] + [shared]
+    of_one = [MaskTask(number, 1, FREE, cost, [], []) for number, cost in enumerate(costs)]
+    of_two = [MaskTask(100 + number, 2, FREE, shared, [], []) for number in range(3)]
+    threads.submit([], [*of_one, *of_two])
+    threads.discard(of_two[1])
+    opened.set()
+    done: list[MaskTask] = []
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while len(done) < 23 and time.monotonic() < deadline:
+        done += threads.pop_done()
+    threads.close()
+    event_fd.close()
+    assert order == [0, 100, 1, 102, *range(2, 21)]
