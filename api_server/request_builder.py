@@ -186,6 +186,10 @@ class RequestBuilder(EngineCall[GenerationRequest]):
         if options.prompt_logprobs is not None:
             entries = num_prompt * (options.prompt_logprobs + 1)
             sizes["prompt_logprobs"] = entries * LOGPROB_BYTES
+        if body.return_routed_experts:
+            num_tokens = num_prompt + num_output
+            routing_bytes = self._app_state.client.engine.routing_bytes
+            sizes["return_routed_experts"] = num_tokens * routing_bytes * 4 // 3  # in base64
         check_response_size(self._app_state, sizes)
 
     async def build_stream(

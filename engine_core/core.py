@@ -195,6 +195,7 @@ def _report_ready(
         ),
         kv_cache_tokens=num_cached,
         weights=weight_memory(workers.workers),
+        routing_bytes=worker.routing_bytes,
         starts=(
             *(ProcessStart("worker", worker.rank, worker.phases) for worker in workers.workers),
             ProcessStart(boot.role, boot.index, clock.phases),

@@ -268,6 +268,7 @@ class WorkerReady(msgspec.Struct, array_like=True, tag=10, frozen=True):
     is_batch_invariant: whether a token has the same bits in a step of any number of rows.
     draft_method: that of the draft model which it has loaded (proto/speculative_config.py); "" for
         none. max_draft_len: tokens of a sequence beyond which that proposes nothing.
+    routing_bytes: of a token's routed experts; 0 if no request may return them.
     draft_bytes_per_token: of its KV, beside that of the geometry. draft_weight_bytes: those of
         `weights` that are its. draft_fingerprint: hash of what its drafts depend on and is the same
         on all ranks; empty for none.
@@ -294,6 +295,7 @@ class WorkerReady(msgspec.Struct, array_like=True, tag=10, frozen=True):
     draft_bytes_per_token: int = 0
     draft_weight_bytes: int = 0
     draft_fingerprint: bytes = b""
+    routing_bytes: int = 0
 
     @property
     def num_draft_positions(self) -> int:
@@ -337,6 +339,7 @@ class EngineReady(msgspec.Struct, array_like=True, tag=13, frozen=True):
     max_num_queued_reqs, max_num_queued_tokens: limits of the queue; 0 for no limit.
     kv_cache_bytes: memory of the pool, sum over all workers. kv_cache_tokens: that it holds.
     weights: memory by weight format, sum over all workers.
+    routing_bytes: of a token's routed experts; 0 if no request may return them.
     starts: start phases of the workers and of the engine itself.
     """
 
@@ -353,6 +356,7 @@ class EngineReady(msgspec.Struct, array_like=True, tag=13, frozen=True):
     kv_cache_tokens: int = 0
     weights: tuple[WeightFormatMemory, ...] = ()
     starts: tuple[ProcessStart, ...] = ()
+    routing_bytes: int = 0
 
 
 class FrontEndReady(msgspec.Struct, array_like=True, tag=14, frozen=True):

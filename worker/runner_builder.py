@@ -62,6 +62,7 @@ class RunnerBuilder:
     fault_injector: replaces hidden states by NaN if a test asks for it. report: sends a message to
     the supervisor. step_tokens: token budget of a step, for which memory is kept beside the pool.
     kv_cache_bytes: memory for the KV pool, the same for every engine of this worker.
+    routing_bytes: of a token's routed experts; 0 if no request may return them.
     """
 
     def __init__(
@@ -89,7 +90,8 @@ class RunnerBuilder:
         peak = self._device.peak_bytes(self._run_largest_step)
         tokens = loaded.plan.num_blocks * config.cache.block_size
         kv_bytes = loaded.geometry.bytes_per_token
-        token_bytes = kv_bytes + (routing_bytes(loaded.model.spec) if records else 0)
+        self.routing_bytes = routing_bytes(loaded.model.spec) if records else 0
+        token_bytes = kv_bytes + self.routing_bytes
         if (draft := loaded.draft) is not None:
             token_bytes += draft.geometry.bytes_per_token
             if not isinstance(draft.model, EagleHead):

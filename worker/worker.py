@@ -390,4 +390,5 @@ class Worker:
             draft_bytes_per_token=0 if draft is None else draft.geometry.bytes_per_token,
             draft_weight_bytes=0 if draft is None else draft.weight_format.memory.total(),
             draft_fingerprint=b"" if draft is None else draft.fingerprint,
+            routing_bytes=self._runner_builder.routing_bytes,
         )

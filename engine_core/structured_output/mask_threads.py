@@ -5,7 +5,8 @@
 
 A thread takes one row at a time. In each lane tenants take turns, and so do the grammars of a
 tenant: a tenant with one row waits for one row of each other tenant at most. One thread at a time
-uses a grammar, whose matchers share a lexer. The masks of a slow grammar (`matchers.py:GrammarCost`) are computed in the slow lane only.
+uses a grammar, whose matchers share a lexer. The masks of a slow grammar
+(`matchers.py:GrammarCost`) are computed in the slow lane only.
 """
 
 import logging
@@ -32,9 +33,9 @@ UNUSABLE: Final = "the grammar cannot be used"
 class MaskTask:
     """The masks of a row to compute: of its next position, and of each position behind a draft.
 
-    tenant: whose turn it takes. cost: of its grammar. token_ids: tokens that its matcher has not consumed. draft: tokens behind
-    them. masks: the result; for each position the mask, and a message for the client if the text
-    cannot continue there.
+    tenant: whose turn it takes. cost: of its grammar. token_ids: tokens that its matcher has not
+    consumed. draft: tokens behind them. masks: the result; for each position the mask, and a
+    message for the client if the text cannot continue there.
     """
 
     seq_id: int

@@ -162,8 +162,8 @@ async def test_chats_streams_and_choices_return_experts(tmp_path: Path) -> None:
     model = save_mixture(tmp_path)
     template = tmp_path / "template.jinja"
     template.write_text("{% for each in messages %}{{ each.content }}{% endfor %}")
-    flags = ("--dtype", "float32", "--enable-return-routed-experts")
-    with Daemon(str(tmp_path), *flags, "--chat-template", str(template)) as daemon:
+    flags = ("--dtype", "float32", "--enable-return-routed-experts", "--chat-template", template)
+    with Daemon(str(tmp_path), *map(str, flags), "--max-response-bytes", "100000") as daemon:
         fields = {"max_tokens": 6, "return_token_ids": True, "return_routed_experts": True}
         chat = fields | {"messages": [{"role": "user", "content": "The sea"}], "n": 2, "seed": 1}
         body = httpx.post(f"{daemon.url}/v1/chat/completions", json=chat, timeout=60).json()
@@ -180,3 +180,7 @@ async def test_chats_streams_and_choices_return_experts(tmp_path: Path) -> None:
         refused = httpx.post(f"{daemon.url}/v1/completions", json=beams, timeout=60)
         assert refused.status_code == 400
         assert refused.json()["error"]["param"] == "return_routed_experts"
+        many = {"prompt": PROMPTS[0], "max_tokens": 200, "n": 128, "return_routed_experts": True}
+        refused = httpx.post(f"{daemon.url}/v1/completions", json=many, timeout=60)
+        assert refused.status_code == 400
+        assert "--max-response-bytes" in refused.json()["error"]["message"]
