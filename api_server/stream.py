@@ -20,7 +20,8 @@ from typing import Literal
 from starlette.requests import Request
 
 from api_server.engine.engine_client import EngineClient
-from api_server.http.http_protocol import client_disconnected, is_stalled
+from api_server.http.connection import client_disconnected
+from api_server.http.http_protocol import is_stalled
 from api_server.metrics.metrics import Metrics
 from api_server.request_stream import (
     Delta,

@@ -13,10 +13,13 @@ What the application has not got whole is counted by `Uploads`, over all connect
 import asyncio
 import ipaddress
 import logging
+import select
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final
+
+from starlette.types import Scope
 
 from proto.errors import OverloadedError, RequestError
 
@@ -55,9 +58,28 @@ UPLOAD_BYTES: Final = 240 << 10
 """Bytes of an upload that must arrive in each period of UPLOAD_SECONDS, unless it ends."""
 
 
+TRANSPORT: Final = "tokend.transport"
+"""Name of an ASGI extension: the transport of the connection."""
+
 LINGER_SECONDS: Final = 1.0
 """Time before a refused connection is closed; a client that still sends would get a reset instead
 of the response."""
+
+
+def client_disconnected(scope: Scope) -> bool:
+    """Return whether the client has closed the connection, or its half of it.
+
+    Asks the kernel, because the event loop may not have read the end of the connection yet.
+    """
+    transport = scope.get("extensions", {}).get(TRANSPORT)
+    if transport is None:  # another HTTP server
+        return False
+    if transport.is_closing():
+        return True
+    poll = select.poll()
+    poll.register(transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
+    return bool(poll.poll(0))
+
 
 STALL_SECONDS: Final = 60.0
 """A connection whose client reads no byte of the waiting data for this time is aborted."""

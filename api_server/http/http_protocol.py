@@ -14,7 +14,6 @@ responses, which know only the ASGI scope.
 """
 
 import asyncio
-import select
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, Final
@@ -32,6 +31,7 @@ from api_server.http.connection import (
     READ_AHEAD_BYTES,
     SLICE_BYTES,
     STALL_SECONDS,
+    TRANSPORT,
     ReceivingProtocol,
     Timeout,
     Upload,
@@ -67,21 +67,6 @@ _UPLOADS: Final = "tokend.uploads"
 """Name of an ASGI extension: the `Uploads` of the front end."""
 
 _STALLED: Final = "tokend.stalled"
-
-
-def client_disconnected(scope: Scope) -> bool:
-    """Return whether the client has closed the connection, or its half of it.
-
-    Asks the kernel, because the event loop may not have read the end of the connection yet.
-    """
-    cycle = _cycle_of(scope)
-    if cycle is None:
-        return False
-    if cycle.transport.is_closing():
-        return True
-    poll = select.poll()
-    poll.register(cycle.transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
-    return bool(poll.poll(0))
 
 
 def close_after_response(scope: Scope) -> None:
@@ -266,7 +251,11 @@ class LimitedHttpProtocol(ReceivingProtocol, HttpToolsProtocol):
         self._receive_timeout.cancel()
         super().on_headers_complete()
         scope: dict[str, Any] = self.scope  # type: ignore[assignment]
-        scope["extensions"] = {_CYCLE: self.cycle, _UPLOADS: self.reception.uploads}
+        scope["extensions"] = {
+            _CYCLE: self.cycle,
+            TRANSPORT: self.transport,
+            _UPLOADS: self.reception.uploads,
+        }
         if scope["http_version"] == "1.0":
             self.cycle.send = _UnchunkedResponse(self.cycle).send  # type: ignore[method-assign]
 

@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api_server.app_state import APP_STATE, AppState
 from api_server.errors import DrainingError, error_response
-from api_server.http.http_protocol import client_disconnected
+from api_server.http.connection import client_disconnected
 from api_server.http.tenants import DEFAULT_TENANT, tenant_of
 from api_server.turns import CLIENT, Client
 from proto.config import FrontEndConfig

@@ -23,6 +23,7 @@ from api_server.errors import error_response
 from api_server.http.connection import (
     LINGER_SECONDS,
     STALL_SECONDS,
+    TRANSPORT,
     UPLOAD_BYTES,
     UPLOAD_SECONDS,
     ReceivingProtocol,
@@ -110,6 +111,8 @@ class LimitedWebSocketProtocol(ReceivingProtocol, WebSocketsSansIOProtocol):
         super().handle_connect(event)
         if self.response.status_code != 101:
             _log_refusal(self.conn.handshake_exc)
+        else:
+            self.scope["extensions"][TRANSPORT] = self.transport  # type: ignore[assignment]
 
     def handle_text(self, event: Frame) -> None:
         self._begin_message(event, "text")

@@ -50,7 +50,7 @@ from api_server.routes.websocket import (
     receive_text,
 )
 from api_server.stream import TokenStream
-from api_server.turns import CLIENT, Client, run_for_body
+from api_server.turns import CLIENT, run_for_body
 from proto.errors import InternalRequestError, InvalidRequestError, RequestError
 
 logger = logging.getLogger("tokend.api")
@@ -99,8 +99,6 @@ class ResponsesConnection:
 
     async def run(self) -> None:
         """Return when the connection is closed."""
-        tenant = CLIENT.get().tenant
-        CLIENT.set(Client(lambda: tenant, lambda: self._is_disconnected))
         ending = asyncio.create_task(self._wait_end())
         reading = self._start_reading()
         try:

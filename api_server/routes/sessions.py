@@ -16,6 +16,7 @@ import secrets
 from typing import Any, Final
 
 from fastapi import APIRouter
+from starlette.requests import ClientDisconnect
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from api_server.app_state import AppState
@@ -137,7 +138,7 @@ class SessionConnection:
 
     async def _read_messages(self) -> None:
         """Process messages until the client disconnects."""
-        with contextlib.suppress(WebSocketDisconnect):
+        with contextlib.suppress(WebSocketDisconnect, ClientDisconnect):
             try:
                 async with asyncio.timeout(HEADER_SECONDS):
                     while not self._session.is_open:

@@ -4,12 +4,14 @@ import asyncio
 import json
 
 import pytest
+from starlette.requests import ClientDisconnect
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
 from api_server import session as sessions
 from api_server.http import http_protocol
 from api_server.routes import sessions as route
+from api_server.turns import CLIENT
 from proto.config import FrontEndConfig
 from proto.engine_io import EngineCoreOutput, FinishReason
 from proto.errors import ErrorInfo
@@ -185,6 +187,31 @@ async def test_a_client_that_sends_nothing_is_disconnected(start, monkeypatch):
     async with start() as front_end, opened(front_end) as client:
         assert (await error_of(client))["code"] == 408
         assert await closed(client) == 1008
+
+
+async def test_the_input_of_a_client_that_left_is_not_read(start, monkeypatch, caplog):
+    began, gone = asyncio.Event(), asyncio.Event()
+
+    async def read_in_turns(*args: object) -> None:
+        began.set()
+        while True:
+            await asyncio.sleep(0.01)
+            try:
+                CLIENT.get().check_connected()
+            except ClientDisconnect:
+                gone.set()
+                raise
+
+    monkeypatch.setattr(route, "logit_edits", read_in_turns)
+    async with start() as front_end, asyncio.timeout(5):
+        async with opened(front_end) as client:
+            await give(client, [5])
+            await began.wait()
+            client.transport.abort()
+            await gone.wait()
+        while front_end.app_state.open_streams:
+            await asyncio.sleep(0.01)
+    assert "failed" not in caplog.text
 
 
 async def test_a_client_that_leaves_aborts_the_session(start):
