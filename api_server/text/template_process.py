@@ -16,7 +16,6 @@ import contextlib
 import json
 import os
 import resource
-import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from typing import Any, Final, Literal
 from api_server.text.chat_template import ChatTemplate, Conversation, TemplateError
 from proto.codec import Message, MessageDecoder, encode, from_json
 from proto.errors import InvalidRequestError, ModelError, shown
+from proto.host_resources import process_limits
 
 MODULE: Final = "api_server.text.template_process"
 MIN_MEMORY: Final = 96 << 20
@@ -43,7 +43,6 @@ MAX_MESSAGE: Final = 2_000
 """Characters of an error message."""
 MAX_FRAME: Final = 1 << 16
 _CONVERSATIONS: Final[MessageDecoder[Conversation]] = MessageDecoder(Conversation)
-_PAGE_BYTES: Final = resource.getpagesize()
 
 
 class RenderTask(Message, array_like=True, frozen=True):
@@ -143,22 +142,17 @@ class TemplateServer:
 
         What a failed allocation leaves of the process is nothing to go on with.
         """
-        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
         exhausted = False
         while not exhausted and (frame := self._channel.recv(MAX_FRAME)):
             task = self._decoder.decode(frame)
             size = task.source_bytes + task.variables_bytes + task.conversation_bytes
-            limit = _address_space() + MIN_MEMORY + MEMORY_FACTOR * size
-            resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-            signal.setitimer(signal.ITIMER_PROF, task.seconds)
             try:
-                answer = self._answer(task, size)
+                with process_limits(task.seconds, MIN_MEMORY + MEMORY_FACTOR * size):
+                    answer = self._answer(task, size)
             except MemoryError:
                 exhausted = True
                 message = "the chat template takes too much memory for these messages"
                 answer = Rendered(error=message, param="messages")
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
             self._channel.send(encode(answer))
 
     def _answer(self, task: RenderTask, size: int) -> Rendered:
@@ -206,15 +200,8 @@ def _readable(message: str) -> str:
     return message[:MAX_MESSAGE].encode(errors="backslashreplace").decode()
 
 
-def _address_space() -> int:
-    """Return the bytes of address space of this process."""
-    with open("/proc/self/statm", "rb") as file:
-        return int(file.read().split()[0]) * _PAGE_BYTES
-
-
 def main() -> None:
     """Run the process; its standard input is the front end's socket, its argument the file."""
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(ConnectionError), socket.socket(fileno=os.dup(0)) as channel:
         TemplateServer(channel, int(sys.argv[1])).run()

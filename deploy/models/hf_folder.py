@@ -26,6 +26,7 @@ from deploy.models.prepared_folder import (
 )
 from proto.errors import ModelError, shown
 from proto.generation_config import FILE_NAME, model_settings
+from proto.host_resources import process_limits
 from proto.prepared_model import (
     CHAT_TEMPLATES,
     FAMILIES,
@@ -48,6 +49,9 @@ _TOKENIZER_FILES: Final = (
 _CONVERTED_FILES: Final = (*_TOKENIZER_FILES, tiktoken_file.FILE_NAME)
 _PUBLISHED_WITH_CODE: Final = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Phi3ForCausalLM")
 """Architectures whose folders still name their own code, from before transformers had them."""
+CONVERSION_SECONDS: Final = 300.0
+CONVERSION_MEMORY: Final = 8 << 30
+"""Of a tokenizer's conversion: bytes in addition to what the process has, torch not included."""
 _SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -83,7 +87,7 @@ def read(path: str, report: ProgressCallback) -> ModelContents:
             config["tie_word_embeddings"] = False
     tensors = pooling.joined_to(_joined(scheme, entries, files))
     report("reading the tokenizer")
-    tokenizer_json, tokenizer_config = _tokenizer(folder)
+    tokenizer_json, tokenizer_config = _tokenizer(folder, report)
     return ModelContents(
         config={key: config[key] for key in config if key not in quantised_folder.CONFIG_KEYS},
         tokenizer_json=tokenizer_json,
@@ -194,7 +198,7 @@ def _weight_files(folder: Path) -> list[Path]:
     raise ModelError(f"{folder} has no .safetensors weights")
 
 
-def _tokenizer(folder: Path) -> tuple[bytes, dict[str, Any]]:
+def _tokenizer(folder: Path, report: ProgressCallback) -> tuple[bytes, dict[str, Any]]:
     """Return tokenizer.json, and the tokenizer configuration with special tokens as strings."""
     config = {**read_object(folder / "special_tokens_map.json")}
     config.update(read_object(folder / "tokenizer_config.json"))
@@ -207,11 +211,15 @@ def _tokenizer(folder: Path) -> tuple[bytes, dict[str, Any]]:
         return read_model_file(path), config
     if (folder / tiktoken_file.FILE_NAME).is_file():
         return tiktoken_file.convert(folder, config), config
+    report("converting the tokenizer")
     return _converted_tokenizer(folder), config
 
 
 def _converted_tokenizer(folder: Path) -> bytes:
-    """Return tokenizer.json, converted from an older format such as a SentencePiece model."""
+    """Return tokenizer.json, converted from an older format such as a SentencePiece model.
+
+    The process ends by SIGPROF after CONVERSION_SECONDS of processor time.
+    """
     if not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
         raise ModelError(
             f"{folder} has no tokenizer: copy the model's tokenizer.json into it "
@@ -219,7 +227,10 @@ def _converted_tokenizer(folder: Path) -> bytes:
         )
     from transformers import AutoTokenizer
 
-    with as_model_error(f"{folder} has no tokenizer.json, and its tokenizer cannot be converted"):
+    with (
+        as_model_error(f"{folder} has no tokenizer.json, and its tokenizer cannot be converted"),
+        process_limits(CONVERSION_SECONDS, CONVERSION_MEMORY),
+    ):
         tokenizer = AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )

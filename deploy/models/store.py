@@ -9,6 +9,7 @@ import hashlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -303,14 +304,15 @@ def _run_preparation(
         text=True,
     )
     assert process.stdout is not None, "stdout is a pipe"
-    failure = ""
+    failure = step = ""
     try:
         for line in process.stdout:
             message = PrepareMessage.from_line(line)
             if message.kind == "error":
                 failure = message.text
             elif message.kind == "progress":
-                display.progress(f"preparing {source.name}: {message.text}")
+                step = message.text
+                display.progress(f"preparing {source.name}: {step}")
         status = process.wait()
     finally:
         if process.poll() is None:
@@ -319,5 +321,7 @@ def _run_preparation(
         process.stdout.close()
     if failure:
         raise ModelError(failure)
+    if status == -signal.SIGPROF:
+        raise ModelError(f"preparing {source.path}: {step} takes too long")
     if status != 0:
         raise ModelError(f"preparing {source.path} failed with exit status {status}")

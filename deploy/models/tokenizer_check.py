@@ -26,6 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from proto.errors import ModelError, shown
+from proto.host_resources import process_limits
 
 MAX_PARTS: Final = 64
 """Of a normalizer, pre-tokenizer, post-processor or decoder."""
@@ -254,14 +255,11 @@ class _Failed(Exception):
 
 def main() -> int:
     """Try the tokenizer on standard input; print its parts and last the error, if there is one."""
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_PROF, LOAD_SECONDS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     warnings.simplefilter("ignore")
-    resource.setrlimit(resource.RLIMIT_AS, (PROBE_MEMORY, PROBE_MEMORY))
-    text = sys.stdin.buffer.read().decode()
     try:
-        _try_parts(text)
+        with process_limits(LOAD_SECONDS, PROBE_MEMORY):
+            _try_parts(sys.stdin.buffer.read().decode())
     except _Failed as error:
         print(error, flush=True)
         return 2

@@ -409,9 +409,12 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
     assert "its tokenizer cannot be converted: " in folder_refusal(tmp_path)
 
 
-def test_a_folder_with_the_tokenizer_of_mistral(tmp_path: Path) -> None:
-    """tekken.json: special tokens have the first ids, then come the ranks; pieces by its regex."""
-    tokens = [*(bytes([byte]) for byte in range(256)), b"th", b"the", b" a", b" the"]
+def write_tekken(folder: Path, *pieces: bytes) -> tuple[list[bytes], tuple[str, ...]]:
+    """Write a model with tekken.json in place of tokenizer.json.
+
+    Returns its tokens, those of bytes first, and the names of its special tokens.
+    """
+    tokens = [*(bytes([byte]) for byte in range(256)), *pieces]
     vocabulary = [
         {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": None}
         for rank, token in enumerate(tokens)
@@ -422,18 +425,40 @@ def test_a_folder_with_the_tokenizer_of_mistral(tmp_path: Path) -> None:
     ]
     sizes = {"num_vocab_tokens": len(tokens), "default_vocab_size": len(tokens) + 10}
     settings = {"pattern": r"\s?\p{L}+|\s", "default_num_special_tokens": 10, "version": "v11"}
-    write_folder(tmp_path)
-    (tmp_path / "tokenizer.json").unlink()
-    (tmp_path / "tokenizer_config.json").unlink()
-    (tmp_path / "tekken.json").write_text(
+    write_folder(folder)
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").unlink()
+    (folder / "tekken.json").write_text(
         json.dumps({"config": settings | sizes, "vocab": vocabulary, "special_tokens": special})
     )
+    return tokens, names
+
+
+def test_a_folder_with_the_tokenizer_of_mistral(tmp_path: Path) -> None:
+    """tekken.json: special tokens have the first ids, then come the ranks; pieces by its regex."""
+    tokens, names = write_tekken(tmp_path, b"th", b"the", b" a", b" the")
     contents = hf_folder.read(str(tmp_path), silent)
     tokenizer = Tokenizer.from_str(contents.tokenizer_json.decode())
     expected = [10 + tokens.index(token) for token in (b"the", b" a", b" the", b" ", b"h")]
     ids = tokenizer.encode("[INST]the a the h", add_special_tokens=False).ids
     assert ids == [names.index("[INST]"), *expected]
     assert tokenizer.decode(ids[1:]) == "the a the h"
+
+
+def test_a_conversion_that_takes_too_long_is_ended(
+    tmp_path: Path, around: HostEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tekken(tmp_path / "mine", b"ab" * 200_000)
+    shortened = (
+        "import sys; from deploy.models import hf_folder, prepare; "
+        "hf_folder.CONVERSION_SECONDS = 0.5; sys.exit(prepare.main())"
+    )
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nshift 3\nexec {sys.executable} -P -c "{shortened}" "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(ModelError, match="converting the tokenizer takes too long"):
+        prepare(tmp_path / "mine", around)
 
 
 @pytest.mark.parametrize("architecture", ["MadeUpForCausalLM", "BertForMaskedLM"])
