@@ -9,6 +9,9 @@ is slower for all servers, so the ratio within a round is more reliable than the
   tokend bench compare --other=--async-scheduling -- --dtype bfloat16
   tokend bench compare --synthetic 1b --form q4_k_m
 
+--busy N repeats the loads of each turn beside N processes that compute all the time, as on a
+laptop in use, and shows what is kept of the tokens/s.
+
 --synthetic makes a model with random weights, and starts tokend and those of its peers that are on
 PATH (llama-server; vllm for bf16) with it: prompts of 512 tokens, 64 out, alone and 8 at once, 2
 rounds with a start each. Other flags override this; --server NAME=COMMAND adds a server or replaces
@@ -21,10 +24,11 @@ import math
 import os
 import shlex
 import statistics
+import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -218,6 +222,8 @@ _SEED_STEP: Final = 1_000
 _NO_LIMITS: Final = Goodput({})
 ALONE: Final = "alone"
 """Name of the load that sends one request after the other."""
+BUSY: Final = "busy_"
+"""Begin of the names of a load's figures beside busy processes."""
 
 
 @dataclass(frozen=True)
@@ -320,6 +326,16 @@ class CompareBench:
                 ),
                 *self._figures_of_load(load, title),
             ]
+        if self.options.busy:
+            for load in self.loads():
+                title = f"{load.replace('at_', 'concurrency ')}, busy"
+                found += [
+                    ComparedFigure(
+                        f"{BUSY}{load}_output_tokens_per_s", f"output tokens/s, {title}"
+                    ),
+                    ComparedFigure(f"{BUSY}{load}_ttft_ms_p50", f"first token, {title}, ms"),
+                    ComparedFigure(f"{BUSY}{load}_kept", f"part of tokens/s kept, {title}"),
+                ]
         return found
 
     def loads(self) -> dict[str, ClosedLoad]:
@@ -365,24 +381,43 @@ class CompareBench:
         answers are compared, but not their times, because a server may have them in its cache.
         """
         options = self.options
-        found: TurnFigures = {}
-        for index, (name, load) in enumerate(self.loads().items()):
-            seeds = SessionSeeds(options.seed + _SEED_STEP * number + index)
-            ratio = 0.0 if name == ALONE else options.range_ratio
-            sizes = RequestSizes(load.input_tokens, load.output_tokens, ratio)
-            dataset = RandomDataset(sizes, prompt_source_of(options))
-            pattern = LoadPattern(load.concurrency, max_requests=load.num_requests)
-            label = f"round {number + 1}, {totals.name}, {name.replace('_', ' ')}"
-            load_result = measure(target, LoadRun(label, dataset, seeds, pattern), sys.stderr)
-            totals.note_run(load_result)
-            plain = with_gap_ratio(figures_of(name, load_result, _NO_LIMITS).to_dict())
-            found |= {f"{name}_{key}": value for key, value in plain.items()}
+        first_seed = options.seed + _SEED_STEP * number
+        found = self._run_loads(target, totals, f"round {number + 1}", first_seed)
+        if options.busy:
+            label = f"round {number + 1}, beside {options.busy} busy"
+            with _busy_processes(options.busy):
+                busy = self._run_loads(target, totals, label, first_seed + _SEED_STEP // 2)
+            found |= {f"{BUSY}{key}": value for key, value in busy.items()}
+            for name in self.loads():
+                key = f"{name}_output_tokens_per_s"
+                if key in busy and key in found:  # absent if every request failed
+                    found[f"{BUSY}{name}_kept"] = busy[key] / found[key]
         if options.checks:
             dataset = RandomDataset(sizes_of(options), prompt_source_of(options))
             pattern = LoadPattern(options.checks, max_requests=options.checks)
             seeds = SessionSeeds(options.seed, check_share=1.0)
             run = LoadRun(f"{totals.name}, checks", dataset, seeds, pattern)
             totals.note_run(measure(target, run, sys.stderr))
+        return found
+
+    def _run_loads(
+        self, target: Target, totals: ServerTotals, label: str, first_seed: int
+    ) -> TurnFigures:
+        """Send all loads to a server, one after the other. label: of the progress lines."""
+        found: TurnFigures = {}
+        for index, (name, load) in enumerate(self.loads().items()):
+            ratio = 0.0 if name == ALONE else self.options.range_ratio
+            sizes = RequestSizes(load.input_tokens, load.output_tokens, ratio)
+            run = LoadRun(
+                f"{label}, {totals.name}, {name.replace('_', ' ')}",
+                RandomDataset(sizes, prompt_source_of(self.options)),
+                SessionSeeds(first_seed + index),
+                LoadPattern(load.concurrency, max_requests=load.num_requests),
+            )
+            load_result = measure(target, run, sys.stderr)
+            totals.note_run(load_result)
+            plain = with_gap_ratio(figures_of(name, load_result, _NO_LIMITS).to_dict())
+            found |= {f"{name}_{key}": value for key, value in plain.items()}
         return found
 
 
@@ -408,6 +443,19 @@ def _warmed_up(
     target = Target(server.url, first_model(server.url), fields=fields)
     warm_up(target, prompt_source_of(options), options.warm_ups)
     return WarmServer(target, server.pid, start)
+
+
+@contextmanager
+def _busy_processes(number: int) -> Iterator[None]:
+    """Run processes that compute without a pause, as other programs of a laptop do."""
+    loop = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(10**6))"
+    processes = [subprocess.Popen([sys.executable, "-c", loop]) for _ in range(number)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def with_gap_ratio(plain: TurnFigures) -> TurnFigures:
@@ -520,6 +568,13 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         "--alone", type=at_least_one, default=3, help="requests sent one after the other (3)"
     )
     parser.add_argument("--alone-input-tokens", type=at_least_one, default=128, help="(128)")
+    parser.add_argument(
+        "--busy",
+        type=from_zero,
+        default=0,
+        metavar="N",
+        help="repeat the loads beside N processes that compute all the time (0)",
+    )
     parser.add_argument("--warm-ups", type=from_zero, default=4, help="(4)")
     parser.add_argument(
         "--checks",

@@ -2,10 +2,13 @@
 
 import json
 import math
+import signal
+import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -93,6 +96,34 @@ def test_servers_alternate_with_the_same_new_prompts(
     text = capsys.readouterr().out
     assert "one / other" in text
     assert "one: 18 requests, 0 failed" in text
+
+
+def test_loads_are_repeated_beside_busy_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes: list[subprocess.Popen[bytes]] = []
+
+    class Popen(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **fields: Any) -> None:
+            super().__init__(*args, **fields)
+            processes.append(self)
+
+    monkeypatch.setattr(compare.subprocess, "Popen", Popen)
+    file = tmp_path / "figures.json"
+    with fake_openai() as one, fake_openai() as other:
+        servers = ["--server", f"one={one.url}/v1", "--server", f"other={other.url}"]
+        words = [*servers, *SMALL, "--rounds", "1", "--busy", "2", "--json", str(file)]
+        assert cli.main(["bench", "compare", *words]) == 0
+        assert len(prompts(one)) == len(set(prompts(one))) == 2 * (1 + 3) + 2
+    assert [each.returncode for each in processes] == [-signal.SIGKILL] * 4
+    found = json.loads(file.read_text())
+    assert set(found["figures"]) == {
+        figure.key for figure in compare.CompareBench(compare.parse(words)).figures()
+    }
+    turn = found["rounds"][0]["one"]
+    for load in ("alone", "at_2"):
+        rates = [turn[f"{busy}{load}_output_tokens_per_s"] for busy in ("busy_", "")]
+        assert turn[f"busy_{load}_kept"] == rates[0] / rates[1]
 
 
 def started(monkeypatch: pytest.MonkeyPatch, fake: FakeOpenAI) -> list[str]:
