@@ -7,7 +7,7 @@ layer would.
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -111,8 +111,10 @@ async def test_aborted_requests_do_not_change_others(
     async def disconnect_early(client: httpx.AsyncClient, prompt: list[int]) -> None:
         request = body(prompt, stream=True, max_tokens=MOST_TOKENS_OF_A_DECODE)
         async with client.stream("POST", "/v1/completions", json=request) as response:
-            lines = [line async for line in limited(response.aiter_lines(), 6)]
-        assert any(line.startswith("data: {") for line in lines)
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    return
+        pytest.fail("the stream ended without a token")
 
     async with httpx.AsyncClient(base_url=daemon.url, timeout=600) as client:
         pending = [
@@ -123,14 +125,6 @@ async def test_aborted_requests_do_not_change_others(
     assert eventually(lambda: daemon.metric("vllm:num_requests_running") == 0)
     assert daemon.metric("vllm:kv_cache_usage_perc") == 0
     assert_greedy_tokens(gemma, token_prompts[::2], outputs)
-
-
-async def limited(lines: AsyncIterator[str], count: int) -> AsyncIterator[str]:
-    async for line in lines:
-        yield line
-        count -= 1
-        if not count:
-            return
 
 
 async def test_a_token_budget_smaller_than_the_window(

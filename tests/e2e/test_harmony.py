@@ -97,7 +97,7 @@ def test_messages(daemon: Daemon) -> None:
         messages=ASKED,
         tools=[{**TOOL, "input_schema": SCHEMA}],
         tool_choice={"type": "any"},
-        thinking={"type": "disabled"},
+        thinking={"type": "enabled", "budget_tokens": 4},
         model="model",
         extra_body={"temperature": 0},
     )
