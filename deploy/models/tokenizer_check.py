@@ -21,6 +21,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -31,8 +32,8 @@ from proto.host_resources import process_limits
 MAX_PARTS: Final = 64
 """Of a normalizer, pre-tokenizer, post-processor or decoder."""
 MAX_GROWTH: Final = 8
-"""Product of how many times longer each replacement of a normalizer or decoder makes a text."""
-MAX_CHARMAP_BYTES: Final = 256
+"""How many times longer all replacements of a normalizer or decoder together make a text."""
+MAX_CHARMAP_BYTES: Final = 64
 """Longest replacement of one character in a character map; that of Unicode's NFKC has 33 bytes."""
 MAX_BYTE_LEVELS: Final = 2
 """Each changes every byte into a character of two bytes."""
@@ -41,15 +42,19 @@ MAX_ADDED_TOKENS: Final = 1024
 MAX_PADDING: Final = 1 << 16
 """Length to which short prompts are padded."""
 MAX_WINDOWS: Final = 64
-"""In how many overlapping parts of a truncated text a token may be."""
+"""Overlapping windows of a truncated text that may contain the same token."""
 MAX_WORD_CHARACTERS: Final = 1024
 """Longest word of WordPiece and piece of Unigram: the time for a character grows with it."""
+MAX_TOKEN_CHARACTERS: Final = 4096
+"""Longest token of other vocabularies, and longest added token: a text may be full of it."""
 MAX_AFFIX: Final = 256
 """Characters that are put before or after a text or a word."""
 PROBE_CHARACTERS: Final = 1 << 15
 PROBE_SECONDS: Final = 1.0
 """Processor time for a text of PROBE_CHARACTERS; an ordinary part takes about 0.02 s."""
 MAX_PROBES: Final = 256
+ALL_PROBES_SECONDS: Final = 20.0
+"""Processor time for all texts; those of an ordinary regular expression take about 0.2 s."""
 LOAD_SECONDS: Final = 60.0
 PROBE_MEMORY: Final = 2 << 30
 MAX_TOKENS: Final = 8
@@ -80,6 +85,7 @@ def check(tokenizer_json: bytes, where: str, *, is_converted: bool = False) -> N
         _check_replacements(parts["decoder"], "decoder")
         _check_post_processors(parts["post_processor"])
         _check_model(tokenizer.get("model"))
+        _check_added_tokens(tokenizer.get("added_tokens"))
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{where}: {shown(error)}") from None
     if not is_converted:
@@ -126,7 +132,7 @@ def _number(value: Any) -> int:
 
 def _check_replacements(parts: Sequence[Mapping[str, Any]], component: str) -> None:
     """Refuse parts that together make a text many times longer."""
-    growth, byte_levels = 1.0, 0
+    growth, byte_levels, charmaps = 1.0, 0, 0
     for part in parts:
         kind = part.get("type")
         for key in ("prepend", "content", "prefix", "replacement"):
@@ -144,6 +150,9 @@ def _check_replacements(parts: Sequence[Mapping[str, Any]], component: str) -> N
                 )
         elif kind == "Precompiled":
             longest = _longest_replacement(_text(part.get("precompiled_charsmap")))
+            charmaps += 1
+            if charmaps > 1:
+                raise _Refused(f"{component}: Precompiled: more than one of them")
             if longest > MAX_CHARMAP_BYTES:
                 raise _Refused(
                     f"{component}: Precompiled: a character becomes {longest} bytes; at most "
@@ -206,7 +215,7 @@ def _is(piece: Mapping[str, Any], kind: str) -> bool:
 
 
 def _check_model(model: Any) -> None:
-    """Refuse a model whose time grows with the square of a word or of a piece."""
+    """Refuse a model whose time grows with the square of a word, or with very long tokens."""
     if not isinstance(model, dict):
         return
     for key in ("continuing_subword_prefix", "end_of_word_suffix"):
@@ -221,6 +230,16 @@ def _check_model(model: Any) -> None:
         pieces = (piece[0] for piece in vocabulary if isinstance(piece, list) and piece)
         if max((len(_text(piece)) for piece in pieces), default=0) > MAX_WORD_CHARACTERS:
             raise _Refused(f"model: a piece is longer than {MAX_WORD_CHARACTERS} characters")
+    elif isinstance(vocabulary, dict) and max(map(len, vocabulary), default=0) > (
+        MAX_TOKEN_CHARACTERS
+    ):
+        raise _Refused(f"model: a token is longer than {MAX_TOKEN_CHARACTERS} characters")
+
+
+def _check_added_tokens(tokens: Any) -> None:
+    for token in tokens if isinstance(tokens, list) else ():
+        if isinstance(token, dict) and len(_text(token.get("content"))) > MAX_TOKEN_CHARACTERS:
+            raise _Refused(f"added_tokens: one is longer than {MAX_TOKEN_CHARACTERS} characters")
 
 
 def _probe(tokenizer_json: bytes, where: str) -> None:
@@ -272,6 +291,7 @@ def _try_parts(text: str) -> None:
 
     with _step("the file"):
         tokenizer = Tokenizer.from_str(text)
+    end = time.process_time() + ALL_PROBES_SECONDS
     tokenizer.no_truncation()
     tokenizer.no_padding()
     parsed = json.loads(text)
@@ -280,6 +300,8 @@ def _try_parts(text: str) -> None:
         if part is None:
             continue
         for probe in _probes(parsed.get(component)):
+            if time.process_time() > end:
+                raise _Failed(f"{component}: it takes more than {ALL_PROBES_SECONDS:g} s in all")
             with _step(component):
                 if component == "normalizer":
                     part.normalize_str(probe)

@@ -88,6 +88,10 @@ MULTIPLYING: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a prefix": ({"normalizer": {"type": "Prepend", "prepend": "x" * 10**6}}, "Prepend: prepend"),
     "a character map": ({"normalizer": charmap(b"x" * 10**6)}, "normalizer: Precompiled"),
+    "two character maps": (
+        {"normalizer": sequence("normalizers", [charmap(b"x" * 60)] * 2)},
+        "normalizer: Precompiled: more than one",
+    ),
     "many parts": ({"normalizer": sequence("normalizers", [{"type": "NFC"}] * 1000)}, "parts"),
     "byte levels": (
         {"pre_tokenizer": sequence("pretokenizers", [BYTE_LEVEL] * 30)},
@@ -132,6 +136,14 @@ MULTIPLYING: dict[str, tuple[dict[str, Any], str]] = {
         },
         "max_input_chars_per_word",
     ),
+    "long tokens": (
+        {"model": {"type": "WordLevel", "vocab": {"a": 0, "b" * 10**5: 1}, "unk_token": "a"}},
+        "model: a token",
+    ),
+    "long added tokens": (
+        {"added_tokens": [{"id": 0, "content": "a" * 10**5, "special": True}]},
+        "added_tokens",
+    ),
     "long pieces": (
         {"model": {"type": "Unigram", "unk_id": 0, "vocab": [["a", 0.0], ["a" * 10**5, 0.0]]}},
         "piece",
@@ -163,6 +175,28 @@ def test_parts_that_multiply_are_refused_by_name(kind: str, monkeypatch) -> None
 def test_regular_expressions_that_never_end_are_refused(pattern: str) -> None:
     with pytest.raises(ModelError, match=r"pre_tokenizer.*(takes more than|retry-limit)"):
         check(tokenizer(pre_tokenizer=split(pattern)), "m: tokenizer")
+
+
+def replace_program(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+    """Let another program try the parts of a tokenizer."""
+    run = subprocess.run
+
+    def run_instead(command: list[str], **options: Any) -> Any:
+        return run([sys.executable, "-c", program], **options)
+
+    monkeypatch.setattr(subprocess, "run", run_instead)
+
+
+def test_many_regular_expressions_have_one_budget_of_time(monkeypatch) -> None:
+    replace_program(
+        monkeypatch,
+        "import sys; from deploy.models import tokenizer_check as check; "
+        "check.ALL_PROBES_SECONDS = 0.5; sys.exit(check.main())",
+    )
+    patterns = ["|".join(f"x{number}{each}+" for each in "abcdefgh") for number in range(20)]
+    pre_tokenizer = sequence("pretokenizers", list(map(split, patterns)))
+    with pytest.raises(ModelError, match=r"pre_tokenizer: it takes more than 0\.5 s in all"):
+        check(tokenizer(pre_tokenizer=pre_tokenizer), "m: tokenizer")
 
 
 HONEST = (
@@ -198,13 +232,10 @@ def test_repetitions_are_found_after_what_comes_before_them() -> None:
 
 
 def test_a_file_that_ends_the_process_is_refused(monkeypatch) -> None:
-    program = "import os, sys; sys.stdin.read(); print('the file', flush=True); os.abort()"
-    run = subprocess.run
-
-    def run_instead(command: list[str], **options: Any) -> Any:
-        return run([sys.executable, "-c", program], **options)
-
-    monkeypatch.setattr(subprocess, "run", run_instead)
+    replace_program(
+        monkeypatch,
+        "import os, sys; sys.stdin.read(); print('the file', flush=True); os.abort()",
+    )
     with pytest.raises(ModelError, match="the file takes too much memory or ends its process"):
         check(tokenizer(), "m: tokenizer")
 
