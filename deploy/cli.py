@@ -143,7 +143,9 @@ def serve_with(arguments: list[str], commands: "Commands | None" = None) -> int:
     config = flags.build(parsed, environment.settings)
 
     from deploy.display import open_display
+    from proto.log_lines import guard_output
 
+    guard_output("tokend", config.frontend.log_format)
     display = open_display(sys.stderr, config.frontend.log_format)
     for notice in parsed.notices:
         display.notice(notice)

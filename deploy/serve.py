@@ -28,7 +28,6 @@ from proto.errors import ConfigError
 from proto.faults import Fault, parse_faults
 from proto.generation_config import generation_defaults
 from proto.lifecycle import PhaseClock, PlanBoot
-from proto.log_lines import guard_output
 from proto.prepared_model import PreparedModel, read_model_file
 from proto.security import read_api_keys
 
@@ -40,7 +39,6 @@ def serve(config: ServeConfig, environment: HostEnvironment, commands: Commands)
     """
     clock = PhaseClock(time.monotonic() - process_age())
     clock.end("command")
-    guard_output("tokend", config.frontend.log_format)
     _check_tokenizer(config)
     _check_chat_template(config)
     _check_tracing(config)

@@ -234,7 +234,7 @@ def process_limits(seconds: float, num_bytes: int) -> Iterator[None]:
     seconds: of processor time, after which the process is ended by SIGPROF. num_bytes: of address
     space in addition to what it has, beyond which allocations fail.
     """
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     with open("/proc/self/statm", "rb") as file:
         num_mapped = int(file.read().split()[0]) * resource.getpagesize()
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -244,4 +244,4 @@ def process_limits(seconds: float, num_bytes: int) -> Iterator[None]:
         yield
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-        resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -10,6 +10,7 @@ the log that has gone, or that does not read, costs lines of the log and nothing
 import contextlib
 import io
 import logging
+import math
 import os
 import select
 import stat
@@ -62,9 +63,9 @@ def formatter(form: LogFormat, process: str) -> logging.Formatter:
 
 
 _STALL_SECONDS: Final = 0.1
-"""How long a write waits for a reader that does not read; the next ones do not wait at all."""
-_MAX_STALLS: Final = 4
-"""How many times as long a write may take whose reader reads slowly."""
+"""How long writes wait for a reader that reads slowly or not at all …"""
+_STALL_SHARE: Final = 0.1
+"""… and how much of the time after that. Lines after a dropped one do not wait at all."""
 _ATOMIC_BYTES: Final = 4096
 """PIPE_BUF of Linux: a pipe that can be written to takes as much at once."""
 _MAX_PENDING: Final = 1 << 16
@@ -92,6 +93,8 @@ class LogStream(io.TextIOBase):
         self._lock = threading.RLock()  # a signal handler may write while its thread writes
         self._poller = select.poll()
         self._poller.register(descriptor, select.POLLOUT)
+        self._patience = _STALL_SECONDS
+        self._stalled_at = -math.inf  # monotonic seconds
         self._pending = ""
         self._dropped = 0
         self._inside_line = False
@@ -129,33 +132,39 @@ class LogStream(io.TextIOBase):
 
     def _emit(self, text: str) -> None:
         """Write a text, after the number of lines that were dropped before it."""
-        patience = 0.0 if self._dropped else _STALL_SECONDS
+        may_wait = not self._dropped
         if self._dropped:
             line = ("\n" if self._inside_line else "") + self._dropped_line()
-            if not self._send(line, patience):
+            if not self._send(line, may_wait):
                 self._dropped += text.count("\n")
                 return
             self._dropped = 0
-        if not self._send(text, patience):
+        if not self._send(text, may_wait):
             self._dropped += max(1, text.count("\n"))
 
-    def _send(self, text: str, patience: float) -> bool:
+    def _send(self, text: str, may_wait: bool) -> bool:
         """Return whether the whole text could be written."""
         data = text.encode(self._encoding, "backslashreplace")
         sent = 0
-        deadline = time.monotonic() + patience
-        last = deadline + (_MAX_STALLS - 1) * patience
         with contextlib.suppress(OSError):  # the reader has gone, or the disk is full
             while sent < len(data):
-                wait = max(0.0, deadline - time.monotonic())
-                if not self._poller.poll(wait * 1000):
+                if not (self._poller.poll(0) or (may_wait and self._wait_for_reader())):
                     break
                 with contextlib.suppress(BlockingIOError):  # another process was faster
                     sent += os.write(self._descriptor, data[sent : sent + _ATOMIC_BYTES])
-                    deadline = min(time.monotonic() + patience, last)
         if sent:
             self._inside_line = not data[:sent].endswith(b"\n")
         return sent == len(data)
+
+    def _wait_for_reader(self) -> bool:
+        """Wait as long as writes may; return whether the reader has read."""
+        began = time.monotonic()
+        earned = _STALL_SHARE * (began - self._stalled_at)
+        patience = min(_STALL_SECONDS, self._patience + earned)
+        has_read = bool(self._poller.poll(patience * 1000))
+        self._stalled_at = time.monotonic()
+        self._patience = max(0.0, patience - (self._stalled_at - began))
+        return has_read
 
     def _dropped_line(self) -> str:
         lines = "1 line" if self._dropped == 1 else f"{self._dropped} lines"
@@ -169,9 +178,9 @@ class LogStream(io.TextIOBase):
 def guard_output(process: str, log_format: LogFormat = "text") -> None:
     """Make standard output and error of this process a `LogStream` each.
 
-    A pipe or terminal is opened anew, so that writes can be made non-blocking without doing so to
-    other programs that share it; what is written without Python, such as stacks after a crash,
-    does not block then either. If it was closed, /dev/null takes its place.
+    A pipe or terminal is reopened, because O_NONBLOCK belongs to the open file description, which
+    other programs may share. Output that bypasses Python, such as stacks after a crash, then does
+    not block either. A closed stream is replaced by /dev/null.
     """
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
@@ -182,11 +191,11 @@ def guard_output(process: str, log_format: LogFormat = "text") -> None:
             os.set_inheritable(descriptor, True)
             setattr(sys, name, LogStream(descriptor, process, log_format))
         elif stream is getattr(sys, f"__{name}__"):  # else a test has replaced it
-            _open_anew(descriptor)
+            _reopen(descriptor)
             setattr(sys, name, LogStream(descriptor, process, log_format, stream.encoding))
 
 
-def _open_anew(descriptor: int) -> None:
+def _reopen(descriptor: int) -> None:
     """Give a pipe or terminal a file description of this process that does not block."""
     if not (stat.S_ISFIFO(os.fstat(descriptor).st_mode) or os.isatty(descriptor)):
         return  # a file would lose its position, a socket cannot be opened

@@ -141,7 +141,7 @@ class SiteMiddleware:
         self._app = app
         self._allowed_origins = config.allowed_origins
         own_name = socket.gethostname().lower()
-        names = {"localhost", "*.localhost", own_name, f"{own_name}.local", config.host}
+        names = {"localhost", "*.localhost", own_name, f"{own_name}.local", config.host.lower()}
         names |= {name.lower() for name in config.allowed_hosts}
         self._names = frozenset(names)
         self._checks_names = "*" not in config.allowed_hosts and not config.has_client_keys

@@ -15,9 +15,9 @@ The masks are computed in threads while the model computes the step:
 
 A step waits for MAX_WAIT_SECONDS at most. A row whose mask is late then costs only itself: what
 the step computes for it is void (`Scheduler.void_rows`), and the scheduler leaves it out until the
-mask is there. The rows of a grammar that was slow (`matchers.py:GrammarCost`) are not waited for at
-all: they are planned only when their mask is there, so in every second step at most. A request
-whose mask takes longer than MAX_LATE_SECONDS ends with an error.
+mask is there. A step never waits for a row of a grammar that was slow (`matchers.py:GrammarCost`):
+the row is planned when its mask is ready, in every second step at most. A request whose mask takes
+longer than MAX_LATE_SECONDS ends with an error.
 
     row of a slow grammar   planned ─▶ result ─▶ mask ─▶ planned ─▶ …
     in `held`               |------------------------|   |-----
@@ -120,7 +120,7 @@ class _ConstrainedRow:
 
     @property
     def cost(self) -> GrammarCost:
-        return self.compiled.cost
+        return self.matcher.cost
 
     @property
     def has_mask(self) -> bool:

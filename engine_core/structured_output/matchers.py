@@ -109,14 +109,16 @@ class Matcher(Protocol):
 
 
 class FreeMatcher:
-    """Allows every token: for text without a grammar."""
+    """Allows every token: for text without a grammar. Each copy has its own cost and lock."""
 
     is_free = True
     error = ""
-    cost = GrammarCost()
+
+    def __init__(self) -> None:
+        self.cost = GrammarCost()
 
     def copy(self) -> "FreeMatcher":
-        return self
+        return FreeMatcher()
 
     def consume(self, token_ids: Sequence[int]) -> None: ...
 

@@ -102,7 +102,7 @@ class Bystander:
         assert found.growth < MAX_GROWTH_MIB, found
 
 
-class _Client:
+class Client:
     """The threads of the client's process."""
 
     def __init__(self, port: int, supervisor: int) -> None:
@@ -114,7 +114,7 @@ class _Client:
     def run(self) -> Figures:
         """Measure until standard input ends."""
         self._stream_once(8)  # warm: what a first request loads counts for the client
-        started = self._memory()
+        started = self.memory()
         self._check_health(http.client.HTTPConnection("127.0.0.1", self._port, timeout=60))
         self.figures = Figures()
         jobs = (self._check_healths, self._read_streams, lambda: self._watch_memory(started))
@@ -128,7 +128,7 @@ class _Client:
             thread.join()
         return self.figures
 
-    def _memory(self) -> float:
+    def memory(self) -> float:
         """MiB that the daemon's processes hold; pages that they share after a fork count once.
 
         Mapped files, such as weights, do not count: they can be dropped.
@@ -139,11 +139,12 @@ class _Client:
                 for line in Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines():
                     if line.startswith(("Pss_Anon:", "Pss_Shmem:")):
                         total += int(line.split()[1])
+        assert total, "the memory of the daemon cannot be read"
         return total / 1024
 
     def _watch_memory(self, started: float) -> None:
         while not self._ended.wait(MEMORY_SECONDS):
-            self.figures.growth = max(self.figures.growth, self._memory() - started)
+            self.figures.growth = max(self.figures.growth, self.memory() - started)
 
     def _check_healths(self) -> None:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
@@ -199,4 +200,4 @@ class _Client:
 
 
 if __name__ == "__main__":
-    print(json.dumps(vars(_Client(int(sys.argv[1]), int(sys.argv[2])).run())))
+    print(json.dumps(vars(Client(int(sys.argv[1]), int(sys.argv[2])).run())))

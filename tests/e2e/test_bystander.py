@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.e2e.bystander import Bystander
+from tests.e2e.bystander import Bystander, Client
 from tests.e2e.daemon import Daemon
 
 pytestmark = pytest.mark.suite("hostile")
@@ -30,3 +30,21 @@ def test_a_stopped_front_end_is_noticed(daemon: Daemon) -> None:
     assert bystander.figures.gap > 0.7
     with pytest.raises(AssertionError):
         bystander.check()
+
+
+def test_a_process_that_died_is_noticed() -> None:
+    with Daemon() as daemon:
+        with Bystander(daemon) as bystander:
+            bystander.rest(0.5)
+            os.kill(daemon.processes()["worker"].pid, signal.SIGKILL)
+            bystander.rest(1.0)
+        with pytest.raises(AssertionError):
+            bystander.check()
+
+
+def test_memory_is_counted() -> None:
+    client = Client(0, os.getpid())
+    before = client.memory()
+    taken = bytearray(os.urandom(1 << 20)) * 300
+    assert 290 < client.memory() - before < 320
+    assert len(taken) == 300 << 20

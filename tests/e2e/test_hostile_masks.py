@@ -6,14 +6,15 @@ cost nothing; behind them a mask takes up to 2 s of processor time.
 
 import json
 import string
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
 import httpx
 import pytest
 
+from engine_core.structured_output.manager import LATE
 from tests.e2e.bystander import Bystander
 from tests.e2e.daemon import Daemon, DaemonPool
 
@@ -67,26 +68,24 @@ def many_lexemes(number: int) -> str:
     return f'start: "{BEGINNING}" ({names})*\n' + "\n".join(rules)
 
 
-def attack(daemon: Daemon, grammar: str, number: int) -> None:
+def attack(daemon: Daemon, grammar: str, number: int) -> str:
+    """Send an attack; return the text of the answer, "" if there was none in time."""
     body = {
         **{"prompt": "The letters: ", "max_tokens": 48, "temperature": 1.0, "n": NUM_CHOICES},
         **{"structured_outputs": {"grammar": grammar}, "seed": number},
     }
     with suppress(httpx.ReadTimeout):  # the request ends with its client
-        httpx.post(f"{daemon.url}/v1/completions", json=body, timeout=ATTACK_SECONDS)
+        url = f"{daemon.url}/v1/completions"
+        return httpx.post(url, json=body, timeout=ATTACK_SECONDS).text
+    return ""
 
 
 def test_slow_masks_delay_no_step_of_others(serving: Daemon) -> None:
     attack(serving, f'start: "{BEGINNING}"', 9)  # starts the processes that check grammars
     grammars = [ambiguous(0), ambiguous(1), many_lexemes(0), growing(0)]
-    threads = [
-        threading.Thread(target=attack, args=(serving, grammar, number))
-        for number, grammar in enumerate(grammars)
-    ]
-    with Bystander(serving) as bystander:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    with Bystander(serving) as bystander, ThreadPoolExecutor(len(grammars)) as pool:
+        numbers = range(len(grammars))
+        answers = list(pool.map(attack, [serving] * len(grammars), grammars, numbers))
         bystander.rest()
+    assert all(not answer or LATE in answer for answer in answers), answers
     bystander.check()

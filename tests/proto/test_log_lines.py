@@ -129,6 +129,34 @@ def test_a_reader_that_does_not_read_costs_lines_that_are_counted(
     assert read_all(pipe[0]) == "and again\n"
 
 
+def test_a_reader_that_reads_slowly_costs_a_share_of_the_time(pipe: tuple[int, int]) -> None:
+    stream = LogStream(pipe[1], "engine 0")
+    print("x" * 60_000, file=stream)
+    reading = threading.Event()
+
+    def read_slowly() -> None:
+        while not reading.wait(0.03):
+            os.read(pipe[0], 4096)
+
+    reader = threading.Thread(target=read_slowly)
+    reader.start()
+    waited = 0.0
+    began = time.monotonic()
+    while time.monotonic() - began < 1.5:
+        asked = time.monotonic()
+        print("y" * 1500, file=stream)
+        waited += time.monotonic() - asked
+        time.sleep(0.005)
+    reading.set()
+    reader.join()
+    assert waited < 0.6
+    text = ""
+    while not text.endswith("the end\n"):
+        text += read_all(pipe[0])
+        print("the end", file=stream)
+    assert "of the log could not be written" in text
+
+
 def test_a_reader_that_comes_back_is_told(tmp_path: Path) -> None:
     fifo = tmp_path / "log"
     os.mkfifo(fifo)

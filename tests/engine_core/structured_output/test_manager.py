@@ -282,6 +282,19 @@ def answers(tokenizer_folder) -> dict[tuple[int, int], tuple[list[int], FinishRe
     return found
 
 
+def test_budgets_without_a_grammar_are_slow_for_their_own_choice_only(tokenizer_folder) -> None:
+    engine = GrammarEngine(tokenizer_folder)
+    engine.send_request(1, None, n=2, thinking=THINKING)
+    engine.send_request(2, None, thinking=THINKING)
+    first, *others = (row.cost for row in engine.manager._rows.values())
+    first.add(1.0)
+    assert first.is_slow
+    assert len(others) == 2
+    assert not any(cost.is_slow or cost.lock is first.lock for cost in others)
+    engine.run()
+    engine.close()
+
+
 def drafts_of(answers: Any, acceptance: float) -> SyntheticDrafts:
     def answer(request: Any, num_tokens: int) -> list[int]:
         recorded, _ = answers[request.request_id, request.choice]
