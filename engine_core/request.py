@@ -94,8 +94,8 @@ class Request:
         order: (priority, arrival, request id, choice); the lower goes first by priority.
         pooling_params: of a request whose prompt is pooled; None for one that generates.
         skip_reading_prefix_cache: every prompt position must be computed, for prompt logprobs or
-            pooling, or because the client wants it. False for all choices from the first token of
-            any of them on.
+            pooling, or because the client wants it. Becomes False for all choices once one of
+            them has a token.
     Tokens:
         all_token_ids: prompt, then verified outputs; grows at the end only.
         spec_token_ids: drafts that are not verified yet.

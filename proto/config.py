@@ -355,7 +355,7 @@ class GrammarConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Structured output."""
 
     grammar_cache_entries: int = 256
-    """Compiled grammars to cache, most of 200 kB; 0: compile for every request."""
+    """Most compiled grammars to cache, typically of 200 kB; 0: compile for every request."""
     grammar_cache_bytes: int = 64 << 20
     """Maximum total bytes of cached grammars and their sources."""
 

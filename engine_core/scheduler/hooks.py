@@ -107,7 +107,8 @@ class AdmissionGate(RequestListener, Protocol):
 class TokenConstraints(AdmissionGate, Protocol):
     """The gate of requests that wait for a grammar; it also names the rows that need a mask.
 
-    held: sequences that no step may sample, because they wait for a mask; the same set for ever.
+    held: sequences that no step may sample, because they wait for a mask. The set object
+    stays the same, its members change.
     """
 
     held: set[int]

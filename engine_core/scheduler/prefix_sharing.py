@@ -358,10 +358,10 @@ class SiblingForks:
         return next((sibling for sibling in siblings if self._is_computing(sibling)), None)
 
     def _is_computing(self, source: Request) -> bool:
-        """Return whether a choice runs and has not computed the prompt yet.
+        """Return whether a running choice still computes the prompt.
 
-        With recurrent states nothing can be forked, and the prefix cache is read only after the
-        result of a prompt that must be computed, which may still be in flight.
+        With recurrent states nothing can be forked, and a prompt that must be computed counts until
+        its result has arrived, because only then may siblings read the cache.
         """
         if source.status is not RequestStatus.RUNNING:
             return False
