@@ -27,7 +27,7 @@ SLOW = {
 
 
 def test_a_chat_template(tmp_path: Path) -> None:
-    """Whatever a single operation of it would make, and however long it would run."""
+    """Operations that would build a huge text, or run for hours, are a 400."""
     cases = "".join(f"{{% elif kind == {kind!r} %}}{text}" for kind, text in SLOW.items())
     template = tmp_path / "template.jinja"
     template.write_text(
