@@ -35,6 +35,7 @@ from api_server.live_view.publisher import LiveViewPublisher
 from api_server.metrics.metric_sheet import Gauge, MetricSheet
 from api_server.metrics.metrics import Metrics
 from api_server.protocol.responses.stored import StoredResponses
+from api_server.request_log import RequestLog
 from api_server.routes.system import daemon_version
 from api_server.sampling import seeds
 from api_server.tracing import RequestTracer
@@ -140,6 +141,7 @@ def make_app_state(boot: ProcessBoot, link: Link, supervisor: SupervisorLink) ->
         responses=responses,
         peers=FrontEndPeers(boot, responses),
         live_view=live_view,
+        request_log=RequestLog(config.frontend),
         harmony=texts.harmony,
         generation_defaults=texts.generation_defaults,
         tracer=None if endpoint is None else RequestTracer(endpoint, name),
@@ -170,7 +172,7 @@ def make_server(app: FastAPI, frontend: FrontEndConfig, connections: Gauge) -> H
 
     connections: open connections by front end.
     """
-    reception = Reception(frontend.api_server_count)
+    reception = Reception(frontend.api_server_count, app.state.app_state.request_log)
     http: Any = partial(LimitedHttpProtocol, reception=reception)
     websockets: Any = partial(LimitedWebSocketProtocol, reception=reception)
     config = uvicorn.Config(

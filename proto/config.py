@@ -293,7 +293,12 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
     api_server_count: int = 1
     """Number of front-end processes."""
     disable_log_requests: bool = False
-    """Do not log a line for each request."""
+    """Do not log a line for each request, refused ones included."""
+    log_client_address: bool = True
+    """Put the client's address into the lines of requests."""
+    trusted_proxies: tuple[str, ...] = ("127.0.0.1", "::1")
+    """Addresses and networks of proxies whose X-Forwarded-For or X-Real-IP names the client in the
+    log; '[]': of none."""
     log_format: LogFormat = "text"
     """Format of all lines on both output streams: text, or one JSON object per line. Lines that the
     log's reader does not take are dropped, and a later line says how many."""

@@ -4,6 +4,7 @@ One function per section of the settings. Nothing here depends on the machine: w
 model or the memory cannot do is reported by the process that finds out.
 """
 
+import ipaddress
 import math
 import re
 from typing import Final
@@ -219,6 +220,15 @@ def _check_front_end(frontend: FrontEndConfig) -> None:
 
 
 def _check_cors(frontend: FrontEndConfig) -> None:
+    for name in frontend.trusted_proxies:
+        try:
+            ipaddress.ip_network(name, strict=False)
+        except ValueError:
+            raise ConfigError(
+                "--trusted-proxies takes addresses and networks such as 10.0.0.0/8, "
+                f"not {shown(name)}",
+                "trusted_proxies",
+            ) from None
     for name in frontend.allowed_hosts:
         if name != "*" and not _HOST_NAME.fullmatch(name):
             raise ConfigError(

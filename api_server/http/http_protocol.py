@@ -39,7 +39,7 @@ from api_server.http.connection import (
 )
 from api_server.http.websocket_protocol import LimitedWebSocketProtocol
 from api_server.metrics.metric_sheet import Gauge
-from proto.errors import RequestError
+from proto.errors import InvalidRequestError, RequestError
 
 MAX_HEADER_BYTES: Final = 64 << 10
 """Most bytes of the URL and all header lines of a request together."""
@@ -330,6 +330,7 @@ class LimitedHttpProtocol(ReceivingProtocol, HttpToolsProtocol):
         if self._num_parsed_bytes > MAX_HEADER_BYTES or self._num_headers > MAX_HEADERS:
             self._refuse_headers()
         else:
+            self._log_refusal(InvalidRequestError(msg), self.url or b"", self.headers or ())
             super().send_400_response(msg)
 
     def _may_parse(self) -> bool:
@@ -375,7 +376,6 @@ class LimitedHttpProtocol(ReceivingProtocol, HttpToolsProtocol):
                 self.parser.feed_data(data)
                 return
             except httptools.HttpParserError:
-                self.logger.warning("Invalid HTTP request received.")
                 self.send_400_response("Invalid HTTP request received.")
                 return
             except httptools.HttpParserUpgrade as upgrade:
@@ -471,6 +471,7 @@ class LimitedHttpProtocol(ReceivingProtocol, HttpToolsProtocol):
             self.transport.abort()
 
     def _refuse(self, error: RequestError) -> None:
+        self._log_refusal(error, self.url or b"", self.headers or ())
         response = error_response(error)
         origin = next((value for name, value in self.headers or () if name == b"origin"), None)
         _add_cors_headers(self.app, response, None if origin is None else origin.decode("latin-1"))

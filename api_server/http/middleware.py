@@ -28,6 +28,7 @@ from api_server.app_state import APP_STATE, AppState
 from api_server.errors import DrainingError, error_response
 from api_server.http.http_protocol import client_disconnected
 from api_server.http.tenants import DEFAULT_TENANT, tenant_of
+from api_server.request_log import SCOPE
 from api_server.turns import CLIENT, Client
 from proto.config import FrontEndConfig
 from proto.errors import (
@@ -99,6 +100,21 @@ EXPOSED_HEADERS: Final = (
 """Headers of answers that pages of other origins can read; browsers hide the rest from them."""
 
 
+class _LoggingCors(CORSMiddleware):
+    """starlette's middleware with a log line for each preflight that it refuses."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        response = super().preflight_response(request_headers)
+        if response.status_code == 400 and (scope := SCOPE.get()) is not None:
+            error = InvalidRequestError(bytes(response.body).decode(), "origin")
+            scope["app"].state.app_state.request_log.log_refusal(error, scope)
+        return response
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        SCOPE.set({**scope, "app": self.app})
+        await super().__call__(scope, receive, send)
+
+
 def with_cors(app: ASGIApp, config: FrontEndConfig) -> ASGIApp:
     """Return an application that lets pages of the allowed origins use this one.
 
@@ -107,7 +123,7 @@ def with_cors(app: ASGIApp, config: FrontEndConfig) -> ASGIApp:
     """
     if not config.allowed_origins:
         return app
-    return CORSMiddleware(
+    return _LoggingCors(
         app,
         allow_origins=config.allowed_origins,
         allow_methods=config.allowed_methods,
@@ -198,7 +214,7 @@ class SiteMiddleware:
 class DrainMiddleware:
     """Count requests in flight; answer 503 to new requests and WebSockets while draining.
 
-    Also sets the client of the request for `api_server/turns.py`.
+    Also sets the client of the request for `api_server/turns.py`, and its scope for the log.
 
     The routes of WebSockets count what a drain and a reload wait for: an idle one may stay open.
     """
@@ -211,6 +227,7 @@ class DrainMiddleware:
         scope[APP_STATE] = app_state
         client = Client(partial(_tenant, scope), partial(client_disconnected, scope))
         CLIENT.set(client)
+        SCOPE.set(scope)
         try:
             await self._count(app_state, scope, receive, send)
         finally:

@@ -1,7 +1,6 @@
 """What handlers share: the application state, operators' keys, reading the body of a request."""
 
 import asyncio
-import ipaddress
 import re
 from collections.abc import Callable
 from typing import Any, Final, TypeVar, cast
@@ -11,12 +10,14 @@ from starlette.requests import HTTPConnection, Request
 
 from api_server.app_state import APP_STATE, AppState
 from api_server.errors import BodyTooLargeError, SlowUploadError
+from api_server.http.addresses import is_loopback
 from api_server.http.connection import MAX_BODY_BYTES, UPLOAD_BYTES, UPLOAD_SECONDS
 from api_server.http.http_protocol import begin_upload
 from api_server.http.tenants import tenant_of
 from api_server.protocol.common import REQUEST_ID
 from api_server.protocol.decoding import decode_json
 from api_server.protocol.fields import IgnoredFields
+from api_server.request_log import SESSION_HEADER
 from api_server.turns import CLIENT, run_for_body
 from proto.errors import (
     AuthenticationError,
@@ -64,19 +65,8 @@ def _check_is_local(request: Request) -> None:
         )
 
 
-def is_loopback(address: str) -> bool:
-    try:
-        parsed = ipaddress.ip_address(address)
-    except ValueError:
-        return False
-    mapped = getattr(parsed, "ipv4_mapped", None)
-    return (mapped or parsed).is_loopback
-
-
 NUMBER_HEADERS: Final = {"x-vllm-priority": "priority", "x-request-timeout-ms": "timeout_ms"}
 """Headers that set a field of the body: header → field."""
-SESSION_HEADER: Final = "x-session-id"
-"""Sets session_id."""
 
 
 def page_limit(query: QueryParams, maximum: int) -> int:
