@@ -45,6 +45,10 @@ SMALL_FRAMES_PER_SECOND: Final = 50
 _CONTROL: Final = frozenset({Opcode.PING, Opcode.PONG, Opcode.CLOSE})
 
 
+class HandshakeError(InvalidRequestError):
+    code = "invalid_handshake"
+
+
 class LimitedWebSocketProtocol(ReceivingProtocol, WebSocketsSansIOProtocol):
     """uvicorn's protocol; parses frames in turns, one message ahead of the application.
 
@@ -279,7 +283,7 @@ class LimitedWebSocketProtocol(ReceivingProtocol, WebSocketsSansIOProtocol):
         self.handshake_complete = self.close_sent = True
         self.transport.close()
 
-    def _handshake_error(self) -> InvalidRequestError:
+    def _handshake_error(self) -> "HandshakeError":
         error = self.conn.handshake_exc
         reason = shown(str(error and (error.__cause__ or error)))
-        return InvalidRequestError(f"the WebSocket handshake is invalid: {reason}")
+        return HandshakeError(f"the WebSocket handshake is invalid: {reason}")

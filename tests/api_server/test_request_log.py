@@ -57,7 +57,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, object], dict[str, object]]] = {
     "a field": ("POST", "/v1/completions", {"json": {"prompt": SECRET, "n": SECRET}},
                 {"finish": "error 400", "param": "n"}),
     "parts of text": ("POST", "/v1/chat/completions",
-                        {"json": {"messages": [{"role": "user", "content": [{"type": "text", "text": {SECRET: 1}}]}]}},
+                      {"json": {"messages": [{"role": "user", "content": {SECRET: 1}}]}},
                         {"finish": "error 400", "param": "messages"}),
     "a key of the client's": ("POST", "/v1/completions",
                               {"content": f'{{"{SECRET}": 1, "{SECRET}": 2}}',
