@@ -208,6 +208,15 @@ def _check_front_end(frontend: FrontEndConfig) -> None:
         _not_negative(field, getattr(frontend, field))
     if not 0 <= frontend.port <= 65535:
         raise ConfigError(f"--port must be between 0 and 65535, got {frontend.port}", "port")
+    admin_port = frontend.admin_port
+    if admin_port is not None and not 0 <= admin_port <= 65535:
+        raise ConfigError(
+            f"--admin-port must be between 0 and 65535, got {admin_port}", "admin_port"
+        )
+    if admin_port and admin_port == frontend.port:
+        raise ConfigError(f"--admin-port {admin_port} is the --port of all clients", "admin_port")
+    if frontend.admin_socket == "":
+        raise ConfigError("--admin-socket must name a path", "admin_socket")
     endpoint = frontend.otlp_traces_endpoint
     if endpoint is not None and not re.match(r"(https?|grpc)://[^/\s]+", endpoint):
         raise ConfigError(

@@ -27,6 +27,7 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from api_server.errors import HeadersTooLargeError, SlowUploadError, error_response
+from api_server.http.access import LISTENER, PUBLIC
 from api_server.http.connection import (
     LINGER_SECONDS,
     READ_AHEAD_BYTES,
@@ -198,6 +199,9 @@ class LimitedHttpProtocol(ReceivingProtocol, HttpToolsProtocol):
     connection_gauge: Gauge | None = None
     """Counts open connections."""
 
+    listener = PUBLIC
+    """The listener that has accepted the connection."""
+
     _refused = False
     _upgraded = False
     _in_headers = False
@@ -266,7 +270,11 @@ class LimitedHttpProtocol(ReceivingProtocol, HttpToolsProtocol):
         self._receive_timeout.cancel()
         super().on_headers_complete()
         scope: dict[str, Any] = self.scope  # type: ignore[assignment]
-        scope["extensions"] = {_CYCLE: self.cycle, _UPLOADS: self.reception.uploads}
+        scope["extensions"] = {
+            _CYCLE: self.cycle,
+            _UPLOADS: self.reception.uploads,
+            LISTENER: self.listener,
+        }
         if scope["http_version"] == "1.0":
             self.cycle.send = _UnchunkedResponse(self.cycle).send  # type: ignore[method-assign]
 
@@ -290,6 +298,8 @@ class LimitedHttpProtocol(ReceivingProtocol, HttpToolsProtocol):
         protocol = self.transport.get_protocol()
         if isinstance(protocol, LimitedWebSocketProtocol):
             protocol.connection_gauge = self.connection_gauge
+            if (scope := getattr(protocol, "scope", None)) is not None:  # the handshake is valid
+                scope["extensions"][LISTENER] = self.listener
             if early_frames:
                 protocol.data_received(early_frames)
 

@@ -10,7 +10,7 @@ from starlette.requests import HTTPConnection, Request
 
 from api_server.app_state import APP_STATE, AppState
 from api_server.errors import BodyTooLargeError, SlowUploadError
-from api_server.http.addresses import is_loopback
+from api_server.http import access
 from api_server.http.connection import MAX_BODY_BYTES, UPLOAD_BYTES, UPLOAD_SECONDS
 from api_server.http.http_protocol import begin_upload
 from api_server.http.tenants import tenant_of
@@ -20,16 +20,11 @@ from api_server.protocol.fields import IgnoredFields
 from api_server.request_log import SESSION_HEADER
 from api_server.turns import CLIENT, run_for_body
 from proto.errors import (
-    AuthenticationError,
-    ForbiddenError,
     InvalidRequestError,
     RequestError,
     UnsupportedMediaError,
     shown,
 )
-
-_REMOTE_HEADERS: Final = ("origin", "sec-fetch-site", "forwarded", "x-forwarded-for", "via")
-"""Headers that browsers and proxies add."""
 
 
 def app_state_of(request: HTTPConnection) -> AppState:
@@ -42,27 +37,8 @@ def has_operators_key(request: Request) -> bool:
 
 
 def check_operator(request: Request) -> None:
-    """Raise AuthenticationError or ForbiddenError unless the client is an operator.
-
-    AuthenticationError (401): the key is missing or wrong. ForbiddenError (403): it is a client's.
-    """
-    config = app_state_of(request).config
-    if not config.has_admin_keys:
-        _check_is_local(request)
-    elif not has_operators_key(request):
-        if config.has_client_keys:
-            raise ForbiddenError("this route is for operators and needs a key of --admin-api-key")
-        raise AuthenticationError("missing or wrong key: this route needs one of --admin-api-key")
-
-
-def _check_is_local(request: Request) -> None:
-    """Raise ForbiddenError unless a program on this machine sends the request itself."""
-    address = request.client.host if request.client is not None else ""
-    if not is_loopback(address) or any(name in request.headers for name in _REMOTE_HEADERS):
-        raise ForbiddenError(
-            "without --admin-api-key this route is for programs on the same machine only, "
-            "not for browsers or through a proxy"
-        )
+    """Raise AuthenticationError or ForbiddenError unless the client is an operator."""
+    access.check_operator(request.scope, app_state_of(request).config)
 
 
 NUMBER_HEADERS: Final = {"x-vllm-priority": "priority", "x-request-timeout-ms": "timeout_ms"}

@@ -135,7 +135,8 @@ class Supervisor:
             metrics_fd=metrics_fd,
         )
         listen_fds = tuple(listener.fileno() for listener in launch.listeners)
-        self._epochs = EpochCounter(template, listen_fds)
+        admin_fds = tuple(listener.fileno() for listener in launch.admin_listeners)
+        self._epochs = EpochCounter(template, listen_fds, admin_fds)
         budget = RestartBudget(config.reliability.max_restarts)
         self._recovery = Recovery(self._epochs, budget, self._display, num_workers)
         limits = HangLimits.of(config.reliability)
@@ -368,6 +369,6 @@ class Supervisor:
     def _begin_shutdown(self, limits: ShutdownLimits) -> None:
         self._reload.cancel("the daemon ends")
         self._notifier.report_stopping(limits.until_kill)
-        for listener in self._launch.listeners:
+        for listener in (*self._launch.listeners, *self._launch.admin_listeners):
             listener.close()
         self._shutdown = ShutdownSequence(self._children.running, limits)
