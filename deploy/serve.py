@@ -54,6 +54,7 @@ def serve(config: ServeConfig, environment: HostEnvironment, commands: Commands)
     notifier = SystemdNotifier(environment.service_manager)
     display = open_display(sys.stderr, config.frontend.log_format, notifier)
     resources = ExitStack()
+    terminate = signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the supervisor's
     try:
         operators = resources.enter_context(admin_listeners(config.frontend))
         model, draft_model = _prepare_models(config, environment, display)
@@ -84,6 +85,7 @@ def serve(config: ServeConfig, environment: HostEnvironment, commands: Commands)
         resources.close()
         display.close()
         listener.close()
+        signal.signal(signal.SIGTERM, terminate)
 
 
 def plan(config: ServeConfig, environment: HostEnvironment, *, as_json: bool) -> int:

@@ -69,7 +69,8 @@ RULES: Final = {
     "open": "no key",
     "client": "a client's key, if there are client keys",
     "metrics": "a client's key, if there are client keys; none with `--metrics-open`",
-    "operator": "an admin key; without admin keys: a local program, and no admin listener",
+    "operator": "an admin key; without admin keys and admin listeners: a local program, where "
+    "`--host` is a loopback address (with a client's key, if there are client keys)",
     "admin": "an admin key; without admin keys: a local program",
     "owner": "no key: the mode of the file is 0600",
     "absent": "404",

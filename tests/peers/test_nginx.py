@@ -1,5 +1,7 @@
 """Operators' routes behind a real nginx: no configuration of it exposes them."""
 
+import json
+import re
 import socket
 import subprocess
 import time
@@ -9,6 +11,7 @@ from typing import Final
 
 import httpx
 import pytest
+from websockets.sync.client import connect
 
 from tests.e2e.daemon import Daemon, eventually
 from tests.peers.packages import unpack_debian
@@ -29,9 +32,19 @@ SITES: Final = {
     "X-Forwarded-Proto": f"{KEEP_ALIVE} proxy_set_header X-Forwarded-Proto $scheme;",
 }
 """What is in the location of a site, beside proxy_pass."""
+GUIDE: Final = "deploy/README.md"
 SILENT: Final = "nothing that shows it"
 """HTTP/1.1 without any header: for tokend, a local program."""
 FORBIDDEN: Final = ("/pause", "/admin/drain", "/abort_requests", "/reset_prefix_cache")
+
+
+def guide() -> str:
+    """Return what the guide has in a location, without proxy_pass."""
+    text = (Path(__file__).parents[2] / GUIDE).read_text()
+    (location,) = re.findall(r"^location / \{\n(.*?)^\}", text, re.M | re.S)
+    first, _, rest = location.partition("\n")
+    assert first.split() == ["proxy_pass", "http://127.0.0.1:8000;"]
+    return rest
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +60,12 @@ def sites(nginx: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterat
     """URLs of sites that pass everything to the daemon of the test, by what they add."""
     daemon: Daemon = request.getfixturevalue("guarded")
     found, servers = {}, []
-    for name, added in (SITES | {SILENT: KEEP_ALIVE}).items():
+    for name, added in (SITES | {SILENT: KEEP_ALIVE, GUIDE: guide()}).items():
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         found[name] = f"http://127.0.0.1:{port}"
         passed = f"proxy_pass {daemon.url}; {added}"
-        servers.append(f"server {{ listen 127.0.0.1:{port}; location / {{ {passed} }} }}")
+        servers.append(f"server {{ listen 127.0.0.1:{port}; location / {{ {passed}\n }} }}")
     folders = "".join(
         f"{kind}_temp_path {tmp_path}/{kind};"
         for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
@@ -120,3 +133,19 @@ def test_the_log_has_the_address_that_nginx_forwards(
     afar = {"x-forwarded-for": "192.0.2.77"}
     httpx.get(f"{sites['X-Forwarded-For']}/nothing", headers=afar)
     assert eventually(lambda: "endpoint=/nothing tenant=- client=192.0.2.77" in guarded.text)
+
+
+@pytest.mark.parametrize("guarded", [("--admin-port", "0")], indirect=True)
+def test_the_configuration_of_the_guide_passes_streams_and_websockets(
+    guarded: Daemon, sites: dict[str, str]
+) -> None:
+    url = sites[GUIDE]
+    body = {"prompt": "The sea is", "max_tokens": 8, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
+        assert [line for line in response.iter_lines() if line][-1] == "data: [DONE]"
+    with connect(f"{url.replace('http', 'ws')}/v1/responses") as websocket:
+        message = {"type": "response.create", "input": "Hello", "max_output_tokens": 2}
+        websocket.send(json.dumps(message))
+        while (kind := json.loads(websocket.recv(60))["type"]) != "response.incomplete":
+            assert kind.startswith("response."), kind
+    assert httpx.post(f"{url}/pause").status_code == 403
