@@ -70,9 +70,10 @@ class RequestLog:
     def origin(self, scope: Scope | None, session: str | None = None) -> Fields:
         """Return endpoint, tenant, client and session of a request, as fields of its line.
 
-        session: that of the body; by default the one in the request's header.
+        session: that of the body; by default the one in the request's header. Empty if there are
+        no lines, and for a request that is not known.
         """
-        if scope is None:
+        if scope is None or not self._is_on:
             return {}
         fields: Fields = {
             "endpoint": _endpoint(scope),

@@ -32,7 +32,7 @@ class Listener:
     @classmethod
     def of(cls, listening: socket.socket, *, admin: bool = False) -> "Listener":
         if listening.family == socket.AF_UNIX:
-            return cls("admin_socket" if admin else "public", only_local=True)
+            return cls("admin_socket", only_local=True)
         local = is_loopback(listening.getsockname()[0])
         return cls("admin_port" if admin else "public", local)
 
