@@ -695,8 +695,8 @@ DEPLOY = (
     Fault(
         "drain_does_not_wait",
         "deploy/supervisor/shutdown.py",
-        "all_finished = all(number == 0 for number in self._num_open.values())",
-        "all_finished = not any(self._num_open.values())",
+        "return all(number == 0 for number in self._num_open.values())",
+        "return not any(self._num_open.values())",
         "A drain aborts requests at once, before the front ends have reported open ones.",
         ("tests/deploy/test_draining.py",),
     ),
