@@ -6,8 +6,7 @@ from api_server import errors
 from api_server.app_state import AppState
 from api_server.http import openapi
 from api_server.http.middleware import (
-    OPEN_PATHS,
-    ApiKeyMiddleware,
+    AccessMiddleware,
     DrainMiddleware,
     FastPath,
     SiteMiddleware,
@@ -56,12 +55,12 @@ def create_app(app_state: AppState) -> FastAPI:
     app.add_middleware(FastPath, endpoints=endpoints)
     app.add_middleware(DrainMiddleware)
     app.add_middleware(SiteMiddleware, config=app_state.config)
-    keys = read_api_keys(app_state.config)
-    if keys:
-        open_paths = frozenset(file.path for file in files)
-        if app_state.config.metrics_open:
-            open_paths |= {"/metrics"}
-        app.add_middleware(ApiKeyMiddleware, keys=keys, open_paths=OPEN_PATHS | open_paths)
+    app.add_middleware(
+        AccessMiddleware,
+        config=app_state.config,
+        keys=read_api_keys(app_state.config),
+        page_paths=frozenset(file.path for file in files),
+    )
     routes = [route for router in routers for route in router.routes]
     http_metrics = app_state.metrics.register_http_metrics(routes)
     app.add_middleware(HttpMetricsMiddleware, metrics=http_metrics)

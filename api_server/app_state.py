@@ -19,6 +19,7 @@ from api_server.parsers.harmony import Harmony
 from api_server.parsers.reasoning import HARMONY, ReasoningFormat, reasoning_format
 from api_server.parsers.tool_calls import ModelToolCalls
 from api_server.protocol.responses.stored import StoredResponses
+from api_server.request_log import RequestLog
 from api_server.sampling import seeds
 from api_server.stream import TokenStream
 from api_server.text.chat_template import ChatTemplate, find_chat_templates, read_chat_template
@@ -117,7 +118,7 @@ class AppState:
     responses: stored and running ones of /v1/responses in this process; peers: finds those in other
     front ends, too. background: tasks that complete responses
     whose clients do not wait. tracer: exports spans; None if they are off. sampler: profiles the
-    event loop; None if it may not.
+    event loop; None if it may not. request_log: writes the lines of requests.
     seeds: for requests without a seed. created: Unix time.
     """
 
@@ -136,6 +137,7 @@ class AppState:
     responses: StoredResponses
     peers: FrontEndPeers
     live_view: LiveViewPublisher
+    request_log: RequestLog
     aliases: Sequence[str] = ()
     harmony: Harmony | None = None
     generation_defaults: GenerationDefaults = NO_DEFAULTS

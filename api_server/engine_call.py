@@ -11,6 +11,7 @@ from api_server.app_state import AppState
 from api_server.http.tenants import reader_of
 from api_server.protocol.common import ComputedRequest
 from api_server.protocol.fields import IgnoredFields
+from api_server.request_log import SCOPE
 from api_server.request_stream import RequestStream, SendBuffer, StreamNotifier
 from api_server.stream import TokenStream
 from api_server.text.prompts import Prompt
@@ -117,6 +118,9 @@ class EngineCall(Generic[Body]):
             requests,
             streams,
             log=not app_state.config.disable_log_requests,
+            origin=app_state.request_log.origin(
+                SCOPE.get(), getattr(self._body, "agent_session_id", None)
+            ),
             send_buffer=self._send_buffer,
             open_streams=app_state.open_streams,
             ignored=str(self._ignored),

@@ -88,10 +88,12 @@ def error_body(error: RequestError) -> dict[str, Any]:
 
 
 def error_response(error: RequestError, scope: Scope | None = None) -> JSONResponse:
-    """Return the response to an error, in the format that the client expects.
+    """Log that a request is refused and return the response, in the format that the client expects.
 
-    scope: of the request; None if it is not known, for OpenAI's format.
+    scope: of the request; None for OpenAI's format and no line, if the caller writes it.
     """
+    if scope is not None:
+        _log_refusal(error, scope)
     headers = {}
     if error.retry_after_seconds:
         headers["retry-after"] = str(error.retry_after_seconds)
@@ -130,6 +132,9 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     kind = _HTTP_TYPES.get(error.status_code, "BadRequestError")
     message = f"{request.method} {shown(request.url.path)}: {error.detail}"
+    refusal = RequestError(message)
+    refusal.status, refusal.type = error.status_code, kind
+    _log_refusal(refusal, request.scope)
     if expects_anthropic(request.scope):
         return _message_error(error.status_code, message, error.headers or {})
     body = {"message": message, "type": kind, "param": None, "code": error.status_code}
@@ -144,6 +149,12 @@ async def _on_disconnect(_request: Request, _error: Exception) -> Response:
 async def _on_bug(request: Request, error: Exception) -> Response:
     logger.error("a route failed", exc_info=error)
     return error_response(RequestError("internal error"), request.scope)
+
+
+def _log_refusal(error: RequestError, scope: Scope) -> None:
+    """Write the line of a refused request; a health check of an unready daemon has none."""
+    if error.status < 500 or not scope["path"].startswith(("/health", "/ping")):
+        scope["app"].state.app_state.request_log.log_refusal(error, scope)
 
 
 # Errors in Anthropic's format, for the paths of /v1/messages and Anthropic's clients at /v1/models.

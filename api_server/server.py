@@ -10,6 +10,7 @@ import signal
 import socket
 import ssl
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,7 @@ from api_server.live_view.publisher import LiveViewPublisher
 from api_server.metrics.metric_sheet import Gauge, MetricSheet
 from api_server.metrics.metrics import Metrics
 from api_server.protocol.responses.stored import StoredResponses
+from api_server.request_log import RequestLog
 from api_server.routes.system import daemon_version
 from api_server.sampling import seeds
 from api_server.tracing import RequestTracer
@@ -68,7 +70,8 @@ async def _serve(boot: ProcessBoot, link: Link, clock: PhaseClock) -> None:
     app_state = make_app_state(boot, connect_engine(boot, boot.epoch), supervisor)
     clock.end("tokenizer")
     app = create_app(app_state)
-    server = make_server(app, app_state.config, app_state.metrics.connections)
+    admin_sockets = [socket.socket(fileno=descriptor) for descriptor in boot.admin_fds]
+    server = make_server(app, app_state.config, app_state.metrics.connections, admin_sockets)
     freeze_heap(REQUEST_LOOP_GC)
     return_freed_blocks()
     stopped = asyncio.Event()
@@ -140,6 +143,7 @@ def make_app_state(boot: ProcessBoot, link: Link, supervisor: SupervisorLink) ->
         responses=responses,
         peers=FrontEndPeers(boot, responses),
         live_view=live_view,
+        request_log=RequestLog(config.frontend),
         harmony=texts.harmony,
         generation_defaults=texts.generation_defaults,
         tracer=None if endpoint is None else RequestTracer(endpoint, name),
@@ -165,12 +169,17 @@ def make_metric_sheet(boot: ProcessBoot) -> MetricSheet:
     return MetricSheet.shared(boot.metrics_fd, boot.index, boot.config.frontend.api_server_count)
 
 
-def make_server(app: FastAPI, frontend: FrontEndConfig, connections: Gauge) -> HttpServer:
+def make_server(
+    app: FastAPI,
+    frontend: FrontEndConfig,
+    connections: Gauge,
+    admin_sockets: Sequence[socket.socket] = (),
+) -> HttpServer:
     """Return the HTTP server of the application; run it with `serve(sockets=…)`.
 
-    connections: open connections by front end.
+    connections: open connections by front end. admin_sockets: listening sockets for operators.
     """
-    reception = Reception(frontend.api_server_count)
+    reception = Reception(frontend.api_server_count, app.state.app_state.request_log)
     http: Any = partial(LimitedHttpProtocol, reception=reception)
     websockets: Any = partial(LimitedWebSocketProtocol, reception=reception)
     config = uvicorn.Config(
@@ -189,7 +198,10 @@ def make_server(app: FastAPI, frontend: FrontEndConfig, connections: Gauge) -> H
     )
     config.load()
     config.ssl = _tls_context(frontend)
-    return HttpServer(config, connections, shares_sockets=frontend.api_server_count > 1)
+    shares_sockets = frontend.api_server_count > 1
+    return HttpServer(
+        config, connections, shares_sockets=shares_sockets, admin_sockets=admin_sockets
+    )
 
 
 def _tls_context(config: FrontEndConfig) -> ssl.SSLContext | None:

@@ -9,7 +9,6 @@ finished, counts them and writes one line to the log. Everything here runs on th
 """
 
 import asyncio
-import logging
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -23,6 +22,7 @@ from api_server.engine.engine_client import EngineClient
 from api_server.http.connection import client_disconnected
 from api_server.http.http_protocol import is_stalled
 from api_server.metrics.metrics import Metrics
+from api_server.request_log import Fields, log_fields
 from api_server.request_stream import (
     Delta,
     DeltaWriter,
@@ -35,9 +35,6 @@ from api_server.tracing import RequestTracer
 from api_server.turns import CLIENT
 from proto.engine_io import EngineCoreRequest
 from proto.errors import QueueFullError, RequestAbortedError, RequestError
-from proto.log_lines import FIELDS
-
-logger = logging.getLogger("tokend.requests")
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +45,7 @@ class TokenStream:
     requests, streams: one per prompt, in the same order.
     open_streams: contains this stream from its submission to its end.
     ignored: names of the request's unknown fields, for the log.
-    log: write a line to the log at the end.
+    log: write a line to the log at the end. origin: fields of that line (`RequestLog.origin`).
     tracer: exports spans; None if they are off.
     cleanup: closed when the stream ends, for any reason.
     disconnected: the client has closed the connection; nothing more is sent.
@@ -63,6 +60,7 @@ class TokenStream:
     log: bool
     send_buffer: SendBuffer
     open_streams: "set[TokenStream]"
+    origin: Fields = field(default_factory=dict)
     ignored: str = ""
     key_name: str = ""
     tracer: RequestTracer | None = None
@@ -219,8 +217,8 @@ class TokenStream:
     def _log(self, now: float, trace_id: str) -> None:
         usage = self.usage()
         first = self.streams[0].timeline
-        fields: dict[str, str | int | float | None] = {
-            "id": self.label,
+        fields: Fields = {"id": self.label, **self.origin}
+        fields |= {
             "prompts": len(self.streams),
             "choices": len(self.streams[0].choices),
             "prompt_tokens": usage.prompt_tokens,
@@ -242,8 +240,9 @@ class TokenStream:
             fields["trace_id"] = trace_id
         if self.ignored:
             fields["ignored_fields"] = self.ignored
-        text = " ".join(f"{name}={_shown(value)}" for name, value in fields.items())
-        logger.info("%s", text, extra={FIELDS: fields})
+        if self.error is not None:
+            self.error.is_logged = True  # `error_response` writes no second line
+        log_fields(fields)
 
     def _outcome(self) -> str:
         if self.error is not None:
@@ -262,10 +261,3 @@ class TokenStream:
 
 def _seconds(start: float | None, end: float | None) -> float | None:
     return None if start is None or end is None else round(end - start, 6)
-
-
-def _shown(value: str | float | None) -> str:
-    """Format a value of the log line; every float is a time in seconds."""
-    if value is None:
-        return "-"
-    return f"{value:.3f}s" if isinstance(value, float) else str(value)

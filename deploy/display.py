@@ -3,7 +3,7 @@
 Closing a display removes its bars; notices stay, and more may follow.
 """
 
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Literal, TextIO
 
 from proto.config import LogFormat
 from proto.log_lines import notice_line
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from deploy.supervisor.notify import SystemdNotifier
+
+NoticeLevel = Literal["INFO", "WARNING"]
 
 
 def open_display(
@@ -48,8 +50,19 @@ class Display:
             self._notifier.report_starting(f"{process}: {what}", fraction)
         self._show_progress(what, fraction, process)
 
-    def notice(self, message: str, process: str = "tokend") -> None:
-        self._write_line(f"{process}: {message}")
+    def notice(
+        self,
+        message: str,
+        process: str = "tokend",
+        level: NoticeLevel = "INFO",
+        **fields: str | float,
+    ) -> None:
+        """Print a sentence. process: that it comes from. fields: of the JSON object."""
+        self._write_line(_text_line(message, process, level))
+
+    def event(self, process: str, what: str, level: NoticeLevel = "INFO") -> None:
+        """Print what a process does or suffers: a sentence without its subject, the process."""
+        self.notice(what, process, level)
 
     def error(self, message: str) -> None:
         self._write_line(error_line(message))
@@ -69,8 +82,17 @@ class Display:
 class JsonDisplay(Display):
     """Prints the same lines as JSON objects."""
 
-    def notice(self, message: str, process: str = "tokend") -> None:
-        self._write_line(notice_line(message, process))
+    def notice(
+        self,
+        message: str,
+        process: str = "tokend",
+        level: NoticeLevel = "INFO",
+        **fields: str | float,
+    ) -> None:
+        self._write_line(notice_line(message, process, level, **fields))
+
+    def event(self, process: str, what: str, level: NoticeLevel = "INFO") -> None:
+        self.notice(f"{process} {what}", process, level)
 
     def error(self, message: str) -> None:
         self._write_line(error_line(message, "json"))
@@ -99,8 +121,14 @@ class TerminalDisplay(Display):
     def close(self) -> None:
         self._bars.stop()
 
-    def notice(self, message: str, process: str = "tokend") -> None:
-        self._bars.console.print(f"{process}: {message}", markup=False)
+    def notice(
+        self,
+        message: str,
+        process: str = "tokend",
+        level: NoticeLevel = "INFO",
+        **fields: str | float,
+    ) -> None:
+        self._bars.console.print(_text_line(message, process, level), markup=False)
 
     def _show_progress(self, what: str, fraction: float | None, process: str) -> None:
         description = f"{process}: {what}"
@@ -113,3 +141,7 @@ class TerminalDisplay(Display):
             self._last[process] = what
             self._bars.reset(task, total=total, description=description)
         self._bars.update(task, total=total, completed=fraction or 0.0)
+
+
+def _text_line(message: str, process: str, level: NoticeLevel) -> str:
+    return f"{'' if level == 'INFO' else level + ' '}{process}: {message}"

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from importlib.util import find_spec
 
 from deploy.display import Display, open_display
@@ -18,7 +18,7 @@ from deploy.environment import FAULTS_VARIABLE, HostEnvironment
 from deploy.models import tokenizer_check
 from deploy.models.store import prepared_draft_model, prepared_model
 from deploy.supervisor.epochs import ServedModels
-from deploy.supervisor.launch import Commands, Launch, listen, url_of
+from deploy.supervisor.launch import Commands, Launch, admin_listeners, listen, url_of
 from deploy.supervisor.notify import SystemdNotifier
 from deploy.supervisor.processes import child_environment, process_age
 from deploy.supervisor.supervisor import Supervisor
@@ -51,7 +51,10 @@ def serve(config: ServeConfig, environment: HostEnvironment, commands: Commands)
     url = url_of(listener, scheme)
     notifier = SystemdNotifier(environment.service_manager)
     display = open_display(sys.stderr, config.frontend.log_format, notifier)
+    resources = ExitStack()
+    terminate = signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the supervisor's
     try:
+        operators = resources.enter_context(admin_listeners(config.frontend))
         model, draft_model = _prepare_models(config, environment, display)
         _check_length(config, model)
         defaults = generation_defaults(config.model, model)
@@ -73,11 +76,14 @@ def serve(config: ServeConfig, environment: HostEnvironment, commands: Commands)
             faults=faults,
             draft_model=draft_model,
             generation_defaults=defaults,
+            admin_listeners=operators,
         )
         return Supervisor(launch, run_parent, display, notifier).run()
     finally:
+        resources.close()
         display.close()
         listener.close()
+        signal.signal(signal.SIGTERM, terminate)
 
 
 def plan(config: ServeConfig, environment: HostEnvironment, *, as_json: bool) -> int:

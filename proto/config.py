@@ -293,7 +293,12 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
     api_server_count: int = 1
     """Number of front-end processes."""
     disable_log_requests: bool = False
-    """Do not log a line for each request."""
+    """Do not log a line for each request, refused ones included."""
+    log_client_address: bool = True
+    """Put the client's address into the lines of requests."""
+    trusted_proxies: tuple[str, ...] = ("127.0.0.1", "::1")
+    """Addresses and networks of proxies whose X-Forwarded-For or X-Real-IP names the client in the
+    log; '[]': of none."""
     log_format: LogFormat = "text"
     """Format of all lines on both output streams: text, or one JSON object per line. Lines that the
     log's reader does not take are dropped, and a later line says how many."""
@@ -314,9 +319,13 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
     stream_interval: int = 1
     """Tokens per event of a stream, unless the request sets it."""
     admin_api_key: str | None = None
-    """Key for the admin routes; without one they accept local connections only."""
+    """Key for operators' routes; without one they accept local programs only."""
     admin_api_key_file: str | None = None
     """File with a name and an admin key on each line."""
+    admin_port: int | None = None
+    """Port on 127.0.0.1 for operators' routes, health and metrics alone; 0: any free port."""
+    admin_socket: str | None = None
+    """Path of a Unix socket of mode 0600 for the same, without keys."""
     metrics_open: bool = False
     """Serve /metrics without a key."""
     tool_call_parser: ToolCallParser = "auto"
@@ -349,6 +358,10 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def has_admin_keys(self) -> bool:
         return self.admin_api_key is not None or self.admin_api_key_file is not None
+
+    @property
+    def has_admin_listener(self) -> bool:
+        return self.admin_port is not None or self.admin_socket is not None
 
 
 class GrammarConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,6 +4,7 @@ One function per section of the settings. Nothing here depends on the machine: w
 model or the memory cannot do is reported by the process that finds out.
 """
 
+import ipaddress
 import math
 import re
 from typing import Final
@@ -207,6 +208,15 @@ def _check_front_end(frontend: FrontEndConfig) -> None:
         _not_negative(field, getattr(frontend, field))
     if not 0 <= frontend.port <= 65535:
         raise ConfigError(f"--port must be between 0 and 65535, got {frontend.port}", "port")
+    admin_port = frontend.admin_port
+    if admin_port is not None and not 0 <= admin_port <= 65535:
+        raise ConfigError(
+            f"--admin-port must be between 0 and 65535, got {admin_port}", "admin_port"
+        )
+    if admin_port and admin_port == frontend.port:
+        raise ConfigError(f"--admin-port {admin_port} is the --port of all clients", "admin_port")
+    if frontend.admin_socket == "":
+        raise ConfigError("--admin-socket must name a path", "admin_socket")
     endpoint = frontend.otlp_traces_endpoint
     if endpoint is not None and not re.match(r"(https?|grpc)://[^/\s]+", endpoint):
         raise ConfigError(
@@ -219,6 +229,15 @@ def _check_front_end(frontend: FrontEndConfig) -> None:
 
 
 def _check_cors(frontend: FrontEndConfig) -> None:
+    for name in frontend.trusted_proxies:
+        try:
+            ipaddress.ip_network(name, strict=False)
+        except ValueError:
+            raise ConfigError(
+                "--trusted-proxies takes addresses and networks such as 10.0.0.0/8, "
+                f"not {shown(name)}",
+                "trusted_proxies",
+            ) from None
     for name in frontend.allowed_hosts:
         if name != "*" and not _HOST_NAME.fullmatch(name):
             raise ConfigError(

@@ -83,6 +83,7 @@ class RequestError(TokendError):
     code: `code` of the error in OpenAI's format; "" for the HTTP status.
     retry_after_seconds: value of the Retry-After header; 0 for none.
     cause: label in the metric of aborted requests; "" if it is not counted there.
+    is_logged: whether the log has a line about the request that failed of it.
     """
 
     status = 500
@@ -90,6 +91,7 @@ class RequestError(TokendError):
     code = ""
     cause = ""
     retry_after_seconds = 0
+    is_logged = False
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)

@@ -89,7 +89,7 @@ class ProcessBoot(msgspec.Struct, frozen=True, kw_only=True):
     born_at: start of the process, seconds of the monotonic clock.
     run_dir: the daemon's private directory, for sockets.
     death_fd: read end of a pipe that closes when the supervisor ends.
-    listen_fds: listening sockets of a front end.
+    listen_fds, admin_fds: listening sockets of a front end for all clients, and for operators.
     metrics_fd: memory shared by all front ends, METRIC_BYTES each; None without metrics.
     front_ends: for an engine, the incarnation of each front end, by index.
     pause_mode: for an engine, the pause to start with; None for no pause.
@@ -108,6 +108,7 @@ class ProcessBoot(msgspec.Struct, frozen=True, kw_only=True):
     config: ServeConfig
     model: PreparedModel
     listen_fds: tuple[int, ...] = ()
+    admin_fds: tuple[int, ...] = ()
     front_ends: tuple[int, ...] = (0,)
     pause_mode: PauseMode | None = None
     faults: tuple[Fault, ...] = ()

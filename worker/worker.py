@@ -277,7 +277,7 @@ class Worker:
 
     def _change_engine(self, epoch: int) -> None:
         """Drop rows, KV and steps of the old engine, and connect to the next one."""
-        logger.info("the engine died: waiting for the next one")
+        logger.warning("the engine died: waiting for the next one")
         self._poller.remove(self._engine)
         self._engine.close()
         self._connector.close()  # no copy may write to a cache that is freed

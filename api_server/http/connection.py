@@ -11,7 +11,6 @@ What the application has not got whole is counted by `Uploads`, over all connect
 """
 
 import asyncio
-import ipaddress
 import logging
 import select
 import time
@@ -21,6 +20,9 @@ from typing import Any, Final
 
 from starlette.types import Scope
 
+from api_server.http.addresses import network_of
+from api_server.request_log import RequestLog
+from proto.config import FrontEndConfig
 from proto.errors import OverloadedError, RequestError
 
 logger = logging.getLogger("tokend.api")
@@ -146,7 +148,7 @@ class Uploads:
         self, address: str, end: Callable[[RequestError], None], *, tenant: int = 0
     ) -> Upload:
         """Return an upload of no bytes. tenant: 0 if the client has none."""
-        owners = [f"address {_network(address)}"]
+        owners = [f"address {network_of(address)}"]
         if tenant:
             owners.append(f"tenant {tenant}")
         return Upload(self, owners, end)
@@ -185,17 +187,6 @@ class Uploads:
 
 def _size(upload: Upload) -> int:
     return upload.size
-
-
-def _network(address: str) -> str:
-    """Return whose address it is: of IPv6 the first 64 bits, which one client has to itself."""
-    try:
-        parsed = ipaddress.ip_address(address)
-    except ValueError:
-        return address
-    if parsed.version == 4 or parsed.ipv4_mapped is not None:
-        return str(getattr(parsed, "ipv4_mapped", None) or parsed)
-    return str(ipaddress.ip_network((parsed, 64), strict=False))
 
 
 class ParsingTurns:
@@ -256,9 +247,10 @@ class ParsingTurns:
 class Reception:
     """What all connections of a front end share."""
 
-    def __init__(self, num_front_ends: int = 1) -> None:
+    def __init__(self, num_front_ends: int = 1, request_log: RequestLog | None = None) -> None:
         self.turns = ParsingTurns()
         self.uploads = Uploads(num_front_ends)
+        self.request_log = request_log or RequestLog(FrontEndConfig())
 
 
 class ReceivingProtocol(asyncio.Protocol):
@@ -348,6 +340,17 @@ class ReceivingProtocol(asyncio.Protocol):
             address = self.client[0] if self.client else ""
             self._upload = self.reception.uploads.begin(address, self._end_upload)
         self._upload.resize(number)
+
+    def _log_refusal(
+        self, error: RequestError, url: bytes = b"", headers: Sequence[tuple[bytes, bytes]] = ()
+    ) -> None:
+        """Write the line of a request that does not reach the application.
+
+        url, headers: as far as they are known.
+        """
+        path = url.partition(b"?")[0].decode("latin-1") or None
+        scope = {"type": "http", "client": self.client, "path": path, "headers": headers}
+        self.reception.request_log.log_refusal(error, scope)
 
     def _forget_data(self) -> None:
         """Drop what was received, for a connection that is closed, refused or handed on."""

@@ -26,6 +26,7 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from api_server.errors import HeadersTooLargeError, SlowUploadError, error_response
+from api_server.http.access import LISTENER, PUBLIC
 from api_server.http.connection import (
     LINGER_SECONDS,
     READ_AHEAD_BYTES,
@@ -39,7 +40,7 @@ from api_server.http.connection import (
 )
 from api_server.http.websocket_protocol import LimitedWebSocketProtocol
 from api_server.metrics.metric_sheet import Gauge
-from proto.errors import RequestError
+from proto.errors import InvalidRequestError, RequestError
 
 MAX_HEADER_BYTES: Final = 64 << 10
 """Most bytes of the URL and all header lines of a request together."""
@@ -183,6 +184,9 @@ class LimitedHttpProtocol(ReceivingProtocol, HttpToolsProtocol):
     connection_gauge: Gauge | None = None
     """Counts open connections."""
 
+    listener = PUBLIC
+    """The listener that has accepted the connection."""
+
     _refused = False
     _upgraded = False
     _in_headers = False
@@ -255,6 +259,7 @@ class LimitedHttpProtocol(ReceivingProtocol, HttpToolsProtocol):
             _CYCLE: self.cycle,
             TRANSPORT: self.transport,
             _UPLOADS: self.reception.uploads,
+            LISTENER: self.listener,
         }
         if scope["http_version"] == "1.0":
             self.cycle.send = _UnchunkedResponse(self.cycle).send  # type: ignore[method-assign]
@@ -279,6 +284,8 @@ class LimitedHttpProtocol(ReceivingProtocol, HttpToolsProtocol):
         protocol = self.transport.get_protocol()
         if isinstance(protocol, LimitedWebSocketProtocol):
             protocol.connection_gauge = self.connection_gauge
+            if (scope := getattr(protocol, "scope", None)) is not None:  # the handshake is valid
+                scope["extensions"][LISTENER] = self.listener
             if early_frames:
                 protocol.data_received(early_frames)
 
@@ -319,6 +326,7 @@ class LimitedHttpProtocol(ReceivingProtocol, HttpToolsProtocol):
         if self._num_parsed_bytes > MAX_HEADER_BYTES or self._num_headers > MAX_HEADERS:
             self._refuse_headers()
         else:
+            self._log_refusal(InvalidRequestError(msg), self.url or b"", self.headers or ())
             super().send_400_response(msg)
 
     def _may_parse(self) -> bool:
@@ -364,7 +372,6 @@ class LimitedHttpProtocol(ReceivingProtocol, HttpToolsProtocol):
                 self.parser.feed_data(data)
                 return
             except httptools.HttpParserError:
-                self.logger.warning("Invalid HTTP request received.")
                 self.send_400_response("Invalid HTTP request received.")
                 return
             except httptools.HttpParserUpgrade as upgrade:
@@ -460,6 +467,7 @@ class LimitedHttpProtocol(ReceivingProtocol, HttpToolsProtocol):
             self.transport.abort()
 
     def _refuse(self, error: RequestError) -> None:
+        self._log_refusal(error, self.url or b"", self.headers or ())
         response = error_response(error)
         origin = next((value for name, value in self.headers or () if name == b"origin"), None)
         _add_cors_headers(self.app, response, None if origin is None else origin.decode("latin-1"))

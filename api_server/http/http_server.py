@@ -12,11 +12,12 @@ import contextlib
 import errno
 import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import uvicorn
 
+from api_server.http.access import PUBLIC, Listener
 from api_server.http.http_protocol import LimitedHttpProtocol
 from api_server.metrics.metric_sheet import Gauge
 
@@ -36,11 +37,19 @@ class HttpServer(uvicorn.Server):
     """uvicorn's server without its signal handlers; the supervisor handles Ctrl-C.
 
     connections: open connections by process. shares_sockets: other processes accept from the same
-    sockets.
+    sockets. admin_sockets: listening sockets for operators, without TLS.
     """
 
-    def __init__(self, config: uvicorn.Config, connections: Gauge, *, shares_sockets: bool) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        connections: Gauge,
+        *,
+        shares_sockets: bool,
+        admin_sockets: Sequence[socket.socket] = (),
+    ) -> None:
         super().__init__(config)
+        self._admin_sockets = admin_sockets
         self._connections = connections
         self._shares_sockets = shares_sockets
 
@@ -49,18 +58,23 @@ class HttpServer(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        at_once = 1 if self._shares_sockets else ACCEPTS
+        admin = [
+            (listening, Listener.of(listening, admin=True)) for listening in self._admin_sockets
+        ]
+        public = [(listening, Listener.of(listening)) for listening in sockets or []]
         listeners: Any = [
-            FairListener(listening, self, self._connections, 1 if self._shares_sockets else ACCEPTS)
-            for listening in sockets or []
+            FairListener(listening, self, self._connections, at_once, kind)
+            for listening, kind in public + admin
         ]
         self.servers = listeners
         self.started = True
 
-    def create_protocol(self) -> asyncio.Protocol:
+    def create_protocol(self, listener: Listener) -> asyncio.Protocol:
         """Return the protocol of a new connection, which `connections` counts."""
         make: Any = self.config.http_protocol_class
         protocol: LimitedHttpProtocol = make(self.config, self.server_state, self.lifespan.state)
-        protocol.connection_gauge = self._connections
+        protocol.connection_gauge, protocol.listener = self._connections, listener
         return protocol
 
 
@@ -68,13 +82,20 @@ class FairListener:
     """The methods of asyncio.Server that uvicorn uses; accepts connections until it is closed.
 
     listener: a listening socket. at_once: connections to accept in a pass of the event loop.
+    kind: of the listener, for the rules of access.
     """
 
     def __init__(
-        self, listener: socket.socket, server: HttpServer, connections: Gauge, at_once: int = 1
+        self,
+        listener: socket.socket,
+        server: HttpServer,
+        connections: Gauge,
+        at_once: int = 1,
+        kind: Listener = PUBLIC,
     ) -> None:
         listener.setblocking(False)
         self._at_once = at_once
+        self._kind = kind
         self._listener = listener
         self._server = server
         self._connections = connections
@@ -134,7 +155,9 @@ class FairListener:
     async def _set_up(self, connection: socket.socket) -> None:
         try:
             await self._loop.connect_accepted_socket(
-                self._server.create_protocol, connection, ssl=self._server.config.ssl
+                lambda: self._server.create_protocol(self._kind),
+                connection,
+                ssl=self._server.config.ssl if self._kind.kind == "public" else None,
             )
         except OSError as error:  # also of TLS
             logger.debug("a connection was not set up: %s", error)

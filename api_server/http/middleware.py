@@ -1,10 +1,10 @@
-"""What happens to a request before its route: metrics, API key, host, drain state, fast path.
+"""What happens to a request before its route: metrics, access, host, drain state, fast path.
 
-    metrics ─▶ key ─▶ host, origin ─▶ drain ─▶ FastPath ── POST /v1/completions ──▶ endpoint
+    metrics ─▶ access ─▶ host, origin ─▶ drain ─▶ FastPath ── POST /v1/completions ──▶ endpoint
                                                    └─────── anything else ────────▶ router ─▶ …
 
-A path needs a key unless it is listed here, exactly as routing sees it. The routes for operators
-check themselves (`routes/common.py`) that the key is an operator's.
+Which path needs a key, and at which listener it is, stands in `access.py`. The routes for operators
+check themselves that the client is one.
 """
 
 import asyncio
@@ -26,8 +26,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api_server.app_state import APP_STATE, AppState
 from api_server.errors import DrainingError, error_response
+from api_server.http.access import API, PAGE, access_of, check_operator, listener_of
 from api_server.http.connection import client_disconnected
 from api_server.http.tenants import DEFAULT_TENANT, tenant_of
+from api_server.request_log import SCOPE
 from api_server.turns import CLIENT, Client
 from proto.config import FrontEndConfig
 from proto.errors import (
@@ -35,49 +37,61 @@ from proto.errors import (
     ForbiddenError,
     InvalidRequestError,
     RequestError,
+    UnknownPathError,
     shown,
 )
 from proto.security import ApiKey
 
-OPEN_PATHS: Final = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/version"})
-UNDRAINED_PATHS: Final = frozenset(
-    {
-        *("health", "ping", "version", "metrics", "load", "server_info", "admin"),
-        *("pause", "resume", "is_paused", "reset_prefix_cache", "abort_requests"),
-        *("start_profile", "stop_profile"),
-        *("", "page", "view"),
-    }
-)
-"""First components of the paths that are served while draining, and that a drain does not wait for.
 
-The live view is among them, because a drain would wait for its subscribers, and so is the page
-("" is the component of /), which shows the drain."""
+class AccessMiddleware:
+    """Apply the table of routes, listeners and keys: 401 without a key, 404 at another listener.
 
-
-class ApiKeyMiddleware:
-    """Answer 401 to requests without a valid key in `Authorization: Bearer` or `x-api-key`.
-
-    Sets `key_name` and `is_operator` in the state of the request. If all configured keys are
-    operators', requests without a key pass as clients'.
+    A key is in `Authorization: Bearer` or `x-api-key`. Sets `key_name` and `is_operator` in the
+    state of the request. If all configured keys are operators', requests without a key pass as
+    clients'. page_paths: files of the page.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[ApiKey], open_paths: frozenset[str]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        config: FrontEndConfig,
+        keys: Sequence[ApiKey],
+        page_paths: frozenset[str] = frozenset(),
+    ) -> None:
         self._app = app
+        self._config = config
         self._keys = keys
         self._clients_need_key = not all(key.operator for key in keys)
-        self._open_paths = open_paths
+        self._page_paths = page_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "lifespan" and scope["path"] not in self._open_paths:
-            known = self._known_keys(scope)
-            if self._clients_need_key and not known:
-                error = AuthenticationError("missing or wrong API key")
+        if scope["type"] != "lifespan":
+            try:
+                self._check(scope)
+            except RequestError as error:
                 await error_response(error, scope)(scope, receive, send)
                 return
-            state = scope.setdefault("state", {})
-            state["key_name"] = known[0].name if known else ""
-            state["is_operator"] = any(key.operator for key in known)
         await self._app(scope, receive, send)
+
+    def _check(self, scope: Scope) -> None:
+        """Raise UnknownPathError, AuthenticationError or ForbiddenError."""
+        path, listener = scope["path"], listener_of(scope)
+        access = access_of(path)
+        rule = access.rule(listener)
+        if rule == "absent":
+            raise UnknownPathError(f"this listener is for operators and has no {shown(path)}")
+        if rule == "open" and (access is not PAGE or path in self._page_paths):
+            return
+        if rule == "metrics" and self._config.metrics_open:
+            return
+        known = self._known_keys(scope)
+        if listener.kind == "public" and self._clients_need_key and not known:
+            raise AuthenticationError("missing or wrong API key")
+        state = scope.setdefault("state", {})
+        state["key_name"] = known[0].name if known else ""
+        state["is_operator"] = any(key.operator for key in known)
+        if rule in ("admin", "owner"):
+            check_operator(scope, self._config)
 
     def _known_keys(self, scope: Scope) -> list[ApiKey]:
         """Return the valid keys in the headers; compares in constant time, with all keys."""
@@ -99,6 +113,21 @@ EXPOSED_HEADERS: Final = (
 """Headers of answers that pages of other origins can read; browsers hide the rest from them."""
 
 
+class _LoggingCors(CORSMiddleware):
+    """starlette's middleware with a log line for each preflight that it refuses."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        response = super().preflight_response(request_headers)
+        if response.status_code == 400 and (scope := SCOPE.get()) is not None:
+            error = InvalidRequestError(bytes(response.body).decode(), "origin")
+            scope["app"].state.app_state.request_log.log_refusal(error, scope)
+        return response
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        SCOPE.set({**scope, "app": self.app})
+        await super().__call__(scope, receive, send)
+
+
 def with_cors(app: ASGIApp, config: FrontEndConfig) -> ASGIApp:
     """Return an application that lets pages of the allowed origins use this one.
 
@@ -107,7 +136,7 @@ def with_cors(app: ASGIApp, config: FrontEndConfig) -> ASGIApp:
     """
     if not config.allowed_origins:
         return app
-    return CORSMiddleware(
+    return _LoggingCors(
         app,
         allow_origins=config.allowed_origins,
         allow_methods=config.allowed_methods,
@@ -169,6 +198,8 @@ class SiteMiddleware:
         name = match["name"]
         if name is None or not self._checks_names or scope["scheme"] in ("https", "wss"):
             return
+        if listener_of(scope).kind == "admin_socket":
+            return
         if scope.get("state", {}).get("is_operator"):
             return
         if not self._is_known(name.lower().removesuffix(".")):
@@ -198,8 +229,9 @@ class SiteMiddleware:
 class DrainMiddleware:
     """Count requests in flight; answer 503 to new requests and WebSockets while draining.
 
-    Also sets the client of the request for `api_server/turns.py`.
+    Also sets the client of the request for `api_server/turns.py`, and its scope for the log.
 
+    Only the API waits and is waited for: the live view never ends, and the page shows the drain.
     The routes of WebSockets count what a drain and a reload wait for: an idle one may stay open.
     """
 
@@ -211,13 +243,14 @@ class DrainMiddleware:
         scope[APP_STATE] = app_state
         client = Client(partial(_tenant, scope), partial(client_disconnected, scope))
         CLIENT.set(client)
+        SCOPE.set(scope)
         try:
             await self._count(app_state, scope, receive, send)
         finally:
             client.end_request()
 
     async def _count(self, app_state: AppState, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or _first_part(scope["path"]) in UNDRAINED_PATHS:
+        if scope["type"] == "lifespan" or access_of(scope["path"]) is not API:
             await self._app(scope, receive, send)
         elif app_state.health.draining:
             await error_response(DrainingError(), scope)(scope, receive, send)
@@ -239,11 +272,6 @@ def _tenant(scope: Scope) -> int:
 def _bearer(value: bytes) -> bytes | None:
     scheme, _, token = value.partition(b" ")
     return token.strip() if scheme.lower() == b"bearer" else None
-
-
-def _first_part(path: str) -> str:
-    """Return the part between the first two slashes."""
-    return path.removeprefix("/").partition("/")[0]
 
 
 DISCONNECT_GRACE_SECONDS: Final = 0.002

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
-from api_server.http.middleware import OPEN_PATHS
+from api_server.http.access import HEALTH, OPERATORS
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.completions import CompletionRequest
 from api_server.protocol.messages.request import CountTokensRequest, MessagesRequest
@@ -437,14 +437,13 @@ def _build_document(
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
     schemas: dict[str, Schema] = {"Error": ERROR}
     document["components"] = {"schemas": schemas, "securitySchemes": _SCHEMES}
-    admin_paths = {route.path for route in admin.router.routes if hasattr(route, "path")}
-    open_paths = OPEN_PATHS | ({"/metrics"} if config.metrics_open else set())
+    open_paths = {*HEALTH.paths, *(("/metrics",) if config.metrics_open else ())}
     for path, methods in document["paths"].items():
         for method, described in methods.items():
             operation = OPERATIONS.get((path, method), Operation())
             _describe(described, operation, schemas, defaults)
             takes_key = config.has_client_keys and path not in open_paths
-            if takes_key or (config.has_admin_keys and path in admin_paths):
+            if takes_key or (config.has_admin_keys and path in OPERATORS.paths):
                 described["security"] = [{name: []} for name in _SCHEMES]
     return document
 

@@ -4,6 +4,7 @@ The engine sees only the number. Every front end derives the same number from th
 tenants survive the restart of a process.
 """
 
+import contextlib
 import re
 from hashlib import blake2b
 from typing import Final
@@ -32,6 +33,18 @@ def tenant_of(request: HTTPConnection, by: TenantBy) -> int:
     key_name = key_name_of(request)
     name = _header(request) if by == "header" else ""
     return _number(key_name, name)
+
+
+def tenant_name(request: HTTPConnection, by: TenantBy) -> str:
+    """Return the tenant of a request in words, for the log: KEY, HEADER or KEY/HEADER.
+
+    Empty for the default tenant. An invalid header counts as none.
+    """
+    names = [] if by == "none" else [key_name_of(request)]
+    if by == "header":
+        with contextlib.suppress(InvalidRequestError):
+            names.append(_header(request))
+    return "/".join(filter(None, names))
 
 
 def reader_of(tenant: int, key_name: str) -> int:

@@ -46,6 +46,10 @@ SMALL_FRAMES_PER_SECOND: Final = 50
 _CONTROL: Final = frozenset({Opcode.PING, Opcode.PONG, Opcode.CLOSE})
 
 
+class HandshakeError(InvalidRequestError):
+    code = "invalid_handshake"
+
+
 class LimitedWebSocketProtocol(ReceivingProtocol, WebSocketsSansIOProtocol):
     """uvicorn's protocol; parses frames in turns, one message ahead of the application.
 
@@ -110,9 +114,13 @@ class LimitedWebSocketProtocol(ReceivingProtocol, WebSocketsSansIOProtocol):
     def handle_connect(self, event: Request) -> None:
         super().handle_connect(event)
         if self.response.status_code != 101:
-            _log_refusal(self.conn.handshake_exc)
-        else:
-            self.scope["extensions"][TRANSPORT] = self.transport  # type: ignore[assignment]
+            headers = [
+                (b"%b" % name.lower().encode(), value.encode(errors="replace"))
+                for name, value in event.headers.raw_items()
+            ]
+            self._log_refusal(self._handshake_error(), event.path.encode(), headers)
+            return
+        self.scope["extensions"][TRANSPORT] = self.transport  # type: ignore[assignment]
 
     def handle_text(self, event: Frame) -> None:
         self._begin_message(event, "text")
@@ -169,6 +177,8 @@ class LimitedWebSocketProtocol(ReceivingProtocol, WebSocketsSansIOProtocol):
         if self._is_ended or (self.close_sent and self.transport.is_closing()):
             raise ClientDisconnected  # closed because of what the client sent
         await super().send(message)
+        if self.initial_response is not None and self.close_sent:
+            self.handshake_complete = True  # it is refused; uvicorn would log an error besides
         self._continue_parsing()  # after the answer of the handshake, and after a close
 
     def handle_parser_exception(self) -> None:
@@ -267,19 +277,16 @@ class LimitedWebSocketProtocol(ReceivingProtocol, WebSocketsSansIOProtocol):
 
     def _refuse_handshake(self) -> None:
         """Answer a handshake that the parser of WebSockets rejects, and close."""
-        reason = _log_refusal(self.conn.handshake_exc)
-        response = error_response(
-            InvalidRequestError(f"the WebSocket handshake is invalid: {reason}")
-        )
+        error = self._handshake_error()
+        self._log_refusal(error)
+        response = error_response(error)
         lines = [b"HTTP/1.1 400 Bad Request", b"connection: close"]
         lines += [name + b": " + value for name, value in response.raw_headers]
         self.transport.write(b"\r\n".join([*lines, b"", bytes(response.body)]))
         self.handshake_complete = self.close_sent = True
         self.transport.close()
 
-
-def _log_refusal(error: Exception | None) -> str:
-    """Log why a handshake was refused, in one line; return the reason."""
-    reason = shown(str(error and (error.__cause__ or error)))
-    logger.warning("a WebSocket handshake was refused: %s", reason)
-    return reason
+    def _handshake_error(self) -> "HandshakeError":
+        error = self.conn.handshake_exc
+        reason = shown(str(error and (error.__cause__ or error)))
+        return HandshakeError(f"the WebSocket handshake is invalid: {reason}")

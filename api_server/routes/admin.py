@@ -52,9 +52,8 @@ async def drain(request: Request) -> Response:
     app_state = app_state_of(request)
     app_state.health.start_drain()  # here at once; the supervisor notifies the other front ends
     app_state.supervisor.send(DrainRequested(app_state.supervisor.index))
-    return JSONResponse(
-        {"status": "draining", "requests_in_flight": app_state.in_flight.number}, status_code=202
-    )
+    in_flight = int(app_state.metrics.in_flight.value)  # of all front ends
+    return JSONResponse({"status": "draining", "requests_in_flight": in_flight}, status_code=202)
 
 
 @router.post("/pause")

@@ -1,7 +1,6 @@
 """What handlers share: the application state, operators' keys, reading the body of a request."""
 
 import asyncio
-import ipaddress
 import re
 from collections.abc import Callable
 from typing import Any, Final, TypeVar, cast
@@ -11,24 +10,21 @@ from starlette.requests import HTTPConnection, Request
 
 from api_server.app_state import APP_STATE, AppState
 from api_server.errors import BodyTooLargeError, SlowUploadError
+from api_server.http import access
 from api_server.http.connection import MAX_BODY_BYTES, UPLOAD_BYTES, UPLOAD_SECONDS
 from api_server.http.http_protocol import begin_upload
 from api_server.http.tenants import tenant_of
 from api_server.protocol.common import REQUEST_ID
 from api_server.protocol.decoding import decode_json
 from api_server.protocol.fields import IgnoredFields
+from api_server.request_log import SESSION_HEADER
 from api_server.turns import CLIENT, run_for_body
 from proto.errors import (
-    AuthenticationError,
-    ForbiddenError,
     InvalidRequestError,
     RequestError,
     UnsupportedMediaError,
     shown,
 )
-
-_REMOTE_HEADERS: Final = ("origin", "sec-fetch-site", "forwarded", "x-forwarded-for", "via")
-"""Headers that browsers and proxies add."""
 
 
 def app_state_of(request: HTTPConnection) -> AppState:
@@ -41,42 +37,12 @@ def has_operators_key(request: Request) -> bool:
 
 
 def check_operator(request: Request) -> None:
-    """Raise AuthenticationError or ForbiddenError unless the client is an operator.
-
-    AuthenticationError (401): the key is missing or wrong. ForbiddenError (403): it is a client's.
-    """
-    config = app_state_of(request).config
-    if not config.has_admin_keys:
-        _check_is_local(request)
-    elif not has_operators_key(request):
-        if config.has_client_keys:
-            raise ForbiddenError("this route is for operators and needs a key of --admin-api-key")
-        raise AuthenticationError("missing or wrong key: this route needs one of --admin-api-key")
-
-
-def _check_is_local(request: Request) -> None:
-    """Raise ForbiddenError unless a program on this machine sends the request itself."""
-    address = request.client.host if request.client is not None else ""
-    if not is_loopback(address) or any(name in request.headers for name in _REMOTE_HEADERS):
-        raise ForbiddenError(
-            "without --admin-api-key this route is for programs on the same machine only, "
-            "not for browsers or through a proxy"
-        )
-
-
-def is_loopback(address: str) -> bool:
-    try:
-        parsed = ipaddress.ip_address(address)
-    except ValueError:
-        return False
-    mapped = getattr(parsed, "ipv4_mapped", None)
-    return (mapped or parsed).is_loopback
+    """Raise AuthenticationError or ForbiddenError unless the client is an operator."""
+    access.check_operator(request.scope, app_state_of(request).config)
 
 
 NUMBER_HEADERS: Final = {"x-vllm-priority": "priority", "x-request-timeout-ms": "timeout_ms"}
 """Headers that set a field of the body: header → field."""
-SESSION_HEADER: Final = "x-session-id"
-"""Sets session_id."""
 
 
 def page_limit(query: QueryParams, maximum: int) -> int:

@@ -169,6 +169,7 @@ class ResponsesConnection:
             if self._last is not None and self._last.id == previous_id:
                 self._last = None  # the API demands it: nothing continues a failed turn
             if failure is not None:
+                app_state.request_log.log_refusal(failure, self._websocket.scope)
                 await self._send_error(failure)
 
     async def _prepare(self, app_state: AppState, fields: dict[str, Any]) -> PreparedResponse:

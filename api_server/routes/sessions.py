@@ -163,6 +163,7 @@ class SessionConnection:
             else:
                 raise InvalidRequestError('type must be "input" or "end"', "type")
         except RequestError as error:
+            self._app_state.request_log.log_refusal(error, self._websocket.scope)
             await self._send_error(error, event_id)
         finally:
             CLIENT.get().release_body()

@@ -18,7 +18,7 @@ async def accept_websocket(websocket: WebSocket, app_state: AppState) -> int | N
         tenant = tenant_of(websocket, app_state.config.tenant_by)
         _ = app_state.client.engine
     except RequestError as error:
-        await websocket.send_denial_response(error_response(error))
+        await websocket.send_denial_response(error_response(error, websocket.scope))
         return None
     await websocket.accept()
     return tenant

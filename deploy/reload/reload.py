@@ -49,7 +49,7 @@ class ReloadReporter:
     def report_begin(self) -> None:
         self._write_state(under_way=True)
         self._notifier.report_reloading()
-        self._display.notice("reloading: requests continue meanwhile")
+        self._display.event("tokend", "reloads: requests continue meanwhile")
 
     def report_delay(self, reason: str) -> None:
         """Report why a requested reload does not begin yet, or never."""
@@ -61,9 +61,10 @@ class ReloadReporter:
         self._write_state(another, error)
         follows = "; another one follows" if another else ""
         if error:
-            self._display.notice(f"the reload failed, nothing has changed: {error}{follows}")
+            what = f"the reload failed, nothing has changed: {error}{follows}"
+            self._display.notice(what, level="WARNING")
         else:
-            self._display.notice(f"reloaded after {seconds:.1f} s{follows}")
+            self._display.event("tokend", f"reloaded after {seconds:.1f} s{follows}")
         self._notifier.report_reloaded()
 
     def _write_state(self, under_way: bool = False, error: str = "") -> None:

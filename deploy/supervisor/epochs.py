@@ -29,14 +29,19 @@ class EpochCounter:
 
     template: boot message without role, index, numbers and listeners. Its metrics_fd is for front
         ends only.
-    listen_fds: listening sockets of the front ends.
+    listen_fds, admin_fds: listening sockets of the front ends.
     epoch, worker_epoch: of the current engine and workers.
     pause_mode: the last one that the engine has reported; a new engine starts with it.
     """
 
-    def __init__(self, template: ProcessBoot, listen_fds: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        template: ProcessBoot,
+        listen_fds: tuple[int, ...],
+        admin_fds: tuple[int, ...] = (),
+    ) -> None:
         self._template = template
-        self._listen_fds = listen_fds
+        self._listen_fds, self._admin_fds = listen_fds, admin_fds
         self._epochs = itertools.count(2)
         self._num_starts: Counter[tuple[Role, int]] = Counter()
         self._num_hangs: Counter[tuple[Role, int]] = Counter()
@@ -97,6 +102,7 @@ class EpochCounter:
             epoch=self.epoch,
             worker_epoch=self.worker_epoch,
             listen_fds=self._listen_fds if is_front_end else (),
+            admin_fds=self._admin_fds if is_front_end else (),
             metrics_fd=self._template.metrics_fd if is_front_end else None,
             front_ends=tuple(max(0, number - 1) for number in num_starts),
             pause_mode=self.pause_mode,

@@ -98,7 +98,8 @@ class FailureLog:
         if self._failed and self._clock() - self._first_at < CHAIN_SECONDS:
             self._failed.append(process)
         elif not self._failed and not expected:
-            self._display.notice(f"{describe_exit(process)} during the shutdown", process.name)
+            what = f"{describe_exit(process)} during the shutdown"
+            self._display.event(process.name, what, "WARNING")
 
     def report(self, status: int, *, serving: bool) -> int:
         """Print the report about the first cause, if any; return the exit status of the command.

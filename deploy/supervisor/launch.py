@@ -3,16 +3,19 @@
 `Launch` lists the processes to start, `Readiness` collects their reports.
 """
 
+import contextlib
 import errno
 import json
+import os
 import shlex
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from proto.codec import Message
-from proto.config import ServeConfig, memory_size
+from proto.config import FrontEndConfig, ServeConfig, memory_size
 from proto.errors import ConfigError
 from proto.faults import Fault
 from proto.generation_config import NO_DEFAULTS, GenerationDefaults
@@ -36,11 +39,12 @@ Commands = Mapping[Role, Sequence[str]]
 # ---- The listening socket ----
 
 _BACKLOG: Final = 2048
+_ADMIN_HOST: Final = "127.0.0.1"
 _LOOPBACK_OF: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on host and port; port 0 takes a free one.
+def listen(host: str, port: int, flag: str = "port") -> socket.socket:
+    """Return a socket that listens on host and port; port 0 takes a free one. flag: of the port.
 
     The supervisor binds it before the model loads, and the front ends inherit it. Raises
     ConfigError if the address is in use or does not belong to this machine.
@@ -60,11 +64,75 @@ def listen(host: str, port: int) -> socket.socket:
         listener.close()
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(
-                f"--port {port} is in use on {host}: choose another, or 0 for a free one", "port"
+                f"--{flag} {port} is in use on {host}: choose another, or 0 for a free one",
+                flag.replace("-", "_"),
             ) from None
         raise ConfigError(f"cannot listen on {host}, port {port}: {error.strerror}") from None
     listener.setblocking(False)
     return listener
+
+
+_SOCKET_PATH_BYTES: Final = 107
+"""Longest path of a Unix socket on Linux."""
+
+
+@contextlib.contextmanager
+def admin_listeners(config: FrontEndConfig) -> Iterator[tuple[socket.socket, ...]]:
+    """Listen for operators as `config` says; at the end close, and remove the Unix socket.
+
+    Raises ConfigError if a port or a path cannot be used.
+    """
+    with contextlib.ExitStack() as stack:
+        found = []
+        if config.admin_port is not None:
+            found.append(stack.enter_context(listen(_ADMIN_HOST, config.admin_port, "admin-port")))
+        if config.admin_socket is not None:
+            found.append(stack.enter_context(_unix_listener(config.admin_socket)))
+        yield tuple(found)
+
+
+@contextlib.contextmanager
+def _unix_listener(path: str) -> Iterator[socket.socket]:
+    """Listen on a Unix socket of mode 0600, in place of one that no process listens on any more."""
+
+    def refused(why: str | None) -> ConfigError:
+        return ConfigError(f"--admin-socket {path}: {why}", "admin_socket")
+
+    if len(os.fsencode(path)) > _SOCKET_PATH_BYTES:
+        raise refused(f"the path is longer than {_SOCKET_PATH_BYTES} bytes")
+    with socket.socket(socket.AF_UNIX) as listener:
+        try:
+            if os.path.lexists(path):
+                if not stat.S_ISSOCK(os.lstat(path).st_mode):
+                    raise refused("exists, and is no socket")
+                if _is_listened_on(path):
+                    raise refused("is in use by another process")
+                os.unlink(path)
+            listener.bind(path)
+            os.chmod(path, 0o600)
+            own = os.lstat(path)
+            listener.listen(_BACKLOG)  # not before the mode is right
+        except OSError as error:
+            raise refused(error.strerror) from None
+        listener.setblocking(False)
+        try:
+            yield listener
+        finally:
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.lstat(path), own):
+                    os.unlink(path)
+
+
+def _is_listened_on(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.settimeout(1.0)
+            probe.connect(path)
+        except ConnectionRefusedError:
+            return False
+        except (BlockingIOError, TimeoutError):  # its backlog is full
+            return True
+        return True
 
 
 def url_of(listener: socket.socket, scheme: str = "http") -> str:
@@ -81,7 +149,8 @@ def url_of(listener: socket.socket, scheme: str = "http") -> str:
 class Launch:
     """Everything that the supervisor needs to start a daemon.
 
-    listeners: listening sockets, inherited by every front end. url: address of the first one.
+    listeners, admin_listeners: listening sockets for all clients and for operators, inherited by
+        every front end. url: address of the first one.
     variables: environment variables of the processes; each role gets additions.
     commands: command line of each role.
     prepare_command: prints the manifest of each model as it is now, for a reload.
@@ -102,6 +171,7 @@ class Launch:
     faults: tuple[Fault, ...] = ()
     draft_model: PreparedModel | None = None
     generation_defaults: GenerationDefaults = NO_DEFAULTS
+    admin_listeners: tuple[socket.socket, ...] = ()
 
     def processes(self) -> list[tuple[Role, int]]:
         found: list[tuple[Role, int]] = [
@@ -172,6 +242,8 @@ def ready_message(launch: Launch, readiness: Readiness) -> str:
         f"after {launch.clock.seconds:.1f} s"
     )
     timings = _timings(launch, readiness) if config.log_level == "debug" else ""
+    admin = launch.admin_listeners
+    ports = [each.getsockname()[1] for each in admin if each.family != socket.AF_UNIX]
     if config.log_format == "json":
         fields: dict[str, Any] = {
             "model": launch.model_name,
@@ -181,6 +253,10 @@ def ready_message(launch: Launch, readiness: Readiness) -> str:
             "kv_cache_tokens": engine.kv_cache_tokens,
             "sampling": str(launch.generation_defaults),
         }
+        if ports:
+            fields["admin_port"] = ports[0]
+        if config.admin_socket is not None:
+            fields["admin_socket"] = config.admin_socket
         lines = [notice_line(first, "tokend", **fields)]
         if timings:
             lines.append(notice_line(f"started in {timings}", "tokend", level="DEBUG"))
@@ -207,6 +283,13 @@ def ready_message(launch: Launch, readiness: Readiness) -> str:
         ("weights", describe_weights(engine.weights)),
         ("sampling", str(launch.generation_defaults) if pooler is None else ""),
         ("web page", f"{launch.url}/" if config.page else ""),
+        (
+            "operators",
+            ", ".join(
+                [f"http://{_ADMIN_HOST}:{port}" for port in ports]
+                + [f"socket {path}" for path in [config.admin_socket] if path is not None]
+            ),
+        ),
         ("start", timings),
         (
             "try it",

@@ -284,7 +284,7 @@ def _spawn(
         return subprocess.Popen(
             [*command, "--boot-fd", str(boot_fd)],
             stdin=subprocess.DEVNULL,
-            pass_fds=(boot_fd, boot.death_fd, *boot.listen_fds, *memory),
+            pass_fds=(boot_fd, boot.death_fd, *boot.listen_fds, *boot.admin_fds, *memory),
             env=env,
             process_group=0,
         )

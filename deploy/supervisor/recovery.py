@@ -140,7 +140,7 @@ class Recovery:
             if number:
                 times = "restart has" if number == 1 else "restarts have"
                 message = f"{number} {times} not led to one completed step"
-            self._display.notice(message)
+            self._display.notice(message, level="WARNING")
             return False
         return True
 
@@ -170,7 +170,7 @@ class Recovery:
             lines[0] += f" in {wait:g} s"
         if dead.fatal_error is not None:
             lines.append(textwrap.indent(dead.fatal_error.traceback.rstrip(), "  "))
-        self._display.notice("\n".join(lines), dead.name)
+        self._display.event(dead.name, "\n".join(lines), "WARNING")
 
     @property
     def has_outages(self) -> bool:
@@ -251,7 +251,7 @@ class Recovery:
         if outage is not None and outage.started:
             del self._outages[slot]
             seconds = self._clock() - outage.since
-            self._display.notice(f"is back after {seconds:.1f} s", process_name(*slot))
+            self._display.event(process_name(*slot), f"is back after {seconds:.1f} s")
 
     def _note_violation(self, message: ProtocolViolation) -> None:
         """Note a violation, unless it is by a process of an older epoch, which has ended."""
@@ -259,7 +259,8 @@ class Recovery:
         if is_new and message.epoch == self._epoch_of(message.role):
             self._violations[message.role] = message.epoch
             name = process_name(message.role, message.index)
-            self._display.notice(f"sent an invalid message and is killed: {message.reason}", name)
+            what = f"sent an invalid message and is killed: {message.reason}"
+            self._display.event(name, what, "WARNING")
 
     def _epoch_of(self, role: Role) -> int:
         return self._epochs.worker_epoch if role == "worker" else self._epochs.epoch

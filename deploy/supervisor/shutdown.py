@@ -10,6 +10,9 @@ from deploy.display import Display
 from deploy.supervisor.processes import Child
 from proto.lifecycle import DrainProgress
 
+_COUNT_SECONDS: Final = 0.2
+"""Time for front ends to count their requests before the operator is told without a number."""
+
 
 class RequestDrain:
     """The time in which open requests finish while new ones are refused. Ends no process itself.
@@ -25,37 +28,63 @@ class RequestDrain:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._num_open: dict[int, int | None] = dict.fromkeys(front_ends)
-        self._seconds = seconds
         self._display = display
         self._clock = clock
-        self._deadline = clock() + seconds
+        now = clock()
+        self._count_deadline = now + _COUNT_SECONDS
+        self._deadline = now + seconds
+        self._seconds = seconds
         self._reported = False
 
     @property
     def done(self) -> bool:
         """Whether all requests have finished, or the time is up."""
-        all_finished = all(number == 0 for number in self._num_open.values())
-        return all_finished or self._clock() >= self._deadline
+        return self._all_finished or self._clock() >= self._deadline
 
     def note_progress(self, message: DrainProgress) -> None:
         """Note the open requests of a front end; a restarted one has none."""
         self._num_open[message.index] = message.num_requests
-        num_requests = sum(number or 0 for number in self._num_open.values())
-        if not self._reported and num_requests and None not in self._num_open.values():
-            self._reported = True
-            self._display.notice(
-                f"{_requests(num_requests)} in flight may finish within {self._seconds:g} s, "
-                "new ones are refused; a second signal aborts them"
-            )
 
-    def seconds_left(self) -> float:
-        return max(0.0, self._deadline - self._clock())
+    def report_begin(self) -> None:
+        """Say once what is waited for, when the front ends have counted it or are late."""
+        is_due = None not in self._num_open.values() or self._clock() >= self._count_deadline
+        if not self._reported and is_due:
+            self._reported = True
+            if not self._all_finished:
+                self._report(self._seconds)
+
+    def report_again(self) -> None:
+        """Say what is waited for now: a signal has come after a drain by an operator's request."""
+        self._reported = True
+        self._report(self._deadline - self._clock())
+
+    def seconds_to_next_step(self) -> float:
+        """Return the seconds until the next call of `report_begin`, or until the time is up."""
+        due = self._deadline if self._reported else min(self._deadline, self._count_deadline)
+        return max(0.0, due - self._clock())
 
     def report_unfinished(self) -> None:
         """Print how many requests are aborted, if any."""
-        left = sum(number or 0 for number in self._num_open.values())
-        if left:
-            self._display.notice(f"{_requests(left)} not finished: aborted")
+        if self._num_known:
+            self._display.notice(f"{_requests(self._num_known)} not finished: aborted")
+
+    @property
+    def _num_known(self) -> int:
+        return sum(number or 0 for number in self._num_open.values())
+
+    @property
+    def _all_finished(self) -> bool:
+        return all(number == 0 for number in self._num_open.values())
+
+    def _report(self, seconds: float) -> None:
+        is_counted = None not in self._num_open.values()
+        what = f"{_requests(self._num_known)} in flight" if is_counted else "open requests"
+        self._display.notice(
+            f"{what} may finish within {max(0.0, seconds):.3g} s, new ones are refused; "
+            "a second Ctrl-C or SIGTERM aborts them",
+            requests_in_flight=self._num_known,
+            seconds=round(seconds, 3),
+        )
 
 
 def _requests(number: int) -> str:

@@ -112,7 +112,7 @@ class Supervisor:
                 directory.leave()
         status = self._failures.report(self._exit_status, serving=self._readiness.complete)
         if status == 0:
-            self._display.notice("stopped; nothing is left running")
+            self._display.event("tokend", "stopped; nothing is left running")
         return status
 
     def _create_parts(self, run_dir: str, death_fd: int, metrics_fd: int) -> None:
@@ -135,7 +135,8 @@ class Supervisor:
             metrics_fd=metrics_fd,
         )
         listen_fds = tuple(listener.fileno() for listener in launch.listeners)
-        self._epochs = EpochCounter(template, listen_fds)
+        admin_fds = tuple(listener.fileno() for listener in launch.admin_listeners)
+        self._epochs = EpochCounter(template, listen_fds, admin_fds)
         budget = RestartBudget(config.reliability.max_restarts)
         self._recovery = Recovery(self._epochs, budget, self._display, num_workers)
         limits = HangLimits.of(config.reliability)
@@ -173,8 +174,10 @@ class Supervisor:
                     self._handle_messages(child)  # messages that arrived since the last line
                     self._handle_exit(child)
             reap_adopted(self._children.all_pids())
-            if self._drain is not None and self._drain.done and self._shutdown is None:
-                self._shut_down_on_request()
+            if self._drain is not None and self._shutdown is None:
+                self._drain.report_begin()
+                if self._drain.done:
+                    self._shut_down_on_request()
             if self._shutdown is not None:
                 self._shutdown.send_due_signals()
             else:
@@ -192,7 +195,7 @@ class Supervisor:
             limits.append(self._watchdog.seconds_to_next_check())
             limits.append(self._reload.seconds_to_next_step())
             if self._drain is not None:
-                limits.append(self._drain.seconds_left())
+                limits.append(self._drain.seconds_to_next_step())
         return min((limit for limit in limits if limit is not None), default=None)
 
     @property
@@ -334,6 +337,8 @@ class Supervisor:
         self._last_stop_signal = now
         self._num_stop_signals += 1
         if self._num_stop_signals == 1:
+            if self._drain is not None and self._shutdown is None:
+                self._drain.report_again()
             self._begin_drain()
         elif self._shutdown is not None:
             self._exit_status = 128 + number
@@ -358,12 +363,12 @@ class Supervisor:
         """Shut down after a drain, or instead of one."""
         if self._drain is not None:
             self._drain.report_unfinished()
-        self._display.notice("stopping; another signal ends everything at once")
+        self._display.event("tokend", "stops; another Ctrl-C or SIGTERM ends everything at once")
         self._begin_shutdown(self._shutdown_limits)
 
     def _begin_shutdown(self, limits: ShutdownLimits) -> None:
         self._reload.cancel("the daemon ends")
         self._notifier.report_stopping(limits.until_kill)
-        for listener in self._launch.listeners:
+        for listener in (*self._launch.listeners, *self._launch.admin_listeners):
             listener.close()
         self._shutdown = ShutdownSequence(self._children.running, limits)

@@ -143,10 +143,11 @@ class Watchdog:
             for hang in detector.find_hangs():
                 detector.ignore(hang.process)
                 child = self._watched[generation, hang.process]
-                self._display.notice(
+                self._display.event(
+                    child.name,
                     f"(pid {child.pid}) hangs, {hang.missing} for {hang.seconds:.1f} s "
                     f"({hang.flag}): it prints its stacks and is killed",
-                    child.name,
+                    "WARNING",
                 )
                 found.append(child)
         return found

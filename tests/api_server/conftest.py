@@ -240,6 +240,8 @@ async def serving(
     max_model_len: int = 256,
     port: int = 0,
     index: int = 0,
+    host: str = "127.0.0.1",
+    admin_sockets: Sequence[socket.socket] = (),
 ) -> AsyncIterator[FrontEnd]:
     """Run a front end that serves a model inside the context."""
     path = front_end_path(run_dir, 1, index)
@@ -257,8 +259,8 @@ async def serving(
         engine.announce()
         await app_state.client.wait_ready()
     app = create_app(app_state)
-    server = make_server(app, app_state.config, app_state.metrics.connections)
-    listener = socket.create_server(("127.0.0.1", port))
+    server = make_server(app, app_state.config, app_state.metrics.connections, admin_sockets)
+    listener = socket.create_server((host, port))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     server.lifespan = server.config.lifespan_class(server.config)
     await server.startup(sockets=[listener])

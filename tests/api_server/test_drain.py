@@ -6,7 +6,7 @@ import json
 import httpx
 import pytest
 
-from api_server.routes.common import is_loopback
+from api_server.http.addresses import is_loopback
 from proto.config import FrontEndConfig
 from proto.engine_io import FinishReason
 from proto.lifecycle import Drain, DrainProgress, DrainRequested, FrontEndReady, Shutdown

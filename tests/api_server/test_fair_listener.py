@@ -35,7 +35,7 @@ class CountingServer(HttpServer):
         super().__init__(uvicorn.Config("", log_config=None), connections, shares_sockets=True)
         self.config.ssl = None
 
-    def create_protocol(self) -> asyncio.Protocol:
+    def create_protocol(self, listener: object) -> asyncio.Protocol:
         return CountedConnections(self._connections)
 
 

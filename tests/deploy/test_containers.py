@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from api_server.http.middleware import OPEN_PATHS
+from api_server.http.access import HEALTH
 from api_server.metrics.metric_sheet import MetricSheet
 from api_server.metrics.metrics import Metrics
 from api_server.routes import completions
@@ -73,7 +73,7 @@ class TestDockerfile:
         assert found is not None
         assert int(found[1]) == PORT
         assert found[2] == "/health/ready"
-        assert found[2] in OPEN_PATHS
+        assert found[2] in HEALTH.paths
 
 
 def test_the_gpu_image_has_prebuilt_kernels_and_a_compiler() -> None:
@@ -194,7 +194,7 @@ def test_the_deployment_probes_paths_without_key_and_outlasts_the_shutdown() -> 
     for probe, kind in probes.items():
         path = container[probe]["httpGet"]["path"]
         assert path == f"/health/{kind}"
-        assert path in OPEN_PATHS
+        assert path in HEALTH.paths
     limits = (
         container["livenessProbe"]["periodSeconds"] * container["livenessProbe"]["failureThreshold"]
     )

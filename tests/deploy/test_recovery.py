@@ -101,7 +101,7 @@ def test_the_death_of_a_worker_restarts_all_ranks() -> None:
     assert len(case.notices.lines) == 1
     case.recovery.note_message(WorkersReady(2))
     assert case.notices.lines == [
-        "worker 1: (pid 77) was killed by SIGKILL; it is restarted",
+        "WARNING worker 1: (pid 77) was killed by SIGKILL; it is restarted",
         "worker 0: is back after 3.0 s",
     ]
 
@@ -120,8 +120,8 @@ def test_an_invalid_message_of_a_worker_restarts_all_ranks() -> None:
     case.recovery.note_message(ProtocolViolation("worker", 1, 1, "it is late"))
     assert not case.recovery.must_kill("worker")
     assert case.notices.lines == [
-        "worker 1: sent an invalid message and is killed: it sends garbage",
-        "worker 1: (pid 77) was killed by SIGKILL; it is restarted",
+        "WARNING worker 1: sent an invalid message and is killed: it sends garbage",
+        "WARNING worker 1: (pid 77) was killed by SIGKILL; it is restarted",
     ]
 
 
@@ -253,13 +253,16 @@ def test_restarts_in_a_row_back_off_and_then_stop() -> None:
         assert case.recovery.seconds_to_next_restart() is None
     assert waits == [0, 0, 0.25, 0.5, 1, 2, 4]
     assert not case.die(2)
-    assert case.notices.lines[-1] == "tokend: 7 restarts have not led to one completed step"
+    assert case.notices.lines[-1] == "WARNING tokend: 7 restarts have not led to one completed step"
 
 
 def test_without_restarts_the_message_names_the_flag() -> None:
     case = Case(max_restarts=0)
     assert not case.die(2)
-    assert case.notices.lines[-1] == "tokend: a process is not started again: --max-restarts is 0"
+    assert (
+        case.notices.lines[-1]
+        == "WARNING tokend: a process is not started again: --max-restarts is 0"
+    )
 
 
 @pytest.mark.parametrize("worker_epoch", [1, 4])
@@ -293,5 +296,5 @@ def test_the_traceback_is_shown() -> None:
     case = Case()
     case.die(0, exit_status=1, fatal_error=ErrorInfo("internal", "ValueError: x", traceback="T\n"))
     assert case.notices.lines == [
-        "worker 0: (pid 77) failed with ValueError: x; it is restarted\n  T"
+        "WARNING worker 0: (pid 77) failed with ValueError: x; it is restarted\n  T"
     ]

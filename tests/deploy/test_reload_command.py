@@ -18,7 +18,7 @@ from proto.lifecycle import ReloadState
 from proto.run_directory import RunDirectory
 from tests.fakes.supervised import FAKE_DAEMON, Start, eventually
 
-BEGUN = "tokend: reloading"
+BEGUN = "tokend: reloads"
 DONE = "tokend: reloaded after"
 FAILED = "tokend: the reload failed, nothing has changed: "
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.fakes.supervised import FakeDaemon, Start, assert_nothing_left, eventually
 
-BEGUN = "tokend: reloading"
+BEGUN = "tokend: reloads"
 DONE = "tokend: reloaded after"
 FAILED = "tokend: the reload failed, nothing has changed: "
 MOEBIUS = "config.json asks for rope type 'moebius'"

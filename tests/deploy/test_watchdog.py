@@ -117,7 +117,7 @@ def test_a_worker_that_waits_for_a_hung_rank_is_not_killed() -> None:
     daemon.watchdog.note_message(daemon.children[0], WaitingForRanks(0))
     daemon.wait(1.5 * STEP)
     (line,) = daemon.case.notices.lines
-    assert line.startswith("worker 1: (pid 7) hangs, no completed step for 8.")
+    assert line.startswith("WARNING worker 1: (pid 7) hangs, no completed step for 8.")
     assert daemon.hung == [daemon.children[1]]
     assert daemon.children[0].actions == []
 
@@ -130,7 +130,7 @@ def test_a_hung_engine_is_disconnected_before_it_is_signalled() -> None:
         daemon.wait(0.5)
         assert daemon.engine.actions == []
     assert daemon.case.notices.lines[0].startswith(
-        "engine 0: (pid 7) hangs, no sign of life for 8."
+        "WARNING engine 0: (pid 7) hangs, no sign of life for 8."
     )
     assert daemon.hung == [daemon.engine]
     daemon.wait(1.0)
@@ -244,4 +244,4 @@ def test_messages_of_a_dead_process_do_not_count_for_its_successor() -> None:
     assert daemon.case.notices.lines == [], "the new process is still starting"
     daemon.watchdog.note_message(new, FrontEndReady(0))
     daemon.wait(3 * STEP)
-    assert daemon.case.notices.lines[0].startswith("api 0: (pid 7) hangs, no sign of life")
+    assert daemon.case.notices.lines[0].startswith("WARNING api 0: (pid 7) hangs, no sign of life")

@@ -1,6 +1,7 @@
 """A real daemon that receives SIGTERM while it streams."""
 
 import asyncio
+import contextlib
 import json
 import signal
 import time
@@ -9,7 +10,7 @@ import httpx
 import pytest
 
 from tests.chaos.streams import Stream, assert_same, requests, run_undisturbed
-from tests.e2e.daemon import Daemon
+from tests.e2e.daemon import Daemon, eventually
 
 pytestmark = pytest.mark.suite("settings")
 
@@ -84,3 +85,45 @@ def test_a_second_signal_aborts_at_once() -> None:
         assert [line for line in lines if line][-1] == "data: [DONE]"
     assert daemon.wait_exit() == 0, daemon.text
     assert time.monotonic() - asked < 4.0
+
+
+@pytest.mark.parametrize("by_signal", [True, False])
+def test_a_drain_of_two_front_ends_says_at_once_what_is_waited_for(by_signal: bool) -> None:
+    flags = ("--api-server-count", "2", "--log-format", "json", "--shutdown-timeout", "20")
+    daemon = Daemon(*flags)
+    daemon.wait_ready()
+
+    def lines(part: str) -> list[dict[str, object]]:
+        found = [json.loads(line) for line in list(daemon.output)]
+        return [line for line in found if part in line["message"]]
+
+    events = []
+    with contextlib.ExitStack() as stack:
+        for _ in range(4):  # over a connection each, which both front ends accept
+            stream = httpx.stream(
+                "POST", f"{daemon.url}/v1/completions", json=ENDLESS | {"stream": True}, timeout=60
+            )
+            events.append(stack.enter_context(stream).iter_lines())
+            next(events[-1])
+        if by_signal:
+            daemon.process.send_signal(signal.SIGINT)
+        else:
+            drain = httpx.post(f"{daemon.url}/admin/drain")
+            assert (drain.status_code, drain.json()["requests_in_flight"]) == (202, 4)
+        assert eventually(lambda: lines("may finish"), 2), daemon.text
+        (line,) = lines("may finish")
+        assert line["message"] == (
+            "4 requests in flight may finish within 20 s, new ones are refused; "
+            "a second Ctrl-C or SIGTERM aborts them"
+        )
+        assert (line["requests_in_flight"], line["seconds"]) == (4, 20)
+        time.sleep(0.1)  # an earlier signal could merge with the first one
+        daemon.process.send_signal(signal.SIGINT)
+        if not by_signal:  # that was the first one
+            assert eventually(lambda: len(lines("may finish")) == 2, 2), daemon.text
+            assert 15 < float(str(lines("may finish")[1]["seconds"])) < 20
+            time.sleep(0.1)
+            daemon.process.send_signal(signal.SIGINT)
+        assert daemon.wait_exit() == 0, daemon.text
+    assert lines("4 requests not finished: aborted")
+    assert lines("tokend stopped; nothing is left running")

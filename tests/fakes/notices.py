@@ -12,5 +12,10 @@ class Notices:
     def progress(self, what: str, fraction: float | None = None, process: str = "tokend") -> None:
         raise AssertionError("nothing takes long here")
 
-    def notice(self, message: str, process: str = "tokend") -> None:
-        self.lines.append(f"{process}: {message}")
+    def notice(
+        self, message: str, process: str = "tokend", level: str = "INFO", **fields: str | float
+    ) -> None:
+        self.lines.append(f"{'' if level == 'INFO' else level + ' '}{process}: {message}")
+
+    def event(self, process: str, what: str, level: str = "INFO") -> None:
+        self.notice(what, process, level)

@@ -61,6 +61,26 @@ SCHEMATHESIS: Final = "schemathesis==4.32.5"
 """Makes requests from an OpenAPI document and checks the answers."""
 
 
+def unpack_debian(pinned: str, sha256: str) -> Path:
+    """Return the folder of a Debian package (NAME=VERSION), downloaded once; it is not installed.
+
+    Raises CalledProcessError if apt cannot download it.
+    """
+    root = cache_folder()
+    folder = root / pinned.replace("=", "-")
+    with _lock(root, folder.name):
+        if not folder.exists():
+            with tempfile.TemporaryDirectory(dir=root) as workspace:
+                command = ["apt-get", "-qq", "-o", "APT::Sandbox::User=root", "download", pinned]
+                subprocess.run(command, cwd=workspace, check=True, timeout=300)
+                (archive,) = Path(workspace).glob("*.deb")
+                assert hashlib.sha256(archive.read_bytes()).hexdigest() == sha256
+                unpacked = Path(workspace, "unpacked")
+                subprocess.run(["dpkg-deb", "-x", str(archive), str(unpacked)], check=True)
+                unpacked.rename(folder)
+    return folder
+
+
 def install_program(pinned: str, program: str) -> Path:
     """Return a program of a package that is installed, with what it needs, in the user's cache.
 

@@ -1,16 +1,13 @@
 """The alerts for Prometheus, checked and run by Prometheus' own promtool."""
 
-import fcntl
-import hashlib
 import subprocess
-import tempfile
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 import yaml
 
-from tests.peers.packages import cache_folder
+from tests.peers.packages import unpack_debian
 
 pytestmark = pytest.mark.suite("peers")
 
@@ -22,20 +19,8 @@ SHA256: Final = "81d59a24fce84f7fbe97a45a4f2914b6a5881b5cd1db2a6a0e129e515e1a5f5
 
 @pytest.fixture(scope="module")
 def promtool() -> Path:
-    """Debian's promtool, downloaded once and unpacked; nothing of it is installed."""
-    folder = cache_folder() / PACKAGE.replace("=", "-")
-    with (folder.parent / f"{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.exists():
-            with tempfile.TemporaryDirectory(dir=folder.parent) as workspace:
-                command = ["apt-get", "-qq", "-o", "APT::Sandbox::User=root", "download", PACKAGE]
-                subprocess.run(command, cwd=workspace, check=True, timeout=300)
-                (archive,) = Path(workspace).glob("*.deb")
-                assert hashlib.sha256(archive.read_bytes()).hexdigest() == SHA256
-                unpacked = Path(workspace, "unpacked")
-                subprocess.run(["dpkg-deb", "-x", str(archive), str(unpacked)], check=True)
-                unpacked.rename(folder)
-    return folder / "usr" / "bin" / "promtool"
+    """Debian's promtool."""
+    return unpack_debian(PACKAGE, SHA256) / "usr" / "bin" / "promtool"
 
 
 def run(promtool: Path, *words: str) -> None:
