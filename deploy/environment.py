@@ -7,7 +7,7 @@ import contextlib
 import os
 import pwd
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from deploy.supervisor import notify
@@ -84,6 +84,12 @@ class HostEnvironment:
             base = self.variables.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
             root = os.path.join(base, "huggingface")
         return os.path.expanduser(self.variables.get("HF_HUB_CACHE") or os.path.join(root, "hub"))
+
+    def with_hub_token(self, token: str | None) -> "HostEnvironment":
+        """Return the environment with a token for the Hugging Face hub; None: as it is."""
+        if token is None:
+            return self
+        return replace(self, variables={**self.variables, "HF_TOKEN": token})
 
     def run_parent(self) -> str:
         """Return the folder of run directories; raises TokendError if none is writable."""
