@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from deploy.supervisor import notify
 from proto.errors import ConfigError
-from proto.run_directory import default_parent
+from proto.run_directory import default_parent, parents
 
 FAULTS_VARIABLE: Final = "TOKEND_FAULTS"
 """Faults to inject, see proto/faults.py; needs --enable-fault-injection."""
@@ -94,6 +94,10 @@ class HostEnvironment:
     def run_parent(self) -> str:
         """Return the folder of run directories; raises TokendError if none is writable."""
         return default_parent(self.variables.get("XDG_RUNTIME_DIR"))
+
+    def run_parents(self) -> list[str]:
+        """Return all folders in which run directories of this user's daemons may be."""
+        return parents(self.variables.get("XDG_RUNTIME_DIR"))
 
 
 def _home(variables: Mapping[str, str]) -> str:

@@ -187,12 +187,11 @@ def snapshot(
     if found is not None and not refresh:
         return found
     cache = environment.hugging_face_cache
-    lock = os.path.join(cache, ".locks", f"tokend--{name.repository.replace('/', '--')}.lock")
 
     def tell() -> None:
         display.notice(f"waiting for another process that downloads {name.repository}")
 
-    with exclusive(lock, tell):
+    with exclusive(lock_path(cache, name.repository), tell):
         if not refresh:
             found = find_snapshot(name, environment, kind=kind, revision=revision)
             if found is not None:
@@ -204,8 +203,8 @@ def snapshot(
                 "deploy.models.hub_download", arguments, variables, display, f"downloading {name}"
             )
         except UnknownModelError as error:
-            near = difflib.get_close_matches(name.repository, known_names(environment), 1, 0.7)
-            raise ModelError(str(error) + (f"; did you mean {near[0]}?" if near else "")) from None
+            hint = near(name.repository, known_names(environment))
+            raise ModelError(f"{error}{hint}") from None
         except UnreachableError as error:
             if found is None:
                 raise
@@ -261,9 +260,28 @@ def files_below(folder: str) -> set[str]:
     return {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
 
 
+def repository_folder(cache: str, repository: str) -> Path:
+    """Return the folder of a repository in the cache of huggingface_hub."""
+    return Path(cache, f"models--{repository.replace('/', '--')}")
+
+
+def repository_of(folder: Path) -> str:
+    """Return the name of the repository of such a folder."""
+    return folder.name.removeprefix("models--").replace("--", "/", 1)
+
+
+def lock_path(cache: str, repository: str) -> str:
+    """Return the lock file of tokend's downloads of a repository."""
+    return os.path.join(cache, ".locks", f"tokend--{repository.replace('/', '--')}.lock")
+
+
 def known_names(environment: HostEnvironment) -> list[str]:
     """Return the names of packaged models and of the repositories in the cache."""
-    names = [model.name for model in catalogue.MODELS]
-    for path in Path(environment.hugging_face_cache).glob("models--*--*"):
-        names.append(path.name.removeprefix("models--").replace("--", "/", 1))
-    return names
+    folders = Path(environment.hugging_face_cache).glob("models--*--*")
+    return [*(model.name for model in catalogue.MODELS), *map(repository_of, folders)]
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """Return the end of an error that suggests a similar name; "" without one."""
+    found = difflib.get_close_matches(name, list(known), 1, 0.7)
+    return f"; did you mean {found[0]}?" if found else ""

@@ -27,8 +27,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from deploy.models.child_process import ChildMessage
-from deploy.models.hub import INDEX_FILE, HubName, Kind, indexed_files, select_files
-from deploy.models.prepared_folder import check_space
+from deploy.models.hub import (
+    INDEX_FILE,
+    HubName,
+    Kind,
+    indexed_files,
+    repository_folder,
+    select_files,
+)
+from deploy.models.prepared_folder import check_space, size_text
 from proto.errors import ModelError
 
 _NUM_THREADS: Final = 4
@@ -94,12 +101,9 @@ class Transfer:
     """Downloads files of one commit of a repository into the blobs of the cache."""
 
     def __init__(self, name: HubName, commit: str, cache: str) -> None:
-        from huggingface_hub.file_download import repo_folder_name
-
         self._name = name
         self._commit = commit
-        folder = repo_folder_name(repo_id=name.repository, repo_type="model")
-        self._blobs = Path(cache, folder, "blobs")
+        self._blobs = repository_folder(cache, name.repository) / "blobs"
 
     def blob(self, file: HubFile) -> Path:
         return self._blobs / file.key
@@ -131,17 +135,17 @@ class Transfer:
             rate = (arrived - before) / max(_POLL_SECONDS, time.monotonic() - began)
             ChildMessage(
                 "progress",
-                f"{count}{_size(total)}",
+                f"{count}{size_text(total)}",
                 arrived / total if total else 1.0,
-                f"{arrived / max(1, total):.0%} of {_size(total)}, {_size(rate)}/s",
+                f"{arrived / max(1, total):.0%} of {size_text(total)}, {size_text(rate)}/s",
             ).send()
 
     def _disk_is_full(self, files: Iterable[HubFile]) -> ModelError:
         rest = sum(each.size for each in files) - self._num_arrived(files)
         free = shutil.disk_usage(self._blobs).free
         return ModelError(
-            f"the disk of {self._blobs} is full: {_size(rest)} of {self._name} are still to come "
-            f"and {_size(free)} are free; the next try continues there"
+            f"the disk of {self._blobs} is full: {size_text(rest)} of {self._name} are still to "
+            f"come and {size_text(free)} are free; the next try continues there"
         )
 
     def _num_arrived(self, files: Iterable[HubFile]) -> int:
@@ -229,10 +233,6 @@ def _difference(file: HubFile, path: Path) -> str:
         return ""
     kind = "SHA-256" if file.sha256 else "git hash"
     return f"its {kind} is {digest.hexdigest()} and should be {file.key}"
-
-
-def _size(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
 def _network_error() -> type[Exception]:

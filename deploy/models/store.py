@@ -5,7 +5,6 @@ one takes no lock and reads one small file.
 """
 
 import contextlib
-import difflib
 import hashlib
 import os
 import shutil
@@ -77,29 +76,30 @@ def locate(
     """Return the source that MODEL on the command line means, downloaded if necessary.
 
     An existing path takes precedence over the name of a packaged model, and that over a name on
-    the Hugging Face hub. revision, refresh: as in `hub.snapshot`, for a name on the hub. Raises
-    ModelError if `model` is none.
+    the Hugging Face hub. revision, refresh: as in `hub.snapshot`, for a name on the hub; with
+    refresh `model` is no path. Raises ModelError if `model` is none of them.
     """
     packaged = catalogue.find(model)
     given = os.path.abspath(os.path.expanduser(model))
     name = hub.parse_name(model)
-    exists = os.path.exists(given)
-    if revision is not None and (exists or packaged is not None or name is None):
+    is_path = os.path.exists(given) and not refresh
+    if revision is not None and (is_path or packaged is not None or name is None):
         raise ModelError(f"--revision is for names on the Hugging Face hub, and {model} is none")
-    if os.path.isdir(given):
+    if is_path and os.path.isdir(given):
         return _folder_source(os.path.basename(given), given)
-    if os.path.isfile(given):
+    if is_path and os.path.isfile(given):
         return _file_source(gguf_parts.model_name(given), given)
     if packaged is not None:
         return packaged_source(packaged, environment, display)
     if name is not None:
         folder = hub.snapshot(name, environment, display, revision=revision, refresh=refresh)
         return _hub_source(name, folder)
-    near = difflib.get_close_matches(model, hub.known_names(environment), 1)
+    near = hub.near(model, hub.known_names(environment))
     raise ModelError(
-        f"no model {model!r}: there is no such file or folder, "
-        f"and the packaged models are {catalogue.names()}"
-        + (f"; did you mean {near[0]}?" if near else "; a name on the hub has the form ORG/NAME")
+        f"no model {model!r}: "
+        + ("" if refresh else "there is no such file or folder, and ")
+        + f"the packaged models are {catalogue.names()}"
+        + (near or "; a name on the Hugging Face hub has the form ORG/NAME")
     )
 
 
@@ -211,14 +211,14 @@ def prepared_model(
         )
         root = catalogue.prepared_root(environment.cache)
         folder = os.path.join(root, source.key)
-        found = _read(folder)
+        found = read_manifest(folder)
         if found is None:
 
             def tell() -> None:
                 display.notice(f"waiting for another process that prepares {source.name}")
 
             with exclusive(folder + ".lock", tell):
-                found = _read(folder) or _prepare(source, folder, environment, display)
+                found = read_manifest(folder) or _prepare(source, folder, environment, display)
     except OSError as error:
         raise ModelError(f"cannot set up {model}: {reason(error, environment.cache)}") from None
     return found
@@ -254,7 +254,7 @@ def reason(error: OSError, cache: str) -> str:
     )
 
 
-def _read(folder: str) -> PreparedModel | None:
+def read_manifest(folder: str) -> PreparedModel | None:
     """Return the manifest in `folder`; None if there is none, or of another version."""
     try:
         manifest = from_json(Path(folder, "manifest.json").read_bytes(), PreparedModel)
@@ -282,7 +282,7 @@ def _prepare(
         os.rename(workspace, folder)
     finally:
         shutil.rmtree(workspace, ignore_errors=True)
-    manifest = _read(folder)
+    manifest = read_manifest(folder)
     if manifest is None:
         raise ModelError(f"preparing {source.path} wrote no manifest to {folder}")
     return manifest

@@ -337,7 +337,7 @@ def test_a_disk_that_is_too_small_is_noticed_before_the_download(
     server.repositories["org/name"].sizes[shard] = 1 << 60
     message = refusal(variables)
     assert "not enough space on the disk of " in message
-    assert "1,152,921,504,606.9 MB are needed and " in message
+    assert "1,152,921,504.6 GB are needed and " in message
     assert not [each for each in server.requests if each.on_cdn]
 
 
