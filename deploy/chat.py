@@ -83,9 +83,7 @@ class ChatOptions:
                 else:
                     raise ConfigError(f"--max-tokens takes a whole number from 1, not {value}")
             elif word.startswith("-") or options.target is not None:
-                raise ConfigError(
-                    f"tokend chat takes one MODEL or URL, --system, --max-tokens: {word}"
-                )
+                raise ConfigError(f"unexpected {word}: tokend chat takes one MODEL or URL")
             else:
                 options.target = word
         return options

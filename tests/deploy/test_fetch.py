@@ -3,8 +3,11 @@
 import hashlib
 import os
 import shutil
+import threading
+import time
 import zipfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -148,3 +151,26 @@ def test_every_packaged_model_is_pinned() -> None:
         assert len(model.sha256) == 64
         assert all("==" in part.requirement for part in model.parts)
         assert catalogue.find(model.name) is model
+
+
+def test_a_lock_is_held_by_one_and_removed_at_the_end(tmp_path: Path) -> None:
+    """Also when a holder removes the file that others wait for."""
+    path, inside, most, waits = tmp_path / "locks/a.lock", 0, 0, []
+    guard = threading.Lock()
+
+    def work(_: int) -> None:
+        nonlocal inside, most
+        for _ in range(50):
+            with fetch.exclusive(str(path), lambda: waits.append(1)):
+                with guard:
+                    inside += 1
+                    most = max(most, inside)
+                time.sleep(0.0005)
+                with guard:
+                    inside -= 1
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    assert (most, inside) == (1, 0)
+    assert waits
+    assert list(path.parent.iterdir()) == []
