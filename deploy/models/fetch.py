@@ -76,10 +76,17 @@ def _lock_file(path: str, on_wait: Callable[[], None]) -> int:
 
 
 def is_shared(folder: str) -> bool:
-    """Whether the group of a folder may write to it."""
-    with contextlib.suppress(FileNotFoundError):
-        return bool(os.stat(folder).st_mode & stat.S_IWGRP)
-    return False
+    """Whether the group of a folder may write to it; of the one above, if it does not exist yet.
+
+    Not if others may do so, too, as in a temporary directory.
+    """
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            mode = os.stat(folder).st_mode
+            return bool(mode & stat.S_IWGRP) and not mode & stat.S_ISVTX
+        if folder == (above := os.path.dirname(folder)):
+            return False
+        folder = above
 
 
 _CHUNK: Final = 1 << 20

@@ -181,7 +181,7 @@ def snapshot(
     """Return the folder with the files of a model, downloaded if they are not all there.
 
     revision: branch, tag or commit; None: the default branch. refresh: ask the hub for a newer one,
-    also if the files are there. Raises ModelError and OSError.
+    also if the files are there. Raises ModelError.
     """
     found = find_snapshot(name, environment, kind=kind, revision=revision)
     if found is not None and not refresh:
@@ -191,25 +191,28 @@ def snapshot(
     def tell() -> None:
         display.notice(f"waiting for another process that downloads {name.repository}")
 
-    with exclusive(lock_path(cache, name.repository), tell):
-        if not refresh:
-            found = find_snapshot(name, environment, kind=kind, revision=revision)
-            if found is not None:
-                return found
-        variables = {**environment.variables, "HF_HUB_DISABLE_XET": "1"}
-        arguments = [name.repository, name.file, kind, revision or "", cache]
-        try:
-            return run_child(
-                "deploy.models.hub_download", arguments, variables, display, f"downloading {name}"
-            )
-        except UnknownModelError as error:
-            hint = near(name.repository, known_names(environment))
-            raise ModelError(f"{error}{hint}") from None
-        except UnreachableError as error:
-            if found is None:
-                raise
-            display.notice(f"{error}; the files that are here are used")
-            return found
+    try:
+        with exclusive(lock_path(cache, name.repository), tell):
+            if not refresh:
+                found = find_snapshot(name, environment, kind=kind, revision=revision)
+                if found is not None:
+                    return found
+            variables = {**environment.variables, "HF_HUB_DISABLE_XET": "1"}
+            arguments = [name.repository, name.file, kind, revision or "", cache]
+            what = f"downloading {name}"
+            return run_child("deploy.models.hub_download", arguments, variables, display, what)
+    except UnknownModelError as error:
+        raise ModelError(f"{error}{near(name.repository, known_names(environment))}") from None
+    except UnreachableError as error:
+        if found is None:
+            raise
+        display.notice(f"{error}; the files that are here are used")
+        return found
+    except OSError as error:
+        raise ModelError(
+            f"{name} cannot be downloaded to {cache}: {error.strerror} ({error.filename}); set "
+            f"HF_HOME to a folder that user {os.getuid()} can write to"
+        ) from None
 
 
 def find_snapshot(

@@ -118,6 +118,7 @@ class Transfer:
         before = self._num_arrived(missing.values())
         self._blobs.mkdir(parents=True, exist_ok=True)
         check_space(str(self._blobs), total - before)
+        self._check_sizes(missing.values())
         began = time.monotonic()
         count = f"{len(missing)} files, " if len(missing) > 1 else ""
         pool = ThreadPoolExecutor(_NUM_THREADS)
@@ -139,6 +140,16 @@ class Transfer:
                 arrived / total if total else 1.0,
                 f"{arrived / max(1, total):.0%} of {size_text(total)}, {size_text(rate)}/s",
             ).send()
+
+    def _check_sizes(self, files: Iterable[HubFile]) -> None:
+        from huggingface_hub.constants import MAX_HTTP_DOWNLOAD_SIZE as LIMIT
+
+        for file in files:
+            if file.size > LIMIT:
+                raise ModelError(
+                    f"{file.name} of {self._name} has {size_text(file.size)}, and the hub sends at "
+                    f"most {size_text(LIMIT)} without hf_xet: download it with hf download"
+                )
 
     def _disk_is_full(self, files: Iterable[HubFile]) -> ModelError:
         rest = sum(each.size for each in files) - self._num_arrived(files)

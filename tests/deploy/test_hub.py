@@ -6,6 +6,7 @@ Downloads run in a process of their own with the real huggingface_hub.
 import json
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import threading
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from deploy.environment import HostEnvironment
-from deploy.models import hub
+from deploy.models import hub, hub_download, store
 from deploy.models.hub import HubName, parse_name, select_files
 from proto.errors import ModelError
 from tests.fakes.hub_server import COMMIT, HubServer, Repository
@@ -215,6 +216,8 @@ def test_only_needed_files_are_downloaded_once(
     assert display.lines[-1].startswith("downloading org/name: ")
     num_requests = len(server.requests)
     assert fetch(variables) == folder
+    source = store.locate("org/name", HostEnvironment.of(variables), display)
+    assert (source.name, source.kind, source.path) == ("org/name", "folder", str(folder))
     assert len(server.requests) == num_requests, "what is there needs no hub"
     assert not [each for each in blobs(variables).iterdir() if "incomplete" in each.name]
 
@@ -264,12 +267,17 @@ def test_a_newer_revision_is_fetched_on_request_only(
 
 
 def test_one_gguf_of_a_repository(server: HubServer, variables: dict[str, str]) -> None:
-    files = {"x-Q4_K_M.gguf": WEIGHTS, "x-Q8_0.gguf": WEIGHTS * 2, "README.md": b"text"}
+    parts = {f"Q8_0/x-Q8_0-0000{it}-of-00002.gguf": WEIGHTS + bytes([it]) for it in (1, 2)}
+    files = {"x-Q4_K_M.gguf": WEIGHTS, **parts, "README.md": b"text"}
     server.repositories["org/name"] = Repository(files)
     folder = fetch(variables, "org/name:Q8_0")
-    assert contents(folder) == {"x-Q8_0.gguf": WEIGHTS * 2}
+    assert contents(folder) == parts
     num_requests = len(server.requests)
     assert fetch(variables, "org/name:Q8_0") == folder
+    source = store.locate("org/name:Q8_0", HostEnvironment.of(variables), Recorder())
+    assert (source.name, source.kind) == ("org/name:Q8_0", "gguf")
+    assert source.path == str(folder / next(iter(parts)))
+    assert len(source.stamp) == len(parts)
     assert len(server.requests) == num_requests
     assert "x-Q4_K_M.gguf" in contents(fetch(variables, "org/name:Q4_K_M"))
     assert "one of Q4_K_M, Q8_0" in refusal(variables, "org/name:Q2_K")
@@ -359,6 +367,33 @@ def test_a_disk_that_fills_up_during_the_download(
     assert contents(fetch(variables)).keys() >= SHARDS.keys()
 
 
+def test_a_file_that_the_hub_does_not_send_over_http(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_download, "check_space", lambda folder, num_bytes: None)
+    transfer = hub_download.Transfer(HubName("org/name"), COMMIT, str(tmp_path))
+    huge = hub_download.HubFile("x.gguf", 51_000_000_000, "", "0" * 64)
+    with pytest.raises(ModelError, match=r"has 51\.0 GB, and the hub sends at most 50\.0 GB"):
+        transfer.fetch([huge])
+
+
+def test_a_cache_that_cannot_be_written(server: HubServer, variables: dict[str, str]) -> None:
+    message = refusal({**variables, "HF_HOME": "/proc/nowhere"})
+    assert message.startswith("org/name cannot be downloaded to /proc/nowhere/hub: ")
+    assert "set HF_HOME to a folder that user " in message
+
+
+def test_a_group_that_may_write_to_the_folder_above_may_write_to_the_cache(
+    variables: dict[str, str], tmp_path: Path
+) -> None:
+    """As in a container's volume, whose next user may be another one of the group."""
+    (tmp_path / "volume").mkdir()
+    (tmp_path / "volume").chmod(0o770)
+    folder = fetch({**variables, "HF_HOME": str(tmp_path / "volume/huggingface")})
+    paths = [folder / "config.json", folder, *folder.parents[:4]]
+    assert all(path.stat().st_mode & stat.S_IWGRP for path in paths)
+
+
 def test_a_gated_repository(server: HubServer, variables: dict[str, str]) -> None:
     repository = server.repositories["org/name"]
     repository.is_gated, repository.readers = True, ("hf_good",)
@@ -390,6 +425,12 @@ def refusal_of_another(variables: dict[str, str], name: str) -> str:
         fetch(variables, name)
     assert not Path(variables["HF_HOME"], "hub", "models--" + name.replace("/", "--")).exists()
     return str(caught.value)
+
+
+def test_a_revision_is_for_names_on_the_hub(variables: dict[str, str], tmp_path: Path) -> None:
+    for model in (str(tmp_path), "smollm2-135m-instruct", "nonsense"):
+        with pytest.raises(ModelError, match=r"^--revision is for names on the Hugging Face hub"):
+            store.locate(model, HostEnvironment.of(variables), Recorder(), "v1")
 
 
 def test_a_revision_that_does_not_exist(server: HubServer, variables: dict[str, str]) -> None:
