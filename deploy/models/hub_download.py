@@ -4,7 +4,8 @@ Command line: `python -m deploy.models.hub_download REPOSITORY FILE KIND REVISIO
 REVISION may be empty. Token, address of the hub and offline mode are the variables of
 huggingface_hub (HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE).
 
-    model_info                 files with sizes and hashes: what is needed, and whether it fits
+    model_info                 files with sizes and hashes: what is needed, and whether it fits;
+                               config.json first, which may name a model that is not supported
     http_get, for each file    into blobs/HASH.tokend.incomplete, from where it broke off
     SHA-256                    then renamed to blobs/HASH
     snapshot_download          finds the blobs and makes the snapshot of them
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from deploy.models import hf_folder
 from deploy.models.child_process import ChildMessage
 from deploy.models.hub import (
     INDEX_FILE,
@@ -84,6 +86,9 @@ def download(name: HubName, kind: Kind, revision: str | None, cache: str) -> str
     }
     needed = select_files(files, name, kind)
     transfer = Transfer(name, str(info.sha), cache)
+    if kind == "model" and "config.json" in needed:
+        transfer.fetch([files["config.json"]])
+        hf_folder.check_config(hf_folder.read_object(transfer.blob(files["config.json"])))
     if INDEX_FILE in needed:
         transfer.fetch([files[INDEX_FILE]])
         needed += indexed_files(transfer.blob(files[INDEX_FILE]))

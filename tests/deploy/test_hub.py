@@ -127,8 +127,9 @@ WEIGHTS = bytes(range(256)) * 40
 SHARDS = {
     f"model-0000{number}-of-00002.safetensors": WEIGHTS + bytes([number]) for number in (1, 2)
 }
+CONFIG = b'{"architectures": ["LlamaForCausalLM"]}'
 FOLDER = {
-    "config.json": b"{}",
+    "config.json": CONFIG,
     "tokenizer.json": b"{}  ",
     hub.INDEX_FILE: json.dumps({"weight_map": dict(zip("ab", SHARDS, strict=True))}).encode(),
     **SHARDS,
@@ -258,11 +259,11 @@ def test_a_newer_revision_is_fetched_on_request_only(
 ) -> None:
     before = fetch(variables)
     repository = server.repositories["org/name"]
-    repository.files["config.json"] = b'{"new": 1}'
+    repository.files["config.json"] = CONFIG + b" "
     repository.revisions = {"main": "b" * 40, "old": COMMIT}
     assert fetch(variables) == before
     after = fetch(variables, refresh=True)
-    assert (after.name, contents(after)["config.json"]) == ("b" * 40, b'{"new": 1}')
+    assert (after.name, contents(after)["config.json"]) == ("b" * 40, CONFIG + b" ")
     assert fetch(variables, revision="old") == before or fetch(variables, revision=COMMIT) == before
 
 
@@ -288,7 +289,7 @@ def large(server: HubServer) -> bytes:
     """Weights of more than two chunks of the library, in one file."""
     weights = os.urandom(24 << 20)
     server.repositories["org/name"] = Repository(
-        {"config.json": b"{}", "model.safetensors": weights}
+        {"config.json": CONFIG, "model.safetensors": weights}
     )
     return weights
 
@@ -392,6 +393,25 @@ def test_a_group_that_may_write_to_the_folder_above_may_write_to_the_cache(
     folder = fetch({**variables, "HF_HOME": str(tmp_path / "volume/huggingface")})
     paths = [folder / "config.json", folder, *folder.parents[:4]]
     assert all(path.stat().st_mode & stat.S_IWGRP for path in paths)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"architectures": ["OtherForCausalLM"]}, "OtherForCausalLM"),
+        ({"architectures": ["LlamaForCausalLM"], "auto_map": {"AutoConfig": "x.Y"}}, "auto_map"),
+        (
+            {"architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "new"}},
+            "new",
+        ),
+    ],
+)
+def test_what_is_not_supported_is_refused_before_its_weights_are_downloaded(
+    server: HubServer, variables: dict[str, str], config: dict[str, object], expected: str
+) -> None:
+    server.repositories["org/name"].files["config.json"] = json.dumps(config).encode()
+    assert expected in refusal(variables)
+    assert not [each for each in server.requests if each.on_cdn]
 
 
 def test_a_gated_repository(server: HubServer, variables: dict[str, str]) -> None:
