@@ -97,8 +97,7 @@ def sweep(parent: str) -> list[str]:
     removed = []
     for path in Path(parent).glob(_PREFIX + "*"):
         with contextlib.suppress(OSError):
-            status = path.lstat()
-            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+            if not _is_own(path):
                 continue
             descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC)
             try:
@@ -123,8 +122,22 @@ def in_use(path: str) -> bool:
 
 
 def run_directories(parent: str) -> list[str]:
-    """Return the run directories under `parent` that daemons use."""
-    return sorted(str(path) for path in Path(parent).glob(_PREFIX + "*") if in_use(str(path)))
+    """Return the run directories under `parent` that daemons of this user use.
+
+    Others could name any process in theirs.
+    """
+    found = []
+    for path in Path(parent).glob(_PREFIX + "*"):
+        with contextlib.suppress(FileNotFoundError):
+            if _is_own(path) and in_use(str(path)):
+                found.append(str(path))
+    return sorted(found)
+
+
+def _is_own(path: Path) -> bool:
+    """Whether a path is a directory of this user; raises FileNotFoundError."""
+    status = path.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
 
 
 def parents(environment_runtime_dir: str | None) -> list[str]:
@@ -134,7 +147,7 @@ def parents(environment_runtime_dir: str | None) -> list[str]:
     another one. environment_runtime_dir: XDG_RUNTIME_DIR of this process.
     """
     own = f"/run/user/{os.getuid()}"
-    candidates = [environment_runtime_dir, tempfile.gettempdir(), own, "/run/tokend"]
+    candidates = [environment_runtime_dir, tempfile.gettempdir(), own]
     found = {os.path.realpath(each): each for each in candidates if each and os.path.isabs(each)}
     return [path for path in found if os.access(path, os.R_OK | os.X_OK)]
 

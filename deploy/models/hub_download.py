@@ -143,7 +143,7 @@ class Transfer:
                 "progress",
                 f"{count}{size_text(total)}",
                 arrived / total if total else 1.0,
-                f"{arrived / max(1, total):.0%} of {size_text(total)}, {size_text(rate)}/s",
+                f"{arrived / max(1, total):.0%}, {size_text(rate)}/s",
             ).send()
 
     def _check_sizes(self, files: Iterable[HubFile]) -> None:

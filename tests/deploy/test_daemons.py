@@ -97,6 +97,21 @@ def test_a_daemon_in_another_folder_is_found(
         directory.leave()
 
 
+def test_the_state_of_another_user_is_not_read(
+    environment: HostEnvironment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It could name any process, which `tokend stop` would end."""
+    directory = RunDirectory.create(str(tmp_path))
+    try:
+        write_state(directory.path, DaemonState(os.getpid(), "http://127.0.0.1:1", "m", "s"))
+        assert daemons.running_daemons([str(tmp_path)])
+        own = os.getuid()
+        monkeypatch.setattr(os, "getuid", lambda: own + 1)
+        assert daemons.running_daemons([str(tmp_path)]) == []
+    finally:
+        directory.leave()
+
+
 @pytest.mark.parametrize(
     ("seconds", "expected"),
     [(9.9, "9 s"), (60, "1 min"), (3 * 3600 + 1300, "3 h 21 min"), (2 * 86400 + 9000, "2 d 2 h")],
