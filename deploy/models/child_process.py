@@ -38,8 +38,9 @@ class ChildMessage(NamedTuple):
     detail: str = ""
 
     def send(self) -> None:
-        """Print the message for the parent process."""
-        print(json.dumps(self), flush=True)
+        """Print the message for the parent process, in one write: threads may do so."""
+        sys.stdout.write(f"{json.dumps(self)}\n")
+        sys.stdout.flush()
 
     @classmethod
     def from_line(cls, line: str) -> "ChildMessage":

@@ -18,6 +18,7 @@ import errno
 import glob
 import hashlib
 import os
+import re
 import shutil
 import sys
 import time
@@ -46,6 +47,7 @@ _POLL_SECONDS: Final = 0.2
 _TIMEOUT_SECONDS: Final = 30.0
 _RETRY_SECONDS: Final = (1.0, 2.0, 4.0, 8.0, 15.0)
 """Waits after a connection that broke without a byte; then the download fails."""
+_HASH: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _TOKEN_PLACES: Final = "HF_TOKEN, --hf-token or hf auth login"
 
 
@@ -84,6 +86,8 @@ def download(name: HubName, kind: Kind, revision: str | None, cache: str) -> str
         )
         for each in info.siblings or ()
     }
+    if not all(_HASH.fullmatch(each.key) for each in files.values()):  # they become paths
+        raise ModelError(f"the hub gives no valid hash for each file of {name}")
     needed = select_files(files, name, kind)
     transfer = Transfer(name, str(info.sha), cache)
     if kind == "model" and "config.json" in needed:
@@ -128,23 +132,22 @@ class Transfer:
         count = f"{len(missing)} files, " if len(missing) > 1 else ""
         pool = ThreadPoolExecutor(_NUM_THREADS)
         running = {pool.submit(self._fetch_file, each) for each in missing.values()}
-        while running:
-            done, running = wait(running, _POLL_SECONDS, FIRST_EXCEPTION)
-            for future in done:
-                try:
+        try:
+            while running:
+                done, running = wait(running, _POLL_SECONDS, FIRST_EXCEPTION)
+                for future in done:
                     future.result()
-                except OSError as error:
-                    if error.errno != errno.ENOSPC:
-                        raise
-                    raise self._disk_is_full(missing.values()) from None
-            arrived = self._num_arrived(missing.values())
-            rate = (arrived - before) / max(_POLL_SECONDS, time.monotonic() - began)
-            ChildMessage(
-                "progress",
-                f"{count}{size_text(total)}",
-                arrived / total if total else 1.0,
-                f"{arrived / max(1, total):.0%}, {size_text(rate)}/s",
-            ).send()
+                arrived = self._num_arrived(missing.values())
+                rate = (arrived - before) / max(_POLL_SECONDS, time.monotonic() - began)
+                share = arrived / total if total else 1.0
+                detail = f"{share:.0%}, {size_text(rate)}/s"
+                ChildMessage("progress", f"{count}{size_text(total)}", share, detail).send()
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise self._disk_is_full(missing.values()) from None
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _check_sizes(self, files: Iterable[HubFile]) -> None:
         from huggingface_hub.constants import MAX_HTTP_DOWNLOAD_SIZE as LIMIT
@@ -233,6 +236,8 @@ class Transfer:
             failures = 0 if arrived > before else failures + 1
             if failures > len(_RETRY_SECONDS):
                 raise problem
+            place = f"{size_text(arrived)} of {size_text(file.size)}"
+            ChildMessage("notice", f"{file.name} broke off at {place}; trying again").send()
             time.sleep(_RETRY_SECONDS[max(0, failures - 1)])
 
 
@@ -316,6 +321,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    status = main(sys.argv[1:])
-    sys.stdout.flush()
-    os._exit(status)  # without a wait for other files, which the next try continues
+    status = 1
+    try:
+        status = main(sys.argv[1:])
+    finally:
+        # Without a wait for other files, which the next try continues: it may begin at once. The
+        # parent, which holds the lock, may have died: then the last message raised an error.
+        os._exit(status)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from deploy.environment import HostEnvironment
@@ -323,6 +324,30 @@ def test_a_killed_download_is_continued_by_the_next(
     assert contents(fetch(variables))["model.safetensors"] == large
     (after,) = [each.range for each in server.requests if each.on_cdn and each.method == "GET"]
     assert after == f"bytes={10 << 20}-"
+
+
+def test_a_download_ends_with_its_parent(
+    server: HubServer, variables: dict[str, str], large: bytes
+) -> None:
+    """It would go on without the lock, and write where the next download does."""
+    server.may_send.clear()
+    script = (
+        "import os, io; from deploy.models import hub; from deploy.display import Display; "
+        "from deploy.environment import HostEnvironment as E; "
+        "hub.snapshot(hub.HubName('org/name'), E.of(os.environ), Display(io.StringIO()))"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], env=variables) as parent:
+        assert server.is_sending.wait(30)
+        (child,) = psutil.Process(parent.pid).children()
+        parent.kill()
+    child.wait(10)
+    server.may_send.set()
+    assert contents(fetch(variables))["model.safetensors"] == large
+
+
+def test_a_file_without_a_hash_is_refused(server: HubServer, variables: dict[str, str]) -> None:
+    server.repositories["org/name"].hashes["config.json"] = "../../../x"
+    assert refusal(variables) == "the hub gives no valid hash for each file of org/name"
 
 
 def test_a_damaged_file_is_refused_and_fetched_again(

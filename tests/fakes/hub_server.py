@@ -26,7 +26,8 @@ _RESOLVE = re.compile(r"/([\w.-]+/[\w.-]+)/resolve/([^/]+)/(.+)")
 
 @dataclass
 class Repository:
-    """A repository. files: content by path. sizes: what the hub claims instead of the true size.
+    """A repository. files: content by path. sizes, hashes: what the hub claims
+    instead of the true ones of git.
 
     is_gated: needs a token in `readers`. is_private: does not exist for others.
     """
@@ -37,6 +38,7 @@ class Repository:
     is_private: bool = False
     readers: tuple[str, ...] = ()
     sizes: dict[str, int] = field(default_factory=dict)
+    hashes: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -225,7 +227,8 @@ def _entries(repository: Repository) -> list[dict[str, Any]]:
     found = []
     for name, content in repository.files.items():
         size = repository.sizes.get(name, len(content))
-        entry: dict[str, Any] = {"name": name, "size": size, "oid": _git_hash(content)}
+        entry: dict[str, Any] = {"name": name, "size": size}
+        entry["oid"] = repository.hashes.get(name) or _git_hash(content)
         if name.endswith(LARGE):
             entry["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": size}
         found.append(entry)
