@@ -25,6 +25,7 @@ from deploy.bench.client import base_url
 from deploy.bench.stream import EventSplitter
 from deploy.daemons import is_loopback, matching, running_daemons, select
 from deploy.environment import API_KEY_VARIABLE, HostEnvironment
+from deploy.flags import parse_words
 from proto.config import ModelConfig
 from proto.errors import ConfigError, TokendError
 
@@ -61,32 +62,20 @@ _PLAIN: Final = "\x1b[0m"
 
 @dataclass
 class ChatOptions:
-    target: str | None = None
-    system: str | None = None
-    max_tokens: int = _DEFAULT_MAX_TOKENS
+    target: str | None
+    system: str | None
+    max_tokens: int
 
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> "ChatOptions":
         """Parse the command line; raises ConfigError."""
-        options, words = cls(), list(arguments)
-        while words:
-            word = words.pop(0)
-            name, equals, value = word.partition("=")
-            if name in ("--system", "--max-tokens"):
-                if not equals and not words:
-                    raise ConfigError(f"{name} needs a value")
-                value = value if equals else words.pop(0)
-                if name == "--system":
-                    options.system = value
-                elif value.isdecimal() and int(value) > 0:
-                    options.max_tokens = int(value)
-                else:
-                    raise ConfigError(f"--max-tokens takes a whole number from 1, not {value}")
-            elif word.startswith("-") or options.target is not None:
-                raise ConfigError(f"unexpected {word}: tokend chat takes one MODEL or URL")
-            else:
-                options.target = word
-        return options
+        words, values = parse_words(arguments, ("--system", "--max-tokens"))
+        if len(words) > 1:
+            raise ConfigError(f"unexpected {words[1]}: tokend chat takes one MODEL or URL")
+        limit = values.get("--max-tokens", str(_DEFAULT_MAX_TOKENS))
+        if not limit.isdecimal() or int(limit) == 0:
+            raise ConfigError(f"--max-tokens takes a whole number from 1, not {limit}")
+        return cls(words[0] if words else None, values.get("--system"), int(limit))
 
 
 def main(arguments: Sequence[str], environment: HostEnvironment) -> int:

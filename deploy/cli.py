@@ -209,41 +209,20 @@ def _pull(arguments: list[str]) -> int:
     if arguments in (["-h"], ["--help"]):
         print(PULL_USAGE, end="")
         return 0
-    names, values = _parse_words("pull", arguments, ("--revision", "--hf-token"))
-    if len(names) != 1:
-        raise ConfigError("tokend pull takes one name: see tokend pull --help")
-
     from deploy.display import open_display
     from deploy.environment import HostEnvironment
+    from deploy.flags import parse_words
     from deploy.models.store import prepared_model
 
+    names, values = parse_words(arguments, ("--revision", "--hf-token"))
+    if len(names) != 1:
+        raise ConfigError("tokend pull takes one name: see tokend pull --help")
     environment = HostEnvironment.of(os.environ).with_hub_token(values.get("--hf-token"))
     revision = values.get("--revision")
     with closing(open_display(sys.stderr)) as display:
         model = prepared_model(names[0], environment, display, revision=revision, refresh=True)
     print(f"{names[0]} is prepared: {model.source}")
     return 0
-
-
-def _parse_words(
-    command: str, arguments: list[str], flags: tuple[str, ...]
-) -> tuple[list[str], dict[str, str]]:
-    """Return the words of a command line and the values of its flags; raises ConfigError."""
-    rest, words, values = list(arguments), [], {}
-    while rest:
-        word = rest.pop(0)
-        name, equals, value = word.partition("=")
-        if not word.startswith("-"):
-            words.append(word)
-        elif name not in flags:
-            from deploy.flags import unknown
-
-            raise ConfigError(f"tokend {command}: {unknown('flag', name, flags)}")
-        elif not equals and not rest:
-            raise ConfigError(f"{name} needs a value")
-        else:
-            values[name] = value if equals else rest.pop(0)
-    return words, values
 
 
 def _list(arguments: list[str]) -> int:
@@ -308,16 +287,16 @@ def _prepare(arguments: list[str]) -> int:
     if arguments in (["-h"], ["--help"]):
         print(PREPARE_USAGE, end="")
         return 0
-    names, values = _parse_words("prepare", arguments, ("--revision", "--speculative-config"))
-    if len(names) != 1:
-        raise ConfigError("tokend prepare takes one model: a folder, a .gguf file or a name")
-
     from deploy.display import open_display
     from deploy.environment import HostEnvironment
+    from deploy.flags import parse_words
     from deploy.models.store import prepared_draft_model, prepared_model
     from proto.codec import to_json_line
     from proto.config import SpeculationConfig
 
+    names, values = parse_words(arguments, ("--revision", "--speculative-config"))
+    if len(names) != 1:
+        raise ConfigError("tokend prepare takes one model: a folder, a .gguf file or a name")
     environment = HostEnvironment.of(os.environ)
     speculation = SpeculationConfig(speculative_config=values.get("--speculative-config"))
     with closing(open_display(sys.stderr)) as display:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from deploy.daemons import running_daemons, select
+from deploy.flags import parse_words
 from proto.errors import ConfigError, ProtocolError, TokendError
 from proto.lifecycle import DaemonState
 from proto.run_directory import in_use, read_state
@@ -34,7 +35,7 @@ def main(words: Sequence[str], parents: Sequence[str]) -> int:
     if list(words) in (["-h"], ["--help"]):
         print(USAGE, end="")
         return 0
-    directory = _find_run_directory(list(words), parents)
+    directory = _find_run_directory(words, parents)
     before = _wait_for_state(directory, lambda state: not state.under_way)
     os.kill(before.pid, signal.SIGHUP)
     after = _wait_for_state(
@@ -47,23 +48,22 @@ def main(words: Sequence[str], parents: Sequence[str]) -> int:
     return 0
 
 
-def _find_run_directory(words: list[str], parents: Sequence[str]) -> str:
-    if not words:
-        return select(None, running_daemons(parents)).directory
-    flag, _, value = words[0].partition("=")
-    rest = words[1:]
-    if not value and rest:
-        value = rest.pop(0)
-    if flag not in ("--pid", "--run-directory") or not value or rest:
+def _find_run_directory(arguments: Sequence[str], parents: Sequence[str]) -> str:
+    words, values = parse_words(arguments, ("--pid", "--run-directory"))
+    if words or len(values) > 1:
         raise ConfigError("tokend reload takes --pid PID or --run-directory DIRECTORY")
-    if flag == "--run-directory":
-        if not in_use(value):
-            raise ConfigError(f"{value} is not the run directory of a running daemon")
-        return value
-    for daemon in running_daemons(parents):
-        if str(daemon.state.pid) == value:
+    directory, pid = values.get("--run-directory"), values.get("--pid")
+    if directory is not None:
+        if not in_use(directory):
+            raise ConfigError(f"{directory} is not the run directory of a running daemon")
+        return directory
+    daemons = running_daemons(parents)
+    if pid is None:
+        return select(None, daemons).directory
+    for daemon in daemons:
+        if str(daemon.state.pid) == pid:
             return daemon.directory
-    raise ConfigError(f"process {value} is not the supervisor of a daemon of this user")
+    raise ConfigError(f"process {pid} is not the supervisor of a daemon of this user")
 
 
 def _wait_for_state(directory: str, is_reached: Callable[[DaemonState], bool]) -> DaemonState:
