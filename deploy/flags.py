@@ -240,6 +240,30 @@ def _foreign(
     return (), [f"{name} has no effect: {reason}"]
 
 
+def parse_words(arguments: Sequence[str], names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Return the words of a command other than `serve`, and the values of its flags by name.
+
+    names: of flags that take a value. Raises ConfigError.
+    """
+    rest = list(arguments)
+    words: list[str] = []
+    values: dict[str, str] = {}
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        if not word.startswith("-"):
+            words.append(word)
+        elif name not in names:
+            raise ConfigError(unknown("flag", name, names))
+        elif equals:
+            values[name] = value
+        elif rest:
+            values[name] = rest.pop(0)
+        else:
+            raise ConfigError(f"{name} needs a value")
+    return words, values
+
+
 def log_format(words: Sequence[str]) -> LogFormat:
     """Return the log format, even if other parts of the command line are invalid."""
     given = dict(itertools.pairwise(words))

@@ -37,6 +37,7 @@ def serve(config: ServeConfig, environment: HostEnvironment, commands: Commands)
 
     commands: command line of each role.
     """
+    environment = environment.with_hub_token(config.model.hf_token)
     clock = PhaseClock(time.monotonic() - process_age())
     clock.end("command")
     _check_tokenizer(config)
@@ -62,6 +63,8 @@ def serve(config: ServeConfig, environment: HostEnvironment, commands: Commands)
         faulthandler.enable()  # print the stacks if the service manager aborts a hung supervisor
         display.progress(f"starting {model.name}")
         prepare = [sys.executable, "-P", "-m", "deploy.cli", "prepare", config.model.model]
+        if config.model.revision is not None:
+            prepare += ["--revision", config.model.revision]
         if (text := config.speculation.speculative_config) is not None:
             prepare += ["--speculative-config", text]
         launch = Launch(
@@ -91,6 +94,7 @@ def plan(config: ServeConfig, environment: HostEnvironment, *, as_json: bool) ->
 
     Raises ConfigError and ModelError.
     """
+    environment = environment.with_hub_token(config.model.hf_token)
     with closing(open_display(sys.stderr)) as display:
         model, draft_model = _prepare_models(config, environment, display)
     _check_length(config, model)
@@ -121,7 +125,9 @@ def _prepare_models(
     """Return the prepared models. SIGTERM interrupts the preparation as Ctrl-C does."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        model = prepared_model(config.model.model, environment, display)
+        model = prepared_model(
+            config.model.model, environment, display, revision=config.model.revision
+        )
         return ServedModels(model, prepared_draft_model(config.speculation, environment, display))
     finally:
         signal.signal(signal.SIGTERM, before)

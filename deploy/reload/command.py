@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from deploy.reload.reload import read_state
+from deploy.daemons import running_daemons, select
+from deploy.flags import parse_words
 from proto.errors import ConfigError, ProtocolError, TokendError
-from proto.lifecycle import ReloadState
-from proto.run_directory import in_use, run_directories
+from proto.lifecycle import DaemonState
+from proto.run_directory import in_use, read_state
 
 USAGE: Final = """\
 usage: tokend reload [--pid PID | --run-directory DIRECTORY]
@@ -26,15 +27,15 @@ user is reloaded. Waits for the end of the reload; the exit status is 1 if the r
 _POLL_SECONDS: Final = 0.05
 
 
-def main(words: Sequence[str], parent: str) -> int:
+def main(words: Sequence[str], parents: Sequence[str]) -> int:
     """Run the command and return its exit status: 0 if the daemon was reloaded, 1 if not.
 
-    parent: directory of the run directories.
+    parents: folders with run directories.
     """
     if list(words) in (["-h"], ["--help"]):
         print(USAGE, end="")
         return 0
-    directory = _find_run_directory(list(words), parent)
+    directory = _find_run_directory(words, parents)
     before = _wait_for_state(directory, lambda state: not state.under_way)
     os.kill(before.pid, signal.SIGHUP)
     after = _wait_for_state(
@@ -47,49 +48,25 @@ def main(words: Sequence[str], parent: str) -> int:
     return 0
 
 
-def _find_run_directory(words: list[str], parent: str) -> str:
-    if not words:
-        return _only_daemon(run_directories(parent), parent)
-    flag, _, value = words[0].partition("=")
-    rest = words[1:]
-    if not value and rest:
-        value = rest.pop(0)
-    if flag not in ("--pid", "--run-directory") or not value or rest:
+def _find_run_directory(arguments: Sequence[str], parents: Sequence[str]) -> str:
+    words, values = parse_words(arguments, ("--pid", "--run-directory"))
+    if words or len(values) > 1:
         raise ConfigError("tokend reload takes --pid PID or --run-directory DIRECTORY")
-    if flag == "--run-directory":
-        if not in_use(value):
-            raise ConfigError(f"{value} is not the run directory of a running daemon")
-        return value
-    found = [path for path in run_directories(parent) if _has_pid(path, value)]
-    if not found:
-        raise ConfigError(f"process {value} is not the supervisor of a daemon under {parent}")
-    return found[0]
+    directory, pid = values.get("--run-directory"), values.get("--pid")
+    if directory is not None:
+        if not in_use(directory):
+            raise ConfigError(f"{directory} is not the run directory of a running daemon")
+        return directory
+    daemons = running_daemons(parents)
+    if pid is None:
+        return select(None, daemons).directory
+    for daemon in daemons:
+        if str(daemon.state.pid) == pid:
+            return daemon.directory
+    raise ConfigError(f"process {pid} is not the supervisor of a daemon of this user")
 
 
-def _only_daemon(directories: list[str], parent: str) -> str:
-    if not directories:
-        raise ConfigError(f"no daemon of this user is running under {parent}")
-    if len(directories) > 1:
-        states = [state for path in directories if (state := _state_or_none(path)) is not None]
-        found = ", ".join(f"{state.pid} ({state.model} at {state.url})" for state in states)
-        raise ConfigError(f"several daemons are running; select one with --pid: {found}")
-    return directories[0]
-
-
-def _has_pid(directory: str, pid: str) -> bool:
-    state = _state_or_none(directory)
-    return state is not None and str(state.pid) == pid
-
-
-def _state_or_none(directory: str) -> ReloadState | None:
-    """Return the state of a daemon; None if it is starting or of another user."""
-    try:
-        return read_state(directory)
-    except (OSError, ProtocolError):
-        return None
-
-
-def _wait_for_state(directory: str, is_reached: Callable[[ReloadState], bool]) -> ReloadState:
+def _wait_for_state(directory: str, is_reached: Callable[[DaemonState], bool]) -> DaemonState:
     """Poll until a state is reached, and return it; raises TokendError if the daemon ends."""
     while True:
         try:

@@ -5,11 +5,8 @@ the operator, the service manager and `tokend reload` how it proceeds.
 """
 
 import contextlib
-import os
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Final
 
 from deploy.display import Display
 from deploy.reload.actions import ReloadActions
@@ -18,29 +15,23 @@ from deploy.supervisor.epochs import EpochCounter
 from deploy.supervisor.notify import SystemdNotifier
 from deploy.supervisor.processes import Child, ChildProcesses
 from deploy.supervisor.recovery import Recovery
-from proto.codec import Message, from_json, to_json
-from proto.lifecycle import ReloadState
-
-_STATE_FILE: Final = "reload"
-
-
-def read_state(run_dir: str) -> ReloadState:
-    """Return the state that a supervisor has written; raises OSError or ProtocolError."""
-    return from_json(Path(run_dir, _STATE_FILE).read_bytes(), ReloadState)
+from proto.codec import Message, changed
+from proto.lifecycle import DaemonState
+from proto.run_directory import write_state
 
 
 class ReloadReporter:
     """Reports reloads to the operator, the service manager and `tokend reload`.
 
-    The last reads a file in the run directory: the number of reloads and the error of the last.
+    The last reads the state of the daemon in the run directory.
+    state: of a daemon without reloads.
     """
 
     def __init__(
-        self, run_dir: str, url: str, model: str, display: Display, notifier: SystemdNotifier
+        self, run_dir: str, state: DaemonState, display: Display, notifier: SystemdNotifier
     ) -> None:
-        self._url = url
-        self._model = model
-        self._path = os.path.join(run_dir, _STATE_FILE)
+        self._run_dir = run_dir
+        self._state = state
         self._display = display
         self._notifier = notifier
         self._count = 0
@@ -68,11 +59,9 @@ class ReloadReporter:
         self._notifier.report_reloaded()
 
     def _write_state(self, under_way: bool = False, error: str = "") -> None:
-        """Replace the file as a whole, because `tokend reload` may read it at this moment."""
-        state = ReloadState(os.getpid(), self._url, self._model, self._count, under_way, error)
+        state = changed(self._state, count=self._count, under_way=under_way, error=error)
         with contextlib.suppress(OSError):  # a full disk must not end the daemon
-            Path(self._path + ".new").write_bytes(to_json(state))
-            os.replace(self._path + ".new", self._path)
+            write_state(self._run_dir, state)
 
 
 class Reload:

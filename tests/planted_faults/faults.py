@@ -693,6 +693,22 @@ DEPLOY = (
         ("tests/deploy/test_fetch.py",),
     ),
     Fault(
+        "hub_file_not_checked",
+        "deploy/models/hub_download.py",
+        "    if digest.hexdigest() == file.key:\n",
+        "    if True:\n",
+        "A damaged file of the hub stays in the cache of all programs that use it.",
+        ("tests/deploy/test_hub.py",),
+    ),
+    Fault(
+        "lock_of_a_removed_file",
+        "deploy/models/fetch.py",
+        "                if os.path.samestat(os.stat(path), os.fstat(descriptor)):\n",
+        "                if True:\n",
+        "Two processes prepare a model in one folder at the same time.",
+        ("tests/deploy/test_fetch.py",),
+    ),
+    Fault(
         "drain_does_not_wait",
         "deploy/supervisor/shutdown.py",
         "return all(number == 0 for number in self._num_open.values())",
