@@ -62,8 +62,8 @@ def _compile(source: Path, target: Path) -> None:
     headers = sysconfig.get_paths()["include"]
     if source == SUFFIX_INDEX and not Path(headers, "Python.h").exists():
         raise NativeBuildError(
-            f"Python.h is not in {headers}: no drafts from earlier tokens. Debian and Ubuntu have it "
-            "in the package python3-dev, Fedora and RHEL in python3-devel"
+            f"Python.h is not in {headers}: no drafts from earlier tokens. Debian and "
+            "Ubuntu have it in the package python3-dev, Fedora and RHEL in python3-devel"
         )
     partial = target.with_suffix(".partial")
     command = [compiler, *_FLAGS, f"-I{headers}", "-o", str(partial), str(source)]

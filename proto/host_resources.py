@@ -1,8 +1,11 @@
-"""CPU cores and memory that this process may use: affinity, control groups, /proc."""
+"""What this process may use: CPU cores and memory (affinity, control groups, /proc), packages."""
 
 import math
 import os
+import shlex
+import sys
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path, PurePosixPath
 from typing import Final
 
@@ -222,3 +225,17 @@ def resident_memory(pid: int, root: Path = Path("/")) -> int:
     except OSError:
         return 0
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs the packages of an extra beside this Python's others.
+
+    It names the packages, since no index need have tokend itself.
+    """
+    try:
+        lines = requires("tokend") or []
+    except PackageNotFoundError:  # run from its sources
+        return f"pip install '.[{extra}]'"
+    parts = (line.partition(";") for line in lines)
+    packages = [package.strip() for package, _, marker in parts if f'"{extra}"' in marker]
+    return shlex.join([sys.executable, "-m", "pip", "install", *packages])

@@ -176,8 +176,8 @@ def _build(variants: Sequence[KernelVariant], output_dir: Path) -> list[str]:
     compiler = shutil.which("g++")
     if compiler is None:
         raise KernelBuildError(
-            "no C++ compiler: g++ is not on the PATH. Debian and Ubuntu have it in the package g++, "
-            "Fedora and RHEL in gcc-c++, Arch in gcc, openSUSE in gcc-c++"
+            "no C++ compiler: g++ is not on the PATH. Debian and Ubuntu have it in the package "
+            "g++, Fedora and RHEL in gcc-c++, Arch in gcc, openSUSE in gcc-c++"
         )
     output_dir.mkdir(parents=True, exist_ok=True)
     refusals: list[str] = []

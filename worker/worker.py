@@ -390,4 +390,7 @@ class Worker:
             draft_bytes_per_token=0 if draft is None else draft.geometry.bytes_per_token,
             draft_weight_bytes=0 if draft is None else draft.weight_format.memory.total(),
             draft_fingerprint=b"" if draft is None else draft.fingerprint,
+            kernels=loaded.kernels,
+            kv_cache_grows=loaded.device.shares_memory
+            and not self._boot.config.cache.kv_cache_populate,
         )
