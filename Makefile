@@ -82,6 +82,8 @@ clean:
 # torch goes first and alone: it is the largest by far, and the rest is resolved around it
 $(VENV)/torch: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tokend needs Python 3.11 or newer")'
+	@command -v g++ >/dev/null || { echo "the kernels need g++, which is missing: apt install g++ (Debian, \
+	Ubuntu), dnf install gcc-c++ (Fedora, RHEL); or install a wheel, see README.md"; exit 1; } >&2
 	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing torch (some 200 MB, or gigabytes with CUDA; once)"
 	@$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
