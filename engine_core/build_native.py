@@ -15,14 +15,11 @@ from typing import Final
 SOURCE_DIR: Final = Path(__file__).resolve().parent / "csrc"
 BLOCK_HASH: Final = SOURCE_DIR / "block_hash.c"
 SUFFIX_INDEX: Final = SOURCE_DIR / "suffix_index.c"
-"""An extension module of Python, for the version that runs."""
+"""An extension module of Python, by its stable ABI: for 3.11 and newer."""
 
-_FLAGS: Final = {
-    BLOCK_HASH.stem: (),
-    SUFFIX_INDEX.stem: (f"-I{sysconfig.get_paths()['include']}",),
-}
-_COMMON_FLAGS: Final = (
+_FLAGS: Final = (
     *("-std=c11", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra"),
+    "-Werror=implicit-function-declaration",
 )
 """The libraries check CPU features at run time, so that one library serves all CPUs."""
 
@@ -33,8 +30,7 @@ class NativeBuildError(Exception):
 
 def library(source: Path, folder: Path = SOURCE_DIR) -> Path:
     """Return the path of a library; a digest of its source in it prevents loading an old one."""
-    text = " ".join([sys.implementation.cache_tag, *_flags(source)])
-    digest = hashlib.sha256(text.encode() + source.read_bytes()).hexdigest()[:8]
+    digest = hashlib.sha256(" ".join(_FLAGS).encode() + source.read_bytes()).hexdigest()[:8]
     return folder / f"libtokend_{source.stem}_{digest}.so"
 
 
@@ -44,10 +40,6 @@ def build(output_dir: Path) -> list[Path]:
     Removes libraries of other sources. Raises NativeBuildError.
     """
     return [_build(source, output_dir) for source in (BLOCK_HASH, SUFFIX_INDEX)]
-
-
-def _flags(source: Path) -> tuple[str, ...]:
-    return (*_COMMON_FLAGS, *_FLAGS[source.stem])
 
 
 def _build(source: Path, output_dir: Path) -> Path:
@@ -67,8 +59,14 @@ def _compile(source: Path, target: Path) -> None:
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         raise NativeBuildError("no C compiler: neither cc nor gcc is on the PATH")
+    headers = sysconfig.get_paths()["include"]
+    if source == SUFFIX_INDEX and not Path(headers, "Python.h").exists():
+        raise NativeBuildError(
+            f"Python.h is not in {headers}: no drafts from earlier tokens. Debian and "
+            "Ubuntu have it in the package python3-dev, Fedora and RHEL in python3-devel"
+        )
     partial = target.with_suffix(".partial")
-    command = [compiler, *_flags(source), "-o", str(partial), str(source)]
+    command = [compiler, *_FLAGS, f"-I{headers}", "-o", str(partial), str(source)]
     finished = subprocess.run(command, capture_output=True, text=True, check=False)
     if finished.returncode != 0:
         first = (finished.stderr.strip().splitlines() or ["no message"])[0]

@@ -30,10 +30,12 @@ class CompiledFinder:
 def use_compiled() -> bool:
     """Import compiled modules from now on; return False if there are none for these sources.
 
+    A wheel has those of the Python that built it; another Python interprets the sources.
+
     Call it before the first of the modules is imported.
     """
     folder = folder_of_sources()
-    if not folder.is_dir():
+    if not any(folder.rglob(f"*{SUFFIX}")):
         return False
     sys.meta_path.insert(0, CompiledFinder(folder))
     return True

@@ -118,7 +118,7 @@ def main(boot: ProcessBoot, supervisor: Link) -> None:
         )
         freeze_heap()
         clock.end("scheduler and KV cache")
-        _report_ready(boot, config, workers, front_ends, supervisor, clock)
+        _report_ready(boot, config, workers, front_ends, supervisor, clock, core.drafts)
         stack.callback(core.scheduler.kv_transfer.close)
         busy_loop.run_until_shutdown()
 
@@ -167,6 +167,7 @@ def _report_ready(
     front_ends: FrontEndLinks,
     supervisor: Link,
     clock: PhaseClock,
+    drafts: str,
 ) -> None:
     """Send EngineReady to the supervisor and to all front ends, also to those that come later."""
     worker, plan = workers.workers[0], workers.plan
@@ -200,6 +201,9 @@ def _report_ready(
             *(ProcessStart("worker", worker.rank, worker.phases) for worker in workers.workers),
             ProcessStart(boot.role, boot.index, clock.phases),
         ),
+        kernels=worker.kernels,
+        kv_cache_grows=worker.kv_cache_grows,
+        drafts=drafts,
     )
     if plan.notice:
         supervisor.send(Notice(boot.role, boot.index, plan.notice))
@@ -221,6 +225,8 @@ class EngineCore:
     config: with a token budget, see `with_step_tokens`. worker: rank 0, after loading.
     epoch: of the engine. pools: the model pools prompts. The optional parts: None if the feature
     is off.
+
+    drafts: how tokens are drafted, for the operator; "" if they are not.
     """
 
     def __init__(
@@ -257,6 +263,8 @@ class EngineCore:
             num_dropped_blocks=worker.num_dropped_blocks,
         )
         transfer = kv_transfer_config(config.cache.kv_transfer_config)
+        drafting = self._make_drafting(config, worker, structured_output, pools=pools)
+        self.drafts = "" if drafting is None else drafting.description
         self.scheduler = Scheduler(
             scheduler_settings(config, worker),
             self.kv_cache,
@@ -274,7 +282,7 @@ class EngineCore:
                 if config.scheduler.enable_mfu_metrics
                 else None
             ),
-            drafting=self._make_drafting(config, worker, structured_output, pools=pools),
+            drafting=drafting,
             num_draft_positions=worker.num_draft_positions,
         )
         self.output_dispatcher = OutputDispatcher(

@@ -273,6 +273,8 @@ class WorkerReady(msgspec.Struct, array_like=True, tag=10, frozen=True):
     draft_bytes_per_token: of its KV, beside that of the geometry. draft_weight_bytes: those of
         `weights` that are its. draft_fingerprint: hash of what its drafts depend on and is the same
         on all ranks; empty for none.
+    kernels: what computes, in words for the operator.
+    kv_cache_grows: whether the KV pool takes memory only as it is used.
     """
 
     protocol_version: int
@@ -297,6 +299,8 @@ class WorkerReady(msgspec.Struct, array_like=True, tag=10, frozen=True):
     draft_weight_bytes: int = 0
     draft_fingerprint: bytes = b""
     routing_bytes: int = 0
+    kernels: str = ""
+    kv_cache_grows: bool = False
 
     @property
     def num_draft_positions(self) -> int:
@@ -342,6 +346,7 @@ class EngineReady(msgspec.Struct, array_like=True, tag=13, frozen=True):
     weights: memory by weight format, sum over all workers.
     routing_bytes: of a token's routed experts; 0 if no request may return them.
     starts: start phases of the workers and of the engine itself.
+    kernels, kv_cache_grows: of a worker. drafts: methods by which tokens are drafted, and how many.
     """
 
     protocol_version: int
@@ -358,6 +363,9 @@ class EngineReady(msgspec.Struct, array_like=True, tag=13, frozen=True):
     weights: tuple[WeightFormatMemory, ...] = ()
     starts: tuple[ProcessStart, ...] = ()
     routing_bytes: int = 0
+    kernels: str = ""
+    kv_cache_grows: bool = False
+    drafts: str = ""
 
 
 class FrontEndReady(msgspec.Struct, array_like=True, tag=14, frozen=True):

@@ -161,6 +161,20 @@ SUITES = (
     ),
     Suite("bench", "benchmarks that replay a load in processes of their own", 300, 120),
     Suite(
+        "examples",
+        "examples of README and docs with every kernel kind and weight format of this CPU",
+        *(300, 120),
+        paths=("tests/e2e/test_examples.py",),
+        processes=0,
+    ),
+    Suite(
+        "wheel",
+        "`make wheel`: what it holds; it serves without a compiler (needs the network once)",
+        *(900, 600),
+        paths=("tests/deploy/test_wheel.py",),
+        processes=0,
+    ),
+    Suite(
         "schemas",
         "JSON schemas of public packages: they compile, answers conform",
         *(300, 120),

@@ -1,7 +1,8 @@
 """Compiles the C++ kernels: one shared library for each instruction set.
 
-Runs at installation (setup.py) and by hand (`python -m worker.build_kernels`); imports nothing but
-the standard library, so that it works before the package is installed.
+Runs at installation (setup.py) and by hand: `python -m worker.build_kernels` makes them for every
+CPU of this kind, with `--here` for this machine alone. Imports nothing but the standard library, so
+that it works before the package is installed.
 
 The libraries are compiled with OpenMP but not linked to an OpenMP runtime: torch
 has one, and a second would compete with it for the cores. They are loaded after
@@ -15,8 +16,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import time
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -51,7 +53,8 @@ class KernelBuildError(Exception):
 class KernelVariant:
     """One library.
 
-    flags: for the compiler. cpu_flags: what /proc/cpuinfo must list to run it.
+    flags: for the compiler. cpu_flags: what /proc/cpuinfo must list to run it, everything that the
+    compiler may use with these flags.
     product_flags, tile_flags: added for PRODUCT_SOURCES and TILE_SOURCES only, so that
     variants that differ in these share the other objects.
     """
@@ -61,6 +64,11 @@ class KernelVariant:
     cpu_flags: frozenset[str]
     product_flags: tuple[str, ...] = ()
     tile_flags: tuple[str, ...] = ()
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether every CPU of this kind runs it: the loops of the others over shorter vectors."""
+        return self.name == "baseline"
 
     @property
     def all_flags(self) -> tuple[str, ...]:
@@ -81,7 +89,8 @@ class KernelVariant:
         return folder / f"libtokend_{self.name}_{source_digest(self.all_flags)}.so"
 
 
-_AVX2: Final = frozenset({"avx2", "fma", "f16c", "bmi2"})
+_V2: Final = frozenset({"cx16", "popcnt", "sse4_2", "ssse3"})
+_AVX2: Final = _V2 | {"abm", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
 _AVX512: Final = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"}
 _AVX512_BF16: Final = _AVX512 | {"avx512_vnni", "avx512_bf16"}
 _WIDE: Final = ("-march=x86-64-v4", "-mprefer-vector-width=512")
@@ -96,7 +105,7 @@ X86_VARIANTS: Final = (
     KernelVariant("avx512", _WIDE, _AVX512),
     KernelVariant("avx2_vnni", ("-march=x86-64-v3",), _AVX2 | {"avx_vnni"}, ("-mavxvnni",)),
     KernelVariant("avx2", ("-march=x86-64-v3",), _AVX2),
-    KernelVariant("baseline", ("-march=x86-64-v2",), frozenset()),
+    KernelVariant("baseline", ("-march=x86-64-v2",), _V2),
 )
 """Best first. Whether the system lets a process use tiles is found out by the kernels
 themselves (csrc/common/amx.h): without them this variant does what the next one does."""
@@ -166,11 +175,15 @@ def _build(variants: Sequence[KernelVariant], output_dir: Path) -> list[str]:
     """Compile these variants side by side; return what the compiler refused."""
     compiler = shutil.which("g++")
     if compiler is None:
-        raise KernelBuildError("no C++ compiler: g++ is not on the PATH")
+        raise KernelBuildError(
+            "no C++ compiler: g++ is not on the PATH. Debian and Ubuntu have it in the package "
+            "g++, Fedora and RHEL in gcc-c++, Arch in gcc, openSUSE in gcc-c++"
+        )
     output_dir.mkdir(parents=True, exist_ok=True)
     refusals: list[str] = []
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool, tempfile.TemporaryDirectory() as scratch:
         objects = _compile(pool, compiler, variants, Path(scratch))
+        _show_progress(objects.values())
         for variant in variants:
             try:
                 parts = [objects[part].result() for part in _parts(variant)]
@@ -196,6 +209,26 @@ def _compile(
     return objects
 
 
+def _show_progress(objects: Collection[Future[Path]]) -> None:
+    """Print a line on stderr for each kernel that is compiled, until all are.
+
+    A kernel is a source with a set of flags. On a terminal the lines replace each other.
+    """
+    started = time.monotonic()
+    on_terminal = sys.stderr.isatty()
+    for number, future in enumerate(as_completed(objects), 1):
+        seconds = time.monotonic() - started
+        name = "" if future.exception() else f": {future.result().stem.rpartition('_')[0]}"
+        line = f"kernel {number} of {len(objects)}, {seconds:.0f} s{name}"
+        last = number == len(objects)
+        print(
+            f"\r\033[K{line}" if on_terminal else line,
+            end="" if on_terminal and not last else "\n",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
 def _compile_part(compiler: str, part: _Part, target: Path) -> Path:
     source, flags = part
     _run([compiler, *flags, "-I", str(SOURCE_DIR), "-c", str(source), "-o", str(target)])
@@ -218,6 +251,7 @@ def _run(command: list[str]) -> None:
 
 if __name__ == "__main__":
     try:
-        print(*build(SOURCE_DIR), sep="\n")
+        make = build_here if sys.argv[1:] == ["--here"] else build
+        print(*make(SOURCE_DIR), sep="\n")
     except KernelBuildError as reason:
         sys.exit(f"kernels not built: {reason}")

@@ -8,6 +8,7 @@ the libraries use its OpenMP runtime.
 import ctypes
 import functools
 import logging
+import sys
 from ctypes import POINTER, c_int64, c_void_p
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -179,8 +180,8 @@ def load_kernels(folder: Path = SOURCE_DIR) -> Kernels:
     built = runnable_variants(folder)
     if not built:
         raise KernelsUnavailableError(
-            f"no compiled kernels of these sources in {folder}; with g++ installed, "
-            "`python -m worker.build_kernels` makes them"
+            f"no compiled kernels of these sources for this CPU in {folder}; with g++ installed, "
+            f"`{sys.executable} -m worker.build_kernels --here` makes them"
         )
     return load_variant(built[0], folder)
 
@@ -195,7 +196,7 @@ def candidate_kernels() -> tuple[Kernels, ...]:
     return tuple(
         load_variant(variant)
         for number, variant in enumerate(runnable_variants())
-        if number == 0 or variant.cpu_flags
+        if number == 0 or not variant.is_baseline
     )
 
 

@@ -32,7 +32,7 @@ from proto.turn_ends import with_end_tokens
 from worker.device.devices import Device
 from worker.flashinfer_modules import load_modules
 from worker.kernel_choice import choose_attention
-from worker.kernels import Kernels, row_kernels
+from worker.kernels import Kernels, candidate_kernels, row_kernels
 from worker.kv_cache import KVLayout, resolve_kv_dtype
 from worker.loader.digest import hashing
 from worker.loader.files import read_index
@@ -138,6 +138,16 @@ class LoadedModel:
     def is_batch_invariant(self) -> bool:
         """Whether a token has the same bits in a step of any number of rows."""
         return is_batch_invariant(self.weight_format, self.dtype, self.model.spec)
+
+    @property
+    def kernels(self) -> str:
+        """The instruction sets of the kernels on a CPU, for the operator; "" on a GPU."""
+        if self.on_cuda:
+            return ""
+        names = [kernels.variant for kernels in candidate_kernels()]
+        if not names:
+            return "none are compiled for this CPU: plain torch, many times slower"
+        return ", ".join(names) + ("; the fastest for each product" if names[1:] else "")
 
     @property
     def weights(self) -> tuple[WeightFormatMemory, ...]:

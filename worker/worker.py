@@ -391,4 +391,7 @@ class Worker:
             draft_weight_bytes=0 if draft is None else draft.weight_format.memory.total(),
             draft_fingerprint=b"" if draft is None else draft.fingerprint,
             routing_bytes=self._runner_builder.routing_bytes,
+            kernels=loaded.kernels,
+            kv_cache_grows=loaded.device.shares_memory
+            and not self._boot.config.cache.kv_cache_populate,
         )

@@ -243,8 +243,7 @@ def ready_message(launch: Launch, readiness: Readiness) -> str:
     """
     engine, config = readiness.engine, launch.config.frontend
     first = (
-        f"tokend is ready: {launch.model_name} on {engine.device_name} at {launch.url} "
-        f"after {launch.clock.seconds:.1f} s"
+        f"tokend is ready: {launch.model_name} at {launch.url} after {launch.clock.seconds:.1f} s"
     )
     timings = _timings(launch, readiness) if config.log_level == "debug" else ""
     admin = launch.admin_listeners
@@ -256,6 +255,11 @@ def ready_message(launch: Launch, readiness: Readiness) -> str:
             "max_model_len": engine.max_model_len,
             "kv_cache_bytes": engine.kv_cache_bytes,
             "kv_cache_tokens": engine.kv_cache_tokens,
+            "kv_cache_grows": engine.kv_cache_grows,
+            "weights": describe_weights(engine.weights),
+            "device": engine.device_name,
+            "kernels": engine.kernels,
+            "drafts": engine.drafts,
             "sampling": str(launch.generation_defaults),
         }
         if ports:
@@ -277,15 +281,12 @@ def ready_message(launch: Launch, readiness: Readiness) -> str:
     together = ", prompt and output together" if pooler is None else " a text"
     key = ' -H "Authorization: Bearer $TOKEND_API_KEY"' if config.has_client_keys else ""
     entries = [
+        ("runs on", engine.device_name),
+        ("kernels", engine.kernels),
         ("length", f"up to {engine.max_model_len:,} tokens{together}"),
-        (
-            "KV cache",
-            f"{memory_size(engine.kv_cache_bytes)} for {engine.kv_cache_tokens:,} tokens "
-            f"({engine.num_blocks:,} blocks of {engine.block_size})"
-            if engine.kv_cache_bytes
-            else "",
-        ),
-        ("weights", describe_weights(engine.weights)),
+        ("weights", f"{describe_weights(engine.weights)}, in memory"),
+        ("KV cache", _kv_cache(engine)),
+        ("drafts", engine.drafts),
         ("sampling", str(launch.generation_defaults) if pooler is None else ""),
         ("web page", f"{launch.url}/" if config.page else ""),
         (
@@ -304,6 +305,17 @@ def ready_message(launch: Launch, readiness: Readiness) -> str:
     ]
     lines = [f"  {title:10}{text}" for title, text in entries if text]
     return "\n".join([first, *lines, "  Ctrl-C stops"])
+
+
+def _kv_cache(engine: EngineReady) -> str:
+    """Return how much memory the KV cache has now and later; "" for a model without one."""
+    if not engine.kv_cache_bytes:
+        return ""
+    size = memory_size(engine.kv_cache_bytes)
+    tokens = f"{engine.kv_cache_tokens:,} tokens"
+    if engine.kv_cache_grows:
+        return f"grows as it is used, up to {size} for {tokens}; --kv-cache-memory sets the limit"
+    return f"{size} for {tokens}, in memory"
 
 
 def _timings(launch: Launch, readiness: Readiness) -> str:

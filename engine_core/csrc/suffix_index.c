@@ -11,7 +11,10 @@
    number of positions of a chain. A separator between sequences matches nothing.
 
    Drafts follow SuffixDecoding (Oliaro et al. 2024): of all lengths of the match, the one wins
-   whose continuation has the highest sum of probabilities, estimated from counts. */
+   whose continuation has the highest sum of probabilities, estimated from counts.
+
+   Only Python's stable ABI is used, so that one library serves Python 3.11 and all newer ones. */
+#define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>
@@ -45,7 +48,7 @@ typedef struct {
     double factor, min_probability;
 } Index;
 
-static PyTypeObject IndexType;
+static PyTypeObject *index_type; /* made once, when the module is imported */
 
 static uint32_t token_at(const Index *self, uint64_t position) {
     return self->tokens[position & (self->capacity - 1)];
@@ -88,17 +91,17 @@ static int reserve(Index *self, uint64_t num_new) {
     int bits = self->capacity ? self->capacity_bits : 8;
     while (capacity < wanted) capacity *= 2, bits++;
     const size_t num_entries = (size_t)self->num_orders * capacity;
-    uint32_t *tokens = PyMem_RawMalloc(capacity * sizeof *tokens);
-    uint32_t *previous = PyMem_RawMalloc(num_entries * sizeof *previous);
-    uint32_t *heads = PyMem_RawCalloc(num_entries, sizeof *heads);
+    uint32_t *tokens = malloc(capacity * sizeof *tokens);
+    uint32_t *previous = malloc(num_entries * sizeof *previous);
+    uint32_t *heads = calloc(num_entries, sizeof *heads);
     if (tokens == NULL || previous == NULL || heads == NULL) {
-        PyMem_RawFree(tokens), PyMem_RawFree(previous), PyMem_RawFree(heads);
+        free(tokens), free(previous), free(heads);
         PyErr_NoMemory();
         return -1;
     }
     for (uint64_t p = self->begin; p < self->end; p++)
         tokens[p & (capacity - 1)] = token_at(self, p);
-    PyMem_RawFree(self->tokens), PyMem_RawFree(self->previous), PyMem_RawFree(self->heads);
+    free(self->tokens), free(self->previous), free(self->heads);
     self->tokens = tokens, self->previous = previous, self->heads = heads;
     self->capacity = capacity, self->capacity_bits = bits;
     uint64_t run = 0;
@@ -213,8 +216,9 @@ static PyObject *draft_tuple(int length, const uint32_t *drafts, const double *p
     for (int i = 0; ids != NULL && values != NULL && i < count; i++) {
         PyObject *id = PyLong_FromUnsignedLong(drafts[i]);
         PyObject *value = PyFloat_FromDouble(probabilities[i]);
-        PyList_SET_ITEM(ids, i, id), PyList_SET_ITEM(values, i, value);
-        if (id == NULL || value == NULL) Py_CLEAR(ids);
+        const int failed = id == NULL || value == NULL;
+        PyList_SetItem(ids, i, id), PyList_SetItem(values, i, value);
+        if (failed) Py_CLEAR(ids);
     }
     if (ids == NULL || values == NULL) {
         Py_XDECREF(ids), Py_XDECREF(values);
@@ -227,7 +231,7 @@ static PyObject *draft_tuple(int length, const uint32_t *drafts, const double *p
 
 static int read_source(PyObject *const *args, Py_ssize_t nargs, Index **source,
                        int *max_tokens) {
-    if (nargs != 2 || !PyObject_TypeCheck(args[0], &IndexType)) {
+    if (nargs != 2 || !PyObject_TypeCheck(args[0], index_type)) {
         PyErr_SetString(PyExc_TypeError, "takes an index and max_tokens");
         return -1;
     }
@@ -306,11 +310,11 @@ static PyObject *index_extend(PyObject *object, PyObject *const *args, Py_ssize_
     Py_ssize_t start = PyLong_AsSsize_t(args[1]), end = PyLong_AsSsize_t(args[2]);
     if (PyErr_Occurred()) return NULL;
     if (start < 0) start = 0;
-    if (end > PyList_GET_SIZE(args[0])) end = PyList_GET_SIZE(args[0]);
+    if (end > PyList_Size(args[0])) end = PyList_Size(args[0]);
     if (end <= start) Py_RETURN_NONE;
     if (reserve(self, (uint64_t)(end - start))) return NULL;
     for (Py_ssize_t i = start; i < end; i++) {
-        const unsigned long token = PyLong_AsUnsignedLong(PyList_GET_ITEM(args[0], i));
+        const unsigned long token = PyLong_AsUnsignedLong(PyList_GetItem(args[0], i));
         if (token >= SEPARATOR) {
             if (!PyErr_Occurred()) PyErr_SetString(PyExc_OverflowError, "a token id is too large");
             return NULL;
@@ -363,19 +367,19 @@ static PyObject *index_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
                                      &depth, &max_candidates, &max_tokens, &factor,
                                      &min_probability))
         return NULL;
-    const Py_ssize_t num_orders = PyTuple_GET_SIZE(orders);
+    const Py_ssize_t num_orders = PyTuple_Size(orders);
     if (num_orders < 1 || num_orders > MAX_ORDERS || max_candidates < 1 ||
         max_candidates > (1 << 20) || max_tokens < 1 || depth > FIRST_CAPACITY) {
         PyErr_SetString(PyExc_ValueError, "a number is out of range");
         return NULL;
     }
-    Index *self = (Index *)type->tp_alloc(type, 0);
+    Index *self = (Index *)PyType_GenericAlloc(type, 0);
     if (self == NULL) return NULL;
     self->num_orders = (int)num_orders;
     self->depth = depth, self->max_candidates = max_candidates;
     self->factor = factor, self->min_probability = min_probability;
     for (int o = 0; o < self->num_orders; o++) {
-        const long order = PyLong_AsLong(PyTuple_GET_ITEM(orders, o));
+        const long order = PyLong_AsLong(PyTuple_GetItem(orders, o));
         if (PyErr_Occurred() || order < 1 || order > depth ||
             (o > 0 && order <= self->orders[o - 1])) {
             if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "orders must ascend to depth");
@@ -388,9 +392,9 @@ static PyObject *index_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     while (self->max_capacity < max_tokens && self->max_capacity < MAX_CAPACITY)
         self->max_capacity *= 2;
     const size_t scratch = (size_t)num_orders * (size_t)max_candidates;
-    self->candidates = PyMem_RawMalloc(scratch * sizeof *self->candidates);
-    self->following = PyMem_RawMalloc(scratch * sizeof *self->following);
-    self->alive = PyMem_RawMalloc(scratch * sizeof *self->alive);
+    self->candidates = malloc(scratch * sizeof *self->candidates);
+    self->following = malloc(scratch * sizeof *self->following);
+    self->alive = malloc(scratch * sizeof *self->alive);
     if (self->candidates == NULL || self->following == NULL || self->alive == NULL) {
         Py_DECREF(self);
         return PyErr_NoMemory();
@@ -400,9 +404,11 @@ static PyObject *index_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
 static void index_dealloc(PyObject *object) {
     Index *self = (Index *)object;
-    PyMem_RawFree(self->tokens), PyMem_RawFree(self->previous), PyMem_RawFree(self->heads);
-    PyMem_RawFree(self->candidates), PyMem_RawFree(self->following), PyMem_RawFree(self->alive);
-    Py_TYPE(object)->tp_free(object);
+    free(self->tokens), free(self->previous), free(self->heads);
+    free(self->candidates), free(self->following), free(self->alive);
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_Free(object);
+    Py_DECREF(type); /* each object holds a reference to its type */
 }
 
 static PyObject *index_num_tokens(PyObject *object, void *Py_UNUSED(closure)) {
@@ -447,24 +453,30 @@ PyDoc_STRVAR(index_doc,
              "max_tokens: the ring's limit, rounded up to a power of two. factor: most tokens of a\n"
              "draft for each token of the match. min_probability: of each token of a draft.");
 
-static PyTypeObject IndexType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "suffix_index.SuffixIndex",
-    .tp_basicsize = sizeof(Index),
-    .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_doc = index_doc,
-    .tp_new = index_new,
-    .tp_dealloc = index_dealloc,
-    .tp_methods = index_methods,
-    .tp_getset = index_attributes,
+static PyType_Slot index_slots[] = {
+    {Py_tp_doc, (void *)index_doc},
+    {Py_tp_new, index_new},
+    {Py_tp_dealloc, index_dealloc},
+    {Py_tp_methods, index_methods},
+    {Py_tp_getset, index_attributes},
+    {0, NULL},
+};
+
+static PyType_Spec index_spec = {
+    .name = "suffix_index.SuffixIndex",
+    .basicsize = sizeof(Index),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = index_slots,
 };
 
 static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT, .m_name = "suffix_index", .m_size = -1};
 
 PyMODINIT_FUNC PyInit_suffix_index(void) {
-    if (PyType_Ready(&IndexType) < 0) return NULL;
+    if (index_type == NULL) index_type = (PyTypeObject *)PyType_FromSpec(&index_spec);
+    if (index_type == NULL) return NULL;
     PyObject *made = PyModule_Create(&module);
-    if (made != NULL && PyModule_AddObjectRef(made, "SuffixIndex", (PyObject *)&IndexType) < 0)
+    if (made != NULL && PyModule_AddObjectRef(made, "SuffixIndex", (PyObject *)index_type) < 0)
         Py_CLEAR(made);
     return made;
 }

@@ -124,6 +124,12 @@ class Drafting:
                 max_proposed or max_tokens, self._cost, prefills=worker.name not in HEAD_METHODS
             )
 
+    @property
+    def description(self) -> str:
+        """The methods and the longest draft, for the operator."""
+        names = ", ".join(proposer.name for proposer in self._proposers)
+        return f"{names}, up to {self._max_tokens} tokens a step"
+
     def add_request(self, request: Request) -> None:
         proposers: list[Proposer] = []
         for proposer in self._proposers:
@@ -457,12 +463,12 @@ def make_drafting(
         proposers.append(worker)
     if not proposers:
         return None
-    names = ", ".join(proposer.name for proposer in proposers)
-    logger.info("drafts by %s, up to %d tokens", names, config.max_tokens)
-    return Drafting(
+    drafting = Drafting(
         proposers,
         config.max_tokens,
         worker,
         config.num_speculative_tokens,
         max_draft_len,
     )
+    logger.info("drafts by %s", drafting.description)
+    return drafting

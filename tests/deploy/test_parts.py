@@ -142,6 +142,9 @@ ENGINE_READY = lifecycle_messages.engine_ready(
     kv_cache_bytes=3 << 29,
     kv_cache_tokens=11_008,
     device_name="some cpu",
+    kernels="amx, avx2",
+    kv_cache_grows=True,
+    drafts="suffix, up to 16 tokens a step",
     weights=(WeightFormatMemory("packed", 92 << 20), WeightFormatMemory("bf16", 257 << 20)),
     starts=(ProcessStart("worker", 0, (StartPhase("imports", 1.0), StartPhase("weights", 0.5))),),
 )
@@ -192,11 +195,14 @@ class TestReady:
         )
         text = ready_message(launch, readiness)
         assert "hush" not in text
-        ready = "tokend is ready: it's mine on some cpu at http://127.0.0.1:81 after 3.2 s"
+        ready = "tokend is ready: it's mine at http://127.0.0.1:81 after 3.2 s"
         if log_format == "json":
             first, timings = map(json.loads, text.splitlines())
             assert (first["message"], first["level"], first["url"]) == (ready, "INFO", url)
             assert (first["kv_cache_bytes"], first["kv_cache_tokens"]) == (3 << 29, 11_008)
+            assert (first["device"], first["kernels"]) == ("some cpu", "amx, avx2")
+            assert first["drafts"] == "suffix, up to 16 tokens a step"
+            assert first["kv_cache_grows"] is True
             assert first["sampling"] == "top_p 0.9 (a file); not applied: typical_p"
             assert timings["level"] == "DEBUG"
             assert timings["message"].startswith("started in 3.2")
@@ -204,8 +210,10 @@ class TestReady:
         assert text.startswith(f"{ready}\n")
         assert text.endswith("\n  Ctrl-C stops")
         assert "  length    up to 8,192 tokens," in text
-        assert "  KV cache  1.50 GiB for 11,008 tokens (688 blocks of 16)" in text
-        assert "  weights   92 MiB packed as stored + 257 MiB bf16\n" in text
+        assert "  runs on   some cpu\n  kernels   amx, avx2\n" in text
+        assert "  KV cache  grows as it is used, up to 1.50 GiB for 11,008 tokens; --kv" in text
+        assert "  weights   92 MiB packed as stored + 257 MiB bf16, in memory\n" in text
+        assert "  drafts    suffix, up to 16 tokens a step\n" in text
         assert "  sampling  top_p 0.9 (a file); not applied: typical_p\n" in text
         assert "  web page  http://127.0.0.1:81/\n" in text
         assert re.search(
@@ -220,6 +228,24 @@ class TestReady:
         text = ready_message(launch, readiness)
         assert "  start " not in text
         assert "web page" not in text
+
+    def test_what_a_model_does_not_have_has_no_line(self) -> None:
+        """A GPU's KV cache is in memory from the start; an encoder has none, and no drafts."""
+        launch = Launch(
+            ServeConfig(), lifecycle_messages.model(), (), "http://x", {}, {}, (), PhaseClock(0.0)
+        )
+
+        def message(**changes: object) -> str:
+            readiness = Readiness(())
+            readiness.note_ready(msgspec.structs.replace(ENGINE_READY, **changes))
+            return ready_message(launch, readiness)
+
+        on_gpu = message(kernels="", kv_cache_grows=False)
+        assert "  KV cache  1.50 GiB for 11,008 tokens, in memory\n" in on_gpu
+        assert "  kernels " not in on_gpu
+        encoder = message(kv_cache_bytes=0, kv_cache_tokens=0, drafts="")
+        assert "  KV cache" not in encoder
+        assert "  drafts" not in encoder
 
 
 class TestEnvironment:

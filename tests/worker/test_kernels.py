@@ -1,6 +1,7 @@
 """Building and loading the kernels."""
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
@@ -13,6 +14,7 @@ from tests.worker.kernel_variants import each_variant, load_variant
 from worker import build_kernels
 from worker import kernels as kernels_module
 from worker.build_kernels import (
+    SOURCE_DIR,
     X86_VARIANTS,
     KernelBuildError,
     KernelVariant,
@@ -118,9 +120,21 @@ def test_a_failing_compiler_is_reported_with_its_error(tmp_path: Path, compiler)
         build(tmp_path / "out")
 
 
+def test_each_kernel_has_a_line_while_they_compile(tmp_path: Path, compiler, capsys) -> None:
+    compiler(refused="nothing-at-all")
+    build(tmp_path / "out", machine_variants()[-1:])
+    lines = capsys.readouterr().err.splitlines()
+    number = len(list(SOURCE_DIR.rglob("*.cpp")))
+    assert len(lines) == number
+    for index, line in enumerate(lines, 1):
+        assert re.fullmatch(rf"kernel {index} of {number}, \d+ s: \w+", line), line
+    build(tmp_path / "out", machine_variants()[-1:])
+    assert capsys.readouterr().err == "", "nothing is compiled again"
+
+
 def test_a_missing_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(KernelBuildError, match=r"g\+\+ is not on the PATH"):
+    with pytest.raises(KernelBuildError, match=r"g\+\+ is not on the PATH\. Debian"):
         build(tmp_path / "out")
 
 
@@ -175,7 +189,8 @@ def test_kernels_are_held_to_a_variant_and_lesser_ones(no_limit: None) -> None:
 def test_a_variant_that_cannot_run_here_is_refused_with_those_that_can(
     no_limit: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = frozenset({"avx2", "fma", "f16c", "bmi2"})
+    avx2 = next(variant for variant in X86_VARIANTS if variant.name == "avx2")
+    flags = avx2.cpu_flags
     monkeypatch.setattr(kernels_module, "cpu_flags", lambda: flags)
     monkeypatch.setattr(kernels_module, "machine_variants", lambda: X86_VARIANTS)
     monkeypatch.setattr(KernelVariant, "library", lambda variant, folder: Path(__file__))

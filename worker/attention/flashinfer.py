@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from proto.errors import ConfigError
+from proto.host_resources import install_command
 from worker.attention.base import AttentionInputs, AttentionShape, QuerySplit
 from worker.attention.flashinfer_group import (
     GroupWrappers,
@@ -57,7 +58,7 @@ def load_library() -> Library:
     """Return the module flashinfer; raises ConfigError if it is missing or another version."""
     found = installed_version()
     if found is None:
-        raise _refusal("needs FlashInfer: pip install 'tokend[gpu]'")
+        raise _refusal(f"needs FlashInfer: {install_command('gpu')}")
     if found != VERSION:
         raise _refusal(f"needs flashinfer-python {VERSION}, found {found}")
     library: Library = import_flashinfer()
