@@ -31,6 +31,14 @@ _Key = tuple[Owner, str]
 
 
 @dataclass(frozen=True, slots=True)
+class History:
+    """The items of a conversation. num_bytes: of their JSON."""
+
+    items: list[Json]
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class StoredResponse:
     """A finished response.
 
@@ -130,7 +138,7 @@ class StoredResponses:
             if operation == "get":
                 return running.snapshot()
             if operation == "input_items":
-                return running.record.items
+                return running.record.history.items
         if stored is None:
             return None
         match operation:
@@ -143,14 +151,14 @@ class StoredResponses:
             case "delete":
                 return self.delete_stored(owner, response_id)
 
-    def store_response(self, owner: Owner, response: Json, items: list[Json]) -> None:
+    def store_response(self, owner: Owner, response: Json, history: History) -> None:
         """Store a finished response; drop older ones if a limit is exceeded.
 
-        items: of the conversation, including those of the response.
+        history: with the items of the response.
         """
-        response_id = response["id"]
+        response_id, items = response["id"], history.items
         self.delete_stored(owner, response_id)
-        size = json_size(response) + json_size(items)
+        size = json_size(response) + history.num_bytes
         if size > self.max_entry_bytes:
             return
         self._drop_expired()
@@ -208,17 +216,16 @@ class StoredResponses:
 
 @dataclass(frozen=True, slots=True)
 class ResponseRecord:
-    """Where one response is stored when it is finished.
-
-    items: of the conversation before the response.
-    """
+    """Where one response is stored when it is finished. history: before the response."""
 
     store: StoredResponses
     owner: Owner
-    items: list[Json]
+    history: History
 
     def save_response(self, response: Json) -> None:
-        self.store.store_response(self.owner, response, [*self.items, *response["output"]])
+        output, before = response["output"], self.history
+        size = before.num_bytes + json_size(output)
+        self.store.store_response(self.owner, response, History([*before.items, *output], size))
 
 
 def json_size(value: Any) -> int:
