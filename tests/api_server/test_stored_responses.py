@@ -1,6 +1,7 @@
 """Limits of stored responses."""
 
 import random
+import tracemalloc
 
 import pytest
 
@@ -98,3 +99,31 @@ def test_the_byte_count_equals_the_stored_responses(clock):
         ]
         assert stored.num_bytes == sum(json_size(each.response) + 2 for each in kept) <= 8000
         assert len(stored) == len(kept)
+
+
+def test_an_item_is_that_of_the_newest_response_there_is(clock):
+    """What a deleted response said of an item neither comes back nor stays in memory."""
+    stored = StoredResponses(64 << 20, 60, clock)
+
+    def store(name: str, item_id: str, text: str) -> None:
+        items = [{"id": item_id, "content": text}]
+        stored.store_response(ANN, response(name), History(items, json_size(items)))
+
+    for number in range(20):
+        store(f"a{number}", f"m{number}", "small")
+    tracemalloc.start()
+    for number in range(20):
+        store("b", f"m{number}", chr(97 + number) * (1 << 20))
+        (found,) = stored.find_items(ANN, [f"m{number}"]).values()
+        assert len(found["content"]) == 1 << 20
+        assert stored.delete_stored(ANN, "b")
+    del found
+    held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert held < 1 << 20
+    names = [f"m{number}" for number in range(20)]
+    found = stored.find_items(ANN, [*names, "other"])
+    assert {name: item["content"] for name, item in found.items()} == dict.fromkeys(names, "small")
+    assert stored.find_items(BEN, names) == {}
+    clock.now += 60
+    assert stored.find_items(ANN, names) == {}
