@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from api_server.http.http_protocol import ChunkWriter, chunk_writer, close_after_response
-from api_server.protocol.encoder import ResponseEncoder, json_parts
+from api_server.protocol.encoder import ResponseEncoder, flat_texts, json_parts
 from api_server.request_stream import StreamNotifier
 from api_server.stream import TokenStream
 from proto.errors import InternalRequestError, RequestError
@@ -184,16 +184,25 @@ def _joined(texts: Iterable[str | Iterator[str]]) -> Iterator[bytes]:
     """Yield texts, and the parts of iterators, joined to pieces of at least PIECE_CHARACTERS."""
     waiting: list[str] = []
     size = 0
-    for text in texts:
-        for part in (text,) if isinstance(text, str) else text:
-            waiting.append(part)
-            size += len(part)
-            if size >= PIECE_CHARACTERS:
-                yield "".join(waiting).encode()
-                waiting.clear()
-                size = 0
+    for part in flat_texts(texts):
+        waiting.append(part)
+        size += len(part)
+        if size >= PIECE_CHARACTERS:
+            yield "".join(waiting).encode()
+            waiting.clear()
+            size = 0
     if size:
         yield "".join(waiting).encode()
+
+
+async def event_text(events: Iterable[str | Iterator[str]]) -> str:
+    """Return the events as one text; others get their turn while a long one is made."""
+    pieces: list[bytes] = []
+    for piece in _joined(events):
+        if pieces:
+            await asyncio.sleep(0)
+        pieces.append(piece)
+    return b"".join(pieces).decode()
 
 
 def next_events(

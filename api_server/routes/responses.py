@@ -23,6 +23,7 @@ from api_server.app_state import AppState
 from api_server.http.connection import MAX_BODY_BYTES
 from api_server.http.tenants import key_name_of, tenant_of
 from api_server.protocol.chat import ChatCompletionRequest
+from api_server.protocol.encoder import json_parts
 from api_server.protocol.fields import IgnoredFields
 from api_server.protocol.responses.compaction import (
     CompactionEncoder,
@@ -49,6 +50,7 @@ from api_server.protocol.responses.stored import (
     RunningResponse,
     json_size,
 )
+from api_server.response import JsonResponse
 from api_server.routes.chat import (
     ChatTurn,
     build_chat_turn,
@@ -316,18 +318,18 @@ stored_router = APIRouter()
 
 
 @stored_router.get("/v1/responses/{response_id}")
-async def get_response(request: Request, response_id: str) -> dict[str, Any]:
+async def get_response(request: Request, response_id: str) -> Response:
     if request.query_params.get("stream", "false").lower() != "false":
         raise InvalidRequestError("stream: a stored response cannot be streamed", "stream")
-    response: dict[str, Any] = await _run_operation(request, "get", response_id)
-    return response
+    response = await _run_operation(request, "get", response_id)
+    return JsonResponse(json_parts(response), ())
 
 
 @stored_router.get("/v1/responses/{response_id}/input_items")
-async def list_input_items(request: Request, response_id: str) -> dict[str, Any]:
+async def list_input_items(request: Request, response_id: str) -> Response:
     """Return a page of the conversation before a response, the newest item first by default."""
     items = await _run_operation(request, "input_items", response_id)
-    return _page(items, request.query_params)
+    return JsonResponse(json_parts(_page(items, request.query_params)), ())
 
 
 def _page(items: list[Item], query: QueryParams) -> dict[str, Any]:
@@ -354,10 +356,10 @@ def _page(items: list[Item], query: QueryParams) -> dict[str, Any]:
 
 
 @stored_router.post("/v1/responses/{response_id}/cancel")
-async def cancel_response(request: Request, response_id: str) -> dict[str, Any]:
+async def cancel_response(request: Request, response_id: str) -> Response:
     """Cancel a running response; a finished one does not change."""
-    response: dict[str, Any] = await _run_operation(request, "cancel", response_id)
-    return response
+    response = await _run_operation(request, "cancel", response_id)
+    return JsonResponse(json_parts(response), ())
 
 
 @stored_router.delete("/v1/responses/{response_id}")

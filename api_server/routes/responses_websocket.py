@@ -13,7 +13,6 @@ import asyncio
 import json
 import logging
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, Final
 
 from fastapi import APIRouter
@@ -30,7 +29,7 @@ from api_server.protocol.responses.encoder import ResponsesEncoder, WarmupEncode
 from api_server.protocol.responses.input import Item
 from api_server.protocol.responses.request import ResponsesRequest, parse_request
 from api_server.protocol.responses.stored import History, json_size
-from api_server.response import next_events
+from api_server.response import event_text, next_events
 from api_server.routes.common import (
     REQUEST_ID_HEADER,
     add_header_fields,
@@ -233,19 +232,19 @@ class ResponsesConnection:
         return True
 
     async def _send_events(self, stream: TokenStream, encoder: ResponsesEncoder) -> None:
-        events = encoder.encode_start()
+        begin = encoder.encode_start()
         while not stream.disconnected:
-            new_events, is_last, error = next_events(stream, encoder)
-            events += "".join(chain.from_iterable(new_events))
+            events, is_last, error = next_events(stream, encoder)
             if error is not None:
-                events += encoder.encode_failure(error)
+                events.append(encoder.encode_failure(error))
+            messages = event_data(await event_text([begin, *events]))
             stream.send_buffer.is_blocked = True  # visible to others only if `send` suspends
-            for message in event_data(events):
+            for message in messages:
                 await self._websocket.send_text(message)
             stream.send_buffer.is_blocked = False
             if is_last:
                 return
-            events = ""
+            begin = ""
             await stream.wait()
 
     async def _send_error(self, error: RequestError) -> None:

@@ -7,12 +7,12 @@ sees only its own. If a client exceeds its limits, its oldest response is droppe
                       └────▶ remove_running (not to be stored, or failed)
 """
 
-import json
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from api_server.protocol.encoder import json_parts
 from proto.peer_io import ResponseOperation
 
 if TYPE_CHECKING:
@@ -241,6 +241,4 @@ class ResponseRecord:
 
 def json_size(value: Any) -> int:
     """Return the size of a JSON value in bytes, as the limits count it."""
-    if isinstance(value, list):  # a member at a time, so that other threads can run
-        return sum(len(json.dumps(member)) + 2 for member in value) or 2
-    return len(json.dumps(value))
+    return sum(map(len, json_parts(value)))  # in parts, so that other threads can run
