@@ -15,10 +15,16 @@ from typing import Final
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from api_server.http.http_protocol import ChunkWriter, chunk_writer, close_after_response
-from api_server.protocol.encoder import ResponseEncoder, json_parts
+from api_server.http.http_protocol import (
+    ChunkWriter,
+    chunk_writer,
+    close_after_response,
+    is_disconnected,
+)
+from api_server.protocol.encoder import ResponseEncoder, flat_texts, json_parts
 from api_server.request_stream import StreamNotifier
 from api_server.stream import TokenStream
+from api_server.turns import CLIENT
 from proto.errors import InternalRequestError, RequestError
 
 logger = logging.getLogger("tokend.api")
@@ -61,7 +67,7 @@ class GenerationResponse(Response):
             if self._as_events:
                 await self._send_events(scope, send)
             else:
-                await self._send_json(send)
+                await self._send_json(scope, send)
         finally:
             self._stream.close()
 
@@ -129,7 +135,7 @@ class GenerationResponse(Response):
             keep_alive.record_write()
         return True
 
-    async def _send_json(self, send: Send) -> None:
+    async def _send_json(self, scope: Scope, send: Send) -> None:
         """Send the whole answer when it is finished; raises the stream's error."""
         stream = self._stream
         while not stream.finished and stream.error is None:
@@ -139,16 +145,17 @@ class GenerationResponse(Response):
         if stream.error is not None:
             raise self._encoder.client_error(stream.error)
         body = self._encoder.encode_body(stream.pop_deltas(), stream.usage())
-        await send_json(send, json_parts(body), self._extra_headers)
+        await send_json(scope, send, json_parts(body), self._extra_headers)
 
 
 async def send_json(
-    send: Send, parts: Iterator[str], extra_headers: Sequence[tuple[bytes, bytes]]
+    scope: Scope, send: Send, parts: Iterator[str], extra_headers: Sequence[tuple[bytes, bytes]]
 ) -> None:
     """Send a response with a JSON body; a long one in parts, between which others get their turn.
 
-    A part is made when the connection has taken those before it.
+    A part is made when the connection has taken those before it, and if the client is connected.
     """
+    CLIENT.get().release_body()  # the client may read the response as slowly as it likes
     pieces = _joined(parts)
     first = next(pieces, b"")
     second = next(pieces, None)
@@ -160,6 +167,8 @@ async def send_json(
         for piece in chain((first, second), pieces):
             await send({"type": "http.response.body", "body": piece, "more_body": True})
             await asyncio.sleep(0)
+            if is_disconnected(scope):
+                return
         first = b""
     await send({"type": "http.response.body", "body": first})
 
@@ -173,7 +182,7 @@ class JsonResponse(Response):
         self._extra_headers = extra_headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_json(send, self._parts, self._extra_headers)
+        await send_json(scope, send, self._parts, self._extra_headers)
 
 
 PIECE_CHARACTERS: Final = 1 << 16
@@ -184,16 +193,25 @@ def _joined(texts: Iterable[str | Iterator[str]]) -> Iterator[bytes]:
     """Yield texts, and the parts of iterators, joined to pieces of at least PIECE_CHARACTERS."""
     waiting: list[str] = []
     size = 0
-    for text in texts:
-        for part in (text,) if isinstance(text, str) else text:
-            waiting.append(part)
-            size += len(part)
-            if size >= PIECE_CHARACTERS:
-                yield "".join(waiting).encode()
-                waiting.clear()
-                size = 0
+    for part in flat_texts(texts):
+        waiting.append(part)
+        size += len(part)
+        if size >= PIECE_CHARACTERS:
+            yield "".join(waiting).encode()
+            waiting.clear()
+            size = 0
     if size:
         yield "".join(waiting).encode()
+
+
+async def event_text(events: Iterable[str | Iterator[str]]) -> str:
+    """Return the events as one text; others get their turn while a long one is made."""
+    pieces: list[bytes] = []
+    for piece in _joined(events):
+        if pieces:
+            await asyncio.sleep(0)
+        pieces.append(piece)
+    return b"".join(pieces).decode()
 
 
 def next_events(

@@ -11,7 +11,6 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from itertools import chain
 from typing import Final
 
 from api_server.engine.engine_client import EngineClient
@@ -19,6 +18,7 @@ from api_server.errors import DrainingError
 from api_server.protocol.completions import CompletionEncoder
 from api_server.protocol.encoder import event_data
 from api_server.request_stream import RequestStream, StreamNotifier
+from api_server.response import event_text
 from api_server.stream import TokenStream
 from proto.codec import changed
 from proto.engine_io import EngineCoreOutput, EngineCoreRequest, FinishReason, SessionInput
@@ -213,8 +213,9 @@ class Session:
         if stream.error is not None and not self.finished:  # of the encoder or of an operator
             self.fail(stream.error)
             self._client.abort_request(self)
+        messages = event_data(await event_text(events))
         stream.send_buffer.is_blocked = True  # visible to others only if `send` suspends
-        for message in event_data("".join(chain.from_iterable(events))):
+        for message in messages:
             await send(message)
         stream.send_buffer.is_blocked = False
         return has_ended

@@ -43,7 +43,8 @@ MAX_WAITING_BYTES: Final = 64 << 20
 class Client:
     """The client whose request the current task serves.
 
-    tenant: as in `http/tenants.py`. body_size: bytes of the request's body or message.
+    tenant: as in `http/tenants.py`. body_size: bytes of the request's body or message, or of the
+    conversation that it continues.
     """
 
     def __init__(

@@ -85,6 +85,12 @@ def is_stalled(scope: Scope) -> bool:
     return bool(scope.get(_STALLED))
 
 
+def is_disconnected(scope: Scope) -> bool:
+    """Return whether the server has seen the end of the connection: it drops what is sent."""
+    cycle = _cycle_of(scope)
+    return cycle is not None and cycle.disconnected
+
+
 def chunk_writer(scope: Scope) -> "ChunkWriter | None":
     """Return the writer of the response to this request; None under another HTTP server."""
     cycle = _cycle_of(scope)

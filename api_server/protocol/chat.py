@@ -1,7 +1,7 @@
 """POST /v1/chat/completions: the request and the encoder of its response."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import (
@@ -26,10 +26,10 @@ from api_server.protocol.encoder import (
     PLACEHOLDER,
     OpenAIStreamEncoder,
     ResponseOptions,
-    Rows,
     json_string,
     last_chunk_fields,
     sse_event,
+    sse_event_parts,
     text_chunk_parts,
     transfer_params,
     usage_object,
@@ -376,7 +376,7 @@ class ChatEncoder(OpenAIStreamEncoder):
         parser = self._choice_parsers[delta.index]
         parts = parser.parse_delta(delta.text, delta.finish_reason, delta.content_end)
         choice = {"index": delta.index, "message": full_message(parts)}
-        return choice | self._choice_fields(delta, Rows)
+        return choice | self._choice_fields(delta)
 
     def _opening_chunk(self, index: int) -> str:
         """Return the chunk with the role; that of the first choice has the prompt's ids too.
@@ -403,20 +403,18 @@ class ChatEncoder(OpenAIStreamEncoder):
 
     def _parts_chunk(self, delta: Delta, parts: Sequence[OutputPart]) -> str:
         choice = {"index": delta.index, "delta": delta_message(parts)}
-        choice |= self._choice_fields(delta, list)
+        choice |= self._choice_fields(delta)
         chunk = self._options.envelope(self.chunk_object) | {"choices": [choice]}
         chunk = with_usage(chunk, self._options, self._stream, delta)
-        return sse_event(chunk | last_chunk_fields(delta, [self._stream]))
+        return "".join(sse_event_parts(chunk | last_chunk_fields(delta, [self._stream])))
 
-    def _choice_fields(
-        self, delta: Delta, collect: Callable[[Iterable[Any]], Any]
-    ) -> dict[str, Any]:
-        """Return the fields of a choice beside its message. collect: makes a list of logprobs."""
+    def _choice_fields(self, delta: Delta) -> dict[str, Any]:
+        """Return the fields of a choice beside its message."""
         options = self._options
         logprobs = None
         if options.num_logprobs is not None:
             entries = chat_logprobs(delta.tokens, options.num_logprobs, options.token_names)
-            logprobs = {"content": collect(entries), "refusal": None}
+            logprobs = {"content": entries, "refusal": None}
         reason = delta.finish_reason
         if reason == "stop" and self._choice_parsers[delta.index].has_tool_calls:
             reason = TOOL_CALLS

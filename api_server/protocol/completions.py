@@ -11,7 +11,6 @@ from api_server.protocol.encoder import (
     PLACEHOLDER,
     OpenAIStreamEncoder,
     ResponseOptions,
-    Rows,
     json_string,
     last_chunk_fields,
     sse_event_parts,
@@ -162,7 +161,7 @@ class CompletionEncoder(OpenAIStreamEncoder):
 
     def _logprobs(
         self, stream: RequestStream, echo: Echo, tokens: Sequence[TextToken]
-    ) -> dict[str, Any] | None:
+    ) -> dict[str, Iterator[Any]] | None:
         options = self._options
         if options.num_logprobs is None:
             return None
@@ -172,8 +171,7 @@ class CompletionEncoder(OpenAIStreamEncoder):
                 stream.prompt_token_ids, echo.offsets, stream.prompt_rows, strict=False
             )
         ]
-        lists = completion_logprobs([*prompt, *tokens], options.num_logprobs, options.token_names)
-        return {name: Rows(values) for name, values in lists.items()}
+        return completion_logprobs([*prompt, *tokens], options.num_logprobs, options.token_names)
 
     def _reported_delta(self, delta: Delta) -> Delta:
         """Return the delta that the client sees."""

@@ -11,7 +11,7 @@ a streamed token costs the encoding of one string; everything else is rare and g
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import groupby, islice
 from typing import Any, Final, Protocol
 
 from api_server.errors import error_body
@@ -28,67 +28,73 @@ the stream at them: a single one would become part of the next event."""
 json_string: Final = json.encoder.encode_basestring_ascii
 
 
-class Rows:
-    """A long list of small values for `json_parts`, which are made when they are encoded."""
-
-    def __init__(self, values: Iterable[Any]) -> None:
-        self.values = values
-
-
 _ROWS_PER_PART: Final = 128
 _CHARACTERS_PER_PART: Final = 1 << 16
+_NUMBERS: Final = (int, float, type(None))
 
 
 def json_parts(value: Any, dumps: Callable[[Any], str] = json.dumps) -> Iterator[str]:
     """Yield the JSON text of a value in parts, each of which takes little work.
 
-    An iterator is a list whose elements are encoded in parts themselves; it may stand, like `Rows`,
-    in a dict or in another iterator, but not in a list.
+    An iterator is a list whose elements are made when they are encoded. It may stand in a dict, in
+    a list or in another iterator.
     """
-    if isinstance(value, str) and len(value) > _CHARACTERS_PER_PART:
+    if not has_parts(value):
+        yield dumps(value)
+    elif isinstance(value, str):
         yield '"'
         for start in range(0, len(value), _CHARACTERS_PER_PART):
             yield dumps(value[start : start + _CHARACTERS_PER_PART])[1:-1]
         yield '"'
-    elif isinstance(value, dict) and any(map(_has_parts, value.values())):
+    elif isinstance(value, dict):
         separator = "{"
         for key, child in value.items():
             yield f"{separator}{dumps(key)}: "
             yield from json_parts(child, dumps)
             separator = ", "
         yield "}"
-    elif isinstance(value, Iterator):
-        separator = "["
-        for child in value:
-            yield separator
-            yield from json_parts(child, dumps)
-            separator = ", "
-        yield "]" if separator == ", " else "[]"
-    elif isinstance(value, Rows) or (isinstance(value, list) and len(value) > _ROWS_PER_PART):
-        rows = iter(value.values if isinstance(value, Rows) else value)
-        separator = "["
-        while batch := list(islice(rows, _ROWS_PER_PART)):
-            yield f"{separator}{dumps(batch)[1:-1]}"
-            separator = ", "
-        yield "]" if separator == ", " else "[]"
     else:
-        yield dumps(value)
+        separator = "["
+        for are_large, children in groupby(value, has_parts):
+            if are_large:
+                for child in children:
+                    yield separator
+                    yield from json_parts(child, dumps)
+                    separator = ", "
+            while batch := list(islice(children, _ROWS_PER_PART)):
+                yield f"{separator}{dumps(batch)[1:-1]}"
+                separator = ", "
+        yield "]" if separator == ", " else "[]"
 
 
-def _has_parts(value: Any) -> bool:
+def has_parts(value: Any) -> bool:
+    """Return whether `json_parts` yields more than one part."""
+    if isinstance(value, _NUMBERS):
+        return False
     if isinstance(value, str):
         return len(value) > _CHARACTERS_PER_PART
+    if isinstance(value, dict):
+        return any(map(has_parts, value.values()))
     if isinstance(value, list):
-        return len(value) > _ROWS_PER_PART
-    return isinstance(value, dict | Iterator | Rows)
+        return len(value) > _ROWS_PER_PART or any(map(has_parts, value))
+    return isinstance(value, Iterator)
+
+
+def flat_texts(texts: Iterable[str | Iterator[str]]) -> Iterator[str]:
+    """Yield texts, and the parts of those that are iterators."""
+    for text in texts:
+        if isinstance(text, str):
+            yield text
+        else:
+            yield from text
 
 
 class ResponseEncoder(Protocol):
     """Encodes the output of one request in the format of its API.
 
     A streamed response is `encode_start`, `encode_delta` for each delta, and `encode_end`, or at
-    any time `encode_error`. Each returns complete server-sent events, or "" for none. A response
-    that is not streamed is `encode_body`.
+    any time `encode_error`. Each returns complete server-sent events, or "" for none; those that
+    take much work as an iterator of their parts. A response that is not streamed is `encode_body`.
     """
 
     @property
@@ -96,22 +102,19 @@ class ResponseEncoder(Protocol):
         """What keeps a silent connection open; it stands between two events."""
         ...
 
-    def encode_start(self) -> str:
+    def encode_start(self) -> str | Iterator[str]:
         """Return the events that are sent with the HTTP status, before the first token."""
         ...
 
     def encode_delta(self, delta: Delta) -> str | Iterator[str]:
-        """Return the events of a delta. The first delta of a choice also opens the choice.
-
-        Events that take much work are returned as an iterator of their parts.
-        """
+        """Return the events of a delta. The first delta of a choice also opens the choice."""
         ...
 
-    def encode_end(self, usage: Usage) -> str:
+    def encode_end(self, usage: Usage) -> str | Iterator[str]:
         """Return the last events of a stream that has not failed."""
         ...
 
-    def encode_error(self, error: RequestError) -> str:
+    def encode_error(self, error: RequestError) -> str | Iterator[str]:
         """Return the last events of a stream that has failed."""
         ...
 
@@ -180,12 +183,12 @@ class ResponseOptions:
         start = delta.num_tokens - len(delta.token_ids)
         return {"accepted_drafts": choice.accepted_drafts(start, delta.num_tokens)}
 
-    def prompt_logprobs(self, stream: RequestStream) -> Rows | None:
+    def prompt_logprobs(self, stream: RequestStream) -> Iterator[Any] | None:
         """Return the field `prompt_logprobs`; None if it was not requested."""
         if self.num_prompt_logprobs is None:
             return None
-        return Rows(
-            prompt_logprobs(stream.prompt_rows, self.num_prompt_logprobs, self.prompt_token_names)
+        return prompt_logprobs(
+            stream.prompt_rows, self.num_prompt_logprobs, self.prompt_token_names
         )
 
 
@@ -252,9 +255,9 @@ def sse_event(body: dict[str, Any]) -> str:
     return f"data: {json.dumps(body)}\n\n"
 
 
-def sse_event_parts(body: dict[str, Any]) -> Iterator[str]:
-    """Yield a server-sent event without a name in parts."""
-    yield "data: "
+def sse_event_parts(body: dict[str, Any], name: str = "") -> Iterator[str]:
+    """Yield a server-sent event in parts."""
+    yield f"event: {name}\ndata: " if name else "data: "
     yield from json_parts(body)
     yield "\n\n"
 

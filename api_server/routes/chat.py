@@ -196,7 +196,12 @@ def _build_conversation(
     tools = tool_calls.template_tools(body)
     conversation = build_conversation(body, template.facts, ignored, tools, variables)
     conversation = tool_calls.adapt_conversation(conversation)
-    template_input = [conversation.messages, conversation.documents, conversation.tools]
+    template_input = [
+        conversation.messages,
+        conversation.documents,
+        conversation.tools,
+        conversation.variables,
+    ]
     reader.check_characters(num_characters(template_input))
     return conversation
 

@@ -8,8 +8,9 @@ may run in the background, be cancelled, and be stored (field `store`).
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -19,8 +20,10 @@ from starlette.requests import HTTPConnection, Request
 from starlette.responses import JSONResponse, Response
 
 from api_server.app_state import AppState
+from api_server.http.connection import MAX_BODY_BYTES
 from api_server.http.tenants import key_name_of, tenant_of
 from api_server.protocol.chat import ChatCompletionRequest
+from api_server.protocol.encoder import json_parts
 from api_server.protocol.fields import IgnoredFields
 from api_server.protocol.responses.compaction import (
     CompactionEncoder,
@@ -41,11 +44,13 @@ from api_server.protocol.responses.request import (
     parse_request,
 )
 from api_server.protocol.responses.stored import (
+    History,
     Owner,
     ResponseRecord,
     RunningResponse,
     json_size,
 )
+from api_server.response import JsonResponse
 from api_server.routes.chat import (
     ChatTurn,
     build_chat_turn,
@@ -55,7 +60,7 @@ from api_server.routes.chat import (
 from api_server.routes.common import app_state_of, page_limit, read_fields
 from api_server.stream import TokenStream
 from api_server.tracing import trace_headers_of
-from api_server.turns import run_for_body
+from api_server.turns import CLIENT, run_for_body, run_in_turn
 from proto.errors import InternalRequestError, InvalidRequestError, UnknownPathError, shown
 from proto.peer_io import ResponseOperation
 
@@ -70,8 +75,8 @@ async def create_response(request: Request) -> Response:
     app_state.check_generates("Responses API")
     body, passed = await read_fields(request, ignored, partial(parse_request, ignored=ignored))
     previous = await previous_items(app_state, owner, body.previous_response_id)
-    items = await conversation(app_state, owner, body, previous)
-    response = await prepare_response(app_state, request, body, passed, items, ignored)
+    history = await conversation(app_state, owner, body, previous)
+    response = await prepare_response(app_state, request, body, passed, history, ignored)
     await response.submit(None if body.background else request)
     turn, encoder = response.turn, response.encoder
     if body.background:
@@ -81,12 +86,12 @@ async def create_response(request: Request) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class PreparedResponse:
-    """A response whose engine request is built. items: of the conversation before it."""
+    """A response whose engine request is built. history: before it."""
 
     turn: ChatTurn
     encoder: ResponsesEncoder
     translation: ResponsesTranslation
-    items: list[Item]
+    history: History
 
     @property
     def stream(self) -> TokenStream:
@@ -105,19 +110,20 @@ async def prepare_response(
     connection: HTTPConnection,
     body: ResponsesRequest,
     passed: dict[str, Any],
-    items: list[Item],
+    history: History,
     ignored: IgnoredFields,
     make_encoder: Callable[..., ResponsesEncoder] = ResponsesEncoder,
 ) -> PreparedResponse:
     """Build the engine request of a response. It can be cancelled until its stream is closed.
 
-    passed: fields for the chat. items: of the conversation. make_encoder: the class of the encoder.
+    passed: fields for the chat. history: with the items of the request. make_encoder: the class of
+    the encoder.
     Raises InvalidRequestError.
     """
     owner = owner_of(connection)
-    stores = await run_for_body(_stores_response, app_state, body, items)
+    stores = _stores_response(app_state, body, history)
     names = app_state.template_for(body.tools, body.tool_choice).facts.names
-    translation = ResponsesTranslation(body, passed, items, ignored, template_names=names)
+    translation = ResponsesTranslation(body, passed, history.items, ignored, template_names=names)
 
     async def build(chat: ChatCompletionRequest) -> ChatTurn:
         return await build_chat_turn(
@@ -132,7 +138,7 @@ async def prepare_response(
         )
 
     turn = await with_merged_roles_fallback(translation, build)
-    record = ResponseRecord(app_state.responses, owner, items) if stores else None
+    record = ResponseRecord(app_state.responses, owner, history) if stores else None
     # the response repeats the values that apply
     params = turn.stream.requests[0].sampling_params
     body = body.model_copy(update={"temperature": params.temperature, "top_p": params.top_p})
@@ -141,7 +147,7 @@ async def prepare_response(
     running = RunningResponse(turn.stream, encoder, record)
     app_state.responses.add_running(owner, response_id, running)
     turn.stream.cleanup.callback(app_state.responses.remove_running, owner, response_id, running)
-    return PreparedResponse(turn, encoder, translation, items)
+    return PreparedResponse(turn, encoder, translation, history)
 
 
 @router.post("/v1/responses/input_tokens")
@@ -150,9 +156,9 @@ async def count_input_tokens(request: Request) -> Response:
     app_state, owner, ignored = app_state_of(request), owner_of(request), IgnoredFields()
     body, passed = await read_fields(request, ignored, partial(parse_request, ignored=ignored))
     previous = await previous_items(app_state, owner, body.previous_response_id)
-    items = await conversation(app_state, owner, body, previous)
+    history = await conversation(app_state, owner, body, previous)
     names = app_state.template_for(body.tools, body.tool_choice).facts.names
-    translation = ResponsesTranslation(body, passed, items, ignored, template_names=names)
+    translation = ResponsesTranslation(body, passed, history.items, ignored, template_names=names)
 
     async def count(chat: ChatCompletionRequest) -> int:
         return await count_tokens(app_state, chat, ignored)
@@ -171,10 +177,11 @@ async def compact_conversation(request: Request) -> Response:
     read = partial(parse_compaction, max_model_len=max_model_len, ignored=ignored)
     body, passed = await read_fields(request, ignored, read)
     previous = await previous_items(app_state, owner, body.previous_response_id)
-    items = await conversation(app_state, owner, body, previous)
-    encoder = partial(CompactionEncoder, items=items, max_characters=max_model_len)
+    history = await conversation(app_state, owner, body, previous)
+    encoder = partial(CompactionEncoder, items=history.items, max_characters=max_model_len)
+    summarised = replace(history, items=summary_conversation(history.items))
     response = await prepare_response(
-        app_state, request, body, passed, summary_conversation(items), ignored, encoder
+        app_state, request, body, passed, summarised, ignored, encoder
     )
     await response.submit(request)
     return response.turn.builder.response(response.stream, response.encoder)
@@ -233,19 +240,26 @@ async def previous_items(app_state: AppState, owner: Owner, response_id: str | N
 
 async def conversation(
     app_state: AppState, owner: Owner, body: ResponsesRequest, previous: list[Item]
-) -> list[Item]:
+) -> History:
     """Return the previous items and those of a request; raises InvalidRequestError.
 
     References are replaced by the items of the client's stored responses that they name, in
-    whichever front end. Those to previous items are left out; those to nothing stay.
+    whichever front end. Those to previous items are left out; those to nothing stay. Each may stand
+    once, so that no short body makes a long conversation.
     """
     items = list(previous)
     if isinstance(body.input, str):
         items.append(with_id({"type": "message", "role": "user", "content": body.input}))
+        found = {}
     else:
-        references = {item["id"] for item in body.input if is_reference(item)}
-        repeated = references & {item["id"] for item in previous}
-        found = await app_state.peers.find_items(owner, references - repeated)
+        named = Counter(item["id"] for item in body.input if is_reference(item))
+        for item_id, number in named.most_common(1):
+            if number > 1:
+                raise InvalidRequestError(
+                    f"input: {number} references to the item {shown(item_id)}: send one", "input"
+                )
+        repeated = named.keys() & {item["id"] for item in previous}
+        found = await app_state.peers.find_items(owner, named.keys() - repeated)
         items += [
             found.get(item["id"], item) if is_reference(item) else item
             for item in body.input
@@ -257,10 +271,21 @@ async def conversation(
         )
     if not items and body.instructions is None:
         raise InvalidRequestError("input must not be empty", "input")
-    return items
+    if not (previous or found):
+        return History(items, await run_for_body(json_size, items))
+    history = History(items, await run_in_turn(json_size, items))
+    if history.num_bytes > MAX_BODY_BYTES:
+        raise InvalidRequestError(
+            f"input: the items with those before them take {history.num_bytes} bytes, "
+            f"more than {MAX_BODY_BYTES}",
+            "input",
+        )
+    client = CLIENT.get()
+    client.body_size = max(client.body_size, history.num_bytes)  # further work is on all items
+    return history
 
 
-def _stores_response(app_state: AppState, body: ResponsesRequest, items: list[Item]) -> bool:
+def _stores_response(app_state: AppState, body: ResponsesRequest, history: History) -> bool:
     """Return whether the response will be stored.
 
     Raises InvalidRequestError, before anything is generated, if it cannot be stored but must be.
@@ -268,7 +293,7 @@ def _stores_response(app_state: AppState, body: ResponsesRequest, items: list[It
     if body.store is False:
         return False
     try:
-        _check_store(app_state, items)
+        _check_store(app_state, history)
     except InvalidRequestError:
         if body.store or body.background:
             raise
@@ -276,14 +301,14 @@ def _stores_response(app_state: AppState, body: ResponsesRequest, items: list[It
     return True
 
 
-def _check_store(app_state: AppState, items: list[Item]) -> None:
+def _check_store(app_state: AppState, history: History) -> None:
     """Raise InvalidRequestError for a conversation that cannot be stored."""
     max_bytes = app_state.responses.max_entry_bytes
     if not max_bytes:
         raise InvalidRequestError(
             "store: storing is disabled (--max-stored-responses-mib is 0)", "store"
         )
-    if json_size(items) > max_bytes // 2:
+    if history.num_bytes > max_bytes // 2:
         raise InvalidRequestError(
             f"store: the conversation is larger than {max_bytes // 2} bytes", "store"
         )
@@ -293,18 +318,18 @@ stored_router = APIRouter()
 
 
 @stored_router.get("/v1/responses/{response_id}")
-async def get_response(request: Request, response_id: str) -> dict[str, Any]:
+async def get_response(request: Request, response_id: str) -> Response:
     if request.query_params.get("stream", "false").lower() != "false":
         raise InvalidRequestError("stream: a stored response cannot be streamed", "stream")
-    response: dict[str, Any] = await _run_operation(request, "get", response_id)
-    return response
+    response = await _run_operation(request, "get", response_id)
+    return JsonResponse(json_parts(response), ())
 
 
 @stored_router.get("/v1/responses/{response_id}/input_items")
-async def list_input_items(request: Request, response_id: str) -> dict[str, Any]:
+async def list_input_items(request: Request, response_id: str) -> Response:
     """Return a page of the conversation before a response, the newest item first by default."""
     items = await _run_operation(request, "input_items", response_id)
-    return _page(items, request.query_params)
+    return JsonResponse(json_parts(_page(items, request.query_params)), ())
 
 
 def _page(items: list[Item], query: QueryParams) -> dict[str, Any]:
@@ -331,10 +356,10 @@ def _page(items: list[Item], query: QueryParams) -> dict[str, Any]:
 
 
 @stored_router.post("/v1/responses/{response_id}/cancel")
-async def cancel_response(request: Request, response_id: str) -> dict[str, Any]:
+async def cancel_response(request: Request, response_id: str) -> Response:
     """Cancel a running response; a finished one does not change."""
-    response: dict[str, Any] = await _run_operation(request, "cancel", response_id)
-    return response
+    response = await _run_operation(request, "cancel", response_id)
+    return JsonResponse(json_parts(response), ())
 
 
 @stored_router.delete("/v1/responses/{response_id}")

@@ -13,7 +13,6 @@ import asyncio
 import json
 import logging
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, Final
 
 from fastapi import APIRouter
@@ -29,8 +28,8 @@ from api_server.protocol.fields import IgnoredFields
 from api_server.protocol.responses.encoder import ResponsesEncoder, WarmupEncoder
 from api_server.protocol.responses.input import Item
 from api_server.protocol.responses.request import ResponsesRequest, parse_request
-from api_server.protocol.responses.stored import json_size
-from api_server.response import next_events
+from api_server.protocol.responses.stored import History, json_size
+from api_server.response import event_text, next_events
 from api_server.routes.common import (
     REQUEST_ID_HEADER,
     add_header_fields,
@@ -50,7 +49,7 @@ from api_server.routes.websocket import (
     receive_text,
 )
 from api_server.stream import TokenStream
-from api_server.turns import CLIENT, run_for_body
+from api_server.turns import CLIENT, run_for_body, run_in_turn
 from proto.errors import InternalRequestError, InvalidRequestError, RequestError
 
 logger = logging.getLogger("tokend.api")
@@ -78,10 +77,10 @@ async def create_responses(websocket: WebSocket) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LastResponse:
-    """The last response of a connection. items: its conversation, its own items included."""
+    """The last response of a connection. history: with its own items."""
 
     id: str
-    items: list[Item]
+    history: History
 
 
 class ResponsesConnection:
@@ -187,14 +186,14 @@ class ResponsesConnection:
         add_header_fields(fields, self._request_headers(), ignored)
         body, passed = await run_for_body(parse_request, fields, ignored)
         previous = await self._previous_items(app_state, body)
-        items = await conversation(app_state, owner_of(self._websocket), body, previous)
+        history = await conversation(app_state, owner_of(self._websocket), body, previous)
         make_encoder = ResponsesEncoder
         if not generates:
             make_encoder = WarmupEncoder
             body = body.model_copy(update={"max_output_tokens": 1})
             passed.pop("min_tokens", None)
         return await prepare_response(
-            app_state, self._websocket, body, passed, items, ignored, make_encoder
+            app_state, self._websocket, body, passed, history, ignored, make_encoder
         )
 
     def _request_headers(self) -> Headers:
@@ -206,7 +205,7 @@ class ResponsesConnection:
     async def _previous_items(self, app_state: AppState, body: ResponsesRequest) -> list[Item]:
         response_id = body.previous_response_id
         if self._last is not None and self._last.id == response_id:
-            return self._last.items
+            return self._last.history.items
         return await previous_items(app_state, owner_of(self._websocket), response_id)
 
     async def _generate(self, response: PreparedResponse) -> bool:
@@ -227,25 +226,26 @@ class ResponsesConnection:
         final = encoder.final_response
         if final is None or final["status"] == "failed":
             return False
-        items = [*response.items, *final["output"]]
-        fits = json_size(items) <= MAX_BODY_BYTES
-        self._last = LastResponse(final["id"], items) if fits else None
+        before, output = response.history, final["output"]
+        size = before.num_bytes + await run_in_turn(json_size, output)
+        history = History([*before.items, *output], size)
+        self._last = LastResponse(final["id"], history) if size <= MAX_BODY_BYTES else None
         return True
 
     async def _send_events(self, stream: TokenStream, encoder: ResponsesEncoder) -> None:
-        events = encoder.encode_start()
+        begin = encoder.encode_start()
         while not stream.disconnected:
-            new_events, is_last, error = next_events(stream, encoder)
-            events += "".join(chain.from_iterable(new_events))
+            events, is_last, error = next_events(stream, encoder)
             if error is not None:
-                events += encoder.encode_failure(error)
+                events.append(encoder.encode_failure(error))
+            messages = event_data(await event_text([begin, *events]))
             stream.send_buffer.is_blocked = True  # visible to others only if `send` suspends
-            for message in event_data(events):
+            for message in messages:
                 await self._websocket.send_text(message)
             stream.send_buffer.is_blocked = False
             if is_last:
                 return
-            events = ""
+            begin = ""
             await stream.wait()
 
     async def _send_error(self, error: RequestError) -> None:

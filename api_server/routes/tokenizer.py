@@ -78,7 +78,9 @@ def _conversation(
     conversation = tool_calls.adapt_conversation(
         build_conversation(chat, template.facts, ignored, tools)
     )
-    size = num_characters([conversation.messages, conversation.documents, conversation.tools])
+    size = num_characters(
+        [conversation.messages, conversation.documents, conversation.tools, conversation.variables]
+    )
     app_state.prompt_reader("messages").check_characters(size)
     return conversation
 

@@ -1,10 +1,13 @@
 """Conversations as clients send them back: nothing in them ends an agent's session for good."""
 
 import json
+import threading
 
 import pytest
 
 from api_server.parsers.tools.registry import TOOL_CALL_FORMATS
+from api_server.protocol.responses.stored import json_size
+from api_server.routes import responses
 from api_server.text.chat_template import ChatTemplate, Conversation
 from api_server.text.harmony import HarmonyTemplate
 from proto.errors import InvalidRequestError
@@ -412,6 +415,39 @@ async def test_references_to_stored_items_are_resolved(start, scripted, served):
         prompt, more = await rendered(front_end, "/v1/responses", **fields)
         assert prompt == "user:one;assistant:see;user:and?;"
         assert named + more == []
+
+
+async def test_references_do_not_multiply_items(start, scripted, served, monkeypatch):
+    """A short body cannot make a long conversation, and a long one is measured on a thread."""
+    threads = []
+
+    def measured(value):
+        threads.append(threading.current_thread() is threading.main_thread())
+        return json_size(value)
+
+    async with start(scripted("see"), served=served(), max_model_len=4096) as front_end:
+        large = {"type": "unknown", "id": "msg_1", "data": "x" * 50_000}
+        first = await post(front_end, "/v1/responses", {"input": [large, USER]})
+        assert first.status_code == 200
+        front_end.engine.requests.get_nowait()
+        monkeypatch.setattr(responses, "json_size", measured)
+        said = {"type": "item_reference", "id": "msg_1"}
+        refused = await post(front_end, "/v1/responses", {"input": [USER, *[said] * 1100]})
+        problem = refused.json()["error"]
+        assert (refused.status_code, problem["param"]) == (400, "input")
+        assert "1100 references to the item msg_1" in problem["message"]
+        assert threads == []
+        for fields in ({"input": [USER, said]}, {"previous_response_id": first.json()["id"]}):
+            body = {"input": [USER], **fields}
+            assert (await post(front_end, "/v1/responses", body)).status_code == 200
+            assert threads.pop() is False
+            monkeypatch.setattr(responses, "MAX_BODY_BYTES", 50_000)
+            refused = await post(front_end, "/v1/responses", body)
+            problem = refused.json()["error"]
+            assert (refused.status_code, problem["param"]) == (400, "input")
+            assert "more than 50000" in problem["message"]
+            monkeypatch.undo()
+            monkeypatch.setattr(responses, "json_size", measured)
 
 
 BLOCKS = [

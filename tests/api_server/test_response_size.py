@@ -7,7 +7,14 @@ import json
 import msgspec
 import pytest
 
-from api_server.protocol.encoder import Rows, json_parts
+from api_server.parsers.output import PLAIN_TEXT, ChoiceParser
+from api_server.protocol.encoder import ResponseOptions, event_data, flat_texts, json_parts
+from api_server.protocol.fields import IgnoredFields
+from api_server.protocol.responses.encoder import ResponsesEncoder
+from api_server.protocol.responses.request import ResponsesTranslation, parse_request
+from api_server.request_stream import Delta, Usage
+from api_server.response import event_text
+from api_server.text.logprobs import LogprobRow, TextToken, TokenNames
 from proto.config import FrontEndConfig
 from proto.pooling import Pooler
 from tests.api_server.conftest import StartFrontEnd
@@ -23,6 +30,7 @@ CONFIG = FrontEndConfig(max_response_bytes=LIMIT)
         *(
             list(range(1000)),
             {"a": list(range(129)), "b": [{"c": 1}] * 500, "d": {"e": "x" * 70_000}},
+            [[1], ["x" * 70_000], [2], [3], [[{"a": list(range(300))}]], {}],
         ),
     ],
     ids=lambda value: str(type(value).__name__),
@@ -33,18 +41,19 @@ def test_parts_are_the_whole(value) -> None:
     assert max(map(len, parts)) < 800_000
 
 
-def test_iterators_and_rows_are_lists_made_on_the_way() -> None:
+def test_iterators_are_lists_made_on_the_way() -> None:
     made = itertools.count()
     body = {
-        "a": ({"n": next(made), "rows": Rows(iter(range(3)))} for _ in range(1000)),
+        "a": ({"n": next(made), "rows": iter(range(3))} for _ in range(1000)),
         "b": iter(()),
     }
     parts = json_parts(body)
     for _ in range(10):
         next(parts)
     assert next(made) < 10
-    text = "".join(json_parts({"a": Rows({"b": each} for each in range(300)), "c": Rows(())}))
-    assert json.loads(text) == {"a": [{"b": each} for each in range(300)], "c": []}
+    parts = list(json_parts([{"a": ({"b": each} for each in range(300)), "c": iter(())}]))
+    assert json.loads("".join(parts)) == [{"a": [{"b": each} for each in range(300)], "c": []}]
+    assert len(parts) < 20, "small values are encoded together"
 
 
 @pytest.mark.parametrize(
@@ -89,6 +98,65 @@ async def test_embeddings_beyond_the_limit_are_refused(start, model) -> None:
                 continue
             answer = await asked
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_long_response_is_encoded_in_parts(monkeypatch, stream) -> None:
+    """No single step makes the whole of an output with log-probabilities."""
+    names, rows = TokenNames(None, has_text=False), LogprobRow(list(range(21)), [-1.0] * 21, 1)
+    asked, _ = parse_request({"input": "x"}, IgnoredFields())
+    options = ResponseOptions("resp_1", 1, "toy", names, names, 20, None, False, False, False)
+    translation = ResponsesTranslation(asked, {}, [], IgnoredFields(), template_names=frozenset())
+    encoder = ResponsesEncoder(options, asked, ChoiceParser(PLAIN_TEXT), translation)
+    tokens = [TextToken(7, index, rows) for index in range(2000)]
+    delta, usage = Delta(0, "x" * 2000, [7] * 2000, tokens, 2000, "stop"), Usage(1, 2000)
+    encoded: list[int] = []
+
+    def dumps(value, dump=json.dumps, **options):
+        text = dump(value, **options)
+        encoded.append(len(text))
+        return text
+
+    monkeypatch.setattr(json, "dumps", dumps)
+    monkeypatch.setattr(json_parts, "__defaults__", (dumps,))
+    if stream:
+        events = [encoder.encode_start(), encoder.encode_delta(delta), encoder.encode_end(usage)]
+        text = "".join(flat_texts(events))
+        data = [json.loads(each) for each in event_data(text)]
+        found = data[-1]["response"]["output"][0]["content"][0]
+        assert found == data[-2]["item"]["content"][0] == data[-3]["part"]
+    else:
+        body = encoder.encode_body([delta], usage)
+        assert sum(encoded) < 10_000, "the events are not sent, and not encoded"
+        text = "".join(json_parts(body))
+        found = json.loads(text)["output"][0]["content"][0]
+    assert len(found["logprobs"]) == 2000
+    assert len(text) > 2_000_000 > 10 * max(encoded)
+
+
+async def test_a_long_message_of_a_websocket_is_made_between_other_work() -> None:
+    """A text is taken as a whole, not by its characters."""
+
+    class Text(str):
+        def __iter__(self):
+            raise AssertionError("the text is read by its characters")
+
+    others = 0
+
+    async def count_turns() -> None:
+        nonlocal others
+        while True:
+            others += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count_turns())
+    await asyncio.sleep(0)
+    parts = ["é" * 50_000] * 20
+    assert await event_text([Text("a" * 1000), iter(parts), Text("b")]) == (
+        "a" * 1000 + "".join(parts) + "b"
+    )
+    counting.cancel()
+    assert others >= 10
 
 
 @pytest.mark.parametrize("stream", [False, True])

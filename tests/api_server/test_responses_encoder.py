@@ -18,7 +18,7 @@ from api_server.protocol.fields import IgnoredFields
 from api_server.protocol.responses.encoder import ResponsesEncoder
 from api_server.protocol.responses.input import ItemTranslator, with_id
 from api_server.protocol.responses.request import ResponsesTranslation, parse_request
-from api_server.protocol.responses.stored import ResponseRecord, StoredResponses
+from api_server.protocol.responses.stored import History, ResponseRecord, StoredResponses
 from api_server.protocol.responses.tools import ResponseTools
 from api_server.request_stream import Delta, Usage
 from proto.errors import InvalidRequestError
@@ -77,10 +77,10 @@ def play(steps: Sequence[Sequence[OutputPart]], finish: str = "stop", **fields):
     saved = []
 
     class Store(StoredResponses):
-        def store_response(self, owner, response, items) -> None:
+        def store_response(self, owner, response, history) -> None:
             saved.append(response)
 
-    record = ResponseRecord(Store(0, 0, lambda: 0.0), (0, ""), [])
+    record = ResponseRecord(Store(0, 0, lambda: 0.0), (0, ""), History([], 2))
 
     def start(*steps: Sequence[OutputPart]) -> ResponsesEncoder:
         options = ResponseOptions("resp_1", 1, "toy", None, None, None, None, False, False, False)

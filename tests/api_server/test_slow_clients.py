@@ -4,22 +4,26 @@ import asyncio
 import contextlib
 import json
 import socket
+from collections.abc import Iterator
 
 import httpx
 import pytest
 
 from api_server import request_stream as unsent
+from api_server import turns
 from api_server.http import http_protocol
 from api_server.request_stream import SendBuffer
 from proto.engine_io import FinishReason
 from tests.api_server.conftest import samples
 
 
-def post(body: dict, *headers: bytes) -> bytes:
-    """Return a completion request as bytes."""
-    content = json.dumps({"prompt": "hello", "max_tokens": 100_000, **body}).encode()
+def post(body: dict, *headers: bytes, path: bytes = b"/v1/completions", size: int = 0) -> bytes:
+    """Return a request as bytes, by default of a completion. size: of the body, by white space."""
+    if path == b"/v1/completions":
+        body = {"prompt": "hello", "max_tokens": 100_000, **body}
+    content = json.dumps(body).encode().ljust(size)
     lines = [
-        b"POST /v1/completions HTTP/1.1",
+        b"POST %s HTTP/1.1" % path,
         b"host: localhost",
         b"content-type: application/json",
         b"content-length: %d" % len(content),
@@ -260,3 +264,46 @@ def test_non_streaming_answers_have_no_send_limit():
     waiting.is_blocked = True
     waiting.add_text("x" * 10_000_000)
     waiting.check()
+
+
+async def test_a_slow_reader_holds_up_no_large_bodies(start, monkeypatch):
+    """A body counts until its answer is made, not until the answer has been read."""
+    small_send_buffers(monkeypatch)
+    size = turns.UNHELD_BYTES + 1
+    monkeypatch.setattr(turns, "_body_bytes", turns.Turns(size))
+    async with start(max_model_len=200_000) as front_end:
+        tokens = [20] * 200_000
+        client = await deaf_client(
+            front_end, post({"tokens": tokens}, path=b"/detokenize", size=size)
+        )
+        for _ in range(2):
+            other = await front_end.http.post(
+                "/detokenize",
+                content=json.dumps({"tokens": [20]}).encode().ljust(size),
+                headers={"content-type": "application/json"},
+                timeout=20,
+            )
+            assert other.status_code == 200
+        client.close()
+
+
+async def test_an_answer_is_not_made_for_a_client_that_has_left(start, monkeypatch):
+    small_send_buffers(monkeypatch)
+    num_parts = 0
+
+    def parts(body: object) -> Iterator[str]:
+        nonlocal num_parts
+        while num_parts < 500:
+            num_parts += 1
+            yield " " * 100_000
+
+    monkeypatch.setattr("api_server.routes.tokenizer.json_parts", parts)
+    async with start() as front_end:
+        client = await deaf_client(front_end, post({"tokens": [20]}, path=b"/detokenize"))
+        async with asyncio.timeout(20):
+            while num_parts < 2:
+                await asyncio.sleep(0.001)
+            client.close()
+            while front_end.server.server_state.tasks:
+                await asyncio.sleep(0.001)
+        assert num_parts < 100

@@ -13,7 +13,7 @@ TEMPLATE = (
     "{% if message.content is string %}{{ message.content }}{% else %}"
     "{% for part in message.content %}<{{ part.text }}>{% endfor %}{% endif %}"
     "{% if message.reasoning_content %}[{{ message.reasoning_content }}]{% endif %};"
-    "{% endfor %}{% if tone %}{{ tone }}{% endif %}"
+    "{% endfor %}{% if tone is string %}{{ tone }}{% endif %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 
@@ -112,3 +112,14 @@ async def test_oversized_documents_are_not_rendered(start, scripted, served):
         response = await front_end.chat(documents=[{"text": "a" * 500_000}])
         assert response.status_code == 400
         assert "maximum context length is" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", [PATH, "/tokenize"])
+async def test_variables_count_against_the_context(start, served, path):
+    """A template need not render what it reads, but its process gets it."""
+    body = {"messages": [HELLO], "chat_template_kwargs": {"tone": {"voices": ["a" * 100_000]}}}
+    async with start(served=served) as front_end:
+        answer = await front_end.http.post(path, json=body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "messages")
+        assert "characters do not fit" in error["message"]

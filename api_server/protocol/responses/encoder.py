@@ -6,7 +6,7 @@ created ─ in_progress ─ items (see output_items.py), one after the other ─
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final, Literal
 
@@ -78,22 +78,22 @@ class ResponsesEncoder:
         self.final_response: Json | None = None
         self._events = EventBuffer()
 
-    def encode_start(self) -> str:
+    def encode_start(self) -> str | Iterator[str]:
         self._events.add_event("created", response=self.snapshot())
         self._events.add_event("in_progress", response=self.snapshot())
         return self._events.pop_events()
 
-    def encode_delta(self, delta: Delta) -> str:
+    def encode_delta(self, delta: Delta) -> str | Iterator[str]:
         self._add_delta(delta)
         return self._events.pop_events()
 
-    def encode_end(self, usage: Usage) -> str:
+    def encode_end(self, usage: Usage) -> str | Iterator[str]:
         response = self._finish_response(usage)
         name = "completed" if response["status"] == "completed" else "incomplete"
         self._events.add_event(name, response=response)
         return self._events.pop_events()
 
-    def encode_error(self, error: RequestError) -> str:
+    def encode_error(self, error: RequestError) -> str | Iterator[str]:
         self._close_item("incomplete")
         body = error_body(self.client_error(error))["error"]
         code, message, param = _error_code(error), body["message"], body["param"]
@@ -106,7 +106,7 @@ class ResponsesEncoder:
     def client_error(self, error: RequestError) -> RequestError:
         return self._translation.translate_error(error)
 
-    def encode_failure(self, error: RequestError) -> str:
+    def encode_failure(self, error: RequestError) -> str | Iterator[str]:
         """Return the last events of a failed response where an event `error` is not part of it."""
         self._close_item("incomplete")
         message = public_message(self.client_error(error))

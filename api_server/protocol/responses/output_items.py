@@ -12,10 +12,18 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, Final, Literal
 
-from api_server.protocol.encoder import PLACEHOLDER, json_string
+from api_server.protocol.encoder import (
+    PLACEHOLDER,
+    flat_texts,
+    has_parts,
+    json_string,
+    sse_event_parts,
+)
 from api_server.protocol.responses.tools import CUSTOM_INPUT, ClientTool
 from api_server.request_stream import Delta
 from api_server.text.logprobs import TextToken
+
+Json = dict[str, Any]
 
 # The events of a stream:
 #
@@ -24,18 +32,18 @@ from api_server.text.logprobs import TextToken
 
 
 class EventBuffer:
-    """Numbered events that have not been sent yet."""
+    """Numbered events that have not been sent yet. They are encoded when they are popped."""
 
     def __init__(self) -> None:
         self._number = 0
-        self._events: list[str] = []
+        self._events: list[str | Json] = []
 
     def add_event(self, name: str, /, **fields: Any) -> None:
         """Add an event. name: without its prefix `response.`."""
         self.add_unprefixed_event(f"response.{name}", **fields)
 
     def add_unprefixed_event(self, kind: str, /, **fields: Any) -> None:
-        self._events.append(_event({"type": kind, "sequence_number": self._number, **fields}))
+        self._events.append({"type": kind, "sequence_number": self._number, **fields})
         self._number += 1
 
     def add_text_event(self, template: "TextEventTemplate", text: str) -> None:
@@ -44,11 +52,15 @@ class EventBuffer:
         self._events.append(f"{before}{self._number}{between}{json_string(text)}{after}")
         self._number += 1
 
-    def pop_events(self) -> str:
-        """Return the events since the last call."""
-        events = "".join(self._events)
-        self._events.clear()
-        return events
+    def pop_events(self) -> str | Iterator[str]:
+        """Return the events since the last call; in parts if they take much work."""
+        events, self._events = self._events, []
+        parts = flat_texts(
+            event if isinstance(event, str) else sse_event_parts(event, event["type"])
+            for event in events
+        )
+        are_large = any(not isinstance(event, str) and has_parts(event) for event in events)
+        return parts if are_large else "".join(parts)
 
 
 class TextEventTemplate:
@@ -62,11 +74,8 @@ class TextEventTemplate:
     def __init__(self, name: str, /, **fields: Any) -> None:
         event = {"type": f"response.{name}", "sequence_number": PLACEHOLDER, **fields}
         event["delta"] = PLACEHOLDER
-        self.pieces = _event(event).split(json.dumps(PLACEHOLDER))
-
-
-def _event(fields: dict[str, Any]) -> str:
-    return f"event: {fields['type']}\ndata: {json.dumps(fields)}\n\n"
+        text = "".join(sse_event_parts(event, event["type"]))
+        self.pieces = text.split(json.dumps(PLACEHOLDER))
 
 
 # Which tokens belong to the text of a message, if log-probabilities were requested:
@@ -129,7 +138,6 @@ class ContentTokens:
 
 
 Status = Literal["in_progress", "completed", "incomplete"]
-Json = dict[str, Any]
 
 
 class OutputItem:

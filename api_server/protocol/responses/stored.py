@@ -7,12 +7,12 @@ sees only its own. If a client exceeds its limits, its oldest response is droppe
                       └────▶ remove_running (not to be stored, or failed)
 """
 
-import json
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from api_server.protocol.encoder import json_parts
 from proto.peer_io import ResponseOperation
 
 if TYPE_CHECKING:
@@ -28,6 +28,14 @@ Owner = tuple[int, str]
 """(tenant, name of the API key)"""
 Json = dict[str, Any]
 _Key = tuple[Owner, str]
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The items of a conversation. num_bytes: of their JSON."""
+
+    items: list[Json]
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +97,8 @@ class StoredResponses:
         self._stored: OrderedDict[_Key, StoredResponse] = OrderedDict()
         self._bytes: dict[Owner, int] = {}
         self._counts: dict[Owner, int] = {}
-        self._items: dict[_Key, Json] = {}  # of all stored responses, by client and id of the item
-        self._item_counts: Counter[_Key] = Counter()  # stored responses that hold the item
+        self._holders: dict[_Key, dict[str, None]] = {}
+        """(client, id of an item) → ids of the stored responses with the item, the newest last."""
 
     @property
     def max_entry_bytes(self) -> int:
@@ -130,7 +138,7 @@ class StoredResponses:
             if operation == "get":
                 return running.snapshot()
             if operation == "input_items":
-                return running.record.items
+                return running.record.history.items
         if stored is None:
             return None
         match operation:
@@ -143,14 +151,14 @@ class StoredResponses:
             case "delete":
                 return self.delete_stored(owner, response_id)
 
-    def store_response(self, owner: Owner, response: Json, items: list[Json]) -> None:
+    def store_response(self, owner: Owner, response: Json, history: History) -> None:
         """Store a finished response; drop older ones if a limit is exceeded.
 
-        items: of the conversation, including those of the response.
+        history: with the items of the response.
         """
-        response_id = response["id"]
+        response_id, items = response["id"], history.items
         self.delete_stored(owner, response_id)
-        size = json_size(response) + json_size(items)
+        size = json_size(response) + history.num_bytes
         if size > self.max_entry_bytes:
             return
         self._drop_expired()
@@ -167,18 +175,28 @@ class StoredResponses:
         self._bytes[owner] = self._bytes.get(owner, 0) + size
         self._counts[owner] = self._counts.get(owner, 0) + 1
         for item in items:
-            self._items[owner, item["id"]] = item
-            self._item_counts[owner, item["id"]] += 1
+            self._holders.setdefault((owner, item["id"]), {})[response_id] = None
 
     def find_stored(self, owner: Owner, response_id: str) -> StoredResponse | None:
         self._drop_expired()
         return self._stored.get((owner, response_id))
 
     def find_items(self, owner: Owner, item_ids: Collection[str]) -> dict[str, Json]:
-        """Return the items with these ids of a client's stored responses, by their ids."""
+        """Return the items with these ids of a client's stored responses, by their ids.
+
+        An item of several responses is that of the newest.
+        """
         self._drop_expired()
-        found = ((item_id, self._items.get((owner, item_id))) for item_id in item_ids)
-        return {item_id: item for item_id, item in found if item is not None}
+        wanted: dict[str, set[str]] = {}  # response id → ids of items
+        for item_id in item_ids:
+            if holders := self._holders.get((owner, item_id)):
+                wanted.setdefault(next(reversed(holders)), set()).add(item_id)
+        return {
+            item["id"]: item
+            for response_id, ids in wanted.items()
+            for item in self._stored[owner, response_id].items
+            if item["id"] in ids
+        }
 
     def delete_stored(self, owner: Owner, response_id: str) -> bool:
         """Delete a stored response; return False if there is none of this id."""
@@ -194,35 +212,33 @@ class StoredResponses:
             self._drop(next(iter(self._stored)))
 
     def _drop(self, key: _Key) -> None:
-        owner = key[0]
+        owner, response_id = key
         dropped = self._stored.pop(key)
         self._bytes[owner] -= dropped.num_bytes
         self._counts[owner] -= 1
         if not self._counts[owner]:
             del self._bytes[owner], self._counts[owner]
         for item in dropped.items:
-            self._item_counts[owner, item["id"]] -= 1
-            if not self._item_counts[owner, item["id"]]:
-                del self._items[owner, item["id"]], self._item_counts[owner, item["id"]]
+            holders = self._holders.get((owner, item["id"]), {})  # none for a repeated id
+            holders.pop(response_id, None)
+            if not holders:
+                self._holders.pop((owner, item["id"]), None)
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseRecord:
-    """Where one response is stored when it is finished.
-
-    items: of the conversation before the response.
-    """
+    """Where one response is stored when it is finished. history: before the response."""
 
     store: StoredResponses
     owner: Owner
-    items: list[Json]
+    history: History
 
     def save_response(self, response: Json) -> None:
-        self.store.store_response(self.owner, response, [*self.items, *response["output"]])
+        output, before = response["output"], self.history
+        size = before.num_bytes + json_size(output)
+        self.store.store_response(self.owner, response, History([*before.items, *output], size))
 
 
 def json_size(value: Any) -> int:
     """Return the size of a JSON value in bytes, as the limits count it."""
-    if isinstance(value, list):  # a member at a time, so that other threads can run
-        return sum(len(json.dumps(member)) + 2 for member in value) or 2
-    return len(json.dumps(value))
+    return sum(map(len, json_parts(value)))  # in parts, so that other threads can run
