@@ -7,7 +7,7 @@ One byte can cost a call of Python (a chunk, a fragment, a ping). So what a conn
 is parsed in slices, and the event loop does other work in between, however many connections send as
 fast as they can. A connection is not parsed while it waits for its response or its application.
 
-What the application has not got whole is counted by `Uploads`, over all connections of a front end.
+What arrives or waits is counted by `Uploads`, over all connections of a front end.
 """
 
 import asyncio
@@ -45,10 +45,10 @@ COUNTED_BYTES: Final = 16 << 10
 """Uploads below this size are not counted."""
 
 MAX_UPLOAD_BYTES: Final = 96 << 20
-"""Most bytes of all unfinished uploads, divided by the number of front ends."""
+"""Most bytes of all uploads, divided by the number of front ends."""
 
 MAX_CLIENT_UPLOAD_BYTES: Final = 48 << 20
-"""Most bytes of unfinished uploads of one address or tenant, divided likewise."""
+"""Most bytes of uploads of one address or tenant, divided likewise."""
 
 DISCARD_SECONDS: Final = 0.05
 """Time between reads whose data is dropped."""
@@ -60,6 +60,9 @@ UPLOAD_BYTES: Final = 240 << 10
 
 TRANSPORT: Final = "tokend.transport"
 """Name of an ASGI extension: the transport of the connection."""
+
+_BEGIN_UPLOAD: Final = "tokend.begin_upload"
+"""Name of an ASGI extension: the method of the connection."""
 
 LINGER_SECONDS: Final = 1.0
 """Time before a refused connection is closed; a client that still sends would get a reset instead
@@ -79,6 +82,19 @@ def client_disconnected(scope: Scope) -> bool:
     poll = select.poll()
     poll.register(transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
     return bool(poll.poll(0))
+
+
+def begin_upload(scope: Scope, tenant: int, end: Callable[[RequestError], None]) -> "Upload":
+    """Return an upload for the body of a request, or for a message; it must be closed with 0.
+
+    end: is called with the reason if it is too large. Under another HTTP server it is counted
+    alone.
+    """
+    begin = scope.get("extensions", {}).get(_BEGIN_UPLOAD)
+    if begin is None:
+        return Uploads().begin("", end, tenant=tenant)
+    upload: Upload = begin(tenant, end)
+    return upload
 
 
 STALL_SECONDS: Final = 60.0
@@ -107,7 +123,7 @@ class Timeout:
 
 
 class Upload:
-    """Bytes of one client that the application has not got whole, as `Uploads` counts them.
+    """Bytes of one client that arrive or wait, as `Uploads` counts them.
 
     owners: whose totals they belong to. end: is called with the reason if they are too many.
     """
@@ -128,8 +144,10 @@ class Upload:
 
 
 class Uploads:
-    """Limits on all unfinished uploads of a front end together, and on those of each client.
+    """Limits on all uploads of a front end together, and on those of each client.
 
+    An upload is unparsed data, an unfinished message, or a body from its first byte until it is
+    decoded (of one up to 1 MiB: until the engine has its requests, `api_server/turns.py`).
     The largest upload of the client with the most bytes is ended, so small ones never are while a
     large one is open. A limit is never below one body of the largest size.
     """
@@ -180,7 +198,7 @@ class Uploads:
 
     def _end(self, upload: Upload) -> None:
         self.resize(upload, 0)
-        upload.end(OverloadedError("too many bytes of unfinished uploads: send fewer at a time"))
+        upload.end(OverloadedError("too many large requests are waiting: retry later"))
 
 
 def _size(upload: Upload) -> int:
@@ -294,6 +312,15 @@ class ReceivingProtocol(asyncio.Protocol):
         self._count_upload()
         self._is_in_turns = bool(self._unparsed) and self._may_parse()
         return self._is_in_turns
+
+    def begin_upload(self, tenant: int, end: Callable[[RequestError], None]) -> Upload:
+        """Return an upload for the body or message that the application reads now."""
+        address = self.client[0] if self.client else ""
+        return self.reception.uploads.begin(address, end, tenant=tenant)
+
+    def _extensions(self) -> dict[str, Any]:
+        """Return ASGI extensions for requests on this connection."""
+        return {TRANSPORT: self.transport, _BEGIN_UPLOAD: self.begin_upload}
 
     def _receive(self, data: bytes) -> None:
         self._unparsed += data

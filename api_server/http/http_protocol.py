@@ -31,11 +31,8 @@ from api_server.http.connection import (
     READ_AHEAD_BYTES,
     SLICE_BYTES,
     STALL_SECONDS,
-    TRANSPORT,
     ReceivingProtocol,
     Timeout,
-    Upload,
-    Uploads,
 )
 from api_server.http.websocket_protocol import LimitedWebSocketProtocol
 from api_server.metrics.metric_sheet import Gauge
@@ -62,9 +59,6 @@ _OFFER_HEADERS: Final = (b"upgrade", b"http2-settings")
 
 _CYCLE: Final = "tokend.cycle"
 """Name of an ASGI extension: uvicorn's RequestResponseCycle."""
-
-_UPLOADS: Final = "tokend.uploads"
-"""Name of an ASGI extension: the `Uploads` of the front end."""
 
 _STALLED: Final = "tokend.stalled"
 
@@ -93,16 +87,6 @@ def chunk_writer(scope: Scope) -> "ChunkWriter | None":
 def _cycle_of(scope: Scope) -> RequestResponseCycle | None:
     cycle: RequestResponseCycle | None = scope.get("extensions", {}).get(_CYCLE)
     return cycle
-
-
-def begin_upload(scope: Scope, tenant: int, end: Callable[[RequestError], None]) -> Upload:
-    """Return an upload to which the body of this request is counted; it must be closed with 0.
-
-    Under another HTTP server it is counted alone.
-    """
-    uploads: Uploads = scope.get("extensions", {}).get(_UPLOADS) or Uploads()
-    address = (scope.get("client") or ("",))[0]
-    return uploads.begin(address, end, tenant=tenant)
 
 
 class ChunkWriter:
@@ -251,11 +235,7 @@ class LimitedHttpProtocol(ReceivingProtocol, HttpToolsProtocol):
         self._receive_timeout.cancel()
         super().on_headers_complete()
         scope: dict[str, Any] = self.scope  # type: ignore[assignment]
-        scope["extensions"] = {
-            _CYCLE: self.cycle,
-            TRANSPORT: self.transport,
-            _UPLOADS: self.reception.uploads,
-        }
+        scope["extensions"] = self._extensions() | {_CYCLE: self.cycle}
         if scope["http_version"] == "1.0":
             self.cycle.send = _UnchunkedResponse(self.cycle).send  # type: ignore[method-assign]
 

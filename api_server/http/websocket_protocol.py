@@ -11,6 +11,7 @@ may be never.
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Final, Literal
 
 from uvicorn._types import ASGIReceiveEvent, ASGISendEvent
@@ -23,11 +24,11 @@ from api_server.errors import error_response
 from api_server.http.connection import (
     LINGER_SECONDS,
     STALL_SECONDS,
-    TRANSPORT,
     UPLOAD_BYTES,
     UPLOAD_SECONDS,
     ReceivingProtocol,
     Timeout,
+    Upload,
 )
 from api_server.metrics.metric_sheet import Gauge
 from proto.errors import InvalidRequestError, RequestError, shown
@@ -112,7 +113,7 @@ class LimitedWebSocketProtocol(ReceivingProtocol, WebSocketsSansIOProtocol):
         if self.response.status_code != 101:
             _log_refusal(self.conn.handshake_exc)
         else:
-            self.scope["extensions"][TRANSPORT] = self.transport  # type: ignore[assignment]
+            self.scope["extensions"].update(self._extensions())
 
     def handle_text(self, event: Frame) -> None:
         self._begin_message(event, "text")
@@ -152,8 +153,9 @@ class LimitedWebSocketProtocol(ReceivingProtocol, WebSocketsSansIOProtocol):
         self._num_queued_bytes += len(data)
 
     async def receive(self) -> ASGIReceiveEvent:
-        """Return the next message; it is counted until the application asks for another one.
+        """Return the next message.
 
+        It is counted until the application decodes it or asks for another one.
         Each takes a pass of the event loop, so that many small ones do not hold up other tasks.
         """
         self._num_taken_bytes = 0
@@ -164,6 +166,12 @@ class LimitedWebSocketProtocol(ReceivingProtocol, WebSocketsSansIOProtocol):
             self._num_taken_bytes, self._num_queued_bytes = self._num_queued_bytes, 0
         self._continue_parsing()
         return message
+
+    def begin_upload(self, tenant: int, end: Callable[[RequestError], None]) -> Upload:
+        """Return an upload for the message that the application has taken."""
+        self._num_taken_bytes = 0
+        self._count_upload()
+        return super().begin_upload(tenant, end)
 
     async def send(self, message: ASGISendEvent) -> None:
         if self._is_ended or (self.close_sent and self.transport.is_closing()):
