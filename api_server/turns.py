@@ -11,7 +11,7 @@ tenant. When its turn comes, a request whose client has disconnected ends with `
 import asyncio
 import ctypes
 import gc
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -26,8 +26,6 @@ from proto.errors import RequestError
 
 P = ParamSpec("P")
 R = TypeVar("R")
-MAX_TENANTS: Final = 4096
-"""Tenants whose last turn is remembered."""
 INLINE_BYTES: Final = 1 << 16
 """Largest body that is decoded on the event loop."""
 UNHELD_BYTES: Final = 1 << 20
@@ -145,14 +143,15 @@ CLIENT: ContextVar[Client] = ContextVar("client", default=Client())  # noqa: B03
 class Turns:
     """A limited amount, of threads or of bytes, that requests take and give back in turn.
 
-    A request that does not fit waits, and so do all that would be served after it.
+    A request that does not fit waits, and so do all that would be served after it. A tenant waits
+    for one request of each other tenant that was waiting before it, at most.
     """
 
     def __init__(self, amount: int) -> None:
         self._free = amount
-        self._waiting: dict[int, deque[tuple[asyncio.Future[None], int, Client]]] = {}
-        self._num_served = 0
-        self._last_served: dict[int, int] = {}  # tenant → _num_served at its last turn
+        # by tenant; the one whose turn is next comes first
+        self._waiting: OrderedDict[int, deque[tuple[asyncio.Future[None], int, Client]]]
+        self._waiting = OrderedDict()
 
     async def take(self, amount: int = 1) -> None:
         """Return when the amount is this request's; raises ClientDisconnect, OverloadedError."""
@@ -177,14 +176,11 @@ class Turns:
     def give_back(self, amount: int = 1) -> None:
         self._free += amount
         self._serve()
-        if len(self._last_served) > MAX_TENANTS:
-            self._last_served.clear()
 
     def _serve(self) -> None:
-        """Serve waiting requests while there is enough, longest unserved tenant first."""
+        """Serve waiting requests while there is enough, one of each tenant in turn."""
         while self._waiting:
-            tenant = min(self._waiting, key=lambda each: self._last_served.get(each, 0))
-            requests = self._waiting[tenant]
+            tenant, requests = next(iter(self._waiting.items()))
             turn, amount, client = requests[0]
             if amount > self._free and not turn.done():
                 return
@@ -193,23 +189,15 @@ class Turns:
                 del self._waiting[tenant]
             if turn.done():  # cancelled
                 continue
+            if requests:
+                self._waiting.move_to_end(tenant)
             try:
                 client.check_goes_on()
             except (ClientDisconnect, RequestError) as error:
                 turn.set_exception(error)
             else:
                 self._free -= amount
-                self._num_served += 1
-                self._last_served[tenant] = self._num_served
                 turn.set_result(None)
-
-    @asynccontextmanager
-    async def taken(self, amount: int = 1) -> AsyncIterator[None]:
-        await self.take(amount)
-        try:
-            yield
-        finally:
-            self.give_back(amount)
 
 
 class WorkThread:
@@ -231,9 +219,12 @@ class WorkThread:
 
         Raises ClientDisconnect, and OverloadedError if the request's body is ended.
         """
-        async with self._turns.taken():
+        await self._turns.take()
+        try:
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._thread, partial(work, *args, **fields))
+        finally:
+            self._turns.give_back()
 
     def submit(self, work: Callable[[], None]) -> None:
         """Do work that belongs to no request, after what the thread does now."""
