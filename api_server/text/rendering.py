@@ -160,20 +160,22 @@ class TemplateProcess:
     """The front end's side of a process that renders, one task at a time."""
 
     def __init__(self) -> None:
-        self._file = os.memfd_create("tokend-chat")
-        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._channel.setblocking(False)
-        try:
-            with theirs:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", MODULE, str(self._file)],
-                    stdin=theirs.fileno(),
-                    pass_fds=[self._file],
-                )
-        except OSError:
-            self._channel.close()
-            os.close(self._file)
-            raise OverloadedError("there is no process for the chat template") from None
+        with contextlib.ExitStack() as opened:
+            try:
+                self._file = os.memfd_create("tokend-chat")
+                opened.callback(os.close, self._file)
+                pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                self._channel = opened.enter_context(pair[0])
+                self._channel.setblocking(False)
+                with pair[1] as theirs:
+                    self._process = subprocess.Popen(
+                        [sys.executable, "-P", "-m", MODULE, str(self._file)],
+                        stdin=theirs.fileno(),
+                        pass_fds=[self._file],
+                    )
+            except OSError:
+                raise OverloadedError("there is no process for the chat template") from None
+            opened.pop_all()
 
     @classmethod
     @contextlib.asynccontextmanager

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import os
+import resource
 import shutil
 import subprocess
 import time
@@ -142,6 +144,28 @@ async def test_a_machine_without_processes_releases_the_slot(monkeypatch) -> Non
         with pytest.raises(OverloadedError, match="no process"):
             await rendering.render(Conversation(MESSAGES))
     assert await rendering.render(Conversation(MESSAGES)) == "done"
+
+
+@pytest.mark.parametrize("number", range(4))
+async def test_scarce_descriptors_are_closed_again(number: int, monkeypatch) -> None:
+    """A process takes five, for a moment."""
+    monkeypatch.setattr("api_server.text.rendering._IDLE", [])
+    rendering = TemplateRenderer(ChatTemplate("done", {}))
+    before = os.listdir("/proc/self/fd")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(map(int, before))
+    held = [os.dup(0) for _ in range(highest + 1 - len(before) + 2)]  # no gaps
+    try:
+        most = max(held) + 1
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most + number, limits[1]))
+        for _ in range(3):
+            with pytest.raises(OverloadedError, match="no process"):
+                await rendering.render(Conversation(MESSAGES))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for descriptor in held:
+            os.close(descriptor)
+    assert os.listdir("/proc/self/fd") == before
 
 
 BAD_EXPRESSIONS = {
