@@ -33,6 +33,7 @@ from api_server.http.connection import (
     STALL_SECONDS,
     ReceivingProtocol,
     Timeout,
+    Upload,
 )
 from api_server.http.websocket_protocol import LimitedWebSocketProtocol
 from api_server.metrics.metric_sheet import Gauge
@@ -177,6 +178,8 @@ class LimitedHttpProtocol(ReceivingProtocol, HttpToolsProtocol):
     _num_unread_bytes = 0
     _num_body_bytes_left = 0
     _last_bytes = b""
+    _body_upload: Upload | None = None
+    _body_error: RequestError | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -209,6 +212,7 @@ class LimitedHttpProtocol(ReceivingProtocol, HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._in_headers, self._num_headers = True, 0
+        self._body_upload = None
         self._num_parsed_bytes = self._num_raw_bytes = 0
         self._num_body_bytes_left = 0
         if not self._receive_timeout.is_scheduled:
@@ -359,9 +363,21 @@ class LimitedHttpProtocol(ReceivingProtocol, HttpToolsProtocol):
                 self.parser = httptools.HttpRequestParser(self)
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
 
+    def begin_upload(self, tenant: int, end: Callable[[RequestError], None]) -> Upload:
+        self._body_upload = super().begin_upload(tenant, end)
+        if self._body_error is not None:
+            end(self._body_error)
+        return self._body_upload
+
     def _end_upload(self, error: RequestError) -> None:
-        """Refuse what has not been parsed; the connection ends with the response in progress."""
-        if self._is_responding:
+        """Refuse what has not been parsed; the connection ends with the response in progress.
+
+        The application refuses a body that it is reading, and the rest is dropped as it comes.
+        """
+        if self._in_body and self._body_upload is not None:
+            self._body_upload.end(error)
+        elif self._is_responding:
+            self._body_error = error
             self._drop_pipeline()
         else:
             self._refuse(error)

@@ -13,11 +13,12 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
 from api_server import turns
-from api_server.http import connection, websocket_protocol
+from api_server.http import connection, middleware, websocket_protocol
 from api_server.http.connection import MAX_BODY_BYTES, MAX_CLIENT_UPLOAD_BYTES, Uploads
 from api_server.routes import common
 from proto.config import FrontEndConfig
 from proto.engine_io import FinishReason
+from proto.errors import OverloadedError
 from tests.api_server.conftest import closed, message, websocket
 from tests.api_server.test_bad_bodies import raw_exchange
 
@@ -391,6 +392,27 @@ async def test_bodies_that_wait_for_their_turn_are_counted(start, scripted, size
         answers = await asyncio.gather(*asked[:1], *asked[2:])
         assert [answer.status_code for answer in answers] == [200] * 3
         assert not uploads.num_bytes
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+async def test_data_of_a_body_that_is_ended(start, monkeypatch, is_read):
+    """The request is refused at once, whether or not the application reads its body by then."""
+    monkeypatch.setattr(middleware, "DISCONNECT_GRACE_SECONDS", 0 if is_read else 0.3)
+    async with start(accepts=True) as front_end, asyncio.timeout(10):
+        running = asyncio.create_task(front_end.complete())
+        await front_end.engine.requests.get()
+        before = set(front_end.server.server_state.connections)
+        reader, writer = await opened(front_end)
+        writer.write(POST + b"Content-Length: 200000\r\n\r\n" + b" " * 100_000)
+        while not (found := set(front_end.server.server_state.connections) - before):
+            await asyncio.sleep(0.01)
+        (protocol,) = found
+        while not protocol._in_body or is_read != (protocol.cycle.body == b""):
+            await asyncio.sleep(0.01)
+        protocol._end_upload(OverloadedError("too many"))
+        assert statuses(await reader.readuntil(b"}}")) == [503]
+        writer.close()
+        running.cancel()
 
 
 async def test_a_message_that_waits_for_its_turn_is_counted_once(start, scripted):
