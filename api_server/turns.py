@@ -11,7 +11,8 @@ tenant. When its turn comes, a request whose client has disconnected ends with `
 import asyncio
 import ctypes
 import gc
-from collections import deque
+import threading
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -21,12 +22,11 @@ from typing import Final, ParamSpec, TypeVar
 
 from starlette.requests import ClientDisconnect
 
-from proto.errors import OverloadedError
+from api_server.http.connection import Upload, Uploads
+from proto.errors import RequestError
 
 P = ParamSpec("P")
 R = TypeVar("R")
-MAX_TENANTS: Final = 4096
-"""Tenants whose last turn is remembered."""
 INLINE_BYTES: Final = 1 << 16
 """Largest body that is decoded on the event loop."""
 UNHELD_BYTES: Final = 1 << 20
@@ -36,22 +36,37 @@ HELD_BYTES: Final = 32 << 20
 
 As objects they can take four times as much: a text takes four bytes per character if one is an
 emoji."""
-MAX_WAITING_BYTES: Final = 64 << 20
-"""Such bodies of one tenant that wait."""
+BeginUpload = Callable[[int, Callable[[RequestError], None]], Upload]
+"""Returns an upload of a tenant; the function is called with the reason if it is ended."""
+
+
+def _begin_alone(tenant: int, end: Callable[[RequestError], None]) -> Upload:
+    return Uploads().begin("", end, tenant=tenant)
 
 
 class Client:
     """The client whose request the current task serves.
 
-    tenant: as in `http/tenants.py`. body_size: bytes of the request's body or message, or of the
-    conversation that it continues.
+    A body or message counts as an upload of the client from its first bytes until it is released.
+    If it is ended because there are too many, it is waiting, and its wait ends with the error.
+
+    tenant: as in `http/tenants.py`. begin_upload: by default, the bodies of this client are counted
+    alone. body_size: bytes of the request's body or message, or
+    of the conversation that it continues.
     """
 
     def __init__(
-        self, tenant: Callable[[], int] = lambda: 0, is_gone: Callable[[], bool] = lambda: False
+        self,
+        tenant: Callable[[], int] = lambda: 0,
+        is_gone: Callable[[], bool] = lambda: False,
+        begin_upload: BeginUpload = _begin_alone,
     ) -> None:
         self._tenant = tenant
         self._is_gone = is_gone
+        self._begin_upload = begin_upload
+        self._upload: Upload | None = None
+        self._failure: RequestError | None = None
+        self._wait: asyncio.Timeout | None = None
         self._held = 0
         self.body_size = 0
 
@@ -59,27 +74,60 @@ class Client:
     def tenant(self) -> int:
         return self._tenant()
 
-    def check_connected(self) -> None:
-        """Raise ClientDisconnect if the client has closed its connection."""
+    def check_goes_on(self) -> None:
+        """Raise the error with which the body was ended, or ClientDisconnect if the client left."""
+        if self._failure is not None:
+            raise self._failure
         if self._is_gone():
             raise ClientDisconnect
+
+    def count_body(self, size: int) -> None:
+        """Set the size of the body, as far as it has arrived; raises OverloadedError."""
+        self.body_size = size
+        if self._upload is None:
+            self._upload = self._begin_upload(self.tenant, self._end_body)
+        self._upload.resize(size)
+        if self._failure is not None:
+            raise self._failure
 
     async def hold_body(self, size: int) -> None:
         """Return when a body of this size may be decoded.
 
-        Raises ClientDisconnect, and OverloadedError if too many bodies of the tenant wait.
+        Raises ClientDisconnect, and OverloadedError if too many bodies wait.
         """
-        self.body_size = size
+        self.count_body(size)
         if size > UNHELD_BYTES:
-            if _body_bytes.num_waiting(self.tenant) + size > MAX_WAITING_BYTES:
-                raise OverloadedError("other large bodies have to be read before this one")
             await _body_bytes.take(size)
             self._held += size
+            assert self._upload is not None
+            self._upload.resize(0)  # HELD_BYTES limits those that are decoded
+
+    @asynccontextmanager
+    async def waiting(self, seconds: float | None = None) -> AsyncIterator[asyncio.Timeout]:
+        """End the block with an error if the body is ended meanwhile.
+
+        Yields a timeout; raises TimeoutError when it expires.
+        """
+        try:
+            async with asyncio.timeout(seconds) as self._wait:
+                yield self._wait
+        except TimeoutError:
+            if self._failure is None:
+                raise
+            raise self._failure from None
+        finally:
+            self._wait = None
+
+    def _end_body(self, error: RequestError) -> None:
+        self._failure = error
+        if self._wait is not None and not self._wait.expired():
+            self._wait.reschedule(asyncio.get_running_loop().time())
 
     def end_request(self) -> None:
         """Release the body and, if it was large, the memory that it took."""
         self.release_body()
-        if self.body_size > UNHELD_BYTES:
+        if self.body_size > UNHELD_BYTES and not _is_return_pending.is_set():
+            _is_return_pending.set()
             _body_thread.submit(_return_memory)
 
     def release_body(self) -> None:
@@ -87,6 +135,9 @@ class Client:
         held, self._held = self._held, 0
         if held:
             _body_bytes.give_back(held)
+        if self._upload is not None:
+            self._upload.resize(0)
+        self._upload = self._failure = None
 
 
 CLIENT: ContextVar[Client] = ContextVar("client", default=Client())  # noqa: B039 (immutable)
@@ -95,42 +146,44 @@ CLIENT: ContextVar[Client] = ContextVar("client", default=Client())  # noqa: B03
 class Turns:
     """A limited amount, of threads or of bytes, that requests take and give back in turn.
 
-    A request that does not fit waits, and so do all that would be served after it.
+    A request that does not fit waits, and so do all that would be served after it. A tenant waits
+    for one request of each other tenant that was waiting before it, at most.
     """
 
     def __init__(self, amount: int) -> None:
         self._free = amount
-        self._waiting: dict[int, deque[tuple[asyncio.Future[None], int, Client]]] = {}
-        self._num_served = 0
-        self._last_served: dict[int, int] = {}  # tenant → _num_served at its last turn
+        # by tenant; the one whose turn is next comes first
+        self._waiting: OrderedDict[int, deque[tuple[asyncio.Future[None], int, Client]]]
+        self._waiting = OrderedDict()
 
     async def take(self, amount: int = 1) -> None:
-        """Return when the amount is this request's; raise ClientDisconnect."""
+        """Return when the amount is this request's; raises ClientDisconnect, OverloadedError."""
         client, turn = CLIENT.get(), asyncio.get_running_loop().create_future()
         self._waiting.setdefault(client.tenant, deque()).append((turn, amount, client))
         self._serve()
+        if turn.done():
+            turn.result()
+            return
         try:
-            await turn
-        except asyncio.CancelledError:
+            async with client.waiting():
+                await turn
+        except (asyncio.CancelledError, RequestError):
             taken = turn.done() and not turn.cancelled() and turn.exception() is None
             self.give_back(amount if taken else 0)
             raise
 
     def num_waiting(self, tenant: int) -> int:
-        """Return the amount that the requests of a tenant wait for."""
-        return sum(amount for _, amount, _ in self._waiting.get(tenant, ()))
+        """Return how many requests of a tenant wait."""
+        return len(self._waiting.get(tenant, ()))
 
     def give_back(self, amount: int = 1) -> None:
         self._free += amount
         self._serve()
-        if len(self._last_served) > MAX_TENANTS:
-            self._last_served.clear()
 
     def _serve(self) -> None:
-        """Serve waiting requests while there is enough, longest unserved tenant first."""
+        """Serve waiting requests while there is enough, one of each tenant in turn."""
         while self._waiting:
-            tenant = min(self._waiting, key=lambda each: self._last_served.get(each, 0))
-            requests = self._waiting[tenant]
+            tenant, requests = next(iter(self._waiting.items()))
             turn, amount, client = requests[0]
             if amount > self._free and not turn.done():
                 return
@@ -139,27 +192,22 @@ class Turns:
                 del self._waiting[tenant]
             if turn.done():  # cancelled
                 continue
+            if requests:
+                self._waiting.move_to_end(tenant)
             try:
-                client.check_connected()
-            except ClientDisconnect as error:
+                client.check_goes_on()
+            except (ClientDisconnect, RequestError) as error:
                 turn.set_exception(error)
             else:
                 self._free -= amount
-                self._num_served += 1
-                self._last_served[tenant] = self._num_served
                 turn.set_result(None)
-
-    @asynccontextmanager
-    async def taken(self, amount: int = 1) -> AsyncIterator[None]:
-        await self.take(amount)
-        try:
-            yield
-        finally:
-            self.give_back(amount)
 
 
 class WorkThread:
-    """A thread on which requests do work in turn."""
+    """A thread on which requests do work in turn.
+
+    What those that wait keep in memory is limited where their bodies are counted.
+    """
 
     def __init__(self, name: str) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
@@ -170,10 +218,16 @@ class WorkThread:
         return self._turns.num_waiting(CLIENT.get().tenant)
 
     async def run(self, work: Callable[P, R], *args: P.args, **fields: P.kwargs) -> R:
-        """Return the result of `work`, a slice of a request's; raise ClientDisconnect."""
-        async with self._turns.taken():
+        """Return the result of `work`, a slice of a request's.
+
+        Raises ClientDisconnect, and OverloadedError if the request's body is ended.
+        """
+        await self._turns.take()
+        try:
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._thread, partial(work, *args, **fields))
+        finally:
+            self._turns.give_back()
 
     def submit(self, work: Callable[[], None]) -> None:
         """Do work that belongs to no request, after what the thread does now."""
@@ -187,7 +241,7 @@ _body_thread: Final = WorkThread("bodies")
 async def run_for_body(work: Callable[P, R], *args: P.args, **fields: P.kwargs) -> R:
     """Return the result of work on a request's body, which runs on a thread for a large one.
 
-    Raises ClientDisconnect.
+    Raises ClientDisconnect and OverloadedError.
     """
     if CLIENT.get().body_size <= INLINE_BYTES:
         return work(*args, **fields)
@@ -216,8 +270,12 @@ def return_freed_blocks() -> None:
         allocator.mallopt(_M_TRIM_THRESHOLD, 8 << 20)
 
 
+_is_return_pending: Final = threading.Event()
+
+
 def _return_memory() -> None:
     """Free reference cycles of large objects, such as those of errors, and return their memory."""
+    _is_return_pending.clear()
     gc.collect()
     with suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -7,7 +7,7 @@ One byte can cost a call of Python (a chunk, a fragment, a ping). So what a conn
 is parsed in slices, and the event loop does other work in between, however many connections send as
 fast as they can. A connection is not parsed while it waits for its response or its application.
 
-What the application has not got whole is counted by `Uploads`, over all connections of a front end.
+What arrives or waits is counted by `Uploads`, over all connections of a front end.
 """
 
 import asyncio
@@ -16,11 +16,14 @@ import select
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from http import HTTPStatus
 from typing import Any, Final
 
+from starlette.responses import Response
 from starlette.types import Scope
 
 from api_server.http.addresses import network_of
+from api_server.metrics.metric_sheet import Gauge
 from api_server.request_log import RequestLog
 from proto.config import FrontEndConfig
 from proto.errors import OverloadedError, RequestError
@@ -47,10 +50,10 @@ COUNTED_BYTES: Final = 16 << 10
 """Uploads below this size are not counted."""
 
 MAX_UPLOAD_BYTES: Final = 96 << 20
-"""Most bytes of all unfinished uploads, divided by the number of front ends."""
+"""Most bytes of all uploads, divided by the number of front ends."""
 
 MAX_CLIENT_UPLOAD_BYTES: Final = 48 << 20
-"""Most bytes of unfinished uploads of one address or tenant, divided likewise."""
+"""Most bytes of uploads of one address or tenant, divided likewise."""
 
 DISCARD_SECONDS: Final = 0.05
 """Time between reads whose data is dropped."""
@@ -62,6 +65,9 @@ UPLOAD_BYTES: Final = 240 << 10
 
 TRANSPORT: Final = "tokend.transport"
 """Name of an ASGI extension: the transport of the connection."""
+
+_BEGIN_UPLOAD: Final = "tokend.begin_upload"
+"""Name of an ASGI extension: the method of the connection."""
 
 LINGER_SECONDS: Final = 1.0
 """Time before a refused connection is closed; a client that still sends would get a reset instead
@@ -81,6 +87,19 @@ def client_disconnected(scope: Scope) -> bool:
     poll = select.poll()
     poll.register(transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
     return bool(poll.poll(0))
+
+
+def begin_upload(scope: Scope, tenant: int, end: Callable[[RequestError], None]) -> "Upload":
+    """Return an upload for the body of a request, or for a message; it must be closed with 0.
+
+    end: is called with the reason if it is too large. Under another HTTP server it is counted
+    alone.
+    """
+    begin = scope.get("extensions", {}).get(_BEGIN_UPLOAD)
+    if begin is None:
+        return Uploads().begin("", end, tenant=tenant)
+    upload: Upload = begin(tenant, end)
+    return upload
 
 
 STALL_SECONDS: Final = 60.0
@@ -109,7 +128,7 @@ class Timeout:
 
 
 class Upload:
-    """Bytes of one client that the application has not got whole, as `Uploads` counts them.
+    """Bytes of one client that arrive or wait, as `Uploads` counts them.
 
     owners: whose totals they belong to. end: is called with the reason if they are too many.
     """
@@ -130,8 +149,10 @@ class Upload:
 
 
 class Uploads:
-    """Limits on all unfinished uploads of a front end together, and on those of each client.
+    """Limits on all uploads of a front end together, and on those of each client.
 
+    An upload is unparsed data, an unfinished message, or a body from its first byte until it is
+    decoded (of one up to 1 MiB: until the engine has its requests, `api_server/turns.py`).
     The largest upload of the client with the most bytes is ended, so small ones never are while a
     large one is open. A limit is never below one body of the largest size.
     """
@@ -182,7 +203,7 @@ class Uploads:
 
     def _end(self, upload: Upload) -> None:
         self.resize(upload, 0)
-        upload.end(OverloadedError("too many bytes of unfinished uploads: send fewer at a time"))
+        upload.end(OverloadedError("too many large requests are waiting: retry later"))
 
 
 def _size(upload: Upload) -> int:
@@ -264,6 +285,9 @@ class ReceivingProtocol(asyncio.Protocol):
     transport: asyncio.Transport
     client: tuple[str, int] | None
 
+    connection_gauge: Gauge | None = None
+    """Counts open connections."""
+
     def __init__(self, *args: Any, reception: Reception | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
         self.reception = reception or Reception()
@@ -272,6 +296,29 @@ class ReceivingProtocol(asyncio.Protocol):
         self._is_in_turns = False
         self._is_reading = True
         self._upload: Upload | None = None
+        self._num_unread_bytes = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._stall_timeout = Timeout(self.loop)
+        if self.connection_gauge is not None:
+            self.connection_gauge.__enter__()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stall_timeout.cancel()
+        self._forget_data()
+        if self.connection_gauge is not None:
+            self.connection_gauge.__exit__(None, None, None)
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._start_stall_timeout()
+
+    def resume_writing(self) -> None:
+        if not self.transport.is_closing():
+            self._stall_timeout.cancel()
+        super().resume_writing()
 
     def parse_slice(self) -> bool:
         """Parse some of the data; return whether there is more to parse now."""
@@ -286,6 +333,15 @@ class ReceivingProtocol(asyncio.Protocol):
         self._count_upload()
         self._is_in_turns = bool(self._unparsed) and self._may_parse()
         return self._is_in_turns
+
+    def begin_upload(self, tenant: int, end: Callable[[RequestError], None]) -> Upload:
+        """Return an upload for the body or message that the application reads now."""
+        address = self.client[0] if self.client else ""
+        return self.reception.uploads.begin(address, end, tenant=tenant)
+
+    def _extensions(self) -> dict[str, Any]:
+        """Return ASGI extensions for requests on this connection."""
+        return {TRANSPORT: self.transport, _BEGIN_UPLOAD: self.begin_upload}
 
     def _receive(self, data: bytes) -> None:
         self._unparsed += data
@@ -351,6 +407,38 @@ class ReceivingProtocol(asyncio.Protocol):
         path = url.partition(b"?")[0].decode("latin-1") or None
         scope = {"type": "http", "client": self.client, "path": path, "headers": headers}
         self.reception.request_log.log_refusal(error, scope)
+
+    def _start_stall_timeout(self) -> None:
+        """Check after STALL_SECONDS whether the client has read some of the waiting data.
+
+        Nothing more is written until the client has read it, so its size can only shrink.
+        """
+        self._num_unread_bytes = self.transport.get_write_buffer_size()
+        self._stall_timeout.schedule(STALL_SECONDS, self._check_stall)
+
+    def _check_stall(self) -> None:
+        if self.transport.get_write_buffer_size() < self._num_unread_bytes:
+            self._start_stall_timeout()
+        else:
+            self._abort_stalled()
+
+    def _abort_stalled(self) -> None:
+        self.transport.abort()
+
+    def _write_refusal(self, response: Response) -> None:
+        """Write a response to what is no valid request, and close the connection."""
+        phrase = HTTPStatus(response.status_code).phrase
+        lines = [f"HTTP/1.1 {response.status_code} {phrase}".encode(), b"connection: close"]
+        lines += [name + b": " + value for name, value in response.raw_headers]
+        self.transport.write(b"\r\n".join([*lines, b"", bytes(response.body)]))
+        self._close_later()
+
+    def _close_later(self) -> None:
+        """Close the connection when its client has had time to read what was written."""
+        if self.transport.can_write_eof():  # TLS cannot close one direction alone
+            self.transport.write_eof()
+        self._forget_data()
+        self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
     def _forget_data(self) -> None:
         """Drop what was received, for a connection that is closed, refused or handed on."""

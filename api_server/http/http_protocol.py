@@ -15,7 +15,6 @@ responses, which know only the ASGI scope.
 
 import asyncio
 from collections.abc import Callable
-from http import HTTPStatus
 from typing import Any, Final
 
 import httptools
@@ -28,18 +27,13 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from api_server.errors import HeadersTooLargeError, SlowUploadError, error_response
 from api_server.http.access import LISTENER, PUBLIC
 from api_server.http.connection import (
-    LINGER_SECONDS,
     READ_AHEAD_BYTES,
     SLICE_BYTES,
-    STALL_SECONDS,
-    TRANSPORT,
     ReceivingProtocol,
     Timeout,
     Upload,
-    Uploads,
 )
 from api_server.http.websocket_protocol import LimitedWebSocketProtocol
-from api_server.metrics.metric_sheet import Gauge
 from proto.errors import InvalidRequestError, RequestError
 
 MAX_HEADER_BYTES: Final = 64 << 10
@@ -63,9 +57,6 @@ _OFFER_HEADERS: Final = (b"upgrade", b"http2-settings")
 
 _CYCLE: Final = "tokend.cycle"
 """Name of an ASGI extension: uvicorn's RequestResponseCycle."""
-
-_UPLOADS: Final = "tokend.uploads"
-"""Name of an ASGI extension: the `Uploads` of the front end."""
 
 _STALLED: Final = "tokend.stalled"
 
@@ -100,16 +91,6 @@ def chunk_writer(scope: Scope) -> "ChunkWriter | None":
 def _cycle_of(scope: Scope) -> RequestResponseCycle | None:
     cycle: RequestResponseCycle | None = scope.get("extensions", {}).get(_CYCLE)
     return cycle
-
-
-def begin_upload(scope: Scope, tenant: int, end: Callable[[RequestError], None]) -> Upload:
-    """Return an upload to which the body of this request is counted; it must be closed with 0.
-
-    Under another HTTP server it is counted alone.
-    """
-    uploads: Uploads = scope.get("extensions", {}).get(_UPLOADS) or Uploads()
-    address = (scope.get("client") or ("",))[0]
-    return uploads.begin(address, end, tenant=tenant)
 
 
 class ChunkWriter:
@@ -187,9 +168,6 @@ class LimitedHttpProtocol(ReceivingProtocol, HttpToolsProtocol):
     were parsed, for an end of headers that was cut. uvicorn's own pipeline stays empty.
     """
 
-    connection_gauge: Gauge | None = None
-    """Counts open connections."""
-
     listener = PUBLIC
     """The listener that has accepted the connection."""
 
@@ -200,24 +178,19 @@ class LimitedHttpProtocol(ReceivingProtocol, HttpToolsProtocol):
     _num_parsed_bytes = 0
     _num_headers = 0
     _num_raw_bytes = 0
-    _num_unread_bytes = 0
     _num_body_bytes_left = 0
     _last_bytes = b""
+    _body_upload: Upload | None = None
+    _body_error: RequestError | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self.flow = _ParsingControl(transport, self._continue_parsing)
-        if self.connection_gauge is not None:
-            self.connection_gauge.__enter__()
-        self._receive_timeout, self._stall_timeout = Timeout(self.loop), Timeout(self.loop)
+        self.flow = _ParsingControl(self.transport, self._continue_parsing)
+        self._receive_timeout = Timeout(self.loop)
         self._receive_timeout.schedule(HEADER_SECONDS, self._on_headers_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._receive_timeout.cancel()
-        self._stall_timeout.cancel()
-        self._forget_data()
-        if self.connection_gauge is not None:
-            self.connection_gauge.__exit__(None, None, None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -235,6 +208,7 @@ class LimitedHttpProtocol(ReceivingProtocol, HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._in_headers, self._num_headers = True, 0
+        self._body_upload = None
         self._num_parsed_bytes = self._num_raw_bytes = 0
         self._num_body_bytes_left = 0
         if not self._receive_timeout.is_scheduled:
@@ -261,10 +235,8 @@ class LimitedHttpProtocol(ReceivingProtocol, HttpToolsProtocol):
         self._receive_timeout.cancel()
         super().on_headers_complete()
         scope: dict[str, Any] = self.scope  # type: ignore[assignment]
-        scope["extensions"] = {
+        scope["extensions"] = self._extensions() | {
             _CYCLE: self.cycle,
-            TRANSPORT: self.transport,
-            _UPLOADS: self.reception.uploads,
             LISTENER: self.listener,
         }
         if scope["http_version"] == "1.0":
@@ -317,15 +289,6 @@ class LimitedHttpProtocol(ReceivingProtocol, HttpToolsProtocol):
             self.transport.abort()
         else:
             super().timeout_keep_alive_handler()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._start_stall_timeout()
-
-    def resume_writing(self) -> None:
-        if not self.transport.is_closing():
-            self._stall_timeout.cancel()
-        super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
         """Refuse a request that the parser rejects, or whose headers exceed a limit."""
@@ -392,9 +355,21 @@ class LimitedHttpProtocol(ReceivingProtocol, HttpToolsProtocol):
                 self.parser = httptools.HttpRequestParser(self)
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
 
+    def begin_upload(self, tenant: int, end: Callable[[RequestError], None]) -> Upload:
+        self._body_upload = super().begin_upload(tenant, end)
+        if self._body_error is not None:
+            end(self._body_error)
+        return self._body_upload
+
     def _end_upload(self, error: RequestError) -> None:
-        """Refuse what has not been parsed; the connection ends with the response in progress."""
-        if self._is_responding:
+        """Refuse what has not been parsed; the connection ends with the response in progress.
+
+        The application refuses a body that it is reading, and the rest is dropped as it comes.
+        """
+        if self._in_body and self._body_upload is not None:
+            self._body_upload.end(error)
+        elif self._is_responding:
+            self._body_error = error
             self._drop_pipeline()
         else:
             self._refuse(error)
@@ -457,34 +432,18 @@ class LimitedHttpProtocol(ReceivingProtocol, HttpToolsProtocol):
         else:
             self.transport.close()
 
-    def _start_stall_timeout(self) -> None:
-        """Check after STALL_SECONDS whether the client has read some of the waiting data.
-
-        Nothing more is written until the client has read it, so its size can only shrink.
-        """
-        self._num_unread_bytes = self.transport.get_write_buffer_size()
-        self._stall_timeout.schedule(STALL_SECONDS, self._check_stall)
-
-    def _check_stall(self) -> None:
-        if self.transport.get_write_buffer_size() < self._num_unread_bytes:
-            self._start_stall_timeout()
-        else:
-            self.cycle.scope[_STALLED] = True  # type: ignore[typeddict-unknown-key]
-            self.transport.abort()
+    def _abort_stalled(self) -> None:
+        self.cycle.scope[_STALLED] = True  # type: ignore[typeddict-unknown-key]
+        super()._abort_stalled()
 
     def _refuse(self, error: RequestError) -> None:
         self._log_refusal(error, self.url or b"", self.headers or ())
         response = error_response(error)
         origin = next((value for name, value in self.headers or () if name == b"origin"), None)
         _add_cors_headers(self.app, response, None if origin is None else origin.decode("latin-1"))
-        lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode()]
-        lines += [name + b": " + value for name, value in response.raw_headers]
-        self.transport.write(b"\r\n".join([*lines, b"", bytes(response.body)]))
-        if self.transport.can_write_eof():  # TLS cannot close one direction alone
-            self.transport.write_eof()
         self._refused = True
-        self._forget_data()
-        self._receive_timeout.schedule(LINGER_SECONDS, self.transport.close)
+        self._receive_timeout.cancel()
+        self._write_refusal(response)
 
 
 def _add_cors_headers(app: object, response: Response, origin: str | None) -> None:

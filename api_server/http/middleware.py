@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from api_server.app_state import APP_STATE, AppState
 from api_server.errors import DrainingError, error_response
 from api_server.http.access import API, PAGE, access_of, check_operator, listener_of
-from api_server.http.connection import client_disconnected
+from api_server.http.connection import begin_upload, client_disconnected
 from api_server.http.tenants import DEFAULT_TENANT, tenant_of
 from api_server.request_log import SCOPE
 from api_server.turns import CLIENT, Client
@@ -241,7 +241,11 @@ class DrainMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app_state: AppState = scope["app"].state.app_state
         scope[APP_STATE] = app_state
-        client = Client(partial(_tenant, scope), partial(client_disconnected, scope))
+        client = Client(
+            partial(_tenant, scope),
+            partial(client_disconnected, scope),
+            partial(begin_upload, scope),
+        )
         CLIENT.set(client)
         SCOPE.set(scope)
         try:

@@ -11,6 +11,7 @@ may be never.
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Final, Literal
 
 from uvicorn._types import ASGIReceiveEvent, ASGISendEvent
@@ -21,15 +22,12 @@ from websockets.http11 import Request
 
 from api_server.errors import error_response
 from api_server.http.connection import (
-    LINGER_SECONDS,
-    STALL_SECONDS,
-    TRANSPORT,
     UPLOAD_BYTES,
     UPLOAD_SECONDS,
     ReceivingProtocol,
     Timeout,
+    Upload,
 )
-from api_server.metrics.metric_sheet import Gauge
 from proto.errors import InvalidRequestError, RequestError, shown
 
 logger = logging.getLogger("tokend.api")
@@ -53,11 +51,9 @@ class HandshakeError(InvalidRequestError):
 class LimitedWebSocketProtocol(ReceivingProtocol, WebSocketsSansIOProtocol):
     """uvicorn's protocol; parses frames in turns, one message ahead of the application.
 
-    `frames` holds one array, to which the fragments of a message are appended.
+    `frames` holds one array, to which the fragments of a message are appended. The
+    `LimitedHttpProtocol` of the handshake sets `connection_gauge`, which counts this one already.
     """
-
-    connection_gauge: Gauge | None = None
-    """Counts open connections; the `LimitedHttpProtocol` of the handshake has counted this one."""
 
     frames: list[bytearray]  # type: ignore[assignment]
 
@@ -69,24 +65,15 @@ class LimitedWebSocketProtocol(ReceivingProtocol, WebSocketsSansIOProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._stall_timeout, self._slow_timeout = Timeout(self.loop), Timeout(self.loop)
+        self._slow_timeout = Timeout(self.loop)
         self._small_frames_left = float(SMALL_FRAMES)
         self._small_frames_at = self.loop.time()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stall_timeout.cancel()
         self._slow_timeout.cancel()
-        self._forget_data()
-        if self.connection_gauge is not None:
-            self.connection_gauge.__exit__(None, None, None)
         super().connection_lost(exc)
 
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._stall_timeout.schedule(STALL_SECONDS, self.transport.abort)
-
     def resume_writing(self) -> None:
-        self._stall_timeout.cancel()
         if self._late_pong and not self._is_ended:
             self.transport.write(self._late_pong)
             self._late_pong = b""
@@ -120,7 +107,7 @@ class LimitedWebSocketProtocol(ReceivingProtocol, WebSocketsSansIOProtocol):
             ]
             self._log_refusal(self._handshake_error(), event.path.encode(), headers)
             return
-        self.scope["extensions"][TRANSPORT] = self.transport  # type: ignore[assignment]
+        self.scope["extensions"].update(self._extensions())
 
     def handle_text(self, event: Frame) -> None:
         self._begin_message(event, "text")
@@ -160,8 +147,9 @@ class LimitedWebSocketProtocol(ReceivingProtocol, WebSocketsSansIOProtocol):
         self._num_queued_bytes += len(data)
 
     async def receive(self) -> ASGIReceiveEvent:
-        """Return the next message; it is counted until the application asks for another one.
+        """Return the next message.
 
+        It is counted until the application decodes it or asks for another one.
         Each takes a pass of the event loop, so that many small ones do not hold up other tasks.
         """
         self._num_taken_bytes = 0
@@ -172,6 +160,12 @@ class LimitedWebSocketProtocol(ReceivingProtocol, WebSocketsSansIOProtocol):
             self._num_taken_bytes, self._num_queued_bytes = self._num_queued_bytes, 0
         self._continue_parsing()
         return message
+
+    def begin_upload(self, tenant: int, end: Callable[[RequestError], None]) -> Upload:
+        """Return an upload for the message that the application has taken."""
+        self._num_taken_bytes = 0
+        self._count_upload()
+        return super().begin_upload(tenant, end)
 
     async def send(self, message: ASGISendEvent) -> None:
         if self._is_ended or (self.close_sent and self.transport.is_closing()):
@@ -265,9 +259,7 @@ class LimitedWebSocketProtocol(ReceivingProtocol, WebSocketsSansIOProtocol):
             self.transport.abort()  # nothing more can be said, or the client does not read
         else:
             self.transport.write(b"".join(self.conn.data_to_send()))
-            if self.transport.can_write_eof():  # TLS cannot close one direction alone
-                self.transport.write_eof()
-            self.close_timer = self.loop.call_later(LINGER_SECONDS, self.transport.close)
+            self._close_later()
         self.close_sent = True
         self.queue.put_nowait({"type": "websocket.disconnect", "code": code, "reason": reason})
         self.conn.reader.discard()
@@ -279,12 +271,8 @@ class LimitedWebSocketProtocol(ReceivingProtocol, WebSocketsSansIOProtocol):
         """Answer a handshake that the parser of WebSockets rejects, and close."""
         error = self._handshake_error()
         self._log_refusal(error)
-        response = error_response(error)
-        lines = [b"HTTP/1.1 400 Bad Request", b"connection: close"]
-        lines += [name + b": " + value for name, value in response.raw_headers]
-        self.transport.write(b"\r\n".join([*lines, b"", bytes(response.body)]))
-        self.handshake_complete = self.close_sent = True
-        self.transport.close()
+        self.handshake_complete = self.close_sent = self._is_ended = True
+        self._write_refusal(error_response(error))
 
     def _handshake_error(self) -> "HandshakeError":
         error = self.conn.handshake_exc

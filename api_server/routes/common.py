@@ -12,8 +12,6 @@ from api_server.app_state import APP_STATE, AppState
 from api_server.errors import BodyTooLargeError, SlowUploadError
 from api_server.http import access
 from api_server.http.connection import MAX_BODY_BYTES, UPLOAD_BYTES, UPLOAD_SECONDS
-from api_server.http.http_protocol import begin_upload
-from api_server.http.tenants import tenant_of
 from api_server.protocol.common import REQUEST_ID
 from api_server.protocol.decoding import decode_json
 from api_server.protocol.fields import IgnoredFields
@@ -21,7 +19,6 @@ from api_server.request_log import SESSION_HEADER
 from api_server.turns import CLIENT, run_for_body
 from proto.errors import (
     InvalidRequestError,
-    RequestError,
     UnsupportedMediaError,
     shown,
 )
@@ -129,32 +126,19 @@ async def _read_body(request: Request) -> bytearray:
     content_length = request.headers.get("content-length", "")
     if content_length.isdecimal() and int(content_length[:20]) > MAX_BODY_BYTES:
         raise too_large
-    body = bytearray()
-    failure: RequestError | None = None
-    limit = asyncio.timeout(UPLOAD_SECONDS)
-
-    def end(error: RequestError) -> None:
-        nonlocal failure
-        failure = error
-        if not limit.expired():
-            limit.reschedule(loop.time())
-
-    loop, mark = asyncio.get_running_loop(), UPLOAD_BYTES
-    tenant = tenant_of(request, app_state_of(request).config.tenant_by)
-    upload = begin_upload(request.scope, tenant, end)
+    body, mark = bytearray(), UPLOAD_BYTES
+    client, loop = CLIENT.get(), asyncio.get_running_loop()
+    client.count_body(0)
     try:
-        async with limit:
+        async with client.waiting(UPLOAD_SECONDS) as limit:
             async for chunk in request.stream():
                 body += chunk
                 if len(body) > MAX_BODY_BYTES:
                     raise too_large
-                upload.resize(len(body))
-                if len(body) >= mark and failure is None:
+                client.count_body(len(body))
+                if len(body) >= mark:
                     mark = len(body) + UPLOAD_BYTES
                     limit.reschedule(loop.time() + UPLOAD_SECONDS)
     except TimeoutError:
-        too_slow = SlowUploadError(f"only {len(body)} bytes of the body arrived in time")
-        raise failure or too_slow from None
-    finally:
-        upload.resize(0)
+        raise SlowUploadError(f"only {len(body)} bytes of the body arrived in time") from None
     return body

@@ -3,8 +3,7 @@
 A template comes with a model and is not trusted, so it is rendered in another process, which is
 killed when it takes too long; `template_process.py` says what else is limited there. The process
 stays between renderings: a short conversation takes 0.2 ms more than in the front end, and a
-long one holds up no other request. A renderer renders one conversation at a time;
-clients take turns.
+long one holds up no other request. It renders one conversation at a time; clients take turns.
 """
 
 import asyncio
@@ -13,7 +12,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from typing import Final
 
 from api_server.text.chat_template import ChatTemplate, Conversation, TemplateFacts
@@ -38,8 +36,6 @@ COMPILE_SECONDS: Final = 20.0
 _CANCELLED_SECONDS: Final = 0.3
 """A rendering whose client has left may take as long: about what a new process would cost."""
 _DECODER: Final[MessageDecoder[Rendered]] = MessageDecoder(Rendered)
-_IDLE: Final[list["TemplateProcess"]] = []
-"""A process without a task, which the next rendering takes."""
 
 
 class TemplateRenderer:
@@ -60,27 +56,28 @@ class TemplateRenderer:
         self._template = template
         self._model_name = model_name
         self._limit = limit
-        self._turns = Turns(1)
         self._endings: set[asyncio.Task[None]] = set()
         self.source = None if template is None else template.source
         self.facts = TemplateFacts() if template is None else template.facts
         self.with_tools = self
         if tool_template is not None:
             self.with_tools = TemplateRenderer(tool_template, model_name, limit)
-            self.with_tools._turns = self._turns
 
     async def compile(self) -> None:
         """Compile the templates; raise ModelError if one cannot be used."""
         for renderer in {self, self.with_tools}:
             template = renderer._template
             if isinstance(template, ChatTemplate):
+                await _PROCESS.turns.take()
                 try:
                     async with asyncio.timeout(COMPILE_SECONDS):
-                        await _render_in_process(template, None, COMPILE_SECONDS)
+                        await _PROCESS.render(template, None, COMPILE_SECONDS)
                 except TimeoutError:
                     raise ModelError("compiling the chat template takes too long") from None
                 except InvalidRequestError as error:
                     raise ModelError(error.message) from None
+                finally:
+                    _PROCESS.turns.give_back()
 
     async def render(self, conversation: Conversation) -> str:
         """Return the prompt.
@@ -100,7 +97,7 @@ class TemplateRenderer:
             )
         try:
             async with asyncio.timeout(self._limit):
-                await self._turns.take()
+                await _PROCESS.turns.take()
         except TimeoutError:
             raise OverloadedError("other conversations keep the chat template busy") from None
         rendering = asyncio.create_task(self._render(self._template, conversation))
@@ -121,12 +118,12 @@ class TemplateRenderer:
     ) -> str:
         if isinstance(template, HarmonyTemplate):  # our own code
             return await asyncio.to_thread(template.render, conversation)
-        return await _render_in_process(template, conversation, self._limit)
+        return await _PROCESS.render(template, conversation, self._limit)
 
     def _end_turn(self, rendering: asyncio.Task[str], seconds: float) -> None:
         """End the turn when a rendering has ended, which is cancelled after `seconds`."""
         if rendering.done():
-            self._turns.give_back()
+            _PROCESS.turns.give_back()
             return
         task = asyncio.create_task(self._end(rendering, seconds))
         self._endings.add(task)
@@ -140,72 +137,69 @@ class TemplateRenderer:
             if not rendering.cancelled():
                 rendering.exception()  # else asyncio would log that it was never retrieved
         finally:
-            self._turns.give_back()
-
-
-async def _render_in_process(
-    template: ChatTemplate, conversation: Conversation | None, seconds: float
-) -> str:
-    """Do what `TemplateProcess.render` does, once more if something else has ended the process."""
-    for _ in range(2):
-        with contextlib.suppress(EOFError):
-            async with TemplateProcess.idle() as process:
-                return await process.render(template, conversation, seconds)
-    raise InvalidRequestError(
-        "the process of the chat template ends with these messages", "messages"
-    )
+            _PROCESS.turns.give_back()
 
 
 class TemplateProcess:
-    """The front end's side of a process that renders, one task at a time."""
+    """The front end's side of the process that renders, one task at a time.
+
+    It is started by a task. turns: of the tasks; `render` is for the caller that has the turn.
+    """
 
     def __init__(self) -> None:
-        self._file = os.memfd_create("tokend-chat")
-        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._channel.setblocking(False)
-        try:
-            with theirs:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", MODULE, str(self._file)],
-                    stdin=theirs.fileno(),
-                    pass_fds=[self._file],
-                )
-        except OSError:
-            self._channel.close()
-            os.close(self._file)
-            raise OverloadedError("there is no process for the chat template") from None
-
-    @classmethod
-    @contextlib.asynccontextmanager
-    async def idle(cls) -> "AsyncIterator[TemplateProcess]":
-        """Lend a process to the block, which ends with the block if the block fails."""
-        process = _IDLE.pop() if _IDLE else cls()
-        if process._process.poll() is not None:
-            await process._end()
-            process = cls()
-        try:
-            yield process
-        except TokendError:  # an answer, too
-            await process._put_back()
-            raise
-        except BaseException:
-            await process._end()
-            raise
-        await process._put_back()
-
-    async def _put_back(self) -> None:
-        _IDLE.append(self)
-        if len(_IDLE) > 1:
-            await _IDLE.pop(0)._end()
+        self.turns = Turns(1)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._opened = contextlib.ExitStack()
 
     async def render(
         self, template: ChatTemplate, conversation: Conversation | None, seconds: float
     ) -> str:
-        """Return the prompt or raise the template's error; EOFError if the process ends.
+        """Return the prompt or raise the template's error.
 
         conversation: None to compile the template only. seconds: after which this call is
         cancelled; the process ends by itself soon after it if the front end has stopped.
+        Does the task once more if something else has ended the process. Raises OverloadedError if
+        none can be started.
         """
+        for _ in range(2):
+            if self._process is None or self._process.poll() is not None:
+                await self._end()
+                self._start()
+            try:
+                return await self._do_task(template, conversation, seconds)
+            except TokendError:  # an answer
+                raise
+            except EOFError:
+                await self._end()
+            except BaseException:
+                await self._end()
+                raise
+        raise InvalidRequestError(
+            "the process of the chat template ends with these messages", "messages"
+        )
+
+    def _start(self) -> None:
+        with contextlib.ExitStack() as opened:
+            try:
+                self._file = os.memfd_create("tokend-chat")
+                opened.callback(os.close, self._file)
+                pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                self._channel = opened.enter_context(pair[0])
+                self._channel.setblocking(False)
+                with pair[1] as theirs:
+                    self._process = subprocess.Popen(
+                        [sys.executable, "-P", "-m", MODULE, str(self._file)],
+                        stdin=theirs.fileno(),
+                        pass_fds=[self._file],
+                    )
+            except OSError:
+                raise OverloadedError("there is no process for the chat template") from None
+            self._opened = opened.pop_all()
+
+    async def _do_task(
+        self, template: ChatTemplate, conversation: Conversation | None, seconds: float
+    ) -> str:
+        """Do what `render` does; raises EOFError if the process ends."""
         texts = [
             template.source.encode(),
             to_compact_json(template.variables),
@@ -229,7 +223,11 @@ class TemplateProcess:
         return prompt.decode(errors="surrogatepass")
 
     async def _end(self) -> None:
-        self._process.kill()
-        self._channel.close()
-        os.close(self._file)
-        await asyncio.to_thread(self._process.wait)
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            self._opened.close()
+            await asyncio.to_thread(process.wait)
+
+
+_PROCESS: Final = TemplateProcess()

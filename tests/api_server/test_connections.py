@@ -5,17 +5,20 @@ import contextlib
 import json
 import logging
 import os
+import threading
 
 import httpx
 import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
-from api_server.http import connection, websocket_protocol
+from api_server import turns
+from api_server.http import connection, middleware, websocket_protocol
 from api_server.http.connection import MAX_BODY_BYTES, MAX_CLIENT_UPLOAD_BYTES, Uploads
 from api_server.routes import common
 from proto.config import FrontEndConfig
 from proto.engine_io import FinishReason
+from proto.errors import OverloadedError
 from tests.api_server.conftest import closed, message, websocket
 from tests.api_server.test_bad_bodies import raw_exchange
 
@@ -360,6 +363,79 @@ async def test_messages_that_wait_for_a_response_are_counted(start):
             front_end.engine.emit(request, [40], finish=FinishReason.LENGTH)
             while uploads.num_bytes:
                 await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("size", [MIB // 2, 2 * MIB])
+async def test_bodies_that_wait_for_their_turn_are_counted(start, scripted, size):
+    """Above a total the largest is refused at once; the others are answered in their turn."""
+    go_on = threading.Event()
+    config = FrontEndConfig(tenant_by="header")
+    async with start(scripted("!"), config=config) as front_end, asyncio.timeout(60):
+        uploads = front_end.server.config.http_protocol_class.keywords["reception"].uploads
+        uploads._max_bytes = 4 * size
+        await turns._body_bytes.take(turns.HELD_BYTES)
+        blocked = asyncio.create_task(turns.run_in_turn(go_on.wait, 60))
+        sizes = [size, size + MIB // 4, *[size - 2000] * 2]
+
+        def ask(number):
+            body = {"prompt": "hello", "user": "x" * sizes[number]}
+            headers = {"x-tenant-id": f"t{number}"}
+            return front_end.http.post("/v1/completions", json=body, headers=headers)
+
+        asked = [asyncio.create_task(ask(number)) for number in range(4)]
+        assert (await asked[1]).status_code == 503
+        assert "retry later" in asked[1].result().json()["error"]["message"]
+        assert (await front_end.complete()).status_code == 200
+        while uploads.num_bytes < 3 * size - 4000:
+            await asyncio.sleep(0.01)
+        turns._body_bytes.give_back(turns.HELD_BYTES)
+        go_on.set()
+        assert await blocked
+        answers = await asyncio.gather(*asked[:1], *asked[2:])
+        assert [answer.status_code for answer in answers] == [200] * 3
+        assert not uploads.num_bytes
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+async def test_data_of_a_body_that_is_ended(start, monkeypatch, is_read):
+    """The request is refused at once, whether or not the application reads its body by then."""
+    monkeypatch.setattr(middleware, "DISCONNECT_GRACE_SECONDS", 0 if is_read else 0.3)
+    async with start(accepts=True) as front_end, asyncio.timeout(10):
+        running = asyncio.create_task(front_end.complete())
+        await front_end.engine.requests.get()
+        before = set(front_end.server.server_state.connections)
+        reader, writer = await opened(front_end)
+        writer.write(POST + b"Content-Length: 200000\r\n\r\n" + b" " * 100_000)
+        while not (found := set(front_end.server.server_state.connections) - before):
+            await asyncio.sleep(0.01)
+        (protocol,) = found
+        while not protocol._in_body or is_read != (protocol.cycle.body == b""):
+            await asyncio.sleep(0.01)
+        protocol._end_upload(OverloadedError("too many"))
+        assert statuses(await reader.readuntil(b"}}")) == [503]
+        writer.close()
+        running.cancel()
+
+
+async def test_a_message_that_waits_for_its_turn_is_counted_once(start, scripted):
+    async with start(scripted("!")) as front_end, asyncio.timeout(60):
+        uploads = front_end.server.config.http_protocol_class.keywords["reception"].uploads
+        await turns._body_bytes.take(turns.HELD_BYTES)
+        for path in ("/v1/responses", "/v1/sessions"):
+            async with websocket(front_end, path) as client:
+                await client.send(" " * 2 * MIB)
+                while uploads.num_bytes != 2 * MIB:
+                    await asyncio.sleep(0.01)
+                uploads._max_client_bytes = 2 * MIB
+                async with websocket(front_end, path) as other:
+                    await other.send(" " * (MIB // 2))
+                    assert "not valid JSON" in (await message(other))["error"]["message"]
+                assert "retry later" in (await message(client))["error"]["message"]
+                await client.send(" ")
+                assert "not valid JSON" in (await message(client))["error"]["message"]
+            uploads._max_client_bytes = 3 * MIB
+            assert not uploads.num_bytes
+        turns._body_bytes.give_back(turns.HELD_BYTES)
 
 
 async def test_the_least_rate_of_a_body(start, scripted, monkeypatch):

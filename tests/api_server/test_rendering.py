@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import os
+import resource
 import shutil
 import subprocess
 import time
@@ -11,7 +13,7 @@ import psutil
 import pytest
 
 from api_server.text.chat_template import ChatTemplate, Conversation
-from api_server.text.rendering import TemplateRenderer
+from api_server.text.rendering import TemplateProcess, TemplateRenderer
 from api_server.text.template_process import MODULE
 from proto.errors import InvalidRequestError, ModelError, OverloadedError
 
@@ -116,6 +118,20 @@ async def test_a_cancelled_render_that_is_short_keeps_its_process() -> None:
     assert render_processes() == [before]
 
 
+async def test_renderers_share_a_process_also_to_compile() -> None:
+    rendering, other = await timed(SLOW, 20.0), TemplateRenderer(ChatTemplate("other", {}))
+    (before,) = render_processes()
+    running = asyncio.create_task(rendering.render(Conversation(MESSAGES * 2)))
+    await asyncio.sleep(0.05)
+    waiting = [asyncio.create_task(other.compile())]
+    waiting += [asyncio.create_task(other.render(Conversation(MESSAGES)))]
+    await asyncio.sleep(0.05)
+    assert render_processes() == [before]
+    running.cancel()
+    assert [await task for task in waiting] == [None, "other"]
+    await until_one_process_is_left()
+
+
 async def test_a_process_that_is_killed_from_outside_costs_no_request() -> None:
     rendering = await timed(
         "{% for a in range(999) %}{% for b in range(999) %}{% endfor %}{% endfor %}!", 20.0
@@ -137,11 +153,33 @@ async def test_a_machine_without_processes_releases_the_slot(monkeypatch) -> Non
 
     rendering = TemplateRenderer(ChatTemplate("done", {}))
     with monkeypatch.context() as patch:
-        patch.setattr("api_server.text.rendering._IDLE", [])
+        patch.setattr("api_server.text.rendering._PROCESS", TemplateProcess())
         patch.setattr(subprocess, "Popen", refuse)
         with pytest.raises(OverloadedError, match="no process"):
             await rendering.render(Conversation(MESSAGES))
     assert await rendering.render(Conversation(MESSAGES)) == "done"
+
+
+@pytest.mark.parametrize("number", range(4))
+async def test_scarce_descriptors_are_closed_again(number: int, monkeypatch) -> None:
+    """A process takes five, for a moment."""
+    monkeypatch.setattr("api_server.text.rendering._PROCESS", TemplateProcess())
+    rendering = TemplateRenderer(ChatTemplate("done", {}))
+    before = os.listdir("/proc/self/fd")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(map(int, before))
+    held = [os.dup(0) for _ in range(highest + 1 - len(before) + 2)]  # no gaps
+    try:
+        most = max(held) + 1
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most + number, limits[1]))
+        for _ in range(3):
+            with pytest.raises(OverloadedError, match="no process"):
+                await rendering.render(Conversation(MESSAGES))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for descriptor in held:
+            os.close(descriptor)
+    assert os.listdir("/proc/self/fd") == before
 
 
 BAD_EXPRESSIONS = {

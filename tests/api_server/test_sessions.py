@@ -197,7 +197,7 @@ async def test_the_input_of_a_client_that_left_is_not_read(start, monkeypatch, c
         while True:
             await asyncio.sleep(0.01)
             try:
-                CLIENT.get().check_connected()
+                CLIENT.get().check_goes_on()
             except ClientDisconnect:
                 gone.set()
                 raise

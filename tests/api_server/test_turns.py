@@ -6,15 +6,17 @@ import threading
 import pytest
 from starlette.requests import ClientDisconnect
 
+from api_server import turns
 from api_server.turns import CLIENT, Client, Turns, WorkThread
 
 
 async def serve(turns: Turns, served: list[str], name: str, tenant: int, times: int = 1) -> None:
     CLIENT.set(Client(lambda: tenant))
     for _ in range(times):
-        async with turns.taken():
-            served.append(name)
-            await asyncio.sleep(0)
+        await turns.take()
+        served.append(name)
+        await asyncio.sleep(0)
+        turns.give_back()
 
 
 async def test_tenants_take_turns_and_so_do_their_requests() -> None:
@@ -22,7 +24,23 @@ async def test_tenants_take_turns_and_so_do_their_requests() -> None:
     jobs = [serve(turns, served, "a1", 1, 3), serve(turns, served, "a2", 1, 3)]
     jobs += [serve(turns, served, "b", 2, 3)]
     await asyncio.gather(*map(asyncio.ensure_future, jobs))
-    assert served == ["a1", "b", "a2", "b", "a1", "b", "a2", "a1", "a2"]
+    assert served == ["a1", "a2", "b", "a1", "a2", "b", "a1", "a2", "b"]
+
+
+async def test_new_tenants_do_not_keep_one_that_waits_from_its_turn() -> None:
+    turns, served = Turns(1), list[str]()
+    await serve(turns, served, "old", 1)
+    await turns.take()
+    jobs = [asyncio.create_task(serve(turns, served, "old", 1, 2)) for _ in range(2)]
+    for tenant in range(2, 100):
+        jobs.append(asyncio.create_task(serve(turns, served, "new", tenant)))
+        await asyncio.sleep(0)
+        if tenant == 10:
+            turns.give_back()
+    await asyncio.gather(*jobs)
+    assert [place for place, name in enumerate(served) if name == "old"][1] == 1
+    assert [place for place, name in enumerate(served) if name == "old"][2] <= 100
+    assert len(served) == 1 + 4 + 98
 
 
 async def test_an_amount_is_given_back_by_a_request_that_is_cancelled() -> None:
@@ -42,6 +60,28 @@ async def test_an_amount_is_given_back_by_a_request_that_is_cancelled() -> None:
     assert served.cancelled()
     async with asyncio.timeout(5):
         await turns.take(8)
+
+
+async def test_memory_of_large_bodies_is_returned_once_for_all_that_have_ended(monkeypatch) -> None:
+    collections, go_on = [], threading.Event()
+    monkeypatch.setattr(turns.gc, "collect", lambda: collections.append(1))
+    blocked = asyncio.create_task(turns.run_in_turn(go_on.wait, 60))
+    await asyncio.sleep(0)
+
+    async def end(number: int) -> None:
+        for _ in range(number):
+            client = Client()
+            await client.hold_body(turns.UNHELD_BYTES + 1)
+            client.end_request()
+
+    await end(20)
+    go_on.set()
+    await blocked
+    await turns.run_in_turn(int)
+    assert len(collections) == 1
+    await end(1)
+    await turns.run_in_turn(int)
+    assert len(collections) == 2
 
 
 async def test_the_work_of_a_client_that_left_is_not_done() -> None:

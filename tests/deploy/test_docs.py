@@ -47,7 +47,7 @@ from api_server.routes.admin import MAX_ABORTED_IDS, MAX_ID_CHARACTERS
 from api_server.text.prompts import MAX_PROMPTS, MAX_TOKEN_CHARACTERS, MIN_CHARACTERS
 from api_server.text.rendering import RENDER_SECONDS
 from api_server.text.tokenizer import MAX_TEXT_TOKENS
-from api_server.turns import HELD_BYTES, MAX_WAITING_BYTES, UNHELD_BYTES
+from api_server.turns import HELD_BYTES, UNHELD_BYTES
 from deploy.flags import all_flags, field_helps, markdown_table
 from engine_core.scheduler.limits import (
     DEFAULT_QUEUED_PER_RUNNING,
@@ -116,7 +116,7 @@ def test_flags_in_the_readme_exist_and_have_the_same_help() -> None:
             f"{UPLOAD_SECONDS:g} s for each {UPLOAD_BYTES >> 10} KiB and for the rest",
         ),
         (
-            "unfinished bodies and messages together; of one address or tenant",
+            "bodies and messages that arrive or wait, together; of one address or tenant",
             f"{MAX_UPLOAD_BYTES >> 20} MiB; {MAX_CLIENT_UPLOAD_BYTES >> 20} MiB",
         ),
         (
@@ -133,7 +133,6 @@ def test_flags_in_the_readme_exist_and_have_the_same_help() -> None:
             "are in the engine",
             f"{HELD_BYTES >> 20} MiB",
         ),
-        ("such bodies of a tenant that wait", f"{MAX_WAITING_BYTES >> 20} MiB"),
         ("prompts of a completion request", f"{MAX_PROMPTS:,}"),
         (
             "tokens of several prompts of a request together; of a text that is only counted",
