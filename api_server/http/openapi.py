@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from api_server.http.middleware import OPEN_PATHS
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.completions import CompletionRequest
+from api_server.protocol.infill import InfillRequest
 from api_server.protocol.messages.request import CountTokensRequest, MessagesRequest
 from api_server.protocol.pooling import (
     ClassificationRequest,
@@ -116,6 +117,21 @@ CHAT_COMPLETION: Final = an_object(
     },
     {"kv_transfer_params": an_object({})},
 )
+INFILL: Final = an_object(
+    {},
+    {
+        **dict.fromkeys(("index", "tokens_predicted", "tokens_evaluated"), INTEGER),
+        **dict.fromkeys(("content", "model", "prompt", "stopping_word"), STRING),
+        **dict.fromkeys(("stop", "has_new_line", "truncated"), BOOLEAN),
+        "tokens": IDS,
+        "tokens_cached": INTEGER,
+        "stop_type": one_of("eos", "word", "limit"),
+        "generation_settings": an_object({}),
+        "timings": {"type": "object", "additionalProperties": NUMBER},
+        "completion_probabilities": a_list(an_object({"id": INTEGER, "logprob": NUMBER})),
+    },
+)
+"""Every field is optional: `response_fields` chooses."""
 RESPONSE_USAGE: Final = an_object(
     {
         "input_tokens": INTEGER,
@@ -339,6 +355,7 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
     ("/v1/completions", "post"): Operation(
         (CompletionRequest,), {_JSON: COMPLETION, _EVENTS: EVENT}
     ),
+    ("/infill", "post"): Operation((InfillRequest,), {_JSON: INFILL, _EVENTS: EVENT}),
     ("/v1/chat/completions", "post"): Operation(
         (ChatCompletionRequest,), {_JSON: CHAT_COMPLETION, _EVENTS: EVENT}
     ),

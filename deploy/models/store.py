@@ -34,7 +34,7 @@ from proto.prepared_model import (
 )
 from proto.speculative_config import HEAD_METHODS
 
-PREPARE_VERSION: Final = 9
+PREPARE_VERSION: Final = 10
 """Version of the preparation: to be raised when the same source yields something else."""
 
 _ACCOMPANYING: Final = ("mmproj", "imatrix")

@@ -14,7 +14,15 @@ from pydantic.fields import FieldInfo
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.common import GenerationRequest, SamplingNumbers
 from api_server.protocol.completions import CompletionRequest
-from api_server.protocol.fields import ANTHROPIC, HARMLESS, NEUTRAL, OPENAI, VLLM
+from api_server.protocol.fields import (
+    ANTHROPIC,
+    HARMLESS,
+    LLAMA_CPP_NEUTRAL,
+    NEUTRAL,
+    OPENAI,
+    VLLM,
+)
+from api_server.protocol.infill import InfillRequest
 from api_server.protocol.messages.request import PASSED as PASSED_BY_MESSAGES
 from api_server.protocol.messages.request import MessagesRequest
 from api_server.protocol.pooling import (
@@ -37,6 +45,10 @@ def markdown() -> str:
         _table(GenerationRequest, set()),
         "## Fields of /v1/completions",
         _table(CompletionRequest, shared),
+        "## Fields of /infill",
+        _table(InfillRequest, set()),
+        "llama.cpp's fields that tokend does not have, refused unless they ask for nothing: "
+        f"{_names(LLAMA_CPP_NEUTRAL.keys())}.",
         "## Fields of /v1/chat/completions",
         _table(ChatCompletionRequest, shared),
         "## Fields of /v1/responses",
