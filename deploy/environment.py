@@ -7,12 +7,12 @@ import contextlib
 import os
 import pwd
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from deploy.supervisor import notify
 from proto.errors import ConfigError
-from proto.run_directory import default_parent
+from proto.run_directory import default_parent, parents
 
 FAULTS_VARIABLE: Final = "TOKEND_FAULTS"
 """Faults to inject, see proto/faults.py; needs --enable-fault-injection."""
@@ -85,9 +85,19 @@ class HostEnvironment:
             root = os.path.join(base, "huggingface")
         return os.path.expanduser(self.variables.get("HF_HUB_CACHE") or os.path.join(root, "hub"))
 
+    def with_hub_token(self, token: str | None) -> "HostEnvironment":
+        """Return the environment with a token for the Hugging Face hub; None: as it is."""
+        if token is None:
+            return self
+        return replace(self, variables={**self.variables, "HF_TOKEN": token})
+
     def run_parent(self) -> str:
         """Return the folder of run directories; raises TokendError if none is writable."""
         return default_parent(self.variables.get("XDG_RUNTIME_DIR"))
+
+    def run_parents(self) -> list[str]:
+        """Return all folders in which run directories of this user's daemons may be."""
+        return parents(self.variables.get("XDG_RUNTIME_DIR"))
 
 
 def _home(variables: Mapping[str, str]) -> str:

@@ -45,9 +45,7 @@ NO_EFFECT: Final[Mapping[str, NoEffect]] = {
     "swap-space": NoEffect(
         "KV beyond the pool is in host memory, on disk or in Redis by --kv-transfer-config", None
     ),
-    "download-dir": NoEffect(
-        "models are kept in XDG_CACHE_HOME, or in HF_HOME by hf download", None
-    ),
+    "download-dir": NoEffect("models of the hub are kept in HF_HOME", None),
     "max-logprobs": NoEffect("the most is 20", None),
     "max-seq-len-to-capture": NoEffect(_GRAPHS, None),
     "compilation-config": NoEffect(_GRAPHS, None),
@@ -102,8 +100,6 @@ MISSING: Final[Mapping[str, str]] = {
         ],
         _ADAPTERS,
     ),
-    "revision": "a model is fetched by hf download ORG/NAME --revision …, which --model then names",
-    "hf-token": "models are fetched by hf download, which has --token",
     "hf-overrides": "change config.json in a copy of the folder",
     "rope-scaling": "change config.json in a copy of the folder",
     "cpu-offload-gb": "weights are on the device as a whole",
@@ -150,6 +146,7 @@ MEANT: Final[Mapping[str, str]] = {
     "q": "--cpu-weights",
     "m": "--model",
     "model-path": "--model",
+    "hft": "--hf-token",
     "hf": "--model",
     "hf-repo": "--model",
     "alias": "--served-model-name",
@@ -180,8 +177,12 @@ MEANT: Final[Mapping[str, str]] = {
     "repeat-penalty": "repetition_penalty in each request",
     "run": "serve",
     "start": "serve",
-    "pull": "fetch",
-    "list": "models",
-    "ls": "models",
+    "fetch": "pull",
+    "download": "pull",
+    "ls": "list",
+    "remove": "rm",
+    "delete": "rm",
+    "status": "ps",
+    "kill": "stop",
 }
 """Flags, commands and options with another name here → that name."""

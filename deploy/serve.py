@@ -38,6 +38,7 @@ def serve(config: ServeConfig, environment: HostEnvironment, commands: Commands)
 
     commands: command line of each role.
     """
+    environment = environment.with_hub_token(config.model.hf_token)
     clock = PhaseClock(time.monotonic() - process_age())
     clock.end("command")
     guard_output("tokend", config.frontend.log_format)
@@ -84,6 +85,7 @@ def plan(config: ServeConfig, environment: HostEnvironment, *, as_json: bool) ->
 
     Raises ConfigError and ModelError.
     """
+    environment = environment.with_hub_token(config.model.hf_token)
     with closing(open_display(sys.stderr)) as display:
         model, draft_model = _prepare_models(config, environment, display)
     check_length(config, model)
@@ -114,7 +116,9 @@ def _prepare_models(
     """Return the prepared models. SIGTERM interrupts the preparation as Ctrl-C does."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        model = prepared_model(config.model.model, environment, display)
+        model = prepared_model(
+            config.model.model, environment, display, revision=config.model.revision
+        )
         return ServedModels(model, prepared_draft_model(config.speculation, environment, display))
     finally:
         signal.signal(signal.SIGTERM, before)

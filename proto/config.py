@@ -66,8 +66,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str = "smollm2-135m-instruct"
     """A Hugging Face folder, a .gguf file (of a split model any part) or a folder with one model in
-    such files, the name of a packaged model, or ORG/NAME of a model in the local Hugging Face cache
-    (hf download ORG/NAME)."""
+    such files, the name of a packaged model, or ORG/NAME on the Hugging Face hub, downloaded if it
+    is not in the Hugging Face cache (ORG/NAME:Q4_K_M: one of its GGUF files)."""
+    revision: str | None = None
+    """Branch, tag or commit of a model on the Hugging Face hub; by default its default branch."""
+    hf_token: str | None = None
+    """Token for the Hugging Face hub, for gated and private models; better in HF_TOKEN."""
     served_model_name: tuple[str, ...] = ()
     """Model names in the API, of which responses have the first; by default the name or last path
     component of the model."""
@@ -430,7 +434,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     trace: TraceConfig = TraceConfig()
 
 
-SECRET_FIELDS: Final = frozenset({"api_key", "admin_api_key"})
+SECRET_FIELDS: Final = frozenset({"api_key", "admin_api_key", "hf_token"})
 """Fields whose values never appear in messages or process listings."""
 
 

@@ -283,7 +283,7 @@ def _check_parallel(parallel: ParallelConfig) -> None:
 
 def _check_keys(frontend: FrontEndConfig) -> None:
     """Refuse empty keys, which would match empty tokens."""
-    for field in sorted(SECRET_FIELDS):
+    for field in sorted(SECRET_FIELDS.intersection(frontend.__struct_fields__)):
         key = getattr(frontend, field)
         if key is not None and not key.strip():
             variable = f"TOKEND_{field.upper()}"

@@ -634,10 +634,11 @@ class DropEngine(msgspec.Struct, array_like=True, tag=47, frozen=True):
     epoch: int
 
 
-class ReloadState(msgspec.Struct, frozen=True):
-    """State of reloads, as a file in the run directory for `tokend reload`.
+class DaemonState(msgspec.Struct, frozen=True):
+    """State of a daemon, as a file in its run directory, for commands such as `tokend ps`.
 
-    pid: of the supervisor. url, model: of the daemon, to tell it from others.
+    pid: of the supervisor. url: address of the front ends. model: its first name in the API.
+    source: the model as it was given on the command line.
     count: completed reloads. under_way: a reload runs or is requested.
     error: error of the last reload, or "".
     """
@@ -645,6 +646,7 @@ class ReloadState(msgspec.Struct, frozen=True):
     pid: int
     url: str = ""
     model: str = ""
+    source: str = ""
     count: int = 0
     under_way: bool = False
     error: str = ""

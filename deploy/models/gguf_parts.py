@@ -41,10 +41,10 @@ def models_among(paths: Iterable[str]) -> list[str]:
     return list(models.values())
 
 
-def part_paths(path: str) -> list[str]:
+def part_names(path: str) -> list[str]:
     """Return the paths of all parts of the model that a file belongs to; `path` if it is whole.
 
-    Raises ModelError naming the parts that are not there.
+    Raises ModelError if the number of the part is wrong.
     """
     part = _PART.fullmatch(path)
     if part is None:
@@ -52,12 +52,17 @@ def part_paths(path: str) -> list[str]:
     prefix, number, count = part[1], int(part[2]), int(part[3])
     if not 0 < number <= count:
         raise ModelError(f"{path} is named part {number} of {count}")
-    paths = [f"{prefix}-{each:05}-of-{count:05}.gguf" for each in range(1, count + 1)]
+    return [f"{prefix}-{each:05}-of-{count:05}.gguf" for each in range(1, count + 1)]
+
+
+def part_paths(path: str) -> list[str]:
+    """Return `part_names`; raises ModelError naming the parts that are not there."""
+    paths = part_names(path)
     missing = [os.path.basename(each) for each in paths if not os.path.isfile(each)]
-    if missing:
+    if len(paths) > 1 and missing:
         names = ", ".join(missing[:_MAX_MISSING]) + (", …" if missing[_MAX_MISSING:] else "")
         raise ModelError(
-            f"{path} is one of {count} parts of a model, and {len(missing)} of them "
+            f"{path} is one of {len(paths)} parts of a model, and {len(missing)} of them "
             f"{'are' if missing[1:] else 'is'} not beside it: {names}"
         )
     return paths

@@ -62,14 +62,7 @@ def read(path: str, report: ProgressCallback) -> ModelContents:
         config = wrapped.config
     # First: what else is missing does not matter for another architecture.
     pooling = read_pooler(folder, config)
-    if (family := family_architecture(config)) in FAMILIES:
-        config["architectures"] = [family]
-    architecture = architecture_of(config)
-    if config.get("auto_map") and architecture not in _PUBLISHED_WITH_CODE:
-        raise ModelError(
-            f"{folder / 'config.json'}: auto_map names code of the model; "
-            "code of a model is never run"
-        )
+    _resolve_architecture(config)
     generation = read_object(folder / FILE_NAME)
     of_modelopt = read_object(folder / quantised_folder.MODELOPT_FILE)
     # refuses before a file of weights is opened
@@ -97,6 +90,25 @@ def read(path: str, report: ProgressCallback) -> ModelContents:
         unloaded_parts=() if wrapped is None else wrapped.other_parts,
         generation_settings=model_settings(generation),
     )
+
+
+def check_config(config: dict[str, Any]) -> None:
+    """Raise ModelError for a model that cannot be served, as far as its config.json says."""
+    wrapped = wrapped_model.find(config)
+    config = config if wrapped is None else wrapped.config
+    _resolve_architecture(config)
+    quantised_folder.read_scheme(config, {})
+
+
+def _resolve_architecture(config: dict[str, Any]) -> None:
+    """Set the architecture to that of the family; raises ModelError if there is no code for it."""
+    if (family := family_architecture(config)) in FAMILIES:
+        config["architectures"] = [family]
+    architecture = architecture_of(config)
+    if config.get("auto_map") and architecture not in _PUBLISHED_WITH_CODE:
+        raise ModelError(
+            "config.json: auto_map names code of the model; code of a model is never run"
+        )
 
 
 def require_regular_files(folder: Path) -> None:

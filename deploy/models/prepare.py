@@ -1,44 +1,14 @@
-"""The process that prepares a model, and its messages to its parent process.
+"""The process that prepares a model.
 
-Command line: `python -m deploy.models.prepare NAME SOURCE KIND TARGET FINAL`. It prints lines of
-JSON, each a list [kind, text].
+Command line: `python -m deploy.models.prepare NAME SOURCE KIND TARGET FINAL`.
 """
 
-import json
 import sys
 import warnings
-from typing import Final, NamedTuple
 
 from deploy.models import draft_head, gguf_file, hf_folder, prepared_folder, tokenizer_check
+from deploy.models.child_process import ChildMessage
 from proto.errors import ModelError
-
-QUIET_LIBRARIES: Final = {
-    "TRANSFORMERS_VERBOSITY": "error",
-    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "HF_HUB_DISABLE_TELEMETRY": "1",
-    "TQDM_DISABLE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
-"""Environment variables that keep libraries from printing, and from requests to a model hub."""
-
-
-class PrepareMessage(NamedTuple):
-    """A line of the process. kind: "progress", "error", or "other" for output of a library."""
-
-    kind: str
-    text: str
-
-    def to_line(self) -> str:
-        return json.dumps(self)
-
-    @classmethod
-    def from_line(cls, line: str) -> "PrepareMessage":
-        try:
-            kind, text = json.loads(line)
-        except (ValueError, TypeError):
-            return cls("other", line.rstrip())
-        return cls(kind, text)
 
 
 def prepare(
@@ -64,7 +34,7 @@ def prepare(
 
 
 def _print_progress(what: str) -> None:
-    print(PrepareMessage("progress", what).to_line(), flush=True)
+    ChildMessage("progress", what).send()
 
 
 def main() -> int:
@@ -74,8 +44,7 @@ def main() -> int:
         name, source, kind, target, final = sys.argv[1:]
         prepare(name, source, kind, target, final, _print_progress)
     except (ModelError, OSError) as error:
-        message = PrepareMessage("error", " ".join(str(error).split()))
-        print(message.to_line(), flush=True)
+        ChildMessage("error", " ".join(str(error).split())).send()
         return 2
     return 0
 

@@ -53,9 +53,14 @@ def check_space(folder: str, num_bytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
         raise ModelError(
-            f"not enough space on the disk of {folder}: {num_bytes / 1e6:,.1f} MB are needed "
-            f"and {free / 1e6:,.1f} MB are free"
+            f"not enough space on the disk of {folder}: {size_text(num_bytes)} are needed "
+            f"and {size_text(free)} are free"
         )
+
+
+def size_text(num_bytes: float) -> str:
+    """Return a size of files as text: "98.4 MB", from 1 GB on "4.7 GB"."""
+    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
 _SAMPLE_BYTES: Final = 4096

@@ -7,10 +7,7 @@ one takes no lock and reads one small file.
 import contextlib
 import hashlib
 import os
-import re
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,9 +16,10 @@ from typing import Final, Literal
 
 from deploy.display import Display
 from deploy.environment import HostEnvironment
-from deploy.models import catalogue, fetch, gguf_parts
+from deploy.models import catalogue, fetch, gguf_parts, hub
+from deploy.models.child_process import run_child
 from deploy.models.fetch import exclusive, is_shared
-from deploy.models.prepare import QUIET_LIBRARIES, PrepareMessage
+from deploy.models.hub import FOLDER_SUFFIXES, HubName
 from proto.codec import from_json
 from proto.config import SpeculationConfig
 from proto.errors import ModelError, ProtocolError
@@ -37,12 +35,7 @@ from proto.speculative_config import HEAD_METHODS
 PREPARE_VERSION: Final = 10
 """Version of the preparation: to be raised when the same source yields something else."""
 
-_ACCOMPANYING: Final = ("mmproj", "imatrix")
-"""Parts of the names of GGUF files beside a model: a projector of images, and the statistics that
-a quantisation used."""
-_HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HEAD_SUFFIXES: Final = (".safetensors", ".bin", ".json")
-_FOLDER_SUFFIXES: Final = (".safetensors", ".json", ".model", ".jinja", ".txt", ".tiktoken")
 
 
 @dataclass(frozen=True)
@@ -72,39 +65,56 @@ class ModelSource:
         return f"{readable.lstrip('.')[:80]}-{digest[:16]}"
 
 
-def locate(model: str, environment: HostEnvironment, display: Display) -> ModelSource:
+def locate(
+    model: str,
+    environment: HostEnvironment,
+    display: Display,
+    revision: str | None = None,
+    *,
+    refresh: bool = False,
+) -> ModelSource:
     """Return the source that MODEL on the command line means, downloaded if necessary.
 
     An existing path takes precedence over the name of a packaged model, and that over a name on
-    the Hugging Face hub, which must be in the local cache. Raises ModelError if `model` is none.
+    the Hugging Face hub. revision, refresh: as in `hub.snapshot`, for a name on the hub; with
+    refresh `model` is no path. Raises ModelError if `model` is none of them.
     """
     packaged = catalogue.find(model)
     given = os.path.abspath(os.path.expanduser(model))
-    if os.path.isdir(given):
+    name = hub.parse_name(model)
+    is_path = os.path.exists(given) and not refresh
+    if revision is not None and (is_path or packaged is not None or name is None):
+        raise ModelError(f"--revision is for names on the Hugging Face hub, and {model} is none")
+    if is_path and os.path.isdir(given):
         return _folder_source(os.path.basename(given), given)
-    if os.path.isfile(given):
+    if is_path and os.path.isfile(given):
         return _file_source(gguf_parts.model_name(given), given)
     if packaged is not None:
         return packaged_source(packaged, environment, display)
-    if _HUB_NAME.fullmatch(model):
-        return _hub_source(model, environment)
+    if name is not None:
+        folder = hub.snapshot(name, environment, display, revision=revision, refresh=refresh)
+        return _hub_source(name, folder)
+    near = hub.near(model, hub.known_names(environment))
     raise ModelError(
-        f"no model {model!r}: there is no such file or folder, "
-        f"and the packaged models are {catalogue.names()}"
+        f"no model {model!r}: "
+        + ("" if refresh else "there is no such file or folder, and ")
+        + f"the packaged models are {catalogue.names()}"
+        + (near or "; a name on the Hugging Face hub has the form ORG/NAME")
     )
 
 
-def locate_head(model: str, environment: HostEnvironment) -> ModelSource:
+def locate_head(model: str, environment: HostEnvironment, display: Display) -> ModelSource:
     """Return the source of a head of EAGLE: a folder, or a name on the Hugging Face hub.
 
     Raises ModelError if `model` is neither.
     """
     name, path = os.path.basename(model.rstrip("/")), os.path.abspath(os.path.expanduser(model))
     if not os.path.isdir(path):
-        name = model
-        if not _HUB_NAME.fullmatch(model):
+        hub_name = hub.parse_name(model)
+        if hub_name is None:
             raise ModelError(f"there is no folder {model!r}")
-        path = _hub_folder(model, environment, _HEAD_SUFFIXES)
+        name = model
+        path = hub.snapshot(hub_name, environment, display, kind="head")
     path = os.path.realpath(path)
     stamp = _stamp(path, _files(path, _HEAD_SUFFIXES))
     return ModelSource(name, path, "head", stamp)
@@ -133,7 +143,7 @@ def _folder_source(name: str, folder: str) -> ModelSource:
     ggufs = _gguf_models(folder)
     if not ggufs or _files(folder, (".safetensors",)):
         path = os.path.realpath(folder)
-        files = _files(path, _FOLDER_SUFFIXES) + sorted(map(str, Path(path).glob(TEMPLATE_FILES)))
+        files = _files(path, FOLDER_SUFFIXES) + sorted(map(str, Path(path).glob(TEMPLATE_FILES)))
         return ModelSource(name, path, "folder", _stamp(path, files))
     if len(ggufs) > 1:
         names = ", ".join(os.path.relpath(path, folder) for path in ggufs)
@@ -152,33 +162,15 @@ def _gguf_models(folder: str) -> list[str]:
         inner = (entry.path for entry in os.scandir(folder) if entry.is_dir())
         readable = (path for path in inner if os.access(path, os.R_OK | os.X_OK))
         found = [path for each in readable for path in _files(each, (".gguf",))]
-    models = [path for path in found if not any(map(os.path.basename(path).count, _ACCOMPANYING))]
-    return gguf_parts.models_among(models or found)
+    return hub.gguf_models(found)
 
 
-def _hub_source(name: str, environment: HostEnvironment) -> ModelSource:
-    """Return the source of a model of the Hugging Face hub from the local cache of `hf download`.
-
-    Raises ModelError with the command to download it.
-    """
-    return _folder_source(name, _hub_folder(name, environment, (".safetensors", ".gguf")))
-
-
-def _hub_folder(name: str, environment: HostEnvironment, suffixes: tuple[str, ...]) -> str:
-    """Return the folder of a name in the local cache that has files with one of the suffixes."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    with contextlib.suppress(LocalEntryNotFoundError):
-        cache = environment.hugging_face_cache
-        folder: str = snapshot_download(name, cache_dir=cache, local_files_only=True)
-        if _files(folder, suffixes) or (".gguf" in suffixes and _gguf_models(folder)):
-            return folder
-    only = " --include '*Q4_K_M*.gguf'" if name.lower().endswith("gguf") else ""
-    raise ModelError(
-        f"{name} is neither a path nor in the Hugging Face cache; download it with: "
-        f"hf download {name}{only}"
-    )
+def _hub_source(name: HubName, folder: str) -> ModelSource:
+    """Return the source of a name on the hub in the folder with its files."""
+    files = hub.select_files(hub.files_below(folder), name)
+    if files[0].endswith(".gguf"):
+        return _file_source(str(name), os.path.join(folder, files[0]))
+    return _folder_source(str(name), folder)
 
 
 def _files(folder: str, suffixes: tuple[str, ...]) -> list[str]:
@@ -200,27 +192,33 @@ def prepared_model(
     *,
     packaged: bool = False,
     is_head: bool = False,
+    revision: str | None = None,
+    refresh: bool = False,
 ) -> PreparedModel:
     """Return the manifest of a model, downloaded and prepared now if it was not before.
 
     packaged: `model` is the name of a packaged model, even if a path of that name exists.
-    is_head: `model` is a head of EAGLE.
+    is_head: `model` is a head of EAGLE. revision, refresh: as in `locate`.
     Raises ModelError if there is no such model or it cannot be used.
     """
     try:
         source = (
             packaged_source(catalogue.get(model), environment, display)
             if packaged
-            else locate_head(model, environment)
+            else locate_head(model, environment, display)
             if is_head
-            else locate(model, environment, display)
+            else locate(model, environment, display, revision, refresh=refresh)
         )
         root = catalogue.prepared_root(environment.cache)
         folder = os.path.join(root, source.key)
-        found = _read(folder)
+        found = read_manifest(folder)
         if found is None:
-            with exclusive(folder + ".lock"):
-                found = _read(folder) or _prepare(source, folder, environment, display)
+
+            def tell() -> None:
+                display.notice(f"waiting for another process that prepares {source.name}")
+
+            with exclusive(folder + ".lock", tell):
+                found = read_manifest(folder) or _prepare(source, folder, environment, display)
     except OSError as error:
         raise ModelError(f"cannot set up {model}: {reason(error, environment.cache)}") from None
     return found
@@ -256,7 +254,7 @@ def reason(error: OSError, cache: str) -> str:
     )
 
 
-def _read(folder: str) -> PreparedModel | None:
+def read_manifest(folder: str) -> PreparedModel | None:
     """Return the manifest in `folder`; None if there is none, or of another version."""
     try:
         manifest = from_json(Path(folder, "manifest.json").read_bytes(), PreparedModel)
@@ -284,7 +282,7 @@ def _prepare(
         os.rename(workspace, folder)
     finally:
         shutil.rmtree(workspace, ignore_errors=True)
-    manifest = _read(folder)
+    manifest = read_manifest(folder)
     if manifest is None:
         raise ModelError(f"preparing {source.path} wrote no manifest to {folder}")
     return manifest
@@ -294,30 +292,6 @@ def _run_preparation(
     source: ModelSource, target: str, final: str, environment: HostEnvironment, display: Display
 ) -> None:
     arguments = [source.name, source.path, source.kind, target, final]
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "deploy.models.prepare", *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        env={**environment.variables, **QUIET_LIBRARIES},
-        process_group=0,  # Ctrl-C goes to the parent, which ends this process
-        text=True,
-    )
-    assert process.stdout is not None, "stdout is a pipe"
-    failure = ""
-    try:
-        for line in process.stdout:
-            message = PrepareMessage.from_line(line)
-            if message.kind == "error":
-                failure = message.text
-            elif message.kind == "progress":
-                display.progress(f"preparing {source.name}: {message.text}")
-        status = process.wait()
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-        process.stdout.close()
-    if failure:
-        raise ModelError(failure)
-    if status != 0:
-        raise ModelError(f"preparing {source.path} failed with exit status {status}")
+    variables = {**environment.variables, "HF_HUB_OFFLINE": "1"}
+    what = f"preparing {source.name}"
+    run_child("deploy.models.prepare", arguments, variables, display, what)

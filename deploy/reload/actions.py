@@ -82,7 +82,8 @@ def _read_all(descriptor: int) -> bytes:
 class ReloadActions:
     """Prepares the model for a reload, and decides whether two generations fit the memory.
 
-    root: holds the `proc` and `sys` trees that describe the machine.
+    source: the served model as it was given. root: holds the `proc` and `sys` trees that describe
+    the machine.
     """
 
     def __init__(
@@ -98,7 +99,8 @@ class ReloadActions:
         self._poller = poller
         self._readiness = readiness
         self._root = root
-        self._model = launch.config.model.model
+        self.source = launch.config.model.model
+        self._revision = launch.config.model.revision
 
     def start_preparation(self, model: str | None) -> PreparationProcess:
         """Start a process that prepares a model; the main loop waits for its end.
@@ -106,7 +108,9 @@ class ReloadActions:
         model: as on the command line of the daemon; None for the one that is served.
         """
         launch = self._launch
-        command = [*launch.prepare_command, model or self._model]
+        command = [*launch.prepare_command, model or self.source]
+        if model is None and self._revision is not None:
+            command += ["--revision", self._revision]
         if (text := launch.config.speculation.speculative_config) is not None:
             command += ["--speculative-config", text]
         preparation = PreparationProcess(command, launch.variables)
@@ -142,8 +146,9 @@ class ReloadActions:
         return self._launch.config.model.served_names(model.name)[0]
 
     def note_reloaded(self, model: str | None) -> None:
-        """Remember the model that the next reload prepares."""
-        self._model = model or self._model
+        """Remember the model that the next reload prepares; None for the same one."""
+        if model is not None:
+            self.source, self._revision = model, None
 
     def two_generations_fit(self, old: PreparedModel, new: PreparedModel) -> bool:
         """Whether a second generation can run beside the current one.

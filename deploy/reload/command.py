@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Final
 
-from deploy.reload.reload import read_state, write_wanted_model
+from deploy.daemons import running_daemons, select
+from deploy.reload.reload import write_wanted_model
 from proto.errors import ConfigError, ProtocolError, TokendError
-from proto.lifecycle import ReloadState
-from proto.run_directory import in_use, run_directories
+from proto.lifecycle import DaemonState
+from proto.run_directory import in_use, read_state
 
 USAGE: Final = """\
 usage: tokend reload [MODEL] [--pid PID | --run-directory DIRECTORY]
@@ -30,16 +31,16 @@ _FLAGS: Final = ("--pid", "--run-directory")
 _POLL_SECONDS: Final = 0.05
 
 
-def main(words: Sequence[str], parent: str) -> int:
+def main(words: Sequence[str], parents: Sequence[str]) -> int:
     """Run the command and return its exit status: 0 if the daemon was reloaded, 1 if not.
 
-    parent: directory of the run directories.
+    parents: folders with run directories.
     """
     if list(words) in (["-h"], ["--help"]):
         print(USAGE, end="")
         return 0
     model, flags = _model_and_flags(list(words))
-    directory = _find_run_directory(flags, parent)
+    directory = _find_run_directory(flags, parents)
     before = _wait_for_state(directory, lambda state: not state.under_way)
     if model is not None:
         write_wanted_model(directory, model)
@@ -68,9 +69,9 @@ def _model_and_flags(words: list[str]) -> tuple[str | None, list[str]]:
     return os.path.abspath(given) if os.path.exists(given) else models[0], words
 
 
-def _find_run_directory(words: list[str], parent: str) -> str:
+def _find_run_directory(words: list[str], parents: Sequence[str]) -> str:
     if not words:
-        return _only_daemon(run_directories(parent), parent)
+        return select(None, running_daemons(parents)).directory
     flag, _, value = words[0].partition("=")
     rest = words[1:]
     if not value and rest:
@@ -81,36 +82,13 @@ def _find_run_directory(words: list[str], parent: str) -> str:
         if not in_use(value):
             raise ConfigError(f"{value} is not the run directory of a running daemon")
         return value
-    found = [path for path in run_directories(parent) if _has_pid(path, value)]
-    if not found:
-        raise ConfigError(f"process {value} is not the supervisor of a daemon under {parent}")
-    return found[0]
+    for daemon in running_daemons(parents):
+        if str(daemon.state.pid) == value:
+            return daemon.directory
+    raise ConfigError(f"process {value} is not the supervisor of a daemon of this user")
 
 
-def _only_daemon(directories: list[str], parent: str) -> str:
-    if not directories:
-        raise ConfigError(f"no daemon of this user is running under {parent}")
-    if len(directories) > 1:
-        states = [state for path in directories if (state := _state_or_none(path)) is not None]
-        found = ", ".join(f"{state.pid} ({state.model} at {state.url})" for state in states)
-        raise ConfigError(f"several daemons are running; select one with --pid: {found}")
-    return directories[0]
-
-
-def _has_pid(directory: str, pid: str) -> bool:
-    state = _state_or_none(directory)
-    return state is not None and str(state.pid) == pid
-
-
-def _state_or_none(directory: str) -> ReloadState | None:
-    """Return the state of a daemon; None if it is starting or of another user."""
-    try:
-        return read_state(directory)
-    except (OSError, ProtocolError):
-        return None
-
-
-def _wait_for_state(directory: str, is_reached: Callable[[ReloadState], bool]) -> ReloadState:
+def _wait_for_state(directory: str, is_reached: Callable[[DaemonState], bool]) -> DaemonState:
     """Poll until a state is reached, and return it; raises TokendError if the daemon ends."""
     while True:
         try:

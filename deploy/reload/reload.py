@@ -18,17 +18,19 @@ from deploy.supervisor.epochs import EpochCounter
 from deploy.supervisor.notify import SystemdNotifier
 from deploy.supervisor.processes import Child, ChildProcesses
 from deploy.supervisor.recovery import Recovery
-from proto.codec import Message, from_json, to_json
-from proto.lifecycle import ReloadState
+from proto.codec import Message, changed
+from proto.lifecycle import DaemonState
+from proto.run_directory import write_state
 
-_STATE_FILE: Final = "reload"
 _MODEL_FILE: Final = "reload-model"
 """Holds the model that `tokend reload MODEL` asks for."""
 
 
 def write_wanted_model(run_dir: str, model: str) -> None:
     """Leave the model that the next SIGHUP switches to; raises OSError."""
-    _replace(os.path.join(run_dir, _MODEL_FILE), os.fsencode(model))
+    path = os.path.join(run_dir, _MODEL_FILE)
+    Path(path + ".new").write_bytes(os.fsencode(model))
+    os.replace(path + ".new", path)  # as a whole: an earlier SIGHUP may be read at this moment
 
 
 def take_wanted_model(run_dir: str) -> str | None:
@@ -42,29 +44,18 @@ def take_wanted_model(run_dir: str) -> str | None:
     return model
 
 
-def _replace(path: str, content: bytes) -> None:
-    """Replace a file as a whole, because another process may read it at this moment."""
-    Path(path + ".new").write_bytes(content)
-    os.replace(path + ".new", path)
-
-
-def read_state(run_dir: str) -> ReloadState:
-    """Return the state that a supervisor has written; raises OSError or ProtocolError."""
-    return from_json(Path(run_dir, _STATE_FILE).read_bytes(), ReloadState)
-
-
 class ReloadReporter:
     """Reports reloads to the operator, the service manager and `tokend reload`.
 
-    The last reads a file in the run directory: the number of reloads and the error of the last.
+    The last reads the state of the daemon in the run directory.
+    state: of a daemon without reloads.
     """
 
     def __init__(
-        self, run_dir: str, url: str, model: str, display: Display, notifier: SystemdNotifier
+        self, run_dir: str, state: DaemonState, display: Display, notifier: SystemdNotifier
     ) -> None:
-        self._url = url
-        self._model = model
-        self._path = os.path.join(run_dir, _STATE_FILE)
+        self._run_dir = run_dir
+        self._state = state
         self._display = display
         self._notifier = notifier
         self._count = 0
@@ -79,14 +70,17 @@ class ReloadReporter:
         """Report why a requested reload does not begin yet, or never."""
         self._display.notice(reason)
 
-    def report_end(self, error: str, seconds: float, model: str, *, another: bool) -> None:
+    def report_end(
+        self, error: str, seconds: float, model: str, source: str, *, another: bool
+    ) -> None:
         """Report the end of a reload.
 
-        error: "" for success. model: name of the one that is served now. another: whether one more
-        reload follows.
+        error: "" for success. model, source: of the model that is served now, as in DaemonState.
+        another: whether one more reload follows.
         """
         self._count += 1
-        switched, self._model = model != self._model, model
+        switched = model != self._state.model
+        self._state = changed(self._state, model=model, source=source)
         self._write_state(another, error)
         follows = "; another one follows" if another else ""
         if error:
@@ -97,9 +91,9 @@ class ReloadReporter:
         self._notifier.report_reloaded()
 
     def _write_state(self, under_way: bool = False, error: str = "") -> None:
-        state = ReloadState(os.getpid(), self._url, self._model, self._count, under_way, error)
+        state = changed(self._state, count=self._count, under_way=under_way, error=error)
         with contextlib.suppress(OSError):  # a full disk must not end the daemon
-            _replace(self._path, to_json(state))
+            write_state(self._run_dir, state)
 
 
 class Reload:
@@ -205,4 +199,5 @@ class Reload:
             self._requested = self._requested or (outcome.retry and self._allowed)
             seconds = self._clock() - self._begun_at
             name = self._context.actions.served_name(self._context.epochs.models.model)
-            self._reporter.report_end(outcome.error, seconds, name, another=self._requested)
+            source = self._context.actions.source
+            self._reporter.report_end(outcome.error, seconds, name, source, another=self._requested)

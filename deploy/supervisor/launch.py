@@ -17,6 +17,7 @@ from proto.errors import ConfigError
 from proto.faults import Fault
 from proto.generation_config import NO_DEFAULTS, GenerationDefaults
 from proto.lifecycle import (
+    DaemonState,
     EngineReady,
     FrontEndReady,
     PhaseClock,
@@ -118,6 +119,10 @@ class Launch:
     @property
     def model_name(self) -> str:
         return self.config.model.served_names(self.model.name)[0]
+
+    def state(self, pid: int) -> DaemonState:
+        """Return the state for other commands. pid: of the supervisor."""
+        return DaemonState(pid, self.url, self.model_name, self.config.model.model)
 
 
 def check_length(config: ServeConfig, model: PreparedModel) -> None:

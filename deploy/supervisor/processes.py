@@ -12,7 +12,7 @@ import time
 from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from deploy.supervisor.launch import Commands, Launch
 from proto.codec import Message, changed, encode
@@ -103,10 +103,10 @@ _START_TIME: Final = 19
 """Index of the field after the process name; see proc(5)."""
 
 
-def process_age() -> float:
-    """Return the seconds since this process was started, in steps of 0.01; 0 if unknown."""
+def process_age(pid: int | Literal["self"] = "self") -> float:
+    """Return the seconds since a process was started, in steps of 0.01; 0 if unknown."""
     try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         started = int(fields[_START_TIME]) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return 0.0

@@ -146,7 +146,7 @@ class Supervisor:
             self._recovery,
             self._children,
             ReloadActions(launch, self._children, self._poller, self._readiness),
-            ReloadReporter(run_dir, launch.url, launch.model_name, self._display, self._notifier),
+            ReloadReporter(run_dir, launch.state(os.getpid()), self._display, self._notifier),
             config.reliability.reload_strategy,
             launch.num_front_ends,
             num_workers,

@@ -123,7 +123,6 @@ def test_what_the_group_may_write_to(
     for path in (
         prepared.parent,
         prepared,
-        Path(model.folder + ".lock"),
         prepared / "manifest.json",
     ):
         assert bool(path.stat().st_mode & stat.S_IWGRP) == expected, path

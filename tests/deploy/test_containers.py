@@ -45,8 +45,10 @@ class TestDockerfile:
         cache = re.search(r"install -d -o 10001 -g 0 -m (\d+) (\S+)", final)
         assert cache is not None
         assert int(cache[1], 8) & 0o070 == 0o070
-        variables = dict(re.findall(r"\b(HOME|XDG_CACHE_HOME)=(\S+)", final))
+        variables = dict(re.findall(r"\b(HOME|HF_HOME|XDG_CACHE_HOME)=(\S+)", final))
         assert HostEnvironment.of(variables).cache == variables["HOME"] == cache[2]
+        hub = HostEnvironment.of(variables).hugging_face_cache
+        assert hub.startswith(cache[2] + "/"), "downloads go to the volume, too"
         assert f"\nVOLUME {cache[2]}\n" in final
 
     def test_kernels_are_compiled_before_the_sources_that_change(self, path: Path) -> None:

@@ -10,7 +10,14 @@ from proto.lifecycle import DrainProgress
 class Notices:
     lines: list[str] = field(default_factory=list)
 
-    def progress(self, what: str, fraction: float | None = None, process: str = "tokend") -> None:
+    def progress(
+        self,
+        what: str,
+        fraction: float | None = None,
+        process: str = "tokend",
+        *,
+        detail: str = "",
+    ) -> None:
         raise AssertionError("a drain has no progress")
 
     def notice(self, message: str, process: str = "tokend") -> None:

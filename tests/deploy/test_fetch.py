@@ -3,8 +3,11 @@
 import hashlib
 import os
 import shutil
+import threading
+import time
 import zipfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +25,14 @@ class Recorder:
     def __init__(self) -> None:
         self.fractions: list[float] = []
 
-    def progress(self, what: str, fraction: float | None = None, process: str = "tokend") -> None:
+    def progress(
+        self,
+        what: str,
+        fraction: float | None = None,
+        process: str = "tokend",
+        *,
+        detail: str = "",
+    ) -> None:
         self.fractions.append(fraction or 0.0)
 
     def notice(self, message: str, process: str = "tokend") -> None:
@@ -91,10 +101,10 @@ def without_pip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def refused(model: PackagedModel, environment: HostEnvironment) -> str:
-    """Return the error of fetching a model; assert that no file of it is left."""
+    """Return the error of fetching a model; assert that no file of it is left, nor its lock."""
     with pytest.raises(ModelError) as caught:
         fetch.fetch(model, environment, Recorder())
-    assert [each.name for each in Path(environment.cache, "models").iterdir()] == ["halves.lock"]
+    assert list(Path(environment.cache, "models").iterdir()) == []
     return str(caught.value)
 
 
@@ -141,3 +151,26 @@ def test_every_packaged_model_is_pinned() -> None:
         assert len(model.sha256) == 64
         assert all("==" in part.requirement for part in model.parts)
         assert catalogue.find(model.name) is model
+
+
+def test_a_lock_is_held_by_one_and_removed_at_the_end(tmp_path: Path) -> None:
+    """Also when a holder removes the file that others wait for."""
+    path, inside, most, waits = tmp_path / "locks/a.lock", 0, 0, []
+    guard = threading.Lock()
+
+    def work(_: int) -> None:
+        nonlocal inside, most
+        for _ in range(50):
+            with fetch.exclusive(str(path), lambda: waits.append(1)):
+                with guard:
+                    inside += 1
+                    most = max(most, inside)
+                time.sleep(0.0005)
+                with guard:
+                    inside -= 1
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    assert (most, inside) == (1, 0)
+    assert waits
+    assert list(path.parent.iterdir()) == []

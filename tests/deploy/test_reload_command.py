@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from deploy.reload import command as reload_command
-from proto.codec import to_json
 from proto.errors import ConfigError
-from proto.lifecycle import ReloadState
-from proto.run_directory import RunDirectory
+from proto.lifecycle import DaemonState
+from proto.run_directory import RunDirectory, write_state
 from tests.fakes.supervised import FAKE_DAEMON, Start, eventually
 
 BEGUN = "tokend: reloading"
@@ -27,10 +26,10 @@ def test_the_command_waits_for_the_reload_and_prints_its_result(
     begin: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
     daemon = begin()
-    parent = str(daemon.run_parent)
+    parents = [str(daemon.run_parent)]
     (run_dir,) = daemon.run_parent.iterdir()
     for words in ([], ["--pid", str(daemon.process.pid)], ["--run-directory", str(run_dir)]):
-        assert reload_command.main(words, parent) == 0
+        assert reload_command.main(words, parents) == 0
         assert capsys.readouterr().out == "reloaded\n"
     assert eventually(lambda: daemon.text.count(DONE) == 3)
 
@@ -39,14 +38,14 @@ def test_the_command_fails_with_the_reload(
     begin: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
     daemon = begin("model=broken")
-    assert reload_command.main([f"--pid={daemon.process.pid}"], str(daemon.run_parent)) == 1
+    assert reload_command.main([f"--pid={daemon.process.pid}"], [str(daemon.run_parent)]) == 1
     assert capsys.readouterr().err == f"{FAILED}the model is broken\n"
 
 
 @pytest.mark.parametrize("words", [["--pid"], ["--pid", "1", "2"], ["now"], ["--pid", "1"], []])
 def test_the_command_fails_without_a_daemon(words: list[str], tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
-        reload_command.main(words, str(tmp_path))
+        reload_command.main(words, [str(tmp_path)])
 
 
 def test_several_daemons_are_listed_with_pid_model_and_address(tmp_path: Path) -> None:
@@ -54,10 +53,10 @@ def test_several_daemons_are_listed_with_pid_model_and_address(tmp_path: Path) -
     try:
         for pid, port in ((11, 8000), (22, 8001)):
             directories.append(RunDirectory.create(str(tmp_path)))
-            state = ReloadState(pid, f"http://127.0.0.1:{port}", f"model-{pid}")
-            Path(directories[-1].path, "reload").write_bytes(to_json(state))
+            state = DaemonState(pid, f"http://127.0.0.1:{port}", f"model-{pid}")
+            write_state(directories[-1].path, state)
         with pytest.raises(ConfigError) as caught:
-            reload_command.main([], str(tmp_path))
+            reload_command.main([], [str(tmp_path)])
     finally:
         for directory in directories:
             directory.leave()

@@ -102,7 +102,14 @@ class Reference:
 class SilentReporter:
     """A progress reporter without output."""
 
-    def progress(self, what: str, fraction: float | None = None, process: str = "tokend") -> None:
+    def progress(
+        self,
+        what: str,
+        fraction: float | None = None,
+        process: str = "tokend",
+        *,
+        detail: str = "",
+    ) -> None:
         """Ignored."""
 
     def notice(self, message: str, process: str = "tokend") -> None:

@@ -9,7 +9,14 @@ class Notices:
 
     lines: list[str] = field(default_factory=list)
 
-    def progress(self, what: str, fraction: float | None = None, process: str = "tokend") -> None:
+    def progress(
+        self,
+        what: str,
+        fraction: float | None = None,
+        process: str = "tokend",
+        *,
+        detail: str = "",
+    ) -> None:
         raise AssertionError("nothing takes long here")
 
     def notice(self, message: str, process: str = "tokend") -> None:

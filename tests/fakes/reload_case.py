@@ -94,6 +94,7 @@ class Case:
         self.ended: list[tuple[str, bool]] = []
         self.reasons: list[str] = []
         self.num_begun = 0
+        self.source = "model"
         self.prepared: list[str | None] = []
         self.reloaded: list[str | None] = []
         self.names: list[str] = []
@@ -145,7 +146,9 @@ class Case:
     def report_delay(self, reason: str) -> None:
         self.reasons.append(reason)
 
-    def report_end(self, error: str, seconds: float, model: str, *, another: bool) -> None:
+    def report_end(
+        self, error: str, seconds: float, model: str, source: str, *, another: bool
+    ) -> None:
         self.names.append(model)
         self.ended.append((error, another))
 

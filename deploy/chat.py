@@ -1,0 +1,349 @@
+"""`tokend chat`: a chat in the terminal, or one question in a pipe.
+
+tokend chat                   with the running daemon; without one, with the default model
+tokend chat MODEL             with a daemon that serves it, or one that is started for the chat
+tokend chat http://HOST:PORT  with any server of OpenAI's API
+echo hi | tokend chat         prints the answer and ends
+"""
+
+import contextlib
+import difflib
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, Final, NoReturn, TextIO
+
+import httpx
+
+from deploy.bench.client import base_url
+from deploy.bench.stream import EventSplitter
+from deploy.daemons import is_loopback, matching, running_daemons, select
+from deploy.environment import API_KEY_VARIABLE, HostEnvironment
+from proto.config import ModelConfig
+from proto.errors import ConfigError, TokendError
+
+USAGE: Final = """\
+usage: tokend chat [MODEL|URL] [--system TEXT] [--max-tokens N]
+
+Chat with a model: that of a running daemon, or of the server at URL. If no daemon serves MODEL, one
+is started for the chat. A key is taken from TOKEND_API_KEY. If the input is not a terminal, it is
+one message, and the answer is printed.
+
+  --system TEXT     system message
+  --max-tokens N    longest answer (default: 4096)
+
+In the chat:
+  \"\"\"               begins a message of several lines, and ends it
+  /system TEXT      set the system message; without TEXT, show it
+  /clear            forget the conversation
+  /help             show these lines
+  /exit             leave (or Ctrl-D)
+  Ctrl-C            stop an answer
+"""
+_QUOTES: Final = '"""'
+_COMMANDS: Final = ("/system", "/clear", "/help", "/exit")
+_DEFAULT_MAX_TOKENS: Final = 4096
+_START_POLL_SECONDS: Final = 0.1
+_ANSWER_SECONDS: Final = 600.0
+"""Longest wait for the next token: the request may be queued."""
+_END_SECONDS: Final = 45.0
+_CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Characters that could change the terminal."""
+_DIM: Final = "\x1b[2m"
+_PLAIN: Final = "\x1b[0m"
+
+
+@dataclass
+class ChatOptions:
+    target: str | None = None
+    system: str | None = None
+    max_tokens: int = _DEFAULT_MAX_TOKENS
+
+    @classmethod
+    def parse(cls, arguments: Sequence[str]) -> "ChatOptions":
+        """Parse the command line; raises ConfigError."""
+        options, words = cls(), list(arguments)
+        while words:
+            word = words.pop(0)
+            name, equals, value = word.partition("=")
+            if name in ("--system", "--max-tokens"):
+                if not equals and not words:
+                    raise ConfigError(f"{name} needs a value")
+                value = value if equals else words.pop(0)
+                if name == "--system":
+                    options.system = value
+                elif value.isdecimal() and int(value) > 0:
+                    options.max_tokens = int(value)
+                else:
+                    raise ConfigError(f"--max-tokens takes a whole number from 1, not {value}")
+            elif word.startswith("-") or options.target is not None:
+                raise ConfigError(f"unexpected {word}: tokend chat takes one MODEL or URL")
+            else:
+                options.target = word
+        return options
+
+
+def main(arguments: Sequence[str], environment: HostEnvironment) -> int:
+    """Run the command and return its exit status; raises TokendError."""
+    if list(arguments) in (["-h"], ["--help"]):
+        print(USAGE, end="")
+        return 0
+    options = ChatOptions.parse(arguments)
+    interactive = sys.stdin.isatty()
+    question = "" if interactive else sys.stdin.read().strip()
+    if not interactive and not question:
+        raise ConfigError("tokend chat: the input is empty")
+    api_key = environment.settings.get("api_key")
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    with (
+        _server(options.target, environment) as url,
+        httpx.Client(
+            base_url=url,
+            headers=headers,
+            timeout=httpx.Timeout(_ANSWER_SECONDS, connect=10.0),
+            verify=not is_loopback(url),  # whose certificate has the name of the server
+        ) as client,
+    ):
+        chat = Chat(client, _model_of(client, options.target), options, sys.stdout)
+        if interactive:
+            chat.run()
+        else:
+            chat.ask(question)
+    return 0
+
+
+@contextlib.contextmanager
+def _server(target: str | None, environment: HostEnvironment) -> Iterator[str]:
+    """Yield the URL of the server to chat with; one that was started ends with the block."""
+    if target is not None and target.startswith(("http://", "https://")):
+        yield base_url(target)
+        return
+    daemons = running_daemons(environment.run_parents())
+    if matching(target, daemons) if target is not None else daemons:
+        yield select(target, daemons).state.url
+        return
+    with _started(target or ModelConfig().model, environment) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def _started(model: str, environment: HostEnvironment) -> Iterator[str]:
+    """Start a daemon for the chat; its progress and its errors go to the terminal."""
+    variables = dict(environment.variables)
+    if "api_key" in environment.settings:
+        variables[API_KEY_VARIABLE] = environment.settings["api_key"]
+    flags = ["--port", "0", "--log-level", "warning", "--no-page", "--max-num-seqs", "4"]
+    with _ended_by_signals():
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "deploy.cli", "serve", model, *flags],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            env=variables,
+            process_group=0,  # Ctrl-C stops an answer
+        )
+        try:
+            yield _wait_ready(process, environment)
+        finally:
+            process.terminate()
+            try:
+                process.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _wait_ready(process: "subprocess.Popen[bytes]", environment: HostEnvironment) -> str:
+    """Wait until a daemon accepts requests, and return its URL; raises TokendError if it ends."""
+    while process.poll() is None:
+        for daemon in running_daemons(environment.run_parents()):
+            if daemon.state.pid == process.pid:
+                with contextlib.suppress(httpx.HTTPError):
+                    if httpx.get(f"{daemon.state.url}/health", timeout=5.0).is_success:
+                        return daemon.state.url
+        time.sleep(_START_POLL_SECONDS)
+    error = ConfigError if process.returncode == 2 else TokendError
+    raise error("the daemon for the chat has ended, see above")
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Leave the block, which ends the daemon, when the terminal closes or at SIGTERM."""
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGHUP, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _model_of(client: httpx.Client, target: str | None) -> str:
+    """Return the name of the model of a server; raises TokendError."""
+    try:
+        response = client.get("/v1/models")
+    except httpx.HTTPError as error:
+        raise TokendError(f"no server answers at {client.base_url}: {error}") from None
+    if not response.is_success:
+        raise TokendError(_refusal(response))
+    try:
+        names = [str(model["id"]) for model in response.json()["data"]]
+        return target if target in names else names[0]
+    except (ValueError, KeyError, TypeError, IndexError):
+        raise TokendError(f"{client.base_url}v1/models does not list a model") from None
+
+
+def _refusal(response: httpx.Response) -> str:
+    """Return the message of a response that is an error."""
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        error = response.json()["error"]
+        message = str(error["message"] if isinstance(error, dict) else error)
+        key = " (set TOKEND_API_KEY)" if response.status_code == 401 else ""
+        return message + key
+    return f"the server answered with status {response.status_code}"
+
+
+@dataclass
+class Chat:
+    """A conversation with one model. out: gets the answers."""
+
+    client: httpx.Client
+    model: str
+    options: ChatOptions
+    out: TextIO
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Read messages from the terminal until the user leaves."""
+        with contextlib.suppress(ImportError):  # keys for editing, and earlier lines
+            import readline  # noqa: F401
+        self._print(f"{self.model}: /help lists the commands, Ctrl-D leaves\n")
+        while (text := self._read()) is not None:
+            if not text.strip():
+                continue
+            command, _, rest = text.strip().partition(" ")
+            if command == "/exit":
+                return
+            if re.fullmatch(r"/\w*", command):
+                self._run_command(command, rest.strip())
+                continue
+            try:
+                self.ask(text)
+            except TokendError as error:
+                self._print(f"{error}\n")
+
+    def ask(self, text: str) -> None:
+        """Send a message and print the answer as it comes; Ctrl-C stops it in a terminal.
+
+        Raises TokendError if there is none; the message is then not part of the conversation.
+        """
+        self.messages.append({"role": "user", "content": text})
+        answer: list[str] = []
+        try:
+            try:
+                for piece in self._stream():
+                    answer.append(piece)
+            except KeyboardInterrupt:
+                if not sys.stdin.isatty():
+                    raise
+                self._print("\n(stopped)", style=_PLAIN if self.out.isatty() else "")
+            self._print("\n")
+        finally:
+            if answer:
+                self.messages.append({"role": "assistant", "content": "".join(answer)})
+            else:
+                self.messages.pop()
+
+    def _stream(self) -> Iterator[str]:
+        """Print the answer to the messages, and yield its pieces."""
+        system = self.options.system
+        first = [{"role": "system", "content": system}] if system else []
+        body = {
+            "model": self.model,
+            "messages": [*first, *self.messages],
+            "max_tokens": self.options.max_tokens,
+            "stream": True,
+        }
+        reasons = False
+        for choice in self._choices(body):
+            delta = choice.get("delta") or {}
+            thought = delta.get("reasoning") or delta.get("reasoning_content")
+            if thought and self.out.isatty():
+                self._print(thought, style="" if reasons else _DIM)
+                reasons = True
+            if piece := delta.get("content"):
+                self._print(piece, style=_PLAIN + "\n\n" if reasons else "")
+                reasons = False
+                yield piece
+            if choice.get("finish_reason") == "length":
+                self._note(f"cut after {self.options.max_tokens} tokens, see --max-tokens")
+        if reasons:
+            self._print("", style=_PLAIN)
+
+    def _choices(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Send a request and yield the choice of each event; raises TokendError."""
+        splitter = EventSplitter()
+        try:
+            with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
+                if not response.is_success:
+                    response.read()
+                    raise TokendError(_refusal(response))
+                for chunk in response.iter_bytes():
+                    for data in splitter.feed(chunk):
+                        if data == b"[DONE]":
+                            return
+                        event = json.loads(data)
+                        if "error" in event:
+                            raise TokendError(str(event["error"].get("message", event["error"])))
+                        yield from event.get("choices", ())[:1]
+        except (httpx.HTTPError, ValueError, AttributeError) as error:
+            raise TokendError(f"the answer ended: {error}") from None
+
+    def _read(self) -> str | None:
+        """Read a message, of several lines between quotes; None at the end of the input."""
+        try:
+            line = input(">>> ")
+            if not line.startswith(_QUOTES):
+                return line
+            lines = [line.removeprefix(_QUOTES)]
+            while not lines[-1].endswith(_QUOTES):
+                lines.append(input("... "))
+            return "\n".join(lines).removesuffix(_QUOTES)
+        except KeyboardInterrupt:
+            self._print("\n(/exit or Ctrl-D leaves)\n")
+            return ""
+        except EOFError:
+            self._print("\n")
+            return None
+
+    def _run_command(self, command: str, rest: str) -> None:
+        if command == "/clear":
+            self.messages.clear()
+            self._print("the conversation is forgotten\n")
+        elif command == "/system":
+            self.options.system = rest or self.options.system
+            self._print(f"system message: {self.options.system or 'none'}\n")
+        elif command == "/help":
+            self._print(USAGE.partition("In the chat:\n")[2])
+        else:
+            near = difflib.get_close_matches(command, _COMMANDS, 1)
+            hint = f"did you mean {near[0]}?" if near else "/help lists the commands"
+            self._print(f"unknown command {command}; {hint}\n")
+
+    def _note(self, text: str) -> None:
+        """Print a remark about an answer, not into a pipe that takes the answer."""
+        sys.stdout.flush()
+        print(f"\n({text})", file=self.out if self.out.isatty() else sys.stderr, flush=True)
+
+    def _print(self, text: str, *, style: str = "") -> None:
+        """Print a text after codes for the terminal; codes in the text itself are left out."""
+        self.out.write(style + _CONTROL.sub("", text))
+        self.out.flush()
