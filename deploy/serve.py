@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from contextlib import closing
+from dataclasses import replace
 from importlib.util import find_spec
 
 from deploy.display import Display, open_display
@@ -85,12 +86,16 @@ def plan(config: ServeConfig, environment: HostEnvironment, *, as_json: bool) ->
 
     Raises ConfigError and ModelError.
     """
-    environment = environment.with_hub_token(config.model.hf_token)
-    with closing(open_display(sys.stderr)) as display:
-        model, draft_model = _prepare_models(config, environment, display)
-    check_length(config, model)
-    boot = PlanBoot(config=config, model=model, as_json=as_json, draft_model=draft_model)
-    process = run_worker_program("worker.plan_command", boot, config, environment)
+    with tempfile.TemporaryDirectory(prefix="tokend-plan-") as headers:
+        environment = replace(
+            environment.with_hub_token(config.model.hf_token),
+            headers_folder=os.path.realpath(headers),
+        )
+        with closing(open_display(sys.stderr)) as display:
+            model, draft_model = _prepare_models(config, environment, display)
+        check_length(config, model)
+        boot = PlanBoot(config=config, model=model, as_json=as_json, draft_model=draft_model)
+        process = run_worker_program("worker.plan_command", boot, config, environment)
     print(process.stdout.decode(), end="")
     return process.returncode if process.returncode >= 0 else 1
 
