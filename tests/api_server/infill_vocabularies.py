@@ -1,13 +1,15 @@
 """Tiny vocabularies with tokens for filling in, as GGUF files, and requests to /infill.
 
 `infill_ids.json` has the prompt of each request, a long one as length and digest, and the tokens
-that end a text, by vocabulary: those of llama.cpp's `format_prompt_infill` and `llama_vocab_is_eog`
-(build 11434) on the files and requests that `python -m tests.api_server.infill_vocabularies FOLDER`
-writes.
+that end a text, by vocabulary, as llama.cpp (build 11434) makes them. To record them again, build
+`infill_ids.cpp`, then `python -m tests.api_server.infill_vocabularies PROGRAM`.
 """
 
+import hashlib
 import json
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any, Final
 
@@ -104,6 +106,8 @@ REQUESTS: Final[list[dict[str, Any]]] = [
     {"input_prefix": "x", "input_suffix": _CODE * 100, "prompt": "abc " * 4},
 ]
 CONTEXTS: Final = (512, 4096)
+RECORDED: Final = Path(__file__).with_name("infill_ids.json")
+_LONGEST_LIST: Final = 130
 
 
 def write(folder: Path, name: str) -> tuple[Path, dict[str, int]]:
@@ -141,11 +145,29 @@ def requests() -> list[dict[str, Any]]:
     ]
 
 
-def main(folder: Path) -> None:
-    for name in VOCABULARIES:
-        write(folder, name)
-    (folder / "requests.json").write_text(json.dumps(requests()))
+def shortened(ids: list[int]) -> list[Any]:
+    """Return a prompt as it is recorded."""
+    if len(ids) <= _LONGEST_LIST:
+        return ids
+    return [len(ids), hashlib.sha256(json.dumps(ids).encode()).hexdigest()]
+
+
+def record(program: str) -> None:
+    """Write infill_ids.json with what the program prints."""
+    parts = []
+    with tempfile.TemporaryDirectory() as place:
+        Path(place, "requests.json").write_text(json.dumps(requests()))
+        for name in VOCABULARIES:
+            path, _ = write(Path(place), name)
+            printed = subprocess.run(
+                [program, str(path), f"{place}/requests.json"], capture_output=True, check=True
+            ).stdout
+            found = json.loads(printed)
+            lines = ",\n".join(json.dumps(shortened(ids)) for ids in found["prompts"])
+            ends = json.dumps(found["ends"])
+            parts.append(f'"{name}": {{"ends": {ends}, "prompts": [\n{lines}\n]}}')
+    RECORDED.write_text("{\n" + ",\n".join(parts) + "\n}\n")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    record(sys.argv[1])

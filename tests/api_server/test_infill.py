@@ -3,9 +3,7 @@
 The oracle of token ids is llama.cpp (`infill_vocabularies.py`).
 """
 
-import hashlib
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +12,17 @@ from tokenizers import Tokenizer
 
 from deploy.models import gguf_header, gguf_tokenizer
 from proto.config import FrontEndConfig
+from tests.api_server import infill_vocabularies
 from tests.api_server.conftest import prepared
-from tests.api_server.infill_vocabularies import CONTEXTS, REQUESTS, VOCABULARIES, write
+from tests.api_server.infill_vocabularies import (
+    CONTEXTS,
+    REQUESTS,
+    VOCABULARIES,
+    shortened,
+    write,
+)
 
-RECORDED = json.loads(Path(__file__).with_name("infill_ids.json").read_text())
+RECORDED = json.loads(infill_vocabularies.RECORDED.read_text())
 CODE = {"input_prefix": "def f(x):\n", "input_suffix": "\n", "n_predict": 4}
 
 
@@ -41,12 +46,6 @@ def vocabulary(tmp_path):
 def writes(*token_ids: int) -> Any:
     """Return the script of an engine that samples these tokens for every request."""
     return lambda request, choice: list(token_ids)
-
-
-def shortened(ids: list[int]) -> list[Any]:
-    if len(ids) <= 130:
-        return ids
-    return [len(ids), hashlib.sha256(json.dumps(ids).encode()).hexdigest()]
 
 
 @pytest.mark.parametrize("name", VOCABULARIES)
