@@ -18,6 +18,7 @@ from api_server.routes import (
     admin,
     chat,
     completions,
+    infill,
     live_view,
     messages,
     pooling,
@@ -35,7 +36,7 @@ def create_app(app_state: AppState) -> FastAPI:
     app = FastAPI(title="tokend", version=system.daemon_version(), docs_url=None, redoc_url=None)
     app.state.app_state = app_state
     errors.install(app)
-    computing = (completions, chat, responses, messages, pooling)
+    computing = (completions, infill, chat, responses, messages, pooling)
     routers = [module.router for module in computing]
     routers += [
         sessions.router,

@@ -64,6 +64,13 @@ class DrainingError(NotAvailableError):
         super().__init__("draining: the server is shutting down and accepts no more requests")
 
 
+class SwitchingModelError(NotAvailableError):
+    """Another model replaces the present one in place: running requests finish first."""
+
+    def __init__(self) -> None:
+        super().__init__("another model is being loaded: retry soon")
+
+
 _RETRYABLE = frozenset({408, 409, 429})
 """4xx statuses that may disappear on a retry. With the others, Anthropic's clients get
 x-should-retry: false; without it, an agent may try a wrong key ten times."""

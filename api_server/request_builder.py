@@ -60,6 +60,7 @@ class EndpointOptions:
     max_tokens: None if not given. logprobs: number of alternatives; None for no log-probabilities.
     max_tokens_field: the body's name of max_tokens. edits: of the logits.
     thinking: limits of the reasoning that the engine enforces; None for no limits.
+    more_end_ids: tokens that end an answer beside those of the model.
     """
 
     max_tokens: int | None
@@ -69,6 +70,7 @@ class EndpointOptions:
     max_tokens_field: str = "max_tokens"
     edits: LogitEdits | None = None
     thinking: ThinkingRule | None = None
+    more_end_ids: tuple[int, ...] = ()
 
 
 class RequestBuilder(EngineCall[GenerationRequest]):
@@ -276,7 +278,7 @@ class RequestBuilder(EngineCall[GenerationRequest]):
             num_prompt_tokens=len(prompt.token_ids),
             max_model_len=engine.max_model_len,
             vocab_size=engine.vocab_size,
-            eos_token_ids=app_state.end_token_ids,
+            eos_token_ids=(*app_state.end_token_ids, *options.more_end_ids),
             max_tokens_field=options.max_tokens_field,
             edits=options.edits,
         )

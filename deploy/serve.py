@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from importlib.util import find_spec
 
 from deploy.display import Display, open_display
@@ -18,7 +19,7 @@ from deploy.environment import FAULTS_VARIABLE, HostEnvironment
 from deploy.models import tokenizer_check
 from deploy.models.store import prepared_draft_model, prepared_model
 from deploy.supervisor.epochs import ServedModels
-from deploy.supervisor.launch import Commands, Launch, admin_listeners, listen, url_of
+from deploy.supervisor.launch import Commands, Launch, admin_listeners, check_length, listen, url_of
 from deploy.supervisor.notify import SystemdNotifier
 from deploy.supervisor.processes import child_environment, process_age
 from deploy.supervisor.supervisor import Supervisor
@@ -29,7 +30,7 @@ from proto.faults import Fault, parse_faults
 from proto.generation_config import generation_defaults
 from proto.host_resources import install_command
 from proto.lifecycle import PhaseClock, PlanBoot
-from proto.prepared_model import PreparedModel, read_model_file
+from proto.prepared_model import read_model_file
 from proto.security import read_api_keys
 
 
@@ -58,16 +59,11 @@ def serve(config: ServeConfig, environment: HostEnvironment, commands: Commands)
     try:
         operators = resources.enter_context(admin_listeners(config.frontend))
         model, draft_model = _prepare_models(config, environment, display)
-        _check_length(config, model)
+        check_length(config, model)
         defaults = generation_defaults(config.model, model)
         clock.end("model")
         faulthandler.enable()  # print the stacks if the service manager aborts a hung supervisor
         display.progress(f"starting {model.name}")
-        prepare = [sys.executable, "-P", "-m", "deploy.cli", "prepare", config.model.model]
-        if config.model.revision is not None:
-            prepare += ["--revision", config.model.revision]
-        if (text := config.speculation.speculative_config) is not None:
-            prepare += ["--speculative-config", text]
         launch = Launch(
             config=config,
             model=model,
@@ -75,7 +71,7 @@ def serve(config: ServeConfig, environment: HostEnvironment, commands: Commands)
             url=url,
             variables=environment.variables,
             commands=commands,
-            prepare_command=prepare,
+            prepare_command=(sys.executable, "-P", "-m", "deploy.cli", "prepare"),
             clock=clock,
             faults=faults,
             draft_model=draft_model,
@@ -95,12 +91,16 @@ def plan(config: ServeConfig, environment: HostEnvironment, *, as_json: bool) ->
 
     Raises ConfigError and ModelError.
     """
-    environment = environment.with_hub_token(config.model.hf_token)
-    with closing(open_display(sys.stderr)) as display:
-        model, draft_model = _prepare_models(config, environment, display)
-    _check_length(config, model)
-    boot = PlanBoot(config=config, model=model, as_json=as_json, draft_model=draft_model)
-    process = run_worker_program("worker.plan_command", boot, config, environment)
+    with tempfile.TemporaryDirectory(prefix="tokend-plan-") as headers:
+        environment = replace(
+            environment.with_hub_token(config.model.hf_token),
+            headers_folder=os.path.realpath(headers),
+        )
+        with closing(open_display(sys.stderr)) as display:
+            model, draft_model = _prepare_models(config, environment, display)
+        check_length(config, model)
+        boot = PlanBoot(config=config, model=model, as_json=as_json, draft_model=draft_model)
+        process = run_worker_program("worker.plan_command", boot, config, environment)
     print(process.stdout.decode(), end="")
     return process.returncode if process.returncode >= 0 else 1
 
@@ -200,13 +200,3 @@ def _check_chat_template(config: ServeConfig) -> None:
     path = config.model.chat_template
     if path is not None and not os.path.isfile(path):
         raise ConfigError(f"--chat-template {path}: no such file", "chat_template")
-
-
-def _check_length(config: ServeConfig, model: PreparedModel) -> None:
-    length = config.model.max_model_len
-    if length is not None and length > model.max_position:
-        raise ConfigError(
-            f"--max-model-len {length} is more than the {model.max_position} positions "
-            f"that {model.name} supports",
-            "max_model_len",
-        )

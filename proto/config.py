@@ -336,6 +336,8 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Parser of tool calls; auto: detected from the chat template."""
     enable_tokenizer_info_endpoint: bool = False
     """Serve the tokenizer's settings and the chat template at /tokenizer_info."""
+    spm_infill: bool = False
+    """Put the suffix before the prefix where a model fills in the middle, as some were trained."""
     max_stored_responses_mib: int = 64
     """MiB for stored responses in each front end, at most a quarter per client; 0: store none."""
     stored_response_seconds: float = 3600.0

@@ -651,7 +651,7 @@ class DaemonState(msgspec.Struct, frozen=True):
     """State of a daemon, as a file in its run directory, for commands such as `tokend ps`.
 
     pid: of the supervisor. url: address of the front ends. model: its first name in the API.
-    source: the model as it was given on the command line.
+    source: the model as it was given on the command line, or to the last `tokend reload MODEL`.
     count: completed reloads. under_way: a reload runs or is requested.
     error: error of the last reload, or "".
     """

@@ -5,12 +5,14 @@ will reach. Exit status 0: the model fits; 2: it does not, or cannot be used.
 """
 
 import json
+import os
 import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -18,6 +20,7 @@ import torch
 from proto.codec import MessageDecoder
 from proto.config import ServeConfig
 from proto.errors import TokendError
+from proto.host_resources import ALLOWED_CPUS
 from proto.lifecycle import PlanBoot
 from proto.pooling import pooler_of
 from proto.prepared_model import PreparedModel
@@ -49,6 +52,10 @@ _PROMPT_NUMBERS: Final = 1 << 25
 _MEASURE_SECONDS: Final = 0.4
 _READ_BYTES: Final = 256 << 20
 """Memory that is read to learn the rate at which attention can read the KV of a long context."""
+
+
+BUSY_CORES: Final = 0.15
+"""Cores in use by other programs from which rates count as those of a busy machine."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +153,45 @@ class TimeEstimate:
             "flops_per_second": self.flops_prompt,
             "product_kernels": {choice.name: choice.variant for choice in self.products},
         }
+
+
+class OtherLoad:
+    """Measures how busy other programs keep the cores that this process may use.
+
+    Time that a virtual machine does not get counts, too. root: holds the `proc` tree.
+    """
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+        self._start, self._busy, self._own = self._now()
+
+    def cores(self) -> float:
+        """Return the average number of cores that others have used since the creation."""
+        now, busy, own = self._now()
+        used = (busy - self._busy) - (own - self._own)
+        return max(0.0, used / max(now - self._start, 1e-3))
+
+    def _now(self) -> tuple[float, float, float]:
+        """Return the present time, and CPU seconds of all programs and of this one."""
+        ticks = 0
+        for line in (self._root / "proc/stat").read_text().splitlines():
+            match line.split():
+                case [name, user, nice, system, _, _, irq, softirq, steal, *_] if (
+                    name[3:].isdecimal() and int(name[3:]) in ALLOWED_CPUS
+                ):
+                    ticks += sum(map(int, (user, nice, system, irq, softirq, steal)))
+        return time.monotonic(), ticks / os.sysconf("SC_CLK_TCK"), time.process_time()
+
+
+def busy_line(other_cores: float) -> str:
+    """Return the line of the plan about other programs; "" if they use little."""
+    if other_cores < BUSY_CORES:
+        return ""
+    return (
+        f"  busy             other programs used {other_cores:.1f} of "
+        f"{len(ALLOWED_CPUS)} CPUs meanwhile: these are the rates of a busy machine, "
+        "and an idle one is faster"
+    )
 
 
 def why_not_estimated(config: ServeConfig, prepared: PreparedModel, device: Device) -> str:
@@ -311,8 +357,10 @@ def main() -> int:
         generates = pooler_of(config.model, prepared) is None
         prepared = with_end_tokens(prepared, config.model)
         times, not_estimated = None, why_not_estimated(config, prepared, device)
+        others = OtherLoad()
         if plan.fits and not not_estimated:
             times = estimate_times(config, prepared, device, plan)
+        other_cores = others.cores()
         if boot.as_json:
             flags = [] if plan.fits else fitting_flags(plan, config, prepared, device, draft=draft)
             figures = {"model": prepared.name, "device": device.name, **plan.to_dict()}
@@ -320,6 +368,8 @@ def main() -> int:
                 ends = zip(prepared.eos_token_ids, prepared.end_reasons, strict=True)
                 figures["end_tokens"] = dict(ends)
             figures |= {"flags_that_fit": flags} if times is None else times.to_dict()
+            if times is not None:
+                figures["cores_used_by_others"] = round(other_cores, 2)
             print(json.dumps(figures, indent=1))
         elif not plan.fits:
             print(refusal(plan, config, prepared, device, draft=draft))
@@ -331,7 +381,9 @@ def main() -> int:
                 title += f"; {prepared.text_only_notice}"
             print("\n".join((title, *plan.table(), "")))
             lines = [f"  times            not estimated for {not_estimated}"]
-            print("\n".join(lines if times is None else times.lines()))
+            if times is not None:
+                lines = [*times.lines(), busy_line(other_cores)]
+            print("\n".join(filter(None, lines)))
             if generates:
                 print(f"  end tokens       {prepared.ends_notice}")
     except TokendError as error:

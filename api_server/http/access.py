@@ -92,7 +92,7 @@ OPERATORS: Final = Access(
     ),
     *("operator", "admin", "owner"),
 )
-PAGE: Final = Access("the page", ("/", "/page/…"), "open", "absent", "absent")
+PAGE: Final = Access("the pages", ("/", "/docs", "/page/…"), "open", "absent", "absent")
 LIVE_VIEW: Final = Access("the live view", ("/view/events",), "client", "absent", "absent")
 API: Final = Access("the API, and all else", (), "client", "absent", "absent")
 TABLE: Final = (HEALTH, METRICS, LOAD, OPERATORS, PAGE, LIVE_VIEW, API)

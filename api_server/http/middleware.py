@@ -25,7 +25,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api_server.app_state import APP_STATE, AppState
-from api_server.errors import DrainingError, error_response
+from api_server.errors import NotAvailableError, error_response
 from api_server.http.access import API, PAGE, access_of, check_operator, listener_of
 from api_server.http.connection import begin_upload, client_disconnected
 from api_server.http.tenants import DEFAULT_TENANT, tenant_of
@@ -227,7 +227,7 @@ class SiteMiddleware:
 
 
 class DrainMiddleware:
-    """Count requests in flight; answer 503 to new requests and WebSockets while draining.
+    """Count requests in flight; answer 503 to new requests and WebSockets while none are taken.
 
     Also sets the client of the request for `api_server/turns.py`, and its scope for the log.
 
@@ -256,9 +256,13 @@ class DrainMiddleware:
     async def _count(self, app_state: AppState, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or access_of(scope["path"]) is not API:
             await self._app(scope, receive, send)
-        elif app_state.health.draining:
-            await error_response(DrainingError(), scope)(scope, receive, send)
-        elif scope["type"] == "websocket":
+            return
+        try:
+            app_state.health.check_takes_requests()
+        except NotAvailableError as error:
+            await error_response(error, scope)(scope, receive, send)
+            return
+        if scope["type"] == "websocket":
             await self._app(scope, receive, send)
         else:
             with app_state.in_flight, app_state.metrics.in_flight:

@@ -4,8 +4,13 @@ FastAPI adds the paths. The routes read their bodies themselves, so `OPERATIONS`
 that validate the bodies; a test checks that every documented route has a line there.
 """
 
+import ast
+import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
 from typing import Any, Final
 
 from fastapi import FastAPI
@@ -15,6 +20,7 @@ from pydantic import BaseModel
 from api_server.http.access import HEALTH, OPERATORS
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.completions import CompletionRequest
+from api_server.protocol.infill import InfillRequest
 from api_server.protocol.messages.request import CountTokensRequest, MessagesRequest
 from api_server.protocol.pooling import (
     ClassificationRequest,
@@ -116,6 +122,21 @@ CHAT_COMPLETION: Final = an_object(
     },
     {"kv_transfer_params": an_object({})},
 )
+INFILL: Final = an_object(
+    {},
+    {
+        **dict.fromkeys(("index", "tokens_predicted", "tokens_evaluated"), INTEGER),
+        **dict.fromkeys(("content", "model", "prompt", "stopping_word"), STRING),
+        **dict.fromkeys(("stop", "has_new_line", "truncated"), BOOLEAN),
+        "tokens": IDS,
+        "tokens_cached": INTEGER,
+        "stop_type": one_of("eos", "word", "limit"),
+        "generation_settings": an_object({}),
+        "timings": {"type": "object", "additionalProperties": NUMBER},
+        "completion_probabilities": a_list(an_object({"id": INTEGER, "logprob": NUMBER})),
+    },
+)
+"""Every field is optional: `response_fields` chooses."""
 RESPONSE_USAGE: Final = an_object(
     {
         "input_tokens": INTEGER,
@@ -339,6 +360,7 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
     ("/v1/completions", "post"): Operation(
         (CompletionRequest,), {_JSON: COMPLETION, _EVENTS: EVENT}
     ),
+    ("/infill", "post"): Operation((InfillRequest,), {_JSON: INFILL, _EVENTS: EVENT}),
     ("/v1/chat/completions", "post"): Operation(
         (ChatCompletionRequest,), {_JSON: CHAT_COMPLETION, _EVENTS: EVENT}
     ),
@@ -499,5 +521,38 @@ def _add_schema(
             if default is not None and not has_own:
                 properties[name]["default"] = default
             properties[name] = or_null(properties[name])
+    for name, text in field_texts(model).items():
+        schema["properties"][name]["description"] = text
     schemas.update(found)
     return _REFS.format(model=model.__name__)
+
+
+def field_texts(model: type[BaseModel]) -> dict[str, str]:
+    """Return the string literal under each field of a model and its base classes.
+
+    Python drops these strings, so they are read from the source.
+    """
+    texts = {
+        name: field.description for name, field in model.model_fields.items() if field.description
+    }
+    for base in model.__mro__[: model.__mro__.index(BaseModel)]:
+        for name, text in _texts_of_module(base.__module__).get(base.__name__, {}).items():
+            texts.setdefault(name, text)
+    return texts
+
+
+@cache
+def _texts_of_module(name: str) -> dict[str, dict[str, str]]:
+    """Return class → field → the string literal under it, of the classes of a module."""
+    found: dict[str, dict[str, str]] = {}
+    for definition in ast.parse(inspect.getsource(sys.modules[name])).body:
+        if isinstance(definition, ast.ClassDef):
+            texts = found.setdefault(definition.name, {})
+            for line, after in pairwise(definition.body):
+                match line, after:
+                    case (
+                        ast.AnnAssign(target=ast.Name(id=field_name)),
+                        ast.Expr(value=ast.Constant(value=str() as text)),
+                    ):
+                        texts[field_name] = " ".join(text.split())
+    return found

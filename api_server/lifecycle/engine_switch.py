@@ -5,7 +5,8 @@
                  ─▶ Switched ─ the last of them ends ─▶ OldEngineIdle
 
 The application state is replaced as a whole. In an in-place reload one engine follows the other,
-and running requests continue on the new one.
+and running requests continue on the new one. If that serves another model, they finish on the old
+one before NextReady, and new requests are refused until SwitchEngine.
 """
 
 import asyncio
@@ -37,7 +38,7 @@ class EngineSwitch:
         self._preparing: dict[int, asyncio.Task[None]] = {}
         self._prepared: dict[int, AppState] = {}
         self._leaving: dict[int, asyncio.Task[None]] = {}
-        self._old_vocabularies: dict[int, str] = {}
+        self._old_states: dict[int, AppState] = {}
         self._in_flight: list[InFlightCounter] = [self.app_state.in_flight]
 
     @property
@@ -76,6 +77,7 @@ class EngineSwitch:
 
     def switch(self, epoch: int) -> None:
         """Send new requests to the engine of this epoch (in place, they go there already)."""
+        self.app_state.health.is_switching_model = False
         prepared = self._prepared.pop(epoch, None)
         old, client = self.app_state, self.app_state.client
         if prepared is None:
@@ -85,6 +87,12 @@ class EngineSwitch:
         self._state.app_state = prepared
         if prepared.generation_defaults != old.generation_defaults:
             logger.info("sampling defaults: %s", str(prepared.generation_defaults) or "none")
+        if prepared.model_name != old.model_name:
+            logger.info("the model is %s now, in place of %s", prepared.model_name, old.model_name)
+            prepared.metrics.model_name = prepared.model_name
+            prepared.live_view.rename_model(prepared.model_name)
+            if prepared.tracer is not None:
+                prepared.tracer.model = prepared.model_name
         prepared.live_view.publish_notice("reload", "new requests go to the reloaded engine")
         if client.epoch == epoch:
             return
@@ -93,7 +101,7 @@ class EngineSwitch:
         self._in_flight = [counter for counter in self._in_flight if counter.number]
         self._in_flight.append(prepared.in_flight)
         self._supervisor.send(Switched(self._boot.index, epoch))
-        self._old_vocabularies[old.epoch] = old.vocabulary
+        self._old_states[old.epoch] = old
         self._leaving[old.epoch] = asyncio.create_task(self._leave_engine(old))
 
     def drop(self, epoch: int) -> None:
@@ -104,9 +112,10 @@ class EngineSwitch:
                 task.cancel()
         self._prepared.pop(epoch, None)
         app_state = self.app_state
-        vocabulary = self._old_vocabularies.pop(epoch, app_state.vocabulary)
+        app_state.health.is_switching_model = False
+        old = self._old_states.pop(epoch, app_state)
         if epoch != app_state.client.epoch:
-            app_state.client.drop(epoch, movable=vocabulary == app_state.vocabulary)
+            app_state.client.drop(epoch, movable=_continues(old, app_state))
 
     async def _prepare(self, message: NextEngine) -> None:
         index, epoch = self._boot.index, message.epoch
@@ -117,6 +126,8 @@ class EngineSwitch:
             if not message.in_place:
                 link = connect_engine(self._boot, epoch)
                 await old.client.connect_next(link, epoch).wait_ready_or_closed()
+            elif message.model.source != old.model.source:
+                await self._finish_requests()
             elif texts.vocabulary != old.vocabulary:
                 raise ModelError(
                     "the new version of the model has another tokenizer, so running requests "
@@ -125,9 +136,12 @@ class EngineSwitch:
         except Exception as error:  # the current engine continues
             self._supervisor.send(NextReady(index, epoch, describe(error)))
             return
+        name, *aliases = self._boot.config.model.served_names(texts.model.name)
         self._prepared[epoch] = replace(
             old,
             model=texts.model,
+            model_name=name,
+            aliases=aliases,
             tokenizer=texts.tokenizer,
             chat_template=texts.chat_template,
             harmony=texts.harmony,
@@ -138,9 +152,31 @@ class EngineSwitch:
         )
         self._supervisor.send(NextReady(index, epoch))
 
+    async def _finish_requests(self) -> None:
+        """Refuse new requests and return when the open ones have ended.
+
+        Raises ModelError if some last longer than a drain may.
+        """
+        health, seconds = self.app_state.health, self._boot.config.reliability.shutdown_timeout
+        health.is_switching_model = True
+        try:
+            async with asyncio.timeout(seconds):
+                await self.wait_until_idle()
+        except TimeoutError:
+            health.is_switching_model = False
+            raise ModelError(
+                f"{self.num_in_flight} requests still ran after {seconds:g} s "
+                "(--shutdown-timeout), and both models do not run side by side"
+            ) from None
+
     async def _leave_engine(self, old: AppState) -> None:
         """Disconnect from the old engine after its last request."""
         await old.in_flight.wait_until_idle()
-        del self._leaving[old.epoch], self._old_vocabularies[old.epoch]
+        del self._leaving[old.epoch], self._old_states[old.epoch]
         old.client.drop(old.epoch)
         self._supervisor.send(OldEngineIdle(self._boot.index, old.epoch))
+
+
+def _continues(old: AppState, new: AppState) -> bool:
+    """Whether the answers of one engine can be continued by another: the same model and tokens."""
+    return old.vocabulary == new.vocabulary and old.model.source == new.model.source

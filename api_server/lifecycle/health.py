@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 
 from api_server.engine.engine_client import EngineClient
-from api_server.errors import DrainingError, NotAvailableError
+from api_server.errors import DrainingError, NotAvailableError, SwitchingModelError
 from proto.lifecycle import HealthStatus
 
 
@@ -36,7 +36,8 @@ class Health:
     The supervisor reports on the other processes; the connection to the engine and the drain state
     are known here.
 
-    supervisor_status: the last report of the supervisor.
+    supervisor_status: the last report of the supervisor. is_switching_model: see
+    SwitchingModelError.
     """
 
     def __init__(self, client: EngineClient, clock: Callable[[], float] = time.monotonic) -> None:
@@ -44,6 +45,7 @@ class Health:
         self._clock = clock
         self._drain_started = asyncio.Event()
         self.supervisor_status = HealthStatus()
+        self.is_switching_model = False
 
     @property
     def draining(self) -> bool:
@@ -56,9 +58,12 @@ class Health:
     async def wait_drain(self) -> None:
         await self._drain_started.wait()
 
-    def check_not_draining(self) -> None:
+    def check_takes_requests(self) -> None:
+        """Raise DrainingError or SwitchingModelError if new requests are refused."""
         if self.draining:
             raise DrainingError()
+        if self.is_switching_model:
+            raise SwitchingModelError()
 
     def not_ready_reasons(self) -> list[str]:
         """Return one line per reason; none when the daemon is ready."""
@@ -75,4 +80,5 @@ class Health:
         except NotAvailableError as error:
             return [error.message]
         draining = ["draining"] if self.draining else []
+        draining += ["another model is being loaded"] if self.is_switching_model else []
         return draining if self._client.connected else [*draining, "no engine is connected"]

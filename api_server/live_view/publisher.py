@@ -13,6 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
 from api_server.live_view.events import (
@@ -85,6 +86,10 @@ class LiveViewPublisher:
         self._subscribers: list[Subscriber] = []
         self._hello = b""
         self._last_view: EncodedView | None = None
+
+    def rename_model(self, name: str) -> None:
+        """Call the model by this name in the hello events that follow."""
+        self._server = replace(self._server, model=name)
 
     @property
     def has_subscribers(self) -> bool:

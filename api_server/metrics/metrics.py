@@ -134,14 +134,15 @@ class Metrics(Collector):
     """The metrics of the daemon.
 
     incarnation: restarts of this front end. num_hung: its restarts after a hang.
-    in_flight: HTTP requests in flight. connections: open connections of clients.
+    model_name: value of the label, which a reload may change. in_flight: HTTP requests in flight.
+    connections: open connections of clients.
     """
 
     def __init__(
         self, model_name: str, sheet: MetricSheet, incarnation: int = 0, num_hung: int = 0
     ) -> None:
         self._sheet = sheet
-        self._vllm_labels = {"model_name": model_name, "engine": "0"}
+        self.model_name = model_name
         self._counter_families: list[_CounterFamily] = []
         self._histogram_families: list[tuple[str, str, Histogram]] = []
         self._engine: EngineReady | None = None
@@ -156,6 +157,10 @@ class Metrics(Collector):
             for collector in (ProcessCollector, PlatformCollector, GCCollector):
                 collector(registry=self._registry)
         self._registry.register(self)
+
+    @property
+    def _vllm_labels(self) -> dict[str, str]:
+        return {"model_name": self.model_name, "engine": "0"}
 
     def _define_engine_metrics(self) -> None:
         """Metrics that the engine's statistics feed."""

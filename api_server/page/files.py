@@ -1,4 +1,4 @@
-"""The files of the page: their paths, their content and their security headers.
+"""The files of the pages: their paths, their content and their security headers.
 
 They contain no secrets, so their routes need no key.
 """
@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Final
 
 ASSETS: Final = Path(__file__).parent / "assets"
-INDEX: Final = "index.html"
+PAGES: Final = {"index.html": "/", "docs.html": "/docs"}
+"""File → path of each document; the other files are what these load."""
 FOLDER: Final = "/page/"
 
 _MEDIA_TYPES: Final = {
@@ -59,14 +60,14 @@ class PageFile:
 
 
 def page_files() -> list[PageFile]:
-    """Read all files: the index, at `/`, and what it loads, below `/page/`."""
+    """Read all files: the page at `/`, the API's at `/docs`, and what they load, in `/page/`."""
     return [_read(path) for path in sorted(ASSETS.iterdir()) if path.suffix in _MEDIA_TYPES]
 
 
 def _read(path: Path) -> PageFile:
     content = path.read_bytes()
     return PageFile(
-        path="/" if path.name == INDEX else FOLDER + path.name,
+        path=PAGES.get(path.name, FOLDER + path.name),
         content=content,
         media_type=_MEDIA_TYPES[path.suffix],
         tag=f'"{hashlib.sha256(content).hexdigest()[:20]}"',

@@ -101,6 +101,19 @@ StopStringList = Annotated[
     AfterValidator(_check_stops),
 ]
 _STOP_SCHEMA: Final = {"type": "string", "minLength": 1}
+StopField = Annotated[
+    StopStringList,
+    BeforeValidator(_as_list),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                _STOP_SCHEMA,
+                {"type": "array", "items": _STOP_SCHEMA, "maxItems": MAX_STOP_STRINGS},
+            ]
+        }
+    ),
+]
+LogitBias = Annotated[dict[int, float], BeforeValidator(_logit_bias)]
 
 
 class Strict(BaseModel):
@@ -192,18 +205,7 @@ class GenerationRequest(AgentFields, StructuredFields, SamplingNumbers, Computed
     when none is possible ("never")."""
     seed: int | None = Field(default=None, ge=INT64_MIN, le=INT64_MAX)
     """Makes sampling repeatable."""
-    stop: Annotated[
-        StopStringList,
-        BeforeValidator(_as_list),
-        WithJsonSchema(
-            {
-                "anyOf": [
-                    _STOP_SCHEMA,
-                    {"type": "array", "items": _STOP_SCHEMA, "maxItems": MAX_STOP_STRINGS},
-                ]
-            }
-        ),
-    ] = []
+    stop: StopField = []
     """Up to 1024 strings, of 64 KiB together, at which a choice ends; its content does not contain
     them. The first in the list counts if several end at the same character."""
     include_stop_str_in_output: bool = False
@@ -212,7 +214,7 @@ class GenerationRequest(AgentFields, StructuredFields, SamplingNumbers, Computed
     """Tokens at which a choice ends."""
     top_k: int = Field(default=0, ge=-1)
     """Sample from this many likeliest tokens; 0 and -1 for all."""
-    logit_bias: Annotated[dict[int, float], BeforeValidator(_logit_bias)] = {}
+    logit_bias: LogitBias = {}
     """Token id → number that is added to its logit (-100 to 100); up to 1024 tokens."""
     bad_words: Annotated[list[BadWord], Field(fail_fast=True, max_length=MAX_BAD_WORDS)] = []
     """Up to 128 texts that an answer must not contain, with or without a space before them."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import Field, WithJsonSchema
 
-from api_server.protocol.common import GenerationRequest
+from api_server.protocol.common import GenerationRequest, Text
 from api_server.protocol.encoder import (
     PLACEHOLDER,
     OpenAIStreamEncoder,
@@ -53,6 +53,9 @@ class CompletionRequest(GenerationRequest):
     """Log-probabilities of the sampled tokens, with this many alternatives (0 to 20)."""
     add_special_tokens: bool = True
     """Let the tokenizer add what it adds to every text, such as a first token."""
+    suffix: Text = ""
+    """Text after the output, which the model fills in between prompt and suffix; needs a model
+    whose vocabulary has tokens for it. In both texts special tokens are read as plain text."""
 
     @property
     def num_logprobs(self) -> int | None:

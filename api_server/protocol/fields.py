@@ -125,8 +125,12 @@ OPENAI: Final = frozenset(
 )
 """Fields of OpenAI's completions, chat completions and responses."""
 
-_SUCCESSORS: Final = {"functions": "tools", "function_call": "tool_choice"}
-"""Fields of older APIs → those that replaced them."""
+_SUCCESSORS: Final = {
+    "functions": "tools",
+    "function_call": "tool_choice",
+    "repeat_penalty": "repetition_penalty, which counts all tokens",
+}
+"""Fields of other APIs → those to use in their place."""
 
 ANTHROPIC: Final = frozenset(
     {
@@ -209,6 +213,25 @@ CHAT_NEUTRAL: Final[Neutral] = {
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
 }
+
+LLAMA_CPP_NEUTRAL: Final[Neutral] = {
+    "adaptive_target": (-1, -1.0),
+    "dry_multiplier": (0, 0.0),
+    "dynatemp_range": (0, 0.0),
+    "grammar_lazy": (False,),
+    "lora": ([],),
+    "min_keep": (0,),
+    "mirostat": (0,),
+    "n_cmpl": (1,),
+    "post_sampling_probs": (False,),
+    "repeat_penalty": (1, 1.0),
+    "return_progress": (False,),
+    "timings_per_token": (False,),
+    "top_n_sigma": (-1, -1.0),
+    "typical_p": (1, 1.0),
+    "xtc_probability": (0, 0.0),
+}
+"""Fields of llama.cpp's completions that change an answer and that no request here has."""
 
 RESPONSES_NEUTRAL: Final[Neutral] = {
     "context_management": ([],),

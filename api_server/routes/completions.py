@@ -1,12 +1,14 @@
 """POST /v1/completions."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from api_server.app_state import AppState
 from api_server.http.tenants import key_name_of, tenant_of
 from api_server.parsers.output_format import OutputFormat
 from api_server.protocol.completions import (
@@ -20,9 +22,10 @@ from api_server.protocol.json_lark import with_exact_numbers
 from api_server.request_builder import EndpointOptions, RequestBuilder, prompt_text
 from api_server.routes.common import app_state_of, read_fields
 from api_server.sampling import logit_edits
-from api_server.text.prompts import Prompt, num_prompts
+from api_server.text.prompts import Prompt, PromptReader, num_prompts
 from api_server.text.tokenizer import ModelTokenizer
 from api_server.tracing import trace_headers_of
+from proto.errors import InvalidRequestError
 from proto.logit_edits import LogitEdits
 
 router = APIRouter()
@@ -52,14 +55,15 @@ async def create_completion(request: Request) -> Response:
     )
     builder.check_choices(num_prompts(body.prompt))
     reader = reader.with_truncation(builder.truncation(body.max_tokens))
-    prompts = await reader.read_prompts(body.prompt, add_special_tokens=body.add_special_tokens)
-    echoed = sum(len(prompt.token_ids) for prompt in prompts) if body.echo else 0
+    prompts, shown = await _read_prompts(app_state, body, reader)
+    echoed = sum(len(prompt.token_ids) for prompt in shown) if body.echo else 0
     edits = await logit_edits(body, app_state.tokenizer, app_state.generation_defaults)
-    requests = builder.build_requests(prompts, _options(body, edits))
+    ends = app_state.tokenizer.infill.end_ids if body.suffix else ()
+    requests = builder.build_requests(prompts, _options(body, edits, ends))
     if body.echo:
-        await builder.check_prompt_texts(prompts, "echo")
+        await builder.check_prompt_texts(shown, "echo")
     echoes = await app_state.tokenizer.run_in_thread_if_large(
-        echoed, _echoes, body, prompts, app_state.tokenizer
+        echoed, _echoes, body, shown, app_state.tokenizer
     )
     prompt_texts = await builder.prompt_texts(prompts)
     starts = [len(echo.text) for echo in echoes]
@@ -75,7 +79,37 @@ async def create_completion(request: Request) -> Response:
     return builder.response(stream, encoder)
 
 
-def _options(body: CompletionRequest, edits: LogitEdits | None) -> EndpointOptions:
+async def _read_prompts(
+    app_state: AppState, body: CompletionRequest, reader: PromptReader
+) -> tuple[list[Prompt], list[Prompt]]:
+    """Return the prompts and what `echo` shows of them: with a suffix the texts before it.
+
+    Raises InvalidRequestError.
+    """
+    if not body.suffix:
+        prompts = await reader.read_prompts(body.prompt, add_special_tokens=body.add_special_tokens)
+        return prompts, prompts
+    tokenizer, infill = app_state.tokenizer, app_state.tokenizer.infill
+    infill.check("suffix")
+    if body.truncate_prompt_tokens is not None:
+        raise InvalidRequestError(
+            "truncate_prompt_tokens cannot be combined with suffix", "truncate_prompt_tokens"
+        )
+    if body.echo and body.logprobs is not None:
+        raise InvalidRequestError("echo with logprobs cannot be combined with suffix", "echo")
+    suffix = await replace(reader, field="suffix").encode_verbatim(body.suffix)
+    before = await reader.read_parts(body.prompt)
+    start = await tokenizer.start_ids() if body.add_special_tokens else []
+    is_first = app_state.config.spm_infill
+    prompts = await reader.check_prompts(
+        infill.prompt(part.token_ids, suffix, start=start, suffix_first=is_first) for part in before
+    )
+    return prompts, before
+
+
+def _options(
+    body: CompletionRequest, edits: LogitEdits | None, more_end_ids: tuple[int, ...]
+) -> EndpointOptions:
     """Return the options of a body; an echo without output samples one token and drops it."""
     prompt_logprobs = [body.prompt_logprobs, body.logprobs if body.echo else None]
     requested = [number for number in prompt_logprobs if number is not None]
@@ -85,6 +119,7 @@ def _options(body: CompletionRequest, edits: LogitEdits | None) -> EndpointOptio
         logprobs=body.logprobs,
         prompt_logprobs=max(requested) if requested else None,
         edits=edits,
+        more_end_ids=more_end_ids,
     )
 
 

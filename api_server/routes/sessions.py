@@ -68,6 +68,7 @@ UNAVAILABLE_FIELDS: Final[dict[str, tuple[Any, ...]]] = {
     "n": (1,),
     "use_beam_search": (False,),
     "echo": (False,),
+    "suffix": ("",),
     "stop": ([],),
     "prompt_logprobs": (),
     "return_routed_experts": (False,),

@@ -40,7 +40,7 @@ async def health(request: Request) -> Response:
     Also 200 while a process is restarted, because requests wait for it.
     """
     app_state = app_state_of(request)
-    app_state.health.check_not_draining()
+    app_state.health.check_takes_requests()
     _ = app_state.client.engine
     return Response()
 

@@ -1,7 +1,7 @@
 """Prompts as token ids, checked against the vocabulary and the context length."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any, Final
@@ -102,6 +102,42 @@ class PromptReader:
         )
         return await self._checked(Prompt(ids, next(shown_texts)) async for ids in encoded)
 
+    async def read_parts(self, value: Any) -> list[Prompt]:
+        """Return the texts or token ids of a request field as parts of prompts.
+
+        value: as of `read_prompts`, but a part may be empty. In a text no special token is read as
+        one, and nothing is added to it. Raises InvalidRequestError.
+        """
+        parts: Sequence[Any] = value if _is_several(value) else [value]
+        if len(parts) > self.max_prompts:
+            raise self._invalid(
+                f"{self.field}: at most {self.max_prompts} per request, got {len(parts)}"
+            )
+        read = []
+        for part in parts:
+            if isinstance(part, str):
+                read.append(Prompt(await self.encode_verbatim(part), part))
+            else:
+                read += await self._checked(self._id_prompts([part]))
+        return read
+
+    async def encode_verbatim(self, text: str) -> list[int]:
+        """Return the token ids of a part of a prompt; see `ModelTokenizer.encode_verbatim`.
+
+        Raises InvalidRequestError.
+        """
+        if self.truncation.max_tokens is not None:
+            text = self.truncation.cut(text, self._max_characters)
+        self.check_text(text)
+        try:
+            return await self.tokenizer.encode_verbatim(text, self.truncation, self.max_model_len)
+        except TooManyTokensError as error:
+            raise self._too_long(f"it {error.message}.") from None
+
+    async def check_prompts(self, prompts: Iterable[list[int]]) -> list[Prompt]:
+        """Return prompts of token ids; raise InvalidRequestError for one that is invalid."""
+        return await self._checked(self._id_prompts(prompts))
+
     async def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Prompt]:
         """Return a prompt of both texts of each pair; raise InvalidRequestError."""
         for text in {text for pair in pairs for text in pair}:
@@ -178,7 +214,7 @@ class PromptReader:
             raise self._too_long(f"it {error.message}.") from None
         return checked
 
-    async def _id_prompts(self, lists: Sequence[Any]) -> AsyncIterator[Prompt]:
+    async def _id_prompts(self, lists: Iterable[Any]) -> AsyncIterator[Prompt]:
         num_ids = 0
         for ids in lists:
             yield self._id_prompt(ids)
@@ -212,5 +248,8 @@ class PromptReader:
 
 def num_prompts(value: Any) -> int:
     """Return the number of prompts in a request field; 1 if the field is invalid."""
-    several = isinstance(value, list) and value and isinstance(value[0], str | list)
-    return len(value) if several else 1
+    return len(value) if _is_several(value) else 1
+
+
+def _is_several(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], str | list)

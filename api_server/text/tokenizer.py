@@ -10,7 +10,7 @@ first counted in slices of it: if it has too many, they are never made.
 
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, ParamSpec, TypeVar
@@ -26,6 +26,7 @@ from api_server.text.detokenizer import (
     WindowDetokenizer,
     is_byte_level,
 )
+from api_server.text.infill import InfillTokens
 from api_server.turns import WorkThread
 from proto.errors import InvalidRequestError, ModelError, shown
 from proto.prepared_model import read_model_file
@@ -121,10 +122,11 @@ Item = TypeVar("Item")
 class ModelTokenizer:
     """The tokenizer of a model, from its tokenizer.json.
 
-    special_ids: ids of special tokens. longest_token: length of the longest token in characters.
+    settings: the content of tokenizer_config.json. special_ids: ids of special tokens.
+    longest_token: length of the longest token in characters. infill: tokens for filling in.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, settings: Mapping[str, Any] | None = None) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
@@ -138,6 +140,8 @@ class ModelTokenizer:
         self._long_texts = WorkThread("tokenize-long")
         self._json_sizes: dict[int, int] = {}  # by token id, of those that were asked for
         self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
+        self.infill = InfillTokens.find(tokenizer.token_to_id, settings or {})
+        self._verbatim: ModelTokenizer | None = None  # made when a text needs it
 
     @classmethod
     def load(cls, folder: str) -> "ModelTokenizer":
@@ -146,7 +150,7 @@ class ModelTokenizer:
         if not path.is_file():
             raise ModelError(f"{path}: no such file; a tokenizer folder holds tokenizer.json")
         try:
-            return cls(Tokenizer.from_file(str(path)))
+            return cls(Tokenizer.from_file(str(path)), _settings(folder))
         except Exception as error:  # the library raises plain Exception for a bad file
             raise ModelError(f"{path}: {error}") from None
 
@@ -176,6 +180,44 @@ class ModelTokenizer:
             )
             for ids in encoded:
                 yield ids
+
+    async def encode_verbatim(
+        self, text: str, truncation: Truncation, max_tokens: int
+    ) -> list[int]:
+        """Return the token ids of a text in which no special token is read as one.
+
+        Nothing is added at its ends. Raises TooManyTokensError as `encode` does.
+        """
+
+        async def encode_by(tokenizer: ModelTokenizer) -> list[int]:
+            encoded = tokenizer.encode(
+                [text], add_special_tokens=False, truncation=truncation, max_tokens=max_tokens
+            )
+            return await anext(encoded)
+
+        ids = await encode_by(self) if text else []
+        if (self.special_ids | self.infill.all_ids).isdisjoint(ids):
+            return ids
+        if self._verbatim is None:
+            self._verbatim = await self._long_texts.run(self._make_verbatim)
+        return await encode_by(self._verbatim)
+
+    def _make_verbatim(self) -> "ModelTokenizer":
+        """Return a copy that reads special tokens, and those for filling in, as any other text."""
+        content = json.loads(self._tokenizer.to_str())
+        for token in content["added_tokens"]:
+            token["special"] = token["special"] or token["id"] in self.infill.all_ids
+        copied = Tokenizer.from_str(json.dumps(content))
+        copied.encode_special_tokens = True
+        return ModelTokenizer(copied)
+
+    async def start_ids(self) -> list[int]:
+        """Return the token ids that the tokenizer adds before a text."""
+        ids, bare = [
+            await anext(self.encode(["x"], add_special_tokens=adds)) for adds in (True, False)
+        ]
+        starts = range(len(ids) - len(bare) + 1)
+        return next((ids[:at] for at in starts if ids[at : at + len(bare)] == bare), [])
 
     async def encode_pairs(
         self, pairs: Sequence[tuple[str, str]], *, truncates: bool, max_tokens: int
@@ -340,6 +382,14 @@ def _slices(items: Sequence[Item], size: Callable[[Item], int]) -> Iterator[list
 
 def special_token_texts(folder: str) -> dict[str, Any]:
     """Return bos_token, eos_token and others of tokenizer_config.json, for chat templates."""
+    config = _settings(folder)
+    names = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+    texts = {f"{name}_token": _token_text(config.get(f"{name}_token")) for name in names}
+    return {name: text for name, text in texts.items() if text is not None}
+
+
+def _settings(folder: str) -> dict[str, Any]:
+    """Return the content of a folder's tokenizer_config.json; raises ModelError."""
     path = Path(folder, "tokenizer_config.json")
     if not path.exists():
         return {}
@@ -347,9 +397,9 @@ def special_token_texts(folder: str) -> dict[str, Any]:
         config = json.loads(read_model_file(path))
     except ValueError as error:
         raise ModelError(f"{path}: {error}") from None
-    names = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-    texts = {f"{name}_token": _token_text(config.get(f"{name}_token")) for name in names}
-    return {name: text for name, text in texts.items() if text is not None}
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} must contain a JSON object")
+    return config
 
 
 def _token_text(value: Any) -> str | None:

@@ -89,10 +89,14 @@ served are here too, so that the error about them has a name."""
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """Header of a GGUF file. values: metadata by key, arrays as lists. tensors: all tensors."""
+    """Header of a GGUF file.
+
+    values: metadata by key, arrays as lists. tensors: all tensors. num_bytes: length of the header.
+    """
 
     values: Mapping[str, Any]
     tensors: tuple[TensorEntry, ...]
+    num_bytes: int = 0
 
 
 def read(path: str) -> GgufHeader:
@@ -135,7 +139,7 @@ class _Parser:
         entries = {info[0]: self._entry(*info, alignment, start) for info in infos}
         if len(entries) < len(infos):
             raise self._damage("two tensors have the same name")
-        return GgufHeader(values, tuple(entries.values()))
+        return GgufHeader(values, tuple(entries.values()), start)
 
     def _values(self, number: int) -> dict[str, Any]:
         values: dict[str, Any] = {}

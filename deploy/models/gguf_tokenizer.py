@@ -170,6 +170,16 @@ _SPECIAL_TOKENS: Final = {
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }
+_INFILL_TOKENS: Final = {
+    "fim_prefix_token": ("fim_pre_token_id", "prefix_token_id"),
+    "fim_suffix_token": ("fim_suf_token_id", "suffix_token_id"),
+    "fim_middle_token": ("fim_mid_token_id", "middle_token_id"),
+    "fim_pad_token": ("fim_pad_token_id",),
+    "fim_repo_token": ("fim_rep_token_id",),
+    "fim_separator_token": ("fim_sep_token_id",),
+}
+"""Tokens for filling in the middle, with the names under which api_server/text/infill.py reads
+them, and their keys, newer ones first."""
 _SENTENCEPIECE_IDS: Final = {"unknown_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 """Ids in files of SentencePiece that do not set them."""
 _KEEP_SPACES: Final = ("<unk>", "<s>", "<|endoftext|>")
@@ -218,7 +228,11 @@ class _Vocabulary:
         self._tokens: list[str] = self._list("tokens", str)
         if self._model == "bert":
             self._tokens = self._wordpieces()
-        self.special = {name: self._token(key) for name, key in _SPECIAL_TOKENS.items()}
+        keys = {**{name: (key,) for name, key in _SPECIAL_TOKENS.items()}, **_INFILL_TOKENS}
+        self.special = {
+            name: next((token for key in each if (token := self._token(key))), None)
+            for name, each in keys.items()
+        }
 
     def tokenizer(self) -> Any:
         """Return the `tokenizers.Tokenizer` of the vocabulary."""

@@ -181,25 +181,28 @@ def snapshot(
     """Return the folder with the files of a model, downloaded if they are not all there.
 
     revision: branch, tag or commit; None: the default branch. refresh: ask the hub for a newer one,
-    also if the files are there. Raises ModelError.
+    also if the files are there. With a headers_folder in the environment, of weights that are not
+    there only the headers are downloaded, into it. Raises ModelError.
     """
     found = find_snapshot(name, environment, kind=kind, revision=revision)
     if found is not None and not refresh:
         return found
-    cache = environment.hugging_face_cache
+    headers = environment.headers_folder
+    cache = headers or environment.hugging_face_cache
 
     def tell() -> None:
         display.notice(f"waiting for another process that downloads {name.repository}")
 
     try:
         with exclusive(lock_path(cache, name.repository), tell):
-            if not refresh:
+            if not refresh and headers is None:
                 found = find_snapshot(name, environment, kind=kind, revision=revision)
                 if found is not None:
                     return found
             variables = {**environment.variables, "HF_HUB_DISABLE_XET": "1"}
-            arguments = [name.repository, name.file, kind, revision or "", cache]
-            what = f"downloading {name}"
+            extent = "all" if headers is None else "headers"
+            arguments = [name.repository, name.file, kind, revision or "", cache, extent]
+            what = f"downloading {name}" if headers is None else f"reading headers of {name}"
             return run_child("deploy.models.hub_download", arguments, variables, display, what)
     except UnknownModelError as error:
         raise ModelError(f"{error}{near(name.repository, known_names(environment))}") from None

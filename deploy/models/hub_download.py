@@ -1,8 +1,8 @@
 """The process that downloads a model of the Hugging Face hub into the cache of huggingface_hub.
 
-Command line: `python -m deploy.models.hub_download REPOSITORY FILE KIND REVISION CACHE`; FILE and
-REVISION may be empty. Token, address of the hub and offline mode are the variables of
-huggingface_hub (HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE).
+Command line: `python -m deploy.models.hub_download REPOSITORY FILE KIND REVISION CACHE EXTENT`;
+FILE and REVISION may be empty, EXTENT is "all" or "headers". Token, address of the hub and offline
+mode are the variables of huggingface_hub (HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE).
 
     model_info                 files with sizes and hashes: what is needed, and whether it fits;
                                config.json first, which may name a model that is not supported
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from deploy.models import hf_folder
+from deploy.models import gguf_header, hf_folder
 from deploy.models.child_process import ChildMessage
 from deploy.models.hub import (
     INDEX_FILE,
@@ -48,6 +48,9 @@ _TIMEOUT_SECONDS: Final = 30.0
 _RETRY_SECONDS: Final = (1.0, 2.0, 4.0, 8.0, 15.0)
 """Waits after a connection that broke without a byte; then the download fails."""
 _HASH: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_FIRST_HEADER_BYTES: Final = 1 << 20
+"""Bytes of a file with weights that are asked for first, if only its header is wanted."""
+_MAX_HEADER_BYTES: Final = 128 << 20
 _TOKEN_PLACES: Final = "HF_TOKEN, --hf-token or hf auth login"
 
 
@@ -69,8 +72,13 @@ class HubFile:
         return self.sha256 or self.blob_id
 
 
-def download(name: HubName, kind: Kind, revision: str | None, cache: str) -> str:
-    """Download what is missing of a model, and return the folder of its snapshot."""
+def download(
+    name: HubName, kind: Kind, revision: str | None, cache: str, *, headers_only: bool = False
+) -> str:
+    """Download what is missing of a model, and return the folder of its snapshot.
+
+    headers_only: of weights only the headers; the rest of their files is a hole.
+    """
     from huggingface_hub import HfApi, snapshot_download
 
     api = HfApi(library_name="tokend")
@@ -89,7 +97,7 @@ def download(name: HubName, kind: Kind, revision: str | None, cache: str) -> str
     if not all(_HASH.fullmatch(each.key) for each in files.values()):  # they become paths
         raise ModelError(f"the hub gives no valid hash for each file of {name}")
     needed = select_files(files, name, kind)
-    transfer = Transfer(name, str(info.sha), cache)
+    transfer = (HeaderTransfer if headers_only else Transfer)(name, str(info.sha), cache)
     if kind == "model" and "config.json" in needed:
         transfer.fetch([files["config.json"]])
         hf_folder.check_config(hf_folder.read_object(transfer.blob(files["config.json"])))
@@ -241,6 +249,78 @@ class Transfer:
             time.sleep(_RETRY_SECONDS[max(0, failures - 1)])
 
 
+class HeaderTransfer(Transfer):
+    """Downloads the headers of files with weights, and other files whole.
+
+    A file with weights becomes a sparse one of the true size, which takes no more space than its
+    header. What reads headers and sizes reads it like the whole file; the weights are zeros.
+    """
+
+    def fetch(self, files: Iterable[HubFile]) -> None:
+        files = list(files)
+        weights = [each for each in files if each.name.endswith((".safetensors", ".gguf"))]
+        super().fetch(each for each in files if each not in weights)
+        for number, file in enumerate(weights):
+            ChildMessage("progress", f"file {number + 1} of {len(weights)}").send()
+            if not self.blob(file).exists():
+                self._fetch_header(file)
+
+    def _fetch_header(self, file: HubFile) -> None:
+        partial = self._partial(file)
+        begin, end = 0, min(_FIRST_HEADER_BYTES, file.size)
+        with partial.open("w+b") as stream:
+            while begin < end:
+                stream.seek(begin)
+                stream.write(self._receive_range(file, begin, end))
+                stream.truncate(file.size)
+                stream.flush()
+                begin, end = end, min(_header_bytes(partial, file, end), file.size)
+        os.replace(partial, self.blob(file))
+
+    def _receive_range(self, file: HubFile, begin: int, end: int) -> bytes:
+        """Return the bytes [begin, end) of a file; reads no more of a server without ranges."""
+        from huggingface_hub import hf_hub_url
+        from huggingface_hub.utils import (  # type: ignore[attr-defined]
+            build_hf_headers,
+            get_session,
+            hf_raise_for_status,
+        )
+
+        url = hf_hub_url(self._name.repository, file.name, revision=self._commit)
+        headers = {
+            **build_hf_headers(library_name="tokend"),
+            "Accept-Encoding": "identity",
+            "Range": f"bytes={begin}-{end - 1}",
+        }
+        content = bytearray()
+        with get_session().stream(
+            "GET", url, headers=headers, follow_redirects=True, timeout=_TIMEOUT_SECONDS
+        ) as response:
+            hf_raise_for_status(response)
+            skipped = 0 if response.status_code == 206 else begin
+            for chunk in response.iter_bytes(1 << 16):
+                content += chunk
+                if len(content) >= skipped + end - begin:
+                    break
+        found = bytes(content[skipped : skipped + end - begin])
+        if len(found) < end - begin:
+            raise ModelError(f"the connection broke in the header of {file.name}; try again")
+        return found
+
+
+def _header_bytes(path: Path, file: HubFile, arrived: int) -> int:
+    """Return how many bytes of a file its header needs; `arrived` if that is enough or invalid."""
+    if file.name.endswith(".safetensors"):
+        with path.open("rb") as stream:
+            needed = 8 + int.from_bytes(stream.read(8), "little")
+    else:
+        try:
+            needed = gguf_header.read(str(path)).num_bytes
+        except ModelError:
+            needed = 2 * arrived  # most often because it goes on behind what has arrived
+    return needed if arrived < needed <= _MAX_HEADER_BYTES else arrived
+
+
 def _difference(file: HubFile, path: Path) -> str:
     """Return how a file differs from what the hub says about it; "" if it does not."""
     size = path.stat().st_size
@@ -306,10 +386,16 @@ def describe(error: Exception, name: HubName, revision: str | None) -> ChildMess
 
 def main(arguments: Sequence[str]) -> int:
     """Download a model and print its folder; return the exit status, 2 for an error."""
-    repository, file, kind, revision, cache = arguments
+    repository, file, kind, revision, cache, extent = arguments
     name = HubName(repository, file)
     try:
-        folder = download(name, "head" if kind == "head" else "model", revision or None, cache)
+        folder = download(
+            name,
+            "head" if kind == "head" else "model",
+            revision or None,
+            cache,
+            headers_only=extent == "headers",
+        )
     except ModelError as error:
         message = ChildMessage("error", str(error))
     except Exception as error:  # a library's; the user gets one line of it

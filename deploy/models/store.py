@@ -32,7 +32,7 @@ from proto.prepared_model import (
 )
 from proto.speculative_config import HEAD_METHODS
 
-PREPARE_VERSION: Final = 9
+PREPARE_VERSION: Final = 10
 """Version of the preparation: to be raised when the same source yields something else."""
 
 _HEAD_SUFFIXES: Final = (".safetensors", ".bin", ".json")
@@ -209,7 +209,10 @@ def prepared_model(
             if is_head
             else locate(model, environment, display, revision, refresh=refresh)
         )
-        root = catalogue.prepared_root(environment.cache)
+        cache, headers = environment.cache, environment.headers_folder
+        if headers is not None and source.path.startswith(headers + os.sep):
+            cache = headers  # what is prepared of headers must not be served
+        root = catalogue.prepared_root(cache)
         folder = os.path.join(root, source.key)
         found = read_manifest(folder)
         if found is None:

@@ -1,16 +1,18 @@
 """Preparing the model for a reload, and the memory that a second generation needs."""
 
+import contextlib
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from deploy.models import gguf_parts
 from deploy.supervisor.epochs import ServedModels
-from deploy.supervisor.launch import Launch, Readiness
+from deploy.supervisor.launch import Launch, Readiness, check_length
 from deploy.supervisor.processes import ChildProcesses
 from proto.codec import from_json
 from proto.config import DEFAULT_POOL_SHARE
-from proto.errors import ModelError, ProtocolError
+from proto.errors import ConfigError, ModelError, ProtocolError
 from proto.host_resources import available_memory, resident_memory
 from proto.prepared_model import PreparedModel
 from proto.sockets import Poller
@@ -80,7 +82,8 @@ def _read_all(descriptor: int) -> bytes:
 class ReloadActions:
     """Prepares the model for a reload, and decides whether two generations fit the memory.
 
-    root: holds the `proc` and `sys` trees that describe the machine.
+    source: the served model as it was given. root: holds the `proc` and `sys` trees that describe
+    the machine.
     """
 
     def __init__(
@@ -96,11 +99,21 @@ class ReloadActions:
         self._poller = poller
         self._readiness = readiness
         self._root = root
+        self.source = launch.config.model.model
+        self._revision = launch.config.model.revision
 
-    def start_preparation(self) -> PreparationProcess:
-        """Start a process that prepares the model; the main loop waits for its end."""
+    def start_preparation(self, model: str | None) -> PreparationProcess:
+        """Start a process that prepares a model; the main loop waits for its end.
+
+        model: as on the command line of the daemon; None for the one that is served.
+        """
         launch = self._launch
-        preparation = PreparationProcess(launch.prepare_command, launch.variables)
+        command = [*launch.prepare_command, model or self.source]
+        if model is None and self._revision is not None:
+            command += ["--revision", self._revision]
+        if (text := launch.config.speculation.speculative_config) is not None:
+            command += ["--speculative-config", text]
+        preparation = PreparationProcess(command, launch.variables)
         self._poller.add(preparation.fileno())
         self._children.preparing_pids.add(preparation.pid)
         return preparation
@@ -110,10 +123,38 @@ class ReloadActions:
         self._children.preparing_pids.discard(preparation.pid)
         preparation.close()
 
-    def two_generations_fit(self) -> bool:
+    def check_model(self, old: PreparedModel, new: PreparedModel) -> None:
+        """Raise ModelError if the daemon's flags do not go with the model that follows."""
+        config = self._launch.config
+        try:
+            check_length(config, new)
+        except ConfigError as error:
+            raise ModelError(str(error)) from None
+        if new.source == old.source:
+            return
+        for flag, value in (
+            ("--tokenizer", config.model.tokenizer),
+            ("--chat-template", config.model.chat_template),
+        ):
+            if value is not None:
+                raise ModelError(
+                    f"{flag} {value} belongs to {old.name}: another model needs a restart"
+                )
+
+    def served_name(self, model: PreparedModel) -> str:
+        """Return the name of a model in the API."""
+        return self._launch.config.model.served_names(model.name)[0]
+
+    def note_reloaded(self, model: str | None) -> None:
+        """Remember the model that the next reload prepares; None for the same one."""
+        if model is not None:
+            self.source, self._revision = model, None
+
+    def two_generations_fit(self, old: PreparedModel, new: PreparedModel) -> bool:
         """Whether a second generation can run beside the current one.
 
-        On a CPU, free memory must be at least what workers and KV pool use now. A pool whose size
+        On a CPU, free memory must be at least what workers and KV pool use now, and more if the
+        files of another model are larger. A pool whose size
         is not set takes a share of what is free then; it must not be smaller than half of the
         current one. Always False on a GPU, whose free memory is unknown here, and with a fixed
         endpoint for KV events.
@@ -125,5 +166,19 @@ class ReloadActions:
         pool = self._readiness.engine.kv_cache_bytes
         pools = pool if cache.pool_setting else int(pool / 2 / DEFAULT_POOL_SHARE)
         workers = [child.pid for child in self._children.running if child.role == "worker"]
-        needed = pools + sum(resident_memory(pid, self._root) for pid in workers)
-        return available_memory(self._root) >= needed
+        memory = sum(resident_memory(pid, self._root) for pid in workers)
+        if new.source != old.source:
+            memory = int(memory * max(1.0, _num_bytes(new.source) / max(1, _num_bytes(old.source))))
+        return available_memory(self._root) >= pools + memory
+
+
+def _num_bytes(source: str) -> int:
+    """Return the size of the files with a model's weights; 0 if they are gone."""
+    with contextlib.suppress(OSError):
+        if not os.path.isdir(source):
+            return sum(map(os.path.getsize, gguf_parts.part_paths(source)))
+        weights = (".safetensors", ".bin", ".gguf")
+        return sum(
+            entry.stat().st_size for entry in os.scandir(source) if entry.name.endswith(weights)
+        )
+    return 0

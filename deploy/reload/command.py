@@ -8,22 +8,26 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from deploy.daemons import running_daemons, select
 from deploy.flags import parse_words
+from deploy.reload.reload import write_wanted_model
 from proto.errors import ConfigError, ProtocolError, TokendError
 from proto.lifecycle import DaemonState
 from proto.run_directory import in_use, read_state
 
 USAGE: Final = """\
-usage: tokend reload [--pid PID | --run-directory DIRECTORY]
+usage: tokend reload [MODEL] [--pid PID | --run-directory DIRECTORY]
 
 Replaces engine and workers of a running daemon: the new ones use the model files and the installed
-code as they are now, and the same flags. Requests continue. Without a flag the only daemon of this
-user is reloaded. Waits for the end of the reload; the exit status is 1 if the reload failed.
+code as they are now, and the same flags. Requests continue. MODEL: serve this model from now on, a
+name or a path as for `tokend serve`; running requests finish on the old one. Without a flag the
+only daemon of this user is reloaded. Waits for the end of the reload; the exit status is 1 if the
+reload failed.
 """
+_FLAGS: Final = ("--pid", "--run-directory")
 _POLL_SECONDS: Final = 0.05
 
 
@@ -35,8 +39,14 @@ def main(words: Sequence[str], parents: Sequence[str]) -> int:
     if list(words) in (["-h"], ["--help"]):
         print(USAGE, end="")
         return 0
-    directory = _find_run_directory(words, parents)
+    models, values = parse_words(words, _FLAGS)
+    if len(models) > 1 or len(values) > 1:
+        raise ConfigError("tokend reload takes MODEL, and --pid PID or --run-directory DIRECTORY")
+    model = _absolute(models[0]) if models else None
+    directory = _find_run_directory(values, parents)
     before = _wait_for_state(directory, lambda state: not state.under_way)
+    if model is not None:
+        write_wanted_model(directory, model)
     os.kill(before.pid, signal.SIGHUP)
     after = _wait_for_state(
         directory, lambda state: state.count > before.count and not state.under_way
@@ -44,14 +54,18 @@ def main(words: Sequence[str], parents: Sequence[str]) -> int:
     if after.error:
         print(f"tokend: the reload failed, nothing has changed: {after.error}", file=sys.stderr)
         return 1
-    print("reloaded")
+    print("reloaded" if model is None else f"reloaded: the model is {after.model} now")
     return 0
 
 
-def _find_run_directory(arguments: Sequence[str], parents: Sequence[str]) -> str:
-    words, values = parse_words(arguments, ("--pid", "--run-directory"))
-    if words or len(values) > 1:
-        raise ConfigError("tokend reload takes --pid PID or --run-directory DIRECTORY")
+def _absolute(model: str) -> str:
+    """Return a model's name, or the absolute path of its file or folder."""
+    path = os.path.expanduser(model)
+    return os.path.abspath(path) if os.path.exists(path) else model
+
+
+def _find_run_directory(values: Mapping[str, str], parents: Sequence[str]) -> str:
+    """Return that of the daemon which the flags name; without flags, of the only one."""
     directory, pid = values.get("--run-directory"), values.get("--pid")
     if directory is not None:
         if not in_use(directory):

@@ -1,6 +1,6 @@
 """The phases of a reload.
 
-    PreparingModel        the model is prepared again, because its files may have changed
+    PreparingModel        the model is prepared again, as its files may have changed, or another one
     WaitingForRestarts    until no process is being restarted
     ConnectingFrontEnds   front ends load the new model and connect to the new engine
         side by side: the new engine starts meanwhile
@@ -128,17 +128,21 @@ class IdlePhase(ReloadPhase):
 
 
 class PreparingModel(ReloadPhase):
-    """Prepares the model again, because its files may have changed."""
+    """Prepares the model again, because its files may have changed, or another one.
 
-    def __init__(self, context: ReloadContext) -> None:
+    model: the other one; None for the one that is served.
+    """
+
+    def __init__(self, context: ReloadContext, model: str | None) -> None:
         super().__init__(context)
-        self._preparation = context.actions.start_preparation()
+        self._preparation = context.actions.start_preparation(model)
 
     def advance(self) -> ReloadPhase:
         if not self._preparation.has_ended():
             return self
         try:
             models = self._preparation.result()
+            self._context.actions.check_model(self._context.epochs.models.model, models.model)
         except ModelError as error:
             return self.cancel(str(error))
         self._context.actions.end_preparation(self._preparation)
@@ -169,8 +173,10 @@ class WaitingForRestarts(ReloadPhase):
         if self._context.epochs.pause_mode == "freeze":
             return False
         strategy = self._context.strategy
+        old = self._context.epochs.models.model
         return strategy == "side-by-side" or (
-            strategy == "auto" and self._context.actions.two_generations_fit()
+            strategy == "auto"
+            and self._context.actions.two_generations_fit(old, self._models.model)
         )
 
     def cancel(self, reason: str) -> ReloadPhase:

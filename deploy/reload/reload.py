@@ -5,8 +5,11 @@ the operator, the service manager and `tokend reload` how it proceeds.
 """
 
 import contextlib
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Final
 
 from deploy.display import Display
 from deploy.reload.actions import ReloadActions
@@ -18,6 +21,27 @@ from deploy.supervisor.recovery import Recovery
 from proto.codec import Message, changed
 from proto.lifecycle import DaemonState
 from proto.run_directory import write_state
+
+_MODEL_FILE: Final = "reload-model"
+"""Holds the model that `tokend reload MODEL` asks for."""
+
+
+def write_wanted_model(run_dir: str, model: str) -> None:
+    """Leave the model that the next SIGHUP switches to; raises OSError."""
+    path = os.path.join(run_dir, _MODEL_FILE)
+    Path(path + ".new").write_bytes(os.fsencode(model))
+    os.replace(path + ".new", path)  # as a whole: an earlier SIGHUP may be read at this moment
+
+
+def take_wanted_model(run_dir: str) -> str | None:
+    """Return the model that a command has left, and remove it; None for none."""
+    path = Path(run_dir, _MODEL_FILE)
+    try:
+        model = os.fsdecode(path.read_bytes())
+        path.unlink()
+    except OSError:
+        return None
+    return model
 
 
 class ReloadReporter:
@@ -46,16 +70,25 @@ class ReloadReporter:
         """Report why a requested reload does not begin yet, or never."""
         self._display.notice(reason)
 
-    def report_end(self, error: str, seconds: float, *, another: bool) -> None:
-        """Report the end of a reload. error: "" for success. another: whether one more follows."""
+    def report_end(
+        self, error: str, seconds: float, model: str, source: str, *, another: bool
+    ) -> None:
+        """Report the end of a reload.
+
+        error: "" for success. model, source: of the model that is served now, as in DaemonState.
+        another: whether one more reload follows.
+        """
         self._count += 1
+        switched = model != self._state.model
+        self._state = changed(self._state, model=model, source=source)
         self._write_state(another, error)
         follows = "; another one follows" if another else ""
         if error:
             what = f"the reload failed, nothing has changed: {error}{follows}"
             self._display.notice(what, level="WARNING")
         else:
-            self._display.event("tokend", f"reloaded after {seconds:.1f} s{follows}")
+            now = f": the model is {model} now" if switched else ""
+            self._display.event("tokend", f"reloaded after {seconds:.1f} s{now}{follows}")
         self._notifier.report_reloaded()
 
     def _write_state(self, under_way: bool = False, error: str = "") -> None:
@@ -85,13 +118,19 @@ class Reload:
         self._requested = False
         self._allowed = True
         self._begun_at = 0.0
+        self._wanted: str | None = None
+        self._model: str | None = None  # of the reload in progress
         self._context = ReloadContext(
             epochs, recovery, children, actions, strategy, num_front_ends, num_workers, clock
         )
         self._phase: ReloadPhase = IdlePhase(self._context)
 
-    def request(self) -> None:
-        """Request a reload; it begins as soon as it can."""
+    def request(self, model: str | None = None) -> None:
+        """Request a reload; it begins as soon as it can.
+
+        model: to switch to; None for the one that is served, or that a waiting request named.
+        """
+        self._wanted = model or self._wanted
         if not self._allowed:
             self._reporter.report_delay("the daemon is about to end: there is no reload")
         elif self._requested:
@@ -143,7 +182,8 @@ class Reload:
 
     def _begin(self) -> None:
         try:
-            self._phase = PreparingModel(self._context)
+            self._model, self._wanted = self._wanted, None
+            self._phase = PreparingModel(self._context, self._model)
         except OSError as error:
             self._context.conclude(f"no process could be started: {error.strerror}")
             self._enter(self._phase)
@@ -153,6 +193,12 @@ class Reload:
         self._phase = phase
         while self._context.outcomes:
             outcome = self._context.outcomes.pop(0)
+            if outcome.retry:
+                self._wanted = self._wanted or self._model
+            elif not outcome.error:
+                self._context.actions.note_reloaded(self._model)
             self._requested = self._requested or (outcome.retry and self._allowed)
             seconds = self._clock() - self._begun_at
-            self._reporter.report_end(outcome.error, seconds, another=self._requested)
+            name = self._context.actions.served_name(self._context.epochs.models.model)
+            source = self._context.actions.source
+            self._reporter.report_end(outcome.error, seconds, name, source, another=self._requested)

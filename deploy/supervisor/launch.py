@@ -154,7 +154,7 @@ class Launch:
         every front end. url: address of the first one.
     variables: environment variables of the processes; each role gets additions.
     commands: command line of each role.
-    prepare_command: prints the manifest of each model as it is now, for a reload.
+    prepare_command: followed by a model, prints its manifest as it is now, for a reload.
     clock: phases of the start before the processes were started.
     faults: faults to inject, for tests.
     draft_model: that of --speculative-config; None without one.
@@ -193,6 +193,17 @@ class Launch:
     def state(self, pid: int) -> DaemonState:
         """Return the state for other commands. pid: of the supervisor."""
         return DaemonState(pid, self.url, self.model_name, self.config.model.model)
+
+
+def check_length(config: ServeConfig, model: PreparedModel) -> None:
+    """Raise ConfigError if --max-model-len is more than the model has positions."""
+    length = config.model.max_model_len
+    if length is not None and length > model.max_position:
+        raise ConfigError(
+            f"--max-model-len {length} is more than the {model.max_position} positions "
+            f"that {model.name} supports",
+            "max_model_len",
+        )
 
 
 # ---- Readiness ----

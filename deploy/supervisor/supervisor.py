@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from deploy.display import Display
 from deploy.reload.actions import ReloadActions
-from deploy.reload.reload import Reload, ReloadReporter
+from deploy.reload.reload import Reload, ReloadReporter, take_wanted_model
 from deploy.supervisor.epochs import Announcement, EpochCounter
 from deploy.supervisor.exit_report import FailureLog
 from deploy.supervisor.hang_detector import HangLimits
@@ -117,6 +117,7 @@ class Supervisor:
 
     def _create_parts(self, run_dir: str, death_fd: int, metrics_fd: int) -> None:
         """Create the parts that need the run directory."""
+        self._run_dir = run_dir
         launch, config = self._launch, self._launch.config
         num_workers = config.parallel.tensor_parallel_size
         template = ProcessBoot(
@@ -322,7 +323,7 @@ class Supervisor:
         elif number == signal.SIGHUP:
             action = self._hangup_policy.action()
             if action == "reload":
-                self._reload.request()
+                self._reload.request(take_wanted_model(self._run_dir))
             elif action == "stop":
                 self._handle_stop_signal(number)
 

@@ -70,7 +70,7 @@ TRICKS = (
     *("//metrics", "/page;/../metrics", "/page/main.js/../../metrics"),
     *("/v1/%6dodels", "/%76%31/models", "/v1%2fmodels", "/health%2f..%2fmetrics", "/metrics%00"),
     *("/metrics;/health", "/metrics?/health", "/health;/../metrics", "/HEALTH", "/health%20"),
-    *("/health/", "//health", "/version/../metrics", "\\health", "/openapi.json", "/docs"),
+    *("/health/", "//health", "/version/../metrics", "\\health", "/openapi.json", "/docs/"),
     *("/page", "/page/", "/page//main.js", "/page/../metrics", "/page/%2e%2e/metrics", "//"),
     *("http://x/metrics", "http://health/v1/models", "/nowhere", "*"),
 )

@@ -123,7 +123,7 @@ BAD_FIELDS = [
     ({"stream": "yes"}, "stream", "stream"),
     ({"request_id": "a b\n"}, "request_id", ""),
     ({"best_of": 2}, "best_of", "not available here"),
-    ({"suffix": "x"}, "suffix", "not available here"),
+    ({"suffix": "x"}, "suffix", "cannot fill in the middle"),
     ({"response_format": {"type": "structural_tag"}}, "response_format", "not available yet"),
     ({"store": True}, "store", "not available here"),
     ({"service_tier": "flex"}, "service_tier", "not available here"),

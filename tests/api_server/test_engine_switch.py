@@ -12,6 +12,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from api_server.lifecycle.engine_switch import EngineSwitch
+from proto.config import ReliabilityConfig
 from proto.engine_io import FinishReason
 from proto.lifecycle import (
     NewEngine,
@@ -484,3 +485,63 @@ async def test_invalid_sampling_defaults_of_the_next_model_keep_the_old_engine(c
     case.engine_switch.prepare(NextEngine(2, broken, in_place=True))
     answer = await case.next()
     assert "generation_config.json: top_p must be" in answer.error.message
+
+
+async def test_another_model_has_its_own_name_and_no_requests_of_the_old_one(case, model):
+    """Even with the same tokenizer, an answer of one model is not continued by another."""
+    other = msgspec.structs.replace(model, name="other", source="/other")
+    first, _ = await case.begin()
+    await case.side_by_side(2, other)
+    case.engine_switch.switch(2)
+    late, request = await case.begin(2, model="other")
+    case.engines[2].emit(request, [5, 6], finish=FinishReason.LENGTH)
+    body = (await late).json()
+    assert body["model"] == "other"
+    assert (await case.front_end.complete(model="toy")).status_code == 404
+    names = (await case.front_end.http.get("/v1/models")).json()["data"]
+    assert [each["id"] for each in names] == ["other"]
+    assert 'model_name="other"' in (await case.front_end.http.get("/metrics")).text
+    case.engine_switch.drop(1)
+    failed = await first
+    assert failed.status_code == 500
+    assert "the engine of this request died" in failed.json()["error"]["message"]
+
+
+async def test_in_place_requests_finish_before_another_model_is_loaded(case, model):
+    other = msgspec.structs.replace(model, name="other", source="/other")
+    answer, request = await case.begin()
+    case.engine_switch.prepare(NextEngine(2, other, in_place=True))
+    async with asyncio.timeout(LIMIT_SECONDS):
+        while not case.engine_switch.app_state.health.is_switching_model:
+            await asyncio.sleep(0)
+    refused = await case.front_end.complete()
+    assert refused.status_code == 503
+    assert "retry-after" in refused.headers
+    assert "another model is being loaded" in refused.json()["error"]["message"]
+    assert (await case.front_end.http.get("/health/ready")).status_code == 503
+    assert case.sent.empty()
+    case.engines[1].emit(request, [5, 6], finish=FinishReason.LENGTH)
+    assert await case.tokens(answer) == [5, 6]
+    assert await case.next() == NextReady(0, 2)
+    case.engine_switch.drop(2)  # it cannot be loaded
+    answer, request = await case.begin()
+    case.engines[1].emit(request, [7, 8], finish=FinishReason.LENGTH)
+    assert await case.tokens(answer) == [7, 8]
+
+
+async def test_in_place_requests_that_do_not_end_keep_the_model(case, model):
+    """The boot's --shutdown-timeout limits the wait."""
+    config = msgspec.structs.replace(
+        case.front_end.boot.config, reliability=ReliabilityConfig(shutdown_timeout=0.05)
+    )
+    boot = msgspec.structs.replace(case.front_end.boot, config=config)
+    case.engine_switch = EngineSwitch(boot, case.front_end.app.state)
+    answer, request = await case.begin()
+    other = msgspec.structs.replace(model, name="other", source="/other")
+    case.engine_switch.prepare(NextEngine(2, other, in_place=True))
+    ready = await case.next()
+    assert ready.error is not None
+    assert "1 requests still ran after 0.05 s (--shutdown-timeout)" in ready.error.message
+    assert not case.engine_switch.app_state.health.is_switching_model
+    case.engines[1].emit(request, [5, 6], finish=FinishReason.LENGTH)
+    assert await case.tokens(answer) == [5, 6]

@@ -8,6 +8,8 @@ import asyncio
 import contextlib
 import itertools
 import json
+import pathlib
+import shutil
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,6 +18,7 @@ import httpx
 import msgspec
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from api_server.http.openapi import OPERATIONS
 from proto.config import FrontEndConfig
@@ -85,6 +88,17 @@ BODIES: Final[dict[str, list[dict[str, Any]]]] = {
             "prompt_logprobs": 1,
             "repetition_detection": {"max_pattern_size": 4, "min_pattern_size": 1, "min_count": 2},
         },
+    ],
+    "/infill": [
+        {
+            "input_prefix": "x",
+            "input_suffix": "y",
+            "input_extra": [{"text": "z", "filename": "a"}],
+            "n_predict": 2,
+            "logit_bias": {"5": 1},
+            "n_probs": 1,
+        },
+        {"input_prefix": "x", "input_suffix": "y", "stream": True, "response_fields": ["content"]},
     ],
     "/v1/chat/completions": [
         CHAT,
@@ -276,6 +290,16 @@ POOLERS: Final = {
 """The poolers of the models that are asked; other routes ask a model that generates."""
 
 
+def that_fills_in(model: PreparedModel, folder: pathlib.Path) -> PreparedModel:
+    """Return a model whose vocabulary also has the tokens for filling in."""
+    shutil.copytree(model.folder, folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<fim_prefix>", "<fim_suffix>", "<fim_middle>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    size = tokenizer.get_vocab_size()
+    return msgspec.structs.replace(model, folder=str(folder), vocab_size=size)
+
+
 @contextlib.asynccontextmanager
 async def client_of(
     run_dir: str, model: PreparedModel, path: str
@@ -285,6 +309,8 @@ async def client_of(
         reasoning_parser="auto" if path.endswith("compact") else "qwen3",
         tool_call_parser="hermes",
     )
+    if path == "/infill":
+        model = that_fills_in(model, pathlib.Path(run_dir, "infill"))
     pooler = POOLERS.get(path)
     async with contextlib.AsyncExitStack() as stack:
         if pooler is None:

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from api_server.page.files import ASSETS, INDEX, page_files
+from api_server.page.files import ASSETS, PAGES, page_files
 from proto.config import FrontEndConfig
 
 FILES = page_files()
@@ -20,7 +20,7 @@ async def test_every_file_has_its_content_type_and_security_policy(start):
             response = await front_end.http.get(each.path)
             assert response.status_code == 200
             assert response.content == each.content
-            suffix = "html" if each.path == "/" else each.path.rpartition(".")[2]
+            suffix = "html" if each.path in PAGES.values() else each.path.rpartition(".")[2]
             assert response.headers["content-type"] == types[suffix]
             policy = response.headers["content-security-policy"].split("; ")
             assert {"default-src 'none'", "script-src 'self'", "style-src 'self'"} <= set(policy)
@@ -29,9 +29,8 @@ async def test_every_file_has_its_content_type_and_security_policy(start):
             assert response.headers["x-content-type-options"] == "nosniff"
             head = await front_end.http.head(each.path)
             assert (head.status_code, head.content) == (200, b"")
-        assert {path.name for path in ASSETS.iterdir()} == {
-            INDEX if each.path == "/" else each.path.removeprefix("/page/") for each in FILES
-        }
+        names = {each.path.removeprefix("/page/") for each in FILES} - {*PAGES.values()}
+        assert {path.name for path in ASSETS.iterdir()} == names | PAGES.keys()
 
 
 async def test_cached_files_are_not_sent_again(start):
@@ -49,6 +48,8 @@ async def test_only_the_page_needs_no_key(start):
     async with start(config=FrontEndConfig(api_key="k")) as front_end:
         assert (await front_end.http.get("/")).status_code == 200
         assert (await front_end.http.get("/page/main.js")).status_code == 200
+        assert (await front_end.http.get("/docs")).status_code == 200
+        assert (await front_end.http.get("/openapi.json")).status_code == 401
         for path in ("/page", "/page/", "/page/nowhere.js", "/page/../metrics", "/view/events"):
             assert (await front_end.http.get(path)).status_code == 401, path
         key = {"authorization": "Bearer k"}
@@ -62,7 +63,7 @@ async def test_the_files_of_the_page_have_one_label(start):
             assert (await front_end.http.get(file.path)).status_code == 200
         text = (await front_end.http.get("/metrics")).text
     counted = re.findall(r'^http_requests_total{handler="([^"]*)".*} ([0-9.]+)$', text, re.M)
-    assert counted == [("/", "1.0"), ("/page/", f"{len(FILES) - 1}.0")]
+    assert counted == [("/", "1.0"), ("/docs", "1.0"), ("/page/", f"{len(FILES) - 2}.0")]
 
 
 async def test_the_page_is_served_during_a_drain(start):
@@ -75,7 +76,7 @@ async def test_the_page_is_served_during_a_drain(start):
 @pytest.mark.parametrize("key", [None, "k"])
 async def test_the_page_can_be_disabled(start, key):
     async with start(config=FrontEndConfig(page=False, api_key=key)) as front_end:
-        for path in ("/", "/page/main.js"):
+        for path in ("/", "/docs", "/page/main.js"):
             status = (await front_end.http.get(path)).status_code
             assert status == (404 if key is None else 401), path
 

@@ -1,20 +1,27 @@
 """The tables of request fields in docs/api.md, generated from the request models.
 
-Python drops the strings under the fields, so they are read from the source.
+The texts are those of the OpenAPI document.
 """
 
-import ast
-import inspect
 import json
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from api_server.http.openapi import field_texts
 from api_server.protocol.chat import ChatCompletionRequest
-from api_server.protocol.common import GenerationRequest, SamplingNumbers
+from api_server.protocol.common import GenerationRequest
 from api_server.protocol.completions import CompletionRequest
-from api_server.protocol.fields import ANTHROPIC, HARMLESS, NEUTRAL, OPENAI, VLLM
+from api_server.protocol.fields import (
+    ANTHROPIC,
+    HARMLESS,
+    LLAMA_CPP_NEUTRAL,
+    NEUTRAL,
+    OPENAI,
+    VLLM,
+)
+from api_server.protocol.infill import InfillRequest
 from api_server.protocol.messages.request import PASSED as PASSED_BY_MESSAGES
 from api_server.protocol.messages.request import MessagesRequest
 from api_server.protocol.pooling import (
@@ -37,6 +44,10 @@ def markdown() -> str:
         _table(GenerationRequest, set()),
         "## Fields of /v1/completions",
         _table(CompletionRequest, shared),
+        "## Fields of /infill",
+        _table(InfillRequest, set()),
+        "llama.cpp's fields that tokend does not have, refused unless they ask for nothing: "
+        f"{_names(LLAMA_CPP_NEUTRAL.keys())}.",
         "## Fields of /v1/chat/completions",
         _table(ChatCompletionRequest, shared),
         "## Fields of /v1/responses",
@@ -73,7 +84,7 @@ def _as_in_a_chat(names: frozenset[str]) -> str:
 
 
 def _table(model: type[BaseModel], excluded: set[str]) -> str:
-    texts = _texts(model)
+    texts = field_texts(model)
     rows = [
         f"| `{name}` | {_default(field)} | {texts[name]} |"
         for name, field in model.model_fields.items()
@@ -94,24 +105,3 @@ def _names(names: frozenset[str]) -> str:
         f"`{name}`" + (f" ({json.dumps(NEUTRAL[name][-1])})" if name in NEUTRAL else "")
         for name in sorted(names)
     )
-
-
-def _texts(model: type[BaseModel]) -> dict[str, str]:
-    """Return the string literal under each field of a model and its base classes."""
-    texts = {
-        name: field.description for name, field in model.model_fields.items() if field.description
-    }
-    for base in model.__mro__[: model.__mro__.index(BaseModel)]:
-        if base is SamplingNumbers:
-            continue  # generated from the table in proto/sampling_params.py
-        (body,) = ast.parse(inspect.getsource(base)).body
-        assert isinstance(body, ast.ClassDef)
-        for field, after in zip(body.body, body.body[1:], strict=False):
-            if (
-                isinstance(field, ast.AnnAssign)
-                and isinstance(field.target, ast.Name)
-                and isinstance(after, ast.Expr)
-                and isinstance(after.value, ast.Constant)
-            ):
-                texts.setdefault(field.target.id, " ".join(str(after.value.value).split()))
-    return texts

@@ -12,13 +12,16 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import gguf
+import numpy as np
 import psutil
 import pytest
 
 from deploy.environment import HostEnvironment
-from deploy.models import hub, hub_download, store
+from deploy.models import gguf_header, hub, hub_download, safetensors_header, store
 from deploy.models.hub import HubName, parse_name, select_files
 from proto.errors import ModelError
 from tests.fakes.hub_server import COMMIT, HubServer, Repository
@@ -242,6 +245,55 @@ def test_the_cache_is_that_of_huggingface_hub(server: HubServer, variables: dict
     assert subprocess.check_output(program, env=offline, text=True).strip() == str(ours)
 
 
+def gguf_with_a_long_header(path: Path) -> bytes:
+    """Write a GGUF file of 4 MiB behind a header that is longer than what is asked for first."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_token_list([f"token {number}" for number in range(150_000)])
+    writer.add_tensor("w", np.ones((1024, 1024), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert gguf_header.read(str(path)).num_bytes > 2 * hub_download._FIRST_HEADER_BYTES
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("has_ranges", [True, False])
+def test_headers_are_read_without_the_weights(
+    server: HubServer, variables: dict[str, str], tmp_path: Path, has_ranges: bool
+) -> None:
+    """The rest of a file is a hole. The cache that others read stays as it is."""
+    content = gguf_with_a_long_header(tmp_path / "x.gguf")
+    server.repositories["org/name"] = Repository({"x.gguf": content, "config.json": CONFIG})
+    server.has_ranges = has_ranges
+    folder = tmp_path / "headers"
+    environment = HostEnvironment.of(variables | {"HF_TOKEN": "secret"})
+    environment = replace(environment, headers_folder=str(folder))
+    found = Path(hub.snapshot(HubName("org/name"), environment, Recorder()), "x.gguf")
+    assert found.is_relative_to(folder)
+    assert found.stat().st_size == len(content)
+    assert gguf_header.read(str(found)) == gguf_header.read(str(tmp_path / "x.gguf"))
+    length = gguf_header.read(str(found)).num_bytes
+    assert not any(found.read_bytes()[2 * length :])
+    assert found.stat().st_blocks * 512 < 2 * length + 4096
+    if has_ranges:
+        assert server.num_sent < 2 * length + 10_000
+    assert not Path(variables["HF_HOME"]).exists()
+    assert {each.token for each in server.requests if each.on_cdn} == {None}
+    assert {each.token for each in server.requests if not each.on_cdn} == {"secret"}
+
+
+def test_a_header_that_is_not_one(
+    server: HubServer, variables: dict[str, str], tmp_path: Path
+) -> None:
+    server.repositories["org/name"].files["model-00001-of-00002.safetensors"] = b"\xff" * (4 << 20)
+    environment = replace(HostEnvironment.of(variables), headers_folder=str(tmp_path / "headers"))
+    folder = hub.snapshot(HubName("org/name"), environment, Recorder())
+    with pytest.raises(ModelError, match="is not a safetensors file"):
+        safetensors_header.read(f"{folder}/model-00001-of-00002.safetensors", 0)
+    assert server.num_sent < 2 << 20
+
+
 def test_a_folder_without_one_shard_is_completed(
     server: HubServer, variables: dict[str, str]
 ) -> None:
@@ -308,7 +360,7 @@ def test_a_killed_download_is_continued_by_the_next(
     server: HubServer, variables: dict[str, str], large: bytes
 ) -> None:
     server.break_connections(large, times=1, after=11 << 20)
-    arguments = ["org/name", "", "model", "", str(blobs(variables).parents[1])]
+    arguments = ["org/name", "", "model", "", str(blobs(variables).parents[1]), "all"]
     program = [sys.executable, "-P", "-m", "deploy.models.hub_download", *arguments]
 
     def partials() -> list[Path]:

@@ -4,6 +4,7 @@ import signal
 
 import pytest
 
+from proto.codec import changed
 from proto.errors import ModelError
 from proto.lifecycle import (
     DropEngine,
@@ -272,3 +273,44 @@ def test_cancel_ends_a_reload_but_keeps_serving_processes(moment: str) -> None:
     assert not any(each.shutdown_requested for each in case.of_generation(1))
     assert all(each.shutdown_requested for each in case.of_generation(2)) is (moment != "leaving")
     assert case.reasons == ["the daemon is about to end: there is no reload"]
+
+
+def test_another_model_is_served_from_now_on() -> None:
+    """Later reloads without a model are of that one, and so is one that begins again."""
+    case = Case()
+    other = changed(NEW, name="other", source="/other")
+    case.start_reload(other, model="org/other")
+    case.receive(Paused("finish_running"))
+    assert case.ended[-1][1], "it begins again"
+    case.end_generation(2)
+    case.preparations[0].outcome = other
+    case.reload.advance()
+    case.switch(3)
+    assert case.ended[-1] == ("", False)
+    assert case.names[-1] == "other"
+    assert (case.prepared, case.reloaded) == (["org/other"] * 2, ["org/other"])
+    case.receive(OldEngineIdle(0, 1), OldEngineIdle(1, 1))
+    case.end_generation(1)
+    case.start_reload(other)
+    assert case.prepared[-1] is None
+
+
+def test_a_model_that_the_flags_do_not_fit_changes_nothing() -> None:
+    case = Case()
+    case.start_reload(changed(NEW, name="unfit"), model="unfit")
+    assert case.ended == [("the flags do not go with it", False)]
+    assert case.names == [lifecycle_messages.model().name]
+    assert case.reloaded == []
+    assert case.of_generation(2) == []
+
+
+def test_the_last_model_that_was_asked_for_counts() -> None:
+    case = Case()
+    case.start_reload(model="first")
+    for model in ("second", "third", None):
+        case.reload.request(model)
+    case.switch(2)
+    case.receive(OldEngineIdle(0, 1), OldEngineIdle(1, 1))
+    case.end_generation(1)
+    case.reload.advance()
+    assert case.prepared == ["first", "third"]

@@ -6,15 +6,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from msgspec import structs
 
 from deploy.reload.actions import ReloadActions
-from proto.config import GIB, CacheConfig, DeviceConfig, ServeConfig
+from proto.config import GIB, CacheConfig, DeviceConfig, ModelConfig, ServeConfig
+from proto.errors import ModelError
 from proto.host_resources import resident_memory
 from proto.sockets import Poller
 from tests.fakes import lifecycle_messages
 
 POOL = 4 * GIB
 RESIDENT = 1 * GIB
+MODEL = lifecycle_messages.model()
 
 
 @dataclass
@@ -53,22 +56,58 @@ def test_two_generations_fit_if_as_much_memory_is_free_as_used(
 ) -> None:
     """Three quarters of the free memory must be half of a pool whose size is not set."""
     config = ServeConfig(cache=cache)
-    assert actions(machine(tmp_path / "enough", needed + 1024), config).two_generations_fit()
-    assert not actions(machine(tmp_path / "less", needed - (1 << 20)), config).two_generations_fit()
+    assert actions(machine(tmp_path / "enough", needed + 1024), config).two_generations_fit(
+        MODEL, MODEL
+    )
+    assert not actions(machine(tmp_path / "less", needed - (1 << 20)), config).two_generations_fit(
+        MODEL, MODEL
+    )
+
+
+def test_a_larger_model_needs_more(tmp_path: Path) -> None:
+    """Workers need as much more as its files are larger; those of a smaller one no less."""
+    (tmp_path / "small.gguf").write_bytes(bytes(1000))
+    (tmp_path / "large").mkdir()
+    (tmp_path / "large" / "model.safetensors").write_bytes(bytes(3000))
+    (tmp_path / "large" / "tokenizer.json").write_bytes(bytes(9000))
+    small, large = (
+        structs.replace(MODEL, source=str(tmp_path / name)) for name in ("small.gguf", "large")
+    )
+    config = ServeConfig(cache=CacheConfig(kv_cache_memory=POOL))
+    needed = POOL + 3 * RESIDENT
+    assert actions(machine(tmp_path / "enough", needed + 1024), config).two_generations_fit(
+        small, large
+    )
+    less = actions(machine(tmp_path / "less", needed - (1 << 20)), config)
+    assert not less.two_generations_fit(small, large)
+    assert less.two_generations_fit(large, small)
+
+
+@pytest.mark.parametrize("flag", ["tokenizer", "chat_template"])
+def test_flags_of_a_model_do_not_go_with_another(flag: str, tmp_path: Path) -> None:
+    other = structs.replace(MODEL, source="/other", name="other")
+    bound = actions(tmp_path, ServeConfig(model=ModelConfig(**{flag: "/mine"})))
+    bound.check_model(MODEL, MODEL)
+    with pytest.raises(ModelError, match=f"--{flag.replace('_', '-')} /mine belongs to"):
+        bound.check_model(MODEL, other)
+    long = actions(tmp_path, ServeConfig(model=ModelConfig(max_model_len=MODEL.max_position + 1)))
+    with pytest.raises(ModelError, match="--max-model-len"):
+        long.check_model(MODEL, other)
+    actions(tmp_path, ServeConfig()).check_model(MODEL, other)
 
 
 def test_free_memory_of_a_gpu_is_unknown(tmp_path: Path) -> None:
     config = ServeConfig(device=DeviceConfig(device="cuda"))
-    assert not actions(machine(tmp_path, 1 << 50), config).two_generations_fit()
+    assert not actions(machine(tmp_path, 1 << 50), config).two_generations_fit(MODEL, MODEL)
 
 
 def test_two_engines_cannot_publish_at_one_endpoint(tmp_path: Path) -> None:
     root = machine(tmp_path, 1 << 50)
     assert actions(
         root, ServeConfig(cache=CacheConfig(kv_events_endpoint="ipc"))
-    ).two_generations_fit()
+    ).two_generations_fit(MODEL, MODEL)
     fixed = CacheConfig(kv_events_endpoint="tcp://127.0.0.1:5557")
-    assert not actions(root, ServeConfig(cache=fixed)).two_generations_fit()
+    assert not actions(root, ServeConfig(cache=fixed)).two_generations_fit(MODEL, MODEL)
 
 
 def test_a_dead_process_holds_no_memory(tmp_path: Path) -> None:

@@ -50,7 +50,9 @@ class Visitor:
     every request of the engine's events, whether it is open.
     """
 
-    def __init__(self, browser: Any, url: str, tab: str, key: str, **options: Any) -> None:
+    def __init__(
+        self, browser: Any, url: str, tab: str, key: str, path: str = "", **options: Any
+    ) -> None:
         options.setdefault("viewport", {"width": 1200, "height": 900})
         self.context = browser.new_context(**options)
         self.wrong: list[str] = []
@@ -66,7 +68,7 @@ class Visitor:
         self.page.on("request", self._on_request)
         for event in ("requestfinished", "requestfailed"):
             self.page.on(event, self._on_request_end)
-        self.page.goto(f"{url}/#{tab}")
+        self.page.goto(f"{url}/{path}#{tab}")
 
     def _on_console(self, message: Any) -> None:
         if message.type in ("error", "warning"):
@@ -808,3 +810,51 @@ def test_a_death_is_reported_and_the_live_view_reconnects(browser, guarded):
     assert "disconnected" in page.inner_text("#live-state")
     visitor.wait_until(is_live)
     visitor.close()
+
+
+def test_the_page_of_the_api_lists_and_sends_requests(visit, guarded):
+    """Of every operation, with its fields; nothing comes from another server."""
+    visitor = visit("", path="docs")
+    page = visitor.page
+    document = httpx.get(f"{guarded.url}/openapi.json", headers=AUTHORIZED).json()
+    operations = [f"{method}{path}" for path, item in document["paths"].items() for method in item]
+    visitor.wait_until(f"document.querySelectorAll('.operation').length === {len(operations)}")
+    ids = page.eval_on_selector_all(".operation", "all => all.map(each => each.id)")
+    assert ids == operations
+    page.fill("#filter", "input_prefix")
+    assert page.locator(".operation:visible code").all_inner_texts() == ["/infill"]
+    page.fill("#filter", "/v1/completions")
+    page.click(".operation:visible summary")
+    opened = page.locator(".operation[open]")
+    row = opened.locator("tr", has=page.get_by_text("suffix", exact=True))
+    assert "Text after the output" in row.inner_text()
+    body = {"prompt": "One, two, three,", "max_tokens": 4, "temperature": 0}
+    opened.locator("textarea").fill(json.dumps(body))
+    opened.locator("button[type=submit]").click()
+    visitor.wait_until("document.querySelector('.operation[open] pre').textContent.length > 100")
+    answer = json.loads(opened.locator("pre").inner_text())
+    assert answer["choices"][0]["text"].startswith(" four")
+    opened.locator("textarea").fill(json.dumps(body | {"stream": True}))
+    opened.locator("button[type=submit]").click()
+    visitor.wait_until(
+        "document.querySelector('.operation[open] pre').textContent.includes('[DONE]')"
+    )
+    opened.get_by_role("button", name="curl").click()
+    assert f"{guarded.url}/v1/completions" in page.input_value("#curl-text")
+
+
+def test_the_page_of_the_api_asks_for_the_key_and_shows_errors(visit):
+    visitor = visit("", key="", path="docs")
+    page = visitor.page
+    page.fill("#key-input", KEY)
+    page.click("#key-dialog .main")
+    page.wait_for_selector(".operation")
+    page.click("[id='post/v1/completions'] summary")
+    opened = page.locator(".operation[open]")
+    opened.locator("textarea").fill('{"prompt": 5}')
+    opened.locator("button[type=submit]").click()
+    visitor.wait_until("document.querySelector('.operation[open] pre').textContent.includes('400')")
+    assert "prompt must be" in opened.locator("pre").inner_text()
+    # Chromium reports the refused requests itself
+    assert all(" 401 " in each or " 400 " in each for each in visitor.wrong), visitor.wrong
+    visitor.wrong.clear()

@@ -121,13 +121,68 @@ def test_reload_in_place_keeps_streams(expected: list[Stream]) -> None:
         assert "it is restarted" not in daemon.text
 
 
+def reload_command(daemon: Daemon, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [*TOKEND, "reload", *words, "--pid", str(daemon.process.pid)]
+    environment = os.environ | {"XDG_RUNTIME_DIR": str(daemon.runtime_dir)}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+
+
+@pytest.mark.parametrize("strategy", ["side-by-side", "in-place"])
+def test_reload_switches_to_another_model(
+    strategy: str, expected: list[Stream], tmp_path: Path
+) -> None:
+    """Streams finish on the old model; in place, new requests are refused until they have.
+
+    A model that cannot be served changes nothing. A later reload stays at the new model.
+    """
+    model = save_qwen3(tmp_path / "mine")
+    (tmp_path / "broken").mkdir()
+
+    def names() -> list[str]:
+        served = httpx.get(f"{daemon.url}/v1/models").json()["data"]
+        return [each["id"] for each in served]
+
+    async def switch() -> list[Stream]:
+        async with httpx.AsyncClient(base_url=daemon.url, timeout=120) as client:
+            async with suspended_streams(client, daemon.processes()["worker"]) as streams:
+                command = asyncio.create_task(
+                    asyncio.to_thread(reload_command, daemon, str(tmp_path / "mine"))
+                )
+                if strategy == "in-place":
+                    async with asyncio.timeout(60):
+                        while (await client.get("/health/ready")).status_code == 200:
+                            await asyncio.sleep(0.02)
+                    refused = await client.post("/v1/completions", json=BODIES[0])
+                    assert refused.status_code == 503
+                    assert "another model is being loaded" in refused.text
+                else:
+                    done = await command
+                    assert names() == ["mine"]
+            done = await command
+            assert done.stdout == "reloaded: the model is mine now\n", done.stderr
+            return streams
+
+    with Daemon(*SMALL, "--reload-strategy", strategy) as daemon:
+        for broken in (str(tmp_path / "broken"), "no-such-model"):
+            failed = reload_command(daemon, broken)
+            assert failed.returncode == 1
+            assert "nothing has changed: " in failed.stderr
+            assert names() == ["smollm2-135m-instruct"]
+        for was, now in zip(expected, asyncio.run(switch()), strict=True):
+            assert_same(was, now)
+        Reference(model, None).assert_greedy([(PROMPT, greedy(daemon, PROMPT, 12))])
+        again = reload_command(daemon)
+        assert (again.returncode, again.stdout) == (0, "reloaded\n"), again.stderr
+        assert names() == ["mine"]
+        Reference(model, None).assert_greedy([(PROMPT, greedy(daemon, PROMPT, 12))])
+        assert "it is restarted" not in daemon.text
+
+
 def test_reload_uses_changed_files(tmp_path: Path) -> None:
     """A broken folder changes nothing; other weights and another tokenizer are used."""
 
     def reload() -> subprocess.CompletedProcess[str]:
-        words = [*TOKEND, "reload", "--pid", str(daemon.process.pid)]
-        environment = os.environ | {"XDG_RUNTIME_DIR": str(daemon.runtime_dir)}
-        return subprocess.run(words, capture_output=True, text=True, env=environment, timeout=120)
+        return reload_command(daemon)
 
     folder = tmp_path / "mine"
     model = save_qwen3(folder)

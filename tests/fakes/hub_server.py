@@ -51,11 +51,16 @@ class HubRequest:
 
 
 class HubServer:
-    """Serves repositories; `url` is for HF_ENDPOINT. requests: all that have arrived."""
+    """Serves repositories; `url` is for HF_ENDPOINT. requests: all that have arrived.
+
+    num_sent: bytes of bodies. has_ranges: whether parts of large files are sent.
+    """
 
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
         self.requests: list[HubRequest] = []
+        self.num_sent = 0
+        self.has_ranges = True
         self.breaks: Counter[str] = Counter()
         self.sends: dict[str, bytes] = {}
         self.status: int | None = None
@@ -186,9 +191,12 @@ class _Handler(BaseHTTPRequestHandler):
         content = next(contents)
         content = hub.sends.get(digest, content)
         begin, status, headers = 0, 200, {"ETag": f'"{digest}"', "Accept-Ranges": "bytes"}
-        if given := self.headers.get("Range"):
-            begin, status = int(given.removeprefix("bytes=").split("-")[0]), 206
-            headers["Content-Range"] = f"bytes {begin}-{len(content) - 1}/{len(content)}"
+        given = self.headers.get("Range")
+        if given and hub.has_ranges:
+            first, _, last = given.removeprefix("bytes=").partition("-")
+            begin, status, size = int(first), 206, len(content)
+            content = content[: int(last) + 1] if last else content
+            headers["Content-Range"] = f"bytes {begin}-{len(content) - 1}/{size}"
         hub.is_sending.set()
         hub.may_send.wait(30)
         if hub.breaks[digest] > 0:
@@ -210,6 +218,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._start(status, len(body), headers or {})
         if self.command != "HEAD":
             self.wfile.write(body)
+            self.server_of_test.num_sent += len(body)
 
     def _start(self, status: int, length: int, headers: Mapping[str, str]) -> None:
         self.send_response(status)

@@ -94,6 +94,10 @@ class Case:
         self.ended: list[tuple[str, bool]] = []
         self.reasons: list[str] = []
         self.num_begun = 0
+        self.source = "model"
+        self.prepared: list[str | None] = []
+        self.reloaded: list[str | None] = []
+        self.names: list[str] = []
         self.preparations: list[Preparation] = []
         self.has_room = True
         self.reload = Reload(
@@ -102,14 +106,25 @@ class Case:
 
     # ProcessActions
 
-    def start_preparation(self) -> Preparation:
+    def start_preparation(self, model: str | None) -> Preparation:
+        self.prepared.append(model)
         self.preparations.append(Preparation())
         return self.preparations[-1]
 
     def end_preparation(self, preparation: Preparation) -> None:
         self.preparations.remove(preparation)
 
-    def two_generations_fit(self) -> bool:
+    def check_model(self, old: PreparedModel, new: PreparedModel) -> None:
+        if new.name == "unfit":
+            raise ModelError("the flags do not go with it")
+
+    def served_name(self, model: PreparedModel) -> str:
+        return model.name
+
+    def note_reloaded(self, model: str | None) -> None:
+        self.reloaded.append(model)
+
+    def two_generations_fit(self, old: PreparedModel, new: PreparedModel) -> bool:
         return self.has_room
 
     def start(self, boot: ProcessBoot) -> None:
@@ -131,14 +146,19 @@ class Case:
     def report_delay(self, reason: str) -> None:
         self.reasons.append(reason)
 
-    def report_end(self, error: str, seconds: float, *, another: bool) -> None:
+    def report_end(
+        self, error: str, seconds: float, model: str, source: str, *, another: bool
+    ) -> None:
+        self.names.append(model)
         self.ended.append((error, another))
 
     # events
 
-    def start_reload(self, outcome: PreparedModel | ModelError = NEW) -> None:
+    def start_reload(
+        self, outcome: PreparedModel | ModelError = NEW, model: str | None = None
+    ) -> None:
         """Request a reload and finish the preparation; the new generation then starts."""
-        self.reload.request()
+        self.reload.request(model)
         self.reload.advance()
         self.preparations[0].outcome = outcome
         self.reload.advance()

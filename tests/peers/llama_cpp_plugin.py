@@ -28,6 +28,7 @@ from tests.fakes.tiny_pooling import save_modules
 
 MODELS: Final = {
     "ggml-org/test-model-stories260K": "smollm2-135m-instruct",
+    "ggml-org/test-model-stories260K-infill": "smollm2-135m-instruct",
     "bert-bge-small/ggml-model-f16.gguf": "encoder",
     "jina-reranker-v1-tiny-en/ggml-model-f16.gguf": "reranker",
 }
@@ -39,7 +40,7 @@ PATHS_WITHOUT_VERSION: Final = ("/chat/completions", "/responses", "/models")
 COMPLETIONS: Final = ("/completion", "/completions")
 """Paths of completions in llama.cpp's own format, of which text and length are translated."""
 OWN_PATHS: Final = (
-    *("/infill", "/embeddings", "/slots", "/props", "/lora-adapters", "/predict"),
+    *("/embeddings", "/slots", "/props", "/lora-adapters", "/predict"),
     *("/tools", "/cors-proxy", "/chat/completions/input_tokens"),
 )
 """Paths of llama.cpp's own API, which tokend does not have."""

@@ -1,0 +1,71 @@
+"""`tokend plan` says whether the machine was busy while it measured."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from proto.host_resources import ALLOWED_CPUS
+from tests.e2e.daemon import TOKEND
+from worker.plan_command import BUSY_CORES, OtherLoad, busy_line
+
+
+def write_stat(root: Path, **ticks: int) -> None:
+    """Write a /proc/stat in which every core has these ticks, and 10^9 idle ones."""
+    names = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal", "guest")
+    line = " ".join(str(ticks.get(name, 10**9 if name == "idle" else 0)) for name in names)
+    cores = [f"cpu{number} {line}" for number in range(512)]
+    (root / "proc").mkdir(exist_ok=True)
+    (root / "proc" / "stat").write_text("\n".join([f"cpu {line}", *cores, "intr 5 6", "ctxt 7"]))
+
+
+@pytest.mark.parametrize("kind", ["user", "nice", "system", "irq", "softirq", "steal"])
+def test_time_of_others_on_our_cores_counts(tmp_path: Path, kind: str) -> None:
+    write_stat(tmp_path)
+    begin, own = time.monotonic(), time.process_time()
+    load = OtherLoad(tmp_path)
+    write_stat(tmp_path, **{kind: 100 * os.sysconf("SC_CLK_TCK")})  # 100 s on each core
+    used = load.cores()
+    longest = time.monotonic() - begin
+    own = time.process_time() - own
+    assert used >= (100 * len(ALLOWED_CPUS) - own) / max(longest, 1e-3)
+
+
+def test_waiting_and_own_work_do_not_count(tmp_path: Path) -> None:
+    write_stat(tmp_path)
+    load = OtherLoad(tmp_path)
+    while time.process_time() < load._own + 0.05:
+        pass
+    write_stat(tmp_path, iowait=10**6)
+    assert load.cores() == 0.0
+    assert busy_line(BUSY_CORES / 2) == ""
+    assert "1.5 of" in busy_line(1.5)
+
+
+@pytest.fixture
+def busy() -> Iterator[None]:
+    """A program that keeps a core busy."""
+    program = subprocess.Popen(
+        [sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE
+    )
+    assert program.stdout is not None
+    program.stdout.readline()
+    yield
+    program.kill()
+    program.communicate()
+
+
+@pytest.mark.suite("daemons")
+@pytest.mark.usefixtures("busy")
+def test_a_plan_names_the_load(tmp_path: Path) -> None:
+    text = subprocess.run([*TOKEND, "plan"], capture_output=True, text=True, check=True).stdout
+    (line,) = (line for line in text.splitlines() if line.startswith("  busy "))
+    assert "these are the rates of a busy machine, and an idle one is faster" in line
+    words = [*TOKEND, "plan", "--json"]
+    figures = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
+    assert figures["cores_used_by_others"] > BUSY_CORES
