@@ -84,6 +84,7 @@ def _options(body: CompletionRequest, edits: LogitEdits | None) -> EndpointOptio
         default_max_tokens=DEFAULT_MAX_TOKENS,
         logprobs=body.logprobs,
         prompt_logprobs=max(requested) if requested else None,
+        echoes_logprobs=body.echo and body.logprobs is not None,
         edits=edits,
     )
 
