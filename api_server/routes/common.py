@@ -3,7 +3,8 @@
 import asyncio
 import ipaddress
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final, TypeVar, cast
 
 from starlette.datastructures import Headers, QueryParams
@@ -13,10 +14,9 @@ from api_server.app_state import APP_STATE, AppState
 from api_server.errors import BodyTooLargeError, SlowUploadError
 from api_server.http.connection import MAX_BODY_BYTES, UPLOAD_BYTES, UPLOAD_SECONDS
 from api_server.http.http_protocol import begin_upload
-from api_server.http.tenants import tenant_of
 from api_server.protocol.common import REQUEST_ID
 from api_server.protocol.decoding import decode_json
-from api_server.protocol.fields import IgnoredFields
+from api_server.protocol.fields import IgnoredFields, Model, parse
 from api_server.turns import CLIENT, run_for_body
 from proto.errors import (
     AuthenticationError,
@@ -112,6 +112,17 @@ async def read_fields(
     return await read_json(request, parse_with_headers)
 
 
+async def read_request(
+    request: Request,
+    ignored: IgnoredFields,
+    model: type[Model],
+    neutral: Mapping[str, tuple[Any, ...]],
+) -> Model:
+    """Return the body as `parse` makes it, with fields from headers; errors as of `read_json`."""
+    read = partial(parse, model, neutral=neutral, ignored=ignored)
+    return await read_fields(request, ignored, read)
+
+
 def add_header_fields(fields: dict[str, Any], headers: Headers, ignored: IgnoredFields) -> None:
     """Add the fields that headers set and that `fields` lacks; raises InvalidRequestError."""
     for header, name in NUMBER_HEADERS.items():
@@ -174,8 +185,7 @@ async def _read_body(request: Request) -> bytearray:
             limit.reschedule(loop.time())
 
     loop, mark = asyncio.get_running_loop(), UPLOAD_BYTES
-    tenant = tenant_of(request, app_state_of(request).config.tenant_by)
-    upload = begin_upload(request.scope, tenant, end)
+    upload = begin_upload(request.scope, CLIENT.get().tenant, end)
     try:
         async with limit:
             async for chunk in request.stream():
