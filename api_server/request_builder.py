@@ -7,7 +7,7 @@ A handler calls `RequestBuilder.build_requests`, `build_stream` and, after `Toke
 import copy
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final
@@ -50,7 +50,9 @@ from proto.sampling_params import ThinkingRule
 
 TOKEN_ID_BYTES: Final = 8
 LOGPROB_BYTES: Final = 128
-"""Of a token id and a log-probability in a response, with what belongs to it."""
+"""Of a token and its log-probability in a response, with what belongs to it; seldom more."""
+TOKEN_BYTE_BYTES: Final = 5
+"""Of a byte of a token in a list of its bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +60,9 @@ class EndpointOptions:
     """Options that have different names in the endpoints' bodies.
 
     max_tokens: None if not given. logprobs: number of alternatives; None for no log-probabilities.
-    max_tokens_field: the body's name of max_tokens. edits: of the logits.
-    thinking: limits of the reasoning that the engine enforces; None for no limits.
+    echoes_logprobs: `logprobs` are also those of the prompt. max_tokens_field: the body's name of
+    max_tokens. edits: of the logits. thinking: limits of the reasoning that the engine enforces;
+    None for no limits.
     more_end_ids: tokens that end an answer beside those of the model.
     """
 
@@ -67,6 +70,7 @@ class EndpointOptions:
     default_max_tokens: int | None
     logprobs: int | None
     prompt_logprobs: int | None
+    echoes_logprobs: bool = False
     max_tokens_field: str = "max_tokens"
     edits: LogitEdits | None = None
     thinking: ThinkingRule | None = None
@@ -96,6 +100,7 @@ class RequestBuilder(EngineCall[GenerationRequest]):
         check_grammar(request, grammar)
         self._grammar = grammar
         self._agent = agent_hint(request, tenant)
+        self._response_sizes: dict[str, int] = {}  # bytes by field, as far as they are known
         super().__init__(
             app_state,
             request,
@@ -179,20 +184,34 @@ class RequestBuilder(EngineCall[GenerationRequest]):
         body = self._body
         num_prompt = body.n * sum(len(request.prompt_token_ids) for request in requests)
         num_output = body.n * sum(request.sampling_params.max_tokens for request in requests)
-        sizes = {}
+        sizes: dict[str, int] = {}
         if body.return_token_ids:
             sizes["return_token_ids"] = (num_prompt + num_output) * TOKEN_ID_BYTES
         if options.logprobs is not None:
-            alternatives = len(body.logprob_token_ids or ()) or options.logprobs
-            sizes["logprobs"] = num_output * (alternatives + 1) * LOGPROB_BYTES
-        if options.prompt_logprobs is not None:
-            entries = num_prompt * (options.prompt_logprobs + 1)
+            named = body.logprob_token_ids or ()
+            row = (len(named) or options.logprobs) * LOGPROB_BYTES + LOGPROB_BYTES
+            row += self._named_bytes(named)
+            num_rows = num_output + (num_prompt if options.echoes_logprobs else 0)
+            sizes["logprobs"] = num_rows * row
+        if body.prompt_logprobs is not None:
+            entries = num_prompt * (body.prompt_logprobs + 1)
             sizes["prompt_logprobs"] = entries * LOGPROB_BYTES
         if body.return_routed_experts:
             num_tokens = num_prompt + num_output
             routing_bytes = self._app_state.client.engine.routing_bytes
             sizes["return_routed_experts"] = num_tokens * routing_bytes * 4 // 3  # in base64
-        check_response_size(self._app_state, sizes)
+        self._add_response_sizes(sizes)
+
+    def _named_bytes(self, token_ids: Sequence[int]) -> int:
+        """Return the bytes in a response of the texts of these tokens, and of lists of theirs."""
+        tokenizer = self._app_state.tokenizer
+        num_bytes = sum(len(tokenizer.token_bytes(token_id)) for token_id in token_ids)
+        return tokenizer.json_size(token_ids) + num_bytes * TOKEN_BYTE_BYTES
+
+    def _add_response_sizes(self, sizes: Mapping[str, int]) -> None:
+        """Add to what the response could have; raise InvalidRequestError if that is too much."""
+        self._response_sizes |= sizes
+        check_response_size(self._app_state, self._response_sizes)
 
     async def build_stream(
         self,
@@ -247,7 +266,7 @@ class RequestBuilder(EngineCall[GenerationRequest]):
         size = await tokenizer.run_in_thread_if_large(
             sum(map(len, ids)), tokenizer.json_size, chain.from_iterable(ids)
         )
-        check_response_size(self._app_state, {field: self._body.n * size})
+        self._add_response_sizes({field: self._body.n * size})
 
     async def prompt_texts(self, prompts: Sequence[Prompt]) -> Sequence[str | None]:
         """Return the text of each prompt if the client requested it, else None for each."""

@@ -7,7 +7,7 @@ from pydantic import Field
 from api_server.protocol.chat import ConversationFields
 from api_server.protocol.common import Strict, Text
 
-MAX_TOKENS: Final = 1 << 20
+MAX_DETOKENIZED: Final = 1 << 17
 TOKENIZE_CHAT_NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "chat_template": (),
     "media_io_kwargs": ({},),
@@ -38,5 +38,6 @@ class TokenizeChat(ConversationFields):
 class Detokenize(Strict):
     model: Text | None = None
     """Name of a served model; by default the one there is."""
-    tokens: Annotated[list[int], Field(fail_fast=True, max_length=MAX_TOKENS)]
-    """Up to 1048576 token ids, each below the size of the vocabulary."""
+    tokens: Annotated[list[int], Field(fail_fast=True)]
+    """Up to 131072 token ids, or as many as the context has if these are more, each below the size
+    of the vocabulary."""

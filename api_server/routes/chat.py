@@ -5,7 +5,6 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Final, TypeVar
 
 from fastapi import APIRouter
@@ -20,11 +19,11 @@ from api_server.parsers.tool_calls import TEXT_ONLY, ToolCallPlan
 from api_server.protocol.chat import ChatCompletionRequest, ChatEncoder
 from api_server.protocol.chat_translation import ChatTranslation
 from api_server.protocol.encoder import ResponseOptions
-from api_server.protocol.fields import CHAT_NEUTRAL, IgnoredFields, parse
+from api_server.protocol.fields import CHAT_NEUTRAL, IgnoredFields
 from api_server.protocol.json_lark import with_exact_numbers
 from api_server.protocol.json_schema import SchemaWork
 from api_server.request_builder import EndpointOptions, RequestBuilder, check_thoughts
-from api_server.routes.common import app_state_of, read_fields
+from api_server.routes.common import app_state_of, read_request
 from api_server.sampling import logit_edits
 from api_server.stream import TokenStream
 from api_server.text.chat_prompt import build_conversation, num_characters
@@ -215,8 +214,7 @@ async def create_chat_completion(request: Request) -> Response:
     app_state.check_generates("Chat Completions API")
     tenant = tenant_of(request, app_state.config.tenant_by)
     ignored = IgnoredFields()
-    read = partial(parse, ChatCompletionRequest, neutral=CHAT_NEUTRAL, ignored=ignored)
-    body = await read_fields(request, ignored, read)
+    body = await read_request(request, ignored, ChatCompletionRequest, CHAT_NEUTRAL)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs", "top_logprobs")
     turn = await build_chat_turn(

@@ -2,7 +2,8 @@
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final, TypeVar, cast
 
 from starlette.datastructures import Headers, QueryParams
@@ -14,7 +15,7 @@ from api_server.http import access
 from api_server.http.connection import MAX_BODY_BYTES, UPLOAD_BYTES, UPLOAD_SECONDS
 from api_server.protocol.common import REQUEST_ID
 from api_server.protocol.decoding import decode_json
-from api_server.protocol.fields import IgnoredFields
+from api_server.protocol.fields import IgnoredFields, Model, parse
 from api_server.request_log import SESSION_HEADER
 from api_server.turns import CLIENT, run_for_body
 from proto.errors import (
@@ -73,6 +74,17 @@ async def read_fields(
         return parse(fields)
 
     return await read_json(request, parse_with_headers)
+
+
+async def read_request(
+    request: Request,
+    ignored: IgnoredFields,
+    model: type[Model],
+    neutral: Mapping[str, tuple[Any, ...]],
+) -> Model:
+    """Return the body as `parse` makes it, with fields from headers; errors as of `read_json`."""
+    read = partial(parse, model, neutral=neutral, ignored=ignored)
+    return await read_fields(request, ignored, read)
 
 
 def add_header_fields(fields: dict[str, Any], headers: Headers, ignored: IgnoredFields) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -17,10 +16,10 @@ from api_server.protocol.completions import (
     CompletionRequest,
     Echo,
 )
-from api_server.protocol.fields import COMPLETION_NEUTRAL, IgnoredFields, parse
+from api_server.protocol.fields import COMPLETION_NEUTRAL, IgnoredFields
 from api_server.protocol.json_lark import with_exact_numbers
 from api_server.request_builder import EndpointOptions, RequestBuilder, prompt_text
-from api_server.routes.common import app_state_of, read_fields
+from api_server.routes.common import app_state_of, read_request
 from api_server.sampling import logit_edits
 from api_server.text.prompts import Prompt, PromptReader, num_prompts
 from api_server.text.tokenizer import ModelTokenizer
@@ -38,8 +37,7 @@ async def create_completion(request: Request) -> Response:
     tenant = tenant_of(request, app_state.config.tenant_by)
     reader = app_state.prompt_reader("prompt")
     ignored = IgnoredFields()
-    read = partial(parse, CompletionRequest, neutral=COMPLETION_NEUTRAL, ignored=ignored)
-    body = await read_fields(request, ignored, read)
+    body = await read_request(request, ignored, CompletionRequest, COMPLETION_NEUTRAL)
     grammar = await app_state.grammar_writer.write(
         lambda work: with_exact_numbers(body.grammar_source(ignored, work), work)
     )
@@ -118,6 +116,7 @@ def _options(
         default_max_tokens=DEFAULT_MAX_TOKENS,
         logprobs=body.logprobs,
         prompt_logprobs=max(requested) if requested else None,
+        echoes_logprobs=body.echo and body.logprobs is not None,
         edits=edits,
         more_end_ids=more_end_ids,
     )

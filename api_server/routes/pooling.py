@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from starlette.responses import Response
 
 from api_server.pooling import PoolingJob, pooler_for
 from api_server.protocol.encoder import json_parts
-from api_server.protocol.fields import IgnoredFields, parse
+from api_server.protocol.fields import IgnoredFields
 from api_server.protocol.pooling import (
     NUMBER_BYTES,
     ClassificationRequest,
@@ -28,7 +27,7 @@ from api_server.protocol.pooling import (
     texts_of,
 )
 from api_server.response import JsonResponse
-from api_server.routes.common import app_state_of, read_fields
+from api_server.routes.common import app_state_of, read_request
 from proto.codec import to_compact_json
 from proto.errors import InvalidRequestError
 from proto.pooling import Pooler, PoolingParams, PoolingTask, check_task
@@ -41,8 +40,7 @@ async def create_embedding(request: Request) -> Response:
     """Return an embedding of each text."""
     pooler = pooler_for(app_state_of(request), "embed", "Embeddings API")
     ignored = IgnoredFields()
-    read = partial(parse, EmbeddingRequest, neutral={}, ignored=ignored)
-    body = await read_fields(request, ignored, read)
+    body = await read_request(request, ignored, EmbeddingRequest, {})
     job = PoolingJob(app_state_of(request), request, body, ignored, "embd-")
     params = _params(pooler, body, "embed")
     return await _answer(job, body, params, "embedding", "embedding")
@@ -53,8 +51,7 @@ async def create_pooling(request: Request) -> Response:
     """Return the pooled result of each text as the model gives it."""
     pooler = pooler_for(app_state_of(request), None, "Pooling API")
     ignored = IgnoredFields()
-    read = partial(parse, PoolingRequest, neutral={}, ignored=ignored)
-    body = await read_fields(request, ignored, read)
+    body = await read_request(request, ignored, PoolingRequest, {})
     task = body.task or pooler.task
     check_task(pooler, task, f"the task {task}")
     job = PoolingJob(app_state_of(request), request, body, ignored, "pool-")
@@ -66,8 +63,7 @@ async def classify(request: Request) -> Response:
     """Return the probabilities of the model's labels for each text."""
     pooler = pooler_for(app_state_of(request), "classify", "Classification API")
     ignored = IgnoredFields()
-    read = partial(parse, ClassificationRequest, neutral={}, ignored=ignored)
-    body = await read_fields(request, ignored, read)
+    body = await read_request(request, ignored, ClassificationRequest, {})
     job = PoolingJob(app_state_of(request), request, body, ignored, "classify-")
     prompts = await job.read_texts(body.input, "input")
     params = pooler.params("classify", activate=body.use_activation)
@@ -83,8 +79,7 @@ async def create_scores(request: Request) -> Response:
     """Return how well each document of text_2 fits its query of text_1."""
     pooler = pooler_for(app_state_of(request), None, "Score API")
     ignored = IgnoredFields()
-    read = partial(parse, ScoreRequest, neutral={}, ignored=ignored)
-    body = await read_fields(request, ignored, read)
+    body = await read_request(request, ignored, ScoreRequest, {})
     queries, documents = texts_of(body.text_1, "text_1"), texts_of(body.text_2, "text_2")
     if len(queries) not in (1, len(documents)):
         raise InvalidRequestError(
@@ -106,8 +101,7 @@ async def rerank(request: Request) -> Response:
     """Return documents in the order in which they fit a query, as Jina and Cohere do."""
     pooler = pooler_for(app_state_of(request), None, "Rerank API")
     ignored = IgnoredFields()
-    read = partial(parse, RerankRequest, neutral={"documents": ()}, ignored=ignored)
-    body = await read_fields(request, ignored, read)
+    body = await read_request(request, ignored, RerankRequest, {"documents": ()})
     documents = texts_of(body.documents, "documents")
     (query,) = texts_of(body.query, "query")
     job = PoolingJob(app_state_of(request), request, body, ignored, "rerank-")

@@ -22,7 +22,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from api_server.app_state import AppState
 from api_server.errors import DrainingError, error_body
-from api_server.http.connection import MAX_BODY_BYTES
+from api_server.http.connection import MAX_BODY_BYTES, Uploads
 from api_server.protocol.encoder import event_data
 from api_server.protocol.fields import IgnoredFields
 from api_server.protocol.responses.encoder import ResponsesEncoder, WarmupEncoder
@@ -60,6 +60,11 @@ CONNECTION_SECONDS: Final = 3600.0
 """A connection ends after this time, or with the response that is running then."""
 
 
+kept_histories: Final = Uploads()
+"""Conversations that are kept for their connection. They have the limits of uploads, but do not
+take from them: the largest one of the client with the most bytes is forgotten first."""
+
+
 class ConnectionLimitError(InvalidRequestError):
     code = "websocket_connection_limit_reached"
 
@@ -71,8 +76,9 @@ class ConnectionLimitError(InvalidRequestError):
 
 @router.websocket("/v1/responses")
 async def create_responses(websocket: WebSocket) -> None:
-    if await accept_websocket(websocket, app_state_of(websocket)) is not None:
-        await ResponsesConnection(websocket).run()
+    tenant = await accept_websocket(websocket, app_state_of(websocket))
+    if tenant is not None:
+        await ResponsesConnection(websocket, tenant).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +93,14 @@ class ResponsesConnection:
     """One WebSocket, which may stay open between its responses while the engine is replaced.
 
     It reads one message ahead, so that it notices a disconnect while a response is running. The
-    last response can be continued even if it is not stored.
+    last response can be continued even if it is not stored, unless clients keep too many bytes.
     """
 
-    def __init__(self, websocket: WebSocket) -> None:
+    def __init__(self, websocket: WebSocket, tenant: int) -> None:
         self._websocket = websocket
         self._last: LastResponse | None = None
+        address = websocket.client.host if websocket.client is not None else ""
+        self._kept = kept_histories.begin(address, lambda _: self._keep(None), tenant=tenant)
         self._stream: TokenStream | None = None
         self._is_disconnected = False
 
@@ -113,9 +121,14 @@ class ResponsesConnection:
         except WebSocketDisconnect:
             return
         finally:
+            self._keep(None)
             ending.cancel()
             reading.cancel()
             await asyncio.gather(ending, reading, return_exceptions=True)
+
+    def _keep(self, last: LastResponse | None) -> None:
+        self._last = last
+        self._kept.resize(0 if last is None else last.history.num_bytes)
 
     async def _wait_end(self) -> RequestError:
         """Return why the connection ends, when it must."""
@@ -166,7 +179,7 @@ class ResponsesConnection:
             finally:
                 CLIENT.get().release_body()
             if self._last is not None and self._last.id == previous_id:
-                self._last = None  # the API demands it: nothing continues a failed turn
+                self._keep(None)  # the API demands it: nothing continues a failed turn
             if failure is not None:
                 app_state.request_log.log_refusal(failure, self._websocket.scope)
                 await self._send_error(failure)
@@ -229,7 +242,7 @@ class ResponsesConnection:
         before, output = response.history, final["output"]
         size = before.num_bytes + await run_in_turn(json_size, output)
         history = History([*before.items, *output], size)
-        self._last = LastResponse(final["id"], history) if size <= MAX_BODY_BYTES else None
+        self._keep(LastResponse(final["id"], history) if size <= MAX_BODY_BYTES else None)
         return True
 
     async def _send_events(self, stream: TokenStream, encoder: ResponsesEncoder) -> None:

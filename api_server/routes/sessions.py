@@ -31,6 +31,7 @@ from api_server.protocol.completions import (
     Echo,
 )
 from api_server.protocol.fields import COMPLETION_NEUTRAL, IgnoredFields, parse
+from api_server.protocol.structured import ResponseFormat
 from api_server.request_builder import EndpointOptions, RequestBuilder
 from api_server.routes.common import add_header_fields, app_state_of
 from api_server.routes.websocket import (
@@ -77,6 +78,9 @@ UNAVAILABLE_FIELDS: Final[dict[str, tuple[Any, ...]]] = {
     "queue_timeout_ms": (),
     "agent_hint": (),
     "session_id": (),
+    "response_format": (ResponseFormat(type="text"),),
+    **dict.fromkeys(("structured_outputs", "grammar", "json_schema"), ()),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
 }
 """Fields that a session does not have, with the values that have no effect.
 
@@ -185,17 +189,10 @@ class SessionConnection:
         if str(ignored):
             raise InvalidRequestError(f"{ignored} is not known here", str(ignored).split(",")[0])
         _check_available(body)
-        grammar = await app_state.grammar_writer.write(
-            lambda work: body.grammar_source(ignored, work)
-        )
-        if grammar is not None:
-            raise InvalidRequestError(
-                f"{grammar.field} is not available in a session", grammar.field
-            )
         key_name = key_name_of(self._websocket)
         trace_headers = trace_headers_of(self._websocket)
         builder = RequestBuilder(
-            app_state, body, "cmpl-", self._tenant, key_name, ignored, grammar, trace_headers
+            app_state, body, "cmpl-", self._tenant, key_name, ignored, None, trace_headers
         )
         prompts = await app_state.prompt_reader("prompt").read_prompts(
             body.prompt, add_special_tokens=body.add_special_tokens

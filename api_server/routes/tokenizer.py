@@ -7,7 +7,7 @@ import asyncio
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -18,6 +18,7 @@ from api_server.engine_call import check_response_size
 from api_server.protocol.encoder import json_parts
 from api_server.protocol.fields import IgnoredFields, parse
 from api_server.protocol.tokenize import (
+    MAX_DETOKENIZED,
     TOKENIZE_CHAT_NEUTRAL,
     Detokenize,
     TokenizeChat,
@@ -33,9 +34,6 @@ from proto.codec import to_compact_json
 from proto.errors import InvalidRequestError, UnknownPathError, require, shown
 
 router = APIRouter()
-
-MAX_DETOKENIZED: Final = 1 << 17
-"""Most token ids of /detokenize, or as many as the model's context has if these are more."""
 
 
 @router.post("/tokenize")

@@ -107,7 +107,8 @@ def test_lists_have_limits_and_end_with_their_first_error(model: type[BaseModel]
     for schema in lists_of(model.__pydantic_core_schema__):
         if schema["type"] == "list":  # an object has a validator before it, or any values
             assert schema.get("fail_fast"), schema
-            assert schema.get("max_length"), schema
+            # the limit of /detokenize follows the context, and its elements are only numbers
+            assert schema.get("max_length") or model is Detokenize, schema
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,8 @@ from proto.pooling import Pooler
 from tests.api_server.conftest import StartFrontEnd
 
 LIMIT = 100_000
+FAMILY = 390
+"""A token of 26 bytes: an emoji of four persons."""
 CONFIG = FrontEndConfig(max_response_bytes=LIMIT)
 
 
@@ -65,7 +67,13 @@ def test_iterators_are_lists_made_on_the_way() -> None:
         ({"return_prompt_text": True, "n": 128, "prompt": [20] * 1000}, "return_prompt_text"),
         ({"return_token_ids": True, "n": 128, "prompt": [20] * 1000}, "return_token_ids"),
         ({"prompt_logprobs": 0, "prompt": [20] * 1000}, "prompt_logprobs"),
-        ({"echo": True, "logprobs": 2, "prompt": [20] * 1000}, "prompt_logprobs"),
+        ({"echo": True, "logprobs": 2, "prompt": [20] * 1000}, "logprobs"),
+        (
+            {"echo": True, "logprobs": 0, "prompt_logprobs": 0, "prompt": [20] * 390},
+            "logprobs",
+        ),
+        ({"echo": True, "return_prompt_text": True, "n": 100, "prompt": [20] * 550}, "echo"),
+        ({"logprobs": 0, "logprob_token_ids": [FAMILY], "max_tokens": 250}, "logprobs"),
         ({"logprobs": 5, "max_tokens": 1000}, "logprobs"),
         ({"logprobs": 5, "max_tokens": 10, "n": 64}, "logprobs"),
     ],

@@ -9,6 +9,7 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 from websockets.exceptions import InvalidStatus
 
+from api_server.http.connection import Uploads
 from api_server.lifecycle.health import InFlightCounter
 from api_server.routes import responses_websocket as route
 from proto.config import FrontEndConfig
@@ -290,3 +291,23 @@ async def test_a_key_and_the_same_origin_are_required(start, scripted):
             assert refused.value.response.status_code == status
         async with websocket(front_end, PATH, **key) as client:
             await answer(client)
+
+
+async def test_conversations_of_idle_connections_have_limits_together(start, scripted, monkeypatch):
+    kept = Uploads()
+    monkeypatch.setattr(kept, "_max_client_bytes", 100_000)
+    monkeypatch.setattr(route, "kept_histories", kept)
+    user = {"role": "user", "content": "hello"}
+    async with start(scripted(TEXT)) as front_end:
+        async with websocket(front_end, PATH) as large, websocket(front_end, PATH) as small:
+            made = [
+                await answer(client, input=[user, {"type": "unknown", "data": "x" * size}])
+                for client, size in ((large, 70_000), (small, 60_000))
+            ]
+            assert 60_000 < kept.num_bytes < 70_000
+            lost = await error(large, previous_response_id=made[0]["id"])
+            assert lost["code"] == "previous_response_not_found"
+            await answer(small, previous_response_id=made[1]["id"])
+        async with asyncio.timeout(10):
+            while kept.num_bytes:
+                await asyncio.sleep(0.001)

@@ -39,6 +39,7 @@ async def test_each_input_is_a_turn_and_the_end_closes(start):
         engine = front_end.engine
         fields = {"return_token_ids": True, "stream_options": {"include_usage": True}}
         fields["return_accepted_drafts"] = True
+        fields["response_format"] = {"type": "text"}
         await give(client, [5, 6, 7], max_tokens=4, temperature=0.5, seed=9, **fields)
         request = await engine.requests.get()
         assert request.resumable
@@ -94,6 +95,18 @@ async def test_inputs_may_be_sent_before_the_session_is_accepted(start):
         texts = [(await message(client))["choices"][0]["finish_reason"] for _ in range(2)]
         assert texts == ["length", "length"]
         assert await closed(client) == 1000
+
+
+async def test_a_form_of_the_answer_is_not_available_and_not_read(start):
+    forms = {"structured_outputs": {"regex": "("}, "guided_choice": ["a"], "guided_json": "{"}
+    forms |= dict.fromkeys(("grammar", "json_schema", "guided_regex", "guided_grammar"), "(")
+    forms["response_format"] = {"type": "json_schema", "json_schema": {"name": "x", "schema": 5}}
+    async with start(accepts=True) as front_end, opened(front_end) as client:
+        for name, form in forms.items():
+            await give(client, "a", **{name: form})
+            error = await error_of(client)
+            assert error["param"] == name
+            assert error["message"] == f"{name} is not available in a session"
 
 
 @pytest.mark.parametrize(

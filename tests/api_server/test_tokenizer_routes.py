@@ -237,3 +237,13 @@ async def test_texts_are_encoded_in_slices_until_their_client_leaves(tokenizer, 
     with pytest.raises(ClientDisconnect):
         await read.encode_texts(texts, add_special_tokens=False)
     assert len(sizes) == 3
+
+
+async def test_the_documented_number_of_ids_is_the_limit(start):
+    async with start(max_model_len=200_000) as front_end:
+        schemas = (await front_end.http.get("/openapi.json")).json()["components"]["schemas"]
+        field = schemas["Detokenize"]["properties"]["tokens"]
+        assert "maxItems" not in field
+        for number, status in ((200_000, 200), (200_001, 400)):
+            answer = await front_end.http.post("/detokenize", json={"tokens": [20] * number})
+            assert answer.status_code == status
