@@ -1,7 +1,7 @@
 """What happens to a request before its route: metrics, access, host, drain state, fast path.
 
-    metrics ─▶ access ─▶ host, origin ─▶ drain ─▶ FastPath ── POST /v1/completions ──▶ endpoint
-                                                   └─────── anything else ────────▶ router ─▶ …
+    metrics ─▶ access ─▶ host, origin ─▶ client ─▶ drain ─▶ FastPath ─ /v1/completions ─▶ endpoint
+                                                                └───── anything else ──▶ router
 
 Which path needs a key, and at which listener it is, stands in `access.py`. The routes for operators
 check themselves that the client is one.
@@ -226,10 +226,32 @@ class SiteMiddleware:
             raise ForbiddenError("pages of another site cannot open a WebSocket here")
 
 
+class ClientMiddleware:
+    """Set the application state and the client of a request, and its scope for the log.
+
+    The client ends with the request.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[APP_STATE] = scope["app"].state.app_state
+        client = Client(
+            partial(_tenant, scope),
+            partial(client_disconnected, scope),
+            partial(begin_upload, scope),
+        )
+        CLIENT.set(client)
+        SCOPE.set(scope)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            client.end_request()
+
+
 class DrainMiddleware:
     """Count requests in flight; answer 503 to new requests and WebSockets while none are taken.
-
-    Also sets the client of the request for `api_server/turns.py`, and its scope for the log.
 
     Only the API waits and is waited for: the live view never ends, and the page shows the drain.
     The routes of WebSockets count what a drain and a reload wait for: an idle one may stay open.
@@ -239,21 +261,7 @@ class DrainMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app_state: AppState = scope["app"].state.app_state
-        scope[APP_STATE] = app_state
-        client = Client(
-            partial(_tenant, scope),
-            partial(client_disconnected, scope),
-            partial(begin_upload, scope),
-        )
-        CLIENT.set(client)
-        SCOPE.set(scope)
-        try:
-            await self._count(app_state, scope, receive, send)
-        finally:
-            client.end_request()
-
-    async def _count(self, app_state: AppState, scope: Scope, receive: Receive, send: Send) -> None:
+        app_state: AppState = scope[APP_STATE]
         if scope["type"] == "lifespan" or access_of(scope["path"]) is not API:
             await self._app(scope, receive, send)
             return

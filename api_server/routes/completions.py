@@ -18,6 +18,7 @@ from api_server.protocol.completions import (
 )
 from api_server.protocol.fields import COMPLETION_NEUTRAL, IgnoredFields
 from api_server.protocol.json_lark import with_exact_numbers
+from api_server.protocol.json_schema import write_grammar
 from api_server.request_builder import EndpointOptions, RequestBuilder, prompt_text
 from api_server.routes.common import app_state_of, read_request
 from api_server.sampling import logit_edits
@@ -38,7 +39,7 @@ async def create_completion(request: Request) -> Response:
     reader = app_state.prompt_reader("prompt")
     ignored = IgnoredFields()
     body = await read_request(request, ignored, CompletionRequest, COMPLETION_NEUTRAL)
-    grammar = await app_state.grammar_writer.write(
+    grammar = await write_grammar(
         lambda work: with_exact_numbers(body.grammar_source(ignored, work), work)
     )
     builder = RequestBuilder(

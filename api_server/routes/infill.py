@@ -12,6 +12,7 @@ from api_server.parsers.output_format import OutputFormat
 from api_server.protocol.fields import IgnoredFields
 from api_server.protocol.infill import InfillEncoder, InfillRequest, parse_infill
 from api_server.protocol.json_lark import with_exact_numbers
+from api_server.protocol.json_schema import write_grammar
 from api_server.request_builder import EndpointOptions, RequestBuilder
 from api_server.routes.common import app_state_of, read_fields
 from api_server.sampling import logit_edits
@@ -33,7 +34,7 @@ async def create_infill(request: Request) -> Response:
     fields = await read_fields(request, ignored, partial(parse_infill, ignored=ignored))
     app_state.tokenizer.infill.check("input_suffix")
     body = fields.as_completion(app_state.generation_defaults.values)
-    grammar = await app_state.grammar_writer.write(
+    grammar = await write_grammar(
         lambda work: with_exact_numbers(body.grammar_source(ignored, work), work)
     )
     builder = RequestBuilder(
