@@ -14,7 +14,7 @@ NO_ITEMS = History([], 2)
 
 
 def response(name: str, size: int = 10) -> dict:
-    return {"id": name, "text": "x" * size}
+    return {"id": name, "text": "x" * size, "output": []}
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def test_the_oldest_response_of_a_client_over_its_limit_is_evicted(clock):
     stored = StoredResponses(4000, 60, clock)
     stored.store_response(BEN, response("b", 500), NO_ITEMS)
     for number in range(10):
-        stored.store_response(ANN, response(str(number), 300), NO_ITEMS)
+        stored.store_response(ANN, response(str(number), 280), NO_ITEMS)
     assert [stored.find_stored(ANN, str(number)) is not None for number in range(10)] == (
         [False] * 7 + [True] * 3
     )
@@ -97,7 +97,8 @@ def test_the_byte_count_equals_the_stored_responses(clock):
             for number in range(20)
             if (found := stored.find_stored(each, str(number)))
         ]
-        assert stored.num_bytes == sum(json_size(each.response) + 2 for each in kept) <= 8000
+        assert stored.num_bytes == sum(each.num_bytes for each in kept) <= 8000
+        assert all(each.num_bytes >= json_size(each.response) + 2 for each in kept)
         assert len(stored) == len(kept)
 
 

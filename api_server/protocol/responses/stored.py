@@ -151,14 +151,16 @@ class StoredResponses:
             case "delete":
                 return self.delete_stored(owner, response_id)
 
-    def store_response(self, owner: Owner, response: Json, history: History) -> None:
+    def store_response(self, owner: Owner, response: Json, before: History) -> None:
         """Store a finished response; drop older ones if a limit is exceeded.
 
-        history: with the items of the response.
+        before: the conversation before the response.
         """
-        response_id, items = response["id"], history.items
+        response_id, output = response["id"], response["output"]
+        items = [*before.items, *output]
         self.delete_stored(owner, response_id)
-        size = json_size(response) + history.num_bytes
+        output_size = json_size(output)  # once, because it can be long
+        size = json_size(response | {"output": []}) + 2 * output_size + before.num_bytes
         if size > self.max_entry_bytes:
             return
         self._drop_expired()
@@ -234,9 +236,7 @@ class ResponseRecord:
     history: History
 
     def save_response(self, response: Json) -> None:
-        output, before = response["output"], self.history
-        size = before.num_bytes + json_size(output)
-        self.store.store_response(self.owner, response, History([*before.items, *output], size))
+        self.store.store_response(self.owner, response, self.history)
 
 
 def json_size(value: Any) -> int:
