@@ -17,10 +17,13 @@ import select
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from http import HTTPStatus
 from typing import Any, Final
 
+from starlette.responses import Response
 from starlette.types import Scope
 
+from api_server.metrics.metric_sheet import Gauge
 from proto.errors import OverloadedError, RequestError
 
 logger = logging.getLogger("tokend.api")
@@ -290,6 +293,9 @@ class ReceivingProtocol(asyncio.Protocol):
     transport: asyncio.Transport
     client: tuple[str, int] | None
 
+    connection_gauge: Gauge | None = None
+    """Counts open connections."""
+
     def __init__(self, *args: Any, reception: Reception | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
         self.reception = reception or Reception()
@@ -298,6 +304,29 @@ class ReceivingProtocol(asyncio.Protocol):
         self._is_in_turns = False
         self._is_reading = True
         self._upload: Upload | None = None
+        self._num_unread_bytes = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._stall_timeout = Timeout(self.loop)
+        if self.connection_gauge is not None:
+            self.connection_gauge.__enter__()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stall_timeout.cancel()
+        self._forget_data()
+        if self.connection_gauge is not None:
+            self.connection_gauge.__exit__(None, None, None)
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._start_stall_timeout()
+
+    def resume_writing(self) -> None:
+        if not self.transport.is_closing():
+            self._stall_timeout.cancel()
+        super().resume_writing()
 
     def parse_slice(self) -> bool:
         """Parse some of the data; return whether there is more to parse now."""
@@ -375,6 +404,38 @@ class ReceivingProtocol(asyncio.Protocol):
             address = self.client[0] if self.client else ""
             self._upload = self.reception.uploads.begin(address, self._end_upload)
         self._upload.resize(number)
+
+    def _start_stall_timeout(self) -> None:
+        """Check after STALL_SECONDS whether the client has read some of the waiting data.
+
+        Nothing more is written until the client has read it, so its size can only shrink.
+        """
+        self._num_unread_bytes = self.transport.get_write_buffer_size()
+        self._stall_timeout.schedule(STALL_SECONDS, self._check_stall)
+
+    def _check_stall(self) -> None:
+        if self.transport.get_write_buffer_size() < self._num_unread_bytes:
+            self._start_stall_timeout()
+        else:
+            self._abort_stalled()
+
+    def _abort_stalled(self) -> None:
+        self.transport.abort()
+
+    def _write_refusal(self, response: Response) -> None:
+        """Write a response to what is no valid request, and close the connection."""
+        phrase = HTTPStatus(response.status_code).phrase
+        lines = [f"HTTP/1.1 {response.status_code} {phrase}".encode(), b"connection: close"]
+        lines += [name + b": " + value for name, value in response.raw_headers]
+        self.transport.write(b"\r\n".join([*lines, b"", bytes(response.body)]))
+        self._close_later()
+
+    def _close_later(self) -> None:
+        """Close the connection when its client has had time to read what was written."""
+        if self.transport.can_write_eof():  # TLS cannot close one direction alone
+            self.transport.write_eof()
+        self._forget_data()
+        self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
     def _forget_data(self) -> None:
         """Drop what was received, for a connection that is closed, refused or handed on."""

@@ -15,7 +15,6 @@ responses, which know only the ASGI scope.
 
 import asyncio
 from collections.abc import Callable
-from http import HTTPStatus
 from typing import Any, Final
 
 import httptools
@@ -27,16 +26,13 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from api_server.errors import HeadersTooLargeError, SlowUploadError, error_response
 from api_server.http.connection import (
-    LINGER_SECONDS,
     READ_AHEAD_BYTES,
     SLICE_BYTES,
-    STALL_SECONDS,
     ReceivingProtocol,
     Timeout,
     Upload,
 )
 from api_server.http.websocket_protocol import LimitedWebSocketProtocol
-from api_server.metrics.metric_sheet import Gauge
 from proto.errors import RequestError
 
 MAX_HEADER_BYTES: Final = 64 << 10
@@ -165,9 +161,6 @@ class LimitedHttpProtocol(ReceivingProtocol, HttpToolsProtocol):
     were parsed, for an end of headers that was cut. uvicorn's own pipeline stays empty.
     """
 
-    connection_gauge: Gauge | None = None
-    """Counts open connections."""
-
     _refused = False
     _upgraded = False
     _in_headers = False
@@ -175,26 +168,19 @@ class LimitedHttpProtocol(ReceivingProtocol, HttpToolsProtocol):
     _num_parsed_bytes = 0
     _num_headers = 0
     _num_raw_bytes = 0
-    _num_unread_bytes = 0
     _num_body_bytes_left = 0
     _last_bytes = b""
     _body_upload: Upload | None = None
     _body_error: RequestError | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self.flow = _ParsingControl(transport, self._continue_parsing)
-        if self.connection_gauge is not None:
-            self.connection_gauge.__enter__()
-        self._receive_timeout, self._stall_timeout = Timeout(self.loop), Timeout(self.loop)
+        self.flow = _ParsingControl(self.transport, self._continue_parsing)
+        self._receive_timeout = Timeout(self.loop)
         self._receive_timeout.schedule(HEADER_SECONDS, self._on_headers_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._receive_timeout.cancel()
-        self._stall_timeout.cancel()
-        self._forget_data()
-        if self.connection_gauge is not None:
-            self.connection_gauge.__exit__(None, None, None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -288,15 +274,6 @@ class LimitedHttpProtocol(ReceivingProtocol, HttpToolsProtocol):
             self.transport.abort()
         else:
             super().timeout_keep_alive_handler()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._start_stall_timeout()
-
-    def resume_writing(self) -> None:
-        if not self.transport.is_closing():
-            self._stall_timeout.cancel()
-        super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
         """Refuse a request that the parser rejects, or whose headers exceed a limit."""
@@ -440,33 +417,17 @@ class LimitedHttpProtocol(ReceivingProtocol, HttpToolsProtocol):
         else:
             self.transport.close()
 
-    def _start_stall_timeout(self) -> None:
-        """Check after STALL_SECONDS whether the client has read some of the waiting data.
-
-        Nothing more is written until the client has read it, so its size can only shrink.
-        """
-        self._num_unread_bytes = self.transport.get_write_buffer_size()
-        self._stall_timeout.schedule(STALL_SECONDS, self._check_stall)
-
-    def _check_stall(self) -> None:
-        if self.transport.get_write_buffer_size() < self._num_unread_bytes:
-            self._start_stall_timeout()
-        else:
-            self.cycle.scope[_STALLED] = True  # type: ignore[typeddict-unknown-key]
-            self.transport.abort()
+    def _abort_stalled(self) -> None:
+        self.cycle.scope[_STALLED] = True  # type: ignore[typeddict-unknown-key]
+        super()._abort_stalled()
 
     def _refuse(self, error: RequestError) -> None:
         response = error_response(error)
         origin = next((value for name, value in self.headers or () if name == b"origin"), None)
         _add_cors_headers(self.app, response, None if origin is None else origin.decode("latin-1"))
-        lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode()]
-        lines += [name + b": " + value for name, value in response.raw_headers]
-        self.transport.write(b"\r\n".join([*lines, b"", bytes(response.body)]))
-        if self.transport.can_write_eof():  # TLS cannot close one direction alone
-            self.transport.write_eof()
         self._refused = True
-        self._forget_data()
-        self._receive_timeout.schedule(LINGER_SECONDS, self.transport.close)
+        self._receive_timeout.cancel()
+        self._write_refusal(response)
 
 
 def _add_cors_headers(app: object, response: Response, origin: str | None) -> None:

@@ -22,15 +22,12 @@ from websockets.http11 import Request
 
 from api_server.errors import error_response
 from api_server.http.connection import (
-    LINGER_SECONDS,
-    STALL_SECONDS,
     UPLOAD_BYTES,
     UPLOAD_SECONDS,
     ReceivingProtocol,
     Timeout,
     Upload,
 )
-from api_server.metrics.metric_sheet import Gauge
 from proto.errors import InvalidRequestError, RequestError, shown
 
 logger = logging.getLogger("tokend.api")
@@ -50,11 +47,9 @@ _CONTROL: Final = frozenset({Opcode.PING, Opcode.PONG, Opcode.CLOSE})
 class LimitedWebSocketProtocol(ReceivingProtocol, WebSocketsSansIOProtocol):
     """uvicorn's protocol; parses frames in turns, one message ahead of the application.
 
-    `frames` holds one array, to which the fragments of a message are appended.
+    `frames` holds one array, to which the fragments of a message are appended. The
+    `LimitedHttpProtocol` of the handshake sets `connection_gauge`, which counts this one already.
     """
-
-    connection_gauge: Gauge | None = None
-    """Counts open connections; the `LimitedHttpProtocol` of the handshake has counted this one."""
 
     frames: list[bytearray]  # type: ignore[assignment]
 
@@ -66,24 +61,15 @@ class LimitedWebSocketProtocol(ReceivingProtocol, WebSocketsSansIOProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._stall_timeout, self._slow_timeout = Timeout(self.loop), Timeout(self.loop)
+        self._slow_timeout = Timeout(self.loop)
         self._small_frames_left = float(SMALL_FRAMES)
         self._small_frames_at = self.loop.time()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stall_timeout.cancel()
         self._slow_timeout.cancel()
-        self._forget_data()
-        if self.connection_gauge is not None:
-            self.connection_gauge.__exit__(None, None, None)
         super().connection_lost(exc)
 
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._stall_timeout.schedule(STALL_SECONDS, self.transport.abort)
-
     def resume_writing(self) -> None:
-        self._stall_timeout.cancel()
         if self._late_pong and not self._is_ended:
             self.transport.write(self._late_pong)
             self._late_pong = b""
@@ -263,9 +249,7 @@ class LimitedWebSocketProtocol(ReceivingProtocol, WebSocketsSansIOProtocol):
             self.transport.abort()  # nothing more can be said, or the client does not read
         else:
             self.transport.write(b"".join(self.conn.data_to_send()))
-            if self.transport.can_write_eof():  # TLS cannot close one direction alone
-                self.transport.write_eof()
-            self.close_timer = self.loop.call_later(LINGER_SECONDS, self.transport.close)
+            self._close_later()
         self.close_sent = True
         self.queue.put_nowait({"type": "websocket.disconnect", "code": code, "reason": reason})
         self.conn.reader.discard()
@@ -279,11 +263,8 @@ class LimitedWebSocketProtocol(ReceivingProtocol, WebSocketsSansIOProtocol):
         response = error_response(
             InvalidRequestError(f"the WebSocket handshake is invalid: {reason}")
         )
-        lines = [b"HTTP/1.1 400 Bad Request", b"connection: close"]
-        lines += [name + b": " + value for name, value in response.raw_headers]
-        self.transport.write(b"\r\n".join([*lines, b"", bytes(response.body)]))
-        self.handshake_complete = self.close_sent = True
-        self.transport.close()
+        self.handshake_complete = self.close_sent = self._is_ended = True
+        self._write_refusal(response)
 
 
 def _log_refusal(error: Exception | None) -> str:

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from api_server import request_stream as unsent
-from api_server.http import http_protocol
+from api_server.http import connection, http_protocol
 from api_server.request_stream import SendBuffer
 from proto.engine_io import FinishReason
 from tests.api_server.conftest import samples
@@ -118,7 +118,7 @@ async def test_a_client_that_resumes_reading_gets_the_error(start, tokenizer, mo
 async def test_a_connection_without_progress_is_closed(start, tokenizer, monkeypatch, stream):
     """Even if the answer is complete and only its transmission is not."""
     small_send_buffers(monkeypatch)
-    monkeypatch.setattr(http_protocol, "STALL_SECONDS", 0.2)
+    monkeypatch.setattr(connection, "STALL_SECONDS", 0.2)
     piece = tokenizer.encode(" number" * 100).ids
     async with start(accepts=True, max_model_len=200_000) as front_end:
         client = await deaf_client(front_end, post({"stream": stream}))
