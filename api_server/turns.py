@@ -11,6 +11,7 @@ tenant. When its turn comes, a request whose client has disconnected ends with `
 import asyncio
 import ctypes
 import gc
+import threading
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -124,7 +125,8 @@ class Client:
     def end_request(self) -> None:
         """Release the body and, if it was large, the memory that it took."""
         self.release_body()
-        if self.body_size > UNHELD_BYTES:
+        if self.body_size > UNHELD_BYTES and not _is_return_pending.is_set():
+            _is_return_pending.set()
             _body_thread.submit(_return_memory)
 
     def release_body(self) -> None:
@@ -267,8 +269,12 @@ def return_freed_blocks() -> None:
         allocator.mallopt(_M_TRIM_THRESHOLD, 8 << 20)
 
 
+_is_return_pending: Final = threading.Event()
+
+
 def _return_memory() -> None:
     """Free reference cycles of large objects, such as those of errors, and return their memory."""
+    _is_return_pending.clear()
     gc.collect()
     with suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

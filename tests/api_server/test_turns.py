@@ -6,6 +6,7 @@ import threading
 import pytest
 from starlette.requests import ClientDisconnect
 
+from api_server import turns
 from api_server.turns import CLIENT, Client, Turns, WorkThread
 
 
@@ -59,6 +60,28 @@ async def test_an_amount_is_given_back_by_a_request_that_is_cancelled() -> None:
     assert served.cancelled()
     async with asyncio.timeout(5):
         await turns.take(8)
+
+
+async def test_memory_of_large_bodies_is_returned_once_for_all_that_have_ended(monkeypatch) -> None:
+    collections, go_on = [], threading.Event()
+    monkeypatch.setattr(turns.gc, "collect", lambda: collections.append(1))
+    blocked = asyncio.create_task(turns.run_in_turn(go_on.wait, 60))
+    await asyncio.sleep(0)
+
+    async def end(number: int) -> None:
+        for _ in range(number):
+            client = Client()
+            await client.hold_body(turns.UNHELD_BYTES + 1)
+            client.end_request()
+
+    await end(20)
+    go_on.set()
+    await blocked
+    await turns.run_in_turn(int)
+    assert len(collections) == 1
+    await end(1)
+    await turns.run_in_turn(int)
+    assert len(collections) == 2
 
 
 async def test_the_work_of_a_client_that_left_is_not_done() -> None:
