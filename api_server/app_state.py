@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from api_server.engine.engine_client import EngineClient
-from api_server.grammar_writer import GrammarWriter
 from api_server.lifecycle.async_link import SupervisorLink
 from api_server.lifecycle.health import Health, InFlightCounter
 from api_server.lifecycle.peers import FrontEndPeers
@@ -141,7 +140,6 @@ class AppState:
     generation_defaults: GenerationDefaults = NO_DEFAULTS
     tracer: RequestTracer | None = None
     sampler: StackSampler | None = None
-    grammar_writer: GrammarWriter = field(default_factory=GrammarWriter)
     open_streams: set[TokenStream] = field(default_factory=set)
     in_flight: InFlightCounter = field(default_factory=InFlightCounter)
     background: set[asyncio.Task[None]] = field(default_factory=set)

@@ -15,10 +15,11 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from urllib.parse import unquote
 
-from proto.errors import InvalidRequestError
+from api_server.turns import WorkThread
+from proto.errors import InvalidRequestError, OverloadedError
 from proto.grammar import MAX_GRAMMAR_BYTES, num_parts
 
 JsonSchema = dict[str, Any] | bool
@@ -144,6 +145,32 @@ class SchemaWork:
     def read(self, value: Any) -> None:
         """Count the values of JSON. Raises InvalidRequestError if they are too many or too deep."""
         self.take_steps(num_parts(value, self._steps))
+
+
+QUICK_STEPS: Final = 6_000
+"""Of `SchemaWork`, about 3 ms."""
+MAX_WAITING: Final = 64
+"""Requests of a tenant whose large schemas wait for the thread."""
+_thread: Final = WorkThread("grammars")
+
+Written = TypeVar("Written")
+
+
+async def write_grammar(make: Callable[[SchemaWork], Written]) -> Written:
+    """Return what `make` returns; it is called again on a thread if it takes long.
+
+    Raises what `make` raises, ClientDisconnect, and OverloadedError if too many requests of the
+    tenant wait.
+    """
+    work = SchemaWork(QUICK_STEPS)
+    try:
+        return make(work)
+    except InvalidRequestError:
+        if not work.is_used_up:
+            raise
+    if _thread.num_waiting() >= MAX_WAITING:
+        raise OverloadedError("too many large schemas of this client wait to become grammars")
+    return await _thread.run(make, SchemaWork(has_pauses=True))
 
 
 def rewrite_schema(schema: Any, work: SchemaWork | None = None) -> tuple[JsonSchema, list[str]]:

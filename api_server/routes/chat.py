@@ -22,7 +22,7 @@ from api_server.protocol.chat_translation import ChatTranslation
 from api_server.protocol.encoder import ResponseOptions
 from api_server.protocol.fields import CHAT_NEUTRAL, IgnoredFields, parse
 from api_server.protocol.json_lark import with_exact_numbers
-from api_server.protocol.json_schema import SchemaWork
+from api_server.protocol.json_schema import SchemaWork, write_grammar
 from api_server.request_builder import EndpointOptions, RequestBuilder, check_thoughts
 from api_server.routes.common import app_state_of, read_fields
 from api_server.sampling import logit_edits
@@ -85,7 +85,7 @@ async def build_chat_turn(
         plan = app_state.tool_calls(template).plan(body, text_grammar, ignored, work)
         return plan, with_exact_numbers(plan.grammar, work)
 
-    tool_calls, grammar = await app_state.grammar_writer.write(plan_answer)
+    tool_calls, grammar = await write_grammar(plan_answer)
     builder = RequestBuilder(
         app_state, body, id_prefix, tenant, key_name, ignored, grammar, trace_headers
     )

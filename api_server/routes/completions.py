@@ -17,6 +17,7 @@ from api_server.protocol.completions import (
 )
 from api_server.protocol.fields import COMPLETION_NEUTRAL, IgnoredFields, parse
 from api_server.protocol.json_lark import with_exact_numbers
+from api_server.protocol.json_schema import write_grammar
 from api_server.request_builder import EndpointOptions, RequestBuilder, prompt_text
 from api_server.routes.common import app_state_of, read_fields
 from api_server.sampling import logit_edits
@@ -37,7 +38,7 @@ async def create_completion(request: Request) -> Response:
     ignored = IgnoredFields()
     read = partial(parse, CompletionRequest, neutral=COMPLETION_NEUTRAL, ignored=ignored)
     body = await read_fields(request, ignored, read)
-    grammar = await app_state.grammar_writer.write(
+    grammar = await write_grammar(
         lambda work: with_exact_numbers(body.grammar_source(ignored, work), work)
     )
     builder = RequestBuilder(

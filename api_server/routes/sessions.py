@@ -31,6 +31,7 @@ from api_server.protocol.completions import (
     Echo,
 )
 from api_server.protocol.fields import COMPLETION_NEUTRAL, IgnoredFields, parse
+from api_server.protocol.json_schema import write_grammar
 from api_server.request_builder import EndpointOptions, RequestBuilder
 from api_server.routes.common import add_header_fields, app_state_of
 from api_server.routes.websocket import (
@@ -183,9 +184,7 @@ class SessionConnection:
         if str(ignored):
             raise InvalidRequestError(f"{ignored} is not known here", str(ignored).split(",")[0])
         _check_available(body)
-        grammar = await app_state.grammar_writer.write(
-            lambda work: body.grammar_source(ignored, work)
-        )
+        grammar = await write_grammar(lambda work: body.grammar_source(ignored, work))
         if grammar is not None:
             raise InvalidRequestError(
                 f"{grammar.field} is not available in a session", grammar.field

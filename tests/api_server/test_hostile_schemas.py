@@ -7,13 +7,17 @@ import time
 
 import pytest
 
-from api_server.grammar_writer import MAX_WAITING, GrammarWriter
 from api_server.parsers.tool_calls import ModelToolCalls
 from api_server.parsers.tools.registry import TOOL_CALL_FORMATS
 from api_server.parsers.tools.tagged_values import value_types
 from api_server.protocol.fields import IgnoredFields
 from api_server.protocol.json_lark import with_exact_numbers
-from api_server.protocol.json_schema import SchemaWork, rewrite_schema
+from api_server.protocol.json_schema import (
+    MAX_WAITING,
+    SchemaWork,
+    rewrite_schema,
+    write_grammar,
+)
 from api_server.protocol.structured import StructuredFields
 from api_server.protocol.tools import MAX_TOOLS_BYTES, ToolFields, read_tools
 from api_server.text.chat_template import TemplateFacts
@@ -134,26 +138,25 @@ def used_up(work):
     return "made"
 
 
-def write(writer, tenant, make):
+def write(tenant, make):
     """Return a task that writes a grammar for a client of this tenant."""
     context = contextvars.copy_context()
     context.run(CLIENT.set, Client(lambda: tenant))
-    return asyncio.get_running_loop().create_task(writer.write(make), context=context)
+    return asyncio.get_running_loop().create_task(write_grammar(make), context=context)
 
 
 async def test_a_small_grammar_is_written_at_once():
-    writer = GrammarWriter()
-    assert await writer.write(lambda work: threading.current_thread()) is threading.main_thread()
+    assert await write_grammar(lambda work: threading.current_thread()) is threading.main_thread()
 
     def refuse(work):
         raise InvalidRequestError("wrong")
 
     with pytest.raises(InvalidRequestError, match="wrong"):
-        await writer.write(refuse)
+        await write_grammar(refuse)
 
 
 async def test_tenants_take_turns_and_the_loop_continues():
-    writer, order, gate = GrammarWriter(), [], threading.Event()
+    order, gate = [], threading.Event()
 
     def make(name):
         def write(work):
@@ -164,30 +167,30 @@ async def test_tenants_take_turns_and_the_loop_continues():
         return write
 
     names = [(1, "a0"), (1, "a1"), (1, "a2"), (2, "b0"), (2, "b1")]
-    tasks = [write(writer, tenant, make(name)) for tenant, name in names]
+    tasks = [write(tenant, make(name)) for tenant, name in names]
     await asyncio.sleep(0.05)
     assert order == []
     gate.set()
     await asyncio.gather(*tasks)
-    assert order == ["a0", "b0", "a1", "b1", "a2"]
-    assert await write(writer, 3, used_up) == "made"
+    assert order == ["a0", "a1", "b0", "a2", "b1"]
+    assert await write(3, used_up) == "made"
 
 
 async def test_a_tenant_has_few_requests_waiting_and_those_that_leave_do_not_count():
-    writer, gate = GrammarWriter(), threading.Event()
+    gate = threading.Event()
 
     def slow(work):
         work.take_steps(100_000)
         gate.wait(5)
 
-    tasks = [write(writer, 1, slow) for _ in range(1 + MAX_WAITING)]
+    tasks = [write(1, slow) for _ in range(1 + MAX_WAITING)]
     await asyncio.sleep(0.05)
     with pytest.raises(OverloadedError):
-        await write(writer, 1, used_up)
-    other = write(writer, 2, used_up)
+        await write(1, used_up)
+    other = write(2, used_up)
     for task in tasks[1:]:
         task.cancel()
     await asyncio.gather(*tasks[1:], return_exceptions=True)
     gate.set()
     assert await other == "made"
-    assert await write(writer, 1, used_up) == "made"
+    assert await write(1, used_up) == "made"
