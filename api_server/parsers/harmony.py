@@ -368,14 +368,13 @@ class Harmony:
         request: ChatCompletionRequest,
         text_grammar: GrammarSource | None,
         ignored: IgnoredFields,
-        work: SchemaWork | None = None,
+        work: SchemaWork,
     ) -> GrammarSource | None:
         """Return the grammar of an answer with all of its messages; None for any text.
 
         text_grammar: the grammar that the request demands of its text, if any; it applies to the
         final message. work: of the request's schemas. Raises InvalidRequestError.
         """
-        work = work or SchemaWork()
         tools = request.callable_tools
         effort = request.chat_template_kwargs.get("reasoning_effort", request.reasoning_effort)
         budget = 0 if effort == "none" else request.thinking_token_budget

@@ -130,7 +130,7 @@ class ModelToolCalls:
         request: ToolFields,
         text_grammar: GrammarSource | None,
         ignored: IgnoredFields,
-        work: SchemaWork | None = None,
+        work: SchemaWork,
     ) -> ToolCallPlan:
         """Return how the answer may call the tools of a request.
 
@@ -138,7 +138,6 @@ class ModelToolCalls:
         keywords of parameters that no grammar can enforce. work: of the request's schemas. Raises
         InvalidRequestError for tools that this model cannot call as requested.
         """
-        work = work or SchemaWork()
         tools = request.callable_tools
         if not tools:
             return ToolCallPlan(grammar=text_grammar)

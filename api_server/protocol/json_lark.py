@@ -80,16 +80,13 @@ class _Bound(NamedTuple):
         return abs(self.value) >= _MIN_LARGE
 
 
-def json_rules(
-    name: str, schema: Schema, work: SchemaWork | None = None, *, compact: bool = False
-) -> list[str]:
+def json_rules(name: str, schema: Schema, work: SchemaWork, *, compact: bool = False) -> list[str]:
     """Return Lark rules for JSON that conforms to a schema; the first one has this name.
 
-    work: of the request; by default this is its only schema. compact: JSON without white space.
+    work: of the request's schemas. compact: JSON without white space.
     Raises InvalidRequestError for a schema that no text satisfies, for a large number where it
     cannot be exact, and for one that takes too much work.
     """
-    work = work or SchemaWork()
     if schema is False:
         raise InvalidRequestError("no text satisfies the schema false")
     options = _COMPACT_OPTIONS if compact else _OPTIONS
@@ -100,9 +97,7 @@ def json_rules(
     return [rule]
 
 
-def with_exact_numbers(
-    source: GrammarSource | None, work: SchemaWork | None = None
-) -> GrammarSource | None:
+def with_exact_numbers(source: GrammarSource | None, work: SchemaWork) -> GrammarSource | None:
     """Return a JSON schema with large numbers as Lark, any other source as it is."""
     if source is None or source.kind != "json_schema" or not _MAYBE_LARGE.search(source.source):
         return source

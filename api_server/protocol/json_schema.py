@@ -173,14 +173,13 @@ async def write_grammar(make: Callable[[SchemaWork], Written]) -> Written:
     return await _thread.run(make, SchemaWork(has_pauses=True))
 
 
-def rewrite_schema(schema: Any, work: SchemaWork | None = None) -> tuple[JsonSchema, list[str]]:
+def rewrite_schema(schema: Any, work: SchemaWork) -> tuple[JsonSchema, list[str]]:
     """Return a schema for the compiler, and the keywords that it leaves out, sorted.
 
-    work: of the request; by default this is its only schema. Raises InvalidRequestError for a
+    work: of the request's schemas. Raises InvalidRequestError for a
     schema that no text satisfies, for one whose constraints the compiler would change, naming the
     keyword, and for one that takes too much work.
     """
-    work = work or SchemaWork()
     work.read(schema)
     rewriter = _Rewriter(schema, work)
     rewritten = rewriter.rewrite_document()

@@ -19,8 +19,6 @@ from proto.grammar import GrammarSource, decoded, encoded
 
 MAX_CHOICE_STRINGS: Final = 1 << 14
 """Most strings of a choice, which have 64 KiB together."""
-ANY_OBJECT: Final = '{"type": "object"}'
-"""The schema of json_object."""
 
 
 def _format_fields(value: Any, info: ValidationInfo) -> Any:
@@ -102,15 +100,13 @@ class StructuredFields(BaseModel):
     json_schema: Any = None
     """llama.cpp's name of structured_outputs.json."""
 
-    def grammar_source(
-        self, ignored: IgnoredFields, work: SchemaWork | None = None
-    ) -> GrammarSource | None:
+    def grammar_source(self, ignored: IgnoredFields, work: SchemaWork) -> GrammarSource | None:
         """Return the grammar of the answer; None for any text.
 
         ignored: collects keywords of a schema that the grammar cannot enforce. work: of the
         request's schemas. Raises InvalidRequestError, naming the field.
         """
-        reader = _SourceReader(ignored, work or SchemaWork())
+        reader = _SourceReader(ignored, work)
         found = [*self._from_format(reader), *self._from_structured(reader)]
         found += reader.read("guided_", self.guided_json, self.guided_regex)
         found += reader.read("guided_", choice=self.guided_choice, grammar=self.guided_grammar)

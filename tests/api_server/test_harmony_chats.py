@@ -13,6 +13,7 @@ from api_server import app_state
 from api_server.parsers.harmony import END_MARKERS
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.fields import IgnoredFields
+from api_server.protocol.json_schema import SchemaWork
 from engine_core.structured_output.backend import LLGuidanceBackend
 from engine_core.structured_output.matchers import mask_words
 from proto.config import FrontEndConfig
@@ -254,8 +255,8 @@ def backend(tmp_path_factory) -> LLGuidanceBackend:
 def grammar(**fields) -> GrammarSource | None:
     context = IgnoredFields()
     body = ChatCompletionRequest.model_validate({"messages": HELLO, **fields}, context=context)
-    text_grammar = body.grammar_source(context)
-    return harmony_of(harmony_tokenizer()).answer_grammar(body, text_grammar, context)
+    text_grammar = body.grammar_source(context, SchemaWork())
+    return harmony_of(harmony_tokenizer()).answer_grammar(body, text_grammar, context, SchemaWork())
 
 
 def admits(backend, source, said) -> bool:

@@ -45,7 +45,7 @@ def tools_grammar(parser, schema):
     body = {"tools": [{"type": "function", "function": function}]}
     asked = ToolFields.model_validate(body, context=IgnoredFields())
     caller = ModelToolCalls(parser, "{{ tools }}", TemplateFacts(frozenset({"tools"})), NoTokens())
-    return caller.plan(asked, None, IgnoredFields()).grammar
+    return caller.plan(asked, None, IgnoredFields(), SchemaWork()).grammar
 
 
 def text_grammar(schema):
@@ -96,7 +96,7 @@ def test_a_header_with_the_id_of_a_call_is_compared_with_odd_schemas():
 def test_references_to_one_target_share_its_definition():
     target = {"type": "object", "properties": {"a": {"type": "string"}}}
     references = [{"$ref": f"#/{name}/x"} for name in ("parts", "%70arts", "p%61rts", "part%73")]
-    rewritten, _ = rewrite_schema({"parts": {"x": target}, "anyOf": references})
+    rewritten, _ = rewrite_schema({"parts": {"x": target}, "anyOf": references}, SchemaWork())
     assert list(rewritten["$defs"].values()) == [target]
 
 
@@ -105,8 +105,8 @@ def test_hundreds_of_branches_are_known_to_exclude_each_other():
         {"type": "object", "required": ["kind"], "properties": {"kind": {"const": at}}}
         for at in range(90)
     ]
-    assert rewrite_schema({"oneOf": branches})[1] == []
-    assert rewrite_schema({"oneOf": branches * 10})[1] == ["oneOf"]
+    assert rewrite_schema({"oneOf": branches}, SchemaWork())[1] == []
+    assert rewrite_schema({"oneOf": branches * 10}, SchemaWork())[1] == ["oneOf"]
 
 
 def test_the_tools_of_a_request_share_a_limit():

@@ -12,7 +12,7 @@ import pytest
 
 from api_server.protocol import json_lark
 from api_server.protocol.json_lark import json_rules, with_exact_numbers
-from api_server.protocol.json_schema import ecmascript_regex, rewrite_schema
+from api_server.protocol.json_schema import SchemaWork, ecmascript_regex, rewrite_schema
 from engine_core.structured_output.backend import LLGuidanceBackend, LLGuidanceMatcher
 from engine_core.structured_output.matchers import GrammarError
 from proto.errors import InvalidRequestError
@@ -29,7 +29,7 @@ def backend(tmp_path_factory: pytest.TempPathFactory) -> LLGuidanceBackend:
 
 def compiled(backend: LLGuidanceBackend, schema: Any) -> LLGuidanceMatcher:
     source = GrammarSource("json_schema", json.dumps(schema))
-    matcher = backend.compile(with_exact_numbers(source))
+    matcher = backend.compile(with_exact_numbers(source, SchemaWork()))
     assert isinstance(matcher, LLGuidanceMatcher)
     return matcher
 
@@ -47,7 +47,7 @@ def test_json_schema_test_suite(backend):
         name = f"{case['draft']} {case['keyword']}: {case['description']}"
         any_valid = any(valid for _, valid in case["tests"])
         try:
-            schema, removed = rewrite_schema(case["schema"])
+            schema, removed = rewrite_schema(case["schema"], SchemaWork())
             matcher = compiled(backend, schema)
         except (InvalidRequestError, GrammarError):
             counts["refused" if any_valid else "refused rightly"] += 1
@@ -78,11 +78,11 @@ def test_schemas_written_as_rules_accept_the_same(backend, monkeypatch):
     for line in SUITE.read_text().splitlines():
         case = json.loads(line)
         try:
-            schema, _ = rewrite_schema(case["schema"])
+            schema, _ = rewrite_schema(case["schema"], SchemaWork())
             as_json = backend.compile(GrammarSource("json_schema", json.dumps(schema)))
         except (InvalidRequestError, GrammarError):
             continue
-        rules = json_rules("start", schema)
+        rules = json_rules("start", schema, SchemaWork())
         as_rules = backend.compile(GrammarSource("grammar", "\n".join(rules)))
         num_written += len(rules) > 2
         for value, _ in case["tests"]:
@@ -362,7 +362,7 @@ BIG = 2**53 + 1
     ],
 )
 def test_instances_accepted_by_rewritten_schemas(backend, schema, valid, invalid, removed):
-    rewritten, found = rewrite_schema(schema)
+    rewritten, found = rewrite_schema(schema, SchemaWork())
     matcher = compiled(backend, rewritten)
     assert found == removed
     for text in map(str, valid):
@@ -386,7 +386,7 @@ def test_counts_of_properties(backend, minimum, maximum):
         validator = jsonschema.Draft202012Validator(schema)
         valid = {json.dumps(value): validator.is_valid(value) for value in values}
         try:
-            rewritten, removed = rewrite_schema(schema)
+            rewritten, removed = rewrite_schema(schema, SchemaWork())
         except InvalidRequestError:
             assert not any(valid.values())
             continue
@@ -430,7 +430,7 @@ def test_counts_of_properties(backend, minimum, maximum):
 )
 def test_unsupported_schemas_are_refused_by_name(schema, words):
     with pytest.raises(InvalidRequestError, match=re.escape(words)):
-        json_rules("start", rewrite_schema(schema)[0])
+        json_rules("start", rewrite_schema(schema, SchemaWork())[0], SchemaWork())
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from pydantic import BaseModel
 from referencing.exceptions import Unresolvable
 
 from api_server.protocol.json_lark import with_exact_numbers
-from api_server.protocol.json_schema import rewrite_schema
+from api_server.protocol.json_schema import SchemaWork, rewrite_schema
 from engine_core.structured_output.backend import LLGuidanceBackend
 from engine_core.structured_output.matchers import GrammarError, Matcher, mask_words
 from proto.errors import InvalidRequestError
@@ -138,9 +138,9 @@ def test_schemas_of_others(backend, documents, compiled_floor, ended_floor):
             continue
         counts["schemas"] += 1
         try:
-            rewritten, removed = rewrite_schema(schema)
+            rewritten, removed = rewrite_schema(schema, SchemaWork())
             source = GrammarSource("json_schema", json.dumps(rewritten))
-            matcher = backend.compile(with_exact_numbers(source))
+            matcher = backend.compile(with_exact_numbers(source, SchemaWork()))
         except (InvalidRequestError, GrammarError) as error:
             refused.append((name, error.message))
             continue

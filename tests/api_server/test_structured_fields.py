@@ -7,7 +7,7 @@ import pytest
 
 from api_server.protocol.completions import CompletionRequest
 from api_server.protocol.fields import COMPLETION_NEUTRAL, IgnoredFields, parse
-from api_server.protocol.structured import ANY_OBJECT
+from api_server.protocol.json_schema import SchemaWork
 from proto.errors import ErrorInfo, InvalidRequestError
 from proto.grammar import GrammarSource
 
@@ -19,13 +19,15 @@ USER = [{"role": "user", "content": "hello"}]
 def source_of(**fields) -> GrammarSource | None:
     body = {"prompt": "x", **fields}
     ignored = IgnoredFields()
-    return parse(CompletionRequest, body, COMPLETION_NEUTRAL, ignored).grammar_source(ignored)
+    return parse(CompletionRequest, body, COMPLETION_NEUTRAL, ignored).grammar_source(
+        ignored, SchemaWork()
+    )
 
 
 @pytest.mark.parametrize(
     ("fields", "kind", "source"),
     [
-        ({"response_format": {"type": "json_object"}}, "json_schema", ANY_OBJECT),
+        ({"response_format": {"type": "json_object"}}, "json_schema", '{"type": "object"}'),
         (
             {"response_format": {"type": "json_object", "schema": SCHEMA}},
             "json_schema",
@@ -45,7 +47,7 @@ def source_of(**fields) -> GrammarSource | None:
         ),
         ({"structured_outputs": {"json": SCHEMA}}, "json_schema", TEXT),
         ({"structured_outputs": {"json": TEXT, "regex": None}}, "json_schema", TEXT),
-        ({"structured_outputs": {"json_object": True}}, "json_schema", ANY_OBJECT),
+        ({"structured_outputs": {"json_object": True}}, "json_schema", '{"type": "object"}'),
         ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
         ({"structured_outputs": {"choice": ["a", "é"]}}, "choice", '["a", "\\u00e9"]'),
         ({"structured_outputs": {"grammar": 'start: "a"'}}, "grammar", 'start: "a"'),

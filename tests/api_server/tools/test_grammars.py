@@ -11,6 +11,7 @@ import pytest
 from api_server.parsers.tool_calls import ModelToolCalls
 from api_server.parsers.tools.registry import TOOL_CALL_FORMATS
 from api_server.protocol.fields import IgnoredFields
+from api_server.protocol.json_schema import SchemaWork
 from api_server.protocol.tools import ToolFields
 from api_server.text.chat_template import TemplateFacts
 from engine_core.structured_output.backend import LLGuidanceBackend
@@ -67,7 +68,7 @@ def grammar(name, own=None, tools=TOOLS, **fields) -> GrammarSource | None:
     body = {"tools": [{"type": "function", "function": tool} for tool in tools], **fields}
     asked = ToolFields.model_validate(body, context=IgnoredFields())
     caller = ModelToolCalls(name, "{{ tools }}", TemplateFacts(frozenset({"tools"})), NoTokens())
-    return caller.plan(asked, own, IgnoredFields()).grammar
+    return caller.plan(asked, own, IgnoredFields(), SchemaWork()).grammar
 
 
 def walk(backend, source, seed, first="") -> str:
@@ -346,7 +347,7 @@ def test_grammars_of_markers_that_are_special_tokens(backend, name, call):
     asked = ToolFields.model_validate(body, context=IgnoredFields())
     facts = TemplateFacts(frozenset({"tools"}))
     caller = ModelToolCalls(name, "", facts, OnlySpecialTokens())
-    plan = caller.plan(asked, None, IgnoredFields())
+    plan = caller.plan(asked, None, IgnoredFields(), SchemaWork())
     first, *texts = [backend.tokens_of(text.encode()) for text in call]
     token_ids = [*first]
     for text in texts:
@@ -367,11 +368,15 @@ def test_call_markers_that_are_special_tokens():
     }
     asked = ToolFields.model_validate(body, context=IgnoredFields())
     facts = TemplateFacts(frozenset({"tools"}))
-    plan = ModelToolCalls("mistral", "", facts, MarkTokens()).plan(asked, None, IgnoredFields())
+    plan = ModelToolCalls("mistral", "", facts, MarkTokens()).plan(
+        asked, None, IgnoredFields(), SchemaWork()
+    )
     assert plan.markers == {5: "[TOOL_CALLS]"}
     assert plan.grammar.trigger_token_id == 5
     assert "<[5]>" in plan.grammar.source
-    plan = ModelToolCalls("llama3_json", "", facts, MarkTokens()).plan(asked, None, IgnoredFields())
+    plan = ModelToolCalls("llama3_json", "", facts, MarkTokens()).plan(
+        asked, None, IgnoredFields(), SchemaWork()
+    )
     assert plan.markers == {6: "<|python_tag|>"}
     assert plan.grammar.trigger_token_id is None
     assert "<[6]>" in plan.grammar.source
