@@ -232,16 +232,19 @@ def process_limits(seconds: float, num_bytes: int) -> Iterator[None]:
     """Limit this process within a block, for work on data that is not trusted.
 
     seconds: of processor time, after which the process is ended by SIGPROF. num_bytes: of address
-    space in addition to what it has, beyond which allocations fail.
+    space in addition to what it has, beyond which allocations fail. A crash leaves no core file.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    cores = resource.getrlimit(resource.RLIMIT_CORE)
     with open("/proc/self/statm", "rb") as file:
         num_mapped = int(file.read().split()[0]) * resource.getpagesize()
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, seconds)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, cores[1]))
     resource.setrlimit(resource.RLIMIT_AS, (num_mapped + num_bytes, hard))
     try:
         yield
     finally:
+        resource.setrlimit(resource.RLIMIT_CORE, cores)
         signal.setitimer(signal.ITIMER_PROF, 0)
         resource.setrlimit(resource.RLIMIT_AS, (hard, hard))

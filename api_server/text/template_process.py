@@ -15,7 +15,6 @@ proportion to its size, and one of processor time; the front end kills a process
 import contextlib
 import json
 import os
-import resource
 import socket
 import sys
 from collections.abc import Sequence
@@ -202,7 +201,6 @@ def _readable(message: str) -> str:
 
 def main() -> None:
     """Run the process; its standard input is the front end's socket, its argument the file."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(ConnectionError), socket.socket(fileno=os.dup(0)) as channel:
         TemplateServer(channel, int(sys.argv[1])).run()
 

@@ -17,7 +17,6 @@ import contextlib
 import json
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -255,7 +254,6 @@ class _Failed(Exception):
 
 def main() -> int:
     """Try the tokenizer on standard input; print its parts and last the error, if there is one."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     warnings.simplefilter("ignore")
     try:
         with process_limits(LOAD_SECONDS, PROBE_MEMORY):

@@ -16,7 +16,6 @@ import contextlib
 import ctypes
 import os
 import re
-import resource
 import select
 import signal
 import socket
@@ -37,6 +36,7 @@ from engine_core.structured_output.matchers import (
 )
 from proto.codec import MessageDecoder, encode
 from proto.grammar import MAX_GRAMMAR_BYTES, GrammarSource
+from proto.host_resources import process_limits
 from proto.process import set_title
 
 MODULE: Final = "engine_core.structured_output.sandbox"
@@ -47,7 +47,7 @@ START_SECONDS: Final = 60.0
 """Time after which a fork server that has not started is killed."""
 START_ATTEMPTS: Final = 2
 MAX_MEMORY: Final = 128 << 20
-"""Bytes that a child may have beside those of the fork server."""
+"""Bytes of address space that a child may take for a grammar."""
 _MAX_KEPT: Final = 8 << 20
 """Bytes that a child may keep for its next grammar; with more it ends."""
 _MAX_FRAME: Final = MAX_GRAMMAR_BYTES + (64 << 10)
@@ -199,11 +199,13 @@ class ForkServer:
     """Gives tasks to idle children, forks more if there is none, and reports those that died.
 
     control: the engine's socket, by which tasks arrive, each with a socket for its result.
+    max_memory: see MAX_MEMORY.
     """
 
-    def __init__(self, control: socket.socket, backend: LLGuidanceBackend) -> None:
+    def __init__(self, control: socket.socket, backend: LLGuidanceBackend, max_memory: int) -> None:
         self._control = control
         self._backend = backend
+        self._max_memory = max_memory
         self._decoder: MessageDecoder[CompileTask] = MessageDecoder(CompileTask)
         self._children: dict[int, ForkedChild] = {}  # by the descriptor of their channel
         self._poller = select.poll()
@@ -268,9 +270,8 @@ class ForkServer:
                 return
             task = self._decoder.decode(frame)
             with socket.socket(fileno=descriptors[0]) as client:
-                signal.setitimer(signal.ITIMER_PROF, task.seconds)
-                result = self._compile(task.source)
-                signal.setitimer(signal.ITIMER_PROF, 0)
+                with process_limits(task.seconds, self._max_memory):
+                    result = self._compile(task.source)
                 with contextlib.suppress(OSError):  # the engine waits no more
                     client.send(encode(result))
             if _data_bytes() < kept:
@@ -316,7 +317,7 @@ def _allocated() -> int:
 
 
 def _data_bytes() -> int:
-    """Return the bytes of this process that RLIMIT_DATA limits."""
+    """Return the bytes of this process's own data."""
     found = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return int(found[1]) << 10 if found else 0
 
@@ -324,15 +325,11 @@ def _data_bytes() -> int:
 def main() -> None:
     """Run the fork server; its standard input is the engine's socket."""
     set_title("tokend grammar sandbox")
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     control = socket.socket(fileno=os.dup(sys.stdin.fileno()))
     setup = MessageDecoder[SandboxSetup](SandboxSetup).decode(control.recv(_MAX_FRAME))
     backend = LLGuidanceBackend(Path(setup.tokenizer_json), setup.vocab_size, setup.eos_token_ids)
-    limit = _data_bytes() + setup.max_memory
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     control.send(_READY)
-    ForkServer(control, backend).run()
+    ForkServer(control, backend, setup.max_memory).run()
     os.killpg(0, signal.SIGKILL)  # the children too
 
 
