@@ -8,6 +8,7 @@ from api_server.http import openapi
 from api_server.http.middleware import (
     OPEN_PATHS,
     ApiKeyMiddleware,
+    ClientMiddleware,
     DrainMiddleware,
     FastPath,
     SiteMiddleware,
@@ -55,6 +56,7 @@ def create_app(app_state: AppState) -> FastAPI:
     endpoints = endpoints_of(*(module.router for module in computing))
     app.add_middleware(FastPath, endpoints=endpoints)
     app.add_middleware(DrainMiddleware)
+    app.add_middleware(ClientMiddleware)
     app.add_middleware(SiteMiddleware, config=app_state.config)
     keys = read_api_keys(app_state.config)
     if keys:

@@ -1,7 +1,7 @@
 """What happens to a request before its route: metrics, API key, host, drain state, fast path.
 
-    metrics ─▶ key ─▶ host, origin ─▶ drain ─▶ FastPath ── POST /v1/completions ──▶ endpoint
-                                                   └─────── anything else ────────▶ router ─▶ …
+    metrics ─▶ key ─▶ host, origin ─▶ client ─▶ drain ─▶ FastPath ─ POST /v1/completions ─▶ endpoint
+                                                             └────── anything else ───────▶ router
 
 A path needs a key unless it is listed here, exactly as routing sees it. The routes for operators
 check themselves (`routes/common.py`) that the key is an operator's.
@@ -195,10 +195,28 @@ class SiteMiddleware:
             raise ForbiddenError("pages of another site cannot open a WebSocket here")
 
 
+class ClientMiddleware:
+    """Set the application state and the client of a request, which ends with the request."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[APP_STATE] = scope["app"].state.app_state
+        client = Client(
+            partial(_tenant, scope),
+            partial(client_disconnected, scope),
+            partial(begin_upload, scope),
+        )
+        CLIENT.set(client)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            client.end_request()
+
+
 class DrainMiddleware:
     """Count requests in flight; answer 503 to new requests and WebSockets while draining.
-
-    Also sets the client of the request for `api_server/turns.py`.
 
     The routes of WebSockets count what a drain and a reload wait for: an idle one may stay open.
     """
@@ -207,20 +225,7 @@ class DrainMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app_state: AppState = scope["app"].state.app_state
-        scope[APP_STATE] = app_state
-        client = Client(
-            partial(_tenant, scope),
-            partial(client_disconnected, scope),
-            partial(begin_upload, scope),
-        )
-        CLIENT.set(client)
-        try:
-            await self._count(app_state, scope, receive, send)
-        finally:
-            client.end_request()
-
-    async def _count(self, app_state: AppState, scope: Scope, receive: Receive, send: Send) -> None:
+        app_state: AppState = scope[APP_STATE]
         if scope["type"] == "lifespan" or _first_part(scope["path"]) in UNDRAINED_PATHS:
             await self._app(scope, receive, send)
         elif app_state.health.draining:
