@@ -1,7 +1,6 @@
 """Template rendering has limits of time and memory and does not block the event loop."""
 
 import asyncio
-import contextlib
 import os
 import resource
 import shutil
@@ -195,10 +194,10 @@ BAD_EXPRESSIONS = {
     "output": "{% for i in range(99999) %}{{ messages[0].content * 9999 }}{% endfor %}",
 }
 SLOW_EXPRESSIONS = {
-    "sum": "{{ range(99999) | map('string') | list | sum(start=[]) }}",
-    "join": "{% set a = range(99999)|list %}{{ (a|map('string')|join) | int(base=36) }}",
+    "sum": "{{ range(99999) | batch(1) | sum(start=[]) }}",
+    "urlize": "{{ ('www.a' ~ '(' * 400000 ~ ')' * 400000) | urlize }}",
+    "wordwrap": "{{ ('a' * 900000) | wordwrap(1) }}",
     "unique": "{% set x = range(99999) | map('center', 9000) | unique | list %}",
-    "regular expression": "{{ ('<!--' * 200000) | striptags }}",
     "replace": "{% set x = ('ab' * 500000).replace('a', 'ab' * 100) %}{{ x.count('c') }}",
 }
 
@@ -220,7 +219,7 @@ async def test_a_single_slow_operation_ends_in_time(kind: str) -> None:
     rendering = await timed("ok")
     rendering = TemplateRenderer(ChatTemplate(SLOW_EXPRESSIONS[kind], {}), limit=0.4)
     began = time.monotonic()
-    with contextlib.suppress(InvalidRequestError, ModelError):
+    with pytest.raises(InvalidRequestError, match=r"longer than 0\.4 s|too much memory"):
         await rendering.render(Conversation(MESSAGES))
     assert time.monotonic() - began < 2.0
 
