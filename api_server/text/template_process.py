@@ -139,7 +139,7 @@ class TemplateServer:
     def run(self) -> None:
         """Render until the front end closes its end, or a task has used up its memory.
 
-        What a failed allocation leaves of the process is nothing to go on with.
+        After a failed allocation the process may be inconsistent, so it ends.
         """
         exhausted = False
         while not exhausted and (frame := self._channel.recv(MAX_FRAME)):
