@@ -159,7 +159,8 @@ class Turns:
     async def take(self, amount: int = 1) -> None:
         """Wait until the amount is free, and take it.
 
-        Raises ClientDisconnect if the client has left by then, OverloadedError if its body is ended.
+        Raises ClientDisconnect if the client has left by then, and OverloadedError if its body is
+        ended.
         """
         client, turn = CLIENT.get(), asyncio.get_running_loop().create_future()
         self._waiting.setdefault(client.tenant, deque()).append((turn, amount, client))

@@ -175,9 +175,7 @@ class TemplateProcess:
             except BaseException:
                 await self._end()
                 raise
-        raise InvalidRequestError(
-            "the process of the chat template ends with these messages", "messages"
-        )
+        raise InvalidRequestError("the chat template crashed on these messages", "messages")
 
     def _start(self) -> None:
         with contextlib.ExitStack() as opened:

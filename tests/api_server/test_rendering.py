@@ -146,6 +146,25 @@ async def test_a_process_that_is_killed_from_outside_costs_no_request() -> None:
         assert await rendering.render(Conversation(MESSAGES)) == "!"
 
 
+async def test_a_template_that_crashes_is_reported() -> None:
+    rendering, killed = await timed(SLOW, 20.0), set[psutil.Process]()
+    waiting = asyncio.create_task(rendering.render(Conversation(MESSAGES * 2)))
+    async with asyncio.timeout(20):
+        while len(killed) < 2:
+            await asyncio.sleep(0.01)
+            for process in set(render_processes()) - killed:
+                process.kill()
+                killed.add(process)
+    with pytest.raises(InvalidRequestError, match="the chat template crashed on these messages"):
+        await waiting
+
+
+async def test_a_text_that_is_too_long_is_reported_with_the_limit() -> None:
+    rendering = await timed("{% for a in range(99) %}{{ 'x' * 100000 }}{% endfor %}", 20.0)
+    with pytest.raises(InvalidRequestError, match=r"into 9900000 bytes, more than the limit of 83"):
+        await rendering.render(Conversation(MESSAGES))
+
+
 async def test_a_machine_without_processes_releases_the_slot(monkeypatch) -> None:
     def refuse(*arguments: object, **named: object) -> None:
         raise BlockingIOError("fork: resource temporarily unavailable")
