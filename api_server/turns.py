@@ -32,7 +32,8 @@ INLINE_BYTES: Final = 1 << 16
 UNHELD_BYTES: Final = 1 << 20
 """Largest body that is decoded without regard to the bodies that are held."""
 HELD_BYTES: Final = 32 << 20
-"""Larger bodies that are decoded at once, from their arrival until the engine has the requests.
+"""Total bytes of large bodies in memory: each counts from its decoding until the engine has its
+requests.
 
 As objects they can take four times as much: a text takes four bytes per character if one is an
 emoji."""
@@ -131,7 +132,7 @@ class Client:
             _body_thread.submit(_return_memory)
 
     def release_body(self) -> None:
-        """Let others decode theirs: what was made of this client's body is with the engine."""
+        """Stop counting the body, because the engine has its requests."""
         held, self._held = self._held, 0
         if held:
             _body_bytes.give_back(held)
@@ -157,7 +158,11 @@ class Turns:
         self._waiting = OrderedDict()
 
     async def take(self, amount: int = 1) -> None:
-        """Return when the amount is this request's; raises ClientDisconnect, OverloadedError."""
+        """Wait until the amount is free, and take it.
+
+        Raises ClientDisconnect if the client has left by then, and OverloadedError if its body is
+        ended.
+        """
         client, turn = CLIENT.get(), asyncio.get_running_loop().create_future()
         self._waiting.setdefault(client.tenant, deque()).append((turn, amount, client))
         self._serve()

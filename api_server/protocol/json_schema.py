@@ -127,7 +127,9 @@ class SchemaWork:
         self._steps -= steps
         if self._steps < 0:
             self.is_used_up = True
-            raise InvalidRequestError("the schema takes too many steps to become a grammar")
+            raise InvalidRequestError(
+                "the schema is too complex: use fewer branches, references or properties"
+            )
         self._steps_of_slice += steps
         if self._has_pauses and self._steps_of_slice > _STEPS_OF_SLICE:
             self._steps_of_slice = 0

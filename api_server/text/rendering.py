@@ -30,11 +30,12 @@ from proto.codec import MessageDecoder, encode, to_compact_json
 from proto.errors import InvalidRequestError, ModelError, OverloadedError, TokendError
 
 RENDER_SECONDS: Final = 5.0
-"""A thousand times what thousands of messages take."""
+"""Time limit of a rendering; thousands of messages take about 5 ms."""
 COMPILE_SECONDS: Final = 20.0
 """For the first use of a template, with the start of its process on a busy machine."""
 _CANCELLED_SECONDS: Final = 0.3
-"""A rendering whose client has left may take as long: about what a new process would cost."""
+"""Time that a rendering may go on after its client has left; a new process would take about as long
+to start."""
 _DECODER: Final[MessageDecoder[Rendered]] = MessageDecoder(Rendered)
 
 
@@ -174,9 +175,7 @@ class TemplateProcess:
             except BaseException:
                 await self._end()
                 raise
-        raise InvalidRequestError(
-            "the process of the chat template ends with these messages", "messages"
-        )
+        raise InvalidRequestError("the chat template crashed on these messages", "messages")
 
     def _start(self) -> None:
         with contextlib.ExitStack() as opened:

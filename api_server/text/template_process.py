@@ -139,7 +139,7 @@ class TemplateServer:
     def run(self) -> None:
         """Render until the front end closes its end, or a task has used up its memory.
 
-        What a failed allocation leaves of the process is nothing to go on with.
+        After a failed allocation the process may be inconsistent, so it ends.
         """
         exhausted = False
         while not exhausted and (frame := self._channel.recv(MAX_FRAME)):
@@ -175,8 +175,12 @@ class TemplateServer:
             raise
         except Exception as error:  # such as a conversation that is nested too deeply
             return Rendered(error=_readable(f"chat template: {shown(error)}"), param="messages")
-        if len(text) > MIN_TEXT + TEXT_FACTOR * size:
-            message = f"the chat template makes a text of {len(text)} bytes of these messages"
+        most = MIN_TEXT + TEXT_FACTOR * size
+        if len(text) > most:
+            message = (
+                f"the chat template turns these messages into {len(text)} bytes, "
+                f"more than the limit of {most}"
+            )
             return Rendered(error=message, param="messages")
         write_texts(self._file, [text])
         return Rendered(len(text))

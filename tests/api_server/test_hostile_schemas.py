@@ -125,7 +125,7 @@ def test_the_schemas_of_all_tools_share_the_work():
     schema = HOSTILE["references_in_a_row"]
     work = SchemaWork()
     rewrite_schema(schema, work)
-    with pytest.raises(InvalidRequestError, match="too many steps"):
+    with pytest.raises(InvalidRequestError, match="too complex"):
         [rewrite_schema(schema, work) for _ in range(10)]
     assert work.is_used_up
 

@@ -10,6 +10,7 @@ from api_server.http.connection import (
     MAX_CLIENT_UPLOAD_BYTES,
     MAX_UPLOAD_BYTES,
     READ_AHEAD_BYTES,
+    STALL_SECONDS,
     UPLOAD_BYTES,
     UPLOAD_SECONDS,
 )
@@ -18,7 +19,6 @@ from api_server.http.http_protocol import (
     LEFTOVER_SECONDS,
     MAX_HEADER_BYTES,
     MAX_HEADERS,
-    STALL_SECONDS,
 )
 from api_server.http.websocket_protocol import SMALL_FRAMES, SMALL_FRAMES_PER_SECOND
 from api_server.protocol.chat import (
