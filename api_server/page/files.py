@@ -3,6 +3,7 @@
 They contain no secrets, so their routes need no key.
 """
 
+import gzip
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,10 +37,15 @@ _POLICY: Final = "; ".join(
 
 @dataclass(frozen=True, slots=True)
 class PageFile:
-    """A file of the page. path: in URLs. tag: hash of the content."""
+    """A file of the page.
+
+    path: in URLs. compressed: the content as gzip, for clients that accept it. tag: hash of the
+    content.
+    """
 
     path: str
     content: bytes
+    compressed: bytes
     media_type: str
     tag: str
 
@@ -47,6 +53,7 @@ class PageFile:
     def headers(self) -> dict[str, str]:
         """Response headers; browsers check on each load whether the file has changed."""
         return {
+            "vary": "accept-encoding",
             "content-type": self.media_type,
             "etag": self.tag,
             "cache-control": "no-cache",
@@ -68,6 +75,7 @@ def _read(path: Path) -> PageFile:
     return PageFile(
         path="/" if path.name == INDEX else FOLDER + path.name,
         content=content,
+        compressed=gzip.compress(content, mtime=0),
         media_type=_MEDIA_TYPES[path.suffix],
         tag=f'"{hashlib.sha256(content).hexdigest()[:20]}"',
     )

@@ -1,6 +1,6 @@
 // Answers as Markdown. The text of a model is not trusted: HTML in it stays text, images become links,
 // and what marked makes of the rest passes DOMPurify.
-import { announce, copyText, make } from "./dom.js";
+import { copyButton, make } from "./dom.js";
 import { DOMPurify, highlighter, Marked } from "./vendor.js";
 
 const SANITIZER = {
@@ -54,6 +54,12 @@ export class MarkdownText {
     else this.timer = setTimeout(() => this.#render(), this.pause);
   }
 
+  /** Shows another text instead. */
+  set(text) {
+    this.text = text;
+    this.finish();
+  }
+
   /** Shows the whole answer; a link may be defined after the block that uses it. */
   finish() {
     this.blocks = [];
@@ -99,11 +105,7 @@ function nodesOf(token) {
     const box = make("div", { class: "code" });
     code.replaceWith(box);
     code.tabIndex = 0;
-    const copy = make("button", { class: "plain", type: "button" }, "Copy");
-    copy.addEventListener("click", async () => {
-      await copyText(code.textContent);
-      announce("Copied.");
-    });
+    const copy = copyButton(() => code.textContent);
     box.append(make("div", { class: "code-head" }, make("span", {}, code.className), copy), code);
     code.className = "";
   }

@@ -5,7 +5,7 @@ import { make, placeNear } from "./dom.js";
 const hint = make("div", { class: "hint token-hint", role: "tooltip", id: "token-hint" });
 hint.hidden = true;
 
-const DRAFTED = "accepted draft";
+const DRAFTED = "guessed ahead";
 
 /** Hides the hint. */
 export const hideTokenHint = () => (hint.hidden = true);
