@@ -1,6 +1,7 @@
 // Answers as Markdown. The text of a model is not trusted: HTML in it stays text, images become links,
 // and what marked makes of the rest passes DOMPurify.
 import { copyButton, make } from "./dom.js";
+import { mathRules, showMath } from "./math.js";
 import { DOMPurify, highlighter, Marked } from "./vendor.js";
 
 const SANITIZER = {
@@ -22,6 +23,7 @@ const escaped = (text) =>
   text.replace(/[&<>"']/g, (character) => `&#${character.charCodeAt(0)};`);
 
 const marked = new Marked({
+  extensions: mathRules(escaped),
   gfm: true,
   breaks: true,
   renderer: {
@@ -34,6 +36,11 @@ const marked = new Marked({
       return `<pre class="${escaped(name)}"><code>${code}</code></pre>`;
     },
   },
+});
+
+/** Shows the hint of a table while it is wider than its box. */
+const widths = new ResizeObserver((entries) => {
+  for (const { target } of entries) target.nextSibling.hidden = target.scrollWidth <= target.clientWidth;
 });
 
 /** An answer that grows. Blocks of Markdown that did not change keep their elements. */
@@ -98,9 +105,12 @@ function nodesOf(token) {
   for (const table of fragment.querySelectorAll("table")) {
     const scroller = make("div", { class: "scroller", role: "region", "aria-label": "Table" });
     scroller.tabIndex = 0;
-    table.replaceWith(scroller);
+    const hint = make("p", { class: "scroll-hint", hidden: true }, "Scroll sideways for more →");
+    table.replaceWith(make("div", {}, scroller, hint));
     scroller.append(table);
+    widths.observe(scroller);
   }
+  for (const formula of fragment.querySelectorAll(".math")) showMath(formula);
   for (const code of fragment.querySelectorAll("pre")) {
     const box = make("div", { class: "code" });
     code.replaceWith(box);

@@ -53,7 +53,7 @@ class SaidView {
     this.said = make("div", { class: "said" });
     this.buttons = new TurnActions(actions);
     const name = turn.role === "user" ? "You" : "Result of the tool";
-    this.element = make("article", { class: `turn ${turn.role}` }, make("h3", {}, name), this.said, this.buttons.element);
+    this.element = make("article", { class: `turn ${turn.role}` }, make("h2", {}, name), this.said, this.buttons.element);
   }
 
   /** Shows the turn. context: { branches, isBusy, isLost }. */
@@ -116,7 +116,7 @@ class AnswerView {
     this.element = make(
       "article",
       { class: "turn assistant" },
-      ...[make("h3", {}, "Model"), this.thoughts, this.text.element, this.tokenText.element, this.calls],
+      ...[make("h2", {}, "Model"), this.thoughts, this.text.element, this.tokenText.element, this.calls],
       ...[this.summary, this.buttons.element],
     );
     this.#showAs(false);
