@@ -51,14 +51,14 @@ def load(url: str, ended: threading.Event, seed: int) -> None:
 
 def chat(page: Any) -> None:
     page.fill("#p-max_tokens", "110")
-    page.fill("#p-temperature", "0.2")
-    page.fill("#p-seed", "7")
-    for message in ("What is the capital of France?", "Why is the sky blue? Say it in a sentence."):
+    page.fill("#p-temperature", "0")
+    page.fill("#p-system", "Answer in one sentence.")
+    for message in ("What is the capital of France?", "Why is the sky blue?"):
         page.fill("#message", message)
         page.press("#message", "Enter")
         page.wait_for_selector(".turn:last-child .ending")
     page.click(".turn:last-child >> button:text-is('Tokens')")
-    page.hover(".turn:last-child .token >> nth=6")
+    page.hover(".turn:last-child .token >> nth=2")
 
 
 def completion(page: Any) -> None:

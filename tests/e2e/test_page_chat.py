@@ -249,6 +249,7 @@ def test_a_cut_answer_is_continued_where_it_ended(visit: Visit, guarded: Daemon)
     visitor.wait_done()
     assert bodies[1]["continue_final_message"] is True
     assert bodies[1]["messages"][-1] == {"role": "assistant", "content": first}
+    assert "continuation 3 tokens" in page.inner_text(".turn .summary")
     both = page.evaluate("document.querySelector('.turn .tokens').textContent")
     assert len(both) > len(first)
     assert both.startswith(first)

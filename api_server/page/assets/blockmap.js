@@ -21,11 +21,11 @@ const FREE = 0;
 const HELD = 2;
 const SHARED = 3;
 const WANTED_HEIGHT = 320;
-const READABLE = 8; // pixels of a cell
+const LARGEST_CELL = 22; // pixels
 
 /** The side of a cell, in pixels, with which this number of cells fill the map. */
 const sizeOf = (width, number) =>
-  Math.min(22, Math.max(3, Math.floor(Math.sqrt((width * WANTED_HEIGHT) / Math.max(1, number)))));
+  Math.min(LARGEST_CELL, Math.max(3, Math.floor(Math.sqrt((width * WANTED_HEIGHT) / Math.max(1, number)))));
 
 export class BlockMap {
   /** onHighlight(owner): called with the request under the pointer; 0 for none. */
@@ -94,14 +94,16 @@ export class BlockMap {
     this.paint();
   }
 
-  /** Chooses the cells to draw: all, or, where these would be tiny, those that are or were used. */
+  /** Chooses the cells to draw: all that fit in full size, otherwise those that are or were used. */
   #choose(width) {
     const all = this.states.length;
-    const number = sizeOf(width, all) < READABLE ? this.wasUsed.reduce((sum, each) => sum + each, 0) : all;
+    const number = sizeOf(width, all) < LARGEST_CELL ? this.wasUsed.reduce((sum, each) => sum + each, 0) : all;
     if (number < all) this.drawn = Uint32Array.from(this.wasUsed.keys()).filter((at) => this.wasUsed[at]);
     else if (this.drawn.length !== all) this.drawn = Uint32Array.from(this.states.keys());
     let left = 0;
-    if (number < all) for (let at = 0; at < all; at++) if (!this.wasUsed[at]) left += this.#firstBlock(at + 1) - this.#firstBlock(at);
+    for (let at = 0; number < all && at < all; at++) {
+      if (!this.wasUsed[at]) left += this.#firstBlock(at + 1) - this.#firstBlock(at);
+    }
     const many = this.blocksPerCell > 1 ? `Each cell is ${this.blocksPerCell} blocks. ` : "";
     const rest = left ? `Not drawn: ${figure(left)} free blocks that were not used since the view was opened. ` : "";
     byId("map-scale").textContent = many + rest;

@@ -46,6 +46,7 @@ export class Chat {
     this.onShown = onShown;
     this.views = new Map(); // by the id of a turn
     this.generating = new Map(); // OpenConversations by id
+    this.wanted = null; // id of the conversation that was chosen last
     this.onRunsChanged = () => {};
     this.follow = () => {};
     this.open = new OpenConversation(store, newConversation(), null);
@@ -72,14 +73,17 @@ export class Chat {
 
   /** Shows an empty conversation; what is being generated goes on in its own. */
   showNew() {
+    this.wanted = null;
     this.#show(new OpenConversation(this.store, newConversation(), null));
     byId("message").focus();
   }
 
   /** Shows a conversation of the store. */
   async show(id) {
+    this.wanted = id;
     if (id === this.open.now.id) return;
     const kept = this.generating.get(id) ?? (await this.#read(id));
+    if (this.wanted !== id) return; // another one was chosen meanwhile
     if (kept) this.#show(kept);
     else {
       this.showNew();

@@ -25,6 +25,9 @@ export class History {
       event.preventDefault();
       this.#closeDrawer();
     });
+    document.addEventListener("pointerdown", ({ target }) => {
+      if (!byId("history").contains(target) && !target.closest("dialog, #history-button")) this.#closeDrawer();
+    });
     store.opened.then(() => {
       byId("history-place").textContent = store.place;
       if (!store.database) chat.notify(store.place);

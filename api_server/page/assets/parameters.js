@@ -76,7 +76,7 @@ export function parameters() {
 /** Returns the fields of structured output; {} for none. Throws a FieldError for a schema that is not JSON. */
 export function structure() {
   const [kind, text] = [byId("p-structure_kind").value, byId("p-structure").value];
-  if (kind === "none" || text.trim() === "") return {};
+  if (!["json", "regex"].includes(kind) || text.trim() === "") return {};
   return { structured_outputs: { [kind]: kind === "json" ? parsed(text, "structure") : text } };
 }
 

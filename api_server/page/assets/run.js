@@ -103,7 +103,7 @@ export function showSummary(line, stats, ending, error = "") {
     const guessed = stats.guessed
       ? [", ", make("span", { class: "drafted", title: GUESSED_AHEAD }, `${figure(stats.guessed)} guessed ahead`)]
       : [];
-    add("answer", `${figure(stats.output)} ${stats.output === 1 ? "token" : "tokens"}`, ...guessed);
+    add(stats.isContinued ? "continuation" : "answer", `${figure(stats.output)} ${stats.output === 1 ? "token" : "tokens"}`, ...guessed);
   }
   if (stats?.firstMs !== undefined) add("first token after", duration(stats.firstMs));
   if (stats?.restMs > 0) add("speed", `${figure(((stats.output - 1) * 1000) / stats.restMs)} tokens/s`);

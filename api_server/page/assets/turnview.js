@@ -1,5 +1,6 @@
 // How a turn of a chat is shown: a question, a tool's result, or an answer as Markdown or as tokens. An answer
 // grows while it is generated.
+import { isEmptyAnswer } from "./conversation.js";
 import { announce, copyButton, figure, make } from "./dom.js";
 import { MarkdownText } from "./markdown.js";
 import { isCut, showSummary } from "./run.js";
@@ -178,7 +179,7 @@ class AnswerView {
       }
     }
     if (isBusy) return buttons;
-    const again = turn.content ? "Regenerate" : "Try again";
+    const again = isEmptyAnswer(turn) ? "Try again" : "Regenerate";
     buttons.push(button(again, () => this.actions.regenerate(turn.id), "Answer again; this answer stays beside the new one"));
     if (turn.content && isCut(turn.ending ?? "interrupted") && !isElsewhere && !turn.toolCalls?.length) {
       buttons.push(button("Continue", () => this.actions.continueAnswer(turn.id), "Let the model go on where the answer was cut"));
