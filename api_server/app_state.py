@@ -162,6 +162,18 @@ class AppState:
         """How the model pools; None for one that generates."""
         return pooler_of(self.settings.model, self.model)
 
+    @property
+    def supported_tasks(self) -> list[str]:
+        """What requests may ask of the model, in vLLM's words.
+
+        chat: it has a chat template. score: it ranks texts, by one label or by embeddings.
+        """
+        pooler = self.pooler
+        if pooler is None:
+            return ["generate", "chat"] if self.chat_template.source is not None else ["generate"]
+        ranks = pooler.task == "embed" or len(pooler.labels) == 1
+        return [*pooler.tasks, "score"] if ranks else [*pooler.tasks]
+
     def check_generates(self, api: str) -> None:
         """Raise InvalidRequestError if the model pools instead of generating. api: its name."""
         if self.pooler is not None:

@@ -127,6 +127,7 @@ class EngineViewPublisher:
         num_blocks = num_blocks_by_sequence(kv_cache)
         self._owner_numbers.assign([*num_blocks, *(request.seq_id for request in shown)])
         owners = self._owner_numbers.numbers
+        num_state_slots, num_held_states = kv_cache.num_states
         view = EngineView(
             epoch=self._epoch,
             timestamp=now,
@@ -148,6 +149,8 @@ class EngineViewPublisher:
             num_drafts=counters.num_drafts,
             draft_tokens=counters.draft_tokens,
             accepted_tokens=counters.accepted_tokens,
+            num_state_slots=num_state_slots,
+            num_held_states=num_held_states,
         )
         self._has_changed = counters.reset()
         self._last_view_at = now

@@ -89,7 +89,9 @@ class EngineView(msgspec.Struct, array_like=True, tag=9, frozen=True):
     the first viewer came. step: the last one scheduled. Counts over those seconds: prompt_tokens
     computed (including recomputed ones), generation_tokens, queried_tokens and found_tokens of the
     prefix cache, preemptions, num_drafts verified, their draft_tokens, and accepted_tokens among
-    those. requests: running ones first, at most MAX_SHOWN_REQUESTS; more_requests: beyond those.
+    those. num_state_slots: for recurrent states, 0 of a model without such layers; requests hold
+    num_held_states of them. requests: running ones first, at most MAX_SHOWN_REQUESTS;
+    more_requests: beyond those.
     """
 
     epoch: int
@@ -109,3 +111,5 @@ class EngineView(msgspec.Struct, array_like=True, tag=9, frozen=True):
     num_drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    num_state_slots: int = 0
+    num_held_states: int = 0

@@ -216,6 +216,7 @@ MODEL_CARD: Final = an_object(
         "root": STRING,
         "parent": {"type": "null"},
         "max_model_len": INTEGER,
+        "supported_tasks": a_list(STRING),
         "default_sampling_params": {"type": "object", "additionalProperties": NUMBER},
     }
 )

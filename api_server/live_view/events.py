@@ -90,6 +90,8 @@ class EncodedView:
             "drafts": view.num_drafts,
             "draft_tokens": view.draft_tokens,
             "accepted_tokens": view.accepted_tokens,
+            "state_slots": view.num_state_slots,
+            "held_states": view.num_held_states,
             "requests": [
                 request_fields(request, is_visible=scope.sees_all or request.reader == scope.reader)
                 for request in view.requests

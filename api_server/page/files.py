@@ -3,6 +3,7 @@
 They contain no secrets, so their routes need no key.
 """
 
+import gzip
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,10 +38,15 @@ _POLICY: Final = "; ".join(
 
 @dataclass(frozen=True, slots=True)
 class PageFile:
-    """A file of the page. path: in URLs. tag: hash of the content."""
+    """A file of the page.
+
+    path: in URLs. compressed: the content as gzip, for clients that accept it. tag: hash of the
+    content.
+    """
 
     path: str
     content: bytes
+    compressed: bytes
     media_type: str
     tag: str
 
@@ -48,6 +54,7 @@ class PageFile:
     def headers(self) -> dict[str, str]:
         """Response headers; browsers check on each load whether the file has changed."""
         return {
+            "vary": "accept-encoding",
             "content-type": self.media_type,
             "etag": self.tag,
             "cache-control": "no-cache",
@@ -69,6 +76,7 @@ def _read(path: Path) -> PageFile:
     return PageFile(
         path=PAGES.get(path.name, FOLDER + path.name),
         content=content,
+        compressed=gzip.compress(content, mtime=0),
         media_type=_MEDIA_TYPES[path.suffix],
         tag=f'"{hashlib.sha256(content).hexdigest()[:20]}"',
     )

@@ -33,6 +33,8 @@ def _endpoint(file: PageFile) -> Callable[[Request], Awaitable[Response]]:
     async def send(request: Request) -> Response:
         if request.headers.get("if-none-match") == file.tag:
             return Response(status_code=304, headers=file.headers)
+        if "gzip" in request.headers.get("accept-encoding", ""):
+            return Response(file.compressed, headers=file.headers | {"content-encoding": "gzip"})
         return Response(file.content, headers=file.headers)
 
     return send

@@ -152,5 +152,6 @@ def _model_card(request: Request, name: str) -> dict[str, Any]:
         "root": app_state.model.name,
         "parent": None,
         "max_model_len": max_model_len,
+        "supported_tasks": app_state.supported_tasks,
         "default_sampling_params": dict(app_state.generation_defaults.values),
     }

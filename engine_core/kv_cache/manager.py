@@ -126,6 +126,13 @@ class KVCacheManager:
             are_held &= group.want_state(request.seq_id, num_tokens)
         return are_held
 
+    @property
+    def num_states(self) -> tuple[int, int]:
+        """Return the slots for recurrent states, and how many of them requests hold."""
+        pools = [group.pool for group in self._coordinator.state_groups]
+        slots = sum(pool.num_blocks - 1 for pool in pools)
+        return slots, slots - sum(pool.num_free for pool in pools)
+
     # Prefixes
 
     def get_computed_blocks(self, request: Request) -> ComputedBlocks:

@@ -118,5 +118,6 @@ async def test_a_model_without_settings_has_no_defaults(start, scripted):
     async with start(scripted("!")) as front_end:
         (card,) = (await front_end.http.get("/v1/models")).json()["data"]
         assert card["default_sampling_params"] == {}
+        assert card["supported_tasks"] == ["generate", "chat"]
         await front_end.complete()
         assert drawn(front_end) == (1.0, 0, 1.0, 0.0, 1.0, 16)

@@ -60,6 +60,8 @@ def view(epoch: int = 1, requests: tuple[RequestView, ...] = (), **fields: objec
         "num_drafts": 2,
         "draft_tokens": 9,
         "accepted_tokens": 6,
+        "num_state_slots": 24,
+        "num_held_states": 3,
     }
     return EngineView(**(facts | fields))  # type: ignore[arg-type]
 
@@ -122,6 +124,8 @@ async def test_the_stream_begins_with_hello_then_views(start: StartFrontEnd) -> 
             "drafts": 2,
             "draft_tokens": 9,
             "accepted_tokens": 6,
+            "state_slots": 24,
+            "held_states": 3,
             "requests": [
                 {
                     "owner": 1,

@@ -33,6 +33,29 @@ async def test_every_file_has_its_content_type_and_security_policy(start):
         assert {path.name for path in ASSETS.iterdir()} == names | PAGES.keys()
 
 
+async def test_the_files_are_sent_compressed_to_clients_that_accept_it(start):
+    async with start() as front_end:
+        for each in FILES:
+            plain = await front_end.http.get(each.path, headers={"accept-encoding": "identity"})
+            assert "content-encoding" not in plain.headers
+            packed = await front_end.http.get(each.path, headers={"accept-encoding": "br, gzip"})
+            assert packed.headers["content-encoding"] == "gzip"
+            assert packed.headers["vary"] == "accept-encoding"
+            assert int(packed.headers["content-length"]) == len(each.compressed)
+            assert packed.content == plain.content == each.content
+
+
+def test_all_files_of_the_page_together_are_small(capsys):
+    """As sent, in gzip; the sizes are printed."""
+    sizes = {each.path: len(each.compressed) for each in FILES}
+    total = sum(sizes.values())
+    with capsys.disabled():
+        largest = sorted(sizes.items(), key=lambda item: -item[1])[:4]
+        listed = ", ".join(f"{path} {size:,}" for path, size in largest)
+        print(f"\nfiles of the page as sent, in gzip: {total:,} bytes; {listed}")
+    assert total < 400_000
+
+
 async def test_cached_files_are_not_sent_again(start):
     async with start() as front_end:
         first = await front_end.http.get("/")

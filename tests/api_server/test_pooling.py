@@ -176,6 +176,11 @@ async def test_a_client_that_leaves(run_dir: str, model: PreparedModel) -> None:
         assert not await reader.read()
 
 
+async def test_models_say_what_they_can_do(front_end: FrontEnd) -> None:
+    (card,) = (await front_end.http.get("/v1/models")).json()["data"]
+    assert card["supported_tasks"] == ["embed", "token_embed", "score"]
+
+
 async def test_a_generating_model_refuses(start: StartFrontEnd) -> None:
     async with start() as front_end:
         for path in ("/v1/embeddings", "/pooling", "/classify", "/score", "/v2/rerank"):

@@ -26,6 +26,8 @@ from deploy.models.hub import HubName, parse_name, select_files
 from proto.errors import ModelError
 from tests.fakes.hub_server import COMMIT, HubServer, Repository
 
+pytestmark = pytest.mark.suite("settings")  # each download is a process of a second
+
 # ---- Which files are needed ----
 
 OTHERS = [
@@ -161,7 +163,7 @@ class Recorder:
         self.lines.append(f"{what} {detail}")
         self.fractions.append(fraction or 0.0)
 
-    def notice(self, message: str, process: str = "tokend") -> None:
+    def notice(self, message: str, process: str = "tokend", level: str = "INFO") -> None:
         self.notices.append(message)
 
 

@@ -1,6 +1,7 @@
 """Make the pictures of the page in docs/: `page_pictures.py FOLDER`.
 
-In light and dark: a chat, a completion, and the live view of an overloaded small pool.
+In light and dark: a chat, a completion, the live view of an overloaded small pool, and a chat with
+mathematics on a phone, whose answer is written here.
 """
 
 import random
@@ -14,12 +15,21 @@ import httpx
 from playwright.sync_api import sync_playwright
 
 from tests.e2e.daemon import Daemon
-from tests.e2e.test_page import CHROMIUM
+from tests.e2e.visitor import CHROMIUM, PHONE, script_answers
 
 FLAGS = ("--num-gpu-blocks-override", "1300", "--max-num-seqs", "16")
 NUM_CLIENTS = 20
 WATCHED_MS = 45_000
-SIZE = {"width": 1280, "height": 860}
+SIZE = {"viewport": {"width": 1440, "height": 900}}
+PHONE_ANSWER = r"""The solutions of $ax^2 + bx + c = 0$ are
+
+$$x = \frac{-b \pm \sqrt{b^2 - 4ac}}{2a}$$
+
+| discriminant | solutions |
+|---|---|
+| $b^2 > 4ac$ | two |
+| $b^2 = 4ac$ | one |
+"""
 
 
 def load(url: str, ended: threading.Event, seed: int) -> None:
@@ -41,14 +51,14 @@ def load(url: str, ended: threading.Event, seed: int) -> None:
 
 def chat(page: Any) -> None:
     page.fill("#p-max_tokens", "110")
-    page.fill("#p-temperature", "0.2")
-    page.fill("#p-seed", "7")
-    for message in ("What is the capital of France?", "Why is the sky blue? Say it in a sentence."):
+    page.fill("#p-temperature", "0")
+    page.fill("#p-system", "Answer in one sentence.")
+    for message in ("What is the capital of France?", "Why is the sky blue?"):
         page.fill("#message", message)
         page.press("#message", "Enter")
         page.wait_for_selector(".turn:last-child .ending")
-    page.click(".turn:last-child >> text=Tokens")
-    page.hover(".turn:last-child .token >> nth=6")
+    page.click(".turn:last-child >> button:text-is('Tokens')")
+    page.hover(".turn:last-child .token >> nth=2")
 
 
 def completion(page: Any) -> None:
@@ -61,18 +71,33 @@ def completion(page: Any) -> None:
     page.hover("#completion-output .token >> nth=3")
 
 
+def phone(page: Any) -> None:
+    script_answers(page)
+    page.fill("#message", "How do I solve a quadratic equation?")
+    page.press("#message", "Enter")
+    page.wait_for_function("() => chats.length")
+    page.evaluate("(text) => { chats[0].add(text); chats[0].end(); }", PHONE_ANSWER)
+    page.wait_for_selector("math")
+    page.wait_for_timeout(1000)
+
+
 def live(page: Any) -> None:
     page.wait_for_timeout(WATCHED_MS)
 
 
 def main(folder: Path) -> None:
-    scenes: dict[str, Callable[[Any], None]] = {"chat": chat, "completion": completion}
+    scenes: dict[str, Callable[[Any], None]] = {
+        "chat": chat,
+        "completion": completion,
+        "phone": phone,
+    }
     with Daemon(*FLAGS) as daemon, sync_playwright() as started:
         browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
 
         def take(name: str, scene: Callable[[Any], None]) -> None:
+            size = PHONE if name == "phone" else SIZE
             for scheme in ("light", "dark"):
-                page = browser.new_page(viewport=SIZE, color_scheme=scheme)
+                page = browser.new_page(color_scheme=scheme, **size)
                 page.goto(f"{daemon.url}/#{name}")
                 scene(page)
                 page.screenshot(path=folder / f"page-{name}-{scheme}.png", full_page=name == "live")

@@ -173,6 +173,8 @@ MESSAGES = [
         5,
         20,
         14,
+        24,
+        3,
     ),
     Abort(1, 2, "stop_string", 0),
     AdminCall(1, 2, "pause", "freeze", True),

@@ -14,22 +14,30 @@ const MEANINGS = {
   cached: "free, with cached KV",
   held: "held by",
   shared: "shared by several requests, one of them",
-  pinned: "pinned for an agent session's next turn",
+  pinned: "retained for an agent session's next turn",
   reserved: "reserved",
 };
+const FREE = 0;
 const HELD = 2;
 const SHARED = 3;
 const WANTED_HEIGHT = 320;
+const LARGEST_CELL = 22; // pixels
+
+/** The side of a cell, in pixels, with which this number of cells fill the map. */
+const sizeOf = (width, number) =>
+  Math.min(LARGEST_CELL, Math.max(3, Math.floor(Math.sqrt((width * WANTED_HEIGHT) / Math.max(1, number)))));
 
 export class BlockMap {
   /** onHighlight(owner): called with the request under the pointer; 0 for none. */
   constructor(onHighlight) {
     this.canvas = byId("map");
     this.hint = make("div", { class: "hint", hidden: true });
-    document.body.append(this.hint);
+    document.querySelector("main").append(this.hint);
     this.onHighlight = onHighlight;
     this.states = new Uint8Array();
     this.owners = new Uint32Array();
+    this.wasUsed = new Uint8Array(); // since the view was opened
+    this.drawn = new Uint32Array(); // the cells that are drawn, in this order
     this.requests = new Map();
     this.blocksPerCell = 1;
     this.numBlocks = 0;
@@ -41,8 +49,7 @@ export class BlockMap {
   reshape(hello) {
     this.blocksPerCell = hello.blocks_per_cell;
     this.numBlocks = hello.num_blocks; // that requests can use: 1 to this number
-    const many = hello.blocks_per_cell > 1 ? `Each cell is ${hello.blocks_per_cell} blocks. ` : "";
-    byId("map-scale").textContent = many;
+    this.wasUsed = new Uint8Array();
   }
 
   update(view) {
@@ -51,14 +58,18 @@ export class BlockMap {
       this.states = new Uint8Array(size);
       this.owners = new Uint32Array(size);
     }
+    if (size !== this.wasUsed.length) this.wasUsed = new Uint8Array(size);
     this.counts = STATES.map(() => 0);
     let at = 0;
     for (const [length, state, owner] of view.cells) {
       this.states.fill(state, at, at + length);
       this.owners.fill(owner, at, at + length);
+      if (state !== FREE) this.wasUsed.fill(1, at, at + length);
       this.counts[state] += this.#firstBlock(at + length) - this.#firstBlock(at);
       at += length;
     }
+    byId("legend-states").hidden = !view.state_slots; // they have slots of their own, which are not in the map
+    byId("count-states").textContent = `${figure(view.held_states ?? 0)} of ${figure(view.state_slots ?? 0)}`;
     this.requests = new Map(view.requests.map((request) => [request.owner, request]));
     this.#showCounts();
     this.paint();
@@ -83,12 +94,27 @@ export class BlockMap {
     this.paint();
   }
 
+  /** Chooses the cells to draw: all that fit in full size, otherwise those that are or were used. */
+  #choose(width) {
+    const all = this.states.length;
+    const number = sizeOf(width, all) < LARGEST_CELL ? this.wasUsed.reduce((sum, each) => sum + each, 0) : all;
+    if (number < all) this.drawn = Uint32Array.from(this.wasUsed.keys()).filter((at) => this.wasUsed[at]);
+    else if (this.drawn.length !== all) this.drawn = Uint32Array.from(this.states.keys());
+    let left = 0;
+    for (let at = 0; number < all && at < all; at++) {
+      if (!this.wasUsed[at]) left += this.#firstBlock(at + 1) - this.#firstBlock(at);
+    }
+    const many = this.blocksPerCell > 1 ? `Each cell is ${this.blocksPerCell} blocks. ` : "";
+    const rest = left ? `Not drawn: ${figure(left)} free blocks that were not used since the view was opened. ` : "";
+    byId("map-scale").textContent = many + rest;
+  }
+
   paint() {
     const width = this.canvas.clientWidth;
-    const number = this.states.length;
-    if (!width || !number) return;
-    const fits = Math.floor(Math.sqrt((width * WANTED_HEIGHT) / number));
-    this.cell = Math.min(22, Math.max(3, fits));
+    if (!width || !this.states.length) return;
+    this.#choose(width);
+    const number = this.drawn.length;
+    this.cell = sizeOf(width, number);
     this.columns = Math.max(1, Math.floor(width / this.cell));
     const height = Math.ceil(number / this.columns) * this.cell;
     const pen = penOf(this.canvas, width, height);
@@ -97,8 +123,8 @@ export class BlockMap {
     const plain = STATES.map((state) => colour(`map-${state}`));
     const hues = new Map();
     for (let at = 0; at < number; at++) {
-      const state = this.states[at];
-      const owner = this.owners[at];
+      const state = this.states[this.drawn[at]];
+      const owner = this.owners[this.drawn[at]];
       const x = (at % this.columns) * this.cell;
       const y = Math.floor(at / this.columns) * this.cell;
       pen.globalAlpha = this.highlighted && owner !== this.highlighted ? 0.25 : 1;
@@ -129,7 +155,7 @@ export class BlockMap {
       const shown = document.querySelector(`[data-count=${name}]`);
       if (shown) shown.textContent = figure(this.counts[state]);
     }
-    const parts = STATES.slice(0, 5).map((name, state) => `${figure(this.counts[state])} ${name}`);
+    const parts = STATES.slice(0, 5).map((name, state) => `${figure(this.counts[state])} ${name === "pinned" ? "retained" : name}`);
     const about = this.blocksPerCell > 1 ? "About, of" : "Of";
     this.canvas.setAttribute(
       "aria-label",
@@ -153,7 +179,7 @@ export class BlockMap {
   }
 
   #step(event) {
-    const last = this.states.length - 1;
+    const last = this.drawn.length - 1;
     const steps = {
       ArrowRight: this.at + 1,
       ArrowLeft: this.at - 1,
@@ -173,21 +199,22 @@ export class BlockMap {
 
   /** The next cell that differs from the selected one. */
   #nextRun(direction) {
-    const same = (at) =>
-      this.states[at] === this.states[this.at] && this.owners[at] === this.owners[this.at];
+    const { drawn, states, owners } = this;
+    const here = drawn[this.at];
+    const same = (at) => states[drawn[at]] === states[here] && owners[drawn[at]] === owners[here];
     let at = this.at;
-    while (at >= 0 && at < this.states.length && same(at)) at += direction;
+    while (at >= 0 && at < drawn.length && same(at)) at += direction;
     return at;
   }
 
   #select(at) {
-    const inside = at >= 0 && at < this.states.length;
+    const inside = at >= 0 && at < this.drawn.length;
     this.at = inside ? at : -1;
     this.hint.hidden = !inside;
-    this.onHighlight(inside ? this.owners[at] : 0);
+    this.onHighlight(inside ? this.owners[this.drawn[at]] : 0);
     this.paint();
     if (!inside) return;
-    this.hint.textContent = this.#describe(at);
+    this.hint.textContent = this.#describe(this.drawn[at]);
     const { x, y } = this.#place(at);
     const box = this.canvas.getBoundingClientRect();
     const top = box.top + y;

@@ -1,31 +1,48 @@
 // The Completion tab: a prompt and its continuation.
 import { byId, make } from "./dom.js";
-import { MAX_COMPLETION_TOKENS, parameters, tokenFields } from "./parameters.js";
+import { modelField } from "./models.js";
+import { MAX_COMPLETION_TOKENS, parameters, showFieldError, structure, tokenFields } from "./parameters.js";
 import { Run } from "./run.js";
 import { completionTokens, TokenText } from "./tokens.js";
 
 const PATH = "v1/completions";
 
-function body() {
-  const fields = { prompt: byId("prompt").value, max_tokens: MAX_COMPLETION_TOKENS, ...parameters(), stream: true };
-  fields.stream_options = { include_usage: true };
-  return { ...fields, ...tokenFields({ logprobs: 5 }) };
-}
+/** The generator of the tab. run: the one that goes on; null for none. */
+export class Completion {
+  run = null;
 
-/** Returns path and body of the request that would be sent now. */
-export const completionRequest = () => ({ path: PATH, body: body() });
+  /** Returns path and body of the request that would be sent now; throws a FieldError. */
+  request() {
+    const prompt = byId("prompt").value;
+    const fields = { ...modelField(), prompt, max_tokens: MAX_COMPLETION_TOKENS, ...parameters(), stream: true };
+    fields.stream_options = { include_usage: true };
+    return { path: PATH, body: { ...fields, ...structure(), ...tokenFields({ logprobs: 5 }) } };
+  }
 
-/** Returns a run that replaces the text below the prompt. */
-export function completionRun() {
-  const text = new TokenText("Tokens of the answer; arrow keys go from one to the next");
-  const sent = body();
-  const run = new Run(PATH, sent, (choice) => {
-    const tokens = completionTokens(choice);
-    text.add(choice.text, tokens);
-    return tokens.length || Number(choice.text !== "");
-  });
-  const prompt = make("span", { class: "echo" }, sent.prompt);
-  text.element.prepend(prompt);
-  byId("completion-output").replaceChildren(text.element, run.summary);
-  return run;
+  /** Replaces the text below the prompt; returns when the generation has ended. */
+  async start() {
+    if (this.run || byId("prompt").value === "") return;
+    const text = new TokenText("Tokens of the answer; arrow keys go from one to the next");
+    const { body } = this.request();
+    this.run = new Run(PATH, body, (choice) => {
+      const tokens = completionTokens(choice);
+      text.add(choice.text, tokens);
+      return tokens.length || Number(choice.text !== "");
+    });
+    text.element.prepend(make("span", { class: "echo" }, body.prompt));
+    byId("completion-output").replaceChildren(text.element, this.run.summary);
+    this.onRunsChanged();
+    await this.run.finish();
+    if (this.run.error) showFieldError(this.run.error);
+    this.run = null;
+    this.onRunsChanged();
+  }
+
+  get isBusy() {
+    return this.run !== null;
+  }
+
+  stopAll() {
+    this.run?.stop();
+  }
 }

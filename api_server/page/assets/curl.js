@@ -1,7 +1,7 @@
 // The dialog with the curl command of a request. The command contains no key; it refers to an
 // environment variable.
 import { addressOf } from "./api.js";
-import { announce, byId, copyText } from "./dom.js";
+import { byId, copyButton } from "./dom.js";
 import { key } from "./key.js";
 
 /** Returns the shell command that sends this body. */
@@ -18,7 +18,6 @@ const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
 export function showCurl(path, body) {
   const text = byId("curl-text");
   text.value = commandFor(path, body);
-  byId("curl-copied").textContent = "";
   byId("curl-dialog").showModal();
   text.focus();
   text.select();
@@ -27,9 +26,7 @@ export function showCurl(path, body) {
 /** Sets up the dialog. */
 export function startCurl() {
   byId("curl-close").addEventListener("click", () => byId("curl-dialog").close());
-  byId("curl-copy").addEventListener("click", async () => {
-    await copyText(byId("curl-text").value);
-    byId("curl-copied").textContent = "Copied.";
-    announce("Copied.");
-  });
+  const copy = copyButton(() => byId("curl-text").value);
+  copy.className = "main copy";
+  byId("curl-close").before(copy);
 }

@@ -1,5 +1,7 @@
 // Creates elements; text from a server becomes a text node, never markup.
 
+const CONFIRM_MS = 1600;
+
 /** The element with an id. */
 export const byId = (id) => document.getElementById(id);
 
@@ -34,6 +36,52 @@ export async function copyText(text) {
     area.remove();
     focused?.focus();
   }
+}
+
+/** A button that copies a text, and says so on itself. text(): returns it. */
+export function copyButton(text) {
+  const button = make("button", { class: "plain copy", type: "button" }, "Copy");
+  let timer = null;
+  button.addEventListener("click", async () => {
+    await copyText(text());
+    announce("Copied.");
+    button.textContent = "Copied";
+    button.classList.add("done");
+    clearTimeout(timer);
+    timer = setTimeout(() => {
+      button.textContent = "Copy";
+      button.classList.remove("done");
+    }, CONFIRM_MS);
+  });
+  return button;
+}
+
+/** Asks for a short text in a dialog; returns null if the user cancels or leaves it empty. */
+export function askForText(question, value = "") {
+  const dialog = byId("text-dialog");
+  byId("text-title").textContent = question;
+  byId("text-input").value = value;
+  dialog.returnValue = "";
+  dialog.showModal();
+  byId("text-input").select();
+  return closed(dialog, () => byId("text-input").value.trim() || null);
+}
+
+/** Asks whether to do what cannot be undone. action: the word on the button. */
+export function askWhether(question, action) {
+  const dialog = byId("sure-dialog");
+  byId("sure-title").textContent = question;
+  byId("sure-yes").textContent = action;
+  dialog.returnValue = "";
+  dialog.showModal();
+  return closed(dialog, () => true);
+}
+
+function closed(dialog, answer) {
+  return new Promise((resolve) => {
+    const onClose = () => resolve(dialog.returnValue === "yes" ? answer() : null);
+    dialog.addEventListener("close", onClose, { once: true });
+  });
 }
 
 /** Places a hint near a box of the window, wholly inside the window. */

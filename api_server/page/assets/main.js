@@ -1,45 +1,60 @@
-// The start of the page: shows the model's name and sets up the parts.
-import { request } from "./api.js";
+// The start of the page: it is shown at once, then the store and the server's models fill it.
+import { Chat } from "./chat.js";
+import { Completion } from "./completion.js";
 import { startCurl } from "./curl.js";
-import { byId, figure } from "./dom.js";
+import { byId } from "./dom.js";
+import { History } from "./history.js";
 import { startKey } from "./key.js";
 import { LiveView } from "./live.js";
-import { showDefaults, startParameters } from "./parameters.js";
+import { showModels } from "./models.js";
+import { keepParameters, startParameters } from "./parameters.js";
 import { startPlayground } from "./playground.js";
-import { startTabs } from "./tabs.js";
-
-const RETRY_MS = 3000;
-let isAsking = false;
-
-/** Shows the name of the model; retries until the server responds. */
-async function showModel() {
-  if (isAsking) return;
-  isAsking = true;
-  const name = byId("model");
-  try {
-    const answer = await (await request("v1/models")).json();
-    const [model] = answer.data;
-    name.textContent = model.id;
-    name.title = `contexts of up to ${figure(model.max_model_len)} tokens`;
-    name.classList.remove("failed");
-    showDefaults(model.default_sampling_params);
-    document.title = `${model.id} · tokend`;
-  } catch (error) {
-    name.textContent = error.message;
-    name.classList.add("failed");
-    if (error.status !== 401) setTimeout(showModel, RETRY_MS);
-  } finally {
-    isAsking = false;
-  }
-}
+import { offerForms, startPooling } from "./pooling.js";
+import { Store } from "./store.js";
+import { Tabs } from "./tabs.js";
 
 const live = new LiveView();
+const store = new Store();
+const tabs = new Tabs((name, place) => {
+  live.show(name === "live");
+  if (name === "chat") showConversation(place);
+});
+const chat = new Chat(store, (id) => {
+  tabs.setPlace("chat", id ?? "");
+  past.showSoon();
+});
+const past = new History(store, chat);
+
+function showConversation(place) {
+  if (place) chat.show(place);
+  else if (chat.open.saved || chat.run) chat.showNew();
+}
+
+/** Offers the tabs of what the model can do. */
+function onModel({ supported_tasks: tasks }) {
+  offerForms(tasks);
+  const can = {
+    chat: tasks.includes("chat"),
+    completion: tasks.includes("generate"),
+    pooling: !tasks.includes("generate"),
+  };
+  tabs.offer([...Object.keys(can).filter((each) => can[each]), "live"]);
+  byId("message").dispatchEvent(new Event("input")); // its tokens can be counted now
+}
+
+store.onChange = ({ id, isRemoved }) => {
+  chat.refresh(id, isRemoved);
+  past.showSoon();
+};
 startKey(() => {
-  showModel();
+  showModels(onModel);
   live.reconnect();
 });
 startCurl();
 startParameters();
-startPlayground();
-startTabs((name) => live.show(name === "live"));
-showModel();
+startPooling();
+startPlayground(chat, new Completion(), () => past.markShown());
+tabs.start();
+past.show();
+keepParameters(store);
+showModels(onModel);

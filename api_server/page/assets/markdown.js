@@ -1,6 +1,7 @@
 // Answers as Markdown. The text of a model is not trusted: HTML in it stays text, images become links,
 // and what marked makes of the rest passes DOMPurify.
-import { announce, copyText, make } from "./dom.js";
+import { copyButton, make } from "./dom.js";
+import { mathRules, showMath } from "./math.js";
 import { DOMPurify, highlighter, Marked } from "./vendor.js";
 
 const SANITIZER = {
@@ -22,6 +23,7 @@ const escaped = (text) =>
   text.replace(/[&<>"']/g, (character) => `&#${character.charCodeAt(0)};`);
 
 const marked = new Marked({
+  extensions: mathRules(escaped),
   gfm: true,
   breaks: true,
   renderer: {
@@ -34,6 +36,11 @@ const marked = new Marked({
       return `<pre class="${escaped(name)}"><code>${code}</code></pre>`;
     },
   },
+});
+
+/** Shows the hint of a table while it is wider than its box. */
+const widths = new ResizeObserver((entries) => {
+  for (const { target } of entries) target.nextSibling.hidden = target.scrollWidth <= target.clientWidth;
 });
 
 /** An answer that grows. Blocks of Markdown that did not change keep their elements. */
@@ -52,6 +59,12 @@ export class MarkdownText {
     if (this.timer !== null) return;
     if (this.text === text) this.#render();
     else this.timer = setTimeout(() => this.#render(), this.pause);
+  }
+
+  /** Shows another text instead. */
+  set(text) {
+    this.text = text;
+    this.finish();
   }
 
   /** Shows the whole answer; a link may be defined after the block that uses it. */
@@ -92,18 +105,17 @@ function nodesOf(token) {
   for (const table of fragment.querySelectorAll("table")) {
     const scroller = make("div", { class: "scroller", role: "region", "aria-label": "Table" });
     scroller.tabIndex = 0;
-    table.replaceWith(scroller);
+    const hint = make("p", { class: "scroll-hint", hidden: true }, "Scroll sideways for more →");
+    table.replaceWith(make("div", {}, scroller, hint));
     scroller.append(table);
+    widths.observe(scroller);
   }
+  for (const formula of fragment.querySelectorAll(".math")) showMath(formula);
   for (const code of fragment.querySelectorAll("pre")) {
     const box = make("div", { class: "code" });
     code.replaceWith(box);
     code.tabIndex = 0;
-    const copy = make("button", { class: "plain", type: "button" }, "Copy");
-    copy.addEventListener("click", async () => {
-      await copyText(code.textContent);
-      announce("Copied.");
-    });
+    const copy = copyButton(() => code.textContent);
     box.append(make("div", { class: "code-head" }, make("span", {}, code.className), copy), code);
     code.className = "";
   }

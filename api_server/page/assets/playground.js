@@ -1,67 +1,84 @@
-// What the Chat and Completion tabs share: the buttons, the keys, and the scrolling. Each tab has at most
-// one generation; both can generate at the same time.
-import { chatRequest, chatRun, forgetTurns } from "./chat.js";
-import { completionRequest, completionRun } from "./completion.js";
+// What the Chat and Completion tabs share: the buttons, the keys, and the scrolling. Both can generate at
+// the same time.
 import { showCurl } from "./curl.js";
-import { byId } from "./dom.js";
+import { announce, byId } from "./dom.js";
+import { showFieldError } from "./parameters.js";
 import { hideTokenHint } from "./tokens.js";
 
 const AT_END_PX = 40;
 
-/** A tab that generates. output: the element that grows; scroller: the one that scrolls it. */
+/**
+ * A tab that generates. generator: has run (of what the tab shows; null for none), isBusy, request(), start()
+ * and stopAll(), and calls onRunsChanged(). output: the element that grows; scroller: the one that scrolls it.
+ */
 class Playground {
-  constructor(name, { makeRun, makeRequest, output, scroller }) {
+  constructor(name, generator, output, scroller, onRunsChanged) {
     this.name = name;
     this.form = byId(`${name}-form`);
-    this.makeRun = makeRun;
-    this.run = null;
+    this.generator = generator;
     this.follower = new Follower(output, scroller);
+    generator.onRunsChanged = () => {
+      this.#show();
+      onRunsChanged();
+    };
+    generator.follow = () => this.follower.start();
     this.form.addEventListener("submit", (event) => {
       event.preventDefault();
-      this.#start();
+      this.#try(() => this.#start());
     });
     this.form.addEventListener("keydown", submitByKey);
-    this.#button("curl").addEventListener("click", () => {
-      const { path, body } = makeRequest();
-      showCurl(path, body);
-    });
+    this.#button("curl").addEventListener("click", () =>
+      this.#try(() => {
+        const { path, body } = generator.request();
+        showCurl(path, body);
+      }),
+    );
     this.#button("stop").addEventListener("click", () => this.stop());
-    this.#show(false);
+    this.#show();
   }
 
-  /** Aborts the generation, if there is one. */
+  /** Aborts the generation that the tab shows, if there is one. */
   stop() {
-    this.run?.stop();
+    this.generator.run?.stop();
   }
 
-  async #start() {
-    const input = this.form.querySelector("textarea");
-    if (this.run || input.value === "") {
-      input.focus();
+  #start() {
+    hideTokenHint(); // of a token that the run replaces
+    if (this.generator.run || this.form.querySelector("textarea").value === "") {
+      this.form.querySelector("textarea").focus();
       return;
     }
-    hideTokenHint(); // of a token that the run replaces
-    this.run = this.makeRun();
-    this.#show(true);
+    const ended = this.generator.start();
     this.follower.start();
-    await this.run.finish();
-    this.run.over?.();
-    this.run = null;
-    this.#show(false);
+    ended.catch((error) => this.#report(error));
+  }
+
+  #try(action) {
+    try {
+      action();
+    } catch (error) {
+      this.#report(error);
+    }
+  }
+
+  #report(error) {
+    if (!showFieldError(error)) throw error;
+    announce(`Error: ${error.message}`);
   }
 
   #button(action) {
     return this.form.querySelector(`[data-action=${action}]`);
   }
 
-  #show(running) {
+  #show() {
+    const running = this.generator.run !== null;
     const [run, stop] = [this.#button("run"), this.#button("stop")];
     const focused = document.activeElement;
     run.hidden = running;
     stop.hidden = !running;
     if (running && focused === run) stop.focus();
     if (!running && focused === stop) run.focus();
-    byId(`tab-${this.name}`).classList.toggle("running", running);
+    byId(`tab-${this.name}`).classList.toggle("running", this.generator.isBusy);
     byId("busy").hidden = document.querySelector(".tabs .running") === null;
   }
 }
@@ -107,31 +124,18 @@ function submitByKey(event) {
   event.target.form.requestSubmit();
 }
 
-/** Sets up both tabs. */
-export function startPlayground() {
-  const chat = new Playground("chat", {
-    makeRun: chatRun,
-    makeRequest: chatRequest,
-    output: byId("turns"),
-    scroller: byId("chat-scroller"),
-  });
-  const completion = new Playground("completion", {
-    makeRun: completionRun,
-    makeRequest: completionRequest,
-    output: byId("completion-output"),
-    scroller: document.scrollingElement,
-  });
-  byId("chat-new").addEventListener("click", () => {
-    chat.stop();
-    forgetTurns();
-    byId("message").focus();
-  });
+/** Sets up both tabs. chat, completion: their generators. onRunsChanged: called when one begins or ends. */
+export function startPlayground(chat, completion, onRunsChanged) {
+  const tabs = [
+    new Playground("chat", chat, byId("turns"), byId("chat-scroller"), onRunsChanged),
+    new Playground("completion", completion, byId("completion-output"), document.scrollingElement, onRunsChanged),
+  ];
   byId("busy").addEventListener("click", () => {
-    for (const each of [chat, completion]) each.stop();
+    for (const each of [chat, completion]) each.stopAll();
   });
   addEventListener("keydown", (event) => {
-    if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
+    if (event.key !== "Escape" || event.defaultPrevented || document.querySelector("dialog[open]")) return;
     hideTokenHint();
-    for (const each of [chat, completion]) if (document.body.dataset.tab === each.name) each.stop();
+    for (const each of tabs) if (document.body.dataset.tab === each.name) each.stop();
   });
 }

@@ -1,23 +1,31 @@
-// One generation from the click to its last token: the stream, its abort, its duration and the summary
-// line. The caller interprets the chunks and shows the text.
+// One generation from the click to its last token: the stream, its abort, its figures, and the line that
+// shows them. The caller interprets the chunks and shows the text.
 import { generate } from "./api.js";
 import { announce, duration, figure, make } from "./dom.js";
 
-const REASONS = {
-  stop: "ended by itself",
-  abort: "ended by an operator",
+const ENDINGS = {
+  stop: "complete",
+  abort: "ended by the server's operator",
   repetition: "ended because it repeated itself",
-  tool_calls: "called a tool",
+  tool_calls: "waits for the result of a tool",
+  stopped: "stopped by you",
+  interrupted: "interrupted: the page was closed",
+  failed: "ended by an error",
 };
+export const GUESSED_AHEAD =
+  "The server guessed these tokens before the model computed them, and the model confirmed the guess (speculative decoding). It makes answers faster, not different.";
 
 /** A generation. onChoice(choice) gets each choice of a chunk, and returns its number of tokens. */
 export class Run {
   constructor(path, body, onChoice) {
     this.path = path;
     this.body = body;
-    this.summary = make("p", { class: "summary" });
     this.stopped = new AbortController();
     this.onChoice = onChoice;
+    this.summary = make("p", { class: "summary" });
+    this.stats = { output: 0, guessed: 0 };
+    this.ending = null; // finish_reason, stopped, or failed
+    this.error = null; // of a failed one: a ServerError
   }
 
   /** Closes the connection, which aborts the request in the engine. */
@@ -25,76 +33,82 @@ export class Run {
     this.stopped.abort();
   }
 
-  /** Reads the stream; returns whether it is complete. Errors appear in the summary. */
+  /** Reads the stream to its end; then `ending`, `error` and `stats` are set. */
   async finish() {
     this.begin = performance.now();
-    this.numTokens = this.numDrafted = 0;
     this.summary.textContent = "Waiting for the first token …";
     announce("Generating.");
     try {
       for await (const chunk of generate(this.path, this.body, this.stopped.signal)) {
         this.#processChunk(chunk);
       }
-      this.#summarize(this.#ending());
-      return true;
+      this.ending = endingOf(this.reason, this.body);
     } catch (error) {
-      if (error.name === "AbortError") this.#summarize("stopped");
-      else this.#fail(error);
-      return false;
+      this.ending = error.name === "AbortError" ? "stopped" : "failed";
+      if (this.ending === "failed") this.error = error;
     }
-  }
-
-  #ending() {
-    if (this.reason === "length") {
-      return this.body.max_tokens ? "reached max_tokens" : "reached the end of the context";
-    }
-    return REASONS[this.reason] ?? this.reason ?? "ended";
+    showSummary(this.summary, this.stats, this.ending, this.error && errorWords(this.error));
+    const words = this.error ? `Error: ${this.error.message}` : endingWords(this.ending);
+    announce(`${figure(this.stats.output)} tokens, ${words}.`);
   }
 
   #processChunk(chunk) {
-    if (chunk.usage) this.usage = chunk.usage;
+    const { stats } = this;
+    if (chunk.usage) {
+      stats.prompt = chunk.usage.prompt_tokens;
+      stats.cached = chunk.usage.prompt_tokens_details?.cached_tokens ?? 0;
+      stats.output = chunk.usage.completion_tokens;
+    }
     for (const choice of chunk.choices) {
       const number = this.onChoice(choice);
       this.reason = choice.finish_reason ?? this.reason;
-      this.numDrafted += (choice.accepted_drafts ?? []).filter(Boolean).length;
+      stats.guessed += (choice.accepted_drafts ?? []).filter(Boolean).length;
       if (!number) continue;
-      this.last = performance.now();
-      this.first ??= this.last;
-      this.numTokens += number;
-      this.#summarize("");
+      const now = performance.now();
+      stats.firstMs ??= now - this.begin;
+      stats.restMs = now - this.begin - stats.firstMs;
+      stats.output += number;
     }
+    showSummary(this.summary, stats, null);
   }
+}
 
-  #summarize(ending) {
-    const output = this.usage?.completion_tokens ?? this.numTokens;
-    const entries = [];
-    if (this.usage) {
-      const cached = this.usage.prompt_tokens_details?.cached_tokens ?? 0;
-      const from = cached ? ` (${figure(cached)} cached)` : "";
-      entries.push(["prompt", `${figure(this.usage.prompt_tokens)}${from}`]);
-    }
-    entries.push(["output", `${figure(output)} tokens`]);
-    if (this.numDrafted) {
-      const drafts = `${figure(this.numDrafted)} accepted ${this.numDrafted === 1 ? "draft" : "drafts"}`;
-      entries.push(["of these", make("span", { class: "drafted" }, drafts)]);
-    }
-    if (this.first !== undefined) entries.push(["first token", duration(this.first - this.begin)]);
-    if (this.last > this.first) {
-      const rate = ((output - 1) * 1000) / (this.last - this.first);
-      entries.push(["speed", `${figure(rate)} tokens/s`]);
-    }
-    const parts = entries.map(([name, value]) =>
-      make("span", {}, make("span", { class: "name" }, `${name} `), value),
-    );
-    if (ending) parts.push(make("span", { class: "ending" }, ending));
-    this.summary.replaceChildren(...parts);
-    if (ending) announce(`${figure(output)} tokens, ${ending}.`);
-  }
+/** What ended an answer; of one that was cut, by what. */
+const endingOf = (reason, body) =>
+  reason === "length" ? (body.max_tokens ? "max_tokens" : "context") : (reason ?? "stop");
 
-  #fail(error) {
-    const status = error.status ? `${error.status}: ` : "";
-    this.summary.replaceChildren(make("span", { class: "error" }, status + error.message));
-    this.summary.classList.add("failed");
-    announce(`Error: ${error.message}`);
+/** Whether an answer ended before the model was done, so that it can be continued. */
+export const isCut = (ending) =>
+  ["max_tokens", "context", "stopped", "interrupted", "failed", "abort"].includes(ending);
+
+function endingWords(ending) {
+  if (ending === "max_tokens") return "cut at Max tokens";
+  if (ending === "context") return "cut at the end of the context";
+  return ENDINGS[ending] ?? ending;
+}
+
+/** The words of a failed request: its HTTP status and the server's message. */
+export const errorWords = (error) => (error.status ? `${error.status}: ${error.message}` : error.message);
+
+/** Shows the figures of an answer in its line. ending: null while it is generated. error: words; "" for none. */
+export function showSummary(line, stats, ending, error = "") {
+  const parts = [];
+  const add = (name, ...value) =>
+    parts.push(make("span", {}, make("span", { class: "name" }, `${name} `), ...value));
+  if (stats?.prompt !== undefined) {
+    const from = stats.cached ? ` (${figure(stats.cached)} of them from the cache)` : "";
+    add("prompt", `${figure(stats.prompt)} tokens${from}`);
   }
+  if (stats?.output) {
+    const guessed = stats.guessed
+      ? [", ", make("span", { class: "drafted", title: GUESSED_AHEAD }, `${figure(stats.guessed)} guessed ahead`)]
+      : [];
+    add(stats.isContinued ? "continuation" : "answer", `${figure(stats.output)} ${stats.output === 1 ? "token" : "tokens"}`, ...guessed);
+  }
+  if (stats?.firstMs !== undefined) add("first token after", duration(stats.firstMs));
+  if (stats?.restMs > 0) add("speed", `${figure(((stats.output - 1) * 1000) / stats.restMs)} tokens/s`);
+  if (error) parts.push(make("span", { class: "error" }, error));
+  else if (ending) parts.push(make("span", { class: "ending" }, endingWords(ending)));
+  line.classList.toggle("failed", error !== "" && error !== null);
+  line.replaceChildren(...parts);
 }

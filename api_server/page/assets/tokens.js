@@ -5,7 +5,7 @@ import { make, placeNear } from "./dom.js";
 const hint = make("div", { class: "hint token-hint", role: "tooltip", id: "token-hint" });
 hint.hidden = true;
 
-const DRAFTED = "accepted draft";
+const DRAFTED = "guessed ahead";
 
 /** Hides the hint. */
 export const hideTokenHint = () => (hint.hidden = true);
@@ -55,7 +55,7 @@ export class TokenText {
     const span = target.closest?.(".token");
     if (!span) return;
     hint.replaceChildren(...span.tokens.flatMap(describe));
-    (document.querySelector("dialog[open]") ?? document.body).append(hint);
+    document.querySelector("dialog[open], main").append(hint);
     placeNear(hint, span.getClientRects()[0] ?? span.getBoundingClientRect());
     span.setAttribute("aria-describedby", hint.id);
   }

@@ -1,9 +1,9 @@
-// Bundles entry.js into ../assets/vendor.js and writes the licences of its modules beside it.
+// Bundles entry.js into ../assets/vendor.js, entry-math.js into vendor-math.js, and writes the licences of its modules beside it.
 import { readFileSync, writeFileSync } from "node:fs";
 import { build } from "esbuild";
 
 const ASSETS = "../assets/";
-const MODULES = ["dompurify", "highlight.js", "marked"];
+const MODULES = ["dompurify", "highlight.js", "marked", "temml"];
 
 const modules = MODULES.map((name) => {
   const folder = `node_modules/${name}/`;
@@ -12,8 +12,8 @@ const modules = MODULES.map((name) => {
 });
 
 await build({
-  entryPoints: ["entry.js"],
-  outfile: `${ASSETS}vendor.js`,
+  entryPoints: { vendor: "entry.js", "vendor-math": "entry-math.js" },
+  outdir: ASSETS,
   bundle: true,
   format: "esm",
   minify: true,
@@ -21,6 +21,12 @@ await build({
   legalComments: "none", // the licences are in vendor-licenses.txt
   banner: { js: `/* ${modules.map((each) => each.title).join(", ")}; vendor-licenses.txt */` },
 });
+// The style sheet of Temml for the mathematical fonts of the system: no font is loaded.
+const style = readFileSync("node_modules/temml/dist/Temml-Local.css", "utf8")
+  .replace(/@font-face\s*{[^}]*}/, "")
+  .replace(/\/\*[^]*?\*\//g, "")
+  .replace(/\n\s*\n/g, "\n");
+writeFileSync(`${ASSETS}vendor-math.css`, `/* ${modules.at(-1).title}; vendor-licenses.txt */\n${style.trim()}\n`);
 writeFileSync(
   `${ASSETS}vendor-licenses.txt`,
   modules.map(({ title, text }) => `${title}\n\n${text.trim()}\n`).join(`\n${"-".repeat(72)}\n\n`),

@@ -9,6 +9,9 @@ class Timeline {
     const { columns, numRows } = view.trace;
     this.view = view;
     this.first = firstSegments(columns.segment_row, numRows);
+    const { requests, jobs } = view.trace.about;
+    this.names = requests.map((name, row) => jobs[row] || name);
+    fitLabels(this.names);
   }
 
   draw(canvas) {
@@ -107,7 +110,7 @@ class Timeline {
   }
 
   #labels(pen, tall, size) {
-    const { view } = this, { requests, jobs } = view.trace.about, { shown, top } = view;
+    const { view, names } = this, { shown, top } = view;
     const [from, to] = this.#visible();
     const every = Math.max(Math.ceil(14 / size), 1);
     pen.fillStyle = colour("soft");
@@ -116,10 +119,17 @@ class Timeline {
     for (let place = Math.ceil(from / every) * every; place < to; place += every) {
       const row = shown[place], y = (place - top + 0.5) * size;
       if (y < 5 || y > tall - 5) continue;
-      const name = jobs[row] || requests[row];
-      pen.fillText(name.length > 10 ? `${name.slice(0, 9)}…` : name, LEFT - 6, y);
+      pen.fillText(fitting(pen, names[row], LEFT - 10), LEFT - 6, y);
     }
   }
+}
+
+// A text that is at most as wide; of a longer one its end, which differs from row to row.
+function fitting(pen, text, width) {
+  if (pen.measureText(text).width <= width) return text;
+  let kept = text.length;
+  while (kept > 1 && pen.measureText(`…${text.slice(-kept)}`).width > width) kept--;
+  return `…${text.slice(-kept)}`;
 }
 
 // #rrggbb as a little-endian pixel.

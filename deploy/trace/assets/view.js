@@ -1,6 +1,8 @@
 // What is looked at: a stretch of time and a stretch of rows, and how they become pixels.
 
-const LEFT = 64, RIGHT = 10, AXIS = 18, FEWEST_ROWS = 10;
+let LEFT = 64;   // for the labels; see fitLabels
+const RIGHT = 10, AXIS = 18, FEWEST_ROWS = 10;
+const FONT = "11px system-ui, sans-serif";
 
 class View {
   constructor(trace) {
@@ -130,6 +132,16 @@ function lastMoments({ columns, numRows }) {
 }
 
 // A canvas in device pixels, cleared, whose units are those of the page.
+// Makes the space for labels as wide as the longest of these names, at most a third of the window.
+function fitLabels(names) {
+  const longest = names.reduce((one, other) => (other.length > one.length ? other : one), "");
+  const pen = document.createElement("canvas").getContext("2d");
+  pen.font = FONT;
+  const wide = Math.ceil(pen.measureText(longest).width) + 14;
+  LEFT = Math.round(Math.min(Math.max(wide, 64), Math.max(innerWidth / 3, 64)));
+  document.documentElement.style.setProperty("--left", `${LEFT}px`);
+}
+
 function begin(canvas) {
   const ratio = window.devicePixelRatio || 1;
   const width = canvas.clientWidth, height = canvas.clientHeight;
@@ -140,7 +152,7 @@ function begin(canvas) {
   const pen = canvas.getContext("2d");
   pen.setTransform(ratio, 0, 0, ratio, 0, 0);
   pen.clearRect(0, 0, width, height);
-  pen.font = "11px system-ui, sans-serif";
+  pen.font = FONT;
   return { pen, width, height };
 }
 

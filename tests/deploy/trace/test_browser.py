@@ -123,6 +123,39 @@ def test_wheel_drag_and_buttons(small: Shown) -> None:
     assert again[1] - again[0] == pytest.approx((end - start) / 2)
 
 
+def test_names_and_the_placeholder_are_not_cut(small: Shown) -> None:
+    """Record what is written on the canvas while all labels, with a long one, are drawn again."""
+    small.page.evaluate(
+        """() => {
+            fitLabels([...document.title.split(" "), "a-session-with-a-long-name"]);
+            const pen = document.createElement("canvas").getContext("2d");
+            pen.font = FONT;
+            window.fits = pen.measureText("a-session-with-a-long-name").width <= LEFT - 10;
+            window.written = new Set();
+            const write = CanvasRenderingContext2D.prototype.fillText;
+            CanvasRenderingContext2D.prototype.fillText = function (text, ...place) {
+                window.written.add(text);
+                return write.call(this, text, ...place);
+            };
+        }"""
+    )
+    small.point(0.5, 0.2)
+    small.page.mouse.wheel(0, -120)
+    small.numbers("data-span")
+    written = small.page.evaluate("[...window.written]")
+    assert [each for each in written if "…" in each] == []
+    assert "102/0" in written
+    assert small.page.evaluate("window.fits")
+    room = """(field) => {
+        const pen = document.createElement("canvas").getContext("2d");
+        const style = getComputedStyle(field);
+        pen.font = style.font;
+        const inner = field.clientWidth - parseFloat(style.paddingLeft) * 2;
+        return inner - pen.measureText(field.placeholder).width;
+    }"""
+    assert small.page.eval_on_selector("#find", room) >= 0
+
+
 def test_keyboard_navigation(small: Shown) -> None:
     page = small.page
     for _ in range(20):

@@ -67,6 +67,7 @@ def test_a_sequence_holds_its_state_and_that_at_the_last_end_of_a_block(manager)
     assert states_of(manager, request)[1] == at_h
     requests.decode(request, "m")
     assert [slot > 0 for slot in states_of(manager, request)] == [False, False, True, True]
+    assert manager.num_states == (8, 2)
 
 
 def test_a_hit_ends_with_a_state_and_earlier_entries_are_null(manager):

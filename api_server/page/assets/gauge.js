@@ -1,0 +1,56 @@
+// The gauge below a chat: the tokens of the next request, counted by the server, against the context.
+import { request } from "./api.js";
+import { byId, figure } from "./dom.js";
+import { model, modelField } from "./models.js";
+
+const PAUSE_MS = 400;
+let timer = null;
+let counting = new AbortController();
+
+/** Counts soon. fields(): returns those of /tokenize; null if there is nothing to count. */
+export function countTokens(fields) {
+  clearTimeout(timer);
+  counting.abort();
+  timer = setTimeout(() => count(fields), PAUSE_MS);
+}
+
+async function count(fields) {
+  if (!model()) return;
+  const wanted = fields();
+  if (wanted === null) {
+    showTokens(0);
+    return;
+  }
+  counting = new AbortController();
+  try {
+    const response = await request("tokenize", {
+      method: "POST",
+      headers: { "Content-Type": "application/json" },
+      body: JSON.stringify({ ...modelField(), ...wanted }),
+      signal: counting.signal,
+    });
+    showTokens((await response.json()).count);
+  } catch (error) {
+    if (error.name === "AbortError") return;
+    if (error.param === "messages" && error.status === 400) showTokens(Infinity); // longer than is counted
+    else byId("gauge").hidden = true; // the request itself will say why
+  }
+}
+
+/** Shows a number of tokens that is known, as from the usage of an answer. */
+export function showTokens(number) {
+  if (!model()) return;
+  const limit = model().max_model_len;
+  const gauge = byId("gauge");
+  const isFull = number >= limit;
+  byId("gauge-bar").style.setProperty("--part", String(Math.min(1, number / limit)));
+  byId("gauge-words").textContent = Number.isFinite(number)
+    ? `${figure(number)} of ${figure(limit)} tokens`
+    : `far more than ${figure(limit)} tokens`;
+  gauge.classList.toggle("full", isFull);
+  gauge.title = isFull
+    ? "The conversation is longer than the context of the model: delete turns or begin a new chat."
+    : "What the model reads with the next message, of what it can read and write at once. Counted by the server.";
+  gauge.setAttribute("aria-label", `Context: ${byId("gauge-words").textContent}${isFull ? ", full" : ""}`);
+  gauge.hidden = false;
+}
