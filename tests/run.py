@@ -118,7 +118,7 @@ SUITES = (
     Suite("browser", "the page at / and the page of a trace, in headless Chromium", 600, 180),
     Suite(
         "settings",
-        "the real daemon with other settings: beams, choices, sessions, tenants, reload, drain, hub",
+        "the real daemon with other settings: beams, sessions, tenants, reload, drain, downloads",
         *(1200, 300),
     ),
     Suite("chaos", "killed, hung and overloaded processes: no request is lost", 1200, 300),
