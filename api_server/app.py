@@ -47,7 +47,7 @@ def create_app(app_state: AppState) -> FastAPI:
         system.router,
         admin.router,
     ]
-    files = page_files() if app_state.config.page else []
+    files = page_files() if app_state.config.page else ()
     if app_state.config.page:
         routers += [live_view.router, live_view.page_router(files)]
     for router in (*routers, system.no_websocket_router):

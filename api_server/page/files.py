@@ -6,6 +6,7 @@ They contain no secrets, so their routes need no key.
 import gzip
 import hashlib
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -66,9 +67,10 @@ class PageFile:
         }
 
 
-def page_files() -> list[PageFile]:
+@cache
+def page_files() -> tuple[PageFile, ...]:
     """Read all files: the page at `/`, the API's at `/docs`, and what they load, in `/page/`."""
-    return [_read(path) for path in sorted(ASSETS.iterdir()) if path.suffix in _MEDIA_TYPES]
+    return tuple(_read(path) for path in sorted(ASSETS.iterdir()) if path.suffix in _MEDIA_TYPES)
 
 
 def _read(path: Path) -> PageFile:

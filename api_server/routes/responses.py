@@ -281,7 +281,7 @@ async def conversation(
             "input",
         )
     client = CLIENT.get()
-    client.body_size = max(client.body_size, history.num_bytes)  # further work is on all items
+    client.count_body(max(client.body_size, history.num_bytes))  # further work is on all items
     return history
 
 

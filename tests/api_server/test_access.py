@@ -45,7 +45,7 @@ def test_the_table_has_all_operators_routes_and_only_routes_that_exist() -> None
     assert len(listed) == len(set(listed))
     page = {each.path for each in page_files()}
     existing = paths_of(admin.router) | paths_of(system.router) | paths_of(live_view.router)
-    assert set(listed) <= existing | {"/", "/page/…"}
+    assert set(listed) <= existing | {"/", "/docs", "/page/…"}
     assert {access_of(path) for path in page} == {PAGE}
     assert access_of("/view/events") is LIVE_VIEW
 

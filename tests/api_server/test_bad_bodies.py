@@ -128,16 +128,16 @@ async def test_large_headers(start, scripted):
 async def test_a_disconnect_during_an_upload_is_not_an_error(start, scripted, caplog, monkeypatch):
     async with start(scripted("!")) as front_end:
         reading, left = asyncio.Event(), asyncio.Event()
-        read = completions.read_fields
+        read = completions.read_request
 
-        async def watched(request, ignored, parse):
+        async def watched(*args):
             reading.set()
             try:
-                return await read(request, ignored, parse)
+                return await read(*args)
             finally:
                 left.set()
 
-        monkeypatch.setattr(completions, "read_fields", watched)
+        monkeypatch.setattr(completions, "read_request", watched)
         _, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(front_end.url).port)
         writer.write(UPLOAD)
         await writer.drain()

@@ -305,6 +305,7 @@ async def client_of(
     run_dir: str, model: PreparedModel, path: str
 ) -> AsyncIterator[httpx.AsyncClient]:
     config = FrontEndConfig(
+        admin_api_key="k",
         disable_log_requests=True,
         reasoning_parser="auto" if path.endswith("compact") else "qwen3",
         tool_call_parser="hermes",
@@ -325,7 +326,9 @@ async def client_of(
             )
             stack.callback(asyncio.create_task(answer_all(front_end)).cancel)
         transport = httpx.ASGITransport(front_end.app, raise_app_exceptions=False)
-        yield httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
+        yield httpx.AsyncClient(
+            transport=transport, base_url="http://127.0.0.1", headers={"x-api-key": "k"}
+        )
 
 
 def fields_of(path: str) -> list[str]:

@@ -149,7 +149,7 @@ async def test_a_bug_is_a_500_of_its_route(start, monkeypatch):
     def broken(*_args: object, **_fields: object) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(completions, "parse", broken)
+    monkeypatch.setattr(completions, "read_request", broken)
     async with start() as front_end:
         await front_end.complete()
         found = await samples(front_end)

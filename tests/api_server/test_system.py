@@ -167,7 +167,7 @@ async def test_a_bug_is_a_500_without_details(start, monkeypatch, caplog):
     def broken(*_args, **_fields):
         raise RuntimeError("/secret/path 0x7f00")
 
-    monkeypatch.setattr(completions, "parse", broken)
+    monkeypatch.setattr(completions, "read_request", broken)
     async with start() as front_end:
         response = await front_end.complete()
         assert response.status_code == 500

@@ -199,6 +199,6 @@ def test_the_endpoint_is_a_url():
 
 def test_without_the_packages_the_flag_is_an_error(monkeypatch):
     monkeypatch.setattr(serve, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"tokend\[otel\]"):
+    with pytest.raises(ConfigError, match=r"pip install .*opentelemetry-sdk"):
         serve._check_tracing(ServeConfig(frontend=TRACED))
     serve._check_tracing(ServeConfig())

@@ -205,7 +205,16 @@ def test_every_dependency_is_packed_or_preinstalled() -> None:
     there = {"httpx", "jinja2", "numpy", "prometheus-client", "pyyaml", "rich", "safetensors"}
     there |= {"tokenizers", "torch", "transformers", "uvloop"}
     # What those need themselves, or pytest.
-    there |= {"anyio", "click", "h11", "packaging", "requests", "tqdm", "typing-extensions"}
+    there |= {
+        "anyio",
+        "click",
+        "h11",
+        "huggingface-hub",
+        "packaging",
+        "requests",
+        "tqdm",
+        "typing-extensions",
+    }
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = {_name_of(each) for each in project["dependencies"]}
     needed |= {_name_of(each) for each in project["optional-dependencies"]["gpu"]}

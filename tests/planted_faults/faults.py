@@ -603,8 +603,8 @@ API_SERVER = (
     Fault(
         "drain_takes_new_requests",
         "api_server/http/middleware.py",
-        "        elif app_state.health.draining:\n",
-        "        elif False:\n",
+        "            app_state.health.check_takes_requests()\n",
+        "            pass\n",
         "A daemon that drains accepts new requests and aborts them at its timeout.",
         ("tests/api_server/test_drain.py",),
     ),

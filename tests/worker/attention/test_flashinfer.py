@@ -310,7 +310,7 @@ def test_unsupported_dtypes_and_heads_are_a_config_error(
 
 def test_a_missing_library_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flashinfer, "installed_version", lambda: None)
-    with pytest.raises(ConfigError, match=r"tokend\[gpu\]"):
+    with pytest.raises(ConfigError, match=r"pip install .*flashinfer-python"):
         flashinfer.load_library()
 
 
