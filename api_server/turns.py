@@ -52,8 +52,8 @@ class Client:
     If it is ended because there are too many, it is waiting, and its wait ends with the error.
 
     tenant: as in `http/tenants.py`. begin_upload: by default, the bodies of this client are counted
-    alone. body_size: bytes of the request's body or message, or
-    of the conversation that it continues.
+    alone. body_size: bytes of the request's body or message, or of the conversation that it
+    continues.
     """
 
     def __init__(
