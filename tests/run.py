@@ -90,7 +90,7 @@ SUITES = (
     Suite(
         "quick",
         "unit tests of all parts except the engine: no daemon, no real model",
-        *(720, 120),
+        *(840, 120),
         environment=ONE_THREAD,
         in_test=True,
     ),

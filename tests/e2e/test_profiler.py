@@ -6,10 +6,13 @@ import signal
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.e2e.daemon import Daemon, eventually
 from tests.e2e.test_surroundings import completes
 from tests.fakes.lifecycle_messages import profiler_config
+
+pytestmark = pytest.mark.suite("settings")
 
 
 def test_profiles_of_all_processes(tmp_path: Path) -> None:

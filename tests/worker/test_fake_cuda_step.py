@@ -110,6 +110,7 @@ def test_experts_on_hopper_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     assert num_rows
 
 
+@pytest.mark.suite("rehearsal")
 def test_the_stored_operators_are_those_of_all_families() -> None:
     found = {each["architectures"][0] for each in FAMILIES.values()}
     on_cpus_only = ("qwen3next", "qwen35", "qwen35moe")

@@ -43,6 +43,8 @@ from worker.model_runner import ModelRunner, SyncModelRunner
 from worker.models.decoder import Decoder
 from worker.runner_builder import create_drafter
 from worker.sampling.sampler import Sampler
+
+pytestmark = pytest.mark.suite("rehearsal")
 from worker.sampling.torch_backend import TorchBackend
 from worker.speculation.draft_sampler import DeviceDraftDraw, DraftDraws, HostDraw
 from worker.speculation.draft_settings import draft_cache
