@@ -43,13 +43,13 @@ from worker.model_runner import ModelRunner, SyncModelRunner
 from worker.models.decoder import Decoder
 from worker.runner_builder import create_drafter
 from worker.sampling.sampler import Sampler
-
-pytestmark = pytest.mark.suite("rehearsal")
 from worker.sampling.torch_backend import TorchBackend
 from worker.speculation.draft_sampler import DeviceDraftDraw, DraftDraws, HostDraw
 from worker.speculation.draft_settings import draft_cache
 from worker.speculation.drafter import DraftedModel, Drafter
 from worker.speculation.eagle_head import load_head, read_head
+
+pytestmark = pytest.mark.suite("rehearsal")
 
 PARAMS = [*EDITS, *REQUEST_PARAMS[1:5]]
 STEP_TOKENS = 16
