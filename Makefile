@@ -93,7 +93,7 @@ KERNELS := engine_core/build_native.py engine_core/build_compiled.py worker/buil
 	$(wildcard engine_core/csrc/*.c) $(shell find worker/csrc -name "*.cpp" -o -name "*.h")
 
 $(VENV)/installed: $(VENV)/torch pyproject.toml setup.py $(KERNELS)
-	@echo "compiling the kernels for this CPU (a minute or two; once)"
+	@echo "compiling the kernels for this CPU (some minutes; once)"
 	@$(BIN)/python engine_core/build_native.py >/dev/null || true
 	@$(BIN)/python worker/build_kernels.py --here >/dev/null
 	@echo "installing what tokend needs, compiling its scheduler (some minutes; once)"
