@@ -11,7 +11,7 @@ from deploy.supervisor.processes import Child
 from proto.lifecycle import DrainProgress
 
 _COUNT_SECONDS: Final = 0.2
-"""Time for front ends to count their requests before the operator is told without a number."""
+"""Time for front ends to report their counts; after it the drain's message has no number."""
 
 
 class RequestDrain:

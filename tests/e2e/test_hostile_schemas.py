@@ -55,7 +55,7 @@ def ways_to_send(schema: Any) -> list[tuple[str, dict[str, Any]]]:
 def send_all(
     daemon: Daemon, requests: list[tuple[str, dict[str, Any]]], clients: int = CLIENTS
 ) -> list[str]:
-    """Send requests, at most so many at once. Return the answers without text and named field."""
+    """Send requests from several threads; return answers that are errors and name no field."""
     with httpx.Client(timeout=60) as client, ThreadPoolExecutor(clients) as pool:
 
         def send(request: tuple[str, dict[str, Any]]) -> str:
