@@ -17,7 +17,7 @@ from deploy.models.store import prepared_draft_model
 from proto.config import SpeculationConfig
 from proto.errors import ModelError
 from proto.prepared_model import TensorEntry
-from tests.e2e.reference import SilentReporter
+from tests.fakes.notices import Recorder
 from tests.fakes.tiny_heads import head_config, head_tensors, save_head
 from worker.loader.files import INDEX_FILE, TensorFiles, read_index
 from worker.models.registry import read_config
@@ -130,15 +130,15 @@ def test_a_head_is_prepared_once(pickled: bool, tmp_path: Path) -> None:
     settings = SpeculationConfig(
         speculative_config=json.dumps({"method": "eagle3", "model": str(folder)})
     )
-    first = prepared_draft_model(settings, around(tmp_path), SilentReporter())
+    first = prepared_draft_model(settings, around(tmp_path), Recorder())
     assert first is not None
     assert first.name == "head"
     assert read_config(first)["draft_vocab_size"] == config["draft_vocab_size"]
     assert {entry.name for entry in read_index(first).tensors} >= {"fc.weight", "d2t"}
     assert Path(first.folder, INDEX_FILE).is_file()
-    assert prepared_draft_model(settings, around(tmp_path), SilentReporter()) == first
+    assert prepared_draft_model(settings, around(tmp_path), Recorder()) == first
     save_head(folder, config, head_tensors("eagle3", config, seed=1), pickled=pickled)
-    again = prepared_draft_model(settings, around(tmp_path), SilentReporter())
+    again = prepared_draft_model(settings, around(tmp_path), Recorder())
     assert again is not None
     assert again.folder != first.folder
 
@@ -146,4 +146,4 @@ def test_a_head_is_prepared_once(pickled: bool, tmp_path: Path) -> None:
 def test_a_head_that_is_nowhere_is_refused(tmp_path: Path) -> None:
     settings = SpeculationConfig(speculative_config='{"method": "eagle", "model": "./nowhere"}')
     with pytest.raises(ModelError, match=r"--speculative-config: model: .*no folder './nowhere'"):
-        prepared_draft_model(settings, around(tmp_path), SilentReporter())
+        prepared_draft_model(settings, around(tmp_path), Recorder())
