@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: serve test test-all wheel gpu-check lint audit bench page clean
+.PHONY: serve test test-all wheel gpu-check lint audit bench page clean kernels packages
 
 # What runs on a GPU is installed where there is one
 GPU := $(if $(shell nvidia-smi -L 2>/dev/null),$(VENV)/installed-gpu)
@@ -93,12 +93,16 @@ KERNELS := engine_core/build_native.py engine_core/build_compiled.py worker/buil
 	$(wildcard engine_core/csrc/*.c) $(shell find worker/csrc -name "*.cpp" -o -name "*.h")
 
 $(VENV)/installed: $(VENV)/torch pyproject.toml setup.py $(KERNELS)
-	@echo "compiling the kernels for this CPU (some minutes; once)"
+	@echo "installing what tokend needs, compiling its scheduler and the kernels for this CPU (some minutes; once)"
 	@$(BIN)/python engine_core/build_native.py >/dev/null || true
-	@$(BIN)/python worker/build_kernels.py --here >/dev/null
-	@echo "installing what tokend needs, compiling its scheduler (some minutes; once)"
-	@$(PIP) --editable .
+	@$(MAKE) --no-print-directory --jobs 2 kernels packages
 	@touch $@
+
+# Side by side: a package is one process, the scheduler one C file
+kernels:
+	@$(BIN)/python worker/build_kernels.py --here >/dev/null
+packages:
+	@$(PIP) --editable .
 
 $(VENV)/installed-gpu: $(VENV)/installed constraints-gpu.txt
 	@echo "installing what a GPU needs (large; once)"

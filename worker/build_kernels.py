@@ -9,6 +9,7 @@ has one, and a second would compete with it for the cores. They are loaded after
 torch and use its runtime.
 """
 
+import fcntl
 import hashlib
 import os
 import platform
@@ -147,21 +148,35 @@ def source_digest(flags: tuple[str, ...]) -> str:
 
 
 def build_here(output_dir: Path) -> list[Path]:
-    """Compile what this machine can run; raises KernelBuildError."""
-    return build(output_dir, usable_variants(machine_variants(), cpu_flags()))
+    """Compile what this machine can run; raises KernelBuildError.
+
+    The baseline only where it is the best: no start compares it with the others.
+    """
+    usable = usable_variants(machine_variants(), cpu_flags())
+    return build(output_dir, [each for each in usable if not each.is_baseline] or usable)
 
 
 def build(output_dir: Path, variants: Sequence[KernelVariant] | None = None) -> list[Path]:
     """Compile variants into output_dir and return the libraries; None: all of this kind of machine.
 
     Libraries of the same sources are kept, those of others removed. A variant that the compiler
-    does not know is left out; raises KernelBuildError if none is left.
+    does not know is left out; raises KernelBuildError if none is left. Of two processes that build
+    at once the second waits, and finds the libraries of the first.
     """
+    output_dir.mkdir(parents=True, exist_ok=True)
+    folder = os.open(output_dir, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        return _build_missing(output_dir, machine_variants() if variants is None else variants)
+    finally:
+        os.close(folder)
+
+
+def _build_missing(output_dir: Path, variants: Sequence[KernelVariant]) -> list[Path]:
     for stale in set(output_dir.glob("libtokend_*.so")) - {
         variant.library(output_dir) for variant in machine_variants()
     }:
         stale.unlink()
-    variants = machine_variants() if variants is None else variants
     wanted = [variant.library(output_dir) for variant in variants]
     missing = [variant for variant in variants if not variant.library(output_dir).exists()]
     if missing:
@@ -179,7 +194,6 @@ def _build(variants: Sequence[KernelVariant], output_dir: Path) -> list[str]:
             "no C++ compiler: g++ is not on the PATH. Debian and Ubuntu have it in the package "
             "g++, Fedora and RHEL in gcc-c++, Arch in gcc, openSUSE in gcc-c++"
         )
-    output_dir.mkdir(parents=True, exist_ok=True)
     refusals: list[str] = []
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool, tempfile.TemporaryDirectory() as scratch:
         objects = _compile(pool, compiler, variants, Path(scratch))

@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import httpx
 import msgspec
@@ -69,7 +70,9 @@ class Process:
 
 
 @contextlib.asynccontextmanager
-async def running(run_dir: str, model: PreparedModel) -> AsyncIterator[Process]:
+async def running(
+    run_dir: str, model: PreparedModel, stderr: BinaryIO | None = None
+) -> AsyncIterator[Process]:
     directory = RunDirectory.create(run_dir)
     path = directory.path
     listener = socket.create_server(("127.0.0.1", 0))
@@ -85,6 +88,7 @@ async def running(run_dir: str, model: PreparedModel) -> AsyncIterator[Process]:
         [sys.executable, "-P", "-m", "api_server", "--boot-fd", str(descriptor)],
         pass_fds=(death, descriptor, listener.fileno()),
         cwd=ROOT,
+        stderr=stderr,
     )
     os.close(death)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -160,8 +164,9 @@ async def test_sigterm(run_dir, model):
         assert await process.status() == 0
 
 
-async def test_answers_pings_while_starting_and_prints_its_stacks(run_dir, model, capfd):
-    async with running(run_dir, model) as process:
+async def test_answers_pings_while_starting_and_prints_its_stacks(run_dir, model, tmp_path):
+    log = tmp_path / "log"
+    async with running(run_dir, model, log.open("wb")) as process:
         process.supervisor.send(Ping())
         await process.next_message(Alive)
         process.engine.announce()
@@ -170,10 +175,8 @@ async def test_answers_pings_while_starting_and_prints_its_stacks(run_dir, model
             process.supervisor.send(Ping())
             await process.next_message(Alive)
         process.child.send_signal(signal.SIGUSR1)
-        shown = ""
         async with asyncio.timeout(TIMEOUT_SECONDS):
-            while "api_server/server.py" not in shown:
-                shown += capfd.readouterr().err
+            while "api_server/server.py" not in log.read_text():
                 await asyncio.sleep(0.01)
         process.supervisor.send(HealthStatus((NotReady("draining", 0.0),)))
         process.supervisor.send(Ping())
