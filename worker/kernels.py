@@ -9,7 +9,7 @@ import ctypes
 import functools
 import logging
 import sys
-from ctypes import POINTER, c_int64, c_void_p
+from ctypes import POINTER, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -85,6 +85,8 @@ class Kernels:
     memory: where the functions that lay out weights put them. digest: of sources and flags.
     products: address of TokendProductKernels of csrc/products/weight_formats.h.
     """
+
+    team_threads = _Function(None, POINTER(c_int32))  # csrc/common/team.h
 
     # csrc/attention/attention.h
     attention_plan = _Function(None, POINTER(AttentionStep), POINTER(AttentionSchedule))

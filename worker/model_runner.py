@@ -35,6 +35,7 @@ from worker.sampling.sampler import Sampler, StepSampler, StepSamplerOutput
 from worker.speculation.draft_sampler import Drafts, SampledStep
 from worker.speculation.drafter import Drafter
 from worker.step_inputs import StepInputs, decodes_first
+from worker.thread_team import ThreadTeam
 
 LOGITS_CHUNK_BYTES: Final = 16 << 20
 """Most bytes of prompt logits in memory at once."""
@@ -480,15 +481,20 @@ class FinishedStep:
 
 
 class SyncModelRunner:
-    """Computes a step when it is launched."""
+    """Computes a step when it is launched. team: the threads that compute it; None: not resized."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, team: ThreadTeam | None = None) -> None:
         self._runner = runner
+        self._team = team
 
     def launch(
         self, step: SchedulerOutput, get_grammars: GrammarMaskSource = no_grammars
     ) -> FinishedStep:
-        return FinishedStep(self._runner.execute(step, get_grammars))
+        started = time.monotonic()
+        output = self._runner.execute(step, get_grammars)
+        if self._team is not None:
+            self._team.after_step(time.monotonic() - started)
+        return FinishedStep(output)
 
 
 def _with_drafts(output: ModelRunnerOutput, drafts: Drafts) -> ModelRunnerOutput:

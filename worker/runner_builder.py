@@ -52,6 +52,7 @@ from worker.speculation.drafter import DraftedModel, Drafter
 from worker.speculation.eagle import EagleDrafter
 from worker.speculation.eagle_head import EagleHead
 from worker.state_cache import AttentionWithStates, StateCache
+from worker.thread_team import thread_team
 
 logger = logging.getLogger("tokend.attention")
 
@@ -77,6 +78,8 @@ class RunnerBuilder:
         self._fault_injector = fault_injector
         self._report = report
         self._device = loaded.device
+        # Other products may have other bits with other threads
+        self._team = thread_team() if loaded.is_batch_invariant and not loaded.on_cuda else None
         self.step_tokens = step_tokens(config, loaded.prepared, self._device, loaded.model.spec)
         # Ranks route alike, and the engine reads the answers of the first.
         records = config.model.enable_return_routed_experts and loaded.group.rank == 0
@@ -112,15 +115,16 @@ class RunnerBuilder:
         )
         connector = self._connect(message, cache)
         if not self._loaded.on_cuda:
-            return SyncModelRunner(self._build_on_host(message, cache, batch, connector)), connector
+            runner = self._build_on_host(message, cache, batch, connector)
+            return SyncModelRunner(runner, self._team), connector
         builder = self._cuda_builder()
         if (head := self._loaded.pooling_head) is not None:
             return builder.build_pooling(head, cache, batch, connector), connector
         drafter = self._create_drafter(message, batch)
-        runner = builder.build(
+        async_runner = builder.build(
             cache, batch, self._show_captured, connector, self._experts(cache), drafter
         )
-        return runner, connector
+        return async_runner, connector
 
     def _show_captured(self, fraction: float) -> None:
         self._report(Progress("worker", self._loaded.group.rank, "capturing graphs", fraction))

@@ -3,6 +3,8 @@
 
 #include <omp.h>
 
+#include <cstdint>
+
 namespace tokend {
 
 // Calls body on each thread of the current team. Outside of a parallel region a new team is made,
@@ -21,3 +23,6 @@ inline void in_team(bool worth_waking, Body body) {
 }
 
 }  // namespace tokend
+
+// ids: [omp_get_max_threads()], becomes the system's ids of the threads of the caller's next team.
+extern "C" __attribute__((visibility("default"))) void tokend_team_threads(int32_t* ids);
