@@ -75,6 +75,8 @@ SIZES: dict[str, dict[str, int]] = {
     "glm4moelite": _LATENTS | {"num_attention_heads": 5, "num_key_value_heads": 5},
 }
 """Sizes of tiny models for which there are GPU kernels."""
+_IN_QUICK = ("llama", "gptoss", "deepseek3")
+"""One of each kind of attention and MLP; the others are in the rehearsal."""
 _IN_FLOAT16 = ("gptoss",)
 """Outputs are rounded before and after the sinks: often another token in bfloat16, and in float16
 in one sequence at most."""
@@ -123,6 +125,18 @@ class Model:
             seq_id: torch.randint(0, 96, (sum(chunks),), generator=generator).tolist()
             for seq_id, chunks in CHUNKS.items()
         }
+
+
+class Models(dict[str, Model]):
+    """Models by name, each made when it is first asked for."""
+
+    def __init__(self, make: Callable[[str], Model]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, name: str) -> Model:
+        self[name] = self._make(name)
+        return self[name]
 
 
 class TransformersModel(Model):
@@ -222,17 +236,22 @@ def compute_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
-    return {name: Model(name, tmp_path_factory.mktemp(name)) for name in SIZES}
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(lambda name: Model(name, tmp_path_factory.mktemp(name)))
 
 
-@pytest.fixture(params=SIZES)
-def model(request: pytest.FixtureRequest, models: dict[str, Model]) -> Model:
+@pytest.fixture(
+    params=[
+        pytest.param(each, marks=() if each in _IN_QUICK else pytest.mark.suite("rehearsal"))
+        for each in SIZES
+    ]
+)
+def model(request: pytest.FixtureRequest, models: Models) -> Model:
     return models[request.param]
 
 
 @pytest.fixture
-def llama(models: dict[str, Model]) -> Model:
+def llama(models: Models) -> Model:
     return models["llama"]
 
 
@@ -522,7 +541,7 @@ def test_a_batch_invariant_step_has_decodes_alone(
 
 
 def test_experts_of_tokens_need_no_wait_for_the_device(
-    cuda: FakeCuda, models: dict[str, Model], monkeypatch: pytest.MonkeyPatch
+    cuda: FakeCuda, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of overlapped steps, with graphs and after preemptions, are those of the host."""
     model = models["mixtral"]
