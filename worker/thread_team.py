@@ -20,6 +20,7 @@ from typing import Final
 
 import torch
 
+from proto.host_resources import cpu_limit
 from worker.kernels import Kernels, row_kernels
 from worker.memory_nodes import memory_placement
 
@@ -108,9 +109,12 @@ def thread_team() -> ThreadTeam | None:
     """Return the team of the calling thread; None where it cannot, or must not, be resized.
 
     On a machine with several memory nodes each thread has the weights that it reads on its own.
+    Under a limit of processor time threads wait for that, too.
     """
     kernels = row_kernels()
-    if kernels is None or torch.get_num_threads() < 2 or memory_placement() is not None:
+    if kernels is None or torch.get_num_threads() < 2:
+        return None
+    if memory_placement() is not None or cpu_limit(Path("/")) is not None:
         return None
     try:
         return ThreadTeam(kernels)

@@ -98,6 +98,17 @@ def test_threads_of_a_smaller_team_run_on_all_cores_of_the_full_one(machine: Mac
     assert homes == [{cpus[number % 2]} for number in range(SIZE)]
 
 
+def test_a_team_is_not_resized_under_a_limit_of_processor_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits: list[float | None] = [1.5, None]
+    monkeypatch.setattr(thread_team, "cpu_limit", lambda root: limits.pop())
+    monkeypatch.setattr(thread_team, "memory_placement", lambda: None)
+    with threads_of_torch(2):
+        assert thread_team.thread_team() is not None
+        assert thread_team.thread_team() is None
+
+
 @pytest.fixture
 def beside_busy_process() -> Iterator[int]:
     """Binds this thread to a CPU that another process uses all the time, too; gives the CPU."""
