@@ -48,9 +48,9 @@ def test_the_prefix_of_a_session_that_never_returns_expires(daemon: Daemon) -> N
     with assert_unharmed(daemon):
         expired = daemon.metric(EXPIRED)
         for number in range(3):
-            AgentSession(daemon, f"gone {number}", {"ttl_ms": 1500}).turn(160)
+            AgentSession(daemon, f"gone {number}", {"ttl_ms": 5000}).turn(160)
         assert num_pinned_blocks(daemon) >= 10
-        assert eventually(lambda: num_pinned_blocks(daemon) == 0)
+        assert eventually(lambda: num_pinned_blocks(daemon) == 0, 30)
         assert daemon.metric(EXPIRED) == expired + 3
 
 

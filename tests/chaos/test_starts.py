@@ -31,7 +31,7 @@ def test_a_process_killed_during_the_start_ends_the_daemon_and_is_named(title: s
     name = title.removeprefix("tokend: ")
     assert f"{name} (pid " in daemon.text
     assert "was killed by SIGKILL while starting" in daemon.text
-    assert not any(child.is_running() for child in children)
+    assert eventually(lambda: not any(child.is_running() for child in children))
 
 
 def test_a_truncated_model_file_is_named(tmp_path: Path) -> None:
