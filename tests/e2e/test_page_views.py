@@ -1,13 +1,14 @@
 """Views of the page in a real browser: mathematics, tools, models, the map; accessibility."""
 
 import json
-import os
 import shutil
+import statistics
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.e2e.daemon import Daemon
@@ -332,22 +333,42 @@ def test_axe_finds_nothing(options: dict[str, Any], scheme: str, visit: Visit, a
     assert {view: each for view, each in found.items() if each} == {}
 
 
-def test_the_first_paint_does_not_wait_for_the_server(visit: Visit, capsys: Any) -> None:
-    """The files come over loopback; the requests to the API are never answered.
+PAINT = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime"
 
-    The time is checked only on a machine that is not busy with something else.
-    """
-    page = visit("chat").page
-    page.route("**/v1/**", lambda route: None)
-    paint = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime"
-    times = []
-    for _ in range(8):
-        page.reload(wait_until="commit")
-        page.wait_for_function(f"() => {paint}")
-        times.append(page.evaluate(paint))
-        assert page.is_visible("#message")
+
+@pytest.mark.parametrize("path", ["", "docs"])
+def test_the_first_paint_needs_only_the_document(path: str, visit: Visit) -> None:
+    """With its final colours; no other file is ever sent, and no request to the API answered."""
+    page = visit("", path=path, color_scheme="dark").page
+    page.click("#theme")
+    chosen = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    asked = []
+
+    def answer(route: Any) -> None:
+        if route.request.resource_type == "document":
+            route.continue_()
+        else:
+            asked.append(route.request.url)
+
+    page.route("**/*", answer)
+    page.reload(wait_until="commit")
+    page.wait_for_function(f"() => {PAINT}")
+    assert page.is_visible("#theme")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == chosen
+    assert [each for each in asked if each.endswith(".js")], "the scripts come later"
+    page.unroute("**/*")
+
+
+def test_the_first_paint_is_fast(visit: Visit, capsys: Any) -> None:
+    """Over loopback; the time is asserted only while the machine has little else to do."""
+    page = visit("chat", script="window.fetch = () => new Promise(() => {});").page
+    busy, times = [psutil.cpu_percent(0.5)], []
+    for _ in range(9):
+        page.reload()
+        page.wait_for_function(f"() => {PAINT}")
+        times.append(page.evaluate(PAINT))
+    busy.append(psutil.cpu_percent(0.5))
     with capsys.disabled():
         print(f"\nfirst contentful paint: {', '.join(f'{each:.0f}' for each in times)} ms")
-    page.unroute("**/v1/**")
-    if os.getloadavg()[0] < 1.5 * (os.cpu_count() or 1):
-        assert min(times) < 100
+    if max(busy) < 20:
+        assert statistics.median(times) < 100
