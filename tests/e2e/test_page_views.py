@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
@@ -67,6 +68,19 @@ def test_mathematics_is_rendered_and_money_is_not(visit: Visit) -> None:
     assert page.inner_text(".markdown code") == "$code$"
     send(page, "next")
     assert sent(page)[1] == ("assistant", FORMULAS)
+
+
+def test_styles_in_formulas_are_allowed_by_the_policy(visit: Visit) -> None:
+    """Temml sets style attributes for these, which would be refused; `visit` fails on an error."""
+    page = scripted(visit)
+    send(page, "formulas")
+    answer(page, r"$\sideset{_1^2}{_3^4}\sum$ and $\pmb{x}$ and $\boxed{\color{red}y}$")
+    page.wait_for_function("() => document.querySelectorAll('.markdown math').length === 3")
+    styles = """(math) => [...math.querySelectorAll("*")]
+        .map((each) => [each.style.textAlign, each.style.fontWeight].join(" ").trim())
+        .filter(Boolean)"""
+    found = [each.evaluate(styles) for each in page.locator(".markdown math").all()]
+    assert found == [["left", "left"], ["bold"], []]
 
 
 @pytest.mark.parametrize(
@@ -247,6 +261,40 @@ def test_a_pooling_model_opens_on_its_forms(browser: Any, tmp_path: Path, axe: s
         assert violations(page, axe) == []
         visitor.close()
         assert visitor.wrong == []
+
+
+def test_a_model_with_labels_opens_on_their_form(browser: Any, tmp_path: Path, axe: str) -> None:
+    """The label that is shown is the likeliest one of the same request to the API."""
+    save_encoder("bert", tmp_path, num_labels=3)
+    with Daemon(str(tmp_path), "--dtype", "float32") as daemon:
+        visitor = Visitor(browser, daemon.url, "chat", "")
+        page = visitor.page
+        page.wait_for_selector("#classify-form")
+        assert page.locator(".tabs button:visible").all_inner_texts() == ["Labels", "Live"]
+        assert page.locator("#panel-pooling form:visible").count() == 1
+        page.fill("#classify-texts", "w5 w6 <b>\n\nw7 w8")
+        with page.expect_request("**/classify") as request:
+            page.click("#classify-form >> text=Classify")
+        body = {"input": ["w5 w6 <b>", "w7 w8"]}
+        assert request.value.post_data_json == body
+        page.wait_for_selector(".scores")
+        rows = [each.inner_text().split("\t") for each in page.locator(".scores tbody tr").all()]
+        results = httpx.post(f"{daemon.url}/classify", json=body).json()["data"]
+        assert [(text, label) for text, label, _ in rows] == [
+            (text, each["label"]) for text, each in zip(body["input"], results, strict=True)
+        ]
+        assert [float(share) for *_, share in rows] == [
+            pytest.approx(max(each["probs"]), abs=6e-4) for each in results
+        ]
+        page.click("#classify-form [data-action=curl]")
+        assert f"{daemon.url}/classify" in page.input_value("#curl-text")
+        page.keyboard.press("Escape")
+        assert violations(page, axe) == []
+        page.fill("#classify-texts", "")
+        page.click("#classify-form >> text=Classify")
+        page.wait_for_selector("#classify-output .error")
+        visitor.close()
+        assert all("400" in each for each in visitor.wrong)
 
 
 def test_a_model_without_a_chat_template_opens_on_completion(visit: Visit) -> None:
