@@ -329,7 +329,7 @@ def test_the_page_asks_for_the_key_and_reports_a_wrong_one(visit):
     kept = "[sessionStorage.getItem('tokend.key'), JSON.stringify(localStorage), document.cookie]"
     assert page.evaluate(kept) == [KEY, "{}", ""]
     page.click("#key-button")
-    page.click("#key-forget")
+    page.click("text=Forget the key")
     assert page.evaluate("sessionStorage.length") == 0
     refusals = [each for each in visitor.wrong if "401" in each]
     assert len(refusals) == 2
@@ -697,6 +697,7 @@ def test_the_page_of_the_api_lists_and_sends_requests(visit, guarded):
     )
     opened.get_by_role("button", name="curl").click()
     assert f"{guarded.url}/v1/completions" in page.input_value("#curl-text")
+    assert page.locator("#curl-dialog button").all_inner_texts() == ["Copy", "Close"]
 
 
 def test_the_page_of_the_api_asks_for_the_key_and_shows_errors(visit):

@@ -1,6 +1,6 @@
 // The page of the API: shows openapi.json, and sends requests that the visitor writes.
 import { request } from "./api.js";
-import { showCurl, startCurl } from "./curl.js";
+import { showCurl } from "./curl.js";
 import { byId, make } from "./dom.js";
 import { startKey } from "./key.js";
 
@@ -162,5 +162,4 @@ byId("filter").addEventListener("input", (event) => {
   for (const each of byId("operations").children) each.hidden = !each.dataset.words.includes(wanted);
 });
 startKey(show);
-startCurl();
 show();

@@ -56,34 +56,6 @@ export function copyButton(text) {
   return button;
 }
 
-/** Asks for a short text in a dialog; returns null if the user cancels or leaves it empty. */
-export function askForText(question, value = "") {
-  const dialog = byId("text-dialog");
-  byId("text-title").textContent = question;
-  byId("text-input").value = value;
-  dialog.returnValue = "";
-  dialog.showModal();
-  byId("text-input").select();
-  return closed(dialog, () => byId("text-input").value.trim() || null);
-}
-
-/** Asks whether to do what cannot be undone. action: the word on the button. */
-export function askWhether(question, action) {
-  const dialog = byId("sure-dialog");
-  byId("sure-title").textContent = question;
-  byId("sure-yes").textContent = action;
-  dialog.returnValue = "";
-  dialog.showModal();
-  return closed(dialog, () => true);
-}
-
-function closed(dialog, answer) {
-  return new Promise((resolve) => {
-    const onClose = () => resolve(dialog.returnValue === "yes" ? answer() : null);
-    dialog.addEventListener("close", onClose, { once: true });
-  });
-}
-
 /** Places a hint near a box of the window, wholly inside the window. */
 export function placeNear(hint, box) {
   hint.hidden = false;

@@ -1,6 +1,7 @@
 // The list of conversations: search, rename, delete, export and import. On a narrow screen it is a drawer.
 import { exported, imported, titleOf } from "./conversation.js";
-import { announce, askForText, askWhether, byId, figure, make } from "./dom.js";
+import { askForText, askWhether } from "./dialogs.js";
+import { announce, byId, figure, make } from "./dom.js";
 
 const PAUSE_MS = 150;
 const DAY = new Intl.DateTimeFormat(undefined, { dateStyle: "medium" });

@@ -1,7 +1,8 @@
 // The form of parameters. An empty field is not sent, so that the server's default applies; the server
 // validates the values, and its error is shown beside the field. On a narrow screen the form is folded until
 // it is opened.
-import { announce, askForText, byId, make } from "./dom.js";
+import { askForText } from "./dialogs.js";
+import { announce, byId, make } from "./dom.js";
 
 const NUMBERS = [
   "max_tokens",
