@@ -202,7 +202,7 @@ def test_the_block_map_fills_and_empties(visit, guarded):
     visitor.complete(ENDLESS, 2000)
     page = visitor.page
     page.click("#tab-live")
-    visitor.wait_until("Number(document.querySelector('[data-count=held]').textContent) > 3")
+    visitor.wait_until("Number(document.querySelector('[data-count=held]').textContent) > 5")
     assert page.get_attribute("#live-state", "data-state") == "live"
     assert page.inner_text("#tile-running") == "1"
     assert "299 KV blocks of" in page.inner_text("#live-shape")

@@ -322,6 +322,7 @@ def test_the_map_draws_what_was_used_and_says_what_it_leaves_out(visit: Visit) -
     view |= dict.fromkeys(("prefix_cache_queries", "prefix_cache_hits"), 0)
     view |= dict.fromkeys(("num_omitted_requests", "drafts", "draft_tokens", "accepted_tokens"), 0)
     view |= {"requests": [], "state_slots": 24, "held_states": 3}
+    view |= {"state_cells": [[2, 2, 1], [1, 1, 0], [1, 2, 2], [20, 0, 0]]}
     first = view | {"cells": [[1, 5, 0], [9, 2, 1], [5000, 0, 0], [10, 4, 0], [4980, 0, 0]]}
     later = view | {"cells": [[1, 5, 0], [9, 0, 0], [5000, 0, 0], [10, 4, 0], [4980, 0, 0]]}
     page = visit("chat").page
@@ -329,13 +330,24 @@ def test_the_map_draws_what_was_used_and_says_what_it_leaves_out(visit: Visit) -
     body = "".join(f"event: {name}\ndata: {json.dumps(data)}\n\n" for name, data in events)
     page.route("**/view/events", lambda route: route.fulfill(body=body))
     page.click("#tab-live")
-    page.wait_for_selector("#map-scale >> text=Not drawn: 9,980 free blocks")
+    page.wait_for_selector("#map-scale >> text=Not drawn: 9,980 free blocks and 20 free slots")
     page.focus("#map")
     page.keyboard.press("End")
+    assert page.inner_text("#map-said") == "State 4: held by request 2"
+    page.keyboard.press("ArrowLeft")
+    assert page.inner_text("#map-said") == "State 3: free, with cached content"
+    for _ in range(3):
+        page.keyboard.press("ArrowLeft")
     assert page.inner_text("#map-said") == "Block 5,019: retained for an agent session's next turn"
     legend = page.inner_text("#legend-states").split()
-    assert " ".join(legend) == "states of recurrent layers 3 of 24"
-    assert page.evaluate("document.getElementById('map').offsetHeight") < 60
+    assert " ".join(legend) == "states of recurrent layers, in use 3 of 24"
+    height = page.evaluate("document.getElementById('map').offsetHeight")
+    assert height < 80
+    box = page.locator("#map").bounding_box()
+    page.mouse.move(box["x"] + 30, box["y"] + height - 8)
+    page.wait_for_selector(".hint >> text=State 2: held by request 1")
+    page.mouse.move(box["x"] + box["width"] - 40, box["y"] + 8)
+    page.wait_for_selector(".hint", state="hidden")
 
 
 # Accessibility and speed.
