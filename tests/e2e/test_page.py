@@ -492,6 +492,11 @@ def test_on_a_phone_parameters_are_collapsed_and_tables_scroll(visit):
     page.wait_for_selector("#live-state[data-state=live]")
     page.evaluate("document.getElementById('requests-table').hidden = false")
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    page.wait_for_selector("#panel-live .scroll-hint")
+    page.goto(page.url.replace("#live", "docs"))
+    page.click(".operation summary >> nth=0")
+    page.wait_for_selector(".fields td:last-child")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
 def test_the_models_name_stays_on_one_line_of_a_phone(visit):

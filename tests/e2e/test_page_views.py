@@ -182,6 +182,23 @@ def test_structured_output_and_the_servers_error_beside_it(visit: Visit) -> None
     visitor.wrong.clear()
 
 
+@pytest.mark.parametrize("step", [3, 1000])
+def test_an_answer_in_json_is_shown_as_code(step: int, visit: Visit) -> None:
+    page = scripted(visit)
+    send(page, "json")
+    text = '{\n  "city": "<b>Rome</b>",\n  "fence": "~~~ ```"\n}'
+    for at in range(0, len(text), step):
+        page.evaluate("(part) => chats[0].add(part)", text[at : at + step])
+    page.evaluate("chats[0].end()")
+    page.wait_for_selector("#busy", state="hidden")
+    assert page.inner_text(".markdown pre") == text
+    assert page.inner_text(".code-head span") == "json"
+    send(page, "a list of links")
+    answer(page, '["one"](https://example.org)\n\nText follows.')
+    assert page.locator(".turn:last-child .markdown pre").count() == 0
+    assert page.locator(".turn:last-child .markdown a").count() == 1
+
+
 # Words, copies, a phone.
 
 
@@ -207,6 +224,9 @@ def test_controls_of_a_phone_are_44_pixels_and_tables_say_that_they_scroll(visit
         .map(([text, box]) => `${text} ${box.height}`)"""
     assert page.evaluate(small) == []
     page.click("#parameters summary >> nth=0")
+    page.click("#chat-form [data-action=curl]")
+    assert page.evaluate("document.getElementById('curl-text').scrollTop") == 0
+    page.keyboard.press("Escape")
     page.click("#history-button")
     page.wait_for_selector("#conversations button")
     assert page.evaluate(small) == []

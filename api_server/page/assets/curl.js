@@ -23,4 +23,5 @@ export function showCurl(path, body) {
   copy.classList.replace("plain", "main");
   openDialog("curl-dialog", "The same request from a shell", [text], [copy, closeButton("Close")], { class: "wide-dialog" });
   text.select();
+  text.scrollTop = 0;
 }

@@ -40,8 +40,7 @@ function tableOf(schema) {
     const cells = [name, typeOf(field), defaultOf(name, field, schema.required), field.description ?? ""];
     return make("tr", {}, ...cells.map((each) => make("td", {}, each)));
   });
-  const table = make("table", { class: "fields" }, make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...rows));
-  return make("div", { class: "scroller" }, table);
+  return make("table", { class: "fields" }, make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...rows));
 }
 
 /** A heading and a table for each object that a schema allows. */

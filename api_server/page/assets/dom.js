@@ -56,6 +56,23 @@ export function copyButton(text) {
   return button;
 }
 
+/** Shows the hint of a box while its content is wider; the tab key stops at a box that scrolls. */
+const sizes = new ResizeObserver((entries) => {
+  for (const box of new Set(entries.map(({ target }) => target.closest(".scroller")))) {
+    const isWider = box.scrollWidth > box.clientWidth;
+    box.nextSibling.hidden = !isWider;
+    box.tabIndex = isWider || box.scrollHeight > box.clientHeight ? 0 : -1;
+  }
+});
+
+/** A box for a table, which scrolls by itself and says so where it is too narrow. label: for screen readers. */
+export function scrollerOf(table, label) {
+  const scroller = make("div", { class: "scroller", role: "region", "aria-label": label }, table);
+  const hint = make("p", { class: "scroll-hint", hidden: true }, "Scroll sideways for more →");
+  for (const each of [scroller, table]) sizes.observe(each);
+  return make("div", {}, scroller, hint);
+}
+
 /** Places a hint near a box of the window, wholly inside the window. */
 export function placeNear(hint, box) {
   hint.hidden = false;

@@ -1,7 +1,7 @@
 // The tab of models that pool instead of generating: embeddings and their similarities, ranking, labels.
 import { request } from "./api.js";
 import { showCurl } from "./curl.js";
-import { byId, make } from "./dom.js";
+import { byId, make, scrollerOf } from "./dom.js";
 import { modelField } from "./models.js";
 import { errorWords } from "./run.js";
 
@@ -76,7 +76,7 @@ function matrix(texts, vectors) {
     });
     return make("tr", {}, make("th", { scope: "row", title: texts[at] }, `${at + 1}. ${texts[at]}`), ...cells);
   });
-  return scroller("Similarities", make("table", { class: "matrix" }, make("thead", {}, head), make("tbody", {}, ...rows)));
+  return scrollerOf(make("table", { class: "matrix" }, make("thead", {}, head), make("tbody", {}, ...rows)), "Similarities");
 }
 
 /** A table whose last column is a number from 0 to 1, with a bar. */
@@ -89,11 +89,5 @@ function table(names, rows) {
     const cells = row.slice(0, -1).map((each) => make("td", { class: "text" }, each));
     return make("tr", {}, ...cells, make("td", { class: "number" }, bar, value.toFixed(3)));
   });
-  return scroller(names.at(-1), make("table", { class: "scores" }, make("thead", {}, head), make("tbody", {}, ...body)));
-}
-
-function scroller(name, content) {
-  const box = make("div", { class: "scroller", role: "region", "aria-label": name }, content);
-  box.tabIndex = 0;
-  return box;
+  return scrollerOf(make("table", { class: "scores" }, make("thead", {}, head), make("tbody", {}, ...body)), names.at(-1));
 }
