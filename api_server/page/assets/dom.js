@@ -18,13 +18,37 @@ export function make(tag, properties = {}, ...children) {
   return element;
 }
 
+/** A button. action: what a click does. title: more words, on hover. */
+export function button(words, action, title = "") {
+  const element = make("button", { class: "plain", type: "button", title }, words);
+  element.addEventListener("click", action);
+  return element;
+}
+
+/** A table. head: texts; rows: lists of cells, each an element or what is shown as text in one. */
+export function tableOf(className, head, rows) {
+  const cell = (each) => (each instanceof Node ? each : make("td", {}, each));
+  const names = head.map((each) => make("th", { scope: "col" }, each));
+  const body = rows.map((row) => make("tr", {}, ...row.map(cell)));
+  return make("table", { class: className }, make("thead", {}, make("tr", {}, ...names)), make("tbody", {}, ...body));
+}
+
+/** Submits a form by Ctrl Enter, or by Enter in the field for messages; for its event keydown. */
+export function submitByKey(event) {
+  if (event.key !== "Enter" || event.isComposing) return;
+  const sends = event.target.id === "message" ? !event.shiftKey : event.ctrlKey || event.metaKey;
+  if (!sends) return;
+  event.preventDefault();
+  event.target.form.requestSubmit();
+}
+
 /** Writes a text that screen readers announce. */
 export function announce(text) {
   byId("announcer").textContent = text;
 }
 
 /** Copies a text; pages over plain HTTP have no clipboard, but may copy a selection. */
-export async function copyText(text) {
+async function copyText(text) {
   try {
     await navigator.clipboard.writeText(text);
   } catch {
@@ -40,20 +64,20 @@ export async function copyText(text) {
 
 /** A button that copies a text, and says so on itself. text(): returns it. */
 export function copyButton(text) {
-  const button = make("button", { class: "plain copy", type: "button" }, "Copy");
   let timer = null;
-  button.addEventListener("click", async () => {
+  const show = (words, isDone) => {
+    element.textContent = words;
+    element.classList.toggle("done", isDone);
+  };
+  const element = button("Copy", async () => {
     await copyText(text());
     announce("Copied.");
-    button.textContent = "Copied";
-    button.classList.add("done");
+    show("Copied", true);
     clearTimeout(timer);
-    timer = setTimeout(() => {
-      button.textContent = "Copy";
-      button.classList.remove("done");
-    }, CONFIRM_MS);
+    timer = setTimeout(() => show("Copy", false), CONFIRM_MS);
   });
-  return button;
+  element.classList.add("copy");
+  return element;
 }
 
 /** Shows the hint of a box while its content is wider; the tab key stops at a box that scrolls. */

@@ -1,7 +1,7 @@
 // What the Chat and Completion tabs share: the buttons, the keys, and the scrolling. Both can generate at
 // the same time.
 import { showCurl } from "./curl.js";
-import { announce, byId } from "./dom.js";
+import { announce, byId, submitByKey } from "./dom.js";
 import { showFieldError } from "./parameters.js";
 import { hideTokenHint } from "./tokens.js";
 
@@ -114,14 +114,6 @@ class Follower {
     else if (scrollTop < this.top) this.follows = false;
     this.top = scrollTop;
   }
-}
-
-function submitByKey(event) {
-  if (event.key !== "Enter" || event.isComposing) return;
-  const sends = event.target.id === "message" ? !event.shiftKey : event.ctrlKey || event.metaKey;
-  if (!sends) return;
-  event.preventDefault();
-  event.target.form.requestSubmit();
 }
 
 /** Sets up both tabs. chat, completion: their generators. onRunsChanged: called when one begins or ends. */

@@ -48,13 +48,11 @@ class Page {
   draw() {
     if (this.pending) return;
     this.pending = requestAnimationFrame(() => {
-      const began = performance.now();
       this.pending = 0;
       this.timeline.draw(this.lines);
       for (const [canvas, panel] of this.panels) drawPanel(canvas, panel, this.view);
       document.getElementById("step").textContent = this.stepText();
       stage.dataset.drawn = String(Number(stage.dataset.drawn || 0) + 1);
-      stage.dataset.took = String(performance.now() - began);
       stage.dataset.span = `${this.view.from} ${this.view.to}`;
       stage.dataset.rows = `${this.view.top} ${this.view.rows}`;
     });
