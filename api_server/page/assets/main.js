@@ -52,7 +52,7 @@ startKey(() => {
 startParameters();
 startPooling();
 startPlayground(chat, new Completion(), () => past.markShown());
-tabs.start();
+tabs.followAddress();
 past.show();
 keepParameters(store);
 showModels(onModel);
