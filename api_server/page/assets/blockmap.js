@@ -38,7 +38,7 @@ export class BlockMap {
     this.states = new Uint8Array();
     this.owners = new Uint32Array();
     this.wasUsed = new Uint8Array(); // since the view was opened
-    this.drawn = new Uint32Array(); // the cells that are drawn, in this order
+    this.drawn = []; // the cells that are drawn, in this order
     this.requests = new Map();
     this.blocksPerCell = 1;
     this.numBlocks = 0;
@@ -52,7 +52,7 @@ export class BlockMap {
   reshape(hello) {
     this.blocksPerCell = hello.blocks_per_cell;
     this.numBlocks = hello.num_blocks; // that requests can use: 1 to this number
-    this.wasUsed = new Uint8Array();
+    this.states = new Uint8Array();
   }
 
   update(view) {
@@ -64,8 +64,8 @@ export class BlockMap {
     if (size !== this.states.length) {
       this.states = new Uint8Array(size);
       this.owners = new Uint32Array(size);
+      this.wasUsed = new Uint8Array(size);
     }
-    if (size !== this.wasUsed.length) this.wasUsed = new Uint8Array(size);
     this.counts = STATES.map(() => 0);
     let at = 0;
     for (const [length, state, owner] of [...view.cells, ...slots]) {
@@ -108,18 +108,16 @@ export class BlockMap {
 
   /** Chooses the cells to draw: all that fit in full size, otherwise those that are or were used. */
   #choose(width) {
-    const all = this.states.length;
-    const number = sizeOf(width, all) < LARGEST_CELL ? this.wasUsed.reduce((sum, each) => sum + each, 0) : all;
-    if (number < all) this.drawn = Uint32Array.from(this.wasUsed.keys()).filter((at) => this.wasUsed[at]);
-    else if (this.drawn.length !== all) this.drawn = Uint32Array.from(this.states.keys());
-    let [left, leftSlots] = [0, 0];
-    for (let at = 0; number < all && at < all; at++) {
-      if (this.wasUsed[at]) continue;
-      if (at < this.firstSlot) left += this.#firstBlock(at + 1) - this.#firstBlock(at);
-      else leftSlots += this.slotsPerCell;
+    const all = [...this.states.keys()];
+    const areAllDrawn = sizeOf(width, all.length) === LARGEST_CELL;
+    this.drawn = areAllDrawn ? all : all.filter((at) => this.wasUsed[at]);
+    let [blocks, slots] = [0, 0]; // that are left out
+    for (const at of areAllDrawn ? [] : all.filter((each) => !this.wasUsed[each])) {
+      if (at < this.firstSlot) blocks += this.#firstBlock(at + 1) - this.#firstBlock(at);
+      else slots += this.slotsPerCell;
     }
     const many = this.blocksPerCell > 1 ? `Each cell is ${this.blocksPerCell} blocks. ` : "";
-    const parts = [left && `${figure(left)} free blocks`, leftSlots && `${figure(leftSlots)} free slots for states`].filter(Boolean);
+    const parts = [blocks && `${figure(blocks)} free blocks`, slots && `${figure(slots)} free slots for states`].filter(Boolean);
     const rest = parts.length ? `Not drawn: ${parts.join(" and ")} that were not used since the view was opened. ` : "";
     byId("map-scale").textContent = many + rest;
   }

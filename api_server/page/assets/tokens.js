@@ -100,7 +100,7 @@ function describe(token) {
 }
 
 /** Replaces blanks and line breaks by visible characters. */
-export function visible(text) {
+function visible(text) {
   if (text === "") return "(empty)";
   return text.replaceAll(" ", "·").replaceAll("\n", "⏎").replaceAll("\t", "⇥");
 }
