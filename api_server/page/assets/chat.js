@@ -349,7 +349,7 @@ function readChoice(choice, text, view) {
       call.name += part?.name ?? "";
       call.arguments += part?.arguments ?? "";
     }
-    view.tokenText.waiting = [];
+    view.tokenText.skipWaiting();
   } else {
     text.content += content ?? "";
     view.add(content ?? "", tokens);

@@ -20,7 +20,6 @@ export class Completion {
 
   /** Replaces the text below the prompt; returns when the generation has ended. */
   async start() {
-    if (this.run || byId("prompt").value === "") return;
     const text = new TokenText("Tokens of the answer; arrow keys go from one to the next");
     const { body } = this.request();
     this.run = new Run(PATH, body, (choice) => {

@@ -9,7 +9,7 @@ const ENDINGS = {
   context: "cut at the end of the context",
   abort: "ended by the server's operator",
   repetition: "ended because it repeated itself",
-  tool_calls: "waits for the result of a tool",
+  tool_calls: "called a tool",
   stopped: "stopped by you",
   interrupted: "interrupted: the page was closed",
   failed: "ended by an error",

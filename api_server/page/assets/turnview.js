@@ -136,7 +136,7 @@ class AnswerView {
   addThought(text) {
     this.thoughts.hidden = false;
     this.thought.append(text);
-    this.tokenText.waiting = []; // these tokens are not part of the text
+    this.tokenText.skipWaiting();
   }
 
   /** Shows the turn. context: as of a question; isRunning: it is being generated; canAnswer: its calls wait. */
