@@ -1,13 +1,13 @@
 // The Chat tab: shows one conversation of the store, and generates its answers. Several conversations can
 // generate at once. What a request contains is the path of turns that the page shows, by `conversation.js`.
-import { announce, byId, make } from "./dom.js";
+import { byId, make } from "./dom.js";
 import {
   branchesAt, lastAnswered, merged, messagesTo, newConversation, pathOf, turnOf, withBranch,
   withChange, withoutTurn, withTurn,
 } from "./conversation.js";
 import { countTokens, showTokens } from "./gauge.js";
 import { modelField } from "./models.js";
-import { fillForm, formValues, parameters, showFieldError, structure, systemMessage, tokenFields, tools } from "./parameters.js";
+import { fillForm, formValues, parameters, reportFieldError, showFieldError, structure, systemMessage, tokenFields, tools } from "./parameters.js";
 import { errorWords, Run, STREAMED } from "./run.js";
 import { chatTokens } from "./tokens.js";
 import { viewOf } from "./turnview.js";
@@ -264,8 +264,7 @@ export class Chat {
     try {
       await this.#answer(conversation, this.#body(conversation, extra), Boolean(extra.continue_final_message));
     } catch (error) {
-      if (!showFieldError(error)) throw error;
-      announce(`Error: ${error.message}`);
+      reportFieldError(error);
     }
   }
 

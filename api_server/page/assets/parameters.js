@@ -107,6 +107,12 @@ export function showFieldError(error) {
   return true;
 }
 
+/** Shows an error beside its field and announces it; throws any other. */
+export function reportFieldError(error) {
+  if (!showFieldError(error)) throw error;
+  announce(`Error: ${error.message}`);
+}
+
 function clearError(input) {
   byId(`${input.id}-error`)?.remove();
   input.removeAttribute("aria-invalid");
