@@ -263,6 +263,7 @@ def test_the_gauge_counts_with_the_servers_tokenizer(visit: Visit, guarded: Daem
     visitor = visit("chat")
     page = visitor.page
     page.fill("#p-system", "Be brief.")
+    page.fill("#p-max_tokens", "20")
     page.fill("#message", "What is the capital of France?")
 
     def counted(*messages: tuple[str, str]) -> dict[str, int]:
