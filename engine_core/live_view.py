@@ -19,7 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_core.kv_cache.free_queue import NULL_BLOCK
+from engine_core.kv_cache.groups import CacheGroup
 from engine_core.kv_cache.manager import KVCacheManager
+from engine_core.kv_cache.pool import BlockPool
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.result import OutputsByFrontEnd
 from engine_core.scheduler.scheduler import Scheduler
@@ -151,6 +153,7 @@ class EngineViewPublisher:
             accepted_tokens=counters.accepted_tokens,
             num_state_slots=num_state_slots,
             num_held_states=num_held_states,
+            states=state_map(kv_cache, owners),
         )
         self._has_changed = counters.reset()
         self._last_view_at = now
@@ -272,22 +275,33 @@ def block_map(kv_cache: KVCacheManager, owners: Mapping[int, int]) -> BlockMap:
     cell     reserved shared shared held held pinned cached free …
     owner    -        7      7      7    9    -      -      -
     """
-    states, block_owners = block_states(kv_cache, owners)
-    per_cell = blocks_per_cell(len(states))
-    if per_cell > 1:
-        states, block_owners = _merge_blocks(states, block_owners, per_cell)
-    return _runs(states, block_owners)
+    copied = kv_cache.transfer_refs.blocks
+    return _runs(*block_states(kv_cache.pool, kv_cache.block_groups, owners, copied))
 
 
-def block_states(kv_cache: KVCacheManager, owners: Mapping[int, int]) -> tuple[Ints, Ints]:
+def state_map(kv_cache: KVCacheManager, owners: Mapping[int, int]) -> BlockMap:
+    """Return the slots for recurrent states as a map, without the null slot; empty without them."""
+    if not kv_cache.state_groups:
+        return BlockMap(b"", b"", b"")
+    (group,) = kv_cache.state_groups
+    states, slot_owners = block_states(group.pool, (group,), owners)
+    return _runs(states[1:], slot_owners[1:])
+
+
+def block_states(
+    pool: BlockPool,
+    groups: Iterable[CacheGroup],
+    owners: Mapping[int, int],
+    copied: Iterable[int] = (),
+) -> tuple[Ints, Ints]:
     """Return state and owner (0 for none) of every block: int32 [num_blocks] each.
 
-    The owner of a shared block is the lowest of the numbers.
+    groups: all of this pool. copied: blocks that are held for a copy. The owner of a shared block
+    is the lowest of the numbers.
     """
-    pool = kv_cache.pool
     tables = [
         (owners[seq_id], table)
-        for group in kv_cache.block_groups
+        for group in groups
         for seq_id, table in group.block_tables().items()
     ]
     tables.sort(key=lambda owner_and_table: -owner_and_table[0])  # the lowest is written last
@@ -298,7 +312,7 @@ def block_states(kv_cache: KVCacheManager, owners: Mapping[int, int]) -> tuple[I
     block_owners[NULL_BLOCK] = 0
     states = np.zeros(pool.num_blocks, np.int32)
     states[_array(pool.index.blocks())] = CACHED
-    states[_array(kv_cache.transfer_refs.blocks)] = HELD
+    states[_array(copied)] = HELD
     num_tables = np.bincount(held, minlength=pool.num_blocks)
     states[num_tables == 1] = HELD
     states[num_tables > 1] = SHARED
@@ -326,6 +340,9 @@ def _merge_blocks(states: Ints, owners: Ints, per_cell: int) -> tuple[Ints, Ints
 
 
 def _runs(states: Ints, owners: Ints) -> BlockMap:
+    per_cell = blocks_per_cell(len(states))
+    if per_cell > 1:
+        states, owners = _merge_blocks(states, owners, per_cell)
     changes = (states[1:] != states[:-1]) | (owners[1:] != owners[:-1])
     starts = np.concatenate(([0], np.flatnonzero(changes) + 1))
     lengths = np.diff(starts, append=len(states))

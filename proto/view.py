@@ -71,7 +71,7 @@ class RequestView(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class BlockMap(msgspec.Struct, array_like=True, frozen=True):
-    """The whole pool from block 0 on, in runs of equal cells; three arrays of [num_runs].
+    """A pool from its first block on, in runs of equal cells; three arrays of [num_runs].
 
     lengths: cells, int32 little-endian. states: FREE to RESERVED, uint8. owners: int32
     little-endian, 0 for none. A cell of several blocks shows the highest state among them.
@@ -90,8 +90,8 @@ class EngineView(msgspec.Struct, array_like=True, tag=9, frozen=True):
     computed (including recomputed ones), generation_tokens, queried_tokens and found_tokens of the
     prefix cache, preemptions, num_drafts verified, their draft_tokens, and accepted_tokens among
     those. num_state_slots: for recurrent states, 0 of a model without such layers; requests hold
-    num_held_states of them. requests: running ones first, at most MAX_SHOWN_REQUESTS;
-    more_requests: beyond those.
+    num_held_states of them. states: these slots, without the null slot. requests: running ones
+    first, at most MAX_SHOWN_REQUESTS; more_requests: beyond those.
     """
 
     epoch: int
@@ -113,3 +113,4 @@ class EngineView(msgspec.Struct, array_like=True, tag=9, frozen=True):
     accepted_tokens: int = 0
     num_state_slots: int = 0
     num_held_states: int = 0
+    states: BlockMap = BlockMap(b"", b"", b"")

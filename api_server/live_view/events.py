@@ -65,7 +65,9 @@ class EncodedView:
     def __init__(self, view: EngineView, time_s: float) -> None:
         self._view = view
         self._time_s = time_s
-        self._cells = to_compact_json(cells_of(view.blocks))
+        self._cells = b',"cells":' + to_compact_json(cells_of(view.blocks))
+        if view.num_state_slots:
+            self._cells += b',"state_cells":' + to_compact_json(cells_of(view.states))
         self._events: dict[SubscriberScope, bytes] = {}
 
     def event_for(self, scope: SubscriberScope) -> bytes:
@@ -98,7 +100,7 @@ class EncodedView:
             ],
             "num_omitted_requests": view.more_requests,
         }
-        return _event(b"view", to_compact_json(fields)[:-1] + b',"cells":' + self._cells + b"}")
+        return _event(b"view", to_compact_json(fields)[:-1] + self._cells + b"}")
 
 
 def request_fields(request: RequestView, *, is_visible: bool) -> dict[str, Any]:

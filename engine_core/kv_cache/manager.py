@@ -97,7 +97,8 @@ class KVCacheManager:
             eviction_policy,
             num_dropped_blocks,
         )
-        self.has_states = bool(self._coordinator.state_groups)
+        self.state_groups = self._coordinator.state_groups
+        self.has_states = bool(self.state_groups)
         self.block_groups = tuple(
             group for group in self._coordinator.groups if group.pool is self.pool
         )
@@ -113,7 +114,7 @@ class KVCacheManager:
 
     def begin_step(self) -> None:
         """Note that a step is planned: states that earlier steps compute can be found from now."""
-        for group in self._coordinator.state_groups:
+        for group in self.state_groups:
             group.begin_step()
 
     def want_state(self, request: Request, num_tokens: int) -> bool:
@@ -122,14 +123,14 @@ class KVCacheManager:
         Returns whether they will find it; True for a model without states, where KV is enough.
         """
         are_held = True
-        for group in self._coordinator.state_groups:
+        for group in self.state_groups:
             are_held &= group.want_state(request.seq_id, num_tokens)
         return are_held
 
     @property
     def num_states(self) -> tuple[int, int]:
         """Return the slots for recurrent states, and how many of them requests hold."""
-        pools = [group.pool for group in self._coordinator.state_groups]
+        pools = [group.pool for group in self.state_groups]
         slots = sum(pool.num_blocks - 1 for pool in pools)
         return slots, slots - sum(pool.num_free for pool in pools)
 
@@ -325,7 +326,7 @@ class KVCacheManager:
         """
         if not self.pool.reset_prefix_cache(self.transfer_refs.num_alone):
             return False
-        for group in self._coordinator.state_groups:
+        for group in self.state_groups:
             group.pool.reset_prefix_cache()
         return True
 

@@ -202,7 +202,7 @@ def test_the_block_map_fills_and_empties(visit, guarded):
     visitor.complete(ENDLESS, 2000)
     page = visitor.page
     page.click("#tab-live")
-    visitor.wait_until("Number(document.querySelector('[data-count=held]').textContent) > 3")
+    visitor.wait_until("Number(document.querySelector('[data-count=held]').textContent) > 5")
     assert page.get_attribute("#live-state", "data-state") == "live"
     assert page.inner_text("#tile-running") == "1"
     assert "299 KV blocks of" in page.inner_text("#live-shape")
@@ -329,7 +329,7 @@ def test_the_page_asks_for_the_key_and_reports_a_wrong_one(visit):
     kept = "[sessionStorage.getItem('tokend.key'), JSON.stringify(localStorage), document.cookie]"
     assert page.evaluate(kept) == [KEY, "{}", ""]
     page.click("#key-button")
-    page.click("#key-forget")
+    page.click("text=Forget the key")
     assert page.evaluate("sessionStorage.length") == 0
     refusals = [each for each in visitor.wrong if "401" in each]
     assert len(refusals) == 2
@@ -491,6 +491,11 @@ def test_on_a_phone_parameters_are_collapsed_and_tables_scroll(visit):
     page.click("#tab-live")
     page.wait_for_selector("#live-state[data-state=live]")
     page.evaluate("document.getElementById('requests-table').hidden = false")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    page.wait_for_selector("#panel-live .scroll-hint")
+    page.goto(page.url.replace("#live", "docs"))
+    page.click(".operation summary >> nth=0")
+    page.wait_for_selector(".fields td:last-child")
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
@@ -697,6 +702,7 @@ def test_the_page_of_the_api_lists_and_sends_requests(visit, guarded):
     )
     opened.get_by_role("button", name="curl").click()
     assert f"{guarded.url}/v1/completions" in page.input_value("#curl-text")
+    assert page.locator("#curl-dialog button").all_inner_texts() == ["Copy", "Close"]
 
 
 def test_the_page_of_the_api_asks_for_the_key_and_shows_errors(visit):

@@ -263,6 +263,7 @@ def test_the_gauge_counts_with_the_servers_tokenizer(visit: Visit, guarded: Daem
     visitor = visit("chat")
     page = visitor.page
     page.fill("#p-system", "Be brief.")
+    page.fill("#p-max_tokens", "20")
     page.fill("#message", "What is the capital of France?")
 
     def counted(*messages: tuple[str, str]) -> dict[str, int]:
@@ -368,11 +369,11 @@ def test_conversations_are_searched_renamed_and_deleted(visit: Visit) -> None:
     page.click("#sure-dialog >> text=Cancel")
     assert page.locator("#conversations li").count() == 3
     page.click("#conversations li >> nth=0 >> text=Delete")
-    page.click("#sure-yes")
+    page.click("#sure-dialog [value=yes]")
     page.wait_for_function("() => document.querySelectorAll('#conversations li').length === 2")
     page.click("#history-clear")
-    page.wait_for_selector("#sure-title >> text=all 2 conversations")
-    page.click("#sure-yes")
+    page.wait_for_selector("#sure-dialog >> text=all 2 conversations")
+    page.click("#sure-dialog [value=yes]")
     page.wait_for_selector("text=No conversations yet.")
     assert shown(page) == []
     page.reload()
@@ -497,7 +498,7 @@ def test_two_tabs_change_the_same_conversation(visit: Visit) -> None:
     second.wait_for_selector(".markdown >> text=three")
     second.hover("#conversations li")
     second.click("#conversations >> text=Delete")
-    second.click("#sure-yes")
+    second.click("#sure-dialog [value=yes]")
     first.wait_for_selector("text=This conversation was deleted in another tab.")
     assert shown(first) == []
     first.wait_for_selector("text=No conversations yet.")

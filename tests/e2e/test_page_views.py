@@ -1,13 +1,15 @@
 """Views of the page in a real browser: mathematics, tools, models, the map; accessibility."""
 
 import json
-import os
 import shutil
+import statistics
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
+import psutil
 import pytest
 
 from tests.e2e.daemon import Daemon
@@ -68,6 +70,19 @@ def test_mathematics_is_rendered_and_money_is_not(visit: Visit) -> None:
     assert sent(page)[1] == ("assistant", FORMULAS)
 
 
+def test_styles_in_formulas_are_allowed_by_the_policy(visit: Visit) -> None:
+    """Temml sets style attributes for these, which would be refused; `visit` fails on an error."""
+    page = scripted(visit)
+    send(page, "formulas")
+    answer(page, r"$\sideset{_1^2}{_3^4}\sum$ and $\pmb{x}$ and $\boxed{\color{red}y}$")
+    page.wait_for_function("() => document.querySelectorAll('.markdown math').length === 3")
+    styles = """(math) => [...math.querySelectorAll("*")]
+        .map((each) => [each.style.textAlign, each.style.fontWeight].join(" ").trim())
+        .filter(Boolean)"""
+    found = [each.evaluate(styles) for each in page.locator(".markdown math").all()]
+    assert found == [["left", "left"], ["bold"], []]
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -112,7 +127,7 @@ def test_calls_of_tools_are_answered_by_hand(visit: Visit) -> None:
     page.wait_for_selector(".call textarea")
     assert "weather" in page.inner_text(".call-head")
     assert '"city": "<b>Rome</b>"' in page.inner_text(".call pre")
-    assert "waits for the result of a tool" in page.inner_text(".summary")
+    assert "called a tool" in page.inner_text(".summary")
     buttons = page.locator(".turn:last-child .turn-actions button").all_inner_texts()
     assert buttons == ["Regenerate", "Delete"]
     page.fill(".call textarea", "18 °C")
@@ -167,6 +182,23 @@ def test_structured_output_and_the_servers_error_beside_it(visit: Visit) -> None
     visitor.wrong.clear()
 
 
+@pytest.mark.parametrize("step", [3, 1000])
+def test_an_answer_in_json_is_shown_as_code(step: int, visit: Visit) -> None:
+    page = scripted(visit)
+    send(page, "json")
+    text = '{\n  "city": "<b>Rome</b>",\n  "fence": "~~~ ```"\n}'
+    for at in range(0, len(text), step):
+        page.evaluate("(part) => chats[0].add(part)", text[at : at + step])
+    page.evaluate("chats[0].end()")
+    page.wait_for_selector("#busy", state="hidden")
+    assert page.inner_text(".markdown pre") == text
+    assert page.inner_text(".code-head span") == "json"
+    send(page, "a list of links")
+    answer(page, '["one"](https://example.org)\n\nText follows.')
+    assert page.locator(".turn:last-child .markdown pre").count() == 0
+    assert page.locator(".turn:last-child .markdown a").count() == 1
+
+
 # Words, copies, a phone.
 
 
@@ -192,6 +224,9 @@ def test_controls_of_a_phone_are_44_pixels_and_tables_say_that_they_scroll(visit
         .map(([text, box]) => `${text} ${box.height}`)"""
     assert page.evaluate(small) == []
     page.click("#parameters summary >> nth=0")
+    page.click("#chat-form [data-action=curl]")
+    assert page.evaluate("document.getElementById('curl-text').scrollTop") == 0
+    page.keyboard.press("Escape")
     page.click("#history-button")
     page.wait_for_selector("#conversations button")
     assert page.evaluate(small) == []
@@ -248,6 +283,40 @@ def test_a_pooling_model_opens_on_its_forms(browser: Any, tmp_path: Path, axe: s
         assert visitor.wrong == []
 
 
+def test_a_model_with_labels_opens_on_their_form(browser: Any, tmp_path: Path, axe: str) -> None:
+    """The label that is shown is the likeliest one of the same request to the API."""
+    save_encoder("bert", tmp_path, num_labels=3)
+    with Daemon(str(tmp_path), "--dtype", "float32") as daemon:
+        visitor = Visitor(browser, daemon.url, "chat", "")
+        page = visitor.page
+        page.wait_for_selector("#classify-form")
+        assert page.locator(".tabs button:visible").all_inner_texts() == ["Labels", "Live"]
+        assert page.locator("#panel-pooling form:visible").count() == 1
+        page.fill("#classify-texts", "w5 w6 <b>\n\nw7 w8")
+        with page.expect_request("**/classify") as request:
+            page.click("#classify-form >> text=Classify")
+        body = {"input": ["w5 w6 <b>", "w7 w8"]}
+        assert request.value.post_data_json == body
+        page.wait_for_selector(".scores")
+        rows = [each.inner_text().split("\t") for each in page.locator(".scores tbody tr").all()]
+        results = httpx.post(f"{daemon.url}/classify", json=body).json()["data"]
+        assert [(text, label) for text, label, _ in rows] == [
+            (text, each["label"]) for text, each in zip(body["input"], results, strict=True)
+        ]
+        assert [float(share) for *_, share in rows] == [
+            pytest.approx(max(each["probs"]), abs=6e-4) for each in results
+        ]
+        page.click("#classify-form [data-action=curl]")
+        assert f"{daemon.url}/classify" in page.input_value("#curl-text")
+        page.keyboard.press("Escape")
+        assert violations(page, axe) == []
+        page.fill("#classify-texts", "")
+        page.click("#classify-form >> text=Classify")
+        page.wait_for_selector("#classify-output .error")
+        visitor.close()
+        assert all("400" in each for each in visitor.wrong)
+
+
 def test_a_model_without_a_chat_template_opens_on_completion(visit: Visit) -> None:
     visitor = visit("live")
     page = visitor.page
@@ -273,6 +342,7 @@ def test_the_map_draws_what_was_used_and_says_what_it_leaves_out(visit: Visit) -
     view |= dict.fromkeys(("prefix_cache_queries", "prefix_cache_hits"), 0)
     view |= dict.fromkeys(("num_omitted_requests", "drafts", "draft_tokens", "accepted_tokens"), 0)
     view |= {"requests": [], "state_slots": 24, "held_states": 3}
+    view |= {"state_cells": [[2, 2, 1], [1, 1, 0], [1, 2, 2], [20, 0, 0]]}
     first = view | {"cells": [[1, 5, 0], [9, 2, 1], [5000, 0, 0], [10, 4, 0], [4980, 0, 0]]}
     later = view | {"cells": [[1, 5, 0], [9, 0, 0], [5000, 0, 0], [10, 4, 0], [4980, 0, 0]]}
     page = visit("chat").page
@@ -280,13 +350,24 @@ def test_the_map_draws_what_was_used_and_says_what_it_leaves_out(visit: Visit) -
     body = "".join(f"event: {name}\ndata: {json.dumps(data)}\n\n" for name, data in events)
     page.route("**/view/events", lambda route: route.fulfill(body=body))
     page.click("#tab-live")
-    page.wait_for_selector("#map-scale >> text=Not drawn: 9,980 free blocks")
+    page.wait_for_selector("#map-scale >> text=Not drawn: 9,980 free blocks and 20 free slots")
     page.focus("#map")
     page.keyboard.press("End")
+    assert page.inner_text("#map-said") == "State 4: held by request 2"
+    page.keyboard.press("ArrowLeft")
+    assert page.inner_text("#map-said") == "State 3: free, with cached content"
+    for _ in range(3):
+        page.keyboard.press("ArrowLeft")
     assert page.inner_text("#map-said") == "Block 5,019: retained for an agent session's next turn"
     legend = page.inner_text("#legend-states").split()
-    assert " ".join(legend) == "states of recurrent layers 3 of 24"
-    assert page.evaluate("document.getElementById('map').offsetHeight") < 60
+    assert " ".join(legend) == "states of recurrent layers, in use 3 of 24"
+    height = page.evaluate("document.getElementById('map').offsetHeight")
+    assert height < 80
+    box = page.locator("#map").bounding_box()
+    page.mouse.move(box["x"] + 30, box["y"] + height - 8)
+    page.wait_for_selector(".hint >> text=State 2: held by request 1")
+    page.mouse.move(box["x"] + box["width"] - 40, box["y"] + 8)
+    page.wait_for_selector(".hint", state="hidden")
 
 
 # Accessibility and speed.
@@ -332,22 +413,42 @@ def test_axe_finds_nothing(options: dict[str, Any], scheme: str, visit: Visit, a
     assert {view: each for view, each in found.items() if each} == {}
 
 
-def test_the_first_paint_does_not_wait_for_the_server(visit: Visit, capsys: Any) -> None:
-    """The files come over loopback; the requests to the API are never answered.
+PAINT = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime"
 
-    The time is checked only on a machine that is not busy with something else.
-    """
-    page = visit("chat").page
-    page.route("**/v1/**", lambda route: None)
-    paint = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime"
-    times = []
-    for _ in range(8):
-        page.reload(wait_until="commit")
-        page.wait_for_function(f"() => {paint}")
-        times.append(page.evaluate(paint))
-        assert page.is_visible("#message")
+
+@pytest.mark.parametrize("path", ["", "docs"])
+def test_the_first_paint_needs_only_the_document(path: str, visit: Visit) -> None:
+    """With its final colours; no other file is ever sent, and no request to the API answered."""
+    page = visit("", path=path, color_scheme="dark").page
+    page.click("#theme")
+    chosen = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    asked = []
+
+    def answer(route: Any) -> None:
+        if route.request.resource_type == "document":
+            route.continue_()
+        else:
+            asked.append(route.request.url)
+
+    page.route("**/*", answer)
+    page.reload(wait_until="commit")
+    page.wait_for_function(f"() => {PAINT}")
+    assert page.is_visible("#theme")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == chosen
+    assert [each for each in asked if each.endswith(".js")], "the scripts come later"
+    page.unroute("**/*")
+
+
+def test_the_first_paint_is_fast(visit: Visit, capsys: Any) -> None:
+    """Over loopback; the time is asserted only while the machine has little else to do."""
+    page = visit("chat", script="window.fetch = () => new Promise(() => {});").page
+    busy, times = [psutil.cpu_percent(0.5)], []
+    for _ in range(9):
+        page.reload()
+        page.wait_for_function(f"() => {PAINT}")
+        times.append(page.evaluate(PAINT))
+    busy.append(psutil.cpu_percent(0.5))
     with capsys.disabled():
         print(f"\nfirst contentful paint: {', '.join(f'{each:.0f}' for each in times)} ms")
-    page.unroute("**/v1/**")
-    if os.getloadavg()[0] < 1.5 * (os.cpu_count() or 1):
-        assert min(times) < 100
+    if max(busy) < 20:
+        assert statistics.median(times) < 100

@@ -33,6 +33,10 @@ export async function request(path, options = {}) {
   }
 }
 
+/** Posts a body as JSON, as request() does. */
+export const post = (path, body, signal) =>
+  request(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), signal });
+
 async function reach(path, options) {
   try {
     return await fetch(addressOf(path), { cache: "no-store", ...options });
@@ -55,12 +59,7 @@ async function errorOf(response) {
 
 /** Yields the chunks of a streamed generation; throws ServerError, or AbortError after a stop. */
 export async function* generate(path, body, signal) {
-  const response = await request(path, {
-    method: "POST",
-    headers: { "Content-Type": "application/json" },
-    body: JSON.stringify(body),
-    signal,
-  });
+  const response = await post(path, body, signal);
   try {
     for await (const { event, data } of eventsOf(response)) {
       if (event === "idle") continue;

@@ -1,4 +1,5 @@
-// The map of the KV blocks: one cell for each block (or for a few), its colour and its hint.
+// The map of the KV blocks: one cell for each block (or for a few), its colour and its hint. Below them, round,
+// the slots for states of recurrent layers.
 //
 //   cells of a view   [[3, 0, 0], [2, 2, 7], …]   3 free blocks, 2 held by request 7 …
 //                       │  │  └ owner; 0: none
@@ -11,7 +12,7 @@ import { nameOf } from "./requests.js";
 const STATES = ["free", "cached", "held", "shared", "pinned", "reserved"];
 const MEANINGS = {
   free: "free",
-  cached: "free, with cached KV",
+  cached: "free, with cached content",
   held: "held by",
   shared: "shared by several requests, one of them",
   pinned: "retained for an agent session's next turn",
@@ -37,10 +38,12 @@ export class BlockMap {
     this.states = new Uint8Array();
     this.owners = new Uint32Array();
     this.wasUsed = new Uint8Array(); // since the view was opened
-    this.drawn = new Uint32Array(); // the cells that are drawn, in this order
+    this.drawn = []; // the cells that are drawn, in this order
     this.requests = new Map();
     this.blocksPerCell = 1;
     this.numBlocks = 0;
+    this.numSlots = 0; // for states of recurrent layers
+    this.firstSlot = 0; // the cells from here on are these
     this.highlighted = 0;
     this.at = -1;
     this.#listen();
@@ -49,27 +52,31 @@ export class BlockMap {
   reshape(hello) {
     this.blocksPerCell = hello.blocks_per_cell;
     this.numBlocks = hello.num_blocks; // that requests can use: 1 to this number
-    this.wasUsed = new Uint8Array();
+    this.states = new Uint8Array();
   }
 
   update(view) {
-    const size = view.cells.reduce((sum, [length]) => sum + length, 0);
+    const slots = view.state_cells ?? [];
+    const lengthOf = (cells) => cells.reduce((sum, [length]) => sum + length, 0);
+    this.firstSlot = lengthOf(view.cells);
+    this.numSlots = view.state_slots ?? 0;
+    const size = this.firstSlot + lengthOf(slots);
     if (size !== this.states.length) {
       this.states = new Uint8Array(size);
       this.owners = new Uint32Array(size);
+      this.wasUsed = new Uint8Array(size);
     }
-    if (size !== this.wasUsed.length) this.wasUsed = new Uint8Array(size);
     this.counts = STATES.map(() => 0);
     let at = 0;
-    for (const [length, state, owner] of view.cells) {
+    for (const [length, state, owner] of [...view.cells, ...slots]) {
       this.states.fill(state, at, at + length);
       this.owners.fill(owner, at, at + length);
       if (state !== FREE) this.wasUsed.fill(1, at, at + length);
-      this.counts[state] += this.#firstBlock(at + length) - this.#firstBlock(at);
+      if (at < this.firstSlot) this.counts[state] += this.#firstBlock(at + length) - this.#firstBlock(at);
       at += length;
     }
-    byId("legend-states").hidden = !view.state_slots; // they have slots of their own, which are not in the map
-    byId("count-states").textContent = `${figure(view.held_states ?? 0)} of ${figure(view.state_slots ?? 0)}`;
+    byId("legend-states").hidden = !this.numSlots;
+    byId("count-states").textContent = `${figure(view.held_states ?? 0)} of ${figure(this.numSlots)}`;
     this.requests = new Map(view.requests.map((request) => [request.owner, request]));
     this.#showCounts();
     this.paint();
@@ -79,6 +86,11 @@ export class BlockMap {
   #firstBlock(cell) {
     const first = Math.min(this.numBlocks + 1, cell * this.blocksPerCell);
     return this.blocksPerCell > 1 ? Math.max(1, first) : first;
+  }
+
+  /** Slots of a round cell: several if there are very many. */
+  get slotsPerCell() {
+    return Math.ceil(this.numSlots / (this.states.length - this.firstSlot));
   }
 
   /** Number of used blocks. */
@@ -96,16 +108,17 @@ export class BlockMap {
 
   /** Chooses the cells to draw: all that fit in full size, otherwise those that are or were used. */
   #choose(width) {
-    const all = this.states.length;
-    const number = sizeOf(width, all) < LARGEST_CELL ? this.wasUsed.reduce((sum, each) => sum + each, 0) : all;
-    if (number < all) this.drawn = Uint32Array.from(this.wasUsed.keys()).filter((at) => this.wasUsed[at]);
-    else if (this.drawn.length !== all) this.drawn = Uint32Array.from(this.states.keys());
-    let left = 0;
-    for (let at = 0; number < all && at < all; at++) {
-      if (!this.wasUsed[at]) left += this.#firstBlock(at + 1) - this.#firstBlock(at);
+    const all = [...this.states.keys()];
+    const areAllDrawn = sizeOf(width, all.length) === LARGEST_CELL;
+    this.drawn = areAllDrawn ? all : all.filter((at) => this.wasUsed[at]);
+    let [blocks, slots] = [0, 0]; // that are left out
+    for (const at of areAllDrawn ? [] : all.filter((each) => !this.wasUsed[each])) {
+      if (at < this.firstSlot) blocks += this.#firstBlock(at + 1) - this.#firstBlock(at);
+      else slots += this.slotsPerCell;
     }
     const many = this.blocksPerCell > 1 ? `Each cell is ${this.blocksPerCell} blocks. ` : "";
-    const rest = left ? `Not drawn: ${figure(left)} free blocks that were not used since the view was opened. ` : "";
+    const parts = [blocks && `${figure(blocks)} free blocks`, slots && `${figure(slots)} free slots for states`].filter(Boolean);
+    const rest = parts.length ? `Not drawn: ${parts.join(" and ")} that were not used since the view was opened. ` : "";
     byId("map-scale").textContent = many + rest;
   }
 
@@ -116,7 +129,10 @@ export class BlockMap {
     const number = this.drawn.length;
     this.cell = sizeOf(width, number);
     this.columns = Math.max(1, Math.floor(width / this.cell));
-    const height = Math.ceil(number / this.columns) * this.cell;
+    const firstSlot = this.drawn.findIndex((at) => at >= this.firstSlot); // slots begin in a row of their own
+    this.firstDrawnSlot = firstSlot < 0 ? number : firstSlot;
+    this.skipped = (this.columns - (this.firstDrawnSlot % this.columns)) % this.columns;
+    const height = Math.ceil((firstSlot < 0 ? number : number + this.skipped) / this.columns) * this.cell;
     const pen = penOf(this.canvas, width, height);
     const gap = this.cell > 4 ? 1 : 0;
     const side = this.cell - gap;
@@ -125,11 +141,11 @@ export class BlockMap {
     for (let at = 0; at < number; at++) {
       const state = this.states[this.drawn[at]];
       const owner = this.owners[this.drawn[at]];
-      const x = (at % this.columns) * this.cell;
-      const y = Math.floor(at / this.columns) * this.cell;
+      const { x, y } = this.#place(at);
       pen.globalAlpha = this.highlighted && owner !== this.highlighted ? 0.25 : 1;
       pen.fillStyle = state === HELD ? held(owner, hues) : plain[state];
-      pen.fillRect(x, y, side, side);
+      if (at < this.firstDrawnSlot) pen.fillRect(x, y, side, side);
+      else disc(pen, x, y, side);
       if (state === SHARED && this.cell > 5) {
         pen.fillStyle = held(owner, hues);
         pen.fillRect(x + side / 3, y + side / 3, side / 3, side / 3);
@@ -147,7 +163,16 @@ export class BlockMap {
   }
 
   #place(at) {
-    return { x: (at % this.columns) * this.cell, y: Math.floor(at / this.columns) * this.cell };
+    const place = at < this.firstDrawnSlot ? at : at + this.skipped;
+    return { x: (place % this.columns) * this.cell, y: Math.floor(place / this.columns) * this.cell };
+  }
+
+  /** The cell at a place of the map, as an index of those drawn; -1 for none. */
+  #at(column, row) {
+    const place = row * this.columns + column;
+    if (column >= this.columns) return -1;
+    if (place < this.firstDrawnSlot) return place;
+    return place < this.firstDrawnSlot + this.skipped ? -1 : place - this.skipped;
   }
 
   #showCounts() {
@@ -157,9 +182,10 @@ export class BlockMap {
     }
     const parts = STATES.slice(0, 5).map((name, state) => `${figure(this.counts[state])} ${name === "pinned" ? "retained" : name}`);
     const about = this.blocksPerCell > 1 ? "About, of" : "Of";
+    const states = this.numSlots ? ` Below, states of recurrent layers: ${byId("count-states").textContent}.` : "";
     this.canvas.setAttribute(
       "aria-label",
-      `Map of the KV blocks. ${about} ${figure(this.numBlocks)} blocks: ${parts.join(", ")}.`,
+      `Map of the KV blocks. ${about} ${figure(this.numBlocks)} blocks: ${parts.join(", ")}.${states}`,
     );
   }
 
@@ -168,7 +194,7 @@ export class BlockMap {
     canvas.addEventListener("pointermove", (event) => {
       const column = Math.floor(event.offsetX / this.cell);
       const row = Math.floor(event.offsetY / this.cell);
-      this.#select(column < this.columns ? row * this.columns + column : -1);
+      this.#select(this.#at(column, row));
     });
     canvas.addEventListener("pointerleave", () => this.#select(-1));
     canvas.addEventListener("focus", () => {
@@ -222,9 +248,11 @@ export class BlockMap {
   }
 
   #describe(at) {
-    const first = at * this.blocksPerCell;
-    const last = Math.min(this.numBlocks, first + this.blocksPerCell - 1); // block 0 is reserved
-    const which = first === last ? `Block ${figure(first)}` : `Blocks ${figure(first)}–${figure(last)}`;
+    const isSlot = at >= this.firstSlot;
+    const [what, number, per] = isSlot ? ["State", this.numSlots, this.slotsPerCell] : ["Block", this.numBlocks, this.blocksPerCell];
+    const first = isSlot ? 1 + (at - this.firstSlot) * per : at * per; // block 0 is reserved
+    const last = Math.min(number, first + per - 1);
+    const which = first === last ? `${what} ${figure(first)}` : `${what}s ${figure(first)}–${figure(last)}`;
     const state = STATES[this.states[at]];
     const owner = this.owners[at];
     const who = owner && (state === "held" || state === "shared") ? ` ${this.#name(owner)}` : "";
@@ -235,6 +263,12 @@ export class BlockMap {
     const request = this.requests.get(owner);
     return request ? nameOf(request) : `request ${owner}`;
   }
+}
+
+function disc(pen, x, y, side) {
+  pen.beginPath();
+  pen.arc(x + side / 2, y + side / 2, side / 2, 0, 2 * Math.PI);
+  pen.fill();
 }
 
 function held(owner, hues) {

@@ -1,14 +1,14 @@
 // The Chat tab: shows one conversation of the store, and generates its answers. Several conversations can
 // generate at once. What a request contains is the path of turns that the page shows, by `conversation.js`.
-import { announce, byId, make } from "./dom.js";
+import { byId, make } from "./dom.js";
 import {
   branchesAt, lastAnswered, merged, messagesTo, newConversation, pathOf, turnOf, withBranch,
   withChange, withoutTurn, withTurn,
 } from "./conversation.js";
 import { countTokens, showTokens } from "./gauge.js";
 import { modelField } from "./models.js";
-import { fillForm, formValues, parameters, showFieldError, structure, systemMessage, tokenFields, tools } from "./parameters.js";
-import { errorWords, Run } from "./run.js";
+import { fillForm, formValues, parameters, reportFieldError, showFieldError, structure, systemMessage, tokenFields, tools } from "./parameters.js";
+import { errorWords, Run, STREAMED } from "./run.js";
 import { chatTokens } from "./tokens.js";
 import { viewOf } from "./turnview.js";
 
@@ -121,28 +121,29 @@ export class Chat {
 
   /** Returns path and body of the request that would be sent now; throws a FieldError. */
   request() {
-    const content = byId("message").value;
     this.#keepText(this.open);
-    const asked = withTurn(this.open.now, { parent: lastAnswered(this.open.now), role: "user", content });
-    return { path: PATH, body: this.#body(asked) };
+    return { path: PATH, body: this.#body(this.#asked()) };
   }
 
   /** Sends the message; returns when its answer has ended. */
   async start() {
-    const content = byId("message").value;
-    const { now } = this.open;
-    const asked = withTurn(now, { parent: lastAnswered(now), role: "user", content });
+    const asked = this.#asked();
     const body = this.#body(asked); // may throw
     byId("message").value = "";
     this.notify("");
     await this.#answer(asked, body);
   }
 
+  /** The conversation with the message that is being written. */
+  #asked() {
+    const { now } = this.open;
+    return withTurn(now, { parent: lastAnswered(now), role: "user", content: byId("message").value });
+  }
+
   #body(conversation, extra = {}) {
     const messages = messagesTo(conversation, conversation.leaf, systemMessage());
-    const fields = { ...modelField(), messages, ...parameters(), ...tools(), ...structure(), stream: true };
-    fields.stream_options = { include_usage: true };
-    return { ...fields, ...tokenFields({ logprobs: true, top_logprobs: 5 }), ...extra };
+    const form = { ...parameters(), ...tools(), ...structure(), ...tokenFields({ logprobs: true, top_logprobs: 5 }) };
+    return { ...modelField(), messages, ...form, ...STREAMED, ...extra };
   }
 
   async #read(id) {
@@ -263,8 +264,7 @@ export class Chat {
     try {
       await this.#answer(conversation, this.#body(conversation, extra), Boolean(extra.continue_final_message));
     } catch (error) {
-      if (!showFieldError(error)) throw error;
-      announce(`Error: ${error.message}`);
+      reportFieldError(error);
     }
   }
 
@@ -319,12 +319,10 @@ export class Chat {
   }
 
   #count() {
-    const draft = byId("message").value;
-    const { now, run } = this.open;
-    if (run) return;
+    if (this.open.run) return;
     countTokens(() => {
-      const parent = lastAnswered(now);
-      const next = draft ? withTurn(now, { parent, role: "user", content: draft }) : { ...now, leaf: parent };
+      const { now } = this.open;
+      const next = byId("message").value ? this.#asked() : { ...now, leaf: lastAnswered(now) };
       const messages = messagesTo(next, next.leaf, systemMessage());
       if (!messages.length) return null;
       try {
@@ -350,7 +348,7 @@ function readChoice(choice, text, view) {
       call.name += part?.name ?? "";
       call.arguments += part?.arguments ?? "";
     }
-    view.tokenText.waiting = [];
+    view.tokenText.skipWaiting();
   } else {
     text.content += content ?? "";
     view.add(content ?? "", tokens);

@@ -2,7 +2,7 @@
 import { byId, make } from "./dom.js";
 import { modelField } from "./models.js";
 import { MAX_COMPLETION_TOKENS, parameters, showFieldError, structure, tokenFields } from "./parameters.js";
-import { Run } from "./run.js";
+import { Run, STREAMED } from "./run.js";
 import { completionTokens, TokenText } from "./tokens.js";
 
 const PATH = "v1/completions";
@@ -14,14 +14,12 @@ export class Completion {
   /** Returns path and body of the request that would be sent now; throws a FieldError. */
   request() {
     const prompt = byId("prompt").value;
-    const fields = { ...modelField(), prompt, max_tokens: MAX_COMPLETION_TOKENS, ...parameters(), stream: true };
-    fields.stream_options = { include_usage: true };
-    return { path: PATH, body: { ...fields, ...structure(), ...tokenFields({ logprobs: 5 }) } };
+    const form = { max_tokens: MAX_COMPLETION_TOKENS, ...parameters(), ...structure(), ...tokenFields({ logprobs: 5 }) };
+    return { path: PATH, body: { ...modelField(), prompt, ...form, ...STREAMED } };
   }
 
   /** Replaces the text below the prompt; returns when the generation has ended. */
   async start() {
-    if (this.run || byId("prompt").value === "") return;
     const text = new TokenText("Tokens of the answer; arrow keys go from one to the next");
     const { body } = this.request();
     this.run = new Run(PATH, body, (choice) => {

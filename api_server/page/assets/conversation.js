@@ -20,10 +20,10 @@ export function newId() {
   return `t${Array.from(bytes, (each) => each.toString(16).padStart(2, "0")).join("")}`;
 }
 
-/** Returns an empty conversation. settings: of the form. */
-export function newConversation(settings = {}) {
+/** Returns an empty conversation. */
+export function newConversation() {
   const now = Date.now();
-  return { id: newId(), title: "", created: now, updated: now, leaf: null, settings, turns: [] };
+  return { id: newId(), title: "", created: now, updated: now, leaf: null, settings: {}, turns: [] };
 }
 
 /** Returns a turn of a conversation; undefined if there is none. */

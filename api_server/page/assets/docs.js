@@ -1,7 +1,7 @@
 // The page of the API: shows openapi.json, and sends requests that the visitor writes.
 import { request } from "./api.js";
-import { showCurl, startCurl } from "./curl.js";
-import { byId, make } from "./dom.js";
+import { showCurl } from "./curl.js";
+import { button, byId, make, tableOf } from "./dom.js";
 import { startKey } from "./key.js";
 
 const JSON_TYPE = "application/json";
@@ -32,22 +32,17 @@ function defaultOf(name, field, required) {
 }
 
 /** A table of the fields of an object; null if it has none. */
-function tableOf(schema) {
+function fieldsOf(schema) {
   const fields = Object.entries(schema?.properties ?? {});
   if (!fields.length) return null;
-  const head = ["Field", "Type", "Default", ""].map((each) => make("th", { scope: "col" }, each));
-  const rows = fields.map(([name, field]) => {
-    const cells = [name, typeOf(field), defaultOf(name, field, schema.required), field.description ?? ""];
-    return make("tr", {}, ...cells.map((each) => make("td", {}, each)));
-  });
-  const table = make("table", { class: "fields" }, make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...rows));
-  return make("div", { class: "scroller" }, table);
+  const rows = fields.map(([name, field]) => [name, typeOf(field), defaultOf(name, field, schema.required), field.description ?? ""]);
+  return tableOf("fields", ["Field", "Type", "Default", ""], rows);
 }
 
 /** A heading and a table for each object that a schema allows. */
 function* tablesOf(title, schema) {
   for (const each of schema?.anyOf ?? [schema]) {
-    const table = tableOf(resolved(each));
+    const table = fieldsOf(resolved(each));
     if (table) yield* [make("h3", {}, each.$ref ? `${title}: ${typeOf(each)}` : title), table];
   }
 }
@@ -98,16 +93,14 @@ function tryForm(path, method, schema) {
   if (schema) form.append(make("label", {}, "Body", text));
   const buttons = make("div", { class: "actions" }, make("button", { class: "main", type: "submit" }, "Send"));
   if (schema) {
-    const curl = make("button", { class: "plain", type: "button" }, "curl");
-    curl.addEventListener("click", () => {
+    buttons.append(button("curl", () => {
       try {
         showCurl(path.slice(1), JSON.parse(text.value));
       } catch (error) {
         said.hidden = false;
         said.textContent = error.message;
       }
-    });
-    buttons.append(curl);
+    }));
   }
   form.append(buttons, said);
   form.addEventListener("submit", (event) => {
@@ -162,5 +155,4 @@ byId("filter").addEventListener("input", (event) => {
   for (const each of byId("operations").children) each.hidden = !each.dataset.words.includes(wanted);
 });
 startKey(show);
-startCurl();
 show();

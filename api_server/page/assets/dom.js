@@ -18,13 +18,37 @@ export function make(tag, properties = {}, ...children) {
   return element;
 }
 
+/** A button. action: what a click does. title: more words, on hover. */
+export function button(words, action, title = "") {
+  const element = make("button", { class: "plain", type: "button", title }, words);
+  element.addEventListener("click", action);
+  return element;
+}
+
+/** A table. head: texts; rows: lists of cells, each an element or what is shown as text in one. */
+export function tableOf(className, head, rows) {
+  const cell = (each) => (each instanceof Node ? each : make("td", {}, each));
+  const names = head.map((each) => make("th", { scope: "col" }, each));
+  const body = rows.map((row) => make("tr", {}, ...row.map(cell)));
+  return make("table", { class: className }, make("thead", {}, make("tr", {}, ...names)), make("tbody", {}, ...body));
+}
+
+/** Submits a form by Ctrl Enter, or by Enter in the field for messages; for its event keydown. */
+export function submitByKey(event) {
+  if (event.key !== "Enter" || event.isComposing) return;
+  const sends = event.target.id === "message" ? !event.shiftKey : event.ctrlKey || event.metaKey;
+  if (!sends) return;
+  event.preventDefault();
+  event.target.form.requestSubmit();
+}
+
 /** Writes a text that screen readers announce. */
 export function announce(text) {
   byId("announcer").textContent = text;
 }
 
 /** Copies a text; pages over plain HTTP have no clipboard, but may copy a selection. */
-export async function copyText(text) {
+async function copyText(text) {
   try {
     await navigator.clipboard.writeText(text);
   } catch {
@@ -40,48 +64,37 @@ export async function copyText(text) {
 
 /** A button that copies a text, and says so on itself. text(): returns it. */
 export function copyButton(text) {
-  const button = make("button", { class: "plain copy", type: "button" }, "Copy");
   let timer = null;
-  button.addEventListener("click", async () => {
+  const show = (words, isDone) => {
+    element.textContent = words;
+    element.classList.toggle("done", isDone);
+  };
+  const element = button("Copy", async () => {
     await copyText(text());
     announce("Copied.");
-    button.textContent = "Copied";
-    button.classList.add("done");
+    show("Copied", true);
     clearTimeout(timer);
-    timer = setTimeout(() => {
-      button.textContent = "Copy";
-      button.classList.remove("done");
-    }, CONFIRM_MS);
+    timer = setTimeout(() => show("Copy", false), CONFIRM_MS);
   });
-  return button;
+  element.classList.add("copy");
+  return element;
 }
 
-/** Asks for a short text in a dialog; returns null if the user cancels or leaves it empty. */
-export function askForText(question, value = "") {
-  const dialog = byId("text-dialog");
-  byId("text-title").textContent = question;
-  byId("text-input").value = value;
-  dialog.returnValue = "";
-  dialog.showModal();
-  byId("text-input").select();
-  return closed(dialog, () => byId("text-input").value.trim() || null);
-}
+/** Shows the hint of a box while its content is wider; the tab key stops at a box that scrolls. */
+const sizes = new ResizeObserver((entries) => {
+  for (const box of new Set(entries.map(({ target }) => target.closest(".scroller")))) {
+    const isWider = box.scrollWidth > box.clientWidth;
+    box.nextSibling.hidden = !isWider;
+    box.tabIndex = isWider || box.scrollHeight > box.clientHeight ? 0 : -1;
+  }
+});
 
-/** Asks whether to do what cannot be undone. action: the word on the button. */
-export function askWhether(question, action) {
-  const dialog = byId("sure-dialog");
-  byId("sure-title").textContent = question;
-  byId("sure-yes").textContent = action;
-  dialog.returnValue = "";
-  dialog.showModal();
-  return closed(dialog, () => true);
-}
-
-function closed(dialog, answer) {
-  return new Promise((resolve) => {
-    const onClose = () => resolve(dialog.returnValue === "yes" ? answer() : null);
-    dialog.addEventListener("close", onClose, { once: true });
-  });
+/** A box for a table, which scrolls by itself and says so where it is too narrow. label: for screen readers. */
+export function scrollerOf(table, label) {
+  const scroller = make("div", { class: "scroller", role: "region", "aria-label": label }, table);
+  const hint = make("p", { class: "scroll-hint", hidden: true }, "Scroll sideways for more →");
+  for (const each of [scroller, table]) sizes.observe(each);
+  return make("div", {}, scroller, hint);
 }
 
 /** Places a hint near a box of the window, wholly inside the window. */

@@ -3,6 +3,7 @@
 import { request, ServerError } from "./api.js";
 import { eventsOf } from "./sse.js";
 
+const EVENTS = ["hello", "view", "notice"];
 const FIRST_WAIT_MS = 500;
 const LONGEST_WAIT_MS = 15_000;
 const SILENCE_MS = 90_000; // a connection without even an empty line for this time is dead
@@ -72,14 +73,8 @@ export class Feed {
   }
 
   #dispatch(event, data) {
-    if (event === "hello") {
-      this.handlers.state("live", {});
-      this.handlers.hello(JSON.parse(data));
-    } else if (event === "view") {
-      this.handlers.view(JSON.parse(data));
-    } else if (event === "notice") {
-      this.handlers.notice(JSON.parse(data));
-    }
+    if (event === "hello") this.handlers.state("live", {});
+    if (EVENTS.includes(event)) this.handlers[event](JSON.parse(data));
   }
 }
 

@@ -1,5 +1,5 @@
 // The gauge below a chat: the tokens of the next request, counted by the server, against the context.
-import { request } from "./api.js";
+import { post } from "./api.js";
 import { byId, figure } from "./dom.js";
 import { model, modelField } from "./models.js";
 
@@ -23,12 +23,7 @@ async function count(fields) {
   }
   counting = new AbortController();
   try {
-    const response = await request("tokenize", {
-      method: "POST",
-      headers: { "Content-Type": "application/json" },
-      body: JSON.stringify({ ...modelField(), ...wanted }),
-      signal: counting.signal,
-    });
+    const response = await post("tokenize", { ...modelField(), ...wanted }, counting.signal);
     showTokens((await response.json()).count);
   } catch (error) {
     if (error.name === "AbortError") return;

@@ -1,6 +1,7 @@
 // The list of conversations: search, rename, delete, export and import. On a narrow screen it is a drawer.
 import { exported, imported, titleOf } from "./conversation.js";
-import { announce, askForText, askWhether, byId, figure, make } from "./dom.js";
+import { askForText, askWhether } from "./dialogs.js";
+import { announce, button, byId, figure, make } from "./dom.js";
 
 const PAUSE_MS = 150;
 const DAY = new Intl.DateTimeFormat(undefined, { dateStyle: "medium" });
@@ -70,14 +71,9 @@ export class History {
     const time = make("time", {}, (isToday ? TIME : DAY).format(updated));
     const link = make("a", { href: `#chat/${id}`, title }, make("span", { class: "title" }, title), time);
     link.addEventListener("click", () => this.#closeDrawer());
-    const act = (words, action) => {
-      const button = make("button", { class: "plain", type: "button", "aria-label": `${words} ${title}` }, words);
-      button.addEventListener("click", () => action(conversation));
-      return button;
-    };
-    const item = make("li", {}, link, act("Rename", (each) => this.#rename(each)), act("Delete", (each) => this.#remove(each)));
-    item.dataset.id = id;
-    return item;
+    const buttons = [button("Rename", () => this.#rename(conversation)), button("Delete", () => this.#remove(conversation))];
+    for (const each of buttons) each.ariaLabel = `${each.textContent} ${title}`;
+    return make("li", { data: { id } }, link, ...buttons);
   }
 
   async #rename({ id }) {

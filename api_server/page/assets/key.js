@@ -1,5 +1,6 @@
 // The API key, which is kept only in this tab's session storage, and the dialog that asks for it.
-import { byId } from "./dom.js";
+import { closeButton, openDialog } from "./dialogs.js";
+import { byId, make } from "./dom.js";
 
 const NAME = "tokend.key";
 let kept = null;
@@ -35,33 +36,26 @@ export function askForKey(reason) {
   return asking;
 }
 
-function ask(reason) {
-  const dialog = byId("key-dialog");
-  const input = byId("key-input");
-  byId("key-reason").textContent = reason;
-  input.value = "";
-  dialog.returnValue = "";
-  return new Promise((answer) => {
-    const closed = () => {
-      const value = input.value.trim();
-      input.value = "";
-      const given = dialog.returnValue === "use" && value !== "";
-      if (given) keep(value);
-      answer(given);
-    };
-    dialog.addEventListener("close", closed, { once: true });
-    dialog.showModal();
-    input.focus();
-  });
+async function ask(reason) {
+  const input = make("input", { id: "key-input", type: "password", autocomplete: "off", spellcheck: false, placeholder: "Key", autofocus: true, "aria-label": "API key" });
+  const buttons = [closeButton("Use key", "yes", "main"), closeButton("Cancel")];
+  if (key()) {
+    buttons.push(closeButton("Forget the key", "forget"));
+    buttons.at(-1).addEventListener("click", () => keep(""));
+  }
+  const content = [make("p", { id: "key-reason" }, reason), input];
+  const isUsed = await openDialog("key-dialog", "API key", content, buttons, { "aria-describedby": "key-reason" });
+  const value = input.value.trim();
+  if (isUsed && value) keep(value);
+  return isUsed && value !== "";
 }
 
 function show() {
   byId("key-button").classList.toggle("kept", key() !== "");
   byId("key-button").title = key() ? "An API key is kept for this tab" : "Enter an API key";
-  byId("key-forget").hidden = key() === "";
 }
 
-/** Sets up the button and the dialog. onChange: called after a new key was entered. */
+/** Sets up the button. onChange: called after a new key was entered. */
 export function startKey(onChange) {
   show();
   byId("key-button").addEventListener("click", async () => {
@@ -70,9 +64,4 @@ export function startKey(onChange) {
       : "Sent with every request, and kept until this tab is closed.";
     if (await askForKey(reason)) onChange();
   });
-  byId("key-forget").addEventListener("click", () => {
-    keep("");
-    byId("key-dialog").close("");
-  });
-  byId("key-cancel").addEventListener("click", () => byId("key-dialog").close(""));
 }

@@ -1,7 +1,6 @@
 // The start of the page: it is shown at once, then the store and the server's models fill it.
 import { Chat } from "./chat.js";
 import { Completion } from "./completion.js";
-import { startCurl } from "./curl.js";
 import { byId } from "./dom.js";
 import { History } from "./history.js";
 import { startKey } from "./key.js";
@@ -50,11 +49,10 @@ startKey(() => {
   showModels(onModel);
   live.reconnect();
 });
-startCurl();
 startParameters();
 startPooling();
 startPlayground(chat, new Completion(), () => past.markShown());
-tabs.start();
+tabs.followAddress();
 past.show();
 keepParameters(store);
 showModels(onModel);

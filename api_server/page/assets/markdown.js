@@ -1,6 +1,6 @@
 // Answers as Markdown. The text of a model is not trusted: HTML in it stays text, images become links,
 // and what marked makes of the rest passes DOMPurify.
-import { copyButton, make } from "./dom.js";
+import { copyButton, make, scrollerOf } from "./dom.js";
 import { mathRules, showMath } from "./math.js";
 import { DOMPurify, highlighter, Marked } from "./vendor.js";
 
@@ -16,6 +16,7 @@ const SANITIZER = {
   ALLOW_DATA_ATTR: false,
   RETURN_DOM_FRAGMENT: true,
 };
+const FENCE = "~".repeat(8);
 const PAUSE_MS = 50;
 const SHARE_OF_TIME = 0.25; // at most, for rendering while an answer streams
 
@@ -38,10 +39,8 @@ const marked = new Marked({
   },
 });
 
-/** Shows the hint of a table while it is wider than its box. */
-const widths = new ResizeObserver((entries) => {
-  for (const { target } of entries) target.nextSibling.hidden = target.scrollWidth <= target.clientWidth;
-});
+/** Whether a text that grows is JSON so far, which is shown as code: it begins so, and no line with a word. */
+const isJson = (text) => /^\s*[[{]\s*["{]/.test(text) && !/^\s*[A-Z]/m.test(text);
 
 /** An answer that grows. Blocks of Markdown that did not change keep their elements. */
 export class MarkdownText {
@@ -78,7 +77,7 @@ export class MarkdownText {
     clearTimeout(this.timer);
     this.timer = null;
     const begin = performance.now();
-    const tokens = marked.lexer(this.text);
+    const tokens = marked.lexer(isJson(this.text) ? `${FENCE}json\n${this.text}` : this.text);
     const same = tokens.findIndex((token, at) => token.raw !== this.blocks[at]?.source);
     const kept = same < 0 ? tokens.length : same;
     for (const { nodes } of this.blocks.splice(kept)) for (const node of nodes) node.remove();
@@ -102,14 +101,7 @@ function nodesOf(token) {
     if (box.type === "checkbox") box.disabled = true;
     else box.remove();
   }
-  for (const table of fragment.querySelectorAll("table")) {
-    const scroller = make("div", { class: "scroller", role: "region", "aria-label": "Table" });
-    scroller.tabIndex = 0;
-    const hint = make("p", { class: "scroll-hint", hidden: true }, "Scroll sideways for more →");
-    table.replaceWith(make("div", {}, scroller, hint));
-    scroller.append(table);
-    widths.observe(scroller);
-  }
+  for (const table of fragment.querySelectorAll("table")) table.replaceWith(scrollerOf(table.cloneNode(true), "Table"));
   for (const formula of fragment.querySelectorAll(".math")) showMath(formula);
   for (const code of fragment.querySelectorAll("pre")) {
     const box = make("div", { class: "code" });

@@ -1,5 +1,6 @@
 // Mathematics in answers: TeX between $ or \( \), and on lines of its own between $$ or \[ \], as MathML. The
 // renderer is loaded with the first formula. Until then, and where it refuses a formula, its source is shown.
+import { make } from "./dom.js";
 
 const OPTIONS = { trust: false, throwOnError: true, maxSize: [30, 100], maxExpand: 500 };
 const INLINE = [/^\$(?!\s)((?:\\.|[^\\$\n`])+?)(?<!\s)\$(?!\d)/, /^\\\(([^]+?)\\\)/];
@@ -25,24 +26,20 @@ export function mathRules(escaped) {
   ];
 }
 
-/** Loads the renderer and its style sheet, once. */
 let loading = null;
+
+/** Loads the renderer and its style sheet. */
 function loadRenderer() {
-  loading ??= import("./vendor-math.js");
-  if (!document.querySelector("link[href$='vendor-math.css']")) {
-    const link = document.createElement("link");
-    link.rel = "stylesheet";
-    link.href = "page/vendor-math.css";
-    document.head.append(link);
-  }
-  return loading;
+  document.head.append(make("link", { rel: "stylesheet", href: "page/vendor-math.css" }));
+  return import("./vendor-math.js");
 }
 
 /** Replaces the source in an element by the formula, once the renderer is there. */
 export async function showMath(element) {
   const source = element.textContent;
-  const { temml } = await loadRenderer();
-  const made = document.createElement("span");
+  loading ??= loadRenderer();
+  const { temml } = await loading;
+  const made = make("span");
   try {
     temml.render(source, made, { ...OPTIONS, displayMode: element.classList.contains("math-display") });
   } catch {

@@ -1,19 +1,9 @@
 // The form of parameters. An empty field is not sent, so that the server's default applies; the server
 // validates the values, and its error is shown beside the field. On a narrow screen the form is folded until
 // it is opened.
-import { announce, askForText, byId, make } from "./dom.js";
+import { askForText } from "./dialogs.js";
+import { announce, byId, make } from "./dom.js";
 
-const NUMBERS = [
-  "max_tokens",
-  "temperature",
-  "top_p",
-  "top_k",
-  "min_p",
-  "seed",
-  "presence_penalty",
-  "frequency_penalty",
-  "repetition_penalty",
-];
 /** Default of a completion; that of the API, 16, would cut it short. */
 export const MAX_COMPLETION_TOKENS = 512;
 const ESCAPES = { "\\n": "\n", "\\t": "\t", "\\\\": "\\" };
@@ -27,6 +17,7 @@ class FieldError extends Error {
   }
 }
 
+const nameOf = (input) => input.id.slice("p-".length);
 const inputs = () => [...byId("parameters").querySelectorAll("[id^='p-']")];
 
 /** Shows the model's own defaults in the fields, instead of a temperature for models without. */
@@ -43,13 +34,13 @@ export function showDefaults(defaults) {
 /** Returns the content of the form, as it is kept with a conversation. */
 export const formValues = () =>
   Object.fromEntries(
-    inputs().map((each) => [each.id.slice(2), each.type === "checkbox" ? each.checked : each.value]),
+    inputs().map((each) => [nameOf(each), each.type === "checkbox" ? each.checked : each.value]),
   );
 
 /** Fills the form; fields without a value get their default. */
 export function fillForm(values) {
   for (const each of inputs()) {
-    const value = values[each.id.slice(2)];
+    const value = values[nameOf(each)];
     if (each.type === "checkbox") each.checked = value ?? each.defaultChecked;
     else if (each.tagName === "SELECT") each.value = value ?? each.options[0].value;
     else each.value = value ?? each.defaultValue;
@@ -61,9 +52,8 @@ export function fillForm(values) {
 /** Returns the form's fields of a request. */
 export function parameters() {
   const fields = {};
-  for (const name of NUMBERS) {
-    const input = byId(`p-${name}`);
-    if (input.value !== "") fields[name] = Number(input.value);
+  for (const input of inputs()) {
+    if (input.type === "number" && input.value !== "") fields[nameOf(input)] = Number(input.value);
   }
   const stop = byId("p-stop")
     .value.split("\n")
@@ -115,6 +105,12 @@ export function showFieldError(error) {
   input.after(make("p", { id, class: "field-error" }, error.message));
   for (let fold = input.closest("details"); fold; fold = fold.parentElement.closest("details")) fold.open = true;
   return true;
+}
+
+/** Shows an error beside its field and announces it; throws any other. */
+export function reportFieldError(error) {
+  if (!showFieldError(error)) throw error;
+  announce(`Error: ${error.message}`);
 }
 
 function clearError(input) {

@@ -1,8 +1,8 @@
 // What the Chat and Completion tabs share: the buttons, the keys, and the scrolling. Both can generate at
 // the same time.
 import { showCurl } from "./curl.js";
-import { announce, byId } from "./dom.js";
-import { showFieldError } from "./parameters.js";
+import { byId, submitByKey } from "./dom.js";
+import { reportFieldError } from "./parameters.js";
 import { hideTokenHint } from "./tokens.js";
 
 const AT_END_PX = 40;
@@ -24,15 +24,17 @@ class Playground {
     generator.follow = () => this.follower.start();
     this.form.addEventListener("submit", (event) => {
       event.preventDefault();
-      this.#try(() => this.#start());
+      this.#start().catch(reportFieldError);
     });
     this.form.addEventListener("keydown", submitByKey);
-    this.#button("curl").addEventListener("click", () =>
-      this.#try(() => {
+    this.#button("curl").addEventListener("click", () => {
+      try {
         const { path, body } = generator.request();
         showCurl(path, body);
-      }),
-    );
+      } catch (error) {
+        reportFieldError(error);
+      }
+    });
     this.#button("stop").addEventListener("click", () => this.stop());
     this.#show();
   }
@@ -42,28 +44,16 @@ class Playground {
     this.generator.run?.stop();
   }
 
-  #start() {
+  async #start() {
     hideTokenHint(); // of a token that the run replaces
-    if (this.generator.run || this.form.querySelector("textarea").value === "") {
-      this.form.querySelector("textarea").focus();
+    const text = this.form.querySelector("textarea");
+    if (this.generator.run || text.value === "") {
+      text.focus();
       return;
     }
     const ended = this.generator.start();
     this.follower.start();
-    ended.catch((error) => this.#report(error));
-  }
-
-  #try(action) {
-    try {
-      action();
-    } catch (error) {
-      this.#report(error);
-    }
-  }
-
-  #report(error) {
-    if (!showFieldError(error)) throw error;
-    announce(`Error: ${error.message}`);
+    await ended;
   }
 
   #button(action) {
@@ -114,14 +104,6 @@ class Follower {
     else if (scrollTop < this.top) this.follows = false;
     this.top = scrollTop;
   }
-}
-
-function submitByKey(event) {
-  if (event.key !== "Enter" || event.isComposing) return;
-  const sends = event.target.id === "message" ? !event.shiftKey : event.ctrlKey || event.metaKey;
-  if (!sends) return;
-  event.preventDefault();
-  event.target.form.requestSubmit();
 }
 
 /** Sets up both tabs. chat, completion: their generators. onRunsChanged: called when one begins or ends. */

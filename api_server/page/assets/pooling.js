@@ -1,7 +1,7 @@
 // The tab of models that pool instead of generating: embeddings and their similarities, ranking, labels.
-import { request } from "./api.js";
+import { post } from "./api.js";
 import { showCurl } from "./curl.js";
-import { byId, make } from "./dom.js";
+import { byId, make, scrollerOf, submitByKey, tableOf } from "./dom.js";
 import { modelField } from "./models.js";
 import { errorWords } from "./run.js";
 
@@ -18,16 +18,16 @@ const FORMS = {
   rank: {
     path: "rerank",
     body: () => ({ query: byId("rank-query").value, documents: lines("rank-texts") }),
-    show: ({ results }) => table(["Text", "Score"], results.map((each) => [each.document.text, each.relevance_score])),
+    show: ({ results }) => scores(["Text", "Score"], results.map((each) => [each.document.text, each.relevance_score])),
   },
   classify: {
     path: "classify",
     body: () => ({ input: lines("classify-texts") }),
     show: ({ data }, { input }) =>
-      table(
-        ["Text", "Label", "Probability"],
-        data.map((each) => [input[each.index], each.label ?? String(each.probs.indexOf(Math.max(...each.probs))), Math.max(...each.probs)]),
-      ),
+      scores(["Text", "Label", "Probability"], data.map(({ index, label, probs }) => {
+        const highest = Math.max(...probs);
+        return [input[index], label ?? probs.indexOf(highest), highest]; // a model may not name its labels
+      })),
   },
 };
 
@@ -48,25 +48,18 @@ export function startPooling() {
       event.preventDefault();
       const sent = whole();
       try {
-        const options = { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(sent) };
-        output.replaceChildren(show(await (await request(path, options)).json(), sent));
+        output.replaceChildren(show(await (await post(path, sent)).json(), sent));
       } catch (error) {
         output.replaceChildren(make("p", { class: "error" }, errorWords(error)));
       }
     });
-    form.addEventListener("keydown", (event) => {
-      if (event.key !== "Enter" || !(event.ctrlKey || event.metaKey)) return;
-      event.preventDefault();
-      form.requestSubmit();
-    });
+    form.addEventListener("keydown", submitByKey);
     form.querySelector("[data-action=curl]").addEventListener("click", () => showCurl(path, whole()));
   }
 }
 
 /** The similarities of each pair of vectors of length 1; a row and a column for each text. */
 function matrix(texts, vectors) {
-  const number = (at) => make("th", { scope: "col" }, String(at + 1));
-  const head = make("tr", {}, make("th", { scope: "col" }, "Text"), ...texts.map((_, at) => number(at)));
   const rows = vectors.map((one, at) => {
     const cells = vectors.map((other) => {
       const value = one.reduce((sum, each, index) => sum + each * other[index], 0);
@@ -74,26 +67,20 @@ function matrix(texts, vectors) {
       cell.style.setProperty("--part", String(Math.max(0, value)));
       return cell;
     });
-    return make("tr", {}, make("th", { scope: "row", title: texts[at] }, `${at + 1}. ${texts[at]}`), ...cells);
+    return [make("th", { scope: "row", title: texts[at] }, `${at + 1}. ${texts[at]}`), ...cells];
   });
-  return scroller("Similarities", make("table", { class: "matrix" }, make("thead", {}, head), make("tbody", {}, ...rows)));
+  const head = ["Text", ...texts.map((_, at) => at + 1)];
+  return scrollerOf(tableOf("matrix", head, rows), "Similarities");
 }
 
 /** A table whose last column is a number from 0 to 1, with a bar. */
-function table(names, rows) {
-  const head = make("tr", {}, ...names.map((each) => make("th", { scope: "col" }, each)));
-  const body = rows.map((row) => {
+function scores(head, rows) {
+  const cells = rows.map((row) => {
     const value = row.at(-1);
     const bar = make("i", { class: "bar" });
     bar.style.setProperty("--part", String(Math.min(1, Math.max(0, value))));
-    const cells = row.slice(0, -1).map((each) => make("td", { class: "text" }, each));
-    return make("tr", {}, ...cells, make("td", { class: "number" }, bar, value.toFixed(3)));
+    const texts = row.slice(0, -1).map((each) => make("td", { class: "text" }, each));
+    return [...texts, make("td", { class: "number" }, bar, value.toFixed(3))];
   });
-  return scroller(names.at(-1), make("table", { class: "scores" }, make("thead", {}, head), make("tbody", {}, ...body)));
-}
-
-function scroller(name, content) {
-  const box = make("div", { class: "scroller", role: "region", "aria-label": name }, content);
-  box.tabIndex = 0;
-  return box;
+  return scrollerOf(tableOf("scores", head, cells), head.at(-1));
 }

@@ -2,7 +2,7 @@
 //
 //   |cached|computed|to be computed|generated|    as long as its tokens beside the longest row's
 import { colourOf } from "./canvas.js";
-import { byId, figure, make } from "./dom.js";
+import { byId, figure, make, scrollerOf } from "./dom.js";
 
 const STATES = {
   running: "running",
@@ -22,6 +22,7 @@ export class RequestTable {
   /** onHighlight(owner): called with the request under the pointer; 0 for none. */
   constructor(onHighlight) {
     this.body = byId("requests");
+    byId("requests-more").before(scrollerOf(byId("requests-table"), "Table of requests"));
     this.rows = new Map();
     this.onHighlight = onHighlight;
     this.body.addEventListener("keydown", (event) => this.#move(event));

@@ -5,14 +5,16 @@ import { announce, duration, figure, make } from "./dom.js";
 
 const ENDINGS = {
   stop: "complete",
+  max_tokens: "cut at Max tokens",
+  context: "cut at the end of the context",
   abort: "ended by the server's operator",
   repetition: "ended because it repeated itself",
-  tool_calls: "waits for the result of a tool",
+  tool_calls: "called a tool",
   stopped: "stopped by you",
   interrupted: "interrupted: the page was closed",
   failed: "ended by an error",
 };
-export const GUESSED_AHEAD =
+const GUESSED_AHEAD =
   "The server guessed these tokens before the model computed them, and the model confirmed the guess (speculative decoding). It makes answers faster, not different.";
 
 /** A generation. onChoice(choice) gets each choice of a chunk, and returns its number of tokens. */
@@ -73,6 +75,9 @@ export class Run {
   }
 }
 
+/** The fields that let an answer be read while it is generated. */
+export const STREAMED = { stream: true, stream_options: { include_usage: true } };
+
 /** What ended an answer; of one that was cut, by what. */
 const endingOf = (reason, body) =>
   reason === "length" ? (body.max_tokens ? "max_tokens" : "context") : (reason ?? "stop");
@@ -81,11 +86,7 @@ const endingOf = (reason, body) =>
 export const isCut = (ending) =>
   ["max_tokens", "context", "stopped", "interrupted", "failed", "abort"].includes(ending);
 
-function endingWords(ending) {
-  if (ending === "max_tokens") return "cut at Max tokens";
-  if (ending === "context") return "cut at the end of the context";
-  return ENDINGS[ending] ?? ending;
-}
+const endingWords = (ending) => ENDINGS[ending] ?? ending;
 
 /** The words of a failed request: its HTTP status and the server's message. */
 export const errorWords = (error) => (error.status ? `${error.status}: ${error.message}` : error.message);
@@ -109,6 +110,6 @@ export function showSummary(line, stats, ending, error = "") {
   if (stats?.restMs > 0) add("speed", `${figure(((stats.output - 1) * 1000) / stats.restMs)} tokens/s`);
   if (error) parts.push(make("span", { class: "error" }, error));
   else if (ending) parts.push(make("span", { class: "ending" }, endingWords(ending)));
-  line.classList.toggle("failed", error !== "" && error !== null);
+  line.classList.toggle("failed", Boolean(error));
   line.replaceChildren(...parts);
 }

@@ -14,12 +14,7 @@ export class Tabs {
       byId(`tab-${name}`).addEventListener("click", () => this.show(name));
       byId(`tab-${name}`).addEventListener("keydown", (event) => this.#step(name, event));
     }
-    addEventListener("hashchange", () => this.#followAddress());
-  }
-
-  /** Shows the tab of the address. */
-  start() {
-    this.#followAddress();
+    addEventListener("hashchange", () => this.followAddress());
   }
 
   /** Shows a tab. */
@@ -54,7 +49,8 @@ export class Tabs {
     if (!names.includes(document.body.dataset.tab)) this.show(names[0]);
   }
 
-  #followAddress() {
+  /** Shows the tab of the address. */
+  followAddress() {
     const [name, place = ""] = location.hash.slice(1).split("/");
     this.show(NAMES.includes(name) ? name : "chat", place);
   }

@@ -15,7 +15,6 @@ export class TokenText {
   constructor(label) {
     this.element = make("div", { class: "tokens", role: "group", "aria-label": label });
     this.waiting = [];
-    this.text = "";
     this.element.addEventListener("pointerover", (event) => this.#show(event.target));
     this.element.addEventListener("pointerleave", hideTokenHint);
     this.element.addEventListener("focusin", (event) => this.#show(event.target));
@@ -27,7 +26,6 @@ export class TokenText {
   add(text, tokens) {
     this.waiting.push(...tokens);
     if (text === "") return;
-    this.text += text;
     if (!this.waiting.length) {
       this.element.append(text);
       return;
@@ -35,6 +33,11 @@ export class TokenText {
     const pieces = split(text, this.waiting);
     this.waiting = [];
     for (const piece of pieces) this.element.append(this.#span(piece));
+  }
+
+  /** Forgets tokens whose text has not come: they are not part of this text. */
+  skipWaiting() {
+    this.waiting = [];
   }
 
   #span({ text, tokens }) {
@@ -100,7 +103,7 @@ function describe(token) {
 }
 
 /** Replaces blanks and line breaks by visible characters. */
-export function visible(text) {
+function visible(text) {
   if (text === "") return "(empty)";
   return text.replaceAll(" ", "·").replaceAll("\n", "⏎").replaceAll("\t", "⇥");
 }

@@ -1,18 +1,12 @@
 // How a turn of a chat is shown: a question, a tool's result, or an answer as Markdown or as tokens. An answer
 // grows while it is generated.
 import { isEmptyAnswer } from "./conversation.js";
-import { announce, copyButton, figure, make } from "./dom.js";
+import { announce, button, copyButton, figure, make } from "./dom.js";
 import { MarkdownText } from "./markdown.js";
 import { isCut, showSummary } from "./run.js";
 import { TokenText } from "./tokens.js";
 
 let showsTokens = false; // the choice at the last answer holds for the next ones
-
-const button = (words, action, title = "") => {
-  const element = make("button", { class: "plain", type: "button", title }, words);
-  element.addEventListener("click", action);
-  return element;
-};
 
 /**
  * Returns the view of a turn. actions: of the chat, each called with the id of the turn: remove, showBranch,
@@ -142,7 +136,7 @@ class AnswerView {
   addThought(text) {
     this.thoughts.hidden = false;
     this.thought.append(text);
-    this.tokenText.waiting = []; // these tokens are not part of the text
+    this.tokenText.skipWaiting();
   }
 
   /** Shows the turn. context: as of a question; isRunning: it is being generated; canAnswer: its calls wait. */

@@ -11,12 +11,26 @@ const modules = MODULES.map((name) => {
   return { title: `${name} ${version} (${license.replace(/[()]/g, "")})`, text: readFileSync(`${folder}LICENSE`, "utf8") };
 });
 
+// The Content-Security-Policy refuses style attributes, which Temml sets in a few places, but not properties of `style`.
+const styleProperties = {
+  name: "style properties",
+  setup({ onLoad }) {
+    onLoad({ filter: /temml\.m?js$/ }, ({ path }) => ({
+      contents: readFileSync(path, "utf8").replace(
+        /\.setAttribute\("style", "([\w-]+): ?([\w ]+);?"\)/g,
+        (_, name, value) => `.style["${name}"] = "${value}"`,
+      ),
+    }));
+  },
+};
+
 await build({
   entryPoints: { vendor: "entry.js", "vendor-math": "entry-math.js" },
   outdir: ASSETS,
   bundle: true,
   format: "esm",
   minify: true,
+  plugins: [styleProperties],
   target: "es2022",
   legalComments: "none", // the licences are in vendor-licenses.txt
   banner: { js: `/* ${modules.map((each) => each.title).join(", ")}; vendor-licenses.txt */` },

@@ -2,16 +2,17 @@
 
 const stage = document.getElementById("stage"), tip = document.getElementById("tip");
 
-function figure(title, names, share, shown = SHOWN_AS) {
+function figure(title, names, share) {
   const element = document.createElement("figure"), caption = document.createElement("figcaption");
   const canvas = document.createElement("canvas"), head = document.createElement("b");
   element.style.flex = `${share} 1 0`;
   head.textContent = title;
   caption.append(head);
   for (const name of names) {
-    const mark = document.createElement("i");
+    const item = document.createElement("span"), mark = document.createElement("i");
     mark.style.background = `var(--${name})`;
-    caption.append(mark, shown[name] || name);
+    item.append(mark, SHOWN_AS[name] || name);
+    caption.append(item);
   }
   element.append(caption, canvas);
   stage.append(element);
@@ -47,13 +48,11 @@ class Page {
   draw() {
     if (this.pending) return;
     this.pending = requestAnimationFrame(() => {
-      const began = performance.now();
       this.pending = 0;
       this.timeline.draw(this.lines);
       for (const [canvas, panel] of this.panels) drawPanel(canvas, panel, this.view);
       document.getElementById("step").textContent = this.stepText();
       stage.dataset.drawn = String(Number(stage.dataset.drawn || 0) + 1);
-      stage.dataset.took = String(performance.now() - began);
       stage.dataset.span = `${this.view.from} ${this.view.to}`;
       stage.dataset.rows = `${this.view.top} ${this.view.rows}`;
     });

@@ -46,9 +46,10 @@ function drawPanel(canvas, panel, view) {
   // What is stacked up to a constant sum is chosen by what is in use.
   const ranked = panel.most ? panel.names.slice(0, 3) : panel.names;
   const steps = visibleSteps(view, ranked, inner);
+  const valuesAt = (step) => panel.names.map((name) => columns[name][step]);
   let most = panel.most ? panel.most(about) : 1;
   if (!panel.most) for (let at = 1; at < steps.length; at += 3) {
-    const values = panel.names.map((name) => columns[name][steps[at]]);
+    const values = valuesAt(steps[at]);
     const high = panel.stacked ? values.reduce((sum, each) => sum + each) : Math.max(...values);
     most = Math.max(most, high);
   }
@@ -66,16 +67,14 @@ function drawPanel(canvas, panel, view) {
     const computed = Math.ceil((columns.step_end[last] - view.from) * scale);
     const wide = Math.max(Math.min(computed, until) - steps[at], 1);
     const idle = panel.lasting ? 0 : until - steps[at] - wide;
-    let below = 0;
-    panel.names.forEach((name, index) => {
-      const value = columns[name][step];
+    const after = Math.min(last + 1, columns.step.length - 1);  // found what is there while nothing computes
+    if (panel.stacked) {
+      drawStack(pen, pens, valuesAt(step), x, wide, y);
+      if (idle > 0) drawStack(pen, pens, valuesAt(after), x + wide, idle, y);
+    } else panel.names.forEach((name, index) => {
       pen.fillStyle = pens[index];
-      if (panel.stacked) {
-        if (value) pen.fillRect(x, y(below + value), wide, y(below) - y(below + value));
-        below += value;
-      } else drawLine(pen, x, wide, idle, [value, resting(columns[name], last), next(name, at)].map(y));
+      drawLine(pen, x, wide, idle, [columns[name][step], resting(columns[name], last), next(name, at)].map(y));
     });
-    if (panel.stacked && idle > 0) drawRest(pen, panel, columns, last, x + wide, idle, y, pens);
   }
   if (panel.events) drawEvents(pen, view, inner, height);
   drawCursor(pen, view, inner, height);
@@ -99,14 +98,12 @@ function drawLine(pen, x, wide, idle, [value, rest, next]) {
     pen.fillRect(edge - 0.75, Math.min(one, other), 1.5, Math.abs(one - other));
 }
 
-// The pool while nothing computes: as the next step found it.
-function drawRest(pen, panel, columns, step, x, idle, y, pens) {
-  const after = Math.min(step + 1, columns.step.length - 1);
+// Values on top of each other, `wide` pixels wide.
+function drawStack(pen, pens, values, x, wide, y) {
   let below = 0;
-  panel.names.forEach((name, index) => {
-    const value = columns[name][after];
+  values.forEach((value, index) => {
     pen.fillStyle = pens[index];
-    if (value) pen.fillRect(x, y(below + value), idle, y(below) - y(below + value));
+    if (value) pen.fillRect(x, y(below + value), wide, y(below) - y(below + value));
     below += value;
   });
 }

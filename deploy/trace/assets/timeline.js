@@ -11,10 +11,11 @@ class Timeline {
     this.first = firstSegments(columns.segment_row, numRows);
     const { requests, jobs } = view.trace.about;
     this.names = requests.map((name, row) => jobs[row] || name);
-    fitLabels(this.names);
+    this.widest = widest(this.names);
   }
 
   draw(canvas) {
+    fitLabels(this.widest);
     const { pen, width, height } = begin(canvas), view = this.view;
     const inner = width - LEFT - RIGHT, tall = height - AXIS;
     const states = view.trace.about.states.map(colour);
@@ -28,7 +29,7 @@ class Timeline {
     this.#firstTokens(pen, inner, size);
     drawCursor(pen, view, inner, tall);
     pen.restore();
-    this.#labels(pen, tall, size);
+    this.#labels(pen, width, tall, size);
     drawTimeAxis(pen, view, width, height);
   }
 
@@ -109,27 +110,25 @@ class Timeline {
     }
   }
 
-  #labels(pen, tall, size) {
+  // A name that is wider than its space goes on over the row.
+  #labels(pen, width, tall, size) {
     const { view, names } = this, { shown, top } = view;
-    const [from, to] = this.#visible();
+    const [from, to] = this.#visible(), [soft, paper] = ["soft", "paper"].map(colour);
     const every = Math.max(Math.ceil(14 / size), 1);
-    pen.fillStyle = colour("soft");
-    pen.textAlign = "right";
+    pen.textAlign = "left";
     pen.textBaseline = "middle";
     for (let place = Math.ceil(from / every) * every; place < to; place += every) {
-      const row = shown[place], y = (place - top + 0.5) * size;
-      if (y < 5 || y > tall - 5) continue;
-      pen.fillText(fitting(pen, names[row], LEFT - 10), LEFT - 6, y);
+      const name = names[shown[place]], y = Math.max((place - top + 0.5) * size, 5);
+      if (y > tall - 5) continue;
+      const wide = Math.min(pen.measureText(name).width, width - 8), x = Math.max(LEFT - 6 - wide, 4);
+      pen.globalAlpha = 0.8;
+      pen.fillStyle = paper;
+      if (x + wide > LEFT) pen.fillRect(LEFT, y - 7, x + wide + 4 - LEFT, 14);
+      pen.globalAlpha = 1;
+      pen.fillStyle = soft;
+      pen.fillText(name, x, y, wide);
     }
   }
-}
-
-// A text that is at most as wide; of a longer one its end, which differs from row to row.
-function fitting(pen, text, width) {
-  if (pen.measureText(text).width <= width) return text;
-  let kept = text.length;
-  while (kept > 1 && pen.measureText(`…${text.slice(-kept)}`).width > width) kept--;
-  return `…${text.slice(-kept)}`;
 }
 
 // #rrggbb as a little-endian pixel.

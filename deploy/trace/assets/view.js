@@ -131,17 +131,20 @@ function lastMoments({ columns, numRows }) {
   return last;
 }
 
-// A canvas in device pixels, cleared, whose units are those of the page.
-// Makes the space for labels as wide as the longest of these names, at most a third of the window.
-function fitLabels(names) {
-  const longest = names.reduce((one, other) => (other.length > one.length ? other : one), "");
+// The width of the widest of these names, in pixels.
+function widest(names) {
   const pen = document.createElement("canvas").getContext("2d");
   pen.font = FONT;
-  const wide = Math.ceil(pen.measureText(longest).width) + 14;
-  LEFT = Math.round(Math.min(Math.max(wide, 64), Math.max(innerWidth / 3, 64)));
+  return names.reduce((most, name) => Math.max(most, pen.measureText(name).width), 0);
+}
+
+// Makes the space for labels so wide, but at most a third of the window.
+function fitLabels(width) {
+  LEFT = Math.round(Math.max(Math.min(width + 14, innerWidth / 3), 64));
   document.documentElement.style.setProperty("--left", `${LEFT}px`);
 }
 
+// A canvas in device pixels, cleared, whose units are those of the page.
 function begin(canvas) {
   const ratio = window.devicePixelRatio || 1;
   const width = canvas.clientWidth, height = canvas.clientHeight;

@@ -123,29 +123,36 @@ def test_wheel_drag_and_buttons(small: Shown) -> None:
     assert again[1] - again[0] == pytest.approx((end - start) / 2)
 
 
-def test_names_and_the_placeholder_are_not_cut(small: Shown) -> None:
-    """Record what is written on the canvas while all labels, with a long one, are drawn again."""
+@pytest.mark.parametrize("width", [1200, 390])
+def test_names_and_the_placeholder_are_not_cut(small: Shown, width: int) -> None:
+    """Record the names that are written while all of them, with a long one, are drawn again."""
+    name = "a-session-with-a-name-longer-than-a-third-of-the-window-" * (width // 390)
+    small.page.set_viewport_size({"width": width, "height": 800})
     small.page.evaluate(
-        """() => {
-            fitLabels([...document.title.split(" "), "a-session-with-a-long-name"]);
-            const pen = document.createElement("canvas").getContext("2d");
-            pen.font = FONT;
-            window.fits = pen.measureText("a-session-with-a-long-name").width <= LEFT - 10;
-            window.written = new Set();
+        """(name) => {
+            const { page } = window;
+            page.trace.about.jobs[0] = name;
+            page.timeline = new Timeline(page.view);
+            window.written = {};
             const write = CanvasRenderingContext2D.prototype.fillText;
-            CanvasRenderingContext2D.prototype.fillText = function (text, ...place) {
-                window.written.add(text);
-                return write.call(this, text, ...place);
+            CanvasRenderingContext2D.prototype.fillText = function (text, x, y, most) {
+                window.written[text] = [x, x + this.measureText(text).width, LEFT];
+                return write.call(this, text, x, y, most);
             };
-        }"""
+            page.draw();
+        }""",
+        name,
     )
-    small.point(0.5, 0.2)
-    small.page.mouse.wheel(0, -120)
     small.numbers("data-span")
-    written = small.page.evaluate("[...window.written]")
-    assert [each for each in written if "…" in each] == []
-    assert "102/0" in written
-    assert small.page.evaluate("window.fits")
+    written = small.page.evaluate("window.written")
+    (request, *_) = (each for each in written if each.endswith("/1"))
+    for each in (name, request):
+        left, right, space = written[each]
+        assert 0 < left < right <= width
+        assert (right > space) == (each == name), "only the long one goes on over the row"
+        assert space <= width / 3 + 1
+    cut = "all => all.filter((each) => each.scrollWidth > each.clientWidth).length"
+    assert small.page.eval_on_selector_all("figcaption, #summary", cut) == 0
     room = """(field) => {
         const pen = document.createElement("canvas").getContext("2d");
         const style = getComputedStyle(field);

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from engine_core import live_view
-from engine_core.live_view import OwnerNumbers, block_map, block_states, num_blocks_by_sequence
+from engine_core.kv_cache.manager import KVCacheManager
+from engine_core.live_view import (
+    OwnerNumbers,
+    block_map,
+    block_states,
+    num_blocks_by_sequence,
+    state_map,
+)
+from proto.lifecycle import RECURRENT_STATE, KVGroup
 from proto.view import CACHED, FREE, HELD, MAX_CELLS, PINNED, RESERVED, SHARED, blocks_per_cell
 from tests.engine_core.scheduler.lives import Life
 from tests.fakes.kv_requests import Requests, make_manager
@@ -110,7 +118,7 @@ def test_a_cell_of_several_blocks_shows_the_highest_state_and_its_owner(monkeypa
         last = request
     manager.free(last)
     del numbers[last.seq_id]
-    states, owners = block_states(manager, numbers)
+    states, owners = block_states(manager.pool, manager.block_groups, numbers)
     cells = spread(decoded(block_map(manager, numbers)))
     assert len(cells) == 6
     for index, cell in enumerate(cells):
@@ -147,3 +155,35 @@ def test_a_block_held_only_for_a_copy_has_no_owner():
     cells = spread(decoded(block_map(manager, {})))
     assert cells == truth(manager, {})
     assert [cells[block] for block in table] == [(HELD, 0)] * 3
+
+
+def test_the_state_map_has_each_slot_for_recurrent_states():
+    manager = KVCacheManager(
+        40,
+        16,
+        True,
+        bytes(32),
+        groups=(KVGroup(), KVGroup(kind=RECURRENT_STATE)),
+        num_state_slots=9,
+    )
+    assert decoded(state_map(manager, {})) == [(8, FREE, 0)]
+    requests = Requests(manager)
+    numbers = {}
+    for number in (1, 2):
+        manager.begin_step()
+        request = requests.make([number] * 40)
+        assert requests.schedule_groups(request) is not None
+        numbers[request.seq_id] = number
+    held = {
+        slot: numbers[seq_id] for seq_id in numbers for slot in manager.block_ids(seq_id)[1] if slot
+    }
+    cells = spread(decoded(state_map(manager, numbers)))
+    assert {slot: owner for slot, (state, owner) in enumerate(cells, 1) if state == HELD} == held
+    assert len(held) == manager.num_states[1] == 4
+    manager.begin_step()
+    manager.free(request)
+    del numbers[request.seq_id]
+    cells = spread(decoded(state_map(manager, numbers)))
+    assert [state for state, _ in cells].count(HELD) == 2
+    assert CACHED in [state for state, _ in cells], "the end of a prompt can be found"
+    assert decoded(state_map(make_manager(40, 16), {})) == []
