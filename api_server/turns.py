@@ -22,7 +22,7 @@ from typing import Final, ParamSpec, TypeVar
 
 from starlette.requests import ClientDisconnect
 
-from api_server.http.connection import Upload, Uploads
+from api_server.http.connection import MAX_BODY_BYTES, Upload, Uploads
 from proto.errors import RequestError
 
 P = ParamSpec("P")
@@ -31,9 +31,9 @@ INLINE_BYTES: Final = 1 << 16
 """Largest body that is decoded on the event loop."""
 UNHELD_BYTES: Final = 1 << 20
 """Largest body that is decoded without regard to the bodies that are held."""
-HELD_BYTES: Final = 32 << 20
+HELD_BYTES: Final = MAX_BODY_BYTES
 """Total bytes of large bodies in memory: each counts from its decoding until the engine has its
-requests.
+requests or its answer begins.
 
 As objects they can take four times as much: a text takes four bytes per character if one is an
 emoji."""
@@ -132,7 +132,7 @@ class Client:
             _body_thread.submit(_return_memory)
 
     def release_body(self) -> None:
-        """Stop counting the body, because the engine has its requests."""
+        """Stop counting the body: the engine has its requests, or the answer begins."""
         held, self._held = self._held, 0
         if held:
             _body_bytes.give_back(held)

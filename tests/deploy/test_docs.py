@@ -130,7 +130,7 @@ def test_flags_in_the_readme_exist_and_have_the_same_help() -> None:
         ),
         (
             f"bodies over {UNHELD_BYTES >> 20} MiB that are decoded at once, until their requests "
-            "are in the engine",
+            "are in the engine or their answer begins",
             f"{HELD_BYTES >> 20} MiB",
         ),
         ("prompts of a completion request", f"{MAX_PROMPTS:,}"),

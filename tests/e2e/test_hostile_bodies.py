@@ -12,11 +12,13 @@ from typing import Any
 import httpx
 import pytest
 
+from api_server.http.connection import MAX_BODY_BYTES
 from tests.e2e.bystander import Bystander
 from tests.e2e.daemon import Daemon
 
 pytestmark = pytest.mark.suite("hostile")
 MIB = 1 << 20
+LARGEST = MAX_BODY_BYTES - 200
 WORDS = "The quick brown fox jumps over the lazy dog. "
 
 
@@ -37,15 +39,16 @@ def many_prompts() -> bytes:
 
 def test_prompts_of_clients_that_left_are_not_tokenised(daemon: Daemon) -> None:
     body = many_prompts()
+    text = b'{"prompt": "%s"}' % ("🧿" * (LARGEST // 4)).encode()
     front_end = daemon.processes()["api_server"]
     with Bystander(daemon) as bystander:
         for path in ("/v1/completions", "/v1/completions", "/tokenize"):
-            sent = body if "v1" in path else json.dumps({"prompt": "🧿" * 7_000_000}).encode()
+            sent = body if "v1" in path else text
             with closing(send(daemon, path, sent)):
                 time.sleep(0.5)
         asked = time.monotonic()
-        text = {"prompt": WORDS * 440}  # above what is done on the event loop
-        httpx.post(f"{daemon.url}/tokenize", json=text, timeout=60).raise_for_status()
+        short = {"prompt": WORDS * 440}  # above what is done on the event loop
+        httpx.post(f"{daemon.url}/tokenize", json=short, timeout=60).raise_for_status()
         waited = time.monotonic() - asked
         bystander.rest(0.5)
     time.sleep(0.5)
@@ -130,11 +133,12 @@ BODIES: dict[str, tuple[str, Callable[[], Any]]] = {
         lambda: {"messages": [{**ASSISTANT, "tool_calls": [call(LISTS)]}] * 500},
     ),
     # texts
-    "an emoji": ("chat/completions", lambda: chat("a" * 20 * MIB + "🧿")),
-    "escapes": ("completions", lambda: {"prompt": "\n" * 15 * MIB, "max_tokens": 1}),
+    "an emoji": ("chat/completions", lambda: chat("a" * LARGEST + "🧿")),
+    "an escaped emoji": ("chat/completions", lambda: chat("a" * LARGEST + "\ud83e\uddff")),
+    "escapes": ("completions", lambda: {"prompt": "\n" * (LARGEST // 2), "max_tokens": 1}),
     "truncation": (
         "completions",
-        lambda: {"prompt": "🧿" * 7 * MIB, "max_tokens": 1, "truncate_prompt_tokens": 10},
+        lambda: {"prompt": "🧿" * (LARGEST // 4), "max_tokens": 1, "truncate_prompt_tokens": 10},
     ),
 }
 

@@ -136,16 +136,16 @@ def uploads(daemon: Daemon, num_addresses: int = 1) -> None:
     with connections(daemon, 40, num_addresses) as clients:
         for client in clients:
             client.sendall(UPLOAD)
-        send_slowly(clients, chunk * 27)
+        send_slowly(clients, chunk * 22)
 
 
 def partial_messages(daemon: Daemon) -> None:
-    size = 30 * MIB
+    size = 23 * MIB
     frame = b"\x81\xff" + struct.pack("!Q", size) + b"\0\0\0\0"
     with connections(daemon, 40) as clients:
         for client in clients:
             open_websocket(client, RESPONSES)
-        send_slowly(clients, frame + b" " * (27 * MIB))
+        send_slowly(clients, frame + b" " * (22 * MIB))
 
 
 def partial_messages_in_fragments(daemon: Daemon) -> None:
@@ -154,7 +154,7 @@ def partial_messages_in_fragments(daemon: Daemon) -> None:
         for client in clients:
             open_websocket(client, RESPONSES)
             client.sendall(FIRST_FRAGMENT)
-        send_slowly(clients, fragment * 540)
+        send_slowly(clients, fragment * 440)
 
 
 def messages_that_wait(daemon: Daemon) -> None:
