@@ -22,7 +22,7 @@ from api_server.parsers.called_tool import AgentTurn, TextTail
 from api_server.parsers.output import ContentStops
 from api_server.parsers.reasoning import TokenCounter
 from api_server.text.detokenizer import Detokenizer
-from api_server.text.logprobs import LogprobRow, TextToken, unpack_logprobs
+from api_server.text.logprobs import ENTRY_BYTES, LogprobRow, TextToken, unpack_logprobs
 from api_server.text.stop_strings import StopStrings
 from proto.codec import from_json
 from proto.engine_io import (
@@ -91,8 +91,6 @@ class StreamNotifier:
 
 MAX_UNSENT_BYTES: Final = 1 << 20
 """Most bytes of text and log-probabilities that may wait for a blocked connection."""
-ENTRY_BYTES: Final = 64
-"""Estimated size of one log-probability with its token."""
 
 
 class SendBuffer:
@@ -229,11 +227,12 @@ class Choice:
 
     @property
     def has_delta(self) -> bool:
-        """There is new output to send, and enough tokens of it for the interval."""
+        """There is new output to send: enough tokens for the interval, or very much."""
         if self.finished and not self._end_reported:
             return True
         num_new = len(self.token_ids) - self._num_sent
-        if self._num_sent and num_new < self.interval:
+        is_little = num_new < self.interval and self.send_buffer.num_bytes <= MAX_UNSENT_BYTES
+        if self._num_sent and is_little:
             return False
         return bool(self._new_texts or self._new_tokens) or (self.counts_tokens and num_new > 0)
 
