@@ -11,7 +11,7 @@ from api_server.parsers.output import PLAIN_TEXT, ChoiceParser
 from api_server.protocol.encoder import ResponseOptions, event_data, flat_texts, json_parts
 from api_server.protocol.fields import IgnoredFields
 from api_server.protocol.responses.encoder import ResponsesEncoder
-from api_server.protocol.responses.request import ResponsesTranslation, parse_request
+from api_server.protocol.responses.request import LOGPROBS, ResponsesTranslation, parse_request
 from api_server.protocol.responses.stored import (
     History,
     ResponseRecord,
@@ -25,6 +25,7 @@ from proto.config import FrontEndConfig
 from proto.engine_io import FinishReason
 from proto.pooling import Pooler
 from tests.api_server.conftest import StartFrontEnd, counted_turns
+from tests.fakes.fake_engine import pack_logprobs
 
 LIMIT = 100_000
 FAMILY = 390
@@ -80,7 +81,7 @@ def test_iterators_are_lists_made_on_the_way() -> None:
             "logprobs",
         ),
         ({"echo": True, "return_prompt_text": True, "n": 100, "prompt": [20] * 550}, "echo"),
-        ({"logprobs": 0, "logprob_token_ids": [FAMILY], "max_tokens": 250}, "logprobs"),
+        ({"logprobs": 0, "logprob_token_ids": [FAMILY], "max_tokens": 400}, "logprobs"),
         ({"logprobs": 5, "max_tokens": 1000}, "logprobs"),
         ({"logprobs": 5, "max_tokens": 10, "n": 64}, "logprobs"),
     ],
@@ -161,6 +162,34 @@ async def test_a_long_response_is_encoded_in_parts(monkeypatch, stream) -> None:
     response = stored.find_stored((0, ""), "resp_1").response
     assert json.loads("".join(json_parts(response)))["output"][0]["content"][0] == found
     assert stored.num_bytes == pytest.approx(json_size(response), rel=0.5)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("endpoint", ["chat/completions", "responses"])
+async def test_long_tokens_end_a_response_that_becomes_too_long(start, stream, endpoint) -> None:
+    """Their names in log-probabilities are several times the estimate. Others stay within it."""
+    fields = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "max_tokens": 120}
+    field = "logprobs"
+    if endpoint == "responses":
+        fields = {"input": "x", "include": [LOGPROBS], "max_output_tokens": 120}
+        field = "include"
+    fields |= {"top_logprobs": 5, "stream": stream}
+    async with start(config=CONFIG, max_model_len=4096, accepts=True) as front_end:
+        for token, is_ended in ((20, False), (FAMILY, True)):
+            asked = asyncio.create_task(
+                front_end.http.post(f"/v1/{endpoint}", json=fields, timeout=30)
+            )
+            request = await front_end.engine.requests.get()
+            rows = pack_logprobs([[(token, -1.0)] * 6] * 40, [1] * 40)
+            for finish in (None, None, FinishReason.LENGTH):
+                front_end.engine.emit(request, [token] * 40, logprobs=rows, finish=finish)
+            answer = await asked
+            assert answer.status_code == 200 or is_ended
+            error = '"message": "the response has more bytes than --max-response-bytes'
+            text = answer.text.replace('":"', '": "')
+            assert (error in text, f'"param": "{field}"' in text) == (is_ended, is_ended)
+            if is_ended:
+                assert (await front_end.engine.aborts.get()).request_id == request.request_id
 
 
 async def test_log_probabilities_do_not_wait_for_a_long_interval(start) -> None:
