@@ -5,20 +5,23 @@
 
 A large body or text is decoded, validated and tokenised on a thread, a slice of it in each turn, so
 that the event loop and other clients continue. Tenants take turns, and so do the requests of a
-tenant. When its turn comes, a request whose client has disconnected ends with `ClientDisconnect`.
+tenant, small bodies before large ones. When its turn comes, a request whose client has disconnected
+ends with `ClientDisconnect`.
 """
 
 import asyncio
 import ctypes
 import gc
 import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
-from typing import Final, ParamSpec, TypeVar
+from heapq import heappop, heappush
+from itertools import count
+from typing import Final, NamedTuple, ParamSpec, TypeVar
 
 from starlette.requests import ClientDisconnect
 
@@ -98,7 +101,7 @@ class Client:
         """
         self.count_body(size)
         if size > UNHELD_BYTES:
-            await _body_bytes.take(size)
+            await _body_bytes.take(size, work=size)
             self._held += size
             assert self._upload is not None
             self._upload.resize(0)  # HELD_BYTES limits those that are decoded
@@ -144,27 +147,44 @@ class Client:
 CLIENT: ContextVar[Client] = ContextVar("client", default=Client())  # noqa: B039 (immutable)
 
 
+class _WaitingRequest(NamedTuple):
+    place: int
+    number: int
+    turn: asyncio.Future[None]
+    amount: int
+    work: int
+    client: Client
+
+
 class Turns:
     """A limited amount, of threads or of bytes, that requests take and give back in turn.
 
     A request that does not fit waits, and so do all that would be served after it. A tenant waits
-    for one request of each other tenant that was waiting before it, at most.
+    for one request of each other tenant that was waiting before it, at most. Requests of a tenant
+    pass larger ones, but none is passed by more work than its own:
+
+        place of a request = work that was begun before it came + its own
     """
 
     def __init__(self, amount: int) -> None:
         self._free = amount
-        # by tenant; the one whose turn is next comes first
-        self._waiting: OrderedDict[int, deque[tuple[asyncio.Future[None], int, Client]]]
-        self._waiting = OrderedDict()
+        # by tenant, the one whose turn is next comes first; a heap for each, by place
+        self._waiting: OrderedDict[int, list[_WaitingRequest]] = OrderedDict()
+        self._begun_work = 0
+        self._numbers = count()
 
-    async def take(self, amount: int = 1) -> None:
+    async def take(self, amount: int = 1, *, work: int = 0) -> None:
         """Wait until the amount is free, and take it.
 
+        work: size of what the request does then; 0 for all if they have their turns as they come.
         Raises ClientDisconnect if the client has left by then, and OverloadedError if its body is
         ended.
         """
         client, turn = CLIENT.get(), asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(client.tenant, deque()).append((turn, amount, client))
+        request = _WaitingRequest(
+            self._begun_work + work, next(self._numbers), turn, amount, work, client
+        )
+        heappush(self._waiting.setdefault(client.tenant, []), request)
         self._serve()
         if turn.done():
             turn.result()
@@ -189,10 +209,10 @@ class Turns:
         """Serve waiting requests while there is enough, one of each tenant in turn."""
         while self._waiting:
             tenant, requests = next(iter(self._waiting.items()))
-            turn, amount, client = requests[0]
+            _, _, turn, amount, work, client = requests[0]
             if amount > self._free and not turn.done():
                 return
-            requests.popleft()
+            heappop(requests)
             if not requests:
                 del self._waiting[tenant]
             if turn.done():  # cancelled
@@ -205,16 +225,19 @@ class Turns:
                 turn.set_exception(error)
             else:
                 self._free -= amount
+                self._begun_work += work
                 turn.set_result(None)
 
 
 class WorkThread:
     """A thread on which requests do work in turn.
 
-    What those that wait keep in memory is limited where their bodies are counted.
+    What those that wait keep in memory is limited where their bodies are counted. by_size: what a
+    request does in a turn is in proportion to its body.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, by_size: bool = False) -> None:
+        self._by_size = by_size
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self._turns = Turns(1)
 
@@ -227,7 +250,7 @@ class WorkThread:
 
         Raises ClientDisconnect, and OverloadedError if the request's body is ended.
         """
-        await self._turns.take()
+        await self._turns.take(work=CLIENT.get().body_size if self._by_size else 0)
         try:
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._thread, partial(work, *args, **fields))
@@ -240,7 +263,7 @@ class WorkThread:
 
 
 _body_bytes: Final = Turns(HELD_BYTES)
-_body_thread: Final = WorkThread("bodies")
+_body_thread: Final = WorkThread("bodies", by_size=True)
 
 
 async def run_for_body(work: Callable[P, R], *args: P.args, **fields: P.kwargs) -> R:

@@ -43,6 +43,49 @@ async def test_new_tenants_do_not_keep_one_that_waits_from_its_turn() -> None:
     assert len(served) == 1 + 4 + 98
 
 
+async def test_small_requests_pass_larger_ones_but_not_forever() -> None:
+    turns, served = Turns(1), list[int]()
+
+    async def serve(size: int) -> None:
+        await turns.take(work=size)
+        served.append(size)
+        if size == 2 and len(served) < 100:  # while it waits, another comes
+            jobs.append(asyncio.create_task(serve(2)))
+            await asyncio.sleep(0)
+        turns.give_back()
+
+    await turns.take()
+    jobs = [asyncio.create_task(serve(size)) for size in (20, 10, 30, 2)]
+    await asyncio.sleep(0)
+    turns.give_back()
+    while len(served) < 100:
+        await asyncio.sleep(0)
+    large = [size for size in served if size > 2]
+    assert large == [10, 20, 30]
+    assert [served.index(size) for size in large] == [4, 6, 8]
+    await asyncio.gather(*jobs)
+
+
+async def test_a_small_body_passes_larger_ones_of_its_client() -> None:
+    go_on, done = threading.Event(), list[int]()
+    blocked = asyncio.create_task(turns.run_in_turn(go_on.wait, 60))
+    await asyncio.sleep(0)
+
+    async def decode(size: int) -> None:
+        client = Client()
+        CLIENT.set(client)
+        await client.hold_body(size)
+        await turns.run_for_body(done.append, size)
+        client.release_body()
+
+    sizes = [turns.HELD_BYTES, turns.HELD_BYTES // 2, turns.UNHELD_BYTES, 100_000]
+    jobs = [asyncio.create_task(decode(size)) for size in sizes]
+    await asyncio.sleep(0.01)
+    go_on.set()
+    await asyncio.gather(blocked, *jobs)
+    assert done[:2] == [100_000, turns.UNHELD_BYTES]
+
+
 async def test_an_amount_is_given_back_by_a_request_that_is_cancelled() -> None:
     turns = Turns(10)
     await turns.take(8)
