@@ -43,7 +43,7 @@ RANKED_TURNS: Final = 4
 READ_AHEAD_BYTES: Final = 64 << 10
 """A connection with more unparsed bytes is not read. One read adds up to 256 KiB."""
 
-MAX_BODY_BYTES: Final = 24 << 20
+MAX_BODY_BYTES: Final = 20 << 20
 """Most bytes of a body, or of a message on a WebSocket; decoding it takes up to 7 times as much."""
 
 COUNTED_BYTES: Final = 16 << 10

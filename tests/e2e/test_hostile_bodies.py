@@ -33,8 +33,8 @@ def send(daemon: Daemon, path: str, body: bytes) -> socket.socket:
 
 
 def many_prompts() -> bytes:
-    """24 MiB of prompts, each of which fits into the context."""
-    prompts = [f"{index} " + WORDS * 540 for index in range(1000)]
+    """19 MiB of prompts, each of which fits into the context."""
+    prompts = [f"{index} " + WORDS * 540 for index in range(800)]
     return json.dumps({"prompt": prompts, "max_tokens": 1}).encode()
 
 
@@ -87,7 +87,7 @@ def zeros(number: int) -> list[int]:
     return [0] * number
 
 
-MANY = 5_000_000
+MANY = 4_000_000
 NAMES = {f"x{each}": 0 for each in range(60_000)}
 LISTS = "[" + "[]," * 20_000 + "0]"
 USER, ASSISTANT = {"role": "user"}, {"role": "assistant", "content": ""}
@@ -95,11 +95,11 @@ MANY_LISTS = [[0]] * 60_000
 PARTS = {"role": "user", "content": part(100)}
 BODIES: dict[str, tuple[str, Callable[[], Any]]] = {
     # more than a body has
-    "zeros": ("chat/completions", lambda: {"messages": zeros(7 * MIB)}),
+    "zeros": ("chat/completions", lambda: {"messages": zeros(6 * MIB)}),
     "strings": ("completions", lambda: {"prompt": ["a"] * MANY}),
     "members": ("completions", lambda: {"prompt": "a"} | dict.fromkeys(map(str, range(10**6)), 0)),
-    "parts": ("chat/completions", lambda: chat(part(800_000))),
-    "blocks": ("messages", lambda: messages(part(800_000))),
+    "parts": ("chat/completions", lambda: chat(part(640_000))),
+    "blocks": ("messages", lambda: messages(part(640_000))),
     "objects": ("chat/completions", lambda: chat("a", documents=[{"a": 1}] * 1_000_000)),
     # as many as a body has
     "messages": ("chat/completions", lambda: {"messages": zeros(MIB - 9)}),
@@ -123,15 +123,15 @@ BODIES: dict[str, tuple[str, Callable[[], Any]]] = {
     ),
     "joined blocks": (
         "messages",
-        lambda: messages("a", messages=[{**USER, "content": part(3000, "x" * 900)}] * 8),
+        lambda: messages("a", messages=[{**USER, "content": part(3000, "x" * 900)}] * 7),
     ),
     "joined items": (
         "responses",
-        lambda: {"input": [{**ASSISTANT, "content": text_part(5, "x" * 1100)}] * 4000},
+        lambda: {"input": [{**ASSISTANT, "content": text_part(5, "x" * 900)}] * 4000},
     ),
     "arguments": (
         "chat/completions",
-        lambda: {"messages": [{**ASSISTANT, "tool_calls": [call(LISTS)]}] * 400},
+        lambda: {"messages": [{**ASSISTANT, "tool_calls": [call(LISTS)]}] * 330},
     ),
     # texts
     "an emoji": ("chat/completions", lambda: chat("a" * LARGEST + "🧿")),
@@ -187,7 +187,7 @@ def test_many_stop_strings(daemon: Daemon) -> None:
 
 
 def test_large_bodies_together(daemon: Daemon) -> None:
-    body = json.dumps(chat("a" * 20 * MIB)).encode()
+    body = json.dumps(chat("a" * LARGEST)).encode()
 
     def status(_: int) -> bytes:
         with closing(send(daemon, "/v1/chat/completions", body)) as connection:
