@@ -38,14 +38,21 @@ HELD_BYTES: Final = MAX_BODY_BYTES
 """Total bytes of large bodies in memory: each counts from its decoding until the engine has its
 requests or its answer begins.
 
-As objects they can take four times as much: a text takes four bytes per character if one is an
-emoji."""
+As objects they can take four times as much, see WIDE_FACTOR."""
+WIDE_FACTOR: Final = 4
+"""Bytes of a character in a text with an emoji, or with another one outside of the first plane."""
+_WIDE: Final = (*(bytes([first]) for first in range(0xF0, 0xF5)), rb"\ud", rb"\uD")
+"""What such a character begins with, in UTF-8 and as an escape in JSON."""
 BeginUpload = Callable[[int, Callable[[RequestError], None]], Upload]
 """Returns an upload of a tenant; the function is called with the reason if it is ended."""
 
 
 def _begin_alone(tenant: int, end: Callable[[RequestError], None]) -> Upload:
     return Uploads().begin("", end, tenant=tenant)
+
+
+def _may_be_wide(body: bytearray) -> bool:
+    return any(begin in body for begin in _WIDE)
 
 
 class Client:
@@ -80,10 +87,13 @@ class Client:
 
     def check_goes_on(self) -> None:
         """Raise the error with which the body was ended, or ClientDisconnect if the client left."""
-        if self._failure is not None:
-            raise self._failure
+        self._check_not_ended()
         if self._is_gone():
             raise ClientDisconnect
+
+    def _check_not_ended(self) -> None:
+        if self._failure is not None:
+            raise self._failure
 
     def count_body(self, size: int) -> None:
         """Set the size of the body, as far as it has arrived; raises OverloadedError."""
@@ -91,20 +101,23 @@ class Client:
         if self._upload is None:
             self._upload = self._begin_upload(self.tenant, self._end_body)
         self._upload.resize(size)
-        if self._failure is not None:
-            raise self._failure
+        self._check_not_ended()
 
-    async def hold_body(self, size: int) -> None:
-        """Return when a body of this size may be decoded.
+    async def hold_body(self, body: bytearray) -> None:
+        """Return when a body may be decoded.
 
         Raises ClientDisconnect, and OverloadedError if too many bodies wait.
         """
+        size = len(body)
         self.count_body(size)
+        assert self._upload is not None
         if size > UNHELD_BYTES:
             await _body_bytes.take(size, work=size)
             self._held += size
-            assert self._upload is not None
             self._upload.resize(0)  # HELD_BYTES limits those that are decoded
+        elif _may_be_wide(body):
+            self._upload.resize(WIDE_FACTOR * size)
+            self._check_not_ended()
 
     @asynccontextmanager
     async def waiting(self, seconds: float | None = None) -> AsyncIterator[asyncio.Timeout]:

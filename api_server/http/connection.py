@@ -152,7 +152,8 @@ class Uploads:
     """Limits on all uploads of a front end together, and on those of each client.
 
     An upload is unparsed data, an unfinished message, or a body from its first byte until it is
-    decoded (of one up to 1 MiB: until the engine has its requests, `api_server/turns.py`).
+    decoded (of one up to 1 MiB: until the engine has its requests, four times if it has an emoji;
+    `api_server/turns.py`).
     The largest upload of the client with the most bytes is ended, so small ones never are while a
     large one is open. A limit is never below one body of the largest size.
     """

@@ -186,6 +186,24 @@ def test_many_stop_strings(daemon: Daemon) -> None:
     bystander.check()
 
 
+def test_many_bodies_with_emojis(daemon: Daemon) -> None:
+    """They wait for the chat template, since their prompts are truncated."""
+    fields = chat("a" * (MIB - 1000) + "🧿", truncate_prompt_tokens=10)
+    body = json.dumps(fields, ensure_ascii=False).encode()
+
+    def status(_: int) -> bytes:
+        with closing(send(daemon, "/v1/chat/completions", body)) as connection:
+            return connection.recv(1000).split()[1]
+
+    with Bystander(daemon, gaps=False) as bystander:
+        with ThreadPoolExecutor(45) as threads:
+            statuses = list(threads.map(status, range(45)))
+        bystander.rest(0.5)
+    print(bystander.figures, statuses)
+    assert set(statuses) == {b"200", b"503"}
+    bystander.check()
+
+
 def test_large_bodies_together(daemon: Daemon) -> None:
     body = json.dumps(chat("a" * LARGEST)).encode()
 
