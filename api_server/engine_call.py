@@ -29,7 +29,7 @@ class EngineCall(Generic[Body]):
     Its creation is the arrival time of the request. id: of the response. Raises UnknownModelError
     for the name of a model that is not served.
 
-    ignored: unknown fields. max_unsent_bytes: of the response.
+    ignored: unknown fields.
     """
 
     def __init__(
@@ -41,7 +41,6 @@ class EngineCall(Generic[Body]):
         key_name: str,
         ignored: IgnoredFields,
         trace_headers: TraceHeaders,
-        max_unsent_bytes: float = math.inf,
     ) -> None:
         app_state.check_model(body.model)
         self.id = id_prefix + (body.request_id or secrets.token_hex(16))
@@ -52,7 +51,7 @@ class EngineCall(Generic[Body]):
         self._ignored = ignored
         self._trace_headers = trace_headers
         self._arrival = time.monotonic()
-        self._send_buffer = SendBuffer(max_unsent_bytes)
+        self._send_buffer = SendBuffer()
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Return the headers of the response."""

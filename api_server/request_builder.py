@@ -24,12 +24,14 @@ from api_server.protocol.common import (
     REQUEST_NUMBERS,
     GenerationRequest,
 )
+from api_server.protocol.completions import CompletionRequest
 from api_server.protocol.encoder import ResponseEncoder, ResponseOptions
 from api_server.protocol.fields import IgnoredFields
 from api_server.request_stream import (
     MAX_UNSENT_BYTES,
     Choice,
     RequestStream,
+    SendBuffer,
     StreamNotifier,
     Timeline,
 )
@@ -51,8 +53,6 @@ from proto.sampling_params import ThinkingRule
 TOKEN_ID_BYTES: Final = 8
 LOGPROB_BYTES: Final = 128
 """Of a token and its log-probability in a response, with what belongs to it; seldom more."""
-TOKEN_BYTE_BYTES: Final = 5
-"""Of a byte of a token in a list of its bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,11 @@ class RequestBuilder(EngineCall[GenerationRequest]):
             key_name,
             ignored,
             trace_headers,
+        )
+        self._send_buffer = SendBuffer(
             MAX_UNSENT_BYTES if request.stream else math.inf,
+            app_state.config.max_response_bytes,
+            self._names_size,
         )
         if request.return_routed_experts:
             require(
@@ -190,7 +194,7 @@ class RequestBuilder(EngineCall[GenerationRequest]):
         if options.logprobs is not None:
             named = body.logprob_token_ids or ()
             row = (len(named) or options.logprobs) * LOGPROB_BYTES + LOGPROB_BYTES
-            row += self._named_bytes(named)
+            row += self._names_size(named)
             num_rows = num_output + (num_prompt if options.echoes_logprobs else 0)
             sizes["logprobs"] = num_rows * row
         if body.prompt_logprobs is not None:
@@ -202,11 +206,10 @@ class RequestBuilder(EngineCall[GenerationRequest]):
             sizes["return_routed_experts"] = num_tokens * routing_bytes * 4 // 3  # in base64
         self._add_response_sizes(sizes)
 
-    def _named_bytes(self, token_ids: Sequence[int]) -> int:
-        """Return the bytes in a response of the texts of these tokens, and of lists of theirs."""
-        tokenizer = self._app_state.tokenizer
-        num_bytes = sum(len(tokenizer.token_bytes(token_id)) for token_id in token_ids)
-        return tokenizer.json_size(token_ids) + num_bytes * TOKEN_BYTE_BYTES
+    def _names_size(self, token_ids: Sequence[int]) -> int:
+        """Return the bytes of tokens' texts in log-probabilities, and in chats of their bytes."""
+        with_bytes = not isinstance(self._body, CompletionRequest)
+        return self._app_state.tokenizer.names_size(token_ids, with_bytes=with_bytes)
 
     def _add_response_sizes(self, sizes: Mapping[str, int]) -> None:
         """Add to what the response could have; raise InvalidRequestError if that is too much."""

@@ -22,7 +22,7 @@ from api_server.parsers.called_tool import AgentTurn, TextTail
 from api_server.parsers.output import ContentStops
 from api_server.parsers.reasoning import TokenCounter
 from api_server.text.detokenizer import Detokenizer
-from api_server.text.logprobs import LogprobRow, TextToken, unpack_logprobs
+from api_server.text.logprobs import ENTRY_BYTES, LogprobRow, TextToken, unpack_logprobs
 from api_server.text.stop_strings import StopStrings
 from proto.codec import from_json
 from proto.engine_io import (
@@ -32,7 +32,12 @@ from proto.engine_io import (
     FinishReason,
     RoutedExperts,
 )
-from proto.errors import InternalRequestError, RequestCancelledError, RequestError
+from proto.errors import (
+    InternalRequestError,
+    InvalidRequestError,
+    RequestCancelledError,
+    RequestError,
+)
 
 DeltaWriter = Callable[[], bool]
 """Function that writes the pending deltas to the connection; returns False, having done nothing, if
@@ -91,8 +96,6 @@ class StreamNotifier:
 
 MAX_UNSENT_BYTES: Final = 1 << 20
 """Most bytes of text and log-probabilities that may wait for a blocked connection."""
-ENTRY_BYTES: Final = 64
-"""Estimated size of one log-probability with its token."""
 
 
 class SendBuffer:
@@ -101,30 +104,60 @@ class SendBuffer:
     limit: most bytes; infinite for a response that is not streamed. is_blocked: the connection
     accepts no more bytes for now; the limit applies only then, because otherwise the waiting bytes
     are about to be sent. `http_protocol` closes connections that accept nothing for long.
+    max_response_bytes: of the whole response, sent or not. names_size: returns how many bytes the
+    names of tokens have in log-probabilities.
     """
 
-    __slots__ = ("_limit", "is_blocked", "num_bytes")
+    __slots__ = (
+        *("_has_logprobs", "_limit", "_max_response_bytes", "_names_size", "_response_bytes"),
+        *("is_blocked", "num_bytes"),
+    )
 
-    def __init__(self, limit: float = math.inf) -> None:
+    def __init__(
+        self,
+        limit: float = math.inf,
+        max_response_bytes: float = math.inf,
+        names_size: Callable[[Sequence[int]], int] = lambda ids: 0,
+    ) -> None:
         self._limit = limit
+        self._max_response_bytes = max_response_bytes
+        self._names_size = names_size
+        self._response_bytes = 0
+        self._has_logprobs = False
         self.is_blocked = False
         self.num_bytes = 0
 
     def add_text(self, text: str) -> None:
-        self.num_bytes += len(text.encode())
+        size = len(text.encode())
+        self.num_bytes += size
+        self._response_bytes += size
 
-    def add_logprobs(self, number: int) -> None:
-        self.num_bytes += ENTRY_BYTES * number
+    def add_logprobs(self, token_ids: Sequence[int]) -> None:
+        """Add log-probabilities of these tokens."""
+        size = ENTRY_BYTES * len(token_ids)
+        self.num_bytes += size
+        self._response_bytes += size + self._names_size(token_ids)
+        self._has_logprobs = True
 
     def clear(self) -> None:
         """Set the count to 0: all output was passed to the connection."""
         self.num_bytes = 0
 
     def check(self) -> None:
-        """Raise SlowReaderError if the connection is blocked and the limit exceeded."""
+        """Raise SlowReaderError if the connection is blocked and the limit exceeded.
+
+        Raises InvalidRequestError if the response has become too long.
+        """
         if self.is_blocked and self.num_bytes > self._limit:
             raise SlowReaderError(
                 f"the stream was ended: the client had not read {self.num_bytes} bytes of it"
+            )
+        if self._response_bytes > self._max_response_bytes:
+            field = "logprobs" if self._has_logprobs else "max_tokens"
+            raise InvalidRequestError(
+                "the response has more bytes than --max-response-bytes, which is "
+                f"{self._max_response_bytes}: its tokens are long",
+                field,
             )
 
 
@@ -229,11 +262,12 @@ class Choice:
 
     @property
     def has_delta(self) -> bool:
-        """There is new output to send, and enough tokens of it for the interval."""
+        """There is new output to send: enough tokens for the interval, or very much."""
         if self.finished and not self._end_reported:
             return True
         num_new = len(self.token_ids) - self._num_sent
-        if self._num_sent and num_new < self.interval:
+        is_little = num_new < self.interval and self.send_buffer.num_bytes <= MAX_UNSENT_BYTES
+        if self._num_sent and is_little:
             return False
         return bool(self._new_texts or self._new_tokens) or (self.counts_tokens and num_new > 0)
 
@@ -260,7 +294,7 @@ class Choice:
             if rows:
                 offset = self.text_start + self._num_decoded_characters
                 self._new_tokens.append(TextToken(token_id, offset, rows[position]))
-                self.send_buffer.add_logprobs(len(rows[position].token_ids))
+                self.send_buffer.add_logprobs(rows[position].token_ids)
             if position >= num_with_text:
                 break  # a stop token ends the choice and has no text
             if self._add_text(self.detokenizer.decode_token(token_id)):
@@ -496,7 +530,7 @@ class RequestStream:
 
         timestamp: monotonic seconds at which the tokens left the engine.
         Raises InternalRequestError when outputs were lost, SlowReaderError when the client does
-        not read.
+        not read, InvalidRequestError when the response is too long.
         """
         if output.events:
             self._record_events(output)

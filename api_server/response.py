@@ -144,7 +144,7 @@ class GenerationResponse(Response):
                 return
         if stream.error is not None:
             raise self._encoder.client_error(stream.error)
-        body = self._encoder.encode_body(stream.pop_deltas(), stream.usage())
+        body = await self._encoder.encode_body(stream.pop_deltas(), stream.usage())
         await send_json(scope, send, json_parts(body), self._extra_headers)
 
 

@@ -103,13 +103,10 @@ class TokenStream:
 
     def pop_deltas(self) -> list[Delta]:
         """Return the new output of each choice since the last call; only choices that have some."""
+        choices = [choice for stream in self.streams for choice in stream.choices]
+        choices = [choice for choice in choices if choice.has_delta]
         self.send_buffer.clear()
-        return [
-            choice.pop_delta()
-            for stream in self.streams
-            for choice in stream.choices
-            if choice.has_delta
-        ]
+        return [choice.pop_delta() for choice in choices]
 
     @property
     def error(self) -> RequestError | None:

@@ -5,24 +5,27 @@
 
 A large body or text is decoded, validated and tokenised on a thread, a slice of it in each turn, so
 that the event loop and other clients continue. Tenants take turns, and so do the requests of a
-tenant. When its turn comes, a request whose client has disconnected ends with `ClientDisconnect`.
+tenant, small bodies before large ones. When its turn comes, a request whose client has disconnected
+ends with `ClientDisconnect`.
 """
 
 import asyncio
 import ctypes
 import gc
 import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
-from typing import Final, ParamSpec, TypeVar
+from heapq import heappop, heappush
+from itertools import count
+from typing import Final, NamedTuple, ParamSpec, TypeVar
 
 from starlette.requests import ClientDisconnect
 
-from api_server.http.connection import Upload, Uploads
+from api_server.http.connection import MAX_BODY_BYTES, Upload, Uploads
 from proto.errors import RequestError
 
 P = ParamSpec("P")
@@ -31,18 +34,25 @@ INLINE_BYTES: Final = 1 << 16
 """Largest body that is decoded on the event loop."""
 UNHELD_BYTES: Final = 1 << 20
 """Largest body that is decoded without regard to the bodies that are held."""
-HELD_BYTES: Final = 32 << 20
+HELD_BYTES: Final = MAX_BODY_BYTES
 """Total bytes of large bodies in memory: each counts from its decoding until the engine has its
-requests.
+requests or its answer begins.
 
-As objects they can take four times as much: a text takes four bytes per character if one is an
-emoji."""
+As objects they can take four times as much, see WIDE_FACTOR."""
+WIDE_FACTOR: Final = 4
+"""Bytes of a character in a text with an emoji, or with another one outside of the first plane."""
+_WIDE: Final = (*(bytes([first]) for first in range(0xF0, 0xF5)), rb"\ud", rb"\uD")
+"""What such a character begins with, in UTF-8 and as an escape in JSON."""
 BeginUpload = Callable[[int, Callable[[RequestError], None]], Upload]
 """Returns an upload of a tenant; the function is called with the reason if it is ended."""
 
 
 def _begin_alone(tenant: int, end: Callable[[RequestError], None]) -> Upload:
     return Uploads().begin("", end, tenant=tenant)
+
+
+def _may_be_wide(body: bytearray) -> bool:
+    return any(begin in body for begin in _WIDE)
 
 
 class Client:
@@ -77,10 +87,13 @@ class Client:
 
     def check_goes_on(self) -> None:
         """Raise the error with which the body was ended, or ClientDisconnect if the client left."""
-        if self._failure is not None:
-            raise self._failure
+        self._check_not_ended()
         if self._is_gone():
             raise ClientDisconnect
+
+    def _check_not_ended(self) -> None:
+        if self._failure is not None:
+            raise self._failure
 
     def count_body(self, size: int) -> None:
         """Set the size of the body, as far as it has arrived; raises OverloadedError."""
@@ -88,20 +101,23 @@ class Client:
         if self._upload is None:
             self._upload = self._begin_upload(self.tenant, self._end_body)
         self._upload.resize(size)
-        if self._failure is not None:
-            raise self._failure
+        self._check_not_ended()
 
-    async def hold_body(self, size: int) -> None:
-        """Return when a body of this size may be decoded.
+    async def hold_body(self, body: bytearray) -> None:
+        """Return when a body may be decoded.
 
         Raises ClientDisconnect, and OverloadedError if too many bodies wait.
         """
+        size = len(body)
         self.count_body(size)
+        assert self._upload is not None
         if size > UNHELD_BYTES:
-            await _body_bytes.take(size)
+            await _body_bytes.take(size, work=size)
             self._held += size
-            assert self._upload is not None
             self._upload.resize(0)  # HELD_BYTES limits those that are decoded
+        elif _may_be_wide(body):
+            self._upload.resize(WIDE_FACTOR * size)
+            self._check_not_ended()
 
     @asynccontextmanager
     async def waiting(self, seconds: float | None = None) -> AsyncIterator[asyncio.Timeout]:
@@ -132,7 +148,7 @@ class Client:
             _body_thread.submit(_return_memory)
 
     def release_body(self) -> None:
-        """Stop counting the body, because the engine has its requests."""
+        """Stop counting the body: the engine has its requests, or the answer begins."""
         held, self._held = self._held, 0
         if held:
             _body_bytes.give_back(held)
@@ -144,27 +160,44 @@ class Client:
 CLIENT: ContextVar[Client] = ContextVar("client", default=Client())  # noqa: B039 (immutable)
 
 
+class _WaitingRequest(NamedTuple):
+    place: int
+    number: int
+    turn: asyncio.Future[None]
+    amount: int
+    work: int
+    client: Client
+
+
 class Turns:
     """A limited amount, of threads or of bytes, that requests take and give back in turn.
 
     A request that does not fit waits, and so do all that would be served after it. A tenant waits
-    for one request of each other tenant that was waiting before it, at most.
+    for one request of each other tenant that was waiting before it, at most. Requests of a tenant
+    pass larger ones, but none is passed by more work than its own:
+
+        place of a request = work that was begun before it came + its own
     """
 
     def __init__(self, amount: int) -> None:
         self._free = amount
-        # by tenant; the one whose turn is next comes first
-        self._waiting: OrderedDict[int, deque[tuple[asyncio.Future[None], int, Client]]]
-        self._waiting = OrderedDict()
+        # by tenant, the one whose turn is next comes first; a heap for each, by place
+        self._waiting: OrderedDict[int, list[_WaitingRequest]] = OrderedDict()
+        self._begun_work = 0
+        self._numbers = count()
 
-    async def take(self, amount: int = 1) -> None:
+    async def take(self, amount: int = 1, *, work: int = 0) -> None:
         """Wait until the amount is free, and take it.
 
+        work: size of what the request does then; 0 for all if they have their turns as they come.
         Raises ClientDisconnect if the client has left by then, and OverloadedError if its body is
         ended.
         """
         client, turn = CLIENT.get(), asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(client.tenant, deque()).append((turn, amount, client))
+        request = _WaitingRequest(
+            self._begun_work + work, next(self._numbers), turn, amount, work, client
+        )
+        heappush(self._waiting.setdefault(client.tenant, []), request)
         self._serve()
         if turn.done():
             turn.result()
@@ -189,10 +222,10 @@ class Turns:
         """Serve waiting requests while there is enough, one of each tenant in turn."""
         while self._waiting:
             tenant, requests = next(iter(self._waiting.items()))
-            turn, amount, client = requests[0]
+            _, _, turn, amount, work, client = requests[0]
             if amount > self._free and not turn.done():
                 return
-            requests.popleft()
+            heappop(requests)
             if not requests:
                 del self._waiting[tenant]
             if turn.done():  # cancelled
@@ -205,16 +238,19 @@ class Turns:
                 turn.set_exception(error)
             else:
                 self._free -= amount
+                self._begun_work += work
                 turn.set_result(None)
 
 
 class WorkThread:
     """A thread on which requests do work in turn.
 
-    What those that wait keep in memory is limited where their bodies are counted.
+    What those that wait keep in memory is limited where their bodies are counted. by_size: what a
+    request does in a turn is in proportion to its body.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, by_size: bool = False) -> None:
+        self._by_size = by_size
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self._turns = Turns(1)
 
@@ -227,7 +263,7 @@ class WorkThread:
 
         Raises ClientDisconnect, and OverloadedError if the request's body is ended.
         """
-        await self._turns.take()
+        await self._turns.take(work=CLIENT.get().body_size if self._by_size else 0)
         try:
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._thread, partial(work, *args, **fields))
@@ -240,7 +276,7 @@ class WorkThread:
 
 
 _body_bytes: Final = Turns(HELD_BYTES)
-_body_thread: Final = WorkThread("bodies")
+_body_thread: Final = WorkThread("bodies", by_size=True)
 
 
 async def run_for_body(work: Callable[P, R], *args: P.args, **fields: P.kwargs) -> R:

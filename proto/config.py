@@ -315,7 +315,8 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
     queue_timeout: float = 0.0
     """Seconds that a request may wait for its first step before a 503; 0: no limit."""
     max_response_bytes: int = 128 << 20
-    """Most bytes of a response, as estimated before its request is accepted."""
+    """Most bytes of a response: estimated before its request is accepted, and counted while it is
+    made."""
     sse_keep_alive: float = 15.0
     """Seconds without data after which a stream gets an empty line, for proxies; 0: never."""
     reasoning_parser: ReasoningParserName = "auto"

@@ -30,10 +30,13 @@ class PeerCall(msgspec.Struct, array_like=True, tag=70, frozen=True):
 
 
 class PeerReply(msgspec.Struct, array_like=True, tag=71, frozen=True):
-    """The result of a call as JSON; None if the client has no such response."""
+    """The result of a call; None if the client has no such response.
+
+    result: of `get` and `cancel` the pieces of one text in JSON; else a text in JSON for each item.
+    """
 
     call_id: int
-    result: bytes | None
+    result: tuple[bytes, ...] | None
 
 
 PeerMessage = PeerCall | PeerReply

@@ -43,8 +43,8 @@ RANKED_TURNS: Final = 4
 READ_AHEAD_BYTES: Final = 64 << 10
 """A connection with more unparsed bytes is not read. One read adds up to 256 KiB."""
 
-MAX_BODY_BYTES: Final = 32 << 20
-"""Most bytes of a body, or of a message on a WebSocket."""
+MAX_BODY_BYTES: Final = 20 << 20
+"""Most bytes of a body, or of a message on a WebSocket; decoding it takes up to 7 times as much."""
 
 COUNTED_BYTES: Final = 16 << 10
 """Uploads below this size are not counted."""
@@ -152,7 +152,8 @@ class Uploads:
     """Limits on all uploads of a front end together, and on those of each client.
 
     An upload is unparsed data, an unfinished message, or a body from its first byte until it is
-    decoded (of one up to 1 MiB: until the engine has its requests, `api_server/turns.py`).
+    decoded (of one up to 1 MiB: until the engine has its requests, four times if it has an emoji;
+    `api_server/turns.py`).
     The largest upload of the client with the most bytes is ended, so small ones never are while a
     large one is open. A limit is never below one body of the largest size.
     """

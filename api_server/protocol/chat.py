@@ -46,7 +46,7 @@ from api_server.protocol.fields import (
 )
 from api_server.protocol.tools import ToolFields
 from api_server.request_stream import Delta, RequestStream, Usage
-from api_server.text.logprobs import chat_logprobs
+from api_server.text.logprobs import ChatLogprobs
 from proto.errors import InvalidRequestError
 from proto.sampling_params import MAX_BUDGET, MAX_LOGPROBS
 
@@ -360,7 +360,7 @@ class ChatEncoder(OpenAIStreamEncoder):
         parts = parser.parse_delta(delta.text, delta.finish_reason, delta.content_end)
         return opening + self._parts_chunk(delta, parts)
 
-    def encode_body(self, deltas: Sequence[Delta], usage: Usage) -> dict[str, Any]:
+    async def encode_body(self, deltas: Sequence[Delta], usage: Usage) -> dict[str, Any]:
         choices = map(self._whole_choice, deltas)
         body = self._options.envelope(self.object_name) | {
             "choices": choices,
@@ -413,7 +413,7 @@ class ChatEncoder(OpenAIStreamEncoder):
         options = self._options
         logprobs = None
         if options.num_logprobs is not None:
-            entries = chat_logprobs(delta.tokens, options.num_logprobs, options.token_names)
+            entries = ChatLogprobs(delta.tokens, options.num_logprobs, options.token_names)
             logprobs = {"content": entries, "refusal": None}
         reason = delta.finish_reason
         if reason == "stop" and self._choice_parsers[delta.index].has_tool_calls:

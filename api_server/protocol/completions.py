@@ -131,7 +131,7 @@ class CompletionEncoder(OpenAIStreamEncoder):
         parts = sse_event_parts(chunk | last_chunk_fields(delta, [stream]))
         return parts if opens_with_echo else "".join(parts)
 
-    def encode_body(self, deltas: Sequence[Delta], usage: Usage) -> dict[str, Any]:
+    async def encode_body(self, deltas: Sequence[Delta], usage: Usage) -> dict[str, Any]:
         return self._options.envelope(self.object_name) | {
             "choices": map(self._whole_choice, deltas),
             "usage": usage_object(self._reported_usage(usage)),

@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 
 from api_server.errors import error_body
 from api_server.request_stream import Delta, RequestStream, Usage
-from api_server.text.logprobs import TokenNames, prompt_logprobs
+from api_server.text.logprobs import ChatLogprobs, TokenNames, prompt_logprobs
 from proto.errors import RequestError
 
 DONE: Final = "data: [DONE]\n\n"
@@ -29,15 +29,26 @@ json_string: Final = json.encoder.encode_basestring_ascii
 
 
 _ROWS_PER_PART: Final = 128
+_SMALL_ROWS: Final = 16
+"""Tokens whose log-probabilities are made at once."""
 _CHARACTERS_PER_PART: Final = 1 << 16
 _NUMBERS: Final = (int, float, type(None))
 
 
-def json_parts(value: Any, dumps: Callable[[Any], str] = json.dumps) -> Iterator[str]:
+def _as_list(value: Any) -> list[Any]:
+    if isinstance(value, ChatLogprobs):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} has no JSON")
+
+
+_dumps: Final = json.JSONEncoder(default=_as_list).encode
+
+
+def json_parts(value: Any, dumps: Callable[[Any], str] = _dumps) -> Iterator[str]:
     """Yield the JSON text of a value in parts, each of which takes little work.
 
-    An iterator is a list whose elements are made when they are encoded. It may stand in a dict, in
-    a list or in another iterator.
+    Iterators and ChatLogprobs are lists whose elements are made when they are encoded. They may
+    stand in a dict, in a list or in another iterator.
     """
     if not has_parts(value):
         yield dumps(value)
@@ -55,7 +66,8 @@ def json_parts(value: Any, dumps: Callable[[Any], str] = json.dumps) -> Iterator
         yield "}"
     else:
         separator = "["
-        for are_large, children in groupby(value, has_parts):
+        is_large = (lambda _: False) if isinstance(value, ChatLogprobs) else has_parts
+        for are_large, children in groupby(value, is_large):
             if are_large:
                 for child in children:
                     yield separator
@@ -77,6 +89,8 @@ def has_parts(value: Any) -> bool:
         return any(map(has_parts, value.values()))
     if isinstance(value, list):
         return len(value) > _ROWS_PER_PART or any(map(has_parts, value))
+    if isinstance(value, ChatLogprobs):
+        return len(value) > _SMALL_ROWS
     return isinstance(value, Iterator)
 
 
@@ -122,8 +136,11 @@ class ResponseEncoder(Protocol):
         """Return an error with the field names of the client's API."""
         ...
 
-    def encode_body(self, deltas: Sequence[Delta], usage: Usage) -> dict[str, Any]:
-        """Return the response as a whole for `json_parts`; `deltas` contain all output."""
+    async def encode_body(self, deltas: Sequence[Delta], usage: Usage) -> dict[str, Any]:
+        """Return the response as a whole for `json_parts`; `deltas` contain all output.
+
+        Others get their turn while a long one is made.
+        """
         ...
 
 

@@ -193,7 +193,7 @@ class InfillEncoder:
     def client_error(self, error: RequestError) -> RequestError:
         return error
 
-    def encode_body(self, deltas: Sequence[Delta], usage: Usage) -> dict[str, Any]:
+    async def encode_body(self, deltas: Sequence[Delta], usage: Usage) -> dict[str, Any]:
         (delta,) = map(self._reported, deltas)
         whole = self._whole(delta, usage)
         if not self._body.return_tokens:

@@ -201,7 +201,7 @@ def _build_conversation(
         conversation.tools,
         conversation.variables,
     ]
-    reader.check_characters(num_characters(template_input))
+    reader.check_conversation(num_characters(template_input))
     return conversation
 
 

@@ -129,7 +129,7 @@ async def read_json(request: Request, parse: Callable[[Any], Parsed]) -> Parsed:
     if encoding not in ("", "identity"):
         raise UnsupportedMediaError(f"a body with content-encoding {shown(encoding)} is not read")
     body = await _read_body(request)
-    await CLIENT.get().hold_body(len(body))
+    await CLIENT.get().hold_body(body)
     return await run_for_body(lambda: parse(decode_json(body)))
 
 

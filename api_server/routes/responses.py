@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeVar
 
 from fastapi import APIRouter
 from starlette.datastructures import QueryParams
@@ -62,11 +62,11 @@ from api_server.stream import TokenStream
 from api_server.tracing import trace_headers_of
 from api_server.turns import CLIENT, run_for_body, run_in_turn
 from proto.errors import InternalRequestError, InvalidRequestError, UnknownPathError, shown
-from proto.peer_io import ResponseOperation
 
 logger = logging.getLogger("tokend.api")
 router = APIRouter()
 MAX_PAGE: Final = 100
+Result = TypeVar("Result")
 
 
 @router.post("/v1/responses")
@@ -208,7 +208,7 @@ async def _complete_response(stream: TokenStream, encoder: ResponsesEncoder) -> 
         if stream.error is not None:
             encoder.encode_error(stream.error)
         else:
-            encoder.encode_body(stream.pop_deltas(), stream.usage())
+            await encoder.encode_body(stream.pop_deltas(), stream.usage())
     except Exception:  # no caller sees the exception: the response itself reports the failure
         logger.exception("%s: the response could not be encoded", stream.label)
         encoder.encode_error(InternalRequestError("internal error"))
@@ -226,9 +226,7 @@ async def previous_items(app_state: AppState, owner: Owner, response_id: str | N
     """Return the items of a stored response and its conversation; none for None."""
     if response_id is None:
         return []
-    found: list[Item] | None = await app_state.peers.run_operation(
-        "conversation", owner, response_id
-    )
+    found = await app_state.peers.read_items("conversation", owner, response_id)
     if found is None:
         raise PreviousResponseError(
             "previous_response_id: there is no such response; those with store are kept, in "
@@ -321,14 +319,14 @@ stored_router = APIRouter()
 async def get_response(request: Request, response_id: str) -> Response:
     if request.query_params.get("stream", "false").lower() != "false":
         raise InvalidRequestError("stream: a stored response cannot be streamed", "stream")
-    response = await _run_operation(request, "get", response_id)
-    return JsonResponse(json_parts(response), ())
+    return await _json_response(request, "get", response_id)
 
 
 @stored_router.get("/v1/responses/{response_id}/input_items")
 async def list_input_items(request: Request, response_id: str) -> Response:
     """Return a page of the conversation before a response, the newest item first by default."""
-    items = await _run_operation(request, "input_items", response_id)
+    peers, owner = app_state_of(request).peers, owner_of(request)
+    items = _found(await peers.read_items("input_items", owner, response_id), response_id)
     return JsonResponse(json_parts(_page(items, request.query_params)), ())
 
 
@@ -358,20 +356,26 @@ def _page(items: list[Item], query: QueryParams) -> dict[str, Any]:
 @stored_router.post("/v1/responses/{response_id}/cancel")
 async def cancel_response(request: Request, response_id: str) -> Response:
     """Cancel a running response; a finished one does not change."""
-    response = await _run_operation(request, "cancel", response_id)
-    return JsonResponse(json_parts(response), ())
+    return await _json_response(request, "cancel", response_id)
 
 
 @stored_router.delete("/v1/responses/{response_id}")
 async def delete_response(request: Request, response_id: str) -> dict[str, Any]:
-    await _run_operation(request, "delete", response_id)
+    peers, owner = app_state_of(request).peers, owner_of(request)
+    _found(await peers.delete_response(owner, response_id) or None, response_id)
     return {"id": response_id, "object": "response.deleted", "deleted": True}
 
 
-async def _run_operation(request: Request, operation: ResponseOperation, response_id: str) -> Any:
-    """Return the result of an operation; raises UnknownPathError if there is no such response."""
+async def _json_response(
+    request: Request, operation: Literal["get", "cancel"], response_id: str
+) -> Response:
     peers, owner = app_state_of(request).peers, owner_of(request)
-    result = await peers.run_operation(operation, owner, response_id)
+    parts = _found(await peers.read_response(operation, owner, response_id), response_id)
+    return JsonResponse(parts, ())
+
+
+def _found(result: Result | None, response_id: str) -> Result:
+    """Return the result of an operation; raise UnknownPathError if there is no such response."""
     if result is None:
         raise UnknownPathError(f"there is no response {shown(response_id)}", "response_id")
     return result

@@ -28,7 +28,7 @@ from api_server.protocol.fields import IgnoredFields
 from api_server.protocol.responses.encoder import ResponsesEncoder, WarmupEncoder
 from api_server.protocol.responses.input import Item
 from api_server.protocol.responses.request import ResponsesRequest, parse_request
-from api_server.protocol.responses.stored import History, json_size
+from api_server.protocol.responses.stored import History, json_size, said_items
 from api_server.response import event_text, next_events
 from api_server.routes.common import (
     REQUEST_ID_HEADER,
@@ -239,7 +239,7 @@ class ResponsesConnection:
         final = encoder.final_response
         if final is None or final["status"] == "failed":
             return False
-        before, output = response.history, final["output"]
+        before, output = response.history, said_items(final["output"])
         size = before.num_bytes + await run_in_turn(json_size, output)
         history = History([*before.items, *output], size)
         self._keep(LastResponse(final["id"], history) if size <= MAX_BODY_BYTES else None)

@@ -79,7 +79,7 @@ def _conversation(
     size = num_characters(
         [conversation.messages, conversation.documents, conversation.tools, conversation.variables]
     )
-    app_state.prompt_reader("messages").check_characters(size)
+    app_state.prompt_reader("messages").check_conversation(size)
     return conversation
 
 

@@ -38,7 +38,7 @@ async def decode_message(text: str) -> dict[str, Any]:
     Its caller calls `Client.release_body` when it has processed the message.
     """
     body = bytearray(text.encode())
-    await CLIENT.get().hold_body(len(body))
+    await CLIENT.get().hold_body(body)
     fields = await run_for_body(decode_json, body, "message")
     if not isinstance(fields, dict):
         raise InvalidRequestError("a message must be a JSON object")

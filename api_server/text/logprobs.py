@@ -9,6 +9,10 @@ import numpy as np
 from api_server.text.tokenizer import ModelTokenizer
 from proto.engine_io import LogprobsArrays
 
+ENTRY_BYTES: Final = 64
+"""Estimated size of one log-probability with its token, in memory and as JSON."""
+_MAX_KNOWN: Final = 4096
+"""Tokens whose text and bytes are kept while log-probabilities are made."""
 MIN_LOGPROB: Final = -9999.0
 """Replaces minus infinity, which JSON cannot express."""
 
@@ -87,19 +91,41 @@ def completion_logprobs(
     }
 
 
-def chat_logprobs(
-    tokens: Sequence[TextToken], top: int, names: TokenNames
-) -> Iterator[dict[str, Any]]:
-    """Yield the `content` of a chat choice's `logprobs`. top: alternatives for each token."""
-    for token in tokens:
-        assert token.row is not None, "only prompts have tokens without log-probabilities"
-        ids, values = token.row.token_ids, token.row.logprobs
-        entry = _chat_entry(ids[0], values[0], names)
-        entry["top_logprobs"] = [
-            _chat_entry(ids[column], values[column], names)
-            for column in range(1, min(len(ids), top + 1))
-        ]
-        yield entry
+class ChatLogprobs:
+    """The `content` of a chat choice's `logprobs`: a list whose entries are made as they are read.
+
+    As objects they take many times the memory of the tokens. top: alternatives for each token.
+    """
+
+    def __init__(self, tokens: Sequence[TextToken], top: int, names: TokenNames) -> None:
+        self._tokens = tokens
+        self._top = top
+        self._names = names
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def num_bytes(self) -> int:
+        """About the size in memory and as JSON."""
+        rows = (token.row for token in self._tokens)
+        return ENTRY_BYTES * sum(len(row.token_ids) for row in rows if row is not None)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        known: dict[int, tuple[str, list[int] | None]] = {}
+        for token in self._tokens:
+            assert token.row is not None, "only prompts have tokens without log-probabilities"
+            ids, values = token.row.token_ids, token.row.logprobs
+            entries: list[dict[str, Any]] = []
+            for token_id, logprob in zip(ids[: self._top + 1], values, strict=False):
+                if token_id not in known:
+                    if len(known) == _MAX_KNOWN:
+                        known.clear()
+                    names = self._names
+                    known[token_id] = names.token_text(token_id), names.token_bytes(token_id)
+                text, as_bytes = known[token_id]
+                entries.append({"token": text, "logprob": logprob, "bytes": as_bytes})
+            yield {**entries[0], "top_logprobs": entries[1:]}
 
 
 def prompt_logprobs(
@@ -128,11 +154,3 @@ def _best_by_text(row: LogprobRow, top: int, names: TokenNames) -> dict[str, flo
         text = names.token_text(token_id)
         best[text] = max(logprob, best.get(text, logprob))
     return best
-
-
-def _chat_entry(token_id: int, logprob: float, names: TokenNames) -> dict[str, Any]:
-    return {
-        "token": names.token_text(token_id),
-        "logprob": logprob,
-        "bytes": names.token_bytes(token_id),
-    }

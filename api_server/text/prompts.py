@@ -24,6 +24,9 @@ MAX_TOKEN_CHARACTERS: Final = 16
 
 Prose has 4 to 5. A text of MIN_CHARACTERS is always taken."""
 MIN_CHARACTERS: Final = 1 << 16
+MAX_TRUNCATED_CHARACTERS: Final = 4 << 20
+"""Most characters of a conversation whose prompt is truncated, unless more fit into the context. It
+is rendered as a whole before that, which takes many times its size in memory."""
 _CHECKED_IDS: Final = 1 << 15
 """Token ids that are checked before other clients are served."""
 
@@ -171,18 +174,26 @@ class PromptReader:
         return min(longest, max(self.max_model_len * MAX_TOKEN_CHARACTERS, MIN_CHARACTERS))
 
     def check_text(self, text: str) -> None:
-        """Raise InvalidRequestError for a text that UTF-8 cannot encode or that is too long."""
-        self.check_characters(len(text))
+        """Raise InvalidRequestError for a text that UTF-8 cannot encode or that is too long.
+
+        One that will be truncated may have any length.
+        """
+        if self.truncation.max_tokens is None and len(text) > self._max_characters:
+            raise self._too_long(f"its {len(text)} characters do not fit.")
         if not is_encodable(text):
             raise self._invalid("prompt holds half of a surrogate pair, which is no text")
 
-    def check_characters(self, number: int) -> None:
-        """Raise InvalidRequestError if a text of this length cannot fit into the context.
-
-        A prompt that will be truncated may have any length.
-        """
-        if self.truncation.max_tokens is None and number > self._max_characters:
-            raise self._too_long(f"its {number} characters do not fit.")
+    def check_conversation(self, num_characters: int) -> None:
+        """Raise InvalidRequestError for a conversation that is too long to be rendered."""
+        if num_characters <= self._max_characters:
+            return
+        if self.truncation.max_tokens is None:
+            raise self._too_long(f"its {num_characters} characters do not fit.")
+        if num_characters > MAX_TRUNCATED_CHARACTERS:
+            raise self._invalid(
+                f"{self.field}: a conversation that is truncated has at most "
+                f"{MAX_TRUNCATED_CHARACTERS} characters, got {num_characters}"
+            )
 
     def _id_prompt(self, ids: Any) -> Prompt:
         """Return a prompt of token ids. Checks the length before it looks at the ids."""

@@ -106,6 +106,8 @@ MAX_UNCOUNTED_ASCII: Final = 1 << 18
 
 _CUT_TOKENS: Final = 16
 """Tokens that a text may have more if it is cut in two."""
+_BYTE_IN_LIST: Final = 5
+"""Characters of a byte in a list."""
 MAX_TEXT_TOKENS: Final = 1 << 19
 """Most tokens of a text that no context limits, and of several prompts together."""
 
@@ -138,7 +140,7 @@ class ModelTokenizer:
         self._decoder = TokenDecoder(tokenizer)
         self._short_texts = WorkThread("tokenize")
         self._long_texts = WorkThread("tokenize-long")
-        self._json_sizes: dict[int, int] = {}  # by token id, of those that were asked for
+        self._json_sizes: dict[int, tuple[int, int]] = {}  # of text and bytes, by token id
         self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
         self.infill = InfillTokens.find(tokenizer.token_to_id, settings or {})
         self._verbatim: ModelTokenizer | None = None  # made when a text needs it
@@ -313,13 +315,20 @@ class ModelTokenizer:
 
     def json_size(self, ids: Iterable[int]) -> int:
         """Return about how many bytes the text of tokens has in JSON."""
-        sizes = self._json_sizes
-        total = 0
-        for token_id, number in Counter(ids).items():
-            if token_id not in sizes:
-                sizes[token_id] = len(json.dumps(self.token_text(token_id))) - 2
-            total += number * sizes[token_id]
-        return total
+        counts = Counter(ids).items()
+        return sum(number * self._token_sizes(token_id)[0] for token_id, number in counts)
+
+    def names_size(self, ids: Iterable[int], *, with_bytes: bool) -> int:
+        """Return about how many bytes tokens have in JSON as texts, and as lists of bytes."""
+        sizes = list(map(self._token_sizes, ids))
+        return sum(text + num_bytes if with_bytes else text for text, num_bytes in sizes)
+
+    def _token_sizes(self, token_id: int) -> tuple[int, int]:
+        if (sizes := self._json_sizes.get(token_id)) is None:
+            text, num_bytes = self.token_text(token_id), len(self.token_bytes(token_id))
+            sizes = len(json.dumps(text)) - 2, num_bytes * _BYTE_IN_LIST
+            self._json_sizes[token_id] = sizes
+        return sizes
 
     def token_names(self, ids: Sequence[int]) -> list[str | None]:
         """Return each token as the vocabulary spells it, None for an id without a token."""

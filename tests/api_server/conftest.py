@@ -316,3 +316,18 @@ def scripted(tokenizer: Tokenizer) -> Callable[[str], Script]:
         return lambda request, choice: ids
 
     return script_for
+
+
+@contextlib.contextmanager
+def counted_turns() -> Iterator[list[None]]:
+    """Yield a list that grows by one with each turn of other work on the event loop."""
+    turns: list[None] = []
+
+    async def count_turns() -> None:
+        while True:
+            turns.append(None)
+            await asyncio.sleep(0)
+
+    counting = asyncio.get_running_loop().create_task(count_turns())
+    yield turns
+    counting.cancel()

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import threading
+import time
 
 import httpx
 import pytest
@@ -14,8 +15,13 @@ from websockets.exceptions import InvalidStatus
 
 from api_server import turns
 from api_server.http import connection, middleware, websocket_protocol
-from api_server.http.connection import MAX_BODY_BYTES, MAX_CLIENT_UPLOAD_BYTES, Uploads
-from api_server.routes import common
+from api_server.http.connection import (
+    MAX_BODY_BYTES,
+    MAX_CLIENT_UPLOAD_BYTES,
+    UPLOAD_BYTES,
+    UPLOAD_SECONDS,
+    Uploads,
+)
 from proto.config import FrontEndConfig
 from proto.engine_io import FinishReason
 from proto.errors import OverloadedError
@@ -438,29 +444,23 @@ async def test_a_message_that_waits_for_its_turn_is_counted_once(start, scripted
 
 
 async def test_the_least_rate_of_a_body(start, scripted, monkeypatch):
-    monkeypatch.setattr(common, "UPLOAD_SECONDS", 0.3)
-    monkeypatch.setattr(common, "UPLOAD_BYTES", 1000)
-    body = json.dumps({"prompt": "hello", "user": "x" * 6000}).encode()
+    """The test moves the event loop's clock on, after each piece has arrived."""
+    loop, passed = asyncio.get_running_loop(), 0.0
+    monkeypatch.setattr(loop, "time", lambda: time.monotonic() + passed)
+    body = json.dumps({"prompt": "hello", "user": "x" * (4 * UPLOAD_BYTES)}).encode()
     async with start(scripted("!")) as front_end:
-
-        async def pieces(size):
-            for begin in range(0, len(body), size):
-                await asyncio.sleep(0.1)
-                yield body[begin : begin + size]
-
-        headers = {"content-type": "application/json"}
-        path = "/v1/completions"
-        fast = await front_end.http.post(path, content=pieces(1000), headers=headers)
-        assert fast.status_code == 200
-        reader, writer = await opened(front_end)
-        writer.write(POST + b"Content-Length: %d\r\n\r\n" % len(body))
-        async with asyncio.timeout(10):
-            async for piece in pieces(100):
-                writer.write(piece)
-                if piece.startswith(b"x") and reader._buffer:
-                    break
-            assert statuses(await reader.read()) == [408]
-        writer.close()
+        uploads = front_end.server.config.http_protocol_class.keywords["reception"].uploads
+        for size, pause, status in ((UPLOAD_BYTES, 0.6, 200), (UPLOAD_BYTES // 8, 0.3, 408)):
+            reader, writer = await opened(front_end)
+            answer = asyncio.create_task(reader.readuntil(b"}"))
+            writer.write(POST + b"Content-Length: %d\r\n\r\n" % len(body))
+            for end in range(size, len(body) + size, size):
+                writer.write(body[end - size : end])
+                while uploads.num_bytes < min(end, len(body) - 1) and not answer.done():
+                    await asyncio.sleep(0.001)
+                passed += pause * UPLOAD_SECONDS
+            assert statuses(await answer) == [status]
+            writer.close()
 
 
 # hosts and origins
@@ -481,6 +481,7 @@ ASKED = b"GET /v1/models HTTP/1.1\r\nConnection: close\r\n"
         (b"Host: OWN\r\n", 200),
         (b"Host: OWN.local:80\r\n", 200),
         (b"Host: llm.example:80\r\n", 200),
+        (b"Host: bound.Example\r\n", 200),
         (b"Host: a.b.tree.example\r\n", 200),
         (b"Host: tree.example\r\n", 403),
         (b"Host: evil.example\r\n", 403),
@@ -502,9 +503,9 @@ ASKED = b"GET /v1/models HTTP/1.1\r\nConnection: close\r\n"
 )
 async def test_hosts(start, caplog, lines, status):
     """Also for WebSockets, for unknown paths and for methods that a path does not have."""
-    names = ("llm.example", "*.tree.example")
+    config = FrontEndConfig(host="BOUND.example", allowed_hosts=("LLM.example", "*.tree.Example"))
     lines = lines.replace(b"OWN", os.uname().nodename.encode())
-    async with start(config=FrontEndConfig(allowed_hosts=names)) as front_end:
+    async with start(config=config) as front_end:
         answer = await raw_exchange(front_end, ASKED + lines + b"\r\n")
         assert statuses(answer) == [status], answer
         if status != 200:

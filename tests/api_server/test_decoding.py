@@ -2,12 +2,15 @@
 
 import json
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from api_server.http.connection import MAX_BODY_BYTES
 from api_server.protocol import chat, decoding
 from api_server.protocol.completions import CompletionRequest
 from api_server.protocol.decoding import decode_json, num_values
@@ -73,6 +76,34 @@ def test_both_decoders_return_the_same(largest, monkeypatch):
     for invalid in (b'{"a": 1, "b": {"c": 2, "c": 3}}', b"[1,", b"\xff", b"[" * 10**5, b"[" * 99):
         with pytest.raises(InvalidRequestError):
             decode_json(bytearray(invalid))
+
+
+DECODE = """
+import sys
+from pathlib import Path
+from api_server.http.connection import MAX_BODY_BYTES
+from api_server.protocol.decoding import decode_json
+
+def status(name):  # KiB
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+before, end = status("VmRSS"), sys.argv[1].encode() + b'"]'
+body = bytearray(b'["')
+body += b"a" * (MAX_BODY_BYTES - len(body) - len(end))
+body += end
+Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+assert len(decode_json(body)[0]) > MAX_BODY_BYTES - 100
+print((status("VmHWM") - before) >> 10)
+"""
+
+
+@pytest.mark.parametrize("end", ["\U0001f9ff", "\\ud83e\\uddff", ""])
+def test_the_largest_body_takes_less_than_200_mib(end: str) -> None:
+    """One character outside of the first plane makes all take four bytes."""
+    command = [sys.executable, "-c", DECODE, end]
+    grown = int(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    assert MAX_BODY_BYTES >> 20 <= grown < 200
 
 
 @pytest.mark.parametrize("value", [b"[],", b"{},", b'{"a":[1]},', b'"",', b"0,"])

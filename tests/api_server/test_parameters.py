@@ -5,6 +5,7 @@ import hashlib
 
 import pytest
 
+from api_server.text.prompts import MAX_TRUNCATED_CHARACTERS
 from proto.config import FrontEndConfig
 from proto.engine_io import FinishReason
 from proto.logit_edits import LogitEdits
@@ -275,6 +276,24 @@ async def test_truncate_prompt_tokens_in_a_chat(start, scripted):
             front_end, "chat", messages=long, truncate_prompt_tokens=-1, max_tokens=56
         )
         assert len(request.prompt_token_ids) == 200
+
+
+async def test_a_conversation_that_is_truncated_has_a_limit(start, scripted):
+    """It is rendered before it is truncated; a text is truncated as it is."""
+    text = "🧿" + "a" * MAX_TRUNCATED_CHARACTERS
+    async with start(scripted("!")) as front_end:
+        answer = await front_end.chat(
+            messages=[{"role": "user", "content": text}], truncate_prompt_tokens=40
+        )
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "messages")
+        assert f"at most {MAX_TRUNCATED_CHARACTERS} characters" in error["message"]
+        answer = await front_end.http.post(
+            "/v1/responses", json={"input": text, "truncation": "auto", "max_output_tokens": 6}
+        )
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input")
+        answer = await front_end.complete(prompt=text, truncate_prompt_tokens=40)
+        assert answer.status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -2,12 +2,16 @@
 
 import asyncio
 import contextlib
+import json
+import threading
 
 import pytest
 
 from api_server.lifecycle import peers
+from api_server.protocol.responses.stored import History, json_size
+from api_server.turns import INLINE_BYTES
 from proto.config import FrontEndConfig
-from tests.api_server.conftest import message, websocket
+from tests.api_server.conftest import counted_turns, message, websocket
 from tests.api_server.test_responses import PATH, answer, ask, error, prompt_of
 
 TEXT = "Hi 😀 there"
@@ -51,6 +55,37 @@ async def test_a_response_is_found_through_the_other_front_end(two, scripted, to
             assert (await there.http.delete(url)).status_code == 404
             found = await error(there, previous_response_id=made["id"])
             assert found["code"] == "previous_response_not_found"
+
+
+async def test_a_large_response_is_passed_on_between_other_work(two, scripted, monkeypatch):
+    def loads(text, load=json.loads):
+        on_loop = threading.current_thread() is threading.main_thread()
+        assert len(text) <= INLINE_BYTES or not on_loop
+        return load(text)
+
+    asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "store": True}
+    items = [{"type": "message", "role": "user", "id": f"m{n}"} for n in range(50)]
+    items = [item | {"content": "x" * 70_000} for item in items]
+    async with two(scripted(TEXT)) as (here, there):
+        made = await answer(here, **asked)
+        assert made["output"][0]["content"][0]["logprobs"]
+        stored = here.app_state.responses
+        ((owner, response_id),) = stored._stored
+        response = stored.find_stored(owner, response_id).response
+        stored.store_response(owner, response, History(items, json_size(items)))
+        with monkeypatch.context() as patch, counted_turns() as turns:
+            patch.setattr(peers.json, "loads", loads)
+            read = [
+                await front_end.app_state.peers.read_items("conversation", owner, response_id)
+                for front_end in (here, there)
+            ]
+        assert len(turns) > 50
+        assert read[0] == read[1]
+        url = f"{PATH}/{response_id}"
+        assert [(await each.http.get(url)).json() for each in (here, there)] == [made, made]
+        listed = [(await each.http.get(f"{url}/input_items")).json() for each in (here, there)]
+        assert listed[0] == listed[1]
+        assert len(listed[0]["data"]) == 20
 
 
 async def test_a_reference_to_an_item_is_found_in_the_other_front_end(two, scripted, tokenizer):

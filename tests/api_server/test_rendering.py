@@ -1,10 +1,9 @@
 """Template rendering has limits of time and memory and does not block the event loop."""
 
 import asyncio
-import os
-import resource
 import shutil
 import subprocess
+import sys
 import time
 
 import msgspec
@@ -178,26 +177,37 @@ async def test_a_machine_without_processes_releases_the_slot(monkeypatch) -> Non
     assert await rendering.render(Conversation(MESSAGES)) == "done"
 
 
-@pytest.mark.parametrize("number", range(4))
-async def test_scarce_descriptors_are_closed_again(number: int, monkeypatch) -> None:
-    """A process takes five, for a moment."""
-    monkeypatch.setattr("api_server.text.rendering._PROCESS", TemplateProcess())
+SCARCE = """
+import asyncio, os, resource
+from api_server.text.chat_template import ChatTemplate, Conversation
+from api_server.text.rendering import TemplateRenderer
+from proto.errors import OverloadedError
+
+async def main(free):
     rendering = TemplateRenderer(ChatTemplate("done", {}))
     before = os.listdir("/proc/self/fd")
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    highest = max(map(int, before))
-    held = [os.dup(0) for _ in range(highest + 1 - len(before) + 2)]  # no gaps
-    try:
-        most = max(held) + 1
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most + number, limits[1]))
-        for _ in range(3):
-            with pytest.raises(OverloadedError, match="no process"):
-                await rendering.render(Conversation(MESSAGES))
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        for descriptor in held:
-            os.close(descriptor)
+    lowest = os.dup(0)  # all below are in use
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + free, limits[1]))
+    os.close(lowest)
+    for _ in range(3):
+        try:
+            await rendering.render(Conversation([]))
+        except OverloadedError as error:
+            assert "no process" in error.message
+        else:
+            raise AssertionError(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert os.listdir("/proc/self/fd") == before
+
+limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+for free in range(5):
+    asyncio.run(main(free))
+"""
+
+
+def test_scarce_descriptors_are_closed_again() -> None:
+    """A process takes five, for a moment."""
+    subprocess.run([sys.executable, "-c", SCARCE], check=True)
 
 
 BAD_EXPRESSIONS = {

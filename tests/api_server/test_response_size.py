@@ -11,14 +11,21 @@ from api_server.parsers.output import PLAIN_TEXT, ChoiceParser
 from api_server.protocol.encoder import ResponseOptions, event_data, flat_texts, json_parts
 from api_server.protocol.fields import IgnoredFields
 from api_server.protocol.responses.encoder import ResponsesEncoder
-from api_server.protocol.responses.request import ResponsesTranslation, parse_request
-from api_server.request_stream import Delta, Usage
+from api_server.protocol.responses.request import LOGPROBS, ResponsesTranslation, parse_request
+from api_server.protocol.responses.stored import (
+    History,
+    ResponseRecord,
+    StoredResponses,
+    json_size,
+)
+from api_server.request_stream import MAX_UNSENT_BYTES, Delta, Usage
 from api_server.response import event_text
-from api_server.text.logprobs import LogprobRow, TextToken, TokenNames
+from api_server.text.logprobs import ENTRY_BYTES, LogprobRow, TextToken, TokenNames
 from proto.config import FrontEndConfig
 from proto.engine_io import FinishReason
 from proto.pooling import Pooler
-from tests.api_server.conftest import StartFrontEnd
+from tests.api_server.conftest import StartFrontEnd, counted_turns
+from tests.fakes.fake_engine import pack_logprobs
 
 LIMIT = 100_000
 FAMILY = 390
@@ -74,7 +81,7 @@ def test_iterators_are_lists_made_on_the_way() -> None:
             "logprobs",
         ),
         ({"echo": True, "return_prompt_text": True, "n": 100, "prompt": [20] * 550}, "echo"),
-        ({"logprobs": 0, "logprob_token_ids": [FAMILY], "max_tokens": 250}, "logprobs"),
+        ({"logprobs": 0, "logprob_token_ids": [FAMILY], "max_tokens": 400}, "logprobs"),
         ({"logprobs": 5, "max_tokens": 1000}, "logprobs"),
         ({"logprobs": 5, "max_tokens": 10, "n": 64}, "logprobs"),
     ],
@@ -117,19 +124,21 @@ async def test_embeddings_beyond_the_limit_are_refused(start, model) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_long_response_is_encoded_in_parts(monkeypatch, stream) -> None:
-    """No single step makes the whole of an output with log-probabilities."""
+async def test_a_long_response_is_encoded_in_parts(monkeypatch, stream) -> None:
+    """No single step makes the whole of an output with log-probabilities, stored or not."""
     names, rows = TokenNames(None, has_text=False), LogprobRow(list(range(21)), [-1.0] * 21, 1)
     asked, _ = parse_request({"input": "x"}, IgnoredFields())
     options = ResponseOptions("resp_1", 1, "toy", names, names, 20, None, False, False, False)
     translation = ResponsesTranslation(asked, {}, [], IgnoredFields(), template_names=frozenset())
-    encoder = ResponsesEncoder(options, asked, ChoiceParser(PLAIN_TEXT), translation)
+    stored = StoredResponses(200 << 20, 3600, lambda: 0.0)
+    record = ResponseRecord(stored, (0, ""), History([], 2))
+    encoder = ResponsesEncoder(options, asked, ChoiceParser(PLAIN_TEXT), translation, record)
     tokens = [TextToken(7, index, rows) for index in range(2000)]
     delta, usage = Delta(0, "x" * 2000, [7] * 2000, tokens, 2000, "stop"), Usage(1, 2000)
     encoded: list[int] = []
 
-    def dumps(value, dump=json.dumps, **options):
-        text = dump(value, **options)
+    def dumps(value, dump=json_parts.__defaults__[0]):
+        text = dump(value)
         encoded.append(len(text))
         return text
 
@@ -142,12 +151,62 @@ def test_a_long_response_is_encoded_in_parts(monkeypatch, stream) -> None:
         found = data[-1]["response"]["output"][0]["content"][0]
         assert found == data[-2]["item"]["content"][0] == data[-3]["part"]
     else:
-        body = encoder.encode_body([delta], usage)
-        assert sum(encoded) < 10_000, "the events are not sent, and not encoded"
+        with counted_turns() as turns:
+            body = await encoder.encode_body([delta], usage)
+        assert len(turns) >= 5
+        assert sum(encoded) < 20_000, "neither events nor log-probabilities are encoded"
         text = "".join(json_parts(body))
         found = json.loads(text)["output"][0]["content"][0]
     assert len(found["logprobs"]) == 2000
     assert len(text) > 2_000_000 > 10 * max(encoded)
+    response = stored.find_stored((0, ""), "resp_1").response
+    assert json.loads("".join(json_parts(response)))["output"][0]["content"][0] == found
+    assert stored.num_bytes == pytest.approx(json_size(response), rel=0.5)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("endpoint", ["chat/completions", "responses"])
+async def test_long_tokens_end_a_response_that_becomes_too_long(start, stream, endpoint) -> None:
+    """Their names in log-probabilities are several times the estimate. Others stay within it."""
+    fields = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "max_tokens": 120}
+    field = "logprobs"
+    if endpoint == "responses":
+        fields = {"input": "x", "include": [LOGPROBS], "max_output_tokens": 120}
+        field = "include"
+    fields |= {"top_logprobs": 5, "stream": stream}
+    async with start(config=CONFIG, max_model_len=4096, accepts=True) as front_end:
+        for token, is_ended in ((20, False), (FAMILY, True)):
+            asked = asyncio.create_task(
+                front_end.http.post(f"/v1/{endpoint}", json=fields, timeout=30)
+            )
+            request = await front_end.engine.requests.get()
+            rows = pack_logprobs([[(token, -1.0)] * 6] * 40, [1] * 40)
+            for finish in (None, None, FinishReason.LENGTH):
+                front_end.engine.emit(request, [token] * 40, logprobs=rows, finish=finish)
+            answer = await asked
+            assert answer.status_code == 200 or is_ended
+            error = '"message": "the response has more bytes than --max-response-bytes'
+            text = answer.text.replace('":"', '": "')
+            assert (error in text, f'"param": "{field}"' in text) == (is_ended, is_ended)
+            if is_ended:
+                assert (await front_end.engine.aborts.get()).request_id == request.request_id
+
+
+async def test_log_probabilities_do_not_wait_for_a_long_interval(start) -> None:
+    """As many as may wait for a blocked connection are an event."""
+    number = MAX_UNSENT_BYTES // (3 * ENTRY_BYTES) + 10
+    fields = {"prompt": "x", "logprobs": 2, "max_tokens": number + 2, "stream": True}
+    fields["stream_interval"] = 10**9
+    async with start(accepts=True, max_model_len=2 * number) as front_end:
+        asked = asyncio.create_task(front_end.engine.requests.get())
+        async with front_end.http.stream("POST", "/v1/completions", json=fields) as answer:
+            request, lines = await asked, answer.aiter_lines()
+            for count, finish in ((1, None), (number, None), (1, FinishReason.LENGTH)):
+                front_end.engine.emit(request, [20] * count, finish=finish)
+                while not (line := await anext(lines)):
+                    pass
+                (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+                assert len(choice["logprobs"]["tokens"]) == count
 
 
 async def test_a_long_message_of_a_websocket_is_made_between_other_work() -> None:
@@ -157,22 +216,12 @@ async def test_a_long_message_of_a_websocket_is_made_between_other_work() -> Non
         def __iter__(self):
             raise AssertionError("the text is read by its characters")
 
-    others = 0
-
-    async def count_turns() -> None:
-        nonlocal others
-        while True:
-            others += 1
-            await asyncio.sleep(0)
-
-    counting = asyncio.create_task(count_turns())
-    await asyncio.sleep(0)
     parts = ["é" * 50_000] * 20
-    assert await event_text([Text("a" * 1000), iter(parts), Text("b")]) == (
-        "a" * 1000 + "".join(parts) + "b"
-    )
-    counting.cancel()
-    assert others >= 10
+    with counted_turns() as turns:
+        assert await event_text([Text("a" * 1000), iter(parts), Text("b")]) == (
+            "a" * 1000 + "".join(parts) + "b"
+        )
+    assert len(turns) >= 10
 
 
 @pytest.mark.parametrize("stream", [False, True])

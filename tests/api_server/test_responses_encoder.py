@@ -1,5 +1,6 @@
 """/v1/responses: encoding of answers, and translation of tools and input items."""
 
+import asyncio
 import json
 from collections.abc import Sequence
 
@@ -95,7 +96,7 @@ def play(steps: Sequence[Sequence[OutputPart]], finish: str = "stop", **fields):
     text += streamed.encode_delta(Delta(0, "", [], [], number, finish)) + streamed.encode_end(usage)
     events = decoded(text)
     delta = Delta(0, "x" * number, list(range(number)), [], number, finish)
-    whole = start(*steps).encode_body([delta], usage)
+    whole = asyncio.run(start(*steps).encode_body([delta], usage))
     assert [saved[0], saved[1]] == [events[-1]["response"], whole]
     return events, whole
 

@@ -249,7 +249,7 @@ def test_send_buffer_counts_unsent_bytes():
     waiting.is_blocked = True
     waiting.add_text("é" * 400)
     waiting.check()
-    waiting.add_logprobs(4)
+    waiting.add_logprobs([1, 2, 3, 4])
     with pytest.raises(unsent.SlowReaderError, match="1056 bytes"):
         waiting.check()
     waiting.is_blocked = False

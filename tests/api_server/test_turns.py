@@ -1,13 +1,17 @@
 """Work in proportion to what clients send: who waits for whom, and what ends with its client."""
 
 import asyncio
+import contextlib
 import threading
 
 import pytest
 from starlette.requests import ClientDisconnect
 
 from api_server import turns
+from api_server.http import connection
+from api_server.http.connection import Uploads
 from api_server.turns import CLIENT, Client, Turns, WorkThread
+from proto.errors import OverloadedError
 
 
 async def serve(turns: Turns, served: list[str], name: str, tenant: int, times: int = 1) -> None:
@@ -43,6 +47,70 @@ async def test_new_tenants_do_not_keep_one_that_waits_from_its_turn() -> None:
     assert len(served) == 1 + 4 + 98
 
 
+async def test_small_requests_pass_larger_ones_but_not_forever() -> None:
+    turns, served = Turns(1), list[int]()
+
+    async def serve(size: int) -> None:
+        await turns.take(work=size)
+        served.append(size)
+        if size == 2 and len(served) < 100:  # while it waits, another comes
+            jobs.append(asyncio.create_task(serve(2)))
+            await asyncio.sleep(0)
+        turns.give_back()
+
+    await turns.take()
+    jobs = [asyncio.create_task(serve(size)) for size in (20, 10, 30, 2)]
+    await asyncio.sleep(0)
+    turns.give_back()
+    while len(served) < 100:
+        await asyncio.sleep(0)
+    large = [size for size in served if size > 2]
+    assert large == [10, 20, 30]
+    assert [served.index(size) for size in large] == [4, 6, 8]
+    await asyncio.gather(*jobs)
+
+
+async def test_a_small_body_passes_larger_ones_of_its_client() -> None:
+    go_on, done = threading.Event(), list[int]()
+    blocked = asyncio.create_task(turns.run_in_turn(go_on.wait, 60))
+    await asyncio.sleep(0)
+
+    async def decode(size: int) -> None:
+        client = Client()
+        CLIENT.set(client)
+        await client.hold_body(bytearray(size))
+        await turns.run_for_body(done.append, size)
+        client.release_body()
+
+    sizes = [turns.HELD_BYTES, turns.HELD_BYTES // 2, turns.UNHELD_BYTES, 100_000]
+    jobs = [asyncio.create_task(decode(size)) for size in sizes]
+    await asyncio.sleep(0.01)
+    go_on.set()
+    await asyncio.gather(blocked, *jobs)
+    assert done[:2] == [100_000, turns.UNHELD_BYTES]
+
+
+@pytest.mark.parametrize(
+    ("character", "factor"),
+    [("x", 1), ("é€\ufffd", 1), ("🧿", 4), ("\U0010ffff", 4), (r"\ud83e\uddff", 4), (r"\u20ac", 1)],
+)
+async def test_a_body_with_wide_texts_counts_as_it_will_be_in_memory(character, factor) -> None:
+    uploads = Uploads()
+    body = bytearray(f'["{character}{"x" * 900_000}"]'.encode())
+    clients = []
+    for _ in range(connection.MAX_CLIENT_UPLOAD_BYTES // (factor * len(body))):
+        clients.append(Client(begin_upload=lambda tenant, end: uploads.begin("10.0.0.1", end)))
+        await clients[-1].hold_body(body)
+    assert uploads.num_bytes == len(clients) * len(body) * factor
+    clients.append(Client(begin_upload=lambda tenant, end: uploads.begin("10.0.0.1", end)))
+    with contextlib.suppress(OverloadedError):  # any of them, since they are equal
+        await clients[-1].hold_body(body)
+    assert uploads.num_bytes == (len(clients) - 1) * len(body) * factor
+    for client in clients:
+        client.release_body()
+    assert uploads.num_bytes == 0
+
+
 async def test_an_amount_is_given_back_by_a_request_that_is_cancelled() -> None:
     turns = Turns(10)
     await turns.take(8)
@@ -71,7 +139,7 @@ async def test_memory_of_large_bodies_is_returned_once_for_all_that_have_ended(m
     async def end(number: int) -> None:
         for _ in range(number):
             client = Client()
-            await client.hold_body(turns.UNHELD_BYTES + 1)
+            await client.hold_body(bytearray(turns.UNHELD_BYTES + 1))
             client.end_request()
 
     await end(20)

@@ -44,7 +44,12 @@ from api_server.protocol.structured import MAX_CHOICE_STRINGS
 from api_server.protocol.tools import MAX_LISTED_TOOLS, MAX_TOOLS
 from api_server.request_stream import MAX_UNSENT_BYTES
 from api_server.routes.admin import MAX_ABORTED_IDS, MAX_ID_CHARACTERS
-from api_server.text.prompts import MAX_PROMPTS, MAX_TOKEN_CHARACTERS, MIN_CHARACTERS
+from api_server.text.prompts import (
+    MAX_PROMPTS,
+    MAX_TOKEN_CHARACTERS,
+    MAX_TRUNCATED_CHARACTERS,
+    MIN_CHARACTERS,
+)
 from api_server.text.rendering import RENDER_SECONDS
 from api_server.text.tokenizer import MAX_TEXT_TOKENS
 from api_server.turns import HELD_BYTES, UNHELD_BYTES
@@ -130,7 +135,7 @@ def test_flags_in_the_readme_exist_and_have_the_same_help() -> None:
         ),
         (
             f"bodies over {UNHELD_BYTES >> 20} MiB that are decoded at once, until their requests "
-            "are in the engine",
+            "are in the engine or their answer begins",
             f"{HELD_BYTES >> 20} MiB",
         ),
         ("prompts of a completion request", f"{MAX_PROMPTS:,}"),
@@ -141,6 +146,10 @@ def test_flags_in_the_readme_exist_and_have_the_same_help() -> None:
         (
             "characters of a prompt, of which a truncated prompt keeps one end",
             f"{MAX_TOKEN_CHARACTERS} per token of the context, at least {MIN_CHARACTERS:,}",
+        ),
+        (
+            "characters of a conversation whose prompt is truncated",
+            f"as many, at least {MAX_TRUNCATED_CHARACTERS:,}",
         ),
         ("parts of a message; calls of a message", f"{MAX_PARTS:,}; {MAX_CALLS:,}"),
         (

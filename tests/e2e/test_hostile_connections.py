@@ -136,16 +136,16 @@ def uploads(daemon: Daemon, num_addresses: int = 1) -> None:
     with connections(daemon, 40, num_addresses) as clients:
         for client in clients:
             client.sendall(UPLOAD)
-        send_slowly(clients, chunk * 27)
+        send_slowly(clients, chunk * 18)
 
 
 def partial_messages(daemon: Daemon) -> None:
-    size = 30 * MIB
+    size = 19 * MIB
     frame = b"\x81\xff" + struct.pack("!Q", size) + b"\0\0\0\0"
     with connections(daemon, 40) as clients:
         for client in clients:
             open_websocket(client, RESPONSES)
-        send_slowly(clients, frame + b" " * (27 * MIB))
+        send_slowly(clients, frame + b" " * (18 * MIB))
 
 
 def partial_messages_in_fragments(daemon: Daemon) -> None:
@@ -154,7 +154,7 @@ def partial_messages_in_fragments(daemon: Daemon) -> None:
         for client in clients:
             open_websocket(client, RESPONSES)
             client.sendall(FIRST_FRAGMENT)
-        send_slowly(clients, fragment * 540)
+        send_slowly(clients, fragment * 380)
 
 
 def messages_that_wait(daemon: Daemon) -> None:
@@ -164,7 +164,7 @@ def messages_that_wait(daemon: Daemon) -> None:
         b' "temperature": 0, "ignore_eos": true}'
     )
     first = b"\x81\xfe" + struct.pack("!H", len(body)) + b"\0\0\0\0" + body
-    size = 20 * MIB
+    size = 19 * MIB
     second = b"\x81\xff" + struct.pack("!Q", size) + b"\0\0\0\0" + b" " * size
     with connections(daemon, 24) as clients:
         for client in clients:

@@ -193,6 +193,8 @@ def test_the_command_for_an_extra_names_its_packages(extra: str) -> None:
 LIMITED = """
 import os, resource, signal
 from proto.host_resources import process_limits
+limits = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
+before = [resource.getrlimit(limit) for limit in limits]
 with process_limits(60.0, 1 << 30):
     assert resource.getrlimit(resource.RLIMIT_CORE)[0] == 0
     if pid := os.fork():
@@ -200,17 +202,23 @@ with process_limits(60.0, 1 << 30):
         assert os.WTERMSIG(status) == signal.SIGABRT and not os.WCOREDUMP(status)
     else:
         os.abort()
-limit = resource.getrlimit(resource.RLIMIT_CORE)
-assert limit[0] == limit[1], limit
+assert [resource.getrlimit(limit) for limit in limits] == before
+assert signal.getitimer(signal.ITIMER_PROF)[0] == 0
 """
 
 
 def test_a_crash_within_limits_leaves_no_core_file(tmp_path) -> None:
-    def allow_cores() -> None:
+    """After them the process has its own limits again, soft ones that differ from hard ones too."""
+
+    def set_limits() -> None:
         most = resource.getrlimit(resource.RLIMIT_CORE)[1]
         resource.setrlimit(resource.RLIMIT_CORE, (most, most))
+        most = resource.getrlimit(resource.RLIMIT_AS)[1]
+        resource.setrlimit(resource.RLIMIT_AS, (64 << 30, most))
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, most))
 
     command = [sys.executable, "-c", LIMITED]
     env = {**os.environ, "PYTHONPATH": str(Path.cwd())}
-    subprocess.run(command, cwd=tmp_path, env=env, preexec_fn=allow_cores, check=True)
+    subprocess.run(command, cwd=tmp_path, env=env, preexec_fn=set_limits, check=True)
     assert not list(tmp_path.iterdir())

@@ -100,7 +100,7 @@ class MessageEncoder:
     def client_error(self, error: RequestError) -> RequestError:
         return self._translation.translate_error(error)
 
-    def encode_body(self, deltas: Sequence[Delta], usage: Usage) -> Json:
+    async def encode_body(self, deltas: Sequence[Delta], usage: Usage) -> Json:
         for delta in deltas:
             self._add_delta(delta)
         self._close_block()

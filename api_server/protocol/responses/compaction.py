@@ -145,8 +145,8 @@ class CompactionEncoder(ResponsesEncoder):
         self._items = items
         self._max_characters = max_characters
 
-    def encode_body(self, deltas: Sequence[Delta], usage: Usage) -> dict[str, Any]:
-        response = super().encode_body(deltas, usage)
+    async def encode_body(self, deltas: Sequence[Delta], usage: Usage) -> dict[str, Any]:
+        response = await super().encode_body(deltas, usage)
         summary = "".join(
             part["text"]
             for item in response["output"]

@@ -5,9 +5,11 @@ created ─ in_progress ─ items (see output_items.py), one after the other ─
                                                                          └ error ─ failed
 """
 
+import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, Literal
 
 from api_server.errors import error_body, public_message
@@ -34,7 +36,7 @@ from api_server.protocol.responses.output_items import (
 from api_server.protocol.responses.request import ResponsesRequest, ResponsesTranslation
 from api_server.protocol.responses.stored import ResponseRecord
 from api_server.request_stream import Delta, Usage
-from api_server.text.logprobs import TextToken, chat_logprobs
+from api_server.text.logprobs import ChatLogprobs
 from proto.errors import OverloadedError, RequestError
 
 Json = dict[str, Any]
@@ -44,6 +46,8 @@ _FINAL_STATUS: Final[dict[str, tuple[FinalStatus, str | None]]] = {
     "abort": ("cancelled", None),
 }
 """finish_reason → (status, reason of an incomplete response); every other one is completed."""
+_PIECES_PER_TURN: Final = 256
+"""Pieces of text that are added to a response before others get their turn, 10 µs each."""
 
 
 class ResponsesEncoder:
@@ -116,9 +120,12 @@ class ResponsesEncoder:
         self._events.add_event("failed", response=response)
         return self._events.pop_events()
 
-    def encode_body(self, deltas: Sequence[Delta], usage: Usage) -> Json:
+    async def encode_body(self, deltas: Sequence[Delta], usage: Usage) -> Json:
         for delta in deltas:
-            self._add_delta(delta)
+            for number, _ in enumerate(self._read_delta(delta), start=1):
+                if number % _PIECES_PER_TURN == 0:
+                    self._events.clear()
+                    await asyncio.sleep(0)
         return self._finish_response(usage)
 
     def snapshot(self, status: Literal["in_progress", "cancelled"] = "in_progress") -> Json:
@@ -128,11 +135,10 @@ class ResponsesEncoder:
     def _finish_response(self, usage: Usage) -> Json:
         status, reason = _FINAL_STATUS.get(self._finish_reason, ("completed", None))
         if self._open_item is None and not self._closed_items:
-            self._replace_item(MessageItem(self._events, 0))
+            self._replace_item(self._new_message(0))
         if isinstance(self._open_item, MessageItem):
             # the token that ended the choice has a log-probability but no text
-            last_tokens = self._content_tokens.pop_last_tokens()
-            self._open_item.append_logprobs(self._logprobs(last_tokens))
+            self._open_item.append_tokens(self._content_tokens.pop_last_tokens())
         self._close_item("completed" if status == "completed" else "incomplete")
         response = self._response(status)
         if reason is not None:
@@ -149,8 +155,14 @@ class ResponsesEncoder:
             self._record.save_response(response)
 
     def _add_delta(self, delta: Delta) -> None:
+        for _ in self._read_delta(delta):
+            pass
+
+    def _read_delta(self, delta: Delta) -> Iterator[None]:
+        """Add a delta; yields after each piece of its text."""
         for text in self._content_tokens.split_delta(delta):
             self._add_parts(self._parser.parse_delta(text, None, delta.content_end))
+            yield
         if delta.finish_reason is not None:
             self._finish_reason = delta.finish_reason
             parts = self._parser.parse_delta("", delta.finish_reason, delta.content_end)
@@ -166,10 +178,9 @@ class ResponsesEncoder:
         match part:
             case ContentText(text):
                 if not isinstance(item, MessageItem):
-                    item = MessageItem(self._events, index)
+                    item = self._new_message(index)
                     self._replace_item(item)
-                tokens = self._content_tokens.pop_tokens(text)
-                item.append_content(text, self._logprobs(tokens))
+                item.append_content(text, self._content_tokens.pop_tokens(text))
             case ReasoningText(text):
                 if not isinstance(item, ReasoningItem):
                     item = ReasoningItem(self._events, index, has_summary=self._has_summary)
@@ -201,12 +212,12 @@ class ResponsesEncoder:
         self._closed_items.append(item.full_item(status))
         self._open_item = None
 
-    def _logprobs(self, tokens: list[TextToken]) -> list[Json]:
-        """Return the log-probabilities of tokens; [] if they were not requested."""
+    def _new_message(self, index: int) -> MessageItem:
         options = self._options
-        if options.num_logprobs is None:
-            return []
-        return list(chat_logprobs(tokens, options.num_logprobs, options.token_names))
+        make_logprobs = partial(
+            ChatLogprobs, top=options.num_logprobs or 0, names=options.token_names
+        )
+        return MessageItem(self._events, index, make_logprobs)
 
     def _response(self, status: FinalStatus | Literal["in_progress"]) -> Json:
         output = list(self._closed_items)
@@ -218,8 +229,9 @@ class ResponsesEncoder:
 class WarmupEncoder(ResponsesEncoder):
     """Encoder of a response without output, whose request only computes the KV of its prompt."""
 
-    def _add_delta(self, delta: Delta) -> None:
+    def _read_delta(self, delta: Delta) -> Iterator[None]:
         """Drop the output: the engine generates at least one token."""
+        return iter(())
 
     def _finish_response(self, usage: Usage) -> Json:
         response = self._response("completed") | {

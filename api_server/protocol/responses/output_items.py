@@ -9,7 +9,7 @@
 import json
 import secrets
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Literal
 
 from api_server.protocol.encoder import (
@@ -51,6 +51,10 @@ class EventBuffer:
         before, between, after = template.pieces
         self._events.append(f"{before}{self._number}{between}{json_string(text)}{after}")
         self._number += 1
+
+    def clear(self) -> None:
+        """Drop the events since the last call, for a response that is not streamed."""
+        self._events.clear()
 
     def pop_events(self) -> str | Iterator[str]:
         """Return the events since the last call; in parts if they take much work."""
@@ -178,11 +182,20 @@ class OutputItem:
 
 
 class MessageItem(OutputItem):
-    """The content of the answer, with log-probabilities if they were requested."""
+    """The content of the answer, with log-probabilities if they were requested.
 
-    def __init__(self, events: EventBuffer, output_index: int) -> None:
+    make_logprobs: returns those of tokens, for `json_parts`.
+    """
+
+    def __init__(
+        self,
+        events: EventBuffer,
+        output_index: int,
+        make_logprobs: Callable[[Sequence[TextToken]], Any],
+    ) -> None:
         super().__init__("msg", events, output_index)
-        self._logprobs: list[Json] = []
+        self._make_logprobs = make_logprobs
+        self._tokens: list[TextToken] = []
         self._delta_template = TextEventTemplate(
             "output_text.delta", **self._location, content_index=0, logprobs=[]
         )
@@ -192,18 +205,23 @@ class MessageItem(OutputItem):
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         self._events.add_event("content_part.added", **self._location, content_index=0, part=part)
 
-    def append_logprobs(self, logprobs: list[Json]) -> None:
-        """Add log-probabilities of tokens that have no text."""
-        self._logprobs += logprobs
+    def append_tokens(self, tokens: Sequence[TextToken]) -> None:
+        """Add tokens that have log-probabilities but no text."""
+        self._tokens += tokens
 
-    def append_content(self, text: str, logprobs: list[Json]) -> None:
+    def append_content(self, text: str, tokens: Sequence[TextToken]) -> None:
+        """tokens: of the text; none if their log-probabilities were not requested."""
         self._pieces.append(text)
-        if not logprobs:
+        if not tokens:
             self._events.add_text_event(self._delta_template, text)
             return
-        self._logprobs += logprobs
+        self._tokens += tokens
         self._events.add_event(
-            "output_text.delta", **self._location, content_index=0, delta=text, logprobs=logprobs
+            "output_text.delta",
+            **self._location,
+            content_index=0,
+            delta=text,
+            logprobs=self._make_logprobs(tokens),
         )
 
     def close_item(self, status: Status) -> None:
@@ -235,7 +253,7 @@ class MessageItem(OutputItem):
             "type": "output_text",
             "text": self.text,
             "annotations": [],
-            "logprobs": list(self._logprobs),
+            "logprobs": self._make_logprobs(list(self._tokens)) if self._tokens else [],
         }
 
 

@@ -8,7 +8,7 @@ sees only its own. If a client exceeds its limits, its oldest response is droppe
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -157,10 +157,12 @@ class StoredResponses:
         before: the conversation before the response.
         """
         response_id, output = response["id"], response["output"]
-        items = [*before.items, *output]
+        said = said_items(output)
+        items = [*before.items, *said]
         self.delete_stored(owner, response_id)
-        output_size = json_size(output)  # once, because it can be long
+        output_size = json_size(said)  # once, because it can be long
         size = json_size(response | {"output": []}) + 2 * output_size + before.num_bytes
+        size += _logprobs_size(output)
         if size > self.max_entry_bytes:
             return
         self._drop_expired()
@@ -237,6 +239,22 @@ class ResponseRecord:
 
     def save_response(self, response: Json) -> None:
         self.store.store_response(self.owner, response, self.history)
+
+
+def said_items(output: Sequence[Json]) -> list[Json]:
+    """Return the items of an output as a conversation has them: without log-probabilities."""
+    return [
+        item | {"content": [part | {"logprobs": []} for part in item["content"]]}
+        if item["type"] == "message"
+        else item
+        for item in output
+    ]
+
+
+def _logprobs_size(output: Sequence[Json]) -> int:
+    """Return about how many bytes the log-probabilities of an output take."""
+    parts = [part for item in output if item["type"] == "message" for part in item["content"]]
+    return sum(part["logprobs"].num_bytes for part in parts if part["logprobs"])
 
 
 def json_size(value: Any) -> int:
