@@ -14,7 +14,6 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Final
 
 from starlette.datastructures import Headers
@@ -28,9 +27,6 @@ from proto.errors import RequestError, shown
 from proto.log_lines import FIELDS
 
 logger = logging.getLogger("tokend.requests")
-
-SCOPE: ContextVar[Scope | None] = ContextVar("SCOPE", default=None)
-"""The ASGI scope of the request that the current task serves."""
 
 Fields = dict[str, str | int | float | None]
 
@@ -67,13 +63,13 @@ class RequestLog:
         self._by_address: OrderedDict[str, _LineBudget] = OrderedDict()
         self._num_left_out = 0
 
-    def origin(self, scope: Scope | None, session: str | None = None) -> Fields:
+    def origin(self, scope: Scope, session: str | None = None) -> Fields:
         """Return endpoint, tenant, client and session of a request, as fields of its line.
 
         session: that of the body; by default the one in the request's header. Empty if there are
-        no lines, and for a request that is not known.
+        no lines.
         """
-        if scope is None or not self._is_on:
+        if not self._is_on:
             return {}
         fields: Fields = {
             "endpoint": _endpoint(scope),

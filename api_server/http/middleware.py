@@ -13,10 +13,10 @@ import re
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 
-from fastapi import APIRouter
+from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
@@ -29,7 +29,7 @@ from api_server.errors import NotAvailableError, error_response
 from api_server.http.access import API, PAGE, access_of, check_operator, listener_of
 from api_server.http.connection import begin_upload, client_disconnected
 from api_server.http.tenants import DEFAULT_TENANT, tenant_of
-from api_server.request_log import SCOPE
+from api_server.request_log import RequestLog
 from api_server.turns import CLIENT, Client
 from proto.config import FrontEndConfig
 from proto.errors import (
@@ -116,19 +116,24 @@ EXPOSED_HEADERS: Final = (
 class _LoggingCors(CORSMiddleware):
     """starlette's middleware with a log line for each preflight that it refuses."""
 
-    def preflight_response(self, request_headers: Headers) -> Response:
-        response = super().preflight_response(request_headers)
-        if response.status_code == 400 and (scope := SCOPE.get()) is not None:
-            error = InvalidRequestError(bytes(response.body).decode(), "origin")
-            scope["app"].state.app_state.request_log.log_refusal(error, scope)
-        return response
+    def __init__(self, app: FastAPI, **options: Any) -> None:
+        super().__init__(app, **options)
+        self._request_log: RequestLog = app.state.app_state.request_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        SCOPE.set({**scope, "app": self.app})
+        if scope["type"] == "http" and scope["method"] == "OPTIONS":
+            headers = Headers(scope=scope)
+            if "origin" in headers and "access-control-request-method" in headers:
+                response = self.preflight_response(headers)
+                if response.status_code == 400:
+                    error = InvalidRequestError(bytes(response.body).decode(), "origin")
+                    self._request_log.log_refusal(error, scope)
+                await response(scope, receive, send)
+                return
         await super().__call__(scope, receive, send)
 
 
-def with_cors(app: ASGIApp, config: FrontEndConfig) -> ASGIApp:
+def with_cors(app: FastAPI, config: FrontEndConfig) -> ASGIApp:
     """Return an application that lets pages of the allowed origins use this one.
 
     It has to be around the whole application: preflights carry no API key, and starlette answers
@@ -227,10 +232,7 @@ class SiteMiddleware:
 
 
 class ClientMiddleware:
-    """Set the application state and the client of a request, and its scope for the log.
-
-    The client ends with the request.
-    """
+    """Set the application state and the client of a request, with which the client ends."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -243,7 +245,6 @@ class ClientMiddleware:
             partial(begin_upload, scope),
         )
         CLIENT.set(client)
-        SCOPE.set(scope)
         try:
             await self._app(scope, receive, send)
         finally:
