@@ -10,14 +10,12 @@ import contextlib
 import difflib
 import json
 import re
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
-from typing import Any, Final, NoReturn, TextIO
+from typing import Any, Final, TextIO
 
 import httpx
 
@@ -29,17 +27,7 @@ from deploy.flags import parse_words
 from proto.config import ModelConfig
 from proto.errors import ConfigError, TokendError
 
-USAGE: Final = """\
-usage: tokend chat [MODEL|URL] [--system TEXT] [--max-tokens N]
-
-Chat with a model: that of a running daemon, or of the server at URL. If no daemon serves MODEL, one
-is started for the chat. A key is taken from TOKEND_API_KEY. If the input is not a terminal, it is
-one message, and the answer is printed.
-
-  --system TEXT     system message
-  --max-tokens N    longest answer (default: 4096)
-
-In the chat:
+_HELP: Final = """\
   \"\"\"               begins a message of several lines, and ends it
   /system TEXT      set the system message; without TEXT, show it
   /clear            forget the conversation
@@ -80,9 +68,6 @@ class ChatOptions:
 
 def main(arguments: Sequence[str], environment: HostEnvironment) -> int:
     """Run the command and return its exit status; raises TokendError."""
-    if list(arguments) in (["-h"], ["--help"]):
-        print(USAGE, end="")
-        return 0
     options = ChatOptions.parse(arguments)
     interactive = sys.stdin.isatty()
     question = "" if interactive else sys.stdin.read().strip()
@@ -128,23 +113,22 @@ def _started(model: str, environment: HostEnvironment) -> Iterator[str]:
     if "api_key" in environment.settings:
         variables[API_KEY_VARIABLE] = environment.settings["api_key"]
     flags = ["--port", "0", "--log-level", "warning", "--no-page", "--max-num-seqs", "4"]
-    with _ended_by_signals():
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "deploy.cli", "serve", model, *flags],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            env=variables,
-            process_group=0,  # Ctrl-C stops an answer
-        )
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "deploy.cli", "serve", model, *flags],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        env=variables,
+        process_group=0,  # Ctrl-C stops an answer
+    )
+    try:
+        yield _wait_ready(process, environment)
+    finally:
+        process.terminate()
         try:
-            yield _wait_ready(process, environment)
-        finally:
-            process.terminate()
-            try:
-                process.wait(_END_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def _wait_ready(process: "subprocess.Popen[bytes]", environment: HostEnvironment) -> str:
@@ -158,21 +142,6 @@ def _wait_ready(process: "subprocess.Popen[bytes]", environment: HostEnvironment
         time.sleep(_START_POLL_SECONDS)
     error = ConfigError if process.returncode == 2 else TokendError
     raise error("the daemon for the chat has ended, see above")
-
-
-@contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Leave the block, which ends the daemon, when the terminal closes or at SIGTERM."""
-
-    def leave(number: int, frame: FrameType | None) -> NoReturn:
-        sys.exit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGHUP, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _model_of(client: httpx.Client, target: str | None) -> str:
@@ -321,7 +290,7 @@ class Chat:
             self.options.system = rest or self.options.system
             self._print(f"system message: {self.options.system or 'none'}\n")
         elif command == "/help":
-            self._print(USAGE.partition("In the chat:\n")[2])
+            self._print(_HELP)
         else:
             near = difflib.get_close_matches(command, _COMMANDS, 1)
             hint = f"did you mean {near[0]}?" if near else "/help lists the commands"

@@ -55,7 +55,9 @@ def serve(config: ServeConfig, environment: HostEnvironment, commands: Commands)
     notifier = SystemdNotifier(environment.service_manager)
     display = open_display(sys.stderr, config.frontend.log_format, notifier)
     resources = ExitStack()
-    terminate = signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the supervisor's
+    terminate = signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # until the supervisor's
     try:
         operators = resources.enter_context(admin_listeners(config.frontend))
         model, draft_model = _prepare_models(config, environment, display)
@@ -123,15 +125,8 @@ def run_worker_program(
 def _prepare_models(
     config: ServeConfig, environment: HostEnvironment, display: Display
 ) -> ServedModels:
-    """Return the prepared models. SIGTERM interrupts the preparation as Ctrl-C does."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        model = prepared_model(
-            config.model.model, environment, display, revision=config.model.revision
-        )
-        return ServedModels(model, prepared_draft_model(config.speculation, environment, display))
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    model = prepared_model(config.model.model, environment, display, revision=config.model.revision)
+    return ServedModels(model, prepared_draft_model(config.speculation, environment, display))
 
 
 def _check_tracing(config: ServeConfig) -> None:
