@@ -403,10 +403,11 @@ class TestDisplay:
         stream = Terminal()
         display = open_display(stream)
         display.progress("loading [x]", 0.5, "worker 0")
-        display.notice("mind [the] gap")
+        notice = "mind [the] gap :x: " + "pip install " * 20
+        display.notice(notice)
         display.close()
         display.close()
-        assert "mind [the] gap" in stream.getvalue()
+        assert notice in stream.getvalue(), "unchanged, to be copied as a command"
 
 
 def test_a_log_line_is_one_write() -> None:
