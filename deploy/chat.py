@@ -38,6 +38,7 @@ _HELP: Final = """\
 _QUOTES: Final = '"""'
 _COMMANDS: Final = ("/system", "/clear", "/help", "/exit")
 _DEFAULT_MAX_TOKENS: Final = 4096
+_TEMPERATURE: Final = 0.7
 _START_POLL_SECONDS: Final = 0.1
 _ANSWER_SECONDS: Final = 600.0
 """Longest wait for the next token: the request may be queued."""
@@ -84,7 +85,8 @@ def main(arguments: Sequence[str], environment: HostEnvironment) -> int:
             verify=not is_loopback(url),  # whose certificate has the name of the server
         ) as client,
     ):
-        chat = Chat(client, _model_of(client, options.target), options, sys.stdout)
+        model, sampling = find_model(client, options.target)
+        chat = Chat(client, model, options, sys.stdout, sampling)
         if interactive:
             chat.run()
         else:
@@ -144,8 +146,11 @@ def _wait_ready(process: "subprocess.Popen[bytes]", environment: HostEnvironment
     raise error("the daemon for the chat has ended, see above")
 
 
-def _model_of(client: httpx.Client, target: str | None) -> str:
-    """Return the name of the model of a server; raises TokendError."""
+def find_model(client: httpx.Client, target: str | None) -> tuple[str, dict[str, float]]:
+    """Return the name of the model of a server, and sampling parameters; raises TokendError.
+
+    A model of tokend without a temperature of its own gets one, because small ones ramble at 1.
+    """
     try:
         response = client.get("/v1/models")
     except httpx.HTTPError as error:
@@ -153,8 +158,10 @@ def _model_of(client: httpx.Client, target: str | None) -> str:
     if not response.is_success:
         raise TokendError(_refusal(response))
     try:
-        names = [str(model["id"]) for model in response.json()["data"]]
-        return target if target in names else names[0]
+        cards = response.json()["data"]
+        card = next((card for card in cards if card["id"] == target), cards[0])
+        lacks_temperature = "temperature" not in card.get("default_sampling_params", "temperature")
+        return str(card["id"]), {"temperature": _TEMPERATURE} if lacks_temperature else {}
     except (ValueError, KeyError, TypeError, IndexError):
         raise TokendError(f"{client.base_url}v1/models does not list a model") from None
 
@@ -171,12 +178,13 @@ def _refusal(response: httpx.Response) -> str:
 
 @dataclass
 class Chat:
-    """A conversation with one model. out: gets the answers."""
+    """A conversation with one model. out: gets the answers. sampling: fields of each request."""
 
     client: httpx.Client
     model: str
     options: ChatOptions
     out: TextIO
+    sampling: dict[str, float] = field(default_factory=dict)
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def run(self) -> None:
@@ -229,6 +237,7 @@ class Chat:
             "messages": [*first, *self.messages],
             "max_tokens": self.options.max_tokens,
             "stream": True,
+            **self.sampling,
         }
         reasons = False
         for choice in self._choices(body):

@@ -105,7 +105,7 @@ repository, ORG/NAME all of it, also for other programs that use the Hugging Fac
 _MODELS: Final = """\
 usage: tokend models
 
-List the packaged models, and which of them are fetched.
+List the packaged models, and which of them are downloaded.
 
   --supported   list the architectures of models that tokend serves
 """
@@ -387,9 +387,9 @@ def _models(arguments: list[str], environment: "HostEnvironment") -> int:
     from deploy.models import catalogue
 
     for model in catalogue.MODELS:
-        state = "fetched" if catalogue.is_fetched(model, environment.cache) else "not fetched"
+        state = "downloaded" if catalogue.is_fetched(model, environment.cache) else "not downloaded"
         size = f"{model.num_bytes / 1e6:.0f} MB"
-        print(f"{model.name:24}{size:>8}  {state:12}  {model.description}")
+        print(f"{model.name:24}{size:>8}  {state:14}  {model.description}")
     return 0
 
 

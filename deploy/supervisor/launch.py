@@ -299,7 +299,7 @@ def ready_message(launch: Launch, readiness: Readiness) -> str:
         ("KV cache", _kv_cache(engine)),
         ("drafts", engine.drafts),
         ("sampling", str(launch.generation_defaults) if pooler is None else ""),
-        ("web page", f"{launch.url}/" if config.page else ""),
+        ("web pages", f"{launch.url}/, of the API {launch.url}/docs" if config.page else ""),
         (
             "operators",
             ", ".join(
