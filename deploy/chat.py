@@ -19,7 +19,8 @@ from typing import Any, Final, TextIO
 
 import httpx
 
-from deploy.bench.client import base_url
+from deploy.bench.client import base_url, is_up
+from deploy.bench.servers import OwnedProcess
 from deploy.bench.stream import EventSplitter
 from deploy.daemons import is_loopback, matching, running_daemons, select
 from deploy.environment import API_KEY_VARIABLE, HostEnvironment
@@ -42,7 +43,7 @@ _TEMPERATURE: Final = 0.7
 _START_POLL_SECONDS: Final = 0.1
 _ANSWER_SECONDS: Final = 600.0
 """Longest wait for the next token: the request may be queued."""
-_END_SECONDS: Final = 45.0
+_HEALTH_SECONDS: Final = 5.0
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Characters that could change the terminal."""
 _DIM: Final = "\x1b[2m"
@@ -122,25 +123,17 @@ def _started(model: str, environment: HostEnvironment) -> Iterator[str]:
         env=variables,
         process_group=0,  # Ctrl-C stops an answer
     )
-    try:
+    with OwnedProcess(process):
         yield _wait_ready(process, environment)
-    finally:
-        process.terminate()
-        try:
-            process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def _wait_ready(process: "subprocess.Popen[bytes]", environment: HostEnvironment) -> str:
     """Wait until a daemon accepts requests, and return its URL; raises TokendError if it ends."""
     while process.poll() is None:
         for daemon in running_daemons(environment.run_parents()):
-            if daemon.state.pid == process.pid:
-                with contextlib.suppress(httpx.HTTPError):
-                    if httpx.get(f"{daemon.state.url}/health", timeout=5.0).is_success:
-                        return daemon.state.url
+            url = daemon.state.url
+            if daemon.state.pid == process.pid and is_up(f"{url}/health", _HEALTH_SECONDS):
+                return url
         time.sleep(_START_POLL_SECONDS)
     error = ConfigError if process.returncode == 2 else TokendError
     raise error("the daemon for the chat has ended, see above")
