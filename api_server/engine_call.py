@@ -115,7 +115,6 @@ class EngineCall(Generic[Body]):
             notifier,
             requests,
             streams,
-            log=not app_state.config.disable_log_requests,
             origin=app_state.request_log.origin(
                 self._connection.scope, getattr(self._body, "agent_session_id", None)
             ),

@@ -63,14 +63,14 @@ class RequestLog:
         self._by_address: OrderedDict[str, _LineBudget] = OrderedDict()
         self._num_left_out = 0
 
-    def origin(self, scope: Scope, session: str | None = None) -> Fields:
+    def origin(self, scope: Scope, session: str | None = None) -> Fields | None:
         """Return endpoint, tenant, client and session of a request, as fields of its line.
 
-        session: that of the body; by default the one in the request's header. Empty if there are
+        session: that of the body; by default the one in the request's header. None if there are
         no lines.
         """
         if not self._is_on:
-            return {}
+            return None
         fields: Fields = {
             "endpoint": _endpoint(scope),
             "tenant": tenant_name(HTTPConnection(scope), self._tenant_by) or None,
@@ -92,7 +92,8 @@ class RequestLog:
         if not self._take_line(network_of(self._proxies.client_of(scope))):
             self._leave_out()
             return
-        fields = self.origin(scope) | {"finish": f"error {error.status}", "error": error.type}
+        fields = self.origin(scope) or {}
+        fields |= {"finish": f"error {error.status}", "error": error.type}
         if error.code:
             fields["code"] = error.code
         if field := _FIELD.match(error.param or ""):
