@@ -116,6 +116,7 @@ def run_worker_program(
         ),
         stdout=subprocess.PIPE,
         check=False,
+        process_group=0,  # Ctrl-C goes to this process, which ends it
     )
 
 
