@@ -21,8 +21,9 @@ from functools import partial
 from typing import Final, ParamSpec, TypeVar
 
 from starlette.requests import ClientDisconnect
+from starlette.types import Scope
 
-from api_server.http.connection import Upload, Uploads
+from api_server.http.connection import Upload, begin_upload, client_disconnected
 from proto.errors import RequestError
 
 P = ParamSpec("P")
@@ -37,12 +38,6 @@ requests.
 
 As objects they can take four times as much: a text takes four bytes per character if one is an
 emoji."""
-BeginUpload = Callable[[int, Callable[[RequestError], None]], Upload]
-"""Returns an upload of a tenant; the function is called with the reason if it is ended."""
-
-
-def _begin_alone(tenant: int, end: Callable[[RequestError], None]) -> Upload:
-    return Uploads().begin("", end, tenant=tenant)
 
 
 class Client:
@@ -51,20 +46,14 @@ class Client:
     A body or message counts as an upload of the client from its first bytes until it is released.
     If it is ended because there are too many, it is waiting, and its wait ends with the error.
 
-    tenant: as in `http/tenants.py`. begin_upload: by default, the bodies of this client are counted
-    alone. body_size: bytes of the request's body or message, or of the conversation that it
-    continues.
+    tenant: as in `http/tenants.py`. scope: of the request; by default, the bodies of this client
+    are counted alone. body_size: bytes of the request's body or message, or of the conversation
+    that it continues.
     """
 
-    def __init__(
-        self,
-        tenant: Callable[[], int] = lambda: 0,
-        is_gone: Callable[[], bool] = lambda: False,
-        begin_upload: BeginUpload = _begin_alone,
-    ) -> None:
+    def __init__(self, tenant: Callable[[], int] = lambda: 0, scope: Scope | None = None) -> None:
         self._tenant = tenant
-        self._is_gone = is_gone
-        self._begin_upload = begin_upload
+        self._scope: Scope = scope or {}
         self._upload: Upload | None = None
         self._failure: RequestError | None = None
         self._wait: asyncio.Timeout | None = None
@@ -79,14 +68,14 @@ class Client:
         """Raise the error with which the body was ended, or ClientDisconnect if the client left."""
         if self._failure is not None:
             raise self._failure
-        if self._is_gone():
+        if client_disconnected(self._scope):
             raise ClientDisconnect
 
     def count_body(self, size: int) -> None:
         """Set the size of the body, as far as it has arrived; raises OverloadedError."""
         self.body_size = size
         if self._upload is None:
-            self._upload = self._begin_upload(self.tenant, self._end_body)
+            self._upload = begin_upload(self._scope, self.tenant, self._end_body)
         self._upload.resize(size)
         if self._failure is not None:
             raise self._failure

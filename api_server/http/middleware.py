@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from api_server.app_state import APP_STATE, AppState
 from api_server.errors import NotAvailableError, error_response
 from api_server.http.access import API, PAGE, access_of, check_operator, listener_of
-from api_server.http.connection import begin_upload, client_disconnected
+from api_server.http.connection import client_disconnected
 from api_server.http.tenants import DEFAULT_TENANT, tenant_of
 from api_server.request_log import RequestLog
 from api_server.turns import CLIENT, Client
@@ -239,11 +239,7 @@ class ClientMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[APP_STATE] = scope["app"].state.app_state
-        client = Client(
-            partial(_tenant, scope),
-            partial(client_disconnected, scope),
-            partial(begin_upload, scope),
-        )
+        client = Client(partial(_tenant, scope), scope)
         CLIENT.set(client)
         try:
             await self._app(scope, receive, send)

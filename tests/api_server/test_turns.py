@@ -84,7 +84,7 @@ async def test_memory_of_large_bodies_is_returned_once_for_all_that_have_ended(m
     assert len(collections) == 2
 
 
-async def test_the_work_of_a_client_that_left_is_not_done() -> None:
+async def test_the_work_of_a_client_that_left_is_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
     thread, began, go_on = WorkThread("test"), threading.Event(), threading.Event()
 
     def work() -> None:
@@ -94,7 +94,8 @@ async def test_the_work_of_a_client_that_left_is_not_done() -> None:
     running = asyncio.create_task(thread.run(work))
     await asyncio.to_thread(began.wait, 5)
     is_gone = False
-    CLIENT.set(Client(is_gone=lambda: is_gone))
+    monkeypatch.setattr(turns, "client_disconnected", lambda scope: is_gone)
+    CLIENT.set(Client())
     waiting = asyncio.create_task(thread.run(pytest.fail))
     await asyncio.sleep(0)
     is_gone = True
