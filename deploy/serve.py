@@ -49,13 +49,14 @@ def serve(config: ServeConfig, environment: HostEnvironment, commands: Commands)
     read_api_keys(config.frontend)
     faults = _faults(config, environment)
     run_parent = environment.run_parent()
-    listener = listen(config.frontend.host, config.frontend.port)
-    url = url_of(listener, scheme)
-    notifier = SystemdNotifier(environment.service_manager)
-    display = open_display(sys.stderr, config.frontend.log_format, notifier)
-    resources = ExitStack()
-    terminate = signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the supervisor's
-    try:
+    with ExitStack() as resources:
+        listener = resources.enter_context(listen(config.frontend.host, config.frontend.port))
+        url = url_of(listener, scheme)
+        notifier = SystemdNotifier(environment.service_manager)
+        display = open_display(sys.stderr, config.frontend.log_format, notifier)
+        resources.enter_context(closing(display))
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        resources.callback(signal.signal, signal.SIGTERM, before)  # the supervisor has its own
         operators = resources.enter_context(admin_listeners(config.frontend))
         model, draft_model = _prepare_models(config, environment, display)
         check_length(config, model)
@@ -78,11 +79,6 @@ def serve(config: ServeConfig, environment: HostEnvironment, commands: Commands)
             admin_listeners=operators,
         )
         return Supervisor(launch, run_parent, display, notifier).run()
-    finally:
-        resources.close()
-        display.close()
-        listener.close()
-        signal.signal(signal.SIGTERM, terminate)
 
 
 def plan(config: ServeConfig, environment: HostEnvironment, *, as_json: bool) -> int:
