@@ -54,18 +54,12 @@ def _absolute(model: str) -> str:
 
 def _find_run_directory(values: Mapping[str, str], parents: Sequence[str]) -> str:
     """Return that of the daemon which the flags name; without flags, of the only one."""
-    directory, pid = values.get("--run-directory"), values.get("--pid")
-    if directory is not None:
-        if not in_use(directory):
-            raise ConfigError(f"{directory} is not the run directory of a running daemon")
-        return directory
-    daemons = running_daemons(parents)
-    if pid is None:
-        return select(None, daemons).directory
-    for daemon in daemons:
-        if str(daemon.state.pid) == pid:
-            return daemon.directory
-    raise ConfigError(f"process {pid} is not the supervisor of a daemon of this user")
+    directory = values.get("--run-directory")
+    if directory is None:
+        return select(values.get("--pid"), running_daemons(parents)).directory
+    if not in_use(directory):
+        raise ConfigError(f"{directory} is not the run directory of a running daemon")
+    return directory
 
 
 def _wait_for_state(directory: str, is_reached: Callable[[DaemonState], bool]) -> DaemonState:
