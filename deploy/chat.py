@@ -41,6 +41,7 @@ _COMMANDS: Final = ("/system", "/clear", "/help", "/exit")
 _DEFAULT_MAX_TOKENS: Final = 4096
 _TEMPERATURE: Final = 0.7
 _START_POLL_SECONDS: Final = 0.1
+_START_SECONDS: Final = 120.0
 _ANSWER_SECONDS: Final = 600.0
 """Longest wait for the next token: the request may be queued."""
 _HEALTH_SECONDS: Final = 5.0
@@ -142,9 +143,13 @@ def _wait_ready(process: "subprocess.Popen[bytes]", environment: HostEnvironment
 def find_model(client: httpx.Client, target: str | None) -> tuple[str, dict[str, float]]:
     """Return the name of the model of a server, and sampling parameters; raises TokendError.
 
-    A model of tokend without a temperature of its own gets one, because small ones ramble at 1.
+    Waits for a server that is starting. A model of tokend without a temperature of its own gets
+    one, because small ones ramble at 1.
     """
+    deadline = time.monotonic() + _START_SECONDS
     try:
+        while client.get("/health").status_code == 503 and time.monotonic() < deadline:
+            time.sleep(_START_POLL_SECONDS)
         response = client.get("/v1/models")
     except httpx.HTTPError as error:
         raise TokendError(f"no server answers at {client.base_url}: {error}") from None
@@ -155,7 +160,7 @@ def find_model(client: httpx.Client, target: str | None) -> tuple[str, dict[str,
         card = next((card for card in cards if card["id"] == target), cards[0])
         lacks_temperature = "temperature" not in card.get("default_sampling_params", "temperature")
         return str(card["id"]), {"temperature": _TEMPERATURE} if lacks_temperature else {}
-    except (ValueError, KeyError, TypeError, IndexError):
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
         raise TokendError(f"{client.base_url}v1/models does not list a model") from None
 
 

@@ -122,3 +122,15 @@ def test_a_model_without_a_temperature_gets_one(
     chat.sampling = sampling
     chat.ask("b")
     assert server.bodies[0].get("temperature") == sampling.get("temperature")
+
+
+def test_a_server_that_is_starting_is_waited_for() -> None:
+    health = [httpx.Response(200), httpx.Response(503), httpx.Response(503)]
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/health":
+            return health.pop()
+        return httpx.Response(503 if health else 200, json={"data": [{"id": "m"}]})
+
+    with httpx.Client(base_url="http://test", transport=httpx.MockTransport(answer)) as client:
+        assert find_model(client, None) == ("m", {})
