@@ -34,15 +34,15 @@ SESSION_HEADER: Final = "x-session-id"
 """Sets session_id of a body."""
 
 ADDRESS_LINES: Final = 50
-"""Lines about refused requests of one address (of IPv6: of 64 bits of it) at once …"""
+"""Lines that refused requests of one address (IPv6: of one /64) may have at once."""
 ADDRESS_LINES_PER_SECOND: Final = 5
-"""… and how many more in each second."""
+"""Further lines of one address per second."""
 ALL_LINES: Final = 200
-"""The same of all addresses together, for floods from many …"""
+"""Lines of all addresses together at once, for floods from many."""
 ALL_LINES_PER_SECOND: Final = 50
-"""… in each second."""
+"""Further lines of all addresses per second."""
 MAX_ADDRESSES: Final = 1024
-"""Addresses that are remembered; the one that was refused least recently is forgotten first."""
+"""Addresses whose lines are counted; the least recently refused one is forgotten first."""
 REPORT_SECONDS: Final = 1.0
 """Time from the first line that is left out to the line that says how many were."""
 

@@ -44,7 +44,7 @@ class Client:
     """The client whose request the current task serves.
 
     A body or message counts as an upload of the client from its first bytes until it is released.
-    If it is ended because there are too many, it is waiting, and its wait ends with the error.
+    An upload is ended if too many bytes arrive or wait: the request's wait ends with the error.
 
     tenant: as in `http/tenants.py`. scope: of the request; by default, the bodies of this client
     are counted alone. body_size: bytes of the request's body or message, or of the conversation

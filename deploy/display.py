@@ -81,7 +81,7 @@ class Display:
         self._write_line(line)
 
     def event(self, process: str, what: str, level: NoticeLevel = "INFO") -> None:
-        """Print what a process does or suffers: a sentence without its subject, the process."""
+        """Print an event. what: a sentence without its subject, which is the process."""
         self.notice(f"{process} {what}" if self._log_format == "json" else what, process, level)
 
     def error(self, message: str) -> None:

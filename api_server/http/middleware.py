@@ -250,7 +250,7 @@ class ClientMiddleware:
 class DrainMiddleware:
     """Count requests in flight; answer 503 to new requests and WebSockets while none are taken.
 
-    Only the API waits and is waited for: the live view never ends, and the page shows the drain.
+    Only requests of the API: the live view never ends, and the page shows the drain.
     The routes of WebSockets count what a drain and a reload wait for: an idle one may stay open.
     """
 

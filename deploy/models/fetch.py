@@ -30,11 +30,11 @@ from proto.errors import ModelError
 
 @contextlib.contextmanager
 def exclusive(path: str, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Hold a lock file, against other processes that work on the same model at the same time.
+    """Hold a lock file, so that one process at a time works on a model.
 
     Waits for the process that holds it; on_wait: called once before that. The holder removes the
-    file at the end. So a process that has waited may hold a lock of a removed file; it begins again
-    with the file that has the name then. The kernel frees the lock when its holder dies.
+    file at the end. A process that waited may then hold the lock of a removed file; it starts over
+    with the new file of that name. The kernel frees the lock when its holder dies.
     If the group of the cache folder may write to it, it may write to all that is created meanwhile:
     the next container may run as another user of the group.
     """
