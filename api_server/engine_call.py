@@ -7,15 +7,16 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
+from starlette.requests import HTTPConnection
+
 from api_server.app_state import AppState
-from api_server.http.tenants import reader_of
+from api_server.http.tenants import key_name_of, reader_of, tenant_of
 from api_server.protocol.common import ComputedRequest
 from api_server.protocol.fields import IgnoredFields
-from api_server.request_log import SCOPE
 from api_server.request_stream import RequestStream, SendBuffer, StreamNotifier
 from api_server.stream import TokenStream
 from api_server.text.prompts import Prompt
-from api_server.tracing import TraceHeaders
+from api_server.tracing import trace_headers_of
 from proto.engine_io import EngineCoreRequest
 from proto.errors import InvalidRequestError
 from proto.sampling_params import SamplingParams
@@ -27,29 +28,26 @@ class EngineCall(Generic[Body]):
     """The engine requests of one HTTP request and the stream of their output.
 
     Its creation is the arrival time of the request. id: of the response. Raises UnknownModelError
-    for the name of a model that is not served.
+    for the name of a model that is not served, InvalidRequestError for an invalid tenant header.
 
-    ignored: unknown fields.
+    connection: of the request. ignored: unknown fields.
     """
 
     def __init__(
         self,
         app_state: AppState,
+        connection: HTTPConnection,
         body: Body,
-        id_prefix: str,
-        tenant: int,
-        key_name: str,
         ignored: IgnoredFields,
-        trace_headers: TraceHeaders,
+        id_prefix: str,
     ) -> None:
         app_state.check_model(body.model)
         self.id = id_prefix + (body.request_id or secrets.token_hex(16))
         self._app_state = app_state
+        self._connection = connection
         self._body = body
-        self._tenant = tenant
-        self._key_name = key_name
+        self._tenant = tenant_of(connection, app_state.config.tenant_by)
         self._ignored = ignored
-        self._trace_headers = trace_headers
         self._arrival = time.monotonic()
         self._send_buffer = SendBuffer()
 
@@ -96,8 +94,8 @@ class EngineCall(Generic[Body]):
             ),
             deadline=self._deadline(body.timeout_ms),
             label=self.id,
-            reader=reader_of(self._tenant, self._key_name),
-            trace_headers=self._trace_headers,
+            reader=reader_of(self._tenant, key_name_of(self._connection)),
+            trace_headers=trace_headers_of(self._connection),
             skip_reading_prefix_cache=body.skip_reading_prefix_cache,
             **fields,
         )
@@ -116,14 +114,13 @@ class EngineCall(Generic[Body]):
             notifier,
             requests,
             streams,
-            log=not app_state.config.disable_log_requests,
             origin=app_state.request_log.origin(
-                SCOPE.get(), getattr(self._body, "agent_session_id", None)
+                self._connection.scope, getattr(self._body, "agent_session_id", None)
             ),
             send_buffer=self._send_buffer,
             open_streams=app_state.open_streams,
             ignored=str(self._ignored),
-            key_name=self._key_name,
+            key_name=key_name_of(self._connection),
             tracer=app_state.tracer,
         )
 

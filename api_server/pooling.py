@@ -14,15 +14,12 @@ from starlette.requests import ClientDisconnect, Request
 
 from api_server.app_state import AppState
 from api_server.engine_call import EngineCall, check_response_size
-from api_server.http.tenants import key_name_of, tenant_of
-from api_server.protocol.fields import IgnoredFields
 from api_server.protocol.pooling import PoolingFields, Vector
 from api_server.request_stream import Choice, RequestStream, StreamNotifier, Timeline
 from api_server.text.chat_template import PAIR_ROLES, Conversation
 from api_server.text.detokenizer import NoText
 from api_server.text.prompts import Prompt, PromptReader
 from api_server.text.tokenizer import FILL_CONTEXT, truncation
-from api_server.tracing import trace_headers_of
 from proto.errors import InvalidRequestError
 from proto.pooling import MAX_INPUTS, Pooler, PoolingParams, PoolingTask, check_task
 from proto.sampling_params import SamplingParams
@@ -36,25 +33,8 @@ class PoolingJob(EngineCall[PoolingFields]):
     num_tokens: of all texts so far.
     """
 
-    def __init__(
-        self,
-        app_state: AppState,
-        connection: Request,
-        body: PoolingFields,
-        ignored: IgnoredFields,
-        id_prefix: str,
-    ) -> None:
-        super().__init__(
-            app_state,
-            body,
-            id_prefix,
-            tenant_of(connection, app_state.config.tenant_by),
-            key_name_of(connection),
-            ignored,
-            trace_headers_of(connection),
-        )
-        self._connection = connection
-        self.num_tokens = 0
+    _connection: Request
+    num_tokens = 0
 
     @property
     def model_name(self) -> str:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final
 
+from starlette.requests import HTTPConnection
+
 from api_server.app_state import AppState
 from api_server.engine_call import EngineCall, check_response_size
 from api_server.parsers.called_tool import AgentTurn
@@ -43,7 +45,6 @@ from api_server.text.logprobs import TokenNames
 from api_server.text.prompts import Prompt
 from api_server.text.stop_strings import StopStrings, stop_strings
 from api_server.text.tokenizer import ModelTokenizer, Truncation, truncation
-from api_server.tracing import TraceHeaders
 from proto.engine_io import EngineCoreRequest
 from proto.errors import InvalidRequestError, require
 from proto.grammar import GrammarSource
@@ -86,30 +87,20 @@ class RequestBuilder(EngineCall[GenerationRequest]):
     def __init__(
         self,
         app_state: AppState,
+        connection: HTTPConnection,
         request: GenerationRequest,
-        id_prefix: str,
-        tenant: int,
-        key_name: str,
         ignored: IgnoredFields,
+        id_prefix: str,
         grammar: GrammarSource | None,
-        trace_headers: TraceHeaders,
     ) -> None:
         app_state.check_generates("generation of text")
         check_request(request)
         check_beams(request)
         check_grammar(request, grammar)
+        super().__init__(app_state, connection, request, ignored, id_prefix)
         self._grammar = grammar
-        self._agent = agent_hint(request, tenant)
+        self._agent = agent_hint(request, self._tenant)
         self._response_sizes: dict[str, int] = {}  # bytes by field, as far as they are known
-        super().__init__(
-            app_state,
-            request,
-            id_prefix,
-            tenant,
-            key_name,
-            ignored,
-            trace_headers,
-        )
         self._send_buffer = SendBuffer(
             MAX_UNSENT_BYTES if request.stream else math.inf,
             app_state.config.max_response_bytes,

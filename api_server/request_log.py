@@ -14,7 +14,6 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Final
 
 from starlette.datastructures import Headers
@@ -29,24 +28,21 @@ from proto.log_lines import FIELDS
 
 logger = logging.getLogger("tokend.requests")
 
-SCOPE: ContextVar[Scope | None] = ContextVar("SCOPE", default=None)
-"""The ASGI scope of the request that the current task serves."""
-
 Fields = dict[str, str | int | float | None]
 
 SESSION_HEADER: Final = "x-session-id"
 """Sets session_id of a body."""
 
 ADDRESS_LINES: Final = 50
-"""Lines about refused requests of one address (of IPv6: of 64 bits of it) at once …"""
+"""Lines that refused requests of one address (IPv6: of one /64) may have at once."""
 ADDRESS_LINES_PER_SECOND: Final = 5
-"""… and how many more in each second."""
+"""Further lines of one address per second."""
 ALL_LINES: Final = 200
-"""The same of all addresses together, for floods from many …"""
+"""Lines of all addresses together at once, for floods from many."""
 ALL_LINES_PER_SECOND: Final = 50
-"""… in each second."""
+"""Further lines of all addresses per second."""
 MAX_ADDRESSES: Final = 1024
-"""Addresses that are remembered; the one that was refused least recently is forgotten first."""
+"""Addresses whose lines are counted; the least recently refused one is forgotten first."""
 REPORT_SECONDS: Final = 1.0
 """Time from the first line that is left out to the line that says how many were."""
 
@@ -67,14 +63,14 @@ class RequestLog:
         self._by_address: OrderedDict[str, _LineBudget] = OrderedDict()
         self._num_left_out = 0
 
-    def origin(self, scope: Scope | None, session: str | None = None) -> Fields:
+    def origin(self, scope: Scope, session: str | None = None) -> Fields | None:
         """Return endpoint, tenant, client and session of a request, as fields of its line.
 
-        session: that of the body; by default the one in the request's header. Empty if there are
-        no lines, and for a request that is not known.
+        session: that of the body; by default the one in the request's header. None if there are
+        no lines.
         """
-        if scope is None or not self._is_on:
-            return {}
+        if not self._is_on:
+            return None
         fields: Fields = {
             "endpoint": _endpoint(scope),
             "tenant": tenant_name(HTTPConnection(scope), self._tenant_by) or None,
@@ -96,7 +92,8 @@ class RequestLog:
         if not self._take_line(network_of(self._proxies.client_of(scope))):
             self._leave_out()
             return
-        fields = self.origin(scope) | {"finish": f"error {error.status}", "error": error.type}
+        fields = self.origin(scope) or {}
+        fields |= {"finish": f"error {error.status}", "error": error.type}
         if error.code:
             fields["code"] = error.code
         if field := _FIELD.match(error.param or ""):

@@ -45,7 +45,7 @@ class TokenStream:
     requests, streams: one per prompt, in the same order.
     open_streams: contains this stream from its submission to its end.
     ignored: names of the request's unknown fields, for the log.
-    log: write a line to the log at the end. origin: fields of that line (`RequestLog.origin`).
+    origin: fields of the line in the log at the end (`RequestLog.origin`); None for no line.
     tracer: exports spans; None if they are off.
     cleanup: closed when the stream ends, for any reason.
     disconnected: the client has closed the connection; nothing more is sent.
@@ -57,10 +57,9 @@ class TokenStream:
     notifier: StreamNotifier
     requests: Sequence[EngineCoreRequest]
     streams: Sequence[RequestStream]
-    log: bool
     send_buffer: SendBuffer
     open_streams: "set[TokenStream]"
-    origin: Fields = field(default_factory=dict)
+    origin: Fields | None = None
     ignored: str = ""
     key_name: str = ""
     tracer: RequestTracer | None = None
@@ -175,8 +174,8 @@ class TokenStream:
             self._close_stream(stream, now)
             if self.tracer is not None:
                 trace_id = self.tracer.record_request(request, stream, now)
-        if self.log:
-            self._log(now, trace_id)
+        if self.origin is not None:
+            self._log(self.origin, now, trace_id)
         self.cleanup.close()
 
     def _send_requests(self) -> None:
@@ -211,10 +210,10 @@ class TokenStream:
             if stream.error is None and not running:
                 stream.record_finished(now)
 
-    def _log(self, now: float, trace_id: str) -> None:
+    def _log(self, origin: Fields, now: float, trace_id: str) -> None:
         usage = self.usage()
         first = self.streams[0].timeline
-        fields: Fields = {"id": self.label, **self.origin}
+        fields: Fields = {"id": self.label, **origin}
         fields |= {
             "prompts": len(self.streams),
             "choices": len(self.streams[0].choices),

@@ -24,8 +24,14 @@ from itertools import count
 from typing import Final, NamedTuple, ParamSpec, TypeVar
 
 from starlette.requests import ClientDisconnect
+from starlette.types import Scope
 
-from api_server.http.connection import MAX_BODY_BYTES, Upload, Uploads
+from api_server.http.connection import (
+    MAX_BODY_BYTES,
+    Upload,
+    begin_upload,
+    client_disconnected,
+)
 from proto.errors import RequestError
 
 P = ParamSpec("P")
@@ -43,12 +49,6 @@ WIDE_FACTOR: Final = 4
 """Bytes of a character in a text with an emoji, or with another one outside of the first plane."""
 _WIDE: Final = (*(bytes([first]) for first in range(0xF0, 0xF5)), rb"\ud", rb"\uD")
 """What such a character begins with, in UTF-8 and as an escape in JSON."""
-BeginUpload = Callable[[int, Callable[[RequestError], None]], Upload]
-"""Returns an upload of a tenant; the function is called with the reason if it is ended."""
-
-
-def _begin_alone(tenant: int, end: Callable[[RequestError], None]) -> Upload:
-    return Uploads().begin("", end, tenant=tenant)
 
 
 def _may_be_wide(body: bytearray) -> bool:
@@ -59,22 +59,16 @@ class Client:
     """The client whose request the current task serves.
 
     A body or message counts as an upload of the client from its first bytes until it is released.
-    If it is ended because there are too many, it is waiting, and its wait ends with the error.
+    An upload is ended if too many bytes arrive or wait: the request's wait ends with the error.
 
-    tenant: as in `http/tenants.py`. begin_upload: by default, the bodies of this client are counted
-    alone. body_size: bytes of the request's body or message, or of the conversation that it
-    continues.
+    tenant: as in `http/tenants.py`. scope: of the request; by default, the bodies of this client
+    are counted alone. body_size: bytes of the request's body or message, or of the conversation
+    that it continues.
     """
 
-    def __init__(
-        self,
-        tenant: Callable[[], int] = lambda: 0,
-        is_gone: Callable[[], bool] = lambda: False,
-        begin_upload: BeginUpload = _begin_alone,
-    ) -> None:
+    def __init__(self, tenant: Callable[[], int] = lambda: 0, scope: Scope | None = None) -> None:
         self._tenant = tenant
-        self._is_gone = is_gone
-        self._begin_upload = begin_upload
+        self._scope: Scope = scope or {}
         self._upload: Upload | None = None
         self._failure: RequestError | None = None
         self._wait: asyncio.Timeout | None = None
@@ -88,7 +82,7 @@ class Client:
     def check_goes_on(self) -> None:
         """Raise the error with which the body was ended, or ClientDisconnect if the client left."""
         self._check_not_ended()
-        if self._is_gone():
+        if client_disconnected(self._scope):
             raise ClientDisconnect
 
     def _check_not_ended(self) -> None:
@@ -99,7 +93,7 @@ class Client:
         """Set the size of the body, as far as it has arrived; raises OverloadedError."""
         self.body_size = size
         if self._upload is None:
-            self._upload = self._begin_upload(self.tenant, self._end_body)
+            self._upload = begin_upload(self._scope, self.tenant, self._end_body)
         self._upload.resize(size)
         self._check_not_ended()
 

@@ -10,18 +10,17 @@ import contextlib
 import difflib
 import json
 import re
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
-from typing import Any, Final, NoReturn, TextIO
+from typing import Any, Final, TextIO
 
 import httpx
 
-from deploy.bench.client import base_url
+from deploy.bench.client import base_url, is_up
+from deploy.bench.servers import OwnedProcess
 from deploy.bench.stream import EventSplitter
 from deploy.daemons import is_loopback, matching, running_daemons, select
 from deploy.environment import API_KEY_VARIABLE, HostEnvironment
@@ -29,17 +28,7 @@ from deploy.flags import parse_words
 from proto.config import ModelConfig
 from proto.errors import ConfigError, TokendError
 
-USAGE: Final = """\
-usage: tokend chat [MODEL|URL] [--system TEXT] [--max-tokens N]
-
-Chat with a model: that of a running daemon, or of the server at URL. If no daemon serves MODEL, one
-is started for the chat. A key is taken from TOKEND_API_KEY. If the input is not a terminal, it is
-one message, and the answer is printed.
-
-  --system TEXT     system message
-  --max-tokens N    longest answer (default: 4096)
-
-In the chat:
+_HELP: Final = """\
   \"\"\"               begins a message of several lines, and ends it
   /system TEXT      set the system message; without TEXT, show it
   /clear            forget the conversation
@@ -50,10 +39,12 @@ In the chat:
 _QUOTES: Final = '"""'
 _COMMANDS: Final = ("/system", "/clear", "/help", "/exit")
 _DEFAULT_MAX_TOKENS: Final = 4096
+_TEMPERATURE: Final = 0.7
 _START_POLL_SECONDS: Final = 0.1
+_START_SECONDS: Final = 120.0
 _ANSWER_SECONDS: Final = 600.0
 """Longest wait for the next token: the request may be queued."""
-_END_SECONDS: Final = 45.0
+_HEALTH_SECONDS: Final = 5.0
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Characters that could change the terminal."""
 _DIM: Final = "\x1b[2m"
@@ -80,9 +71,6 @@ class ChatOptions:
 
 def main(arguments: Sequence[str], environment: HostEnvironment) -> int:
     """Run the command and return its exit status; raises TokendError."""
-    if list(arguments) in (["-h"], ["--help"]):
-        print(USAGE, end="")
-        return 0
     options = ChatOptions.parse(arguments)
     interactive = sys.stdin.isatty()
     question = "" if interactive else sys.stdin.read().strip()
@@ -99,7 +87,8 @@ def main(arguments: Sequence[str], environment: HostEnvironment) -> int:
             verify=not is_loopback(url),  # whose certificate has the name of the server
         ) as client,
     ):
-        chat = Chat(client, _model_of(client, options.target), options, sys.stdout)
+        model, sampling = find_model(client, options.target)
+        chat = Chat(client, model, options, sys.stdout, sampling)
         if interactive:
             chat.run()
         else:
@@ -128,65 +117,50 @@ def _started(model: str, environment: HostEnvironment) -> Iterator[str]:
     if "api_key" in environment.settings:
         variables[API_KEY_VARIABLE] = environment.settings["api_key"]
     flags = ["--port", "0", "--log-level", "warning", "--no-page", "--max-num-seqs", "4"]
-    with _ended_by_signals():
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "deploy.cli", "serve", model, *flags],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            env=variables,
-            process_group=0,  # Ctrl-C stops an answer
-        )
-        try:
-            yield _wait_ready(process, environment)
-        finally:
-            process.terminate()
-            try:
-                process.wait(_END_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "deploy.cli", "serve", model, *flags],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        env=variables,
+        process_group=0,  # Ctrl-C stops an answer
+    )
+    with OwnedProcess(process):
+        yield _wait_ready(process, environment)
 
 
 def _wait_ready(process: "subprocess.Popen[bytes]", environment: HostEnvironment) -> str:
     """Wait until a daemon accepts requests, and return its URL; raises TokendError if it ends."""
     while process.poll() is None:
         for daemon in running_daemons(environment.run_parents()):
-            if daemon.state.pid == process.pid:
-                with contextlib.suppress(httpx.HTTPError):
-                    if httpx.get(f"{daemon.state.url}/health", timeout=5.0).is_success:
-                        return daemon.state.url
+            url = daemon.state.url
+            if daemon.state.pid == process.pid and is_up(f"{url}/health", _HEALTH_SECONDS):
+                return url
         time.sleep(_START_POLL_SECONDS)
     error = ConfigError if process.returncode == 2 else TokendError
     raise error("the daemon for the chat has ended, see above")
 
 
-@contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Leave the block, which ends the daemon, when the terminal closes or at SIGTERM."""
+def find_model(client: httpx.Client, target: str | None) -> tuple[str, dict[str, float]]:
+    """Return the name of the model of a server, and sampling parameters; raises TokendError.
 
-    def leave(number: int, frame: FrameType | None) -> NoReturn:
-        sys.exit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGHUP, signal.SIGTERM)}
+    Waits for a server that is starting. A model of tokend without a temperature of its own gets
+    one, because small ones ramble at 1.
+    """
+    deadline = time.monotonic() + _START_SECONDS
     try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _model_of(client: httpx.Client, target: str | None) -> str:
-    """Return the name of the model of a server; raises TokendError."""
-    try:
+        while client.get("/health").status_code == 503 and time.monotonic() < deadline:
+            time.sleep(_START_POLL_SECONDS)
         response = client.get("/v1/models")
     except httpx.HTTPError as error:
         raise TokendError(f"no server answers at {client.base_url}: {error}") from None
     if not response.is_success:
         raise TokendError(_refusal(response))
     try:
-        names = [str(model["id"]) for model in response.json()["data"]]
-        return target if target in names else names[0]
-    except (ValueError, KeyError, TypeError, IndexError):
+        cards = response.json()["data"]
+        card = next((card for card in cards if card["id"] == target), cards[0])
+        lacks_temperature = "temperature" not in card.get("default_sampling_params", "temperature")
+        return str(card["id"]), {"temperature": _TEMPERATURE} if lacks_temperature else {}
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
         raise TokendError(f"{client.base_url}v1/models does not list a model") from None
 
 
@@ -202,12 +176,13 @@ def _refusal(response: httpx.Response) -> str:
 
 @dataclass
 class Chat:
-    """A conversation with one model. out: gets the answers."""
+    """A conversation with one model. out: gets the answers. sampling: fields of each request."""
 
     client: httpx.Client
     model: str
     options: ChatOptions
     out: TextIO
+    sampling: dict[str, float] = field(default_factory=dict)
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def run(self) -> None:
@@ -260,6 +235,7 @@ class Chat:
             "messages": [*first, *self.messages],
             "max_tokens": self.options.max_tokens,
             "stream": True,
+            **self.sampling,
         }
         reasons = False
         for choice in self._choices(body):
@@ -321,7 +297,7 @@ class Chat:
             self.options.system = rest or self.options.system
             self._print(f"system message: {self.options.system or 'none'}\n")
         elif command == "/help":
-            self._print(USAGE.partition("In the chat:\n")[2])
+            self._print(_HELP)
         else:
             near = difflib.get_close_matches(command, _COMMANDS, 1)
             hint = f"did you mean {near[0]}?" if near else "/help lists the commands"

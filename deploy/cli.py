@@ -1,22 +1,23 @@
 """The `tokend` command: runs a subcommand and turns errors into exit statuses.
 
-0 done, 1 the daemon failed, 2 the user must change something, 130 interrupted, 129 or 143 a
-benchmark ended by SIGHUP or SIGTERM. Environment variables are read only here. Each subcommand
-imports large modules itself.
+0 done, 1 the daemon failed, 2 the user must change something, 130, 129 and 143 ended by Ctrl-C,
+SIGHUP and SIGTERM. Environment variables are read only here. Each subcommand imports large modules
+itself.
 """
 
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from importlib import import_module
 from types import FrameType
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn
 
 from proto.errors import ConfigError, ModelError, TokendError
 
 if TYPE_CHECKING:
+    from deploy.environment import HostEnvironment
     from deploy.supervisor.launch import Commands
     from proto.config import LogFormat
 
@@ -39,7 +40,17 @@ usage: tokend COMMAND
   version                 print the version
 """
 
-PLAN_USAGE: Final = """\
+_CHAT: Final = """\
+usage: tokend chat [MODEL|URL] [--system TEXT] [--max-tokens N]
+
+Chat with a model: that of a running daemon, or of the server at URL. If no daemon serves MODEL, one
+is started for the chat. A key is taken from TOKEND_API_KEY. If the input is not a terminal, it is
+one message, and the answer is printed.
+
+  --system TEXT     system message
+  --max-tokens N    longest answer (default: 4096)
+"""
+_PLAN: Final = """\
 usage: tokend plan [MODEL] [flags] [--json]
 
 Print the memory that `tokend serve MODEL flags` would take (weights, KV cache, work space), the
@@ -49,8 +60,30 @@ which flags would make it fit.
 
   --json    print all figures as JSON
 """
+_PS: Final = """\
+usage: tokend ps
 
-PULL_USAGE: Final = """\
+List the running daemons of this user: name of the model in the API, the model as it was given to
+tokend serve, address, process id, time since the start, requests in flight ("-" if the daemon does
+not say: it is starting, or needs the key in TOKEND_API_KEY), and what it does.
+"""
+_STOP: Final = """\
+usage: tokend stop [MODEL|PORT|PID] [--all]
+
+Stop a running daemon: new requests are refused, open ones may finish (--shutdown-timeout of the
+daemon). Without an argument the only daemon of this user is stopped. Returns when it has ended;
+Ctrl-C ends the wait, not the drain.
+"""
+_RELOAD: Final = """\
+usage: tokend reload [MODEL] [--pid PID | --run-directory DIRECTORY]
+
+Replaces engine and workers of a running daemon: the new ones use the model files and the installed
+code as they are now, and the same flags. Requests continue. MODEL: serve this model from now on, a
+name or a path as for `tokend serve`; running requests finish on the old one. Without a flag the
+only daemon of this user is reloaded. Waits for the end of the reload; the exit status is 1 if the
+reload failed.
+"""
+_PULL: Final = """\
 usage: tokend pull NAME [--revision REVISION] [--hf-token TOKEN]
 
 Download a model, or what has changed of it, and prepare it for serving. NAME is a packaged model
@@ -58,20 +91,35 @@ Download a model, or what has changed of it, and prepare it for serving. NAME is
 Files are kept in the cache that other programs of the hub use; a download that broke off is
 continued. Variables: HF_TOKEN, HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE.
 """
-REMOVE_USAGE: Final = """\
+_LIST: Final = """\
+usage: tokend list
+
+List the models that were downloaded, by tokend or by other programs of the hub.
+"""
+_REMOVE: Final = """\
 usage: tokend rm NAME
 
 Remove a downloaded model, by a name of tokend list. ORG/NAME:Q4_K_M removes one GGUF model of a
 repository, ORG/NAME all of it, also for other programs that use the Hugging Face cache.
 """
+_MODELS: Final = """\
+usage: tokend models
 
-PREPARE_USAGE: Final = """\
+List the packaged models, and which of them are downloaded.
+
+  --supported   list the architectures of models that tokend serves
+"""
+_PREPARE: Final = """\
 usage: tokend prepare MODEL [--revision REVISION] [--speculative-config JSON]
 
 Prepare a model for serving and print its manifest; then that of the draft model, if there is one.
 """
+_TRACE: Final = """\
+usage: tokend trace view FILE [flags]; flags: tokend trace view --help
 
-BENCH_USAGE: Final = """\
+Make a web page of a scheduler trace (tokend serve --sched-trace FILE).
+"""
+_BENCH: Final = """\
 usage: tokend bench NAME [flags]; flags: tokend bench NAME --help
 
   serve       load test of any OpenAI-compatible server: latencies, throughput, answers
@@ -83,6 +131,11 @@ usage: tokend bench NAME [flags]; flags: tokend bench NAME --help
   products    a model's matrix products by every kernel that can compute them
   embeddings  texts a second of an encoder, beside sentence-transformers
 """
+_VERSION: Final = """\
+usage: tokend version
+
+Print the version.
+"""
 _BENCHES: Final = {
     "serve": "deploy.bench.serve",
     "compare": "deploy.bench.compare",
@@ -93,10 +146,7 @@ _BENCHES: Final = {
     "products": "deploy.bench.products",
     "embeddings": "deploy.bench.embeddings",
 }
-
-
 _ENDING: Final = (signal.SIGTERM, signal.SIGHUP)
-"""Signals that end a benchmark."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -138,10 +188,19 @@ def _dispatch(arguments: list[str]) -> int:
     if command in ("-h", "--help", "help"):
         print(USAGE, end="")
         return 0
-    run = _COMMANDS.get(command.removeprefix("--") if command == "--version" else command)
-    if run is None:
+    found = _COMMANDS.get("version" if command == "--version" else command)
+    if found is None:
         raise ConfigError(_unknown_command(command))
-    return run(rest)
+    if found.usage and rest in (["-h"], ["--help"]):
+        print(found.usage, end="")
+        return 0
+    from deploy.environment import HostEnvironment
+
+    environment = HostEnvironment.of(os.environ)
+    if command == "serve":
+        return serve_with(rest, environment)
+    with _ended_by_signals():
+        return found.run(rest, environment)
 
 
 def _unknown_command(command: str) -> str:
@@ -156,7 +215,33 @@ def _unknown_command(command: str) -> str:
     return unknown("command", command, _COMMANDS)
 
 
-def serve_with(arguments: list[str], commands: "Commands | None" = None) -> int:
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP leave the block like Ctrl-C, which ends servers and downloads.
+
+    Further signals are ignored, because they would interrupt that and leave processes behind.
+    """
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        for further in _ENDING:
+            signal.signal(further, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    before = {
+        number: signal.signal(number, leave)
+        for number in _ENDING
+        if signal.getsignal(number) is not signal.SIG_IGN  # as nohup sets it
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def serve_with(
+    arguments: list[str], environment: "HostEnvironment", commands: "Commands | None" = None
+) -> int:
     """Serve until a stop signal and return the exit status.
 
     arguments: flags of `tokend serve`. commands: replace the command lines of the processes.
@@ -167,9 +252,6 @@ def serve_with(arguments: list[str], commands: "Commands | None" = None) -> int:
     if parsed.help:
         print(flags.render())
         return 0
-    from deploy.environment import HostEnvironment
-
-    environment = HostEnvironment.of(os.environ)
     config = flags.build(parsed, environment.settings)
 
     from deploy.display import open_display
@@ -193,33 +275,27 @@ def serve_with(arguments: list[str], commands: "Commands | None" = None) -> int:
         return 0
 
 
-def _plan(arguments: list[str]) -> int:
-    if "-h" in arguments or "--help" in arguments:
-        print(PLAN_USAGE, end="")
-        return 0
+def _plan(arguments: list[str], environment: "HostEnvironment") -> int:
     from deploy import flags
-    from deploy.environment import HostEnvironment
     from deploy.serve import plan
 
     as_json = "--json" in arguments
     parsed = flags.parse([word for word in arguments if word != "--json"])
-    environment = HostEnvironment.of(os.environ)
+    if parsed.help:
+        print(_PLAN, end="")
+        return 0
     return plan(flags.build(parsed, environment.settings), environment, as_json=as_json)
 
 
-def _pull(arguments: list[str]) -> int:
-    if arguments in (["-h"], ["--help"]):
-        print(PULL_USAGE, end="")
-        return 0
+def _pull(arguments: list[str], environment: "HostEnvironment") -> int:
     from deploy.display import open_display
-    from deploy.environment import HostEnvironment
     from deploy.flags import parse_words
     from deploy.models.store import prepared_model
 
     names, values = parse_words(arguments, ("--revision", "--hf-token"))
     if len(names) != 1:
         raise ConfigError("tokend pull takes one name: see tokend pull --help")
-    environment = HostEnvironment.of(os.environ).with_hub_token(values.get("--hf-token"))
+    environment = environment.with_hub_token(values.get("--hf-token"))
     revision = values.get("--revision")
     with closing(open_display(sys.stderr)) as display:
         model = prepared_model(names[0], environment, display, revision=revision, refresh=True)
@@ -227,14 +303,11 @@ def _pull(arguments: list[str]) -> int:
     return 0
 
 
-def _list(arguments: list[str]) -> int:
-    purpose = "List the models that were downloaded, by tokend or by other programs of the hub."
-    if _wants_help("list", purpose, arguments):
-        return 0
-    from deploy.environment import HostEnvironment
+def _list(arguments: list[str], environment: "HostEnvironment") -> int:
+    _require_none("list", arguments)
     from deploy.models import inventory
 
-    models = inventory.stored_models(HostEnvironment.of(os.environ))
+    models = inventory.stored_models(environment)
     if not models:
         print("there are no models here yet; tokend pull NAME downloads one", file=sys.stderr)
         return 0
@@ -242,19 +315,14 @@ def _list(arguments: list[str]) -> int:
     return 0
 
 
-def _remove(arguments: list[str]) -> int:
-    if arguments in (["-h"], ["--help"]):
-        print(REMOVE_USAGE, end="")
-        return 0
+def _remove(arguments: list[str], environment: "HostEnvironment") -> int:
     if len(arguments) != 1 or arguments[0].startswith("-"):
         raise ConfigError("tokend rm takes one name; see tokend list")
     from deploy.daemons import running_daemons
-    from deploy.environment import HostEnvironment
     from deploy.models import inventory
     from deploy.models.prepared_folder import size_text
 
     (name,) = arguments
-    environment = HostEnvironment.of(os.environ)
     for daemon in running_daemons(environment.run_parents()):
         source = daemon.state.source
         if source == name or source.partition(":")[0] == name:
@@ -264,33 +332,27 @@ def _remove(arguments: list[str]) -> int:
     return 0
 
 
-def _ps(arguments: list[str]) -> int:
+def _ps(arguments: list[str], environment: "HostEnvironment") -> int:
+    _require_none("ps", arguments)
     from deploy import daemons
-    from deploy.environment import HostEnvironment
 
-    return daemons.ps(arguments, HostEnvironment.of(os.environ))
+    return daemons.ps(environment)
 
 
-def _stop(arguments: list[str]) -> int:
+def _stop(arguments: list[str], environment: "HostEnvironment") -> int:
     from deploy import daemons
-    from deploy.environment import HostEnvironment
 
-    return daemons.stop(arguments, HostEnvironment.of(os.environ))
+    return daemons.stop(arguments, environment)
 
 
-def _chat(arguments: list[str]) -> int:
+def _chat(arguments: list[str], environment: "HostEnvironment") -> int:
     from deploy import chat
-    from deploy.environment import HostEnvironment
 
-    return chat.main(arguments, HostEnvironment.of(os.environ))
+    return chat.main(arguments, environment)
 
 
-def _prepare(arguments: list[str]) -> int:
-    if arguments in (["-h"], ["--help"]):
-        print(PREPARE_USAGE, end="")
-        return 0
+def _prepare(arguments: list[str], environment: "HostEnvironment") -> int:
     from deploy.display import open_display
-    from deploy.environment import HostEnvironment
     from deploy.flags import parse_words
     from deploy.models.store import prepared_draft_model, prepared_model
     from proto.codec import to_json_line
@@ -299,7 +361,6 @@ def _prepare(arguments: list[str]) -> int:
     names, values = parse_words(arguments, ("--revision", "--speculative-config"))
     if len(names) != 1:
         raise ConfigError("tokend prepare takes one model: a folder, a .gguf file or a name")
-    environment = HostEnvironment.of(os.environ)
     speculation = SpeculationConfig(speculative_config=values.get("--speculative-config"))
     with closing(open_display(sys.stderr)) as display:
         revision = values.get("--revision")
@@ -310,106 +371,80 @@ def _prepare(arguments: list[str]) -> int:
     return 0
 
 
-def _reload(arguments: list[str]) -> int:
-    from deploy.environment import HostEnvironment
-    from deploy.reload import command as reload_command
+def _reload(arguments: list[str], environment: "HostEnvironment") -> int:
+    from deploy.reload import command
 
-    return reload_command.main(arguments, HostEnvironment.of(os.environ).run_parents())
+    return command.main(arguments, environment.run_parents())
 
 
-def _models(arguments: list[str]) -> int:
+def _models(arguments: list[str], environment: "HostEnvironment") -> int:
     if arguments == ["--supported"]:
         from proto.prepared_model import supported_models
 
         print("\n".join(supported_models()))
         return 0
-    purpose = (
-        "List the packaged models, and which of them are fetched.\n\n"
-        "  --supported   list the architectures of models that tokend serves"
-    )
-    if _wants_help("models", purpose, arguments):
-        return 0
-    from deploy.environment import HostEnvironment
+    _require_none("models", arguments)
     from deploy.models import catalogue
 
-    cache = HostEnvironment.of(os.environ).cache
     for model in catalogue.MODELS:
-        state = "fetched" if catalogue.is_fetched(model, cache) else "not fetched"
+        state = "downloaded" if catalogue.is_fetched(model, environment.cache) else "not downloaded"
         size = f"{model.num_bytes / 1e6:.0f} MB"
-        print(f"{model.name:24}{size:>8}  {state:12}  {model.description}")
+        print(f"{model.name:24}{size:>8}  {state:14}  {model.description}")
     return 0
 
 
-def _bench(arguments: list[str]) -> int:
-    if arguments in (["-h"], ["--help"]):
-        print(BENCH_USAGE, end="")
-        return 0
-    name, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
+def _bench(arguments: list[str], environment: "HostEnvironment") -> int:
+    name = arguments[0] if arguments else ""
     if name not in _BENCHES:
-        raise ConfigError(BENCH_USAGE.rstrip())
-    before = {
-        number: signal.signal(number, _end_bench)
-        for number in _ENDING
-        if signal.getsignal(number) is not signal.SIG_IGN  # as nohup sets it
-    }
-    try:
-        import_module(_BENCHES[name]).main(rest)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        raise ConfigError(_BENCH.rstrip())
+    import_module(_BENCHES[name]).main(arguments[1:])
     return 0
 
 
-def _end_bench(number: int, frame: FrameType | None) -> NoReturn:
-    """Exit like Ctrl-C, through the `with` blocks that end the servers of a benchmark.
-
-    Further signals are ignored, because they would interrupt that and leave servers behind.
-    """
-    for further in _ENDING:
-        signal.signal(further, signal.SIG_IGN)
-    sys.exit(128 + number)
-
-
-def _trace(arguments: list[str]) -> int:
+def _trace(arguments: list[str], environment: "HostEnvironment") -> int:
+    if arguments[:1] != ["view"]:
+        raise ConfigError(_TRACE.rstrip())
     from deploy.trace import command
 
-    return command.main(arguments)
+    return command.view(arguments[1:])
 
 
-def _version(arguments: list[str]) -> int:
-    if _wants_help("version", "Print the version.", arguments):
-        return 0
+def _version(arguments: list[str], environment: "HostEnvironment") -> int:
+    _require_none("version", arguments)
     from importlib.metadata import version
 
     print(f"tokend {version('tokend')}")
     return 0
 
 
-def _wants_help(command: str, purpose: str, arguments: list[str]) -> bool:
-    """Print the help of a command without arguments if it is requested; refuse any other one."""
-    if arguments in (["-h"], ["--help"]):
-        print(f"usage: tokend {command}\n\n{purpose}")
-        return True
+def _require_none(command: str, arguments: list[str]) -> None:
+    """Raise ConfigError for arguments of a command that takes none."""
     if arguments:
         raise ConfigError(f"tokend {command} takes no arguments, got {arguments[0]}")
-    return False
 
 
-_COMMANDS: Final[dict[str, Callable[[list[str]], int]]] = {
-    "serve": serve_with,
-    "chat": _chat,
-    "plan": _plan,
-    "ps": _ps,
-    "stop": _stop,
-    "reload": _reload,
-    "pull": _pull,
-    "list": _list,
-    "rm": _remove,
-    "models": _models,
-    "prepare": _prepare,
-    "trace": _trace,
-    "bench": _bench,
-    "version": _version,
+class _Command(NamedTuple):
+    """A subcommand. usage: text of its --help; "" if `run` prints it."""
+
+    usage: str
+    run: Callable[[list[str], "HostEnvironment"], int]
+
+
+_COMMANDS: Final = {
+    "serve": _Command("", serve_with),
+    "chat": _Command(_CHAT, _chat),
+    "plan": _Command(_PLAN, _plan),
+    "ps": _Command(_PS, _ps),
+    "stop": _Command(_STOP, _stop),
+    "reload": _Command(_RELOAD, _reload),
+    "pull": _Command(_PULL, _pull),
+    "list": _Command(_LIST, _list),
+    "rm": _Command(_REMOVE, _remove),
+    "models": _Command(_MODELS, _models),
+    "prepare": _Command(_PREPARE, _prepare),
+    "trace": _Command(_TRACE, _trace),
+    "bench": _Command(_BENCH, _bench),
+    "version": _Command(_VERSION, _version),
 }
 
 if __name__ == "__main__":

@@ -21,20 +21,6 @@ from proto.errors import ConfigError, ProtocolError
 from proto.lifecycle import DaemonState
 from proto.run_directory import read_state, run_directories
 
-PS_USAGE: Final = """\
-usage: tokend ps
-
-List the running daemons of this user: name of the model in the API, the model as it was given to
-tokend serve, address, process id, time since the start, requests in flight ("-" if the daemon does
-not say: it is starting, or needs the key in TOKEND_API_KEY), and what it does.
-"""
-STOP_USAGE: Final = """\
-usage: tokend stop [MODEL|PORT|PID] [--all]
-
-Stop a running daemon: new requests are refused, open ones may finish (--shutdown-timeout of the
-daemon). Without an argument the only daemon of this user is stopped. Returns when it has ended;
-Ctrl-C ends the wait, not the drain.
-"""
 _QUESTION_SECONDS: Final = 2.0
 
 
@@ -90,13 +76,8 @@ def select(word: str | None, daemons: Sequence[RunningDaemon]) -> RunningDaemon:
     raise ConfigError(f"several daemons are running; select one by its process id: {listed}")
 
 
-def ps(arguments: Sequence[str], environment: HostEnvironment) -> int:
+def ps(environment: HostEnvironment) -> int:
     """List the running daemons; return the exit status."""
-    if list(arguments) in (["-h"], ["--help"]):
-        print(PS_USAGE, end="")
-        return 0
-    if arguments:
-        raise ConfigError(f"tokend ps takes no arguments, got {arguments[0]}")
     daemons = running_daemons(environment.run_parents())
     if not daemons:
         print("no daemon of this user is running", file=sys.stderr)
@@ -119,9 +100,6 @@ def ps(arguments: Sequence[str], environment: HostEnvironment) -> int:
 def stop(arguments: Sequence[str], environment: HostEnvironment) -> int:
     """Stop daemons and wait for their end; return the exit status."""
     words = list(arguments)
-    if words in (["-h"], ["--help"]):
-        print(STOP_USAGE, end="")
-        return 0
     daemons = running_daemons(environment.run_parents())
     if words == ["--all"]:
         chosen = daemons

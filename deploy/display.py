@@ -20,9 +20,9 @@ def open_display(
     stream: TextIO, log_format: LogFormat = "text", notifier: "SystemdNotifier | None" = None
 ) -> "Display":
     """Return the display for a stream. notifier: also gets all progress."""
-    if log_format == "json":
-        return JsonDisplay(stream, notifier)
-    return TerminalDisplay(stream, notifier) if stream.isatty() else Display(stream, notifier)
+    if log_format == "text" and stream.isatty():
+        return TerminalDisplay(stream, notifier)
+    return Display(stream, notifier, log_format)
 
 
 def error_line(message: str, log_format: LogFormat = "text") -> str:
@@ -35,9 +35,15 @@ def error_line(message: str, log_format: LogFormat = "text") -> str:
 class Display:
     """Prints a line for each notice, and for each operation that begins."""
 
-    def __init__(self, stream: TextIO, notifier: "SystemdNotifier | None" = None) -> None:
+    def __init__(
+        self,
+        stream: TextIO,
+        notifier: "SystemdNotifier | None" = None,
+        log_format: LogFormat = "text",
+    ) -> None:
         self._stream = stream
         self._notifier = notifier
+        self._log_format = log_format
         self._last: dict[str, str] = {}
 
     def close(self) -> None:
@@ -68,14 +74,18 @@ class Display:
         **fields: str | float,
     ) -> None:
         """Print a sentence. process: that it comes from. fields: of the JSON object."""
-        self._write_line(_text_line(message, process, level))
+        if self._log_format == "json":
+            line = notice_line(message, process, level, **fields)
+        else:
+            line = f"{'' if level == 'INFO' else level + ' '}{process}: {message}"
+        self._write_line(line)
 
     def event(self, process: str, what: str, level: NoticeLevel = "INFO") -> None:
-        """Print what a process does or suffers: a sentence without its subject, the process."""
-        self.notice(what, process, level)
+        """Print an event. what: a sentence without its subject, which is the process."""
+        self.notice(f"{process} {what}" if self._log_format == "json" else what, process, level)
 
     def error(self, message: str) -> None:
-        self._write_line(error_line(message))
+        self._write_line(error_line(message, self._log_format))
 
     def _show_progress(self, what: str, fraction: float | None, process: str, detail: str) -> None:
         if self._last.get(process) != what:
@@ -87,25 +97,6 @@ class Display:
         # has the same stream could come in between
         self._stream.write(f"{line}\n")
         self._stream.flush()
-
-
-class JsonDisplay(Display):
-    """Prints the same lines as JSON objects."""
-
-    def notice(
-        self,
-        message: str,
-        process: str = "tokend",
-        level: NoticeLevel = "INFO",
-        **fields: str | float,
-    ) -> None:
-        self._write_line(notice_line(message, process, level, **fields))
-
-    def event(self, process: str, what: str, level: NoticeLevel = "INFO") -> None:
-        self.notice(f"{process} {what}", process, level)
-
-    def error(self, message: str) -> None:
-        self._write_line(error_line(message, "json"))
 
 
 class TerminalDisplay(Display):
@@ -132,14 +123,8 @@ class TerminalDisplay(Display):
     def close(self) -> None:
         self._bars.stop()
 
-    def notice(
-        self,
-        message: str,
-        process: str = "tokend",
-        level: NoticeLevel = "INFO",
-        **fields: str | float,
-    ) -> None:
-        self._bars.console.print(_text_line(message, process, level), markup=False)
+    def _write_line(self, line: str) -> None:
+        self._bars.console.out(line)
 
     def _show_progress(self, what: str, fraction: float | None, process: str, detail: str) -> None:
         description = f"{process}: {what}"
@@ -152,7 +137,3 @@ class TerminalDisplay(Display):
             self._last[process] = what
             self._bars.reset(task, total=total, description=description)
         self._bars.update(task, total=total, completed=fraction or 0.0, detail=detail)
-
-
-def _text_line(message: str, process: str, level: NoticeLevel) -> str:
-    return f"{'' if level == 'INFO' else level + ' '}{process}: {message}"

@@ -254,7 +254,7 @@ def parse_words(arguments: Sequence[str], names: Sequence[str]) -> tuple[list[st
         if not word.startswith("-"):
             words.append(word)
         elif name not in names:
-            raise ConfigError(unknown("flag", name, names))
+            raise ConfigError(unknown("option", name, names))
         elif equals:
             values[name] = value
         elif rest:
@@ -354,6 +354,8 @@ def unknown(what: str, given: str, known: Iterable[str]) -> str:
     meant = MEANT.get(given.lstrip("-").replace("_", "-"), "")
     if what == "key":
         meant = meant.removeprefix("--")
+    elif what == "option" and meant not in known:  # names of `tokend serve`
+        meant = ""
     if not meant:
         same = [word for word in known if _turns_off(word) == _turns_off(given)]
         meant = "".join(difflib.get_close_matches(given, same, n=1, cutoff=0.7))

@@ -25,10 +25,9 @@ from deploy.supervisor.processes import child_environment, process_age
 from deploy.supervisor.supervisor import Supervisor
 from proto.codec import Message, encode
 from proto.config import ServeConfig
-from proto.errors import ConfigError
+from proto.errors import ConfigError, install_command
 from proto.faults import Fault, parse_faults
 from proto.generation_config import generation_defaults
-from proto.host_resources import install_command
 from proto.lifecycle import PhaseClock, PlanBoot
 from proto.prepared_model import read_model_file
 from proto.security import read_api_keys
@@ -50,13 +49,14 @@ def serve(config: ServeConfig, environment: HostEnvironment, commands: Commands)
     read_api_keys(config.frontend)
     faults = _faults(config, environment)
     run_parent = environment.run_parent()
-    listener = listen(config.frontend.host, config.frontend.port)
-    url = url_of(listener, scheme)
-    notifier = SystemdNotifier(environment.service_manager)
-    display = open_display(sys.stderr, config.frontend.log_format, notifier)
-    resources = ExitStack()
-    terminate = signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the supervisor's
-    try:
+    with ExitStack() as resources:
+        listener = resources.enter_context(listen(config.frontend.host, config.frontend.port))
+        url = url_of(listener, scheme)
+        notifier = SystemdNotifier(environment.service_manager)
+        display = open_display(sys.stderr, config.frontend.log_format, notifier)
+        resources.enter_context(closing(display))
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        resources.callback(signal.signal, signal.SIGTERM, before)  # the supervisor has its own
         operators = resources.enter_context(admin_listeners(config.frontend))
         model, draft_model = _prepare_models(config, environment, display)
         check_length(config, model)
@@ -79,11 +79,6 @@ def serve(config: ServeConfig, environment: HostEnvironment, commands: Commands)
             admin_listeners=operators,
         )
         return Supervisor(launch, run_parent, display, notifier).run()
-    finally:
-        resources.close()
-        display.close()
-        listener.close()
-        signal.signal(signal.SIGTERM, terminate)
 
 
 def plan(config: ServeConfig, environment: HostEnvironment, *, as_json: bool) -> int:
@@ -117,21 +112,15 @@ def run_worker_program(
         ),
         stdout=subprocess.PIPE,
         check=False,
+        process_group=0,  # Ctrl-C goes to this process, which ends it
     )
 
 
 def _prepare_models(
     config: ServeConfig, environment: HostEnvironment, display: Display
 ) -> ServedModels:
-    """Return the prepared models. SIGTERM interrupts the preparation as Ctrl-C does."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        model = prepared_model(
-            config.model.model, environment, display, revision=config.model.revision
-        )
-        return ServedModels(model, prepared_draft_model(config.speculation, environment, display))
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    model = prepared_model(config.model.model, environment, display, revision=config.model.revision)
+    return ServedModels(model, prepared_draft_model(config.speculation, environment, display))
 
 
 def _check_tracing(config: ServeConfig) -> None:

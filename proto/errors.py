@@ -25,6 +25,8 @@
 Between processes an error is sent as `ErrorInfo`.
 """
 
+import shlex
+import sys
 from typing import Final, Literal, Self
 
 import msgspec
@@ -247,3 +249,19 @@ def require(condition: bool, param: str, rule: str) -> None:
     """Raise InvalidRequestError for a parameter that breaks a rule."""
     if not condition:
         raise InvalidRequestError(f"{param} {rule}", param)
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs the packages of an extra beside this Python's others.
+
+    It names the packages, since no index need have tokend itself.
+    """
+    from importlib.metadata import PackageNotFoundError, requires
+
+    try:
+        lines = requires("tokend") or []
+    except PackageNotFoundError:  # run from its sources
+        return f"pip install '.[{extra}]'"
+    parts = (line.partition(";") for line in lines)
+    packages = [package.strip() for package, _, marker in parts if f'"{extra}"' in marker]
+    return shlex.join([sys.executable, "-m", "pip", "install", *packages])

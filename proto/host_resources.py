@@ -1,14 +1,11 @@
-"""What this process may use: CPU cores and memory (affinity, control groups, /proc), packages."""
+"""CPU cores and memory that this process may use: affinity, control groups, /proc, limits."""
 
 import math
 import os
 import resource
-import shlex
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path, PurePosixPath
 from typing import Final
 
@@ -251,17 +248,3 @@ def process_limits(seconds: float, num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_CORE, cores)
         signal.setitimer(signal.ITIMER_PROF, 0)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-def install_command(extra: str) -> str:
-    """Return the command that installs the packages of an extra beside this Python's others.
-
-    It names the packages, since no index need have tokend itself.
-    """
-    try:
-        lines = requires("tokend") or []
-    except PackageNotFoundError:  # run from its sources
-        return f"pip install '.[{extra}]'"
-    parts = (line.partition(";") for line in lines)
-    packages = [package.strip() for package, _, marker in parts if f'"{extra}"' in marker]
-    return shlex.join([sys.executable, "-m", "pip", "install", *packages])

@@ -63,9 +63,10 @@ def formatter(form: LogFormat, process: str) -> logging.Formatter:
 
 
 _STALL_SECONDS: Final = 0.1
-"""How long writes wait for a reader that reads slowly or not at all …"""
+"""Longest wait of writes for a reader that reads slowly or not at all."""
 _STALL_SHARE: Final = 0.1
-"""… and how much of the time after that. Lines after a dropped one do not wait at all."""
+"""Share of the time since the last wait that may be waited again. Lines after a dropped one do not
+wait at all."""
 _ATOMIC_BYTES: Final = 4096
 """PIPE_BUF of Linux: a pipe that can be written to takes as much at once."""
 _MAX_PENDING: Final = 1 << 16

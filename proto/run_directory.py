@@ -86,10 +86,15 @@ def read_state(run_dir: str) -> DaemonState:
 
 
 def write_state(run_dir: str, state: DaemonState) -> None:
-    """Replace the state as a whole, because a command may read it at this moment."""
-    new = Path(run_dir, _STATE + ".new")
-    new.write_bytes(to_json(state))
-    os.replace(new, Path(run_dir, _STATE))
+    """Replace the state; raises OSError."""
+    replace_file(run_dir, _STATE, to_json(state))
+
+
+def replace_file(run_dir: str, name: str, content: bytes) -> None:
+    """Replace a file as a whole, because another process may read it at this moment."""
+    path = os.path.join(run_dir, name)
+    Path(path + ".new").write_bytes(content)
+    os.replace(path + ".new", path)
 
 
 def sweep(parent: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Who may use which route, at which listener, with which key: the table, and the rules it names.
+"""Which key a route needs at which listener: the table, and the rules it names.
 
 docs/security.md has the table as `markdown_table` prints it. `AccessMiddleware` and the operators'
 routes take their decisions from it.

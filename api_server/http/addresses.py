@@ -16,7 +16,7 @@ def is_loopback(address: str) -> bool:
 
 
 def network_of(address: str) -> str:
-    """Return whose address it is: of IPv6 the first 64 bits, which one client has to itself."""
+    """Return an address of IPv4, or the /64 of one of IPv6, which belongs to one client."""
     parsed = _parse(address)
     if parsed is None:
         return address
@@ -32,8 +32,8 @@ class Proxies:
     def client_of(self, scope: Scope) -> str:
         """Return the address of a request's client; "unix" for one at a Unix socket.
 
-        It is the last one in X-Forwarded-For, without that header in X-Real-IP, which is not of a
-        trusted proxy. What stands before it may be the client's invention.
+        It is the last address in X-Forwarded-For that is not a trusted proxy's; without that
+        header, the one in X-Real-IP. A client can forge the addresses before it.
         """
         client = scope.get("client")
         if not client:

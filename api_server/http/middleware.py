@@ -13,10 +13,10 @@ import re
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 
-from fastapi import APIRouter
+from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
@@ -27,9 +27,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from api_server.app_state import APP_STATE, AppState
 from api_server.errors import NotAvailableError, error_response
 from api_server.http.access import API, PAGE, access_of, check_operator, listener_of
-from api_server.http.connection import begin_upload, client_disconnected
+from api_server.http.connection import client_disconnected
 from api_server.http.tenants import DEFAULT_TENANT, tenant_of
-from api_server.request_log import SCOPE
+from api_server.request_log import RequestLog
 from api_server.turns import CLIENT, Client
 from proto.config import FrontEndConfig
 from proto.errors import (
@@ -116,19 +116,24 @@ EXPOSED_HEADERS: Final = (
 class _LoggingCors(CORSMiddleware):
     """starlette's middleware with a log line for each preflight that it refuses."""
 
-    def preflight_response(self, request_headers: Headers) -> Response:
-        response = super().preflight_response(request_headers)
-        if response.status_code == 400 and (scope := SCOPE.get()) is not None:
-            error = InvalidRequestError(bytes(response.body).decode(), "origin")
-            scope["app"].state.app_state.request_log.log_refusal(error, scope)
-        return response
+    def __init__(self, app: FastAPI, **options: Any) -> None:
+        super().__init__(app, **options)
+        self._request_log: RequestLog = app.state.app_state.request_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        SCOPE.set({**scope, "app": self.app})
+        if scope["type"] == "http" and scope["method"] == "OPTIONS":
+            headers = Headers(scope=scope)
+            if "origin" in headers and "access-control-request-method" in headers:
+                response = self.preflight_response(headers)
+                if response.status_code == 400:
+                    error = InvalidRequestError(bytes(response.body).decode(), "origin")
+                    self._request_log.log_refusal(error, scope)
+                await response(scope, receive, send)
+                return
         await super().__call__(scope, receive, send)
 
 
-def with_cors(app: ASGIApp, config: FrontEndConfig) -> ASGIApp:
+def with_cors(app: FastAPI, config: FrontEndConfig) -> ASGIApp:
     """Return an application that lets pages of the allowed origins use this one.
 
     It has to be around the whole application: preflights carry no API key, and starlette answers
@@ -227,23 +232,15 @@ class SiteMiddleware:
 
 
 class ClientMiddleware:
-    """Set the application state and the client of a request, and its scope for the log.
-
-    The client ends with the request.
-    """
+    """Set the application state and the client of a request, with which the client ends."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[APP_STATE] = scope["app"].state.app_state
-        client = Client(
-            partial(_tenant, scope),
-            partial(client_disconnected, scope),
-            partial(begin_upload, scope),
-        )
+        client = Client(partial(_tenant, scope), scope)
         CLIENT.set(client)
-        SCOPE.set(scope)
         try:
             await self._app(scope, receive, send)
         finally:
@@ -253,7 +250,7 @@ class ClientMiddleware:
 class DrainMiddleware:
     """Count requests in flight; answer 503 to new requests and WebSockets while none are taken.
 
-    Only the API waits and is waited for: the live view never ends, and the page shows the drain.
+    Only requests of the API: the live view never ends, and the page shows the drain.
     The routes of WebSockets count what a drain and a reload wait for: an idle one may stay open.
     """
 

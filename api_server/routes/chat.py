@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from fastapi import APIRouter
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 
 from api_server.app_state import AppState
-from api_server.http.tenants import key_name_of, tenant_of
 from api_server.parsers.output import ChoiceParser
 from api_server.parsers.output_format import OutputFormat, plan_reasoning, reasoning_variables
 from api_server.parsers.tool_calls import TEXT_ONLY, ToolCallPlan
@@ -30,7 +29,6 @@ from api_server.text.chat_prompt import build_conversation, num_characters
 from api_server.text.chat_template import Conversation, TemplateError
 from api_server.text.prompts import PromptReader
 from api_server.text.rendering import TemplateRenderer
-from api_server.tracing import TraceHeaders, trace_headers_of
 from api_server.turns import run_for_body
 from proto.errors import InvalidRequestError
 from proto.grammar import GrammarSource
@@ -57,13 +55,11 @@ class ChatTurn:
 
 async def build_chat_turn(
     app_state: AppState,
+    connection: HTTPConnection,
     body: ChatCompletionRequest,
-    *,
-    id_prefix: str,
-    tenant: int,
-    key_name: str,
     ignored: IgnoredFields,
-    trace_headers: TraceHeaders,
+    id_prefix: str,
+    *,
     default_max_tokens: int | None = None,
     reserves_context: bool = False,
 ) -> ChatTurn:
@@ -85,9 +81,7 @@ async def build_chat_turn(
         return plan, with_exact_numbers(plan.grammar, work)
 
     tool_calls, grammar = await write_grammar(plan_answer)
-    builder = RequestBuilder(
-        app_state, body, id_prefix, tenant, key_name, ignored, grammar, trace_headers
-    )
+    builder = RequestBuilder(app_state, connection, body, ignored, id_prefix, grammar)
     reader = app_state.prompt_reader("messages")
     if default_max_tokens is None:
         default_max_tokens = app_state.generation_defaults.max_tokens
@@ -212,20 +206,11 @@ router = APIRouter()
 async def create_chat_completion(request: Request) -> Response:
     app_state = app_state_of(request)
     app_state.check_generates("Chat Completions API")
-    tenant = tenant_of(request, app_state.config.tenant_by)
     ignored = IgnoredFields()
     body = await read_request(request, ignored, ChatCompletionRequest, CHAT_NEUTRAL)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs", "top_logprobs")
-    turn = await build_chat_turn(
-        app_state,
-        body,
-        id_prefix="chatcmpl-",
-        tenant=tenant,
-        key_name=key_name_of(request),
-        trace_headers=trace_headers_of(request),
-        ignored=ignored,
-    )
+    turn = await build_chat_turn(app_state, request, body, ignored, "chatcmpl-")
     encoder = ChatEncoder(
         turn.options, turn.stream.streams[0], turn.prompt_text, turn.choice_parsers
     )

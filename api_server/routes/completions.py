@@ -8,7 +8,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api_server.app_state import AppState
-from api_server.http.tenants import key_name_of, tenant_of
 from api_server.parsers.output_format import OutputFormat
 from api_server.protocol.completions import (
     DEFAULT_MAX_TOKENS,
@@ -24,7 +23,6 @@ from api_server.routes.common import app_state_of, read_request
 from api_server.sampling import logit_edits
 from api_server.text.prompts import Prompt, PromptReader, num_prompts
 from api_server.text.tokenizer import ModelTokenizer
-from api_server.tracing import trace_headers_of
 from proto.errors import InvalidRequestError
 from proto.logit_edits import LogitEdits
 
@@ -35,23 +33,13 @@ router = APIRouter()
 async def create_completion(request: Request) -> Response:
     app_state = app_state_of(request)
     app_state.check_generates("Completions API")
-    tenant = tenant_of(request, app_state.config.tenant_by)
     reader = app_state.prompt_reader("prompt")
     ignored = IgnoredFields()
     body = await read_request(request, ignored, CompletionRequest, COMPLETION_NEUTRAL)
     grammar = await write_grammar(
         lambda work: with_exact_numbers(body.grammar_source(ignored, work), work)
     )
-    builder = RequestBuilder(
-        app_state,
-        body,
-        "cmpl-",
-        tenant,
-        key_name_of(request),
-        ignored,
-        grammar,
-        trace_headers_of(request),
-    )
+    builder = RequestBuilder(app_state, request, body, ignored, "cmpl-", grammar)
     builder.check_choices(num_prompts(body.prompt))
     reader = reader.with_truncation(builder.truncation(body.max_tokens))
     prompts, shown = await _read_prompts(app_state, body, reader)

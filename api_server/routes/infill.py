@@ -7,7 +7,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api_server.app_state import AppState
-from api_server.http.tenants import key_name_of, tenant_of
 from api_server.parsers.output_format import OutputFormat
 from api_server.protocol.fields import IgnoredFields
 from api_server.protocol.infill import InfillEncoder, InfillRequest, parse_infill
@@ -19,7 +18,6 @@ from api_server.sampling import logit_edits
 from api_server.text.infill import NAME_TEXTS, InfillNames, window_shares
 from api_server.text.prompts import Prompt, PromptReader
 from api_server.text.tokenizer import Side, Truncation
-from api_server.tracing import trace_headers_of
 from proto.engine_io import EngineCoreRequest
 
 router = APIRouter()
@@ -29,7 +27,6 @@ router = APIRouter()
 async def create_infill(request: Request) -> Response:
     app_state = app_state_of(request)
     app_state.check_generates("filling in")
-    tenant = tenant_of(request, app_state.config.tenant_by)
     ignored = IgnoredFields()
     fields = await read_fields(request, ignored, partial(parse_infill, ignored=ignored))
     app_state.tokenizer.infill.check("input_suffix")
@@ -37,16 +34,7 @@ async def create_infill(request: Request) -> Response:
     grammar = await write_grammar(
         lambda work: with_exact_numbers(body.grammar_source(ignored, work), work)
     )
-    builder = RequestBuilder(
-        app_state,
-        body,
-        "infill-",
-        tenant,
-        key_name_of(request),
-        ignored,
-        grammar,
-        trace_headers_of(request),
-    )
+    builder = RequestBuilder(app_state, request, body, ignored, "infill-", grammar)
     prompt = await _read_prompt(app_state, fields)
     room = app_state.client.engine.max_model_len - len(prompt.token_ids)
     options = EndpointOptions(

@@ -13,7 +13,6 @@ from starlette.responses import JSONResponse, Response
 
 from api_server.app_state import AppState
 from api_server.errors import new_request_id
-from api_server.http.tenants import key_name_of, tenant_of
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.fields import IgnoredFields
 from api_server.protocol.messages.encoder import MessageEncoder
@@ -32,7 +31,6 @@ from api_server.routes.chat import (
     with_merged_roles_fallback,
 )
 from api_server.routes.common import app_state_of, read_fields
-from api_server.tracing import trace_headers_of
 from proto.errors import InvalidRequestError
 
 router = APIRouter()
@@ -43,7 +41,6 @@ ID_PREFIX: Final = "msg_"
 async def create_message(request: Request) -> Response:
     app_state = app_state_of(request)
     app_state.check_generates("Messages API")
-    tenant, key_name = tenant_of(request, app_state.config.tenant_by), key_name_of(request)
     ignored = IgnoredFields()
     read = partial(parse_request, MessagesRequest, ignored=ignored)
     body, passed = await read_fields(request, ignored, read)
@@ -52,12 +49,10 @@ async def create_message(request: Request) -> Response:
     async def build(chat: ChatCompletionRequest) -> ChatTurn:
         return await build_chat_turn(
             app_state,
+            request,
             chat,
-            id_prefix=ID_PREFIX,
-            tenant=tenant,
-            key_name=key_name,
-            trace_headers=trace_headers_of(request),
-            ignored=ignored,
+            ignored,
+            ID_PREFIX,
             default_max_tokens=body.max_tokens,
             reserves_context=True,
         )

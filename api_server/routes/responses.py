@@ -59,7 +59,6 @@ from api_server.routes.chat import (
 )
 from api_server.routes.common import app_state_of, page_limit, read_fields
 from api_server.stream import TokenStream
-from api_server.tracing import trace_headers_of
 from api_server.turns import CLIENT, run_for_body, run_in_turn
 from proto.errors import InternalRequestError, InvalidRequestError, UnknownPathError, shown
 
@@ -126,15 +125,9 @@ async def prepare_response(
     translation = ResponsesTranslation(body, passed, history.items, ignored, template_names=names)
 
     async def build(chat: ChatCompletionRequest) -> ChatTurn:
+        prefix = app_state.peers.id_prefix
         return await build_chat_turn(
-            app_state,
-            chat,
-            id_prefix=app_state.peers.id_prefix,
-            tenant=owner[0],
-            key_name=owner[1],
-            trace_headers=trace_headers_of(connection),
-            ignored=ignored,
-            reserves_context=True,
+            app_state, connection, chat, ignored, prefix, reserves_context=True
         )
 
     turn = await with_merged_roles_fallback(translation, build)

@@ -22,7 +22,6 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from api_server.app_state import AppState
 from api_server.errors import SlowUploadError, error_body
 from api_server.http.http_protocol import HEADER_SECONDS
-from api_server.http.tenants import key_name_of
 from api_server.parsers.output_format import OutputFormat
 from api_server.protocol.completions import (
     DEFAULT_MAX_TOKENS,
@@ -43,7 +42,6 @@ from api_server.routes.websocket import (
 from api_server.sampling import logit_edits
 from api_server.session import Session, Turn
 from api_server.text.prompts import num_prompts
-from api_server.tracing import trace_headers_of
 from api_server.turns import CLIENT, run_for_body
 from proto.codec import changed
 from proto.errors import (
@@ -92,18 +90,16 @@ be part of the next turn's prompt."""
 async def create_session(websocket: WebSocket) -> None:
     app_state = app_state_of(websocket)
     with app_state.in_flight, app_state.metrics.in_flight:
-        tenant = await accept_websocket(websocket, app_state)
-        if tenant is not None:
-            await SessionConnection(websocket, app_state, tenant).run()
+        if await accept_websocket(websocket, app_state) is not None:
+            await SessionConnection(websocket, app_state).run()
 
 
 class SessionConnection:
     """One WebSocket: reads messages into a `Session` and sends its chunks."""
 
-    def __init__(self, websocket: WebSocket, app_state: AppState, tenant: int) -> None:
+    def __init__(self, websocket: WebSocket, app_state: AppState) -> None:
         self._websocket = websocket
         self._app_state = app_state
-        self._tenant = tenant
         self._session = Session(app_state.client, app_state.open_streams)
         self._fields: dict[str, Any] = {}
 
@@ -189,11 +185,7 @@ class SessionConnection:
         if str(ignored):
             raise InvalidRequestError(f"{ignored} is not known here", str(ignored).split(",")[0])
         _check_available(body)
-        key_name = key_name_of(self._websocket)
-        trace_headers = trace_headers_of(self._websocket)
-        builder = RequestBuilder(
-            app_state, body, "cmpl-", self._tenant, key_name, ignored, None, trace_headers
-        )
+        builder = RequestBuilder(app_state, self._websocket, body, ignored, "cmpl-", None)
         prompts = await app_state.prompt_reader("prompt").read_prompts(
             body.prompt, add_special_tokens=body.add_special_tokens
         )

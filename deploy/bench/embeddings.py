@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.bench.options import BenchParser, at_least_one, writable, write
-from deploy.bench.servers import BenchProcess, StartedServer, signals_deferred, tokend
+from deploy.bench.servers import OwnedProcess, StartedServer, signals_deferred, tokend
 from proto.errors import ConfigError, TokendError
 
 Vectors = Any
@@ -160,7 +160,7 @@ class _Daemon:
         return time.perf_counter() - started, vectors
 
 
-class _PeerProcess(BenchProcess):
+class _PeerProcess(OwnedProcess):
     """sentence-transformers in a process of its own (sentence_transformers_peer.py)."""
 
     def __init__(self, options: argparse.Namespace, folder: str, scratch: Path) -> None:

@@ -52,7 +52,7 @@ def signals_deferred() -> Iterator[None]:
             signal.raise_signal(received)
 
 
-class BenchProcess:
+class OwnedProcess:
     """A process that ends with the `with` block: by SIGTERM, by SIGKILL after 30 s."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
@@ -120,7 +120,7 @@ def tokend(name: str, flags: Sequence[str], start_seconds: float = 600.0) -> Ser
     return ServerSpec(name, command=words, start_seconds=start_seconds)
 
 
-class StartedServer(BenchProcess):
+class StartedServer(OwnedProcess):
     """A server started by a command; ready when the constructor returns. Raises TokendError.
 
     started_at: seconds of the performance counter. seconds_to_ready: from then until it answers.
@@ -220,7 +220,7 @@ _READY: Final = re.compile(r"ready.* (https?://\S+)")
 _ANSWER_SECONDS: Final = 30.0
 
 
-class MeasuredDaemon(BenchProcess):
+class MeasuredDaemon(OwnedProcess):
     """A daemon of this installation on a free port; ready when the constructor returns.
 
     flags: of `tokend serve`. command: replaces `tokend serve`. variables: added to the environment.

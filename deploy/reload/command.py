@@ -18,15 +18,6 @@ from proto.errors import ConfigError, ProtocolError, TokendError
 from proto.lifecycle import DaemonState
 from proto.run_directory import in_use, read_state
 
-USAGE: Final = """\
-usage: tokend reload [MODEL] [--pid PID | --run-directory DIRECTORY]
-
-Replaces engine and workers of a running daemon: the new ones use the model files and the installed
-code as they are now, and the same flags. Requests continue. MODEL: serve this model from now on, a
-name or a path as for `tokend serve`; running requests finish on the old one. Without a flag the
-only daemon of this user is reloaded. Waits for the end of the reload; the exit status is 1 if the
-reload failed.
-"""
 _FLAGS: Final = ("--pid", "--run-directory")
 _POLL_SECONDS: Final = 0.05
 
@@ -36,9 +27,6 @@ def main(words: Sequence[str], parents: Sequence[str]) -> int:
 
     parents: folders with run directories.
     """
-    if list(words) in (["-h"], ["--help"]):
-        print(USAGE, end="")
-        return 0
     models, values = parse_words(words, _FLAGS)
     if len(models) > 1 or len(values) > 1:
         raise ConfigError("tokend reload takes MODEL, and --pid PID or --run-directory DIRECTORY")
@@ -66,18 +54,12 @@ def _absolute(model: str) -> str:
 
 def _find_run_directory(values: Mapping[str, str], parents: Sequence[str]) -> str:
     """Return that of the daemon which the flags name; without flags, of the only one."""
-    directory, pid = values.get("--run-directory"), values.get("--pid")
-    if directory is not None:
-        if not in_use(directory):
-            raise ConfigError(f"{directory} is not the run directory of a running daemon")
-        return directory
-    daemons = running_daemons(parents)
-    if pid is None:
-        return select(None, daemons).directory
-    for daemon in daemons:
-        if str(daemon.state.pid) == pid:
-            return daemon.directory
-    raise ConfigError(f"process {pid} is not the supervisor of a daemon of this user")
+    directory = values.get("--run-directory")
+    if directory is None:
+        return select(values.get("--pid"), running_daemons(parents)).directory
+    if not in_use(directory):
+        raise ConfigError(f"{directory} is not the run directory of a running daemon")
+    return directory
 
 
 def _wait_for_state(directory: str, is_reached: Callable[[DaemonState], bool]) -> DaemonState:

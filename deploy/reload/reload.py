@@ -20,7 +20,7 @@ from deploy.supervisor.processes import Child, ChildProcesses
 from deploy.supervisor.recovery import Recovery
 from proto.codec import Message, changed
 from proto.lifecycle import DaemonState
-from proto.run_directory import write_state
+from proto.run_directory import replace_file, write_state
 
 _MODEL_FILE: Final = "reload-model"
 """Holds the model that `tokend reload MODEL` asks for."""
@@ -28,9 +28,7 @@ _MODEL_FILE: Final = "reload-model"
 
 def write_wanted_model(run_dir: str, model: str) -> None:
     """Leave the model that the next SIGHUP switches to; raises OSError."""
-    path = os.path.join(run_dir, _MODEL_FILE)
-    Path(path + ".new").write_bytes(os.fsencode(model))
-    os.replace(path + ".new", path)  # as a whole: an earlier SIGHUP may be read at this moment
+    replace_file(run_dir, _MODEL_FILE, os.fsencode(model))
 
 
 def take_wanted_model(run_dir: str) -> str | None:

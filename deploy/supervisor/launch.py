@@ -126,14 +126,8 @@ def _unix_listener(path: str) -> Iterator[socket.socket]:
 
 def _is_listened_on(path: str) -> bool:
     with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.settimeout(1.0)
-            probe.connect(path)
-        except ConnectionRefusedError:
-            return False
-        except (BlockingIOError, TimeoutError):  # its backlog is full
-            return True
-        return True
+        probe.setblocking(False)  # its backlog may be full
+        return probe.connect_ex(path) != errno.ECONNREFUSED
 
 
 def url_of(listener: socket.socket, scheme: str = "http") -> str:
@@ -299,7 +293,7 @@ def ready_message(launch: Launch, readiness: Readiness) -> str:
         ("KV cache", _kv_cache(engine)),
         ("drafts", engine.drafts),
         ("sampling", str(launch.generation_defaults) if pooler is None else ""),
-        ("web page", f"{launch.url}/" if config.page else ""),
+        ("web pages", f"{launch.url}/, of the API {launch.url}/docs" if config.page else ""),
         (
             "operators",
             ", ".join(

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Final
 
 from deploy.bench.options import BenchParser, writable, write
 from deploy.trace.condense import Condensed, condense
@@ -12,23 +11,9 @@ from proto.engine_io import agent_session_name
 from proto.errors import ConfigError, ProtocolError
 from proto.sched_trace import Arrival, TraceLine, read_line
 
-USAGE: Final = """\
-usage: tokend trace view FILE [flags]; flags: tokend trace view --help
 
-Make a web page of a scheduler trace (tokend serve --sched-trace FILE).
-"""
-
-
-def main(arguments: Sequence[str]) -> int:
-    if list(arguments) in (["-h"], ["--help"]):
-        print(USAGE, end="")
-        return 0
-    if not arguments or arguments[0] != "view":
-        raise ConfigError(USAGE.rstrip())
-    return _view(arguments[1:])
-
-
-def _view(arguments: Sequence[str]) -> int:
+def view(arguments: Sequence[str]) -> int:
+    """Run the command and return its exit status; raises ConfigError."""
     parser = BenchParser(
         prog="tokend trace view", description="Make a web page of a scheduler trace."
     )

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from starlette.requests import ClientDisconnect
 
+from api_server import turns
 from api_server.text import prompts
 from api_server.text import tokenizer as tokenizers
 from api_server.text.prompts import PromptReader
@@ -233,7 +234,8 @@ async def test_texts_are_encoded_in_slices_until_their_client_leaves(tokenizer, 
     assert sum(sizes) == 100
     assert max(sizes) == 14
     sizes.clear()
-    CLIENT.set(Client(is_gone=lambda: len(sizes) > 2))
+    monkeypatch.setattr(turns, "client_disconnected", lambda scope: len(sizes) > 2)
+    CLIENT.set(Client())
     with pytest.raises(ClientDisconnect):
         await read.encode_texts(texts, add_special_tokens=False)
     assert len(sizes) == 3

@@ -96,13 +96,18 @@ async def test_a_small_body_passes_larger_ones_of_its_client() -> None:
 )
 async def test_a_body_with_wide_texts_counts_as_it_will_be_in_memory(character, factor) -> None:
     uploads = Uploads()
+
+    def begin(tenant, end):
+        return uploads.begin("10.0.0.1", end)
+
+    scope = {"extensions": {connection._BEGIN_UPLOAD: begin}}
     body = bytearray(f'["{character}{"x" * 900_000}"]'.encode())
     clients = []
     for _ in range(connection.MAX_CLIENT_UPLOAD_BYTES // (factor * len(body))):
-        clients.append(Client(begin_upload=lambda tenant, end: uploads.begin("10.0.0.1", end)))
+        clients.append(Client(scope=scope))
         await clients[-1].hold_body(body)
     assert uploads.num_bytes == len(clients) * len(body) * factor
-    clients.append(Client(begin_upload=lambda tenant, end: uploads.begin("10.0.0.1", end)))
+    clients.append(Client(scope=scope))
     with contextlib.suppress(OverloadedError):  # any of them, since they are equal
         await clients[-1].hold_body(body)
     assert uploads.num_bytes == (len(clients) - 1) * len(body) * factor
@@ -152,7 +157,7 @@ async def test_memory_of_large_bodies_is_returned_once_for_all_that_have_ended(m
     assert len(collections) == 2
 
 
-async def test_the_work_of_a_client_that_left_is_not_done() -> None:
+async def test_the_work_of_a_client_that_left_is_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
     thread, began, go_on = WorkThread("test"), threading.Event(), threading.Event()
 
     def work() -> None:
@@ -162,7 +167,8 @@ async def test_the_work_of_a_client_that_left_is_not_done() -> None:
     running = asyncio.create_task(thread.run(work))
     await asyncio.to_thread(began.wait, 5)
     is_gone = False
-    CLIENT.set(Client(is_gone=lambda: is_gone))
+    monkeypatch.setattr(turns, "client_disconnected", lambda scope: is_gone)
+    CLIENT.set(Client())
     waiting = asyncio.create_task(thread.run(pytest.fail))
     await asyncio.sleep(0)
     is_gone = True

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from deploy.bench.servers import BenchProcess
+from deploy.bench.servers import OwnedProcess
 from deploy.environment import HostEnvironment
 from deploy.supervisor.processes import child_environment
 from proto.codec import Message, from_json, to_json_line
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 Answer = TypeVar("Answer", bound=Message)
 
 
-class LineProgram(BenchProcess):
+class LineProgram(OwnedProcess):
     """The process of such a program.
 
     environment: all of its variables; None inherits ours. Raises TokendError if the program does

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from deploy.bench.options import BenchParser
 from deploy.cli import serve_with
+from deploy.environment import HostEnvironment
 from deploy.supervisor.launch import Commands
 from deploy.supervisor.processes import module_commands
 from tests.benchmarks.command import from_zero_number, run
@@ -32,7 +33,7 @@ def main(words: Sequence[str]) -> int:
     """Serve until stopped. Return the exit status."""
     os.environ["PYTHONPATH"] = str(ROOT)
     processes, flags = commands(words)
-    return serve_with(flags, processes)
+    return serve_with(flags, HostEnvironment.of(os.environ), processes)
 
 
 if __name__ == "__main__":

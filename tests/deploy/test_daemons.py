@@ -29,10 +29,10 @@ def begin(start: Start, environment: HostEnvironment, *choices: str) -> FakeDaem
 def test_running_daemons_are_listed(
     start: Start, environment: HostEnvironment, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert daemons.ps([], environment) == 0
+    assert daemons.ps(environment) == 0
     assert capsys.readouterr() == ("", "no daemon of this user is running\n")
     daemon = begin(start, environment)
-    assert daemons.ps([], environment) == 0
+    assert daemons.ps(environment) == 0
     head, row = capsys.readouterr().out.splitlines()
     assert head.split() == ["NAME", "MODEL", "ADDRESS", "PID", "UPTIME", "REQUESTS", "STATE"]
     name, model, address, pid, *_ = row.split()

@@ -215,7 +215,7 @@ class TestReady:
         assert "  weights   92 MiB packed as stored + 257 MiB bf16, in memory\n" in text
         assert "  drafts    suffix, up to 16 tokens a step\n" in text
         assert "  sampling  top_p 0.9 (a file); not applied: typical_p\n" in text
-        assert "  web page  http://127.0.0.1:81/\n" in text
+        assert "  web pages http://127.0.0.1:81/, of the API http://127.0.0.1:81/docs\n" in text
         assert re.search(
             r"start     3\.2\d s: command 3\.2\d s; worker 0: imports 1\.00 s, weights 0\.50 s; "
             r"api 0: imports 0\.80 s, engine 1\.25 s$",
@@ -403,10 +403,11 @@ class TestDisplay:
         stream = Terminal()
         display = open_display(stream)
         display.progress("loading [x]", 0.5, "worker 0")
-        display.notice("mind [the] gap")
+        notice = "mind [the] gap :x: " + "pip install " * 20
+        display.notice(notice)
         display.close()
         display.close()
-        assert "mind [the] gap" in stream.getvalue()
+        assert notice in stream.getvalue(), "unchanged, to be copied as a command"
 
 
 def test_a_log_line_is_one_write() -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import threading
 import time
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from deploy.environment import HostEnvironment
@@ -228,3 +230,32 @@ def test_a_chat_starts_a_daemon_and_ends_it(tmp_path: Path) -> None:
     assert process.returncode == 0, errors
     assert output.strip()
     assert not list(tmp_path.glob("tokend-*")), "no daemon is left"
+
+
+@pytest.mark.suite("settings")
+def test_ctrl_c_ends_a_plan_without_a_traceback(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [*TOKEND, "plan"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=variables(None, tmp_path),
+        text=True,
+        process_group=0,
+    )
+    deadline = time.monotonic() + 60
+    while not is_planning(process.pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output, errors) == (130, "", "")
+
+
+def is_planning(pid: int) -> bool:
+    """Whether the process that plans has imported torch."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return any(
+            "worker.plan_command" in child.cmdline() and child.memory_info().rss > 200 << 20
+            for child in psutil.Process(pid).children()
+        )
+    return False

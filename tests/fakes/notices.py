@@ -1,55 +1,44 @@
-"""A display that records its lines."""
+"""Displays that record what they show."""
 
-from dataclasses import dataclass, field
+import io
+
+from deploy.display import Display, NoticeLevel
 
 
-@dataclass
-class Notices:
+class Notices(Display):
     """A display for components that report no progress."""
 
-    lines: list[str] = field(default_factory=list)
+    def __init__(self) -> None:
+        super().__init__(io.StringIO())
+        self.lines: list[str] = []
 
-    def progress(
-        self,
-        what: str,
-        fraction: float | None = None,
-        process: str = "tokend",
-        *,
-        detail: str = "",
-    ) -> None:
+    def _show_progress(self, what: str, fraction: float | None, process: str, detail: str) -> None:
         raise AssertionError("nothing takes long here")
 
-    def notice(
-        self, message: str, process: str = "tokend", level: str = "INFO", **fields: str | float
-    ) -> None:
-        self.lines.append(f"{'' if level == 'INFO' else level + ' '}{process}: {message}")
-
-    def event(self, process: str, what: str, level: str = "INFO") -> None:
-        self.notice(what, process, level)
+    def _write_line(self, line: str) -> None:
+        self.lines.append(line)
 
 
-@dataclass
 class Recorder(Notices):
     """A display that records progress, too. calls: progress and notices in order, as texts."""
 
-    calls: list[str] = field(default_factory=list)
-    steps: list[str] = field(default_factory=list)
-    fractions: list[float] = field(default_factory=list)
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+        self.steps: list[str] = []
+        self.fractions: list[float] = []
 
-    def progress(
-        self,
-        what: str,
-        fraction: float | None = None,
-        process: str = "tokend",
-        *,
-        detail: str = "",
-    ) -> None:
+    def _show_progress(self, what: str, fraction: float | None, process: str, detail: str) -> None:
         self.calls.append(what)
         self.steps.append(f"{what} {detail}")
         self.fractions.append(fraction or 0.0)
 
     def notice(
-        self, message: str, process: str = "tokend", level: str = "INFO", **fields: str | float
+        self,
+        message: str,
+        process: str = "tokend",
+        level: NoticeLevel = "INFO",
+        **fields: str | float,
     ) -> None:
         self.calls.append(message)
         self.lines.append(message)

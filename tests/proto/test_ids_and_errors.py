@@ -1,6 +1,10 @@
-"""Request ids and the error tree."""
+"""Request ids, the error tree, and the command in an error about a missing package."""
 
+import shlex
+import sys
+import tomllib
 from itertools import islice
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +17,7 @@ from proto.errors import (
     OverloadedError,
     RequestError,
     TokendError,
+    install_command,
 )
 from proto.process import describe
 
@@ -62,3 +67,12 @@ def test_proto_is_imported_from_this_repository():
     """The PyPI distribution `proto-plus` installs a package of the same import name."""
     assert proto.PROTOCOL_VERSION >= 1
     assert "site-packages" not in proto.__file__
+
+
+@pytest.mark.parametrize("extra", ["otel", "gpu"])
+def test_the_command_for_an_extra_names_its_packages(extra):
+    """pip reads it: the packages are those of pyproject.toml, and none is tokend's."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    command = shlex.split(install_command(extra))
+    assert command[:4] == [sys.executable, "-m", "pip", "install"]
+    assert command[4:] == project["optional-dependencies"][extra]

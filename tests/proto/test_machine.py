@@ -1,11 +1,9 @@
-"""CPU and memory limits, read from a fake /proc and /sys; own limits; missing packages."""
+"""CPU and memory limits, read from a fake /proc and /sys; own limits."""
 
 import os
 import resource
-import shlex
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -16,7 +14,6 @@ from proto.host_resources import (
     available_memory,
     cores_by_node,
     cpu_limit,
-    install_command,
     node_of_rank,
     usable_cores,
 )
@@ -179,15 +176,6 @@ def test_available_memory_respects_the_cgroup_limit(
 def test_available_memory_is_zero_above_the_cgroup_limit(tmp_path: Path) -> None:
     files = memory("sys/fs/cgroup", str(GIB), 9 * GIB, CGROUP_V2)
     assert available_memory(write(tmp_path, files)) == 0
-
-
-@pytest.mark.parametrize("extra", ["otel", "gpu"])
-def test_the_command_for_an_extra_names_its_packages(extra: str) -> None:
-    """pip reads it: the packages are those of pyproject.toml, and none is tokend's."""
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    command = shlex.split(install_command(extra))
-    assert command[:4] == [sys.executable, "-m", "pip", "install"]
-    assert command[4:] == project["optional-dependencies"][extra]
 
 
 LIMITED = """

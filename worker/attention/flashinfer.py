@@ -23,8 +23,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from proto.errors import ConfigError
-from proto.host_resources import install_command
+from proto.errors import ConfigError, install_command
 from worker.attention.base import AttentionInputs, AttentionShape, QuerySplit
 from worker.attention.flashinfer_group import (
     GroupWrappers,

@@ -21,7 +21,7 @@ import httpx
 
 from deploy.bench.datasets import HIGHEST_TOKEN_ID, LOWEST_TOKEN_ID
 from deploy.bench.processes import MemoryLog
-from deploy.bench.servers import BenchProcess
+from deploy.bench.servers import OwnedProcess
 from proto.errors import TokendError
 
 _UNLIMITED: Final = httpx.Limits(max_connections=None, max_keepalive_connections=None)
@@ -251,7 +251,7 @@ _BACKLOG: Final = 512
 _READ_BYTES: Final = 64 << 10
 
 
-class ClosingServer(BenchProcess):
+class ClosingServer(OwnedProcess):
     """A server process that reads from each connection once and closes it."""
 
     def __init__(self) -> None:

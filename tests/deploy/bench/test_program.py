@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from deploy.bench import servers as program
-from deploy.bench.servers import BenchProcess
+from deploy.bench.servers import OwnedProcess
 
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
 WAITS = "import sys; print(flush=True); sys.stdin.read()"
@@ -22,7 +22,7 @@ def test_a_program_that_ignores_sigterm_is_killed(
     monkeypatch.setattr(program, "END_SECONDS", 0.2 if number == signal.SIGKILL else 20.0)
     command = [sys.executable, "-c", source]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        with BenchProcess(process):
+        with OwnedProcess(process):
             assert process.stdout is not None
             process.stdout.readline()
         assert process.poll() == -number
