@@ -85,7 +85,7 @@ class Kind:
             longest = min(longest, settings["max_num_batched_tokens"])
             seen = [window and max(window, 2) for window in windows]
             least = max_blocks(seen, block_size, LONGEST, longest)
-        settings["num_blocks"] = 1 + int(least * rng.choice([1.0, 1.2, 1.5, 2.5]))
+        settings.setdefault("num_blocks", 1 + int(least * rng.choice([1.0, 1.2, 1.5, 2.5])))
         return settings
 
 
@@ -240,8 +240,11 @@ class Talk:
 class Life:
     """One run. operations: the applied operations with all details, for `replay`."""
 
+    kinds = KINDS
+    engine_class: Any = CheckedEngine
+
     def __init__(self, kind: str, seed: int) -> None:
-        self.kind = KINDS[kind]
+        self.kind = self.kinds[kind]
         self.rng = random.Random(f"{kind} {seed}")
         self.settings = self.kind.settings(self.rng, seed)
         self.clock = FakeClock()
@@ -254,7 +257,7 @@ class Life:
             self.drafting = SyntheticDrafts(
                 ACCEPTANCE[seed % len(ACCEPTANCE)], seed=seed, has_draft_model=seed // 2 % 2 == 0
             )
-        self.engine = CheckedEngine(
+        self.engine = self.engine_class(
             connector=self.connector, clock=self.clock, drafting=self.drafting, **self.settings
         )
         self.engine.step_seconds = lambda output: 0.02 * output.total_num_scheduled_tokens
