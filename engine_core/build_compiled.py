@@ -27,7 +27,7 @@ SUFFIX: Final = EXTENSION_SUFFIXES[0]
 
 _HOT: Final = (
     *("request.py", "kv_cache/*.py", "retention/*.py"),
-    *("scheduler/*.py", "scheduler/queues/*.py", "speculation/*.py"),
+    *("scheduler/*.py", "scheduler/features/*.py", "scheduler/queues/*.py", "speculation/*.py"),
     *("kv_connector/offload/tracking.py", "kv_connector/offload/planners.py"),
 )
 """Modules to compile. Not the connectors, ledgers and policies: an interpreted class may extend

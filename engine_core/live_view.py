@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from engine_core.kv_cache.free_queue import NULL_BLOCK
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.result import OutputsByFrontEnd
+from engine_core.scheduler.lifecycle import OutputsByFrontEnd
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.transport import FrontEndLinks
 from proto.engine_io import EventType

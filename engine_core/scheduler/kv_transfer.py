@@ -26,7 +26,12 @@ from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.kv_cache.pool import TransferRefs
 from engine_core.kv_connector.base import NO_CONNECTOR, SchedulerConnector
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.hooks import Candidate, SchedulerObserver, Unblock
+from engine_core.scheduler.features.base import (
+    Candidate,
+    SchedulerFeature,
+    SchedulerObserver,
+    Unblock,
+)
 from engine_core.scheduler.preemption import NonRunningBlocks, SwapRule
 from engine_core.scheduler.queues.base import RequestQueue
 from engine_core.scheduler.step_plan import StepPlan
@@ -129,8 +134,8 @@ class _Load:
     failed: bool = False
 
 
-class KVTransferManager:
-    """An admission gate that asks the connector for KV, and the transfers that are under way.
+class KVTransferManager(SchedulerFeature):
+    """Asks the connector for KV of waiting requests, and keeps the transfers that are under way.
 
     connector: also used directly by the engine's loop. discard_until_step: by seq_id, the last step
     whose result does not count for a request, because it read KV that was never loaded, or was
@@ -145,6 +150,7 @@ class KVTransferManager:
         kv_cache: KVCacheManager,
         waiting: RequestQueue,
         non_running_blocks: NonRunningBlocks,
+        unblock: Unblock,
         policy: LoadFailurePolicy,
         observer: SchedulerObserver,
         swap_rule: SwapRule,
@@ -153,6 +159,7 @@ class KVTransferManager:
         self._kv_cache = kv_cache
         self._waiting = waiting
         self._non_running_blocks = non_running_blocks
+        self._unblock = unblock
         self.fails_requests = policy == "fail"
         self._swap_rule = swap_rule
         self._clock = clock
@@ -173,10 +180,7 @@ class KVTransferManager:
         self._num_queried = 0
         self._num_hit = 0
 
-    # As a gate
-
-    def attach(self, unblock: Unblock) -> None:
-        self._unblock = unblock
+    # Lookups
 
     def begin_admission(self, plan: StepPlan) -> None:
         self._plan = plan

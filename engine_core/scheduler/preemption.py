@@ -1,7 +1,6 @@
 """Preemption: which running request loses its KV cache blocks, and how it returns.
 
 PreemptionOrder     the order in which running requests are preempted
-KVWatermarks        occupancies of the pool at which admission stops and preemption begins
 NonRunningBlocks    blocks of requests that do not run, which are freed before a running one's
 Preemption          frees the blocks and puts the request back into the queue
 requeue_all         the same for all requests, after the workers have died
@@ -14,8 +13,9 @@ from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Final
 
-from engine_core.kv_cache.manager import ComputedBlocks, KVCacheManager
+from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request, RequestStatus
+from engine_core.scheduler.admission_rules import KVWatermarks
 from engine_core.scheduler.queues.base import PreemptionQueue, RequestQueue
 from engine_core.scheduler.queues.fair import FairSchedulingPolicy
 from engine_core.scheduler.step_plan import StepPlan
@@ -79,53 +79,6 @@ def index_of(running: Sequence[Request], request: Request) -> int:
     index = bisect_left(running, request.running_index, key=_running_index)
     assert running[index] is request, f"{request!r} does not run"
     return index
-
-
-class KVWatermarks:
-    """Occupancies of the pool at which admission resumes and stops, and preemption begins.
-
-        in use   0 ───── resume ────── stop ────── preempt ── all
-                   admit  |  as before  |  stopped   |  stopped, and requests are preempted
-
-    The gaps prevent that one request is admitted and preempted in turns. Arguments are fractions of
-    the usable blocks, 0 < resume_below <= stop_above <= preempt_above <= 1.
-    """
-
-    def __init__(
-        self,
-        kv_cache: KVCacheManager,
-        resume_below: float,
-        stop_above: float,
-        preempt_above: float,
-    ) -> None:
-        self._kv_cache = kv_cache
-        self._num_usable = kv_cache.num_usable_blocks
-        self._resume_below = resume_below * self._num_usable
-        self._stop_above = stop_above * self._num_usable
-        self._preempt_above = preempt_above * self._num_usable
-        self._admitting = True
-
-    def too_high(self) -> bool:
-        """Return whether a running request has to be preempted; called in every step.
-
-        The call also notes the occupancy, which may fall below a watermark between two steps and be
-        above it again when the next request is admitted.
-        """
-        return self._update_in_use() > self._preempt_above
-
-    def admits(self, request: Request, num_new_tokens: int, computed: ComputedBlocks) -> bool:
-        in_use = self._update_in_use()
-        needed = self._kv_cache.num_blocks_needed(request, num_new_tokens, computed)
-        return self._admitting and in_use + needed <= self._preempt_above
-
-    def _update_in_use(self) -> int:
-        """Return the blocks in use; stop or resume admission accordingly."""
-        in_use = self._num_usable - self._kv_cache.num_free_blocks
-        if in_use > self._stop_above:
-            self._admitting = False
-        elif in_use < self._resume_below:
-            self._admitting = True
-        return in_use
 
 
 class NonRunningBlocks:

@@ -14,8 +14,8 @@ from heapq import heapify, heappop, heappush, heapreplace
 from typing import Any, Final, Protocol
 
 from engine_core.request import Request
+from engine_core.scheduler.features.tenant_usage import TenantUsage
 from engine_core.scheduler.queues.base import RequestQueue, SchedulingPolicy
-from engine_core.scheduler.tenant_usage import TenantUsage
 
 _SLACK: Final = 64
 """Number of stale entries of the heap that are never worth a clean-up."""

@@ -306,13 +306,15 @@ class _Meter:
         self._simulation = simulation
         self.shape = (0, 0, 0)
 
-    def on_attached(
-        self, waiting: RequestQueue, running: Collection[Request], kv_cache: KVCacheManager
-    ) -> None: ...
-
     def on_request_added(self, request: Request) -> None: ...
 
-    def on_step_begin(self, plan: StepPlan) -> None: ...
+    def on_step_begin(
+        self,
+        plan: StepPlan,
+        waiting: RequestQueue,
+        running: Sequence[Request],
+        kv_cache: KVCacheManager,
+    ) -> None: ...
 
     def on_step_scheduled(self, step: int, plan: StepPlan) -> None:
         num_tokens = sum(plan.continued_tokens) + sum(plan.admitted_tokens)

@@ -17,7 +17,7 @@ from typing import Any
 from engine_core.kv_cache.integrity import check
 from engine_core.kv_connector.base import NO_MATCH, NOT_KNOWN_YET, Match
 from engine_core.request import Request
-from engine_core.scheduler.prefix_sharing import PrefixWait, SiblingForks
+from engine_core.scheduler.features.prefix_sharing import PrefixWait, SiblingForks
 from proto.engine_io import AgentHint, FinishReason
 from proto.errors import InvalidRequestError
 from proto.kv_connector import KVConnectorOutput
@@ -619,7 +619,7 @@ class Life:
         assert scheduler._usage.num_tenants == 0
         assert not scheduler._usage.prefills
         assert scheduler.kv_transfer.discard_until_step == {}
-        for gate in scheduler._lifecycle._listeners:
+        for gate in scheduler._lifecycle._features:
             if isinstance(gate, PrefixWait):
                 left = (gate._leaders, gate._by_first_block, gate._waiters, gate._num_lost)
                 assert left == ({}, {}, {}, {})

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from engine_core.request import Request, RequestStatus
+from engine_core.request import Request
 from engine_core.scheduler.step_plan import StepPlan, num_sampled_positions
 from engine_core.trace.recorder import TraceRecorder
 from proto.codec import encode
@@ -97,19 +97,19 @@ RECORDED_KINDS = KINDS | {
 }  # fmt: skip
 
 
-class FakeGrammars(FakeGate):
+class FakeGrammars:
     """Grammars of some requests; some of them have slow masks.
 
     constrained: by seq_id, whether the masks are slow.
     """
 
     def __init__(self) -> None:
-        super().__init__(RequestStatus.WAITING_FOR_GRAMMAR)
         self.constrained: dict[int, bool] = {}
+        self.blocked: set[Request] = set()
         self.held: set[int] = set()
 
-    def is_blocked(self, candidate: Any) -> bool:
-        return super().is_blocked(candidate) or candidate.request.seq_id in self.held
+    def is_blocked(self, request: Request) -> bool:
+        return request in self.blocked or request.seq_id in self.held
 
     def constrained_seq_ids(self, plan: StepPlan) -> list[int]:
         planned = [
@@ -133,8 +133,7 @@ class FakeGrammars(FakeGate):
             return len(token_ids)
         return next((n for n, token in enumerate(token_ids) if token % 5 == 0), len(token_ids))
 
-    def on_released(self, request: Request) -> None:
-        super().on_released(request)
+    def forget_request(self, request: Request) -> None:
         self.constrained.pop(request.seq_id, None)
         self.held.discard(request.seq_id)
         self.blocked.discard(request)
@@ -160,7 +159,7 @@ class RecordedEngine(EngineHarness):
             observer=recorder,
             observers=(recorder.block_counter,),
             gates=[self.gate],
-            constraints=self.grammars,
+            grammars=self.grammars,
             **settings,
         )
 
@@ -221,7 +220,9 @@ class RecordedLife(Life):
     def compile(self, index: int) -> None:
         blocked = _in_order(self.engine.grammars.blocked)
         if blocked:
-            self.engine.grammars.unblock(blocked[index % len(blocked)])
+            request = blocked[index % len(blocked)]
+            self.engine.grammars.blocked.discard(request)
+            self.engine.scheduler.unblock(request)
 
     def mask(self, index: int) -> None:
         """Compute the mask of a row that no step in flight computes."""
@@ -233,7 +234,7 @@ class RecordedLife(Life):
             seq_id = held[index % len(held)]
             self.engine.grammars.held.discard(seq_id)
             request = next(each for each in self.engine.scheduler.requests if each.seq_id == seq_id)
-            self.engine.grammars.unblock(request)
+            self.engine.scheduler.unblock(request)
 
     def void(self, index: int) -> None:
         """Take constrained rows out of the oldest step in flight."""

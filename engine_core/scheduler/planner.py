@@ -1,181 +1,49 @@
-"""The second half of a step: waiting requests are admitted.
+"""The plan of a step: what running requests compute, and which waiting ones are admitted.
 
-    AdmissionPass    moves requests from the head of the queue to the end of the running list
-    AdmissionRule    conditions on free blocks beyond "the next tokens fit"
-    Pause            a gate: no new request starts, or nothing is scheduled at all
+    preempt_above_watermark    the pool may be too full for all that run
+    order_running              requests of tenants that were served more defer to others
+    _prompt_budget             how many tokens of prompts a step may have beside decodes
+    fill_drafts                what running requests may compute ahead
+    _plan_running              tokens and blocks of running requests, in the order of admission
+    _admit_waiting             requests from the head of the queue go to the end of the running list
+    _plan_deferred             requests that defer to those that were just admitted
+    plan_lookahead             what the workers' draft model proposes behind the step
 
-The first request without room ends the pass, so no later request overtakes it. If it only waits for
-prompt tokens, requests whose KV a connector has do not wait behind it. A request that a gate blocks
-is parked, and the next one is considered.
+No request starves. A request is admitted only with budget left after every running request was
+planned, no more requests run than a step has tokens, and what a running request needs (the rest of
+its prompt, then one token) never grows. So running requests together never need more than a step
+has, and the order of admission is also fair. For the same reason fewer requests than --max-num-seqs
+run if the token budget is smaller.
+
+Drafts are computed only with what is left when each of these has a token, and no request is
+preempted for one (`features/speculative_decoding.py`). A request whose draft is being verified is
+left out until the result says how many tokens it got; others may be planned ahead. A request that
+waits for a grammar mask is left out, too. Requests that defer to another tenant
+(`features/fairness.py`) may get nothing for a while, because requests that were served less are
+served first.
+
+The first waiting request without room ends admission, so no later request overtakes it. If it only
+waits for prompt tokens, requests whose KV a connector has do not wait behind it. A request that a
+feature holds back is parked, and the next one is considered.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Final, Protocol
+from typing import Final
 
-from engine_core.kv_cache.manager import NOTHING_COMPUTED, ComputedBlocks, KVCacheManager
+from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.fairness import TenantFairness
-from engine_core.scheduler.hooks import AdmissionGate, Candidate, RequestListener, Unblock
+from engine_core.scheduler.admission_rules import AdmissionRule
+from engine_core.scheduler.features.base import Candidate, SchedulerFeature
+from engine_core.scheduler.features.fairness import TenantFairness
+from engine_core.scheduler.features.speculative_decoding import SpeculativeDecoding
+from engine_core.scheduler.features.tenant_usage import TenantUsage
 from engine_core.scheduler.kv_transfer import KVTransferManager
-from engine_core.scheduler.limits import ChunkRule
-from engine_core.scheduler.preemption import KVWatermarks, NonRunningBlocks
+from engine_core.scheduler.limits import ChunkRule, PrefillThrottle
+from engine_core.scheduler.preemption import NonRunningBlocks, Preemption
 from engine_core.scheduler.queues.base import RequestQueue
 from engine_core.scheduler.step_plan import StepPlan
-from proto.config import SchedulerConfig
-from proto.engine_io import EventType, PauseMode
-
-
-class Pause:
-    """A gate that an operator closes.
-
-    In mode finish_running, requests that have not begun are held; others continue to their end,
-    with all their choices, also after a preemption or in a new engine. In mode freeze, the
-    scheduler plans nothing.
-    """
-
-    status: ClassVar[RequestStatus] = RequestStatus.WAITING_FOR_RESUME
-
-    def __init__(self, choices: Mapping[int, Mapping[int, Request]]) -> None:
-        """choices: unfinished choices by request id and number; not changed here."""
-        self._choices = choices
-        self._begun: set[int] = set()  # ids of requests that have begun with some choice
-        self._mode: PauseMode | None = None
-        self._held: dict[int, Request] = {}
-
-    @property
-    def mode(self) -> PauseMode | None:
-        return self._mode
-
-    @property
-    def frozen(self) -> bool:
-        """Whether nothing is scheduled."""
-        return self._mode == "freeze"
-
-    def begin_pause(self, mode: PauseMode) -> None:
-        self._mode = mode
-
-    def end_pause(self) -> None:
-        """End the pause and unblock all held requests; without a pause do nothing."""
-        self._mode = None
-        held, self._held = self._held, {}
-        for request in held.values():
-            self._unblock(request)
-
-    def attach(self, unblock: Unblock) -> None:
-        self._unblock = unblock
-
-    def begin_admission(self, plan: StepPlan) -> None:
-        """Do nothing: a step changes no pause."""
-
-    def holds(self, request: Request) -> bool:
-        """Return whether a request must not begin during the pause."""
-        if self._mode is None or request.request_id in self._begun:
-            return False
-        return not request.num_output_tokens
-
-    def is_blocked(self, candidate: Candidate) -> bool:
-        request = candidate.request
-        if not self.holds(request):
-            return False
-        self._held[request.seq_id] = request
-        return True
-
-    def on_admitted(self, request: Request, num_new_tokens: int) -> None:
-        self._begun.add(request.request_id)
-
-    def on_released(self, request: Request) -> None:
-        self._held.pop(request.seq_id, None)
-        if len(self._choices[request.request_id]) == 1:
-            self._begun.discard(request.request_id)
-
-
-DEFAULT_HYSTERESIS: Final = 0.9
-"""Admission resumes below this fraction of the occupancy at which it stops, by default."""
-
-
-class AdmissionRule(Protocol):
-    """A condition on the pool for admitting the request at the head of the queue.
-
-    A refusal ends admission for this step, so no later request overtakes. Rules are not asked while
-    no request runs or loads, so there is always progress.
-    """
-
-    def admits(self, request: Request, num_new_tokens: int, computed: ComputedBlocks) -> bool:
-        """Return whether a request may start with `num_new_tokens` after its cached blocks.
-
-        Fewer free blocks must never turn a refusal into an admission.
-        """
-        ...
-
-
-class Watermark:
-    """A rule: a fraction of the blocks stays free at an admission, for requests that run."""
-
-    def __init__(self, kv_cache: KVCacheManager, fraction: float) -> None:
-        self._kv_cache = kv_cache
-        self._num_reserved = int(fraction * kv_cache.num_usable_blocks)
-
-    def admits(self, request: Request, num_new_tokens: int, computed: ComputedBlocks) -> bool:
-        needed = self._kv_cache.num_blocks_needed(request, num_new_tokens, computed)
-        return needed + self._num_reserved <= self._kv_cache.num_free_blocks
-
-
-class WholeSequence:
-    """A rule: all tokens of the request must fit, not just the first chunk of them.
-
-    So must the rest of the prompts of running requests.
-    """
-
-    def __init__(self, kv_cache: KVCacheManager, running: Sequence[Request]) -> None:
-        self._kv_cache = kv_cache
-        self._running = running
-
-    def admits(self, request: Request, num_new_tokens: int, computed: ComputedBlocks) -> bool:
-        num_missing = request.num_tokens - request.num_computed_tokens - computed.num_tokens
-        needed = self._needed(request, num_missing, computed)
-        for other in self._running:
-            if other.is_prefilling:
-                num_missing = other.num_tokens - other.num_computed_tokens
-                needed += self._needed(other, num_missing, NOTHING_COMPUTED)
-        return needed <= self._kv_cache.num_free_blocks
-
-    def _needed(self, request: Request, num_missing: int, computed: ComputedBlocks) -> int:
-        """Return the blocks that the missing tokens need; a window frees some on the way."""
-        kv_cache = self._kv_cache
-        return min(
-            kv_cache.num_blocks_needed(request, num_missing, computed),
-            kv_cache.max_blocks(request.num_tokens),
-        )
-
-
-def make_kv_watermarks(config: SchedulerConfig, kv_cache: KVCacheManager) -> KVWatermarks | None:
-    """Return the watermarks of a configuration; None if it sets none below the whole pool."""
-    stop, preempt = config.stop_admission_above, config.preempt_above
-    if stop == preempt == 1.0:
-        return None
-    resume = config.resume_admission_below
-    if resume is None:
-        resume = DEFAULT_HYSTERESIS * stop
-    return KVWatermarks(kv_cache, resume, stop, preempt)
-
-
-def rules_of(
-    config: SchedulerConfig,
-    kv_cache: KVCacheManager,
-    running: Sequence[Request],
-    watermarks: KVWatermarks | None,
-) -> tuple[AdmissionRule, ...]:
-    """Return the rules of a configuration; none by default."""
-    rules: list[AdmissionRule] = []
-    if watermarks is not None:
-        rules.append(watermarks)
-    if config.scheduler_reserve_full_isl:
-        rules.append(WholeSequence(kv_cache, running))
-    if config.watermark:
-        rules.append(Watermark(kv_cache, config.watermark))
-    return tuple(rules)
-
+from proto.engine_io import EventType
 
 MAX_LOOKUPS_PER_STEP: Final = 8
 """Requests behind a throttled head that one step looks up in the connector: they may be many."""
@@ -205,10 +73,11 @@ class _Refusal:
     next_one: Sequence[bytes]
 
 
-class AdmissionPass:
-    """Admits waiting requests while tokens, sequences and blocks of the step last.
+class StepPlanner:
+    """Fills the plan of a step while its tokens, sequences, positions and blocks last.
 
-    max_positions: positions that a step may sample, those of drafts included.
+    max_positions: positions that a step may sample, those of drafts included. held: sequences that
+    wait for a mask (`Grammars`).
     """
 
     def __init__(
@@ -216,39 +85,178 @@ class AdmissionPass:
         waiting: RequestQueue,
         running: list[Request],
         kv_cache: KVCacheManager,
+        features: Sequence[SchedulerFeature],
+        *,
         chunks: ChunkRule,
         max_num_seqs: int,
         max_positions: int,
         rules: Sequence[AdmissionRule],
-        gates: Sequence[AdmissionGate],
-        listeners: Sequence[RequestListener],
+        held: set[int],
+        preemption: Preemption,
         non_running_blocks: NonRunningBlocks,
+        usage: TenantUsage,
         fairness: TenantFairness,
+        throttle: PrefillThrottle,
+        speculation: SpeculativeDecoding,
         kv_transfer: KVTransferManager,
     ) -> None:
         self._waiting = waiting
         self._running = running
         self._kv_cache = kv_cache
+        self._features = features
         self._chunks = chunks
+        self._max_num_seqs = max_num_seqs
         self._max_running = min(max_num_seqs, chunks.step_budget)  # each needs a token per step
         self._max_positions = max_positions
         self._rules = rules
-        self._gates = gates
-        self._listeners = listeners
+        self._held = held
+        self._preemption = preemption
         self._non_running_blocks = non_running_blocks
+        self._usage = usage
         self._fairness = fairness
+        self._throttle = throttle
+        self._speculation = speculation
         self._kv_transfer = kv_transfer
         self._refusal: _Refusal | None = None
         self._remembers = not rules and not kv_transfer.connected and kv_cache.is_downward_closed
 
-    @property
-    def num_free_seqs(self) -> int:
-        return max(0, self._max_running - len(self._running))
+    def plan_requests(self, plan: StepPlan) -> None:
+        """Plan running requests, then admit waiting ones, if no request was preempted."""
+        self._preemption.preempt_above_watermark(plan)
+        deferred = self._fairness.order_running()
+        plan.prompt_budget = self._prompt_budget()
+        speculation = self._speculation
+        if speculation.is_active:
+            speculation.fill_drafts(plan)
+        self._plan_running(plan, 0, len(self._running) - len(deferred))
+        if not plan.preempted:
+            self._admit_waiting(plan)
+        self._plan_deferred(plan, deferred)
+        if speculation.is_active:
+            speculation.clear_drafts()
+            speculation.plan_lookahead(plan)
 
-    def admit_waiting(self, plan: StepPlan) -> None:
+    def check_plan(self, plan: StepPlan) -> None:
+        """Assert that a complete plan is within the limits of a step."""
+        num_scheduled = len(plan.continued) + len(plan.admitted)
+        assert num_scheduled <= len(self._running), "more is scheduled than runs"
+        assert len(self._running) <= self._max_num_seqs, "more runs than may"
+        assert num_scheduled + plan.num_draft_tokens <= self._max_positions, (
+            "more positions are sampled than the workers have memory for"
+        )
+        assert plan.budget >= 0, "more tokens are scheduled than a step has"
+        num_tokens = sum(plan.continued_tokens) + sum(plan.admitted_tokens)
+        assert num_tokens == self._chunks.step_budget - plan.budget, "the budget was not kept"
+
+    def _prompt_budget(self) -> int:
+        """Return how many prompt tokens the step may have beside decoding requests."""
+        num_running, num_prefilling = len(self._running), len(self._usage.prefills)
+        num_seats = max(0, self._max_running - num_running)
+        num_startable = min(self._waiting.num_ready, num_seats)
+        return self._throttle.prompt_tokens(
+            num_running - num_prefilling, num_running + num_startable
+        )
+
+    # Running requests
+
+    def _plan_running(self, plan: StepPlan, position: int, end: int) -> None:
+        """Plan running requests until the budget or the range of the list ends.
+
+        Preemption may remove requests from the list, before the position and behind it. Most of
+        the time of schedule() is spent in this loop, so what it reads often is in local variables.
+        """
+        running, longest_chunk, held = self._running, self._chunks.longest_chunk, self._held
+        allocate_slots = self._kv_cache.allocate_slots
+        budget, prompt_budget = plan.budget, plan.prompt_budget
+        while position < end and budget > 0:
+            request = running[position]
+            position += 1
+            if held and request.seq_id in held:
+                continue
+            num_tokens = len(request.all_token_ids)
+            num_drafts = len(request.spec_token_ids)
+            if num_drafts or request.num_output_placeholders:
+                if request.num_output_placeholders > 1:
+                    continue  # a draft is being verified
+                num_tokens = request.num_tokens_ahead
+            num_missing = num_tokens - request.num_computed_tokens
+            if num_missing <= 0:
+                continue
+            num_new = 1 if num_missing == 1 else min(num_missing, longest_chunk, budget)
+            is_prefilling = num_missing > 1 and num_missing > 1 + num_drafts
+            if is_prefilling:
+                num_new = min(num_new, prompt_budget)
+                if num_new <= 0:
+                    continue  # decoding requests behind it may still be planned
+            blocks = allocate_slots(request, num_new)
+            while blocks is None:
+                if num_drafts:  # no request is preempted for a draft
+                    num_drafts, num_new = 0, 1
+                    request.spec_token_ids.clear()
+                else:
+                    plan.budget, plan.prompt_budget = budget, prompt_budget
+                    index = self._preemption.preempt_one(plan, position - 1)
+                    position -= index < position
+                    end -= index < end
+                    budget, prompt_budget = plan.budget, plan.prompt_budget
+                    if request.status is not RequestStatus.RUNNING:
+                        break  # it was preempted itself
+                blocks = allocate_slots(request, num_new)
+            else:
+                if num_drafts:
+                    plan.pack_draft(request, num_new)
+                plan.continued.append(request)
+                plan.continued_tokens.append(num_new)
+                plan.continued_blocks.append(blocks)
+                budget -= num_new
+                if is_prefilling:
+                    prompt_budget -= num_new
+                    plan.count_prefilling(1, num_new)
+        plan.budget, plan.prompt_budget = budget, prompt_budget
+
+    def _plan_deferred(self, plan: StepPlan, deferred: Sequence[Request]) -> None:
+        """Plan the deferred requests with what is left of the step.
+
+        They preempt no request if one was admitted, because it may be the one that they deferred
+        to.
+        """
+        deferred = [request for request in deferred if request.status is RequestStatus.RUNNING]
+        if deferred and plan.admitted:
+            self._plan_without_preemption(plan, deferred)
+        elif deferred:
+            end = len(self._running)
+            self._plan_running(plan, end - len(deferred), end)
+
+    def _plan_without_preemption(self, plan: StepPlan, deferred: Sequence[Request]) -> None:
+        for request in deferred:
+            if request.num_output_placeholders > 1 or request.seq_id in self._held:
+                continue  # a draft is being verified, or a mask computed
+            num_missing = request.num_tokens_ahead - request.num_computed_tokens
+            num_new = min(num_missing, self._chunks.longest_chunk, plan.budget)
+            is_prefilling = request.is_prefilling
+            if is_prefilling:
+                num_new = min(num_new, plan.prompt_budget)
+            blocks = self._kv_cache.allocate_slots(request, num_new) if num_new > 0 else None
+            if blocks is None and num_new > 1 and request.spec_token_ids:
+                num_new = 1
+                blocks = self._kv_cache.allocate_slots(request, num_new)
+            if blocks is not None:
+                if request.spec_token_ids:
+                    plan.pack_draft(request, num_new)
+                plan.continued.append(request)
+                plan.continued_tokens.append(num_new)
+                plan.continued_blocks.append(blocks)
+                plan.budget -= num_new
+                if is_prefilling:
+                    plan.prompt_budget -= num_new
+                    plan.count_prefilling(1, num_new)
+
+    # Waiting requests
+
+    def _admit_waiting(self, plan: StepPlan) -> None:
         """Admit requests from the head of the queue, until one has to wait for room."""
-        for gate in self._gates:
-            gate.begin_admission(plan)
+        for feature in self._features:
+            feature.begin_admission(plan)
         waiting = self._waiting
         while (
             self._has_budget(plan)
@@ -369,9 +377,9 @@ class AdmissionPass:
         )
 
     def _is_blocked(self, candidate: Candidate) -> bool:
-        for gate in self._gates:
-            if gate.is_blocked(candidate):
-                candidate.request.status = gate.status
+        for feature in self._features:
+            if feature.is_blocked(candidate):
+                candidate.request.status = feature.status
                 self._waiting.park_request(candidate.request)
                 self._kv_transfer.on_parked(candidate.request)
                 return True
@@ -434,8 +442,8 @@ class AdmissionPass:
             plan.prompt_budget -= num_new
         if num_missing > 1:
             plan.count_prefilling(1, num_new)
-        for listener in self._listeners:
-            listener.on_admitted(request, num_new)
+        for feature in self._features:
+            feature.on_admitted(request, num_new)
         return True
 
     def _load(self, candidate: Candidate, plan: StepPlan) -> bool:
