@@ -10,49 +10,79 @@ SwapRule            whether the KV of a preempted request is loaded or recompute
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from heapq import heapify, heappop, heappush
 from operator import attrgetter
-from typing import Final
+from typing import Any, Final
 
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.admission_rules import KVWatermarks
-from engine_core.scheduler.queues.base import PreemptionQueue, RequestQueue
+from engine_core.scheduler.queues.base import RequestQueue
 from engine_core.scheduler.queues.fair import FairSchedulingPolicy
 from engine_core.scheduler.step_plan import StepPlan
 from proto.config import PreemptionMode
 from proto.engine_io import EventType
 
 _running_index: Final = attrgetter("running_index")
+_SLACK: Final = 64
+"""Number of stale entries of a heap that are never worth a clean-up."""
+
+
+class _TenantVictims:
+    """Running requests of one tenant; the one with the lowest key is preempted first.
+
+    The entry of a request that was removed, or moved, stays in the heap until it comes to the top.
+    """
+
+    __slots__ = ("_heap", "keys")
+
+    def __init__(self) -> None:
+        self.keys: dict[int, Any] = {}  # by seq_id
+        self._heap: list[tuple[Any, int, Request]] = []
+
+    def add_running(self, request: Request, key: Any) -> None:
+        self.keys[request.seq_id] = key
+        heappush(self._heap, (key, request.seq_id, request))
+        if len(self._heap) > 2 * len(self.keys) + _SLACK:
+            self._heap = [entry for entry in self._heap if self.keys.get(entry[1]) == entry[0]]
+            heapify(self._heap)
+
+    def first(self) -> tuple[Any, int, Request]:
+        heap = self._heap
+        while self.keys.get(heap[0][1]) != heap[0][0]:
+            heappop(heap)
+        return heap[0]
 
 
 class PreemptionOrder:
-    """Running requests by tenant, in the order of preemption.
+    """Which running request is preempted next.
 
         tenant 7   served 900   ▸ ▸ ▸ ▸
-        tenant 3   served 340   ▸ ▸
+        tenant 3   served 340   ▸ ▸         by the key of the policy
 
-    The policy's rank decides among the first requests of the tenants, so a preemption takes time in
-    proportion to the tenants, not to the requests. Also assigns `Request.running_index`, which
-    grows along the running list.
+    Of the first requests of all tenants it is the least urgent one, of these the one whose tenant
+    was served most, of these the one with the lowest key. So a preemption takes time in proportion
+    to the tenants, not to the requests. Also assigns `Request.running_index`, which grows along the
+    running list.
     """
 
     def __init__(self, policy: FairSchedulingPolicy) -> None:
         self._policy = policy
-        self._tenants: dict[int, PreemptionQueue] = {}
+        self._tenants: dict[int, _TenantVictims] = {}
         self._last_index = 0
 
     def add_running(self, request: Request) -> None:
         self._last_index += 1
         request.running_index = self._last_index
-        order = self._tenants.get(request.tenant)
-        if order is None:
-            order = self._tenants[request.tenant] = self._policy.make_preemption_queue()
-        order.add_running(request)
+        victims = self._tenants.get(request.tenant)
+        if victims is None:
+            victims = self._tenants[request.tenant] = _TenantVictims()
+        victims.add_running(request, self._policy.preemption_key(request))
 
     def remove_running(self, request: Request) -> None:
-        order = self._tenants[request.tenant]
-        order.remove_running(request)
-        if not len(order):
+        victims = self._tenants[request.tenant]
+        del victims.keys[request.seq_id]
+        if not victims.keys:
             del self._tenants[request.tenant]
 
     def move_to_end(self, requests: Iterable[Request]) -> None:
@@ -64,14 +94,17 @@ class PreemptionOrder:
     def next_victim(self, served_above: float = -math.inf) -> Request | None:
         """Return the next request to preempt, of tenants served more than this; None if none."""
         if len(self._tenants) == 1 and served_above == -math.inf:
-            return next(iter(self._tenants.values())).peek_victim()
-        served = self._policy.served
-        candidates = [
-            order.peek_victim()
-            for tenant, order in self._tenants.items()
-            if served(tenant) > served_above
-        ]
-        return max(candidates, key=self._policy.preemption_rank, default=None)
+            return next(iter(self._tenants.values())).first()[2]
+        policy, first = self._policy, None
+        least: Any = None
+        for tenant, victims in self._tenants.items():
+            served = policy.served(tenant)
+            if served > served_above:
+                key, _, request = victims.first()
+                rank = (-policy.priority_key(request), -served, key)
+                if first is None or rank < least:
+                    first, least = request, rank
+        return first
 
 
 def index_of(running: Sequence[Request], request: Request) -> int:

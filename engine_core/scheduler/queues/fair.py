@@ -202,7 +202,7 @@ class FairSchedulingPolicy:
         self._inner = inner
         self._usage = usage
         self.priority_key = inner.priority_key
-        self.make_preemption_queue = inner.make_preemption_queue
+        self.preemption_key = inner.preemption_key
 
     def make_queue(self) -> RequestQueue:
         return FairQueue(self._inner.make_queue, self.priority_key, self._usage)
@@ -213,8 +213,3 @@ class FairSchedulingPolicy:
 
     def served(self, tenant: int) -> float:
         return self._usage.served(tenant)
-
-    def preemption_rank(self, request: Request) -> tuple[int, float, Any]:
-        """Return the rank of a request; the higher is preempted first."""
-        priority_key, served = self.rank(request)
-        return priority_key, served, self._inner.preemption_key(request)
