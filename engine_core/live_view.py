@@ -151,6 +151,7 @@ class EngineViewPublisher:
             accepted_tokens=counters.accepted_tokens,
             num_state_slots=num_state_slots,
             num_held_states=num_held_states,
+            step_limit=scheduler.step_limit,
         )
         self._has_changed = counters.reset()
         self._last_view_at = now

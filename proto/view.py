@@ -90,8 +90,9 @@ class EngineView(msgspec.Struct, array_like=True, tag=9, frozen=True):
     computed (including recomputed ones), generation_tokens, queried_tokens and found_tokens of the
     prefix cache, preemptions, num_drafts verified, their draft_tokens, and accepted_tokens among
     those. num_state_slots: for recurrent states, 0 of a model without such layers; requests hold
-    num_held_states of them. requests: running ones first, at most MAX_SHOWN_REQUESTS;
-    more_requests: beyond those.
+    num_held_states of them. step_limit: what made the last step shorter than its token budget; ""
+    if it is full. requests: running ones first, at most MAX_SHOWN_REQUESTS; more_requests: beyond
+    those.
     """
 
     epoch: int
@@ -113,3 +114,4 @@ class EngineView(msgspec.Struct, array_like=True, tag=9, frozen=True):
     accepted_tokens: int = 0
     num_state_slots: int = 0
     num_held_states: int = 0
+    step_limit: str = ""

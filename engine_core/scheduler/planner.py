@@ -8,6 +8,7 @@
     _admit_waiting             requests from the head of the queue go to the end of the running list
     _plan_deferred             requests that defer to those that were just admitted
     plan_lookahead             what the workers' draft model proposes behind the step
+    step_limit                 what made the step shorter than its token budget
 
 No request starves. A request is admitted only with budget left after every running request was
 planned, no more requests run than a step has tokens, and what a running request needs (the rest of
@@ -29,6 +30,7 @@ feature holds back is parked, and the next one is considered.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final
 
 from engine_core.kv_cache.manager import KVCacheManager
@@ -135,6 +137,52 @@ class StepPlanner:
         if speculation.is_active:
             speculation.clear_drafts()
             speculation.plan_lookahead(plan)
+        plan.limit = self.step_limit(plan)
+
+    def step_limit(self, plan: StepPlan) -> str:
+        """Return what made a planned step shorter than its token budget; "" if it is full.
+
+        preemption     blocks ran out and requests were preempted, so none was admitted
+        prompt tokens  decoding requests would wait too long for more (`PrefillThrottle`)
+        sequences      --max-num-seqs requests run, or as many as a step has tokens
+        drafts         they take the positions that another request would sample
+        tenants        the next request waits for others that were served less (`TenantFairness`)
+        chunks         the next prompt fits in no chunk (--no-enable-chunked-prefill), or a prompt
+                       has as many tokens as one may (--long-prefill-token-threshold)
+        blocks         the pool has no room for the next request, or a rule keeps it
+        blocked        features hold all waiting requests back; their statuses say which
+        results        requests wait for the result of a step in flight, or for a mask
+        requests       all have their tokens, and none waits
+        """
+        waiting, chunks = self._waiting, self._chunks
+        if plan.budget <= 0:
+            return ""
+        if plan.preempted and not plan.admitted:
+            return "preemption"
+        if plan.prompt_budget <= 0:
+            return "prompt tokens"
+        if waiting.num_ready:
+            head = waiting.peek_request()
+            if not self._can_run_one_more():
+                return "sequences"
+            if not self._has_position(plan):
+                return "drafts"
+            if head.num_output_placeholders:
+                return "results"
+            if self._fairness.is_behind(head):
+                return "tenants"
+            num_missing = head.num_tokens - head.num_computed_tokens
+            return "blocks" if self._first_chunk(num_missing, plan) else "chunks"
+        if (
+            plan.num_prefilling
+            and chunks.longest_chunk < chunks.step_budget
+            and chunks.longest_chunk in chain(plan.continued_tokens, plan.admitted_tokens)
+        ):
+            return "chunks"
+        if len(waiting):
+            return "blocked"
+        num_planned = len(plan.continued) + len(plan.admitted)
+        return "results" if num_planned < len(self._running) else "requests"
 
     def check_plan(self, plan: StepPlan) -> None:
         """Assert that a complete plan is within the limits of a step."""

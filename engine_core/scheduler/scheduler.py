@@ -75,6 +75,7 @@ class Scheduler:
     """Requests in, steps out, tokens back in.
 
     next_seq_id: returns a name for a new sequence, never the same twice.
+    step_limit: what made the last step shorter than its token budget (`StepPlanner.step_limit`).
     resumable_sessions, agent_sessions, queue_limits, deadlines, kv_transfer: parts that the
         engine's input and loop also use directly.
 
@@ -105,6 +106,7 @@ class Scheduler:
         num_draft_positions: int = 0,
     ) -> None:
         self.next_seq_id: Callable[[], int] = itertools.count().__next__
+        self.step_limit = ""
         self._kv_cache = kv_cache
         self._clock = clock
         self._observer = observer
@@ -445,7 +447,9 @@ class Scheduler:
         self._kv_cache.begin_step()
         self._update_retained_prefixes(plan)
         self._observer.on_step_begin(plan, self.waiting, self.running, self._kv_cache)
-        if not self._pause.frozen:
+        if self._pause.frozen:
+            plan.limit = "pause"
+        else:
             self._planner.plan_requests(plan)
         self._planner.check_plan(plan)
         self.kv_transfer.resend_rewound(plan)
@@ -453,6 +457,7 @@ class Scheduler:
         output = self.kv_transfer.add_connector_metadata(output)
         self._observer.on_step_scheduled(output.step, plan)
         self._advance_counters(output.step, plan)
+        self.step_limit = plan.limit
         return output
 
     def update_from_output(

@@ -267,6 +267,7 @@ class TraceRecorder:
             draft_tokens=list(map(len, plan.drafts.values())),
             lookahead=list(plan.lookahead),
             lookahead_tokens=list(plan.lookahead.values()),
+            limit=plan.limit,
         )
 
     def _hit(self, request: Request) -> PrefixHit:

@@ -62,6 +62,7 @@ def view(epoch: int = 1, requests: tuple[RequestView, ...] = (), **fields: objec
         "accepted_tokens": 6,
         "num_state_slots": 24,
         "num_held_states": 3,
+        "step_limit": "blocks",
     }
     return EngineView(**(facts | fields))  # type: ignore[arg-type]
 
@@ -126,6 +127,7 @@ async def test_the_stream_begins_with_hello_then_views(start: StartFrontEnd) -> 
             "accepted_tokens": 6,
             "state_slots": 24,
             "held_states": 3,
+            "step_limit": "blocks",
             "requests": [
                 {
                     "owner": 1,
