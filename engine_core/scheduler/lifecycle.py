@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.features.base import SchedulerFeature, SchedulerObserver
-from engine_core.scheduler.kv_transfer import KVTransferManager
 from engine_core.scheduler.output import OutputBuilder
 from engine_core.scheduler.queues.base import RequestQueue
 from proto.engine_io import EngineCoreOutput, EventType
@@ -67,31 +66,30 @@ def stop_token(request: Request) -> int | None:
 class RequestLifecycle:
     """All unfinished requests; adds them to the queue and ends them.
 
-    requests: by seq_id, in the order in which they were added; choices: by request id and number.
-    Other parts only read both. recently_ended: by seq_id, requests that steps in flight may still
-    compute, with the last such step.
+    waiting, running: the queue, and running requests in the order of admission.
+    requests: by seq_id, in the order in which they were added.
+    choices: by request id and number. Other parts only read these two.
+    recently_ended: by seq_id, requests that steps in flight may still compute, with the last such
+        step.
     """
 
     def __init__(
         self,
         waiting: RequestQueue,
-        running: list[Request],
         kv_cache: KVCacheManager,
         features: Sequence[SchedulerFeature],
-        kv_transfer: KVTransferManager,
         output_builder: OutputBuilder,
         observer: SchedulerObserver,
         clock: Callable[[], float],
         max_model_len: int,
     ) -> None:
+        self.waiting = waiting
+        self.running: list[Request] = []
         self.requests: dict[int, Request] = {}
         self.choices: dict[int, dict[int, Request]] = {}
         self.recently_ended: dict[int, tuple[Request, int]] = {}
-        self._waiting = waiting
-        self._running = running
         self._kv_cache = kv_cache
         self._features = features
-        self._kv_transfer = kv_transfer
         self._output_builder = output_builder
         self._observer = observer
         self._clock = clock
@@ -108,8 +106,15 @@ class RequestLifecycle:
         request.record_event(EventType.QUEUED, self._clock())
         for feature in self._features:
             feature.on_request_added(request)
-        self._waiting.add_request(request)
+        self.waiting.add_request(request)
         self._observer.on_request_added(request)
+
+    def unblock(self, request: Request) -> None:
+        """Make a parked request ready again, in its old place in the queue; ignores any other."""
+        if request.status.is_blocked:
+            preempted = request.num_preemptions > 0
+            request.status = RequestStatus.PREEMPTED if preempted else RequestStatus.WAITING
+            self.waiting.unpark_request(request)
 
     def abort_request(
         self, request_id: int, choice: int | None = None, *, stopped: bool = False
@@ -127,7 +132,7 @@ class RequestLifecycle:
         """End requests in any status. stopped: their clients have received all they want."""
         for request in requests:
             if request.status is not RequestStatus.RUNNING:
-                self._waiting.remove_request(request)
+                self.waiting.remove_request(request)
             request.status = RequestStatus.FINISHED_ABORTED
             self._release(request, succeeded=stopped)
         self.clear_running()
@@ -135,7 +140,7 @@ class RequestLifecycle:
     def finish_request(self, request: Request, status: RequestStatus) -> None:
         """End a request with this status; the caller calls `clear_running` later."""
         if request.status is not RequestStatus.RUNNING:
-            self._waiting.remove_request(request)
+            self.waiting.remove_request(request)
         if status is RequestStatus.FINISHED_STOPPED:
             request.stop_reason = stop_token(request)
         request.status = status
@@ -148,7 +153,7 @@ class RequestLifecycle:
 
     def clear_running(self) -> None:
         """Remove requests that have ended from the running list."""
-        self._running[:] = [request for request in self._running if not request.is_finished]
+        self.running[:] = [request for request in self.running if not request.is_finished]
 
     def forget_ended(self, step: int) -> None:
         """Forget ended requests that no step after this one computes."""
@@ -158,8 +163,7 @@ class RequestLifecycle:
             del self.recently_ended[seq_id]
 
     def _release(self, request: Request, *, succeeded: bool) -> None:
-        self._kv_transfer.on_finish(request)  # first: a feature may pass the blocks on
-        for feature in self._features:
+        for feature in reversed(self._features):
             feature.on_ending(request, succeeded=succeeded)
         self._kv_cache.free(request)
         self._observer.on_request_finished(request)

@@ -41,9 +41,9 @@ from engine_core.scheduler.features.fairness import TenantFairness
 from engine_core.scheduler.features.speculative_decoding import SpeculativeDecoding
 from engine_core.scheduler.features.tenant_usage import TenantUsage
 from engine_core.scheduler.kv_transfer import KVTransferManager
+from engine_core.scheduler.lifecycle import RequestLifecycle
 from engine_core.scheduler.limits import ChunkRule, PrefillThrottle
 from engine_core.scheduler.preemption import NonRunningBlocks, Preemption
-from engine_core.scheduler.queues.base import RequestQueue
 from engine_core.scheduler.step_plan import StepPlan
 from proto.engine_io import EventType
 
@@ -84,8 +84,7 @@ class StepPlanner:
 
     def __init__(
         self,
-        waiting: RequestQueue,
-        running: list[Request],
+        lifecycle: RequestLifecycle,
         kv_cache: KVCacheManager,
         features: Sequence[SchedulerFeature],
         *,
@@ -102,8 +101,8 @@ class StepPlanner:
         speculation: SpeculativeDecoding,
         kv_transfer: KVTransferManager,
     ) -> None:
-        self._waiting = waiting
-        self._running = running
+        self._waiting = lifecycle.waiting
+        self._running = lifecycle.running
         self._kv_cache = kv_cache
         self._features = features
         self._chunks = chunks
@@ -323,7 +322,7 @@ class StepPlanner:
                 and not candidate.loads_async
                 and self._needs_prompt_tokens(candidate)
             ):
-                self._kv_transfer.note_not_transferred(request)
+                self._kv_transfer.note_without_kv(request)
                 self._admit_transferred(plan)
                 return
             if not self._admit(candidate, plan):
@@ -337,11 +336,11 @@ class StepPlanner:
         some again.
         """
         kv_transfer = self._kv_transfer
-        if self._waiting.num_ready <= kv_transfer.num_not_transferred:
+        if self._waiting.num_ready <= kv_transfer.num_without_kv:
             return
         num_lookups = 0
         for request in self._waiting:
-            if request.status.is_blocked or not kv_transfer.may_be_transferred(request):
+            if request.status.is_blocked or kv_transfer.is_without_kv(request):
                 continue
             if plan.budget <= 0 or not self._has_position(plan) or not self._can_run_one_more():
                 return
@@ -353,7 +352,7 @@ class StepPlanner:
             if self._is_blocked(candidate):
                 continue
             if self._needs_prompt_tokens(candidate):
-                kv_transfer.note_not_transferred(request)
+                kv_transfer.note_without_kv(request)
             elif not self._admit(candidate, plan):
                 return
 

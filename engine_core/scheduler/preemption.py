@@ -3,7 +3,6 @@
 PreemptionOrder     the order in which running requests are preempted
 NonRunningBlocks    blocks of requests that do not run, which are freed before a running one's
 Preemption          frees the blocks and puts the request back into the queue
-requeue_all         the same for all requests, after the workers have died
 SwapRule            whether the KV of a preempted request is loaded or recomputed
 """
 
@@ -17,7 +16,7 @@ from typing import Any, Final
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.admission_rules import KVWatermarks
-from engine_core.scheduler.queues.base import RequestQueue
+from engine_core.scheduler.lifecycle import RequestLifecycle
 from engine_core.scheduler.queues.fair import FairSchedulingPolicy
 from engine_core.scheduler.step_plan import StepPlan
 from proto.config import PreemptionMode
@@ -186,16 +185,16 @@ class Preemption:
 
     def __init__(
         self,
+        lifecycle: RequestLifecycle,
         preemption_order: PreemptionOrder,
-        waiting: RequestQueue,
-        running: list[Request],
         kv_cache: KVCacheManager,
         watermarks: KVWatermarks | None,
         non_running_blocks: NonRunningBlocks,
     ) -> None:
         self._preemption_order = preemption_order
-        self._waiting = waiting
-        self._running = running
+        self._requests = lifecycle.requests
+        self._waiting = lifecycle.waiting
+        self._running = lifecycle.running
         self._kv_cache = kv_cache
         self._watermarks = watermarks
         self._non_running_blocks = non_running_blocks
@@ -213,7 +212,7 @@ class Preemption:
         """Preempt one running request; return its index in the running list.
 
         If a request that does not run holds blocks, it loses them instead, and the returned index
-        is the length of the list. So does a queued request if only one request runs.
+        is the length of the list. Queued requests lose theirs only to the last running one.
 
         num_visited: leading requests of the running list that the plan may include. If the plan
         includes the preempted request, it is removed: its tokens return to the budget, and blocks
@@ -256,6 +255,20 @@ class Preemption:
             self._requeue(victim, now)
         return preempted
 
+    def requeue_all(self, now: float) -> None:
+        """Put all requests back into the queue, in their order: the workers have lost their KV.
+
+        Nothing else is lost, because all token ids are in the engine. Frees all blocks, forgets the
+        prefix cache, and drops placeholders of steps in flight. now: monotonic seconds.
+        """
+        self.preempt_all(now)
+        for request in self._requests.values():
+            request.num_output_placeholders = 0
+            request.spec_token_ids.clear()
+        self._kv_cache.pop_block_copies()  # of steps that will not be computed
+        forgotten = self._kv_cache.reset_prefix_cache()
+        assert forgotten, "a request that neither runs nor rests holds blocks"
+
     def _requeue(self, victim: Request, now: float) -> None:
         self._preemption_order.remove_running(victim)
         self._kv_cache.free(victim)
@@ -264,24 +277,6 @@ class Preemption:
         victim.spec_token_ids.clear()
         victim.record_event(EventType.PREEMPTED, now)
         self._waiting.requeue_preempted(victim)
-
-
-def requeue_all(
-    requests: Iterable[Request], preemption: Preemption, kv_cache: KVCacheManager, now: float
-) -> None:
-    """Put all requests back into the queue, in their order, after the workers have lost their KV.
-
-    Nothing else is lost, because all token ids are in the engine. Frees all blocks, forgets the
-    prefix cache, and drops placeholders of steps in flight. requests: all unfinished ones.
-    now: monotonic seconds.
-    """
-    preemption.preempt_all(now)
-    for request in requests:
-        request.num_output_placeholders = 0
-        request.spec_token_ids.clear()
-    kv_cache.pop_block_copies()  # of steps that will not be computed
-    forgotten = kv_cache.reset_prefix_cache()
-    assert forgotten, "a request that neither runs nor rests holds blocks"
 
 
 _WEIGHT: Final = 0.25

@@ -12,9 +12,9 @@ import numpy as np
 
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request, RequestStatus
-from engine_core.retention.agent_sessions import AgentSessions
 from engine_core.scheduler.features.beam_groups import BeamGroup, BeamGroups
 from engine_core.scheduler.features.resumable_sessions import ResumableSessions
+from engine_core.scheduler.features.retention.agent_sessions import AgentSessions
 from engine_core.scheduler.features.speculative_decoding import SpeculativeDecoding
 from engine_core.scheduler.features.tenant_usage import TenantUsage
 from engine_core.scheduler.kv_transfer import KVTransferManager

@@ -17,9 +17,6 @@ from typing import Final
 
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request, RequestStatus
-from engine_core.retention.agent_sessions import AgentSessions
-from engine_core.retention.retained_prefixes import RetainedPrefixes
-from engine_core.retention.ttl_rule import NoRetention, make_ttl_rule
 from engine_core.scheduler.admission_rules import make_kv_watermarks, rules_of
 from engine_core.scheduler.compute_meter import ComputeMeter
 from engine_core.scheduler.features.base import NO_OBSERVER, SchedulerFeature, SchedulerObserver
@@ -34,6 +31,9 @@ from engine_core.scheduler.features.grammars import GrammarGate, Grammars
 from engine_core.scheduler.features.pause import Pause
 from engine_core.scheduler.features.prefix_sharing import PrefixWait, SiblingForks
 from engine_core.scheduler.features.resumable_sessions import ResumableSessions
+from engine_core.scheduler.features.retention.agent_sessions import AgentSessions
+from engine_core.scheduler.features.retention.retained_prefixes import RetainedPrefixes
+from engine_core.scheduler.features.retention.ttl_rule import NoRetention, make_ttl_rule
 from engine_core.scheduler.features.speculative_decoding import DraftProvider, SpeculativeDecoding
 from engine_core.scheduler.features.tenant_usage import TenantUsage
 from engine_core.scheduler.kv_transfer import Connect, KVTransferManager, no_connector
@@ -52,9 +52,7 @@ from engine_core.scheduler.preemption import (
     Preemption,
     PreemptionOrder,
     make_swap_rule,
-    requeue_all,
 )
-from engine_core.scheduler.queues.base import RequestQueue
 from engine_core.scheduler.queues.registry import make_policy
 from engine_core.scheduler.result import ResultPass
 from engine_core.scheduler.step_plan import StepPlan, num_sampled_positions
@@ -116,77 +114,40 @@ class Scheduler:
         self._num_preemptions = 0
         self._num_scheduled_tokens = 0
 
-        # Requests
         self._usage = TenantUsage(max_model_len)
         policy = make_policy(config.scheduling_policy, self._usage)
-        self.waiting: RequestQueue = policy.make_queue()
-        self.running: list[Request] = []
         features: list[SchedulerFeature] = []
         forced_tokens = ForcedTokens()
         self._output_builder = OutputBuilder(kv_cache, forced_tokens, grammars, epoch)
-        non_running_blocks = NonRunningBlocks(kv_cache)
-        self._swap_rule = make_swap_rule(config.preemption)
-        self.kv_transfer = KVTransferManager(
-            connect,
-            kv_cache,
-            self.waiting,
-            non_running_blocks,
-            self.unblock,
-            load_failure_policy,
-            observer,
-            self._swap_rule,
-            clock,
-        )
-        self._lifecycle = RequestLifecycle(
-            self.waiting,
-            self.running,
+        lifecycle = RequestLifecycle(
+            policy.make_queue(),
             kv_cache,
             features,
-            self.kv_transfer,
             self._output_builder,
             observer,
             clock,
             max_model_len,
         )
-        choices = self._lifecycle.choices
+        self._lifecycle, unblock = lifecycle, lifecycle.unblock
+        self.waiting, self.running = lifecycle.waiting, lifecycle.running
 
         # Which request loses its blocks when they run out
         watermarks = make_kv_watermarks(config, kv_cache)
-        order = PreemptionOrder(policy)
+        non_running_blocks = NonRunningBlocks(kv_cache)
+        preemption_order = PreemptionOrder(policy)
         self._preemption = Preemption(
-            order, self.waiting, self.running, kv_cache, watermarks, non_running_blocks
+            lifecycle, preemption_order, kv_cache, watermarks, non_running_blocks
         )
+        self._swap_rule = make_swap_rule(config.preemption)
 
         # Features
         self._chunks = ChunkRule.from_config(config)
-        self._pause = Pause(choices, self.unblock)
+        self._pause = Pause(lifecycle)
         self._crash_isolation = CrashIsolation(
-            self.running,
-            self.waiting,
-            self._pause,
-            self._preemption,
-            self.unblock,
-            config.crashes_until_isolated,
+            lifecycle, self._pause, self._preemption, config.crashes_until_isolated
         )
         fairness = TenantFairness(
-            self._usage,
-            policy,
-            order,
-            self.waiting,
-            self.running,
-            self._preemption,
-            self._chunks,
-        )
-        self.resumable_sessions = ResumableSessions(
-            self._lifecycle,
-            self.next_seq_id,
-            self.waiting,
-            kv_cache,
-            non_running_blocks,
-            self.unblock,
-            max_model_len=max_model_len,
-            timeout=config.session_timeout,
-            clock=clock,
+            lifecycle, self._usage, policy, preemption_order, self._preemption, self._chunks
         )
         self._retained_prefixes = RetainedPrefixes(
             kv_cache, config.max_pinned_share, config.max_pinned_share_per_tenant, observer
@@ -199,6 +160,15 @@ class Scheduler:
             clock,
             evicts_last_turns=retains,
         )
+        self.resumable_sessions = ResumableSessions(
+            lifecycle,
+            self.next_seq_id,
+            kv_cache,
+            non_running_blocks,
+            max_model_len=max_model_len,
+            timeout=config.session_timeout,
+            clock=clock,
+        )
         self.queue_limits = QueueLimits(
             queue_capacity(config, kv_cache.num_usable_blocks, kv_cache.block_size),
             clock,
@@ -209,11 +179,9 @@ class Scheduler:
             self._chunks.step_budget, config.max_prefill_slowdown, chunked=self._chunks.chunked
         )
         held: set[int] = set() if grammars is None else grammars.held
-        max_positions = config.max_num_seqs + num_draft_positions
         self._speculation = SpeculativeDecoding(
             drafting,
-            self.running,
-            self.waiting,
+            lifecycle,
             kv_cache,
             self._chunks,
             config.max_num_seqs,
@@ -225,7 +193,17 @@ class Scheduler:
             computes_ahead=self._async_scheduling,
             held=held,
         )
-        beams = BeamGroups(kv_cache, self._preemption, forced_tokens, self.unblock)
+        beams = BeamGroups(kv_cache, self._preemption, forced_tokens, unblock)
+        self.kv_transfer = KVTransferManager(
+            connect,
+            lifecycle,
+            kv_cache,
+            non_running_blocks,
+            load_failure_policy,
+            observer,
+            self._swap_rule,
+            clock,
+        )
 
         # The first feature that blocks a request ends the question, so the order is:
         # - A paused request is held for this reason alone, and no later feature begins anything.
@@ -245,8 +223,8 @@ class Scheduler:
             self._pause,
             self._crash_isolation,
             fairness,
-            self.resumable_sessions,
             self.agent_sessions,
+            self.resumable_sessions,
             self.queue_limits,
             self.deadlines,
             self._prefill_throttle,
@@ -254,20 +232,19 @@ class Scheduler:
             *more_features,
             *([] if grammars is None else [GrammarGate(grammars)]),
             beams,
-            SiblingForks(kv_cache, choices, non_running_blocks, self.unblock),
-            PrefixWait(kv_cache, self._chunks.longest_chunk, self.unblock),
+            SiblingForks(kv_cache, lifecycle.choices, non_running_blocks, unblock),
+            PrefixWait(kv_cache, self._chunks.longest_chunk, unblock),
             self.kv_transfer,
         ]
 
         # A step and its result
         self._planner = StepPlanner(
-            self.waiting,
-            self.running,
+            lifecycle,
             kv_cache,
             features,
             chunks=self._chunks,
             max_num_seqs=config.max_num_seqs,
-            max_positions=max_positions,
+            max_positions=config.max_num_seqs + num_draft_positions,
             rules=rules_of(config, kv_cache, self.running, watermarks),
             held=held,
             preemption=self._preemption,
@@ -279,7 +256,7 @@ class Scheduler:
             kv_transfer=self.kv_transfer,
         )
         self._result_pass = ResultPass(
-            self._lifecycle,
+            lifecycle,
             kv_cache,
             beams,
             self.kv_transfer,
@@ -339,10 +316,7 @@ class Scheduler:
 
     def unblock(self, request: Request) -> None:
         """Make a parked request ready again, in its old place in the queue; ignores any other."""
-        if request.status.is_blocked:
-            preempted = request.num_preemptions > 0
-            request.status = RequestStatus.PREEMPTED if preempted else RequestStatus.WAITING
-            self.waiting.unpark_request(request)
+        self._lifecycle.unblock(request)
 
     def has_request(self, request_id: int) -> bool:
         """Return whether any choice of this request is unfinished."""
@@ -397,7 +371,7 @@ class Scheduler:
         crashing = self._crash_isolation.note_crash()
         self.kv_transfer.forget_transfers()
         self._retained_prefixes.release_all("restart")
-        requeue_all(self.requests, self._preemption, self._kv_cache, self._clock())
+        self._preemption.requeue_all(self._clock())
         self._row_counts.clear()
         self._speculation.begin_worker_epoch()
         if self._compute_meter is not None:

@@ -13,7 +13,7 @@ import msgspec
 from engine_core.kv_cache.events import ReusableBlockCounter
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request, RequestStatus
-from engine_core.retention.retained_prefixes import RetainedPrefix
+from engine_core.scheduler.features.retention.retained_prefixes import RetainedPrefix
 from engine_core.scheduler.queues.base import RequestQueue
 from engine_core.scheduler.step_plan import StepPlan
 from proto.model_runner_output import ModelRunnerOutput

@@ -217,7 +217,7 @@ SCHEDULER = (
     ),
     Fault(
         "pin_never_expires",
-        "engine_core/retention/retained_prefixes.py",
+        "engine_core/scheduler/features/retention/retained_prefixes.py",
         "while (prefix := self._deadlines.first_up_to(now)) is not None:",
         "while (prefix := self._deadlines.first_up_to(now - 1e9)) is not None:",
         "KV of agents that never come back stays pinned.",

@@ -10,7 +10,7 @@ from engine_core.scheduler.step_plan import StepPlan
 from proto.model_runner_output import ModelRunnerOutput
 
 if TYPE_CHECKING:
-    from engine_core.retention.retained_prefixes import RetainedPrefix
+    from engine_core.scheduler.features.retention.retained_prefixes import RetainedPrefix
 
 Unblock = Callable[[Request], None]
 """Makes a parked request ready again, in its old place; does nothing for any other request."""
@@ -63,7 +63,7 @@ class SchedulerFeature(Protocol):
         on_request_added ─▶ is_blocked? ─▶ on_admitted ─▶ … ─▶ on_ending ─▶ on_released
                                  ▲── preempted ──┘
 
-    `Scheduler` builds all features in one list; each method is called in the order of that list.
+    `Scheduler` builds all features in one list; methods are called in the order of that list.
     A request that `is_blocked` holds back is parked: it keeps its place in the queue, the requests
     behind it pass, and it is not considered again until the feature unblocks it.
 
@@ -97,7 +97,8 @@ class SchedulerFeature(Protocol):
     def on_ending(self, request: Request, *, succeeded: bool) -> None:
         """A request, which still has its blocks, ends with the status that says how.
 
-        succeeded: the client has received all that it wanted.
+        Called from the last feature to the first: a connector sees the blocks before the next turn
+        of a session inherits them. succeeded: the client has received all that it wanted.
         """
         return None
 

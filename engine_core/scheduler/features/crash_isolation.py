@@ -33,10 +33,10 @@ import sys
 from typing import ClassVar, Final, Protocol
 
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.features.base import Candidate, SchedulerFeature, Unblock
+from engine_core.scheduler.features.base import Candidate, SchedulerFeature
 from engine_core.scheduler.features.pause import Pause
+from engine_core.scheduler.lifecycle import RequestLifecycle
 from engine_core.scheduler.preemption import Preemption
-from engine_core.scheduler.queues.base import RequestQueue
 from engine_core.scheduler.step_plan import StepPlan
 from proto.engine_io import EngineCoreOutput, FinishReason
 from proto.errors import ErrorInfo
@@ -108,18 +108,16 @@ class CrashIsolation(SchedulerFeature):
 
     def __init__(
         self,
-        running: list[Request],
-        waiting: RequestQueue,
+        lifecycle: RequestLifecycle,
         pause: Pause,
         preemption: Preemption,
-        unblock: Unblock,
         crashes_until_isolated: int,
     ) -> None:
-        self._running = running
-        self._waiting = waiting
+        self._running = lifecycle.running
+        self._waiting = lifecycle.waiting
         self._pause = pause
         self._preemption = preemption
-        self._unblock = unblock
+        self._unblock = lifecycle.unblock
         self._crashes_until_isolated = crashes_until_isolated
         self._records: dict[int, _Record] = {}
         self._suspects: dict[int, Request] = {}

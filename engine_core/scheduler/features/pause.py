@@ -1,10 +1,10 @@
 """Pauses: no new request starts, or nothing is scheduled at all."""
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.features.base import Candidate, SchedulerFeature, Unblock
+from engine_core.scheduler.features.base import Candidate, SchedulerFeature
+from engine_core.scheduler.lifecycle import RequestLifecycle
 from proto.engine_io import PauseMode
 
 
@@ -18,10 +18,9 @@ class Pause(SchedulerFeature):
 
     status: ClassVar[RequestStatus] = RequestStatus.WAITING_FOR_RESUME
 
-    def __init__(self, choices: Mapping[int, Mapping[int, Request]], unblock: Unblock) -> None:
-        """choices: unfinished choices by request id and number; not changed here."""
-        self._choices = choices
-        self._unblock = unblock
+    def __init__(self, lifecycle: RequestLifecycle) -> None:
+        self._choices = lifecycle.choices
+        self._unblock = lifecycle.unblock
         self._begun: set[int] = set()  # ids of requests that have begun with some choice
         self._mode: PauseMode | None = None
         self._held: dict[int, Request] = {}

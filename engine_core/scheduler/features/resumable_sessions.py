@@ -22,10 +22,9 @@ import msgspec
 
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.features.base import SchedulerFeature, Unblock
+from engine_core.scheduler.features.base import SchedulerFeature
 from engine_core.scheduler.lifecycle import OutputsByFrontEnd, RequestLifecycle
 from engine_core.scheduler.preemption import NonRunningBlocks
-from engine_core.scheduler.queues.base import RequestQueue
 from engine_core.validation import check_length
 from proto.engine_io import EngineCoreOutput, EventType, FinishReason, SessionInput
 from proto.errors import ErrorInfo, InvalidRequestError
@@ -69,10 +68,8 @@ class ResumableSessions(SchedulerFeature):
         self,
         lifecycle: RequestLifecycle,
         next_seq_id: Callable[[], int],
-        waiting: RequestQueue,
         kv_cache: KVCacheManager,
         non_running_blocks: NonRunningBlocks,
-        unblock: Unblock,
         *,
         max_model_len: int,
         timeout: float,
@@ -80,10 +77,10 @@ class ResumableSessions(SchedulerFeature):
     ) -> None:
         self._lifecycle = lifecycle
         self._next_seq_id = next_seq_id
-        self._waiting = waiting
+        self._waiting = lifecycle.waiting
         self._kv_cache = kv_cache
         self.non_running_blocks = non_running_blocks
-        self._unblock = unblock
+        self._unblock = lifecycle.unblock
         self._max_model_len = max_model_len
         self._timeout = timeout
         self._clock = clock

@@ -38,8 +38,8 @@ from engine_core.kv_cache.manager import NO_NEW_BLOCKS, NOTHING_COMPUTED, KVCach
 from engine_core.request import Request
 from engine_core.scheduler.features.base import SchedulerFeature
 from engine_core.scheduler.features.grammars import Grammars
+from engine_core.scheduler.lifecycle import RequestLifecycle
 from engine_core.scheduler.limits import ChunkRule
-from engine_core.scheduler.queues.base import RequestQueue
 from engine_core.scheduler.step_plan import StepPlan
 
 
@@ -234,8 +234,7 @@ class SpeculativeDecoding(SchedulerFeature):
     def __init__(
         self,
         drafting: DraftProvider | None,
-        running: list[Request],
-        waiting: RequestQueue,
+        lifecycle: RequestLifecycle,
         kv_cache: KVCacheManager,
         chunks: ChunkRule,
         max_num_seqs: int,
@@ -252,8 +251,8 @@ class SpeculativeDecoding(SchedulerFeature):
         self._min_free_blocks = int((1.0 - max_usage) * kv_cache.num_usable_blocks)
         self._computes_ahead = computes_ahead
         self._held = held
-        self._running = running
-        self._waiting = waiting
+        self._running = lifecycle.running
+        self._waiting = lifecycle.waiting
         self._longest_chunk = chunks.longest_chunk
         self._max_num_seqs = max_num_seqs
         self._num_draft_positions = num_draft_positions

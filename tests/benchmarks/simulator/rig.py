@@ -11,8 +11,8 @@ from engine_core.kv_cache.pool import TransferRefs
 from engine_core.kv_connector.base import SchedulerConnector, SchedulerContext
 from engine_core.kv_connector.offload.connector import OffloadingScheduler
 from engine_core.request import Request
-from engine_core.retention.retained_prefixes import RetainedPrefix
 from engine_core.scheduler.features.base import SchedulerObserver, Unblock
+from engine_core.scheduler.features.retention.retained_prefixes import RetainedPrefix
 from engine_core.scheduler.kv_transfer import Connect, IsStorable, no_connector
 from engine_core.scheduler.limits import ChunkRule
 from engine_core.scheduler.queues.base import RequestQueue

@@ -21,9 +21,13 @@ from typing import Final
 
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request
-from engine_core.retention.retained_prefixes import RetainedPrefixes
-from engine_core.retention.ttl_rule import PROVISIONAL_SECONDS, TTLRule, by_client
 from engine_core.scheduler.features.base import SchedulerFeature
+from engine_core.scheduler.features.retention.retained_prefixes import RetainedPrefixes
+from engine_core.scheduler.features.retention.ttl_rule import (
+    PROVISIONAL_SECONDS,
+    TTLRule,
+    by_client,
+)
 
 MAX_SESSIONS: Final = 16_384
 """Maximum number of remembered sessions; sessions with unfinished requests are not forgotten."""
