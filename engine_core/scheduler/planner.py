@@ -36,7 +36,7 @@ from typing import Final
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.admission_rules import AdmissionRule
-from engine_core.scheduler.features.base import Candidate, SchedulerFeature
+from engine_core.scheduler.features.base import Candidate, SchedulerFeature, features_with
 from engine_core.scheduler.features.fairness import TenantFairness
 from engine_core.scheduler.features.speculative_decoding import SpeculativeDecoding
 from engine_core.scheduler.features.tenant_usage import TenantUsage
@@ -104,7 +104,9 @@ class StepPlanner:
         self._waiting = lifecycle.waiting
         self._running = lifecycle.running
         self._kv_cache = kv_cache
-        self._features = features
+        self._preparing = features_with("begin_admission", features)
+        self._blocking = features_with("is_blocked", features)
+        self._admitting = features_with("on_admitted", features)
         self._chunks = chunks
         self._max_num_seqs = max_num_seqs
         self._max_running = min(max_num_seqs, chunks.step_budget)  # each needs a token per step
@@ -302,7 +304,7 @@ class StepPlanner:
 
     def _admit_waiting(self, plan: StepPlan) -> None:
         """Admit requests from the head of the queue, until one has to wait for room."""
-        for feature in self._features:
+        for feature in self._preparing:
             feature.begin_admission(plan)
         waiting = self._waiting
         while (
@@ -424,7 +426,7 @@ class StepPlanner:
         )
 
     def _is_blocked(self, candidate: Candidate) -> bool:
-        for feature in self._features:
+        for feature in self._blocking:
             if feature.is_blocked(candidate):
                 candidate.request.status = feature.status
                 self._waiting.park_request(candidate.request)
@@ -489,7 +491,7 @@ class StepPlanner:
             plan.prompt_budget -= num_new
         if num_missing > 1:
             plan.count_prefilling(1, num_new)
-        for feature in self._features:
+        for feature in self._admitting:
             feature.on_admitted(request, num_new)
         return True
 

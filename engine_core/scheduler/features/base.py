@@ -107,6 +107,12 @@ class SchedulerFeature(Protocol):
         return None
 
 
+def features_with(method: str, features: Sequence[SchedulerFeature]) -> list[SchedulerFeature]:
+    """Return the features that replace this method of `SchedulerFeature`, in the same order."""
+    inherited = getattr(SchedulerFeature, method)
+    return [feature for feature in features if getattr(type(feature), method) is not inherited]
+
+
 class SchedulerObserver(Protocol):
     """Is notified of the scheduler's decisions, in order, within the step: it has to be quick."""
 
