@@ -26,8 +26,8 @@ SUFFIX: Final = EXTENSION_SUFFIXES[0]
 """Names the Python version and the machine, as in .cpython-311-x86_64-linux-gnu.so."""
 
 _HOT: Final = (
-    *("request.py", "kv_cache/*.py", "retention/*.py"),
-    *("scheduler/*.py", "scheduler/queues/*.py", "speculation/*.py"),
+    *("request.py", "kv_cache/*.py", "speculation/*.py", "scheduler/*.py", "scheduler/queues/*.py"),
+    *("scheduler/features/*.py", "scheduler/features/retention/*.py"),
     *("kv_connector/offload/tracking.py", "kv_connector/offload/planners.py"),
 )
 """Modules to compile. Not the connectors, ledgers and policies: an interpreted class may extend

@@ -19,7 +19,8 @@ from engine_core.frontend_io import InputProcessor, OutputDispatcher
 from engine_core.kv_cache.integrity import check_in_slices
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request
-from engine_core.scheduler.result import ImpossibleResultError, OutputsByFrontEnd
+from engine_core.scheduler.lifecycle import OutputsByFrontEnd
+from engine_core.scheduler.result import ImpossibleResultError
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.structured_output.manager import NO_VIOLATIONS, StructuredOutputManager
 from engine_core.supervisor_io import SupervisorIO
@@ -116,6 +117,9 @@ class BusyLoop:
 
     def _schedule(self) -> SchedulerOutput | None:
         """Return the next step to send, or None if there is nothing to send for now."""
+        if self._structured_output is not None:
+            for request in self._structured_output.pop_unblocked():
+                self._scheduler.unblock(request)
         if not self._scheduler.has_work or len(self._in_flight) == self._max_in_flight:
             return None
         if not self._workers.is_ready:

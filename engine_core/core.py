@@ -30,7 +30,7 @@ from engine_core.kv_events import KVEventPublisher, start_kv_events
 from engine_core.pool_plan import PoolPlan, weight_memory
 from engine_core.profiler import EngineProfiler
 from engine_core.scheduler.compute_meter import ComputeMeter
-from engine_core.scheduler.hooks import NO_OBSERVER, SchedulerObserver, Unblock
+from engine_core.scheduler.features.base import NO_OBSERVER, SchedulerObserver, Unblock
 from engine_core.scheduler.kv_transfer import Connect, IsStorable
 from engine_core.scheduler.limits import ChunkRule, queue_capacity
 from engine_core.scheduler.scheduler import Scheduler
@@ -271,7 +271,7 @@ class EngineCore:
             epoch=worker.epoch,
             max_model_len=plan.max_model_len,
             vocab_size=worker.vocab_size,
-            constraints=structured_output,
+            grammars=structured_output,
             connect=connector_factory(config, plan, worker, transfer, self.kv_cache.block_ids),
             load_failure_policy=transfer.kv_load_failure_policy,
             observer=observer,

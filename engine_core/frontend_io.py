@@ -16,9 +16,8 @@ from engine_core.kv_events import KVEventPublisher
 from engine_core.live_view import EngineViewPublisher
 from engine_core.profiler import PROFILER_OFF, EngineProfiler
 from engine_core.request import Request, choices_of
-from engine_core.scheduler.crash_isolation import is_repeated_crash, repeated_crash_error
-from engine_core.scheduler.lifecycle import completion, stop_token
-from engine_core.scheduler.result import OutputsByFrontEnd
+from engine_core.scheduler.features.crash_isolation import is_repeated_crash, repeated_crash_error
+from engine_core.scheduler.lifecycle import OutputsByFrontEnd, completion, stop_token
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.structured_output.compiler import UNAVAILABLE
 from engine_core.structured_output.manager import StructuredOutputManager, grammar_source_of
@@ -199,7 +198,7 @@ class InputProcessor:
             stop_token(request) if status.finish_reason is FinishReason.STOP else None,
         )
         outputs = {request.front_end_index: [output]}
-        self._scheduler.resumable_sessions.end_turn(request)
+        self._scheduler.resumable_sessions.on_ending(request, succeeded=True)
         self._scheduler.resumable_sessions.begin_turns(outputs)
         self._output_dispatcher.add_outputs(outputs)
 

@@ -23,7 +23,7 @@ from engine_core.kv_cache.groups import CacheGroup
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.kv_cache.pool import BlockPool
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.result import OutputsByFrontEnd
+from engine_core.scheduler.lifecycle import OutputsByFrontEnd
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.transport import FrontEndLinks
 from proto.engine_io import EventType
@@ -154,6 +154,7 @@ class EngineViewPublisher:
             num_state_slots=num_state_slots,
             num_held_states=num_held_states,
             states=state_map(kv_cache, owners),
+            step_limit=scheduler.step_limit,
         )
         self._has_changed = counters.reset()
         self._last_view_at = now

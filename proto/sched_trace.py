@@ -173,7 +173,7 @@ class Decision(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc
     lookahead, lookahead_tokens: those for which the workers' draft model proposes tokens behind the
     step, and how many at most.
     preempted: in order. num_tokens: of the step. context_tokens: computed tokens of all its
-    sequences after it.
+    sequences after it. limit: what made the step shorter than its token budget; "" if it is full.
     """
 
     new: list[int] = []
@@ -190,6 +190,7 @@ class Decision(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc
     draft_tokens: list[int] = []
     lookahead: list[int] = []
     lookahead_tokens: list[int] = []
+    limit: str = ""
 
 
 class Step(_Line, frozen=True, kw_only=True, tag="step"):

@@ -91,7 +91,8 @@ class EngineView(msgspec.Struct, array_like=True, tag=9, frozen=True):
     prefix cache, preemptions, num_drafts verified, their draft_tokens, and accepted_tokens among
     those. num_state_slots: for recurrent states, 0 of a model without such layers; requests hold
     num_held_states of them. states: these slots, without the null slot. requests: running ones
-    first, at most MAX_SHOWN_REQUESTS; more_requests: beyond those.
+    first, at most MAX_SHOWN_REQUESTS; more_requests: beyond those. step_limit: what made the last
+    step shorter than its token budget; "" if it is full.
     """
 
     epoch: int
@@ -114,3 +115,4 @@ class EngineView(msgspec.Struct, array_like=True, tag=9, frozen=True):
     num_state_slots: int = 0
     num_held_states: int = 0
     states: BlockMap = BlockMap(b"", b"", b"")
+    step_limit: str = ""

@@ -94,6 +94,7 @@ class EncodedView:
             "accepted_tokens": view.accepted_tokens,
             "state_slots": view.num_state_slots,
             "held_states": view.num_held_states,
+            "step_limit": view.step_limit,
             "requests": [
                 request_fields(request, is_visible=scope.sees_all or request.reader == scope.reader)
                 for request in view.requests

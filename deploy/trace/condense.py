@@ -42,8 +42,9 @@ STEP_COLUMNS: Final = (
     "local",
     "external",
     "preempted",
+    "limit",
 )
-"""Integers per step. prefill, decode, local, external: tokens."""
+"""Integers per step. prefill, decode, local, external: tokens. limit: index in `limits`."""
 
 
 class State(IntEnum):
@@ -75,7 +76,7 @@ class Condensed:
 
     steps: columns by name, see STEP_COLUMNS. step_times, step_ends: of the same steps; 0 without a
     result. segments: (row, state, from, to), ordered by row. firsts: times of first tokens by
-    seq_id. events: (time, text).
+    seq_id. events: (time, text). limits: what made steps shorter than their token budget.
     """
 
     header: TraceHeader
@@ -89,6 +90,7 @@ class Condensed:
     finishes: dict[int, Finish] = field(default_factory=dict)
     firsts: dict[int, int] = field(default_factory=dict)
     events: list[tuple[int, str]] = field(default_factory=list)
+    limits: list[str] = field(default_factory=list)
     end: int = 0
 
 
@@ -149,6 +151,8 @@ class Condenser:
                 state.missing = hit.num_tokens - hit.local_tokens - hit.external_tokens
         num_prefill = self._compute(line.step, decision)
         snapshot, pool = line.snapshot, line.snapshot.pool
+        if decision.limit not in condensed.limits:
+            condensed.limits.append(decision.limit)
         values = (
             line.step,
             num_prefill,
@@ -164,6 +168,7 @@ class Condenser:
             sum(hit.local_tokens for hit in decision.hits),
             sum(hit.external_tokens for hit in decision.hits),
             len(decision.preempted),
+            condensed.limits.index(decision.limit),
         )
         for name, value in zip(STEP_COLUMNS, values, strict=True):
             condensed.steps[name].append(value)

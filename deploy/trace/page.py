@@ -133,6 +133,7 @@ def _about(condensed: Condensed, name: str, job_labels: Mapping[str, str]) -> di
         "budget": header.scheduler.token_budget,
         "end": condensed.end,
         "events": condensed.events,
+        "limits": condensed.limits,
         "requests": [f"{arrival.request_id}/{arrival.choice}" for arrival in arrivals],
         "jobs": [job_labels.get(arrival.job, arrival.job) for arrival in arrivals],
         "tenants": [f"{arrival.tenant:x}" if arrival.tenant else "" for arrival in arrivals],

@@ -26,9 +26,14 @@ from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.kv_cache.pool import TransferRefs
 from engine_core.kv_connector.base import NO_CONNECTOR, SchedulerConnector
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.hooks import Candidate, SchedulerObserver, Unblock
+from engine_core.scheduler.features.base import (
+    Candidate,
+    SchedulerFeature,
+    SchedulerObserver,
+    Unblock,
+)
+from engine_core.scheduler.lifecycle import RequestLifecycle
 from engine_core.scheduler.preemption import NonRunningBlocks, SwapRule
-from engine_core.scheduler.queues.base import RequestQueue
 from engine_core.scheduler.step_plan import StepPlan
 from proto.codec import changed, to_compact_json
 from proto.kv_connector import KVConnectorOutput, LoadFailurePolicy
@@ -129,8 +134,8 @@ class _Load:
     failed: bool = False
 
 
-class KVTransferManager:
-    """An admission gate that asks the connector for KV, and the transfers that are under way.
+class KVTransferManager(SchedulerFeature):
+    """Asks the connector for KV of waiting requests, and keeps the transfers that are under way.
 
     connector: also used directly by the engine's loop. discard_until_step: by seq_id, the last step
     whose result does not count for a request, because it read KV that was never loaded, or was
@@ -142,8 +147,8 @@ class KVTransferManager:
     def __init__(
         self,
         connect: Connect,
+        lifecycle: RequestLifecycle,
         kv_cache: KVCacheManager,
-        waiting: RequestQueue,
         non_running_blocks: NonRunningBlocks,
         policy: LoadFailurePolicy,
         observer: SchedulerObserver,
@@ -151,8 +156,9 @@ class KVTransferManager:
         clock: Callable[[], float],
     ) -> None:
         self._kv_cache = kv_cache
-        self._waiting = waiting
+        self._waiting = lifecycle.waiting
         self._non_running_blocks = non_running_blocks
+        self._unblock = lifecycle.unblock
         self.fails_requests = policy == "fail"
         self._swap_rule = swap_rule
         self._clock = clock
@@ -163,7 +169,7 @@ class KVTransferManager:
         self._looked_up: dict[int, Request] = {}
         self._loads: dict[int, _Load] = {}
         self._loaded: dict[int, Request] = {}
-        self._not_transferred: set[int] = set()  # ready requests only
+        self._without_kv: set[int] = set()  # ready requests only
         self._unconfirmed = UnconfirmedLoads(kv_cache)
         self._never_load_again: set[int] = set()
         self._left_loading: dict[int, list[int]] = {}
@@ -173,10 +179,7 @@ class KVTransferManager:
         self._num_queried = 0
         self._num_hit = 0
 
-    # As a gate
-
-    def attach(self, unblock: Unblock) -> None:
-        self._unblock = unblock
+    # Lookups
 
     def begin_admission(self, plan: StepPlan) -> None:
         self._plan = plan
@@ -202,15 +205,15 @@ class KVTransferManager:
 
     def on_admitted(self, request: Request, num_new_tokens: int) -> None:
         self._loaded.pop(request.seq_id, None)
-        self._not_transferred.discard(request.seq_id)
+        self._without_kv.discard(request.seq_id)
 
     def on_released(self, request: Request) -> None:
-        """Forget a request; `on_finish` has kept the blocks that are still being copied."""
+        """Forget a request; `on_ending` has kept the blocks that are still being copied."""
         seq_id = request.seq_id
         self._looked_up.pop(seq_id, None)
         self._loads.pop(seq_id, None)
         self._loaded.pop(seq_id, None)
-        self._not_transferred.discard(seq_id)
+        self._without_kv.discard(seq_id)
         self._unconfirmed.forget_request(seq_id)
         self._never_load_again.discard(seq_id)
         self.discard_until_step.pop(seq_id, None)
@@ -378,8 +381,8 @@ class KVTransferManager:
 
     # Ends
 
-    def on_finish(self, request: Request) -> None:
-        """Keep the blocks of a request that has ended while they are being copied."""
+    def on_ending(self, request: Request, *, succeeded: bool) -> None:
+        """Keep the blocks of a request while they are being copied."""
         if not self.connected:
             return
         seq_id = request.seq_id
@@ -398,26 +401,25 @@ class KVTransferManager:
     def is_loaded(self, request: Request) -> bool:
         return request.seq_id in self._loaded
 
-    def note_not_transferred(self, request: Request) -> None:
+    def note_without_kv(self, request: Request) -> None:
         """Note that a ready request has to compute more than a block of its prompt."""
-        self._not_transferred.add(request.seq_id)
+        self._without_kv.add(request.seq_id)
 
     @property
-    def num_not_transferred(self) -> int:
+    def num_without_kv(self) -> int:
         """Number of ready requests that have to compute more than a block of their prompts."""
-        return len(self._not_transferred)
+        return len(self._without_kv)
 
     def on_parked(self, request: Request) -> None:
         """Forget what is known of a request that is not ready any more: it will be asked again."""
-        self._not_transferred.discard(request.seq_id)
+        self._without_kv.discard(request.seq_id)
 
-    def may_be_transferred(self, request: Request) -> bool:
-        """Return whether a ready request may get all KV but a block from the connector.
+    def is_without_kv(self, request: Request) -> bool:
+        """Return whether the connector had less for a ready request than all KV but a block.
 
-        False once the connector had less for it, so that a long queue is not looked up again in
-        every step.
+        So a long queue is not looked up again in every step.
         """
-        return request.seq_id not in self._not_transferred
+        return request.seq_id in self._without_kv
 
     def discard_content(self, request: Request) -> None:
         """Make all KV of a request unfindable, here and in the connector: it is not finite.
@@ -444,7 +446,7 @@ class KVTransferManager:
             self._unblock_looked_up(request)
         self._loads.clear()
         self._loaded.clear()
-        self._not_transferred.clear()
+        self._without_kv.clear()
         self._unconfirmed.clear()
         self._never_load_again.clear()
         self.discard_until_step.clear()

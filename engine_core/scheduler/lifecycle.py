@@ -7,23 +7,17 @@ strings.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.beam_groups import BeamGroups
-from engine_core.scheduler.crash_isolation import CrashIsolation
-from engine_core.scheduler.hooks import RequestListener, SchedulerObserver
-from engine_core.scheduler.kv_transfer import KVTransferManager
+from engine_core.scheduler.features.base import SchedulerFeature, SchedulerObserver
 from engine_core.scheduler.output import OutputBuilder
-from engine_core.scheduler.prefix_sharing import SiblingForks
 from engine_core.scheduler.queues.base import RequestQueue
-from proto.engine_io import EventType
+from proto.engine_io import EngineCoreOutput, EventType
 from proto.sampling_params import MAX_REPEATED_TOKENS
 
-if TYPE_CHECKING:
-    from engine_core.retention.agent_sessions import AgentSessions
-    from engine_core.scheduler.resumable_sessions import ResumableSessions
+OutputsByFrontEnd = dict[int, list[EngineCoreOutput]]
+"""Outputs by index of the front end."""
 
 
 def completion(request: Request, max_model_len: int) -> RequestStatus:
@@ -72,51 +66,34 @@ def stop_token(request: Request) -> int | None:
 class RequestLifecycle:
     """All unfinished requests; adds them to the queue and ends them.
 
-    requests: by seq_id, in the order in which they were added; choices: by request id and number.
-    Other parts only read both. recently_ended: by seq_id, requests that steps in flight may still
-    compute, with the last such step.
+    waiting, running: the queue, and running requests in the order of admission.
+    requests: by seq_id, in the order in which they were added.
+    choices: by request id and number. Other parts only read these two.
+    recently_ended: by seq_id, requests that steps in flight may still compute, with the last such
+        step.
     """
 
     def __init__(
         self,
         waiting: RequestQueue,
-        running: list[Request],
         kv_cache: KVCacheManager,
+        features: Sequence[SchedulerFeature],
+        output_builder: OutputBuilder,
         observer: SchedulerObserver,
         clock: Callable[[], float],
         max_model_len: int,
     ) -> None:
+        self.waiting = waiting
+        self.running: list[Request] = []
         self.requests: dict[int, Request] = {}
         self.choices: dict[int, dict[int, Request]] = {}
         self.recently_ended: dict[int, tuple[Request, int]] = {}
-        self._waiting = waiting
-        self._running = running
         self._kv_cache = kv_cache
+        self._features = features
+        self._output_builder = output_builder
         self._observer = observer
         self._clock = clock
         self._max_model_len = max_model_len
-
-    def attach(
-        self,
-        *,
-        resumable_sessions: "ResumableSessions",
-        agent_sessions: "AgentSessions",
-        beams: BeamGroups,
-        crash_isolation: CrashIsolation,
-        kv_transfer: KVTransferManager,
-        output_builder: OutputBuilder,
-        sibling_forks: SiblingForks,
-        listeners: Sequence[RequestListener],
-    ) -> None:
-        """Keep the parts that take part in a request's beginning or end; called once."""
-        self._resumable_sessions = resumable_sessions
-        self._agent_sessions = agent_sessions
-        self._beams = beams
-        self._crash_isolation = crash_isolation
-        self._kv_transfer = kv_transfer
-        self._output_builder = output_builder
-        self._sibling_forks = sibling_forks
-        self._listeners = listeners
 
     def add_request(self, request: Request) -> None:
         choices = self.choices.setdefault(request.request_id, {})
@@ -127,20 +104,27 @@ class RequestLifecycle:
             request.max_tokens, self._max_model_len - request.num_prompt_tokens
         )
         request.record_event(EventType.QUEUED, self._clock())
-        self._agent_sessions.on_request_added(request)
-        self._beams.register_row(request)
-        self._crash_isolation.register_crashed(request)
-        self._waiting.add_request(request)
+        for feature in self._features:
+            feature.on_request_added(request)
+        self.waiting.add_request(request)
         self._observer.on_request_added(request)
+
+    def unblock(self, request: Request) -> None:
+        """Make a parked request ready again, in its old place in the queue; ignores any other."""
+        if request.status.is_blocked:
+            preempted = request.num_preemptions > 0
+            request.status = RequestStatus.PREEMPTED if preempted else RequestStatus.WAITING
+            self.waiting.unpark_request(request)
 
     def abort_request(
         self, request_id: int, choice: int | None = None, *, stopped: bool = False
     ) -> int:
         """End a request, or one choice of it, without another output; see `Scheduler`."""
-        choices = self.choices.get(request_id, {})
-        if self._beams.owns_request(request_id):
-            choice = None
-        ended = [each for number, each in choices.items() if choice is None or number == choice]
+        ended = [
+            request
+            for number, request in self.choices.get(request_id, {}).items()
+            if choice is None or number == choice or request.sampling_params.beam_width
+        ]
         self.abort_requests(ended, stopped=stopped)
         return len(ended)
 
@@ -148,26 +132,19 @@ class RequestLifecycle:
         """End requests in any status. stopped: their clients have received all they want."""
         for request in requests:
             if request.status is not RequestStatus.RUNNING:
-                self._waiting.remove_request(request)
+                self.waiting.remove_request(request)
             request.status = RequestStatus.FINISHED_ABORTED
-            self._kv_transfer.on_finish(request)
-            self._agent_sessions.finish_turn(request, succeeded=stopped)
-            self._release(request)
+            self._release(request, succeeded=stopped)
         self.clear_running()
 
     def finish_request(self, request: Request, status: RequestStatus) -> None:
         """End a request with this status; the caller calls `clear_running` later."""
         if request.status is not RequestStatus.RUNNING:
-            self._waiting.remove_request(request)
+            self.waiting.remove_request(request)
         if status is RequestStatus.FINISHED_STOPPED:
             request.stop_reason = stop_token(request)
         request.status = status
-        self._kv_transfer.on_finish(request)
-        self._resumable_sessions.end_turn(request)
-        self._agent_sessions.finish_turn(
-            request, succeeded=status is not RequestStatus.FINISHED_ERROR
-        )
-        self._release(request)
+        self._release(request, succeeded=status is not RequestStatus.FINISHED_ERROR)
 
     def allow_cached_prompt(self, request: Request) -> None:
         """Let all choices find their prompt in the cache, since one of them has computed it."""
@@ -176,7 +153,7 @@ class RequestLifecycle:
 
     def clear_running(self) -> None:
         """Remove requests that have ended from the running list."""
-        self._running[:] = [request for request in self._running if not request.is_finished]
+        self.running[:] = [request for request in self.running if not request.is_finished]
 
     def forget_ended(self, step: int) -> None:
         """Forget ended requests that no step after this one computes."""
@@ -185,15 +162,16 @@ class RequestLifecycle:
                 return
             del self.recently_ended[seq_id]
 
-    def _release(self, request: Request) -> None:
-        self._sibling_forks.bequeath_prompt(request)
+    def _release(self, request: Request, *, succeeded: bool) -> None:
+        for feature in reversed(self._features):
+            feature.on_ending(request, succeeded=succeeded)
         self._kv_cache.free(request)
         self._observer.on_request_finished(request)
         if request.scheduled_at is not None:
             self.recently_ended[request.seq_id] = (request, self._output_builder.step)
         self._output_builder.finish_sequence(request.seq_id)
-        for listener in self._listeners:
-            listener.on_released(request)
+        for feature in self._features:
+            feature.on_released(request)
         del self.requests[request.seq_id]
         choices = self.choices[request.request_id]
         del choices[request.choice]

@@ -15,6 +15,7 @@ from math import inf
 from typing import Final
 
 from engine_core.request import Request
+from engine_core.scheduler.features.base import SchedulerFeature
 from proto.config import SchedulerConfig, flag_name
 from proto.engine_io import EngineCoreRequest
 from proto.errors import ErrorInfo, QueueFullError
@@ -146,13 +147,13 @@ class QueueDrainRate:
         return math.ceil(min(max(seconds, 1.0), MAX_RETRY_SECONDS))
 
 
-class QueueLimits:
+class QueueLimits(SchedulerFeature):
     """Counts choices that wait for their first step, and refuses messages beyond the limits.
 
         message ─▶ check_message ─▶ count_request ─▶ admitted, or ended: not counted any more
                        └▶ QueueFullError: for all choices of the message
 
-    A listener. A choice that has begun is not counted again, even after a preemption or a crash.
+    A choice that has begun is not counted again, even after a preemption or a crash.
     shares_prompts: choices compute their prompt once; False: each of them computes it.
     """
 
@@ -268,8 +269,8 @@ class Overdue:
     error: ErrorInfo
 
 
-class Deadlines:
-    """Deadlines of requests, in seconds of the machine's monotonic clock; a listener.
+class Deadlines(SchedulerFeature):
+    """Deadlines of requests, in seconds of the machine's monotonic clock.
 
     The front end computes them from the arrival of the request, so they survive the restart of any
     process. An admitted request has no queue deadline any more.
@@ -361,7 +362,7 @@ MAX_OUTLIER: Final = 2.0
 """A measurement counts as at most this multiple of the mean, because cores may be shared."""
 
 
-class PrefillThrottle:
+class PrefillThrottle(SchedulerFeature):
     """Limits how much prompt chunks may slow down a step with decoding requests.
 
         time of a step   |<---- decodes, by their number ---->|<-- tokens · seconds per token -->|
@@ -376,7 +377,7 @@ class PrefillThrottle:
     computed as fast as it comes, spread over the steps. p / d counts as at least 1, so that the
     chunks grow with a queue of prompts that are longer than those before.
 
-    A listener: p and d are learned when requests end. Times come from the workers' reports.
+    p and d are learned when requests end. Times come from the workers' reports.
     step_budget: tokens of a step, also used until a request has ended. max_slowdown: 0: no limit.
     """
 
@@ -396,9 +397,6 @@ class PrefillThrottle:
         num_needed = round(PACE * num_requests * per_step / MULTIPLE) * MULTIPLE
         num_tokens = max(MIN_PROMPT_TOKENS, self._num_fitting(num_decoding), num_needed)
         return min(num_tokens, self._step_budget)
-
-    def on_admitted(self, request: Request, num_new_tokens: int) -> None:
-        """Do nothing: only an end shows how many tokens a request has."""
 
     def on_released(self, request: Request) -> None:
         if request.num_output_tokens:

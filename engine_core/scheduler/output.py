@@ -7,7 +7,7 @@ ForcedTokens     tokens that the engine chose instead of the workers (beam searc
 from engine_core.kv_cache.hashing import salt_key
 from engine_core.kv_cache.manager import NO_NEW_BLOCKS, KVCacheManager
 from engine_core.request import Request
-from engine_core.scheduler.hooks import TokenConstraints
+from engine_core.scheduler.features.grammars import Grammars
 from engine_core.scheduler.step_plan import StepPlan
 from proto.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 
@@ -58,11 +58,11 @@ class OutputBuilder:
         self,
         kv_cache: KVCacheManager,
         forced_tokens: ForcedTokens,
-        constraints: TokenConstraints | None,
+        grammars: Grammars | None,
         epoch: int,
     ) -> None:
         self._kv_cache = kv_cache
-        self._constraints = constraints
+        self._grammars = grammars
         self._forced_tokens = forced_tokens
         self.epoch = epoch
         self._known: set[int] = set()
@@ -111,7 +111,7 @@ class OutputBuilder:
             preempted_seq_ids=[request.seq_id for request in plan.preempted],
             block_copies=self._kv_cache.pop_block_copies(),
             constrained_seq_ids=(
-                [] if self._constraints is None else self._constraints.constrained_seq_ids(plan)
+                [] if self._grammars is None else self._grammars.constrained_seq_ids(plan)
             ),
             spec_decode_seq_ids=list(plan.drafts),
             scheduled_spec_decode_tokens=list(plan.drafts.values()),

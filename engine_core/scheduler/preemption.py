@@ -1,58 +1,87 @@
 """Preemption: which running request loses its KV cache blocks, and how it returns.
 
 PreemptionOrder     the order in which running requests are preempted
-KVWatermarks        occupancies of the pool at which admission stops and preemption begins
 NonRunningBlocks    blocks of requests that do not run, which are freed before a running one's
 Preemption          frees the blocks and puts the request back into the queue
-requeue_all         the same for all requests, after the workers have died
 SwapRule            whether the KV of a preempted request is loaded or recomputed
 """
 
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from heapq import heapify, heappop, heappush
 from operator import attrgetter
-from typing import Final
+from typing import Any, Final
 
-from engine_core.kv_cache.manager import ComputedBlocks, KVCacheManager
+from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.queues.base import PreemptionQueue, RequestQueue
+from engine_core.scheduler.admission_rules import KVWatermarks
+from engine_core.scheduler.lifecycle import RequestLifecycle
 from engine_core.scheduler.queues.fair import FairSchedulingPolicy
 from engine_core.scheduler.step_plan import StepPlan
 from proto.config import PreemptionMode
 from proto.engine_io import EventType
 
 _running_index: Final = attrgetter("running_index")
+_SLACK: Final = 64
+"""Number of stale entries of a heap that are never worth a clean-up."""
+
+
+class _TenantVictims:
+    """Running requests of one tenant; the one with the lowest key is preempted first.
+
+    The entry of a request that was removed, or moved, stays in the heap until it comes to the top.
+    """
+
+    __slots__ = ("_heap", "keys")
+
+    def __init__(self) -> None:
+        self.keys: dict[int, Any] = {}  # by seq_id
+        self._heap: list[tuple[Any, int, Request]] = []
+
+    def add_running(self, request: Request, key: Any) -> None:
+        self.keys[request.seq_id] = key
+        heappush(self._heap, (key, request.seq_id, request))
+        if len(self._heap) > 2 * len(self.keys) + _SLACK:
+            self._heap = [entry for entry in self._heap if self.keys.get(entry[1]) == entry[0]]
+            heapify(self._heap)
+
+    def first(self) -> tuple[Any, int, Request]:
+        heap = self._heap
+        while self.keys.get(heap[0][1]) != heap[0][0]:
+            heappop(heap)
+        return heap[0]
 
 
 class PreemptionOrder:
-    """Running requests by tenant, in the order of preemption.
+    """Which running request is preempted next.
 
         tenant 7   served 900   ▸ ▸ ▸ ▸
-        tenant 3   served 340   ▸ ▸
+        tenant 3   served 340   ▸ ▸         by the key of the policy
 
-    The policy's rank decides among the first requests of the tenants, so a preemption takes time in
-    proportion to the tenants, not to the requests. Also assigns `Request.running_index`, which
-    grows along the running list.
+    Of the first requests of all tenants it is the least urgent one, of these the one whose tenant
+    was served most, of these the one with the lowest key. So a preemption takes time in proportion
+    to the tenants, not to the requests. Also assigns `Request.running_index`, which grows along the
+    running list.
     """
 
     def __init__(self, policy: FairSchedulingPolicy) -> None:
         self._policy = policy
-        self._tenants: dict[int, PreemptionQueue] = {}
+        self._tenants: dict[int, _TenantVictims] = {}
         self._last_index = 0
 
     def add_running(self, request: Request) -> None:
         self._last_index += 1
         request.running_index = self._last_index
-        order = self._tenants.get(request.tenant)
-        if order is None:
-            order = self._tenants[request.tenant] = self._policy.make_preemption_queue()
-        order.add_running(request)
+        victims = self._tenants.get(request.tenant)
+        if victims is None:
+            victims = self._tenants[request.tenant] = _TenantVictims()
+        victims.add_running(request, self._policy.preemption_key(request))
 
     def remove_running(self, request: Request) -> None:
-        order = self._tenants[request.tenant]
-        order.remove_running(request)
-        if not len(order):
+        victims = self._tenants[request.tenant]
+        del victims.keys[request.seq_id]
+        if not victims.keys:
             del self._tenants[request.tenant]
 
     def move_to_end(self, requests: Iterable[Request]) -> None:
@@ -64,14 +93,17 @@ class PreemptionOrder:
     def next_victim(self, served_above: float = -math.inf) -> Request | None:
         """Return the next request to preempt, of tenants served more than this; None if none."""
         if len(self._tenants) == 1 and served_above == -math.inf:
-            return next(iter(self._tenants.values())).peek_victim()
-        served = self._policy.served
-        candidates = [
-            order.peek_victim()
-            for tenant, order in self._tenants.items()
-            if served(tenant) > served_above
-        ]
-        return max(candidates, key=self._policy.preemption_rank, default=None)
+            return next(iter(self._tenants.values())).first()[2]
+        policy, first = self._policy, None
+        least: Any = None
+        for tenant, victims in self._tenants.items():
+            served = policy.served(tenant)
+            if served > served_above:
+                key, _, request = victims.first()
+                rank = (-policy.priority_key(request), -served, key)
+                if first is None or rank < least:
+                    first, least = request, rank
+        return first
 
 
 def index_of(running: Sequence[Request], request: Request) -> int:
@@ -79,53 +111,6 @@ def index_of(running: Sequence[Request], request: Request) -> int:
     index = bisect_left(running, request.running_index, key=_running_index)
     assert running[index] is request, f"{request!r} does not run"
     return index
-
-
-class KVWatermarks:
-    """Occupancies of the pool at which admission resumes and stops, and preemption begins.
-
-        in use   0 ───── resume ────── stop ────── preempt ── all
-                   admit  |  as before  |  stopped   |  stopped, and requests are preempted
-
-    The gaps prevent that one request is admitted and preempted in turns. Arguments are fractions of
-    the usable blocks, 0 < resume_below <= stop_above <= preempt_above <= 1.
-    """
-
-    def __init__(
-        self,
-        kv_cache: KVCacheManager,
-        resume_below: float,
-        stop_above: float,
-        preempt_above: float,
-    ) -> None:
-        self._kv_cache = kv_cache
-        self._num_usable = kv_cache.num_usable_blocks
-        self._resume_below = resume_below * self._num_usable
-        self._stop_above = stop_above * self._num_usable
-        self._preempt_above = preempt_above * self._num_usable
-        self._admitting = True
-
-    def too_high(self) -> bool:
-        """Return whether a running request has to be preempted; called in every step.
-
-        The call also notes the occupancy, which may fall below a watermark between two steps and be
-        above it again when the next request is admitted.
-        """
-        return self._update_in_use() > self._preempt_above
-
-    def admits(self, request: Request, num_new_tokens: int, computed: ComputedBlocks) -> bool:
-        in_use = self._update_in_use()
-        needed = self._kv_cache.num_blocks_needed(request, num_new_tokens, computed)
-        return self._admitting and in_use + needed <= self._preempt_above
-
-    def _update_in_use(self) -> int:
-        """Return the blocks in use; stop or resume admission accordingly."""
-        in_use = self._num_usable - self._kv_cache.num_free_blocks
-        if in_use > self._stop_above:
-            self._admitting = False
-        elif in_use < self._resume_below:
-            self._admitting = True
-        return in_use
 
 
 class NonRunningBlocks:
@@ -200,16 +185,16 @@ class Preemption:
 
     def __init__(
         self,
+        lifecycle: RequestLifecycle,
         preemption_order: PreemptionOrder,
-        waiting: RequestQueue,
-        running: list[Request],
         kv_cache: KVCacheManager,
         watermarks: KVWatermarks | None,
         non_running_blocks: NonRunningBlocks,
     ) -> None:
         self._preemption_order = preemption_order
-        self._waiting = waiting
-        self._running = running
+        self._requests = lifecycle.requests
+        self._waiting = lifecycle.waiting
+        self._running = lifecycle.running
         self._kv_cache = kv_cache
         self._watermarks = watermarks
         self._non_running_blocks = non_running_blocks
@@ -227,7 +212,7 @@ class Preemption:
         """Preempt one running request; return its index in the running list.
 
         If a request that does not run holds blocks, it loses them instead, and the returned index
-        is the length of the list. So does a queued request if only one request runs.
+        is the length of the list. Queued requests lose theirs only to the last running one.
 
         num_visited: leading requests of the running list that the plan may include. If the plan
         includes the preempted request, it is removed: its tokens return to the budget, and blocks
@@ -270,6 +255,20 @@ class Preemption:
             self._requeue(victim, now)
         return preempted
 
+    def requeue_all(self, now: float) -> None:
+        """Put all requests back into the queue, in their order: the workers have lost their KV.
+
+        Nothing else is lost, because all token ids are in the engine. Frees all blocks, forgets the
+        prefix cache, and drops placeholders of steps in flight. now: monotonic seconds.
+        """
+        self.preempt_all(now)
+        for request in self._requests.values():
+            request.num_output_placeholders = 0
+            request.spec_token_ids.clear()
+        self._kv_cache.pop_block_copies()  # of steps that will not be computed
+        forgotten = self._kv_cache.reset_prefix_cache()
+        assert forgotten, "a request that neither runs nor rests holds blocks"
+
     def _requeue(self, victim: Request, now: float) -> None:
         self._preemption_order.remove_running(victim)
         self._kv_cache.free(victim)
@@ -278,24 +277,6 @@ class Preemption:
         victim.spec_token_ids.clear()
         victim.record_event(EventType.PREEMPTED, now)
         self._waiting.requeue_preempted(victim)
-
-
-def requeue_all(
-    requests: Iterable[Request], preemption: Preemption, kv_cache: KVCacheManager, now: float
-) -> None:
-    """Put all requests back into the queue, in their order, after the workers have lost their KV.
-
-    Nothing else is lost, because all token ids are in the engine. Frees all blocks, forgets the
-    prefix cache, and drops placeholders of steps in flight. requests: all unfinished ones.
-    now: monotonic seconds.
-    """
-    preemption.preempt_all(now)
-    for request in requests:
-        request.num_output_placeholders = 0
-        request.spec_token_ids.clear()
-    kv_cache.pop_block_copies()  # of steps that will not be computed
-    forgotten = kv_cache.reset_prefix_cache()
-    assert forgotten, "a request that neither runs nor rests holds blocks"
 
 
 _WEIGHT: Final = 0.25

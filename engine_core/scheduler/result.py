@@ -12,13 +12,14 @@ import numpy as np
 
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request, RequestStatus
-from engine_core.retention.agent_sessions import AgentSessions
-from engine_core.scheduler.beam_groups import BeamGroup, BeamGroups
+from engine_core.scheduler.features.beam_groups import BeamGroup, BeamGroups
+from engine_core.scheduler.features.resumable_sessions import ResumableSessions
+from engine_core.scheduler.features.retention.agent_sessions import AgentSessions
+from engine_core.scheduler.features.speculative_decoding import SpeculativeDecoding
+from engine_core.scheduler.features.tenant_usage import TenantUsage
 from engine_core.scheduler.kv_transfer import KVTransferManager
-from engine_core.scheduler.lifecycle import RequestLifecycle, completion
-from engine_core.scheduler.speculative_decoding import SpeculativeDecoding
+from engine_core.scheduler.lifecycle import OutputsByFrontEnd, RequestLifecycle, completion
 from engine_core.scheduler.step_plan import num_sampled_positions
-from engine_core.scheduler.tenant_usage import TenantUsage
 from proto.engine_io import (
     EngineCoreOutput,
     FinishReason,
@@ -28,9 +29,6 @@ from proto.engine_io import (
 from proto.errors import ErrorInfo, ProtocolError
 from proto.model_runner_output import ModelRunnerOutput, RowLogprobs
 from proto.scheduler_output import SchedulerOutput
-
-OutputsByFrontEnd = dict[int, list[EngineCoreOutput]]
-"""Outputs by index of the front end."""
 
 
 def corrupted_output(request: Request) -> EngineCoreOutput:
@@ -179,7 +177,7 @@ class ResultPass:
     """Appends the tokens of a result to the requests and builds the outputs.
 
     discard_until_step: by seq_id, the last step whose result is void for a request, because KV that
-    the step read turned out to be wrong.
+    the step read turned out to be wrong. vocab_size: sampled token ids are below it.
     """
 
     def __init__(
@@ -188,26 +186,83 @@ class ResultPass:
         kv_cache: KVCacheManager,
         beams: BeamGroups,
         kv_transfer: KVTransferManager,
+        resumable_sessions: ResumableSessions,
         agent_sessions: AgentSessions,
         usage: TenantUsage,
         speculation: SpeculativeDecoding,
+        *,
         max_model_len: int,
+        vocab_size: int,
     ) -> None:
         self._lifecycle = lifecycle
         self._requests: Mapping[int, Request] = lifecycle.requests
         self._kv_cache = kv_cache
         self._beams = beams
         self._kv_transfer = kv_transfer
+        self._resumable_sessions = resumable_sessions
         self._agent_sessions = agent_sessions
         self._usage = usage
         self._speculation = speculation
         self._learns_outputs = speculation.is_active
         self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
         self._discard_until_step: Mapping[int, int] = kv_transfer.discard_until_step
         self._num_corrupted = 0
         self._num_discarded = 0
 
-    def apply_result(
+    def apply_result(self, output: SchedulerOutput, result: ModelRunnerOutput) -> OutputsByFrontEnd:
+        """Check a result, append its tokens, end complete requests; see `Scheduler`."""
+        check_result(output, result, self._vocab_size)
+        self._kv_transfer.confirm_loads(output.step)
+        outputs: OutputsByFrontEnd = {}
+        num_unfinished = len(self._requests)
+        invalid = self._apply_rows(output, result, outputs)
+        if len(self._requests) < num_unfinished:
+            self._end_turns(outputs)
+        if invalid is not None:
+            raise invalid
+        if result.draft_pass_rows or result.draft_seq_ids:
+            self._speculation.learn_passes(result.draft_pass_rows, result.draft_pass_seconds)
+            self._keep_proposals(output, result)
+        return outputs
+
+    def fail_requests(self, errors: Mapping[int, ErrorInfo]) -> OutputsByFrontEnd:
+        """End requests, by seq_id, with an error; ignores requests that have ended already."""
+        outputs: OutputsByFrontEnd = {}
+        for seq_id, error in errors.items():
+            request = self._requests.get(seq_id)
+            if request is not None:
+                self.fail_request(error_output(request, error), request, outputs)
+        self._end_turns(outputs)
+        return outputs
+
+    def keep_proposal(
+        self, seq_id: int, num_asked: int, draft: list[int], survivals: Sequence[float]
+    ) -> None:
+        """Keep what the workers' draft model proposes for a request, if it still runs."""
+        request = self._requests.get(seq_id)
+        if request is not None and request.status is RequestStatus.RUNNING:
+            self._speculation.keep_proposal(request, num_asked, draft, survivals)
+
+    def _end_turns(self, outputs: OutputsByFrontEnd) -> None:
+        """Follow the ends of requests in the running list and in resumable sessions."""
+        self._lifecycle.clear_running()
+        self._resumable_sessions.begin_turns(outputs)
+
+    def _keep_proposals(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        """Keep the drafts that came with a result.
+
+        An empty one says that no token was likely enough; a sequence whose KV the draft model has
+        not completed yet is missing.
+        """
+        asked = dict(zip(output.lookahead_seq_ids, output.num_lookahead_tokens, strict=True))
+        for seq_id, draft, survivals in zip(
+            result.draft_seq_ids, result.draft_token_ids, result.draft_survivals, strict=True
+        ):
+            if self._discard_until_step.get(seq_id, 0) < output.step:
+                self.keep_proposal(seq_id, asked.get(seq_id, len(draft)), draft, survivals)
+
+    def _apply_rows(
         self, output: SchedulerOutput, result: ModelRunnerOutput, outputs: OutputsByFrontEnd
     ) -> ImpossibleResultError | None:
         """Append the tokens of each row, in order, up to the first invalid row.
@@ -330,7 +385,7 @@ class ResultPass:
         self, error: EngineCoreOutput, request: Request, outputs: OutputsByFrontEnd
     ) -> None:
         """End a failed request; all rows of a beam search end with the one that has the error."""
-        is_row = self._beams.owns_request(request.request_id)
+        is_row = bool(request.sampling_params.beam_width)
         self._lifecycle.finish_request(request, RequestStatus.FINISHED_ERROR)
         if is_row:
             self._lifecycle.abort_request(request.request_id)
@@ -379,7 +434,7 @@ class ResultPass:
         num_drafted: tokens of its draft. The extras of tokens behind the end are dropped. Raises
         ImpossibleResultError.
         """
-        if self._beams.owns_request(request.request_id):
+        if request.sampling_params.beam_width:
             raise ImpossibleResultError(
                 f"sequence {request.seq_id} has a token instead of candidates"
             )

@@ -1,8 +1,8 @@
 """The scheduler: which tokens of which requests the next step computes.
 
-`Scheduler` is the public face: requests are added and aborted, `schedule()` plans a step, and
-`update_from_output()` processes its result. `setup.py` builds its parts; `lifecycle.py` owns the
-requests. Sockets, text and tensors are unknown here.
+`Scheduler` is the public face and builds its parts: requests are added and aborted, `schedule()`
+plans a step (`planner.py`), and `update_from_output()` processes its result (`result.py`).
+`lifecycle.py` owns the requests. Sockets, text and tensors are unknown here.
 
 There is no prefill phase and no decode phase. Each request has tokens that are known and tokens
 that are computed, and a step lets the second number catch up with the first, within one token
@@ -17,23 +17,44 @@ from typing import Final
 
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request, RequestStatus
+from engine_core.scheduler.admission_rules import make_kv_watermarks, rules_of
 from engine_core.scheduler.compute_meter import ComputeMeter
-from engine_core.scheduler.crash_isolation import CrashProgressSink, repeated_crash_output
-from engine_core.scheduler.hooks import (
-    NO_OBSERVER,
-    AdmissionGate,
-    DraftProvider,
-    SchedulerObserver,
-    TokenConstraints,
+from engine_core.scheduler.features.base import NO_OBSERVER, SchedulerFeature, SchedulerObserver
+from engine_core.scheduler.features.beam_groups import BeamGroups
+from engine_core.scheduler.features.crash_isolation import (
+    CrashIsolation,
+    CrashProgressSink,
+    repeated_crash_output,
 )
-from engine_core.scheduler.kv_transfer import Connect, no_connector
-from engine_core.scheduler.preemption import requeue_all
-from engine_core.scheduler.result import (
-    OutputsByFrontEnd,
-    check_result,
-    error_output,
+from engine_core.scheduler.features.fairness import TenantFairness
+from engine_core.scheduler.features.grammars import GrammarGate, Grammars
+from engine_core.scheduler.features.pause import Pause
+from engine_core.scheduler.features.prefix_sharing import PrefixWait, SiblingForks
+from engine_core.scheduler.features.resumable_sessions import ResumableSessions
+from engine_core.scheduler.features.retention.agent_sessions import AgentSessions
+from engine_core.scheduler.features.retention.retained_prefixes import RetainedPrefixes
+from engine_core.scheduler.features.retention.ttl_rule import NoRetention, make_ttl_rule
+from engine_core.scheduler.features.speculative_decoding import DraftProvider, SpeculativeDecoding
+from engine_core.scheduler.features.tenant_usage import TenantUsage
+from engine_core.scheduler.kv_transfer import Connect, KVTransferManager, no_connector
+from engine_core.scheduler.lifecycle import OutputsByFrontEnd, RequestLifecycle
+from engine_core.scheduler.limits import (
+    ChunkRule,
+    Deadlines,
+    QueueLimits,
+    make_prefill_throttle,
+    queue_capacity,
 )
-from engine_core.scheduler.setup import SchedulerParts
+from engine_core.scheduler.output import ForcedTokens, OutputBuilder
+from engine_core.scheduler.planner import StepPlanner
+from engine_core.scheduler.preemption import (
+    NonRunningBlocks,
+    Preemption,
+    PreemptionOrder,
+    make_swap_rule,
+)
+from engine_core.scheduler.queues.registry import make_policy
+from engine_core.scheduler.result import ResultPass
 from engine_core.scheduler.step_plan import StepPlan, num_sampled_positions
 from proto.config import SchedulerConfig
 from proto.engine_io import EngineCoreOutput, FinishReason, PauseMode
@@ -52,12 +73,13 @@ class Scheduler:
     """Requests in, steps out, tokens back in.
 
     next_seq_id: returns a name for a new sequence, never the same twice.
+    step_limit: what made the last step shorter than its token budget (`StepPlanner.step_limit`).
     resumable_sessions, agent_sessions, queue_limits, deadlines, kv_transfer: parts that the
         engine's input and loop also use directly.
 
     epoch: of the workers, until `begin_worker_epoch`. max_model_len: maximum tokens of prompt and
-    output. vocab_size: sampled token ids are below it. gates: additional admission gates.
-    constraints: the gate of requests with a grammar. connect: makes the KV connector.
+    output. vocab_size: sampled token ids are below it. more_features: asked before the last ones.
+    grammars: None if no request has one. connect: makes the KV connector.
     load_failure_policy: whether a request whose KV could not be loaded computes it or fails.
     drafting: proposes drafts for running requests; None for none. num_draft_positions: that a step
     may sample beyond one for each of max_num_seqs.
@@ -71,9 +93,9 @@ class Scheduler:
         epoch: int,
         max_model_len: int,
         vocab_size: int,
-        gates: Sequence[AdmissionGate] = (),
+        more_features: Sequence[SchedulerFeature] = (),
         clock: Callable[[], float] = time.monotonic,
-        constraints: TokenConstraints | None = None,
+        grammars: Grammars | None = None,
         connect: Connect = no_connector,
         load_failure_policy: LoadFailurePolicy = "recompute",
         observer: SchedulerObserver = NO_OBSERVER,
@@ -82,56 +104,169 @@ class Scheduler:
         num_draft_positions: int = 0,
     ) -> None:
         self.next_seq_id: Callable[[], int] = itertools.count().__next__
-        parts = SchedulerParts(
-            config,
-            kv_cache,
-            self.next_seq_id,
-            epoch=epoch,
-            max_model_len=max_model_len,
-            gates=gates,
-            clock=clock,
-            constraints=constraints,
-            connect=connect,
-            load_failure_policy=load_failure_policy,
-            observer=observer,
-            drafting=drafting,
-            num_draft_positions=num_draft_positions,
-        )
-        self.waiting = parts.waiting
-        self.running = parts.running
-        self.resumable_sessions = parts.resumable_sessions
-        self.agent_sessions = parts.agent_sessions
-        self.queue_limits = parts.queue_limits
-        self.deadlines = parts.deadlines
-        self.kv_transfer = parts.kv_transfer
-        self._lifecycle = parts.lifecycle
-        self._usage = parts.usage
-        self._prefill_throttle = parts.prefill_throttle
-        self._speculation = parts.speculation
-        self._preemption = parts.preemption
-        self._swap_rule = parts.swap_rule
-        self._fairness = parts.fairness
-        self._retained_prefixes = parts.retained_prefixes
-        self._pause = parts.pause
-        self._crash_isolation = parts.crash_isolation
-        self._beams = parts.beams
-        self._running_pass = parts.running_pass
-        self._admission_pass = parts.admission_pass
-        self._output_builder = parts.output_builder
-        self._result_pass = parts.result_pass
+        self.step_limit = ""
         self._kv_cache = kv_cache
         self._clock = clock
         self._observer = observer
         self._compute_meter = compute_meter
-        self._vocab_size = vocab_size
-        self._max_num_seqs = config.max_num_seqs
-        self._max_positions = config.max_num_seqs + num_draft_positions
-        self._step_budget = parts.chunks.step_budget
-        self._async_scheduling = config.async_scheduling
+        self._async_scheduling = bool(config.async_scheduling)
         self._row_counts: dict[int, tuple[int, int]] = {}  # by step in flight
         self._num_preemptions = 0
         self._num_scheduled_tokens = 0
-        observer.on_attached(self.waiting, self.running, kv_cache)
+
+        self._usage = TenantUsage(max_model_len)
+        policy = make_policy(config.scheduling_policy, self._usage)
+        features: list[SchedulerFeature] = []
+        forced_tokens = ForcedTokens()
+        self._output_builder = OutputBuilder(kv_cache, forced_tokens, grammars, epoch)
+        lifecycle = RequestLifecycle(
+            policy.make_queue(),
+            kv_cache,
+            features,
+            self._output_builder,
+            observer,
+            clock,
+            max_model_len,
+        )
+        self._lifecycle, unblock = lifecycle, lifecycle.unblock
+        self.waiting, self.running = lifecycle.waiting, lifecycle.running
+
+        # Which request loses its blocks when they run out
+        watermarks = make_kv_watermarks(config, kv_cache)
+        non_running_blocks = NonRunningBlocks(kv_cache)
+        preemption_order = PreemptionOrder(policy)
+        self._preemption = Preemption(
+            lifecycle, preemption_order, kv_cache, watermarks, non_running_blocks
+        )
+        self._swap_rule = make_swap_rule(config.preemption)
+
+        # Features
+        self._chunks = ChunkRule.from_config(config)
+        self._pause = Pause(lifecycle)
+        self._crash_isolation = CrashIsolation(
+            lifecycle, self._pause, self._preemption, config.crashes_until_isolated
+        )
+        fairness = TenantFairness(
+            lifecycle, self._usage, policy, preemption_order, self._preemption, self._chunks
+        )
+        self._retained_prefixes = RetainedPrefixes(
+            kv_cache, config.max_pinned_share, config.max_pinned_share_per_tenant, observer
+        )
+        retains = config.scheduling_policy == "continuum" and kv_cache.enable_caching
+        self.agent_sessions = AgentSessions(
+            self._retained_prefixes,
+            make_ttl_rule(config.pin_policy, self._swap_rule) if retains else NoRetention(),
+            kv_cache,
+            clock,
+            evicts_last_turns=retains,
+        )
+        self.resumable_sessions = ResumableSessions(
+            lifecycle,
+            self.next_seq_id,
+            kv_cache,
+            non_running_blocks,
+            max_model_len=max_model_len,
+            timeout=config.session_timeout,
+            clock=clock,
+        )
+        self.queue_limits = QueueLimits(
+            queue_capacity(config, kv_cache.num_usable_blocks, kv_cache.block_size),
+            clock,
+            shares_prompts=kv_cache.enable_caching or not kv_cache.has_states,
+        )
+        self.deadlines = Deadlines(clock)
+        self._prefill_throttle = make_prefill_throttle(
+            self._chunks.step_budget, config.max_prefill_slowdown, chunked=self._chunks.chunked
+        )
+        held: set[int] = set() if grammars is None else grammars.held
+        self._speculation = SpeculativeDecoding(
+            drafting,
+            lifecycle,
+            kv_cache,
+            self._chunks,
+            config.max_num_seqs,
+            num_draft_positions,
+            grammars,
+            max_usage=min(
+                config.stop_admission_above, config.preempt_above, 1.0 - config.watermark
+            ),
+            computes_ahead=self._async_scheduling,
+            held=held,
+        )
+        beams = BeamGroups(kv_cache, self._preemption, forced_tokens, unblock)
+        self.kv_transfer = KVTransferManager(
+            connect,
+            lifecycle,
+            kv_cache,
+            non_running_blocks,
+            load_failure_policy,
+            observer,
+            self._swap_rule,
+            clock,
+        )
+
+        # The first feature that blocks a request ends the question, so the order is:
+        # - A paused request is held for this reason alone, and no later feature begins anything.
+        # - While a suspect of crashes runs alone no other request may start, and front ends must
+        #   know of a suspect before anything else is done for it.
+        # - Features that block nothing. Sibling forks correct `num_cached_tokens` of a fork, so
+        #   agent sessions, which need the number of tokens that were found in the cache, are
+        #   notified before.
+        # - A grammar, or a row of a beam search: a look into a dictionary. Until they are ready a
+        #   lookup of the prefix would be in vain.
+        # - Sibling forks offer the KV of a sibling's prompt, which may be longer than the cached
+        #   prefix that the next two compare with.
+        # - The wait for a prefix looks it up in the cache: cheaper than a load.
+        # - The KV transfer asks the connector for the tokens behind all of these, and its answer
+        #   holds only if the request is admitted or loaded for at once.
+        features += [
+            self._pause,
+            self._crash_isolation,
+            fairness,
+            self.agent_sessions,
+            self.resumable_sessions,
+            self.queue_limits,
+            self.deadlines,
+            self._prefill_throttle,
+            self._speculation,
+            *more_features,
+            *([] if grammars is None else [GrammarGate(grammars)]),
+            beams,
+            SiblingForks(kv_cache, lifecycle.choices, non_running_blocks, unblock),
+            PrefixWait(kv_cache, self._chunks.longest_chunk, unblock),
+            self.kv_transfer,
+        ]
+
+        # A step and its result
+        self._planner = StepPlanner(
+            lifecycle,
+            kv_cache,
+            features,
+            chunks=self._chunks,
+            max_num_seqs=config.max_num_seqs,
+            max_positions=config.max_num_seqs + num_draft_positions,
+            rules=rules_of(config, kv_cache, self.running, watermarks),
+            held=held,
+            preemption=self._preemption,
+            non_running_blocks=non_running_blocks,
+            usage=self._usage,
+            fairness=fairness,
+            throttle=self._prefill_throttle,
+            speculation=self._speculation,
+            kv_transfer=self.kv_transfer,
+        )
+        self._result_pass = ResultPass(
+            lifecycle,
+            kv_cache,
+            beams,
+            self.kv_transfer,
+            self.resumable_sessions,
+            self.agent_sessions,
+            self._usage,
+            self._speculation,
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+        )
 
     # Requests
 
@@ -162,7 +297,7 @@ class Scheduler:
         outputs: OutputsByFrontEnd = {}
         for request in {request.request_id: request for request in requests}.values():
             choices = list(self._lifecycle.choices[request.request_id])
-            if self._beams.owns_request(request.request_id):
+            if request.sampling_params.beam_width:
                 choices = list(range(request.sampling_params.beam_width))
             outputs.setdefault(request.front_end_index, []).extend(
                 EngineCoreOutput(request.request_id, choice, 0, [], FinishReason.ABORT)
@@ -178,6 +313,10 @@ class Scheduler:
         """
         self._observer.on_turn_ended(request_id, agent_session, tool)
         self.agent_sessions.report_tool(request_id, agent_session, tool)
+
+    def unblock(self, request: Request) -> None:
+        """Make a parked request ready again, in its old place in the queue; ignores any other."""
+        self._lifecycle.unblock(request)
 
     def has_request(self, request_id: int) -> bool:
         """Return whether any choice of this request is unfinished."""
@@ -232,7 +371,7 @@ class Scheduler:
         crashing = self._crash_isolation.note_crash()
         self.kv_transfer.forget_transfers()
         self._retained_prefixes.release_all("restart")
-        requeue_all(self.requests, self._preemption, self._kv_cache, self._clock())
+        self._preemption.requeue_all(self._clock())
         self._row_counts.clear()
         self._speculation.begin_worker_epoch()
         if self._compute_meter is not None:
@@ -278,18 +417,21 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Plan the next step and return the message for the workers."""
-        plan = StepPlan(self._step_budget, self._clock())
+        plan = StepPlan(self._chunks.step_budget, self._clock())
         self._kv_cache.begin_step()
         self._update_retained_prefixes(plan)
-        self._observer.on_step_begin(plan)
-        if not self._pause.frozen:
-            self._plan_requests(plan)
-        self._check_plan(plan)
+        self._observer.on_step_begin(plan, self.waiting, self.running, self._kv_cache)
+        if self._pause.frozen:
+            plan.limit = "pause"
+        else:
+            self._planner.plan_requests(plan)
+        self._planner.check_plan(plan)
         self.kv_transfer.resend_rewound(plan)
         output = self._output_builder.build_output(plan)
         output = self.kv_transfer.add_connector_metadata(output)
         self._observer.on_step_scheduled(output.step, plan)
         self._advance_counters(output.step, plan)
+        self.step_limit = plan.limit
         return output
 
     def update_from_output(
@@ -303,21 +445,7 @@ class Scheduler:
         compute the step again.
         """
         self._observer.on_step_result(result)
-        check_result(output, result, self._vocab_size)
-        self.kv_transfer.confirm_loads(output.step)
-        outputs: OutputsByFrontEnd = {}
-        num_unfinished = self.num_unfinished
-        invalid = self._result_pass.apply_result(output, result, outputs)
-        if self.num_unfinished < num_unfinished:
-            self._lifecycle.clear_running()
-            self.resumable_sessions.begin_turns(outputs)
-        if invalid is not None:
-            raise invalid
-        if result.draft_pass_rows or result.draft_seq_ids:
-            self._speculation.learn_passes(result.draft_pass_rows, result.draft_pass_seconds)
-            self._update_proposals(
-                output, result.draft_seq_ids, result.draft_token_ids, result.draft_survivals
-            )
+        outputs = self._result_pass.apply_result(output, result)
         self._learn_step_time(output.step, result.compute_seconds)
         return outputs
 
@@ -334,7 +462,7 @@ class Scheduler:
         as far as their grammar allows them.
         """
         for seq_id, draft, survivals in zip(seq_ids, draft_token_ids, draft_survivals, strict=True):
-            self._keep_proposal(seq_id, len(draft), draft, survivals)
+            self._result_pass.keep_proposal(seq_id, len(draft), draft, survivals)
 
     def update_from_connector(self, report: KVConnectorOutput) -> OutputsByFrontEnd:
         """Process copies that the workers have finished, before the result of a later step.
@@ -352,14 +480,7 @@ class Scheduler:
 
     def fail_requests(self, errors: Mapping[int, ErrorInfo]) -> OutputsByFrontEnd:
         """End requests, by seq_id, with an error; ignores requests that have ended already."""
-        outputs: OutputsByFrontEnd = {}
-        for seq_id, error in errors.items():
-            request = self._lifecycle.requests.get(seq_id)
-            if request is not None:
-                self._result_pass.fail_request(error_output(request, error), request, outputs)
-        self._lifecycle.clear_running()
-        self.resumable_sessions.begin_turns(outputs)
-        return outputs
+        return self._result_pass.fail_requests(errors)
 
     def void_rows(self, output: SchedulerOutput, seq_ids: Sequence[int]) -> None:
         """Take rows out of the oldest step in flight, because their masks are late.
@@ -442,71 +563,11 @@ class Scheduler:
 
     # Parts of a step
 
-    def _update_proposals(
-        self,
-        output: SchedulerOutput,
-        seq_ids: Sequence[int],
-        draft_token_ids: Sequence[list[int]],
-        draft_survivals: Sequence[Sequence[float]],
-    ) -> None:
-        """Keep the drafts that came with a result.
-
-        An empty one says that no token was likely enough; a sequence whose KV the draft model has
-        not completed yet is missing.
-        """
-        asked = dict(zip(output.lookahead_seq_ids, output.num_lookahead_tokens, strict=True))
-        void_until = self.kv_transfer.discard_until_step
-        for seq_id, draft, survivals in zip(seq_ids, draft_token_ids, draft_survivals, strict=True):
-            if void_until.get(seq_id, 0) < output.step:
-                self._keep_proposal(seq_id, asked.get(seq_id, len(draft)), draft, survivals)
-
-    def _keep_proposal(
-        self, seq_id: int, num_asked: int, draft: list[int], survivals: Sequence[float]
-    ) -> None:
-        request = self._lifecycle.requests.get(seq_id)
-        if request is not None and request.status is RequestStatus.RUNNING:
-            self._speculation.keep_proposal(request, num_asked, draft, survivals)
-
     def _update_retained_prefixes(self, plan: StepPlan) -> None:
         """Release expired prefixes, and reorder waiting turns that gained or lost theirs."""
         self._retained_prefixes.release_expired(plan.now)
         for request in self.agent_sessions.update_leads():
             self.waiting.reorder_request(request)
-
-    def _plan_requests(self, plan: StepPlan) -> None:
-        """Plan running requests, then admit waiting ones, if no request was preempted."""
-        self._preemption.preempt_above_watermark(plan)
-        deferred = self._fairness.order_running()
-        plan.prompt_budget = self._prompt_budget()
-        speculation = self._speculation
-        if speculation.is_active:
-            speculation.fill_drafts(plan)
-        self._running_pass.plan_running(plan, deferred)
-        if not plan.preempted:
-            self._admission_pass.admit_waiting(plan)
-        self._running_pass.plan_deferred(plan, deferred)
-        if speculation.is_active:
-            speculation.clear_drafts()
-            speculation.plan_lookahead(plan)
-
-    def _check_plan(self, plan: StepPlan) -> None:
-        num_scheduled = len(plan.continued) + len(plan.admitted)
-        assert num_scheduled <= len(self.running), "more is scheduled than runs"
-        assert len(self.running) <= self._max_num_seqs, "more runs than may"
-        assert num_scheduled + plan.num_draft_tokens <= self._max_positions, (
-            "more positions are sampled than the workers have memory for"
-        )
-        assert plan.budget >= 0, "more tokens are scheduled than a step has"
-        num_tokens = sum(plan.continued_tokens) + sum(plan.admitted_tokens)
-        assert num_tokens == self._step_budget - plan.budget, "the budget was not kept"
-
-    def _prompt_budget(self) -> int:
-        """Return how many prompt tokens the step may have beside decoding requests."""
-        num_running, num_prefilling = len(self.running), len(self._usage.prefills)
-        num_startable = min(self.waiting.num_ready, self._admission_pass.num_free_seqs)
-        return self._prefill_throttle.prompt_tokens(
-            num_running - num_prefilling, num_running + num_startable
-        )
 
     def _advance_counters(self, step: int, plan: StepPlan) -> None:
         """Count the planned tokens as computed, and a placeholder for each sampled position.
@@ -535,7 +596,7 @@ class Scheduler:
                     len(request.all_token_ids) + request.num_output_placeholders,
                     request.num_computed_tokens,
                 )
-        num_scheduled = self._step_budget - plan.budget
+        num_scheduled = self._chunks.step_budget - plan.budget
         if num_scheduled:  # only then there will be a result
             num_decoding = len(plan.continued) + len(plan.admitted) - plan.num_prefilling
             num_rows = num_decoding + plan.num_draft_tokens

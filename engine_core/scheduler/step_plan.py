@@ -41,6 +41,7 @@ class StepPlan:
         behind this step; their tables have room for them. min_draft_survival: where it ends.
     preempted: running requests that lost their blocks in this step.
     num_prefilling, num_prompt_tokens: planned requests that do not decode, and their tokens.
+    limit: what made the step shorter than its token budget (`StepPlanner.step_limit`).
     """
 
     __slots__ = (
@@ -51,6 +52,7 @@ class StepPlan:
         "continued_blocks",
         "continued_tokens",
         "drafts",
+        "limit",
         "lookahead",
         "min_draft_survival",
         "now",
@@ -77,6 +79,7 @@ class StepPlan:
         self.preempted: list[Request] = []
         self.num_prefilling = 0
         self.num_prompt_tokens = 0
+        self.limit = ""
 
     def count_prefilling(self, num_requests: int, num_tokens: int) -> None:
         """Count planned requests that do not decode, and their tokens; negative to subtract."""

@@ -90,7 +90,7 @@ class CandidateDraft:
 class Drafting:
     """The `DraftProvider` of the daemon: owns the proposers, and decides each step what is drafted.
 
-    `engine_core/scheduler/hooks.py:DraftProvider` describes the methods that the scheduler calls;
+    `scheduler/features/speculative_decoding.py` describes the methods that the scheduler calls;
     docstrings here add what is particular to this class.
 
     proposers: those that force tokens come first. max_tokens: of one draft. worker: one of the

@@ -38,10 +38,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Final, TypeVar
+from typing import Final, TypeVar
 
-from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.hooks import Candidate, Unblock
+from engine_core.request import Request
 from engine_core.scheduler.step_plan import StepPlan, num_sampled_positions
 from engine_core.structured_output.backend import LLGuidanceBackend
 from engine_core.structured_output.compiler import GrammarCache, GrammarCompiler
@@ -186,13 +185,11 @@ NO_VIOLATIONS: Final = Violations({}, {})
 class StructuredOutputManager:
     """Owns the grammars of all requests, from admission to their end.
 
-    For the scheduler it is the gate that blocks requests whose grammar is being compiled. Matchers
-    outlive preemptions and workers. descriptor: readable when `pop_compiled_requests` or
-    `pop_masks` has something to return. held: sequences that wait for a mask, and those of slow
-    grammars from the plan of a step on. num_threads: that share the masks of a step.
+    The scheduler asks it which requests wait (`scheduler/features/grammars.py`). Matchers outlive
+    preemptions and workers. descriptor: readable when `pop_compiled_requests` or `pop_masks` has
+    something to return. held: sequences that wait for a mask, and those of slow grammars from the
+    plan of a step on. num_threads: that share the masks of a step.
     """
-
-    status: ClassVar[RequestStatus] = RequestStatus.WAITING_FOR_GRAMMAR
 
     def __init__(
         self,
@@ -211,6 +208,7 @@ class StructuredOutputManager:
             GrammarSource, dict[int, tuple[Request, ThinkingRule | None]]
         ] = {}  # the same choices, by source and seq_id
         self._rows: dict[int, _ConstrainedRow] = {}  # by seq_id
+        self._unblocked: list[Request] = []
         self._late: dict[int, _ConstrainedRow] = {}  # by seq_id, the first to be late comes first
         self._draft_seconds = 0.0  # of the present plan
         self._last_masked_step = 0
@@ -258,7 +256,7 @@ class StructuredOutputManager:
             self._rows[request.seq_id] = row
 
     def pop_compiled_requests(self) -> list[tuple[int, int, RequestError | None]]:
-        """Return requests whose grammar was compiled since the last call, and unblock them.
+        """Return requests whose grammar was compiled since the last call.
 
         A request is (front end, request id, error); the error is None for a valid grammar.
         """
@@ -272,7 +270,7 @@ class StructuredOutputManager:
                     self._rows[seq_id] = self._constrained_row(
                         request, compiled, rule, source.field
                     )
-                    self._unblock(request)
+                    self._unblocked.append(request)
         return [(*request, error) for request, error in requests.items()]
 
     def _constrained_row(
@@ -295,25 +293,30 @@ class StructuredOutputManager:
         eos_token_ids = request.sampling_params.eos_token_ids
         return ThinkingMatcher(matcher, rule, self._compiler.backend, eos_token_ids)
 
-    # The scheduler's gate (TokenConstraints in engine_core/scheduler/hooks.py).
+    # Questions of the scheduler (Grammars in engine_core/scheduler/features/grammars.py).
 
-    def attach(self, unblock: Unblock) -> None:
-        self._unblock = unblock
+    def is_blocked(self, request: Request) -> bool:
+        """Return whether a request waits for its grammar, or for a mask of a slow one.
 
-    def begin_admission(self, plan: StepPlan) -> None: ...
-
-    def is_blocked(self, candidate: Candidate) -> bool:
-        """Return whether a request waits for its grammar, or for a mask of a slow one."""
-        seq_id = candidate.request.seq_id
+        If so, `pop_unblocked` returns it later, unless it ends before.
+        """
+        seq_id = request.seq_id
         row = self._rows.get(seq_id)
         needs_task = row is not None and not (row.task or row.has_mask or row.num_in_flight)
         if row is not None and needs_task and row.cost.is_slow:
             self._threads.submit([], [self._begin_late(row)])
         return seq_id in self._blocked or seq_id in self.held
 
-    def on_admitted(self, request: Request, num_new_tokens: int) -> None: ...
+    def pop_unblocked(self) -> list[Request]:
+        """Return requests that wait no longer since the last call; some may have ended.
 
-    def on_released(self, request: Request) -> None:
+        To be called after each method that can end a wait: `pop_compiled_requests`, `pop_masks`,
+        `end_step` and `begin_worker_epoch`.
+        """
+        unblocked, self._unblocked = self._unblocked, []
+        return unblocked
+
+    def forget_request(self, request: Request) -> None:
         row = self._rows.pop(request.seq_id, None)
         self.held.discard(request.seq_id)
         self._late.pop(request.seq_id, None)
@@ -536,7 +539,7 @@ class StructuredOutputManager:
         """Let the scheduler plan a row whose mask is there."""
         self._late.pop(row.request.seq_id, None)
         self.held.discard(row.request.seq_id)
-        self._unblock(row.request)
+        self._unblocked.append(row.request)
 
     def _take_masks(self, task: MaskTask) -> None:
         """Keep what a thread has computed, for the step that waits for it or for a later one."""

@@ -4,7 +4,7 @@ Start with `TraceRecorder`; `TraceFile` in `file.py` writes the lines.
 """
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Final
 
@@ -13,7 +13,7 @@ import msgspec
 from engine_core.kv_cache.events import ReusableBlockCounter
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request, RequestStatus
-from engine_core.retention.retained_prefixes import RetainedPrefix
+from engine_core.scheduler.features.retention.retained_prefixes import RetainedPrefix
 from engine_core.scheduler.queues.base import RequestQueue
 from engine_core.scheduler.step_plan import StepPlan
 from proto.model_runner_output import ModelRunnerOutput
@@ -77,11 +77,6 @@ class TraceRecorder:
         self._snapshot: Snapshot | None = None
         self._retained_prefixes: dict[str, RetainedPrefix] = {}
 
-    def on_attached(
-        self, waiting: RequestQueue, running: Collection[Request], kv_cache: KVCacheManager
-    ) -> None:
-        self._queue, self._running, self._kv_cache = waiting, running, kv_cache
-
     def on_request_added(self, request: Request) -> None:
         self._waiting[request.seq_id] = request
         self._tokenless.add(request.seq_id)
@@ -105,14 +100,19 @@ class TraceRecorder:
             )
         )
 
-    def on_step_begin(self, plan: StepPlan) -> None:
-        kv_cache, queue = self._kv_cache, self._queue
+    def on_step_begin(
+        self,
+        plan: StepPlan,
+        waiting: RequestQueue,
+        running: Sequence[Request],
+        kv_cache: KVCacheManager,
+    ) -> None:
         if self._queue_has_changed:
-            self._count_waiting()
+            self._count_waiting(waiting)
         num_free, num_pinned = kv_cache.pool.num_free, kv_cache.pool.pinned.num_reclaimable
         num_cached, num_held = self.block_counter.num_cached, kv_cache.transfer_refs.num_alone
         blocked: dict[str, int] = {}
-        num_ready = queue.num_ready
+        num_ready = waiting.num_ready
         if num_ready < len(self._waiting):
             for request in self._waiting.values():
                 status = request.status
@@ -122,7 +122,7 @@ class TraceRecorder:
             waiting=num_ready,
             preempted=self._num_preempted,
             blocked=blocked,
-            running=len(self._running),
+            running=len(running),
             pool=PoolUse(
                 free=num_free - num_cached,
                 cached=num_cached,
@@ -267,6 +267,7 @@ class TraceRecorder:
             draft_tokens=list(map(len, plan.drafts.values())),
             lookahead=list(plan.lookahead),
             lookahead_tokens=list(plan.lookahead.values()),
+            limit=plan.limit,
         )
 
     def _hit(self, request: Request) -> PrefixHit:
@@ -282,11 +283,11 @@ class TraceRecorder:
             asynchronous=is_async,
         )
 
-    def _count_waiting(self) -> None:
+    def _count_waiting(self, waiting: RequestQueue) -> None:
         """Read the queue again, to which requests may have returned between two steps."""
         self._queue_has_changed = False
-        self._waiting = {request.seq_id: request for request in self._queue}
-        self._num_preempted = sum(request.num_preemptions > 0 for request in self._queue)
+        self._waiting = {request.seq_id: request for request in waiting}
+        self._num_preempted = sum(request.num_preemptions > 0 for request in waiting)
 
     def _remove_waiting(self, request: Request) -> None:
         if self._waiting.pop(request.seq_id, None) is not None and request.num_preemptions:

@@ -63,6 +63,7 @@ def view(epoch: int = 1, requests: tuple[RequestView, ...] = (), **fields: objec
         "num_state_slots": 24,
         "num_held_states": 3,
         "states": blocks,
+        "step_limit": "blocks",
     }
     return EngineView(**(facts | fields))  # type: ignore[arg-type]
 
@@ -127,6 +128,7 @@ async def test_the_stream_begins_with_hello_then_views(start: StartFrontEnd) -> 
             "accepted_tokens": 6,
             "state_slots": 24,
             "held_states": 3,
+            "step_limit": "blocks",
             "requests": [
                 {
                     "owner": 1,

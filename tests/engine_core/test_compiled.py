@@ -35,7 +35,7 @@ def test_modules_of_a_step_are_compiled() -> None:
     names = {path.relative_to(build_compiled.PACKAGE).as_posix() for path in
              build_compiled.hot_modules()}  # fmt: skip
     assert {"request.py", "kv_cache/pool.py", "scheduler/queues/fcfs.py"} <= names
-    assert {"scheduler/scheduler.py", "retention/agent_sessions.py"} <= names
+    assert {"scheduler/scheduler.py", "scheduler/features/retention/agent_sessions.py"} <= names
     assert "kv_connector/offload/planners.py" in names
     assert not any(name.endswith("__init__.py") for name in names)
 

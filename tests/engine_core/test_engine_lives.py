@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 import pytest
 
 from api_server.engine.engine_client import OpenRequest
-from engine_core.request import RequestStatus
-from engine_core.scheduler.crash_isolation import TRIALS
+from engine_core.scheduler.features.crash_isolation import TRIALS
 from proto.config import SchedulerConfig
 from proto.engine_io import EngineCoreRequest, FinishReason, RequestProgress
 from proto.sampling_params import SamplingParams
 from tests.fakes.engine_harness import EOS
+from tests.fakes.gates import NoFeature
 from tests.fakes.input_harness import InputProcessorHarness
 from tests.fakes.paged_runner import undisturbed
 
@@ -34,23 +34,13 @@ class Stream:
         return (tuple(self.tokens),)
 
 
-class DeadlyGate:
+class DeadlyGate(NoFeature):
     """Crashes the engine when it checks the poisonous request."""
-
-    status = RequestStatus.WAITING
-
-    def attach(self, unblock): ...
-
-    def begin_admission(self, plan): ...
 
     def is_blocked(self, candidate):
         if candidate.request.prompt_token_ids == GUILTY:
             raise EngineDiesError
         return False
-
-    def on_admitted(self, request, num_new_tokens): ...
-
-    def on_released(self, request): ...
 
 
 class EngineDiesError(Exception):

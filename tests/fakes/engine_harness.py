@@ -15,17 +15,16 @@ from engine_core.kv_cache.pool import TransferRefs
 from engine_core.kv_connector.base import NO_CONNECTOR, SchedulerConnector
 from engine_core.request import Request, choices_of
 from engine_core.scheduler.compute_meter import ComputeMeter
-from engine_core.scheduler.hooks import (
+from engine_core.scheduler.features.base import (
     NO_OBSERVER,
-    AdmissionGate,
-    DraftProvider,
     SchedulerObserver,
-    TokenConstraints,
     Unblock,
 )
+from engine_core.scheduler.features.grammars import Grammars
+from engine_core.scheduler.features.speculative_decoding import DraftProvider
 from engine_core.scheduler.kv_transfer import IsStorable
+from engine_core.scheduler.lifecycle import OutputsByFrontEnd
 from engine_core.scheduler.limits import ChunkRule
-from engine_core.scheduler.result import OutputsByFrontEnd
 from engine_core.scheduler.scheduler import Scheduler
 from proto.config import SchedulerConfig
 from proto.engine_io import EngineCoreOutput, EngineCoreRequest, FinishReason, SessionInput
@@ -33,6 +32,7 @@ from proto.kv_connector import KVConnectorOutput, LoadFailurePolicy
 from proto.lifecycle import KVGroup
 from proto.sampling_params import SamplingParams
 from proto.scheduler_output import SchedulerOutput
+from tests.fakes.gates import NoFeature
 from tests.fakes.kv_connector import FakeConnector
 from tests.fakes.paged_runner import NextToken, PagedRunner, hashed_token
 
@@ -61,10 +61,10 @@ class EngineHarness:
         num_state_slots: int = 0,
         windows: Sequence[int | None] = (None,),
         groups: Sequence[KVGroup] | None = None,
-        gates: Sequence[AdmissionGate] = (),
+        gates: Sequence[NoFeature] = (),
         observers: Sequence[PoolObserver] = (),
         clock: Callable[[], float] = time.monotonic,
-        constraints: TokenConstraints | None = None,
+        grammars: Grammars | None = None,
         observer: SchedulerObserver = NO_OBSERVER,
         vocab_size: int = VOCAB_SIZE,
         connector: FakeConnector | None = None,
@@ -94,9 +94,9 @@ class EngineHarness:
             epoch=1,
             max_model_len=max_model_len,
             vocab_size=vocab_size,
-            gates=gates,
+            more_features=gates,
             clock=clock,
-            constraints=constraints,
+            grammars=grammars,
             observer=observer,
             connect=self._connect,
             load_failure_policy=load_failure_policy,
@@ -104,6 +104,8 @@ class EngineHarness:
             drafting=drafting,
             num_draft_positions=num_draft_positions,
         )
+        for gate in gates:
+            gate.unblock_request = self.scheduler.unblock
         self.max_in_flight = OVERLAPPED if config.async_scheduling else SYNCHRONOUS
         self.in_flight: deque[SchedulerOutput] = deque()
         self.runner = PagedRunner(

@@ -1,9 +1,33 @@
-"""A fake admission gate."""
+"""Features of the scheduler that a test replaces."""
 
 from engine_core.request import RequestStatus
 
 
-class FakeGate:
+class NoFeature:
+    """Has the methods of `SchedulerFeature`, which may be compiled and cannot be extended then.
+
+    unblock_request: set by the harness.
+    """
+
+    status = RequestStatus.WAITING
+
+    def unblock_request(self, request): ...
+
+    def on_request_added(self, request): ...
+
+    def begin_admission(self, plan): ...
+
+    def is_blocked(self, candidate):
+        return False
+
+    def on_admitted(self, request, num_new_tokens): ...
+
+    def on_ending(self, request, *, succeeded): ...
+
+    def on_released(self, request): ...
+
+
+class FakeGate(NoFeature):
     """Blocks the requests in `blocked`; records every check."""
 
     def __init__(self, status=RequestStatus.WAITING_FOR_REMOTE_KVS):
@@ -12,12 +36,6 @@ class FakeGate:
         self.checked = []
         self.admitted_tokens = {}
         self.released = []
-
-    def attach(self, unblock):
-        self._unblock = unblock
-
-    def begin_admission(self, plan):
-        pass
 
     def is_blocked(self, candidate):
         self.checked.append(candidate.request)
@@ -33,4 +51,4 @@ class FakeGate:
         """Unblock requests."""
         for each in requests:
             self.blocked.discard(each)
-            self._unblock(each)
+            self.unblock_request(each)

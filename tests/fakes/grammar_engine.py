@@ -108,7 +108,7 @@ class GrammarEngine:
         )
         self.manager = StructuredOutputManager(compiler, event_fd)
         self.harness = EngineHarness(
-            constraints=self.manager,
+            grammars=self.manager,
             **{"max_model_len": 512, **settings},  # type: ignore[arg-type]
         )
         self.harness.runner = self.runner = GrammarRunner(self.harness.runner.block_size)
@@ -171,6 +171,7 @@ class GrammarEngine:
 
     def send(self) -> SchedulerOutput:
         """Schedule a step and put it in flight, even if it has no tokens."""
+        self._unblock()
         return self.harness.send()
 
     def compute(self) -> ModelRunnerOutput:
@@ -201,6 +202,7 @@ class GrammarEngine:
         scheduler = self.harness.scheduler
         self.manager.pop_masks()  # late ones
         self.harness.record_outputs(scheduler.fail_requests(self.manager.pop_overdue()))
+        self._unblock()
         while scheduler.has_work and len(self.harness.in_flight) < self.harness.max_in_flight:
             if not self.send().total_num_scheduled_tokens:
                 if self.manager.held and len(self.harness.in_flight) == 1:
@@ -233,6 +235,10 @@ class GrammarEngine:
 
     def reason(self, request_id: int, choice: int = 0) -> FinishReason:
         return self.harness.final[request_id, choice]
+
+    def _unblock(self) -> None:
+        for request in self.manager.pop_unblocked():
+            self.harness.scheduler.unblock(request)
 
     def _masks(self, step: int) -> StepMasks:
         while True:

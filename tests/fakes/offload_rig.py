@@ -12,9 +12,10 @@ from engine_core.kv_cache.pool import TransferRefs
 from engine_core.kv_connector.base import SchedulerConnector, SchedulerContext
 from engine_core.kv_connector.offload.connector import OffloadingScheduler
 from engine_core.request import Request
-from engine_core.scheduler.hooks import DraftProvider, Unblock
+from engine_core.scheduler.features.base import Unblock
+from engine_core.scheduler.features.speculative_decoding import DraftProvider
 from engine_core.scheduler.kv_transfer import IsStorable
-from engine_core.scheduler.result import OutputsByFrontEnd
+from engine_core.scheduler.lifecycle import OutputsByFrontEnd
 from engine_core.scheduler.scheduler import Scheduler
 from proto.config import SchedulerConfig
 from proto.engine_io import EngineCoreOutput

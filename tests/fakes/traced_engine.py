@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from engine_core.request import Request
-from engine_core.scheduler.hooks import DraftProvider
+from engine_core.scheduler.features.speculative_decoding import DraftProvider
 from engine_core.trace.recorder import TraceRecorder
 from proto.config import SchedulerConfig
 from proto.engine_io import AgentHint

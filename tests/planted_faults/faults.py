@@ -158,7 +158,7 @@ KV_CACHE = (
 SCHEDULER = (
     Fault(
         "lookahead_without_blocks",
-        "engine_core/scheduler/speculative_decoding.py",
+        "engine_core/scheduler/features/speculative_decoding.py",
         "allocate_slots(request, num_new, NOTHING_COMPUTED, length)",
         "allocate_slots(request, num_new, NOTHING_COMPUTED, 0)",
         "A draft model writes its KV to positions for which a request has no block.",
@@ -166,7 +166,7 @@ SCHEDULER = (
     ),
     Fault(
         "watermark_ignored",
-        "engine_core/scheduler/admission.py",
+        "engine_core/scheduler/admission_rules.py",
         "return needed + self._num_reserved <= self._kv_cache.num_free_blocks",
         "return needed <= self._kv_cache.num_free_blocks",
         "--watermark has no effect: requests are admitted and preempted again at once.",
@@ -177,7 +177,7 @@ SCHEDULER = (
     ),
     Fault(
         "admission_resumes_too_soon",
-        "engine_core/scheduler/preemption.py",
+        "engine_core/scheduler/admission_rules.py",
         "        elif in_use < self._resume_below:\n",
         "        else:\n",
         "--resume-admission-below has no effect: admission flutters around one threshold.",
@@ -209,7 +209,7 @@ SCHEDULER = (
     ),
     Fault(
         "tenant_share_ignored",
-        "engine_core/scheduler/tenant_usage.py",
+        "engine_core/scheduler/features/tenant_usage.py",
         "            account.served += num_missing\n",
         "            account.served += 0\n",
         "One tenant with long prompts takes the whole server from the others.",
@@ -217,7 +217,7 @@ SCHEDULER = (
     ),
     Fault(
         "pin_never_expires",
-        "engine_core/retention/retained_prefixes.py",
+        "engine_core/scheduler/features/retention/retained_prefixes.py",
         "while (prefix := self._deadlines.first_up_to(now)) is not None:",
         "while (prefix := self._deadlines.first_up_to(now - 1e9)) is not None:",
         "KV of agents that never come back stays pinned.",
@@ -225,7 +225,7 @@ SCHEDULER = (
     ),
     Fault(
         "worker_crash_not_counted",
-        "engine_core/scheduler/crash_isolation.py",
+        "engine_core/scheduler/features/crash_isolation.py",
         "            request.crash_count += 1\n",
         "            request.crash_count += 0\n",
         "A request that kills the worker is tried again for ever and ends all others with it.",
@@ -304,7 +304,7 @@ SCHEDULER = (
     ),
     Fault(
         "one_request_more_than_max_num_seqs",
-        "engine_core/scheduler/admission.py",
+        "engine_core/scheduler/planner.py",
         "        return len(self._running) < self._max_running\n",
         "        return len(self._running) <= self._max_running\n",
         "--max-num-seqs is exceeded.",
@@ -312,7 +312,7 @@ SCHEDULER = (
     ),
     Fault(
         "followers_never_woken",
-        "engine_core/scheduler/prefix_sharing.py",
+        "engine_core/scheduler/features/prefix_sharing.py",
         "        for _, ticket in leader.waiters:\n"
         "            self._end_wait(ticket, leader.num_lost + 1)",
         "        leader.waiters.clear()",

@@ -160,7 +160,7 @@ MESSAGES = [
     TurnEnded(1, 2, "job", "weather"),
     Watch(1, True),
     PeerCall(1, "conversation", 2**64 - 1, "ann", ("resp_1_a",)),
-    PeerReply(1, b"[]"),
+    PeerReply(1, (b"[]",)),
     PeerReply(1, None),
     EngineView(
         1,

@@ -16,8 +16,7 @@ import torch
 
 from api_server.request_stream import ExpertRows
 from engine_core.busy_loop import OVERLAPPED
-from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.hooks import Candidate, Unblock
+from engine_core.request import Request
 from engine_core.scheduler.step_plan import StepPlan
 from proto.config import DeviceConfig
 from proto.engine_io import EngineCoreOutput
@@ -393,22 +392,14 @@ class LaunchingRunner:
 
 
 class ConstrainedThirds:
-    """An admission gate: every third sequence is constrained; none waits for a grammar."""
-
-    status = RequestStatus.WAITING_FOR_GRAMMAR
-
-    def attach(self, unblock: Unblock) -> None: ...
-
-    def begin_admission(self, plan: StepPlan) -> None: ...
+    """Grammars: every third sequence has one; none waits for it."""
 
     held: set[int] = set()
 
-    def is_blocked(self, candidate: Candidate) -> bool:
+    def is_blocked(self, request: Request) -> bool:
         return False
 
-    def on_admitted(self, request: Request, num_new_tokens: int) -> None: ...
-
-    def on_released(self, request: Request) -> None: ...
+    def forget_request(self, request: Request) -> None: ...
 
     def num_allowed_tokens(self, request: Request, token_ids: list[int]) -> int:
         return len(token_ids)
@@ -592,7 +583,7 @@ def test_logits_edits_and_logprobs_need_no_wait_for_the_device(
     """Penalties, biases, bad words, min_tokens, grammars and log-probabilities in mixed batches."""
     worker = OnFakeCuda(llama, cuda, NUM_ROWS)
     expected = Harness(
-        SyncModelRunner(host_runner(llama, NUM_ROWS)), num_blocks, constraints=ConstrainedThirds()
+        SyncModelRunner(host_runner(llama, NUM_ROWS)), num_blocks, grammars=ConstrainedThirds()
     )
     tokens = serve(expected, EDITS)
 
@@ -601,9 +592,7 @@ def test_logits_edits_and_logprobs_need_no_wait_for_the_device(
 
     monkeypatch.setattr(ModelRunner, "finish_on_host", refuse)
     monkeypatch.setattr(cuda.device, "fetch", refuse)
-    found = Harness(
-        worker.runner, num_blocks, constraints=ConstrainedThirds(), async_scheduling=True
-    )
+    found = Harness(worker.runner, num_blocks, grammars=ConstrainedThirds(), async_scheduling=True)
     assert serve(found, EDITS) == tokens
     assert found.worker.most_at_once == OVERLAPPED
     assert (found.worker.num_preempted > 0) == (num_blocks < 81)
@@ -641,7 +630,7 @@ def test_drafts_are_verified_on_the_device(
     """As decodes of several rows over one block table, which graphs replay, too."""
     num_rows = 10
     expected = Harness(
-        SyncModelRunner(host_runner(llama, num_rows)), 81, num_rows, constraints=ConstrainedThirds()
+        SyncModelRunner(host_runner(llama, num_rows)), 81, num_rows, grammars=ConstrainedThirds()
     )
     params = EDITS[:6]
     tokens = serve(expected, params)
@@ -661,7 +650,7 @@ def test_drafts_are_verified_on_the_device(
         worker.runner,
         81,
         num_rows,
-        constraints=ConstrainedThirds(),
+        grammars=ConstrainedThirds(),
         async_scheduling=is_async,
         drafting=drafting,
     )

@@ -59,10 +59,10 @@ class Page {
   }
 
   stepText() {
-    const at = this.view.cursor, { columns } = this.trace;
+    const at = this.view.cursor, { about, columns } = this.trace;
     if (at < 0) return "Hover over a step, or press the comma and point keys to go from one to the next.";
     const of = (name) => count(columns[name][at]), end = columns.step_end[at];
-    const time = columns.step_time[at];
+    const time = columns.step_time[at], limit = about.limits[columns.limit[at]];
     return [
       `Step ${of("step")} at ${(time / 1e6).toFixed(4)} s`,
       end ? `took ${duration(end - time)}` : "computed nothing",
@@ -71,6 +71,7 @@ class Page {
       `blocks: ${of("requests")} of sequences, ${of("held")} held, ${of("pinned")} pinned, `
         + `${of("cached")} cached, ${of("free")} free`,
       `found ${of("local")} + ${of("external")}`, `${of("preempted")} preempted`,
+      ...(limit ? [`limited by ${limit}`] : []),
     ].join(" · ");
   }
 

@@ -3,12 +3,11 @@
 A policy orders requests; it decides nothing about blocks, budgets or statuses. To add one, write a
 file beside this one and add its class to `registry.py`.
 
-    SchedulingPolicy      the interface of a policy; it makes a queue and preemption queues
+    SchedulingPolicy      the interface of a policy: its queue, and its order of preemption
     RequestQueue          waiting requests; `OrderedQueue` is ordered by a key
-    PreemptionQueue       running requests of a tenant: `LastAdmittedFirst`, `LowestKeyFirst`
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 from typing import Any, Final, Protocol
 
@@ -73,24 +72,6 @@ class RequestQueue(Protocol):
         ...
 
 
-class PreemptionQueue(Protocol):
-    """The running requests of one tenant."""
-
-    def add_running(self, request: Request) -> None:
-        """Add a request that was admitted after all others."""
-        ...
-
-    def remove_running(self, request: Request) -> None:
-        """Remove a request; raises KeyError if it is not in the queue."""
-        ...
-
-    def peek_victim(self) -> Request:
-        """Return the request that is preempted first; there must be one."""
-        ...
-
-    def __len__(self) -> int: ...
-
-
 class SchedulingPolicy(Protocol):
     """The orders in which requests of one tenant are admitted and preempted."""
 
@@ -98,12 +79,11 @@ class SchedulingPolicy(Protocol):
         """Return an empty queue for waiting requests."""
         ...
 
-    def make_preemption_queue(self) -> PreemptionQueue:
-        """Return an empty queue for the running requests of one tenant."""
-        ...
-
     def preemption_key(self, request: Request) -> Any:
-        """Return a key: of tenants that were served equally, the highest key is preempted first."""
+        """Return the key of a running request; of one tenant's, the lowest is preempted first.
+
+        It must not change while the request keeps its place in the running list.
+        """
         ...
 
     def priority_key(self, request: Request) -> int:
@@ -190,54 +170,3 @@ class OrderedQueue:
         if len(self._heap) > 2 * len(self._ready) + _SLACK:
             self._heap = list(self._ready.values())
             heapify(self._heap)
-
-
-class LastAdmittedFirst:
-    """A preemption queue: the request that was admitted last is preempted first."""
-
-    def __init__(self) -> None:
-        self._requests: dict[int, Request] = {}
-
-    def add_running(self, request: Request) -> None:
-        self._requests[request.seq_id] = request
-
-    def remove_running(self, request: Request) -> None:
-        del self._requests[request.seq_id]
-
-    def peek_victim(self) -> Request:
-        return next(reversed(self._requests.values()))
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-
-class LowestKeyFirst:
-    """A preemption queue: the request with the lowest key is preempted first.
-
-    reversed_order: returns a key that never changes, the lowest for the request that would be
-    admitted last. The entry of a removed request stays in the heap until it comes to the top.
-    """
-
-    def __init__(self, reversed_order: Callable[[Request], Any]) -> None:
-        self._key = reversed_order
-        self._heap: list[tuple[Any, Request]] = []
-        self._requests: dict[int, Request] = {}
-
-    def add_running(self, request: Request) -> None:
-        self._requests[request.seq_id] = request
-        heappush(self._heap, (self._key(request), request))
-
-    def remove_running(self, request: Request) -> None:
-        del self._requests[request.seq_id]
-        if len(self._heap) > 2 * len(self._requests) + _SLACK:
-            self._heap = [(self._key(request), request) for request in self._requests.values()]
-            heapify(self._heap)
-
-    def peek_victim(self) -> Request:
-        heap = self._heap
-        while heap[0][1].seq_id not in self._requests:
-            heappop(heap)
-        return heap[0][1]
-
-    def __len__(self) -> int:
-        return len(self._requests)

@@ -12,12 +12,7 @@ for ever. A request without a session is a session of one turn.
 from typing import Any, Final
 
 from engine_core.request import Request
-from engine_core.scheduler.queues.base import (
-    LowestKeyFirst,
-    OrderedQueue,
-    PreemptionQueue,
-    RequestQueue,
-)
+from engine_core.scheduler.queues.base import OrderedQueue, RequestQueue
 
 LEAD_SECONDS: Final = 600.0
 OLDEST_SECONDS: Final = 3600.0
@@ -60,17 +55,10 @@ class BySession:
     def make_queue(self) -> RequestQueue:
         return ContinuumQueue()
 
-    def make_preemption_queue(self) -> PreemptionQueue:
-        return LowestKeyFirst(_from_last_session)
-
     def preemption_key(self, request: Request) -> Any:
-        continues, arrival, request_id, choice = _from_last_session(request)
-        return not continues, -arrival, -request_id, -choice
+        _, _, request_id, choice = request.order
+        arrival = request.agent_session_arrival
+        return request.continues_agent_session, -arrival, -request_id, -choice
 
     def priority_key(self, request: Request) -> int:
         return 0
-
-
-def _from_last_session(request: Request) -> tuple[bool, float, int, int]:
-    _, _, request_id, choice = request.order
-    return request.continues_agent_session, -request.agent_session_arrival, -request_id, -choice

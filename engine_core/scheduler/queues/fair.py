@@ -14,8 +14,8 @@ from heapq import heapify, heappop, heappush, heapreplace
 from typing import Any, Final, Protocol
 
 from engine_core.request import Request
+from engine_core.scheduler.features.tenant_usage import TenantUsage
 from engine_core.scheduler.queues.base import RequestQueue, SchedulingPolicy
-from engine_core.scheduler.tenant_usage import TenantUsage
 
 _SLACK: Final = 64
 """Number of stale entries of the heap that are never worth a clean-up."""
@@ -202,7 +202,7 @@ class FairSchedulingPolicy:
         self._inner = inner
         self._usage = usage
         self.priority_key = inner.priority_key
-        self.make_preemption_queue = inner.make_preemption_queue
+        self.preemption_key = inner.preemption_key
 
     def make_queue(self) -> RequestQueue:
         return FairQueue(self._inner.make_queue, self.priority_key, self._usage)
@@ -213,8 +213,3 @@ class FairSchedulingPolicy:
 
     def served(self, tenant: int) -> float:
         return self._usage.served(tenant)
-
-    def preemption_rank(self, request: Request) -> tuple[int, float, Any]:
-        """Return the rank of a request; the higher is preempted first."""
-        priority_key, served = self.rank(request)
-        return priority_key, served, self._inner.preemption_key(request)

@@ -3,12 +3,7 @@
 from typing import Any
 
 from engine_core.request import Request
-from engine_core.scheduler.queues.base import (
-    LastAdmittedFirst,
-    OrderedQueue,
-    PreemptionQueue,
-    RequestQueue,
-)
+from engine_core.scheduler.queues.base import OrderedQueue, RequestQueue
 
 
 class FCFSQueue(OrderedQueue):
@@ -33,16 +28,13 @@ class FCFSQueue(OrderedQueue):
 
 
 class FirstComeFirstServed:
-    """Preempts the request that was admitted last, which the current step has not planned yet."""
+    """Preempts the last request of the running list, which the step has not planned yet."""
 
     def make_queue(self) -> RequestQueue:
         return FCFSQueue()
 
-    def make_preemption_queue(self) -> PreemptionQueue:
-        return LastAdmittedFirst()
-
     def preemption_key(self, request: Request) -> Any:
-        return request.running_index
+        return -request.running_index
 
     def priority_key(self, request: Request) -> int:
         return 0

@@ -3,12 +3,7 @@
 from typing import Any
 
 from engine_core.request import Request
-from engine_core.scheduler.queues.base import (
-    LowestKeyFirst,
-    OrderedQueue,
-    PreemptionQueue,
-    RequestQueue,
-)
+from engine_core.scheduler.queues.base import OrderedQueue, RequestQueue
 
 
 class PriorityQueue(OrderedQueue):
@@ -27,16 +22,9 @@ class ByPriority:
     def make_queue(self) -> RequestQueue:
         return PriorityQueue()
 
-    def make_preemption_queue(self) -> PreemptionQueue:
-        return LowestKeyFirst(_from_last)
-
     def preemption_key(self, request: Request) -> Any:
-        return request.order
+        priority, arrival, request_id, choice = request.order
+        return -priority, -arrival, -request_id, -choice
 
     def priority_key(self, request: Request) -> int:
         return request.priority
-
-
-def _from_last(request: Request) -> tuple[int, float, int, int]:
-    priority, arrival, request_id, choice = request.order
-    return -priority, -arrival, -request_id, -choice

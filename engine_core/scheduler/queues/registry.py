@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from typing import Final
 
+from engine_core.scheduler.features.tenant_usage import TenantUsage
 from engine_core.scheduler.queues.base import SchedulingPolicy
 from engine_core.scheduler.queues.continuum import BySession
 from engine_core.scheduler.queues.fair import FairSchedulingPolicy
 from engine_core.scheduler.queues.fcfs import FirstComeFirstServed
 from engine_core.scheduler.queues.priority import ByPriority
-from engine_core.scheduler.tenant_usage import TenantUsage
 
 POLICIES: Final[dict[str, Callable[[], SchedulingPolicy]]] = {
     "fcfs": FirstComeFirstServed,

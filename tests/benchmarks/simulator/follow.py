@@ -9,7 +9,7 @@ from collections import deque
 
 import msgspec
 
-from engine_core.retention.retained_prefixes import EXPIRED
+from engine_core.scheduler.features.retention.retained_prefixes import EXPIRED
 from engine_core.trace.recorder import TraceRecorder
 from proto.model_runner_output import ModelRunnerOutput
 from proto.sched_trace import (

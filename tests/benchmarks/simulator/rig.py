@@ -1,6 +1,6 @@
 """The scheduler and KV cache of a trace, and a worker that gives its recorded answers."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol
 
 import msgspec
@@ -11,8 +11,8 @@ from engine_core.kv_cache.pool import TransferRefs
 from engine_core.kv_connector.base import SchedulerConnector, SchedulerContext
 from engine_core.kv_connector.offload.connector import OffloadingScheduler
 from engine_core.request import Request
-from engine_core.retention.retained_prefixes import RetainedPrefix
-from engine_core.scheduler.hooks import SchedulerObserver, Unblock
+from engine_core.scheduler.features.base import SchedulerObserver, Unblock
+from engine_core.scheduler.features.retention.retained_prefixes import RetainedPrefix
 from engine_core.scheduler.kv_transfer import Connect, IsStorable, no_connector
 from engine_core.scheduler.limits import ChunkRule
 from engine_core.scheduler.queues.base import RequestQueue
@@ -481,19 +481,19 @@ class Both:
     def __init__(self, first: SchedulerObserver, second: SchedulerObserver) -> None:
         self._observers = (first, second)
 
-    def on_attached(
-        self, waiting: RequestQueue, running: Collection[Request], kv_cache: KVCacheManager
-    ) -> None:
-        for each in self._observers:
-            each.on_attached(waiting, running, kv_cache)
-
     def on_request_added(self, request: Request) -> None:
         for each in self._observers:
             each.on_request_added(request)
 
-    def on_step_begin(self, plan: StepPlan) -> None:
+    def on_step_begin(
+        self,
+        plan: StepPlan,
+        waiting: RequestQueue,
+        running: Sequence[Request],
+        kv_cache: KVCacheManager,
+    ) -> None:
         for each in self._observers:
-            each.on_step_begin(plan)
+            each.on_step_begin(plan, waiting, running, kv_cache)
 
     def on_step_scheduled(self, step: int, plan: StepPlan) -> None:
         for each in self._observers:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from engine_core.busy_loop import OVERLAPPED, SYNCHRONOUS
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request, RequestStatus
-from engine_core.retention.retained_prefixes import RetainedPrefix
+from engine_core.scheduler.features.retention.retained_prefixes import RetainedPrefix
 from engine_core.scheduler.queues.base import RequestQueue
 from engine_core.scheduler.step_plan import StepPlan
 from proto.model_runner_output import ModelRunnerOutput
@@ -306,13 +306,15 @@ class _Meter:
         self._simulation = simulation
         self.shape = (0, 0, 0)
 
-    def on_attached(
-        self, waiting: RequestQueue, running: Collection[Request], kv_cache: KVCacheManager
-    ) -> None: ...
-
     def on_request_added(self, request: Request) -> None: ...
 
-    def on_step_begin(self, plan: StepPlan) -> None: ...
+    def on_step_begin(
+        self,
+        plan: StepPlan,
+        waiting: RequestQueue,
+        running: Sequence[Request],
+        kv_cache: KVCacheManager,
+    ) -> None: ...
 
     def on_step_scheduled(self, step: int, plan: StepPlan) -> None:
         num_tokens = sum(plan.continued_tokens) + sum(plan.admitted_tokens)

@@ -58,7 +58,7 @@ SEQUENCE = [
     Result(time_us=40, step=2, num_tokens=1, first=[0]),
     step(41, 3, running=[0], num_tokens=1),
     Result(time_us=50, step=3, num_tokens=1),
-    step(51, 4, preempted=[0]),
+    step(51, 4, preempted=[0], limit="preemption"),
     step(60, 5, resumed=[0], resumed_tokens=[14], hits=[hit(62, 16, 32)], num_tokens=14),
     Result(time_us=70, step=5, num_tokens=1),
     Finish(time_us=80, seq_id=0, reason="stop", num_output_tokens=3, num_cached_tokens=16),
@@ -83,13 +83,15 @@ def test_a_sequence_is_divided_into_states() -> None:
 
 
 def test_steps_are_columns() -> None:
-    steps = condense([HEADER, *SEQUENCE]).steps
+    condensed = condense([HEADER, *SEQUENCE])
+    steps = condensed.steps
     assert list(steps["step"]) == [1, 2, 3, 4, 5]
     assert list(steps["prefill"]) == [30, 14, 0, 0, 14]
     assert list(steps["decode"]) == [0, 0, 1, 0, 0]
     assert list(steps["local"]) == [16, 0, 0, 0, 16]
     assert list(steps["external"]) == [0, 0, 0, 0, 32]
     assert list(steps["preempted"]) == [0, 0, 0, 1, 0]
+    assert [condensed.limits[number] for number in steps["limit"]] == ["", "", "", "preemption", ""]
     assert {name: steps[name][0] for name in ("running", "waiting", "blocked")} == {
         "running": 1,
         "waiting": 2,

@@ -9,7 +9,7 @@ from engine_core.kv_connector.base import SchedulerConnector, SchedulerContext
 from engine_core.kv_connector.multi import MultiScheduler
 from engine_core.kv_connector.offload.connector import OffloadingScheduler
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.hooks import Unblock
+from engine_core.scheduler.features.base import Unblock
 from engine_core.scheduler.kv_transfer import IsStorable
 from engine_core.scheduler.scheduler import Scheduler
 from proto.config import SchedulerConfig

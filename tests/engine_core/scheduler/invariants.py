@@ -16,7 +16,7 @@ from typing import Any
 
 from engine_core.kv_cache.hashing import ROOT
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.hooks import Candidate
+from engine_core.scheduler.features.base import Candidate
 from engine_core.scheduler.step_plan import StepPlan
 from tests.fakes.drafts import MOST_DRAFTED
 from tests.fakes.engine_harness import EngineHarness
@@ -249,16 +249,14 @@ class Watch:
         self._running: list[Request] = []
         self._is_closed = False
 
-    def on_attached(self, waiting, running, kv_cache) -> None:  # type: ignore[no-untyped-def]
-        self._waiting, self._now_running, self._kv_cache = waiting, running, kv_cache
-
     def on_request_added(self, request: Request) -> None:
         self._num_ranks += 1
         self._rank[request.seq_id] = self._num_ranks
         self._tenants.add(request.tenant)
         self._engine.known[request.seq_id] = request
 
-    def on_step_begin(self, plan: StepPlan) -> None:
+    def on_step_begin(self, plan, waiting, running, kv_cache) -> None:  # type: ignore[no-untyped-def]
+        self._waiting, self._now_running, self._kv_cache = waiting, running, kv_cache
         for request in reversed(self._running):
             if request.status is not RequestStatus.RUNNING and not request.is_finished:
                 self._restore(request)

@@ -17,7 +17,7 @@ from typing import Any
 from engine_core.kv_cache.integrity import check
 from engine_core.kv_connector.base import NO_MATCH, NOT_KNOWN_YET, Match
 from engine_core.request import Request
-from engine_core.scheduler.prefix_sharing import PrefixWait, SiblingForks
+from engine_core.scheduler.features.prefix_sharing import PrefixWait, SiblingForks
 from proto.engine_io import AgentHint, FinishReason
 from proto.errors import InvalidRequestError
 from proto.kv_connector import KVConnectorOutput
@@ -85,7 +85,7 @@ class Kind:
             longest = min(longest, settings["max_num_batched_tokens"])
             seen = [window and max(window, 2) for window in windows]
             least = max_blocks(seen, block_size, LONGEST, longest)
-        settings["num_blocks"] = 1 + int(least * rng.choice([1.0, 1.2, 1.5, 2.5]))
+        settings.setdefault("num_blocks", 1 + int(least * rng.choice([1.0, 1.2, 1.5, 2.5])))
         return settings
 
 
@@ -240,8 +240,11 @@ class Talk:
 class Life:
     """One run. operations: the applied operations with all details, for `replay`."""
 
+    kinds = KINDS
+    engine_class: Any = CheckedEngine
+
     def __init__(self, kind: str, seed: int) -> None:
-        self.kind = KINDS[kind]
+        self.kind = self.kinds[kind]
         self.rng = random.Random(f"{kind} {seed}")
         self.settings = self.kind.settings(self.rng, seed)
         self.clock = FakeClock()
@@ -254,7 +257,7 @@ class Life:
             self.drafting = SyntheticDrafts(
                 ACCEPTANCE[seed % len(ACCEPTANCE)], seed=seed, has_draft_model=seed // 2 % 2 == 0
             )
-        self.engine = CheckedEngine(
+        self.engine = self.engine_class(
             connector=self.connector, clock=self.clock, drafting=self.drafting, **self.settings
         )
         self.engine.step_seconds = lambda output: 0.02 * output.total_num_scheduled_tokens
@@ -616,7 +619,7 @@ class Life:
         assert scheduler._usage.num_tenants == 0
         assert not scheduler._usage.prefills
         assert scheduler.kv_transfer.discard_until_step == {}
-        for gate in scheduler._lifecycle._listeners:
+        for gate in scheduler._lifecycle._features:
             if isinstance(gate, PrefixWait):
                 left = (gate._leaders, gate._by_first_block, gate._waiters, gate._num_lost)
                 assert left == ({}, {}, {}, {})

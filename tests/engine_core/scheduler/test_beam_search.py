@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from engine_core.scheduler.beam_search import BeamSearch, Branch
+from engine_core.scheduler.features.beam_search import BeamSearch, Branch
 from tests.fakes.beam_reference import beam_search
 from tests.fakes.paged_runner import hashed_logprobs
 

@@ -5,6 +5,7 @@ import pytest
 from engine_core.request import RequestStatus
 from proto.engine_io import FinishReason
 from tests.fakes.engine_harness import EngineHarness, scheduled
+from tests.fakes.gates import NoFeature
 from tests.fakes.paged_runner import undisturbed
 
 BOTH = pytest.mark.parametrize("overlapped", [False, True])
@@ -25,26 +26,16 @@ class CrashProgressSink:
         return [request for request, alone in self.reports if alone]
 
 
-class DeadlyGate:
+class DeadlyGate(NoFeature):
     """The engine crashes when it schedules this prompt."""
-
-    status = RequestStatus.WAITING
 
     def __init__(self, prompt):
         self._prompt = prompt
-
-    def attach(self, unblock): ...
-
-    def begin_admission(self, plan): ...
 
     def is_blocked(self, candidate):
         if candidate.request.prompt_token_ids == self._prompt:
             raise ZeroDivisionError
         return False
-
-    def on_admitted(self, request, num_new_tokens): ...
-
-    def on_released(self, request): ...
 
 
 def crash(engine):

@@ -3,7 +3,7 @@
 import pytest
 
 from engine_core.kv_cache.manager import NOTHING_COMPUTED
-from engine_core.scheduler.admission import WholeSequence
+from engine_core.scheduler.admission_rules import WholeSequence
 from tests.fakes.engine_harness import EngineHarness, scheduled
 from tests.fakes.paged_runner import hashed_token, undisturbed
 

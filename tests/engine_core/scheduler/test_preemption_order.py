@@ -4,9 +4,9 @@ import random
 
 import pytest
 
+from engine_core.scheduler.features.tenant_usage import TenantUsage
 from engine_core.scheduler.preemption import PreemptionOrder, index_of
 from engine_core.scheduler.queues.registry import make_policy
-from engine_core.scheduler.tenant_usage import TenantUsage
 from tests.fakes.engine_harness import EngineHarness
 
 

@@ -289,7 +289,7 @@ def test_a_transferred_prompt_does_not_wait_behind_a_throttled_one(is_async: boo
     assert [request.status for request in transferred] == [RequestStatus.RUNNING] * 2
     assert {request.status for request in ordinary} == {RequestStatus.WAITING}
     assert all(asked.count(request.seq_id) <= 1 for request in ordinary[1:])
-    assert engine.scheduler.waiting.num_ready == engine.scheduler.kv_transfer.num_not_transferred
+    assert engine.scheduler.waiting.num_ready == engine.scheduler.kv_transfer.num_without_kv
 
 
 def test_a_transferred_prompt_does_not_overtake_one_that_waits_for_blocks() -> None:

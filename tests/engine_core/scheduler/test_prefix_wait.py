@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from engine_core.request import RequestStatus
-from engine_core.scheduler import prefix_sharing as prefix_wait
+from engine_core.scheduler.features import prefix_sharing as prefix_wait
 from tests.fakes.engine_harness import EngineHarness, scheduled
 from tests.fakes.paged_runner import undisturbed
 

@@ -8,8 +8,13 @@ import msgspec
 import pytest
 
 from engine_core.kv_cache.integrity import check
-from engine_core.retention import agent_sessions as sessions_module
-from engine_core.retention.ttl_rule import ExpectedBenefitTTL, GuardedTTL, TTLDecision, by_client
+from engine_core.scheduler.features.retention import agent_sessions as sessions_module
+from engine_core.scheduler.features.retention.ttl_rule import (
+    ExpectedBenefitTTL,
+    GuardedTTL,
+    TTLDecision,
+    by_client,
+)
 from engine_core.scheduler.preemption import SwapRule
 from engine_core.trace.recorder import TraceRecorder
 from proto.engine_io import AgentHint
@@ -443,10 +448,7 @@ def test_the_session_that_was_seen_longest_ago_is_forgotten_if_there_are_too_man
 
 
 def test_row_39_no_settable_clock_is_read():
-    for path in [
-        *(ROOT / "engine_core/scheduler").glob("*.py"),
-        *(ROOT / "engine_core/scheduler/queues").glob("*.py"),
-    ]:
+    for path in (ROOT / "engine_core/scheduler").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 assert (node.value.id, node.attr) != ("time", "time"), path

@@ -7,9 +7,9 @@ computed after     |------------------------|d|d|      samples three positions: 
 import pytest
 
 from engine_core.kv_cache import integrity
+from engine_core.scheduler.features.tenant_usage import OUTPUT_WEIGHT
 from engine_core.scheduler.result import ImpossibleResultError
 from engine_core.scheduler.step_plan import num_sampled_positions
-from engine_core.scheduler.tenant_usage import OUTPUT_WEIGHT
 from proto.model_runner_output import ModelRunnerOutput
 from tests.fakes.engine_harness import EngineHarness, scheduled
 

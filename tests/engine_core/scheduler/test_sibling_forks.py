@@ -3,9 +3,9 @@
 import pytest
 
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.hooks import Candidate
+from engine_core.scheduler.features.base import Candidate
+from engine_core.scheduler.features.prefix_sharing import SiblingForks
 from engine_core.scheduler.preemption import NonRunningBlocks
-from engine_core.scheduler.prefix_sharing import SiblingForks
 from engine_core.scheduler.step_plan import StepPlan
 from proto.lifecycle import RECURRENT_STATE, KVGroup
 from tests.fakes.engine_harness import EngineHarness, scheduled
@@ -356,8 +356,8 @@ def test_a_gate_before_it_may_hold_any_of_them():
     assert_right(engine, requests, 4)
 
 
-def make_gate(engine: EngineHarness, choices: dict[int, dict[int, Request]]) -> SiblingForks:
-    return SiblingForks(engine.kv_cache, choices, NonRunningBlocks(engine.kv_cache))
+def make_gate(engine: EngineHarness, choices: dict[int, dict[int, Request]], woken) -> SiblingForks:
+    return SiblingForks(engine.kv_cache, choices, NonRunningBlocks(engine.kv_cache), woken.append)
 
 
 class Watched(dict):
@@ -374,9 +374,8 @@ def test_a_step_does_not_visit_choices_that_wait_for_the_prompt():
     engine = engine_of()
     requests = engine.add(PROMPT, max_tokens=2, n=50)
     choices = Watched({each.choice: each for each in requests})
-    gate = make_gate(engine, {requests[0].request_id: choices})
     woken = []
-    gate.attach(woken.append)
+    gate = make_gate(engine, {requests[0].request_id: choices}, woken)
     first = requests[0]
     first.status = RequestStatus.RUNNING
     for each in requests[1:]:
@@ -394,7 +393,7 @@ def test_a_step_does_not_visit_choices_that_wait_for_the_prompt():
 def test_a_choice_preempted_in_the_same_pass_does_not_wait_for_itself():
     engine = engine_of()
     first, second = engine.add(PROMPT, max_tokens=2, n=2)
-    gate = make_gate(engine, {first.request_id: {0: first, 1: second}})
+    gate = make_gate(engine, {first.request_id: {0: first, 1: second}}, [])
     first.status = RequestStatus.RUNNING
     assert gate.is_blocked(Candidate(second, engine.kv_cache))
     first.status = RequestStatus.PREEMPTED

@@ -8,9 +8,9 @@ import pytest
 from engine_core.kv_cache import integrity
 from engine_core.kv_cache.manager import NOTHING_COMPUTED
 from engine_core.request import Request, RequestStatus
+from engine_core.scheduler.features.speculative_decoding import is_drafted_for
+from engine_core.scheduler.features.tenant_usage import OUTPUT_WEIGHT
 from engine_core.scheduler.result import ImpossibleResultError
-from engine_core.scheduler.speculative_decoding import is_drafted_for
-from engine_core.scheduler.tenant_usage import OUTPUT_WEIGHT
 from proto.engine_io import FinishReason, LogprobsArrays
 from proto.lifecycle import RECURRENT_STATE, KVGroup
 from proto.model_runner_output import ModelRunnerOutput, RowLogprobs

@@ -2,7 +2,11 @@
 
 import pytest
 
-from engine_core.scheduler.tenant_usage import MAX_ABSENT_TENANTS, OUTPUT_WEIGHT, TenantUsage
+from engine_core.scheduler.features.tenant_usage import (
+    MAX_ABSENT_TENANTS,
+    OUTPUT_WEIGHT,
+    TenantUsage,
+)
 from tests.fakes.engine_harness import EngineHarness
 
 CREDIT = 100

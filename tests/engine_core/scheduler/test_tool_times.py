@@ -6,7 +6,7 @@ from statistics import correlation
 
 import pytest
 
-from engine_core.retention.ttl_rule import (
+from engine_core.scheduler.features.retention.ttl_rule import (
     MAX_TOOLS,
     MAX_TOOLS_OF_TENANT,
     MIN_SAMPLES,

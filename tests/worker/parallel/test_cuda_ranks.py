@@ -167,7 +167,7 @@ def tokens_on_cpus(model: Model, params: list[dict[str, Any]]) -> list[list[int]
             )
 
         all_ranks.runners = list(all_ranks.run_on_all(start))
-        tokens = serve(Harness(all_ranks, 81, constraints=ConstrainedThirds()), params)
+        tokens = serve(Harness(all_ranks, 81, grammars=ConstrainedThirds()), params)
         all_ranks.close()
     return tokens
 
@@ -178,7 +178,7 @@ def test_two_ranks_replay_their_collectives_in_graphs(
     params = [*EDITS, *FILTERED]
     all_ranks, ranks, cudas = on_devices
     before = list(ranks.num_exchanges)
-    ahead = Harness(all_ranks, 81, async_scheduling=True, constraints=ConstrainedThirds())
+    ahead = Harness(all_ranks, 81, async_scheduling=True, grammars=ConstrainedThirds())
     tokens = serve(ahead, params)
     assert ahead.worker.most_at_once == OVERLAPPED
     replays = [cuda.device.num_replays for cuda in cudas]

@@ -164,9 +164,7 @@ def new_harness(
 ) -> Harness:
     windows = layer_cache(model.spec, model.dtype)[0].windows
     constraints = ConstrainedThirds()
-    return Harness(
-        runner, num_blocks, num_rows, windows=windows, constraints=constraints, **settings
-    )
+    return Harness(runner, num_blocks, num_rows, windows=windows, grammars=constraints, **settings)
 
 
 _ANSWERS: dict[str, Answers] = {}

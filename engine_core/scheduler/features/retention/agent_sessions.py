@@ -21,8 +21,13 @@ from typing import Final
 
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request
-from engine_core.retention.retained_prefixes import RetainedPrefixes
-from engine_core.retention.ttl_rule import PROVISIONAL_SECONDS, TTLRule, by_client
+from engine_core.scheduler.features.base import SchedulerFeature
+from engine_core.scheduler.features.retention.retained_prefixes import RetainedPrefixes
+from engine_core.scheduler.features.retention.ttl_rule import (
+    PROVISIONAL_SECONDS,
+    TTLRule,
+    by_client,
+)
 
 MAX_SESSIONS: Final = 16_384
 """Maximum number of remembered sessions; sessions with unfinished requests are not forgotten."""
@@ -75,8 +80,8 @@ class AgentSession:
         self.was_last = False
 
 
-class AgentSessions:
-    """Agent sessions by the name that their requests carry; also a listener."""
+class AgentSessions(SchedulerFeature):
+    """Agent sessions by the name that their requests carry."""
 
     def __init__(
         self,
@@ -152,8 +157,8 @@ class AgentSessions:
             session.tool = tool
             self._set_expiry(request_id, name, tool)
 
-    def finish_turn(self, request: Request, *, succeeded: bool) -> None:
-        """End a turn whose request still has its blocks; retain its prefix if it succeeded."""
+    def on_ending(self, request: Request, *, succeeded: bool) -> None:
+        """End a turn; retain its prefix if it succeeded."""
         name = request.agent.session
         if not name or not succeeded or request.request_id != self._sessions[name].request_id:
             return
@@ -194,7 +199,7 @@ class AgentSessions:
         tools, self._tool_seconds = self._tool_seconds, []
         return sessions, tools
 
-    # As a listener
+    # Beginning and end
 
     def on_admitted(self, request: Request, num_new_tokens: int) -> None:
         if self._evicts_last_turns and not request.num_preemptions:

@@ -21,35 +21,35 @@ from collections.abc import Sequence
 from typing import Final
 
 from engine_core.request import Request
+from engine_core.scheduler.features.base import SchedulerFeature
+from engine_core.scheduler.features.tenant_usage import TenantUsage
+from engine_core.scheduler.lifecycle import RequestLifecycle
 from engine_core.scheduler.limits import ChunkRule
 from engine_core.scheduler.preemption import Preemption, PreemptionOrder
-from engine_core.scheduler.queues.base import RequestQueue
 from engine_core.scheduler.queues.fair import FairSchedulingPolicy
 from engine_core.scheduler.step_plan import StepPlan
-from engine_core.scheduler.tenant_usage import TenantUsage
 
 STEPS_FOR_DECODES: Final = 1
 """Number of steps by which decoding requests may delay a prompt, compared to an idle server."""
 
 
-class TenantFairness:
-    """Orders prompts among tenants, and preempts for a tenant that was served less; a listener."""
+class TenantFairness(SchedulerFeature):
+    """Orders prompts among tenants, and preempts for a tenant that was served less."""
 
     def __init__(
         self,
+        lifecycle: RequestLifecycle,
         usage: TenantUsage,
         policy: FairSchedulingPolicy,
         preemption_order: PreemptionOrder,
-        waiting: RequestQueue,
-        running: list[Request],
         preemption: Preemption,
         chunks: ChunkRule,
     ) -> None:
         self._usage = usage
         self._policy = policy
         self._preemption_order = preemption_order
-        self._waiting = waiting
-        self._running = running
+        self._waiting = lifecycle.waiting
+        self._running = lifecycle.running
         self._preemption = preemption
         self._chunks = chunks
         self._had_several = False  # several tenants had requests in the last step
@@ -102,7 +102,7 @@ class TenantFairness:
         self._preemption.preempt(victim, plan)
         return True
 
-    # As a listener
+    # Beginning and end
 
     def on_admitted(self, request: Request, num_new_tokens: int) -> None:
         self._preemption_order.add_running(request)

@@ -1,4 +1,4 @@
-"""Gates for requests that wait for KV which another request is computing.
+"""Requests that wait for KV which another request is computing.
 
     PrefixWait      requests with the same prefix wait for the one that computes it
     SiblingForks    choices of one request wait for the one that computes their prompt
@@ -15,7 +15,7 @@ from typing import ClassVar, Final
 
 from engine_core.kv_cache.manager import NOTHING_COMPUTED, ComputedBlocks, KVCacheManager
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.hooks import Candidate, Unblock
+from engine_core.scheduler.features.base import Candidate, SchedulerFeature, Unblock
 from engine_core.scheduler.preemption import NonRunningBlocks
 from engine_core.scheduler.step_plan import StepPlan
 
@@ -60,7 +60,7 @@ class _Waiter:
     origin: int
 
 
-class PrefixWait:
+class PrefixWait(SchedulerFeature):
     """Holds a request while another one, the leader, computes the next blocks of its prefix.
 
         leader    |---computed---|-this step-|-- to come --|
@@ -85,20 +85,18 @@ class PrefixWait:
 
     status: ClassVar[RequestStatus] = RequestStatus.WAITING_FOR_PREFIX
 
-    def __init__(self, kv_cache: KVCacheManager, longest_chunk: int) -> None:
+    def __init__(self, kv_cache: KVCacheManager, longest_chunk: int, unblock: Unblock) -> None:
         """longest_chunk: maximum tokens of a request in a step."""
         self._kv_cache = kv_cache
         self._block_size = kv_cache.block_size
         self._longest_chunk = longest_chunk
         self._min_shared = longest_chunk // MIN_SHARED_FRACTION
+        self._unblock = unblock
         self._num_waits = 0
         self._leaders: dict[int, _Leader] = {}
         self._by_first_block: dict[bytes, dict[int, _Leader]] = {}
         self._waiters: dict[int, _Waiter] = {}
         self._num_lost: dict[int, int] = {}
-
-    def attach(self, unblock: Unblock) -> None:
-        self._unblock = unblock
 
     def begin_admission(self, plan: StepPlan) -> None:
         if self._leaders:
@@ -229,7 +227,7 @@ class _Wait:
     waiters: list[Request] = field(default_factory=list)
 
 
-class SiblingForks:
+class SiblingForks(SchedulerFeature):
     """Holds a choice while another one computes their prompt, then offers a fork of that one.
 
         first choice    |------------- prompt ------------|-- its outputs --
@@ -253,17 +251,16 @@ class SiblingForks:
         kv_cache: KVCacheManager,
         choices: Mapping[int, Mapping[int, Request]],
         non_running_blocks: NonRunningBlocks,
+        unblock: Unblock,
     ) -> None:
         self._kv_cache = kv_cache
         self._choices = choices
         self._non_running_blocks = non_running_blocks
+        self._unblock = unblock
         self._num_cached_of_heir: dict[int, int] = {}  # by seq_id: tokens its source had cached
         self._waits: dict[int, _Wait] = {}
         self._just_admitted: set[Request] = set()
         self._with_ended_choice: set[int] = set()  # ids of requests with a choice that has ended
-
-    def attach(self, unblock: Unblock) -> None:
-        self._unblock = unblock
 
     def begin_admission(self, plan: StepPlan) -> None:
         self._just_admitted.clear()
@@ -301,11 +298,10 @@ class SiblingForks:
             if sibling.scheduled_at is not None
         )
 
-    def bequeath_prompt(self, request: Request) -> None:
+    def on_ending(self, request: Request, *, succeeded: bool) -> None:
         """Give the prompt's KV of a choice that ends to the next one in the queue.
 
-        Only without a prefix cache, where the others could not find it. Call it before the blocks
-        of the choice are freed.
+        Only without a prefix cache, where the others could not find it.
         """
         siblings = self._choices[request.request_id]
         kv_cache = self._kv_cache

@@ -32,13 +32,126 @@ use them.
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from engine_core.kv_cache.manager import NO_NEW_BLOCKS, NOTHING_COMPUTED, KVCacheManager
 from engine_core.request import Request
-from engine_core.scheduler.hooks import DraftProvider, TokenConstraints
+from engine_core.scheduler.features.base import SchedulerFeature
+from engine_core.scheduler.features.grammars import Grammars
+from engine_core.scheduler.lifecycle import RequestLifecycle
 from engine_core.scheduler.limits import ChunkRule
-from engine_core.scheduler.queues.base import RequestQueue
 from engine_core.scheduler.step_plan import StepPlan
+
+
+class DraftProvider(Protocol):
+    """Proposes drafts for running requests, and learns which of their tokens were accepted.
+
+    The daemon has `engine_core/speculation/drafting.py:Drafting`. It learns only of requests that
+    may be drafted for (`is_drafted_for`), and the scheduler clears their
+    drafts after each plan.
+    """
+
+    has_draft_model: bool
+    """Whether a model in the workers proposes drafts; the last five methods are for it."""
+    max_proposal_len: int
+    """Tokens of a sequence beyond which that model proposes nothing."""
+
+    def add_request(self, request: Request) -> None:
+        """Begin to draft for a request that was admitted for the first time; `end_request` ends it.
+
+        It may have outputs already, of an earlier epoch.
+        """
+        ...
+
+    def add_outputs(self, request: Request, num_new: int) -> None:
+        """Learn the last `num_new` of `request.all_token_ids`, which are verified.
+
+        Also those of a preempted request.
+        """
+        ...
+
+    def begin_step(self) -> None:
+        """Do a part of work that would be too long for one step; called before each plan."""
+        ...
+
+    def fill_drafts(
+        self, requests: list[Request], limits: list[int], num_other_tokens: int
+    ) -> None:
+        """Set `spec_token_ids` of those requests that shall be drafted for in the next step.
+
+        Called once a step. A draft follows `all_token_ids`; the scheduler cuts it to the room that
+        the step, the request and its grammar have. If a step of the request is in flight, the first
+        token of the draft is that of the step, and is not computed again.
+
+        requests: running ones that decode, in the order in which they are planned; each has one row
+        besides its draft. limits: draft tokens that each of them has use for, without that of a
+        step in flight. num_other_tokens: further rows of the step, nearly all of prompts.
+        """
+        ...
+
+    def record_verified(self, request: Request, num_tried: int, num_accepted: int) -> None:
+        """Note how much of the last draft of a request was accepted; not called for a dropped one.
+
+        Called before the `add_outputs` or `end_request` of the same result, and before the next
+        `fill_drafts`. num_tried: verified tokens, without those behind the end of the request, of
+        which nothing is known.
+        """
+        ...
+
+    def learn_step(self, num_rows: int, seconds: float) -> None:
+        """Learn the duration of a step. num_rows: all of its tokens, drafts included."""
+        ...
+
+    def end_request(self, request: Request) -> None:
+        """Forget a request that was added and has ended; its status says how."""
+        ...
+
+    def forget_outputs(self) -> None:
+        """Forget the outputs of ended requests, as when the prefix cache is reset."""
+        ...
+
+    def pop_source_counts(self) -> dict[str, tuple[int, int]]:
+        """Return (verified, accepted) tokens by drafter since the last call."""
+        ...
+
+    def note_draft_kv(self, request: Request, num_tokens: int) -> None:
+        """Note how many leading tokens of a request have KV of the draft model.
+
+        Called when a request that was added gets blocks, for the first time or after a preemption.
+        """
+        ...
+
+    def may_propose(self, num_requests: int, num_other_tokens: int) -> bool:
+        """Return whether `choose_proposals` may ask for any in a step; called once for each.
+
+        num_requests: that decode. num_other_tokens: rows of the step that belong to prompts.
+        """
+        ...
+
+    def choose_proposals(
+        self, requests: list[Request], limits: list[int], num_other_tokens: int
+    ) -> tuple[list[int], float]:
+        """Return how many tokens the draft model proposes for each request behind a step.
+
+        And the survival, as the model has it, below which a proposal ends. requests: planned in the
+        step, which decode. limits: tokens that each of them has use for, at least 1.
+        num_other_tokens: as in `may_propose`.
+        """
+        ...
+
+    def keep_proposal(
+        self, request: Request, num_asked: int, token_ids: list[int], survivals: Sequence[float]
+    ) -> None:
+        """Keep a proposal to follow `request.all_token_ids`, of up to `num_asked` tokens.
+
+        It is empty if the model had none. survivals: for each token the probability that it and all
+        before it are accepted, as the model has it.
+        """
+        ...
+
+    def learn_passes(self, rows: Sequence[int], seconds: Sequence[float]) -> None:
+        """Learn the time of each pass of the draft model. rows: tokens of the pass."""
+        ...
 
 
 def is_drafted_for(request: Request) -> bool:
@@ -107,27 +220,26 @@ class DraftKVIndex:
         self._num_recorded.clear()
 
 
-class SpeculativeDecoding:
-    """Gives each step its drafts; a listener.
+class SpeculativeDecoding(SchedulerFeature):
+    """Gives each step its drafts.
 
     A model with recurrent states is not drafted for: a state after a rejected token cannot be taken
     back. is_active: whether any request may have a draft; if not, `fill_drafts` is not called.
     max_num_seqs, num_draft_positions: together the positions that a step may sample, which the
     workers' memory is planned for. drafting: None without a method. max_usage: share of the blocks
     in use up to which lookahead takes new ones. computes_ahead: steps are planned before the result
-    of the one before. held: sequences that wait for a mask (`TokenConstraints`).
+    of the one before. held: sequences that wait for a mask (`Grammars`).
     """
 
     def __init__(
         self,
         drafting: DraftProvider | None,
-        running: list[Request],
-        waiting: RequestQueue,
+        lifecycle: RequestLifecycle,
         kv_cache: KVCacheManager,
         chunks: ChunkRule,
         max_num_seqs: int,
         num_draft_positions: int,
-        constraints: TokenConstraints | None,
+        grammars: Grammars | None,
         max_usage: float,
         *,
         computes_ahead: bool,
@@ -139,12 +251,12 @@ class SpeculativeDecoding:
         self._min_free_blocks = int((1.0 - max_usage) * kv_cache.num_usable_blocks)
         self._computes_ahead = computes_ahead
         self._held = held
-        self._running = running
-        self._waiting = waiting
+        self._running = lifecycle.running
+        self._waiting = lifecycle.waiting
         self._longest_chunk = chunks.longest_chunk
         self._max_num_seqs = max_num_seqs
         self._num_draft_positions = num_draft_positions
-        self._constraints = constraints
+        self._grammars = grammars
         self._added: set[int] = set()  # seq_ids that `drafting` knows
         self._draft_kv: DraftKVIndex | None = None
         if self._drafting is not None and self._drafting.has_draft_model:
@@ -205,8 +317,8 @@ class SpeculativeDecoding:
             positions  |- one of each that runs or may be admitted -|- drafts -|
 
         Prompt tokens go first, with a chunk of the first ready request, so that drafts delay
-        neither. A request that a gate releases in this step may find the positions taken and is
-        admitted in the next one (`AdmissionPass`).
+        neither. A request that a feature unblocks in this step may find the positions taken and is
+        admitted in the next one (`StepPlanner`).
         """
         num_running = len(self._running)
         num_ready = min(self._waiting.num_ready, self._max_num_seqs - num_running)
@@ -243,9 +355,9 @@ class SpeculativeDecoding:
 
     def _num_allowed(self, request: Request, draft: list[int]) -> int:
         """Return how many tokens of a draft its grammar allows; counts the others."""
-        if self._constraints is None:
+        if self._grammars is None:
             return len(draft)
-        num_allowed = self._constraints.num_allowed_tokens(request, draft)
+        num_allowed = self._grammars.num_allowed_tokens(request, draft)
         self._num_invalid += len(draft) - num_allowed
         return num_allowed
 
@@ -412,7 +524,7 @@ class SpeculativeDecoding:
         """Return (verified, accepted) tokens by drafter since the last call."""
         return {} if self._drafting is None else self._drafting.pop_source_counts()
 
-    # As a listener
+    # Ends of requests
 
     def on_admitted(self, request: Request, num_new_tokens: int) -> None:
         if self._drafting is None or not is_drafted_for(request):

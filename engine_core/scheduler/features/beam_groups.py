@@ -22,21 +22,21 @@ from typing import TYPE_CHECKING, ClassVar
 
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.hooks import Candidate, Unblock
+from engine_core.scheduler.features.base import Candidate, SchedulerFeature, Unblock
 from engine_core.scheduler.output import ForcedTokens
 from engine_core.scheduler.preemption import Preemption
 from engine_core.scheduler.step_plan import StepPlan
 from proto.engine_io import LogprobsArrays
 
 if TYPE_CHECKING:
-    from engine_core.scheduler.beam_search import Branch
+    from engine_core.scheduler.features.beam_search import Branch
 
 
 class BeamGroup:
     """One beam search. rows: a request for each slot. reported: candidates by slot."""
 
     def __init__(self, first: Request) -> None:
-        from engine_core.scheduler.beam_search import BeamSearch
+        from engine_core.scheduler.features.beam_search import BeamSearch
 
         params = first.sampling_params
         self.rows = [first]
@@ -76,21 +76,26 @@ class BeamGroup:
         )
 
 
-class BeamGroups:
-    """All beam searches: a gate for rows that have nothing to compute, and their reports."""
+class BeamGroups(SchedulerFeature):
+    """All beam searches: holds rows back that have nothing to compute, and keeps their reports."""
 
     status: ClassVar[RequestStatus] = RequestStatus.WAITING_FOR_BEAMS
 
     def __init__(
-        self, kv_cache: KVCacheManager, preemption: Preemption, forced_tokens: ForcedTokens
+        self,
+        kv_cache: KVCacheManager,
+        preemption: Preemption,
+        forced_tokens: ForcedTokens,
+        unblock: Unblock,
     ) -> None:
         self._kv_cache = kv_cache
         self._preemption = preemption
         self._forced_tokens = forced_tokens
+        self._unblock = unblock
         self._groups: dict[int, BeamGroup] = {}
         self._reporting: dict[int, BeamGroup] = {}  # those of which some rows have reported
 
-    def register_row(self, request: Request) -> None:
+    def on_request_added(self, request: Request) -> None:
         """Add a request to its group, if it is a row; rows are added in order.
 
         Its max_tokens becomes 1, so that no step is scheduled before the group has chosen the next
@@ -103,10 +108,6 @@ class BeamGroups:
             self._groups[request.request_id] = BeamGroup(request)
         else:
             self._groups[request.request_id].rows.append(request)
-
-    def owns_request(self, request_id: int) -> bool:
-        """Return whether the choices of this request are rows, which end together."""
-        return request_id in self._groups
 
     def report_candidates(self, request: Request, candidates: LogprobsArrays | None) -> bool:
         """Keep the candidates of a row; False if it is no row or has no valid candidates."""
@@ -127,10 +128,7 @@ class BeamGroups:
             del self._reporting[group.rows[0].request_id]
         return [group for group in ready if not self._advance_group(group)]
 
-    # As a gate
-
-    def attach(self, unblock: Unblock) -> None:
-        self._unblock = unblock
+    # Admission
 
     def begin_admission(self, plan: StepPlan) -> None:
         """Preempt rows that have reported while another row of their group waits for room.
@@ -156,9 +154,6 @@ class BeamGroups:
         if group is None:
             return False
         return request.choice >= group.search.num_slots or request.choice in group.reported
-
-    def on_admitted(self, request: Request, num_new_tokens: int) -> None:
-        """Do nothing: rows are admitted one by one."""
 
     def on_released(self, request: Request) -> None:
         self._groups.pop(request.request_id, None)

@@ -21,7 +21,7 @@ from typing import Final
 
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request
-from engine_core.scheduler.hooks import SchedulerObserver
+from engine_core.scheduler.features.base import SchedulerObserver
 
 _SLACK: Final = 64
 """Number of stale entries of a heap that are never worth a clean-up."""

@@ -22,11 +22,9 @@ import msgspec
 
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.hooks import Unblock
-from engine_core.scheduler.lifecycle import RequestLifecycle
+from engine_core.scheduler.features.base import SchedulerFeature
+from engine_core.scheduler.lifecycle import OutputsByFrontEnd, RequestLifecycle
 from engine_core.scheduler.preemption import NonRunningBlocks
-from engine_core.scheduler.queues.base import RequestQueue
-from engine_core.scheduler.result import OutputsByFrontEnd
 from engine_core.validation import check_length
 from proto.engine_io import EngineCoreOutput, EventType, FinishReason, SessionInput
 from proto.errors import ErrorInfo, InvalidRequestError
@@ -57,8 +55,8 @@ class _Session:
     finish_reason: FinishReason = FinishReason.STOP
 
 
-class ResumableSessions:
-    """Open resumable sessions by request id; also a listener.
+class ResumableSessions(SchedulerFeature):
+    """Open resumable sessions by request id.
 
     max_model_len: maximum tokens of a session, over all turns. timeout: seconds that a session may
     rest.
@@ -70,7 +68,6 @@ class ResumableSessions:
         self,
         lifecycle: RequestLifecycle,
         next_seq_id: Callable[[], int],
-        waiting: RequestQueue,
         kv_cache: KVCacheManager,
         non_running_blocks: NonRunningBlocks,
         *,
@@ -80,9 +77,10 @@ class ResumableSessions:
     ) -> None:
         self._lifecycle = lifecycle
         self._next_seq_id = next_seq_id
-        self._waiting = waiting
+        self._waiting = lifecycle.waiting
         self._kv_cache = kv_cache
         self.non_running_blocks = non_running_blocks
+        self._unblock = lifecycle.unblock
         self._max_model_len = max_model_len
         self._timeout = timeout
         self._clock = clock
@@ -148,7 +146,7 @@ class ResumableSessions:
 
     # Turns
 
-    def end_turn(self, request: Request) -> None:
+    def on_ending(self, request: Request, *, succeeded: bool) -> None:
         """Give the blocks of a request that has ended to the next turn of its session, if any."""
         session = self._open.get(request.request_id)
         if session is None or request.status not in _TURN_ENDS:
@@ -210,10 +208,7 @@ class ResumableSessions:
         self.non_running_blocks.move_to_queued(request)
         self._unblock(request)
 
-    # As a listener
-
-    def attach(self, unblock: Unblock) -> None:
-        self._unblock = unblock
+    # Blocks of sessions that rest
 
     def on_admitted(self, request: Request, num_new_tokens: int) -> None:
         self.non_running_blocks.forget_request(request)

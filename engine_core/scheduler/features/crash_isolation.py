@@ -33,10 +33,10 @@ import sys
 from typing import ClassVar, Final, Protocol
 
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.admission import Pause
-from engine_core.scheduler.hooks import Candidate, Unblock
+from engine_core.scheduler.features.base import Candidate, SchedulerFeature
+from engine_core.scheduler.features.pause import Pause
+from engine_core.scheduler.lifecycle import RequestLifecycle
 from engine_core.scheduler.preemption import Preemption
-from engine_core.scheduler.queues.base import RequestQueue
 from engine_core.scheduler.step_plan import StepPlan
 from proto.engine_io import EngineCoreOutput, FinishReason
 from proto.errors import ErrorInfo
@@ -98,8 +98,8 @@ class _Record:
         return self.has_token or self.computed >= self.num_in_flight
 
 
-class CrashIsolation:
-    """A gate that is open while there are no suspects.
+class CrashIsolation(SchedulerFeature):
+    """Holds all requests back while a suspect runs alone.
 
     crashes_until_isolated: crashes in a row that make a request a suspect.
     """
@@ -108,24 +108,24 @@ class CrashIsolation:
 
     def __init__(
         self,
-        running: list[Request],
-        waiting: RequestQueue,
+        lifecycle: RequestLifecycle,
         pause: Pause,
         preemption: Preemption,
         crashes_until_isolated: int,
     ) -> None:
-        self._running = running
-        self._waiting = waiting
+        self._running = lifecycle.running
+        self._waiting = lifecycle.waiting
         self._pause = pause
         self._preemption = preemption
+        self._unblock = lifecycle.unblock
         self._crashes_until_isolated = crashes_until_isolated
         self._records: dict[int, _Record] = {}
         self._suspects: dict[int, Request] = {}
         self._held: dict[int, Request] = {}
         self._sink: CrashProgressSink | None = None
 
-    def register_crashed(self, request: Request) -> None:
-        """Note a new request that was being computed when an engine crashed, if it was."""
+    def on_request_added(self, request: Request) -> None:
+        """Note whether a request was being computed when an engine crashed."""
         if request.crash_count:
             self._records[request.seq_id] = _Record(request, sys.maxsize, of_engine=True)
             self._suspect_if_repeated(request)
@@ -154,8 +154,8 @@ class CrashIsolation:
     def isolate_suspect(self) -> None:
         """Report the suspect that runs alone next, and park all other requests.
 
-        Does nothing without suspects. The report comes first, so that a crash before the gates are
-        asked is counted for this suspect, too.
+        Does nothing without suspects. The report comes first, so that a crash before other features
+        are asked is counted for this suspect, too.
         """
         if self._held and not self._has_pending_trials:
             self._release_held()
@@ -179,9 +179,6 @@ class CrashIsolation:
             for record in self._records.values()
             if record.of_engine and record.request.status is RequestStatus.RUNNING
         ]
-
-    def attach(self, unblock: Unblock) -> None:
-        self._unblock = unblock
 
     def begin_admission(self, plan: StepPlan) -> None:
         if not self._records:
@@ -211,8 +208,6 @@ class CrashIsolation:
             return True
         self._report_begun(request)
         return False
-
-    def on_admitted(self, request: Request, num_new_tokens: int) -> None: ...
 
     def on_released(self, request: Request) -> None:
         self._held.pop(request.seq_id, None)

@@ -1,0 +1,1 @@
+"""What the scheduler can do beyond steps of plain requests: one file for each feature."""

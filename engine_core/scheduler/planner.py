@@ -1,0 +1,553 @@
+"""The plan of a step: what running requests compute, and which waiting ones are admitted.
+
+    preempt_above_watermark    the pool may be too full for all that run
+    order_running              requests of tenants that were served more defer to others
+    _prompt_budget             how many tokens of prompts a step may have beside decodes
+    fill_drafts                what running requests may compute ahead
+    _plan_running              tokens and blocks of running requests, in the order of admission
+    _admit_waiting             requests from the head of the queue go to the end of the running list
+    _plan_deferred             requests that defer to those that were just admitted
+    plan_lookahead             what the workers' draft model proposes behind the step
+    step_limit                 what made the step shorter than its token budget
+
+No request starves. A request is admitted only with budget left after every running request was
+planned, no more requests run than a step has tokens, and what a running request needs (the rest of
+its prompt, then one token) never grows. So running requests together never need more than a step
+has, and the order of admission is also fair. For the same reason fewer requests than --max-num-seqs
+run if the token budget is smaller.
+
+Drafts are computed only with what is left when each of these has a token, and no request is
+preempted for one (`features/speculative_decoding.py`). A request whose draft is being verified is
+left out until the result says how many tokens it got; others may be planned ahead. A request that
+waits for a grammar mask is left out, too. Requests that defer to another tenant
+(`features/fairness.py`) may get nothing for a while, because requests that were served less are
+served first.
+
+The first waiting request without room ends admission, so no later request overtakes it. If it only
+waits for prompt tokens, requests whose KV a connector has do not wait behind it. A request that a
+feature holds back is parked, and the next one is considered.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Final
+
+from engine_core.kv_cache.manager import KVCacheManager
+from engine_core.request import Request, RequestStatus
+from engine_core.scheduler.admission_rules import AdmissionRule
+from engine_core.scheduler.features.base import Candidate, SchedulerFeature, features_with
+from engine_core.scheduler.features.fairness import TenantFairness
+from engine_core.scheduler.features.speculative_decoding import SpeculativeDecoding
+from engine_core.scheduler.features.tenant_usage import TenantUsage
+from engine_core.scheduler.kv_transfer import KVTransferManager
+from engine_core.scheduler.lifecycle import RequestLifecycle
+from engine_core.scheduler.limits import ChunkRule, PrefillThrottle
+from engine_core.scheduler.preemption import NonRunningBlocks, Preemption
+from engine_core.scheduler.step_plan import StepPlan
+from proto.engine_io import EventType
+
+MAX_LOOKUPS_PER_STEP: Final = 8
+"""Requests behind a throttled head that one step looks up in the connector: they may be many."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """The first request of the queue found no room, and the conditions of that moment.
+
+    num_missing, num_new: tokens without KV, and how many of them it needed at first. found,
+    next_one: hash of the last cached block of its prefix, and of the block after it; empty if there
+    is none.
+
+    Another attempt fails until more blocks are free, a resting request holds blocks, a running
+    request has to defer, fewer tokens are needed, or that prefix has become longer, or shorter (the
+    next chunk then begins, and ends, at an earlier token and needs fewer blocks). A refusal is not
+    remembered with rules or a connector, which consider more than this; with windows, where an
+    earlier block may be lost or a later one found; and in a step that admitted a request, of which
+    this one may be a fork in the next step.
+    """
+
+    request: Request
+    num_missing: int
+    num_new: int
+    num_free: int
+    found: Sequence[bytes]
+    next_one: Sequence[bytes]
+
+
+class StepPlanner:
+    """Fills the plan of a step while its tokens, sequences, positions and blocks last.
+
+    max_positions: positions that a step may sample, those of drafts included. held: sequences that
+    wait for a mask (`Grammars`).
+    """
+
+    def __init__(
+        self,
+        lifecycle: RequestLifecycle,
+        kv_cache: KVCacheManager,
+        features: Sequence[SchedulerFeature],
+        *,
+        chunks: ChunkRule,
+        max_num_seqs: int,
+        max_positions: int,
+        rules: Sequence[AdmissionRule],
+        held: set[int],
+        preemption: Preemption,
+        non_running_blocks: NonRunningBlocks,
+        usage: TenantUsage,
+        fairness: TenantFairness,
+        throttle: PrefillThrottle,
+        speculation: SpeculativeDecoding,
+        kv_transfer: KVTransferManager,
+    ) -> None:
+        self._waiting = lifecycle.waiting
+        self._running = lifecycle.running
+        self._kv_cache = kv_cache
+        self._preparing = features_with("begin_admission", features)
+        self._blocking = features_with("is_blocked", features)
+        self._admitting = features_with("on_admitted", features)
+        self._chunks = chunks
+        self._max_num_seqs = max_num_seqs
+        self._max_running = min(max_num_seqs, chunks.step_budget)  # each needs a token per step
+        self._max_positions = max_positions
+        self._rules = rules
+        self._held = held
+        self._preemption = preemption
+        self._non_running_blocks = non_running_blocks
+        self._usage = usage
+        self._fairness = fairness
+        self._throttle = throttle
+        self._speculation = speculation
+        self._kv_transfer = kv_transfer
+        self._refusal: _Refusal | None = None
+        self._remembers = not rules and not kv_transfer.connected and kv_cache.is_downward_closed
+
+    def plan_requests(self, plan: StepPlan) -> None:
+        """Plan running requests, then admit waiting ones, if no request was preempted."""
+        self._preemption.preempt_above_watermark(plan)
+        deferred = self._fairness.order_running()
+        plan.prompt_budget = self._prompt_budget()
+        speculation = self._speculation
+        if speculation.is_active:
+            speculation.fill_drafts(plan)
+        self._plan_running(plan, 0, len(self._running) - len(deferred))
+        if not plan.preempted:
+            self._admit_waiting(plan)
+        self._plan_deferred(plan, deferred)
+        if speculation.is_active:
+            speculation.clear_drafts()
+            speculation.plan_lookahead(plan)
+        plan.limit = self.step_limit(plan)
+
+    def step_limit(self, plan: StepPlan) -> str:
+        """Return what made a planned step shorter than its token budget; "" if it is full.
+
+        preemption     blocks ran out and requests were preempted, so none was admitted
+        prompt tokens  decoding requests would wait too long for more (`PrefillThrottle`)
+        sequences      --max-num-seqs requests run, or as many as a step has tokens
+        drafts         they take the positions that another request would sample
+        tenants        the next request waits for others that were served less (`TenantFairness`)
+        chunks         the next prompt fits in no chunk (--no-enable-chunked-prefill), or a prompt
+                       has as many tokens as one may (--long-prefill-token-threshold)
+        blocks         the pool has no room for the next request, or a rule keeps it
+        blocked        features hold all waiting requests back; their statuses say which
+        results        requests wait for the result of a step in flight, or for a mask
+        requests       all have their tokens, and none waits
+        """
+        waiting, chunks = self._waiting, self._chunks
+        if plan.budget <= 0:
+            return ""
+        if plan.preempted and not plan.admitted:
+            return "preemption"
+        if plan.prompt_budget <= 0:
+            return "prompt tokens"
+        if waiting.num_ready:
+            head = waiting.peek_request()
+            if not self._can_run_one_more():
+                return "sequences"
+            if not self._has_position(plan):
+                return "drafts"
+            if head.num_output_placeholders:
+                return "results"
+            if self._fairness.is_behind(head):
+                return "tenants"
+            num_missing = head.num_tokens - head.num_computed_tokens
+            return "blocks" if self._first_chunk(num_missing, plan) else "chunks"
+        if (
+            plan.num_prefilling
+            and chunks.longest_chunk < chunks.step_budget
+            and chunks.longest_chunk in chain(plan.continued_tokens, plan.admitted_tokens)
+        ):
+            return "chunks"
+        if len(waiting):
+            return "blocked"
+        num_planned = len(plan.continued) + len(plan.admitted)
+        return "results" if num_planned < len(self._running) else "requests"
+
+    def check_plan(self, plan: StepPlan) -> None:
+        """Assert that a complete plan is within the limits of a step."""
+        num_scheduled = len(plan.continued) + len(plan.admitted)
+        assert num_scheduled <= len(self._running), "more is scheduled than runs"
+        assert len(self._running) <= self._max_num_seqs, "more runs than may"
+        assert num_scheduled + plan.num_draft_tokens <= self._max_positions, (
+            "more positions are sampled than the workers have memory for"
+        )
+        assert plan.budget >= 0, "more tokens are scheduled than a step has"
+        num_tokens = sum(plan.continued_tokens) + sum(plan.admitted_tokens)
+        assert num_tokens == self._chunks.step_budget - plan.budget, "the budget was not kept"
+
+    def _prompt_budget(self) -> int:
+        """Return how many prompt tokens the step may have beside decoding requests."""
+        num_running, num_prefilling = len(self._running), len(self._usage.prefills)
+        num_seats = max(0, self._max_running - num_running)
+        num_startable = min(self._waiting.num_ready, num_seats)
+        return self._throttle.prompt_tokens(
+            num_running - num_prefilling, num_running + num_startable
+        )
+
+    # Running requests
+
+    def _plan_running(self, plan: StepPlan, position: int, end: int) -> None:
+        """Plan running requests until the budget or the range of the list ends.
+
+        Preemption may remove requests from the list, before the position and behind it. Most of
+        the time of schedule() is spent in this loop, so what it reads often is in local variables.
+        """
+        running, longest_chunk, held = self._running, self._chunks.longest_chunk, self._held
+        allocate_slots = self._kv_cache.allocate_slots
+        budget, prompt_budget = plan.budget, plan.prompt_budget
+        while position < end and budget > 0:
+            request = running[position]
+            position += 1
+            if held and request.seq_id in held:
+                continue
+            num_tokens = len(request.all_token_ids)
+            num_drafts = len(request.spec_token_ids)
+            if num_drafts or request.num_output_placeholders:
+                if request.num_output_placeholders > 1:
+                    continue  # a draft is being verified
+                num_tokens = request.num_tokens_ahead
+            num_missing = num_tokens - request.num_computed_tokens
+            if num_missing <= 0:
+                continue
+            num_new = 1 if num_missing == 1 else min(num_missing, longest_chunk, budget)
+            is_prefilling = num_missing > 1 and num_missing > 1 + num_drafts
+            if is_prefilling:
+                num_new = min(num_new, prompt_budget)
+                if num_new <= 0:
+                    continue  # decoding requests behind it may still be planned
+            blocks = allocate_slots(request, num_new)
+            while blocks is None:
+                if num_drafts:  # no request is preempted for a draft
+                    num_drafts, num_new = 0, 1
+                    request.spec_token_ids.clear()
+                else:
+                    plan.budget, plan.prompt_budget = budget, prompt_budget
+                    index = self._preemption.preempt_one(plan, position - 1)
+                    position -= index < position
+                    end -= index < end
+                    budget, prompt_budget = plan.budget, plan.prompt_budget
+                    if request.status is not RequestStatus.RUNNING:
+                        break  # it was preempted itself
+                blocks = allocate_slots(request, num_new)
+            else:
+                if num_drafts:
+                    plan.pack_draft(request, num_new)
+                plan.continued.append(request)
+                plan.continued_tokens.append(num_new)
+                plan.continued_blocks.append(blocks)
+                budget -= num_new
+                if is_prefilling:
+                    prompt_budget -= num_new
+                    plan.count_prefilling(1, num_new)
+        plan.budget, plan.prompt_budget = budget, prompt_budget
+
+    def _plan_deferred(self, plan: StepPlan, deferred: Sequence[Request]) -> None:
+        """Plan the deferred requests with what is left of the step.
+
+        They preempt no request if one was admitted, because it may be the one that they deferred
+        to.
+        """
+        deferred = [request for request in deferred if request.status is RequestStatus.RUNNING]
+        if deferred and plan.admitted:
+            self._plan_without_preemption(plan, deferred)
+        elif deferred:
+            end = len(self._running)
+            self._plan_running(plan, end - len(deferred), end)
+
+    def _plan_without_preemption(self, plan: StepPlan, deferred: Sequence[Request]) -> None:
+        for request in deferred:
+            if request.num_output_placeholders > 1 or request.seq_id in self._held:
+                continue  # a draft is being verified, or a mask computed
+            num_missing = request.num_tokens_ahead - request.num_computed_tokens
+            num_new = min(num_missing, self._chunks.longest_chunk, plan.budget)
+            is_prefilling = request.is_prefilling
+            if is_prefilling:
+                num_new = min(num_new, plan.prompt_budget)
+            blocks = self._kv_cache.allocate_slots(request, num_new) if num_new > 0 else None
+            if blocks is None and num_new > 1 and request.spec_token_ids:
+                num_new = 1
+                blocks = self._kv_cache.allocate_slots(request, num_new)
+            if blocks is not None:
+                if request.spec_token_ids:
+                    plan.pack_draft(request, num_new)
+                plan.continued.append(request)
+                plan.continued_tokens.append(num_new)
+                plan.continued_blocks.append(blocks)
+                plan.budget -= num_new
+                if is_prefilling:
+                    plan.prompt_budget -= num_new
+                    plan.count_prefilling(1, num_new)
+
+    # Waiting requests
+
+    def _admit_waiting(self, plan: StepPlan) -> None:
+        """Admit requests from the head of the queue, until one has to wait for room."""
+        for feature in self._preparing:
+            feature.begin_admission(plan)
+        waiting = self._waiting
+        while (
+            self._has_budget(plan)
+            and self._has_position(plan)
+            and waiting.num_ready
+            and self._may_run_one_more()
+        ):
+            request = waiting.peek_request()
+            if self._refusal is not None and self._still_refused(request, self._refusal, plan):
+                return
+            candidate = Candidate(request, self._kv_cache)
+            if self._is_blocked(candidate):
+                continue
+            if (
+                plan.prompt_budget <= 0
+                and not candidate.loads_async
+                and self._needs_prompt_tokens(candidate)
+            ):
+                self._kv_transfer.note_without_kv(request)
+                self._admit_transferred(plan)
+                return
+            if not self._admit(candidate, plan):
+                return
+
+    def _admit_transferred(self, plan: StepPlan) -> None:
+        """Admit requests behind a head that waits for prompt tokens, or begin to load for them.
+
+        Only requests whose KV the connector has, or has loaded: they compute a block at most. They
+        cannot starve the head, because they use no prompt tokens, and it is first when there are
+        some again.
+        """
+        kv_transfer = self._kv_transfer
+        if self._waiting.num_ready <= kv_transfer.num_without_kv:
+            return
+        num_lookups = 0
+        for request in self._waiting:
+            if request.status.is_blocked or kv_transfer.is_without_kv(request):
+                continue
+            if plan.budget <= 0 or not self._has_position(plan) or not self._can_run_one_more():
+                return
+            if not kv_transfer.is_loaded(request):
+                num_lookups += 1
+                if num_lookups > MAX_LOOKUPS_PER_STEP:
+                    return
+            candidate = Candidate(request, self._kv_cache)
+            if self._is_blocked(candidate):
+                continue
+            if self._needs_prompt_tokens(candidate):
+                kv_transfer.note_without_kv(request)
+            elif not self._admit(candidate, plan):
+                return
+
+    def _has_budget(self, plan: StepPlan) -> bool:
+        """Return whether the step has tokens for the head of the queue.
+
+        With a connector the head may need no prompt tokens of this step.
+        """
+        return plan.budget > 0 and (plan.prompt_budget > 0 or self._kv_transfer.connected)
+
+    def _has_position(self, plan: StepPlan) -> bool:
+        """Return whether drafts leave a position for one more request; True where no seat is free.
+
+        Then a request can only be admitted in place of another one, and takes its position.
+        """
+        num_running = len(self._running)
+        has_seat = num_running < self._max_running
+        return not has_seat or num_running + plan.num_draft_grants < self._max_positions
+
+    def _needs_prompt_tokens(self, candidate: Candidate) -> bool:
+        """Return whether the tokens that a request computes are prompt tokens of the step.
+
+        They are not if the KV of all tokens but a block at most comes from a connector.
+        """
+        request = candidate.request
+        if not (candidate.num_external_tokens or self._kv_transfer.is_loaded(request)):
+            return True
+        num_computed = candidate.num_computed_tokens + candidate.num_external_tokens
+        return request.num_tokens - num_computed > self._kv_cache.block_size
+
+    def _can_run_one_more(self) -> bool:
+        return len(self._running) < self._max_running
+
+    def _may_run_one_more(self) -> bool:
+        return self._can_run_one_more() or self._fairness.may_preempt_for(
+            self._waiting.peek_request()
+        )
+
+    def _still_refused(self, request: Request, refusal: _Refusal, plan: StepPlan) -> bool:
+        kv_cache = self._kv_cache
+        return (
+            refusal.request is request
+            and bool(self._running)
+            and not self._non_running_blocks.any_resting
+            and not self._fairness.may_preempt_for(request)
+            and kv_cache.num_free_blocks <= refusal.num_free
+            and self._first_chunk(refusal.num_missing, plan) >= refusal.num_new
+            and all(map(kv_cache.is_cached, refusal.found))
+            and not any(map(kv_cache.is_cached, refusal.next_one))
+        )
+
+    def _first_chunk(self, num_missing: int, plan: StepPlan) -> int:
+        return self._chunks.first_chunk(num_missing, min(plan.budget, plan.prompt_budget))
+
+    def _remember_refusal(self, candidate: Candidate, num_new: int, plan: StepPlan) -> None:
+        if not self._remembers or plan.admitted:
+            return
+        request, num_computed = candidate.request, candidate.num_computed_tokens
+        num_found = num_computed // self._kv_cache.block_size
+        num_dropped = 0 if request.num_computed_tokens else self._kv_cache.num_dropped_blocks
+        end = num_found + num_dropped  # of the blocks that were cached
+        self._refusal = _Refusal(
+            request,
+            num_missing=request.num_tokens - num_computed,
+            num_new=num_new,
+            num_free=self._kv_cache.num_free_blocks,
+            found=request.block_hashes[end - 1 : end] if num_found else (),
+            next_one=request.block_hashes[end : end + 1],
+        )
+
+    def _is_blocked(self, candidate: Candidate) -> bool:
+        for feature in self._blocking:
+            if feature.is_blocked(candidate):
+                candidate.request.status = feature.status
+                self._waiting.park_request(candidate.request)
+                self._kv_transfer.on_parked(candidate.request)
+                return True
+        return False
+
+    def _admit(self, candidate: Candidate, plan: StepPlan) -> bool:
+        """Admit the head of the queue; False, changing nothing, if it has to wait.
+
+        Also returns True if a running request was preempted for it: then it is considered again,
+        because the prefix that it found in the cache may be gone.
+
+        0                       num_computed                  num_tokens
+        |---its own-or--|            |           |                 |
+        |---in cache----|--external--|--num_new--|---later steps---|
+        """
+        request = candidate.request
+        num_computed = candidate.num_computed_tokens + candidate.num_external_tokens
+        num_computed = min(num_computed, request.num_tokens - 1)
+        if request.num_output_placeholders:
+            return False  # preempted; its next input is unknown until the token in flight arrives
+        if request in plan.preempted:
+            return False  # preempted in this pass, in which it must not take the room back
+        if self._fairness.is_behind(request):
+            return False
+        if candidate.loads_async:
+            return self._load(candidate, plan)
+        needs_prompt_tokens = self._needs_prompt_tokens(candidate)
+        prompt_budget = plan.prompt_budget if needs_prompt_tokens else plan.budget
+        if prompt_budget <= 0:
+            return False
+        if not self._can_run_one_more():
+            return self._fairness.preempt_for(request, plan)
+        num_missing = request.num_tokens - num_computed
+        num_new = self._chunks.first_chunk(num_missing, min(plan.budget, prompt_budget))
+        if num_new == 0:
+            return False
+        if not self._has_room(request, num_new, candidate):
+            if self._fairness.preempt_for(request, plan):
+                return True
+            if candidate.num_external_tokens and not self._running:
+                return self._admit(candidate.without_external(), plan)
+            self._remember_refusal(candidate, num_new, plan)
+            return False
+        self._refusal = None
+        if request is self._waiting.peek_request():
+            self._waiting.pop_request()
+        else:
+            self._waiting.remove_request(request)
+        self._running.append(request)
+        request.status = RequestStatus.RUNNING
+        request.num_computed_tokens = num_computed
+        if request.scheduled_at is None:
+            request.num_cached_tokens = num_computed
+        request.record_event(EventType.SCHEDULED, plan.now)
+        self._kv_transfer.on_blocks_allocated(candidate)
+        plan.admitted.append(request)
+        plan.admitted_tokens.append(num_new)
+        plan.budget -= num_new
+        if needs_prompt_tokens:
+            plan.prompt_budget -= num_new
+        if num_missing > 1:
+            plan.count_prefilling(1, num_new)
+        for feature in self._admitting:
+            feature.on_admitted(request, num_new)
+        return True
+
+    def _load(self, candidate: Candidate, plan: StepPlan) -> bool:
+        """Park the head of the queue with blocks for KV to be loaded; False if it has to wait.
+
+        The admission rules apply as to a request that runs at once, because its blocks are taken
+        now. If no request runs or loads, whose end would free blocks, queued requests lose their
+        blocks: otherwise each might wait for the others' blocks. If even that is not enough, the
+        request computes everything, which may need fewer blocks at a time.
+        """
+        kv_transfer, non_running_blocks = self._kv_transfer, self._non_running_blocks
+        others = bool(self._running) or kv_transfer.is_loading
+        while not (
+            kv_transfer.has_room_to_load(candidate)
+            and (not others or self._rules_admit(candidate, 0))
+            and self._allocate_blocks(candidate, 0)
+        ):
+            if non_running_blocks.free_resting():
+                continue
+            if others:
+                return False
+            if not non_running_blocks.free_queued(candidate.request):
+                return self._admit(candidate.without_external(), plan)
+        kv_transfer.begin_load(candidate)
+        return True
+
+    def _has_room(self, request: Request, num_new: int, candidate: Candidate) -> bool:
+        """Allocate blocks, if the rules admit the request and enough are free or reclaimable."""
+        non_running_blocks = self._non_running_blocks
+        while not self._fits(num_new, candidate):
+            if non_running_blocks.free_resting():
+                continue
+            if self._running or not non_running_blocks.free_queued(request):
+                return False
+        return True
+
+    def _fits(self, num_new: int, candidate: Candidate) -> bool:
+        if self._running and not self._rules_admit(candidate, num_new):
+            return False
+        return self._allocate_blocks(candidate, num_new)
+
+    def _rules_admit(self, candidate: Candidate, num_new: int) -> bool:
+        """Return whether every rule admits the external tokens and `num_new` tokens after them."""
+        num_wanted = candidate.num_external_tokens + num_new
+        for rule in self._rules:
+            if not rule.admits(candidate.request, num_wanted, candidate.computed):
+                return False
+        return True
+
+    def _allocate_blocks(self, candidate: Candidate, num_new: int) -> bool:
+        request, num_external = candidate.request, candidate.num_external_tokens
+        # External tokens may include the last token, which is computed anyway.
+        num_with_kv = candidate.num_computed_tokens + num_external
+        num_new = min(num_new, request.num_tokens - num_with_kv)
+        blocks = self._kv_cache.allocate_slots(
+            request, num_new, candidate.computed, num_external_tokens=num_external
+        )
+        return blocks is not None

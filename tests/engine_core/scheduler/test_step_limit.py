@@ -1,0 +1,69 @@
+"""What made a step shorter than its token budget."""
+
+import pytest
+
+from tests.fakes.engine_harness import EngineHarness
+from tests.fakes.gates import FakeGate
+
+PROMPT = list(range(40))
+
+
+def limit_of(engine: EngineHarness) -> str:
+    """Return the limit of the next step."""
+    engine.step()
+    return engine.scheduler.step_limit
+
+
+def test_a_full_step_has_no_limit():
+    engine = EngineHarness(max_num_batched_tokens=32)
+    engine.add_one(PROMPT)
+    assert limit_of(engine) == ""
+    assert limit_of(engine) == "requests"  # the last 8 tokens of the prompt
+
+
+@pytest.mark.parametrize(
+    ("limit", "settings"),
+    [
+        ("sequences", {"max_num_seqs": 1}),
+        ("blocks", {"num_blocks": 4}),
+        ("chunks", {"enable_chunked_prefill": False, "max_num_batched_tokens": 60}),
+    ],
+)
+def test_the_next_request_finds_no_room(limit, settings):
+    engine = EngineHarness(**settings)
+    engine.add_one(PROMPT)
+    engine.add_one([500 + token for token in PROMPT])
+    assert limit_of(engine) == limit
+
+
+def test_a_prompt_is_cut():
+    engine = EngineHarness(long_prefill_token_threshold=16)
+    engine.add_one(PROMPT)
+    assert [limit_of(engine) for _ in range(3)] == ["chunks", "chunks", "requests"]
+
+
+def test_a_request_is_preempted():
+    engine = EngineHarness(num_blocks=5, enable_prefix_caching=False)
+    engine.add_one(PROMPT[:32], max_tokens=4)
+    engine.add_one(PROMPT[:30], max_tokens=4)
+    assert [limit_of(engine) for _ in range(3)] == ["requests", "preemption", "blocks"]
+
+
+def test_requests_are_held_back():
+    gate = FakeGate()
+    engine = EngineHarness(gates=[gate])
+    gate.blocked = {engine.add_one(PROMPT)}
+    assert limit_of(engine) == "blocked"
+    gate.unblock(*gate.blocked)
+    assert limit_of(engine) == "requests"
+    engine.scheduler.pause("freeze")
+    assert limit_of(engine) == "pause"
+
+
+def test_the_last_token_of_a_request_is_in_flight():
+    engine = EngineHarness(async_scheduling=True)
+    engine.add_one(PROMPT, max_tokens=1)
+    engine.add_one(PROMPT, max_tokens=9)
+    engine.send()
+    engine.send()
+    assert engine.scheduler.step_limit == "results"
