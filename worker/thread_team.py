@@ -61,10 +61,11 @@ class ThreadTeam:
             self._begin_period()
 
     def _best_size(self) -> int:
-        """Return how many threads are the fastest, by what has happened in this period.
+        """Return the number of threads that is expected to be the fastest.
 
-        Every wait of a thread for a core may be a wait of all. One thread less costs its part of
-        the speed, which is less than that if they waited for longer.
+        A wait of one thread for a core makes all threads wait. So a team of n threads loses the
+        share of time in which a thread waited, and a team of n - 1 loses one n-th of the speed. A
+        larger team needs a core that other processes do not use.
         """
         size, now = len(self._threads), time.monotonic()
         waited = (_seconds_waited(self._threads) - self._waited) / self._computed
@@ -82,7 +83,7 @@ class ThreadTeam:
         return size
 
     def _resize(self, size: int) -> None:
-        """Set the number of threads. A full team is bound as it was at first, another is not."""
+        """Set the number of threads. Those of a full team return to the CPUs that they began on."""
         if size == len(self._threads):
             return
         logger.debug("%d of %d threads compute", size, self._most)

@@ -136,7 +136,8 @@ def test_a_real_team_gives_up_a_thread_that_waits(beside_busy_process: int) -> N
     matrix = torch.ones(512, 512)
     with threads_of_torch(2):
         team = ThreadTeam(load_variant(LOADABLE[0]))
-        while torch.get_num_threads() == 2:
+        deadline = time.monotonic() + 60
+        while torch.get_num_threads() == 2 and time.monotonic() < deadline:
             started = time.monotonic()
             torch.mm(matrix, matrix)
             team.after_step(time.monotonic() - started)
