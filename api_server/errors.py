@@ -193,13 +193,10 @@ def expects_anthropic(scope: Scope) -> bool:
     return path.startswith(f"{MODELS_PATH}/") and VERSION_HEADER in Headers(scope=scope)
 
 
-def error_type(status: int) -> str:
-    return _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-
-
 def message_error_body(status: int, message: str, request_id: str) -> dict[str, Any]:
     """Return an error in Anthropic's format. request_id: of the request-id header."""
-    error = {"type": error_type(status), "message": message}
+    kind = _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    error = {"type": kind, "message": message}
     return {"type": "error", "error": error, "request_id": request_id}
 
 

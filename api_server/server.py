@@ -8,7 +8,6 @@ import asyncio
 import logging
 import signal
 import socket
-import ssl
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -19,35 +18,36 @@ import uvloop
 from fastapi import FastAPI
 
 from api_server.app import create_app
-from api_server.app_state import AppState, ModelTexts
+from api_server.engine.adapters import ServedAdapters
+from api_server.engine.async_link import SupervisorLink
 from api_server.engine.engine_client import EngineClient, connect_engine
+from api_server.engine.health import Health
+from api_server.generation.app_state import AppState, ModelTexts
+from api_server.generation.encoders.responses.peers import FrontEndPeers
+from api_server.generation.encoders.responses.stored import StoredResponses
+from api_server.generation.sampling import seeds
+from api_server.generation.tracing import RequestTracer
 from api_server.http.connection import MAX_BODY_BYTES, Reception
 from api_server.http.http_protocol import LimitedHttpProtocol
 from api_server.http.http_server import HttpServer
-from api_server.http.middleware import with_cors
+from api_server.http.request_log import RequestLog
 from api_server.http.websocket_protocol import LimitedWebSocketProtocol
-from api_server.lifecycle.async_link import SupervisorLink
-from api_server.lifecycle.commands import run_commands
-from api_server.lifecycle.engine_switch import EngineSwitch
-from api_server.lifecycle.health import Health
-from api_server.lifecycle.peers import FrontEndPeers
-from api_server.live_view.events import ServerInfo
+from api_server.lifecycle import EngineSwitch, run_commands
 from api_server.live_view.publisher import LiveViewPublisher
 from api_server.metrics.metric_sheet import Gauge, MetricSheet
 from api_server.metrics.metrics import Metrics
-from api_server.protocol.responses.stored import StoredResponses
-from api_server.request_log import RequestLog
+from api_server.middleware import with_cors
 from api_server.routes.system import daemon_version
-from api_server.sampling import seeds
-from api_server.tracing import RequestTracer
 from api_server.turns import return_freed_blocks
-from proto.config import FrontEndConfig
-from proto.engine_io import request_ids
-from proto.lifecycle import FrontEndReady, PhaseClock, ProcessBoot
-from proto.process import REQUEST_LOOP_GC, freeze_heap
-from proto.profiler import ProfilerConfig, StackSampler
-from proto.security import server_context
-from proto.sockets import Link
+from proto.messages.engine_io import request_ids
+from proto.messages.lifecycle import FrontEndReady, PhaseClock, ProcessBoot
+from proto.runtime.process import REQUEST_LOOP_GC, freeze_heap
+from proto.runtime.security import server_context
+from proto.runtime.sockets import Link
+from proto.runtime.stack_sampler import StackSampler
+from proto.settings.config import FrontEndConfig
+from proto.settings.lora_modules import LoRAAccess
+from proto.settings.profiler_config import ProfilerConfig
 
 logger = logging.getLogger("tokend.api")
 
@@ -113,7 +113,12 @@ def make_app_state(boot: ProcessBoot, link: Link, supervisor: SupervisorLink) ->
     model, config = boot.model, boot.config
     name, *aliases = config.model.served_names(model.name)
     metrics = Metrics(name, make_metric_sheet(boot), boot.incarnation, boot.num_hung)
-    live_view = LiveViewPublisher(ServerInfo(name, daemon_version(), config.scheduler.max_num_seqs))
+    live_view = LiveViewPublisher(
+        name,
+        daemon_version(),
+        config.scheduler.max_num_seqs,
+        access=LoRAAccess(config.lora.lora_access),
+    )
     client = EngineClient(
         link,
         boot.epoch,
@@ -126,6 +131,10 @@ def make_app_state(boot: ProcessBoot, link: Link, supervisor: SupervisorLink) ->
     texts = ModelTexts.load(config, model)
     responses = make_stored_responses(config.frontend)
     endpoint = config.frontend.otlp_traces_endpoint
+    adapters = None
+    if config.lora.enable_lora:
+        adapters = ServedAdapters(client, config.lora, (name, *aliases))
+        metrics.max_loras = config.lora.max_loras
     return AppState(
         model=texts.model,
         model_name=name,
@@ -144,6 +153,7 @@ def make_app_state(boot: ProcessBoot, link: Link, supervisor: SupervisorLink) ->
         peers=FrontEndPeers(boot, responses),
         live_view=live_view,
         request_log=RequestLog(config.frontend),
+        adapters=adapters,
         harmony=texts.harmony,
         generation_defaults=texts.generation_defaults,
         tracer=None if endpoint is None else RequestTracer(endpoint, name),
@@ -197,13 +207,8 @@ def make_server(
         timeout_graceful_shutdown=GRACE_SECONDS,
     )
     config.load()
-    config.ssl = _tls_context(frontend)
+    config.ssl = None if frontend.ssl_certfile is None else server_context(frontend)
     shares_sockets = frontend.api_server_count > 1
     return HttpServer(
         config, connections, shares_sockets=shares_sockets, admin_sockets=admin_sockets
     )
-
-
-def _tls_context(config: FrontEndConfig) -> ssl.SSLContext | None:
-    """Return the context of the configured certificate; None for plain HTTP."""
-    return None if config.ssl_certfile is None else server_context(config)

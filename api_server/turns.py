@@ -151,7 +151,13 @@ class Client:
         self._upload = self._failure = None
 
 
-CLIENT: ContextVar[Client] = ContextVar("client", default=Client())  # noqa: B039 (immutable)
+CLIENT: ContextVar[Client] = ContextVar("client")
+"""The client whose request the current task serves; `ClientMiddleware` sets it."""
+
+
+def current_client() -> Client:
+    """Return the client whose request the current task serves; outside of requests a new one."""
+    return CLIENT.get(None) or Client()
 
 
 class _WaitingRequest(NamedTuple):
@@ -187,7 +193,7 @@ class Turns:
         Raises ClientDisconnect if the client has left by then, and OverloadedError if its body is
         ended.
         """
-        client, turn = CLIENT.get(), asyncio.get_running_loop().create_future()
+        client, turn = current_client(), asyncio.get_running_loop().create_future()
         request = _WaitingRequest(
             self._begun_work + work, next(self._numbers), turn, amount, work, client
         )
@@ -250,14 +256,14 @@ class WorkThread:
 
     def num_waiting(self) -> int:
         """Return how many requests of the client's tenant wait for the thread."""
-        return self._turns.num_waiting(CLIENT.get().tenant)
+        return self._turns.num_waiting(current_client().tenant)
 
     async def run(self, work: Callable[P, R], *args: P.args, **fields: P.kwargs) -> R:
         """Return the result of `work`, a slice of a request's.
 
         Raises ClientDisconnect, and OverloadedError if the request's body is ended.
         """
-        await self._turns.take(work=CLIENT.get().body_size if self._by_size else 0)
+        await self._turns.take(work=current_client().body_size if self._by_size else 0)
         try:
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._thread, partial(work, *args, **fields))
@@ -278,7 +284,7 @@ async def run_for_body(work: Callable[P, R], *args: P.args, **fields: P.kwargs) 
 
     Raises ClientDisconnect and OverloadedError.
     """
-    if CLIENT.get().body_size <= INLINE_BYTES:
+    if current_client().body_size <= INLINE_BYTES:
         return work(*args, **fields)
     return await run_in_turn(work, *args, **fields)
 

@@ -19,14 +19,17 @@ from typing import Any, Final, TextIO
 
 import httpx
 
-from deploy.bench.client import base_url, is_up
+from deploy.bench.client import base_url, is_up, not_reached
 from deploy.bench.servers import OwnedProcess
 from deploy.bench.stream import EventSplitter
 from deploy.daemons import is_loopback, matching, running_daemons, select
+from deploy.display import open_display
 from deploy.environment import API_KEY_VARIABLE, HostEnvironment
 from deploy.flags import parse_words
-from proto.config import ModelConfig
+from deploy.models import hub
+from deploy.models.store import prepared_model
 from proto.errors import ConfigError, TokendError
+from proto.settings.config import ModelConfig
 
 _HELP: Final = """\
   \"\"\"               begins a message of several lines, and ends it
@@ -38,8 +41,9 @@ _HELP: Final = """\
 """
 _QUOTES: Final = '"""'
 _COMMANDS: Final = ("/system", "/clear", "/help", "/exit")
-_DEFAULT_MAX_TOKENS: Final = 4096
 _TEMPERATURE: Final = 0.7
+_REPETITION: Final = {"min_pattern_size": 8, "max_pattern_size": 256, "min_count": 4}
+"""Field `repetition_detection`: an answer ends when 8 to 256 tokens come four times in a row."""
 _START_POLL_SECONDS: Final = 0.1
 _START_SECONDS: Final = 120.0
 _ANSWER_SECONDS: Final = 600.0
@@ -51,44 +55,37 @@ _DIM: Final = "\x1b[2m"
 _PLAIN: Final = "\x1b[0m"
 
 
-@dataclass
-class ChatOptions:
-    target: str | None
-    system: str | None
-    max_tokens: int
-
-    @classmethod
-    def parse(cls, arguments: Sequence[str]) -> "ChatOptions":
-        """Parse the command line; raises ConfigError."""
-        words, values = parse_words(arguments, ("--system", "--max-tokens"))
-        if len(words) > 1:
-            raise ConfigError(f"unexpected {words[1]}: tokend chat takes one MODEL or URL")
-        limit = values.get("--max-tokens", str(_DEFAULT_MAX_TOKENS))
-        if not limit.isdecimal() or int(limit) == 0:
-            raise ConfigError(f"--max-tokens takes a whole number from 1, not {limit}")
-        return cls(words[0] if words else None, values.get("--system"), int(limit))
-
-
 def main(arguments: Sequence[str], environment: HostEnvironment) -> int:
     """Run the command and return its exit status; raises TokendError."""
-    options = ChatOptions.parse(arguments)
+    words, values = parse_words(arguments, ("--system", "--max-tokens"))
+    if len(words) > 1:
+        raise ConfigError(f"unexpected {words[1]}: tokend chat takes one MODEL or URL")
+    limit = values.get("--max-tokens")
+    if limit is not None and (not limit.isdecimal() or int(limit) == 0):
+        raise ConfigError(f"--max-tokens takes a whole number from 1, not {limit}")
+    target = words[0] if words else None
+    if target is not None and (name := hub.parse_name(target)) is not None:
+        target = str(name)
     interactive = sys.stdin.isatty()
     question = "" if interactive else sys.stdin.read().strip()
     if not interactive and not question:
         raise ConfigError("tokend chat: the input is empty")
     api_key = environment.settings.get("api_key")
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    # The certificate of a daemon of this user has the name of the server, not of this machine; its
+    # address is known from the daemon itself, so that no other program answers there.
     with (
-        _server(options.target, environment) as url,
+        _server(target, environment) as url,
         httpx.Client(
             base_url=url,
             headers=headers,
             timeout=httpx.Timeout(_ANSWER_SECONDS, connect=10.0),
-            verify=not is_loopback(url),  # whose certificate has the name of the server
+            verify=_is_url(target) or not is_loopback(url),
         ) as client,
     ):
-        model, sampling = find_model(client, options.target)
-        chat = Chat(client, model, options, sys.stdout, sampling)
+        model, sampling = find_model(client, target)
+        max_tokens = None if limit is None else int(limit)
+        chat = Chat(client, model, sys.stdout, values.get("--system"), max_tokens, sampling)
         if interactive:
             chat.run()
         else:
@@ -96,10 +93,14 @@ def main(arguments: Sequence[str], environment: HostEnvironment) -> int:
     return 0
 
 
+def _is_url(target: str | None) -> bool:
+    return target is not None and target.startswith(("http://", "https://"))
+
+
 @contextlib.contextmanager
 def _server(target: str | None, environment: HostEnvironment) -> Iterator[str]:
     """Yield the URL of the server to chat with; one that was started ends with the block."""
-    if target is not None and target.startswith(("http://", "https://")):
+    if target is not None and _is_url(target):
         yield base_url(target)
         return
     daemons = running_daemons(environment.run_parents())
@@ -112,7 +113,11 @@ def _server(target: str | None, environment: HostEnvironment) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _started(model: str, environment: HostEnvironment) -> Iterator[str]:
-    """Start a daemon for the chat; its progress and its errors go to the terminal."""
+    """Start a daemon for the chat; its progress and its errors go to the terminal.
+
+    Raises ConfigError for a model that does not chat, before a daemon loads it.
+    """
+    _check_chats(model, environment)
     variables = dict(environment.variables)
     if "api_key" in environment.settings:
         variables[API_KEY_VARIABLE] = environment.settings["api_key"]
@@ -128,6 +133,19 @@ def _started(model: str, environment: HostEnvironment) -> Iterator[str]:
         yield _wait_ready(process, environment)
 
 
+def _check_chats(model: str, environment: HostEnvironment) -> None:
+    """Raise ConfigError if a model does not chat, ModelError if there is none of this name."""
+    with contextlib.closing(open_display(sys.stderr)) as display:
+        prepared = prepared_model(model, environment, display)
+    if not prepared.generates:
+        raise ConfigError(f"{model} gives vectors or scores, no text: tokend serve {model}")
+    if not prepared.has_chat_template:
+        raise ConfigError(
+            f"{model} has no chat template: it completes texts. tokend serve {model}, and "
+            "Completion on its page or /v1/completions"
+        )
+
+
 def _wait_ready(process: "subprocess.Popen[bytes]", environment: HostEnvironment) -> str:
     """Wait until a daemon accepts requests, and return its URL; raises TokendError if it ends."""
     while process.poll() is None:
@@ -140,11 +158,11 @@ def _wait_ready(process: "subprocess.Popen[bytes]", environment: HostEnvironment
     raise error("the daemon for the chat has ended, see above")
 
 
-def find_model(client: httpx.Client, target: str | None) -> tuple[str, dict[str, float]]:
+def find_model(client: httpx.Client, target: str | None) -> tuple[str, dict[str, Any]]:
     """Return the name of the model of a server, and sampling parameters; raises TokendError.
 
     Waits for a server that is starting. A model of tokend without a temperature of its own gets
-    one, because small ones ramble at 1.
+    one, because small ones ramble at 1, and tokend ends an answer that only repeats itself.
     """
     deadline = time.monotonic() + _START_SECONDS
     try:
@@ -152,14 +170,17 @@ def find_model(client: httpx.Client, target: str | None) -> tuple[str, dict[str,
             time.sleep(_START_POLL_SECONDS)
         response = client.get("/v1/models")
     except httpx.HTTPError as error:
-        raise TokendError(f"no server answers at {client.base_url}: {error}") from None
+        raise TokendError(not_reached(str(client.base_url), error)) from None
     if not response.is_success:
         raise TokendError(_refusal(response))
     try:
         cards = response.json()["data"]
         card = next((card for card in cards if card["id"] == target), cards[0])
-        lacks_temperature = "temperature" not in card.get("default_sampling_params", "temperature")
-        return str(card["id"]), {"temperature": _TEMPERATURE} if lacks_temperature else {}
+        defaults = card.get("default_sampling_params")
+        if defaults is None:  # another server, which may refuse the fields
+            return str(card["id"]), {}
+        temperature = {} if "temperature" in defaults else {"temperature": _TEMPERATURE}
+        return str(card["id"]), {**temperature, "repetition_detection": _REPETITION}
     except (ValueError, KeyError, TypeError, IndexError, AttributeError):
         raise TokendError(f"{client.base_url}v1/models does not list a model") from None
 
@@ -176,13 +197,18 @@ def _refusal(response: httpx.Response) -> str:
 
 @dataclass
 class Chat:
-    """A conversation with one model. out: gets the answers. sampling: fields of each request."""
+    """A conversation with one model.
+
+    out: gets the answers. system: system message. max_tokens: of an answer; None for what the
+    server allows. sampling: fields of each request.
+    """
 
     client: httpx.Client
     model: str
-    options: ChatOptions
     out: TextIO
-    sampling: dict[str, float] = field(default_factory=dict)
+    system: str | None = None
+    max_tokens: int | None = None
+    sampling: dict[str, Any] = field(default_factory=dict)
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def run(self) -> None:
@@ -228,15 +254,15 @@ class Chat:
 
     def _stream(self) -> Iterator[str]:
         """Print the answer to the messages, and yield its pieces."""
-        system = self.options.system
-        first = [{"role": "system", "content": system}] if system else []
+        first = [{"role": "system", "content": self.system}] if self.system else []
         body = {
             "model": self.model,
             "messages": [*first, *self.messages],
-            "max_tokens": self.options.max_tokens,
             "stream": True,
             **self.sampling,
         }
+        if self.max_tokens is not None:
+            body["max_tokens"] = self.max_tokens
         reasons = False
         for choice in self._choices(body):
             delta = choice.get("delta") or {}
@@ -249,7 +275,13 @@ class Chat:
                 reasons = False
                 yield piece
             if choice.get("finish_reason") == "length":
-                self._note(f"cut after {self.options.max_tokens} tokens, see --max-tokens")
+                self._note(
+                    "cut: the server allows no more tokens, /clear makes room"
+                    if self.max_tokens is None
+                    else f"cut after {self.max_tokens} tokens, see --max-tokens"
+                )
+            if choice.get("finish_reason") == "repetition":
+                self._note("ended: the model repeats itself")
         if reasons:
             self._print("", style=_PLAIN)
 
@@ -294,8 +326,8 @@ class Chat:
             self.messages.clear()
             self._print("the conversation is forgotten\n")
         elif command == "/system":
-            self.options.system = rest or self.options.system
-            self._print(f"system message: {self.options.system or 'none'}\n")
+            self.system = rest or self.system
+            self._print(f"system message: {self.system or 'none'}\n")
         elif command == "/help":
             self._print(_HELP)
         else:

@@ -19,7 +19,7 @@ from proto.errors import ConfigError, ModelError, TokendError
 if TYPE_CHECKING:
     from deploy.environment import HostEnvironment
     from deploy.supervisor.launch import Commands
-    from proto.config import LogFormat
+    from proto.settings.config import LogFormat
 
 USAGE: Final = """\
 usage: tokend COMMAND
@@ -44,11 +44,11 @@ _CHAT: Final = """\
 usage: tokend chat [MODEL|URL] [--system TEXT] [--max-tokens N]
 
 Chat with a model: that of a running daemon, or of the server at URL. If no daemon serves MODEL, one
-is started for the chat. A key is taken from TOKEND_API_KEY. If the input is not a terminal, it is
-one message, and the answer is printed.
+is started for the chat. A key is taken from TOKEND_API_KEY, the certificate of a private authority
+from SSL_CERT_FILE. If the input is not a terminal, it is one message, and the answer is printed.
 
   --system TEXT     system message
-  --max-tokens N    longest answer (default: 4096)
+  --max-tokens N    longest answer (default: what the server allows)
 """
 _PLAN: Final = """\
 usage: tokend plan [MODEL] [flags] [--json]
@@ -94,13 +94,15 @@ continued. Variables: HF_TOKEN, HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE.
 _LIST: Final = """\
 usage: tokend list
 
-List the models that were downloaded, by tokend or by other programs of the hub.
+List the models that were downloaded, by tokend or by other programs of the hub; and what was
+prepared of models whose files are gone, by their path.
 """
 _REMOVE: Final = """\
 usage: tokend rm NAME
 
 Remove a downloaded model, by a name of tokend list. ORG/NAME:Q4_K_M removes one GGUF model of a
-repository, ORG/NAME all of it, also for other programs that use the Hugging Face cache.
+repository, ORG/NAME all of it, also for other programs that use the Hugging Face cache. The path of
+a model that is gone, or of a folder above it, removes what was prepared of it.
 """
 _MODELS: Final = """\
 usage: tokend models
@@ -125,11 +127,9 @@ usage: tokend bench NAME [flags]; flags: tokend bench NAME --help
   serve       load test of any OpenAI-compatible server: latencies, throughput, answers
   compare     compare several servers, or settings of the daemon, round by round
   startup     time from the command to readiness and to the first token
-  overload    ten times the capacity of a daemon, and clients that disconnect
-  chaos       kill processes under load; exit status 1 if clients are affected
-  agents      completion times of agents' sessions under each scheduling policy
+  chaos       kill processes under load; exit status 1 if clients are affected, or wait long for
+              the next token in the median of three gaps or more
   products    a model's matrix products by every kernel that can compute them
-  embeddings  texts a second of an encoder, beside sentence-transformers
 """
 _VERSION: Final = """\
 usage: tokend version
@@ -140,11 +140,8 @@ _BENCHES: Final = {
     "serve": "deploy.bench.serve",
     "compare": "deploy.bench.compare",
     "startup": "deploy.bench.startup",
-    "overload": "deploy.bench.overload.bench",
     "chaos": "deploy.bench.chaos.bench",
-    "agents": "deploy.bench.agents.bench",
     "products": "deploy.bench.products",
-    "embeddings": "deploy.bench.embeddings",
 }
 _ENDING: Final = (signal.SIGTERM, signal.SIGHUP)
 
@@ -158,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return status
     except TokendError as error:
         from deploy.display import error_line
-        from proto.log_lines import guard_output
+        from proto.runtime.log_lines import guard_output
 
         guard_output("tokend")  # a reader that has gone must not change the exit status
         print(error_line(str(error), _log_format(arguments)), file=sys.stderr, flush=True)
@@ -199,24 +196,28 @@ def _dispatch(arguments: list[str]) -> int:
     environment = HostEnvironment.of(os.environ)
     if command == "serve":
         return serve_with(rest, environment)
-    with _ended_by_signals():
-        return found.run(rest, environment)
+    with ended_by_signals():
+        run = found.run
+        if isinstance(run, str):
+            module, _, name = run.partition(":")
+            run = getattr(import_module(module), name)
+        return run(rest, environment)
 
 
 def _unknown_command(command: str) -> str:
-    """Print the usage, and return the error about a command that does not exist."""
+    """Return the error about a command that does not exist."""
     from deploy.flags import unknown
     from deploy.models import catalogue, hub
 
-    print(USAGE, file=sys.stderr)
     is_model = catalogue.find(command) or hub.parse_name(command) or os.path.exists(command)
     if is_model:
         return f"unknown command {command}; did you mean tokend serve {command}?"
-    return unknown("command", command, _COMMANDS)
+    error = unknown("command", command, _COMMANDS)
+    return error if ";" in error else f"{error}; tokend --help lists the commands"
 
 
 @contextmanager
-def _ended_by_signals() -> Iterator[None]:
+def ended_by_signals() -> Iterator[None]:
     """Have SIGTERM and SIGHUP leave the block like Ctrl-C, which ends servers and downloads.
 
     Further signals are ignored, because they would interrupt that and leave processes behind.
@@ -255,24 +256,24 @@ def serve_with(
     config = flags.build(parsed, environment.settings)
 
     from deploy.display import open_display
-    from proto.log_lines import guard_output
+    from proto.runtime.log_lines import guard_output
 
     guard_output("tokend", config.frontend.log_format)
     display = open_display(sys.stderr, config.frontend.log_format)
     for notice in parsed.notices:
         display.notice(notice)
-    from deploy.serve import serve
-    from deploy.supervisor.processes import module_commands
-    from proto.process import set_title
+    from deploy.serve import Terminated, serve
+    from deploy.supervisor.processes import computes_on_cpu, module_commands
 
-    shown = flags.without_secrets(arguments)
-    if shown != arguments:
-        set_title(" ".join(["tokend serve", *shown]))
+    if "gpu_memory_utilization" in parsed.values and computes_on_cpu(config.device):
+        display.notice("--gpu-memory-utilization has no effect on a CPU; see --kv-cache-memory")
+
+    _hide_secrets("serve", arguments)
     try:
         return serve(config, environment, commands or module_commands())
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         open_display(sys.stderr, config.frontend.log_format).notice("stopped before it was ready")
-        return 0
+        return 0 if isinstance(interrupt, Terminated) else 130
 
 
 def _plan(arguments: list[str], environment: "HostEnvironment") -> int:
@@ -284,7 +285,18 @@ def _plan(arguments: list[str], environment: "HostEnvironment") -> int:
     if parsed.help:
         print(_PLAN, end="")
         return 0
+    _hide_secrets("plan", arguments)
     return plan(flags.build(parsed, environment.settings), environment, as_json=as_json)
+
+
+def _hide_secrets(command: str, arguments: list[str]) -> None:
+    """Name this process in process listings without the secrets among its arguments."""
+    from deploy.flags import without_secrets
+    from proto.runtime.process import set_title
+
+    shown = without_secrets(arguments)
+    if shown != arguments:
+        set_title(" ".join(["tokend", command, *shown]))
 
 
 def _pull(arguments: list[str], environment: "HostEnvironment") -> int:
@@ -295,6 +307,7 @@ def _pull(arguments: list[str], environment: "HostEnvironment") -> int:
     names, values = parse_words(arguments, ("--revision", "--hf-token"))
     if len(names) != 1:
         raise ConfigError("tokend pull takes one name: see tokend pull --help")
+    _hide_secrets("pull", arguments)
     environment = environment.with_hub_token(values.get("--hf-token"))
     revision = values.get("--revision")
     with closing(open_display(sys.stderr)) as display:
@@ -324,31 +337,11 @@ def _remove(arguments: list[str], environment: "HostEnvironment") -> int:
 
     (name,) = arguments
     for daemon in running_daemons(environment.run_parents()):
-        source = daemon.state.source
-        if source == name or source.partition(":")[0] == name:
+        if inventory.would_remove(name, daemon.state.paths, environment):
             raise ConfigError(f"{name} is served by {daemon}: tokend stop {daemon.state.pid}")
     num_bytes = inventory.remove(name, environment)
     print(f"removed {name}: {size_text(num_bytes)}")
     return 0
-
-
-def _ps(arguments: list[str], environment: "HostEnvironment") -> int:
-    _require_none("ps", arguments)
-    from deploy import daemons
-
-    return daemons.ps(environment)
-
-
-def _stop(arguments: list[str], environment: "HostEnvironment") -> int:
-    from deploy import daemons
-
-    return daemons.stop(arguments, environment)
-
-
-def _chat(arguments: list[str], environment: "HostEnvironment") -> int:
-    from deploy import chat
-
-    return chat.main(arguments, environment)
 
 
 def _prepare(arguments: list[str], environment: "HostEnvironment") -> int:
@@ -356,7 +349,7 @@ def _prepare(arguments: list[str], environment: "HostEnvironment") -> int:
     from deploy.flags import parse_words
     from deploy.models.store import prepared_draft_model, prepared_model
     from proto.codec import to_json_line
-    from proto.config import SpeculationConfig
+    from proto.settings.config import SpeculationConfig
 
     names, values = parse_words(arguments, ("--revision", "--speculative-config"))
     if len(names) != 1:
@@ -371,15 +364,9 @@ def _prepare(arguments: list[str], environment: "HostEnvironment") -> int:
     return 0
 
 
-def _reload(arguments: list[str], environment: "HostEnvironment") -> int:
-    from deploy.reload import command
-
-    return command.main(arguments, environment.run_parents())
-
-
 def _models(arguments: list[str], environment: "HostEnvironment") -> int:
     if arguments == ["--supported"]:
-        from proto.prepared_model import supported_models
+        from worker.models.families import supported_models
 
         print("\n".join(supported_models()))
         return 0
@@ -397,7 +384,12 @@ def _bench(arguments: list[str], environment: "HostEnvironment") -> int:
     name = arguments[0] if arguments else ""
     if name not in _BENCHES:
         raise ConfigError(_BENCH.rstrip())
-    import_module(_BENCHES[name]).main(arguments[1:])
+    words = arguments[1:]
+    if name == "serve" and "api_key" in environment.settings:
+        words.insert(
+            0, f"--api-key={environment.settings['api_key']}"
+        )  # one that follows replaces it
+    import_module(_BENCHES[name]).main(words)
     return 0
 
 
@@ -424,19 +416,22 @@ def _require_none(command: str, arguments: list[str]) -> None:
 
 
 class _Command(NamedTuple):
-    """A subcommand. usage: text of its --help; "" if `run` prints it."""
+    """A subcommand. usage: text of its --help; "" if `run` prints it.
+
+    run: what runs it, or its place as MODULE:FUNCTION, which is imported then.
+    """
 
     usage: str
-    run: Callable[[list[str], "HostEnvironment"], int]
+    run: Callable[[list[str], "HostEnvironment"], int] | str
 
 
 _COMMANDS: Final = {
     "serve": _Command("", serve_with),
-    "chat": _Command(_CHAT, _chat),
+    "chat": _Command(_CHAT, "deploy.chat:main"),
     "plan": _Command(_PLAN, _plan),
-    "ps": _Command(_PS, _ps),
-    "stop": _Command(_STOP, _stop),
-    "reload": _Command(_RELOAD, _reload),
+    "ps": _Command(_PS, "deploy.daemons:ps"),
+    "stop": _Command(_STOP, "deploy.daemons:stop"),
+    "reload": _Command(_RELOAD, "deploy.daemons:reload"),
     "pull": _Command(_PULL, _pull),
     "list": _Command(_LIST, _list),
     "rm": _Command(_REMOVE, _remove),

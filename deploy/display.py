@@ -1,17 +1,18 @@
 """Progress and notices for the operator: bars on a terminal, otherwise lines of text or JSON.
 
-Closing a display removes its bars; notices stay, and more may follow.
+Closing a display removes its bars; notices stay, and more may follow. After the start lines of text
+begin with the time and the level, as those of the other processes do.
 """
 
 from typing import TYPE_CHECKING, Literal, TextIO
 
-from proto.config import LogFormat
-from proto.log_lines import notice_line
+from proto.runtime.log_lines import notice_line, text_line
+from proto.settings.config import LogFormat
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
-    from deploy.supervisor.notify import SystemdNotifier
+    from deploy.notify import SystemdNotifier
 
 NoticeLevel = Literal["INFO", "WARNING"]
 
@@ -45,10 +46,16 @@ class Display:
         self._notifier = notifier
         self._log_format = log_format
         self._last: dict[str, str] = {}
+        self._is_log = False
 
     def close(self) -> None:
         """End the display of progress; may be called again."""
         self._last.clear()
+
+    def begin_log(self) -> None:
+        """End the display of progress; lines have the form of the log from now on."""
+        self.close()
+        self._is_log = True
 
     def progress(
         self,
@@ -77,15 +84,26 @@ class Display:
         if self._log_format == "json":
             line = notice_line(message, process, level, **fields)
         else:
-            line = f"{'' if level == 'INFO' else level + ' '}{process}: {message}"
+            line = self._text_line(f"{process}: {message}", level)
         self._write_line(line)
 
     def event(self, process: str, what: str, level: NoticeLevel = "INFO") -> None:
         """Print an event. what: a sentence without its subject, which is the process."""
-        self.notice(f"{process} {what}" if self._log_format == "json" else what, process, level)
+        sentence = f"{process} {what}"
+        if self._log_format == "json":
+            self.notice(sentence, process, level)
+        else:
+            self._write_line(self._text_line(sentence, level))
 
     def error(self, message: str) -> None:
-        self._write_line(error_line(message, self._log_format))
+        line = error_line(message, self._log_format)
+        is_text_log = self._is_log and self._log_format == "text"
+        self._write_line(self._text_line(line, "ERROR") if is_text_log else line)
+
+    def _text_line(self, text: str, level: str) -> str:
+        if self._is_log:
+            return text_line(text, level)
+        return text if level == "INFO" else f"{level} {text}"
 
     def _show_progress(self, what: str, fraction: float | None, process: str, detail: str) -> None:
         if self._last.get(process) != what:

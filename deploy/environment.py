@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from deploy.supervisor import notify
+from deploy import notify
 from proto.errors import ConfigError
-from proto.run_directory import default_parent, parents
+from proto.runtime.run_directory import default_parent, parents
 
 FAULTS_VARIABLE: Final = "TOKEND_FAULTS"
-"""Faults to inject, see proto/faults.py; needs --enable-fault-injection."""
+"""Faults to inject, see proto/runtime/faults.py; needs --enable-fault-injection."""
 API_KEY_VARIABLE: Final = "TOKEND_API_KEY"
 """The API key, for users who keep it off the command line, which other users can read."""
 ADMIN_KEY_VARIABLE: Final = "TOKEND_ADMIN_API_KEY"

@@ -8,7 +8,6 @@ import ast
 import contextlib
 import difflib
 import inspect
-import itertools
 import json
 import re
 import textwrap
@@ -16,22 +15,33 @@ import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
-from deploy.foreign_flags import MEANT, MISSING, NO_EFFECT, SAME
-from proto import config
-from proto.config import SECRET_FIELDS, LogFormat, ServeConfig, flag_name
-from proto.config_checks import validate
+from deploy.foreign_flags import MEANT, MISSING, NO_EFFECT, SAME, SYNONYMS
 from proto.errors import ConfigError, shown
+from proto.runtime.plugins import target_of
+from proto.settings import config
+from proto.settings.config import PARTS, SECRET_FIELDS, LogFormat, ServeConfig, flag_name
+from proto.settings.config_checks import validate
+from worker.models.families import use_families
 
 BYTE_FIELDS: Final = frozenset({"kv_cache_memory", "sched_trace_max_bytes"})
 """Fields in bytes, whose values may have a suffix K, M or G."""
 
+COUNT_FIELDS: Final = frozenset({"max_model_len", "max_num_batched_tokens"})
+"""Fields whose numbers may have a suffix as in vLLM: 8k is 8,000 and 8K is 8,192."""
+
 NAME_FIELDS: Final = frozenset({"served_model_name"})
 """Fields with one or more names, which may contain commas."""
 
+PAIR_FIELDS: Final = frozenset({"lora_modules"})
+"""Fields with one or more words NAME=PATH, or JSON objects; both may contain commas."""
+
 HIDDEN: Final = "***"
+
+_PAIR: Final = re.compile(r"\{|[^-/][^=]*=")
 
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _YAML_TYPES: Final = {
@@ -44,7 +54,12 @@ _MAX_VALUES: Final = {"int": (1 << 64) - 1, "bytes": (1 << 63) - 1, "float": 10*
 """Largest numbers that messages can carry, and seconds that timers can wait (30 years)."""
 _WHOLE: Final = re.compile(r"[+-]?[0-9]{1,20}")
 _FRACTION: Final = re.compile(r"[0-9]{1,20}(\.[0-9]*)?|\.[0-9]+")
+_COUNT: Final = re.compile(r"(?:([0-9]{1,20})([KMGT])|([0-9]{1,20}(?:\.[0-9]{1,20})?)([kmgt]))")
 _BYTES: Final = re.compile(r"([0-9]{1,20})\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
+
+
+_MEANT: Final = {("--attention-backend", "reference"): "--device reference"}
+"""Values that flags had → the flag that does it now."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +67,13 @@ class Flag:
     """One setting.
 
     section, field: its place in ServeConfig. kind: type of its values.
-    choices: allowed words, for the kind "choice". optional: whether it may be None.
+    choices: allowed words, for the kind "choice"; built-in names, for the kind "part".
+    optional: whether it may be None.
     """
 
     section: str
     field: str
-    kind: Literal["bool", "int", "float", "bytes", "choice", "str", "list"]
+    kind: Literal["bool", "int", "float", "bytes", "choice", "part", "str", "list"]
     choices: tuple[str, ...]
     optional: bool
     default: Any
@@ -73,30 +89,49 @@ class Flag:
 
     def from_text(self, text: str) -> Any:
         """Parse a value of the command line; raises ConfigError."""
+        if self.field in COUNT_FIELDS and (count := _COUNT.fullmatch(text)):
+            whole, binary, number, decimal = count.groups()
+            if binary:
+                return self._within(int(whole) << 10 * ("KMGT".index(binary) + 1))
+            return self._within(int(Decimal(number) * 1000 ** ("kmgt".index(decimal) + 1)))
+        if self.optional and self.field == "max_model_len" and text in ("auto", "-1"):
+            return None
         if self.kind == "int":
             if not _WHOLE.fullmatch(text):
                 raise self._error("a whole number", text)
             return self._within(int(text))
         if self.kind == "float":
             if not _FRACTION.fullmatch(text):
-                raise self._error("a number such as 0.9", text)
+                is_negative = _FRACTION.fullmatch(text.removeprefix("-"))
+                raise self._error("0 or more" if is_negative else "a number such as 0.9", text)
             return self._within(float(text))
         if self.kind == "bytes":
             match = _BYTES.fullmatch(text)
             if match is None:
                 raise self._error("a number of bytes such as 512M or 4G", text)
             return self._within(int(match[1]) * _UNITS[match[2].upper()])
-        if self.field in NAME_FIELDS:
+        if self.field in NAME_FIELDS or (self.field in PAIR_FIELDS and text[:1] != "["):
             return (text,)
         if self.kind == "list":
             return self._list_from_text(text)
-        if self.kind == "choice" and text not in self.choices:
-            raise self._error(f"one of {', '.join(self.choices)}", text)
+        text = SYNONYMS.get(self.name, {}).get(text, text)
+        if (
+            self.kind in ("choice", "part")
+            and text not in self.choices
+            and not (self.kind == "part" and target_of(PARTS[self.field][0], text))
+        ):
+            outside = ", or module:name" if self.kind == "part" else ""
+            meant = _MEANT.get((self.name, text))
+            instead = "" if meant is None else f"; {meant} is meant"
+            names = ", ".join(self.choices)
+            raise self._error(f"one of {names}{outside}{instead}", text)
         return text
 
     def from_yaml(self, value: Any) -> Any:
         """Convert a YAML scalar; raises ConfigError."""
         if value is None:
+            if self.field in SECRET_FIELDS or self.field.endswith("_key_file"):
+                raise ConfigError(f"{self.name} must not be empty", self.field)
             if self.optional:
                 return None
             raise ConfigError(
@@ -170,7 +205,8 @@ def all_flags() -> tuple[Flag, ...]:
 def parse(words: Sequence[str]) -> ServeArguments:
     """Parse the command line of `tokend serve`; raises ConfigError for the first error.
 
-    Words after a name of --served-model-name are further names, if the model stands before them.
+    Words after a name of --served-model-name are further names, if the model stands before them;
+    so are those after --lora-modules that are NAME=PATH or JSON.
     """
     by_name = {flag.name: flag for flag in all_flags()}
     negations = {flag.negation: flag for flag in by_name.values() if flag.kind == "bool"}
@@ -180,9 +216,7 @@ def parse(words: Sequence[str]) -> ServeArguments:
     rest = list(words)
     while rest:
         word = rest.pop(0)
-        name, equals, attached = word.partition("=")
-        if name.startswith("--"):
-            name = name.replace("_", "-")
+        name, equals, attached = _split(word)
         if word in ("-h", "--help"):
             return ServeArguments({}, help=True)
         if not word.startswith("-") or word == "-":
@@ -190,7 +224,7 @@ def parse(words: Sequence[str]) -> ServeArguments:
         elif name == "--config":
             config_file = attached if equals else _operand(name, rest)
         elif name in negations or (name in by_name and by_name[name].kind == "bool"):
-            if equals:
+            if equals or (rest and rest[0].lower() in ("true", "false")):
                 raise ConfigError(f"{name} takes no value; {_opposite(name)} is its opposite")
             flag = negations.get(name) or by_name[name]
             values[flag.field] = name not in negations
@@ -201,6 +235,8 @@ def parse(words: Sequence[str]) -> ServeArguments:
                 _set_model(values, value)
             while by_name[name].field in NAME_FIELDS and "model" in values and _has_operand(rest):
                 value += (rest.pop(0),)
+            while by_name[name].field in PAIR_FIELDS and rest and _PAIR.match(rest[0]):
+                value += (rest.pop(0),)
             values[by_name[name].field] = value
         else:
             known = negations if name.startswith("--no-") else [*by_name, "--config", "--help"]
@@ -208,6 +244,12 @@ def parse(words: Sequence[str]) -> ServeArguments:
             rest[:0] = same
             notices += notice
     return ServeArguments(values, config_file, notices=notices)
+
+
+def _split(word: str) -> tuple[str, str, str]:
+    """Return (flag, "=" or "", value) of a word; `_` counts as `-` in a flag."""
+    name, equals, value = word.partition("=")
+    return (name.replace("_", "-") if name.startswith("--") else name), equals, value
 
 
 def _foreign(
@@ -231,8 +273,12 @@ def _foreign(
         value = "" if is_switch else _operand(name, rest)
     if bare in SAME:
         if value not in SAME[bare]:
-            raise ConfigError(f"{name} takes one of {', '.join(SAME[bare])}, not {shown(value)}")
+            hint = f"; see {MEANT[bare]}" if bare in MEANT else ""
+            known_values = ", ".join(SAME[bare])
+            raise ConfigError(f"{name} takes one of {known_values}, not {shown(value)}{hint}")
         return SAME[bare][value], ()
+    if (asked := f"{bare} {value}") in MISSING:
+        raise ConfigError(f"{name} {value} is not available: {MISSING[asked]}")
     reason, values = NO_EFFECT[bare]
     if values and value not in values:
         hint = f"; see {MEANT[bare]}" if bare in MEANT else ""
@@ -250,7 +296,7 @@ def parse_words(arguments: Sequence[str], names: Sequence[str]) -> tuple[list[st
     values: dict[str, str] = {}
     while rest:
         word = rest.pop(0)
-        name, equals, value = word.partition("=")
+        name, equals, value = _split(word)
         if not word.startswith("-"):
             words.append(word)
         elif name not in names:
@@ -266,8 +312,9 @@ def parse_words(arguments: Sequence[str], names: Sequence[str]) -> tuple[list[st
 
 def log_format(words: Sequence[str]) -> LogFormat:
     """Return the log format, even if other parts of the command line are invalid."""
-    given = dict(itertools.pairwise(words))
-    given |= dict(word.split("=", 1) for word in words if "=" in word)
+    split = [_split(word) for word in words]
+    given = {name: word for (name, *_), word in zip(split, words[1:], strict=False)}
+    given |= {name: value for name, equals, value in split if equals}
     found = given.get("--log-format")
     if found is None and "--config" in given:
         with contextlib.suppress(ConfigError):
@@ -276,19 +323,19 @@ def log_format(words: Sequence[str]) -> LogFormat:
 
 
 def without_secrets(words: Sequence[str]) -> list[str]:
-    """Return the command line of `tokend serve` with secrets hidden, for process listings."""
+    """Return the arguments of a command with secrets hidden, for process listings."""
     names = {flag_name(field) for field in SECRET_FIELDS}
     shown: list[str] = []
     hide_next = False
     for word in words:
-        name, equals, _ = word.partition("=")
+        name, equals, _ = _split(word)
         if hide_next:
             shown.append(HIDDEN)
         elif name in names and equals:
             shown.append(f"{name}={HIDDEN}")
         else:
             shown.append(word)
-        hide_next = not hide_next and word in names
+        hide_next = not hide_next and name in names and not equals
     return shown
 
 
@@ -298,7 +345,8 @@ def read_file(path: str) -> dict[str, Any]:
 
     try:
         with open(path, encoding="utf-8") as stream:
-            document = yaml.safe_load(stream)
+            text = stream.read()
+        document = yaml.safe_load(text)
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -309,6 +357,12 @@ def read_file(path: str) -> dict[str, Any]:
         raise ConfigError(f"--config {path}: must contain lines of the form `max-num-seqs: 64`")
     by_key = {flag.name.removeprefix("--"): flag for flag in all_flags()}
     values: dict[str, Any] = {}
+    seen = set()
+    for node, _ in yaml.compose(text, Loader=yaml.SafeLoader).value:
+        name = str(node.value).replace("_", "-")
+        if name in seen:
+            raise ConfigError(f"--config {path}: the key {name} is given twice")
+        seen.add(name)
     for key, value in document.items():
         flag = by_key.get(str(key).replace("_", "-"))
         if flag is None:
@@ -343,6 +397,7 @@ def build(
         if error.param in from_file and error.param not in arguments.values:
             raise ConfigError(f"--config {path}: {error}", error.param) from None
         raise
+    use_families(config.model.model_families)
     return config
 
 
@@ -392,8 +447,10 @@ def _flag(section: str, field: str, hint: Any, default: Any) -> Flag:
         (hint,) = (member for member in typing.get_args(hint) if member is not type(None))
         optional = True
     choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
-    kind: Literal["bool", "int", "float", "bytes", "choice", "str", "list"]
-    if choices:
+    kind: Literal["bool", "int", "float", "bytes", "choice", "part", "str", "list"]
+    if field in PARTS:
+        kind, choices = "part", PARTS[field][1]
+    elif choices:
         kind = "choice"
     elif hint is bool:
         kind = "bool"
@@ -476,6 +533,8 @@ def _usage(flag: Flag) -> str:
         return f"{flag.name}, {flag.negation}"
     if flag.kind == "choice":
         return f"{flag.name} {{{','.join(flag.choices)}}}"
+    if flag.kind == "part":
+        return f"{flag.name} {{{','.join(flag.choices)},module:name}}"
     return f"{flag.name} {_METAVARS[flag.kind]}"
 
 

@@ -2,7 +2,7 @@
 
     --enable-auto-tool-choice    NO_EFFECT   taken; a notice says why it changes nothing
     --task embed                 SAME        taken as --runner pooling
-    --enable-lora                MISSING     refused; the reason names what is missing
+    --mmproj FILE                MISSING     refused; the reason names what is missing
     --ctx-size 8192              MEANT       refused; --max-model-len is suggested
 
 Names are without dashes; `_` in a flag counts as `-`, as in vLLM.
@@ -22,6 +22,7 @@ class NoEffect(NamedTuple):
     values: tuple[str, ...] | None = ()
 
 
+_ATTENTION: Final = "attention never stores its scores as a whole"
 _TEXT_ONLY: Final = "models are served for text"
 _GRAPHS: Final = "there is no compilation to set up; --enforce-eager turns CUDA graphs off"
 _PROCESSES: Final = "scheduler, workers and front ends are always processes of their own"
@@ -36,7 +37,17 @@ NO_EFFECT: Final[Mapping[str, NoEffect]] = {
     "enable-log-stats": NoEffect("/metrics always has them"),
     "disable-log-stats": NoEffect("the log has no regular statistics; /metrics has them"),
     "enable-server-load-tracking": NoEffect("/load is always there"),
-    "disable-fastapi-docs": NoEffect("there are no pages of documentation to turn off"),
+    "metrics": NoEffect("/metrics is always served"),
+    "slots": NoEffect("there are no slots; /metrics and the page show what runs"),
+    "jinja": NoEffect("chat templates are always Jinja"),
+    "mlock": NoEffect("weights are in memory, but are not locked there"),
+    "no-mmap": NoEffect("weights are read into memory; an embedding may stay in the mapped file"),
+    **dict.fromkeys(("cb", "cont-batching"), NoEffect("batching is always continuous")),
+    **dict.fromkeys(("fa", "flash-attn"), NoEffect(_ATTENTION, ("on", "auto"))),
+    **dict.fromkeys(
+        ("ngl", "n-gpu-layers", "gpu-layers", "num-gpu"),
+        NoEffect("all layers are on a GPU if there is one; --device cpu or cuda chooses", None),
+    ),
     "disable-frontend-multiprocessing": NoEffect(_PROCESSES),
     "use-v2-block-manager": NoEffect("there is one block manager"),
     "disable-custom-all-reduce": NoEffect("there is no other all-reduce"),
@@ -45,6 +56,11 @@ NO_EFFECT: Final[Mapping[str, NoEffect]] = {
     "swap-space": NoEffect(
         "KV beyond the pool is in host memory, on disk or in Redis by --kv-transfer-config", None
     ),
+    "enable-lora-bias": NoEffect("biases of adapters are always computed"),
+    "fully-sharded-loras": NoEffect("adapters are divided among ranks as their weights are"),
+    "lora-init-without-apply": NoEffect("a request names its adapter"),
+    "lora-extra-vocab-size": NoEffect("adapters have no tokens of their own", None),
+    "lora-dtype": NoEffect("adapters have the data type of the model", ("auto",)),
     "download-dir": NoEffect("models of the hub are kept in HF_HOME", None),
     "max-logprobs": NoEffect("the most is 20", None),
     "max-seq-len-to-capture": NoEffect(_GRAPHS, None),
@@ -69,19 +85,33 @@ NO_EFFECT: Final[Mapping[str, NoEffect]] = {
         ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "gguf", "mxfp4"),
     ),
 }
+_POOLING: Final = ("--runner", "pooling")
 SAME: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "enable-log-requests": {"": ("--no-disable-log-requests",)},
     "no-enable-log-requests": {"": ("--disable-log-requests",)},
     "disable-uvicorn-access-log": {"": ("--disable-log-requests",)},
+    "disable-fastapi-docs": {"": ("--no-page",)},
+    **{name: {"": _POOLING} for name in ("embedding", "embeddings", "reranking", "rerank")},
+    "pooling": {
+        **{
+            name: (*_POOLING, "--pooler-config", f'{{"pooling_type": "{name}"}}')
+            for name in ("mean", "cls", "last")
+        },
+        "rank": _POOLING,
+    },
     "task": {
         "auto": (),
         "generate": ("--runner", "generate"),
         **dict.fromkeys(
             ("embed", "embedding", "classify", "score", "reward", "token_embed"),
-            ("--runner", "pooling"),
+            _POOLING,
         ),
     },
-    "convert": {"auto": (), "none": (), "embed": ("--runner", "pooling")},
+    "scheduler-cls": {
+        "vllm.v1.core.sched.scheduler.Scheduler": ("--no-async-scheduling",),
+        "vllm.v1.core.sched.async_scheduler.AsyncScheduler": ("--async-scheduling",),
+    },
+    "convert": {"auto": (), "none": (), "embed": _POOLING},
     "uvicorn-log-level": {
         **{name: ("--log-level", name) for name in ("debug", "info", "warning", "error")},
         "critical": ("--log-level", "error"),
@@ -90,27 +120,27 @@ SAME: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
 }
 """Name → value, or "" of a flag without one → flags of tokend."""
 
-_ADAPTERS: Final = "adapters are not served yet"
+SYNONYMS: Final[Mapping[str, Mapping[str, str]]] = {
+    "--dtype": {"half": "float16", "float": "float32"},
+}
+"""Flag of tokend → word that vLLM takes for a value → that value."""
+
 MISSING: Final[Mapping[str, str]] = {
-    **dict.fromkeys(
-        [
-            *("enable-lora", "lora-modules", "max-loras", "max-lora-rank", "max-cpu-loras"),
-            *("lora-dtype", "lora-extra-vocab-size", "fully-sharded-loras", "default-mm-loras"),
-            *("lora", "lora-scaled", "lora-init-without-apply", "lora-paths", "enable-lora-bias"),
-        ],
-        _ADAPTERS,
-    ),
+    "default-mm-loras": "models are served for text",
+    "lora-scaled": "a request has the factor of its adapter, in the field lora",
     "hf-overrides": "change config.json in a copy of the folder",
     "rope-scaling": "change config.json in a copy of the folder",
     "cpu-offload-gb": "weights are on the device as a whole",
+    "load-format dummy": "weights are those of the model's files",
     "mmproj": "models are served for text",
     "ray-address": "there are no nodes yet",
     "nnodes": "there are no nodes yet",
     "data-parallel-backend": "there are no replicas yet",
 }
-"""Flags that ask for what is not here → the reason."""
+"""Flags, also with a value, that ask for what is not here → the reason."""
 
 MEANT: Final[Mapping[str, str]] = {
+    "scheduler-cls": "--scheduling-policy",
     "ctx-size": "--max-model-len",
     "c": "--max-model-len",
     "num-ctx": "--max-model-len",
@@ -129,10 +159,6 @@ MEANT: Final[Mapping[str, str]] = {
     "t": "--cpu-threads",
     "num-thread": "--cpu-threads",
     "threads-http": "--api-server-count",
-    "n-gpu-layers": "--device cuda",
-    "gpu-layers": "--device cuda",
-    "ngl": "--device cuda",
-    "num-gpu": "--device cuda",
     "flash-attn": "--attention-backend",
     "fa": "--attention-backend",
     "cache-type-k": "--kv-cache-dtype",
@@ -145,7 +171,12 @@ MEANT: Final[Mapping[str, str]] = {
     "quantization": "--cpu-weights",
     "q": "--cpu-weights",
     "m": "--model",
+    "lora": "--lora-modules",
+    "lora-paths": "--lora-modules",
     "model-path": "--model",
+    **dict.fromkeys(
+        ("md", "model-draft", "draft-model"), '--speculative-config \'{"model": "NAME"}\''
+    ),
     "hft": "--hf-token",
     "hf": "--model",
     "hf-repo": "--model",
@@ -166,6 +197,7 @@ MEANT: Final[Mapping[str, str]] = {
     "ssl-cert-file": "--ssl-certfile",
     "timeout": "--queue-timeout",
     "s": "--seed",
+    "reasoning-budget": "thinking_token_budget in each request",
     "n-predict": "max_tokens in each request",
     "n": "max_tokens in each request",
     "num-predict": "max_tokens in each request",
@@ -175,7 +207,8 @@ MEANT: Final[Mapping[str, str]] = {
     "top-p": "top_p in each request",
     "min-p": "min_p in each request",
     "repeat-penalty": "repetition_penalty in each request",
-    "run": "serve",
+    "run": "chat",
+    "show": "plan",
     "start": "serve",
     "fetch": "pull",
     "download": "pull",

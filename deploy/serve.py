@@ -13,24 +13,37 @@ import time
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from importlib.util import find_spec
+from types import FrameType
+from typing import NoReturn
 
 from deploy.display import Display, open_display
 from deploy.environment import FAULTS_VARIABLE, HostEnvironment
 from deploy.models import tokenizer_check
 from deploy.models.store import prepared_draft_model, prepared_model
+from deploy.notify import SystemdNotifier
 from deploy.supervisor.epochs import ServedModels
 from deploy.supervisor.launch import Commands, Launch, admin_listeners, check_length, listen, url_of
-from deploy.supervisor.notify import SystemdNotifier
 from deploy.supervisor.processes import child_environment, process_age
 from deploy.supervisor.supervisor import Supervisor
 from proto.codec import Message, encode
-from proto.config import ServeConfig
 from proto.errors import ConfigError, install_command
-from proto.faults import Fault, parse_faults
-from proto.generation_config import generation_defaults
-from proto.lifecycle import PhaseClock, PlanBoot
-from proto.prepared_model import read_model_file
-from proto.security import read_api_keys
+from proto.messages.lifecycle import PhaseClock, PlanBoot
+from proto.messages.prepared_model import read_model_file
+from proto.runtime.faults import Fault, parse_faults
+from proto.runtime.security import read_api_keys, readable_key_files
+from proto.settings.config import ServeConfig
+from proto.settings.generation_config import generation_defaults
+from proto.settings.kv_media import make_private, own_folder
+from proto.settings.kv_media_checks import disk_paths
+from proto.settings.kv_transfer_config import config_key_error
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came before the daemon had processes to end."""
+
+
+def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    raise Terminated
 
 
 def serve(config: ServeConfig, environment: HostEnvironment, commands: Commands) -> int:
@@ -45,6 +58,7 @@ def serve(config: ServeConfig, environment: HostEnvironment, commands: Commands)
     _check_chat_template(config)
     _check_tracing(config)
     _check_profiler(config)
+    _check_disks(config)
     scheme = _scheme(config)
     read_api_keys(config.frontend)
     faults = _faults(config, environment)
@@ -55,7 +69,9 @@ def serve(config: ServeConfig, environment: HostEnvironment, commands: Commands)
         notifier = SystemdNotifier(environment.service_manager)
         display = open_display(sys.stderr, config.frontend.log_format, notifier)
         resources.enter_context(closing(display))
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        for file in readable_key_files(config.frontend):
+            display.notice(f"every user of this machine may read {file}", level="WARNING")
+        before = signal.signal(signal.SIGTERM, _terminate)
         resources.callback(signal.signal, signal.SIGTERM, before)  # the supervisor has its own
         operators = resources.enter_context(admin_listeners(config.frontend))
         model, draft_model = _prepare_models(config, environment, display)
@@ -95,7 +111,7 @@ def plan(config: ServeConfig, environment: HostEnvironment, *, as_json: bool) ->
             model, draft_model = _prepare_models(config, environment, display)
         check_length(config, model)
         boot = PlanBoot(config=config, model=model, as_json=as_json, draft_model=draft_model)
-        process = run_worker_program("worker.plan_command", boot, config, environment)
+        process = run_worker_program("worker.commands.plan", boot, config, environment)
     print(process.stdout.decode(), end="")
     return process.returncode if process.returncode >= 0 else 1
 
@@ -155,11 +171,23 @@ def _check_profiler(config: ServeConfig) -> None:
         ) from None
 
 
+def _check_disks(config: ServeConfig) -> None:
+    """Raise ConfigError if KV cannot be stored in the folder of a disk, which is created."""
+    for path in disk_paths(config):
+        try:
+            folder = own_folder(path)
+            make_private(folder)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise config_key_error("disk_path", f"{path}: {error.strerror}") from None
+
+
 def _scheme(config: ServeConfig) -> str:
     """Return "https" if TLS is configured, else "http"; raises ConfigError for invalid files."""
     if config.frontend.ssl_certfile is None:
         return "http"
-    from proto.security import server_context
+    from proto.runtime.security import server_context
 
     server_context(config.frontend)
     return "https"
@@ -180,6 +208,11 @@ def _check_tokenizer(config: ServeConfig) -> None:
     if folder is None:
         return
     path = os.path.join(folder, "tokenizer.json")
+    if not os.path.isdir(folder):
+        raise ConfigError(
+            f"--tokenizer {folder}: no such folder; it takes one with a tokenizer.json, no name",
+            "tokenizer",
+        )
     if not os.path.isfile(path):
         raise ConfigError(f"--tokenizer {folder}: the folder has no tokenizer.json", "tokenizer")
     tokenizer_check.check(read_model_file(path), f"--tokenizer {folder}: tokenizer.json")

@@ -1,9 +1,9 @@
 """`python -P -m engine_core --boot-fd N`: the engine process."""
 
 from engine_core.compiled import use_compiled
-from proto.lifecycle import ProcessBoot
-from proto.process import run
-from proto.sockets import Link
+from proto.messages.lifecycle import ProcessBoot
+from proto.runtime.process import run
+from proto.runtime.sockets import Link
 
 
 def main(boot: ProcessBoot, supervisor: Link) -> None:

@@ -26,12 +26,21 @@ SUFFIX: Final = EXTENSION_SUFFIXES[0]
 """Names the Python version and the machine, as in .cpython-311-x86_64-linux-gnu.so."""
 
 _HOT: Final = (
-    *("request.py", "kv_cache/*.py", "speculation/*.py", "scheduler/*.py", "scheduler/queues/*.py"),
+    *(
+        "block_hashing.py",
+        "request.py",
+        "kv_cache/*.py",
+        "speculation/*.py",
+        "scheduler/*.py",
+        "scheduler/queues/*.py",
+    ),
     *("scheduler/features/*.py", "scheduler/features/retention/*.py"),
     *("kv_connector/offload/tracking.py", "kv_connector/offload/planners.py"),
 )
 """Modules to compile. Not the connectors, ledgers and policies: an interpreted class may extend
 those, and cannot extend a compiled class."""
+_INTERPRETED: Final = ("outside.py",)
+"""Names of files between them with what classes from outside extend."""
 _TYPES_OF: Final = ("engine_core", "proto")
 """Packages whose sources the compiler reads."""
 
@@ -47,7 +56,7 @@ class CompiledBuildError(Exception):
 def hot_modules() -> list[Path]:
     """Return the files to compile, in a fixed order."""
     found = [path for pattern in _HOT for path in sorted(PACKAGE.glob(pattern))]
-    return [path for path in found if path.name != "__init__.py"]
+    return [path for path in found if path.name not in ("__init__.py", *_INTERPRETED)]
 
 
 def folder_of_sources(output_dir: Path = OUTPUT) -> Path:

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Final
 
+from engine_core.adapters import AdapterRegistry
 from engine_core.frontend_io import InputProcessor, OutputDispatcher
 from engine_core.kv_cache.integrity import check_in_slices
 from engine_core.kv_cache.manager import KVCacheManager
@@ -27,10 +28,10 @@ from engine_core.supervisor_io import SupervisorIO
 from engine_core.transport import FrontEndLinks
 from engine_core.worker_group import WorkerFailedError, WorkerGroup
 from proto.errors import TokendError
-from proto.kv_connector import KVConnectorOutput
-from proto.model_runner_output import ModelRunnerOutput
-from proto.scheduler_output import SchedulerOutput
-from proto.sockets import NO_DESCRIPTOR, Link, Poller
+from proto.messages.kv_connector import KVConnectorOutput
+from proto.messages.model_runner_output import ModelRunnerOutput
+from proto.messages.scheduler_output import SchedulerOutput
+from proto.runtime.sockets import NO_DESCRIPTOR, Link, Poller
 
 logger = logging.getLogger("tokend.busy_loop")
 
@@ -51,6 +52,7 @@ class BusyLoop:
     """Schedules steps and processes their results, with up to `max_in_flight` steps at the workers.
 
     structured_output: makes the masks of steps with grammars; None without such requests.
+    adapters: None if none are served.
     """
 
     def __init__(
@@ -61,7 +63,9 @@ class BusyLoop:
         io: "EngineIO",
         max_in_flight: int = SYNCHRONOUS,
         structured_output: StructuredOutputManager | None = None,
+        adapters: AdapterRegistry | None = None,
     ) -> None:
+        self._adapters = adapters
         self._scheduler = scheduler
         self._kv_cache = kv_cache
         self._workers = workers
@@ -88,6 +92,7 @@ class BusyLoop:
         if step is not None:
             self._workers.send_step(step)
         self._exchange_masks()
+        self._exchange_adapters()  # before the wait: requests may wait for nothing else
         self._receive(wait=step is None)
         if self._io.is_stopped:
             return
@@ -97,6 +102,7 @@ class BusyLoop:
         for result in results:
             self._update_and_publish(result)
         self._exchange_masks()
+        self._exchange_adapters()
         self._io.answer_profile_call()
 
     def _receive(self, *, wait: bool) -> None:
@@ -170,6 +176,11 @@ class BusyLoop:
         if overdue := self._structured_output.pop_overdue():
             self._io.publish(self._scheduler.fail_requests(overdue))
 
+    def _exchange_adapters(self) -> None:
+        """Have the workers load and drop adapters; process what they have loaded."""
+        if self._adapters is not None and (outputs := self._adapters.exchange()):
+            self._io.publish(outputs)
+
     def _update_and_publish(self, result: ModelRunnerOutput) -> None:
         """Process the result of the oldest step in flight and publish its outputs.
 
@@ -208,7 +219,11 @@ class BusyLoop:
         self._workers.connect_workers(epoch)
         if self._structured_output is not None:
             self._structured_output.begin_worker_epoch()
+        if self._adapters is not None:
+            self._adapters.lose_workers()
         self._io.publish(self._scheduler.begin_worker_epoch(epoch))
+        if self._adapters is not None:
+            self._io.publish(self._adapters.begin_worker_epoch())
 
     def _check_integrity_until_message(self) -> None:
         """Check the KV cache, then wait; a message ends both."""
@@ -229,7 +244,7 @@ class BusyLoop:
             yield
         num_lost = (
             kv_cache.num_usable_blocks
-            - kv_cache.num_free_blocks
+            - kv_cache.num_available_blocks
             - kv_cache.transfer_refs.num_blocks
         )
         if num_lost > 0 and not self._scheduler.num_unfinished:
@@ -237,7 +252,7 @@ class BusyLoop:
 
 
 class EngineIO:
-    """Waits for messages, processes those of supervisor and front ends, and publishes outputs.
+    """Waits for messages, processes what supervisor and front ends sent, and publishes outputs.
 
     It does so also while a step computes. is_stopped: whether the supervisor has sent `Shutdown`.
     poller: polls all channels of the engine; those of the front ends are added here.
@@ -252,7 +267,9 @@ class EngineIO:
         input_processor: InputProcessor,
         output_dispatcher: OutputDispatcher,
         structured_output: StructuredOutputManager | None = None,
+        adapters: AdapterRegistry | None = None,
     ) -> None:
+        self._adapters = adapters
         self._supervisor_io = supervisor_io
         self._front_ends = front_ends
         self._poller = poller
@@ -330,6 +347,7 @@ class EngineIO:
         limits = (
             timeout_seconds,
             None if grammars is None else grammars.seconds_to_next_end,
+            None if self._adapters is None else self._adapters.seconds_to_next_end,
             self._live_view.seconds_to_next,
             self._scheduler.resumable_sessions.seconds_to_next_end,
             self._scheduler.deadlines.seconds_to_next_end,
@@ -360,6 +378,10 @@ class EngineIO:
             else:
                 self._scheduler.pause(pause.mode)
             self._reported_pause = pause.mode
+        for adapters in self._supervisor_io.pop_adapter_lists():
+            if self._adapters is not None:
+                self._adapters.adopt_names(adapters.adapters)
+                self._adapters.announce_adopted()
         for message in self._supervisor_io.pop_front_ends():
             old, new = self._front_ends.replace(message.index, message.incarnation)
             for link in old:

@@ -16,6 +16,7 @@ from contextlib import ExitStack, closing
 
 import msgspec
 
+from engine_core.adapters import AdapterRegistry
 from engine_core.busy_loop import OVERLAPPED, SYNCHRONOUS, BusyLoop, EngineIO
 from engine_core.frontend_io import InputProcessor, OutputDispatcher
 from engine_core.kv_cache.events import PoolObserver, ResidencyMeter
@@ -29,6 +30,7 @@ from engine_core.kv_connector.base import (
 from engine_core.kv_events import KVEventPublisher, start_kv_events
 from engine_core.pool_plan import PoolPlan, weight_memory
 from engine_core.profiler import EngineProfiler
+from engine_core.request import Request
 from engine_core.scheduler.compute_meter import ComputeMeter
 from engine_core.scheduler.features.base import NO_OBSERVER, SchedulerObserver, Unblock
 from engine_core.scheduler.kv_transfer import Connect, IsStorable
@@ -40,20 +42,33 @@ from engine_core.structured_output.manager import (
     start_structured_output,
 )
 from engine_core.supervisor_io import SupervisorIO
-from engine_core.trace.file import SchedulerTrace, start_trace
+from engine_core.trace.file import start_trace
+from engine_core.trace.recorder import TraceRecorder
 from engine_core.transport import FrontEndLinks
 from engine_core.validation import RequestLimits
 from engine_core.worker_group import WorkerGroup
 from proto import PROTOCOL_VERSION
-from proto.config import CPU_PREFILL_SLOWDOWN, SchedulerConfig, ServeConfig
-from proto.config_checks import check_token_budget
-from proto.kv_transfer_config import KVTransferConfig, kv_transfer_config
-from proto.lifecycle import EngineReady, Notice, PhaseClock, ProcessBoot, ProcessStart, WorkerReady
-from proto.pooling import MAX_INPUTS, pooler_of
-from proto.process import freeze_heap
-from proto.scheduler_output import BlockIds
-from proto.sockets import Link, Poller
-from proto.speculative_config import DEFAULT_METHODS
+from proto.errors import ConfigError
+from proto.messages.lifecycle import (
+    EngineReady,
+    Notice,
+    PhaseClock,
+    ProcessBoot,
+    ProcessStart,
+    WorkerReady,
+)
+from proto.messages.lora import AdapterCard
+from proto.messages.pooling import MAX_INPUTS
+from proto.messages.scheduler_output import BlockIds
+from proto.runtime.process import freeze_heap
+from proto.runtime.sockets import Link, Poller
+from proto.settings.config import CPU_PREFILL_SLOWDOWN, SchedulerConfig, ServeConfig
+from proto.settings.config_checks import check_token_budget
+from proto.settings.kv_events_config import KVEventsConfig
+from proto.settings.kv_transfer_config import KVTransferConfig, kv_transfer_config
+from proto.settings.lora_modules import parse_lora_modules
+from proto.settings.pooler_config import pooler_of
+from proto.settings.speculative_config import DEFAULT_METHODS
 
 logger = logging.getLogger("tokend.engine")
 
@@ -75,34 +90,60 @@ def main(boot: ProcessBoot, supervisor: Link) -> None:
         _wait_for_workers(workers, supervisor_io, front_ends, poller, clock)
         if supervisor_io.is_stopped:
             return
+        check_adapters(boot.config, pools=pools)
         config = with_step_tokens(boot.config, workers.workers)
         if pools:
             config = with_pooling_limits(config)
         if not workers.workers[0].geometry.is_cached:
             config = without_kv_cache(config)
-        kv_events = start_kv_events(config.cache.kv_events_endpoint, boot.run_dir, boot.epoch)
+        worker, plan = workers.workers[0], workers.plan
+        kv_events = start_kv_events(
+            config.cache.parsed_kv_events(), boot.run_dir, boot.epoch, worker.geometry
+        )
         if kv_events is not None:
             stack.enter_context(closing(kv_events))
-            supervisor.send(Notice(boot.role, boot.index, f"KV events: {kv_events.endpoint}"))
-        trace = _start_trace(config, workers, boot.epoch)
+            notice = f"KV events: {kv_events.config.endpoint}"
+            supervisor.send(Notice(boot.role, boot.index, notice))
+        recorder: TraceRecorder | None = None
+        trace = start_trace(
+            config.trace,
+            scheduler_settings(config, worker),
+            plan,
+            worker,
+            boot.epoch,
+            config.cache.enable_prefix_caching,
+        )
         if trace is not None:
-            stack.enter_context(closing(trace))
+            file, recorder = trace
+            stack.enter_context(closing(file))
         profiling = config.trace.parsed_profiler()
         core = EngineCore(
             config=config,
-            plan=workers.plan,
-            worker=workers.workers[0],
+            plan=plan,
+            worker=worker,
             front_ends=front_ends,
             epoch=boot.epoch,
             kv_events=kv_events,
             structured_output=structured_output,
-            trace=trace,
+            recorder=recorder,
             profiler=None if profiling is None else EngineProfiler(profiling, workers),
             pools=pools,
+            embedding_bytes=4 * boot.model.hidden_size * config.model.enable_prompt_embeds,
+            workers=workers,
+            supervisor=supervisor,
+            adapters=boot.adapters or (),
         )
         if boot.pause_mode is not None:
             core.scheduler.pause(boot.pause_mode)
         supervisor_io.scheduler = core.scheduler
+        if core.adapters is not None and boot.adapters is None:
+            modules = parse_lora_modules(config.lora.lora_modules)
+            core.adapters.load_modules(
+                modules, lambda: _receive_from_workers(workers, supervisor_io, poller)
+            )
+            if supervisor_io.is_stopped:
+                return
+            clock.end("adapters")
         io = EngineIO(
             supervisor_io=supervisor_io,
             front_ends=front_ends,
@@ -111,15 +152,27 @@ def main(boot: ProcessBoot, supervisor: Link) -> None:
             input_processor=core.input_processor,
             output_dispatcher=core.output_dispatcher,
             structured_output=structured_output,
+            adapters=core.adapters,
         )
-        max_in_flight = OVERLAPPED if overlaps(config, workers.workers[0]) else SYNCHRONOUS
+        max_in_flight = OVERLAPPED if overlaps(config, worker) else SYNCHRONOUS
         busy_loop = BusyLoop(
-            core.scheduler, core.kv_cache, workers, io, max_in_flight, structured_output
+            *(core.scheduler, core.kv_cache, workers, io, max_in_flight),
+            *(structured_output, core.adapters),
         )
         freeze_heap()
         clock.end("scheduler and KV cache")
-        _report_ready(boot, config, workers, front_ends, supervisor, clock, core.drafts)
+        _report_ready(
+            boot,
+            config,
+            workers,
+            front_ends,
+            supervisor,
+            clock,
+            core.drafts,
+            None if kv_events is None else kv_events.config,
+        )
         stack.callback(core.scheduler.kv_transfer.close)
+        stack.callback(core.output_dispatcher.publish_kv_events)
         busy_loop.run_until_shutdown()
 
 
@@ -148,16 +201,15 @@ def _wait_for_workers(
     clock.end("KV cache and warm-up")
 
 
-def _start_trace(config: ServeConfig, workers: WorkerGroup, epoch: int) -> SchedulerTrace | None:
-    worker = workers.workers[0]
-    return start_trace(
-        config.trace,
-        scheduler_settings(config, worker),
-        workers.plan,
-        worker,
-        epoch,
-        config.cache.enable_prefix_caching,
-    )
+def _receive_from_workers(
+    workers: WorkerGroup, supervisor_io: SupervisorIO, poller: Poller
+) -> bool:
+    """Wait for messages; return whether to go on: the supervisor has not sent `Shutdown`."""
+    poller.wait()
+    supervisor_io.receive_commands()
+    if not supervisor_io.is_stopped:
+        workers.receive_results()
+    return not supervisor_io.is_stopped
 
 
 def _report_ready(
@@ -168,6 +220,7 @@ def _report_ready(
     supervisor: Link,
     clock: PhaseClock,
     drafts: str,
+    kv_events: KVEventsConfig | None,
 ) -> None:
     """Send EngineReady to the supervisor and to all front ends, also to those that come later."""
     worker, plan = workers.workers[0], workers.plan
@@ -204,6 +257,7 @@ def _report_ready(
         kernels=worker.kernels,
         kv_cache_grows=worker.kv_cache_grows,
         drafts=drafts,
+        kv_events=kv_events,
     )
     if plan.notice:
         supervisor.send(Notice(boot.role, boot.index, plan.notice))
@@ -223,8 +277,10 @@ class EngineCore:
     """The engine without its process: scheduler, KV cache, input and output.
 
     config: with a token budget, see `with_step_tokens`. worker: rank 0, after loading.
-    epoch: of the engine. pools: the model pools prompts. The optional parts: None if the feature
-    is off.
+    epoch: of the engine. pools: the model pools prompts. embedding_bytes: as in
+    RequestLimits. The optional parts: None if the feature is off.
+
+    workers, supervisor: for adapters. adapters: of an earlier engine.
 
     drafts: how tokens are drafted, for the operator; "" if they are not.
     """
@@ -238,18 +294,22 @@ class EngineCore:
         epoch: int,
         kv_events: KVEventPublisher | None = None,
         structured_output: StructuredOutputManager | None = None,
-        trace: SchedulerTrace | None = None,
+        recorder: TraceRecorder | None = None,
         profiler: EngineProfiler | None = None,
         *,
         pools: bool = False,
+        embedding_bytes: int = 0,
+        workers: WorkerGroup | None = None,
+        supervisor: Link | None = None,
+        adapters: Sequence[AdapterCard] = (),
     ) -> None:
         pool_observers: list[PoolObserver] = []
         observer: SchedulerObserver = NO_OBSERVER
         if kv_events is not None:
             pool_observers.append(kv_events.observer)
-        if trace is not None:
-            pool_observers.append(trace.recorder.block_counter)
-            observer = trace.recorder
+        if recorder is not None:
+            pool_observers.append(recorder.block_counter)
+            observer = recorder
         self.kv_cache = KVCacheManager(
             plan.num_blocks,
             plan.block_size,
@@ -261,6 +321,7 @@ class EngineCore:
             observers=tuple(pool_observers),
             residency=ResidencyMeter(config.cache.kv_cache_metrics_one_in),
             num_dropped_blocks=worker.num_dropped_blocks,
+            eviction_policy=config.cache.eviction_policy,
         )
         transfer = kv_transfer_config(config.cache.kv_transfer_config)
         drafting = self._make_drafting(config, worker, structured_output, pools=pools)
@@ -284,11 +345,21 @@ class EngineCore:
             ),
             drafting=drafting,
             num_draft_positions=worker.num_draft_positions,
+            report_begun=self._report_begun,
+            lora=config.lora if config.lora.enable_lora else None,
         )
+        self.adapters: AdapterRegistry | None = None
+        if self.scheduler.adapters is not None:
+            assert workers is not None
+            assert supervisor is not None
+            self.adapters = AdapterRegistry(
+                self.scheduler, workers, front_ends, supervisor, epoch, adapters
+            )
+            self.adapters.announce_adopted()
         self.output_dispatcher = OutputDispatcher(
-            front_ends, self.scheduler, self.kv_cache, epoch, kv_events
+            *(front_ends, self.scheduler, self.kv_cache, epoch, kv_events),
+            adapters=self.adapters,
         )
-        self.scheduler.report_crash_progress_to(self.output_dispatcher)
         limits = RequestLimits(
             worker.vocab_size,
             plan.max_model_len,
@@ -296,6 +367,7 @@ class EngineCore:
             config.scheduler.crashes_until_isolated,
             pools=pools,
             has_states=self.kv_cache.has_states,
+            embedding_bytes=embedding_bytes,
         )
         self.input_processor = InputProcessor(
             self.scheduler,
@@ -304,7 +376,11 @@ class EngineCore:
             limits,
             structured_output,
             profiler,
+            self.adapters,
         )
+
+    def _report_begun(self, request: Request, alone: bool) -> None:
+        self.output_dispatcher.report_begun(request, alone=alone)
 
     def _make_drafting(
         self,
@@ -373,6 +449,14 @@ def with_step_tokens(config: ServeConfig, workers: Sequence[WorkerReady]) -> Ser
     scheduler = msgspec.structs.replace(config.scheduler, max_num_batched_tokens=step_tokens)
     check_token_budget(scheduler)
     return msgspec.structs.replace(config, scheduler=scheduler)
+
+
+def check_adapters(config: ServeConfig, *, pools: bool) -> None:
+    """Raise ConfigError for adapters on a model that pools."""
+    if config.lora.enable_lora and pools:
+        raise ConfigError(
+            "--enable-lora: the model pools, which does not go with adapters", "enable_lora"
+        )
 
 
 def with_pooling_limits(config: ServeConfig) -> ServeConfig:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from engine_core.adapters import AdapterRegistry
 from engine_core.kv_cache.integrity import check
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.kv_events import KVEventPublisher
@@ -23,7 +24,16 @@ from engine_core.structured_output.compiler import UNAVAILABLE
 from engine_core.structured_output.manager import StructuredOutputManager, grammar_source_of
 from engine_core.transport import FrontEndLinks
 from engine_core.validation import RequestLimits, validate_input, validate_request
-from proto.engine_io import (
+from proto.codec import changed
+from proto.errors import (
+    ErrorInfo,
+    ErrorKind,
+    InvalidRequestError,
+    QueueFullError,
+    RequestError,
+    UnknownModelError,
+)
+from proto.messages.engine_io import (
     Abort,
     AdminCall,
     AdminReply,
@@ -36,16 +46,12 @@ from proto.engine_io import (
     ToEngine,
     TurnEnded,
 )
-from proto.errors import (
-    ErrorInfo,
-    ErrorKind,
-    InvalidRequestError,
-    QueueFullError,
-    RequestError,
-)
-from proto.view import Watch
+from proto.messages.lora import AdapterCall, AdapterReply, AdapterUsage
+from proto.messages.view import Watch
 
 logger = logging.getLogger("tokend.frontend_io")
+
+NO_ADAPTERS: Final = "adapters need a server that was started with --enable-lora"
 
 INTERNAL_ERROR: Final = ErrorInfo("internal", "internal error")
 """Sent to clients instead of the text of an unexpected exception, which may contain anything."""
@@ -55,7 +61,7 @@ class InputProcessor:
     """Processes the messages of front ends, one at a time, in order.
 
     structured_output: compiles grammars; None refuses requests with one. profiler: None refuses
-    profiles.
+    profiles. adapters: None refuses requests with one.
     """
 
     def __init__(
@@ -66,10 +72,12 @@ class InputProcessor:
         limits: RequestLimits,
         structured_output: StructuredOutputManager | None = None,
         profiler: EngineProfiler | None = None,
+        adapters: AdapterRegistry | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._kv_cache = kv_cache
         self._profiler = profiler
+        self._adapters = adapters
         self._output_dispatcher = output_dispatcher
         self._limits = limits
         self._structured_output = structured_output
@@ -88,6 +96,8 @@ class InputProcessor:
         elif isinstance(message, AdminCall):
             if (reply := self._carry_out(front_end, message)) is not None:
                 self._output_dispatcher.add_reply(front_end, reply)
+        elif isinstance(message, AdapterCall):
+            self._process_adapter_call(front_end, message)
         elif isinstance(message, Watch):
             self._output_dispatcher.live_view.watch(front_end, wanted=message.wanted)
 
@@ -128,6 +138,15 @@ class InputProcessor:
         """Send no reply to the calls of a front end that has died."""
         if self._profiler is not None:
             self._profiler.forget_front_end(front_end)
+        if self._adapters is not None:
+            self._adapters.forget_front_end(front_end)
+
+    def _process_adapter_call(self, front_end: int, message: AdapterCall) -> None:
+        if self._adapters is not None:
+            self._adapters.begin_call(front_end, message)
+            return
+        reply = AdapterReply(message.epoch, message.call_id, 400, NO_ADAPTERS)
+        self._output_dispatcher.add_reply(front_end, reply)
 
     def _process_request(self, front_end: int, message: EngineCoreRequest) -> None:
         """Validate a request, apply the queue limits, and queue its choices."""
@@ -142,6 +161,7 @@ class InputProcessor:
             return
         try:
             validate_request(message, self._limits)
+            message = self._find_adapter(message)
             if is_repeated_crash(message.crash_count, self._limits.crashes_until_isolated):
                 self._refuse(front_end, message, repeated_crash_error(message.crash_count))
                 return
@@ -152,10 +172,8 @@ class InputProcessor:
                 if message.resumable:
                     self._scheduler.resumable_sessions.open_session(request)
                 self._add_choice(request, message)
-        except InvalidRequestError as error:
+        except (InvalidRequestError, QueueFullError, UnknownModelError) as error:
             self._refuse(front_end, message, _error_info(error))
-        except QueueFullError as error:
-            self._refuse(front_end, message, _queue_full(error))
         except Exception:  # one bad request must not end the engine
             logger.exception(
                 "request %d could not be added%s", message.request_id, _trace_of(message)
@@ -165,6 +183,18 @@ class InputProcessor:
         else:
             if is_accepted:
                 self._output_dispatcher.add_accepted(front_end, message.request_id)
+
+    def _find_adapter(self, message: EngineCoreRequest) -> EngineCoreRequest:
+        """Return a request with this engine's id of its adapter; one without is returned as it is.
+
+        Raises InvalidRequestError or UnknownModelError.
+        """
+        if message.lora_request is None:
+            return message
+        if self._adapters is None:
+            raise InvalidRequestError(NO_ADAPTERS, "model")
+        lora = self._adapters.find(message.lora_request, accepted=message.accepted)
+        return changed(message, lora_request=lora)
 
     def _admit_grammar(self, message: EngineCoreRequest) -> bool:
         """Return whether a request is accepted now, not after its grammar is compiled."""
@@ -265,7 +295,8 @@ class OutputDispatcher:
     """Collects outputs, accepted ids and replies per front end until `flush` sends them.
 
     A flush sends one message to each front end, besides replies. It also publishes KV events and
-    feeds the live view. epoch: of the engine. kv_events: None without --kv-events-endpoint.
+    feeds the live view. epoch: of the engine. kv_events: None without --kv-events-config. adapters:
+    None without --enable-lora.
     """
 
     def __init__(
@@ -276,17 +307,21 @@ class OutputDispatcher:
         epoch: int,
         kv_events: KVEventPublisher | None = None,
         clock: Callable[[], float] = time.monotonic,
+        adapters: AdapterRegistry | None = None,
     ) -> None:
         self._front_ends = front_ends
         self._scheduler = scheduler
         self._epoch = epoch
         self._kv_events = kv_events
         self._clock = clock
-        self.live_view = EngineViewPublisher(front_ends, scheduler, kv_cache, epoch, clock)
+        self.live_view = EngineViewPublisher(
+            front_ends, scheduler, kv_cache, epoch, clock, adapters
+        )
+        self._adapter_usage: AdapterUsage | None = None
         self._accepted: dict[int, list[int]] = {}
         self._outputs: OutputsByFrontEnd = {}
         self._progress: dict[int, list[RequestProgress]] = {}
-        self._replies: list[tuple[int, AdminReply]] = []
+        self._replies: list[tuple[int, AdminReply | AdapterReply]] = []
 
     def add_accepted(self, front_end: int, request_id: int) -> None:
         self._accepted.setdefault(front_end, []).append(request_id)
@@ -305,7 +340,7 @@ class OutputDispatcher:
                 RequestProgress(request.request_id, num_tokens, request.num_computed_tokens)
             )
 
-    def add_reply(self, front_end: int, reply: AdminReply) -> None:
+    def add_reply(self, front_end: int, reply: AdminReply | AdapterReply) -> None:
         self._replies.append((front_end, reply))
 
     def report_begun(self, request: Request, *, alone: bool) -> None:
@@ -324,18 +359,24 @@ class OutputDispatcher:
             ),
         )
 
+    def publish_kv_events(self) -> None:
+        """Publish the KV events since the last call, of the KV pool and of other media."""
+        external_events = list(self._scheduler.kv_transfer.pop_events())  # or they accumulate
+        if self._kv_events is not None:
+            self._kv_events.publish(external_events)
+
     def flush(self) -> None:
         """Send everything that was added.
 
         Statistics are sent in any case: with the message of one front end that gets one, otherwise
         to any front end that is alive.
         """
-        external_events = list(self._scheduler.kv_transfer.pop_events())  # or they accumulate
-        if self._kv_events is not None:
-            self._kv_events.publish(external_events)
+        self.publish_kv_events()
         replies, self._replies = self._replies, []
         for front_end, reply in replies:
             self._front_ends.send(front_end, reply)
+        if self._scheduler.adapters is not None:
+            self._send_adapter_usage(self._scheduler.adapters.usage(self._epoch))
         outputs, self._outputs = self._outputs, {}
         accepted, self._accepted = self._accepted, {}
         progress, self._progress = self._progress, {}
@@ -357,6 +398,13 @@ class OutputDispatcher:
                 ),
             )
 
+    def _send_adapter_usage(self, usage: AdapterUsage) -> None:
+        """Send which adapters are used to all front ends, if that has changed."""
+        if usage != self._adapter_usage:
+            self._adapter_usage = usage
+            for front_end in self._front_ends.alive:
+                self._front_ends.send(front_end, usage)
+
 
 def _trace_of(message: EngineCoreRequest) -> str:
     return f" (trace_id={message.trace_id})" if message.trace_id else ""
@@ -366,11 +414,13 @@ def _error_output(request_id: int, error: ErrorInfo) -> EngineCoreOutput:
     return EngineCoreOutput(request_id, 0, 0, [], FinishReason.ERROR, error=error)
 
 
-def _queue_full(error: QueueFullError) -> ErrorInfo:
-    seconds = error.retry_after_seconds
-    return ErrorInfo("queue_full", error.message, error.param, retry_after_seconds=seconds)
-
-
 def _error_info(error: RequestError) -> ErrorInfo:
-    kind: ErrorKind = "invalid_request" if isinstance(error, InvalidRequestError) else "internal"
-    return ErrorInfo(kind, error.message, error.param)
+    kind: ErrorKind = "internal"
+    if isinstance(error, InvalidRequestError):
+        kind = "invalid_request"
+    elif isinstance(error, QueueFullError):
+        kind = "queue_full"
+    elif isinstance(error, UnknownModelError):
+        kind = "unknown_model"
+    seconds = error.retry_after_seconds
+    return ErrorInfo(kind, error.message, error.param, retry_after_seconds=seconds)

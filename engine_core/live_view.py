@@ -5,8 +5,8 @@
 
 Start with `EngineViewPublisher`. Without viewers it does nothing. A view is made before the engine
 waits, while the workers compute, and is the same for all front ends. The messages are in
-`proto/view.py`. The block map takes time in proportion to the pool, in arrays: 0.2 ms for 10,000
-blocks.
+`proto/messages/view.py`. The block map takes time in proportion to the pool, in arrays: 0.2 ms
+for 10,000 blocks.
 """
 
 import heapq
@@ -18,6 +18,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_core.adapters import AdapterRegistry
 from engine_core.kv_cache.free_queue import NULL_BLOCK
 from engine_core.kv_cache.groups import CacheGroup
 from engine_core.kv_cache.manager import KVCacheManager
@@ -26,15 +27,15 @@ from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.lifecycle import OutputsByFrontEnd
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.transport import FrontEndLinks
-from proto.engine_io import EventType
-from proto.stats import SchedulerStats
-from proto.view import (
+from proto.messages.engine_io import EventType
+from proto.messages.stats import SchedulerStats
+from proto.messages.view import (
     CACHED,
     HELD,
     MAX_SHOWN_REQUESTS,
-    PINNED,
     PREEMPTED,
     RESERVED,
+    RETAINED,
     RUNNING,
     SHARED,
     VIEW_SECONDS,
@@ -56,7 +57,10 @@ _STATES: Final = {
 
 
 class EngineViewPublisher:
-    """Sends views to the front ends that have viewers. epoch: of the engine. clock: seconds."""
+    """Sends views to the front ends that have viewers. epoch: of the engine. clock: seconds.
+
+    adapters: None if none are served.
+    """
 
     def __init__(
         self,
@@ -65,7 +69,9 @@ class EngineViewPublisher:
         kv_cache: KVCacheManager,
         epoch: int,
         clock: Callable[[], float] = time.monotonic,
+        adapters: AdapterRegistry | None = None,
     ) -> None:
+        self._adapters = adapters
         self._front_ends = front_ends
         self._scheduler = scheduler
         self._kv_cache = kv_cache
@@ -155,6 +161,8 @@ class EngineViewPublisher:
             num_held_states=num_held_states,
             states=state_map(kv_cache, owners),
             step_limit=scheduler.step_limit,
+            tiers=scheduler.kv_tiers,
+            adapters=[] if self._adapters is None else self._adapters.views(),
         )
         self._has_changed = counters.reset()
         self._last_view_at = now
@@ -244,6 +252,7 @@ def shown_requests(scheduler: Scheduler) -> list[Request]:
 
 def request_view(request: Request, owner: int, num_blocks: int) -> RequestView:
     """Return the view of a request. owner: its number. num_blocks: blocks in its tables."""
+    lora = request.lora_request
     return RequestView(
         owner=owner,
         reader=request.reader,
@@ -254,6 +263,7 @@ def request_view(request: Request, owner: int, num_blocks: int) -> RequestView:
         computed_tokens=request.num_computed_tokens,
         cached_tokens=request.num_cached_tokens,
         num_blocks=num_blocks,
+        adapter="" if lora is None else lora.lora_name,
     )
 
 
@@ -271,9 +281,9 @@ def num_blocks_by_sequence(kv_cache: KVCacheManager) -> dict[int, int]:
 def block_map(kv_cache: KVCacheManager, owners: Mapping[int, int]) -> BlockMap:
     """Return the pool as runs of equal cells. owners: number of each sequence, by seq_id.
 
-    tables   7: 1 2 3   9: 1 2 4   pins 5   findable 1 2 5 6
+    tables   7: 1 2 3   9: 1 2 4   retained 5   findable 1 2 5 6
     block    0        1      2      3    4    5      6      7 …
-    cell     reserved shared shared held held pinned cached free …
+    cell     reserved shared shared held held retained cached free …
     owner    -        7      7      7    9    -      -      -
     """
     copied = kv_cache.transfer_refs.blocks
@@ -317,7 +327,7 @@ def block_states(
     num_tables = np.bincount(held, minlength=pool.num_blocks)
     states[num_tables == 1] = HELD
     states[num_tables > 1] = SHARED
-    states[_array(pool.pinned.counts)] = PINNED
+    states[_array(pool.retained.counts)] = RETAINED
     states[NULL_BLOCK] = RESERVED
     return states, block_owners
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from engine_core.kv_cache.coordinator import longest_request, max_blocks_of_request
 from engine_core.scheduler.limits import ChunkRule
-from proto.config import ServeConfig, memory_size
 from proto.errors import ConfigError, ModelError
-from proto.lifecycle import WeightFormatMemory, WorkerReady
+from proto.messages.lifecycle import WeightFormatMemory, WorkerReady
+from proto.settings.config import ServeConfig, memory_size
 
 
 @dataclass(frozen=True)

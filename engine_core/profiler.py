@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from engine_core.worker_group import WorkerGroup
-from proto.engine_io import AdminCall, AdminReply
-from proto.profiler import ProfilerConfig, StackSampler
+from proto.messages.engine_io import AdminCall, AdminReply
+from proto.runtime.stack_sampler import StackSampler
+from proto.settings.profiler_config import ProfilerConfig
 
 logger = logging.getLogger("tokend.profiler")
 

@@ -6,8 +6,8 @@ Queues, blocks and text are unknown here. `Request` documents every attribute.
 import enum
 from collections.abc import Callable, Iterable, Sequence
 
-from engine_core.kv_cache.hashing import BlockHasher
-from proto.engine_io import (
+from engine_core.block_hashing import NO_EXTRA_KEYS, BlockHasher, ExtraKeys
+from proto.messages.engine_io import (
     NO_AGENT,
     AgentHint,
     EngineCoreEvent,
@@ -15,8 +15,8 @@ from proto.engine_io import (
     EventType,
     FinishReason,
 )
-from proto.pooling import PoolingParams
-from proto.sampling_params import SamplingParams
+from proto.messages.pooling import PoolingParams
+from proto.messages.sampling_params import SamplingParams
 
 
 class RequestStatus(enum.IntEnum):
@@ -27,7 +27,7 @@ class RequestStatus(enum.IntEnum):
     WAITING_FOR_*: parked in the queue until something other than room is there: a grammar, KV from
         a connector, more input, a prefix that another request is computing, the end of a pause, the
         prompt's KV of another choice, the other rows of a beam search, the trial of a request that
-        may have crashed processes.
+        may have crashed processes, an adapter, a feature from outside.
     RUNNING: holds blocks and is scheduled.
     PREEMPTED: back in the queue; its KV is lost, its tokens are kept.
     FINISHED_*: ended; the number decides the finish reason.
@@ -42,8 +42,10 @@ class RequestStatus(enum.IntEnum):
     WAITING_FOR_FORK = 6
     WAITING_FOR_BEAMS = 7
     WAITING_FOR_ISOLATION = 8
-    RUNNING = 10
-    PREEMPTED = 11
+    WAITING_FOR_FEATURE = 9
+    WAITING_FOR_ADAPTER = 10
+    RUNNING = 11
+    PREEMPTED = 12
     FINISHED_STOPPED = 20
     FINISHED_LENGTH = 21
     FINISHED_ABORTED = 22
@@ -92,6 +94,7 @@ class Request:
         stop_ids: token ids that end it. repetition: repeated outputs end it too, if set.
         seed, choice: key of its random numbers.
         order: (priority, arrival, request id, choice); the lower goes first by priority.
+        lora_request: the adapter that computes it; None for the model alone.
         pooling_params: of a request whose prompt is pooled; None for one that generates.
         skip_reading_prefix_cache: every prompt position must be computed, for prompt logprobs or
             pooling, or because the client wants it. Becomes False for all choices once one of
@@ -116,52 +119,6 @@ class Request:
         crash_count: crashes while it was being computed, since its last progress.
     """
 
-    __slots__ = (
-        "_block_hashes",
-        "_events",
-        "_hasher",
-        "agent",
-        "agent_session_arrival",
-        "all_token_ids",
-        "arrival_time",
-        "cache_salt",
-        "choice",
-        "continues_agent_session",
-        "crash_count",
-        "finds_retained_prefix",
-        "front_end_index",
-        "has_events",
-        "kv_transfer_params",
-        "label",
-        "max_tokens",
-        "num_accepted_drafts",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_external_tokens",
-        "num_output_placeholders",
-        "num_preemptions",
-        "num_prompt_tokens",
-        "order",
-        "pooling_params",
-        "priority",
-        "prompt_token_ids",
-        "queued_at",
-        "reader",
-        "repetition",
-        "request_id",
-        "running_index",
-        "sampling_params",
-        "scheduled_at",
-        "seed",
-        "seq_id",
-        "skip_reading_prefix_cache",
-        "spec_token_ids",
-        "status",
-        "stop_ids",
-        "stop_reason",
-        "tenant",
-    )
-
     def __init__(
         self,
         *,
@@ -177,7 +134,7 @@ class Request:
         seed: int = 0,
         priority: int = 0,
         arrival_time: float = 0.0,
-        cache_salt: str | None = None,
+        extra_keys: ExtraKeys = NO_EXTRA_KEYS,
         crash_count: int = 0,
         tenant: int = 0,
         agent: AgentHint = NO_AGENT,
@@ -201,7 +158,8 @@ class Request:
         self.seed = seed
         self.priority = priority
         self.arrival_time = arrival_time
-        self.cache_salt = cache_salt
+        self.extra_keys = extra_keys
+        self.lora_request = extra_keys.lora_request
         self.tenant = tenant
         self.agent = agent
         self.label = label
@@ -260,7 +218,7 @@ class Request:
             seed=self.seed,
             priority=self.priority,
             arrival_time=self.arrival_time,
-            cache_salt=self.cache_salt,
+            extra_keys=self.extra_keys,
             tenant=self.tenant,
             label=self.label,
             reader=self.reader,
@@ -278,17 +236,12 @@ class Request:
         return len(self.all_token_ids)
 
     @property
-    def num_tokens_with_spec(self) -> int:
-        """Number of prompt tokens, verified outputs and drafts."""
-        return len(self.all_token_ids) + len(self.spec_token_ids)
-
-    @property
     def num_tokens_ahead(self) -> int:
         """Number of tokens up to which the next step may compute, including placeholders.
 
         Without the last token that the request can have, because no token follows it.
         """
-        num_tokens = self.num_tokens_with_spec
+        num_tokens = len(self.all_token_ids) + len(self.spec_token_ids)
         if not self.num_output_placeholders:
             return num_tokens
         return min(
@@ -324,7 +277,7 @@ class Request:
         Empty without prefix caching.
         """
         if self._hasher is not None:
-            self._hasher.extend(self._block_hashes, self.all_token_ids, self.cache_salt)
+            self._hasher.extend(self._block_hashes, self.all_token_ids, self.extra_keys)
         return self._block_hashes
 
     def record_event(self, event: EventType, now: float) -> None:
@@ -382,8 +335,14 @@ def choices_of(
     They share the prompt, whose hashes are computed once.
     """
     prompt_hashes: list[bytes] = []
+    extra_keys = NO_EXTRA_KEYS
+    lora = message.lora_request
+    if message.cache_salt is not None or message.prompt_embeds or lora is not None:
+        extra_keys = ExtraKeys(
+            message.cache_salt, message.prompt_embeds, len(message.prompt_token_ids), lora
+        )
     if hasher is not None:
-        hasher.extend(prompt_hashes, message.prompt_token_ids, message.cache_salt)
+        hasher.extend(prompt_hashes, message.prompt_token_ids, extra_keys)
     outputs = dict(enumerate(message.output_token_ids))
     return [
         Request(
@@ -399,7 +358,7 @@ def choices_of(
             seed=message.seed,
             priority=message.priority,
             arrival_time=message.arrival_time,
-            cache_salt=message.cache_salt,
+            extra_keys=extra_keys,
             crash_count=message.crash_count,
             tenant=message.tenant,
             agent=message.agent or NO_AGENT,

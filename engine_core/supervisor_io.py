@@ -10,8 +10,8 @@ from typing import Final
 
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.worker_group import WorkerGroup
-from proto.engine_io import PauseMode
-from proto.lifecycle import (
+from proto.messages.engine_io import PauseMode
+from proto.messages.lifecycle import (
     EngineAlive,
     FrontEndStalled,
     Heartbeat,
@@ -22,7 +22,8 @@ from proto.lifecycle import (
     Ping,
     Shutdown,
 )
-from proto.sockets import Link
+from proto.messages.lora import AdapterList
+from proto.runtime.sockets import Link
 
 HEARTBEAT_SECONDS: Final = 0.5
 """Least time between two heartbeats, except that the first step of new workers is reported."""
@@ -50,6 +51,7 @@ class SupervisorIO:
         self._new_worker_epochs: list[int] = []
         self._new_front_ends: list[NewFrontEnd] = []
         self._pauses: list[Paused] = []
+        self._adapter_lists: list[AdapterList] = []
         self._next_heartbeat = 0.0
         self._heartbeat_epoch = 0
 
@@ -67,12 +69,12 @@ class SupervisorIO:
                 self._new_front_ends.append(message)
             elif isinstance(message, Paused):
                 self._pauses.append(message)
+            elif isinstance(message, AdapterList):
+                self._adapter_lists.append(message)
         return not all(isinstance(message, Ping) for message in messages)
 
     def pop_worker_epochs(self) -> list[int]:
         """Return the epochs of new workers, of which only the last is alive; empties the list."""
-        if not self._new_worker_epochs:
-            return self._new_worker_epochs
         epochs, self._new_worker_epochs = self._new_worker_epochs, []
         return epochs
 
@@ -84,6 +86,11 @@ class SupervisorIO:
         """Return the pauses that this engine takes over from another one; empties the list."""
         pauses, self._pauses = self._pauses, []
         return pauses
+
+    def pop_adapter_lists(self) -> list[AdapterList]:
+        """Return the adapters that this engine takes over from another one; empties the list."""
+        lists, self._adapter_lists = self._adapter_lists, []
+        return lists
 
     def health_report(self) -> EngineAlive:
         """Return the answer to a Ping: completed steps, and the ranks that owe a result.

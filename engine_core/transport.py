@@ -11,9 +11,10 @@ from typing import Any, Final
 import msgspec
 import zmq
 
-from proto.engine_io import AdminCall, ToEngine
-from proto.sockets import Link, PeerStalledError, front_end_path
-from proto.view import Watch
+from proto.messages.engine_io import AdminCall, ToEngine
+from proto.messages.lora import AdapterCall, AdapterList
+from proto.messages.view import Watch
+from proto.runtime.sockets import Link, PeerStalledError, front_end_path
 
 logger = logging.getLogger("tokend.transport")
 
@@ -39,7 +40,8 @@ class FrontEndLinks:
             for front_end, incarnation in enumerate(incarnations)
         }
         self._stalled: list[tuple[int, Link]] = []
-        self._greeting: list[msgspec.Struct] = []
+        self._greeting: msgspec.Struct | None = None
+        self._adapters: AdapterList | None = None
 
     @property
     def links(self) -> list[Link]:
@@ -82,7 +84,13 @@ class FrontEndLinks:
 
     def send_greeting(self, message: msgspec.Struct) -> None:
         """Send a message to every front end, and first of all to those that connect later."""
-        self._greeting = [message]
+        self._greeting = message
+        for front_end in list(self._links):
+            self.send(front_end, message)
+
+    def send_adapters(self, message: AdapterList) -> None:
+        """Send the list of adapters to every front end, and after the greeting to later ones."""
+        self._adapters = message
         for front_end in list(self._links):
             self.send(front_end, message)
 
@@ -98,8 +106,9 @@ class FrontEndLinks:
             old.append(self._links.pop(front_end))
         self._incarnations[front_end] = incarnation
         link = self._links[front_end] = self._bind(front_end, incarnation)
-        for message in self._greeting:
-            self.send(front_end, message)
+        for message in (self._greeting, self._adapters):
+            if message is not None:
+                self.send(front_end, message)
         return old, link
 
     def pop_stalled(self) -> list[tuple[int, Link]]:
@@ -125,5 +134,7 @@ class FrontEndLinks:
 def _description(message: ToEngine) -> str:
     if isinstance(message, Watch):
         return f"Watch of epoch {message.epoch}"
-    subject = message.call_id if isinstance(message, AdminCall) else message.request_id
+    if isinstance(message, AdminCall | AdapterCall):
+        return f"{type(message).__name__} {message.call_id} of epoch {message.epoch}"
+    subject = message.request_id
     return f"{type(message).__name__} {subject} of epoch {message.epoch}"

@@ -8,11 +8,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from proto.engine_io import MAX_CHOICES, EngineCoreRequest, SessionInput
 from proto.errors import InvalidRequestError
-from proto.grammar import MAX_GRAMMAR_BYTES, GrammarSource
-from proto.logit_edits import LogitEdits
-from proto.sampling_params import SamplingParams
+from proto.messages.engine_io import MAX_CHOICES, EngineCoreRequest, SessionInput
+from proto.messages.grammar import MAX_GRAMMAR_BYTES, GrammarSource
+from proto.messages.logit_edits import LogitEdits
+from proto.messages.lora import DIGEST_BYTES
+from proto.messages.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class RequestLimits:
     vocab_size: token ids are below it. max_model_len: maximum tokens of prompt and output.
     priorities: whether the scheduling policy uses them. crashes_until_isolated: the setting.
     pools: whether the model pools prompts instead of generating. has_states: whether some of its
-    layers have a recurrent state.
+    layers have a recurrent state. embedding_bytes: of a row of prompt_embeds; 0 refuses them.
     """
 
     vocab_size: int
@@ -31,6 +32,7 @@ class RequestLimits:
     crashes_until_isolated: int = 3
     pools: bool = False
     has_states: bool = False
+    embedding_bytes: int = 0
 
 
 def validate_request(message: EngineCoreRequest, limits: RequestLimits) -> None:
@@ -49,12 +51,16 @@ def validate_request(message: EngineCoreRequest, limits: RequestLimits) -> None:
         raise InvalidRequestError("seed must fit 64 bits", "seed")
     if not 0 <= message.tenant < 1 << 64:
         raise InvalidRequestError("tenant must fit 64 bits", "tenant")
-    if message.cache_salt is not None and not _is_utf8(message.cache_salt):
-        raise InvalidRequestError("cache_salt is not valid text", "cache_salt")
+    try:  # the salt is hashed later, where this must not fail
+        (message.cache_salt or "").encode()
+    except UnicodeEncodeError:
+        raise InvalidRequestError("cache_salt is not valid text", "cache_salt") from None
     params.validate(limits.vocab_size)
     _check_token_ids(message.prompt_token_ids, limits, "prompt")
     _check_token_ids(params.eos_token_ids, limits, "eos_token_ids")
+    _check_prompt_embeds(message, limits)
     _check_pooling(message, limits)
+    _check_adapter(message)
     num_outputs = 0 if limits.pools else params.max_tokens
     check_length(len(message.prompt_token_ids), num_outputs, limits.max_model_len)
     _check_resumption(message, limits)
@@ -94,6 +100,32 @@ def check_length(num_prompt_tokens: int, max_tokens: int, max_model_len: int) ->
         )
 
 
+def _check_prompt_embeds(message: EngineCoreRequest, limits: RequestLimits) -> None:
+    """Refuse embeddings of another size, and what needs the tokens of a prompt."""
+    given = len(message.prompt_embeds)
+    if not given:
+        return
+    if not limits.embedding_bytes:
+        raise InvalidRequestError(
+            "prompt_embeds needs a server with --enable-prompt-embeds", "prompt_embeds"
+        )
+    expected = len(message.prompt_token_ids) * limits.embedding_bytes
+    if given != expected:
+        raise InvalidRequestError(
+            f"prompt_embeds has {given} bytes, {len(message.prompt_token_ids)} tokens take "
+            f"{expected}",
+            "prompt_embeds",
+        )
+    for is_used, name in (
+        (any(message.prompt_token_ids), "prompt"),
+        (message.sampling_params.prompt_logprobs is not None, "prompt_logprobs"),
+        (message.resumable, "a session"),
+        (message.pooling_params is not None, "pooling"),
+    ):
+        if is_used:
+            raise InvalidRequestError(f"{name} does not go with prompt_embeds", "prompt_embeds")
+
+
 def _check_pooling(message: EngineCoreRequest, limits: RequestLimits) -> None:
     """Refuse a request of the wrong kind, and parameters of sampling with pooling."""
     pooling = message.pooling_params
@@ -107,7 +139,7 @@ def _check_pooling(message: EngineCoreRequest, limits: RequestLimits) -> None:
     if pooling is None:
         return
     pooling.validate()
-    for is_used, name in (
+    rules = (
         (message.n != 1, "n"),
         (message.resumable, "a session"),
         (any(message.output_token_ids), "output_token_ids"),
@@ -116,9 +148,20 @@ def _check_pooling(message: EngineCoreRequest, limits: RequestLimits) -> None:
         (message.sampling_params.max_tokens != 1, "max_tokens"),
         (message.sampling_params.prompt_logprobs is not None, "prompt_logprobs"),
         (message.sampling_params.return_routed_experts, "return_routed_experts"),
-    ):
-        if is_used:
-            raise InvalidRequestError(f"{name} does not go with pooling", name)
+    )
+    _refuse_used(rules, "pooling")
+
+
+def _check_adapter(message: EngineCoreRequest) -> None:
+    lora = message.lora_request
+    if lora is None:
+        return
+    if len(lora.digest) != DIGEST_BYTES or not lora.lora_name or not lora.path:
+        raise InvalidRequestError("the adapter has no name, path or digest", "model")
+    if not math.isfinite(lora.scale):
+        raise InvalidRequestError("the scale of an adapter must be finite", "lora")
+    if message.pooling_params is not None:
+        raise InvalidRequestError("pooling does not go with adapters", "model")
 
 
 def _check_session(n: int, params: SamplingParams) -> None:
@@ -180,7 +223,7 @@ def _check_beams(message: EngineCoreRequest, limits: RequestLimits) -> None:
             "beam search is not supported for models with a recurrent state",
             "use_beam_search",
         )
-    for is_used, name in (
+    rules = (
         (params.beam_width != message.n, "n"),
         (any(message.output_token_ids), "output_token_ids"),
         (bool(message.finished_choices), "finished_choices"),
@@ -189,9 +232,8 @@ def _check_beams(message: EngineCoreRequest, limits: RequestLimits) -> None:
         (params.edits is not None, "edits"),
         (params.repetition is not None, "repetition_detection"),
         (params.return_routed_experts, "return_routed_experts"),
-    ):
-        if is_used:
-            raise InvalidRequestError(f"{name} does not go with beam search", name)
+    )
+    _refuse_used(rules, "beam search")
 
 
 def _check_grammar(message: EngineCoreRequest, grammar: GrammarSource) -> None:
@@ -223,24 +265,24 @@ def _check_forced_tokens(
     """
     params = message.sampling_params
     edits = params.edits or LogitEdits()
-    for is_used, name in (
+    rules = (
         (edits.allowed_token_ids is not None, "allowed_token_ids"),
         (bool(edits.bad_words), "bad_words"),
         (params.beam_width > 0, "use_beam_search"),
         *more_rules,
         (message.resumable, "a session"),
-    ):
+    )
+    _refuse_used(rules, what, field)
+
+
+def _refuse_used(rules: Sequence[tuple[bool, str]], what: str, field: str | None = None) -> None:
+    """Raise InvalidRequestError for the first parameter that is used and does not go with `what`.
+
+    rules: whether the request uses a parameter, and its name. field: for the error; None: the name.
+    """
+    for is_used, name in rules:
         if is_used:
-            raise InvalidRequestError(f"{name} does not go with {what}", field)
-
-
-def _is_utf8(text: str) -> bool:
-    """Return whether a text can be encoded; the salt is hashed later, where this must not fail."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+            raise InvalidRequestError(f"{name} does not go with {what}", field or name)
 
 
 def _check_token_ids(

@@ -8,6 +8,8 @@
             ◀── ModelRunnerOutput ─
             ─── ProfileCall ──────▶              to start or write a profile
             ◀── ProfileReply ──────
+            ─── LoadAdapter ──────▶              read while steps go on; DropAdapter frees it
+            ◀── AdapterLoaded ─────
 
 The supervisor starts and watches the worker processes; here only their messages count. If a
 worker dies or sends something invalid, the supervisor replaces all of them, and the workers of
@@ -18,12 +20,13 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 
+import msgspec
+
 from engine_core.pool_plan import PoolPlan, check_ranks, plan_pool
 from proto import PROTOCOL_VERSION
 from proto.errors import ModelError, TokendError
-from proto.faults import FaultInjector
-from proto.kv_connector import KVConnectorOutput, KVConnectorReport
-from proto.lifecycle import (
+from proto.messages.kv_connector import KVConnectorOutput, KVConnectorReport
+from proto.messages.lifecycle import (
     CacheReady,
     InitializeCache,
     ProcessBoot,
@@ -31,14 +34,18 @@ from proto.lifecycle import (
     WorkerReady,
     WorkersReady,
 )
-from proto.model_runner_output import ModelRunnerOutput
-from proto.profiler import ProfileAction, ProfileCall, ProfileReply
-from proto.scheduler_output import GrammarOutput, SchedulerOutput
-from proto.sockets import Link, PeerStalledError, Poller, worker_path
+from proto.messages.lora import AdapterLoaded, DropAdapter, LoadAdapter
+from proto.messages.model_runner_output import ModelRunnerOutput
+from proto.messages.profiler import ProfileAction, ProfileCall, ProfileReply
+from proto.messages.scheduler_output import GrammarOutput, SchedulerOutput
+from proto.runtime.faults import FaultInjector
+from proto.runtime.sockets import Link, PeerStalledError, Poller, worker_path
 
 logger = logging.getLogger("tokend.worker_group")
 
-FromWorker = WorkerReady | CacheReady | ModelRunnerOutput | KVConnectorReport | ProfileReply
+FromWorker = (
+    WorkerReady | CacheReady | ModelRunnerOutput | KVConnectorReport | ProfileReply | AdapterLoaded
+)
 
 
 class WorkerFailedError(TokendError):
@@ -85,6 +92,8 @@ class WorkerGroup:
         self._cache_ready: set[int] = set()  # ranks
         self._num_sent = 0  # steps and profile calls
         self._num_profile_calls = 0
+        self._adapter_loads: dict[int, dict[int, AdapterLoaded]] = {}  # by lora_int_id and rank
+        self._loaded_adapters: list[list[AdapterLoaded]] = []
         self.profile_replies: dict[int, ProfileReply] = {}
         self._num_answered = [0] * self._world_size
         self._results: list[deque[ModelRunnerOutput]] = [deque() for _ in self._links]
@@ -157,6 +166,26 @@ class WorkerGroup:
         self.profile_replies = {}
         self._send(ProfileCall(self.epoch, self._num_profile_calls, action))
 
+    def load_adapter(self, lora_int_id: int, path: str, digest: bytes) -> None:
+        """Have all ranks load an adapter; `pop_loaded_adapters` returns their answers."""
+        self._adapter_loads[lora_int_id] = {}
+        self._send(LoadAdapter(self.epoch, lora_int_id, path, digest))
+
+    def drop_adapter(self, lora_int_id: int) -> None:
+        """Have all ranks free an adapter. One that is still being loaded is not answered for.
+
+        Its id must not be loaded again then: a rank may have answered already.
+        """
+        self._adapter_loads.pop(lora_int_id, None)
+        self._send(DropAdapter(self.epoch, lora_int_id))
+
+    def pop_loaded_adapters(self) -> list[list[AdapterLoaded]]:
+        """Return the loads that all ranks have answered, with the answers by rank."""
+        if not self._loaded_adapters:
+            return self._loaded_adapters
+        loaded, self._loaded_adapters = self._loaded_adapters, []
+        return loaded
+
     @property
     def has_profile_replies(self) -> bool:
         """Whether all ranks have answered the last ProfileCall."""
@@ -189,7 +218,7 @@ class WorkerGroup:
         self.num_kv_reports += len(reports)
         return reports
 
-    def _send(self, message: SchedulerOutput | GrammarOutput | ProfileCall) -> None:
+    def _send(self, message: msgspec.Struct) -> None:
         for rank, link in enumerate(self._links):
             try:
                 link.send(message)
@@ -220,10 +249,22 @@ class WorkerGroup:
             self._num_answered[rank] += 1
             if message.number == self._num_profile_calls:
                 self.profile_replies[rank] = message
+        elif isinstance(message, AdapterLoaded):
+            self._note_loaded_adapter(rank, message)
         elif isinstance(message, WorkerReady):
             self._loaded[rank] = message
         else:
             self._cache_ready.add(rank)
+
+    def _note_loaded_adapter(self, rank: int, message: AdapterLoaded) -> None:
+        """Note an answer to a load, unless the adapter was dropped meanwhile."""
+        answers = self._adapter_loads.get(message.lora_int_id)
+        if answers is None:
+            return
+        answers[rank] = message
+        if len(answers) == len(self._links):
+            self._loaded_adapters.append([answers[each] for each in sorted(answers)])
+            del self._adapter_loads[message.lora_int_id]
 
     def _pop_complete_results(self) -> list[ModelRunnerOutput]:
         """Return rank 0's results of complete steps; all ranks must have sampled the same."""

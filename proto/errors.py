@@ -39,6 +39,7 @@ ErrorKind = Literal[
     "queue_full",
     "queue_timeout",
     "time_limit",
+    "unknown_model",
 ]
 
 MAX_SHOWN: Final = 100
@@ -86,6 +87,7 @@ class RequestError(TokendError):
     retry_after_seconds: value of the Retry-After header; 0 for none.
     cause: label in the metric of aborted requests; "" if it is not counted there.
     is_logged: whether the log has a line about the request that failed of it.
+    quotes_client: whether the message may quote the request; the log does not have it then.
     """
 
     status = 500
@@ -94,6 +96,7 @@ class RequestError(TokendError):
     cause = ""
     retry_after_seconds = 0
     is_logged = False
+    quotes_client = False
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -104,6 +107,14 @@ class RequestError(TokendError):
 class InvalidRequestError(RequestError):
     status = 400
     type = "BadRequestError"
+    quotes_client = True
+
+    @classmethod
+    def fixed(cls, message: str, param: str | None = None) -> Self:
+        """Return an error whose message has nothing of the request, so that the log has it, too."""
+        error = cls(message, param)
+        error.quotes_client = False
+        return error
 
     def in_field(self, field: str) -> Self:
         """Return the error as one of a field, whose name the message then begins with."""
@@ -116,15 +127,17 @@ class ContextLengthError(InvalidRequestError):
     code = "context_length_exceeded"
 
 
-def context_length_error(max_model_len: int, problem: str, param: str) -> ContextLengthError:
+def context_length_error(
+    max_model_len: int, problem: str, param: str, *, generates: bool = True
+) -> ContextLengthError:
     """Return the error with the words by which LiteLLM, LangChain and agents recognise it.
 
     max_model_len: most tokens of prompt and output together. problem: a sentence about the request.
+    generates: whether the request has output.
     """
+    of_what = " of prompt and output together" if generates else ""
     return ContextLengthError(
-        f"This model's maximum context length is {max_model_len} tokens of prompt and output "
-        f"together. {problem}",
-        param,
+        f"This model's maximum context length is {max_model_len} tokens{of_what}. {problem}", param
     )
 
 
@@ -239,6 +252,7 @@ class ErrorInfo(msgspec.Struct, array_like=True, frozen=True):
             "queue_full": QueueFullError,
             "queue_timeout": QueueTimeoutError,
             "time_limit": TimeLimitError,
+            "unknown_model": UnknownModelError,
         }
         error = classes.get(self.kind, InternalRequestError)(self.message, self.param)
         error.retry_after_seconds = self.retry_after_seconds or error.retry_after_seconds

@@ -129,6 +129,7 @@ SUITES = (
         processes=0,
     ),
     Suite("media", "KV in host memory, on disk, in Redis and shared storage", 1500, 600),
+    Suite("adapters", "LoRA adapters behind the real daemon, against merged weights", 900, 300),
     Suite(
         "models",
         "hybrid models, models on transformers' code, tensor parallelism, routed experts, gpt-oss",

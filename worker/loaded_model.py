@@ -16,56 +16,52 @@ from typing import Any, Final
 import torch
 
 from proto.codec import changed
-from proto.config import ServeConfig
-from proto.kv_media_checks import kv_outlives_process
-from proto.lifecycle import (
+from proto.messages.lifecycle import (
     KVCacheGeometry,
     Notice,
     Progress,
     WeightFormatMemory,
     describe_weights,
 )
-from proto.pooling import pooler_of
-from proto.prepared_model import PreparedModel
-from proto.speculative_config import HEAD_METHODS
-from proto.turn_ends import with_end_tokens
-from worker.device.devices import Device
-from worker.flashinfer_modules import load_modules
-from worker.kernel_choice import choose_attention
-from worker.kernels import Kernels, candidate_kernels, row_kernels
-from worker.kv_cache import KVLayout, resolve_kv_dtype
+from proto.messages.prepared_model import PreparedModel
+from proto.settings.config import LoRAConfig, ServeConfig
+from proto.settings.kv_media_checks import kv_outlives_process
+from proto.settings.pooler_config import pooler_of
+from proto.settings.speculative_config import HEAD_METHODS
+from proto.settings.turn_ends import with_end_tokens
+from worker.attention.kv_cache import KVLayout, resolve_kv_dtype
+from worker.device import Device
+from worker.layers.adapters import AdapterTargets
+from worker.loader.adapters.build import AdapterLimits, AdapterLoader
 from worker.loader.digest import hashing
 from worker.loader.files import read_index
-from worker.loader.format_choice import (
-    activation_dtype,
-    describe_dense_weights,
-    is_batch_invariant,
-    weight_format_for,
-)
 from worker.loader.formats import (
     DenseFormat,
     WeightFormat,
+    activation_dtype,
+    describe_dense_weights,
 )
-from worker.loader.gpu_format import multiplies_blocks
+from worker.loader.source import block_columns
 from worker.loader.transformers_weights import load_transformers
 from worker.loader.weights import load_model
-from worker.memory_nodes import memory_placement
-from worker.memory_plan import MemoryPlan, layer_cache, plan_memory
-from worker.memory_refusal import refusal
 from worker.models.decoder import Decoder
 from worker.models.registry import model_spec, read_config
+from worker.models.sharding import shard_model
 from worker.models.spec import ModelSpec
 from worker.models.transformers_model import TransformersSpec
 from worker.parallel.group import RankGroup
-from worker.pooling import PoolingHead
-from worker.speculation.draft_settings import (
+from worker.plan.draft_settings import (
     draft_cache,
     draft_config,
     draft_kv_dtype,
     naming_draft,
     require_draft_model,
 )
+from worker.plan.memory_plan import MemoryPlan, layer_cache, plan_memory
+from worker.plan.memory_refusal import refusal
 from worker.speculation.eagle_head import EagleHead, load_head, read_head
+from worker.step.adapter_store import AdapterStore
+from worker.step.pooling import PoolingHead
 
 logger = logging.getLogger("tokend.worker")
 LAYOUT_VERSION: Final = 4
@@ -76,8 +72,8 @@ LAYOUT_VERSION: Final = 4
 class LoadedDraft:
     """A model that proposes drafts for another, on the same device and the same ranks.
 
-    method: of proto.speculative_config.MODEL_METHODS. model: for methods with a head this head,
-    whole on each rank. max_model_len: tokens that a sequence may have with its draft.
+    method: of proto.settings.speculative_config.MODEL_METHODS. model: for methods with a head this
+    head, whole on each rank. max_model_len: tokens that a sequence may have with its draft.
     weights_sample: that of its manifest. The other fields as in LoadedModel.
     """
 
@@ -88,7 +84,7 @@ class LoadedDraft:
     geometry: KVCacheGeometry
     max_model_len: int
     weights_sample: str
-    attention_kernels: Kernels | None = None
+    attention_kernels: str = ""
 
     @property
     def fingerprint(self) -> bytes:
@@ -110,9 +106,10 @@ class LoadedModel:
 
     dtype: of the activations. config: the model's own config.json. group: the ranks that compute
     the model together with this worker. plan: the memory, before the weights were read.
-    pooling_head: None for a model that generates. attention_kernels: None for the default ones.
+    pooling_head: None for a model that generates. attention_kernels: "" for the default ones.
     weights_hash: all weights, or the manifest's sample of them if no KV outlives the process.
-    draft: the model that proposes drafts; None without one.
+    draft: the model that proposes drafts; None without one. adapters: those that requests may use;
+    None without --enable-lora.
     """
 
     prepared: PreparedModel
@@ -127,27 +124,15 @@ class LoadedModel:
     plan: MemoryPlan
     weights_hash: str
     pooling_head: PoolingHead | None = None
-    attention_kernels: Kernels | None = None
+    attention_kernels: str = ""
     draft: LoadedDraft | None = None
-
-    @property
-    def on_cuda(self) -> bool:
-        return is_cuda(self.device)
+    adapters: AdapterStore | None = None
 
     @property
     def is_batch_invariant(self) -> bool:
         """Whether a token has the same bits in a step of any number of rows."""
-        return is_batch_invariant(self.weight_format, self.dtype, self.model.spec)
-
-    @property
-    def kernels(self) -> str:
-        """The instruction sets of the kernels on a CPU, for the operator; "" on a GPU."""
-        if self.on_cuda:
-            return ""
-        names = [kernels.variant for kernels in candidate_kernels()]
-        if not names:
-            return "none are compiled for this CPU: plain torch, many times slower"
-        return ", ".join(names) + ("; the fastest for each product" if names[1:] else "")
+        own = not isinstance(self.model.spec, TransformersSpec)
+        return own and self.weight_format.is_batch_invariant(self.dtype)
 
     @property
     def weights(self) -> tuple[WeightFormatMemory, ...]:
@@ -159,8 +144,8 @@ class LoadedModel:
 
     def fingerprint(self, block_size: int) -> bytes:
         """Return the fingerprint of the model's KV blocks, 32 bytes; see kv_fingerprint."""
-        products = {weight.arithmetic for weight in self.weight_format.kernel_weights}
-        return self._fingerprint(block_size, self.geometry, self.group.rank, sorted(products))
+        products = sorted(self.weight_format.arithmetic)
+        return self._fingerprint(block_size, self.geometry, self.group.rank, products)
 
     def model_fingerprint(self, block_size: int) -> bytes:
         """Return the fingerprint without what tells the ranks of one model apart."""
@@ -170,9 +155,6 @@ class LoadedModel:
     def _fingerprint(
         self, block_size: int, geometry: KVCacheGeometry, rank: int, products: Sequence[str]
     ) -> bytes:
-        rows = None if self.on_cuda else row_kernels()
-        attention = self.attention_kernels or rows
-        variants = dict.fromkeys(each.variant for each in (rows, attention) if each)
         return kv_fingerprint(
             weights_hash=self.weights_hash,
             model_config=self.config,
@@ -180,11 +162,9 @@ class LoadedModel:
             block_size=block_size,
             compute_dtype=str(self.dtype),
             # Another device sums in another order, and so do the kernels of each format.
-            weight_format=f"cuda {'+'.join(sorted(self.weight_format.memory))}"
-            if self.on_cuda
-            else self.weight_format.name,
+            weight_format=self.device.weights_tag(self.weight_format),
             rank_of=(rank, self.group.size, self.model.spec.is_expert_parallel),
-            kernels=(*variants, *products),
+            kernels=(*self.device.kernel_variants(self.attention_kernels), *products),
             implementation=self.model.implementation,
             ropes=sorted({repr(rope) for rope in self.model.spec.ropes}),
         )
@@ -213,7 +193,7 @@ def load(
         require_draft_model(config, prepared, draft, device)
     pooler = pooler_of(config.model, prepared)
     dtype = device.resolve_dtype(activation_dtype(config.model))
-    weight_format = weight_format or weight_format_for(config, prepared, device)
+    weight_format = weight_format or device.weight_format(config, prepared)
     plan = plan_memory(config, prepared, device, group.rank, weight_format, draft)
     if not plan.fits:
         error = refusal(plan, config, prepared, device, group.rank, draft)
@@ -226,29 +206,34 @@ def load(
     if pooler is None and group.rank == 0:
         ends = with_end_tokens(prepared, config.model).ends_notice
         logger.info("end tokens of %s: %s", prepared.name, ends)
-    if not is_cuda(device) and (placement := memory_placement()) is not None:
-        logger.info("%s", placement)
-    whole = model_spec(prepared, config)
+    if device.placement:
+        logger.info("%s", device.placement)
+    whole = model_spec(prepared, config, device.head_dims)
     heads = whole.attention_shape
     kv_dtype = resolve_kv_dtype(
         config.cache.kv_cache_dtype, dtype, heads.head_dim, heads.latent_dim
     )
-    if is_cuda(device):
-        load_kernels = partial(_load_modules, config, dtype, device, group, report)
-        load_kernels(prepared, whole, kv_dtype)
-        if draft is not None:
-            with naming_draft(draft):
-                load_kernels(draft, *_spec_and_kv_dtype(config, draft, whole, dtype))
 
+    def show_kernels(fraction: float) -> None:
+        report(Progress("worker", group.rank, "loading kernels", fraction))
+
+    device.load_kernels(config.device, prepared, whole, dtype, kv_dtype, show_kernels)
+    if draft is not None:
+        with naming_draft(draft):
+            spec, dtype_of_kv = _spec_and_kv_dtype(config, draft, whole, dtype, device)
+            device.load_kernels(config.device, draft, spec, dtype, dtype_of_kv, show_kernels)
+
+    targets = AdapterTargets(device.step_adapters()) if config.lora.enable_lora else None
     load_weights = partial(
         _load_weights,
         prepared,
         whole,
         dtype,
-        device.torch_device,
+        device,
         lambda fraction: report(Progress("worker", group.rank, "loading weights", fraction)),
         weight_format,
         group,
+        targets,
     )
     if kv_outlives_process(config):
         with hashing(prepared) as digest:
@@ -261,15 +246,13 @@ def load(
     if notice := describe_dense_weights(weight_format):
         report(Notice("worker", group.rank, notice))
     layout, geometry = layer_cache(model.spec, kv_dtype)
-    attention_kernels = _attention_kernels(config, prepared, model.spec, device, dtype, kv_dtype)
+    attention_kernels = device.choose_attention(
+        model.spec.attention_shape, dtype, kv_dtype, prepared.folder
+    )
     loaded_draft = None
     if draft is not None:
         with naming_draft(draft):
-            loaded_draft = (
-                _load_head(config, draft, model, dtype, device)
-                if config.speculation.parsed().model_method in HEAD_METHODS
-                else _load_draft(config, draft, dtype, device, group, report)
-            )
+            loaded_draft = _load_draft(config, draft, model, dtype, device, group, report)
     return LoadedModel(
         prepared=prepared,
         config=read_config(prepared),
@@ -285,39 +268,43 @@ def load(
         pooling_head=None if pooler is None else PoolingHead.load(pooler, prepared),
         attention_kernels=attention_kernels,
         draft=loaded_draft,
+        adapters=None
+        if targets is None
+        else adapter_store(config.lora, prepared, whole, targets, dtype, device, group),
     )
 
 
-def _load_modules(
-    config: ServeConfig,
+def adapter_store(
+    config: LoRAConfig,
+    prepared: PreparedModel,
+    spec: ModelSpec,
+    targets: AdapterTargets,
     dtype: torch.dtype,
     device: Device,
     group: RankGroup,
-    report: Callable[[Progress | Notice], None],
-    prepared: PreparedModel,
-    spec: ModelSpec,
-    kv_dtype: torch.dtype,
-) -> None:
-    """Load the kernels of a library that a model runs on a GPU."""
-    load_modules(
-        config.device,
-        spec,
-        dtype,
-        kv_dtype,
-        lambda fraction: report(Progress("worker", group.rank, "loading kernels", fraction)),
-        fp8_blocks=multiplies_blocks(read_index(prepared), device.torch_device, dtype),
+) -> AdapterStore:
+    """Return an empty store of adapters. spec: of the whole model. targets: a rank's products."""
+    shards = shard_model(spec, group.size, block_columns(spec, read_index(prepared)))
+    limits = AdapterLimits(max_rank=config.max_lora_rank, modules=config.lora_target_modules)
+    loader = AdapterLoader(
+        prepared, spec, targets, shards[group.rank].weights, group.rank, device, dtype, limits
     )
+    return AdapterStore(loader, targets.step, group.rank)
 
 
 def _spec_and_kv_dtype(
-    config: ServeConfig, draft: PreparedModel, target: ModelSpec, dtype: torch.dtype
+    config: ServeConfig,
+    draft: PreparedModel,
+    target: ModelSpec,
+    dtype: torch.dtype,
+    device: Device,
 ) -> tuple[ModelSpec, torch.dtype]:
     """Return the spec of a model that drafts for `target`, and the dtype of its KV."""
     method = config.speculation.parsed().model_method
     if method in HEAD_METHODS:
-        return read_head(method, draft, target), dtype
+        return read_head(method, draft, target, device), dtype
     config = draft_config(config, draft)
-    spec = model_spec(draft, config)
+    spec = model_spec(draft, config, device.head_dims)
     return spec, draft_kv_dtype(spec, config, dtype)
 
 
@@ -325,14 +312,17 @@ def _load_weights(
     prepared: PreparedModel,
     spec: ModelSpec,
     dtype: torch.dtype,
-    device: torch.device,
+    device: Device,
     show_progress: Callable[[float], None],
     weight_format: WeightFormat,
     group: RankGroup,
+    adapters: AdapterTargets | None = None,
 ) -> Decoder:
     """Return this rank's part of the decoder, with a family's or transformers' code."""
     if not isinstance(spec, TransformersSpec):
-        return load_model(prepared, spec, dtype, device, show_progress, weight_format, group)
+        return load_model(
+            prepared, spec, dtype, device, show_progress, weight_format, group, adapters
+        )
     assert isinstance(weight_format, DenseFormat)
     logger.warning(
         "%s runs on transformers' code, which is slower than a family of tokend's own",
@@ -344,82 +334,52 @@ def _load_weights(
 def _load_draft(
     config: ServeConfig,
     draft: PreparedModel,
+    target: Decoder,
     dtype: torch.dtype,
     device: Device,
     group: RankGroup,
     report: Callable[[Progress | Notice], None],
 ) -> LoadedDraft:
-    """Load this rank's part of a draft model; config: of the served one."""
-    config = draft_config(config, draft)
-    weight_format = weight_format_for(config, draft, device)
-    logger.info("loading %s, which drafts", draft.name)
-    model = _load_weights(
-        draft,
-        model_spec(draft, config),
-        dtype,
-        device.torch_device,
-        lambda fraction: report(Progress("worker", group.rank, "loading draft model", fraction)),
-        weight_format,
-        group,
-    )
-    if notice := describe_dense_weights(weight_format):
-        report(Notice("worker", group.rank, f"{draft.name}: {notice}"))
-    kv_dtype = draft_kv_dtype(model.spec, config, dtype)
-    layout, geometry = draft_cache(model.spec, kv_dtype)
+    """Load a rank's part of a draft model, or a whole head. config, target: of the served model."""
+    settings = config.speculation.parsed()
+    model: Decoder | EagleHead
+    if settings.model_method in HEAD_METHODS:
+        spec = read_head(settings.model_method, draft, target.spec, device)
+        weight_format = device.weight_format(config, draft)
+        logger.info("loading %s, a head that drafts", draft.name)
+        model = load_head(draft, spec, target, dtype, device, weight_format)
+        kv_dtype, (layout, geometry) = dtype, spec.cache(dtype)
+        max_model_len = settings.max_model_len or spec.longest
+    else:
+        config = draft_config(config, draft)
+        weight_format = device.weight_format(config, draft)
+        logger.info("loading %s, which drafts", draft.name)
+        model = _load_weights(
+            draft,
+            model_spec(draft, config, device.head_dims),
+            dtype,
+            device,
+            lambda done: report(Progress("worker", group.rank, "loading draft model", done)),
+            weight_format,
+            group,
+        )
+        if notice := describe_dense_weights(weight_format):
+            report(Notice("worker", group.rank, f"{draft.name}: {notice}"))
+        kv_dtype = draft_kv_dtype(model.spec, config, dtype)
+        layout, geometry = draft_cache(model.spec, kv_dtype)
+        max_model_len = config.model.max_model_len or draft.max_position
     return LoadedDraft(
-        method=config.speculation.parsed().model_method,
+        method=settings.model_method,
         model=model,
         weight_format=weight_format,
         layout=layout,
         geometry=geometry,
-        max_model_len=config.model.max_model_len or draft.max_position,
+        max_model_len=max_model_len,
         weights_sample=draft.weights_sample,
-        attention_kernels=_attention_kernels(config, draft, model.spec, device, dtype, kv_dtype),
+        attention_kernels=device.choose_attention(
+            model.spec.attention_shape, dtype, kv_dtype, draft.folder
+        ),
     )
-
-
-def _load_head(
-    config: ServeConfig,
-    draft: PreparedModel,
-    target: Decoder,
-    dtype: torch.dtype,
-    device: Device,
-) -> LoadedDraft:
-    """Load a head for a target that is loaded; config: of the target."""
-    settings = config.speculation.parsed()
-    spec = read_head(settings.model_method, draft, target.spec)
-    weight_format = weight_format_for(config, draft, device)
-    logger.info("loading %s, a head that drafts", draft.name)
-    head = load_head(draft, spec, target, dtype, device.torch_device, weight_format)
-    layout, geometry = spec.cache(dtype)
-    return LoadedDraft(
-        method=settings.model_method,
-        model=head,
-        weight_format=weight_format,
-        layout=layout,
-        geometry=geometry,
-        max_model_len=settings.max_model_len or spec.longest,
-        weights_sample=draft.weights_sample,
-        attention_kernels=_attention_kernels(config, draft, spec, device, dtype, dtype),
-    )
-
-
-def _attention_kernels(
-    config: ServeConfig,
-    prepared: PreparedModel,
-    spec: ModelSpec,
-    device: Device,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-) -> Kernels | None:
-    """Return the fastest kernels for a model's attention on this CPU; None for the default ones."""
-    if is_cuda(device) or config.device.attention_backend == "reference":
-        return None
-    return choose_attention(spec.attention_shape, dtype, kv_dtype, prepared.folder)[0]
-
-
-def is_cuda(device: Device) -> bool:
-    return device.torch_device.type == "cuda"
 
 
 def kv_fingerprint(

@@ -1,33 +1,42 @@
 """Profiles of a worker's steps by torch's profiler, written as traces for Perfetto or Chrome."""
 
 import gzip
+import logging
 import os
 import shutil
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import torch
 
-from proto.profiler import ProfileCall, ProfilerConfig, ProfileReply
-from proto.scheduler_output import SchedulerOutput
+from proto.messages.profiler import ProfileCall, ProfileReply
+from proto.messages.scheduler_output import SchedulerOutput
+from proto.settings.profiler_config import ProfilerConfig
 
 _NOTHING: Final = nullcontext()
 _CHUNK: Final = 1 << 20
+logger = logging.getLogger("tokend.worker")
 
 
 class StepProfiler:
     """Records the steps between two calls of the engine, up to a number and a time.
 
     At these limits it stops recording; it writes the trace at the second call.
-    config: None refuses all calls. on_cuda: record the kernels of the GPU, too.
+    config: None refuses all calls. activities: what is recorded.
     """
 
-    def __init__(self, config: ProfilerConfig | None, rank: int, *, on_cuda: bool) -> None:
+    def __init__(
+        self,
+        config: ProfilerConfig | None,
+        rank: int,
+        activities: Sequence[torch.profiler.ProfilerActivity],
+    ) -> None:
         self._config = config
         self._rank = rank
-        self._on_cuda = on_cuda
+        self._activities = activities
         self._profile: Any = None
         self._is_recording = False
         self._num_delayed = self._num_recorded = 0
@@ -60,11 +69,14 @@ class StepProfiler:
             return _NOTHING
 
     def discard(self) -> None:
-        """End a profile without writing it."""
+        """End a profile without writing it; one that cannot be ended is logged."""
         profile, self._profile = self._profile, None
         if self._is_recording:
             self._is_recording = False
-            profile.stop()
+            try:
+                profile.stop()
+            except Exception as failure:  # a profile that fails must not end the worker
+                logger.warning("a profile could not be ended: %s", failure)
 
     def _fail(self, failure: Exception) -> None:
         self._failure = str(failure) or type(failure).__name__
@@ -95,11 +107,8 @@ class StepProfiler:
         if not os.access(config.torch_profiler_dir, os.W_OK):
             raise PermissionError(f"{config.torch_profiler_dir} is not writable")
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or it writes lines of its own to our log
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if self._on_cuda:
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
         self._profile = torch.profiler.profile(
-            activities=activities,
+            activities=self._activities,
             with_stack=config.torch_profiler_with_stack,
             record_shapes=config.torch_profiler_record_shapes,
             profile_memory=config.torch_profiler_with_memory,

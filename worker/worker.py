@@ -20,13 +20,12 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Final
 
 from proto import PROTOCOL_VERSION
 from proto.errors import ProcessDiedError, ProtocolError
-from proto.faults import FaultInjector
-from proto.lifecycle import (
+from proto.messages.lifecycle import (
     CacheReady,
     InitializeCache,
     NewEngine,
@@ -37,25 +36,31 @@ from proto.lifecycle import (
     WaitingForRanks,
     WorkerReady,
 )
-from proto.model_runner_output import ModelRunnerOutput
-from proto.process import describe, freeze_heap
-from proto.profiler import ProfileCall
-from proto.scheduler_output import GrammarOutput, SchedulerOutput
-from proto.sockets import Link, Poller, worker_path
-from worker.async_runner import PendingStep, Runner
-from worker.device.devices import create_device
+from proto.messages.lora import DropAdapter, LoadAdapter
+from proto.messages.model_runner_output import ModelRunnerOutput
+from proto.messages.profiler import ProfileCall
+from proto.messages.scheduler_output import GrammarOutput, SchedulerOutput
+from proto.runtime.faults import FaultInjector
+from proto.runtime.process import describe, freeze_heap
+from proto.runtime.sockets import Link, Poller, worker_path
+from worker.create_device import create_device
+from worker.device import Device
 from worker.kv_connector.steps import ConnectorSteps, no_connector_steps
 from worker.loaded_model import load
-from worker.parallel.group import LONG_WAIT_SECONDS, GroupLostError, create_group
+from worker.models.families import use_families
+from worker.parallel.group import LONG_WAIT_SECONDS, GroupLostError, RankGroup
 from worker.profiler import StepProfiler
 from worker.runner_builder import RunnerBuilder
+from worker.step.runner_parts import PendingStep, Runner
 
 logger = logging.getLogger("tokend.worker")
 
 ENGINE_SECONDS: Final = 30.0
 """How long a worker keeps its weights without an engine; a new one usually takes two seconds."""
 
-FromEngine = InitializeCache | SchedulerOutput | GrammarOutput | ProfileCall
+InOrder = InitializeCache | SchedulerOutput | ProfileCall | LoadAdapter | DropAdapter
+"""Messages from an engine that are handled in the order of their arrival."""
+FromEngine = InOrder | GrammarOutput
 """The messages from an engine to a worker."""
 
 
@@ -72,7 +77,7 @@ class Inbox:
     """
 
     def __init__(self) -> None:
-        self._messages: deque[InitializeCache | SchedulerOutput | ProfileCall] = deque()
+        self._messages: deque[InOrder] = deque()
         self._grammars: dict[int, GrammarOutput] = {}
 
     def add_messages(self, messages: Iterable[FromEngine]) -> None:
@@ -83,7 +88,7 @@ class Inbox:
             else:
                 self._messages.append(message)
 
-    def pop_message(self) -> InitializeCache | SchedulerOutput | ProfileCall | None:
+    def pop_message(self) -> InOrder | None:
         return self._messages.popleft() if self._messages else None
 
     def pop_grammars(self, step: int) -> GrammarOutput | None:
@@ -176,16 +181,11 @@ class Worker:
         self._fault_injector = FaultInjector.of(boot.faults, "worker", boot.index, boot.incarnation)
         self._has_lost_group = False
         config = boot.config
+        use_families(config.model.model_families)
         device = create_device(config, boot.index)
         device.check_kv_dtype(config.cache.kv_cache_dtype)
-        self._group = create_group(
-            boot.run_dir,
-            boot.index,
-            config.parallel.tensor_parallel_size,
-            device.torch_device,
-            self._report_long_wait,
-            lambda: bool(Poller([supervisor]).wait(0.0)),
-        )
+        size = config.parallel.tensor_parallel_size
+        self._group = RankGroup() if size == 1 else self._create_group(size, device)
         self._rank_wait = RankWaitTimer()
         # A worker that replaces a dead one tries to load: requests wait, and memory may return.
         is_first = boot.worker_epoch == boot.generation
@@ -198,15 +198,29 @@ class Worker:
             must_fit=is_first,
             draft=boot.draft_model,
         )
-        if self._loaded.on_cuda:
+        if device.runs_largest_step:
             self._group.join(self._epoch, "memory")  # the largest step needs all ranks
+        self._adapters = self._loaded.adapters
+        if self._adapters is not None:
+            self._poller.add(self._adapters.descriptor)
         self._profiler = StepProfiler(
-            config.trace.parsed_profiler(), boot.index, on_cuda=self._loaded.on_cuda
+            config.trace.parsed_profiler(), boot.index, device.profiler_activities()
         )
         self._runner_builder = RunnerBuilder(
             config, self._loaded, self._fault_injector, supervisor.send
         )
         self._phases.end("weights")
+
+    def _create_group(self, size: int, device: Device) -> RankGroup:
+        """Return the group of this daemon's `size` ranks, not yet joined."""
+        return device.rank_group()(
+            run_dir=self._boot.run_dir,
+            rank=self._boot.index,
+            size=size,
+            device=device.torch_device,
+            on_long_wait=self._report_long_wait,
+            is_interrupted=lambda: bool(Poller([self._supervisor]).wait(0.0)),
+        )
 
     def run(self) -> None:
         """Run steps until `Shutdown`; raise ProcessDiedError if a dead engine is not replaced."""
@@ -214,6 +228,8 @@ class Worker:
             self._run_loop()
         finally:
             self._connector.close()
+            if self._adapters is not None:
+                self._adapters.close()
 
     def _run_loop(self) -> None:
         self._engine.send(self._ready_message())
@@ -246,6 +262,9 @@ class Worker:
             self._stopped = True
             return
         self._connector.report_if_ready(readable)
+        if self._adapters is not None and self._adapters.descriptor in readable:
+            for answer in self._adapters.take_finished():
+                self._engine.send(answer)
         messages = self._engine.receive()
         if self._engine.num_undecodable:
             self._report_invalid_engine()
@@ -283,6 +302,8 @@ class Worker:
         self._connector.close()  # no copy may write to a cache that is freed
         self._connector = no_connector_steps(self._poller)
         self._profiler.discard()
+        if self._adapters is not None:
+            self._adapters.clear()
         self._runner = None
         self._launched.clear()
         gc.collect()  # a cycle may hold the KV pool, and the next one is as large
@@ -296,7 +317,7 @@ class Worker:
         self._engine.send(self._ready_message())
         self._engine_wait.begin()
 
-    def _handle_message(self, message: InitializeCache | SchedulerOutput | ProfileCall) -> None:
+    def _handle_message(self, message: InOrder) -> None:
         """Process a message; if the rank group is lost, wait for the supervisor instead."""
         if self._has_lost_group:
             return
@@ -305,6 +326,8 @@ class Worker:
                 self._initialize_cache(message)
             elif isinstance(message, ProfileCall):
                 self._engine.send(self._profiler.answer(message))
+            elif isinstance(message, LoadAdapter | DropAdapter):
+                self._change_adapters(message)
             else:
                 self._launch_step(message)
         except GroupLostError as error:
@@ -326,6 +349,14 @@ class Worker:
         )
         self._engine.send(CacheReady(message.epoch, self._boot.index))
 
+    def _change_adapters(self, message: LoadAdapter | DropAdapter) -> None:
+        if self._adapters is None:
+            raise ProtocolError("the engine sent an adapter to a worker without --enable-lora")
+        if isinstance(message, LoadAdapter):
+            self._adapters.begin_load(message)
+        else:
+            self._adapters.drop(message.lora_int_id)
+
     def _launch_step(self, step: SchedulerOutput) -> None:
         """Start a step; a device may still be computing the previous one."""
         if self._runner is None:
@@ -334,9 +365,10 @@ class Worker:
             if step.total_num_scheduled_tokens:
                 self._fault_injector.begin_step()
             self._connector.before_step(step)
-            with self._profiler.step(step):
+            keep_cores = nullcontext() if self._adapters is None else self._adapters.computing()
+            with self._profiler.step(step), keep_cores:
                 self._launched.append((step, self._runner.launch(step, self.receive_grammars)))
-            self._connector.after_step(step)
+            self._connector.after_launch()
 
     def _send_finished_steps(self) -> None:
         """Send the results of finished steps, the oldest first."""
@@ -344,6 +376,7 @@ class Worker:
             step, pending = self._launched.popleft()
             with self._reporting_errors(step):
                 output = pending.result()
+                self._connector.after_step(step)
             self._engine.send(output)
         oldest = self._launched[0][0].step if self._launched else None
         if self._group.size > 1 and self._rank_wait.is_due(oldest):
@@ -380,7 +413,7 @@ class Worker:
             device_name=loaded.device.name,
             weights=loaded.weights,
             phases=self._phases.phases,
-            computes_ahead=loaded.on_cuda and loaded.pooling_head is None,
+            computes_ahead=loaded.device.computes_ahead and loaded.pooling_head is None,
             step_tokens=self._runner_builder.step_tokens,
             compute=loaded.model.spec.compute_shape,
             num_state_slots=loaded.plan.num_state_slots,
@@ -391,7 +424,7 @@ class Worker:
             draft_weight_bytes=0 if draft is None else draft.weight_format.memory.total(),
             draft_fingerprint=b"" if draft is None else draft.fingerprint,
             routing_bytes=self._runner_builder.routing_bytes,
-            kernels=loaded.kernels,
-            kv_cache_grows=loaded.device.shares_memory
+            kernels=loaded.device.kernels,
+            kv_cache_grows=loaded.device.commits_lazily
             and not self._boot.config.cache.kv_cache_populate,
         )

@@ -1,1 +1,1 @@
-"""The way to the engine: open requests, the connection, and requests that survive its death."""
+"""The way to the engine: the connection, open requests, which survive its death, and health."""

@@ -18,14 +18,15 @@ import time
 from collections.abc import Iterator
 from typing import Any, Final, Literal
 
+from api_server.engine.async_link import SupervisorLink
 from api_server.engine.open_request import NO_ENGINE, OpenRequest, OutputStream
 from api_server.errors import NotAvailableError
-from api_server.lifecycle.async_link import SupervisorLink
 from api_server.live_view.publisher import LiveViewPublisher
 from api_server.metrics.metrics import Metrics
 from proto import PROTOCOL_VERSION
 from proto.codec import Message, changed
-from proto.engine_io import (
+from proto.errors import InternalRequestError, OverloadedError, ProtocolError, RequestError
+from proto.messages.engine_io import (
     Abort,
     AdminCall,
     AdminName,
@@ -33,18 +34,31 @@ from proto.engine_io import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
-    PauseMode,
     SessionInput,
     TurnEnded,
 )
-from proto.errors import InternalRequestError, OverloadedError, ProtocolError, RequestError
-from proto.lifecycle import EngineReady, ProcessBoot, ProtocolViolation
-from proto.sockets import Link, PeerStalledError, front_end_path
-from proto.view import EngineView, Watch
+from proto.messages.lifecycle import EngineReady, ProcessBoot, ProtocolViolation
+from proto.messages.lora import (
+    AdapterCall,
+    AdapterCard,
+    AdapterList,
+    AdapterReply,
+    AdapterUsage,
+)
+from proto.messages.view import EngineView, Watch
+from proto.runtime.sockets import Link, PeerStalledError, front_end_path
 
 logger = logging.getLogger("tokend.api")
 
-FromEngine = EngineReady | EngineCoreOutputs | AdminReply | EngineView
+FromEngine = (
+    EngineReady
+    | EngineCoreOutputs
+    | AdminReply
+    | EngineView
+    | AdapterReply
+    | AdapterList
+    | AdapterUsage
+)
 FLUSH_SECONDS: Final = 0.01
 """Interval of attempts to send to an engine whose receive buffer is full."""
 DEADLINE_CHECK_SECONDS = 0.1
@@ -63,7 +77,7 @@ class EngineConnection:
     """The connection of an `EngineClient` to the engine of one epoch, on the event loop.
 
     Never blocks: the link queues what is sent, and its descriptor wakes the event loop.
-    engine: its properties; None before it is ready.
+    engine: its properties; None before it is ready. adapters: by name; None before it sent them.
     """
 
     def __init__(self, client: "EngineClient", link: Link, epoch: int) -> None:
@@ -71,6 +85,7 @@ class EngineConnection:
         self._link = link
         self.epoch = epoch
         self.engine: EngineReady | None = None
+        self.adapters: dict[str, AdapterCard] | None = None
         self._version_error: ProtocolError | None = None
         self._ready_or_closed = asyncio.Event()
         self._closed = self._sent_garbage = False
@@ -159,6 +174,9 @@ class EngineClient:
     link: to the engine of `epoch`; receives `FromEngine`. request_ids: source of the engine's
     request ids. crashes_until_isolated: as in the settings of the scheduler. live_view: gets the
     views of the current engine. supervisor: is notified of an engine that sends garbage.
+
+    adapters: of the current engine by name, in the order of loading; while it is restarted, those
+    of the last one.
     """
 
     def __init__(
@@ -179,13 +197,15 @@ class EngineClient:
         self._open: dict[int, OpenRequest] = {}
         self._admin_calls: dict[int, tuple[AdminCall, asyncio.Future[AdminReply]]] = {}
         self._num_admin_calls = 0
+        self._adapter_calls: dict[int, tuple[AdapterCall, asyncio.Future[AdapterReply]]] = {}
+        self.adapters: dict[str, AdapterCard] = {}
         self._engine: EngineReady | None = None
         self._closed = False
         self._receives_views = False
         self._loop = asyncio.get_running_loop()
         self._connections: dict[int, EngineConnection] = {}
         self._unmovable_epochs: set[int] = set()
-        self._current = self._connect(link, epoch)
+        self._current = self.connect(link, epoch)
 
     @property
     def epoch(self) -> int:
@@ -265,29 +285,27 @@ class EngineClient:
         if open_request is not None:
             self._send_abort(open_request, "disconnect", None)
 
-    async def call_admin(
-        self,
-        name: AdminName,
-        *,
-        pause_mode: PauseMode = "finish_running",
-        ends_unfinished: bool = False,
-        reset_running_requests: bool = False,
-        reset_external: bool = False,
-    ) -> AdminReply:
+    async def call_admin(self, name: AdminName, **parameters: Any) -> AdminReply:
         """Send an `AdminCall` with these parameters to the engine, and return its reply."""
         _ = self.engine
         self._num_admin_calls += 1
         reply: asyncio.Future[AdminReply] = self._loop.create_future()
-        call = AdminCall(
-            self.epoch,
-            self._num_admin_calls,
-            name,
-            pause_mode,
-            reset_running_requests,
-            reset_external,
-            ends_unfinished,
-        )
+        call = AdminCall(self.epoch, self._num_admin_calls, name, **parameters)
         self._admin_calls[self._num_admin_calls] = call, reply
+        if self._current.ready:
+            self._current.send(call)
+        return await reply
+
+    async def call_adapters(self, call: AdapterCall) -> AdapterReply:
+        """Send a call about adapters to the engine, and return its reply.
+
+        An engine that replaces a dead one gets it again. Sets epoch and call_id.
+        """
+        _ = self.engine
+        self._num_admin_calls += 1
+        call = changed(call, epoch=self.epoch, call_id=self._num_admin_calls)
+        reply: asyncio.Future[AdapterReply] = self._loop.create_future()
+        self._adapter_calls[call.call_id] = call, reply
         if self._current.ready:
             self._current.send(call)
         return await reply
@@ -300,13 +318,9 @@ class EngineClient:
         if self._closed:
             link.close()
             return
-        old, self._current = self._current, self._connect(link, epoch)
+        old, self._current = self._current, self.connect(link, epoch)
         self._lose_engine(old.epoch, died)
         self._check_deadlines(epoch)
-
-    def connect_next(self, link: Link, epoch: int) -> EngineConnection:
-        """Connect to a second engine, the current one after `switch`, and return the connection."""
-        return self._connect(link, epoch)
 
     def switch(self, epoch: int) -> None:
         """Make the engine of this epoch the current one; open requests stay with the old one."""
@@ -345,7 +359,11 @@ class EngineClient:
             request.stream.fail(error)
         self._live_view.close()
         for _, reply in self._admin_calls.values():
-            reply.cancel()
+            if not reply.done():
+                reply.set_exception(error)
+        for _, adapter_reply in self._adapter_calls.values():
+            if not adapter_reply.done():
+                adapter_reply.set_exception(error)
         self._open.clear()
         for connection in self._connections.values():
             connection.close()
@@ -363,6 +381,18 @@ class EngineClient:
             if epoch == self.epoch:
                 self._live_view.publish_view(message)
                 self.update_view_subscription()  # a subscriber that does not read was dropped
+        elif isinstance(message, AdapterList):
+            adapters = {card.lora.lora_name: card for card in message.adapters}
+            self._connections[epoch].adapters = adapters
+            if epoch == self.epoch:
+                self.adapters = adapters
+        elif isinstance(message, AdapterUsage):
+            if epoch == self.epoch:
+                self._metrics.adapter_usage = message
+        elif isinstance(message, AdapterReply):
+            _, adapter_reply = self._adapter_calls.pop(message.call_id, (None, None))
+            if adapter_reply is not None and not adapter_reply.done():
+                adapter_reply.set_result(message)
         else:
             _, reply = self._admin_calls.pop(message.call_id, (None, None))
             if reply is not None and not reply.done():
@@ -378,7 +408,8 @@ class EngineClient:
             reason = "it sent an undecodable message"
             self._supervisor.send(ProtocolViolation("engine_core", 0, epoch, reason))
 
-    def _connect(self, link: Link, epoch: int) -> EngineConnection:
+    def connect(self, link: Link, epoch: int) -> EngineConnection:
+        """Connect to an engine, the current one after `switch`, and return the connection."""
         connection = EngineConnection(self, link, epoch)
         self._connections[epoch] = connection
         self._metrics.add_engine(epoch)
@@ -389,8 +420,12 @@ class EngineClient:
         engine = self._engine = self._current.engine
         assert engine is not None, "it is ready"
         self._metrics.set_engine_info(engine)
+        if self._current.adapters is not None:
+            self.adapters = self._current.adapters
         for call, _ in self._admin_calls.values():
             self._current.send(changed(call, epoch=self.epoch))
+        for adapter_call, _ in self._adapter_calls.values():
+            self._current.send(changed(adapter_call, epoch=self.epoch, resent=True))
         self._live_view.on_engine_ready(engine)
         self._receives_views = False  # until this engine is asked
         self.update_view_subscription()

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from proto.codec import changed
-from proto.engine_io import EngineCoreOutput, EngineCoreRequest, RequestProgress
 from proto.errors import QueueTimeoutError, RequestError, TimeLimitError
+from proto.messages.engine_io import EngineCoreOutput, EngineCoreRequest, RequestProgress
 
 NO_ENGINE: Final = 0
 """Epoch of a request that no engine has."""

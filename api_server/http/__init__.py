@@ -1,1 +1,1 @@
-"""HTTP below the routes: connections and their limits, middleware, tenants, OpenAPI."""
+"""HTTP below the routes: connections and their limits, access, tenants, the log of requests."""

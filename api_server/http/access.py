@@ -13,8 +13,8 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from api_server.http.addresses import is_loopback
-from proto.config import FrontEndConfig
 from proto.errors import AuthenticationError, ForbiddenError
+from proto.settings.config import FrontEndConfig
 
 ListenerKind = Literal["public", "admin_port", "admin_socket"]
 
@@ -80,19 +80,24 @@ RULES: Final = {
 HEALTH: Final = Access(
     "health",
     ("/health", "/health/live", "/health/ready", "/ping", "/version"),
-    *("open", "open", "open"),
+    "open",
+    "open",
+    "open",
 )
 METRICS: Final = Access("metrics", ("/metrics",), "metrics", "admin", "owner")
-LOAD: Final = Access("load", ("/load",), "client", "admin", "owner")
+LOAD: Final = Access("load", ("/load", "/kv_event_sources"), "client", "admin", "owner")
 OPERATORS: Final = Access(
     "operators",
     (
         *("/admin/drain", "/pause", "/resume", "/is_paused", "/reset_prefix_cache"),
         *("/abort_requests", "/start_profile", "/stop_profile", "/server_info"),
+        *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/lora-adapters"),
     ),
-    *("operator", "admin", "owner"),
+    "operator",
+    "admin",
+    "owner",
 )
-PAGE: Final = Access("the pages", ("/", "/docs", "/page/…"), "open", "absent", "absent")
+PAGE: Final = Access("files of the pages", ("/", "/docs", "/page/…"), "open", "absent", "absent")
 LIVE_VIEW: Final = Access("the live view", ("/view/events",), "client", "absent", "absent")
 API: Final = Access("the API, and all else", (), "client", "absent", "absent")
 TABLE: Final = (HEALTH, METRICS, LOAD, OPERATORS, PAGE, LIVE_VIEW, API)
@@ -134,9 +139,10 @@ def check_operator(scope: Scope, config: FrontEndConfig) -> None:
     elif config.has_admin_keys:
         if state.get("is_operator"):
             return
-        if config.has_client_keys:
-            raise ForbiddenError("this route is for operators and needs a key of --admin-api-key")
-        raise AuthenticationError("missing or wrong key: this route needs one of --admin-api-key")
+        flag = "--admin-api-key" if config.admin_api_key is not None else "--admin-api-key-file"
+        if state.get("has_key"):
+            raise ForbiddenError(f"this route is for operators and needs a key of {flag}")
+        raise AuthenticationError(f"missing or wrong key: this route needs one of {flag}")
     elif listener.kind == "public" and config.has_admin_listener:
         raise ForbiddenError("this route is served at --admin-port or --admin-socket only")
     elif not listener.only_local:

@@ -20,13 +20,13 @@ from http import HTTPStatus
 from typing import Any, Final
 
 from starlette.responses import Response
-from starlette.types import Scope
+from starlette.types import Receive, Scope
 
 from api_server.http.addresses import network_of
+from api_server.http.request_log import RequestLog
 from api_server.metrics.metric_sheet import Gauge
-from api_server.request_log import RequestLog
-from proto.config import FrontEndConfig
 from proto.errors import OverloadedError, RequestError
+from proto.settings.config import FrontEndConfig
 
 logger = logging.getLogger("tokend.api")
 
@@ -87,6 +87,12 @@ def client_disconnected(scope: Scope) -> bool:
     poll = select.poll()
     poll.register(transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
     return bool(poll.poll(0))
+
+
+async def wait_disconnect(receive: Receive) -> None:
+    """Return when the server has seen the end of the connection; drop what the client sends."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def begin_upload(scope: Scope, tenant: int, end: Callable[[RequestError], None]) -> "Upload":

@@ -194,17 +194,13 @@ class LimitedHttpProtocol(ReceivingProtocol, HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Take data; too many requests ahead of a response are dropped, and the connection ends.
-
-        It is read on, because the end of a connection that is not read would not be noticed.
-        """
         if self._refused:
             self._read_slowly()
             return
         self._unset_keepalive_if_required()
         self._receive(data)
-        if len(self._unparsed) > READ_AHEAD_BYTES and not self._in_body and self._is_responding:
-            self._drop_pipeline()
+        if len(self._unparsed) > READ_AHEAD_BYTES:
+            self._drop_requests_ahead()
 
     def on_message_begin(self) -> None:
         self._in_headers, self._num_headers = True, 0
@@ -295,7 +291,7 @@ class LimitedHttpProtocol(ReceivingProtocol, HttpToolsProtocol):
         if self._num_parsed_bytes > MAX_HEADER_BYTES or self._num_headers > MAX_HEADERS:
             self._refuse_headers()
         else:
-            self._log_refusal(InvalidRequestError(msg), self.url or b"", self.headers or ())
+            self._log_refusal(InvalidRequestError.fixed(msg), self.url or b"", self.headers or ())
             super().send_400_response(msg)
 
     def _may_parse(self) -> bool:
@@ -326,6 +322,8 @@ class LimitedHttpProtocol(ReceivingProtocol, HttpToolsProtocol):
             self._num_raw_bytes += len(data)
             if self._num_raw_bytes > MAX_HEADER_BYTES:
                 self._refuse_headers()
+        if len(self._unparsed) > READ_AHEAD_BYTES:
+            self._drop_requests_ahead()
         is_idle = not (self._upgraded or self._is_responding or self._in_body)
         if is_idle and not self._receive_timeout.is_scheduled:
             self._receive_timeout.schedule(HEADER_SECONDS, self._on_headers_late)
@@ -373,6 +371,14 @@ class LimitedHttpProtocol(ReceivingProtocol, HttpToolsProtocol):
             self._drop_pipeline()
         else:
             self._refuse(error)
+
+    def _drop_requests_ahead(self) -> None:
+        """Drop requests that wait for a response, after which the connection ends.
+
+        The connection is read on, because otherwise its end would not be noticed.
+        """
+        if self._is_responding and not self._in_body:
+            self._drop_pipeline()
 
     def _drop_pipeline(self) -> None:
         """Drop what was and will be received; the connection ends with the response in progress."""

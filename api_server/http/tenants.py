@@ -11,8 +11,8 @@ from typing import Final
 
 from starlette.requests import HTTPConnection
 
-from proto.config import TenantBy
 from proto.errors import InvalidRequestError
+from proto.settings.config import TenantBy
 
 TENANT_HEADER: Final = "X-Tenant-ID"
 MAX_TENANT_CHARACTERS: Final = 128
@@ -73,7 +73,7 @@ def _header(request: HTTPConnection) -> str:
     if not names:
         return ""
     if len(names) > 1 or not _NAME.fullmatch(names[0]):
-        raise InvalidRequestError(
+        raise InvalidRequestError.fixed(
             f"{TENANT_HEADER} takes one name of 1 to {MAX_TENANT_CHARACTERS} letters, digits and "
             "any of ._:@/+=-",
             TENANT_HEADER,

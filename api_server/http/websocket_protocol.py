@@ -28,6 +28,7 @@ from api_server.http.connection import (
     Timeout,
     Upload,
 )
+from api_server.http.request_log import TokenBucket
 from proto.errors import InvalidRequestError, RequestError, shown
 
 logger = logging.getLogger("tokend.api")
@@ -66,8 +67,8 @@ class LimitedWebSocketProtocol(ReceivingProtocol, WebSocketsSansIOProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self._slow_timeout = Timeout(self.loop)
-        self._small_frames_left = float(SMALL_FRAMES)
-        self._small_frames_at = self.loop.time()
+        now = self.loop.time()
+        self._small_frames = TokenBucket(SMALL_FRAMES, SMALL_FRAMES_PER_SECOND, now)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._slow_timeout.cancel()
@@ -188,7 +189,7 @@ class LimitedWebSocketProtocol(ReceivingProtocol, WebSocketsSansIOProtocol):
 
     def _parse(self, data: bytes) -> None:
         self.conn.receive_data(data)
-        if not self._spend_small_frames():
+        if not self._small_frames.take(self.loop.time(), self._num_small_frames()):
             self._close(CloseCode.POLICY_VIOLATION, "too many small frames, pings or pongs")
         elif self.conn.parser_exc is not None:
             self.handle_parser_exception()
@@ -196,19 +197,12 @@ class LimitedWebSocketProtocol(ReceivingProtocol, WebSocketsSansIOProtocol):
             self.handle_events()
             self._watch_progress()
 
-    def _spend_small_frames(self) -> bool:
-        """Return whether the client may send as many small frames as it has."""
-        number = sum(
+    def _num_small_frames(self) -> int:
+        return sum(
             isinstance(event, Frame)
             and (event.opcode in _CONTROL or len(event.data) < SMALL_FRAME_BYTES)
             for event in self.conn.events
         )
-        if number:
-            now = self.loop.time()
-            refill = (now - self._small_frames_at) * SMALL_FRAMES_PER_SECOND
-            self._small_frames_left = min(SMALL_FRAMES, self._small_frames_left + refill) - number
-            self._small_frames_at = now
-        return self._small_frames_left >= 0
 
     def _begin_message(self, event: Frame, kind: Literal["text", "bytes"]) -> None:
         self.curr_msg_data_type = kind

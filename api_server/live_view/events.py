@@ -10,8 +10,16 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from proto.codec import to_compact_json
-from proto.lifecycle import EngineReady
-from proto.view import REQUEST_STATES, BlockMap, EngineView, RequestView, blocks_per_cell
+from proto.messages.lifecycle import EngineReady
+from proto.messages.view import (
+    ADAPTER_STATES,
+    REQUEST_STATES,
+    BlockMap,
+    EngineView,
+    RequestView,
+    blocks_per_cell,
+)
+from proto.settings.lora_modules import LoRAAccess
 
 NoticeKind = Literal["preemption", "restart", "watchdog", "reload", "drain"]
 
@@ -23,30 +31,28 @@ appear as thousands of tokens per second."""
 
 @dataclass(frozen=True, slots=True)
 class SubscriberScope:
-    """What a subscriber may see. reader: its id from `reader_of`. sees_all: it is an operator."""
+    """What a subscriber may see.
+
+    reader: its id from `reader_of`. sees_all: it is an operator. key_name: of its API key.
+    """
 
     reader: int
     sees_all: bool = False
+    key_name: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class ServerInfo:
-    """Properties of the daemon in every hello event. max_num_seqs: most running requests."""
+def hello_event(model: str, version: str, max_num_seqs: int, engine: EngineReady) -> bytes:
+    """Return the event with the properties of daemon and engine, which precedes their views.
 
-    model: str
-    version: str
-    max_num_seqs: int
-
-
-def hello_event(server: ServerInfo, engine: EngineReady) -> bytes:
-    """Return the event with the properties of daemon and engine, which precedes their views."""
+    max_num_seqs: most running requests.
+    """
     hello = {
-        "model": server.model,
-        "version": server.version,
+        "model": model,
+        "version": version,
         "num_blocks": engine.num_blocks,
         "block_size": engine.block_size,
         "blocks_per_cell": blocks_per_cell(engine.num_blocks + 1),  # block 0, reserved, is shown
-        "max_num_seqs": server.max_num_seqs,
+        "max_num_seqs": max_num_seqs,
         "max_model_len": engine.max_model_len,
     }
     return _event(b"hello", to_compact_json(hello))
@@ -60,24 +66,21 @@ def notice_event(time_s: float, kind: NoticeKind, text: str) -> bytes:
 
 
 class EncodedView:
-    """One view as events, encoded once per scope. time_s: seconds since the server started."""
+    """One view, to be encoded for each scope.
 
-    def __init__(self, view: EngineView, time_s: float) -> None:
+    time_s: seconds since the server started. access: to adapters.
+    """
+
+    def __init__(self, view: EngineView, time_s: float, access: LoRAAccess) -> None:
+        self._access = access
         self._view = view
         self._time_s = time_s
         self._cells = b',"cells":' + to_compact_json(cells_of(view.blocks))
         if view.num_state_slots:
             self._cells += b',"state_cells":' + to_compact_json(cells_of(view.states))
-        self._events: dict[SubscriberScope, bytes] = {}
 
     def event_for(self, scope: SubscriberScope) -> bytes:
         """Return the event with what subscribers of this scope may see."""
-        event = self._events.get(scope)
-        if event is None:
-            event = self._events[scope] = self._encode(scope)
-        return event
-
-    def _encode(self, scope: SubscriberScope) -> bytes:
         view = self._view
         fields: dict[str, Any] = {
             "time_s": round(self._time_s, 3),
@@ -95,11 +98,26 @@ class EncodedView:
             "state_slots": view.num_state_slots,
             "held_states": view.num_held_states,
             "step_limit": view.step_limit,
+            "tiers": [
+                {"medium": tier.medium, "blocks": tier.num_blocks, "used": tier.num_used}
+                for tier in view.tiers
+            ],
             "requests": [
                 request_fields(request, is_visible=scope.sees_all or request.reader == scope.reader)
                 for request in view.requests
             ],
             "num_omitted_requests": view.more_requests,
+            "adapters": [
+                {
+                    "name": adapter.name,
+                    "state": ADAPTER_STATES[adapter.state],
+                    "running": adapter.num_running,
+                    "requests": adapter.num_unfinished,
+                    "bytes": adapter.num_bytes,
+                }
+                for adapter in view.adapters
+                if scope.sees_all or self._access.allows(adapter.name, scope.key_name)
+            ],
         }
         return _event(b"view", to_compact_json(fields)[:-1] + self._cells + b"}")
 
@@ -115,6 +133,7 @@ def request_fields(request: RequestView, *, is_visible: bool) -> dict[str, Any]:
         "computed_tokens": request.computed_tokens if is_visible else None,
         "cached_tokens": request.cached_tokens if is_visible else None,
         "num_blocks": request.num_blocks,
+        "adapter": (request.adapter or None) if is_visible else None,
     }
 
 

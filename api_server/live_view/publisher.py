@@ -13,20 +13,19 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Final
 
 from api_server.live_view.events import (
     EncodedView,
     NoticeKind,
-    ServerInfo,
     SubscriberScope,
     hello_event,
     notice_event,
 )
 from proto.errors import OverloadedError
-from proto.lifecycle import EngineReady, Role, process_title
-from proto.view import EngineView
+from proto.messages.lifecycle import EngineReady, Role, process_title
+from proto.messages.view import EngineView
+from proto.settings.lora_modules import FOR_ALL, LoRAAccess
 
 logger = logging.getLogger("tokend.api")
 
@@ -77,19 +76,29 @@ class Subscriber:
 
 
 class LiveViewPublisher:
-    """Publish the views of the current engine to the subscribers. clock: monotonic seconds."""
+    """Publish the views of the current engine to the subscribers.
 
-    def __init__(self, server: ServerInfo, clock: Callable[[], float] = time.monotonic) -> None:
-        self._server = server
+    model, version, max_num_seqs: of the daemon; a reload may rename the model, in the hello events
+    that follow. clock: monotonic seconds. access: to adapters.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        version: str,
+        max_num_seqs: int,
+        clock: Callable[[], float] = time.monotonic,
+        access: LoRAAccess = FOR_ALL,
+    ) -> None:
+        self._access = access
+        self.model = model
+        self._version = version
+        self._max_num_seqs = max_num_seqs
         self._clock = clock
         self._start = clock()
         self._subscribers: list[Subscriber] = []
         self._hello = b""
         self._last_view: EncodedView | None = None
-
-    def rename_model(self, name: str) -> None:
-        """Call the model by this name in the hello events that follow."""
-        self._server = replace(self._server, model=name)
 
     @property
     def has_subscribers(self) -> bool:
@@ -101,7 +110,7 @@ class LiveViewPublisher:
         engine: the properties of the current one. Raises OverloadedError when there are
         MAX_SUBSCRIBERS.
         """
-        self._hello = hello_event(self._server, engine)
+        self._hello = self._hello_event(engine)
         if len(self._subscribers) >= MAX_SUBSCRIBERS:
             raise OverloadedError(f"the live view has {MAX_SUBSCRIBERS} subscribers already")
         subscriber = Subscriber(scope)
@@ -119,7 +128,7 @@ class LiveViewPublisher:
 
     def on_engine_ready(self, engine: EngineReady) -> None:
         """Publish hello again if the current engine has other properties."""
-        hello = hello_event(self._server, engine)
+        hello = self._hello_event(engine)
         self._last_view = None  # of another engine
         if hello != self._hello:
             self._hello = hello
@@ -129,11 +138,9 @@ class LiveViewPublisher:
         if not self._subscribers:
             return
         try:
-            encoded = EncodedView(view, view.timestamp - self._start)
-            events = {
-                subscriber.scope: encoded.event_for(subscriber.scope)
-                for subscriber in self._subscribers
-            }
+            encoded = EncodedView(view, view.timestamp - self._start, self._access)
+            scopes = {subscriber.scope for subscriber in self._subscribers}
+            events = {scope: encoded.event_for(scope) for scope in scopes}
         except Exception:  # a bad view must not stop the engine's outputs
             logger.exception("a view could not be encoded")
             return
@@ -158,6 +165,9 @@ class LiveViewPublisher:
     def close(self) -> None:
         for subscriber in self._subscribers:
             subscriber.end()
+
+    def _hello_event(self, engine: EngineReady) -> bytes:
+        return hello_event(self.model, self._version, self._max_num_seqs, engine)
 
     def _publish_event(self, event: bytes) -> None:
         for subscriber in list(self._subscribers):

@@ -13,10 +13,11 @@ Cells have no names: each metric allocates its cells in the same order in every 
 
 import mmap
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from typing import Final
 
-from proto.stats import METRIC_BYTES, METRIC_CELLS
+from proto.messages.stats import METRIC_BYTES, METRIC_CELLS
 
 
 class MetricSheet:
@@ -139,6 +140,11 @@ class Histogram:
         self._sheet.add_to_cell(self._first + bucket)
         self._sheet.add_to_cell(self._first + len(self.bounds) + 1, value)
 
+    @property
+    def count(self) -> float:
+        """Number of observations."""
+        return sum(self._sheet.sums(self._first, len(self.bounds) + 1))
+
     def buckets(self) -> tuple[list[tuple[str, float]], float]:
         """Return Prometheus' buckets (upper end, cumulative count) and the sum of observations."""
         *counts, total = self._sheet.sums(self._first, len(self.bounds) + 2)
@@ -170,3 +176,55 @@ class BroadcastCounter:
     @property
     def value(self) -> float:
         return max(row[0] for row in self._sheet.cells_by_row(self._cell, 1))
+
+
+_NUM_SLOTS: Final = 3
+"""Engines whose statistics a front end keeps; at most two run at once, during a reload."""
+_HEADER_CELLS: Final = 2
+
+
+class EngineGauges:
+    """The latest gauges of the engines that run, by epoch, whichever front end received them.
+
+    names: of the gauges. A slot has the epoch of an engine (0 if unused), the time of its
+    statistics, and the gauges.
+    """
+
+    def __init__(self, sheet: MetricSheet, names: Sequence[str]) -> None:
+        self._sheet = sheet
+        self._names = names
+        self._num_cells = _HEADER_CELLS + len(names)
+        self._slots = [sheet.allocate_cells(self._num_cells) for _ in range(_NUM_SLOTS)]
+        self._epochs: set[int] = set()
+
+    def add_engine(self, epoch: int) -> None:
+        self._epochs.add(epoch)
+
+    def remove_engine(self, epoch: int) -> None:
+        self._epochs.discard(epoch)
+        for slot in self._slots:
+            if self._sheet.own_cells(slot, 1) == [epoch]:
+                self._sheet.write_cells(slot, [0.0])
+
+    def write(self, epoch: int, timestamp: float, gauges: Mapping[str, float]) -> None:
+        """Store the gauges of an engine, by name. timestamp: monotonic seconds of the engine."""
+        headers = [self._sheet.own_cells(slot, _HEADER_CELLS) for slot in self._slots]
+        index = next((index for index, (owner, _) in enumerate(headers) if owner == epoch), None)
+        if index is None:  # an unused slot, or the oldest one
+            index = min(
+                range(_NUM_SLOTS), key=lambda slot: (headers[slot][0] != 0, headers[slot][1])
+            )
+        values = [gauges[name] for name in self._names]
+        self._sheet.write_cells(self._slots[index], [epoch, timestamp, *values])
+
+    def latest_values(self) -> list[dict[str, float]]:
+        """Return the newest gauges of each engine, received by any front end, by their names."""
+        newest: dict[int, list[float]] = {}
+        for slot in self._slots:
+            for cells in self._sheet.cells_by_row(slot, self._num_cells):
+                epoch = int(cells[0])
+                if epoch in self._epochs and cells[1] >= newest.get(epoch, cells)[1]:
+                    newest[epoch] = cells
+        return [
+            dict(zip(self._names, cells[_HEADER_CELLS:], strict=True)) for cells in newest.values()
+        ]

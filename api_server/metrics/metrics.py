@@ -8,8 +8,9 @@ values of all. An observation costs a bisection and takes no lock; the text is m
                          └──────────────────── inference ───────────────────┘
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Final, get_args
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Final, NamedTuple, get_args
 
 from prometheus_client import (
     CollectorRegistry,
@@ -27,12 +28,20 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from starlette.routing import BaseRoute
 
-from api_server.metrics.engine_gauges import EngineGauges
 from api_server.metrics.http_metrics import HttpMetrics
-from api_server.metrics.metric_sheet import BroadcastCounter, Counter, Gauge, Histogram, MetricSheet
-from proto.lifecycle import EngineReady, Role, process_title
-from proto.speculative_config import METHODS
-from proto.stats import KVMediumStats, SchedulerStats
+from api_server.metrics.metric_sheet import (
+    BroadcastCounter,
+    Counter,
+    EngineGauges,
+    Gauge,
+    Histogram,
+    MetricSheet,
+)
+from proto.messages.kv_events import DEVICE_MEDIUM
+from proto.messages.lifecycle import EngineReady, Role, process_title
+from proto.messages.lora import AdapterUsage
+from proto.messages.stats import KVMediumStats, SchedulerStats
+from proto.settings.speculative_config import METHODS
 
 # Bounds as vLLM has them, so that its dashboards show the same quantiles.
 FIRST_TOKEN_SECONDS: Final = (
@@ -55,6 +64,7 @@ TOOL_SECONDS: Final = (
     *(0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0),
 )
+LORA_LOAD_SECONDS: Final = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 AGENT_SESSION_SECONDS: Final = (
     *(0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 240.0, 480.0),
     *(960.0, 1920.0, 3840.0, 7680.0, 15360.0),
@@ -64,7 +74,41 @@ STEP_TOKENS: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 1
 NUM_CHOICES: Final = (1, 2, 5, 10, 20)
 NUM_PREEMPTIONS: Final = (1, 2, 5, 10, 20, 50, 100)
 
+# of vLLM's offloading connector
+COPY_BYTES: Final = (1e6, 5e6, 10e6, 20e6, 40e6, 60e6, 80e6, 100e6, 150e6, 200e6)
+LOOKUP_SECONDS: Final = (1e-5, 5e-5, 1e-4, 5e-4, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0)
+LOOKUP_WAIT_SECONDS: Final = (1e-4, 5e-4, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0)
+COPY_SECONDS: Final = (
+    *(1e-4, 2e-4, 5e-4, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
+    *(1.0, 2.0, 5.0, 10.0, 30.0),
+)
+
 SHARES: Final = (0.01, 0.02, 0.05, *(tenth / 10 for tenth in range(1, 11)))
+_ENGINE_GAUGES: Final[Mapping[str, tuple[str, str, Callable[[list[float]], float]]]] = {
+    "num_running": ("vllm:num_requests_running", "Requests in execution batches.", sum),
+    "num_waiting": ("vllm:num_requests_waiting", "Requests waiting to run.", sum),
+    "kv_cache_usage": ("vllm:kv_cache_usage_perc", "Used share of the KV blocks, 0 to 1.", max),
+    "cpu_offload_usage": (
+        "vllm:kv_offload_cpu_cache_usage_perc",
+        "Used share of the host memory for KV, 0 to 1.",
+        max,
+    ),
+    "num_queued_reqs": ("tokend:queued_reqs", "Choices that wait for their first step.", sum),
+    "num_queued_tokens": ("tokend:queued_tokens", "Prompt tokens of these choices.", sum),
+    "num_pinned_blocks": (
+        "tokend:pinned_blocks",
+        "KV blocks retained for agent sessions between turns.",
+        sum,
+    ),
+    "num_pinned_agent_sessions": (
+        "tokend:pinned_jobs",
+        "Agent sessions whose KV blocks are retained.",
+        sum,
+    ),
+}
+"""Field of SchedulerStats → name and help text of the gauge, and what joins those of two engines.
+
+num_deferred is collected, too: `vllm:num_requests_waiting_by_reason` shows it."""
 _STEP_COUNTERS: Final = {
     "num_preemptions": ("vllm:num_preemptions", "Preemptions by the scheduler."),
     "prefix_cache_queries": ("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache."),
@@ -102,19 +146,19 @@ _STEP_COUNTERS: Final = {
     ),
     "num_pins_taken": ("tokend:pins_taken", "Turns whose KV was retained for the next turn."),
     "num_pins_hit": ("tokend:pins_hit", "Retained KV that a later turn of its agent session used."),
-    "num_pins_expired": ("tokend:pins_expired", "Retained KV whose time ran out."),
-    "num_pins_given_up": ("tokend:pins_given_up", "Retained KV evicted for other requests."),
+    "num_pins_expired": (
+        "tokend:pins_expired",
+        "Retained KV whose time ran out, or was not worth it.",
+    ),
+    "num_pins_given_up": (
+        "tokend:pins_given_up",
+        "Retained KV of which all or a part was evicted for other requests.",
+    ),
 }
 """Field of SchedulerStats → name and help text of the counter."""
 REPORTED_DRAFT_POSITIONS: Final = 16
 """Positions of drafts with a counter of their own."""
 _MEDIUM_COUNTERS: Final = {
-    "load_bytes": ("vllm:kv_offload_load_bytes", "Bytes of KV loaded from a medium."),
-    "load_seconds": ("vllm:kv_offload_load_time", "Seconds of loads from a medium."),
-    "num_loads": ("tokend:kv_offload_loads", "Loads from a medium."),
-    "store_bytes": ("vllm:kv_offload_store_bytes", "Bytes of KV stored on a medium."),
-    "store_seconds": ("vllm:kv_offload_store_time", "Seconds of stores on a medium."),
-    "num_stores": ("tokend:kv_offload_stores", "Stores on a medium."),
     "num_skipped": (
         "vllm:kv_offload_stores_skipped",
         "Blocks not stored: stored before, or unlikely to be reused.",
@@ -126,7 +170,33 @@ _MEDIUM_COUNTERS: Final = {
     "num_failed": ("tokend:kv_offload_failures", "Loads and stores that failed."),
 }
 """Field of KVMediumStats → name and help text of the counter."""
+_COPY_METRICS: Final = {
+    "loads": ("load", "loads from a medium"),
+    "stores": ("store", "stores on a medium"),
+}
+"""Field of KVMediumStats → part of the names of its metrics, and what they count."""
+_LOOKUP_HISTOGRAMS: Final = {
+    "lookup_seconds": (
+        "vllm:kv_offload_lookup_sync_delay_seconds",
+        "Time of a lookup of a request on a medium.",
+        LOOKUP_SECONDS,
+    ),
+    "lookup_wait_seconds": (
+        "vllm:kv_offload_lookup_async_delay_seconds",
+        "From the first lookup of a request without an answer to the answer.",
+        LOOKUP_WAIT_SECONDS,
+    ),
+}
+"""Field of KVMediumStats → name, help text and bounds of the histogram."""
+_OUTSIDE: Final = "outside"
+"""Source of drafts by proposers of other packages."""
 _MEDIA: Final = ("CPU", "disk", "remote", "other")
+_TIER_MEDIA: Final = (DEVICE_MEDIUM, *_MEDIA)
+"""Media whose size may be known, of which the first is the KV pool."""
+_TIER_GAUGES: Final = {
+    "num_blocks": ("tokend:kv_blocks", "Blocks for KV on a medium."),
+    "num_free": ("tokend:kv_free_blocks", "Those of them that are not in use."),
+}
 _SOURCES: Final = ("local_compute", "local_cache_hit", "external_kv_transfer")
 
 
@@ -136,6 +206,7 @@ class Metrics(Collector):
     incarnation: restarts of this front end. num_hung: its restarts after a hang.
     model_name: value of the label, which a reload may change. in_flight: HTTP requests in flight.
     connections: open connections of clients.
+    max_loras: most adapters in a step; None if none are served. adapter_usage: of the engine now.
     """
 
     def __init__(
@@ -144,9 +215,19 @@ class Metrics(Collector):
         self._sheet = sheet
         self.model_name = model_name
         self._counter_families: list[_CounterFamily] = []
-        self._histogram_families: list[tuple[str, str, Histogram]] = []
+        self._histogram_families: list[_HistogramFamily] = []
+        self.max_loras: int | None = None
+        self.adapter_usage: AdapterUsage | None = None
         self._engine: EngineReady | None = None
-        self._engine_gauges = EngineGauges(sheet)
+        self._ready = True
+        self._engine_gauges = EngineGauges(
+            sheet,
+            (
+                *_ENGINE_GAUGES,
+                "num_deferred",
+                *(f"{field} {medium}" for field in _TIER_GAUGES for medium in _TIER_MEDIA),
+            ),
+        )
         self.in_flight = Gauge(sheet)
         self.connections = Gauge(sheet)
         self._define_engine_metrics()
@@ -177,17 +258,46 @@ class Metrics(Collector):
             "tokend:spec_decode_num_draft_tokens_by_source",
             "Verified tokens of drafts, by the method that drafted them.",
             "source",
-            METHODS,
+            (*METHODS, _OUTSIDE),
         )
         self._accepted_by_source = self._counters(
             "tokend:spec_decode_num_accepted_tokens_by_source",
             "Those of them that were accepted.",
             "source",
-            METHODS,
+            (*METHODS, _OUTSIDE),
+        )
+        self._lora_evictions = self._counter(
+            "tokend:lora_evictions", "Adapters evicted from the workers' memory for others."
+        )
+        self._lora_load_seconds = self._histogram(
+            "tokend:lora_load_seconds", "Load of an adapter in all workers.", LORA_LOAD_SECONDS
         )
         self._medium_counters = {
             field: self._counters(name, text, "medium", _MEDIA)
             for field, (name, text) in _MEDIUM_COUNTERS.items()
+        }
+        self._copies = {
+            field: _CopyMetrics(
+                num_bytes=self._counters(
+                    f"vllm:kv_offload_{part}_bytes", f"Bytes of {what}.", "medium", _MEDIA
+                ),
+                seconds=self._counters(
+                    f"vllm:kv_offload_{part}_time", f"Seconds of {what}.", "medium", _MEDIA
+                ),
+                sizes=self._histograms(
+                    f"vllm:kv_offload_{part}_size", f"Bytes of each of the {what}.", COPY_BYTES
+                ),
+                durations=self._histograms(
+                    f"tokend:kv_offload_{part}_seconds",
+                    f"Seconds of each of the {what}.",
+                    COPY_SECONDS,
+                ),
+            )
+            for field, (part, what) in _COPY_METRICS.items()
+        }
+        self._lookups = {
+            field: self._histograms(name, text, bounds)
+            for field, (name, text, bounds) in _LOOKUP_HISTOGRAMS.items()
         }
         self._step_tokens = self._histogram(
             "vllm:iteration_tokens_total", "Tokens computed in a step.", STEP_TOKENS
@@ -362,8 +472,9 @@ class Metrics(Collector):
         self._registry.register(http_metrics)
         return http_metrics
 
-    def render(self) -> bytes:
-        """Return all metrics in Prometheus' text format 0.0.4."""
+    def render(self, *, ready: bool = True) -> bytes:
+        """Return all metrics in Prometheus' text format 0.0.4. ready: see `/health/ready`."""
+        self._ready = ready
         return generate_latest(self._registry)
 
     # What happened. Each method belongs to one event.
@@ -386,15 +497,15 @@ class Metrics(Collector):
 
     def record_scheduler_stats(self, stats: SchedulerStats, epoch: int, timestamp: float) -> None:
         """Record gauges and deltas of a step. timestamp: monotonic seconds of the engine."""
-        self._engine_gauges.write(epoch, timestamp, stats)
+        self._engine_gauges.write(epoch, timestamp, _gauges(stats))
         for field, counter in self._step_counters.items():
             counter.increment(getattr(stats, field))
         for position, number in enumerate(stats.accepted_per_pos[:REPORTED_DRAFT_POSITIONS]):
             self._accepted_per_pos[str(position)].increment(number)
         for source, number in stats.draft_tokens_by_source.items():
-            self._drafted_by_source[source].increment(number)
+            self._drafted_by_source[_known_source(source)].increment(number)
         for source, number in stats.accepted_by_source.items():
-            self._accepted_by_source[source].increment(number)
+            self._accepted_by_source[_known_source(source)].increment(number)
         for medium_stats in stats.kv_media:
             self._record_medium_stats(medium_stats)
         self._discarded["late"].increment(stats.num_discarded_tokens)
@@ -413,6 +524,10 @@ class Metrics(Collector):
             self._agent_session_seconds.observe(seconds)
         for seconds in stats.tool_seconds:
             self._tool_seconds.observe(seconds)
+        if stats.lora is not None:
+            self._lora_evictions.increment(stats.lora.num_evicted)
+            for seconds in stats.lora.load_seconds:
+                self._lora_load_seconds.observe(seconds)
 
     def count_discarded_tokens(self, cause: str, num_tokens: int) -> None:
         """Count tokens that are not sent: "after_stop" (a stop string) or "repeated"."""
@@ -496,20 +611,27 @@ class Metrics(Collector):
             self._seconds_per_token.observe((last_token - first_token) / (longest - 1))
 
     def _record_medium_stats(self, stats: KVMediumStats) -> None:
-        medium = stats.medium if stats.medium in _MEDIA else _MEDIA[-1]
+        medium = _known_medium(stats.medium)
         for field, counters in self._medium_counters.items():
             counters[medium].increment(getattr(stats, field))
+        for field, copies in self._copies.items():
+            for copy in getattr(stats, field):
+                copies.num_bytes[medium].increment(copy.num_bytes)
+                copies.seconds[medium].increment(copy.seconds)
+                copies.sizes[medium].observe(copy.num_bytes)
+                copies.durations[medium].observe(copy.seconds)
+        for field, histograms in self._lookups.items():
+            for seconds in getattr(stats, field):
+                histograms[medium].observe(seconds)
 
     # What is shown.
 
     def collect(self) -> Iterator[Metric]:
         yield from self._collect_engine_gauges()
         yield from self._collect_engine_info()
-        media = [
-            medium
-            for medium in _MEDIA
-            if any(counters[medium].value for counters in self._medium_counters.values())
-        ]
+        if self.max_loras is not None:
+            yield from self._collect_adapters(self.max_loras)
+        media = [medium for medium in _MEDIA if self._was_used(medium)]
         for name, text, label, counters in self._counter_families:
             common = self._common_labels(name)
             counter_family = CounterMetricFamily(
@@ -521,49 +643,34 @@ class Metrics(Collector):
                 labels = (*common.values(), value) if label else (*common.values(),)
                 counter_family.add_metric(labels, counter.value)
             yield counter_family
-        for name, text, histogram in self._histogram_families:
+        for name, text, label, histograms in self._histogram_families:
             common = self._common_labels(name)
-            histogram_family = HistogramMetricFamily(name, text, labels=(*common,))
-            histogram_family.add_metric((*common.values(),), *histogram.buckets())
+            histogram_family = HistogramMetricFamily(
+                name, text, labels=(*common, label) if label else (*common,)
+            )
+            for value, histogram in histograms.items():
+                if label == "medium" and value not in media:
+                    continue
+                labels = (*common.values(), value) if label else (*common.values(),)
+                histogram_family.add_metric(labels, *histogram.buckets())
             yield histogram_family
 
-    def _collect_engine_gauges(self) -> Iterator[Metric]:
-        """Gauges of the engines: the sum of all, the maximum for shares of memory."""
-        engines = list(self._engine_gauges.latest_values())
-        num_running = sum(engine.num_running for engine in engines)
-        num_waiting = sum(engine.num_waiting for engine in engines)
-        num_deferred = sum(engine.num_deferred for engine in engines)
-        yield self._gauge(
-            "vllm:num_requests_running", "Requests in execution batches.", num_running
-        )
-        yield self._gauge("vllm:num_requests_waiting", "Requests waiting to run.", num_waiting)
-        yield self._gauge(
-            "vllm:kv_cache_usage_perc",
-            "Used share of the KV blocks, 0 to 1.",
-            max((engine.kv_cache_usage for engine in engines), default=0.0),
-        )
-        yield self._gauge(
-            "vllm:kv_offload_cpu_cache_usage_perc",
-            "Used share of the host memory for KV, 0 to 1.",
-            max((engine.cpu_offload_usage for engine in engines), default=0.0),
-        )
-        for name, text, field in (
-            ("queued_reqs", "Choices that wait for their first step.", "num_queued_reqs"),
-            ("queued_tokens", "Prompt tokens of these choices.", "num_queued_tokens"),
-            (
-                "pinned_blocks",
-                "KV blocks retained for agent sessions between turns.",
-                "num_pinned_blocks",
-            ),
-            (
-                "pinned_jobs",
-                "Agent sessions whose KV blocks are retained.",
-                "num_pinned_agent_sessions",
-            ),
-        ):
-            yield self._gauge(
-                f"tokend:{name}", text, sum(getattr(engine, field) for engine in engines)
+    def _was_used(self, medium: str) -> bool:
+        """Return whether KV was looked up, stored or loaded on a medium."""
+        return any(counters[medium].value for counters in self._medium_counters.values()) or any(
+            histograms[medium].count
+            for histograms in (
+                *self._lookups.values(),
+                *(copies.sizes for copies in self._copies.values()),
             )
+        )
+
+    def _collect_engine_gauges(self) -> Iterator[Metric]:
+        engines = self._engine_gauges.latest_values()
+        for field, (name, text, joined) in _ENGINE_GAUGES.items():
+            yield self._gauge(name, text, joined([engine[field] for engine in engines] or [0.0]))
+        num_deferred = sum(engine["num_deferred"] for engine in engines)
+        num_waiting = sum(engine["num_waiting"] for engine in engines)
         waiting = GaugeMetricFamily(
             "vllm:num_requests_waiting_by_reason",
             "Requests waiting to run: for KV blocks, or for something else.",
@@ -572,10 +679,18 @@ class Metrics(Collector):
         waiting.add_metric((*self._vllm_labels.values(), "capacity"), num_waiting - num_deferred)
         waiting.add_metric((*self._vllm_labels.values(), "deferred"), num_deferred)
         yield waiting
+        for field, (name, text) in _TIER_GAUGES.items():
+            tiers = GaugeMetricFamily(name, text, labels=("medium",))
+            for medium in _TIER_MEDIA:
+                if any(engine[f"num_blocks {medium}"] for engine in engines):
+                    number = sum(engine[f"{field} {medium}"] for engine in engines)
+                    tiers.add_metric((medium,), number)
+            yield tiers
 
     def _collect_engine_info(self) -> Iterator[Metric]:
-        """Queue limits, weights and KV pool of the current engine."""
+        """Readiness; queue limits, weights and KV pool of the current engine."""
         engine = self._engine
+        yield self._gauge("tokend:ready", "Whether /health/ready is true: 1 or 0.", self._ready)
         yield self._gauge(
             "tokend:max_num_queued_reqs",
             "Limit of queued_reqs; 0: none.",
@@ -602,6 +717,28 @@ class Metrics(Collector):
             info.add_metric((*self._vllm_labels.values(), *sizes), 1)
             yield info
 
+    def _collect_adapters(self, max_loras: int) -> Iterator[Metric]:
+        """Which adapters have requests; the value is the time, as in vLLM."""
+        usage = self.adapter_usage
+        info = GaugeMetricFamily(
+            "vllm:lora_requests_info",
+            "Adapters with running requests, and with waiting ones only.",
+            labels=(
+                *self._vllm_labels,
+                *("max_lora", "waiting_lora_adapters", "running_lora_adapters"),
+            ),
+        )
+        waiting = "" if usage is None else ",".join(usage.waiting)
+        running = "" if usage is None else ",".join(usage.running)
+        labels = (*self._vllm_labels.values(), str(max_loras), waiting, running)
+        info.add_metric(labels, time.time())
+        yield info
+        yield self._gauge(
+            "tokend:lora_resident",
+            "Adapters in the workers' memory.",
+            0 if usage is None else usage.num_resident,
+        )
+
     def _common_labels(self, name: str) -> dict[str, str]:
         return self._vllm_labels if name.startswith("vllm:") else {}
 
@@ -624,9 +761,47 @@ class Metrics(Collector):
 
     def _histogram(self, name: str, text: str, bounds: Sequence[float]) -> Histogram:
         histogram = Histogram(self._sheet, bounds)
-        self._histogram_families.append((name, text, histogram))
+        self._histogram_families.append((name, text, "", {"": histogram}))
         return histogram
 
+    def _histograms(self, name: str, text: str, bounds: Sequence[float]) -> dict[str, Histogram]:
+        """Define a histogram for each medium."""
+        histograms = {medium: Histogram(self._sheet, bounds) for medium in _MEDIA}
+        self._histogram_families.append((name, text, "medium", histograms))
+        return histograms
 
+
+class _CopyMetrics(NamedTuple):
+    """Metrics of the copies of one direction, by medium."""
+
+    num_bytes: dict[str, Counter]
+    seconds: dict[str, Counter]
+    sizes: dict[str, Histogram]
+    durations: dict[str, Histogram]
+
+
+def _known_source(source: str) -> str:
+    """Return the label `source` of a drafter: a known one, or that of all others."""
+    return source if source in METHODS else _OUTSIDE
+
+
+def _known_medium(medium: str) -> str:
+    """Return the label `medium` of a medium: a known one, or that of all others."""
+    return medium if medium in _TIER_MEDIA else _MEDIA[-1]
+
+
+def _gauges(stats: SchedulerStats) -> dict[str, float]:
+    """Return the gauges of an engine by name; those of a tier by their name and medium."""
+    gauges = {name: float(getattr(stats, name)) for name in (*_ENGINE_GAUGES, "num_deferred")}
+    gauges |= {f"{field} {medium}": 0.0 for field in _TIER_GAUGES for medium in _TIER_MEDIA}
+    for tier in stats.kv_tiers:
+        medium = _known_medium(tier.medium)
+        gauges[f"num_blocks {medium}"] += tier.num_blocks
+        gauges[f"num_free {medium}"] += max(0, tier.num_blocks - tier.num_used)
+    return gauges
+
+
+_HistogramFamily = tuple[str, str, str, Mapping[str, Histogram]]
+"""Name, help text, label ("" for none), and the histogram of each value of the label."""
 _CounterFamily = tuple[str, str, str, Mapping[str, Counter] | Mapping[str, BroadcastCounter]]
 """Name, help text, label ("" for none), and the counter of each value of the label."""

@@ -34,17 +34,18 @@ from api_server.parsers.output import (
 )
 from api_server.parsers.output_format import OutputFormat
 from api_server.parsers.tool_calls import offered_tools, strict_field
-from api_server.parsers.tools.base import OfferedTool, quoted
+from api_server.parsers.tools.base import json_argument_rules, quoted
 from api_server.parsers.tools.call_parser import new_call_id, read_arguments
 from api_server.protocol.chat import ChatCompletionRequest
-from api_server.protocol.fields import IgnoredFields
+from api_server.protocol.fields import IgnoredFields, errors_of
 from api_server.protocol.json_lark import json_rules
 from api_server.protocol.json_schema import SchemaWork
+from api_server.protocol.tools import FunctionTool
 from api_server.text.detokenizer import Detokenizer
 from api_server.text.harmony import HarmonyEncoding
 from api_server.text.tokenizer import ModelTokenizer
 from proto.errors import InvalidRequestError, ModelError
-from proto.grammar import GrammarSource, decoded
+from proto.messages.grammar import GrammarSource, decoded
 
 MARK: Final = "\ufdd0"
 """Stands before the text of a special token. A Unicode noncharacter: texts do not contain it."""
@@ -168,11 +169,10 @@ class HarmonyParser:
             self._add_text(f"<|{name}|>")
 
     def _begin_message(self, header_text: str) -> None:
-        header = self._encoding.parse_header(header_text)
+        name = self._encoding.called_tool(header_text)
         self._header = None
         is_analysis = last_channel(header_text) == "analysis"
         self._kind = ReasoningText if is_analysis else ContentText
-        name = header.called_tool if header else None
         is_offered = name in self._tool_names
         self._called_tool = name if is_offered else named_tool(header_text, self._tool_names)
         self._is_new_text = True
@@ -268,7 +268,7 @@ class HarmonyTokenCounter:
         return self._detokenizer.flush_text()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HarmonyOutput(OutputFormat):
     """How the choices of one request to a harmony model are parsed.
 
@@ -277,7 +277,7 @@ class HarmonyOutput(OutputFormat):
     model wrote it.
     """
 
-    harmony: "Harmony | None" = None
+    harmony: "Harmony"
     opening: str | None = None
     tool_names: Sequence[str] = ()
     is_shown: bool = True
@@ -289,7 +289,6 @@ class HarmonyOutput(OutputFormat):
 
     @property
     def markers(self) -> dict[int, str]:
-        assert self.harmony is not None
         return dict(self.harmony.markers)
 
     def new_parser(self) -> OutputParser:
@@ -305,7 +304,6 @@ class HarmonyOutput(OutputFormat):
         return HarmonyTokenCounter(detokenizer, self._new_parser(is_shown=False))
 
     def _new_parser(self, *, is_shown: bool) -> HarmonyParser:
-        assert self.harmony is not None
         return HarmonyParser(
             self.harmony.encoding, self.opening, self.tool_names, is_shown=is_shown
         )
@@ -358,7 +356,7 @@ class Harmony:
         return HarmonyOutput(
             harmony=self,
             opening=open_header(prompt),
-            tool_names=[tool.name for tool in request.tools] if request.callable_tools else [],
+            tool_names=[tool.name for tool in request.listed_tools],
             is_shown=request.include_reasoning,
             is_raw=not request.skip_special_tokens,
         )
@@ -398,15 +396,13 @@ class Harmony:
         if not request.add_generation_prompt:
             rules[0] = f'start: {self._token("start")} "assistant" answer'
         source = GrammarSource("grammar", "\n".join(rules), field=field_path)
-        try:
+        with errors_of(field_path):
             source.validate()
-        except InvalidRequestError as error:
-            raise error.in_field(field_path) from None
         return source
 
     def _rules(
         self,
-        tools: Sequence[OfferedTool],
+        tools: Sequence[FunctionTool],
         text_grammar: GrammarSource | None,
         budget: int | None,
         work: SchemaWork,
@@ -441,7 +437,7 @@ class Harmony:
             )
             rules.append(f'call: {channel} "commentary to=functions." ({calls})')
             for index, tool in enumerate(tools):
-                rules += tool.argument_rules(f"arguments_{index}", work)
+                rules += json_argument_rules(f"arguments_{index}", tool, work)
         return [*rules, f"answer: {' '.join(opening)} ({' | '.join(last)})"]
 
     def _token(self, name: str) -> str:
@@ -452,10 +448,8 @@ class Harmony:
 def _text_rules(grammar: GrammarSource, work: SchemaWork) -> list[str]:
     """Return the rule `text` and those that it needs, for the text of the final message."""
     if grammar.kind == "json_schema":
-        try:
+        with errors_of(grammar.field):
             return json_rules("text", decoded(grammar.source), work, compact=grammar.compact)
-        except InvalidRequestError as error:
-            raise error.in_field(grammar.field) from None
     if grammar.kind == "choice":
         return [f"text: {' | '.join(map(quoted, decoded(grammar.source)))}"]
     if grammar.kind == "regex":

@@ -6,7 +6,7 @@
     "arguments": {"city": "Paris"}}          ToolCallArguments(0, '{"city": "Paris"}')
 
 A parser knows the markers of one model family and returns these parts. The encoders in
-`api_server/protocol/` write the parts in the words of each API.
+`api_server/generation/encoders/` write the parts in the words of each API.
 """
 
 from collections.abc import Sequence
@@ -110,6 +110,10 @@ def find_marker(text: str, markers: Sequence[str]) -> tuple[int, str]:
     return len(text) - held, ""
 
 
+TOOL_CALLS: Final = "tool_calls"
+"""The finish_reason of a choice that ended by itself and calls a tool."""
+
+
 class ChoiceParser:
     """Parses one choice for its response, and records whether it contains a tool call.
 
@@ -199,21 +203,23 @@ class ContentStops:
         self._parser = parser
         self.content_end = 0
 
-    def filter_text(self, piece: str, *, can_stop: bool) -> tuple[str, str | None]:
+    def filter_text(self, piece: str, *, min_tokens_reached: bool) -> tuple[str, str | None]:
         """Return the text, and the stop string that its content completes or None."""
-        return piece, self._find_stop(self._parser.parse_delta(piece), can_stop)
+        return piece, self._find_stop(self._parser.parse_delta(piece), min_tokens_reached)
 
-    def finish_text(self, *, is_cut: bool, can_stop: bool) -> tuple[str, str | None]:
+    def finish_text(self, *, is_cut: bool, min_tokens_reached: bool) -> tuple[str, str | None]:
         """Return what `filter_text` does, for the end of the text. is_cut: see `OutputParser`."""
-        stop = self._find_stop(self._parser.parse_end(is_cut=is_cut), can_stop)
+        stop = self._find_stop(self._parser.parse_end(is_cut=is_cut), min_tokens_reached)
         if stop is None:
             self.content_end += len(self._stop_strings.flush_text())
         return "", stop
 
-    def _find_stop(self, parts: Sequence[OutputPart], can_stop: bool) -> str | None:
+    def _find_stop(self, parts: Sequence[OutputPart], min_tokens_reached: bool) -> str | None:
         for part in parts:
             if isinstance(part, ContentText):
-                certain, stop = self._stop_strings.filter_text(part.text, can_stop=can_stop)
+                certain, stop = self._stop_strings.filter_text(
+                    part.text, min_tokens_reached=min_tokens_reached
+                )
                 if stop is not None:
                     self.content_end += len(certain)
                     return stop

@@ -13,20 +13,19 @@ from api_server.metrics.metrics import Metrics
 from api_server.parsers.output import PLAIN_TEXT, ChoiceParser, OutputParser
 from api_server.parsers.reasoning import (
     NO_REASONING,
-    CallsInReasoning,
     OutputStart,
     ReasoningFormat,
     ReasoningTokenCounter,
     TokenCounter,
 )
 from api_server.parsers.tool_calls import TEXT_ONLY, ToolCallPlan
-from api_server.protocol.chat import Effort
+from api_server.protocol.chat import REASONING_SWITCHES, Effort
 from api_server.protocol.fields import IgnoredFields
-from api_server.text.chat_template import REASONING_SWITCHES, Conversation, TemplateFacts
+from api_server.text.chat_template import Conversation, TemplateFacts
 from api_server.text.detokenizer import Detokenizer
 from api_server.text.tokenizer import ModelTokenizer
 from proto.errors import InvalidRequestError
-from proto.sampling_params import ThinkingRule
+from proto.messages.sampling_params import ThinkingRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,25 +42,6 @@ class ReasoningPlan:
     rule: ThinkingRule | None = None
     markers: Mapping[int, str] = field(default_factory=dict)
     is_shown: bool = True
-
-    def new_parser(
-        self, content_parser: OutputParser, calls: CallsInReasoning | None
-    ) -> OutputParser:
-        """Return a parser for one choice; `content_parser` receives what is not reasoning."""
-        return self.format.new_parser(
-            self.output_start, content_parser, is_shown=self.is_shown, calls=calls
-        )
-
-    def new_counter(
-        self, detokenizer: Detokenizer, tool_calls: ToolCallPlan
-    ) -> ReasoningTokenCounter | None:
-        """Return the detokenizer with a count of reasoning tokens; None without reasoning."""
-        if self.output_start is OutputStart.CONTENT:
-            return None
-        calls = tool_calls.in_reasoning
-        return self.format.new_counter(
-            detokenizer, self.output_start, calls.tokens if calls else ()
-        )
 
 
 WITHOUT_REASONING: Final = ReasoningPlan()
@@ -88,15 +68,26 @@ class OutputFormat:
         return {**self.tool_calls.markers, **self.reasoning.markers}
 
     def new_parser(self) -> OutputParser:
-        return self.reasoning.new_parser(self.tool_calls.new_parser(), self.tool_calls.in_reasoning)
+        return self._after_reasoning(self.tool_calls.new_parser())
 
     def new_reasoning_parser(self) -> OutputParser:
         """Return a parser whose content has the calls of tools, for `tool_calls`' parser."""
-        return self.reasoning.new_parser(PLAIN_TEXT, self.tool_calls.in_reasoning)
+        return self._after_reasoning(PLAIN_TEXT)
+
+    def _after_reasoning(self, content_parser: OutputParser) -> OutputParser:
+        """Return a parser for one choice; `content_parser` receives what is not reasoning."""
+        plan, calls = self.reasoning, self.tool_calls.in_reasoning
+        return plan.format.new_parser(
+            plan.output_start, content_parser, is_shown=plan.is_shown, calls=calls
+        )
 
     def new_counter(self, detokenizer: Detokenizer) -> TokenCounter | None:
         """Return the detokenizer with a count of reasoning tokens; None without reasoning."""
-        return self.reasoning.new_counter(detokenizer, self.tool_calls)
+        plan, calls = self.reasoning, self.tool_calls.in_reasoning
+        if plan.output_start is OutputStart.CONTENT:
+            return None
+        tokens = calls.tokens if calls else ()
+        return ReasoningTokenCounter(detokenizer, plan.format, plan.output_start, tokens)
 
     def new_choice_parser(self, metrics: Metrics) -> ChoiceParser:
         """Return a parser for one choice of the response, counted if the request has tools."""

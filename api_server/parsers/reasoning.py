@@ -28,8 +28,8 @@ from api_server.parsers.output import (
     num_marker_characters,
 )
 from api_server.text.detokenizer import Detokenizer
-from proto.config import ReasoningParserName
-from proto.sampling_params import BLANKS, MAX_BLANKS
+from proto.messages.sampling_params import BLANKS, MAX_BLANKS
+from proto.settings.config import ReasoningParserName
 
 
 class OutputStart(enum.Enum):
@@ -117,12 +117,6 @@ class ReasoningFormat:
         if output_start is OutputStart.CONTENT:
             return content_parser
         return ReasoningParser(self, output_start, content_parser, is_shown=is_shown, calls=calls)
-
-    def new_counter(
-        self, detokenizer: Detokenizer, output_start: OutputStart, call_tokens: Sequence[str] = ()
-    ) -> "ReasoningTokenCounter":
-        """Return the detokenizer with a count of the reasoning tokens of one choice."""
-        return ReasoningTokenCounter(detokenizer, self, output_start, call_tokens)
 
 
 NO_REASONING: Final = ReasoningFormat()
@@ -296,7 +290,7 @@ class ReasoningParser:
         return text
 
     def _read_reasoning(self, text: str, parts: list[OutputPart]) -> str:
-        """Add reasoning to `parts` and return the text after it, which begins with a call or not.
+        """Add reasoning to `parts`; return the text after it: an answer, or the start of a call.
 
         thought thought \\n \\n </thi      held back: what may belong to the end marker
         ── added ─────┘ └─ held ──┘
@@ -430,7 +424,7 @@ class AnswerParser:
         return self._content_parser.parse_delta(text) if text else ()
 
     def _read_answer(self, text: str) -> str:
-        """Return the text before the end marker, and what is behind it; hold back a part of it."""
+        """Return the text without the end marker; hold back what may be a part of the marker."""
         answer, found, after = text.partition(self._end)
         if found:
             after = after.lstrip()

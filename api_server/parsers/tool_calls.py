@@ -22,22 +22,19 @@ from api_server.parsers.tools.base import (
     INDEX,
     MAX_CALLS_IN_GRAMMAR,
     NAME,
-    CallGrammar,
     CallRules,
-    OfferedTool,
     ToolCallFormat,
     ToolSchemas,
 )
 from api_server.parsers.tools.registry import DEFAULT_FORMAT, tool_call_format
-from api_server.protocol.fields import IgnoredFields
+from api_server.protocol.fields import IgnoredFields, errors_of
 from api_server.protocol.json_lark import json_rules
 from api_server.protocol.json_schema import SchemaWork, rewrite_schema
 from api_server.protocol.tools import FunctionTool, ToolFields
 from api_server.text.chat_template import Conversation, TemplateFacts, arguments_text
 from api_server.text.tokenizer import ModelTokenizer
-from proto.config import ToolCallParser
 from proto.errors import InvalidRequestError
-from proto.grammar import GrammarSource, check_schema, decoded
+from proto.messages.grammar import GrammarSource, check_schema, decoded
 
 Message = dict[str, Any]
 
@@ -83,7 +80,7 @@ class ModelToolCalls:
     parser_name: value of --tool-call-parser. template: source of the chat template.
     """
 
-    parser_name: ToolCallParser
+    parser_name: str
     template: str | None
     facts: TemplateFacts
     tokenizer: ModelTokenizer
@@ -104,7 +101,7 @@ class ModelToolCalls:
         """Return the request's tools for the chat template; None if no tool may be called."""
         if not request.callable_tools:
             return None
-        return [tool.for_template() for tool in request.tools]
+        return [tool.for_template() for tool in request.listed_tools]
 
     def adapt_conversation(self, conversation: Conversation) -> Conversation:
         """Return the conversation as the chat template takes it.
@@ -165,7 +162,7 @@ class ModelToolCalls:
         rules = CallRules(offered, max_calls, token_ids, work)
         return ToolCallPlan(
             call_format,
-            {tool.name: tool.parameters for tool in request.tools},
+            {tool.name: tool.parameters for tool in request.listed_tools},
             _answer_grammar(request, call_format, rules, text_grammar),
             {token_id: marker for marker, token_id in token_ids.items()},
         )
@@ -173,7 +170,7 @@ class ModelToolCalls:
 
 def offered_tools(
     request: ToolFields, ignored: IgnoredFields, work: SchemaWork, *, all_schemas: bool
-) -> list[OfferedTool]:
+) -> list[FunctionTool]:
     """Return the tools that the answer may call, as grammars take them.
 
     all_schemas: prepare the schema of every tool, not only of those that calls have to keep to.
@@ -184,7 +181,7 @@ def offered_tools(
         strict = tool.strict or request.must_call
         is_held = strict or all_schemas
         schema = _parameters_schema(tool, ignored, work) if is_held else tool.parameters
-        offered.append(OfferedTool(tool.name, schema, strict, tool.field))
+        offered.append(replace(tool, parameters=schema, strict=strict))
     return offered
 
 
@@ -193,11 +190,9 @@ def _parameters_schema(
 ) -> Mapping[str, Any]:
     """Return the schema of a tool's parameters as grammars take it."""
     field = f"{tool.field}.function.parameters"
-    try:
+    with errors_of(field):
         check_schema(tool.parameters)
         schema, removed = rewrite_schema(tool.parameters, work)
-    except InvalidRequestError as error:
-        raise error.in_field(field) from None
     for keyword in removed:
         ignored.add(f"{field}.{keyword}")
     return {} if isinstance(schema, bool) else schema
@@ -217,62 +212,57 @@ def _answer_grammar(
                 f"{text_grammar.field} does not go with a tool_choice that asks for a call",
                 text_grammar.field,
             )
-        return _grammar_source(["start: calls"], call_format.grammar(rules), rules)
+        return _grammar_source(["start: calls", *call_format.grammar(rules)], rules)
     if text_grammar is not None:
-        return _calls_or_schema(text_grammar, call_format.grammar(rules), rules)
+        return _calls_or_schema(text_grammar, call_format, rules)
     if not request.calls_once and not any(tool.strict for tool in rules.tools):
         return None
-    grammar = call_format.grammar(rules)
-    if not grammar.trigger:
-        start = ["start: calls | FREE", f"FREE: {grammar.free_text}"]
-        return _grammar_source(start, grammar, rules)
-    return _grammar_source(["start: after_trigger"], grammar, rules, trigger=grammar.trigger)
+    grammar, trigger = call_format.grammar(rules), call_format.trigger
+    if not trigger:
+        start = ["start: calls | FREE", f"FREE: {call_format.free_text}"]
+        return _grammar_source([*start, *grammar], rules)
+    return _grammar_source(["start: after_trigger", *grammar], rules, trigger=trigger)
 
 
 def _calls_or_schema(
-    text_grammar: GrammarSource, grammar: CallGrammar, rules: CallRules
+    text_grammar: GrammarSource, call_format: ToolCallFormat, rules: CallRules
 ) -> GrammarSource:
     """Return the grammar of an answer that is either calls or JSON of the requested schema."""
-    if text_grammar.kind != "json_schema" or not grammar.trigger:
+    if text_grammar.kind != "json_schema" or not call_format.trigger:
         raise InvalidRequestError(
             f"beside tools {text_grammar.field} takes a JSON schema, and a model that marks its "
             "calls; tool_choice none lets it be",
             text_grammar.field,
         )
-    try:
+    with errors_of(text_grammar.field):
         answer = json_rules("answer", decoded(text_grammar.source), rules.work)
-    except InvalidRequestError as error:
-        raise error.in_field(text_grammar.field) from None
     has_strict = any(tool.strict for tool in rules.tools)
     field = strict_field(rules.tools) if has_strict else text_grammar.field
-    return _grammar_source(["start: calls | answer", *answer], grammar, rules, field=field)
+    lines = ["start: calls | answer", *answer, *call_format.grammar(rules)]
+    return _grammar_source(lines, rules, field=field)
 
 
 def _grammar_source(
-    start_rules: list[str],
-    grammar: CallGrammar,
-    rules: CallRules,
-    *,
-    trigger: str = "",
-    field: str = "",
+    lines: Sequence[str], rules: CallRules, *, trigger: str = "", field: str = ""
 ) -> GrammarSource:
-    """field: path of the field that errors name; by default that of the strict tools."""
+    """Return the source of lines of Lark.
+
+    field: path of the field that errors name; by default that of the strict tools.
+    """
     field = field or strict_field(rules.tools)
     source = GrammarSource(
         "grammar",
-        "\n".join([*start_rules, *grammar.rules]),
+        "\n".join(lines),
         trigger=trigger,
         trigger_token_id=rules.token_ids.get(trigger),
         field=field,
     )
-    try:
+    with errors_of(field):
         source.validate()
-    except InvalidRequestError as error:
-        raise error.in_field(field) from None
     return source
 
 
-def strict_field(tools: Sequence[OfferedTool]) -> str:
+def strict_field(tools: Sequence[FunctionTool]) -> str:
     """Return the path of the only schema that calls have to keep to, or of all tools."""
     strict = [tool.field for tool in tools if tool.strict]
     return f"{strict[0]}.function.parameters" if len(strict) == 1 else "tools"

@@ -1,1 +1,1 @@
-"""The HTTP APIs: request models, translations into a chat completion, and response encoders."""
+"""The requests of the HTTP APIs: models of their bodies, translations into a chat completion."""

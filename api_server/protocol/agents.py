@@ -5,22 +5,14 @@ session_id     only the session's id, if the hint has none; also as the header X
 """
 
 import re
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    StringConstraints,
-    ValidationInfo,
-)
+from pydantic import AfterValidator, Field, StringConstraints
 
 from api_server.http.tenants import DEFAULT_TENANT
-from api_server.protocol.fields import given_fields, ignored_of
-from proto.engine_io import AgentHint, agent_session_name
+from api_server.protocol.fields import NestedFields, Strict
 from proto.errors import InvalidRequestError
+from proto.messages.engine_io import AgentHint, agent_session_name
 
 MAX_SESSION_ID_CHARACTERS: Final = 256
 MAX_TOOL_CHARACTERS: Final = 64
@@ -29,7 +21,8 @@ MAX_TTL_MS: Final = 3_600_000.0
 """An hour. KV that must live longer belongs in offloaded storage, not in the KV pool."""
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
+    """Raise ValueError for a control character."""
     if not text.isprintable():
         raise ValueError("must hold no control characters")
     return text
@@ -38,18 +31,18 @@ def _printable(text: str) -> str:
 AgentSessionId = Annotated[
     str,
     StringConstraints(min_length=1, max_length=MAX_SESSION_ID_CHARACTERS),
-    AfterValidator(_printable),
+    AfterValidator(printable),
 ]
 
 
-class AgentHintFields(BaseModel):
+class AgentHintFields(NestedFields):
     """The field `agent_hint`: one turn of an agent session.
 
     job_id: id of the session. tool: the tool that it waits for after this turn; overrides the tool
     found in the answer.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    where = "agent_hint."
 
     job_id: AgentSessionId | None = None
     is_last_step: bool = False
@@ -57,21 +50,10 @@ class AgentHintFields(BaseModel):
     tool: str | None = Field(default=None, pattern=TOOL_NAME)
 
 
-def _hint_fields(value: Any, info: ValidationInfo) -> Any:
-    if not isinstance(value, dict):
-        return value
-    try:
-        return given_fields(
-            value, AgentHintFields.model_fields, {}, ignored_of(info), "agent_hint."
-        )
-    except InvalidRequestError as error:
-        raise ValueError(error.message) from None
-
-
-class AgentFields(BaseModel):
+class AgentFields(Strict):
     """Request fields about an agent session."""
 
-    agent_hint: Annotated[AgentHintFields | None, BeforeValidator(_hint_fields)] = None
+    agent_hint: AgentHintFields | None = None
     """The agent session that this is a turn of: job_id (its id, 1 to 256 characters), is_last_step,
     ttl_ms (up to an hour: how long its KV is worth keeping after the answer), tool (what it waits
     for then)."""

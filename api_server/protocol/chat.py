@@ -1,10 +1,10 @@
-"""POST /v1/chat/completions: the request and the encoder of its response."""
+"""The request of POST /v1/chat/completions."""
 
 import json
-from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Field,
     ValidationInfo,
@@ -12,32 +12,14 @@ from pydantic import (
     model_validator,
 )
 
-from api_server.parsers.output import (
-    ChoiceParser,
-    ContentText,
-    OutputPart,
-    ReasoningText,
-    ToolCallArguments,
-    ToolCallStart,
-)
-from api_server.protocol.common import GenerationRequest, Strict, Text
+from api_server.protocol.common import GenerationRequest, Text
 from api_server.protocol.decoding import num_values
-from api_server.protocol.encoder import (
-    PLACEHOLDER,
-    OpenAIStreamEncoder,
-    ResponseOptions,
-    json_string,
-    last_chunk_fields,
-    sse_event,
-    sse_event_parts,
-    text_chunk_parts,
-    transfer_params,
-    usage_object,
-    with_usage,
-)
 from api_server.protocol.fields import (
     MESSAGE_NEUTRAL,
     PART_NEUTRAL,
+    IgnoredFields,
+    NestedFields,
+    Strict,
     given_fields,
     ignored_of,
     is_nested_deeper,
@@ -45,15 +27,19 @@ from api_server.protocol.fields import (
     no_text,
 )
 from api_server.protocol.tools import ToolFields
-from api_server.request_stream import Delta, RequestStream, Usage
-from api_server.text.logprobs import ChatLogprobs
-from proto.errors import InvalidRequestError
-from proto.sampling_params import MAX_BUDGET, MAX_LOGPROBS
+from proto.errors import InvalidRequestError, shown
+from proto.messages.sampling_params import MAX_BUDGET, MAX_LOGPROBS
 
 MAX_MESSAGES: Final = 4096
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+REASONING_SWITCHES: Final = ("enable_thinking", "thinking")
+"""Variables by which chat templates switch reasoning on or off."""
 
-MAX_ROLE_LENGTH: Final = 64
+ROLES: Final = (
+    *("system", "developer", "user", "assistant", "tool", "function"),
+    *("ipython", "observation", "critic"),
+)
+"""Roles of OpenAI's API, and others that chat templates know."""
 MAX_PARTS: Final = 4096
 """Most content parts of one message."""
 MAX_VARIABLES: Final = 64
@@ -86,9 +72,16 @@ def _content_parts(content: Any, info: ValidationInfo) -> Any:
         try:
             fields = given_fields(part, ("type", "text"), PART_NEUTRAL, ignored_of(info), where)
         except InvalidRequestError as error:
-            raise ValueError(error.message) from None
+            raise ValueError(f".{error.message.removeprefix(where)}") from None
         parts.append(fields)
     return parts
+
+
+def _known_role(role: str) -> str:
+    """Raise ValueError for a role that no chat template knows: most would leave its message out."""
+    if role not in ROLES:
+        raise ValueError(f"must be one of {', '.join(ROLES)}, not {shown(role)}")
+    return role
 
 
 def check_message_count(messages: Any) -> Any:
@@ -98,11 +91,14 @@ def check_message_count(messages: Any) -> Any:
     return messages
 
 
-def message_fields(message: Any, info: ValidationInfo) -> Any:
-    """Return the fields of a message that are not null; raise ValueError for invalid ones."""
+def _with_content(message: Any, ignored: IgnoredFields) -> Any:
+    """Return a message with its refusal as content, and "" for content that may be missing.
+
+    Raises ValueError for other content that is missing.
+    """
     if not isinstance(message, dict):
         return message
-    content, role, ignored = message.get("content"), message.get("role"), ignored_of(info)
+    content, role = message.get("content"), message.get("role")
     refusal = message.get("refusal")
     if role == "assistant" and refusal and isinstance(refusal, str):
         if not content and not isinstance(content, dict):
@@ -113,30 +109,12 @@ def message_fields(message: Any, info: ValidationInfo) -> Any:
     elif content is None or content == []:
         if role not in ("assistant", "tool"):
             what = "null" if content is None else "an empty list"
-            raise ValueError(f"content must not be {what}")
+            raise ValueError(f".content must not be {what}")
         message = {**message, "content": ""}
     if message.get("annotations"):
         ignored.add("messages.annotations")
         message = {**message, "annotations": None}
-    try:
-        return given_fields(message, Message.model_fields, MESSAGE_NEUTRAL, ignored, "messages.")
-    except InvalidRequestError as error:
-        raise ValueError(error.message) from None
-
-
-def _tool_call_fields(call: Any, info: ValidationInfo) -> Any:
-    if not isinstance(call, dict):
-        return call
-    try:
-        where = "messages.tool_calls."
-        fields = given_fields(call, CalledTool.model_fields, {}, ignored_of(info), where)
-        if isinstance(fields.get("function"), dict):
-            function, where = fields["function"], where + "function."
-            known = CalledFunction.model_fields
-            fields["function"] = given_fields(function, known, {}, ignored_of(info), where)
-    except InvalidRequestError as error:
-        raise ValueError(error.message) from None
-    return fields
+    return message
 
 
 def _arguments(given: Any, info: ValidationInfo) -> Any:
@@ -192,24 +170,29 @@ class TextPart(Strict):
     text: Text
 
 
-class CalledFunction(Strict):
+class CalledFunction(NestedFields):
     """The function of a tool call. arguments: a text only if they are no JSON."""
+
+    where = "messages.tool_calls.function."
 
     name: Text
     arguments: Annotated[Any, BeforeValidator(_arguments), WithJsonSchema(_ARGUMENTS_SCHEMA)] = {}
 
 
-class CalledTool(Strict):
+class CalledTool(NestedFields):
     """A tool call in an earlier answer."""
+
+    where = "messages.tool_calls."
 
     id: Text | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
-class Message(Strict):
-    role: Annotated[Text, Field(min_length=1, max_length=MAX_ROLE_LENGTH)]
-    """The chat template gets any role, also ipython, function or critic."""
+class Message(NestedFields):
+    where, neutral = "messages.", MESSAGE_NEUTRAL
+
+    role: Annotated[str, AfterValidator(_known_role), WithJsonSchema({"enum": list(ROLES)})]
     content: Annotated[
         Text | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)],
         BeforeValidator(_content_parts),
@@ -217,10 +200,7 @@ class Message(Strict):
     ] = ""
     """Text of the message; may be empty or null in those of the roles assistant and tool."""
     name: Text | None = None
-    tool_calls: Annotated[
-        list[Annotated[CalledTool, BeforeValidator(_tool_call_fields)]],
-        Field(fail_fast=True, max_length=MAX_CALLS),
-    ] = []
+    tool_calls: Annotated[list[CalledTool], Field(fail_fast=True, max_length=MAX_CALLS)] = []
     """Calls of tools; only in messages of the assistant."""
     tool_call_id: Text | None = None
     """Id of the call whose result this is; in messages of the role tool, or of a custom role."""
@@ -228,18 +208,22 @@ class Message(Strict):
     reasoning_content: Text | None = None
     """The older name of reasoning."""
 
+    @classmethod
+    def known_fields(cls, value: Any, info: ValidationInfo) -> Any:
+        return super().known_fields(_with_content(value, ignored_of(info)), info)
+
     @model_validator(mode="after")
     def _check_reasoning(self) -> Self:
         if self.role != "assistant" and (self.reasoning or self.reasoning_content):
-            raise ValueError("only messages of the assistant have reasoning")
+            raise ValueError(".reasoning is for messages of the assistant only")
         return self
 
     @model_validator(mode="after")
     def _check_calls(self) -> Self:
         if self.role != "assistant" and self.tool_calls:
-            raise ValueError("only messages of the assistant have tool_calls")
+            raise ValueError(".tool_calls are for messages of the assistant only")
         if self.role in _ROLES_WITHOUT_RESULTS and self.tool_call_id is not None:
-            raise ValueError("only messages of the role tool have a tool_call_id")
+            raise ValueError(".tool_call_id is for messages of the role tool only")
         return self
 
     def for_template(self, *, takes_parts: bool, needs_parts: bool = False) -> dict[str, Any]:
@@ -258,11 +242,11 @@ class Message(Strict):
         return fields
 
 
-class ConversationFields(ToolFields, Strict):
+class ConversationFields(ToolFields):
     """Fields of a request from which the chat template renders a prompt."""
 
     messages: Annotated[
-        list[Annotated[Message, BeforeValidator(message_fields)]],
+        list[Message],
         Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES),
         BeforeValidator(check_message_count),
     ]
@@ -310,168 +294,3 @@ class ChatCompletionRequest(ConversationFields, GenerationRequest):
     def num_logprobs(self) -> int | None:
         """Alternatives for each output token; None for no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
-
-
-# The response of /v1/chat/completions.
-
-
-TOOL_CALLS: Final = "tool_calls"
-"""The finish_reason of a choice that ended by itself and calls a tool."""
-
-
-class ChatEncoder(OpenAIStreamEncoder):
-    """Encoder of /v1/chat/completions.
-
-    prompt_text: None if not requested. choice_parsers: one for each choice.
-    """
-
-    object_name = "chat.completion"
-    chunk_object = "chat.completion.chunk"
-
-    def __init__(
-        self,
-        options: ResponseOptions,
-        stream: RequestStream,
-        prompt_text: str | None,
-        choice_parsers: Sequence[ChoiceParser],
-    ) -> None:
-        super().__init__(options, self.chunk_object)
-        self._stream = stream
-        self._prompt_text = {} if prompt_text is None else {"prompt_text": prompt_text}
-        self._choice_parsers = choice_parsers
-        self._opened: set[int] = set()
-        choice = {"index": PLACEHOLDER, "delta": {"content": PLACEHOLDER}, "logprobs": None}
-        self._chunk_head, self._chunk_tail = text_chunk_parts(
-            {**options.envelope(self.chunk_object), "choices": [choice]}, '"finish_reason": null'
-        )
-
-    def encode_delta(self, delta: Delta) -> str:
-        index = delta.index
-        opening = "" if index in self._opened else self._opening_chunk(index)
-        parser = self._choice_parsers[index]
-        is_last = delta.finish_reason is not None
-        if self._options.is_text_only and not is_last:
-            if parser.is_plain:
-                before, between = self._chunk_head
-                text = json_string(delta.text)
-                return f"{opening}{before}{index}{between}{text}{self._chunk_tail}"
-            parts = parser.parse_delta(delta.text, None, delta.content_end)
-            return opening + self._parts_chunk(delta, parts) if parts else opening
-        parts = parser.parse_delta(delta.text, delta.finish_reason, delta.content_end)
-        return opening + self._parts_chunk(delta, parts)
-
-    async def encode_body(self, deltas: Sequence[Delta], usage: Usage) -> dict[str, Any]:
-        choices = map(self._whole_choice, deltas)
-        body = self._options.envelope(self.object_name) | {
-            "choices": choices,
-            "usage": usage_object(usage),
-            **transfer_params([self._stream]),
-        }
-        body["prompt_logprobs"] = self._options.prompt_logprobs(self._stream)
-        if self._options.returns_token_ids:
-            body["prompt_token_ids"] = list(self._stream.prompt_token_ids)
-        return body | self._prompt_text
-
-    def _whole_choice(self, delta: Delta) -> dict[str, Any]:
-        parser = self._choice_parsers[delta.index]
-        parts = parser.parse_delta(delta.text, delta.finish_reason, delta.content_end)
-        choice = {"index": delta.index, "message": full_message(parts)}
-        return choice | self._choice_fields(delta)
-
-    def _opening_chunk(self, index: int) -> str:
-        """Return the chunk with the role; that of the first choice has the prompt's ids too.
-
-        Its content is null if the choice may begin with reasoning or a call: some clients begin a
-        text with an empty string.
-        """
-        is_first = not self._opened
-        self._opened.add(index)
-        content = "" if self._choice_parsers[index].is_plain else None
-        choice = {
-            "index": index,
-            "delta": {"role": "assistant", "content": content},
-            "logprobs": None,
-            "finish_reason": None,
-        }
-        chunk = self._options.envelope(self.chunk_object) | {"choices": [choice]}
-        if self._options.returns_token_ids and is_first:
-            chunk["prompt_token_ids"] = list(self._stream.prompt_token_ids)
-        if is_first:
-            chunk |= self._prompt_text
-        no_tokens = Delta(index, "", [], [], 0)
-        return sse_event(with_usage(chunk, self._options, self._stream, no_tokens))
-
-    def _parts_chunk(self, delta: Delta, parts: Sequence[OutputPart]) -> str:
-        choice = {"index": delta.index, "delta": delta_message(parts)}
-        choice |= self._choice_fields(delta)
-        chunk = self._options.envelope(self.chunk_object) | {"choices": [choice]}
-        chunk = with_usage(chunk, self._options, self._stream, delta)
-        return "".join(sse_event_parts(chunk | last_chunk_fields(delta, [self._stream])))
-
-    def _choice_fields(self, delta: Delta) -> dict[str, Any]:
-        """Return the fields of a choice beside its message."""
-        options = self._options
-        logprobs = None
-        if options.num_logprobs is not None:
-            entries = ChatLogprobs(delta.tokens, options.num_logprobs, options.token_names)
-            logprobs = {"content": entries, "refusal": None}
-        reason = delta.finish_reason
-        if reason == "stop" and self._choice_parsers[delta.index].has_tool_calls:
-            reason = TOOL_CALLS
-        fields: dict[str, Any] = {"logprobs": logprobs, "finish_reason": reason}
-        if reason is not None:
-            fields["stop_reason"] = delta.stop_reason
-        if options.returns_token_ids:
-            fields["token_ids"] = delta.token_ids
-        fields |= options.accepted_drafts(self._stream, delta)
-        return fields | options.routed_experts(self._stream, delta)
-
-
-def delta_message(parts: Sequence[OutputPart]) -> dict[str, Any]:
-    """Return the `delta` of a chunk with these parts."""
-    message = _texts(parts)
-    calls: list[dict[str, Any]] = []
-    for part in parts:
-        if isinstance(part, ToolCallStart):
-            calls.append({"index": part.index, **_tool_call(part.call_id, part.name, "")})
-        elif isinstance(part, ToolCallArguments):
-            if not calls or calls[-1]["index"] != part.index:
-                calls.append({"index": part.index, "function": {"arguments": ""}})
-            calls[-1]["function"]["arguments"] += part.text
-    return message | {"tool_calls": calls} if calls else message
-
-
-def full_message(parts: Sequence[OutputPart]) -> dict[str, Any]:
-    """Return the `message` of a choice with these parts."""
-    texts = _texts(parts)
-    starts = {part.index: part for part in parts if isinstance(part, ToolCallStart)}
-    arguments: dict[int, list[str]] = {index: [] for index in starts}
-    for part in parts:
-        if isinstance(part, ToolCallArguments):
-            arguments[part.index].append(part.text)
-    calls = [
-        _tool_call(start.call_id, start.name, "".join(arguments[index]))
-        for index, start in starts.items()
-    ]
-    content = texts.get("content", None if calls or texts else "")
-    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-    if "reasoning" in texts:
-        message["reasoning"] = texts["reasoning"]
-    if calls:
-        message["tool_calls"] = calls
-    return message
-
-
-def _texts(parts: Iterable[OutputPart]) -> dict[str, Any]:
-    """Return `content` and `reasoning`, each only if there is any."""
-    pieces: dict[str, list[str]] = {}
-    for part in parts:
-        if isinstance(part, ContentText | ReasoningText):
-            name = "content" if isinstance(part, ContentText) else "reasoning"
-            pieces.setdefault(name, []).append(part.text)
-    return {name: "".join(texts) for name, texts in pieces.items()}
-
-
-def _tool_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    function = {"name": name, "arguments": arguments}
-    return {"id": call_id, "type": "function", "function": function}

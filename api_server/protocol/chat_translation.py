@@ -1,13 +1,16 @@
 """What the translations of /v1/messages and /v1/responses into a chat completion share."""
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 from api_server.protocol.chat import ChatCompletionRequest
-from api_server.protocol.fields import IgnoredFields
+from api_server.protocol.fields import CHAT_NEUTRAL, IgnoredFields, parse
 from proto.errors import InvalidRequestError, RequestError
 
+_MESSAGE: Final = re.compile(r"\bmessages\[(\d{1,6})\]")
+_FUNCTION: Final = re.compile(r"\btools\[(\d{1,4})\](?:\.function)?(\.parameters)?")
+"""Paths of a message and of a function in a chat completion."""
 _ARGUMENTS: Final = re.compile(
     r"messages\[(\d{1,6})\]\.tool_calls\[(\d{1,6})\]\.function\.arguments"
 )
@@ -17,13 +20,24 @@ _ARGUMENTS: Final = re.compile(
 class ChatTranslation:
     """A request of another API, to be answered as a chat completion.
 
-    ignored: collects names of ignored fields. A derived class sets `_call_paths`: paths in the
-    client's request of the arguments of calls, by the indices of the message and of the call in it.
+    ignored: collects names of ignored fields. A derived class says where the client finds what an
+    error names:
+
+    _client_names: field of a chat completion → name of the same in the client's API. _mentioned:
+    finds those of them that error messages mention. _places: of each message. _call_paths: of the
+    arguments of calls, by the indices of the message and of the call in it. _tool_paths: of each
+    function. _parameters: what follows such a path for the function's parameters.
     """
+
+    _client_names: Mapping[str, str]
+    _mentioned: re.Pattern[str]
+    _parameters = ".parameters"
 
     def __init__(self, ignored: IgnoredFields) -> None:
         self._ignored = ignored
+        self._places: Sequence[str] = ()
         self._call_paths: Mapping[tuple[int, int], str] = {}
+        self._tool_paths: Sequence[str] = ()
 
     def chat_request(self, *, merge_roles: bool = False) -> ChatCompletionRequest:
         """Return the request as a chat completion.
@@ -39,11 +53,32 @@ class ChatTranslation:
 
     def client_path(self, path: str) -> str:
         """Return the path in the client's request of a field of the chat completion."""
-        raise NotImplementedError
+        first, dot, rest = _MESSAGE.sub(self._place, path).partition(".")
+        return _FUNCTION.sub(self._tool_path, self._client_names.get(first, first) + dot + rest)
 
     def client_message(self, message: str) -> str:
         """Return an error message about the chat completion in the terms of the client's API."""
-        raise NotImplementedError
+        message = _MESSAGE.sub(self._place, message)
+        message = self._mentioned.sub(lambda found: self._client_names[found.group()], message)
+        return _FUNCTION.sub(self._tool_path, message)
+
+    def _place(self, found: re.Match[str]) -> str:
+        number = int(found[1])
+        known = number < len(self._places)
+        return self._places[number] if known else self._client_names.get("messages", "messages")
+
+    def _tool_path(self, found: re.Match[str]) -> str:
+        number = int(found[1])
+        if number >= len(self._tool_paths):
+            return "tools"
+        return self._tool_paths[number] + (self._parameters if found[2] else "")
+
+    def _parse_chat(self, fields: Mapping[str, Any]) -> ChatCompletionRequest:
+        """Return the chat completion with these fields; raise InvalidRequestError as above."""
+        try:
+            return parse(ChatCompletionRequest, fields, CHAT_NEUTRAL, self._ignored)
+        except InvalidRequestError as error:
+            raise self.translate_error(error) from None
 
     def translate_error(self, error: RequestError) -> RequestError:
         """Return an error about the chat completion with the field names of the client's API."""

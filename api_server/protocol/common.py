@@ -1,37 +1,27 @@
 """Request fields that several endpoints share, with the limits of their values.
 
-Limits that depend on the model are checked in `request_builder.py`. Types are strict: a number in
+Limits that depend on the model are checked in `generation/`. Types are strict: a number in
 quotes is not a number.
 """
 
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    StringConstraints,
-    ValidationInfo,
-    WithJsonSchema,
-    create_model,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, WithJsonSchema
 
-from api_server.protocol.agents import AgentFields
-from api_server.protocol.fields import STREAM_OPTIONS_NEUTRAL, is_encodable, nested_fields
+from api_server.protocol.agents import AgentFields, printable
+from api_server.protocol.fields import STREAM_OPTIONS_NEUTRAL, NestedFields, Strict, is_encodable
 from api_server.protocol.structured import StructuredFields
-from proto import logit_edits, sampling_params
-from proto.engine_io import MAX_CHOICES
-from proto.logit_edits import MAX_BAD_WORDS, MAX_BIASED_TOKENS, LogitEdits
-from proto.parameters import default_of
-from proto.sampling_params import (
+from proto.messages.engine_io import MAX_CHOICES
+from proto.messages.logit_edits import LOGIT_EDIT_NUMBERS, MAX_BAD_WORDS, MAX_BIASED_TOKENS
+from proto.messages.sampling_params import (
     MAX_LOGPROB_TOKEN_IDS,
     MAX_STOP_TOKEN_IDS,
+    SAMPLING_NUMBERS,
     EarlyStopping,
-    SamplingParams,
 )
 
+MAX_PROMPTS: Final = 1024
+"""Most prompts of a completion request."""
 MAX_CHOICES_PER_REQUEST: Final = 1024
 """Most choices of all prompts of a request together."""
 MAX_STOP_STRINGS: Final = 1024
@@ -42,12 +32,16 @@ MAX_SALT_CHARACTERS: Final = 1024
 MAX_ALLOWED_TOKENS: Final = 1 << 20
 """More tokens than any vocabulary has."""
 REQUEST_ID: Final = r"^[A-Za-z0-9._:-]{1,128}$"
+MAX_LORA_SCALES: Final = 4096
 MAX_TIMEOUT_MS: Final = (1 << 31) - 1
 INT64_MIN: Final = -(1 << 63)
 INT64_MAX: Final = (1 << 63) - 1
 
 
 def _as_list(value: Any) -> Any:
+    """Return a text as the list of it; raises ValueError for "", which is no member of any list."""
+    if value == "":
+        raise ValueError("must not be empty")
     return [value] if isinstance(value, str) else value
 
 
@@ -55,12 +49,6 @@ def _encodable(text: str) -> str:
     """Raise ValueError for an unpaired surrogate, which JSON can express but UTF-8 cannot."""
     if not is_encodable(text):
         raise ValueError("holds half of a surrogate pair, which is no text")
-    return text
-
-
-def _no_control_characters(text: str) -> str:
-    if not text.isprintable():
-        raise ValueError("must hold no control characters")
     return text
 
 
@@ -84,7 +72,7 @@ BadWord = Annotated[Text, StringConstraints(min_length=1, max_length=MAX_BAD_WOR
 Salt = Annotated[
     Text,
     StringConstraints(min_length=1, max_length=MAX_SALT_CHARACTERS),
-    AfterValidator(_no_control_characters),
+    AfterValidator(printable),
 ]
 
 
@@ -100,15 +88,15 @@ StopStringList = Annotated[
     Field(fail_fast=True, max_length=MAX_STOP_STRINGS),
     AfterValidator(_check_stops),
 ]
-_STOP_SCHEMA: Final = {"type": "string", "minLength": 1}
+TEXT_SCHEMA: Final = {"type": "string", "minLength": 1}
 StopField = Annotated[
     StopStringList,
     BeforeValidator(_as_list),
     WithJsonSchema(
         {
             "anyOf": [
-                _STOP_SCHEMA,
-                {"type": "array", "items": _STOP_SCHEMA, "maxItems": MAX_STOP_STRINGS},
+                TEXT_SCHEMA,
+                {"type": "array", "items": TEXT_SCHEMA, "maxItems": MAX_STOP_STRINGS},
             ]
         }
     ),
@@ -116,53 +104,52 @@ StopField = Annotated[
 LogitBias = Annotated[dict[int, float], BeforeValidator(_logit_bias)]
 
 
-class Strict(BaseModel):
-    """Base of request models: no type conversion, no unknown fields."""
+def prompts_schema(most: int) -> WithJsonSchema:
+    """Return the schema of a text, token ids, or a list of up to `most` of either."""
+    ids = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+    lists = [
+        {"type": "array", "minItems": 1, "maxItems": most, "items": each}
+        for each in (TEXT_SCHEMA, ids)
+    ]
+    return WithJsonSchema({"anyOf": [TEXT_SCHEMA, ids, *lists]})
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
+class StreamOptions(NestedFields):
+    where, neutral = "stream_options.", STREAM_OPTIONS_NEUTRAL
 
-class StreamOptions(Strict):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-def _stream_options(value: Any, info: ValidationInfo) -> Any:
-    return nested_fields(value, StreamOptions, STREAM_OPTIONS_NEUTRAL, info, "stream_options.")
-
-
-class RepetitionPattern(Strict):
+class RepetitionPattern(NestedFields):
     """The field `repetition_detection`."""
+
+    where = "repetition_detection."
 
     max_pattern_size: int
     min_pattern_size: int = 1
     min_count: int
 
 
-def _repetition_detection(value: Any, info: ValidationInfo) -> Any:
-    return nested_fields(value, RepetitionPattern, {}, info, "repetition_detection.")
+REQUEST_NUMBERS: Final = SAMPLING_NUMBERS | LOGIT_EDIT_NUMBERS
+"""Sampling parameters that are one number, with their bounds."""
 
 
-REQUEST_NUMBERS: Final = sampling_params.SAMPLING_NUMBERS | logit_edits.LOGIT_EDIT_NUMBERS
-"""Sampling parameters that are one number; a new one is added to proto/sampling_params.py only."""
+class SamplingNumbers(Strict):
+    """A field for each of REQUEST_NUMBERS."""
 
-
-def _number_field(name: str) -> Any:
-    struct = SamplingParams if name in sampling_params.SAMPLING_NUMBERS else LogitEdits
-    field = Field(default=default_of(struct, name), description=REQUEST_NUMBERS[name].meaning)
-    return float, field
-
-
-if TYPE_CHECKING:
-
-    class SamplingNumbers(Strict):
-        """A field for each of REQUEST_NUMBERS; read them with `number`."""
-else:
-    SamplingNumbers = create_model(
-        "SamplingNumbers",
-        __base__=Strict,
-        **{name: _number_field(name) for name in REQUEST_NUMBERS},
-    )
+    temperature: float = 1.0
+    """0 takes the likeliest token."""
+    top_p: float = 1.0
+    """Draw from the smallest set of tokens with this probability."""
+    min_p: float = 0.0
+    """Leave out tokens less likely than this part of the likeliest."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of every token that is among the outputs (-2 to 2)."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logit of a token each time it is among the outputs (-2 to 2)."""
+    repetition_penalty: float = 1.0
+    """Divides logits of tokens of prompt and outputs, multiplies those below 0 (0.01 to 100)."""
 
 
 class ComputedRequest(Strict):
@@ -184,12 +171,28 @@ class ComputedRequest(Strict):
     """Part of the answer's id and of the log line; also as X-Request-Id."""
 
 
+class LoRAScale(NestedFields):
+    """An entry of llama.cpp's field `lora`."""
+
+    where = "lora."
+
+    id: int
+    scale: float = 1.0
+
+
+LoRAScales = Annotated[list[LoRAScale], Field(fail_fast=True, max_length=MAX_LORA_SCALES)]
+"""Of all adapters that are served."""
+
+
 class GenerationRequest(AgentFields, StructuredFields, SamplingNumbers, ComputedRequest):
     """Fields of both /v1/completions and /v1/chat/completions."""
 
+    lora: LoRAScales | None = None
+    """llama.cpp's choice of an adapter: its id of GET /lora-adapters and a factor (scale). One at
+    most; [] for the model alone. `model` names an adapter, too."""
     stream: bool = False
     """Answer with server-sent events."""
-    stream_options: Annotated[StreamOptions | None, BeforeValidator(_stream_options)] = None
+    stream_options: StreamOptions | None = None
     """The usage in a stream: include_usage, continuous_usage_stats; only with stream."""
     stream_interval: int | None = Field(default=None, ge=1, le=INT64_MAX)
     """Tokens of a choice between two of its events, after the first; by default the value of
@@ -226,9 +229,7 @@ class GenerationRequest(AgentFields, StructuredFields, SamplingNumbers, Computed
     """Output tokens before which no stop token, stop string or repetition ends a choice."""
     ignore_eos: bool = False
     """Continue after the model's own end token."""
-    repetition_detection: Annotated[
-        RepetitionPattern | None, BeforeValidator(_repetition_detection)
-    ] = None
+    repetition_detection: RepetitionPattern | None = None
     """End a choice that ends with a pattern of min_pattern_size to max_pattern_size tokens
     min_count times in a row; its finish_reason is repetition."""
     prompt_logprobs: int | None = None

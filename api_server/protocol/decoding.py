@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
-from api_server.protocol.fields import MAX_DEPTH, is_nested_deeper
+from api_server.protocol.fields import MAX_DEPTH, is_nested_deeper, path_text
 from api_server.turns import INLINE_BYTES
 from proto.codec import from_large_json
 from proto.errors import InvalidRequestError, shown
@@ -59,7 +59,7 @@ def decode_json(body: bytearray, what: str = "body") -> Any:
     if is_large or (len(body) > INLINE_BYTES and _at_most(body).too_many):
         for counts in _running_counts(body):
             if counts.too_many:
-                raise InvalidRequestError(
+                raise InvalidRequestError.fixed(
                     f"the {what} has more than {MAX_VALUES} values, {MAX_STRINGS} strings, "
                     f"{MAX_KEYS} names of members or {MAX_CONTAINERS} objects and lists"
                 )
@@ -89,22 +89,25 @@ def decode_json(body: bytearray, what: str = "body") -> Any:
                 parse_constant=refuse,
             )
     except RecursionError:
-        raise InvalidRequestError(f"the {what} is nested too deeply") from None
+        raise InvalidRequestError.fixed(f"the {what} is nested too deeply") from None
     except ValueError as error:
-        raise InvalidRequestError(f"the {what} is not valid JSON: {error}") from None
+        why = str(error)
+        if isinstance(error, json.JSONDecodeError):  # without the character that it may quote
+            why = f"{error.msg.partition(': ')[0]}: line {error.lineno} column {error.colno}"
+        raise InvalidRequestError.fixed(f"the {what} is not valid JSON: {why}") from None
     finally:
         body.clear()
     if bad_numbers:
         path = _path_of(bad_numbers[0], fields)
         raise InvalidRequestError(
-            f"{shown(_joined(path)) or f'the {what}'} must be a finite number of at most "
+            f"{shown(path_text(path)) or f'the {what}'} must be a finite number of at most "
             f"{MAX_DIGITS} digits",
             shown(path[0]) if path else None,
         )
     if may_be_deep and is_nested_deeper(fields):
-        raise InvalidRequestError(f"the {what} is nested more than {MAX_DEPTH} deep")
+        raise InvalidRequestError.fixed(f"the {what} is nested more than {MAX_DEPTH} deep")
     if is_large and _num_keys(fields) != counts.keys:
-        raise InvalidRequestError(f"a key appears more than once in an object of the {what}")
+        raise InvalidRequestError.fixed(f"a key appears more than once in an object of the {what}")
     return fields
 
 
@@ -193,12 +196,6 @@ def _keys(path: _Path) -> list[str | int]:
         path, key = path
         keys.append(key)
     return keys[::-1]
-
-
-def _joined(path: list[str | int]) -> str:
-    """Return a path as text, such as messages[0].content."""
-    parts = [f"[{key}]" if isinstance(key, int) else f".{key}" for key in path]
-    return "".join(parts).removeprefix(".")
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

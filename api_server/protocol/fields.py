@@ -5,10 +5,18 @@ effect. A field that no API defines is ignored and named in a header of the resp
 """
 
 import re
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, Final, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ValidationError, ValidationInfo
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 
 from proto.errors import InvalidRequestError, shown
 
@@ -164,7 +172,6 @@ VLLM: Final = frozenset(
         "media_io_kwargs",
         "mm_processor_kwargs",
         "output_kind",
-        "prompt_embeds",
         "structural_tag",
         "thinking_token_budget",
         "vllm_xargs",
@@ -193,6 +200,7 @@ KNOWN: Final = OPENAI | ANTHROPIC | VLLM | ENDPOINTS
 NEUTRAL: Final[Neutral] = {
     "best_of": (1,),
     "include_reasoning": (True,),
+    "kv_transfer_params": ({},),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "text": ({}, {"format": {"type": "text"}}),
@@ -205,6 +213,7 @@ COMPLETION_NEUTRAL: Final[Neutral] = {**NEUTRAL, "parallel_tool_calls": (True,)}
 
 CHAT_NEUTRAL: Final[Neutral] = {
     **NEUTRAL,
+    "verbosity": ("medium",),
     "add_special_tokens": (False,),
     "echo": (False,),
     "function_call": ("none",),
@@ -219,7 +228,6 @@ LLAMA_CPP_NEUTRAL: Final[Neutral] = {
     "dry_multiplier": (0, 0.0),
     "dynatemp_range": (0, 0.0),
     "grammar_lazy": (False,),
-    "lora": ([],),
     "min_keep": (0,),
     "mirostat": (0,),
     "n_cmpl": (1,),
@@ -292,7 +300,7 @@ _RULES: Final = {
     "string_type": "must be a string",
     "string_unicode": "must be valid text",
     "string_too_short": "must not be empty",
-    "string_too_long": "is longer than {max_length}",
+    "string_too_long": "is longer than {max_length} characters",
     "string_pattern_mismatch": "must match {pattern}",
     "list_type": "must be a list",
     "dict_type": "must be an object",
@@ -319,11 +327,25 @@ def invalid_request_error(error: ValidationError) -> InvalidRequestError:
     path = [part for index, part in enumerate(first) if not (index and _is_type_name(part))]
     same = [detail for detail in errors if detail["loc"][: len(path)] == tuple(path)]
     name = str(first[0]) if first else None
-    rules = dict.fromkeys(
-        _rule(detail["type"], detail["msg"], detail.get("ctx", {})) for detail in same
+    rules = list(
+        dict.fromkeys(
+            _rule(detail["type"], detail["msg"], detail.get("ctx", {})) for detail in same
+        )
     )
-    where = shown(".".join(map(str, path)))
-    return InvalidRequestError(f"{where} {' or '.join(rules)}".strip(), name)
+    if all(rule.startswith(_MUST_BE) for rule in rules):
+        rules[1:] = [rule.removeprefix(_MUST_BE) for rule in rules[1:]]
+    where, rule = shown(path_text(path)), " or ".join(rules)
+    # a rule about a field of what the path names begins with a dot
+    return InvalidRequestError(f"{where}{rule if rule[0] == '.' else ' ' + rule}".strip(), name)
+
+
+_MUST_BE: Final = "must be "
+
+
+def path_text(path: Sequence[str | int]) -> str:
+    """Return a path as text, such as messages[0].content."""
+    parts = [f"[{key}]" if isinstance(key, int) else f".{key}" for key in path]
+    return "".join(parts).removeprefix(".")
 
 
 def _is_type_name(part: int | str) -> bool:
@@ -333,7 +355,11 @@ def _is_type_name(part: int | str) -> bool:
 
 def _rule(kind: str, message: str, context: Mapping[str, Any]) -> str:
     """Return the message for an error type; pydantic's own message if _RULES has none."""
-    return _RULES[kind].format(**context) if kind in _RULES else message
+    whole = {
+        name: int(value) if isinstance(value, float) and value.is_integer() else value
+        for name, value in context.items()
+    }
+    return _RULES[kind].format(**whole) if kind in _RULES else message
 
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -384,21 +410,45 @@ def given_fields(
     return fields
 
 
-def nested_fields(
-    value: Any, model: type[BaseModel], neutral: Neutral, info: ValidationInfo, where: str
-) -> Any:
-    """Return the fields of an object inside a request, by the names that clients use.
+class Strict(BaseModel):
+    """Base of request models: no type conversion, no unknown fields."""
 
-    For a validator that runs before the one of `model`, so it raises ValueError. where: prefix of
-    field names. A value that is no object is returned unchanged.
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, populate_by_name=True)
+
+
+class NestedFields(Strict):
+    """Base of the objects inside a request, with the fields that `given_fields` takes of them.
+
+    where: prefix of their names. neutral: values without effect of fields that the model lacks.
     """
-    if not isinstance(value, dict):
-        return value
-    names = [field.alias or name for name, field in model.model_fields.items()]
+
+    where: ClassVar[str]
+    neutral: ClassVar[Neutral] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, value: Any, info: ValidationInfo) -> Any:
+        return cls.known_fields(value, info)
+
+    @classmethod
+    def known_fields(cls, value: Any, info: ValidationInfo) -> Any:
+        """Return the fields that are known and not null; what is no object is left to pydantic."""
+        if not isinstance(value, dict):
+            return value
+        names = [field.alias or name for name, field in cls.model_fields.items()]
+        try:
+            return given_fields(value, names, cls.neutral, ignored_of(info), cls.where)
+        except InvalidRequestError as error:
+            raise ValueError(f".{error.message.removeprefix(cls.where)}") from None
+
+
+@contextmanager
+def errors_of(field: str) -> Iterator[None]:
+    """Name a field in any InvalidRequestError of the block."""
     try:
-        return given_fields(value, names, neutral, ignored_of(info), where)
+        yield
     except InvalidRequestError as error:
-        raise ValueError(error.message) from None
+        raise error.in_field(field) from None
 
 
 def ignored_of(info: ValidationInfo) -> IgnoredFields:

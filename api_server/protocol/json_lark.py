@@ -21,9 +21,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Final, NamedTuple
 
+from api_server.protocol.fields import errors_of
 from api_server.protocol.json_schema import SchemaWork, listed_types, type_of
 from proto.errors import InvalidRequestError
-from proto.grammar import GrammarSource, decoded
+from proto.messages.grammar import GrammarSource, decoded
 
 Schema = Mapping[str, Any] | bool
 
@@ -104,10 +105,8 @@ def with_exact_numbers(source: GrammarSource | None, work: SchemaWork) -> Gramma
     schema = decoded(source.source)
     if not has_large_numbers(schema):
         return source
-    try:
+    with errors_of(source.field):
         rules = json_rules("start", schema, work, compact=source.compact)
-    except InvalidRequestError as error:
-        raise error.in_field(source.field) from None
     return GrammarSource("grammar", "\n".join(rules), field=source.field)
 
 

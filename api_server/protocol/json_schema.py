@@ -20,7 +20,7 @@ from urllib.parse import unquote
 
 from api_server.turns import WorkThread
 from proto.errors import InvalidRequestError, OverloadedError
-from proto.grammar import MAX_GRAMMAR_BYTES, num_parts
+from proto.messages.grammar import MAX_GRAMMAR_BYTES, num_parts
 
 JsonSchema = dict[str, Any] | bool
 
@@ -684,10 +684,6 @@ class _Facts:
     def lacks_any(self, names: Sequence[str]) -> bool:
         """Whether an object that satisfies the schema cannot have all of these properties."""
         return self.listed is not None and any(name not in self.listed for name in names)
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list)
 
 
 def type_of(value: Any) -> str:

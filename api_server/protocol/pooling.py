@@ -8,23 +8,13 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, WithJsonSchema
 
-from api_server.protocol.common import INT64_MAX, ComputedRequest, Text
+from api_server.protocol.common import INT64_MAX, TEXT_SCHEMA, ComputedRequest, Text, prompts_schema
 from proto.errors import InvalidRequestError
-from proto.pooling import MAX_INPUTS, MAX_VECTOR, PoolingTask
+from proto.messages.pooling import MAX_INPUTS, MAX_VECTOR, PoolingTask
 
 Vector = npt.NDArray[np.float32]
 
-_TEXT: Final = {"type": "string", "minLength": 1}
-_IDS: Final = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
-_INPUT: Final = {
-    "anyOf": [
-        _TEXT,
-        _IDS,
-        {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS, "items": _TEXT},
-        {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS, "items": _IDS},
-    ]
-}
-_DOCUMENT: Final = {"anyOf": [_TEXT, {"type": "object", "properties": {"text": _TEXT}}]}
+_DOCUMENT: Final = {"anyOf": [TEXT_SCHEMA, {"type": "object", "properties": {"text": TEXT_SCHEMA}}]}
 _DOCUMENTS: Final = {"anyOf": [_DOCUMENT, {"type": "array", "minItems": 1, "items": _DOCUMENT}]}
 
 
@@ -40,7 +30,7 @@ class PoolingFields(ComputedRequest):
 
 
 class EmbeddingRequest(PoolingFields):
-    input: Annotated[Any, WithJsonSchema(_INPUT)]
+    input: Annotated[Any, prompts_schema(MAX_INPUTS)]
     """A string, a list of up to 8192 strings, a list of token ids, or a list of such lists."""
     encoding_format: Literal["float", "base64"] = "float"
     """How the numbers are written: as JSON, or as base64 of float32, little-endian."""
@@ -56,7 +46,7 @@ class PoolingRequest(EmbeddingRequest):
 
 
 class ClassificationRequest(PoolingFields):
-    input: Annotated[Any, WithJsonSchema(_INPUT)]
+    input: Annotated[Any, prompts_schema(MAX_INPUTS)]
     """As in an embedding request."""
     use_activation: bool = True
     """Return probabilities; false: the scores before softmax or sigmoid."""

@@ -1,14 +1,15 @@
 """The requests of /tokenize and /detokenize, in the format of vLLM."""
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 from pydantic import Field
 
 from api_server.protocol.chat import ConversationFields
-from api_server.protocol.common import Strict, Text
+from api_server.protocol.common import Text
+from api_server.protocol.fields import Neutral, Strict
 
 MAX_DETOKENIZED: Final = 1 << 17
-TOKENIZE_CHAT_NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
+TOKENIZE_CHAT_NEUTRAL: Final[Neutral] = {
     "chat_template": (),
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),

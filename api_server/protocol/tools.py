@@ -1,7 +1,8 @@
 """Request fields of a chat that define tools:
 
     tools                 [{"type": "function", "function": {name, description, …}}]
-    tool_choice           "none", "auto", "required", {"type": "function", "function": {"name": …}}
+    tool_choice           "none", "auto", "required", {"type": "function", "function": {"name": …}},
+                          {"type": "allowed_tools", "allowed_tools": {"mode": …, "tools": […]}}
     parallel_tool_calls   false: one call at most
 
 An error names the path of the invalid field: `tools[3].function.parameters`.
@@ -12,11 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, WithJsonSchema
+from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema
 
-from api_server.protocol.fields import IgnoredFields, given_fields, ignored_of, is_encodable
+from api_server.protocol.fields import IgnoredFields, Strict, given_fields, ignored_of, is_encodable
 from proto.errors import InvalidRequestError, shown
-from proto.grammar import MAX_GRAMMAR_BYTES, check_schema, encoded
+from proto.messages.grammar import MAX_GRAMMAR_BYTES, check_schema, encoded
 
 MAX_TOOLS: Final = 128
 MAX_TOOLS_BYTES: Final = 512 << 10
@@ -58,6 +59,14 @@ class NamedTool:
     """A tool_choice that forces a call of one function."""
 
     name: str
+
+
+@dataclass(frozen=True)
+class AllowedTools:
+    """A tool_choice that offers some tools only. mode: "required" forces a call of one of them."""
+
+    mode: Literal["auto", "required"]
+    names: tuple[str, ...]
 
 
 def read_tools(value: Any, ignored: IgnoredFields) -> list[FunctionTool]:
@@ -143,10 +152,7 @@ def _object(
 ) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise _invalid(where, "must be an object")
-    try:
-        return given_fields(value, known, {}, ignored, f"{where}.")
-    except InvalidRequestError as error:
-        raise InvalidRequestError(error.message, error.param) from None
+    return given_fields(value, known, {}, ignored, f"{where}.")
 
 
 def _invalid(where: str, what: str) -> InvalidRequestError:
@@ -158,21 +164,44 @@ def _tools(value: Any, info: ValidationInfo) -> Any:
 
 
 def _choice(value: Any, info: ValidationInfo) -> Any:
-    if isinstance(value, NamedTool):
+    if isinstance(value, NamedTool | AllowedTools):
         return value
     if isinstance(value, str):
         if value not in _MODES:
             raise _invalid("tool_choice", "must be none, auto, required or a function by its name")
         return value
     ignored = ignored_of(info)
-    choice = _object(value, "tool_choice", ("type", "function"), ignored)
+    if isinstance(value, dict) and value.get("type") == "allowed_tools":
+        return _allowed_tools(value, ignored)
+    return NamedTool(_named_function(value, "tool_choice", ignored))
+
+
+def _named_function(value: Any, where: str, ignored: IgnoredFields) -> str:
+    """Return the name in {"type": "function", "function": {"name": …}}."""
+    choice = _object(value, where, ("type", "function"), ignored)
     if choice.get("type") != "function":
-        raise _invalid("tool_choice.type", "must be function")
-    function = _object(choice.get("function"), "tool_choice.function", ("name",), ignored)
+        raise _invalid(f"{where}.type", "must be function")
+    function = _object(choice.get("function"), f"{where}.function", ("name",), ignored)
     name = function.get("name")
     if not isinstance(name, str):
-        raise _invalid("tool_choice.function.name", "must be a string")
-    return NamedTool(name)
+        raise _invalid(f"{where}.function.name", "must be a string")
+    return name
+
+
+def _allowed_tools(value: Any, ignored: IgnoredFields) -> AllowedTools:
+    where = "tool_choice.allowed_tools"
+    choice = _object(value, "tool_choice", ("type", "allowed_tools"), ignored)
+    allowed = _object(choice.get("allowed_tools"), where, ("mode", "tools"), ignored)
+    mode, tools = allowed.get("mode"), allowed.get("tools")
+    if mode not in ("auto", "required"):
+        raise _invalid(f"{where}.mode", "must be auto or required")
+    if not isinstance(tools, list) or not 0 < len(tools) <= MAX_TOOLS:
+        raise _invalid(f"{where}.tools", f"must be a list of 1 to {MAX_TOOLS} tools")
+    names = [
+        _named_function(tool, f"{where}.tools[{index}]", ignored)
+        for index, tool in enumerate(tools)
+    ]
+    return AllowedTools(mode, tuple(names))
 
 
 _TOOLS_SCHEMA: Final = {
@@ -196,26 +225,47 @@ _TOOLS_SCHEMA: Final = {
         "required": ["type", "function"],
     },
 }
+_FUNCTION_CHOICE_SCHEMA: Final = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {"name": {"type": "string"}},
+            "required": ["name"],
+        },
+    },
+    "required": ["type", "function"],
+}
 _CHOICE_SCHEMA: Final = {
     "anyOf": [
         {"type": "string", "enum": list(_MODES)},
+        _FUNCTION_CHOICE_SCHEMA,
         {
             "type": "object",
             "properties": {
-                "type": {"const": "function"},
-                "function": {
+                "type": {"const": "allowed_tools"},
+                "allowed_tools": {
                     "type": "object",
-                    "properties": {"name": {"type": "string"}},
-                    "required": ["name"],
+                    "properties": {
+                        "mode": {"enum": ["auto", "required"]},
+                        "tools": {
+                            "type": "array",
+                            "minItems": 1,
+                            "maxItems": MAX_TOOLS,
+                            "items": _FUNCTION_CHOICE_SCHEMA,
+                        },
+                    },
+                    "required": ["mode", "tools"],
                 },
             },
-            "required": ["type", "function"],
+            "required": ["type", "allowed_tools"],
         },
     ]
 }
 
 
-class ToolFields(BaseModel):
+class ToolFields(Strict):
     """Request fields about tools."""
 
     tools: Annotated[
@@ -226,9 +276,12 @@ class ToolFields(BaseModel):
     ] = []
     """Functions that the model may call, up to 128."""
     tool_choice: Annotated[
-        str | NamedTool | None, BeforeValidator(_choice), WithJsonSchema(_CHOICE_SCHEMA)
+        str | NamedTool | AllowedTools | None,
+        BeforeValidator(_choice),
+        WithJsonSchema(_CHOICE_SCHEMA),
     ] = None
-    """none, auto (with tools the default), required (at least one call), or a function by name."""
+    """none, auto (with tools the default), required (at least one call), a function by name, or
+    allowed_tools with a mode (auto or required) and those of the tools that are offered."""
     parallel_tool_calls: bool = True
     """false: at most one call in an answer."""
 
@@ -241,19 +294,27 @@ class ToolFields(BaseModel):
         choice = self.tool_choice
         if choice is not None and choice != "none" and not self.tools:
             raise InvalidRequestError("tool_choice needs tools", "tool_choice")
-        if isinstance(choice, NamedTool):
-            found = [tool for tool in self.tools if tool.name == choice.name]
-            if not found:
-                raise InvalidRequestError(
-                    f"tool_choice names no tool of this request: {shown(choice.name)}",
-                    "tool_choice",
-                )
-            return found
+        if isinstance(choice, NamedTool | AllowedTools):
+            names = choice.names if isinstance(choice, AllowedTools) else (choice.name,)
+            known = {tool.name for tool in self.tools}
+            for name in names:
+                if name not in known:
+                    raise InvalidRequestError(
+                        f"tool_choice names no tool of this request: {shown(name)}", "tool_choice"
+                    )
+            return [tool for tool in self.tools if tool.name in names]
         return [] if choice == "none" else self.tools
 
     @property
+    def listed_tools(self) -> list[FunctionTool]:
+        """The tools in the prompt: those that may be called; beside a function by name, all."""
+        return self.tools if isinstance(self.tool_choice, NamedTool) else self.callable_tools
+
+    @property
     def must_call(self) -> bool:
-        return isinstance(self.tool_choice, NamedTool) or self.tool_choice == "required"
+        choice = self.tool_choice
+        mode = choice.mode if isinstance(choice, AllowedTools) else choice
+        return isinstance(choice, NamedTool) or mode == "required"
 
     @property
     def calls_once(self) -> bool:

@@ -13,16 +13,15 @@ from pydantic import Field, StringConstraints
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from api_server.http.tenants import key_name_of
-from api_server.protocol.common import Strict
-from api_server.protocol.fields import IgnoredFields, parse
+from api_server.generation.app_state import RequestContext
+from api_server.protocol.fields import Strict, parse
 from api_server.routes.common import app_state_of, check_operator, has_operators_key, read_json
 from api_server.routes.system import daemon_version
 from proto.codec import to_json_line
-from proto.config import SECRET_FIELDS
-from proto.engine_io import AdminName, AdminReply, PauseMode
 from proto.errors import ConflictError, InternalRequestError, InvalidRequestError, shown
-from proto.lifecycle import AbortRequests, DrainRequested, ProfileFrontEnds
+from proto.messages.engine_io import AdminName, AdminReply, PauseMode
+from proto.messages.lifecycle import AbortRequests, DrainRequested, ProfileFrontEnds
+from proto.settings.config import SECRET_FIELDS
 
 router = APIRouter(dependencies=[Depends(check_operator)])
 
@@ -128,12 +127,12 @@ async def abort_requests(request: Request) -> Response:
 
     With an operator's key the requests of all clients, else those of the same key.
     """
-    ignored = IgnoredFields()
-    fields = await read_json(request, partial(parse, AbortBody, neutral={}, ignored=ignored))
-    key_name = None if has_operators_key(request) else key_name_of(request)
-    app_state_of(request).supervisor.send(AbortRequests(fields.request_ids, key_name))
+    context = RequestContext(request)
+    fields = await read_json(context, partial(parse, AbortBody, neutral={}))
+    key_name = None if has_operators_key(request) else context.key_name
+    context.app_state.supervisor.send(AbortRequests(fields.request_ids, key_name))
     response = JSONResponse({"status": "aborting"}, status_code=202)
-    response.raw_headers += ignored.headers()
+    response.raw_headers += context.ignored.headers()
     return response
 
 

@@ -8,30 +8,30 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from fastapi import APIRouter
-from starlette.requests import HTTPConnection, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
-from api_server.app_state import AppState
+from api_server.generation.app_state import RequestContext
+from api_server.generation.encoders.base import ResponseOptions
+from api_server.generation.encoders.chat import ChatEncoder
+from api_server.generation.request_builder import RequestBuilder, check_thoughts
+from api_server.generation.sampling import EndpointOptions
+from api_server.generation.stream import TokenStream
 from api_server.parsers.output import ChoiceParser
 from api_server.parsers.output_format import OutputFormat, plan_reasoning, reasoning_variables
 from api_server.parsers.tool_calls import TEXT_ONLY, ToolCallPlan
-from api_server.protocol.chat import ChatCompletionRequest, ChatEncoder
+from api_server.protocol.chat import ChatCompletionRequest, ConversationFields, Effort
 from api_server.protocol.chat_translation import ChatTranslation
-from api_server.protocol.encoder import ResponseOptions
-from api_server.protocol.fields import CHAT_NEUTRAL, IgnoredFields
+from api_server.protocol.fields import CHAT_NEUTRAL
 from api_server.protocol.json_lark import with_exact_numbers
 from api_server.protocol.json_schema import SchemaWork, write_grammar
-from api_server.request_builder import EndpointOptions, RequestBuilder, check_thoughts
-from api_server.routes.common import app_state_of, read_request
-from api_server.sampling import logit_edits
-from api_server.stream import TokenStream
+from api_server.routes.common import read_request
 from api_server.text.chat_prompt import build_conversation, num_characters
 from api_server.text.chat_template import Conversation, TemplateError
 from api_server.text.prompts import PromptReader
-from api_server.text.rendering import TemplateRenderer
 from api_server.turns import run_for_body
 from proto.errors import InvalidRequestError
-from proto.grammar import GrammarSource
+from proto.messages.grammar import GrammarSource
 
 RESERVED_CONTEXT_SHARE: Final = 4
 """A truncated prompt leaves 1/4 of the context to an answer without max_tokens."""
@@ -54,10 +54,8 @@ class ChatTurn:
 
 
 async def build_chat_turn(
-    app_state: AppState,
-    connection: HTTPConnection,
+    context: RequestContext,
     body: ChatCompletionRequest,
-    ignored: IgnoredFields,
     id_prefix: str,
     *,
     default_max_tokens: int | None = None,
@@ -69,6 +67,7 @@ async def build_chat_turn(
     reserves_context: a truncated prompt leaves a share of the context to an answer without
     max_tokens. Raises InvalidRequestError.
     """
+    app_state, ignored = context.app_state, context.ignored
     harmony = app_state.harmony
     template = app_state.template_for(body.tools, body.tool_choice)
 
@@ -81,16 +80,15 @@ async def build_chat_turn(
         return plan, with_exact_numbers(plan.grammar, work)
 
     tool_calls, grammar = await write_grammar(plan_answer)
-    builder = RequestBuilder(app_state, connection, body, ignored, id_prefix, grammar)
-    reader = app_state.prompt_reader("messages")
+    builder = RequestBuilder(context, body, id_prefix, grammar)
     if default_max_tokens is None:
         default_max_tokens = app_state.generation_defaults.max_tokens
     max_tokens = body.requested_max_tokens
     if max_tokens is None and reserves_context:
         share = app_state.client.engine.max_model_len // RESERVED_CONTEXT_SHARE
         max_tokens = share if default_max_tokens is None else min(default_max_tokens, share)
-    reader = reader.with_truncation(builder.truncation(max_tokens))
-    conversation, text = await _render_prompt(app_state, body, reader, ignored)
+    reader = builder.prompt_reader("messages", max_tokens)
+    conversation, text = await render_prompt(context, body, reader, body.reasoning_effort)
     prompts = await reader.encode_texts([text], add_special_tokens=False)
     if harmony is not None:
         output_format: OutputFormat = harmony.output_format(body, text)
@@ -113,18 +111,14 @@ async def build_chat_turn(
         logprobs=body.num_logprobs,
         prompt_logprobs=body.prompt_logprobs,
         max_tokens_field=body.max_tokens_field,
-        edits=await logit_edits(body, app_state.tokenizer, app_state.generation_defaults),
         thinking=rule,
     )
-    requests = builder.build_requests(prompts, options)
+    stream = await builder.build_stream(prompts, options, output_format)
     (prompt_text,) = await builder.prompt_texts(prompts)
-    return ChatTurn(
-        builder,
-        await builder.build_stream(requests, [0], output_format),
-        builder.response_options(body.num_logprobs),
-        prompt_text,
-        [output_format.new_choice_parser(app_state.metrics) for _ in range(body.n)],
-    )
+    parsers = [output_format.new_choice_parser(app_state.metrics) for _ in range(body.n)]
+    stream.choice_parsers = parsers
+    response_options = builder.response_options(body.num_logprobs)
+    return ChatTurn(builder, stream, response_options, prompt_text, parsers)
 
 
 async def with_merged_roles_fallback(
@@ -151,52 +145,48 @@ async def with_merged_roles_fallback(
     return made
 
 
-async def count_tokens(
-    app_state: AppState, body: ChatCompletionRequest, ignored: IgnoredFields
-) -> int:
+async def count_tokens(context: RequestContext, body: ChatCompletionRequest) -> int:
     """Return the number of prompt tokens of a chat, which may exceed the context.
 
     Raises InvalidRequestError.
     """
-    app_state.check_model(body.model)
-    reader = app_state.prompt_reader("messages")
-    _, text = await _render_prompt(app_state, body, reader, ignored)
+    context.check_model(body.model)
+    reader = context.app_state.prompt_reader("messages")
+    _, text = await render_prompt(context, body, reader, body.reasoning_effort)
     return len(await reader.encode_any_length(text, add_special_tokens=False))
 
 
-async def _render_prompt(
-    app_state: AppState, body: ChatCompletionRequest, reader: PromptReader, ignored: IgnoredFields
-) -> tuple[Conversation, str]:
-    """Return the conversation and the prompt text. reader: limits the template's input."""
-    template = app_state.template_for(body.tools, body.tool_choice)
-    conversation = await run_for_body(
-        _build_conversation, app_state, template, body, reader, ignored
-    )
-    return conversation, await template.render(conversation)
-
-
-def _build_conversation(
-    app_state: AppState,
-    template: TemplateRenderer,
-    body: ChatCompletionRequest,
+async def render_prompt(
+    context: RequestContext,
+    body: ConversationFields,
     reader: PromptReader,
-    ignored: IgnoredFields,
-) -> Conversation:
-    variables = reasoning_variables(
-        body.reasoning_effort, template.facts, app_state.reasoning_format(template), ignored
-    )
-    tool_calls = app_state.tool_calls(template)
-    tools = tool_calls.template_tools(body)
-    conversation = build_conversation(body, template.facts, ignored, tools, variables)
-    conversation = tool_calls.adapt_conversation(conversation)
-    template_input = [
-        conversation.messages,
-        conversation.documents,
-        conversation.tools,
-        conversation.variables,
-    ]
-    reader.check_conversation(num_characters(template_input))
-    return conversation
+    effort: Effort | None = None,
+) -> tuple[Conversation, str]:
+    """Return the conversation and the prompt text.
+
+    reader: limits the template's input. effort: of the reasoning. Raises InvalidRequestError.
+    """
+    app_state, ignored = context.app_state, context.ignored
+    template = app_state.template_for(body.tools, body.tool_choice)
+
+    def build() -> Conversation:
+        reasoning = app_state.reasoning_format(template)
+        variables = reasoning_variables(effort, template.facts, reasoning, ignored)
+        tool_calls = app_state.tool_calls(template)
+        tools = tool_calls.template_tools(body)
+        conversation = build_conversation(body, template.facts, ignored, tools, variables)
+        conversation = tool_calls.adapt_conversation(conversation)
+        template_input = [
+            conversation.messages,
+            conversation.documents,
+            conversation.tools,
+            conversation.variables,
+        ]
+        reader.check_conversation(num_characters(template_input))
+        return conversation
+
+    conversation = await run_for_body(build)
+    return conversation, await template.render(conversation)
 
 
 router = APIRouter()
@@ -204,13 +194,12 @@ router = APIRouter()
 
 @router.post("/v1/chat/completions")
 async def create_chat_completion(request: Request) -> Response:
-    app_state = app_state_of(request)
-    app_state.check_generates("Chat Completions API")
-    ignored = IgnoredFields()
-    body = await read_request(request, ignored, ChatCompletionRequest, CHAT_NEUTRAL)
+    context = RequestContext(request)
+    context.app_state.check_generates("Chat Completions API")
+    body = await read_request(context, ChatCompletionRequest, CHAT_NEUTRAL)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs", "top_logprobs")
-    turn = await build_chat_turn(app_state, request, body, ignored, "chatcmpl-")
+    turn = await build_chat_turn(context, body, "chatcmpl-")
     encoder = ChatEncoder(
         turn.options, turn.stream.streams[0], turn.prompt_text, turn.choice_parsers
     )

@@ -9,20 +9,17 @@ from typing import Any, Final, TypeVar, cast
 from starlette.datastructures import Headers, QueryParams
 from starlette.requests import HTTPConnection, Request
 
-from api_server.app_state import APP_STATE, AppState
 from api_server.errors import BodyTooLargeError, SlowUploadError
+from api_server.generation.app_state import APP_STATE, AppState, RequestContext
 from api_server.http import access
 from api_server.http.connection import MAX_BODY_BYTES, UPLOAD_BYTES, UPLOAD_SECONDS
+from api_server.http.request_log import SESSION_HEADER
+from api_server.protocol.agents import MAX_SESSION_ID_CHARACTERS
 from api_server.protocol.common import REQUEST_ID
 from api_server.protocol.decoding import decode_json
 from api_server.protocol.fields import IgnoredFields, Model, parse
-from api_server.request_log import SESSION_HEADER
-from api_server.turns import CLIENT, run_for_body
-from proto.errors import (
-    InvalidRequestError,
-    UnsupportedMediaError,
-    shown,
-)
+from api_server.turns import current_client, run_for_body
+from proto.errors import InvalidRequestError, UnsupportedMediaError, shown
 
 
 def app_state_of(request: HTTPConnection) -> AppState:
@@ -59,32 +56,34 @@ _INTEGER: Final = re.compile(r"[+-]?[0-9]{1,19}")
 Parsed = TypeVar("Parsed")
 
 
-async def read_fields(
-    request: Request, ignored: IgnoredFields, parse: Callable[[Any], Parsed]
-) -> Parsed:
+async def read_request(
+    context: RequestContext, model: type[Model], neutral: Mapping[str, tuple[Any, ...]]
+) -> Model:
+    """Return the body as a model, with fields from headers; errors as of `read_json`."""
+    return await read_fields(context, partial(parse, model, neutral=neutral))
+
+
+async def read_fields(context: RequestContext, parse: Callable[..., Parsed]) -> Parsed:
     """Return what `parse` makes of the body, with fields from headers where the body has none.
 
-    ignored: collects an invalid X-Request-Id, which some proxies send.
-    Raises the same errors as `read_json`.
+    `ignored` also collects an invalid X-Request-Id, as some proxies send it. Errors as of
+    `read_json`.
     """
 
-    def parse_with_headers(fields: Any) -> Parsed:
+    model: object = None
+
+    def parse_with_headers(fields: Any, ignored: IgnoredFields) -> Parsed:
+        nonlocal model
         if isinstance(fields, dict):
-            add_header_fields(fields, request.headers, ignored)
-        return parse(fields)
+            add_header_fields(fields, context.connection.headers, ignored)
+            model = fields.get("model")
+        return parse(fields, ignored=ignored)
 
-    return await read_json(request, parse_with_headers)
-
-
-async def read_request(
-    request: Request,
-    ignored: IgnoredFields,
-    model: type[Model],
-    neutral: Mapping[str, tuple[Any, ...]],
-) -> Model:
-    """Return the body as `parse` makes it, with fields from headers; errors as of `read_json`."""
-    read = partial(parse, model, neutral=neutral, ignored=ignored)
-    return await read_fields(request, ignored, read)
+    parsed = await read_json(context, parse_with_headers)
+    adapters = context.app_state.adapters
+    if adapters is not None:
+        await adapters.prepare(model, context.key_name)
+    return parsed
 
 
 def add_header_fields(fields: dict[str, Any], headers: Headers, ignored: IgnoredFields) -> None:
@@ -98,7 +97,11 @@ def add_header_fields(fields: dict[str, Any], headers: Headers, ignored: Ignored
         fields[name] = int(text)
     session_id = headers.get(SESSION_HEADER)
     if session_id is not None and fields.get("session_id") is None:
-        fields["session_id"] = _as_utf8(session_id)
+        fields["session_id"] = name = _as_utf8(session_id)
+        if len(name) > MAX_SESSION_ID_CHARACTERS:
+            raise InvalidRequestError.fixed(
+                f"X-Session-ID is longer than {MAX_SESSION_ID_CHARACTERS} characters", "session_id"
+            )
     request_id = headers.get(REQUEST_ID_HEADER)
     if request_id is not None and fields.get("request_id") is None:
         if re.fullmatch(REQUEST_ID, request_id):
@@ -115,13 +118,15 @@ def _as_utf8(value: str) -> str:
         return value
 
 
-async def read_json(request: Request, parse: Callable[[Any], Parsed]) -> Parsed:
+async def read_json(context: RequestContext, parse: Callable[..., Parsed]) -> Parsed:
     """Return what `parse` makes of the decoded body, on a thread if the body is large.
 
+    parse: a function of the decoded body and, by its name, of `ignored`.
     Raises UnsupportedMediaError (415), BodyTooLargeError (413), SlowUploadError (408),
     OverloadedError (503) or InvalidRequestError; starlette's ClientDisconnect when the client
     leaves.
     """
+    request = context.request
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise UnsupportedMediaError("the content type must be application/json")
@@ -129,8 +134,8 @@ async def read_json(request: Request, parse: Callable[[Any], Parsed]) -> Parsed:
     if encoding not in ("", "identity"):
         raise UnsupportedMediaError(f"a body with content-encoding {shown(encoding)} is not read")
     body = await _read_body(request)
-    await CLIENT.get().hold_body(body)
-    return await run_for_body(lambda: parse(decode_json(body)))
+    await current_client().hold_body(body)
+    return await run_for_body(lambda: parse(decode_json(body), ignored=context.ignored))
 
 
 async def _read_body(request: Request) -> bytearray:
@@ -139,7 +144,7 @@ async def _read_body(request: Request) -> bytearray:
     if content_length.isdecimal() and int(content_length[:20]) > MAX_BODY_BYTES:
         raise too_large
     body, mark = bytearray(), UPLOAD_BYTES
-    client, loop = CLIENT.get(), asyncio.get_running_loop()
+    client, loop = current_client(), asyncio.get_running_loop()
     client.count_body(0)
     try:
         async with client.waiting(UPLOAD_SECONDS) as limit:

@@ -7,63 +7,53 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api_server.app_state import AppState
+from api_server.generation.app_state import AppState, RequestContext
+from api_server.generation.encoders.completions import CompletionEncoder, Echo
+from api_server.generation.request_builder import RequestBuilder, prompt_text
+from api_server.generation.sampling import EndpointOptions
+from api_server.generation.stream import TokenStream
 from api_server.parsers.output_format import OutputFormat
-from api_server.protocol.completions import (
-    DEFAULT_MAX_TOKENS,
-    CompletionEncoder,
-    CompletionRequest,
-    Echo,
-)
-from api_server.protocol.fields import COMPLETION_NEUTRAL, IgnoredFields
-from api_server.protocol.json_lark import with_exact_numbers
-from api_server.protocol.json_schema import write_grammar
-from api_server.request_builder import EndpointOptions, RequestBuilder, prompt_text
-from api_server.routes.common import app_state_of, read_request
-from api_server.sampling import logit_edits
-from api_server.text.prompts import Prompt, PromptReader, num_prompts
+from api_server.protocol.completions import DEFAULT_MAX_TOKENS, CompletionRequest
+from api_server.protocol.fields import COMPLETION_NEUTRAL
+from api_server.protocol.structured import text_grammar
+from api_server.routes.common import read_request
+from api_server.text.prompts import Prompt, PromptReader, num_prompts, prompt_embeds
 from api_server.text.tokenizer import ModelTokenizer
-from proto.errors import InvalidRequestError
-from proto.logit_edits import LogitEdits
+from proto.errors import InvalidRequestError, require
 
 router = APIRouter()
 
 
 @router.post("/v1/completions")
 async def create_completion(request: Request) -> Response:
-    app_state = app_state_of(request)
-    app_state.check_generates("Completions API")
-    reader = app_state.prompt_reader("prompt")
-    ignored = IgnoredFields()
-    body = await read_request(request, ignored, CompletionRequest, COMPLETION_NEUTRAL)
-    grammar = await write_grammar(
-        lambda work: with_exact_numbers(body.grammar_source(ignored, work), work)
-    )
-    builder = RequestBuilder(app_state, request, body, ignored, "cmpl-", grammar)
-    builder.check_choices(num_prompts(body.prompt))
-    reader = reader.with_truncation(builder.truncation(body.max_tokens))
+    context = RequestContext(request)
+    context.app_state.check_generates("Completions API")
+    body = await read_request(context, CompletionRequest, COMPLETION_NEUTRAL)
+    grammar = await text_grammar(body, context.ignored)
+    builder = RequestBuilder(context, body, "cmpl-", grammar)
+    stream, encoder = await _build(context.app_state, builder, body)
+    await stream.submit(request)
+    return builder.response(stream, encoder)
+
+
+async def _build(
+    app_state: AppState, builder: RequestBuilder, body: CompletionRequest
+) -> tuple[TokenStream, CompletionEncoder]:
+    """Return the stream of a completion, and what encodes its output; InvalidRequestError."""
+    given = body.prompt if body.prompt_embeds is None else body.prompt_embeds
+    builder.check_choices(num_prompts(given))
+    reader = builder.prompt_reader("prompt", body.max_tokens)
     prompts, shown = await _read_prompts(app_state, body, reader)
-    echoed = sum(len(prompt.token_ids) for prompt in shown) if body.echo else 0
-    edits = await logit_edits(body, app_state.tokenizer, app_state.generation_defaults)
     ends = app_state.tokenizer.infill.end_ids if body.suffix else ()
-    requests = builder.build_requests(prompts, _options(body, edits, ends))
-    if body.echo:
-        await builder.check_prompt_texts(shown, "echo")
-    echoes = await app_state.tokenizer.run_in_thread_if_large(
-        echoed, _echoes, body, shown, app_state.tokenizer
-    )
-    prompt_texts = await builder.prompt_texts(prompts)
-    starts = [len(echo.text) for echo in echoes]
-    stream = await builder.build_stream(requests, starts, OutputFormat())
+    stream = await builder.build_stream(prompts, _options(body, ends), OutputFormat())
     encoder = CompletionEncoder(
         builder.response_options(body.logprobs),
         stream.streams,
-        echoes,
-        prompt_texts,
+        await _echoes(app_state.tokenizer, builder, body, shown),
+        await builder.prompt_texts(prompts),
         body.only_echoes,
     )
-    await stream.submit(request)
-    return builder.response(stream, encoder)
+    return stream, encoder
 
 
 async def _read_prompts(
@@ -73,6 +63,11 @@ async def _read_prompts(
 
     Raises InvalidRequestError.
     """
+    if body.prompt_embeds is not None:
+        prompts = await _read_embeds(app_state, body, reader)
+        return prompts, prompts
+    if body.prompt is None:
+        raise InvalidRequestError("prompt is missing", "prompt")
     if not body.suffix:
         prompts = await reader.read_prompts(body.prompt, add_special_tokens=body.add_special_tokens)
         return prompts, prompts
@@ -94,9 +89,37 @@ async def _read_prompts(
     return prompts, before
 
 
-def _options(
-    body: CompletionRequest, edits: LogitEdits | None, more_end_ids: tuple[int, ...]
-) -> EndpointOptions:
+async def _read_embeds(
+    app_state: AppState, body: CompletionRequest, reader: PromptReader
+) -> list[Prompt]:
+    """Return the prompts that are given as embeddings. Raises InvalidRequestError."""
+    model = app_state.settings.model
+    require(
+        model.enable_prompt_embeds, "prompt_embeds", "needs a server with --enable-prompt-embeds"
+    )
+    for is_used, name in (
+        (body.prompt is not None, "prompt"),
+        (body.echo, "echo"),
+        (bool(body.suffix), "suffix"),
+        (body.prompt_logprobs is not None, "prompt_logprobs"),
+        (body.truncate_prompt_tokens is not None, "truncate_prompt_tokens"),
+        (body.return_prompt_text, "return_prompt_text"),
+        (body.return_token_ids, "return_token_ids"),
+    ):
+        require(not is_used, name, "does not go with prompt_embeds")
+    texts = body.prompt_embeds
+    texts = [texts] if isinstance(texts, str) else texts or []
+    require(bool(texts), "prompt_embeds", "must not be empty")
+    size = app_state.model.hidden_size
+    found = [
+        await app_state.tokenizer.run_in_thread_if_large(len(text), prompt_embeds, text, size)
+        for text in texts
+    ]
+    prompts = await reader.check_prompts([0] * (len(rows) // (4 * size)) for rows in found)
+    return [replace(prompt, embeds=rows) for prompt, rows in zip(prompts, found, strict=True)]
+
+
+def _options(body: CompletionRequest, more_end_ids: tuple[int, ...]) -> EndpointOptions:
     """Return the options of a body; an echo without output samples one token and drops it."""
     prompt_logprobs = [body.prompt_logprobs, body.logprobs if body.echo else None]
     requested = [number for number in prompt_logprobs if number is not None]
@@ -106,22 +129,32 @@ def _options(
         logprobs=body.logprobs,
         prompt_logprobs=max(requested) if requested else None,
         echoes_logprobs=body.echo and body.logprobs is not None,
-        edits=edits,
         more_end_ids=more_end_ids,
     )
 
 
-def _echoes(
-    body: CompletionRequest, prompts: Sequence[Prompt], tokenizer: ModelTokenizer
+async def _echoes(
+    tokenizer: ModelTokenizer,
+    builder: RequestBuilder,
+    body: CompletionRequest,
+    prompts: Sequence[Prompt],
 ) -> list[Echo]:
-    return [_echo(body, prompt, tokenizer) for prompt in prompts]
-
-
-def _echo(body: CompletionRequest, prompt: Prompt, tokenizer: ModelTokenizer) -> Echo:
+    """Return what each choice begins with, by prompt. Raises InvalidRequestError if it is long."""
     if not body.echo:
-        return Echo()
+        return [Echo()] * len(prompts)
+    await builder.check_prompt_texts(prompts, "echo")
+    has_offsets = body.logprobs is not None
+
+    def echoes() -> list[Echo]:
+        return [_echo(prompt, tokenizer, has_offsets) for prompt in prompts]
+
+    num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+    return await tokenizer.run_in_thread_if_large(num_tokens, echoes)
+
+
+def _echo(prompt: Prompt, tokenizer: ModelTokenizer, has_offsets: bool) -> Echo:
     text = prompt_text(prompt, tokenizer)
-    if body.logprobs is None:
+    if not has_offsets:
         return Echo(text)
     detokenizer = tokenizer.detokenizer((), skip_special_tokens=False)
     offsets, length = [], 0

@@ -1,40 +1,45 @@
 """POST /infill: llama.cpp's endpoint for filling in the middle of a text."""
 
-from functools import partial
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api_server.app_state import AppState
+from api_server.generation.app_state import AppState, RequestContext
+from api_server.generation.encoders.infill import InfillEncoder
+from api_server.generation.request_builder import RequestBuilder
+from api_server.generation.sampling import EndpointOptions
+from api_server.generation.stream import TokenStream
 from api_server.parsers.output_format import OutputFormat
-from api_server.protocol.fields import IgnoredFields
-from api_server.protocol.infill import InfillEncoder, InfillRequest, parse_infill
-from api_server.protocol.json_lark import with_exact_numbers
-from api_server.protocol.json_schema import write_grammar
-from api_server.request_builder import EndpointOptions, RequestBuilder
-from api_server.routes.common import app_state_of, read_fields
-from api_server.sampling import logit_edits
-from api_server.text.infill import NAME_TEXTS, InfillNames, window_shares
+from api_server.protocol.infill import InfillRequest, parse_infill
+from api_server.protocol.structured import text_grammar
+from api_server.routes.common import read_fields
+from api_server.text.infill import NAME_TEXTS, window_shares
 from api_server.text.prompts import Prompt, PromptReader
 from api_server.text.tokenizer import Side, Truncation
-from proto.engine_io import EngineCoreRequest
+from proto.messages.engine_io import EngineCoreRequest
 
 router = APIRouter()
 
 
 @router.post("/infill")
 async def create_infill(request: Request) -> Response:
-    app_state = app_state_of(request)
+    context = RequestContext(request)
+    app_state = context.app_state
     app_state.check_generates("filling in")
-    ignored = IgnoredFields()
-    fields = await read_fields(request, ignored, partial(parse_infill, ignored=ignored))
+    fields = await read_fields(context, parse_infill)
     app_state.tokenizer.infill.check("input_suffix")
     body = fields.as_completion(app_state.generation_defaults.values)
-    grammar = await write_grammar(
-        lambda work: with_exact_numbers(body.grammar_source(ignored, work), work)
-    )
-    builder = RequestBuilder(app_state, request, body, ignored, "infill-", grammar)
+    grammar = await text_grammar(body, context.ignored)
+    builder = RequestBuilder(context, body, "infill-", grammar)
+    stream, encoder = await _build(app_state, builder, fields)
+    await stream.submit(request)
+    return builder.response(stream, encoder)
+
+
+async def _build(
+    app_state: AppState, builder: RequestBuilder, fields: InfillRequest
+) -> tuple[TokenStream, InfillEncoder]:
+    """Return the stream of a request, and what encodes its output; InvalidRequestError."""
     prompt = await _read_prompt(app_state, fields)
     room = app_state.client.engine.max_model_len - len(prompt.token_ids)
     options = EndpointOptions(
@@ -43,10 +48,9 @@ async def create_infill(request: Request) -> Response:
         logprobs=fields.n_probs or None,
         prompt_logprobs=None,
         max_tokens_field="n_predict",
-        edits=await logit_edits(body, app_state.tokenizer, app_state.generation_defaults),
         more_end_ids=app_state.tokenizer.infill.end_ids,
     )
-    requests = builder.build_requests([prompt], options)
+    stream = await builder.build_stream([prompt], options, OutputFormat())
     await builder.check_prompt_texts([prompt], "input_prefix")
     text = await app_state.tokenizer.run_in_thread_if_large(
         len(prompt.token_ids),
@@ -54,17 +58,15 @@ async def create_infill(request: Request) -> Response:
         prompt.token_ids,
         skip_special_tokens=False,
     )
-    stream = await builder.build_stream(requests, [0], OutputFormat())
     encoder = InfillEncoder(
         builder.response_options(options.logprobs),
         fields,
         stream.streams[0],
         text,
-        _settings(fields, requests[0], app_state),
+        _settings(fields, stream.requests[0], app_state),
         app_state.client.engine.max_model_len,
     )
-    await stream.submit(request)
-    return builder.response(stream, encoder)
+    return stream, encoder
 
 
 async def _read_prompt(app_state: AppState, fields: InfillRequest) -> Prompt:
@@ -91,7 +93,7 @@ async def _read_prompt(app_state: AppState, fields: InfillRequest) -> Prompt:
         await reader("input_prefix", most_before).encode_verbatim(fields.input_prefix),
         await reader("input_suffix", most_after, "right").encode_verbatim(fields.input_suffix),
         files,
-        InfillNames(*[await extra.encode_verbatim(text) for text in NAME_TEXTS]),
+        [await extra.encode_verbatim(text) for text in NAME_TEXTS],
         start=await tokenizer.start_ids(),
         written=[token_id for prompt in written for token_id in prompt.token_ids],
         suffix_first=app_state.config.spm_infill,

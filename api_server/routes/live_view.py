@@ -9,15 +9,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from api_server.app_state import AppState
+from api_server.generation.app_state import AppState, RequestContext
+from api_server.generation.encoders.base import KEEP_ALIVE
+from api_server.generation.response import EVENT_STREAM_HEADERS
+from api_server.http.connection import wait_disconnect
 from api_server.http.http_protocol import close_after_response
-from api_server.http.tenants import key_name_of, reader_of, tenant_of
 from api_server.live_view.events import SubscriberScope
 from api_server.live_view.publisher import Subscriber
 from api_server.page.files import PageFile
-from api_server.protocol.encoder import KEEP_ALIVE
-from api_server.response import EVENT_STREAM_HEADERS
-from api_server.routes.common import app_state_of, has_operators_key
+from api_server.routes.common import has_operators_key
 from proto.errors import ForbiddenError
 
 
@@ -53,12 +53,13 @@ async def view_events(request: Request) -> Response:
 
     Requests of other tenants appear without id and counts.
     """
-    app_state = app_state_of(request)
+    context = RequestContext(request)
+    app_state = context.app_state
     if request.headers.get("sec-fetch-site") in _FOREIGN:
         raise ForbiddenError("the live view is for pages of this server")
-    tenant = tenant_of(request, app_state.config.tenant_by)
-    reader = reader_of(tenant, key_name_of(request))
-    scope = SubscriberScope(reader, sees_all=has_operators_key(request))
+    scope = SubscriberScope(
+        context.reader, sees_all=has_operators_key(request), key_name=context.key_name
+    )
     subscriber = app_state.live_view.subscribe(scope, app_state.client.engine)
     app_state.client.update_view_subscription()
     return LiveViewResponse(app_state, subscriber)
@@ -75,7 +76,7 @@ class LiveViewResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writing = asyncio.create_task(self._send_events(scope, send))
         try:
-            disconnect = asyncio.create_task(_wait_disconnect(receive))
+            disconnect = asyncio.create_task(wait_disconnect(receive))
             done, _ = await asyncio.wait((writing, disconnect), return_when=asyncio.FIRST_COMPLETED)
             disconnect.cancel()
             if writing in done:
@@ -101,8 +102,3 @@ class LiveViewResponse(Response):
             await send(body)
             if subscriber.finished:
                 return
-
-
-async def _wait_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -11,18 +11,16 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from api_server.app_state import AppState
 from api_server.errors import new_request_id
+from api_server.generation.app_state import RequestContext
+from api_server.generation.encoders.messages import MessageEncoder
 from api_server.protocol.chat import ChatCompletionRequest
-from api_server.protocol.fields import IgnoredFields
-from api_server.protocol.messages.encoder import MessageEncoder
 from api_server.protocol.messages.input import system_text
 from api_server.protocol.messages.request import (
     CountTokensRequest,
     MessagesRequest,
     MessagesTranslation,
     parse_request,
-    shows_reasoning,
 )
 from api_server.routes.chat import (
     ChatTurn,
@@ -30,7 +28,7 @@ from api_server.routes.chat import (
     count_tokens,
     with_merged_roles_fallback,
 )
-from api_server.routes.common import app_state_of, read_fields
+from api_server.routes.common import read_fields
 from proto.errors import InvalidRequestError
 
 router = APIRouter()
@@ -39,34 +37,20 @@ ID_PREFIX: Final = "msg_"
 
 @router.post("/v1/messages")
 async def create_message(request: Request) -> Response:
-    app_state = app_state_of(request)
-    app_state.check_generates("Messages API")
-    ignored = IgnoredFields()
-    read = partial(parse_request, MessagesRequest, ignored=ignored)
-    body, passed = await read_fields(request, ignored, read)
-    translation = _translation(app_state, body, passed, ignored)
+    context = RequestContext(request)
+    context.app_state.check_generates("Messages API")
+    body, passed = await read_fields(context, partial(parse_request, MessagesRequest))
+    translation = _translation(context, body, passed)
 
     async def build(chat: ChatCompletionRequest) -> ChatTurn:
         return await build_chat_turn(
-            app_state,
-            request,
-            chat,
-            ignored,
-            ID_PREFIX,
-            default_max_tokens=body.max_tokens,
-            reserves_context=True,
+            context, chat, ID_PREFIX, default_max_tokens=body.max_tokens, reserves_context=True
         )
 
     turn = await with_merged_roles_fallback(translation, build)
-    encoder = MessageEncoder(
-        turn.options.id,
-        turn.options.model,
-        turn.choice_parsers[0],
-        num_prompt_tokens=len(turn.stream.streams[0].prompt_token_ids),
-        max_tokens=body.max_tokens,
-        shows_reasoning=shows_reasoning(body),
-        translation=translation,
-    )
+    num_prompt_tokens = len(turn.stream.streams[0].prompt_token_ids)
+    parser = turn.choice_parsers[0]
+    encoder = MessageEncoder(turn.options, body, parser, translation, num_prompt_tokens)
     try:
         await turn.stream.submit(request)
     except InvalidRequestError as error:
@@ -78,31 +62,26 @@ async def create_message(request: Request) -> Response:
 @router.post("/v1/messages/count_tokens")
 async def count_message_tokens(request: Request) -> Response:
     """Return the number of prompt tokens of the same request to /v1/messages."""
-    app_state = app_state_of(request)
-    ignored = IgnoredFields()
-    read = partial(parse_request, CountTokensRequest, ignored=ignored)
-    body, passed = await read_fields(request, ignored, read)
-    translation = _translation(app_state, body, passed, ignored)
-
-    async def count(chat: ChatCompletionRequest) -> int:
-        return await count_tokens(app_state, chat, ignored)
-
-    number = await with_merged_roles_fallback(translation, count)
+    context = RequestContext(request)
+    body, passed = await read_fields(context, partial(parse_request, CountTokensRequest))
+    translation = _translation(context, body, passed)
+    number = await with_merged_roles_fallback(translation, partial(count_tokens, context))
     response = JSONResponse({"input_tokens": number})
     response.headers["request-id"] = new_request_id()
-    response.raw_headers += ignored.headers()
+    response.raw_headers += context.ignored.headers()
     return response
 
 
 def _translation(
-    app_state: AppState, body: CountTokensRequest, passed: Mapping[str, Any], ignored: IgnoredFields
+    context: RequestContext, body: CountTokensRequest, passed: Mapping[str, Any]
 ) -> MessagesTranslation:
+    app_state = context.app_state
     template = app_state.template_for(body.tools, body.tool_choice)
     return MessagesTranslation(
         body,
         passed,
-        system_text(body.system, ignored),
-        ignored,
+        system_text(body.system, context.ignored),
+        context.ignored,
         template_names=template.facts.names,
         has_reasoning=app_state.reasoning_format(template).has_reasoning,
     )

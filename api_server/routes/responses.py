@@ -16,50 +16,37 @@ from typing import Any, Final, Literal, TypeVar
 
 from fastapi import APIRouter
 from starlette.datastructures import QueryParams
-from starlette.requests import HTTPConnection, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from api_server.app_state import AppState
+from api_server.generation.app_state import AppState, RequestContext
+from api_server.generation.encoders.base import json_parts
+from api_server.generation.encoders.responses.encoder import CompactionEncoder, ResponsesEncoder
+from api_server.generation.encoders.responses.stored import (
+    History,
+    ResponseRecord,
+    RunningResponse,
+    json_size,
+)
+from api_server.generation.response import JsonResponse
+from api_server.generation.stream import TokenStream
 from api_server.http.connection import MAX_BODY_BYTES
-from api_server.http.tenants import key_name_of, tenant_of
 from api_server.protocol.chat import ChatCompletionRequest
-from api_server.protocol.encoder import json_parts
-from api_server.protocol.fields import IgnoredFields
-from api_server.protocol.responses.compaction import (
-    CompactionEncoder,
-    parse_compaction,
-    summary_conversation,
-)
-from api_server.protocol.responses.encoder import ResponsesEncoder
-from api_server.protocol.responses.input import (
-    MAX_ITEMS,
-    Item,
-    is_reference,
-    listed_item,
-    with_id,
-)
+from api_server.protocol.responses.compaction import parse_compaction, summary_conversation
+from api_server.protocol.responses.input import MAX_ITEMS, Item, is_reference, listed_item, with_id
 from api_server.protocol.responses.request import (
     ResponsesRequest,
     ResponsesTranslation,
     parse_request,
 )
-from api_server.protocol.responses.stored import (
-    History,
-    Owner,
-    ResponseRecord,
-    RunningResponse,
-    json_size,
-)
-from api_server.response import JsonResponse
 from api_server.routes.chat import (
     ChatTurn,
     build_chat_turn,
     count_tokens,
     with_merged_roles_fallback,
 )
-from api_server.routes.common import app_state_of, page_limit, read_fields
-from api_server.stream import TokenStream
-from api_server.turns import CLIENT, run_for_body, run_in_turn
+from api_server.routes.common import page_limit, read_fields
+from api_server.turns import current_client, run_for_body, run_in_turn
 from proto.errors import InternalRequestError, InvalidRequestError, UnknownPathError, shown
 
 logger = logging.getLogger("tokend.api")
@@ -70,16 +57,15 @@ Result = TypeVar("Result")
 
 @router.post("/v1/responses")
 async def create_response(request: Request) -> Response:
-    app_state, owner, ignored = app_state_of(request), owner_of(request), IgnoredFields()
-    app_state.check_generates("Responses API")
-    body, passed = await read_fields(request, ignored, partial(parse_request, ignored=ignored))
-    previous = await previous_items(app_state, owner, body.previous_response_id)
-    history = await conversation(app_state, owner, body, previous)
-    response = await prepare_response(app_state, request, body, passed, history, ignored)
+    context = RequestContext(request)
+    context.app_state.check_generates("Responses API")
+    body, passed = await read_fields(context, parse_request)
+    history = await conversation(context, body)
+    response = await prepare_response(context, body, passed, history)
     await response.submit(None if body.background else request)
     turn, encoder = response.turn, response.encoder
     if body.background:
-        return _continue_in_background(app_state, turn, encoder)
+        return _continue_in_background(context.app_state, turn, encoder)
     return turn.builder.response(turn.stream, encoder)
 
 
@@ -105,12 +91,10 @@ class PreparedResponse:
 
 
 async def prepare_response(
-    app_state: AppState,
-    connection: HTTPConnection,
+    context: RequestContext,
     body: ResponsesRequest,
     passed: dict[str, Any],
     history: History,
-    ignored: IgnoredFields,
     make_encoder: Callable[..., ResponsesEncoder] = ResponsesEncoder,
 ) -> PreparedResponse:
     """Build the engine request of a response. It can be cancelled until its stream is closed.
@@ -119,15 +103,13 @@ async def prepare_response(
     the encoder.
     Raises InvalidRequestError.
     """
-    owner = owner_of(connection)
+    app_state, owner = context.app_state, context.owner
     stores = _stores_response(app_state, body, history)
-    names = app_state.template_for(body.tools, body.tool_choice).facts.names
-    translation = ResponsesTranslation(body, passed, history.items, ignored, template_names=names)
+    translation = _translation(context, body, passed, history)
 
     async def build(chat: ChatCompletionRequest) -> ChatTurn:
-        prefix = app_state.peers.id_prefix
         return await build_chat_turn(
-            app_state, connection, chat, ignored, prefix, reserves_context=True
+            context, chat, app_state.peers.id_prefix, reserves_context=True
         )
 
     turn = await with_merged_roles_fallback(translation, build)
@@ -137,45 +119,45 @@ async def prepare_response(
     body = body.model_copy(update={"temperature": params.temperature, "top_p": params.top_p})
     parser, response_id = turn.choice_parsers[0], turn.options.id
     encoder = make_encoder(turn.options, body, parser, translation, record)
-    running = RunningResponse(turn.stream, encoder, record)
+    running = RunningResponse(turn.stream, encoder)
     app_state.responses.add_running(owner, response_id, running)
     turn.stream.cleanup.callback(app_state.responses.remove_running, owner, response_id, running)
     return PreparedResponse(turn, encoder, translation, history)
 
 
+def _translation(
+    context: RequestContext, body: ResponsesRequest, passed: dict[str, Any], history: History
+) -> ResponsesTranslation:
+    template = context.app_state.template_for(body.tools, body.tool_choice)
+    return ResponsesTranslation(
+        body, passed, history.items, context.ignored, template_names=template.facts.names
+    )
+
+
 @router.post("/v1/responses/input_tokens")
 async def count_input_tokens(request: Request) -> Response:
     """Return the number of prompt tokens of the same request to /v1/responses."""
-    app_state, owner, ignored = app_state_of(request), owner_of(request), IgnoredFields()
-    body, passed = await read_fields(request, ignored, partial(parse_request, ignored=ignored))
-    previous = await previous_items(app_state, owner, body.previous_response_id)
-    history = await conversation(app_state, owner, body, previous)
-    names = app_state.template_for(body.tools, body.tool_choice).facts.names
-    translation = ResponsesTranslation(body, passed, history.items, ignored, template_names=names)
-
-    async def count(chat: ChatCompletionRequest) -> int:
-        return await count_tokens(app_state, chat, ignored)
-
-    number = await with_merged_roles_fallback(translation, count)
+    context = RequestContext(request)
+    body, passed = await read_fields(context, parse_request)
+    history = await conversation(context, body)
+    translation = _translation(context, body, passed, history)
+    number = await with_merged_roles_fallback(translation, partial(count_tokens, context))
     response = JSONResponse({"object": "response.input_tokens", "input_tokens": number})
-    response.raw_headers += ignored.headers()
+    response.raw_headers += context.ignored.headers()
     return response
 
 
 @router.post("/v1/responses/compact")
 async def compact_conversation(request: Request) -> Response:
     """Return a window of items that replaces a conversation; the model writes its summary."""
-    app_state, owner, ignored = app_state_of(request), owner_of(request), IgnoredFields()
-    max_model_len = app_state.client.engine.max_model_len
-    read = partial(parse_compaction, max_model_len=max_model_len, ignored=ignored)
-    body, passed = await read_fields(request, ignored, read)
-    previous = await previous_items(app_state, owner, body.previous_response_id)
-    history = await conversation(app_state, owner, body, previous)
+    context = RequestContext(request)
+    max_model_len = context.app_state.client.engine.max_model_len
+    read = partial(parse_compaction, max_model_len=max_model_len)
+    body, passed = await read_fields(context, read)
+    history = await conversation(context, body)
     encoder = partial(CompactionEncoder, items=history.items, max_characters=max_model_len)
     summarised = replace(history, items=summary_conversation(history.items))
-    response = await prepare_response(
-        app_state, request, body, passed, summarised, ignored, encoder
-    )
+    response = await prepare_response(context, body, passed, summarised, encoder)
     await response.submit(request)
     return response.turn.builder.response(response.stream, response.encoder)
 
@@ -215,11 +197,12 @@ class PreviousResponseError(InvalidRequestError):
     code = "previous_response_not_found"
 
 
-async def previous_items(app_state: AppState, owner: Owner, response_id: str | None) -> list[Item]:
+async def _previous_items(context: RequestContext, response_id: str | None) -> list[Item]:
     """Return the items of a stored response and its conversation; none for None."""
     if response_id is None:
         return []
-    found = await app_state.peers.read_items("conversation", owner, response_id)
+    peers = context.app_state.peers
+    found = await peers.read_items("conversation", context.owner, response_id)
     if found is None:
         raise PreviousResponseError(
             "previous_response_id: there is no such response; those with store are kept, in "
@@ -230,14 +213,17 @@ async def previous_items(app_state: AppState, owner: Owner, response_id: str | N
 
 
 async def conversation(
-    app_state: AppState, owner: Owner, body: ResponsesRequest, previous: list[Item]
+    context: RequestContext, body: ResponsesRequest, previous: list[Item] | None = None
 ) -> History:
     """Return the previous items and those of a request; raises InvalidRequestError.
 
+    previous: None for those of the stored response that the request names.
     References are replaced by the items of the client's stored responses that they name, in
     whichever front end. Those to previous items are left out; those to nothing stay. Each may stand
     once, so that no short body makes a long conversation.
     """
+    if previous is None:
+        previous = await _previous_items(context, body.previous_response_id)
     items = list(previous)
     if isinstance(body.input, str):
         items.append(with_id({"type": "message", "role": "user", "content": body.input}))
@@ -250,7 +236,8 @@ async def conversation(
                     f"input: {number} references to the item {shown(item_id)}: send one", "input"
                 )
         repeated = named.keys() & {item["id"] for item in previous}
-        found = await app_state.peers.find_items(owner, named.keys() - repeated)
+        new = named.keys() - repeated
+        found = await context.app_state.peers.find_items(context.owner, new)
         items += [
             found.get(item["id"], item) if is_reference(item) else item
             for item in body.input
@@ -271,7 +258,7 @@ async def conversation(
             f"more than {MAX_BODY_BYTES}",
             "input",
         )
-    client = CLIENT.get()
+    client = current_client()
     client.count_body(max(client.body_size, history.num_bytes))  # further work is on all items
     return history
 
@@ -283,26 +270,14 @@ def _stores_response(app_state: AppState, body: ResponsesRequest, history: Histo
     """
     if body.store is False:
         return False
-    try:
-        _check_store(app_state, history)
-    except InvalidRequestError:
-        if body.store or body.background:
-            raise
-        return False
-    return True
-
-
-def _check_store(app_state: AppState, history: History) -> None:
-    """Raise InvalidRequestError for a conversation that cannot be stored."""
-    max_bytes = app_state.responses.max_entry_bytes
-    if not max_bytes:
-        raise InvalidRequestError(
-            "store: storing is disabled (--max-stored-responses-mib is 0)", "store"
-        )
-    if history.num_bytes > max_bytes // 2:
-        raise InvalidRequestError(
-            f"store: the conversation is larger than {max_bytes // 2} bytes", "store"
-        )
+    most, problem = app_state.responses.max_entry_bytes, ""
+    if not most:
+        problem = "storing is disabled (--max-stored-responses-mib is 0)"
+    elif history.num_bytes > most // 2:
+        problem = f"the conversation is larger than {most // 2} bytes"
+    if problem and (body.store or body.background):
+        raise InvalidRequestError(f"store: {problem}", "store")
+    return not problem
 
 
 stored_router = APIRouter()
@@ -318,8 +293,9 @@ async def get_response(request: Request, response_id: str) -> Response:
 @stored_router.get("/v1/responses/{response_id}/input_items")
 async def list_input_items(request: Request, response_id: str) -> Response:
     """Return a page of the conversation before a response, the newest item first by default."""
-    peers, owner = app_state_of(request).peers, owner_of(request)
-    items = _found(await peers.read_items("input_items", owner, response_id), response_id)
+    context = RequestContext(request)
+    peers = context.app_state.peers
+    items = _found(await peers.read_items("input_items", context.owner, response_id), response_id)
     return JsonResponse(json_parts(_page(items, request.query_params)), ())
 
 
@@ -354,16 +330,18 @@ async def cancel_response(request: Request, response_id: str) -> Response:
 
 @stored_router.delete("/v1/responses/{response_id}")
 async def delete_response(request: Request, response_id: str) -> dict[str, Any]:
-    peers, owner = app_state_of(request).peers, owner_of(request)
-    _found(await peers.delete_response(owner, response_id) or None, response_id)
+    context = RequestContext(request)
+    peers = context.app_state.peers
+    _found(await peers.delete_response(context.owner, response_id) or None, response_id)
     return {"id": response_id, "object": "response.deleted", "deleted": True}
 
 
 async def _json_response(
     request: Request, operation: Literal["get", "cancel"], response_id: str
 ) -> Response:
-    peers, owner = app_state_of(request).peers, owner_of(request)
-    parts = _found(await peers.read_response(operation, owner, response_id), response_id)
+    context = RequestContext(request)
+    peers = context.app_state.peers
+    parts = _found(await peers.read_response(operation, context.owner, response_id), response_id)
     return JsonResponse(parts, ())
 
 
@@ -372,8 +350,3 @@ def _found(result: Result | None, response_id: str) -> Result:
     if result is None:
         raise UnknownPathError(f"there is no response {shown(response_id)}", "response_id")
     return result
-
-
-def owner_of(request: HTTPConnection) -> Owner:
-    tenant_by = app_state_of(request).config.tenant_by
-    return tenant_of(request, tenant_by), key_name_of(request)

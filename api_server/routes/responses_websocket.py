@@ -12,7 +12,6 @@ error if it was refused before it began.
 import asyncio
 import json
 import logging
-from dataclasses import dataclass
 from typing import Any, Final
 
 from fastapi import APIRouter
@@ -20,36 +19,23 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from api_server.app_state import AppState
 from api_server.errors import DrainingError, error_body
+from api_server.generation.app_state import AppState, RequestContext
+from api_server.generation.encoders.base import event_data
+from api_server.generation.encoders.responses.encoder import ResponsesEncoder, WarmupEncoder
+from api_server.generation.encoders.responses.stored import History, json_size, said_items
+from api_server.generation.response import event_text, next_events
+from api_server.generation.stream import TokenStream
 from api_server.http.connection import MAX_BODY_BYTES, Uploads
-from api_server.protocol.encoder import event_data
-from api_server.protocol.fields import IgnoredFields
-from api_server.protocol.responses.encoder import ResponsesEncoder, WarmupEncoder
-from api_server.protocol.responses.input import Item
-from api_server.protocol.responses.request import ResponsesRequest, parse_request
-from api_server.protocol.responses.stored import History, json_size, said_items
-from api_server.response import event_text, next_events
-from api_server.routes.common import (
-    REQUEST_ID_HEADER,
-    add_header_fields,
-    app_state_of,
-)
+from api_server.protocol.responses.request import parse_request
+from api_server.routes.common import REQUEST_ID_HEADER, add_header_fields
 from api_server.routes.responses import (
     PreparedResponse,
     conversation,
-    owner_of,
     prepare_response,
-    previous_items,
 )
-from api_server.routes.websocket import (
-    accept_websocket,
-    close_code,
-    decode_message,
-    receive_text,
-)
-from api_server.stream import TokenStream
-from api_server.turns import CLIENT, run_for_body, run_in_turn
+from api_server.routes.websocket import accept_websocket, close_code, decode_message, receive_text
+from api_server.turns import current_client, run_for_body, run_in_turn
 from proto.errors import InternalRequestError, InvalidRequestError, RequestError
 
 logger = logging.getLogger("tokend.api")
@@ -76,17 +62,9 @@ class ConnectionLimitError(InvalidRequestError):
 
 @router.websocket("/v1/responses")
 async def create_responses(websocket: WebSocket) -> None:
-    tenant = await accept_websocket(websocket, app_state_of(websocket))
+    tenant = await accept_websocket(websocket, RequestContext(websocket))
     if tenant is not None:
         await ResponsesConnection(websocket, tenant).run()
-
-
-@dataclass(frozen=True, slots=True)
-class LastResponse:
-    """The last response of a connection. history: with its own items."""
-
-    id: str
-    history: History
 
 
 class ResponsesConnection:
@@ -98,9 +76,10 @@ class ResponsesConnection:
 
     def __init__(self, websocket: WebSocket, tenant: int) -> None:
         self._websocket = websocket
-        self._last: LastResponse | None = None
+        self._last_id: str | None = None
+        self._last: History | None = None  # with the items of the last response
         address = websocket.client.host if websocket.client is not None else ""
-        self._kept = kept_histories.begin(address, lambda _: self._keep(None), tenant=tenant)
+        self._kept = kept_histories.begin(address, lambda _: self._keep(None, None), tenant=tenant)
         self._stream: TokenStream | None = None
         self._is_disconnected = False
 
@@ -112,8 +91,10 @@ class ResponsesConnection:
             while True:
                 await asyncio.wait({ending, reading}, return_when=asyncio.FIRST_COMPLETED)
                 if ending.done():
-                    await self._send_error(ending.result())
-                    await self._websocket.close(close_code(ending.result()))
+                    why = ending.result()
+                    if not isinstance(why, DrainingError):
+                        await self._send_error(why)
+                    await self._websocket.close(close_code(why), why.message)
                     return
                 text = reading.result()
                 reading = self._start_reading()
@@ -121,14 +102,15 @@ class ResponsesConnection:
         except WebSocketDisconnect:
             return
         finally:
-            self._keep(None)
+            self._keep(None, None)
             ending.cancel()
             reading.cancel()
             await asyncio.gather(ending, reading, return_exceptions=True)
 
-    def _keep(self, last: LastResponse | None) -> None:
-        self._last = last
-        self._kept.resize(0 if last is None else last.history.num_bytes)
+    def _keep(self, response_id: str | None, history: History | None) -> None:
+        """Keep the conversation up to a response for the next one; None to forget it."""
+        self._last_id, self._last = response_id, history
+        self._kept.resize(0 if history is None else history.num_bytes)
 
     async def _wait_end(self) -> RequestError:
         """Return why the connection ends, when it must."""
@@ -164,7 +146,8 @@ class ResponsesConnection:
             try:
                 fields = await decode_message(text)
                 previous_id = fields.get("previous_response_id")
-                response = await self._prepare(app_state, fields)
+                context = RequestContext(self._websocket, app_state)
+                response = await self._prepare(context, fields)
                 if await self._generate(response):
                     return
             except RequestError as error:
@@ -177,15 +160,14 @@ class ResponsesConnection:
                 logger.exception("a message could not be answered")
                 failure = InternalRequestError("internal error")
             finally:
-                CLIENT.get().release_body()
-            if self._last is not None and self._last.id == previous_id:
-                self._keep(None)  # the API demands it: nothing continues a failed turn
+                current_client().release_body()
+            if previous_id == self._last_id:
+                self._keep(None, None)  # the API demands it: nothing continues a failed turn
             if failure is not None:
                 app_state.request_log.log_refusal(failure, self._websocket.scope)
                 await self._send_error(failure)
 
-    async def _prepare(self, app_state: AppState, fields: dict[str, Any]) -> PreparedResponse:
-        ignored = IgnoredFields()
+    async def _prepare(self, context: RequestContext, fields: dict[str, Any]) -> PreparedResponse:
         if fields.pop("type", None) != "response.create":
             raise InvalidRequestError('type must be "response.create"', "type")
         generates = fields.pop("generate", True)
@@ -196,30 +178,24 @@ class ResponsesConnection:
         if fields.get("background"):
             raise InvalidRequestError("background is not available on a WebSocket", "background")
         fields.setdefault("input", [])
-        add_header_fields(fields, self._request_headers(), ignored)
-        body, passed = await run_for_body(parse_request, fields, ignored)
-        previous = await self._previous_items(app_state, body)
-        history = await conversation(app_state, owner_of(self._websocket), body, previous)
+        add_header_fields(fields, self._request_headers(), context.ignored)
+        if context.app_state.adapters is not None:
+            await context.app_state.adapters.prepare(fields.get("model"), context.key_name)
+        body, passed = await run_for_body(parse_request, fields, context.ignored)
+        last = self._last if body.previous_response_id == self._last_id else None
+        history = await conversation(context, body, None if last is None else last.items)
         make_encoder = ResponsesEncoder
         if not generates:
             make_encoder = WarmupEncoder
             body = body.model_copy(update={"max_output_tokens": 1})
             passed.pop("min_tokens", None)
-        return await prepare_response(
-            app_state, self._websocket, body, passed, history, ignored, make_encoder
-        )
+        return await prepare_response(context, body, passed, history, make_encoder)
 
     def _request_headers(self) -> Headers:
         """Return the headers of the handshake, without those that are for one request only."""
         headers = self._websocket.headers.mutablecopy()
         del headers[REQUEST_ID_HEADER]
         return headers
-
-    async def _previous_items(self, app_state: AppState, body: ResponsesRequest) -> list[Item]:
-        response_id = body.previous_response_id
-        if self._last is not None and self._last.id == response_id:
-            return self._last.history.items
-        return await previous_items(app_state, owner_of(self._websocket), response_id)
 
     async def _generate(self, response: PreparedResponse) -> bool:
         """Submit a response and send its events; return False if it fails after its beginning.
@@ -242,7 +218,8 @@ class ResponsesConnection:
         before, output = response.history, said_items(final["output"])
         size = before.num_bytes + await run_in_turn(json_size, output)
         history = History([*before.items, *output], size)
-        self._keep(LastResponse(final["id"], history) if size <= MAX_BODY_BYTES else None)
+        is_kept = size <= MAX_BODY_BYTES
+        self._keep(final["id"] if is_kept else None, history if is_kept else None)
         return True
 
     async def _send_events(self, stream: TokenStream, encoder: ResponsesEncoder) -> None:

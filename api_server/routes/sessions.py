@@ -19,30 +19,21 @@ from fastapi import APIRouter
 from starlette.requests import ClientDisconnect
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from api_server.app_state import AppState
 from api_server.errors import SlowUploadError, error_body
+from api_server.generation.app_state import AppState, RequestContext
+from api_server.generation.encoders.completions import CompletionEncoder, Echo
+from api_server.generation.request_builder import RequestBuilder
+from api_server.generation.sampling import EndpointOptions
+from api_server.generation.session import Session, Turn
 from api_server.http.http_protocol import HEADER_SECONDS
 from api_server.parsers.output_format import OutputFormat
-from api_server.protocol.completions import (
-    DEFAULT_MAX_TOKENS,
-    CompletionEncoder,
-    CompletionRequest,
-    Echo,
-)
+from api_server.protocol.completions import DEFAULT_MAX_TOKENS, CompletionRequest
 from api_server.protocol.fields import COMPLETION_NEUTRAL, IgnoredFields, parse
 from api_server.protocol.structured import ResponseFormat
-from api_server.request_builder import EndpointOptions, RequestBuilder
-from api_server.routes.common import add_header_fields, app_state_of
-from api_server.routes.websocket import (
-    accept_websocket,
-    close_code,
-    decode_message,
-    receive_text,
-)
-from api_server.sampling import logit_edits
-from api_server.session import Session, Turn
+from api_server.routes.common import add_header_fields
+from api_server.routes.websocket import accept_websocket, close_code, decode_message, receive_text
 from api_server.text.prompts import num_prompts
-from api_server.turns import CLIENT, run_for_body
+from api_server.turns import current_client, run_for_body
 from proto.codec import changed
 from proto.errors import (
     InternalRequestError,
@@ -50,14 +41,14 @@ from proto.errors import (
     RequestError,
     context_length_error,
 )
-from proto.sampling_params import SamplingParams
+from proto.messages.sampling_params import SamplingParams
 
 logger = logging.getLogger("tokend.api")
 
 router = APIRouter()
 
 FIXED_FIELDS: Final = (
-    *("model", "seed", "priority", "cache_salt", "request_id"),
+    *("model", "seed", "priority", "cache_salt", "request_id", "lora"),
     "skip_reading_prefix_cache",
 )
 """Fields that hold for a whole session."""
@@ -70,6 +61,7 @@ UNAVAILABLE_FIELDS: Final[dict[str, tuple[Any, ...]]] = {
     "suffix": ("",),
     "stop": ([],),
     "prompt_logprobs": (),
+    "prompt_embeds": (),
     "return_routed_experts": (False,),
     "truncate_prompt_tokens": (),
     "timeout_ms": (),
@@ -88,9 +80,10 @@ be part of the next turn's prompt."""
 
 @router.websocket("/v1/sessions")
 async def create_session(websocket: WebSocket) -> None:
-    app_state = app_state_of(websocket)
+    context = RequestContext(websocket)
+    app_state = context.app_state
     with app_state.in_flight, app_state.metrics.in_flight:
-        if await accept_websocket(websocket, app_state) is not None:
+        if await accept_websocket(websocket, context) is not None:
             await SessionConnection(websocket, app_state).run()
 
 
@@ -167,7 +160,7 @@ class SessionConnection:
             self._app_state.request_log.log_refusal(error, self._websocket.scope)
             await self._send_error(error, event_id)
         finally:
-            CLIENT.get().release_body()
+            current_client().release_body()
 
     async def _send_error(self, error: RequestError, event_id: object) -> None:
         """Send an error. event_id: of the message that caused it, if it had one."""
@@ -178,15 +171,19 @@ class SessionConnection:
 
     async def _add_input(self, fields: dict[str, Any]) -> None:
         """Start or queue a turn. Fields that an input lacks are those of the input before."""
-        session, app_state = self._session, self._app_state
+        session = self._session
         session.check_takes_input()
-        fields, ignored = self._merged_fields(fields)
+        context = RequestContext(self._websocket, self._app_state)
+        ignored = context.ignored
+        fields = self._merged_fields(fields, ignored)
         body = await run_for_body(parse, CompletionRequest, fields, COMPLETION_NEUTRAL, ignored)
         if str(ignored):
             raise InvalidRequestError(f"{ignored} is not known here", str(ignored).split(",")[0])
         _check_available(body)
-        builder = RequestBuilder(app_state, self._websocket, body, ignored, "cmpl-", None)
-        prompts = await app_state.prompt_reader("prompt").read_prompts(
+        if self._app_state.adapters is not None:
+            await self._app_state.adapters.prepare(body.model, context.key_name)
+        builder = RequestBuilder(context, body, "cmpl-", None)
+        prompts = await self._app_state.prompt_reader("prompt").read_prompts(
             body.prompt, add_special_tokens=body.add_special_tokens
         )
         options = EndpointOptions(
@@ -194,21 +191,19 @@ class SessionConnection:
             default_max_tokens=DEFAULT_MAX_TOKENS,
             logprobs=body.logprobs,
             prompt_logprobs=None,
-            edits=await logit_edits(body, app_state.tokenizer, app_state.generation_defaults),
         )
-        requests = builder.build_requests(prompts, options)
-        params = self._fitting_params(body, requests[0].sampling_params, prompts[0].token_ids)
+        stream = await builder.build_stream(prompts, options, OutputFormat(), session.notifier)
+        params = stream.requests[0].sampling_params
+        params = self._fitting_params(body, params, prompts[0].token_ids)
         texts = await builder.prompt_texts(prompts)
-        stream = await builder.build_stream(requests, [0], OutputFormat(), session.notifier)
         encoder = CompletionEncoder(
             builder.response_options(body.logprobs), stream.streams, [Echo()], texts
         )
         session.add_turn(Turn(stream, encoder, prompts[0].token_ids), params)
         self._fields = fields
 
-    def _merged_fields(self, fields: dict[str, Any]) -> tuple[dict[str, Any], IgnoredFields]:
-        """Return the fields of a turn, and what collects its unknown ones."""
-        ignored = IgnoredFields()
+    def _merged_fields(self, fields: dict[str, Any], ignored: IgnoredFields) -> dict[str, Any]:
+        """Return the fields of a turn."""
         if "prompt" not in fields:
             raise InvalidRequestError("prompt is missing", "prompt")
         if not self._session.is_open:
@@ -218,7 +213,7 @@ class SessionConnection:
             for name in FIXED_FIELDS:
                 if name in fields and fields[name] != self._fields.get(name):
                     raise InvalidRequestError(f"{name} cannot change within a session", name)
-        return {**self._fields, "stream": True, **fields}, ignored
+        return {**self._fields, "stream": True, **fields}
 
     def _fitting_params(
         self, body: CompletionRequest, params: SamplingParams, token_ids: list[int]

@@ -11,7 +11,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.websockets import WebSocket
 
 from api_server.errors import MODELS_PATH, error_response, expects_anthropic
-from api_server.routes.common import app_state_of, page_limit
+from api_server.generation.app_state import RequestContext
+from api_server.routes.common import app_state_of, has_operators_key, page_limit
+from proto.codec import to_compact_json
 from proto.errors import UnknownPathError, shown
 
 MAX_PAGE: Final = 1000
@@ -74,11 +76,20 @@ async def load(request: Request) -> dict[str, int]:
     return {"server_load": int(app_state_of(request).metrics.in_flight.value)}
 
 
+@router.get("/kv_event_sources")
+async def kv_event_sources(request: Request) -> Response:
+    """Return where each engine publishes KV events, by its rank; {} without --kv-events-config."""
+    config = app_state_of(request).client.engine.kv_events
+    sources = {} if config is None else {"0": config}
+    return Response(to_compact_json(sources), media_type="application/json")
+
+
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
     """Return all metrics in Prometheus' text format."""
+    app_state = app_state_of(request)
     return Response(
-        app_state_of(request).metrics.render(),
+        app_state.metrics.render(ready=not app_state.health.not_ready_reasons()),
         media_type="text/plain; version=0.0.4; charset=utf-8",
     )
 
@@ -94,9 +105,15 @@ def daemon_version() -> str:
 
 @router.get(MODELS_PATH)
 async def list_models(request: Request) -> dict[str, Any]:
-    """List the names of the model, in Anthropic's format for clients with `anthropic-version`."""
+    """List the names of the model, and the adapters that the client may use.
+
+    In Anthropic's format for clients with `anthropic-version`.
+    """
     app_state = app_state_of(request)
     names = [app_state.model_name, *app_state.aliases]
+    if app_state.adapters is not None:
+        cards = app_state.adapters.cards(RequestContext(request).key_name)
+        names += [card.lora.lora_name for card in cards]
     if not expects_anthropic(request.scope):
         return {"object": "list", "data": [_model_card(request, name) for name in names]}
     page, has_more = _page(names, request)
@@ -110,7 +127,10 @@ async def list_models(request: Request) -> dict[str, Any]:
 
 @router.get(f"{MODELS_PATH}/{{name:path}}")
 async def show_model(request: Request, name: str) -> dict[str, Any]:
-    app_state_of(request).check_model(name)
+    context = RequestContext(request)
+    if context.app_state.adapters is not None:
+        await context.app_state.adapters.prepare(name, context.key_name)
+    context.check_model(name)
     return _model_card(request, name)
 
 
@@ -144,13 +164,19 @@ def _model_card(request: Request, name: str) -> dict[str, Any]:
             "max_input_tokens": max_model_len,
             "max_tokens": max_model_len,
         }
+    root, parent = app_state.model.name, None
+    context = RequestContext(request)
+    card = None if app_state.adapters is None else app_state.adapters.find(name, context.key_name)
+    if card is not None:  # where it lies is the operators' alone
+        root = card.lora.path if has_operators_key(request) else card.lora.lora_name
+        parent = app_state.model_name
     return {
         "id": name,
         "object": "model",
         "created": app_state.created,
         "owned_by": "tokend",
-        "root": app_state.model.name,
-        "parent": None,
+        "root": root,
+        "parent": parent,
         "max_model_len": max_model_len,
         "supported_tasks": app_state.supported_tasks,
         "default_sampling_params": dict(app_state.generation_defaults.values),

@@ -13,9 +13,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from api_server.app_state import AppState
-from api_server.engine_call import check_response_size
-from api_server.protocol.encoder import json_parts
+from api_server.generation.app_state import RequestContext
+from api_server.generation.encoders.base import json_parts
+from api_server.generation.engine_call import check_response_size
+from api_server.generation.response import JsonResponse
 from api_server.protocol.fields import IgnoredFields, parse
 from api_server.protocol.tokenize import (
     MAX_DETOKENIZED,
@@ -24,12 +25,8 @@ from api_server.protocol.tokenize import (
     TokenizeChat,
     TokenizeText,
 )
-from api_server.response import JsonResponse
+from api_server.routes.chat import render_prompt
 from api_server.routes.common import app_state_of, read_json
-from api_server.text.chat_prompt import build_conversation, num_characters
-from api_server.text.chat_template import Conversation
-from api_server.text.rendering import TemplateRenderer
-from api_server.turns import run_for_body
 from proto.codec import to_compact_json
 from proto.errors import InvalidRequestError, UnknownPathError, require, shown
 
@@ -39,57 +36,47 @@ router = APIRouter()
 @router.post("/tokenize")
 async def tokenize(request: Request) -> Response:
     """Return the token ids of a text, or of a conversation that the chat template renders."""
-    app_state = app_state_of(request)
-    ignored = IgnoredFields()
-    fields = await read_json(request, partial(_parse, ignored=ignored))
+    context = RequestContext(request)
+    app_state = context.app_state
+    fields = await read_json(context, _parse)
+    context.check_model(fields.model)
     if isinstance(fields, TokenizeChat):
-        chat = fields
-        app_state.check_model(chat.model)
-        template = app_state.template_for(chat.tools, chat.tool_choice)
-        conversation = await run_for_body(_conversation, app_state, template, chat, ignored)
-        text = await template.render(conversation)
-        return await _tokens(
-            app_state, "messages", text, chat.add_special_tokens, chat.return_token_strs, ignored
-        )
-    app_state.check_model(fields.model)
-    return await _tokens(
-        app_state,
-        "prompt",
-        fields.prompt,
-        fields.add_special_tokens,
-        fields.return_token_strs,
-        ignored,
-    )
+        reader = app_state.prompt_reader("messages")
+        _, text = await render_prompt(context, fields, reader)
+    else:
+        reader, text = app_state.prompt_reader("prompt"), fields.prompt
+    ids = await reader.encode_any_length(text, add_special_tokens=fields.add_special_tokens)
+    names = None
+    if fields.return_token_strs:
+        tokenizer = app_state.tokenizer
+        names = await tokenizer.run_in_thread_if_large(len(ids), tokenizer.token_names, ids)
+    body = {
+        "count": len(ids),
+        "max_model_len": reader.max_model_len,
+        "tokens": ids,
+        "token_strs": names,
+    }
+    response = Response(to_compact_json(body), media_type="application/json")
+    response.raw_headers += context.ignored.headers()
+    return response
 
 
 def _parse(fields: Any, ignored: IgnoredFields) -> TokenizeChat | TokenizeText:
     if isinstance(fields, dict) and fields.get("messages") is not None:
         return parse(TokenizeChat, fields, TOKENIZE_CHAT_NEUTRAL, ignored)
+    if isinstance(fields, dict) and fields.get("prompt") is None:
+        field = "messages" if "messages" in fields else "prompt"
+        raise InvalidRequestError("prompt or messages is missing", field)
     return parse(TokenizeText, fields, {}, ignored)
-
-
-def _conversation(
-    app_state: AppState, template: TemplateRenderer, chat: TokenizeChat, ignored: IgnoredFields
-) -> Conversation:
-    tool_calls = app_state.tool_calls(template)
-    tools = tool_calls.template_tools(chat)
-    conversation = tool_calls.adapt_conversation(
-        build_conversation(chat, template.facts, ignored, tools)
-    )
-    size = num_characters(
-        [conversation.messages, conversation.documents, conversation.tools, conversation.variables]
-    )
-    app_state.prompt_reader("messages").check_conversation(size)
-    return conversation
 
 
 @router.post("/detokenize")
 async def detokenize(request: Request) -> Response:
     """Return the text of token ids, special tokens included."""
-    app_state = app_state_of(request)
-    ignored = IgnoredFields()
-    fields = await read_json(request, partial(parse, Detokenize, neutral={}, ignored=ignored))
-    app_state.check_model(fields.model)
+    context = RequestContext(request)
+    app_state, ignored = context.app_state, context.ignored
+    fields = await read_json(context, partial(parse, Detokenize, neutral={}))
+    context.check_model(fields.model)
     ids, size = fields.tokens, app_state.client.engine.vocab_size
     most = max(MAX_DETOKENIZED, app_state.client.engine.max_model_len)
     require(len(ids) <= most, "tokens", f"must be at most {most}, got {len(ids)}")
@@ -120,42 +107,8 @@ async def tokenizer_info(request: Request) -> Response:
     return JSONResponse(settings | {"chat_template": source})
 
 
-async def _tokens(
-    app_state: AppState,
-    field: str,
-    text: str,
-    add_special_tokens: bool,
-    names: bool,
-    ignored: IgnoredFields,
-) -> Response:
-    reader = app_state.prompt_reader(field)
-    tokenizer = app_state.tokenizer
-    ids = await reader.encode_any_length(text, add_special_tokens=add_special_tokens)
-    token_strs = (
-        await tokenizer.run_in_thread_if_large(len(ids), tokenizer.token_names, ids)
-        if names
-        else None
-    )
-    return _json(
-        {
-            "count": len(ids),
-            "max_model_len": reader.max_model_len,
-            "tokens": ids,
-            "token_strs": token_strs,
-        },
-        ignored,
-    )
-
-
 def _tokenizer_settings(folder: str) -> dict[str, Any]:
     """Return the model's tokenizer_config.json, with a default class for clients to load."""
     path = Path(folder, "tokenizer_config.json")
     found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return {"tokenizer_class": "PreTrainedTokenizerFast", **found}
-
-
-def _json(body: dict[str, Any], ignored: IgnoredFields) -> Response:
-    """Return a JSON response whose header names the unknown fields."""
-    response = Response(to_compact_json(body), media_type="application/json")
-    response.raw_headers += ignored.headers()
-    return response

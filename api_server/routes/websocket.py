@@ -4,19 +4,18 @@ from typing import Any
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from api_server.app_state import AppState
 from api_server.errors import NotAvailableError, error_response
-from api_server.http.tenants import tenant_of
+from api_server.generation.app_state import RequestContext
 from api_server.protocol.decoding import decode_json
-from api_server.turns import CLIENT, run_for_body
+from api_server.turns import current_client, run_for_body
 from proto.errors import InvalidRequestError, OverloadedError, RequestError
 
 
-async def accept_websocket(websocket: WebSocket, app_state: AppState) -> int | None:
+async def accept_websocket(websocket: WebSocket, context: RequestContext) -> int | None:
     """Accept a WebSocket and return its tenant; None if it was refused."""
     try:
-        tenant = tenant_of(websocket, app_state.config.tenant_by)
-        _ = app_state.client.engine
+        tenant = context.tenant
+        _ = context.app_state.client.engine
     except RequestError as error:
         await websocket.send_denial_response(error_response(error, websocket.scope))
         return None
@@ -38,7 +37,7 @@ async def decode_message(text: str) -> dict[str, Any]:
     Its caller calls `Client.release_body` when it has processed the message.
     """
     body = bytearray(text.encode())
-    await CLIENT.get().hold_body(body)
+    await current_client().hold_body(body)
     fields = await run_for_body(decode_json, body, "message")
     if not isinstance(fields, dict):
         raise InvalidRequestError("a message must be a JSON object")

@@ -22,10 +22,8 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from proto.errors import InvalidRequestError, ModelError, shown
-from proto.prepared_model import CHAT_TEMPLATES, MAX_TEMPLATE_BYTES, read_model_file
+from proto.messages.prepared_model import CHAT_TEMPLATES, MAX_TEMPLATE_BYTES, read_model_file
 
-REASONING_SWITCHES: Final = ("enable_thinking", "thinking")
-"""Variables by which templates switch reasoning on or off."""
 OUTER_EFFORTS: Final = {"minimal", "xhigh", "max"}
 """Efforts beyond low, medium and high, which few templates know."""
 
@@ -211,6 +209,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset({"*", "**"})
 
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
+        )
+
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if _result_bits(operator, left, right) > MAX_INTEGER_BITS:
             raise jinja2.exceptions.SecurityError(f"the result of {operator} is too large")
@@ -238,9 +241,7 @@ class ParsingEnvironment(BoundedEnvironment):
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
 
     def __init__(self) -> None:
-        super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
-        )
+        super().__init__()
         self.filters = dict.fromkeys([*self.filters, "tojson"], _not_evaluated)
         self.tests = dict.fromkeys(self.tests, _not_evaluated)
 
@@ -251,9 +252,7 @@ def _not_evaluated(*arguments: Any, **named: Any) -> NoReturn:
 
 def template_environment() -> ImmutableSandboxedEnvironment:
     """Return a new environment, so that templates share nothing."""
-    environment = BoundedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
-    )
+    environment = BoundedEnvironment()
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

@@ -16,6 +16,8 @@ from typing import Final, Protocol
 
 from tokenizers import Tokenizer, decoders
 
+from proto.byte_level import LETTER_BYTES
+
 REPLACEMENT: Final = "\ufffd"
 MAX_HELD_TOKENS: Final = 8
 """Tokens after which an incomplete character is returned as it is; a character has 4 bytes."""
@@ -45,7 +47,7 @@ class TokenBytes:
     def __init__(self, tokenizer: Tokenizer, special_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._special_ids = special_ids
-        self._byte_of = byte_alphabet()
+        self._byte_of = LETTER_BYTES
         self._bytes: dict[int, bytes] = {}
         self._texts: dict[int, str | None] = {}
 
@@ -266,19 +268,6 @@ class NoText:
 def is_byte_level(tokenizer: Tokenizer) -> bool:
     """Return whether every token of this tokenizer is a string of bytes."""
     return isinstance(tokenizer.decoder, decoders.ByteLevel)
-
-
-def byte_alphabet() -> dict[str, int]:
-    """Return character → byte of the byte-level alphabet (Radford et al. 2019, GPT-2).
-
-    Printable Latin-1 characters stand for themselves. The characters from U+0100 on stand for the
-    other bytes, in order.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = sorted({*range(0x100)} - {*printable})
-    alphabet = {chr(byte): byte for byte in printable}
-    alphabet.update({chr(0x100 + rank): byte for rank, byte in enumerate(others)})
-    return alphabet
 
 
 class MarkerDetokenizer:

@@ -23,7 +23,6 @@ import os
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -37,7 +36,7 @@ from api_server.text.chat_template import (
     TemplateFacts,
     arguments_text,
 )
-from api_server.text.detokenizer import byte_alphabet
+from proto.byte_level import LETTER_BYTES
 from proto.errors import InvalidRequestError, ModelError, shown
 
 FUNCTIONS: Final = "functions."
@@ -53,41 +52,29 @@ _ENVIRONMENT_LOCK: Final = threading.Lock()
 Json = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
-    """What stands between `<|start|>assistant` and `<|message|>`."""
-
-    channel: str | None
-    recipient: str | None
-
-    @property
-    def called_tool(self) -> str | None:
-        """Name of the function that the message calls, None for a message that calls none."""
-        recipient = self.recipient or ""
-        return recipient.removeprefix(FUNCTIONS) if recipient.startswith(FUNCTIONS) else None
-
-
 class HarmonyEncoding:
     """The encoding of `openai-harmony`."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
-        self.parse_header = lru_cache(maxsize=1024)(self._parse_header)
+        self.called_tool = lru_cache(maxsize=1024)(self._called_tool)
 
-    def _parse_header(self, text: str) -> Header | None:
-        """Return the header of an assistant's message, None if it is malformed.
+    def _called_tool(self, header: str) -> str | None:
+        """Return the function that a message calls by its header, None if it calls none.
 
+        A header stands between `<|start|>assistant` and `<|message|>`; a malformed one calls none.
         The library takes a millisecond or more, and few headers differ, so results are cached.
         """
         from openai_harmony import HarmonyError, Role, StreamableParser
 
         parser = StreamableParser(self.inner, Role.ASSISTANT)
         try:
-            for token_id in self.inner.encode(f"{text}<|message|>", allowed_special="all"):
+            for token_id in self.inner.encode(f"{header}<|message|>", allowed_special="all"):
                 parser.process(token_id)
         except HarmonyError:
             return None
-        return Header(parser.current_channel, parser.current_recipient)
+        recipient = parser.current_recipient or ""
+        return recipient.removeprefix(FUNCTIONS) if recipient.startswith(FUNCTIONS) else None
 
     def render(self, messages: Sequence[Any], *, add_generation_prompt: bool) -> str:
         """Return the text of messages of the library; raise HarmonyError if they are invalid."""
@@ -136,13 +123,12 @@ def vocabulary_file(ranks: Mapping[str, int]) -> bytes:
 
     ranks: byte-level token → id; tokens from NUM_RANKS on are special and left out.
     """
-    byte_of = byte_alphabet()
     lines = []
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         if rank >= NUM_RANKS:
             break
         try:
-            raw = bytes(byte_of[character] for character in token)
+            raw = bytes(LETTER_BYTES[character] for character in token)
         except KeyError:  # no byte-level vocabulary: the library reports another hash
             raw = token.encode()
         lines.append(f"{base64.b64encode(raw).decode()} {rank}\n")

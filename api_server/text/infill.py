@@ -9,7 +9,7 @@ Names of tokens, their order and the limits of `project_prompt` are those of lla
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final
 
 from proto.errors import InvalidRequestError
 
@@ -114,7 +114,7 @@ class InfillTokens:
         prefix: Sequence[int],
         suffix: Sequence[int],
         files: Sequence[tuple[Sequence[int], Sequence[int]]],
-        names: "InfillNames",
+        names: Sequence[Sequence[int]],
         *,
         start: Sequence[int],
         written: Sequence[int],
@@ -125,7 +125,7 @@ class InfillTokens:
         """Return a prompt with other files before it, as llama.cpp's `/infill` makes it.
 
         Keeps the end of the prefix, the beginning of the suffix and the end of the files.
-        files: token ids of the name and of the text of each. names: see InfillNames.
+        files: token ids of the name and of the text of each. names: token ids of NAME_TEXTS.
         context: most tokens of prompt and output together. num_output_tokens: 0 if unlimited.
 
             |-- files --|start|<prefix>-- 3/4 of the window --|<suffix>-- 1/4 --|<middle>| output
@@ -140,26 +140,19 @@ class InfillTokens:
             suffix_first=suffix_first,
         )
         before: list[int] = []
+        repo_name, file_name, snippet = names
         if self.repo is not None:
-            before += [self.repo, *names.repo]
+            before += [self.repo, *repo_name]
         for name, text in files:
-            before += names.snippet if self.separator is None else [self.separator, *name]
+            before += snippet if self.separator is None else [self.separator, *name]
             before += text
         if self.separator is not None:
-            before += [self.separator, *names.file]
+            before += [self.separator, *file_name]
         room = min(
             context - most_before - most_after + 2,
             context - len(near) - max(1, num_output_tokens),
         )
         return [*before[max(0, len(before) - max(0, room)) :], *near]
-
-
-class InfillNames(NamedTuple):
-    """Token ids of NAME_TEXTS."""
-
-    repo: Sequence[int]
-    file: Sequence[int]
-    snippet: Sequence[int]
 
 
 def window_shares(context: int) -> tuple[int, int]:

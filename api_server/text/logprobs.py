@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from api_server.text.tokenizer import ModelTokenizer
-from proto.engine_io import LogprobsArrays
+from proto.messages.engine_io import LogprobsArrays
 
 ENTRY_BYTES: Final = 64
 """Estimated size of one log-probability with its token, in memory and as JSON."""

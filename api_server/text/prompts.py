@@ -1,11 +1,16 @@
-"""Prompts as token ids, checked against the vocabulary and the context length."""
+"""Prompts as token ids, checked against the vocabulary and the context length, or as embeddings."""
 
 import asyncio
+import base64
+import binascii
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any, Final
 
+import numpy as np
+
+from api_server.protocol.common import MAX_PROMPTS
 from api_server.protocol.fields import is_encodable
 from api_server.text.tokenizer import (
     MAX_TEXT_TOKENS,
@@ -16,7 +21,6 @@ from api_server.text.tokenizer import (
 )
 from proto.errors import ContextLengthError, InvalidRequestError, context_length_error, shown
 
-MAX_PROMPTS: Final = 1024
 MAX_NORMALIZATION_RATIO: Final = 4
 """A tokenizer's normaliser shortens a text at most by this factor."""
 MAX_TOKEN_CHARACTERS: Final = 16
@@ -36,12 +40,13 @@ class Prompt:
     """A prompt of at least one token.
 
     text: None if the client sent ids, or if the prompt is truncated. second_start: as in
-    PoolingParams.
+    PoolingParams. embeds: as in EngineCoreRequest.
     """
 
     token_ids: list[int]
     text: str | None = None
     second_start: int = 0
+    embeds: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +255,10 @@ class PromptReader:
     def _too_long(self, problem: str) -> ContextLengthError:
         """Return the error. LangChain looks for "prompt is too long", as Anthropic's clients do."""
         return context_length_error(
-            self.max_model_len, f"The prompt is too long: {problem}", self.field
+            self.max_model_len,
+            f"The prompt is too long: {problem}",
+            self.field,
+            generates=self.num_output_tokens > 0,
         )
 
     def _invalid(self, message: str) -> InvalidRequestError:
@@ -264,3 +272,41 @@ def num_prompts(value: Any) -> int:
 
 def _is_several(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and isinstance(value[0], str | list)
+
+
+def prompt_embeds(text: str, hidden_size: int) -> bytes:
+    """Return little-endian float32 [num_tokens, hidden_size] of a file in base64.
+
+    The file has one tensor of that shape, of float32, float16 or bfloat16. Raises
+    InvalidRequestError, also for numbers that are not finite.
+    """
+    import safetensors  # few servers take embeddings
+
+    try:
+        data = base64.b64decode(text, validate=True)
+        tensors = safetensors.deserialize(data)  # type: ignore[no-untyped-call]
+    except (binascii.Error, ValueError, safetensors.SafetensorError) as error:
+        raise _invalid_embeds(f"is no safetensors file in base64: {shown(error)}") from None
+    if len(tensors) != 1:
+        raise _invalid_embeds(f"has {len(tensors)} tensors, and takes one")
+    ((_, tensor),) = tensors
+    kind, shape = tensor["dtype"], tensor["shape"]
+    if len(shape) != 2 or shape[0] < 1 or shape[1] != hidden_size:
+        raise _invalid_embeds(f"takes a tensor [tokens, {hidden_size}], got {list(shape)}")
+    match kind:
+        case "F32":
+            rows = np.frombuffer(tensor["data"], "<f4")
+        case "F16":
+            rows = np.frombuffer(tensor["data"], "<f2").astype("<f4")
+        case "BF16":
+            wide = np.frombuffer(tensor["data"], "<u2").astype("<u4") << 16
+            rows = wide.view("<f4")
+        case _:
+            raise _invalid_embeds(f"takes float32, float16 or bfloat16, got {shown(kind)}")
+    if not np.isfinite(rows).all():
+        raise _invalid_embeds("has a number that is not finite")
+    return rows.tobytes()
+
+
+def _invalid_embeds(what: str) -> InvalidRequestError:
+    return InvalidRequestError(f"prompt_embeds {what}", "prompt_embeds")

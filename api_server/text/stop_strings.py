@@ -20,7 +20,7 @@ class StopStrings:
     """Cuts the text of one choice at the first complete stop string.
 
     If several are complete with the same character, the first in the list counts. Text that may be
-    the beginning of a stop string is held back. shows_stop: the text ends after the stop string,
+    the beginning of a stop string is held back. includes_stop: the text ends after the stop string,
     not before it. automaton: of the strings. `copy.copy` of an unused instance searches another
     text.
     """
@@ -30,18 +30,18 @@ class StopStrings:
         strings: Sequence[str],
         automaton: "_Automaton | None" = None,
         *,
-        shows_stop: bool = False,
+        includes_stop: bool = False,
     ) -> None:
         self._strings = strings
         self._automaton = automaton or _Automaton(strings)
-        self._shows_stop = shows_stop
+        self._includes_stop = includes_stop
         self._state = 0
         self._held = ""
 
-    def filter_text(self, piece: str, *, can_stop: bool) -> tuple[str, str | None]:
+    def filter_text(self, piece: str, *, min_tokens_reached: bool) -> tuple[str, str | None]:
         """Return (text that is certain, the stop string that ended it or None).
 
-        can_stop: False ignores stop strings that are complete within this piece.
+        min_tokens_reached: False ignores stop strings that are complete within this piece.
         """
         automaton, state = self._automaton, self._state
         if not state and automaton.starts.isdisjoint(piece):
@@ -61,10 +61,10 @@ class StopStrings:
                     break
                 state = fallbacks[state]
             if found[state] < len(self._strings):
-                if can_stop:
+                if min_tokens_reached:
                     stop = self._strings[found[state]]
                     self._state, self._held = 0, ""
-                    return text[: end if self._shows_stop else end - len(stop)], stop
+                    return text[: end if self._includes_stop else end - len(stop)], stop
                 while codes[state] < 0 and state not in branches:  # it begins no longer string
                     state = fallbacks[state]
         keep = automaton.lengths[state]
@@ -76,7 +76,7 @@ class StopStrings:
         text, self._state, self._held = self._held, 0, ""
         return text
 
-    def finish_text(self, *, is_cut: bool, can_stop: bool) -> tuple[str, str | None]:
+    def finish_text(self, *, is_cut: bool, min_tokens_reached: bool) -> tuple[str, str | None]:
         """Return the text that was held back; no text follows, so no string gets complete."""
         return self.flush_text(), None
 
@@ -161,12 +161,12 @@ def _large_automaton(strings: tuple[str, ...]) -> _Automaton:
     return _Automaton(strings)
 
 
-async def stop_strings(strings: Sequence[str], *, shows_stop: bool) -> StopStrings:
+async def stop_strings(strings: Sequence[str], *, includes_stop: bool) -> StopStrings:
     """Return an unused instance; a large one is made on a thread, or shared with equal strings.
 
     Raises ClientDisconnect.
     """
     if sum(map(len, strings)) <= INLINE_CHARACTERS:
-        return StopStrings(strings, shows_stop=shows_stop)
+        return StopStrings(strings, includes_stop=includes_stop)
     automaton = await run_in_turn(_large_automaton, tuple(strings))
-    return StopStrings(strings, automaton, shows_stop=shows_stop)
+    return StopStrings(strings, automaton, includes_stop=includes_stop)

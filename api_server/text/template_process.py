@@ -24,7 +24,7 @@ from typing import Any, Final, Literal
 from api_server.text.chat_template import ChatTemplate, Conversation, TemplateError
 from proto.codec import Message, MessageDecoder, encode, from_json
 from proto.errors import InvalidRequestError, ModelError, shown
-from proto.host_resources import process_limits
+from proto.runtime.host_resources import process_limits
 
 MODULE: Final = "api_server.text.template_process"
 MIN_MEMORY: Final = 96 << 20

@@ -29,7 +29,7 @@ from api_server.text.detokenizer import (
 from api_server.text.infill import InfillTokens
 from api_server.turns import WorkThread
 from proto.errors import InvalidRequestError, ModelError, shown
-from proto.prepared_model import read_model_file
+from proto.messages.prepared_model import read_model_file
 
 Side = Literal["left", "right"]
 FILL_CONTEXT: Final = -1

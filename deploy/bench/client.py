@@ -111,6 +111,7 @@ class BenchRequest:
 
     checked: whether it is sampled greedily, and its answer compared with others to the same.
     job: agent job of the request, sent to the server; "" for none. is_last_step: of that job.
+    keep_text: whether the text of the answer is needed even if it is not compared.
     """
 
     path: str
@@ -119,6 +120,7 @@ class BenchRequest:
     checked: bool = False
     job: str = ""
     is_last_step: bool = False
+    keep_text: bool = False
 
 
 def base_url(text: str) -> str:
@@ -146,11 +148,9 @@ class BenchClient:
         )
         self._idle: list[HttpConnection] = []
 
-    async def send_request(
-        self, request: BenchRequest, *, keep_text: bool = False, waited: float = 0.0
-    ) -> RequestResult:
+    async def send_request(self, request: BenchRequest, *, waited: float = 0.0) -> RequestResult:
         """Send a request and read its answer; errors are part of the result."""
-        result = RequestResult(request.output_tokens, keep_text or request.checked, waited)
+        result = RequestResult(request.output_tokens, request.keep_text or request.checked, waited)
         encoded = self._encode(request)
         result.started = time.perf_counter()
         try:
@@ -245,17 +245,28 @@ def is_up(url: str, timeout: float) -> bool:
         return False
 
 
+def not_reached(url: str, error: Exception, remedy: str = "") -> str:
+    """Return the message about a server with which no connection was made. remedy: if none runs."""
+    if "CERTIFICATE_VERIFY_FAILED" in str(error):
+        return (
+            f"the certificate of {url} is not trusted ({error}): if a private authority has signed "
+            "it, set SSL_CERT_FILE to the file with the certificate of that authority"
+        )
+    reason = getattr(error, "strerror", None) or error
+    return f"no server answers at {url} ({reason})" + (f": {remedy}" if remedy else "")
+
+
 def first_model(url: str, api_key: str = "") -> str:
     """Return the first model in /v1/models; raises TokendError."""
     try:
         status, body = get(f"{url}/v1/models", api_key)
         if status == 401:
-            raise TokendError(f"{url}/v1/models needs another key than --api-key has")
+            what = "refuses this API key" if api_key else "needs an API key"
+            raise TokendError(f"{url}/v1/models {what}: set --api-key or TOKEND_API_KEY")
         return str(json.loads(body)["data"][0]["id"])
     except OSError as error:
         raise TokendError(
-            f"no server answers at {url} ({error.strerror or error}): start one with "
-            "`tokend serve`, or name another with --url"
+            not_reached(url, error, "start one with `tokend serve`, or name another with --url")
         ) from None
     except (http.client.HTTPException, ValueError, KeyError, IndexError, TypeError) as error:
         raise TokendError(f"{url}/v1/models lists no model: {error!r}") from None

@@ -7,21 +7,14 @@ is slower for all servers, so the ratio within a round is more reliable than the
   tokend bench compare --server tokend=http://127.0.0.1:8000 \\
       --server llama='llama-server -m x.gguf -np 16 --port {port}'
   tokend bench compare --other=--async-scheduling -- --dtype bfloat16
-  tokend bench compare --synthetic 1b --form q4_k_m
 
 --busy N repeats the loads of each turn beside N processes that compute all the time, as on a
 laptop in use, and shows what is kept of the tokens/s.
-
---synthetic makes a model with random weights, and starts tokend and those of its peers that are on
-PATH (llama-server; vllm for bf16) with it: prompts of 512 tokens, 64 out, alone and 8 at once, 2
-rounds with a start each. Other flags override this; --server NAME=COMMAND adds a server or replaces
-one, with {gguf} and {folder} for the model. The models stay in ~/.cache/tokend/synthetic.
 """
 
 import argparse
 import json
 import math
-import os
 import shlex
 import statistics
 import subprocess
@@ -30,19 +23,25 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
 
 from deploy.bench.client import Target, first_model
-from deploy.bench.dataset_options import add_sizes, prompt_source_of, sizes_of
-from deploy.bench.datasets import RandomDataset, RequestSizes, SessionSeeds
-from deploy.bench.figures import AnswerComparison, Goodput, figures_of
-from deploy.bench.load import LoadPattern, LoadResult, LoadRun, measure, warm_up
+from deploy.bench.datasets import (
+    RequestSizes,
+    SessionSeeds,
+    add_sizes,
+    prompt_sessions,
+    prompts_of,
+    sizes_of,
+)
+from deploy.bench.figures import AnswerComparison, figures_of
+from deploy.bench.load import LoadPattern, LoadResult, measure, warm_up
 from deploy.bench.options import (
     BenchParser,
+    add_values,
     at_least_one,
     from_zero,
     positive,
@@ -52,7 +51,6 @@ from deploy.bench.options import (
 )
 from deploy.bench.processes import memory_bytes
 from deploy.bench.servers import ServerSpec, running, tokend
-from deploy.bench.synthetic import FORMS, SHAPES, read_rate, synthetic_specs, threads_of
 from proto.errors import ConfigError
 
 TurnFigures = dict[str, Any]
@@ -73,33 +71,16 @@ class ComparedFigure:
         return "-" if math.isnan(value) else f"{value:.{self.digits}f}"
 
 
-@dataclass(frozen=True)
-class RoundRatios:
-    """Ratios of the first server to another one, one per round."""
+def round_ratios(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
+    """Return median, minimum and maximum of the ratios of two servers' values, one per round.
 
-    values: Sequence[float]
-
-    @classmethod
-    def of(cls, ours: Sequence[float], theirs: Sequence[float]) -> "RoundRatios":
-        """Create from values per round; rounds in which one value is NaN are omitted."""
-        pairs = zip(ours, theirs, strict=True)
-        return cls([a / b for a, b in pairs if not (math.isnan(a) or math.isnan(b)) and b])
-
-    def describe(self) -> str:
-        """Return "median (minimum to maximum)"."""
-        if not self.values:
-            return "-"
-        low, high = min(self.values), max(self.values)
-        return f"{statistics.median(self.values):.3f} ({low:.3f} to {high:.3f})"
-
-    def to_dict(self) -> dict[str, float]:
-        if not self.values:
-            return {}
-        return {
-            "median": statistics.median(self.values),
-            "min": min(self.values),
-            "max": max(self.values),
-        }
+    Rounds in which one value is NaN are omitted; without others the result is empty.
+    """
+    pairs = zip(ours, theirs, strict=True)
+    ratios = [a / b for a, b in pairs if not (math.isnan(a) or math.isnan(b)) and b]
+    if not ratios:
+        return {}
+    return {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
 
 
 @dataclass
@@ -118,8 +99,7 @@ class ServerTotals:
         self.cpu_seconds += load_result.cpu_seconds
         self.num_requests += len(load_result.results)
         self.errors.update(result.error for result in load_result.results if result.error)
-        for request, result in load_result.checked:
-            self.answers.note(request, result.text)
+        self.answers.note_all(load_result.checked)
 
     @property
     def cpu_share(self) -> float:
@@ -132,15 +112,12 @@ class Comparison:
     def __init__(self, names: Sequence[str], figures: Sequence[ComparedFigure]) -> None:
         self._names = list(names)
         self._figures = list(figures)
-        self._totals = {name: ServerTotals(name) for name in names}
+        self.totals = {name: ServerTotals(name) for name in names}
         self._rounds: list[dict[str, TurnFigures]] = []
 
     @property
     def num_rounds(self) -> int:
         return len(self._rounds)
-
-    def totals(self, name: str) -> ServerTotals:
-        return self._totals[name]
 
     def note_turn(self, number: int, name: str, turn: TurnFigures) -> None:
         """Note the figures of a server in a round, counted from 0."""
@@ -156,8 +133,9 @@ class Comparison:
         values = [value for value in self.values(name, figure) if not math.isnan(value)]
         return statistics.median(values) if values else math.nan
 
-    def ratios(self, figure: ComparedFigure, other: str) -> RoundRatios:
-        return RoundRatios.of(self.values(self._names[0], figure), self.values(other, figure))
+    def ratios(self, figure: ComparedFigure, other: str) -> dict[str, float]:
+        """Return `round_ratios` of the first server to another one."""
+        return round_ratios(self.values(self._names[0], figure), self.values(other, figure))
 
     def show(self, console: Console, title: str) -> None:
         """Print the table and the notes about each server."""
@@ -168,23 +146,27 @@ class Comparison:
             table.add_column(column, justify="right")
         for figure in self._figures:
             medians = [figure.format(self.median(name, figure)) for name in self._names]
-            ratios = [self.ratios(figure, other).describe() for other in others]
+            ratios = [
+                f"{found['median']:.3f} ({found['min']:.3f} to {found['max']:.3f})"
+                if found
+                else "-"
+                for found in (self.ratios(figure, other) for other in others)
+            ]
             table.add_row(figure.title, *medians, *ratios)
         console.print(table)
         for name in self._names:
-            for line in self._notes(self._totals[name]):
+            for line in self._notes(self.totals[name]):
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def to_dict(self) -> Mapping[str, object]:
         first, *others = self._names
         return {
-            "servers": {name: self._totals_dict(self._totals[name]) for name in self._names},
+            "servers": {name: self._totals_dict(self.totals[name]) for name in self._names},
             "figures": {
                 figure.key: {
                     "medians": {name: self._median_or_none(name, figure) for name in self._names},
                     "ratios": {
-                        f"{first} / {other}": self.ratios(figure, other).to_dict()
-                        for other in others
+                        f"{first} / {other}": self.ratios(figure, other) for other in others
                     },
                 }
                 for figure in self._figures
@@ -219,11 +201,20 @@ class Comparison:
 
 
 _SEED_STEP: Final = 1_000
-_NO_LIMITS: Final = Goodput({})
 ALONE: Final = "alone"
 """Name of the load that sends one request after the other."""
 BUSY: Final = "busy_"
 """Begin of the names of a load's figures beside busy processes."""
+_OF_LOAD: Final = (
+    ("output_tokens_per_s", "output tokens/s, {}"),
+    ("ttft_ms_p50", "first token, {}, ms"),
+    ("tpot_ms_p50", "time per token, {}, ms"),
+    ("itl_ms_p50", "between tokens, median, {}, ms"),
+    ("itl_ms_p99", "between tokens, p99, {}, ms"),
+    ("itl_p99_of_p50", "between tokens, p99 / median, {} (<= 2)"),
+)
+_OF_BUSY_LOAD: Final = (*_OF_LOAD[:2], ("kept", "part of tokens/s kept, {}"))
+"""Figures of a load by their names, and their titles."""
 
 
 @dataclass(frozen=True)
@@ -237,54 +228,29 @@ class ClosedLoad:
 
 
 def main(words: Sequence[str]) -> None:
-    CompareBench(parse(words)).run()
-
-
-WEIGHTS_READ: Final = (
-    ComparedFigure(f"{ALONE}_weights_read_ms", "reading the weights once, ms"),
-    ComparedFigure(f"{ALONE}_tpot_of_weights_read", "time per token alone / reading the weights"),
-)
-"""Rows for the limit of a single stream: every token reads all weights from memory."""
-
-
-def weights_read_figures(turn: TurnFigures, weights_ms: float) -> TurnFigures:
-    """Return the figures of WEIGHTS_READ. weights_ms: to read the weights of a token once."""
-    time, share = WEIGHTS_READ
-    tpot_ms = turn.get(f"{ALONE}_tpot_ms_p50")  # absent if every request failed
-    return {time.key: weights_ms} | ({} if tpot_ms is None else {share.key: tpot_ms / weights_ms})
+    parser = BenchParser(prog="tokend bench compare", description=__doc__)
+    add_flags(parser)
+    options = parser.parse_args(words)
+    CompareBench(options, specs_of(options)).run()
 
 
 class CompareBench:
-    """The rounds of a comparison. A subclass may add other figures to each turn.
+    """The rounds of a comparison. A subclass may add other figures to each turn."""
 
-    With --synthetic the time per token is compared with reading the file's weights at the rate that
-    as many threads reach.
-    """
-
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace, specs: Sequence[ServerSpec]) -> None:
         self.options = options
-        # Removed by `run`, while further signals are ignored; at the exit one would end that
-        self._caches = TemporaryDirectory(prefix="tokend-compare-", ignore_cleanup_errors=True)
-        self.specs = _specs(options, self._caches.name)
-        self._weights_ms = math.nan
+        self.specs = specs
 
     def extra_figures(self, load: str, title: str) -> Sequence[ComparedFigure]:
         """Return further rows of the table for one load."""
-        return WEIGHTS_READ if self.options.synthetic and load == ALONE else ()
+        return ()
 
     def before_turn(self, spec: ServerSpec) -> None:
         """Measure what a turn is compared with; all servers are idle."""
-        options = self.options
-        if options.synthetic:
-            num_threads = threads_of(options, self.specs.index(spec))
-            num_bytes = SHAPES[options.synthetic].bytes_of_a_token(options.form)
-            self._weights_ms = 1e3 * num_bytes / read_rate(num_threads)
 
     def after_turn(self, spec: ServerSpec, turn: TurnFigures) -> TurnFigures:
         """Return the figures of a turn with those of what it is compared with."""
-        if not self.options.synthetic:
-            return turn
-        return turn | weights_read_figures(turn, self._weights_ms)
+        return turn
 
     def notes(self) -> Sequence[str]:
         """Return lines to print below the table."""
@@ -292,14 +258,26 @@ class CompareBench:
 
     def run(self) -> None:
         options = self.options
-        with self._caches, writable("--json", options.json) as rows:
+        with writable("--json", options.json) as rows:
             comparison = Comparison([spec.name for spec in self.specs], self.figures())
             self._run_rounds(comparison)
             console = Console(width=max(120, 40 + 32 * len(self.specs)))
-            comparison.show(console, _title(options, comparison))
+            comparison.show(console, self.title(comparison.num_rounds))
             for line in self.notes():
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
-            write(rows, json.dumps(_document(options, comparison), indent=2) + "\n")
+            flags = {name: value for name, value in vars(options).items() if name != "json"}
+            figures = comparison.to_dict()
+            document = {"command": "tokend bench compare", "options": flags, **figures}
+            write(rows, json.dumps(document, indent=2) + "\n")
+
+    def title(self, num_rounds: int) -> str:
+        """Return the title of the table."""
+        options = self.options
+        what = f"{options.input_tokens} tokens in, {options.output_tokens} out"
+        if options.other is not None:
+            flags = shlex.join(options.serve_flags) or "default settings"
+            what = f"{flags}, with and without {options.other}: {what}"
+        return f"{what}; medians of {num_rounds} rounds"
 
     def figures(self) -> list[ComparedFigure]:
         """Return the rows of the table, with the names that they have in a turn."""
@@ -315,26 +293,14 @@ class CompareBench:
         ]
         for number in self.options.concurrency:
             load, title = f"at_{number}", f"concurrency {number}"
-            found += [
-                ComparedFigure(f"{load}_output_tokens_per_s", f"output tokens/s, {title}"),
-                ComparedFigure(f"{load}_ttft_ms_p50", f"first token, {title}, ms"),
-                ComparedFigure(f"{load}_tpot_ms_p50", f"time per token, {title}, ms"),
-                ComparedFigure(f"{load}_itl_ms_p50", f"between tokens, median, {title}, ms"),
-                ComparedFigure(f"{load}_itl_ms_p99", f"between tokens, p99, {title}, ms"),
-                ComparedFigure(
-                    f"{load}_itl_p99_of_p50", f"between tokens, p99 / median, {title} (<= 2)"
-                ),
-                *self._figures_of_load(load, title),
-            ]
+            rows = [ComparedFigure(f"{load}_{key}", text.format(title)) for key, text in _OF_LOAD]
+            found += [*rows, *self._figures_of_load(load, title)]
         if self.options.busy:
             for load in self.loads():
                 title = f"{load.replace('at_', 'concurrency ')}, busy"
                 found += [
-                    ComparedFigure(
-                        f"{BUSY}{load}_output_tokens_per_s", f"output tokens/s, {title}"
-                    ),
-                    ComparedFigure(f"{BUSY}{load}_ttft_ms_p50", f"first token, {title}, ms"),
-                    ComparedFigure(f"{BUSY}{load}_kept", f"part of tokens/s kept, {title}"),
+                    ComparedFigure(f"{BUSY}{load}_{key}", text.format(title))
+                    for key, text in _OF_BUSY_LOAD
                 ]
         return found
 
@@ -363,12 +329,13 @@ class CompareBench:
                 for spec in (*specs[first:], *specs[:first]):
                     with ExitStack() as turn:
                         self.before_turn(spec)
-                        server = servers.get(spec.name) or _warmed_up(options, turn, spec, number)
-                        totals = comparison.totals(spec.name)
-                        figures = self._run_turn(server.target, number, totals)
-                        if server.pid:
-                            figures |= server.start if options.restart or not number else {}
-                            figures["memory_after_mb"] = memory_bytes(server.pid) / 1e6
+                        target, pid, start = servers.get(spec.name) or _warmed_up(
+                            options, turn, spec, number
+                        )
+                        figures = self._run_turn(target, number, comparison.totals[spec.name])
+                        if pid:
+                            figures |= start if options.restart or not number else {}
+                            figures["memory_after_mb"] = memory_bytes(pid) / 1e6
                     if options.restart and options.rounds == 1 and spec.command:
                         with running(spec) as again:  # no later round starts it
                             figures["ready_again_s"] = again.seconds_to_ready
@@ -393,11 +360,11 @@ class CompareBench:
                 if key in busy and key in found:  # absent if every request failed
                     found[f"{BUSY}{name}_kept"] = busy[key] / found[key]
         if options.checks:
-            dataset = RandomDataset(sizes_of(options), prompt_source_of(options))
-            pattern = LoadPattern(options.checks, max_requests=options.checks)
             seeds = SessionSeeds(options.seed, check_share=1.0)
-            run = LoadRun(f"{totals.name}, checks", dataset, seeds, pattern)
-            totals.note_run(measure(target, run, sys.stderr))
+            sessions = prompt_sessions(seeds, sizes_of(options), prompts_of(options))
+            pattern = LoadPattern(options.checks, max_requests=options.checks)
+            name = f"{totals.name}, checks"
+            totals.note_run(measure(target, sessions, pattern, name, sys.stderr))
         return found
 
     def _run_loads(
@@ -408,32 +375,25 @@ class CompareBench:
         for index, (name, load) in enumerate(self.loads().items()):
             ratio = 0.0 if name == ALONE else self.options.range_ratio
             sizes = RequestSizes(load.input_tokens, load.output_tokens, ratio)
-            run = LoadRun(
-                f"{label}, {totals.name}, {name.replace('_', ' ')}",
-                RandomDataset(sizes, prompt_source_of(self.options)),
-                SessionSeeds(first_seed + index),
-                LoadPattern(load.concurrency, max_requests=load.num_requests),
-            )
-            load_result = measure(target, run, sys.stderr)
+            seeds = SessionSeeds(first_seed + index)
+            sessions = prompt_sessions(seeds, sizes, prompts_of(self.options))
+            pattern = LoadPattern(load.concurrency, max_requests=load.num_requests)
+            title = f"{label}, {totals.name}, {name.replace('_', ' ')}"
+            load_result = measure(target, sessions, pattern, title, sys.stderr)
             totals.note_run(load_result)
-            plain = with_gap_ratio(figures_of(name, load_result, _NO_LIMITS).to_dict())
+            plain = with_gap_ratio(figures_of(name, load_result).to_dict())
             found |= {f"{name}_{key}": value for key, value in plain.items()}
         return found
 
 
-@dataclass(frozen=True)
-class WarmServer:
-    """A server after its warm-up. start: figures of its start. pid: 0 if it ran before."""
-
-    target: Target
-    pid: int
-    start: TurnFigures
-
-
 def _warmed_up(
     options: argparse.Namespace, stack: ExitStack, spec: ServerSpec, number: int = 0
-) -> WarmServer:
-    """Return a server that is warmed up, and runs until the stack is closed. number: of starts."""
+) -> tuple[Target, int, TurnFigures]:
+    """Return a server that is warmed up, its process id, and the figures of its start.
+
+    It runs until the stack is closed. The id of one that ran before is 0, and it has no figures.
+    number: of earlier starts.
+    """
     server = stack.enter_context(running(spec))
     start: TurnFigures = {}
     if server.pid:
@@ -441,8 +401,8 @@ def _warmed_up(
         start["memory_before_mb"] = memory_bytes(server.pid) / 1e6
     fields = {"temperature": 0, "ignore_eos": True}
     target = Target(server.url, first_model(server.url), fields=fields)
-    warm_up(target, prompt_source_of(options), options.warm_ups)
-    return WarmServer(target, server.pid, start)
+    warm_up(target, prompts_of(options), options.warm_ups)
+    return target, server.pid, start
 
 
 @contextmanager
@@ -464,17 +424,8 @@ def with_gap_ratio(plain: TurnFigures) -> TurnFigures:
     return {**plain, "itl_p99_of_p50": plain["itl_ms_p99"] / median} if median else plain
 
 
-def _specs(options: argparse.Namespace, caches: str) -> list[ServerSpec]:
-    """Return the servers in the order of the table; raises ConfigError.
-
-    caches: an empty folder for the caches of those with a synthetic model.
-    """
-    if options.synthetic is not None:
-        if options.other is not None:
-            raise ConfigError("bench compare: --synthetic or --other, not both")
-        return synthetic_specs(options, caches)
-    if options.form or options.cpu_threads:
-        raise ConfigError("bench compare: --form and --cpu-threads go with --synthetic")
+def specs_of(options: argparse.Namespace) -> list[ServerSpec]:
+    """Return the servers in the order of the table; raises ConfigError."""
     if options.other is not None:
         if options.server:
             raise ConfigError("bench compare: --other or --server, not both")
@@ -484,7 +435,7 @@ def _specs(options: argparse.Namespace, caches: str) -> list[ServerSpec]:
             tokend("without", flags, options.start_seconds),
         ]
     if options.serve_flags:
-        raise ConfigError("bench compare: flags after -- go with --other or --synthetic")
+        raise ConfigError("bench compare: flags after -- go with --other")
     specs = [
         ServerSpec.parse(text, options.ready_path, options.start_seconds) for text in options.server
     ]
@@ -495,35 +446,7 @@ def _specs(options: argparse.Namespace, caches: str) -> list[ServerSpec]:
     return specs
 
 
-def _title(options: argparse.Namespace, comparison: Comparison) -> str:
-    what = f"{options.input_tokens} tokens in, {options.output_tokens} out"
-    if options.other is not None:
-        flags = shlex.join(options.serve_flags) or "default settings"
-        what = f"{flags}, with and without {options.other}: {what}"
-    if options.synthetic is not None:
-        what = f"{options.synthetic}, {options.form}: {what}"
-    return f"{what}; medians of {comparison.num_rounds} rounds"
-
-
-def _document(options: argparse.Namespace, comparison: Comparison) -> dict[str, object]:
-    flags = {name: value for name, value in vars(options).items() if name != "json"}
-    return {"command": "tokend bench compare", "options": flags, **comparison.to_dict()}
-
-
-_SYNTHETIC_DEFAULTS: Final = {
-    "input_tokens": 512,
-    "output_tokens": 64,
-    "alone_input_tokens": 512,
-    "concurrency": [8],
-    "rounds": 2,
-    "restart": True,
-    "checks": 0,
-    "form": FORMS[0],
-}
-
-
-def parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = BenchParser(prog="tokend bench compare", description=__doc__)
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--server",
         action="append",
@@ -535,19 +458,6 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         "--other",
         help='flags of serve: compare tokend with and without them ("--async-scheduling")',
     )
-    parser.add_argument(
-        "--synthetic", choices=tuple(SHAPES), help="serve a model with random weights of this size"
-    )
-    parser.add_argument(
-        "--form", choices=FORMS, help=f"of the weights, with --synthetic ({FORMS[0]})"
-    )
-    parser.add_argument(
-        "--cpu-threads",
-        type=several_counts,
-        metavar="N[,N...]",
-        help="with --synthetic: threads of a server (one per core); with several values, one "
-        "tokend each",
-    )
     parser.add_argument("--restart", action="store_true", help="restart the server for each turn")
     parser.add_argument(
         "--ready-path",
@@ -555,19 +465,22 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         help="path that answers 200 when the server is ready (/health)",
     )
     parser.add_argument(
-        "--start-seconds", type=positive, default=600.0, help="limit of a start (600)"
-    )
-    parser.add_argument("--rounds", type=at_least_one, default=3, help="number of rounds (3)")
-    parser.add_argument(
         "--concurrency", type=several_counts, default=[16], metavar="N[,N...]", help="(16)"
     )
-    parser.add_argument(
-        "--requests", type=at_least_one, help="requests per load; by default twice the concurrency"
+    add_values(
+        parser,
+        ("--start-seconds", positive, 600.0, "limit of a start"),
+        ("--rounds", at_least_one, 3, "number of rounds"),
+        ("--requests", at_least_one, None, "requests per load; by default twice the concurrency"),
+        ("--alone", at_least_one, 3, "requests sent one after the other"),
+        ("--alone-input-tokens", at_least_one, 128, ""),
+        ("--warm-ups", from_zero, 4, ""),
+        (
+            *("--checks", from_zero, 4),
+            "requests of each round that are always the same; their answers are compared, their "
+            "times are not measured",
+        ),
     )
-    parser.add_argument(
-        "--alone", type=at_least_one, default=3, help="requests sent one after the other (3)"
-    )
-    parser.add_argument("--alone-input-tokens", type=at_least_one, default=128, help="(128)")
     parser.add_argument(
         "--busy",
         type=from_zero,
@@ -575,22 +488,6 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         metavar="N",
         help="repeat the loads beside N processes that compute all the time (0)",
     )
-    parser.add_argument("--warm-ups", type=from_zero, default=4, help="(4)")
-    parser.add_argument(
-        "--checks",
-        type=from_zero,
-        default=4,
-        help="requests of each round that are always the same; their answers are compared, "
-        "their times are not measured (4)",
-    )
     add_sizes(parser, 256, 128)
     parser.add_argument("--json", metavar="FILE", help="write the figures to a file")
-    parser.add_argument(
-        "serve_flags", nargs="*", help="after --: flags of every daemon (--other, --synthetic)"
-    )
-    options = parser.parse_args(words)
-    if options.synthetic is not None:
-        threads = [len(os.sched_getaffinity(0))]
-        parser.set_defaults(**_SYNTHETIC_DEFAULTS, cpu_threads=threads)
-        options = parser.parse_args(words)
-    return options
+    parser.add_argument("serve_flags", nargs="*", help="after --: flags of every daemon (--other)")

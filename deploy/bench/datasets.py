@@ -1,18 +1,24 @@
-"""Data sets of the load test: sessions of requests, random but reproducible.
+"""Data sets of the load test: sessions of requests, random but reproducible, or from files.
 
-A `Dataset` yields sessions; a session yields requests, each after the answer to the last. All
-random choices come from `SessionSeeds`.
+A data set yields sessions; a session yields requests, and is sent the answer to each. All random
+choices come from `SessionSeeds`. The flags that select a data set are at the end.
 """
 
+import argparse
 import itertools
 import json
 import math
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Final, Protocol
+import secrets
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
 from deploy.bench.client import CHAT, COMPLETIONS, BenchRequest
+from deploy.bench.options import add_values, at_least_one, from_zero, positive, share
+from proto.errors import ConfigError
 
 # ---- Random prompts ----
 
@@ -34,30 +40,23 @@ _WORDS: Final = (
 WORDS: Final = tuple(_WORDS.split())
 
 Prompt = list[int] | str
+MakePrompt = Callable[[random.Random, int], Prompt]
+"""Returns a random prompt of a number of tokens."""
 
 
-class RandomTokenIds:
-    """Random prompts as token ids, with an exact number of tokens."""
-
-    def __init__(self, lowest: int = LOWEST_TOKEN_ID, highest: int = HIGHEST_TOKEN_ID) -> None:
-        self._ids = range(lowest, highest + 1)
-
-    def make_prompt(self, rng: random.Random, number: int) -> list[int]:
-        return rng.choices(self._ids, k=number)
+def random_ids(lowest: int = LOWEST_TOKEN_ID, highest: int = HIGHEST_TOKEN_ID) -> MakePrompt:
+    """Return what makes prompts of token ids, which have exactly the number of tokens."""
+    ids = range(lowest, highest + 1)
+    return lambda rng, number: rng.choices(ids, k=number)
 
 
-class RandomWords:
-    """Random prompts as text, for servers that accept no token ids.
+def random_words(rng: random.Random, number: int) -> str:
+    """Return a prompt as text, for servers that accept no token ids.
 
     Most tokenizers encode each word and the space before it as one token, so n words are about n
     tokens; reports use the count of the server.
     """
-
-    def make_prompt(self, rng: random.Random, number: int) -> str:
-        return " ".join(rng.choices(WORDS, k=number))
-
-
-PromptSource = RandomTokenIds | RandomWords
+    return " ".join(rng.choices(WORDS, k=number))
 
 
 def joined(first: Prompt, second: Prompt) -> Prompt:
@@ -80,27 +79,13 @@ def make_request(
     return BenchRequest(COMPLETIONS, {"prompt": prompt}, output_tokens, checked)
 
 
-class BenchSession(Protocol):
-    """Requests of one client, each sent after the answer to the last.
-
-    needs_answers: whether later requests contain earlier answers.
-    """
-
-    needs_answers: bool
-
-    def next_request(self, answer: str) -> BenchRequest | None:
-        """Return the request that follows an answer ("" at first); None at the end."""
-        ...
+Session = Generator[BenchRequest, str | None, None]
+"""Requests of one client; each is sent the answer to the request before, the first None."""
 
 
-class SingleRequest:
-    needs_answers = False
-
-    def __init__(self, request: BenchRequest) -> None:
-        self._requests = [request]
-
-    def next_request(self, answer: str) -> BenchRequest | None:
-        return self._requests.pop() if self._requests else None
+def single(request: BenchRequest) -> Session:
+    """Return a session of one request."""
+    yield request
 
 
 @dataclass(frozen=True)
@@ -147,192 +132,422 @@ class RequestSizes:
         return rng.randint(max(1, low), max(1, high))
 
 
-class Dataset(Protocol):
-    """A source of sessions."""
-
-    def sessions(self, seeds: SessionSeeds) -> Iterator[BenchSession]:
-        """Yield sessions in the order in which they begin; may be infinite."""
-        ...
+Sessions = Callable[[SessionSeeds], Iterator[Session]]
+"""Yields the sessions of a run in the order in which they begin, possibly without an end."""
 
 
-# ---- Data sets of independent requests ----
-
-
-@dataclass(frozen=True)
-class RandomDataset:
-    """Random prompts without common prefixes."""
-
-    sizes: RequestSizes
-    prompt_source: PromptSource
-    chat: bool = False
-
-    def sessions(self, seeds: SessionSeeds) -> Iterator[BenchSession]:
-        for index in itertools.count():
-            rng, checked = seeds.rng(index), seeds.is_checked(index)
-            input_tokens, output_tokens = self.sizes.draw(rng)
-            prompt = self.prompt_source.make_prompt(rng, input_tokens)
-            yield SingleRequest(
-                make_request(prompt, output_tokens, checked=checked, chat=self.chat)
-            )
-
-
-@dataclass(frozen=True)
-class SharedPrefixDataset:
-    """Groups of prompts with a common prefix. sizes: of the part after the prefix.
+def prompt_sessions(
+    seeds: SessionSeeds,
+    sizes: RequestSizes,
+    make_prompt: MakePrompt,
+    *,
+    num_groups: int = 1,
+    prefix_tokens: int = 0,
+    chat: bool = False,
+) -> Iterator[Session]:
+    """Yield random prompts, in groups that have a common prefix.
 
     prefix 0 | own part    request 0
     prefix 1 | own part    request 1
     prefix 0 | own part    request 2, with two groups
+
+    sizes: of the part after the prefix.
     """
-
-    sizes: RequestSizes
-    prompt_source: PromptSource
-    num_groups: int
-    prefix_tokens: int
-    chat: bool = False
-
-    def sessions(self, seeds: SessionSeeds) -> Iterator[BenchSession]:
-        for index in itertools.count():
-            rng, checked = seeds.rng(index), seeds.is_checked(index)
-            group = random.Random(f"{seeds.name(index)}:prefix {index % self.num_groups}")
-            prefix = self.prompt_source.make_prompt(group, self.prefix_tokens)
-            input_tokens, output_tokens = self.sizes.draw(rng)
-            prompt = joined(prefix, self.prompt_source.make_prompt(rng, input_tokens))
-            yield SingleRequest(
-                make_request(prompt, output_tokens, checked=checked, chat=self.chat)
-            )
+    for index in itertools.count():
+        rng = seeds.rng(index)
+        group = random.Random(f"{seeds.name(index)}:prefix {index % num_groups}")
+        prefix = make_prompt(group, prefix_tokens)
+        input_tokens, output_tokens = sizes.draw(rng)
+        prompt = joined(prefix, make_prompt(rng, input_tokens))
+        checked = seeds.is_checked(index)
+        yield single(make_request(prompt, output_tokens, checked=checked, chat=chat))
 
 
-# ---- Data sets of conversations ----
+# ---- Conversations ----
 
 
-_CONVERSATION_WORDS: Final = RandomWords()
-
-
-class ConversationSession:
-    """A conversation; each request repeats all messages and answers before it.
+def conversation(
+    system: str, turns: Sequence[tuple[str, int]], *, checked: bool, chat: bool, job: str = ""
+) -> Session:
+    """Yield the requests of a conversation; each repeats all messages and answers before it.
 
     turns: text and requested output tokens of each turn. chat: send messages; otherwise one
     growing text. job: agent job for the server; "" for none.
     """
-
-    needs_answers = True
-
-    def __init__(
-        self,
-        system: str,
-        turns: list[tuple[str, int]],
-        *,
-        checked: bool,
-        chat: bool,
-        job: str = "",
-    ) -> None:
-        self._messages = [{"role": "system", "content": system}] if system else []
-        self._turns = turns[::-1]
-        self._checked = checked
-        self._chat = chat
-        self._job = job
-        self._begun = False
-
-    def next_request(self, answer: str) -> BenchRequest | None:
-        if self._begun:
-            self._messages.append({"role": "assistant", "content": answer})
-        if not self._turns:
-            return None
-        text, output_tokens = self._turns.pop()
-        self._begun = True
-        self._messages.append({"role": "user", "content": text})
-        content: dict[str, Any] = {"messages": list(self._messages)}
-        if not self._chat:
-            content = {"prompt": "\n".join(message["content"] for message in self._messages)}
-        path, is_last = CHAT if self._chat else COMPLETIONS, bool(self._job) and not self._turns
-        return BenchRequest(path, content, output_tokens, self._checked, self._job, is_last)
+    messages = [{"role": "system", "content": system}] if system else []
+    for number, (text, output_tokens) in enumerate(turns, 1):
+        messages.append({"role": "user", "content": text})
+        path, content = CHAT, dict[str, Any](messages=list(messages))
+        if not chat:
+            path, content = COMPLETIONS, {"prompt": "\n".join(each["content"] for each in messages)}
+        is_last = bool(job) and number == len(turns)
+        answer = yield BenchRequest(
+            path, content, output_tokens, checked, job, is_last, keep_text=True
+        )
+        messages.append({"role": "assistant", "content": answer or ""})
 
 
-@dataclass(frozen=True)
-class MultiTurnDataset:
-    """Conversations of several turns. sizes: of a question and its answer.
+class AgentTools(NamedTuple):
+    """Instructions of agents: number of tokens, and of tools whose schemas follow them."""
 
-    jobs: prefix of the agent jobs sent to the server, see `job_of`; "" for none.
-    """
-
-    sizes: RequestSizes
-    num_turns: int
-    chat: bool = True
-    jobs: str = ""
-
-    def sessions(self, seeds: SessionSeeds) -> Iterator[BenchSession]:
-        for index in itertools.count():
-            rng = seeds.rng(index)
-            turns = [_turn(rng, self.sizes) for _ in range(self.num_turns)]
-            yield ConversationSession(
-                *("", turns),
-                checked=seeds.is_checked(index),
-                chat=self.chat,
-                job=job_of(self.jobs, seeds, index),
-            )
-
-
-@dataclass(frozen=True)
-class AgentDataset:
-    """Agents that call tools: all sessions begin with the same instructions and tools.
-
-    The tools are part of the instructions, as in the chat templates of models, so that any server
-    accepts them. sizes: of a tool's result and of the model's next step.
-    jobs: prefix of the agent jobs sent to the server, see `job_of`; "" for none.
-    """
-
-    sizes: RequestSizes
-    num_turns: int
     system_tokens: int
     num_tools: int
-    chat: bool = True
-    jobs: str = ""
-
-    def sessions(self, seeds: SessionSeeds) -> Iterator[BenchSession]:
-        for index in itertools.count():
-            rng = seeds.rng(index)
-            system = self._instructions(random.Random(f"{seeds.name(index)}:instructions"))
-            turns = [_turn(rng, self.sizes) for _ in range(self.num_turns)]
-            messages = [
-                (text if number == 0 else f"Tool result: {text}", tokens)
-                for number, (text, tokens) in enumerate(turns)
-            ]
-            yield ConversationSession(
-                *(system, messages),
-                checked=seeds.is_checked(index),
-                chat=self.chat,
-                job=job_of(self.jobs, seeds, index),
-            )
-
-    def _instructions(self, rng: random.Random) -> str:
-        tools = [_tool(rng, number) for number in range(self.num_tools)]
-        text = _CONVERSATION_WORDS.make_prompt(rng, self.system_tokens)
-        return f"{text}\nTools:\n{json.dumps(tools)}" if tools else text
 
 
-def job_of(jobs: str, seeds: SessionSeeds, index: int) -> str:
-    """Return the agent job of a session; "" without a prefix. jobs: prefix of all jobs of a run."""
-    return f"{jobs}-{seeds.seed}-{index}" if jobs else ""
+def conversation_sessions(
+    seeds: SessionSeeds,
+    sizes: RequestSizes,
+    num_turns: int,
+    *,
+    agent: AgentTools | None = None,
+    chat: bool = True,
+    jobs: str = "",
+) -> Iterator[Session]:
+    """Yield conversations of several turns, or agents that call tools.
+
+    All agents begin with the same instructions and tools. The tools are part of the instructions,
+    as in the chat templates of models, so that any server accepts them.
+    sizes: of a question and its answer, or of a tool's result and the model's next step.
+    jobs: prefix of the agent jobs sent to the server; "" for none.
+    """
+    for index in itertools.count():
+        rng, system, turns = seeds.rng(index), "", []
+        if agent is not None:
+            system = _instructions(random.Random(f"{seeds.name(index)}:instructions"), agent)
+        for number in range(num_turns):
+            input_tokens, output_tokens = sizes.draw(rng)
+            text = random_words(rng, input_tokens)
+            is_result = agent is not None and number > 0
+            turns.append((f"Tool result: {text}" if is_result else text, output_tokens))
+        job = f"{jobs}-{seeds.seed}-{index}" if jobs else ""
+        yield conversation(system, turns, checked=seeds.is_checked(index), chat=chat, job=job)
 
 
-def _turn(rng: random.Random, sizes: RequestSizes) -> tuple[str, int]:
-    input_tokens, output_tokens = sizes.draw(rng)
-    return _CONVERSATION_WORDS.make_prompt(rng, input_tokens), output_tokens
+def _instructions(rng: random.Random, agent: AgentTools) -> str:
+    tools = [_tool(rng, number) for number in range(agent.num_tools)]
+    text = random_words(rng, agent.system_tokens)
+    return f"{text}\nTools:\n{json.dumps(tools)}" if tools else text
 
 
 def _tool(rng: random.Random, number: int) -> dict[str, Any]:
     """Return a random function with two parameters, as JSON schema."""
-    names = rng.sample(sorted(set(_CONVERSATION_WORDS.make_prompt(rng, 40).split())), 2)
-    parameters = {
-        name: {"type": "string", "description": _CONVERSATION_WORDS.make_prompt(rng, 8)}
-        for name in names
-    }
+    names = rng.sample(sorted(set(random_words(rng, 40).split())), 2)
+    parameters = {name: {"type": "string", "description": random_words(rng, 8)} for name in names}
     return {
         "type": "function",
         "function": {
             "name": f"tool_{number}",
-            "description": _CONVERSATION_WORDS.make_prompt(rng, 16),
+            "description": random_words(rng, 16),
             "parameters": {"type": "object", "properties": parameters, "required": names[:1]},
         },
     }
+
+
+# ---- Files of JSON lines ----
+
+
+class JsonLine:
+    """One line; raises ConfigError naming the line for missing or invalid fields."""
+
+    def __init__(self, where: str, fields: dict[str, Any]) -> None:
+        self._where = where
+        self._fields = fields
+
+    def number(self, *names: str, default: float | None = None) -> float:
+        """Return the first of these fields that exists; must be at least 0."""
+        for name in names:
+            value = self._fields.get(name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+                raise ConfigError(f"{self._where}: {name} is not a number from 0: {value!r}")
+            return value
+        if default is None:
+            raise ConfigError(f"{self._where}: {' or '.join(names)} is missing")
+        return default
+
+    def numbers(self, name: str) -> list[int]:
+        """Return a list of whole numbers; empty if the field is missing."""
+        value = self._fields.get(name) or []
+        if not isinstance(value, list) or not all(isinstance(number, int) for number in value):
+            raise ConfigError(f"{self._where}: {name} is not a list of whole numbers")
+        return value
+
+    def content(self) -> tuple[str, dict[str, Any]] | None:
+        """Return path and prompt or messages of the request; None if the line has neither."""
+        if messages := self._fields.get("messages"):
+            return CHAT, {"messages": messages}
+        prompt: Prompt | None = self._fields.get("prompt")
+        return (COMPLETIONS, {"prompt": prompt}) if prompt else None
+
+    def missing(self, what: str) -> ConfigError:
+        return ConfigError(f"{self._where}: {what} is missing")
+
+
+def read_lines(file: str) -> list[JsonLine]:
+    """Return all lines that are not empty; raises ConfigError if there are none."""
+    try:
+        texts = Path(file).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: {getattr(error, 'strerror', None) or error}") from None
+    lines = list(_parsed(file, texts))
+    if not lines:
+        raise ConfigError(f"{file}: the file is empty")
+    return lines
+
+
+def _parsed(file: str, texts: Iterable[str]) -> Iterator[JsonLine]:
+    for number, text in enumerate(texts, 1):
+        if not text.strip():
+            continue
+        where = f"{file}, line {number}"
+        try:
+            fields = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"{where}: not JSON: {error}") from None
+        if not isinstance(fields, dict):
+            raise ConfigError(f"{where}: not an object")
+        yield JsonLine(where, fields)
+
+
+def read_requests(file: str, output_tokens: int) -> list[BenchRequest]:
+    """Return the requests of a file; raises ConfigError. output_tokens: default of a line."""
+    names = ("output_tokens", "output_length", "max_tokens")
+    requests = []
+    for line in read_lines(file):
+        if (content := line.content()) is None:
+            raise line.missing("prompt or messages")
+        number = int(line.number(*names, default=output_tokens))
+        requests.append(BenchRequest(*content, max(1, number)))
+    return requests
+
+
+def repeated_sessions(seeds: SessionSeeds, requests: Sequence[BenchRequest]) -> Iterator[Session]:
+    """Yield requests one by one, from the beginning again after the last."""
+    for index, request in enumerate(itertools.cycle(requests)):
+        yield single(replace(request, checked=seeds.is_checked(index)))
+
+
+# Format of a trace: that of Mooncake (https://github.com/kvcache-ai/Mooncake), which `timed_trace`
+# of vLLM reads, too:
+#
+#     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 2353]}
+#
+# `timestamp`: milliseconds since the beginning. A hash id identifies a block of prompt tokens (512
+# in the public traces) together with all blocks before it, so equal ids are equal tokens. The
+# tokens after the last block are random. A line may have a `prompt` or `messages` instead.
+
+
+class TraceRequest(NamedTuple):
+    """A request of a trace. stamp: its time, in the unit of the trace.
+
+    content: path, and prompt or messages, of a line that has them.
+    """
+
+    stamp: float
+    content: tuple[str, dict[str, Any]] | None
+    input_tokens: int
+    output_tokens: int
+    hash_ids: list[int]
+
+
+def read_trace(file: str) -> list[TraceRequest]:
+    """Return the requests of a trace in the order of their time; raises ConfigError."""
+    requests = []
+    for line in read_lines(file):
+        stamp, content = line.number("timestamp"), line.content()
+        input_tokens = int(line.number("input_length", default=None if content is None else 0))
+        output_tokens = int(line.number("output_length"))
+        requests.append(
+            TraceRequest(
+                stamp,
+                content,
+                max(1, input_tokens),
+                max(1, output_tokens),
+                line.numbers("hash_ids"),
+            )
+        )
+    return sorted(requests, key=lambda request: request.stamp)
+
+
+def trace_sessions(
+    seeds: SessionSeeds,
+    trace: Sequence[TraceRequest],
+    make_prompt: MakePrompt,
+    block_size: int,
+    *,
+    chat: bool = False,
+) -> Iterator[Session]:
+    """Yield the requests of a trace, once. block_size: tokens of a hash id."""
+    for index, line in enumerate(trace):
+        checked = seeds.is_checked(index)
+        if line.content is not None:
+            yield single(BenchRequest(*line.content, line.output_tokens, checked))
+            continue
+        prompt = _trace_prompt(line, make_prompt, block_size, seeds, index)
+        yield single(make_request(prompt, line.output_tokens, checked=checked, chat=chat))
+
+
+def _trace_prompt(
+    line: TraceRequest, make_prompt: MakePrompt, block_size: int, seeds: SessionSeeds, index: int
+) -> Prompt:
+    """Return a prompt of `input_tokens`: truncated or extended with random tokens.
+
+    | id 46 | id 47 | id 2353      |      blocks
+    | input_tokens           |
+    """
+    prompt, left = make_prompt(random.Random(0), 0), line.input_tokens
+    for hash_id in line.hash_ids:
+        taken = min(left, block_size)
+        block = make_prompt(random.Random(f"{seeds.name(index)}:block {hash_id}"), taken)
+        prompt = joined(prompt, block)
+        left -= taken
+    return joined(prompt, make_prompt(seeds.rng(index), left)) if left else prompt
+
+
+# ---- Flags ----
+
+
+_NAMES: Final = ("random", "shared-prefix", "multi-turn", "agent", "file")
+_CHATS: Final = ("multi-turn", "agent")
+_MILLISECONDS: Final = 1e-3
+
+
+def add_sizes(parser: argparse.ArgumentParser, input_tokens: int, output_tokens: int) -> None:
+    add_values(
+        parser,
+        ("--input-tokens", at_least_one, input_tokens, ""),
+        ("--output-tokens", at_least_one, output_tokens, ""),
+        (
+            *("--range-ratio", share, 0.0),
+            "lengths vary uniformly by this share of the mean in both directions",
+        ),
+    )
+    add_prompts(parser)
+
+
+def add_prompts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--prompts",
+        choices=("ids", "text"),
+        default="ids",
+        help="random prompts are token ids, or text for servers that accept no ids (ids)",
+    )
+    parser.add_argument("--lowest-token-id", type=from_zero, default=LOWEST_TOKEN_ID)
+    add_values(
+        parser,
+        (
+            *("--highest-token-id", from_zero, HIGHEST_TOKEN_ID),
+            "highest id in random prompts; must be in the vocabulary",
+        ),
+        ("--seed", int, 0, "seed of prompts and arrivals"),
+    )
+
+
+def add_dataset(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("requests")
+    group.add_argument("--dataset", choices=_NAMES, default="random", help="(random)")
+    group.add_argument("--file", help="for --dataset file: JSON lines with prompt or messages")
+    group.add_argument(
+        "--trace", help="JSON lines with time stamps, in the format of Mooncake; open loop"
+    )
+    add_values(
+        group,
+        (
+            *("--trace-scale", positive, _MILLISECONDS),
+            "seconds per unit of a time stamp; 0.0005 replays a trace twice as fast",
+        ),
+        ("--trace-block-size", at_least_one, 512, "tokens per hash id"),
+        ("--prefix-groups", at_least_one, 8, "shared-prefix: number of groups"),
+        ("--prefix-tokens", from_zero, 256, "shared-prefix: tokens before the input tokens"),
+        ("--turns", at_least_one, 4, "multi-turn and agent: requests per session"),
+        ("--system-tokens", from_zero, 512, "agent: tokens of the instructions"),
+        ("--tools", from_zero, 8, "agent: tools in the instructions"),
+    )
+    group.add_argument(
+        "--agent-hints",
+        action="store_true",
+        help="multi-turn and agent: send the job of each request to the server",
+    )
+    group.add_argument(
+        "--endpoint",
+        choices=("completions", "chat"),
+        help="by default chat for multi-turn and agent, completions otherwise",
+    )
+
+
+def prompts_of(options: argparse.Namespace, *, chat: bool = False) -> MakePrompt:
+    """Return what makes random prompts; messages of chats are always text."""
+    if chat or options.prompts == "text":
+        return random_words
+    if options.highest_token_id < options.lowest_token_id:
+        raise ConfigError("--highest-token-id must not be below --lowest-token-id")
+    return random_ids(options.lowest_token_id, options.highest_token_id)
+
+
+def sizes_of(options: argparse.Namespace) -> RequestSizes:
+    return RequestSizes(options.input_tokens, options.output_tokens, options.range_ratio)
+
+
+def is_chat(options: argparse.Namespace) -> bool:
+    """Whether requests go to the chat endpoint; lines of a file may override it."""
+    default = "chat" if options.dataset in _CHATS and not options.trace else "completions"
+    return bool((options.endpoint or default) == "chat")
+
+
+class Dataset(NamedTuple):
+    """A data set. offsets: seconds at which the sessions of a trace begin; None without one."""
+
+    sessions: Sessions
+    offsets: Sequence[float] | None = None
+
+
+def dataset_of(options: argparse.Namespace) -> Dataset:
+    """Return the selected data set; raises ConfigError for conflicting flags or an invalid file."""
+    sizes, chat = sizes_of(options), is_chat(options)
+    make_prompt = prompts_of(options, chat=chat)
+    name = options.dataset
+    if options.agent_hints and (options.trace or name not in _CHATS):
+        raise ConfigError(f"--agent-hints goes with --dataset {' and '.join(_CHATS)}")
+    if options.trace:
+        trace = read_trace(options.trace)
+        offsets = [(each.stamp - trace[0].stamp) * options.trace_scale for each in trace]
+        return Dataset(
+            partial(
+                trace_sessions,
+                trace=trace,
+                make_prompt=make_prompt,
+                block_size=options.trace_block_size,
+                chat=chat,
+            ),
+            offsets,
+        )
+    if (name == "file") != bool(options.file):
+        raise ConfigError("--dataset file and --file FILE belong together")
+    if name == "file":
+        requests = read_requests(options.file, options.output_tokens)
+        return Dataset(partial(repeated_sessions, requests=requests))
+    if name in _CHATS:
+        jobs = f"bench-{secrets.token_hex(4)}" if options.agent_hints else ""
+        agent = AgentTools(options.system_tokens, options.tools) if name == "agent" else None
+        return Dataset(
+            partial(
+                conversation_sessions,
+                sizes=sizes,
+                num_turns=options.turns,
+                agent=agent,
+                chat=chat,
+                jobs=jobs,
+            )
+        )
+    groups = (options.prefix_groups, options.prefix_tokens) if name == "shared-prefix" else (1, 0)
+    return Dataset(
+        partial(
+            prompt_sessions,
+            sizes=sizes,
+            make_prompt=make_prompt,
+            num_groups=groups[0],
+            prefix_tokens=groups[1],
+            chat=chat,
+        )
+    )

@@ -7,15 +7,17 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
 
+from deploy.bench import plot
 from deploy.bench.client import BenchRequest
 from deploy.bench.limits import percentile
 from deploy.bench.load import LoadResult
-from deploy.bench.plot import PlotPanel, PlotTable, Points, plot_page
+from deploy.bench.plot import PlotPanel, Points
 from deploy.bench.stream import RequestResult
 
 
@@ -29,6 +31,11 @@ class AnswerComparison:
     num_compared: int = 0
     different: list[str] = field(default_factory=list)
     _known: dict[bytes, str] = field(default_factory=dict)
+
+    def note_all(self, checked: Sequence[tuple[BenchRequest, RequestResult]]) -> None:
+        """Compare the answers to the checked requests of a run with those of earlier runs."""
+        for request, result in checked:
+            self.note(request, result.text)
 
     def note(self, request: BenchRequest, text: str) -> None:
         """Compare a complete answer to a checked request."""
@@ -54,22 +61,6 @@ class AnswerComparison:
 
 METRICS: Final = ("ttft", "tpot", "itl", "e2el")
 PERCENTILES: Final = (50, 90, 95, 99)
-
-
-@dataclass(frozen=True)
-class Goodput:
-    """Limits of a good request in milliseconds, by metric (ttft, tpot, e2el)."""
-
-    limits_ms: Mapping[str, float]
-
-    def count(self, results: Sequence[RequestResult]) -> int | None:
-        """Return the number of good requests; None without limits."""
-        return sum(map(self._good, results)) if self.limits_ms else None
-
-    def _good(self, result: RequestResult) -> bool:
-        return all(
-            1e3 * getattr(result, metric) <= limit for metric, limit in self.limits_ms.items()
-        )
 
 
 @dataclass(frozen=True)
@@ -155,13 +146,16 @@ class RunFigures:
         return found
 
 
-def figures_of(name: str, load_result: LoadResult, goodput: Goodput) -> RunFigures:
+def figures_of(
+    name: str, load_result: LoadResult, limits_ms: Mapping[str, float] = MappingProxyType({})
+) -> RunFigures:
+    """Return the figures of a run. limits_ms: of a good request, by metric (ttft, tpot, e2el)."""
     done = [result for result in load_result.results if not result.error]
     return RunFigures(
         name=name,
         seconds=load_result.seconds,
         cpu_share=load_result.cpu_seconds / load_result.seconds,
-        num_good=goodput.count(done),
+        num_good=_num_good(done, limits_ms) if limits_ms else None,
         times={
             "ttft": [1e3 * result.ttft for result in done],
             "tpot": [1e3 * result.tpot for result in done if result.output_tokens > 1],
@@ -180,10 +174,12 @@ def figures_of(name: str, load_result: LoadResult, goodput: Goodput) -> RunFigur
     )
 
 
-def note_answers(load_result: LoadResult, answers: AnswerComparison) -> None:
-    """Compare the answers to checked requests with those of earlier runs."""
-    for request, result in load_result.checked:
-        answers.note(request, result.text)
+def _num_good(done: Sequence[RequestResult], limits_ms: Mapping[str, float]) -> int:
+    """Return the number of requests within all limits."""
+    return sum(
+        all(1e3 * getattr(result, metric) <= limit for metric, limit in limits_ms.items())
+        for result in done
+    )
 
 
 def _peak_rate(done: Sequence[RequestResult]) -> float:
@@ -236,8 +232,9 @@ def show(
     """
     for line in head:
         console.print(line, markup=False, highlight=False)
-    latencies = _percentiles(runs[0]) if len(runs) == 1 else _latencies(runs)
-    for table in (_overview(runs), latencies):
+    overview = _table_of([_overview(run) for run in runs])
+    latencies = _table_of([{"load": run.name} | _latencies(run) for run in runs])
+    for table in (overview, _percentiles(runs[0]) if len(runs) == 1 else latencies):
         options = console.options.update(max_width=_WIDEST)
         fits = console.measure(table, options=options).maximum <= console.width
         console.print(table if fits else _upright(table))
@@ -319,50 +316,50 @@ def html_page(
                 names=[run.name for run in known],
             )
         )
-    return plot_page(title, [*head, *notes(runs, answers)], panels, "milliseconds", _rows(runs))
-
-
-def _rows(runs: Sequence[RunFigures]) -> PlotTable:
-    head = ["load", "done", "failed", "output tokens/s", "requests/s"]
-    head += [f"{metric.upper()} p50 / p99, ms" for metric in METRICS]
-    return PlotTable(
-        [*head, "client CPU"],
-        [
-            [
-                run.name,
-                f"{run.num_completed:,}",
-                f"{run.num_failed:,}",
-                f"{run.output_tokens_per_s:,.1f}",
-                f"{run.requests_per_s:.2f}",
-                *(_pair(run, metric) for metric in METRICS),
-                f"{run.cpu_share:.1%}",
-            ]
-            for run in runs
-        ],
+    return plot.plot_page(
+        title, [*head, *notes(runs, answers)], panels, "milliseconds", _rows(runs)
     )
 
 
-def _overview(runs: Sequence[RunFigures]) -> Table:
-    table = _table(
-        "load", "done", "failed", "s", "requests/s", "good/s", "tokens in", "out",
-        "output tokens/s", "all tokens/s", "concurrency", "client CPU",
-    )  # fmt: skip
+_PAGE_COLUMNS: Final = ("load", "done", "failed", "output tokens/s", "requests/s")
+
+
+def _rows(runs: Sequence[RunFigures]) -> plot.Table:
+    """Return the table of the page: some of all columns."""
+    rows = []
     for run in runs:
-        table.add_row(
-            run.name,
-            f"{run.num_completed:,}",
-            f"{run.num_failed:,}",
-            f"{run.seconds:.2f}",
-            f"{run.requests_per_s:.2f}",
-            "-" if run.goodput_per_s is None else f"{run.goodput_per_s:.2f}",
-            f"{run.input_tokens:,}",
-            f"{run.output_tokens:,}",
-            f"{run.output_tokens_per_s:.1f}",
-            f"{run.total_tokens_per_s:.1f}",
-            f"{run.peak_concurrency}",
-            f"{run.cpu_share:.1%}",
-        )
-    return table
+        cells = _overview(run)
+        row = {name: cells[name] for name in _PAGE_COLUMNS} | _latencies(run)
+        rows.append(row | {"client CPU": cells["client CPU"]})
+    return list(rows[0]), [list(row.values()) for row in rows]
+
+
+def _overview(run: RunFigures) -> dict[str, str]:
+    """Return what was done and how fast, by column."""
+    return {
+        "load": run.name,
+        "done": f"{run.num_completed:,}",
+        "failed": f"{run.num_failed:,}",
+        "s": f"{run.seconds:.2f}",
+        "requests/s": f"{run.requests_per_s:.2f}",
+        "good/s": "-" if run.goodput_per_s is None else f"{run.goodput_per_s:.2f}",
+        "tokens in": f"{run.input_tokens:,}",
+        "out": f"{run.output_tokens:,}",
+        "output tokens/s": f"{run.output_tokens_per_s:.1f}",
+        "all tokens/s": f"{run.total_tokens_per_s:.1f}",
+        "concurrency": f"{run.peak_concurrency}",
+        "client CPU": f"{run.cpu_share:.1%}",
+    }
+
+
+def _latencies(run: RunFigures) -> dict[str, str]:
+    """Return median and 99th percentile of the times, by column."""
+    found = {}
+    for metric in METRICS:
+        median, high = run.time_ms(metric, 50), run.time_ms(metric, 99)
+        pair = "-" if math.isnan(median) else f"{median:.1f} / {high:.1f}"
+        found[f"{metric.upper()} p50 / p99, ms"] = pair
+    return found
 
 
 def _percentiles(run: RunFigures) -> Table:
@@ -376,16 +373,11 @@ def _percentiles(run: RunFigures) -> Table:
     return table
 
 
-def _latencies(runs: Sequence[RunFigures]) -> Table:
-    table = _table("load", *(f"{metric.upper()} p50 / p99, ms" for metric in METRICS))
-    for run in runs:
-        table.add_row(run.name, *(_pair(run, metric) for metric in METRICS))
+def _table_of(rows: Sequence[Mapping[str, str]]) -> Table:
+    table = _table(*rows[0])
+    for row in rows:
+        table.add_row(*row.values())
     return table
-
-
-def _pair(run: RunFigures, metric: str) -> str:
-    median = run.time_ms(metric, 50)
-    return "-" if math.isnan(median) else f"{median:.1f} / {run.time_ms(metric, 99):.1f}"
 
 
 def _table(first: str, *others: str) -> Table:

@@ -76,7 +76,8 @@ def check_limits(command: str, limits: Sequence[Limit]) -> None:
     """Raise TokendError naming each missed limit."""
     missed = [limit.describe() for limit in limits if not limit.met]
     if missed:
-        raise TokendError(f"{command}: {len(missed)} limits missed: " + "; ".join(missed))
+        what = "1 limit" if len(missed) == 1 else f"{len(missed)} limits"
+        raise TokendError(f"{command}: {what} missed: " + "; ".join(missed))
 
 
 def limits_json(limits: Sequence[Limit], figures: Mapping[str, Any]) -> str:

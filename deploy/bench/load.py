@@ -1,4 +1,4 @@
-"""Runs a load: sends the sessions of a data set to a server and records the results.
+"""Runs a load: sends sessions of requests to a server and records the results.
 
     closed loop   `concurrency` clients; each sends its next request when it has its answer
     open loop     sessions begin at given times, whether or not earlier ones have ended
@@ -13,18 +13,17 @@ import itertools
 import math
 import random
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, TextIO
 
 from deploy.bench.client import BenchClient, BenchRequest, Target
 from deploy.bench.datasets import (
-    BenchSession,
-    Dataset,
-    PromptSource,
-    RandomDataset,
+    MakePrompt,
     RequestSizes,
+    Session,
     SessionSeeds,
+    prompt_sessions,
 )
 from deploy.bench.stream import RequestResult
 from proto.errors import TokendError
@@ -98,90 +97,73 @@ class LoadPattern:
     duration: float = float("inf")
 
 
-@dataclass(frozen=True)
-class LoadRun:
-    """One run: these sessions with this pattern. name: for the output."""
-
-    name: str
-    dataset: Dataset
-    seeds: SessionSeeds
-    pattern: LoadPattern
-
-
 @dataclass
 class LoadResult:
-    """Results of a run.
+    """Results of a run, also while it runs.
 
     checked: requests whose answers are compared, with their results.
     seconds: from the start to the end of the last answer.
     cpu_seconds: CPU time of this process, the client.
+    num_sent, num_failed: requests. num_tokens: output tokens of complete answers.
     """
 
     results: list[RequestResult] = field(default_factory=list)
     checked: list[tuple[BenchRequest, RequestResult]] = field(default_factory=list)
     seconds: float = 0.0
     cpu_seconds: float = 0.0
-
-
-@dataclass
-class LoadProgress:
-    """Counts for the progress bar of a run."""
-
     num_sent: int = 0
-    num_ended: int = 0
     num_failed: int = 0
     num_tokens: int = 0
 
-    def note_end(self, result: RequestResult) -> None:
-        self.num_ended += 1
+    def note_end(self, request: BenchRequest, result: RequestResult) -> None:
+        self.results.append(result)
         self.num_failed += bool(result.error)
         self.num_tokens += result.output_tokens
+        if request.checked and not result.error:
+            self.checked.append((request, result))
 
-    def describe(self, seconds: float) -> str:
+    def describe_progress(self, seconds: float) -> str:
         """Return the counts in words; tokens of open requests are not included."""
+        num_ended = len(self.results)
         failed = f", {self.num_failed} failed" if self.num_failed else ""
         rate = self.num_tokens / seconds if seconds else 0.0
-        in_flight = self.num_sent - self.num_ended
-        return f"{self.num_ended} done, {in_flight} in flight{failed}, {rate:.0f} tokens/s"
+        in_flight = self.num_sent - num_ended
+        return f"{num_ended} done, {in_flight} in flight{failed}, {rate:.0f} tokens/s"
 
 
-def measure(target: Target, run: LoadRun, terminal: TextIO | None = None) -> LoadResult:
+def measure(
+    target: Target,
+    sessions: Iterator[Session],
+    pattern: LoadPattern,
+    name: str = "",
+    terminal: TextIO | None = None,
+) -> LoadResult:
     """Run a load with new connections. Failed requests are part of the result.
 
-    terminal: stream for a progress bar; nothing is shown if it is not a terminal.
+    terminal: stream for a progress bar with this name; nothing is shown if it is no terminal.
     """
-    return asyncio.run(_measure(target, run, terminal))
+    return asyncio.run(_measure(target, sessions, pattern, name, terminal))
 
 
-async def _measure(target: Target, run: LoadRun, terminal: TextIO | None) -> LoadResult:
-    client, progress = BenchClient(target), LoadProgress()
+async def _measure(
+    target: Target,
+    sessions: Iterator[Session],
+    pattern: LoadPattern,
+    name: str,
+    terminal: TextIO | None,
+) -> LoadResult:
+    client = BenchClient(target)
+    generator = LoadGenerator(client, sessions, pattern)
+    drawing = None
+    if terminal is not None and terminal.isatty():
+        drawing = asyncio.create_task(_draw_bar(name, pattern, generator.result, terminal))
     try:
-        async with _progress_bar(run, progress, terminal):
-            sessions = run.dataset.sessions(run.seeds)
-            return await run_load(client, sessions, run.pattern, progress)
+        return await generator.run()
     finally:
         client.close()
-
-
-async def run_load(
-    client: BenchClient,
-    sessions: Iterator[BenchSession],
-    pattern: LoadPattern,
-    progress: LoadProgress,
-) -> LoadResult:
-    """Run a load with an existing client."""
-    prepared = list(itertools.islice(sessions, int(min(pattern.max_requests, _NUM_PREPARED))))
-    generator = LoadGenerator(client, itertools.chain(prepared, sessions), pattern, progress)
-    with frozen_heap():
-        cpu, generator.started_at = time.process_time(), time.perf_counter()
-        if pattern.arrivals is None:
-            await generator.run_closed_loop()
-        else:
-            await generator.run_open_loop(pattern.arrivals)
-        result = generator.result
-        result.seconds = max(generator.ended_at - generator.started_at, _MIN_SECONDS)
-        result.cpu_seconds = time.process_time() - cpu
-    return result
+        if drawing is not None:
+            drawing.cancel()
+            await asyncio.gather(drawing, return_exceptions=True)
 
 
 @contextlib.contextmanager
@@ -196,39 +178,45 @@ def frozen_heap() -> Iterator[None]:
 
 
 class LoadGenerator:
-    """Sends the requests of one run. started_at, ended_at: seconds of the performance counter."""
+    """Sends the requests of one run."""
 
     def __init__(
-        self,
-        client: BenchClient,
-        sessions: Iterator[BenchSession],
-        pattern: LoadPattern,
-        progress: LoadProgress,
+        self, client: BenchClient, sessions: Iterator[Session], pattern: LoadPattern
     ) -> None:
         self.result = LoadResult()
-        self.started_at = 0.0
-        self.ended_at = 0.0
         self._client = client
         self._sessions = sessions
         self._pattern = pattern
-        self._progress = progress
-        self._num_sent = 0
+        self._num_begun = 0
+        self._started_at = self._ended_at = 0.0  # seconds of the performance counter
         limit = pattern.concurrency if pattern.arrivals is not None else None
         self._slots: contextlib.AbstractAsyncContextManager[object] = (
             asyncio.Semaphore(limit) if limit else contextlib.nullcontext()
         )
 
-    async def run_closed_loop(self) -> None:
-        number = self._pattern.concurrency or 1
-        step = self._pattern.ramp_seconds / number
-        await asyncio.gather(*(self._run_client(index * step) for index in range(number)))
+    async def run(self) -> LoadResult:
+        """Run the load to its end; prompts of many sessions are made before the clock starts."""
+        pattern, sessions, result = self._pattern, self._sessions, self.result
+        prepared = list(itertools.islice(sessions, int(min(pattern.max_requests, _NUM_PREPARED))))
+        self._sessions = itertools.chain(prepared, sessions)
+        with frozen_heap():
+            cpu, self._started_at = time.process_time(), time.perf_counter()
+            if pattern.arrivals is None:
+                number = pattern.concurrency or 1
+                step = pattern.ramp_seconds / number
+                await asyncio.gather(*(self._run_client(index * step) for index in range(number)))
+            else:
+                await self._run_open_loop(pattern.arrivals)
+            result.seconds = max(self._ended_at - self._started_at, _MIN_SECONDS)
+            result.cpu_seconds = time.process_time() - cpu
+        return result
 
-    async def run_open_loop(self, arrivals: Iterable[float]) -> None:
+    async def _run_open_loop(self, arrivals: Iterable[float]) -> None:
         async with asyncio.TaskGroup() as group:
             for due in arrivals:
                 if due > self._pattern.duration or not self._may_send():
                     break
-                delay = self.started_at + due - time.perf_counter()
+                delay = self._started_at + due - time.perf_counter()
                 if delay > 0:
                     await asyncio.sleep(delay)
                 session = next(self._sessions, None)
@@ -246,50 +234,33 @@ class LoadGenerator:
                 return
             await self._run_session(session)
 
-    async def _run_session(self, session: BenchSession) -> None:
-        answer = ""
-        while self._may_send() and (request := session.next_request(answer)) is not None:
-            self._num_sent += 1
-            result = await self._send(request, session.needs_answers)
-            if result.error:
-                return  # later requests would contain the missing answer
-            answer = result.text
+    async def _run_session(self, session: Session) -> None:
+        answer = None
+        with contextlib.suppress(StopIteration):
+            while self._may_send():
+                result = await self._send(session.send(answer))
+                if result.error:
+                    return  # later requests would contain the missing answer
+                answer = result.text
 
-    async def _send(self, request: BenchRequest, keep_text: bool) -> RequestResult:
+    async def _send(self, request: BenchRequest) -> RequestResult:
+        self._num_begun += 1
         due = time.perf_counter()
         async with self._slots:
-            self._progress.num_sent += 1
+            self.result.num_sent += 1
             waited = time.perf_counter() - due
-            result = await self._client.send_request(request, keep_text=keep_text, waited=waited)
-        self.ended_at = time.perf_counter()
-        self._progress.note_end(result)
-        self.result.results.append(result)
-        if request.checked and not result.error:
-            self.result.checked.append((request, result))
+            result = await self._client.send_request(request, waited=waited)
+        self._ended_at = time.perf_counter()
+        self.result.note_end(request, result)
         return result
 
     def _may_send(self) -> bool:
-        timed_out = time.perf_counter() - self.started_at >= self._pattern.duration
-        return self._num_sent < self._pattern.max_requests and not timed_out
+        timed_out = time.perf_counter() - self._started_at >= self._pattern.duration
+        return self._num_begun < self._pattern.max_requests and not timed_out
 
 
-@contextlib.asynccontextmanager
-async def _progress_bar(
-    run: LoadRun, progress: LoadProgress, terminal: TextIO | None
-) -> AsyncIterator[None]:
-    """Show a progress bar on a terminal, redrawn four times a second: drawing costs CPU time."""
-    if terminal is None or not terminal.isatty():
-        yield
-        return
-    drawing = asyncio.create_task(_draw_bar(run, progress, terminal))
-    try:
-        yield
-    finally:
-        drawing.cancel()
-        await asyncio.gather(drawing, return_exceptions=True)
-
-
-async def _draw_bar(run: LoadRun, progress: LoadProgress, terminal: TextIO) -> None:
+async def _draw_bar(name: str, pattern: LoadPattern, result: LoadResult, terminal: TextIO) -> None:
+    """Draw a progress bar, only four times a second: drawing costs CPU time."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -303,12 +274,12 @@ async def _draw_bar(run: LoadRun, progress: LoadProgress, terminal: TextIO) -> N
         auto_refresh=False,
         transient=True,
     ) as bars:
-        task = bars.add_task(run.name, total=1.0, note="")
+        task = bars.add_task(name, total=1.0, note="")
         while True:
             seconds = time.monotonic() - started_at
-            pattern = run.pattern
-            share = max(progress.num_ended / pattern.max_requests, seconds / pattern.duration)
-            bars.update(task, completed=min(share, 1.0), note=progress.describe(seconds))
+            share = max(len(result.results) / pattern.max_requests, seconds / pattern.duration)
+            note = result.describe_progress(seconds)
+            bars.update(task, completed=min(share, 1.0), note=note)
             bars.refresh()
             await asyncio.sleep(_DRAW_SECONDS)
 
@@ -316,30 +287,26 @@ async def _draw_bar(run: LoadRun, progress: LoadProgress, terminal: TextIO) -> N
 # ---- Short loads: warm-up and first token ----
 
 
-def warm_up(
-    target: Target, prompt_source: PromptSource, number: int, *, chat: bool = False
-) -> None:
+def warm_up(target: Target, make_prompt: MakePrompt, number: int, *, chat: bool = False) -> None:
     """Send short requests, all at once; raises TokendError if one of them fails."""
     if not number:
         return
     sizes = RequestSizes(_WARM_UP_TOKENS, _WARM_UP_OUTPUT_TOKENS)
-    dataset = RandomDataset(sizes, prompt_source, chat)
+    sessions = prompt_sessions(SessionSeeds(seed=-1), sizes, make_prompt, chat=chat)
     pattern = LoadPattern(concurrency=number, max_requests=number)
-    run = LoadRun("warm-up", dataset, SessionSeeds(seed=-1), pattern)
-    for result in measure(target, run).results:
+    for result in measure(target, sessions, pattern).results:
         if result.error:
             raise TokendError(f"{target.url}: a warm-up request failed: {result.error}")
 
 
-def first_token_time(target: Target, prompt_source: PromptSource, seed: int) -> float:
+def first_token_time(target: Target, make_prompt: MakePrompt, seed: int) -> float:
     """Send a short request and return the time of its first token; raises TokendError.
 
     Seconds of the performance counter, like `StartedServer.started_at`.
     """
-    dataset = RandomDataset(RequestSizes(_WARM_UP_TOKENS, 1), prompt_source)
-    pattern = LoadPattern(concurrency=1, max_requests=1)
-    run = LoadRun("first token", dataset, SessionSeeds(seed), pattern)
-    (result,) = measure(target, run).results
+    sizes = RequestSizes(_WARM_UP_TOKENS, 1)
+    sessions = prompt_sessions(SessionSeeds(seed), sizes, make_prompt)
+    (result,) = measure(target, sessions, LoadPattern(concurrency=1, max_requests=1)).results
     if result.error:
         raise TokendError(f"{target.url}: {result.error}")
     return result.first

@@ -2,7 +2,7 @@
 
 import argparse
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, TextIO
 
 from proto.errors import ConfigError
@@ -69,6 +69,15 @@ def several_counts(text: str) -> list[int]:
 def several_rates(text: str) -> list[float]:
     """Parse numbers above 0 separated by commas; for `type=`."""
     return [positive(part) for part in text.split(",")]
+
+
+def add_values(
+    group: "argparse._ActionsContainer", *rows: tuple[str, Callable[[str], Any], Any, str]
+) -> None:
+    """Add flags that take a value: name, type, default and help, which ends with the default."""
+    for name, kind, default, text in rows:
+        shown = "" if default is None else f" ({default:g})"
+        group.add_argument(name, type=kind, default=default, help=(text + shown).strip())
 
 
 @contextlib.contextmanager

@@ -27,58 +27,44 @@ _MOST_TICKS: Final = 12
 
 
 @dataclass(frozen=True)
-class LinearScale:
-    """A linear axis from 0 to `high`."""
+class Scale:
+    """An axis from the first of its ticks to the last, linear or logarithmic."""
 
-    high: float
-
-    @classmethod
-    def including(cls, values: Sequence[float]) -> "LinearScale":
-        """Return a scale that includes all values, with round numbers as ticks."""
-        return cls(_round_end(max(values, default=0.0)))
-
-    @property
-    def ticks(self) -> Sequence[float]:
-        return [self.high * step / _STEPS for step in range(_STEPS + 1)]
+    ticks: Sequence[float]
+    is_log: bool = False
 
     def position(self, value: float) -> float:
         """Return the position of a value: 0 at the low end, 1 at the high end."""
-        return value / self.high
+        low, high = self.ticks[0], self.ticks[-1]
+        if self.is_log:
+            return math.log(max(value, low) / low) / math.log(high / low)
+        return (value - low) / (high - low)
 
 
-@dataclass(frozen=True)
-class LogScale:
-    """A logarithmic axis between two values of 1, 2, 5, 10, 20, …"""
-
-    low: float
-    high: float
-
-    @classmethod
-    def including(cls, values: Sequence[float]) -> "LogScale":
-        """Return a scale that includes all values above 0."""
-        above = [value for value in values if value > 0] or [1.0]
-        low = max(value for value in _nice(min(above)) if value <= min(above) * (1 + 1e-9))
-        high = min(value for value in _nice(max(above)) if value >= max(above) * (1 - 1e-9))
-        return cls(low, high if high > low else 10 * low)
-
-    @property
-    def ticks(self) -> Sequence[float]:
-        """Values with a label; with many decades only powers of ten and the ends."""
-        found, value = [], self.low
-        while value < self.high * (1 - 1e-9):
-            found.append(value)
-            value = min(tick for tick in _nice(value) if tick > value * (1 + 1e-9))
-        found.append(self.high)
-        if len(found) <= _MOST_TICKS:
-            return found
-        inner = [tick for tick in found[1:-1] if math.log10(tick).is_integer()]
-        return [found[0], *inner, found[-1]]
-
-    def position(self, value: float) -> float:
-        return math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
+def linear_scale(values: Sequence[float]) -> Scale:
+    """Return an axis from 0 that includes all values, with round numbers as ticks."""
+    high = _round_end(max(values, default=0.0))
+    return Scale([high * step / _STEPS for step in range(_STEPS + 1)])
 
 
-Scale = LinearScale | LogScale
+def log_scale(values: Sequence[float]) -> Scale:
+    """Return a logarithmic axis that includes all values above 0.
+
+    Ticks are 1, 2, 5, 10, 20, …; with many decades only powers of ten and the ends.
+    """
+    above = [value for value in values if value > 0] or [1.0]
+    low = max(value for value in _nice(min(above)) if value <= min(above) * (1 + 1e-9))
+    high = min(value for value in _nice(max(above)) if value >= max(above) * (1 - 1e-9))
+    if high <= low:
+        high = 10 * low
+    ticks, value = [], low
+    while value < high * (1 - 1e-9):
+        ticks.append(value)
+        value = min(tick for tick in _nice(value) if tick > value * (1 + 1e-9))
+    ticks.append(high)
+    if len(ticks) > _MOST_TICKS:
+        ticks = [low, *(tick for tick in ticks[1:-1] if math.log10(tick).is_integer()), high]
+    return Scale(ticks, is_log=True)
 
 
 def label(value: float) -> str:
@@ -166,12 +152,8 @@ class PlotPanel:
     names: Sequence[str] = field(default_factory=tuple)
 
 
-@dataclass(frozen=True)
-class PlotTable:
-    """A table above the plots."""
-
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
+Table = tuple[Sequence[str], Sequence[Sequence[str]]]
+"""Head and rows of a table above the plots."""
 
 
 def plot_page(
@@ -179,7 +161,7 @@ def plot_page(
     notes: Sequence[str],
     panels: Sequence[PlotPanel],
     x_title: str,
-    table: PlotTable | None = None,
+    table: Table | None = None,
 ) -> str:
     """Return the whole HTML file. notes: lines above the plots."""
     lines = "".join(f"<li>{html.escape(note)}</li>" for note in notes)
@@ -193,101 +175,97 @@ def plot_page(
     )
 
 
-def _table(table: PlotTable) -> str:
+def _table(table: Table) -> str:
     def row(cells: Sequence[str], tag: str) -> str:
         return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
 
-    rows = "".join(row(cells, "td") for cells in table.rows)
-    return f'<div class="table"><table>{row(table.head, "th")}{rows}</table></div>'
+    head, rows = table
+    lines = "".join(row(cells, "td") for cells in rows)
+    return f'<div class="table"><table>{row(head, "th")}{lines}</table></div>'
 
 
 def _figure(panel: PlotPanel, x_title: str) -> str:
     curves = {name: points for name, points in panel.curves.items() if points}
     xs = [x for points in curves.values() for x, _ in points]
     ys = [y for points in curves.values() for _, y in points]
-    scale: Scale = LogScale.including(xs) if panel.log_x else LinearScale.including(xs)
-    frame = _Frame(
-        scale, LinearScale(1.0) if panel.shares else LinearScale.including(ys), panel.shares
-    )
-    shapes = [*frame.axes(x_title)]
+    x_scale = log_scale(xs) if panel.log_x else linear_scale(xs)
+    y_scale = linear_scale([1.0] if panel.shares else ys)
+    shapes = _axes(x_scale, y_scale, x_title, panel.shares)
     legend = []
     for number, (name, points) in enumerate(curves.items()):
-        shapes.append(frame.curve(name, points, number))
+        places = [(_x(x_scale, x), _y(y_scale, y)) for x, y in points]
+        shapes += _curve(name, points, places, number, markers=not panel.shares)
         again = ' class="again"' if number >= _COLOURS else ""
         legend.append(f'<span><i{again} style="border-color:{_colour(number)}"></i>'
                       f"{html.escape(name)}</span>")  # fmt: skip
-    if panel.names and curves:
-        shapes += frame.names(next(iter(curves.values())), panel.names)
+        if number == 0 and panel.names:
+            shapes += _names(places, panel.names)
     return (
         f"<figure><h2>{html.escape(panel.title)}</h2><figcaption>{''.join(legend)}</figcaption>"
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{"".join(shapes)}</svg></figure>'
     )
 
 
+def _x(scale: Scale, value: float) -> float:
+    return _LEFT + scale.position(value) * (_WIDTH - _RIGHT - _LEFT)
+
+
+def _y(scale: Scale, value: float) -> float:
+    return _TOP + (_HEIGHT - _BOTTOM - _TOP) * (1 - scale.position(value))
+
+
 def _colour(number: int) -> str:
     return f"var(--c{number % _COLOURS})"
 
 
-@dataclass(frozen=True)
-class _Frame:
-    """Draws axes and curves of one plot."""
+def _axes(x_scale: Scale, y_scale: Scale, x_title: str, shares: bool) -> list[str]:
+    right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
+    found = []
+    for value in y_scale.ticks:
+        y = _y(y_scale, value)
+        text = f"{value:.0%}" if shares else label(value)
+        found += [
+            f'<line class="grid" x1="{_LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}"/>',
+            f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{text}</text>',
+        ]
+    for value in x_scale.ticks:
+        x = _x(x_scale, value)
+        found += [
+            f'<line class="grid" x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{bottom}"/>',
+            f'<text x="{x:.1f}" y="{bottom + 17}" text-anchor="middle">{label(value)}</text>',
+        ]
+    found.append(f'<line class="axis" x1="{_LEFT}" y1="{bottom}" x2="{right}" y2="{bottom}"/>')
+    place = f'x="{(_LEFT + right) / 2}" y="{_HEIGHT - 6}" text-anchor="middle"'
+    found.append(f"<text {place}>{html.escape(x_title)}</text>")
+    return found
 
-    x: Scale
-    y: Scale
-    shares: bool
 
-    def axes(self, x_title: str) -> list[str]:
-        right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
-        found = []
-        for value in self.y.ticks:
-            y = self._y(value)
-            text = f"{value:.0%}" if self.shares else label(value)
-            found += [
-                f'<line class="grid" x1="{_LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}"/>',
-                f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{text}</text>',
-            ]
-        for value in self.x.ticks:
-            x = self._x(value)
-            found += [
-                f'<line class="grid" x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{bottom}"/>',
-                f'<text x="{x:.1f}" y="{bottom + 17}" text-anchor="middle">{label(value)}</text>',
-            ]
-        found.append(f'<line class="axis" x1="{_LEFT}" y1="{bottom}" x2="{right}" y2="{bottom}"/>')
-        place = f'x="{(_LEFT + right) / 2}" y="{_HEIGHT - 6}" text-anchor="middle"'
-        found.append(f"<text {place}>{html.escape(x_title)}</text>")
-        return found
+def _curve(name: str, points: Points, places: Points, number: int, *, markers: bool) -> list[str]:
+    """Return a line and, of few points, their markers. places: of the points in the drawing."""
+    dashes = ' stroke-dasharray="6 4"' if number >= _COLOURS else ""
+    title, colour = html.escape(name), _colour(number)
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    found = [
+        f'<polyline points="{line}" style="stroke:{colour}"{dashes}>'
+        f"<title>{title}</title></polyline>"
+    ]
+    if markers and len(points) <= _FEW:
+        found += [
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" style="fill:{colour}">'
+            f"<title>{title}: {label(point[0])}, {label(point[1])}</title></circle>"
+            for point, (x, y) in zip(points, places, strict=True)
+        ]
+    return found
 
-    def curve(self, name: str, points: Points, number: int) -> str:
-        places = " ".join(f"{self._x(x):.1f},{self._y(y):.1f}" for x, y in points)
-        dashes = ' stroke-dasharray="6 4"' if number >= _COLOURS else ""
-        title = f"<title>{html.escape(name)}</title>"
-        colour = _colour(number)
-        line = f'<polyline points="{places}" style="stroke:{colour}"{dashes}>{title}</polyline>'
-        if self.shares or len(points) > _FEW:
-            return line
-        return line + "".join(
-            f'<circle cx="{self._x(x):.1f}" cy="{self._y(y):.1f}" r="3.5" style="fill:{colour}">'
-            f"<title>{html.escape(name)}: {label(x)}, {label(y)}</title></circle>"
-            for x, y in points
-        )
 
-    def names(self, points: Points, names: Sequence[str]) -> list[str]:
-        """Return labels above the points, from the right to the left."""
-        found, free = [], float("inf")
-        pairs = zip(points, names, strict=True)
-        for (value, height), name in sorted(pairs, reverse=True):
-            x, y = self._x(value), self._y(height)
-            if x <= free:
-                found.append(
-                    f'<text class="name" x="{x - 6:.1f}" y="{y - 8:.1f}" text-anchor="end">'
-                    f"{html.escape(name)}</text>"
-                )
-                free = x - _NAME_WIDTH
-        return found
-
-    def _x(self, value: float) -> float:
-        return _LEFT + self.x.position(value) * (_WIDTH - _RIGHT - _LEFT)
-
-    def _y(self, value: float) -> float:
-        height = _HEIGHT - _BOTTOM - _TOP
-        return _TOP + height * (1 - self.y.position(value))
+def _names(places: Points, names: Sequence[str]) -> list[str]:
+    """Return labels above the points, from the right to the left."""
+    found, free = [], float("inf")
+    for (x, y), name in sorted(zip(places, names, strict=True), reverse=True):
+        if x <= free:
+            found.append(
+                f'<text class="name" x="{x - 6:.1f}" y="{y - 8:.1f}" text-anchor="end">'
+                f"{html.escape(name)}</text>"
+            )
+            free = x - _NAME_WIDTH
+    return found

@@ -1,4 +1,4 @@
-"""CPU time, memory and descriptors of the processes of a daemon, from /proc.
+"""Memory and open descriptors of the processes of a daemon, from /proc.
 
 Processes that end meanwhile, or have no title yet, are omitted.
 """
@@ -6,7 +6,6 @@ Processes that end meanwhile, or have no title yet, are omitted.
 import contextlib
 import os
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,38 +13,9 @@ from typing import Final
 
 from deploy.bench.servers import MeasuredDaemon
 
-_TICKS: Final = os.sysconf("SC_CLK_TCK")
-_PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 _PREFIX: Final = "tokend: "
 _LOCK: Final = "/lock"
 SUPERVISOR: Final = _PREFIX + "supervisor"
-
-
-@dataclass(frozen=True)
-class ProcessUsage:
-    """Resources of one process.
-
-    cpu_seconds: user and system time since its start. resident_mib: resident memory.
-    descriptors: open descriptors, including sockets.
-    """
-
-    pid: int
-    cpu_seconds: float
-    resident_mib: float
-    descriptors: int
-    sockets: int
-
-
-def usage_by_title(pid: int, prefix: str = _PREFIX) -> dict[str, ProcessUsage]:
-    """Return the resources of a process and its descendants, by process title.
-
-    pid: of the supervisor, which gets the title SUPERVISOR. prefix: omit other titles.
-    """
-    found = {}
-    for title, process in _processes(pid, prefix):
-        with contextlib.suppress(OSError):
-            found[title] = _usage(process)
-    return found
 
 
 def memory_bytes(pid: int) -> int:
@@ -58,27 +28,27 @@ def memory_bytes(pid: int) -> int:
     return total
 
 
-def pids_by_title(pid: int) -> dict[str, int]:
-    """Return the ids of a supervisor and its descendants, by process title."""
-    return dict(_processes(pid))
+def pids_by_title(pid: int, prefix: str = _PREFIX) -> dict[str, int]:
+    """Return the ids of a supervisor, as SUPERVISOR, and its descendants, by process title.
 
-
-def run_directory(pid: int) -> Path | None:
-    """Return the run directory of a daemon, found by the lock that its supervisor holds."""
-    for target in _targets(pid):
-        if target.endswith(_LOCK):
-            return Path(target).parent
-    return None
-
-
-def _processes(pid: int, prefix: str = _PREFIX) -> Iterator[tuple[str, int]]:
-    yield SUPERVISOR, pid
+    prefix: other titles are omitted.
+    """
+    found = {SUPERVISOR: pid}
     for process in _descendants(pid):
         with contextlib.suppress(OSError):
             words = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
             title = b" ".join(words).decode(errors="replace").strip()
             if title.startswith(prefix):
-                yield title, process
+                found[title] = process
+    return found
+
+
+def run_directory(pid: int) -> Path | None:
+    """Return the run directory of a daemon, found by the lock that its supervisor holds."""
+    for target in open_targets(pid):
+        if target.endswith(_LOCK):
+            return Path(target).parent
+    return None
 
 
 def _descendants(pid: int) -> list[int]:
@@ -90,46 +60,11 @@ def _descendants(pid: int) -> list[int]:
     return found
 
 
-def _usage(pid: int) -> ProcessUsage:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    ticks = int(fields[11]) + int(fields[12])  # utime, stime
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    targets = list(_targets(pid))
-    return ProcessUsage(
-        pid,
-        ticks / _TICKS,
-        pages * _PAGE / (1 << 20),
-        len(targets),
-        sum(target.startswith("socket:") for target in targets),
-    )
-
-
-def _targets(pid: int) -> Iterator[str]:
+def open_targets(pid: int) -> Iterator[str]:
     """Yield the targets of the open descriptors of a process."""
     for descriptor in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(FileNotFoundError):
             yield os.readlink(f"/proc/{pid}/fd/{descriptor}")
-
-
-MAX_GROWTH_MIB: Final = 8.0
-"""Maximum growth of a process during an overload: less than 0.5 KiB per refused request."""
-
-
-class MemoryLog:
-    """Resident memory of each process over time. sizes: in MiB, by process title."""
-
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self.sizes: defaultdict[str, list[float]] = defaultdict(list)
-
-    def sample(self) -> None:
-        for title, usage in usage_by_title(self._pid).items():
-            self.sizes[title].append(usage.resident_mib)
-
-    def growth(self, title: str) -> float:
-        """Return the growth in MiB since the first tenth of the time, which allocates buffers."""
-        sizes = self.sizes[title]
-        return sizes[-1] - sizes[len(sizes) // 10]
 
 
 GAUGES: Final = (
@@ -156,8 +91,10 @@ class IdleState:
     @classmethod
     def of(cls, daemon: MeasuredDaemon) -> "IdleState":
         gauges = {name: daemon.metric(name) for name in GAUGES}
-        usage = usage_by_title(daemon.pid)
-        descriptors = {title: process.descriptors for title, process in sorted(usage.items())}
+        descriptors = {}
+        for title, pid in sorted(pids_by_title(daemon.pid).items()):
+            with contextlib.suppress(OSError):
+                descriptors[title] = len(list(open_targets(pid)))
         directory = run_directory(daemon.pid)
         return cls(gauges, descriptors, len(list(directory.iterdir())) if directory else 0)
 

@@ -24,7 +24,7 @@ from deploy.environment import HostEnvironment
 from deploy.models.store import prepared_model
 from deploy.serve import run_worker_program
 from proto.errors import TokendError
-from proto.lifecycle import ProductsBoot
+from proto.messages.lifecycle import ProductsBoot
 
 CHOSEN = "chosen"
 
@@ -38,7 +38,7 @@ def main(words: Sequence[str]) -> None:
         with closing(open_display(sys.stderr)) as display:
             model = prepared_model(config.model.model, environment, display)
         boot = ProductsBoot(config=config, model=model, rows=options.rows)
-        process = run_worker_program("worker.products_command", boot, config, environment)
+        process = run_worker_program("worker.commands.products", boot, config, environment)
         if process.returncode:
             raise TokendError("the products were not measured")
         figures = json.loads(process.stdout)

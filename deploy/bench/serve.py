@@ -16,34 +16,20 @@ from typing import Any, Final
 from rich.console import Console
 
 from deploy.bench.client import Target, base_url, first_model
-from deploy.bench.dataset_options import (
-    TraceDataset,
+from deploy.bench.datasets import (
+    Dataset,
+    SessionSeeds,
     add_dataset,
     add_sizes,
     dataset_of,
     is_chat,
-    prompt_source_of,
+    prompts_of,
 )
-from deploy.bench.datasets import Dataset, SessionSeeds
-from deploy.bench.figures import (
-    AnswerComparison,
-    Goodput,
-    RunFigures,
-    figures_of,
-    html_page,
-    note_answers,
-    show,
-)
-from deploy.bench.load import (
-    LoadPattern,
-    LoadRun,
-    gamma_arrivals,
-    measure,
-    ramped,
-    warm_up,
-)
+from deploy.bench.figures import AnswerComparison, RunFigures, figures_of, html_page, show
+from deploy.bench.load import LoadPattern, gamma_arrivals, measure, ramped, warm_up
 from deploy.bench.options import (
     BenchParser,
+    add_values,
     at_least_one,
     from_zero,
     positive,
@@ -67,7 +53,9 @@ def parse(words: Sequence[str], description: str) -> argparse.Namespace:
         help="URL of the server (http://127.0.0.1:8000)",
     )
     parser.add_argument("--model", help="model name; by default the first in /v1/models")
-    parser.add_argument("--api-key", default="")
+    parser.add_argument(
+        "--api-key", default="", help="API key of the server (TOKEND_API_KEY, without the flag)"
+    )
     add_sizes(parser, 256, 128)
     add_dataset(parser)
     _add_pace(parser.add_argument_group("load"))
@@ -117,11 +105,16 @@ def _add_pace(group: "argparse._ArgumentGroup") -> None:
         metavar="R[,R...]",
         help="open loop: sessions per second; several values are measured in turn",
     )
-    group.add_argument(
-        "--burstiness",
-        type=_burstiness,
-        default=1.0,
-        help="shape of the gamma distributed gaps; 1: Poisson, inf: constant gaps (1)",
+    add_values(
+        group,
+        (
+            *("--burstiness", _burstiness, 1.0),
+            "shape of the gamma distributed gaps; 1: Poisson, inf: constant gaps",
+        ),
+        ("--duration", positive, None, "seconds during which a run sends requests"),
+        ("--rounds", at_least_one, 1, "repetitions of all runs"),
+        ("--warm-ups", from_zero, 4, "short requests before the first run"),
+        ("--timeout", positive, 600.0, "seconds per request"),
     )
     group.add_argument(
         "--ramp-seconds",
@@ -130,20 +123,20 @@ def _add_pace(group: "argparse._ArgumentGroup") -> None:
         help="the clients of a run start one by one within this time, or its rate grows linearly",
     )
     group.add_argument(
-        *("--max-requests", "--num-prompts"), type=at_least_one, help="maximum requests per run"
+        "--max-requests", "--num-prompts", type=at_least_one, help="maximum requests per run"
     )
-    group.add_argument(
-        "--duration", type=positive, help="seconds during which a run sends requests"
-    )
-    group.add_argument("--rounds", type=at_least_one, default=1, help="repetitions of all runs (1)")
-    group.add_argument(
-        "--warm-ups", type=from_zero, default=4, help="short requests before the first run (4)"
-    )
-    group.add_argument("--timeout", type=positive, default=600.0, help="seconds per request (600)")
 
 
 def _add_rest(group: "argparse._ArgumentGroup") -> None:
-    group.add_argument("--temperature", type=float, default=0.0, help="(0)")
+    add_values(
+        group,
+        ("--temperature", float, 0.0, ""),
+        (
+            *("--check-share", share, 0.05),
+            "share of the sessions that are the same in every run and sampled greedily, so that "
+            "their answers can be compared",
+        ),
+    )
     group.add_argument(
         "--no-ignore-eos",
         dest="ignore_eos",
@@ -156,13 +149,6 @@ def _add_rest(group: "argparse._ArgumentGroup") -> None:
         default={},
         metavar="JSON",
         help="further fields of every request",
-    )
-    group.add_argument(
-        "--check-share",
-        type=share,
-        default=0.05,
-        help="share of the sessions that are the same in every run and sampled greedily, "
-        "so that their answers can be compared (0.05)",
     )
     group.add_argument(
         "--goodput",
@@ -184,13 +170,13 @@ _SEED_STEP: Final = 1_000
 def main(words: Sequence[str]) -> None:
     """Run all loads, print and write the figures; raises TokendError if no request succeeded."""
     options = parse(words, __doc__ or "")
-    dataset, goodput = dataset_of(options), Goodput(dict(options.goodput))
+    dataset = dataset_of(options)
     url = base_url(options.url)
     with writable("--json", options.json) as rows, writable("--html", options.html) as pages:
         model = options.model or first_model(url, options.api_key)
         target = Target(url, model, options.api_key, options.timeout, _fields(options))
         started = datetime.now(UTC)
-        runs, answers = _measure(target, options, dataset, goodput)
+        runs, answers = _measure(target, options, dataset)
         head = _head(options, started, runs)
         title = f"{model} at {url}"
         console = Console() if sys.stdout.isatty() else Console(width=150)
@@ -202,38 +188,30 @@ def main(words: Sequence[str]) -> None:
 
 
 def _measure(
-    target: Target, options: argparse.Namespace, dataset: Dataset, goodput: Goodput
+    target: Target, options: argparse.Namespace, dataset: Dataset
 ) -> tuple[list[RunFigures], AnswerComparison]:
+    """Run every load of every round, each with different prompts."""
     chat = is_chat(options)
-    warm_up(target, prompt_source_of(options, chat=chat), options.warm_ups, chat=chat)
-    runs, answers = [], AnswerComparison()
-    for run in _runs(options, dataset):
-        load_result = measure(target, run, sys.stderr)
-        runs.append(figures_of(run.name, load_result, goodput))
-        note_answers(load_result, answers)
+    warm_up(target, prompts_of(options, chat=chat), options.warm_ups, chat=chat)
+    runs: list[RunFigures] = []
+    answers = AnswerComparison()
+    for round_number in range(options.rounds):
+        suffix = f", round {round_number + 1}" if options.rounds > 1 else ""
+        for name, pattern in _patterns(options, dataset, options.seed + _SEED_STEP * round_number):
+            seeds = SessionSeeds(options.seed + _SEED_STEP * len(runs), options.check_share)
+            result = measure(target, dataset.sessions(seeds), pattern, name + suffix, sys.stderr)
+            runs.append(figures_of(name + suffix, result, dict(options.goodput)))
+            answers.note_all(result.checked)
     return runs, answers
-
-
-def _runs(options: argparse.Namespace, dataset: Dataset) -> Iterator[LoadRun]:
-    """Yield every load of every round, each with different prompts."""
-    number = 0
-    for round_number in range(1, options.rounds + 1):
-        for name, pattern in _patterns(
-            options, dataset, options.seed + _SEED_STEP * (round_number - 1)
-        ):
-            seeds = SessionSeeds(options.seed + _SEED_STEP * number, options.check_share)
-            suffix = f", round {round_number}" if options.rounds > 1 else ""
-            yield LoadRun(name + suffix, dataset, seeds, pattern)
-            number += 1
 
 
 def _patterns(
     options: argparse.Namespace, dataset: Dataset, seed: int
 ) -> Iterator[tuple[str, LoadPattern]]:
     duration = options.duration or math.inf
-    if isinstance(dataset, TraceDataset):
+    if dataset.offsets is not None:
         (limit,) = options.concurrency or [None]
-        max_requests = min(len(dataset.lines), options.max_requests or math.inf)
+        max_requests = min(len(dataset.offsets), options.max_requests or math.inf)
         yield "trace", LoadPattern(limit, dataset.offsets, 0.0, max_requests, duration)
         return
     if options.request_rate:

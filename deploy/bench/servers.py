@@ -71,7 +71,7 @@ class OwnedProcess:
 
 
 PORT: Final = "{port}"
-_KEPT_LINES: Final = 1_000
+_KEPT_LINES: Final = 10_000
 _SHOWN_LINES: Final = 20
 _POLL_SECONDS: Final = 0.01
 _HEALTH_SECONDS: Final = 5.0
@@ -123,11 +123,14 @@ def tokend(name: str, flags: Sequence[str], start_seconds: float = 600.0) -> Ser
 class StartedServer(OwnedProcess):
     """A server started by a command; ready when the constructor returns. Raises TokendError.
 
+    variables: added to the environment.
     started_at: seconds of the performance counter. seconds_to_ready: from then until it answers.
     lines: the last lines that it has printed.
     """
 
-    def __init__(self, spec: ServerSpec) -> None:
+    def __init__(
+        self, spec: ServerSpec, variables: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         port = _free_port()
         words = [word.replace(PORT, str(port)) for word in spec.command]
         self.url = f"http://127.0.0.1:{port}"
@@ -136,7 +139,7 @@ class StartedServer(OwnedProcess):
         self._reader = threading.Thread(target=self._read, daemon=True)
         with ExitStack() as stack:
             with signals_deferred():
-                super().__init__(_start(spec.name, words))
+                super().__init__(_start(spec.name, words, variables))
                 self._reader.start()
                 stack.push(self)
             self._wait_until_up(spec)
@@ -161,20 +164,25 @@ class StartedServer(OwnedProcess):
             seconds = time.perf_counter() - self.started_at
             if self._process.poll() is not None:
                 self._reader.join()
-                raise TokendError(f"{spec.name} did not start:\n{self._last_lines()}")
+                raise self._failure(f"{spec.name} did not start")
             if seconds > spec.start_seconds:
-                text = self._last_lines()
-                raise TokendError(f"{spec.name} is not ready after {seconds:.0f} s:\n{text}")
+                raise self._failure(f"{spec.name} is not ready after {seconds:.0f} s")
             time.sleep(_POLL_SECONDS)
 
-    def _last_lines(self) -> str:
-        return "\n".join(line.text for line in list(self.lines)[-_SHOWN_LINES:])
+    def _failure(self, what: str) -> TokendError:
+        last = [line.text for line in list(self.lines)[-_SHOWN_LINES:]]
+        return TokendError(f"{what}:\n" + "\n".join(last))
 
     def _read(self) -> None:
+        """Read the output all the time: a full pipe would block the server."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             seconds = time.perf_counter() - self.started_at
             self.lines.append(PrintedLine(seconds, line.decode(errors="replace").rstrip()))
+            self._note_line(self.lines[-1].text)
+
+    def _note_line(self, text: str) -> None:
+        """Note a line that the server has just printed."""
 
 
 @dataclass(frozen=True)
@@ -196,13 +204,16 @@ def running(spec: ServerSpec) -> Iterator[RunningServer]:
         yield RunningServer(server.url, server.pid, server.seconds_to_ready)
 
 
-def _start(name: str, words: Sequence[str]) -> "subprocess.Popen[bytes]":
+def _start(
+    name: str, words: Sequence[str], variables: Mapping[str, str]
+) -> "subprocess.Popen[bytes]":
     try:
         return subprocess.Popen(
             words,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            env={**os.environ, **variables},
             process_group=0,
         )
     except OSError as error:
@@ -215,16 +226,15 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-_KEPT_LOG_LINES: Final = 10_000
 _READY: Final = re.compile(r"ready.* (https?://\S+)")
 _ANSWER_SECONDS: Final = 30.0
 
 
-class MeasuredDaemon(OwnedProcess):
+class MeasuredDaemon(StartedServer):
     """A daemon of this installation on a free port; ready when the constructor returns.
 
-    flags: of `tokend serve`. command: replaces `tokend serve`. variables: added to the environment.
-    seconds_to_ready: from the start to the ready line. lines: the last lines that it has printed.
+    flags: of `tokend serve`. command: replaces `tokend serve`.
+    url: that of its ready line. pid: of its supervisor.
     """
 
     def __init__(
@@ -233,39 +243,10 @@ class MeasuredDaemon(OwnedProcess):
         command: Sequence[str] = (),
         variables: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        started = time.monotonic()
-        self.lines: deque[str] = deque(maxlen=_KEPT_LOG_LINES)
-        self.url = ""
         self._ready_or_ended = threading.Event()
         serve = (str(Path(sys.executable).with_name("tokend")), "serve")
-        words = [*(command or serve), "--port", "0", *flags]
-        with ExitStack() as stack:
-            with signals_deferred():
-                super().__init__(
-                    subprocess.Popen(
-                        [*words, "--disable-log-requests"],
-                        stdin=subprocess.DEVNULL,
-                        stdout=subprocess.PIPE,
-                        stderr=subprocess.STDOUT,
-                        env={**os.environ, **variables},
-                    )
-                )
-                stack.push(self)
-            threading.Thread(target=self._read, daemon=True).start()
-            self._ready_or_ended.wait()
-            if not self.url:
-                raise TokendError("the daemon did not start:\n" + "\n".join(self.lines))
-            stack.pop_all()  # it runs on, until the caller ends it
-        self.seconds_to_ready = time.monotonic() - started
-
-    @property
-    def pid(self) -> int:
-        """Process id of the supervisor."""
-        return self._process.pid
-
-    @property
-    def text(self) -> str:
-        return "\n".join(self.lines)
+        words = (*(command or serve), "--port", "0", *flags, "--disable-log-requests")
+        super().__init__(ServerSpec("the daemon", command=words), variables)
 
     def metric(self, name: str) -> float:
         """Return the sum over the samples of a metric; 0 if there are none."""
@@ -274,15 +255,19 @@ class MeasuredDaemon(OwnedProcess):
     def num_steps(self) -> float:
         return self.metric("vllm:iteration_tokens_total_count")
 
+    def _wait_until_up(self, spec: ServerSpec) -> None:
+        self._ready_or_ended.wait()
+        ready = next(filter(None, (_READY.search(line.text) for line in list(self.lines))), None)
+        if ready is None:
+            raise self._failure(f"{spec.name} did not start")
+        self.url = ready[1]
+
+    def _note_line(self, text: str) -> None:
+        if _READY.search(text):
+            self._ready_or_ended.set()
+
     def _read(self) -> None:
-        """Read the output all the time: a full pipe would block the daemon."""
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self.lines.append(line.decode(errors="replace").rstrip("\n"))
-            ready = None if self.url else _READY.search(self.lines[-1])
-            if ready:
-                self.url = ready.group(1)
-                self._ready_or_ended.set()
+        super()._read()
         self._ready_or_ended.set()
 
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.bench.client import Target, first_model
-from deploy.bench.dataset_options import add_prompts, prompt_source_of
+from deploy.bench.datasets import add_prompts, prompts_of
 from deploy.bench.load import first_token_time
 from deploy.bench.options import BenchParser, at_least_one, positive, writable, write
 from deploy.bench.servers import PrintedLine, ServerSpec, StartedServer, tokend
@@ -83,7 +83,7 @@ def phases(lines: Iterable[PrintedLine]) -> dict[str, float]:
 def _start(options: argparse.Namespace, spec: ServerSpec, number: int, starts: StartTimes) -> None:
     with StartedServer(spec) as server:
         target = Target(server.url, options.model or first_model(server.url))
-        token = first_token_time(target, prompt_source_of(options), options.seed + number)
+        token = first_token_time(target, prompts_of(options), options.seed + number)
         starts.ready.append(server.seconds_to_ready)
         starts.first_token.append(token - server.started_at)
         for name, seconds in phases(list(server.lines)).items():

@@ -4,10 +4,10 @@ HttpResponseParser → EventSplitter → decode_event → RequestResult;  Stream
 """
 
 from array import array
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import httptools
 import msgspec
 
 from proto.errors import ProtocolError, TokendError
@@ -121,13 +121,9 @@ class EventSplitter:
 
 
 # ---- HTTP ----
-#
-#       HTTP/1.1 200 OK\r\n … \r\n\r\n   5\r\n  hello  \r\n  0\r\n  \r\n
-#       └────────── head ─────────────┘   └size┘└data┘ └─┘  └size┘└trailer┘
-
 
 _MAX_HEAD_BYTES: Final = 1 << 16
-_MAX_LINE_BYTES: Final = 1 << 12
+_LENGTH_HEADERS: Final = (b"content-length", b"transfer-encoding")
 
 
 class InvalidResponseError(TokendError):
@@ -137,148 +133,68 @@ class InvalidResponseError(TokendError):
 class HttpResponseParser:
     """Parses one HTTP/1.1 response that arrives in chunks of any size.
 
-    status: 0 until the head has arrived. complete: whether the whole response has arrived.
+    status: 0 until the head has arrived. begun: whether a part of the response has arrived.
+    complete: whether the whole response has arrived.
     reusable: whether the connection can be used for another request after it.
     """
 
     def __init__(self) -> None:
         self.status = 0
-        self.reusable = False
+        self.begun = False
         self.complete = False
-        self._rest = b""
-        self._left = 0
-        self._read: Callable[[list[bytes]], bool] = self._read_head
-
-    @property
-    def begun(self) -> bool:
-        """Whether a part of the response has arrived."""
-        return self.status > 0 or bool(self._rest)
+        self.reusable = False
+        self._parser = httptools.HttpResponseParser(self)
+        self._has_length = False
+        self._num_head_bytes = 0
+        self._pieces: list[bytes] = []
 
     def feed(self, data: bytes) -> bytes:
         """Return the bytes of the body in `data`; raises InvalidResponseError."""
-        self._rest = self._rest + data if self._rest else data
-        pieces: list[bytes] = []
-        while not self.complete and self._read(pieces):
-            pass
-        if self.complete and self._rest:
-            self.reusable = False
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        self.begun = True
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            if not self.complete:
+                raise InvalidResponseError(f"not a valid response: {error}") from None
+            self.reusable = False  # bytes after the response
+        if not self.status:
+            self._num_head_bytes += len(data)
+            if self._num_head_bytes > _MAX_HEAD_BYTES:
+                raise InvalidResponseError("the head of the response is too long")
+        body = b"".join(self._pieces)
+        self._pieces.clear()
+        return body
 
     def end(self) -> None:
         """Note that the connection was closed; raises InvalidResponseError if bytes are missing."""
-        if self._read == self._read_all:
+        if self.status and not self._has_length:
             self.complete = True
         elif not self.complete:
             when = "during the response" if self.begun else "before the response"
             raise InvalidResponseError(f"the connection was closed {when}")
 
-    def _read_head(self, _: list[bytes]) -> bool:
-        end = self._rest.find(b"\r\n\r\n")
-        if end < 0:
-            if len(self._rest) > _MAX_HEAD_BYTES:
-                raise InvalidResponseError("the head of the response is too long")
-            return False
-        lines, self._rest = self._rest[:end].split(b"\r\n"), self._rest[end + 4 :]
-        status = _status(lines[0])
-        if status < 200:  # such as 100 Continue, before the response
-            return True
-        headers = dict(map(_header, lines[1:]))
-        self.status = status
-        self.reusable = headers.get(b"connection", b"").lower() != b"close"
-        self._begin_body(headers)
-        return True
+    # Called by httptools
 
-    def _begin_body(self, headers: dict[bytes, bytes]) -> None:
-        if headers.get(b"transfer-encoding", b"").lower() == b"chunked":
-            self._read = self._read_size
-        elif b"content-length" in headers:
-            self._left = _number(headers[b"content-length"], 10)
-            self._read = self._read_content
-            self.complete = self._left == 0
-        elif self.status in (204, 304):
-            self.complete = True
-        else:
+    def on_message_begin(self) -> None:
+        if self.complete:
             self.reusable = False
-            self._read = self._read_all
 
-    def _read_content(self, pieces: list[bytes]) -> bool:
-        self._read_body(pieces)
-        self.complete = self._left == 0
-        return False
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._has_length = self._has_length or name.lower() in _LENGTH_HEADERS
 
-    def _read_all(self, pieces: list[bytes]) -> bool:
-        pieces.append(self._rest)
-        self._rest = b""
-        return False
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status >= 200 and not self.complete:  # not 100 Continue, before the response
+            self.status = status
 
-    def _read_size(self, _: list[bytes]) -> bool:
-        line = self._line()
-        if line is None:
-            return False
-        self._left = _number(line.partition(b";")[0], 16)
-        self._read = self._read_chunk if self._left else self._read_trailer
-        return True
+    def on_body(self, body: bytes) -> None:
+        if not self.complete:
+            self._pieces.append(body)
 
-    def _read_chunk(self, pieces: list[bytes]) -> bool:
-        if not self._rest:
-            return False
-        self._read_body(pieces)
-        if not self._left:
-            self._read = self._read_chunk_end
-        return True
-
-    def _read_chunk_end(self, _: list[bytes]) -> bool:
-        if len(self._rest) < 2:
-            return False
-        if not self._rest.startswith(b"\r\n"):
-            raise InvalidResponseError("a chunk of the response is longer than its size")
-        self._rest = self._rest[2:]
-        self._read = self._read_size
-        return True
-
-    def _read_trailer(self, _: list[bytes]) -> bool:
-        line = self._line()
-        self.complete = line == b""
-        return line is not None
-
-    def _read_body(self, pieces: list[bytes]) -> None:
-        piece = self._rest[: self._left]
-        if piece:
-            pieces.append(piece)
-        self._rest = self._rest[len(piece) :]
-        self._left -= len(piece)
-
-    def _line(self) -> bytes | None:
-        """Return the next line; None until it is complete."""
-        end = self._rest.find(b"\r\n")
-        if end < 0:
-            if len(self._rest) > _MAX_LINE_BYTES:
-                raise InvalidResponseError("a line of the response is too long")
-            return None
-        line, self._rest = self._rest[:end], self._rest[end + 2 :]
-        return line
-
-
-def _status(line: bytes) -> int:
-    version, _, rest = line.partition(b" ")
-    if not version.startswith(b"HTTP/1."):
-        raise InvalidResponseError(f"not HTTP: {line[:80]!r}")
-    return _number(rest.partition(b" ")[0], 10)
-
-
-def _header(line: bytes) -> tuple[bytes, bytes]:
-    name, _, value = line.partition(b":")
-    return name.strip().lower(), value.strip()
-
-
-def _number(text: bytes, base: int) -> int:
-    try:
-        number = int(text.strip(), base)
-    except ValueError:
-        number = -1
-    if number < 0:
-        raise InvalidResponseError(f"not a number: {text[:80]!r}")
-    return number
+    def on_message_complete(self) -> None:
+        if self.status and not self.complete:
+            self.complete = True
+            self.reusable = self._parser.should_keep_alive()
 
 
 # ---- Times and counts of one request ----

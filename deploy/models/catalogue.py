@@ -8,8 +8,6 @@ import os
 from dataclasses import dataclass
 from typing import Final
 
-from proto.errors import ModelError
-
 
 @dataclass(frozen=True)
 class PackagePart:
@@ -80,14 +78,6 @@ MODELS: Final = (
 def find(name: str) -> PackagedModel | None:
     """Return the packaged model of this name, or None."""
     return next((model for model in MODELS if model.name == name), None)
-
-
-def get(name: str) -> PackagedModel:
-    """Return the packaged model of this name; raises ModelError with the known names."""
-    model = find(name)
-    if model is None:
-        raise ModelError(f"there is no packaged model {name!r}; there are: {names()}")
-    return model
 
 
 def names() -> str:

@@ -51,8 +51,8 @@ class ChildMessage(NamedTuple):
             return cls("other", line.rstrip())
 
 
-class UnknownModelError(ModelError):
-    """There is no model of this name."""
+class NotOnHubError(ModelError):
+    """The hub has no model of this name."""
 
 
 class UnreachableError(ModelError):
@@ -61,7 +61,7 @@ class UnreachableError(ModelError):
 
 ERRORS: Final = {
     "error": ModelError,
-    "unknown": UnknownModelError,
+    "unknown": NotOnHubError,
     "unreachable": UnreachableError,
 }
 """Kind of a message → the error that it is."""

@@ -14,7 +14,7 @@ from deploy.models import torch_file
 from deploy.models.hf_folder import read_object, require_regular_files, safetensors_entries
 from deploy.models.prepared_folder import ModelContents, ProgressCallback
 from proto.errors import ModelError
-from proto.prepared_model import TensorEntry, TensorIndex
+from proto.messages.prepared_model import TensorEntry, TensorIndex
 
 _PICKLED: Final = "pytorch_model.bin"
 

@@ -15,16 +15,16 @@ from deploy.models import gguf_config, gguf_parts, gguf_tokenizer
 from deploy.models.gguf_header import GgufHeader
 from deploy.models.prepared_folder import ModelContents, ProgressCallback
 from proto.errors import ModelError, shown
-from proto.generation_config import model_settings
-from proto.prepared_model import (
-    FAMILIES,
+from proto.messages.prepared_model import (
     ModelSetting,
     TensorEntry,
     TensorIndex,
     TensorPart,
     open_model_file,
 )
-from proto.turn_ends import END_TOKENS
+from proto.settings.generation_config import model_settings
+from proto.settings.turn_ends import END_TOKENS
+from worker.models.families import FAMILIES
 
 _ROPE_FACTORS: Final = {
     "long_factor": "rope_factors_long.weight",

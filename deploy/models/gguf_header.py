@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from proto.errors import ModelError, shown
-from proto.prepared_model import TensorEntry, open_model_file
+from proto.messages.prepared_model import TensorEntry, open_model_file
 
 MAGIC: Final = b"GGUF"
 _VERSIONS: Final = (2, 3)

@@ -551,16 +551,3 @@ class _Vocabulary:
 
     def _missing(self, key: str) -> ModelError:
         return ModelError(f"{self._path} has no tokenizer.ggml.{key}")
-
-
-def _byte_letters() -> dict[int, str]:
-    """Return GPT-2's letter for each byte: itself if it prints, else one from 256 on."""
-    printing = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printing]
-    return {
-        **{byte: chr(byte) for byte in printing},
-        **{byte: chr(256 + index) for index, byte in enumerate(others)},
-    }
-
-
-BYTE_LETTERS: Final = _byte_letters()

@@ -25,11 +25,8 @@ from deploy.models.prepared_folder import (
     is_token_id,
 )
 from proto.errors import ModelError, shown
-from proto.generation_config import FILE_NAME, model_settings
-from proto.host_resources import process_limits
-from proto.prepared_model import (
+from proto.messages.prepared_model import (
     CHAT_TEMPLATES,
-    FAMILIES,
     MAX_TEMPLATE_BYTES,
     TEMPLATE_FILES,
     TensorEntry,
@@ -39,7 +36,10 @@ from proto.prepared_model import (
     read_model_file,
     require_regular,
 )
-from proto.turn_ends import END_TOKENS
+from proto.runtime.host_resources import process_limits
+from proto.settings.generation_config import FILE_NAME, model_settings
+from proto.settings.turn_ends import END_TOKENS
+from worker.models.families import FAMILIES
 
 _PICKLED: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _TOKENIZER_FILES: Final = (

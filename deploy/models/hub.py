@@ -3,6 +3,7 @@
     org/name           a repository: its safetensors, or its only GGUF model (of several, Q4_K_M)
     org/name:Q8_0      one GGUF model of a repository, by its quantisation
     org/name:x.gguf    the same by file name
+    hf.co/org/name     these with the address of a page of the hub
 
 `snapshot` returns a folder in the cache of huggingface_hub, which other programs share. What is not
 there is downloaded by hub_download.py, in a process of its own.
@@ -21,10 +22,10 @@ from typing import Final, Literal, NamedTuple
 from deploy.display import Display
 from deploy.environment import HostEnvironment
 from deploy.models import catalogue, gguf_parts
-from deploy.models.child_process import UnknownModelError, UnreachableError, run_child
-from deploy.models.fetch import exclusive
+from deploy.models.child_process import NotOnHubError, UnreachableError, run_child
+from deploy.models.lock_file import exclusive
 from proto.errors import ModelError
-from proto.prepared_model import TEMPLATE_FILES
+from proto.messages.prepared_model import TEMPLATE_FILES
 
 INDEX_FILE: Final = "model.safetensors.index.json"
 FOLDER_SUFFIXES: Final = (".safetensors", ".json", ".model", ".jinja", ".txt", ".tiktoken")
@@ -37,14 +38,25 @@ a quantisation used."""
 _NAME: Final = re.compile(
     r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?::([A-Za-z0-9][\w.-]*(?:/[\w.-]+)*))?"
 )
+_ADDRESS: Final = re.compile(
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([^/?#]+/[^/?#]+)"
+    r"(?:/(?:tree|blob|resolve)/main(?:/([^?#]*\.gguf))?)?/?(?:[?#].*)?"
+)
+"""Address of a model, or of a file of its main branch, on the hub."""
 _QUANTISATION: Final = re.compile(
     r"(?:UD-)?(?:I?Q\d(?:_\w+)?|TQ\d_\d|BF16|F16|FP16|F32|MXFP4(?:_\w+)?|NVFP4)", re.IGNORECASE
 )
 _MODULE: Final = re.compile(r"\d+_\w+/(?:config\.json|model\.safetensors)")
 """Files of a module of sentence-transformers, as pooler_files.py reads them."""
+_MIN_BEGIN: Final = 4
+"""Letters from which on a name is taken for the begin of another."""
 _MAX_NAMES: Final = 12
 """Names in an error."""
 
+_WITHOUT_HUB: Final = (
+    "without the hub: a packaged model (tokend models), the path of a model, or HF_ENDPOINT with "
+    "the address of a mirror"
+)
 Kind = Literal["model", "head"]
 """A head of EAGLE may be pickled, because it is read without running code."""
 
@@ -60,7 +72,9 @@ class HubName(NamedTuple):
 
 
 def parse_name(text: str) -> HubName | None:
-    """Return the name on the hub that a text is; None if it cannot be one."""
+    """Return the name on the hub that a text is, or whose page it is; None if it is neither."""
+    if (address := _ADDRESS.fullmatch(text)) is not None:
+        text = ":".join(each for each in address.groups() if each)
     match = _NAME.fullmatch(text)
     return HubName(match[1], match[2] or "") if match else None
 
@@ -204,11 +218,11 @@ def snapshot(
             arguments = [name.repository, name.file, kind, revision or "", cache, extent]
             what = f"downloading {name}" if headers is None else f"reading headers of {name}"
             return run_child("deploy.models.hub_download", arguments, variables, display, what)
-    except UnknownModelError as error:
+    except NotOnHubError as error:
         raise ModelError(f"{error}{near(name.repository, known_names(environment))}") from None
     except UnreachableError as error:
         if found is None:
-            raise
+            raise UnreachableError(f"{error}; {_WITHOUT_HUB}") from None
         display.notice(f"{error}; the files that are here are used")
         return found
     except OSError as error:
@@ -288,6 +302,8 @@ def known_names(environment: HostEnvironment) -> list[str]:
 
 
 def near(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error that suggests a similar name; "" without one."""
-    found = difflib.get_close_matches(name, list(known), 1, 0.7)
+    """Return the end of an error that suggests a similar or longer name; "" without one."""
+    known = list(known)
+    begun = [each for each in known if len(name) >= _MIN_BEGIN and each.startswith(name.lower())]
+    found = difflib.get_close_matches(name, known, 1, 0.7) or begun
     return f"; did you mean {found[0]}?" if found else ""

@@ -1,7 +1,8 @@
 """The models on this machine: `tokend list` and `tokend rm`.
 
 Packaged models are in tokend's cache folder, models of the hub in the cache of huggingface_hub,
-where other programs may have put them.
+where other programs may have put them. What was prepared of a model is in tokend's cache folder,
+too, and stays when the model's files are moved or removed by others.
 """
 
 import contextlib
@@ -15,9 +16,9 @@ from typing import TYPE_CHECKING, Final
 
 from deploy.environment import HostEnvironment
 from deploy.models import catalogue, hub
-from deploy.models.fetch import exclusive
 from deploy.models.gguf_parts import part_names
 from deploy.models.hub import HubName
+from deploy.models.lock_file import exclusive
 from deploy.models.prepared_folder import size_text
 from deploy.models.store import read_manifest
 from proto.errors import ModelError
@@ -26,14 +27,18 @@ if TYPE_CHECKING:
     from huggingface_hub import CachedRepoInfo
 
 _UNFINISHED: Final = "incomplete"
+_GONE: Final = "prepared, files gone"
+_MAX_WIDTH: Final = 48
+"""Letters of a name from which on the columns of its line are moved to the right."""
 
 
 @dataclass(frozen=True)
 class StoredModel:
     """A model on the disk.
 
-    name: as `tokend serve` takes it. form: format of the weights. last_used: when its weights were
-    last read or written, as far as the file system notes it, in seconds of the Unix clock.
+    name: as `tokend serve` takes it, or the path of a model that is gone. form: format of the
+    weights. last_used: when its weights were last read or written, as far as the file system notes
+    it, in seconds of the Unix clock.
     """
 
     name: str
@@ -45,15 +50,20 @@ class StoredModel:
 def stored_models(environment: HostEnvironment) -> list[StoredModel]:
     """Return the models, by name, that were downloaded, by tokend or others, in whole or in part.
 
-    Repositories of the hub without weights that tokend reads are left out.
+    Repositories of the hub without weights that tokend reads are left out. What was prepared of
+    models that are gone comes with them.
     """
-    found = [*_packaged(environment), *_of_hub(environment)]
-    return sorted(found, key=lambda model: model.name.lower())
+    gone = [
+        _stored(source, _GONE, [path for each in folders for path in each.rglob("*")])
+        for source, folders in _gone(environment).items()
+    ]
+    found = [*_packaged(environment), *_of_hub(environment), *gone]
+    return sorted(found, key=lambda model: (model.form == _GONE, model.name.lower()))
 
 
 def table(models: list[StoredModel]) -> list[str]:
     """Return the lines of `tokend list`."""
-    width = max([4, *(len(model.name) for model in models)])
+    width = max([4, *(min(len(model.name), _MAX_WIDTH) for model in models)])
     lines = [f"{'NAME':{width}}  {'SIZE':>9}  {'FORMAT':24}LAST USED"]
     for model in models:
         used = datetime.fromtimestamp(model.last_used).strftime("%Y-%m-%d %H:%M")
@@ -125,7 +135,8 @@ def _has_unfinished(repository: Path) -> bool:
 def remove(name: str, environment: HostEnvironment) -> int:
     """Remove a model that was downloaded, with what was prepared of it; return the bytes freed.
 
-    A name with a colon removes one GGUF model of a repository. Raises ModelError if there is no
+    A name with a colon removes one GGUF model of a repository, a path what was prepared of models
+    that are gone from there or from below it. Raises ModelError if there is no
     such model here.
     """
     stored = {model.name: model for model in stored_models(environment)}
@@ -137,6 +148,11 @@ def remove(name: str, environment: HostEnvironment) -> int:
         return stored[name].num_bytes
     repositories = {each.partition(":")[0] for each in stored}
     if hub_name is None or hub_name.repository not in repositories:
+        path = Path(os.path.abspath(os.path.expanduser(name)))
+        gone = [each for each in _gone(environment) if _is_below(each, [path])]
+        if gone:
+            _remove_prepared(map(Path, gone), environment)
+            return sum(stored[each].num_bytes for each in gone)
         if os.path.exists(name):
             raise ModelError(f"{name} was not downloaded by tokend: remove it yourself")
         near = hub.near(name, stored)
@@ -153,13 +169,37 @@ def remove(name: str, environment: HostEnvironment) -> int:
         return num_bytes
 
 
+def would_remove(name: str, paths: Iterable[str], environment: HostEnvironment) -> bool:
+    """Whether `remove` would take the files of a model at one of these absolute paths."""
+    packaged, hub_name = catalogue.find(name), hub.parse_name(name)
+    roots: Collection[Path] = [Path(os.path.abspath(os.path.expanduser(name)))]
+    if packaged is not None:
+        roots = [Path(catalogue.models_root(environment.cache), packaged.name)]
+    elif (
+        hub_name is not None
+        and (
+            folder := hub.repository_folder(environment.hugging_face_cache, hub_name.repository)
+        ).exists()
+    ):
+        roots = [folder]
+        if hub_name.file and hub_name.repository in (found := _repositories(environment)):
+            roots = _gguf_blobs(found[hub_name.repository], hub_name)
+    else:
+        paths = [each for each in paths if not os.path.lexists(each)]
+    return any(_is_below(path, roots) for path in paths)
+
+
+def _is_below(path: str, roots: Iterable[Path]) -> bool:
+    """Whether a path is one of the roots or below it, where links lead."""
+    real = Path(os.path.realpath(path))
+    return not {real, *real.parents}.isdisjoint(Path(os.path.realpath(each)) for each in roots)
+
+
 def _remove_gguf(name: HubName, environment: HostEnvironment) -> int:
     """Remove the files of one GGUF model of a repository in all revisions; return the bytes."""
     repository = _repositories(environment)[name.repository]
-    files = _blobs(repository)
-    chosen = hub.select_gguf(files, name)
-    kept = {blob for each, blobs in files.items() if each not in chosen for blob in blobs}
-    blobs = {blob for each in chosen for blob in files[each]} - kept
+    chosen = hub.select_gguf(_blobs(repository), name)
+    blobs = _gguf_blobs(repository, name)
     num_bytes = sum(blob.stat().st_size for blob in blobs)
     _remove_prepared(blobs, environment)
     for revision in repository.revisions:
@@ -171,12 +211,28 @@ def _remove_gguf(name: HubName, environment: HostEnvironment) -> int:
     return num_bytes
 
 
-def _remove_prepared(sources: Collection[Path], environment: HostEnvironment) -> None:
-    """Remove what was prepared of models whose files are one of the paths, or below it."""
-    roots = {Path(os.path.realpath(each)) for each in sources}
+def _gguf_blobs(repository: "CachedRepoInfo", name: HubName) -> set[Path]:
+    """Return the blobs of one GGUF model that are not those of other files, too."""
+    files = _blobs(repository)
+    chosen = hub.select_gguf(files, name)
+    kept = {blob for each, blobs in files.items() if each not in chosen for blob in blobs}
+    return {blob for each in chosen for blob in files[each]} - kept
+
+
+def _gone(environment: HostEnvironment) -> dict[str, list[Path]]:
+    """Return the prepared folders of models that are gone, by the path of the model."""
+    found: dict[str, list[Path]] = {}
     for folder in Path(catalogue.prepared_root(environment.cache)).glob("*"):
         manifest = read_manifest(str(folder))
-        if manifest is not None:
-            path = Path(os.path.realpath(manifest.source))
-            if roots.intersection((path, *path.parents)):
-                shutil.rmtree(folder)
+        if manifest is not None and not os.path.lexists(manifest.source):
+            found.setdefault(manifest.source, []).append(folder)
+    return found
+
+
+def _remove_prepared(sources: Iterable[Path], environment: HostEnvironment) -> None:
+    """Remove what was prepared of models whose files are one of the paths, or below it."""
+    roots = list(sources)
+    for folder in Path(catalogue.prepared_root(environment.cache)).glob("*"):
+        manifest = read_manifest(str(folder))
+        if manifest is not None and _is_below(manifest.source, roots):
+            shutil.rmtree(folder)

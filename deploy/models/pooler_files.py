@@ -18,15 +18,11 @@ from typing import Any, Final
 import msgspec
 
 from deploy.models import safetensors_header
+from deploy.models.prepared_folder import first_architecture
 from proto.errors import ModelError, shown
-from proto.pooling import (
-    Activation,
-    Pooler,
-    PoolerLayer,
-    PoolingType,
-    scoring_by_logits,
-)
-from proto.prepared_model import FAMILIES, TensorEntry, TensorIndex, read_model_file
+from proto.messages.pooling import Activation, Pooler, PoolerLayer, PoolingType, scoring_by_logits
+from proto.messages.prepared_model import TensorEntry, TensorIndex, read_model_file
+from worker.models.families import FAMILIES
 
 _TYPES: Final[dict[str, PoolingType]] = {
     "cls": "cls",
@@ -210,7 +206,7 @@ def read_pooler(folder: Path, config: Mapping[str, Any]) -> PoolerContents:
     if listed is None:
         if is_encoder:  # as sentence-transformers reads such a folder
             return PoolerContents(Pooler(types=("mean",), generates=False), max_tokens=max_tokens)
-        is_body = family_architecture(config) != _architecture(config)
+        is_body = family_architecture(config) != first_architecture(config)
         return PoolerContents(Pooler(generates=False) if is_body else None)
     if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
         raise ModelError(f"{folder / 'modules.json'} is no list of modules")
@@ -241,7 +237,7 @@ def family_architecture(config: Mapping[str, Any]) -> str:
     That of `Qwen3Model` and `Qwen3ForSequenceClassification` is `Qwen3ForCausalLM`, that of
     `BertForSequenceClassification` is `BertModel`.
     """
-    name = _architecture(config)
+    name = first_architecture(config)
     for ending in ("ForSequenceClassification", "TextModel", "Model"):
         if name.endswith(ending):
             base = name.removesuffix(ending)
@@ -273,7 +269,7 @@ def _shorter(one: int | None, other: int | None) -> int | None:
 
 def _score_head(config: Mapping[str, Any]) -> Pooler | None:
     """Return the pooler of a model with a head of scores; None for other models."""
-    architecture = _architecture(config)
+    architecture = first_architecture(config)
     if not architecture.endswith("ForSequenceClassification"):
         return None
     labels = labels_of(config)
@@ -363,11 +359,6 @@ def activation_of(config: Mapping[str, Any], num_labels: int) -> Activation:
     if problem == "multi_label_classification" or num_labels == 1:
         return "sigmoid"
     return "softmax"
-
-
-def _architecture(config: Mapping[str, Any]) -> str:
-    names = config.get("architectures")
-    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
 
 
 def _is_plain(path: str) -> bool:

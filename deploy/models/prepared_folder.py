@@ -1,4 +1,4 @@
-"""Writes a prepared folder: the files of `proto.prepared_model`, the manifest last.
+"""Writes a prepared folder: the files of `proto.messages.prepared_model`, the manifest last.
 
 `ModelContents` is what a reader (gguf_file.py, hf_folder.py) returns, `write` stores it.
 """
@@ -14,17 +14,16 @@ from typing import Any, Final, TypeGuard
 
 from proto.codec import encode, to_json
 from proto.errors import MAX_SHOWN, ModelError, shown
-from proto.pooling import Pooler
-from proto.prepared_model import (
+from proto.messages.pooling import Pooler
+from proto.messages.prepared_model import (
     CHAT_TEMPLATES,
-    FAMILIES,
     TEXT_BODIES,
     ModelSetting,
     PreparedModel,
     TensorIndex,
-    family_of,
 )
-from proto.turn_ends import find_turn_ends
+from proto.settings.turn_ends import find_turn_ends
+from worker.models.families import FAMILIES, family_of
 
 _PANIC: Final = "PanicException"
 """Exception for a panic of a library in Rust: a BaseException that cannot be imported."""
@@ -187,15 +186,21 @@ def _template(text: str) -> bytes:
         raise ModelError("the chat template is not valid text") from None
 
 
+def first_architecture(config: Mapping[str, Any]) -> str:
+    """Return the architecture that a config.json names; "" if it names none."""
+    names = config.get("architectures")
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+
+
 def architecture_of(config: Mapping[str, Any]) -> str:
     """Return the architecture; raises ModelError if it is missing or not supported."""
-    names = config.get("architectures")
-    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+    name = first_architecture(config)
+    if not name:
         raise ModelError("config.json has no valid key `architectures`")
     is_body = config.get("model_type") in TEXT_BODIES
-    if names[0] not in FAMILIES and not is_body and not _is_known_to_transformers(names[0]):
-        family_of(names[0])
-    return names[0]
+    if name not in FAMILIES and not is_body and not _is_known_to_transformers(name):
+        family_of(name)
+    return name
 
 
 def _is_known_to_transformers(architecture: str) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from proto.errors import ModelError, shown
-from proto.prepared_model import FP8, TensorEntry, TensorPart
+from proto.messages.prepared_model import FP8, TensorEntry, TensorPart
 
 CONFIG_KEYS: Final = ("quantization_config", "compression_config")
 """Keys of config.json that describe the quantisation; the second one is that of older files."""

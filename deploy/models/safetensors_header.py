@@ -9,7 +9,7 @@ import os
 from typing import Any, Final
 
 from proto.errors import ModelError, shown
-from proto.prepared_model import TensorEntry, open_model_file
+from proto.messages.prepared_model import TensorEntry, open_model_file
 
 _MAX_HEADER_BYTES: Final = 32 << 20
 """Largest header, of about 200,000 tensors; parsed JSON can need twenty times as much memory."""

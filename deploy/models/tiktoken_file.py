@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from deploy.models.gguf_tokenizer import BYTE_LETTERS, KIMI_K2_PIECES
+from deploy.models.gguf_tokenizer import KIMI_K2_PIECES
 from deploy.models.prepared_folder import as_model_error
+from proto.byte_level import BYTE_LETTERS
 from proto.errors import ModelError, shown
-from proto.prepared_model import read_model_file
+from proto.messages.prepared_model import read_model_file
 
 FILE_NAME: Final = "tiktoken.model"
 

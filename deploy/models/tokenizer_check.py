@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from proto.errors import ModelError, shown
-from proto.host_resources import process_limits
+from proto.runtime.host_resources import process_limits
 
 MAX_PARTS: Final = 64
 """Of a normalizer, pre-tokenizer, post-processor or decoder."""
@@ -92,7 +92,7 @@ def check(tokenizer_json: bytes, where: str, *, is_converted: bool = False) -> N
 
 
 class _Refused(ValueError):
-    """A part of a tokenizer is refused."""
+    """A part of a tokenizer is refused, or has failed; the message is for the user."""
 
 
 def _parts(value: Any, name: str) -> Iterator[dict[str, Any]]:
@@ -267,17 +267,13 @@ def _probe(tokenizer_json: bytes, where: str) -> None:
 _DONE: Final = "done"
 
 
-class _Failed(Exception):
-    """A part of the tokenizer has failed; the message is for the user."""
-
-
 def main() -> int:
     """Try the tokenizer on standard input; print its parts and last the error, if there is one."""
     warnings.simplefilter("ignore")
     try:
         with process_limits(LOAD_SECONDS, PROBE_MEMORY):
             _try_parts(sys.stdin.buffer.read().decode())
-    except _Failed as error:
+    except _Refused as error:
         print(error, flush=True)
         return 2
     print(_DONE, flush=True)
@@ -299,7 +295,7 @@ def _try_parts(text: str) -> None:
             continue
         for probe in _probes(parsed.get(component)):
             if time.process_time() > end:
-                raise _Failed(f"{component}: it takes more than {ALL_PROBES_SECONDS:g} s in all")
+                raise _Refused(f"{component}: it takes more than {ALL_PROBES_SECONDS:g} s in all")
             with _step(component):
                 if component == "normalizer":
                     part.normalize_str(probe)
@@ -312,7 +308,7 @@ def _try_parts(text: str) -> None:
             for added in (False, True):
                 ids = tokenizer.encode(probe, add_special_tokens=added).ids
                 if len(ids) > MAX_TOKENS * len(probe.encode()) + MAX_ADDED_TOKENS:
-                    raise _Failed(f"a text of {len(probe)} characters becomes {len(ids)} tokens")
+                    raise _Refused(f"a text of {len(probe)} characters becomes {len(ids)} tokens")
             tokenizer.decode(ids, skip_special_tokens=False)
 
 
@@ -324,12 +320,12 @@ def _step(name: str) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_PROF, PROBE_SECONDS)
     try:
         yield
-    except _Failed:
+    except _Refused:
         raise
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
             raise
-        raise _Failed(f"{name}: {shown(' '.join(str(error).split()))}") from None
+        raise _Refused(f"{name}: {shown(' '.join(str(error).split()))}") from None
 
 
 # Texts that are hard for regular expressions: for each repetition, what must come before it, then

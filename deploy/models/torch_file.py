@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, Final
 
 from proto.errors import ModelError, shown
-from proto.prepared_model import TensorEntry, open_model_file
+from proto.messages.prepared_model import TensorEntry, open_model_file
 
 _STORAGES: Final = {
     "DoubleStorage": ("F64", 8),

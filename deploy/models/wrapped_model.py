@@ -24,10 +24,11 @@ from typing import Any, Final
 
 import msgspec
 
-from deploy.models.prepared_folder import as_model_error
+from deploy.models.prepared_folder import as_model_error, first_architecture
 from deploy.models.quantised_folder import CONFIG_KEYS
 from proto.errors import ModelError, shown
-from proto.prepared_model import FAMILIES, TEXT_BODIES, TensorEntry
+from proto.messages.prepared_model import TEXT_BODIES, TensorEntry
+from worker.models.families import FAMILIES
 
 _GENERATING: Final = ("ForConditionalGeneration", "ForCausalLM")
 """Endings of the names of architectures with a language head."""
@@ -61,7 +62,7 @@ def find(config: Mapping[str, Any]) -> WrappedModel | None:
     Raises ModelError naming what is missing in a configuration that should wrap one, and for a
     language model whose type neither tokend nor transformers has.
     """
-    architecture, model_type = _first_architecture(config), config.get("model_type")
+    architecture, model_type = first_architecture(config), config.get("model_type")
     if not architecture.endswith(_GENERATING) or architecture in FAMILIES:
         return None
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -90,12 +91,6 @@ def find(config: Mapping[str, Any]) -> WrappedModel | None:
     settings["tie_word_embeddings"] = any(ties)
     parts = (key.removesuffix("_config") for key in others if getattr(outer, key, None))
     return WrappedModel(architecture, settings, tuple(parts))
-
-
-def _first_architecture(config: Mapping[str, Any]) -> str:
-    names = config.get("architectures")
-    first = names[0] if isinstance(names, list) and names else None
-    return first if isinstance(first, str) else ""
 
 
 def _check_text_config(config: Mapping[str, Any], key: str, architecture: str) -> None:

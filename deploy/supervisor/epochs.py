@@ -1,4 +1,4 @@
-"""Epochs, incarnations and boot messages of all processes; see the table in proto/lifecycle.py."""
+"""Epochs, incarnations and boot messages; their table is in proto/messages/lifecycle.py."""
 
 import contextlib
 import copy
@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 from deploy.supervisor.processes import Child
 from proto.codec import Message, changed
-from proto.engine_io import PauseMode
-from proto.lifecycle import NewEngine, NewFrontEnd, NewWorkers, ProcessBoot, Role
-from proto.prepared_model import PreparedModel
+from proto.messages.engine_io import PauseMode
+from proto.messages.lifecycle import NewEngine, NewFrontEnd, NewWorkers, ProcessBoot, Role
+from proto.messages.lora import AdapterCard, AdapterList
+from proto.messages.prepared_model import PreparedModel
 
 Announcement = tuple[Role, Message]
 """A message, and the role of the processes that receive it."""
@@ -23,6 +24,11 @@ class ServedModels(NamedTuple):
     model: PreparedModel
     draft_model: PreparedModel | None = None
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The files or folders of the models, absolute."""
+        return tuple(each.source for each in self if each is not None)
+
 
 class EpochCounter:
     """Numbers engines, workers and front ends of a generation, and creates their boot messages.
@@ -32,6 +38,7 @@ class EpochCounter:
     listen_fds, admin_fds: listening sockets of the front ends.
     epoch, worker_epoch: of the current engine and workers.
     pause_mode: the last one that the engine has reported; a new engine starts with it.
+    adapters: likewise, of the model; None before an engine has reported any.
     """
 
     def __init__(
@@ -47,6 +54,7 @@ class EpochCounter:
         self._num_hangs: Counter[tuple[Role, int]] = Counter()
         self.epoch = self.worker_epoch = 1
         self.pause_mode: PauseMode | None = None
+        self.adapters: tuple[AdapterCard, ...] | None = None
 
     @property
     def generation(self) -> int:
@@ -64,6 +72,8 @@ class EpochCounter:
     def next_generation(self, models: ServedModels) -> "EpochCounter":
         """Return a counter for a new generation, with new epochs and the same incarnations."""
         other = copy.copy(self)
+        if models.model.source != self._template.model.source:
+            other.adapters = None
         other.epoch = other.worker_epoch = next(self._epochs)
         other._template = changed(
             self._template,
@@ -80,7 +90,13 @@ class EpochCounter:
     def switch_to(self, other: "EpochCounter") -> None:
         """Make another generation the current one."""
         self.epoch, self.worker_epoch = other.epoch, other.worker_epoch
+        self.adapters = other.adapters
         self._template = other._template
+
+    def note_adapters(self, message: AdapterList) -> None:
+        """Note the adapters of an engine of this generation."""
+        if message.epoch >= self.generation:
+            self.adapters = tuple(message.adapters)
 
     def make_boot(self, role: Role, index: int, *, hung: bool = False) -> ProcessBoot:
         """Return the boot message of the next incarnation of a process, in the current epochs.
@@ -106,6 +122,7 @@ class EpochCounter:
             metrics_fd=self._template.metrics_fd if is_front_end else None,
             front_ends=tuple(max(0, number - 1) for number in num_starts),
             pause_mode=self.pause_mode,
+            adapters=self.adapters,
         )
 
     def new_engine(self) -> list[Announcement]:

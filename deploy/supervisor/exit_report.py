@@ -13,7 +13,7 @@ from typing import Final
 from deploy.display import Display
 from deploy.supervisor.processes import Child
 from proto.errors import ConfigError, ErrorInfo, ModelError
-from proto.lifecycle import Role
+from proto.messages.lifecycle import Role
 
 _INNERMOST_FIRST: Final[tuple[Role, ...]] = ("worker", "engine_core", "api_server")
 _USER_ERRORS: Final = (ConfigError.__name__ + ": ", ModelError.__name__ + ": ")

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from proto.config import ReliabilityConfig
-from proto.lifecycle import EngineAlive, NotReady, Role, process_name
+from proto.messages.lifecycle import EngineAlive, NotReady, Role, process_name
+from proto.settings.config import ReliabilityConfig
 
 FIRST_STEPS: Final = 8
 """First steps of new workers or of a new engine, which may take longer."""
@@ -205,12 +205,12 @@ class HangDetector:
         start, step = self._limits.start, self._limits.step
         if role == "worker":
             if not state.awaits_ranks or self._all_await_ranks:
-                limit = self._step_limit if state.started else start
+                limit = self._step_timeout if state.started else start
                 yield "no completed step", state.owes_since, self._reported_at, limit
             return
         yield "no sign of life", state.owes_since, now, step if state.started else start
         if role == "engine_core":
-            yield "work but no step", self._engine_owes_since, self._reported_at, self._step_limit
+            yield "work but no step", self._engine_owes_since, self._reported_at, self._step_timeout
 
     @property
     def _all_await_ranks(self) -> bool:
@@ -222,7 +222,7 @@ class HangDetector:
         )
 
     @property
-    def _step_limit(self) -> float:
+    def _step_timeout(self) -> float:
         if self._report.ready and self._report.num_steps >= FIRST_STEPS:
             return self._limits.step
         return self._limits.first_steps

@@ -15,11 +15,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from proto.codec import Message
-from proto.config import FrontEndConfig, ServeConfig, memory_size
 from proto.errors import ConfigError
-from proto.faults import Fault
-from proto.generation_config import NO_DEFAULTS, GenerationDefaults
-from proto.lifecycle import (
+from proto.messages.lifecycle import (
     DaemonState,
     EngineReady,
     FrontEndReady,
@@ -30,9 +27,12 @@ from proto.lifecycle import (
     describe_weights,
     process_name,
 )
-from proto.log_lines import notice_line
-from proto.pooling import pooler_of
-from proto.prepared_model import PreparedModel
+from proto.messages.prepared_model import PreparedModel
+from proto.runtime.faults import Fault
+from proto.runtime.log_lines import notice_line
+from proto.settings.config import CacheConfig, FrontEndConfig, ServeConfig, memory_size
+from proto.settings.generation_config import NO_DEFAULTS, GenerationDefaults
+from proto.settings.pooler_config import pooler_of
 
 Commands = Mapping[Role, Sequence[str]]
 """Command line of each role, without the boot descriptor."""
@@ -101,27 +101,33 @@ def _unix_listener(path: str) -> Iterator[socket.socket]:
 
     if len(os.fsencode(path)) > _SOCKET_PATH_BYTES:
         raise refused(f"the path is longer than {_SOCKET_PATH_BYTES} bytes")
+    binds, own = False, None
     with socket.socket(socket.AF_UNIX) as listener:
-        try:
-            if os.path.lexists(path):
-                if not stat.S_ISSOCK(os.lstat(path).st_mode):
-                    raise refused("exists, and is no socket")
-                if _is_listened_on(path):
-                    raise refused("is in use by another process")
-                os.unlink(path)
-            listener.bind(path)
-            os.chmod(path, 0o600)
-            own = os.lstat(path)
-            listener.listen(_BACKLOG)  # not before the mode is right
-        except OSError as error:
-            raise refused(error.strerror) from None
-        listener.setblocking(False)
-        try:
+        try:  # a signal may end the daemon at any of these lines
+            try:
+                if os.path.lexists(path):
+                    if not stat.S_ISSOCK(os.lstat(path).st_mode):
+                        raise refused("exists, and is no socket")
+                    if _is_listened_on(path):
+                        raise refused("is in use by another process")
+                    os.unlink(path)
+                binds = True
+                listener.bind(path)
+                own = os.lstat(path)
+                os.chmod(path, 0o600)
+                listener.listen(_BACKLOG)  # not before the mode is right
+            except OSError as error:
+                raise refused(error.strerror) from None
+            listener.setblocking(False)
             yield listener
         finally:
             with contextlib.suppress(OSError):
-                if os.path.samestat(os.lstat(path), own):
+                if _is(path, own) if own is not None else binds and not _is_listened_on(path):
                     os.unlink(path)
+
+
+def _is(path: str, known: os.stat_result) -> bool:
+    return os.path.samestat(os.lstat(path), known)
 
 
 def _is_listened_on(path: str) -> bool:
@@ -186,7 +192,15 @@ class Launch:
 
     def state(self, pid: int) -> DaemonState:
         """Return the state for other commands. pid: of the supervisor."""
-        return DaemonState(pid, self.url, self.model_name, self.config.model.model)
+        paths = tuple(each.source for each in (self.model, self.draft_model) if each is not None)
+        return DaemonState(
+            pid,
+            self.url,
+            self.model_name,
+            self.config.model.model,
+            paths,
+            needs_key=self.config.frontend.has_client_keys,
+        )
 
 
 def check_length(config: ServeConfig, model: PreparedModel) -> None:
@@ -246,35 +260,50 @@ def ready_message(launch: Launch, readiness: Readiness) -> str:
 
     --log-level debug adds the duration of each phase of the start.
     """
-    engine, config = readiness.engine, launch.config.frontend
+    config = launch.config.frontend
     first = (
         f"tokend is ready: {launch.model_name} at {launch.url} after {launch.clock.seconds:.1f} s"
     )
     timings = _timings(launch, readiness) if config.log_level == "debug" else ""
     admin = launch.admin_listeners
     ports = [each.getsockname()[1] for each in admin if each.family != socket.AF_UNIX]
-    if config.log_format == "json":
-        fields: dict[str, Any] = {
-            "model": launch.model_name,
-            "url": launch.url,
-            "max_model_len": engine.max_model_len,
-            "kv_cache_bytes": engine.kv_cache_bytes,
-            "kv_cache_tokens": engine.kv_cache_tokens,
-            "kv_cache_grows": engine.kv_cache_grows,
-            "weights": describe_weights(engine.weights),
-            "device": engine.device_name,
-            "kernels": engine.kernels,
-            "drafts": engine.drafts,
-            "sampling": str(launch.generation_defaults),
-        }
-        if ports:
-            fields["admin_port"] = ports[0]
-        if config.admin_socket is not None:
-            fields["admin_socket"] = config.admin_socket
-        lines = [notice_line(first, "tokend", **fields)]
-        if timings:
-            lines.append(notice_line(f"started in {timings}", "tokend", level="DEBUG"))
-        return "\n".join(lines)
+    describe = _ready_records if config.log_format == "json" else _ready_text
+    return "\n".join(describe(first, launch, readiness.engine, timings, ports))
+
+
+def _ready_records(
+    first: str, launch: Launch, engine: EngineReady, timings: str, admin_ports: Sequence[int]
+) -> list[str]:
+    """Return the message as JSON lines."""
+    config = launch.config.frontend
+    fields: dict[str, Any] = {
+        "model": launch.model_name,
+        "url": launch.url,
+        "max_model_len": engine.max_model_len,
+        "kv_cache_bytes": engine.kv_cache_bytes,
+        "kv_cache_tokens": engine.kv_cache_tokens,
+        "kv_cache_grows": engine.kv_cache_grows,
+        "weights": describe_weights(engine.weights),
+        "device": engine.device_name,
+        "kernels": engine.kernels,
+        "drafts": engine.drafts,
+        "sampling": str(launch.generation_defaults),
+    }
+    if admin_ports:
+        fields["admin_port"] = admin_ports[0]
+    if config.admin_socket is not None:
+        fields["admin_socket"] = config.admin_socket
+    lines = [notice_line(first, "tokend", **fields)]
+    if timings:
+        lines.append(notice_line(f"started in {timings}", "tokend", level="DEBUG"))
+    return lines
+
+
+def _ready_text(
+    first: str, launch: Launch, engine: EngineReady, timings: str, admin_ports: Sequence[int]
+) -> list[str]:
+    """Return the message as lines of text."""
+    config = launch.config.frontend
     request: dict[str, Any] = {"model": launch.model_name}
     path = "/v1/completions"
     pooler = pooler_of(launch.config.model, launch.model)
@@ -290,36 +319,39 @@ def ready_message(launch: Launch, readiness: Readiness) -> str:
         ("kernels", engine.kernels),
         ("length", f"up to {engine.max_model_len:,} tokens{together}"),
         ("weights", f"{describe_weights(engine.weights)}, in memory"),
-        ("KV cache", _kv_cache(engine)),
+        ("KV cache", _kv_cache(engine, launch.config.cache)),
         ("drafts", engine.drafts),
         ("sampling", str(launch.generation_defaults) if pooler is None else ""),
         ("web pages", f"{launch.url}/, of the API {launch.url}/docs" if config.page else ""),
         (
             "operators",
             ", ".join(
-                [f"http://{_ADMIN_HOST}:{port}" for port in ports]
+                [f"http://{_ADMIN_HOST}:{port}" for port in admin_ports]
                 + [f"socket {path}" for path in [config.admin_socket] if path is not None]
             ),
         ),
         ("start", timings),
         (
             "try it",
-            f"curl -N {launch.url}{path} -H 'Content-Type: application/json'{key} "
+            f"curl {'-N ' if pooler is None else ''}{launch.url}{path} "
+            f"-H 'Content-Type: application/json'{key} "
             f"-d {shlex.quote(json.dumps(request))}",
         ),
     ]
     lines = [f"  {title:10}{text}" for title, text in entries if text]
-    return "\n".join([first, *lines, "  Ctrl-C stops"])
+    return [first, *lines, "  Ctrl-C stops"]
 
 
-def _kv_cache(engine: EngineReady) -> str:
+def _kv_cache(engine: EngineReady, cache: CacheConfig) -> str:
     """Return how much memory the KV cache has now and later; "" for a model without one."""
     if not engine.kv_cache_bytes:
         return ""
     size = memory_size(engine.kv_cache_bytes)
     tokens = f"{engine.kv_cache_tokens:,} tokens"
     if engine.kv_cache_grows:
-        return f"grows as it is used, up to {size} for {tokens}; --kv-cache-memory sets the limit"
+        is_counted = cache.num_gpu_blocks_override is not None
+        flag = "--num-gpu-blocks-override" if is_counted else "--kv-cache-memory"
+        return f"grows as it is used, up to {size} for {tokens}; {flag} sets the limit"
     return f"{size} for {tokens}, in memory"
 
 

@@ -16,11 +16,11 @@ from typing import Any, Final, Literal
 
 from deploy.supervisor.launch import Commands, Launch
 from proto.codec import Message, changed, encode
-from proto.config import DeviceConfig
-from proto.errors import ErrorInfo
-from proto.host_resources import allowed_cores, cores_by_node, cores_of_worker, node_of_rank
-from proto.lifecycle import Fatal, ProcessBoot, Role, Shutdown, ToSupervisor, process_name
-from proto.sockets import Link, Poller, supervisor_path
+from proto.errors import ErrorInfo, TokendError
+from proto.messages.lifecycle import Fatal, ProcessBoot, Role, Shutdown, ToSupervisor, process_name
+from proto.runtime.host_resources import allowed_cores, cores_by_node, cores_of_worker, node_of_rank
+from proto.runtime.sockets import Link, Poller, SocketError, supervisor_path
+from proto.settings.config import DeviceConfig
 
 _THREADS: Final = "OMP_NUM_THREADS"
 _SPIN: Final = {"GOMP_SPINCOUNT": "4000"}
@@ -57,7 +57,7 @@ def child_environment(
     docs/benchmarks/threads-and-start.md). With one thread per core each is bound to its core,
     because two on one core would wait for each other at every barrier. On a machine with several
     memory nodes neighbouring threads are on one node, and each of several workers is bound to a
-    node if it fits there (worker/memory_nodes.py says why). The user's environment overrides that.
+    node if it fits there (worker/host/memory_nodes.py). The user's environment overrides that.
     In other processes numpy gets a single thread. The libraries behind torch read the instruction
     sets that --cpu-kernels leaves them when they load, too.
     """
@@ -69,8 +69,8 @@ def child_environment(
         given[_THREADS] = str(device.cpu_threads)
     if device.cpu_kernels != "auto":
         given |= zip(_LIMIT_VARIABLES, _LIBRARY_LIMITS[device.cpu_kernels], strict=True)
-    if not _computes_on_cpu(device) or _PLACING & variables.keys():
-        return given
+    if not computes_on_cpu(device) or _PLACING & variables.keys():
+        return given  # threads of a GPU worker are not bound to cores
     places = _openmp_places(given[_THREADS], num_workers, rank)
     return {**given, "OMP_PROC_BIND": "true", "OMP_PLACES": places} if places else given
 
@@ -92,9 +92,9 @@ def _place(cpus: Iterable[int]) -> str:
     return f"{{{','.join(map(str, sorted(cpus)))}}}"
 
 
-def _computes_on_cpu(device: DeviceConfig) -> bool:
-    """Whether the worker computes on the CPU; threads of a GPU worker are not bound to cores."""
-    return device.device == "cpu" or (
+def computes_on_cpu(device: DeviceConfig) -> bool:
+    """Whether the worker computes on the CPU, as far as this process can tell without torch."""
+    return device.device in ("cpu", "reference") or (
         device.device == "auto" and not os.path.exists(_NVIDIA_DRIVER)
     )
 
@@ -136,21 +136,37 @@ def module_commands() -> Commands:
     return {role: (sys.executable, "-P", "-m", role) for role in roles}
 
 
+class StartError(TokendError):
+    """The operating system could not start a process. reason: what it lacks."""
+
+    def __init__(self, boot: ProcessBoot, reason: str) -> None:
+        super().__init__(f"{process_name(boot.role, boot.index)} cannot be started: {reason}")
+        self.reason = reason
+
+
 class Child:
     """A child process and the link to it. fatal_error: the error that it has reported, or None."""
 
     def __init__(self, boot: ProcessBoot, command: Sequence[str], env: Mapping[str, str]) -> None:
+        """Raises StartError."""
         self.role = boot.role
         self.index = boot.index
         self.incarnation = boot.incarnation
         self.generation = boot.generation
         self.fatal_error: ErrorInfo | None = None
-        self.link = Link.bind(
-            supervisor_path(boot.run_dir, boot.role, boot.index, boot.incarnation), ToSupervisor
-        )
-        self._process = _spawn(boot, command, env)
-        self.pid = self._process.pid
-        self.pidfd = os.pidfd_open(self.pid)
+        path = supervisor_path(boot.run_dir, boot.role, boot.index, boot.incarnation)
+        try:
+            with contextlib.ExitStack() as undo:
+                self.link = Link.bind(path, ToSupervisor)
+                undo.callback(self.link.close)
+                self._process = _spawn(boot, command, env)
+                undo.callback(self._process.wait)
+                undo.callback(self._process.kill)
+                self.pid = self._process.pid
+                self.pidfd = os.pidfd_open(self.pid)
+                undo.pop_all()
+        except (OSError, SocketError) as error:
+            raise StartError(boot, error.strerror or str(error)) from None
 
     @property
     def name(self) -> str:
@@ -226,7 +242,7 @@ class ChildProcesses:
         self.preparing_pids: set[int] = set()
 
     def start(self, boot: ProcessBoot) -> Child:
-        """Start a process and poll its link and its exit."""
+        """Start a process and poll its link and its exit. Raises StartError."""
         launch = self._launch
         config = launch.config
         env = child_environment(

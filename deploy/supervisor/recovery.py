@@ -9,14 +9,14 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from deploy.display import Display
 from deploy.supervisor import exit_report
 from deploy.supervisor.epochs import Announcement, EpochCounter
-from deploy.supervisor.processes import Child
+from deploy.supervisor.processes import Child, StartError
 from proto.codec import Message
-from proto.lifecycle import (
+from proto.messages.lifecycle import (
     EngineReady,
     FrontEndReady,
     Heartbeat,
@@ -29,6 +29,7 @@ from proto.lifecycle import (
     WorkersReady,
     process_name,
 )
+from proto.messages.lora import AdapterList
 
 _NUM_IMMEDIATE: Final = 2
 _FIRST_DELAY: Final = 0.25
@@ -39,7 +40,7 @@ _FORGET_SECONDS: Final = 600.0
 class RestartBudget:
     """Limit and delay of consecutive restarts.
 
-        restarts so far   0  1  2    3    4  5  6  …
+        earlier restarts  0  1  2    3    4  5  6  …
         seconds to wait   0  0  0.25 0.5  1  2  4  4
 
     Restarts are consecutive if no step completes between them. Restarts older than ten minutes
@@ -93,13 +94,8 @@ class _Outage:
     started: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class RestartPlan:
-    """A restart that is due.
-
-    announcements: messages to the other processes, to be sent first. boots: boot messages of the
-    processes to start.
-    """
+class RestartPlan(NamedTuple):
+    """Messages to the other processes, to be sent first, and boot messages of those to start."""
 
     announcements: list[Announcement]
     boots: list[ProcessBoot]
@@ -139,7 +135,7 @@ class Recovery:
             message = "a process is not started again: --max-restarts is 0"
             if number:
                 times = "restart has" if number == 1 else "restarts have"
-                message = f"{number} {times} not led to one completed step"
+                message = f"{number} {times} not led to one completed step (--max-restarts)"
             self._display.notice(message, level="WARNING")
             return False
         return True
@@ -171,6 +167,16 @@ class Recovery:
         if dead.fatal_error is not None:
             lines.append(textwrap.indent(dead.fatal_error.traceback.rstrip(), "  "))
         self._display.event(dead.name, "\n".join(lines), "WARNING")
+
+    def note_failed_start(self, boot: ProcessBoot, error: StartError) -> None:
+        """Plan another attempt to start a process; raise the error if the budget is exhausted."""
+        if self._budget.exhausted:
+            raise error
+        wait = max(_FIRST_DELAY, self._budget.count_restart())
+        slot = _slot(boot)
+        self._outages[slot] = _Outage(self._outages[slot].since, self._clock() + wait)
+        text = f"cannot be started: {error.reason}; it is tried again in {wait:g} s"
+        self._display.event(process_name(boot.role, boot.index), text, "WARNING")
 
     @property
     def has_outages(self) -> bool:
@@ -209,12 +215,14 @@ class Recovery:
         return [self._plan_restart(slot) for slot in sorted(due, key=_engine_first)]
 
     def note_message(self, message: Message) -> None:
-        """Note a message: readiness of a successor, progress, a pause, or a protocol violation."""
+        """Note a message: readiness, progress, a pause, adapters, or a protocol violation."""
         if isinstance(message, Heartbeat):
             if message.worker_epoch == self._epochs.worker_epoch:
                 self._budget.reset()
         elif isinstance(message, Paused):
             self._epochs.pause_mode = message.mode
+        elif isinstance(message, AdapterList):
+            self._epochs.note_adapters(message)
         elif isinstance(message, WorkersReady):
             if message.worker_epoch == self._epochs.worker_epoch:
                 self._end_outage(("worker", 0))
@@ -275,7 +283,7 @@ class Recovery:
         return role == "worker" and outage is not None and not outage.started
 
 
-def _slot(process: Child) -> Slot:
+def _slot(process: Child | ProcessBoot) -> Slot:
     return process.role, 0 if process.role == "worker" else process.index
 
 

@@ -4,18 +4,20 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from deploy.display import Display
 from deploy.supervisor.processes import Child
-from proto.lifecycle import DrainProgress
+from proto.messages.lifecycle import DrainProgress
 
 _COUNT_SECONDS: Final = 0.2
 """Time for front ends to report their counts; after it the drain's message has no number."""
 
 
 class RequestDrain:
-    """The time in which open requests finish while new ones are refused. Ends no process itself.
+    """The time in which open requests finish while new ones are refused. Ends no
+    process itself.
 
     front_ends: indices of the front ends. seconds: how long requests may take.
     """
@@ -103,7 +105,25 @@ ON_REQUEST: Final = ShutdownLimits(2.0, 4.0)
 AFTER_FAILURE: Final = ShutdownLimits(0.5, 1.5)
 
 
-class ShutdownSequence:
+class DueSignals:
+    """Signals at fixed times. due: clock time and action of each, in order."""
+
+    def __init__(
+        self, due: Iterable[tuple[float, Callable[[], None]]], clock: Callable[[], float]
+    ) -> None:
+        self._due = list(due)
+        self._clock = clock
+
+    def seconds_to_next_signal(self) -> float | None:
+        """Return the seconds until the next signal; None after the last one."""
+        return max(0.0, self._due[0][0] - self._clock()) if self._due else None
+
+    def send_due_signals(self) -> None:
+        while self._due and self._due[0][0] <= self._clock():
+            self._due.pop(0)[1]()
+
+
+class ShutdownSequence(DueSignals):
     """Ends processes: Shutdown at once, SIGTERM and SIGKILL later if they still run."""
 
     def __init__(
@@ -113,27 +133,19 @@ class ShutdownSequence:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._processes = tuple(processes)
-        self._clock = clock
         begin = clock()
-        self._due_signals = [
-            (begin + limits.until_terminate, signal.SIGTERM),
-            (begin + limits.until_kill, signal.SIGKILL),
+        due = [
+            (begin + limits.until_terminate, partial(self._send, signal.SIGTERM)),
+            (begin + limits.until_kill, partial(self._send, signal.SIGKILL)),
         ]
+        super().__init__(due, clock)
         self._sent: set[signal.Signals] = set()
         for process in self._processes:
             process.request_shutdown()
 
-    def seconds_to_next_signal(self) -> float | None:
-        """Return the seconds until the next signal; None after the last one."""
-        return max(0.0, self._due_signals[0][0] - self._clock()) if self._due_signals else None
-
-    def send_due_signals(self) -> None:
-        while self._due_signals and self._due_signals[0][0] <= self._clock():
-            self._send(self._due_signals.pop(0)[1])
-
     def kill_all(self) -> None:
         """Send SIGKILL now."""
-        self._due_signals.clear()
+        self._due.clear()
         self._send(signal.SIGKILL)
 
     def has_caused(self, exit_status: int | None) -> bool:

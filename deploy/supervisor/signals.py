@@ -48,27 +48,15 @@ def _ignore(number: int, frame: FrameType | None) -> None:
     """Do nothing: Python has written the number to the wake-up descriptor."""
 
 
-HangupAction = Literal["reload", "stop", "ignore"]
+def hangup_action(had_terminal: bool, under_nohup: bool) -> Literal["reload", "stop", "ignore"]:
+    """Return what to do about a SIGHUP that has just arrived: reload, or stop.
 
-
-class HangupPolicy:
-    """Decides what SIGHUP means: a reload, or that the terminal of the daemon was closed.
-
-    Create it before SIGHUP gets a handler: under nohup the signal is ignored until then.
+    It also means that the terminal of the daemon was closed. A daemon that was started on a
+    terminal stops then, but under nohup goes on.
     """
-
-    def __init__(self) -> None:
-        self._had_terminal = has_terminal()
-        self._under_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-
-    def action(self) -> HangupAction:
-        """Return what to do about a SIGHUP that has just arrived.
-
-        A daemon that was started on a terminal stops when the terminal closes.
-        """
-        if not self._had_terminal or has_terminal():
-            return "reload"
-        return "ignore" if self._under_nohup else "stop"
+    if not had_terminal or has_terminal():
+        return "reload"
+    return "ignore" if under_nohup else "stop"
 
 
 def has_terminal() -> bool:

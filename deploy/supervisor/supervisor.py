@@ -14,15 +14,16 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from deploy.display import Display
-from deploy.reload.actions import ReloadActions
-from deploy.reload.reload import Reload, ReloadReporter, take_wanted_model
+from deploy.notify import SystemdNotifier
 from deploy.supervisor.epochs import Announcement, EpochCounter
 from deploy.supervisor.exit_report import FailureLog
 from deploy.supervisor.hang_detector import HangLimits
 from deploy.supervisor.launch import Launch, Readiness, ready_message
-from deploy.supervisor.notify import SystemdNotifier
-from deploy.supervisor.processes import Child, ChildProcesses, reap_adopted
+from deploy.supervisor.processes import Child, ChildProcesses, StartError, reap_adopted
 from deploy.supervisor.recovery import Recovery, RestartBudget
+from deploy.supervisor.reload.actions import ReloadActions
+from deploy.supervisor.reload.phases import ReloadContext
+from deploy.supervisor.reload.reload import Reload, ReloadReporter, take_wanted_model
 from deploy.supervisor.shutdown import (
     AFTER_FAILURE,
     ON_REQUEST,
@@ -30,10 +31,10 @@ from deploy.supervisor.shutdown import (
     ShutdownLimits,
     ShutdownSequence,
 )
-from deploy.supervisor.signals import HangupPolicy, SignalInbox
+from deploy.supervisor.signals import SignalInbox, hangup_action, has_terminal
 from deploy.supervisor.watchdog import Watchdog
 from proto import PROTOCOL_VERSION
-from proto.lifecycle import (
+from proto.messages.lifecycle import (
     AbortRequests,
     Drain,
     DrainProgress,
@@ -48,9 +49,10 @@ from proto.lifecycle import (
     Progress,
     ProtocolViolation,
 )
-from proto.run_directory import RunDirectory
-from proto.sockets import Poller
-from proto.stats import METRIC_BYTES
+from proto.messages.lora import AdapterList
+from proto.messages.stats import METRIC_BYTES
+from proto.runtime.run_directory import RunDirectory
+from proto.runtime.sockets import Poller
 
 _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 _SAME_SIGNAL_SECONDS: Final = 0.05
@@ -80,7 +82,9 @@ class Supervisor:
         self._children = ChildProcesses(launch, self._poller)
         self._readiness = Readiness(range(launch.num_front_ends))
         self._failures = FailureLog(display)
-        self._hangup_policy = HangupPolicy()
+        self._had_terminal = has_terminal()
+        # To be asked before `run` gives the signal a handler
+        self._under_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         self._last_stop_signal = 0.0
         self._num_stop_signals = 0
         self._drain: RequestDrain | None = None
@@ -90,9 +94,9 @@ class Supervisor:
     def run(self) -> int:
         """Run until no process is left, and return the exit status of the command.
 
-        0 after a stop signal, even if requests were aborted; 128 + n if a further signal killed
-        the processes; 1 if a process failed; 2 if it failed because of an error that the user
-        must fix.
+        0 after a stop signal, even if requests were aborted; 130 after Ctrl-C before the daemon
+        was ready; 128 + n if a further signal killed the processes; 1 if a process failed; 2 if it
+        failed because of an error that the user must fix.
         """
         with SignalInbox((*_STOP_SIGNALS, signal.SIGHUP, signal.SIGCHLD)) as signals:
             directory = RunDirectory.create(self._run_parent)
@@ -111,7 +115,7 @@ class Supervisor:
                     os.close(descriptor)
                 directory.leave()
         status = self._failures.report(self._exit_status, serving=self._readiness.complete)
-        if status == 0:
+        if status == 0 or (status == self._exit_status and self._num_stop_signals == 1):
             self._display.event("tokend", "stopped; nothing is left running")
         return status
 
@@ -142,19 +146,21 @@ class Supervisor:
         self._recovery = Recovery(self._epochs, budget, self._display, num_workers)
         limits = HangLimits.of(config.reliability)
         self._watchdog = Watchdog(limits, self._epochs, self._recovery, self._display)
-        self._reload = Reload(
+        context = ReloadContext(
             self._epochs,
             self._recovery,
             self._children,
             ReloadActions(launch, self._children, self._poller, self._readiness),
-            ReloadReporter(run_dir, launch.state(os.getpid()), self._display, self._notifier),
             config.reliability.reload_strategy,
             launch.num_front_ends,
             num_workers,
         )
+        state = launch.state(os.getpid())
+        reporter = ReloadReporter(run_dir, state, self._display, self._notifier)
+        self._reload = Reload(context, reporter)
 
     def _start(self, boot: ProcessBoot) -> None:
-        """Start a process; it waits for the processes that it depends on."""
+        """Start a process; it waits for the processes that it depends on. Raises StartError."""
         child = self._children.start(boot)
         if self._drain is not None and boot.role == "api_server":
             child.send(Drain())
@@ -237,6 +243,8 @@ class Supervisor:
             self._readiness.note_new_engine(message)
             if self._epochs.is_current(child):
                 self._recovery.note_message(message)
+        elif isinstance(message, AdapterList):
+            self._epochs.note_adapters(message)  # those of --lora-modules
         elif isinstance(message, EngineReady | FrontEndReady):
             self._readiness.note_ready(message)
             if self._readiness.complete and self._shutdown is None:
@@ -244,7 +252,7 @@ class Supervisor:
 
     def _announce_ready(self) -> None:
         """Print the ready line and notify the service manager."""
-        self._display.close()
+        self._display.begin_log()
         print(ready_message(self._launch, self._readiness), flush=True)
         self._notifier.report_ready(f"serving {self._launch.model.name} at {self._launch.url}")
 
@@ -282,10 +290,14 @@ class Supervisor:
         for child in self._current_processes():
             if self._recovery.must_kill(child.role):
                 child.send_signal(signal.SIGKILL)
-        for restart in self._recovery.pop_due_restarts(self._current_processes()):
-            self._announce(restart.announcements)  # processes started just now get them, too
-            for boot in restart.boots:
-                self._start(boot)
+        for announcements, boots in self._recovery.pop_due_restarts(self._current_processes()):
+            self._announce(announcements)  # processes started just now get them, too
+            for boot in boots:
+                try:
+                    self._start(boot)
+                except StartError as error:
+                    self._recovery.note_failed_start(boot, error)
+                    break
 
     def _remove_hung_processes(self) -> None:
         """Ping processes and kill those that hang, after the others have disconnected from them."""
@@ -321,7 +333,7 @@ class Supervisor:
         if number in _STOP_SIGNALS:
             self._handle_stop_signal(number)
         elif number == signal.SIGHUP:
-            action = self._hangup_policy.action()
+            action = hangup_action(self._had_terminal, self._under_nohup)
             if action == "reload":
                 self._reload.request(take_wanted_model(self._run_dir))
             elif action == "stop":
@@ -338,6 +350,8 @@ class Supervisor:
         self._last_stop_signal = now
         self._num_stop_signals += 1
         if self._num_stop_signals == 1:
+            if number == signal.SIGINT and not self._readiness.complete:
+                self._exit_status = 128 + number
             if self._drain is not None and self._shutdown is None:
                 self._drain.report_again()
             self._begin_drain()

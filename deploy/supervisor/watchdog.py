@@ -17,6 +17,7 @@ run while it prints its stacks.
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Final
 
 from deploy.display import Display
@@ -24,7 +25,8 @@ from deploy.supervisor.epochs import EpochCounter
 from deploy.supervisor.hang_detector import HangDetector, HangLimits, Process
 from deploy.supervisor.processes import Child
 from deploy.supervisor.recovery import Recovery
-from proto.lifecycle import (
+from deploy.supervisor.shutdown import DueSignals
+from proto.messages.lifecycle import (
     Alive,
     EngineAlive,
     EngineReady,
@@ -42,15 +44,17 @@ STACKS_SECONDS: Final = 0.5
 _STUCK_SECONDS: Final = 10.0
 
 
-class HungProcessRemoval:
+class HungProcessRemoval(DueSignals):
     """The signals to one hung process. since: when the other processes were asked to disconnect."""
 
     def __init__(self, process: Child, clock: Callable[[], float] = time.monotonic) -> None:
         self._process = process
-        self._clock = clock
         self.since = clock()
-        self._stacks_due: float | None = self.since + DISCONNECT_SECONDS
-        self._kill_due: float | None = self.since + DISCONNECT_SECONDS + STACKS_SECONDS
+        stacks_due = self.since + DISCONNECT_SECONDS
+        kill = partial(process.send_signal, signal.SIGKILL)
+        super().__init__(
+            [(stacks_due, process.dump_stacks), (stacks_due + STACKS_SECONDS, kill)], clock
+        )
 
     @property
     def done(self) -> bool:
@@ -60,19 +64,6 @@ class HungProcessRemoval:
     def stuck(self) -> bool:
         """Whether the process still exists long after SIGKILL, stuck in the kernel."""
         return self._clock() - self.since > _STUCK_SECONDS and not self.done
-
-    def seconds_to_next_signal(self) -> float | None:
-        """Return the seconds until the next signal; None after the last one."""
-        due = self._kill_due if self._stacks_due is None else self._stacks_due
-        return None if due is None else max(0.0, due - self._clock())
-
-    def send_due_signals(self) -> None:
-        if self._stacks_due is not None and self._stacks_due <= self._clock():
-            self._stacks_due = None
-            self._process.dump_stacks()
-        if self._kill_due is not None and self._kill_due <= self._clock():
-            self._kill_due = None
-            self._process.send_signal(signal.SIGKILL)
 
 
 _FRONT_ENDS: Final = 0
@@ -103,6 +94,7 @@ class Watchdog:
         self._watched: dict[tuple[int, Process], Child] = {}
         self._removals: dict[Child, HungProcessRemoval] = {}
         self._last_status: dict[Child, HealthStatus] = {}
+        self._paused_since: float | None = None
 
     @property
     def can_recover(self) -> bool:
@@ -198,7 +190,16 @@ class Watchdog:
                 self._watched[key] = child
 
     def _not_ready(self) -> Iterator[NotReady]:
-        """Yield reasons: processes of the current generation that hang, or are near their limit."""
+        """Yield reasons: a pause, and processes that hang, or are near their limit.
+
+        Of processes those of the current generation.
+        """
+        if self._epochs.pause_mode is None:
+            self._paused_since = None
+        else:
+            if self._paused_since is None:
+                self._paused_since = self._clock()
+            yield NotReady("paused by POST /pause", self._paused_since)
         detector = self._detectors.get(self._epochs.generation)
         if detector is not None:
             yield from detector.not_ready()

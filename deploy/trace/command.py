@@ -7,9 +7,9 @@ from pathlib import Path
 from deploy.bench.options import BenchParser, writable, write
 from deploy.trace.condense import Condensed, condense
 from deploy.trace.page import render
-from proto.engine_io import agent_session_name
 from proto.errors import ConfigError, ProtocolError
-from proto.sched_trace import Arrival, TraceLine, read_line
+from proto.messages.engine_io import agent_session_name
+from proto.messages.sched_trace import Arrival, TraceLine, read_line
 
 
 def view(arguments: Sequence[str]) -> int:

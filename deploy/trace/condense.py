@@ -13,7 +13,7 @@ from enum import IntEnum
 from typing import Final
 
 from proto.errors import ProtocolError
-from proto.sched_trace import (
+from proto.messages.sched_trace import (
     Arrival,
     Decision,
     Dropped,
@@ -43,8 +43,14 @@ STEP_COLUMNS: Final = (
     "external",
     "preempted",
     "limit",
+    "host",
+    "others",
 )
-"""Integers per step. prefill, decode, local, external: tokens. limit: index in `limits`."""
+"""Integers per step. prefill, decode, local, external: tokens. limit: index in `limits`. host,
+others: blocks with KV in host memory, and on other media of the connector."""
+
+
+HOST_MEDIUM: Final = "CPU"
 
 
 class State(IntEnum):
@@ -77,6 +83,7 @@ class Condensed:
     steps: columns by name, see STEP_COLUMNS. step_times, step_ends: of the same steps; 0 without a
     result. segments: (row, state, from, to), ordered by row. firsts: times of first tokens by
     seq_id. events: (time, text). limits: what made steps shorter than their token budget.
+    tiers: media of the connector, with their numbers of blocks.
     """
 
     header: TraceHeader
@@ -91,6 +98,7 @@ class Condensed:
     firsts: dict[int, int] = field(default_factory=dict)
     events: list[tuple[int, str]] = field(default_factory=list)
     limits: list[str] = field(default_factory=list)
+    tiers: dict[str, int] = field(default_factory=dict)
     end: int = 0
 
 
@@ -169,7 +177,11 @@ class Condenser:
             sum(hit.external_tokens for hit in decision.hits),
             len(decision.preempted),
             condensed.limits.index(decision.limit),
+            sum(tier.num_used for tier in snapshot.tiers if tier.medium == HOST_MEDIUM),
+            sum(tier.num_used for tier in snapshot.tiers if tier.medium != HOST_MEDIUM),
         )
+        for tier in snapshot.tiers:
+            condensed.tiers[tier.medium] = tier.num_blocks
         for name, value in zip(STEP_COLUMNS, values, strict=True):
             condensed.steps[name].append(value)
         self._index_of_step[line.step] = len(condensed.step_times)

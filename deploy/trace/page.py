@@ -43,27 +43,6 @@ _PAGE: Final = """\
 """
 
 
-class _Columns:
-    """Columns in the order in which they are added. places: kind and length by name."""
-
-    def __init__(self) -> None:
-        self.places: dict[str, tuple[str, int]] = {}
-        self._bytes: list[bytes] = []
-
-    def add_column(self, name: str, kind: str, values: Sequence[float]) -> None:
-        """Append a column. kind: "d" for float64, "i" for int32."""
-        column = values if isinstance(values, array) else array(kind, values)
-        if sys.byteorder == "big":
-            column = array(kind, column)
-            column.byteswap()
-        self.places[name] = (kind, len(column))
-        self._bytes.append(column.tobytes())
-
-    @property
-    def content(self) -> bytes:
-        return b"".join(self._bytes)
-
-
 def render(
     condensed: Condensed, name: str, job_labels: Mapping[str, str] = MappingProxyType({})
 ) -> str:
@@ -72,8 +51,10 @@ def render(
     name: of the trace file. job_labels: what to call agent sessions, by their names.
     """
     columns = _columns(condensed)
-    about = to_compact_json({**_about(condensed, name, job_labels), "columns": columns.places})
-    data = len(about).to_bytes(4, "little") + about + columns.content
+    places = {name: (kind, len(values)) for name, kind, values in columns}
+    about = to_compact_json({**_about(condensed, name, job_labels), "columns": places})
+    data = len(about).to_bytes(4, "little") + about
+    data += b"".join(_little_endian(kind, values) for _, kind, values in columns)
     script = "\n".join(_asset(name) for name in _SCRIPTS)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return _PAGE.format(
@@ -86,37 +67,39 @@ def render(
     )
 
 
-def _columns(condensed: Condensed) -> _Columns:
-    """Return all columns; times are first, because float64 must be aligned."""
-    columns = _Columns()
+def _columns(condensed: Condensed) -> list[tuple[str, str, Sequence[float]]]:
+    """Return name, kind ("d" for float64, "i" for int32) and values of all columns.
+
+    Times are first, because float64 must be aligned.
+    """
     arrivals, segments = condensed.arrivals, condensed.segments
-    ends, firsts = condensed.finishes, condensed.firsts
-    last = condensed.end
-    columns.add_column("step_time", "d", condensed.step_times)
-    columns.add_column("step_end", "d", condensed.step_ends)
-    columns.add_column("segment_from", "d", [segment[2] for segment in segments])
-    columns.add_column("segment_to", "d", [segment[3] for segment in segments])
-    columns.add_column("arrival", "d", [arrival.time_us for arrival in arrivals])
-    columns.add_column("first", "d", [firsts.get(arrival.seq_id, -1) for arrival in arrivals])
-    finishes = [ends.get(arrival.seq_id) for arrival in arrivals]
-    columns.add_column("end", "d", [finish.time_us if finish else last for finish in finishes])
-    for name in STEP_COLUMNS:
-        columns.add_column(name, "i", condensed.steps[name])
-    columns.add_column("segment_row", "i", [segment[0] for segment in segments])
-    columns.add_column("segment_state", "i", [segment[1] for segment in segments])
-    columns.add_column("seq_id", "i", [arrival.seq_id for arrival in arrivals])
-    columns.add_column("prompt", "i", [arrival.num_prompt_tokens for arrival in arrivals])
-    columns.add_column("priority", "i", [arrival.priority for arrival in arrivals])
-    columns.add_column(
-        "output", "i", [finish.num_output_tokens if finish else 0 for finish in finishes]
-    )
-    columns.add_column(
-        "hit", "i", [finish.num_cached_tokens if finish else 0 for finish in finishes]
-    )
-    columns.add_column(
-        "preemptions", "i", [finish.num_preemptions if finish else 0 for finish in finishes]
-    )
-    return columns
+    firsts, last = condensed.firsts, condensed.end
+    finishes = [condensed.finishes.get(arrival.seq_id) for arrival in arrivals]
+    return [
+        ("step_time", "d", condensed.step_times),
+        ("step_end", "d", condensed.step_ends),
+        ("segment_from", "d", [segment[2] for segment in segments]),
+        ("segment_to", "d", [segment[3] for segment in segments]),
+        ("arrival", "d", [arrival.time_us for arrival in arrivals]),
+        ("first", "d", [firsts.get(arrival.seq_id, -1) for arrival in arrivals]),
+        ("end", "d", [finish.time_us if finish else last for finish in finishes]),
+        *((name, "i", condensed.steps[name]) for name in STEP_COLUMNS),
+        ("segment_row", "i", [segment[0] for segment in segments]),
+        ("segment_state", "i", [segment[1] for segment in segments]),
+        ("seq_id", "i", [arrival.seq_id for arrival in arrivals]),
+        ("prompt", "i", [arrival.num_prompt_tokens for arrival in arrivals]),
+        ("priority", "i", [arrival.priority for arrival in arrivals]),
+        ("output", "i", [finish.num_output_tokens if finish else 0 for finish in finishes]),
+        ("hit", "i", [finish.num_cached_tokens if finish else 0 for finish in finishes]),
+        ("preemptions", "i", [finish.num_preemptions if finish else 0 for finish in finishes]),
+    ]
+
+
+def _little_endian(kind: str, values: Sequence[float]) -> bytes:
+    column = array(kind, values)
+    if sys.byteorder == "big":
+        column.byteswap()
+    return column.tobytes()
 
 
 def _about(condensed: Condensed, name: str, job_labels: Mapping[str, str]) -> dict[str, Any]:
@@ -134,6 +117,7 @@ def _about(condensed: Condensed, name: str, job_labels: Mapping[str, str]) -> di
         "end": condensed.end,
         "events": condensed.events,
         "limits": condensed.limits,
+        "tierBlocks": sum(condensed.tiers.values()),
         "requests": [f"{arrival.request_id}/{arrival.choice}" for arrival in arrivals],
         "jobs": [job_labels.get(arrival.job, arrival.job) for arrival in arrivals],
         "tenants": [f"{arrival.tenant:x}" if arrival.tenant else "" for arrival in arrivals],

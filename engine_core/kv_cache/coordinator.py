@@ -1,28 +1,21 @@
-"""Coordinators: what all KV cache groups of a request do together.
+"""The coordinator: what all KV cache groups of a request do together.
 
-A coordinator asks every group for blocks and finds the longest prefix that all of them still hold.
-`make_coordinator` chooses by configuration and model:
-
-    KVCacheCoordinator    prefixes are not cached
-    UnitaryCoordinator    one group: its hit is the hit
-    HybridCoordinator     several groups: the longest hit that all of them accept
-
-Groups own the block tables, the pool owns the blocks. This file does not know requests, nor what
-the blocks of a group hold.
+It asks every group for blocks and finds the longest prefix that all of them still hold. Groups own
+the block tables, the pool owns the blocks. This file does not know requests, nor what the blocks of
+a group hold.
 """
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import lcm
 from typing import Final
 
+from engine_core.block_hashing import GroupKeys
 from engine_core.kv_cache.free_queue import NULL_BLOCK
 from engine_core.kv_cache.groups import CacheGroup, RecurrentStateGroup, group_class
-from engine_core.kv_cache.hashing import GroupKeys
 from engine_core.kv_cache.pool import BlockPool, HashedTokens
-from proto.lifecycle import KVGroup as KVGroupSpec
-from proto.scheduler_output import BlockIds
+from proto.messages.lifecycle import KVGroup as KVGroupSpec
+from proto.messages.scheduler_output import BlockIds
 
 
 def max_blocks_of_request(
@@ -60,7 +53,7 @@ def longest_request(
 
 
 @dataclass(frozen=True, slots=True)
-class ComputedBlocks:
+class CachedPrefix:
     """Blocks with the KV of a prefix from which a request may start: cached, or of a fork's source.
 
     block_ids: per group; empty for no prefix. num_tokens: tokens that the request need not compute.
@@ -76,27 +69,54 @@ class ComputedBlocks:
     num_with_kv: int = 0
 
 
-NOTHING_COMPUTED: Final = ComputedBlocks((), 0)
+NO_PREFIX: Final = CachedPrefix((), 0)
 
 
 class KVCacheCoordinator:
-    """All groups of a model, without a prefix cache; groups are given blocks in their order."""
+    """All groups of a model; they are given blocks in their order, of the same number of tokens."""
 
     def __init__(self, groups: Sequence[CacheGroup]) -> None:
         self.groups = tuple(groups)
+        self._block_size = groups[0].block_size
         self._skipping = tuple(group for group in groups if not group.is_downward_closed)
         self.state_groups = tuple(
             group for group in groups if isinstance(group, RecurrentStateGroup)
         )
 
-    def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> ComputedBlocks:
-        """Return the longest prefix of at most `max_tokens` tokens that every group has cached."""
-        return NOTHING_COMPUTED
+    def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> CachedPrefix:
+        """Return the longest prefix of at most `max_tokens` tokens that every group has cached.
 
-    def find_fork(self, seq_id: int, num_tokens: int) -> ComputedBlocks:
+        The length is lowered until every group accepts it. A downward-closed group is asked once,
+        because any shorter part of its hit is a hit. Other groups may have a shorter prefix and not
+        a longer one, so such a group is asked again whenever another one lowered the length.
+        """
+        block_size = self._block_size
+        found: dict[CacheGroup, list[int]] = {}
+        length = max_tokens - max_tokens % block_size
+        for group in self.groups:
+            if group.is_downward_closed:
+                found[group] = group.find_longest_hit(block_hashes, length)
+                length = len(found[group]) * block_size
+        num_with_kv = length if self.state_groups and found else 0
+        num_accepted = turn = 0
+        while num_accepted < len(self._skipping) and length > 0:
+            group = self._skipping[turn % len(self._skipping)]
+            found[group] = group.find_longest_hit(block_hashes, length)
+            lowered = len(found[group]) * block_size
+            num_accepted = num_accepted + 1 if lowered == length else 1
+            length = lowered
+            turn += 1
+        if num_with_kv == length:
+            num_with_kv = 0
+        if length == 0:
+            return CachedPrefix((), 0, (), num_with_kv) if num_with_kv else NO_PREFIX
+        block_ids = tuple([found[group][: length // block_size] for group in self.groups])
+        return CachedPrefix(block_ids, length, (), num_with_kv)
+
+    def find_fork(self, seq_id: int, num_tokens: int) -> CachedPrefix:
         """Return what a new sequence can share of the first `num_tokens` tokens of a sequence.
 
-        NOTHING_COMPUTED if a group has freed what the next token needs. Blocks that the tokens
+        NO_PREFIX if a group has freed what the next token needs. Blocks that the tokens
         fill are shared; the block in which they end is copied, because each sequence will write
         other tokens to it:
 
@@ -104,22 +124,22 @@ class KVCacheCoordinator:
             fork     | 7 | 3 | 12 |         7 and 3 are shared, 9 is copied to 12
         """
         if not num_tokens:
-            return NOTHING_COMPUTED
+            return NO_PREFIX
         shared, tails = [], []
         for group in self.groups:
             found = group.find_fork(seq_id, num_tokens)
             if found is None:
-                return NOTHING_COMPUTED
+                return NO_PREFIX
             shared.append(found[0])
             tails.append(found[1])
-        return ComputedBlocks(tuple(shared), num_tokens, tuple(tails))
+        return CachedPrefix(tuple(shared), num_tokens, tuple(tails))
 
     def remove_skipped_blocks(self, seq_id: int, num_computed: int) -> None:
         for group in self._skipping:
             group.remove_skipped_blocks(seq_id, num_computed)
 
     def num_new_blocks(
-        self, seq_id: int, num_slots: int, computed: ComputedBlocks, num_computed: int = 0
+        self, seq_id: int, num_tokens: int, computed: CachedPrefix, num_computed: int = 0
     ) -> int:
         """Return how many blocks `allocate_blocks` would take after `attach_blocks`.
 
@@ -129,17 +149,17 @@ class KVCacheCoordinator:
         num_new = 0
         for number, group in enumerate(self.groups):
             num_hits = len(computed.block_ids[number]) if computed.num_tokens else 0
-            num_new += group.num_new_blocks(seq_id, num_slots, num_hits, num_computed)
+            num_new += group.num_new_blocks(seq_id, num_tokens, num_hits, num_computed)
         return num_new
 
-    def attach_blocks(self, seq_id: int, computed: ComputedBlocks) -> None:
+    def attach_blocks(self, seq_id: int, computed: CachedPrefix) -> None:
         for number, group in enumerate(self.groups):
             group.attach_blocks(seq_id, computed.block_ids[number] if computed.num_tokens else ())
         if computed.num_with_kv:
             for state_group in self.state_groups:
                 state_group.want_state(seq_id, computed.num_with_kv)
 
-    def can_start(self, computed: ComputedBlocks) -> bool:
+    def can_start(self, computed: CachedPrefix) -> bool:
         """Return whether there are slots for the states of one more sequence."""
         for number, group in enumerate(self.groups):
             if isinstance(group, RecurrentStateGroup):
@@ -148,13 +168,13 @@ class KVCacheCoordinator:
                     return False
         return True
 
-    def allocate_blocks(self, seq_id: int, num_slots: int) -> BlockIds:
-        return [group.allocate_blocks(seq_id, num_slots) for group in self.groups]
+    def allocate_blocks(self, seq_id: int, num_tokens: int) -> BlockIds:
+        return [group.allocate_blocks(seq_id, num_tokens) for group in self.groups]
 
     def cache_full_blocks(self, seq_id: int, content: HashedTokens, num_tokens: int) -> int:
         """Make the blocks that the first `num_tokens` tokens fill findable, in every group.
 
-        Returns a number of slots: while fewer are needed for this sequence, no group has work.
+        Returns a number of tokens: while the sequence has fewer, no group has work.
         """
         return min([group.cache_full_blocks(seq_id, content, num_tokens) for group in self.groups])
 
@@ -167,83 +187,15 @@ class KVCacheCoordinator:
             group.free_sequence(seq_id)
 
 
-class UnitaryCoordinator(KVCacheCoordinator):
-    """A model with one group: without the loops over groups."""
-
-    def __init__(self, groups: Sequence[CacheGroup]) -> None:
-        super().__init__(groups)
-        (self._group,) = self.groups
-
-    def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> ComputedBlocks:
-        hits = self._group.find_longest_hit(block_hashes, max_tokens)
-        if not hits:
-            return NOTHING_COMPUTED
-        return ComputedBlocks((hits,), len(hits) * self._group.block_size)
-
-    def num_new_blocks(
-        self, seq_id: int, num_slots: int, computed: ComputedBlocks, num_computed: int = 0
-    ) -> int:
-        num_hits = len(computed.block_ids[0]) if computed.num_tokens else 0
-        return self._group.num_new_blocks(seq_id, num_slots, num_hits, num_computed)
-
-    def cache_full_blocks(self, seq_id: int, content: HashedTokens, num_tokens: int) -> int:
-        return self._group.cache_full_blocks(seq_id, content, num_tokens)
-
-
-class HybridCoordinator(KVCacheCoordinator):
-    """Several groups, whose blocks may have different sizes.
-
-    The end of a hit is the end of a block in every group: a multiple of `_alignment` tokens.
-    """
-
-    def __init__(self, groups: Sequence[CacheGroup]) -> None:
-        super().__init__(groups)
-        self._alignment = lcm(*(group.block_size for group in groups))
-
-    def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> ComputedBlocks:
-        """Lower the candidate length until every group accepts it.
-
-        A downward-closed group is asked once, because any shorter part of its hit is a hit. Other
-        groups may have a shorter prefix and not a longer one, so such a group is asked again
-        whenever another group lowered the candidate after it.
-        """
-        found: dict[CacheGroup, list[int]] = {}
-        length = self._aligned(max_tokens)
-        for group in self.groups:
-            if group.is_downward_closed:
-                found[group] = group.find_longest_hit(block_hashes, length)
-                length = self._aligned(len(found[group]) * group.block_size)
-        num_with_kv = length
-        num_accepted = turn = 0
-        while num_accepted < len(self._skipping) and length > 0:
-            group = self._skipping[turn % len(self._skipping)]
-            found[group] = group.find_longest_hit(block_hashes, length)
-            held = len(found[group]) * group.block_size
-            lowered = self._aligned(held)
-            # A group accepts its own hit, unless the hit had to be cut.
-            num_accepted = num_accepted + 1 if held == length else int(held == lowered)
-            length = lowered
-            turn += 1
-        if not self.state_groups or num_with_kv == length:
-            num_with_kv = 0
-        if length == 0:
-            return ComputedBlocks((), 0, (), num_with_kv) if num_with_kv else NOTHING_COMPUTED
-        block_ids = tuple(found[group][: length // group.block_size] for group in self.groups)
-        return ComputedBlocks(block_ids, length, (), num_with_kv)
-
-    def _aligned(self, num_tokens: int) -> int:
-        return num_tokens - num_tokens % self._alignment
-
-
-def make_coordinator(
+def make_groups(
     pool: BlockPool,
     specs: Sequence[KVGroupSpec],
     block_size: int,
-    num_state_slots: int = 0,
-    eviction_policy: str = "lru",
-    num_dropped: int = 0,
-) -> KVCacheCoordinator:
-    """Return the coordinator of a model whose layers form these groups.
+    num_state_slots: int,
+    eviction_policy: str,
+    num_dropped: int,
+) -> list[CacheGroup]:
+    """Return the groups of a model.
 
     num_state_slots: of the pool of states, with the null slot; 0 without such layers.
     eviction_policy: of that pool. num_dropped: as in `CacheGroup`.
@@ -254,12 +206,8 @@ def make_coordinator(
         own = pool
         if kind is RecurrentStateGroup:
             own = BlockPool(num_state_slots, pool.enable_caching, eviction_policy)
-        groups.append(kind(own, GroupKeys(number, block_size, block_size), spec, num_dropped))
-    if not pool.enable_caching:
-        return KVCacheCoordinator(groups)
-    if len(groups) == 1:
-        return UnitaryCoordinator(groups)
-    return HybridCoordinator(groups)
+        groups.append(kind(own, GroupKeys(number, block_size), spec, num_dropped))
+    return groups
 
 
 class PendingCopies:
@@ -275,7 +223,7 @@ class PendingCopies:
     def __bool__(self) -> bool:
         return bool(self._source_of)
 
-    def add_fork(self, computed: ComputedBlocks, new_blocks: BlockIds) -> None:
+    def add_fork(self, computed: CachedPrefix, new_blocks: BlockIds) -> None:
         """Copy the tail of each group into the first new block that the fork was given there.
 
         If the source is freed before the step, the copy still reads the old content: another

@@ -1,7 +1,7 @@
 """Observers of the block pool.
 
 ObservedBlockPool       a pool that notifies observers; the plain pool pays nothing for them
-KVEventLog              events for `--kv-events-endpoint`
+KVEventLog              events for `--kv-events-config`
 ResidencyMeter          lifetimes of sampled blocks, for `--kv-cache-metrics-one-in`
 ReusableBlockCounter    blocks in the free queue whose content can still be found
 """
@@ -10,13 +10,21 @@ import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import Final
+from typing import Final, NamedTuple
 
+from engine_core.block_hashing import ExtraKeys, GroupKeys, split_key
 from engine_core.kv_cache.free_queue import NULL_BLOCK
-from engine_core.kv_cache.hashing import GroupKeys, split_key
 from engine_core.kv_cache.pool import BlockPool, HashedTokens
-from proto.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
-from proto.stats import KVEviction
+from proto.messages.kv_events import (
+    DEVICE_MEDIUM,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEvent,
+    event_hash,
+)
+from proto.messages.lifecycle import KVCacheGeometry
+from proto.messages.stats import KVEviction
 
 
 class PoolObserver:
@@ -51,8 +59,6 @@ class PoolObserver:
 
 class ObservedBlockPool(BlockPool):
     """A BlockPool that notifies observers of each change."""
-
-    __slots__ = ("_observers",)
 
     def __init__(
         self,
@@ -113,11 +119,58 @@ class ObservedBlockPool(BlockPool):
             observer.removed(block, key, is_last)
 
 
-class KVEventLog(PoolObserver):
-    """Events of the prefix cache, in order, until `pop_events` returns them."""
+class StoredBlocks(NamedTuple):
+    """The blocks of one KV cache group on one medium, as events name them.
 
-    def __init__(self) -> None:
+    size: tokens of a block. factor: device blocks of a block.
+    """
+
+    medium: str
+    group: int
+    size: int
+    factor: int = 1
+
+    def event(
+        self, geometry: KVCacheGeometry, content: HashedTokens, first: int, end: int
+    ) -> BlockStored:
+        """Return the event of the blocks [first, end) of a sequence.
+
+        device blocks   | h0 | h1 | h2 | h3 | h4 | h5 |      factor 2, first 1, end 3
+        event           parent h1    h3        h5
+        """
+        size, factor = self.size, self.factor
+        hashes = content.block_hashes
+        window = geometry.groups[self.group].sliding_window
+        kind = "full_attention" if window is None else "sliding_window"
+        if geometry.num_parts == 1:
+            kind = "mla_attention" if window is None else "sliding_window_mla"
+        lora = content.extra_keys.lora_request
+        return BlockStored(
+            block_hashes=[
+                event_hash(hashes[index * factor - 1]) for index in range(first + 1, end + 1)
+            ],
+            parent_block_hash=event_hash(hashes[first * factor - 1]) if first else None,
+            token_ids=content.all_token_ids[first * size : end * size],
+            block_size=size,
+            lora_id=None if lora is None else lora.lora_int_id,
+            medium=self.medium,
+            lora_name=None if lora is None else lora.lora_name,
+            extra_keys=_published_keys(content.extra_keys, first, end, size),
+            group_idx=self.group,
+            kv_cache_spec_kind=kind,
+            kv_cache_spec_sliding_window=window,
+        )
+
+
+class KVEventLog(PoolObserver):
+    """Events of the prefix cache, in order, until `pop_events` returns them.
+
+    geometry: of the cache, whose groups the events name.
+    """
+
+    def __init__(self, geometry: KVCacheGeometry) -> None:
         self._events: list[KVEvent] = []
+        self._geometry = geometry
 
     def pop_events(self) -> list[KVEvent]:
         events, self._events = self._events, []
@@ -126,18 +179,36 @@ class KVEventLog(PoolObserver):
     def stored(
         self, table: Sequence[int], first: int, end: int, keys: GroupKeys, content: HashedTokens
     ) -> None:
-        hashes = keys.hashes(content.block_hashes, first, end)
-        parent = keys.hashes(content.block_hashes, first - 1, first)[0] if first else None
-        tokens = content.all_token_ids[first * keys.block_size : end * keys.block_size]
-        self._events.append(BlockStored(hashes, parent, tokens, keys.block_size, keys.number))
+        blocks = StoredBlocks(DEVICE_MEDIUM, keys.number, keys.block_size)
+        self._events.append(blocks.event(self._geometry, content, first, end))
 
     def removed(self, block: int, key: bytes, is_last: bool) -> None:
-        if is_last:
-            block_hash, group = split_key(key)
-            self._events.append(BlockRemoved(block_hash, group))
+        if not is_last:
+            return
+        block_hash, group = split_key(key)
+        match self._events[-1:]:
+            case [BlockRemoved(block_hashes=hashes, group_idx=last)] if last == group:
+                hashes.append(event_hash(block_hash))
+            case _:
+                removed = BlockRemoved([event_hash(block_hash)], DEVICE_MEDIUM, group)
+                self._events.append(removed)
 
     def cleared(self) -> None:
         self._events.append(AllBlocksCleared())
+
+
+def _published_keys(
+    extra_keys: ExtraKeys, first: int, end: int, size: int
+) -> list[list[str] | None] | None:
+    """Return the values of the extra keys of the blocks [first, end); None if there are none."""
+    if first * size >= extra_keys.end:
+        return None
+    return [
+        [value.decode() if kind == "cache_salt" else value.hex() for kind, value in keys] or None
+        for keys in (
+            extra_keys.of_block(block * size, (block + 1) * size) for block in range(first, end)
+        )
+    ]
 
 
 MAX_GAPS: Final = 64

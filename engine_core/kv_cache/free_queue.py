@@ -9,12 +9,16 @@ A free queue owns the reference counts and the order of the free blocks, which a
 is in the queue exactly while its count is 0. It does not know hashes.
 
 To add an eviction order, extend `FreeBlockQueue` and add a line to `EVICTION_POLICIES` at the end
-of the file. `BlockPool` calls nothing else.
+of the file. `BlockPool` calls nothing else. An order from outside is an `EvictionOrder` of
+outside.py.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Final
+
+from engine_core.kv_cache.outside import EvictionOrder
+from proto.runtime.plugins import load_part
 
 NULL_BLOCK: Final = 0
 """A block that is never given away, counted, cached or freed.
@@ -228,5 +232,74 @@ class LRUFreeQueue(FreeBlockQueue):
             )
 
 
+class OrderedFreeQueue(FreeBlockQueue):
+    """Free blocks in an order from outside, which knows no reference counts."""
+
+    __slots__ = ("_order",)
+
+    def __init__(self, num_blocks: int, order: EvictionOrder) -> None:
+        super().__init__(num_blocks)
+        self._order = order
+        order.add(range(1, num_blocks))
+
+    def popleft(self) -> int:
+        return self.popleft_n(1)[0]
+
+    def popleft_n(self, count: int) -> list[int]:
+        if count > self.num_free:
+            raise ValueError("No free blocks available")
+        blocks = [self._order.pop() for _ in range(count)]
+        for block in blocks:
+            assert self.ref_counts[block] == 0, f"block {block} was free and referenced"
+            self.ref_counts[block] = 1
+        self.num_free -= count
+        return blocks
+
+    def release(self, blocks: Sequence[int]) -> None:
+        free = []
+        for block in blocks:
+            if block == NULL_BLOCK:
+                continue
+            assert self.ref_counts[block] > 0, f"block {block} is released and not referenced"
+            self.ref_counts[block] -= 1
+            if not self.ref_counts[block]:
+                free.append(block)
+        if free:
+            self._order.add(free)
+            self.num_free += len(free)
+
+    def touch(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            if block == NULL_BLOCK:
+                continue
+            if not self.ref_counts[block]:
+                self._order.remove(block)
+                self.num_free -= 1
+            self.ref_counts[block] += 1
+
+    def move_to_front(self, blocks: Sequence[int]) -> None:
+        free = [block for block in blocks if block != NULL_BLOCK and not self.ref_counts[block]]
+        if free:
+            self._order.put_first(free)
+
+    def peek(self) -> int:
+        return next(iter(self), NULL_BLOCK)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._order)
+
+
 EVICTION_POLICIES: Final[dict[str, type[FreeBlockQueue]]] = {"lru": LRUFreeQueue}
+
+
+def make_free_queue(eviction_policy: str, num_blocks: int) -> FreeBlockQueue:
+    """Return a queue of free blocks; raises ConfigError for a policy that cannot be loaded."""
+    queue_class = EVICTION_POLICIES.get(eviction_policy)
+    if queue_class is not None:
+        return queue_class(num_blocks)
+    field: Final = "eviction_policy"
+    order: EvictionOrder = load_part(field, eviction_policy, field, EvictionOrder)(num_blocks)
+    return OrderedFreeQueue(num_blocks, order)
+
+
 """Free queues by the name of their order."""

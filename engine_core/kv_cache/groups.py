@@ -9,23 +9,23 @@ The registry `GROUP_KINDS` is at the end of the file.
     RecurrentStateGroup   states of layers without attention: slots of a pool of their own
 
 All but the last take their blocks from one pool. To add state that is not KV, extend `CacheGroup`
-and add a line to `GROUP_KINDS`; workers name the kind in `proto.lifecycle.KVGroup.kind`.
+and add a line to `GROUP_KINDS`; workers name the kind in `proto.messages.lifecycle.KVGroup.kind`.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import Final
 
+from engine_core.block_hashing import GroupKeys, split_key
 from engine_core.kv_cache.free_queue import NULL_BLOCK
-from engine_core.kv_cache.hashing import GroupKeys, split_key
 from engine_core.kv_cache.pool import BlockPool, HashedTokens
-from proto.lifecycle import NOT_CACHED, RECURRENT_STATE, slots_per_sequence
-from proto.lifecycle import KVGroup as KVGroupSpec
+from proto.messages.lifecycle import NOT_CACHED, RECURRENT_STATE, slots_per_sequence
+from proto.messages.lifecycle import KVGroup as KVGroupSpec
 
 FULL_ATTENTION: Final = "full_attention"
 SLIDING_WINDOW: Final = "sliding_window"
 _NEVER: Final = 1 << 62
-"""More slots than any sequence needs."""
+"""More tokens than any sequence has."""
 
 
 class _Sequence:
@@ -77,8 +77,8 @@ class CacheGroup(ABC):
     def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> list[int]:
         """Return the block table of the longest cached prefix of at most `max_tokens` tokens.
 
-        Null blocks stand for blocks that no later token needs. The `num_dropped` blocks behind it
-        are cached, too, so that the token behind the prefix is the same.
+        Null blocks stand for blocks that no later token needs. The `num_dropped` blocks after it
+        are cached, too, so that the token after the prefix is the same.
         """
 
     @abstractmethod
@@ -115,9 +115,8 @@ class CacheGroup(ABC):
     def cache_full_blocks(self, seq_id: int, content: HashedTokens, num_tokens: int) -> int:
         """Make the blocks that the first `num_tokens` tokens fill findable, if caching is enabled.
 
-        Returns the number of slots from which on the sequence needs calls of
-        remove_skipped_blocks, allocate_blocks and cache_full_blocks again: with fewer slots
-        they would do nothing.
+        Returns how many tokens, lookahead included, the sequence must have before another call of
+        remove_skipped_blocks, allocate_blocks or cache_full_blocks changes anything.
         """
 
     def uncache_after(self, seq_id: int, num_tokens: int) -> None:
@@ -132,8 +131,8 @@ class CacheGroup(ABC):
 
     def uncache_hashes(self, block_hashes: Sequence[bytes]) -> None:
         """Remove every block with one of these hashes from the prefix index."""
-        for key in self._keys.leading(block_hashes, self._keys.count(block_hashes)):
-            self.pool.uncache_key(key)
+        for block_hash in block_hashes:
+            self.pool.uncache_key(self._keys.key(block_hash))
 
     def rename_sequence(self, seq_id: int, new_seq_id: int) -> None:
         """Give the block table of a sequence to another seq_id."""
@@ -169,10 +168,10 @@ class CacheGroup(ABC):
         return {seq_id: sequence.blocks for seq_id, sequence in self._sequences.items()}
 
     @abstractmethod
-    def violations(self, seq_id: int, recheck_after: int) -> list[str]:
+    def violations(self, seq_id: int, unchanged_below: int) -> list[str]:
         """Return what is wrong with a block table by the group's own rules, one sentence each.
 
-        recheck_after: the number of slots up to which the manager does not ask this group.
+        unchanged_below: the number of tokens up to which the manager does not ask this group.
         """
 
 
@@ -267,7 +266,7 @@ class FullAttentionGroup(CacheGroup):
             if hashes[blocks[index]] is not None
         ]
 
-    def violations(self, seq_id: int, recheck_after: int) -> list[str]:
+    def violations(self, seq_id: int, unchanged_below: int) -> list[str]:
         found = []
         sequence = self._sequences[seq_id]
         blocks, num_skipped = sequence.blocks, sequence.num_skipped
@@ -291,10 +290,10 @@ class FullAttentionGroup(CacheGroup):
             if (key := self._key_on(block)) and split_key(key)[1] != self._keys.number
         ]
         room = len(blocks) * self.block_size
-        if recheck_after > room + 1:
+        if unchanged_below > room + 1:
             found.append(
-                f"room: sequence {seq_id} has {room} slots in group {self._keys.number}, but is "
-                f"not checked before {recheck_after} are needed"
+                f"room: sequence {seq_id} has blocks for {room} tokens in group "
+                f"{self._keys.number}, but is not checked before {unchanged_below} are needed"
             )
         return found
 
@@ -353,10 +352,10 @@ class SlidingWindowGroup(FullAttentionGroup):
         num_dropped = self._num_dropped
         num_needed = self._num_seen_blocks + num_dropped
         first = self.pool.index.get
-        end = min(max_tokens // self.block_size + num_dropped, self._keys.count(block_hashes))
+        end = min(max_tokens // self.block_size + num_dropped, len(block_hashes))
         run: list[int] = []
         for index in range(end - 1, -1, -1):
-            block = first(self._keys.key(block_hashes, index))
+            block = first(self._keys.key(block_hashes[index]))
             if block is None:
                 run = []
                 continue
@@ -409,10 +408,10 @@ class SlidingWindowGroup(FullAttentionGroup):
         sequence.num_skipped = end
 
     def cache_full_blocks(self, seq_id: int, content: HashedTokens, num_tokens: int) -> int:
-        """As for full attention; a request that needs `skips` slots may skip one more block."""
-        recheck_after = super().cache_full_blocks(seq_id, content, num_tokens)
+        """As for full attention, but also ends where the window leaves one more block behind."""
+        unchanged_below = super().cache_full_blocks(seq_id, content, num_tokens)
         skips = (self._sequences[seq_id].num_skipped + 1) * self.block_size + self._window
-        return recheck_after if recheck_after < skips else skips
+        return unchanged_below if unchanged_below < skips else skips
 
     def free_sequence(self, seq_id: int) -> None:
         sequence = self._sequences.pop(seq_id, None)
@@ -446,7 +445,7 @@ class UncachedGroup(FullAttentionGroup):
     def cache_full_blocks(self, seq_id: int, content: HashedTokens, num_tokens: int) -> int:
         return _NEVER
 
-    def violations(self, seq_id: int, recheck_after: int) -> list[str]:
+    def violations(self, seq_id: int, unchanged_below: int) -> list[str]:
         blocks = self._sequences[seq_id].blocks
         return [f"uncached: sequence {seq_id} has {len(blocks)} blocks"] if blocks else []
 
@@ -478,7 +477,7 @@ class RecurrentStateGroup(CacheGroup):
 
     Entry i of a block table is the slot with the state after the last computed token of block i;
     null if it is not held. A step that computes the tokens [first, end) begins with the state of
-    the block of token first - 1, and writes those of all blocks of its tokens that have a slot:
+    the block of token first - 1, and writes the states of all blocks of its tokens with a slot:
 
         computed   | . . . . | . . . . | . . . . | . .          next position 14, blocks of 4
         table      |    0    |    0    |    9    |  4 |
@@ -486,14 +485,14 @@ class RecurrentStateGroup(CacheGroup):
 
     A sequence that runs may always have `slots_per_sequence` slots: the current state and the one
     at the last end of a block.
-    States at other ends of blocks are held as long as there are slots for them: that of the last
-    block before a chunk's last token, from which the same prompt goes on when it comes again, and
-    those that other requests will look for (`want_state`). A freed state stays in the prefix index
+    States at other ends of blocks are held as long as there are slots for them: of the last block
+    before a chunk's last token, from which the same prompt goes on when it comes again, and states
+    that other requests will look for (`want_state`). A freed state stays in the prefix index
     if a prompt ended there or another request wants it; others are removed from it and overwritten
     first.
 
     The sequences of a step are computed in any order, so a hit needs a state of an earlier step:
-    `begin_step` makes those of the last step findable.
+    `begin_step` makes the states of the last step findable.
 
     num_charged: slots reserved: for each sequence the larger of `slots_per_sequence` and what it
         holds, and one more while it holds a cached state that it began with.
@@ -546,9 +545,9 @@ class RecurrentStateGroup(CacheGroup):
     def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> list[int]:
         """Search from the end: one state is enough, and it is in the last entry."""
         find, fresh = self.pool.index.get, self._fresh
-        end = min(max_tokens // self.block_size, self._keys.count(block_hashes))
+        end = min(max_tokens // self.block_size, len(block_hashes))
         for index in range(end - 1, -1, -1):
-            slot = find(self._keys.key(block_hashes, index))
+            slot = find(self._keys.key(block_hashes[index]))
             if slot is not None and slot not in fresh:
                 return [*[NULL_BLOCK] * index, slot]
         return []
@@ -625,7 +624,7 @@ class RecurrentStateGroup(CacheGroup):
         for index in range(sequence.num_cached, num_full):
             slot = sequence.blocks[index]
             if slot != NULL_BLOCK:
-                self.pool.cache_full_block(slot, self._keys.key(content.block_hashes, index))
+                self.pool.cache_full_block(slot, self._keys.key(content.block_hashes[index]))
                 self._fresh.add(slot)
         sequence.num_cached = max(sequence.num_cached, num_full)
         next_fills = (sequence.num_cached + 1) * block_size
@@ -669,7 +668,7 @@ class RecurrentStateGroup(CacheGroup):
         """Return nothing: its slots are not blocks of the KV pool."""
         return []
 
-    def violations(self, seq_id: int, recheck_after: int) -> list[str]:
+    def violations(self, seq_id: int, unchanged_below: int) -> list[str]:
         found = []
         sequence = self._record(seq_id)
         assert sequence is not None
@@ -685,7 +684,7 @@ class RecurrentStateGroup(CacheGroup):
             found.append(f"skipped states: sequence {seq_id} holds some")
         if any(hashes[block] is not None for block in blocks[sequence.num_cached :]):
             found.append(f"cached count: sequence {seq_id} has a state that is findable too early")
-        if recheck_after > len(blocks) * self.block_size + 1:
+        if unchanged_below > len(blocks) * self.block_size + 1:
             found.append(f"room: sequence {seq_id} is not checked before its table ends")
         records = map(self._record, self._sequences)
         charged = sum(self._charge_of(record) for record in records if record is not None)

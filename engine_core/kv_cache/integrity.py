@@ -31,9 +31,9 @@ def check_in_slices(manager: KVCacheManager) -> Iterator[list[str]]:
     After any change of the cache the check has to start again.
     """
     tables = [table for group in manager.block_groups for table in group.block_tables().values()]
-    references = manager.transfer_refs.reference_tables(), manager.pool.pinned.reference_tables()
+    references = manager.transfer_refs.reference_tables(), manager.pool.retained.reference_tables()
     yield from check_pool(manager.pool, [*tables, *references[0], *references[1]])
-    yield manager.pool.pinned.violations()
+    yield manager.pool.retained.violations()
     for group in manager.groups:
         if group.pool is not manager.pool:
             yield from check_pool(group.pool, list(group.block_tables().values()))

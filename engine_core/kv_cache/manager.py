@@ -5,15 +5,17 @@ reads the counters, token ids and hashes of requests and never changes them. Whi
 is preempted is decided elsewhere. Start reading at `KVCacheManager.allocate_slots`.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain
-from typing import Final, Protocol
+from typing import Final
 
+from engine_core.block_hashing import BlockHasher
 from engine_core.kv_cache.coordinator import (
-    NOTHING_COMPUTED,
-    ComputedBlocks,
+    NO_PREFIX,
+    CachedPrefix,
+    KVCacheCoordinator,
     PendingCopies,
-    make_coordinator,
+    make_groups,
     max_blocks_of_request,
 )
 from engine_core.kv_cache.events import (
@@ -23,25 +25,16 @@ from engine_core.kv_cache.events import (
     ResidencyMeter,
 )
 from engine_core.kv_cache.groups import CacheGroup, FullAttentionGroup
-from engine_core.kv_cache.hashing import BlockHasher
 from engine_core.kv_cache.pool import BlockPool, TransferRefs
 from engine_core.request import Request
-from proto.lifecycle import KVGroup as KVGroupSpec
-from proto.scheduler_output import BlockIds
-from proto.stats import KVEviction
+from proto.messages.lifecycle import KVGroup as KVGroupSpec
+from proto.messages.scheduler_output import BlockIds
+from proto.messages.stats import KVEviction
 
-__all__ = ["NOTHING_COMPUTED", "NO_NEW_BLOCKS", "ComputedBlocks", "KVCacheManager"]
+__all__ = ["NO_NEW_BLOCKS", "NO_PREFIX", "CachedPrefix", "KVCacheManager"]
 
 NO_NEW_BLOCKS: Final[BlockIds] = []
 """Returned, always this very object, if no group needed a block; never changed."""
-
-
-class ReclaimableBlocks(Protocol):
-    """Holds blocks that are counted as free, because it frees them on demand."""
-
-    def reclaim_blocks(self, num_blocks: int) -> None:
-        """Free `num_blocks` more blocks; at least that many are held by pins alone."""
-        ...
 
 
 class KVCacheManager:
@@ -50,10 +43,11 @@ class KVCacheManager:
     num_blocks counts the null block. fingerprint: covers everything that changes KV values; the
     root of the block hashes. hasher: to be given to each Request; None without prefix caching.
     groups: of the model's layers. longest_chunk: maximum tokens of a request in one step;
-    None: all of them. reclaimable: retained prefixes, if there are any. num_state_slots: of the
-    pool of recurrent states, with the null slot. num_dropped_blocks: cached blocks at the end of a
-    hit that are computed again. 1 for a draft head (EAGLE): its KV at a position depends on the
-    hidden state there and on the next token, which may be another one behind the same block.
+    None: all of them. reclaim_blocks: frees this many more blocks of retained prefixes.
+    num_state_slots: of the pool of recurrent states, with the null slot. num_dropped_blocks: cached
+    blocks at the end of a hit that are computed again. 1 for a draft head (EAGLE): its KV at a
+    position also depends on the next token, so the last entry of a block is right only for a
+    request that continues with the same token.
 
         cached     | A | B | C |      C's last entry belongs to a next token that is not known
         hit        | A | B |          C's first token is known, so B's last entry is right, unless
@@ -89,13 +83,10 @@ class KVCacheManager:
         self._specs = tuple(groups)
         self._longest_chunk = longest_chunk
         self._residency = residency
-        self._coordinator = make_coordinator(
-            self.pool,
-            groups,
-            block_size,
-            num_state_slots,
-            eviction_policy,
-            num_dropped_blocks,
+        self._coordinator = KVCacheCoordinator(
+            make_groups(
+                self.pool, groups, block_size, num_state_slots, eviction_policy, num_dropped_blocks
+            )
         )
         self.state_groups = self._coordinator.state_groups
         self.has_states = bool(self.state_groups)
@@ -104,9 +95,10 @@ class KVCacheManager:
         )
         self._pending_copies = PendingCopies()
         self.transfer_refs = TransferRefs(self.pool)
-        self.reclaimable: ReclaimableBlocks | None = None
-        # seq_id → slots below which no group has to act; has all requests with blocks.
-        self._recheck_after: dict[int, int] = {}
+        self.reclaim_blocks: Callable[[int], None] | None = None
+        # By seq_id, of all requests with blocks: an allocation for fewer tokens than this
+        # changes nothing: it needs no new block, frees none of a window and completes none.
+        self._unchanged_below: dict[int, int] = {}
         # By seq_id, of requests with KV that is being loaded: tokens before that KV.
         self._confirmed_until: dict[int, int] = {}
         self._num_queried = 0
@@ -136,19 +128,19 @@ class KVCacheManager:
 
     # Prefixes
 
-    def get_computed_blocks(self, request: Request) -> ComputedBlocks:
+    def get_computed_blocks(self, request: Request) -> CachedPrefix:
         """Return the longest cached prefix of a request; nothing if it holds blocks already.
 
         At most num_tokens - 1 tokens, rounded down to blocks: the last token is always computed,
         for its logits. Changes nothing.
         """
         if not self.enable_caching or request.skip_reading_prefix_cache:
-            return NOTHING_COMPUTED
-        if request.seq_id in self._recheck_after:
-            return NOTHING_COMPUTED
+            return NO_PREFIX
+        if request.seq_id in self._unchanged_below:
+            return NO_PREFIX
         return self._coordinator.find_longest_hit(request.block_hashes, request.num_tokens - 1)
 
-    def find_fork(self, source: Request, num_tokens: int) -> ComputedBlocks:
+    def find_fork(self, source: Request, num_tokens: int) -> CachedPrefix:
         """Return the KV of the first tokens of a request that holds blocks, for another request.
 
         num_tokens: tokens whose KV was computed in an earlier step, or copied or found in this one.
@@ -156,7 +148,7 @@ class KVCacheManager:
         the source is being loaded. Changes nothing.
         """
         if source.seq_id in self._confirmed_until:
-            return NOTHING_COMPUTED
+            return NO_PREFIX
         return self._coordinator.find_fork(source.seq_id, num_tokens)
 
     def fork_blocks(self, request: Request, source: Request, num_tokens: int) -> int:
@@ -165,7 +157,7 @@ class KVCacheManager:
         Returns how many tokens it holds now: only whole blocks if no block is free for the copy of
         the last one, and none if the source holds no blocks.
         """
-        if source.seq_id not in self._recheck_after:
+        if source.seq_id not in self._unchanged_below:
             return 0
         for shared in (num_tokens, num_tokens - num_tokens % self.block_size):
             computed = self.find_fork(source, shared)
@@ -186,7 +178,7 @@ class KVCacheManager:
         self,
         request: Request,
         num_new_tokens: int,
-        computed: ComputedBlocks = NOTHING_COMPUTED,
+        computed: CachedPrefix = NO_PREFIX,
         num_lookahead_tokens: int = 0,
         num_external_tokens: int = 0,
     ) -> BlockIds | None:
@@ -214,23 +206,23 @@ class KVCacheManager:
         except that blocks that no later token needs are freed. Hits are referenced before a new
         block is taken, so none of them is overwritten.
         """
-        num_slots = request.num_computed_tokens + num_new_tokens + num_lookahead_tokens
+        num_positions = request.num_computed_tokens + num_new_tokens + num_lookahead_tokens
         # Most calls are a decode within its last block: one comparison decides.
-        if num_slots < self._recheck_after.get(request.seq_id, 0):
+        if num_positions < self._unchanged_below.get(request.seq_id, 0):
             return NO_NEW_BLOCKS
         return self._allocate(
             request, num_new_tokens, computed, num_lookahead_tokens, num_external_tokens
         )
 
     def num_blocks_needed(
-        self, request: Request, num_new_tokens: int, computed: ComputedBlocks = NOTHING_COMPUTED
+        self, request: Request, num_new_tokens: int, computed: CachedPrefix = NO_PREFIX
     ) -> int:
         """Return how many free blocks `allocate_slots` would use for the same; changes nothing.
 
         A hit in the free queue counts, because referencing it leaves one free block less.
         """
-        num_slots = request.num_computed_tokens + computed.num_tokens + num_new_tokens
-        num_new = self._coordinator.num_new_blocks(request.seq_id, num_slots, computed)
+        num_positions = request.num_computed_tokens + computed.num_tokens + num_new_tokens
+        num_new = self._coordinator.num_new_blocks(request.seq_id, num_positions, computed)
         return num_new + self._num_free_hits(computed)
 
     def max_blocks(self, num_tokens: int) -> int:
@@ -243,15 +235,15 @@ class KVCacheManager:
     def hand_over_blocks(self, request: Request, heir: Request, num_shared_tokens: int) -> None:
         """Give the blocks of a request to one that begins with the same tokens.
 
-        Content behind the shared tokens will be overwritten, so it becomes unfindable. Does
+        Content after the shared tokens will be overwritten, so it becomes unfindable. Does
         nothing if the request has no blocks.
         """
-        recheck_after = self._recheck_after.pop(request.seq_id, None)
+        unchanged_below = self._unchanged_below.pop(request.seq_id, None)
         self._confirmed_until.pop(request.seq_id, None)
-        if recheck_after is not None:
+        if unchanged_below is not None:
             self.uncache_after(request, num_shared_tokens)
             self._coordinator.rename_sequence(request.seq_id, heir.seq_id)
-            self._recheck_after[heir.seq_id] = recheck_after
+            self._unchanged_below[heir.seq_id] = unchanged_below
 
     def free(self, request: Request) -> None:
         """Free all blocks of a request, last one first; nothing if it has none.
@@ -259,15 +251,15 @@ class KVCacheManager:
         Full blocks become findable before that: a block may have been filled before the id of its
         last token was known.
         """
-        recheck_after = self._recheck_after.pop(request.seq_id, None)
-        if recheck_after is None:
+        unchanged_below = self._unchanged_below.pop(request.seq_id, None)
+        if unchanged_below is None:
             return
         num_verified = min(
             request.num_computed_tokens,
             self._confirmed_until.pop(request.seq_id, request.num_tokens),
             request.num_tokens,
         )
-        if num_verified >= recheck_after:
+        if num_verified >= unchanged_below:
             self._coordinator.cache_full_blocks(request.seq_id, request, num_verified)
         if self._pending_copies:
             self._pending_copies.cancel(self._pool_blocks(request.seq_id))
@@ -279,7 +271,7 @@ class KVCacheManager:
         """Make loaded KV findable, and what was computed on top of it: `num_tokens` in all."""
         if self._confirmed_until.pop(request.seq_id, None) is not None:
             self._coordinator.remove_skipped_blocks(request.seq_id, num_tokens)
-            self._recheck_after[request.seq_id] = self._coordinator.cache_full_blocks(
+            self._unchanged_below[request.seq_id] = self._coordinator.cache_full_blocks(
                 request.seq_id, request, min(num_tokens, request.num_tokens)
             )
 
@@ -295,7 +287,7 @@ class KVCacheManager:
         return min([number for number in found if number is not None], default=None)
 
     def rewind(self, request: Request, num_valid_tokens: int) -> None:
-        """Make content behind the first tokens unfindable, also if it is being loaded.
+        """Make content after the first tokens unfindable, also if it is being loaded.
 
         The request keeps its blocks and computes the tokens again.
         """
@@ -303,7 +295,7 @@ class KVCacheManager:
         self.uncache_after(request, num_valid_tokens)
 
     def uncache_after(self, request: Request, num_valid_tokens: int) -> None:
-        """Make the content of a request's blocks behind its first tokens unfindable.
+        """Make the content of a request's blocks after its first tokens unfindable.
 
         For content that is wrong or will never be computed. Requests that reference these blocks
         keep them.
@@ -343,7 +335,7 @@ class KVCacheManager:
         Without null blocks, of all groups in the order of their tokens, from the block of
         `first_token` on.
         """
-        if request.seq_id not in self._recheck_after:
+        if request.seq_id not in self._unchanged_below:
             return []
         confirmed = self._confirmed_until.get(request.seq_id, request.num_tokens)
         num_verified = min(request.num_computed_tokens, confirmed, request.num_tokens)
@@ -383,11 +375,11 @@ class KVCacheManager:
         """
         for number, group in enumerate(self.groups):
             tables = group.block_tables()
-            if tables.keys() != self._recheck_after.keys():
-                odd = sorted(tables.keys() ^ self._recheck_after.keys())
+            if tables.keys() != self._unchanged_below.keys():
+                odd = sorted(tables.keys() ^ self._unchanged_below.keys())
                 yield [f"sequences: group {number} and the manager disagree on seq_ids {odd}"]
             for seq_id in tables:
-                yield group.violations(seq_id, self._recheck_after.get(seq_id, 0))
+                yield group.violations(seq_id, self._unchanged_below.get(seq_id, 0))
 
     @property
     def groups(self) -> tuple[CacheGroup, ...]:
@@ -418,10 +410,10 @@ class KVCacheManager:
     @property
     def num_sequences(self) -> int:
         """Number of requests that hold blocks."""
-        return len(self._recheck_after)
+        return len(self._unchanged_below)
 
     @property
-    def num_free_blocks(self) -> int:
+    def num_available_blocks(self) -> int:
         """Number of blocks that are free or cached, or would be without retained prefixes."""
         return self.pool.num_available
 
@@ -434,21 +426,21 @@ class KVCacheManager:
         self,
         request: Request,
         num_new: int,
-        computed: ComputedBlocks,
+        computed: CachedPrefix,
         num_lookahead: int,
         num_external: int = 0,
     ) -> BlockIds | None:
         seq_id, coordinator = request.seq_id, self._coordinator
         num_computed = request.num_computed_tokens + computed.num_tokens + num_external
         num_tokens = num_computed + num_new
-        num_slots = num_tokens + num_lookahead
+        num_positions = num_tokens + num_lookahead
         coordinator.remove_skipped_blocks(seq_id, num_computed)
         num_loaded = num_computed if num_external else 0
-        num_new_blocks = coordinator.num_new_blocks(seq_id, num_slots, computed, num_loaded)
+        num_new_blocks = coordinator.num_new_blocks(seq_id, num_positions, computed, num_loaded)
         num_left = self.pool.num_available - num_new_blocks
         if num_left < 0 or (computed.num_tokens and not self._hits_fit(computed, num_left)):
             return None
-        is_new = seq_id not in self._recheck_after
+        is_new = seq_id not in self._unchanged_below
         if self.has_states and is_new and not coordinator.can_start(computed):
             return None
         if is_new:
@@ -459,9 +451,11 @@ class KVCacheManager:
         new_blocks = NO_NEW_BLOCKS
         if num_new_blocks or self.has_states:
             if num_new_blocks > self.pool.num_free:  # hits are referenced by now
-                assert self.reclaimable is not None, "blocks are pinned, but none can be reclaimed"
-                self.reclaimable.reclaim_blocks(num_new_blocks - self.pool.num_free)
-            new_blocks = coordinator.allocate_blocks(seq_id, num_slots)
+                assert self.reclaim_blocks is not None, (
+                    "blocks are retained, but none can be reclaimed"
+                )
+                self.reclaim_blocks(num_new_blocks - self.pool.num_free)
+            new_blocks = coordinator.allocate_blocks(seq_id, num_positions)
         if computed.tails:
             self._pending_copies.add_fork(computed, new_blocks)
         # Drafts and lookahead may still be rejected; only verified tokens are findable.
@@ -470,29 +464,32 @@ class KVCacheManager:
         num_verified = min(
             num_tokens, len(request.all_token_ids), self._confirmed_until.get(seq_id, num_tokens)
         )
-        self._recheck_after[seq_id] = coordinator.cache_full_blocks(seq_id, request, num_verified)
+        self._unchanged_below[seq_id] = coordinator.cache_full_blocks(seq_id, request, num_verified)
         return new_blocks if any(new_blocks) else NO_NEW_BLOCKS
 
-    def _hits_fit(self, computed: ComputedBlocks, num_free: int) -> bool:
-        """Return whether the hits leave none too few free blocks; counts them only if needed."""
+    def _hits_fit(self, computed: CachedPrefix, num_free: int) -> bool:
+        """Return whether at most `num_free` of the hits are blocks that are free now.
+
+        They are counted only if there are more hits than that.
+        """
         num_hits = sum(map(len, self._hits_of_pool(computed)))
         return num_hits <= num_free or self._num_free_hits(computed) <= num_free
 
-    def _num_free_hits(self, computed: ComputedBlocks) -> int:
+    def _num_free_hits(self, computed: CachedPrefix) -> int:
         return sum(map(self.pool.num_evictable, self._hits_of_pool(computed)))
 
     def _pool_blocks(self, seq_id: int) -> Iterator[int]:
         """Yield the blocks of the KV pool in the tables of a sequence."""
         return chain.from_iterable(group.block_table(seq_id) for group in self.block_groups)
 
-    def _hits_of_pool(self, computed: ComputedBlocks) -> Sequence[list[int]]:
+    def _hits_of_pool(self, computed: CachedPrefix) -> Sequence[list[int]]:
         """Return the hits that are blocks of the KV pool, per group; slots of states are not."""
         if not self.has_states:
             return computed.block_ids
         groups = zip(self.groups, computed.block_ids, strict=False)
         return [blocks for group, blocks in groups if group.pool is self.pool]
 
-    def _count_lookup(self, request: Request, computed: ComputedBlocks) -> None:
+    def _count_lookup(self, request: Request, computed: CachedPrefix) -> None:
         """Count a lookup of the prefix cache; forks were not looked up, or counted as a miss."""
         looked_up = self.enable_caching and not request.skip_reading_prefix_cache
         if looked_up and not computed.tails and request.num_preemptions == 0:

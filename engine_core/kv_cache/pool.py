@@ -1,8 +1,8 @@
 """The block pool: every block of one engine, free, in use or cached.
 
     BlockPool       gives blocks away, shares them, finds them by content, and takes them back
-    PinnedBlocks    references held by prefixes that agent sessions retain between two turns
-    TransferRefs    references held by copies that a KV connector has under way
+    RetainedBlocks  references of the prefixes that agent sessions retain between two turns
+    TransferRefs    references of the copies that a KV connector has under way
 
 The pool owns the hash of each block and the prefix index; the free queue owns the reference counts
 and the order of eviction. Callers name blocks; the pool does not know requests. A block is in one
@@ -16,20 +16,21 @@ of three states:
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from engine_core.kv_cache.free_queue import EVICTION_POLICIES, NULL_BLOCK, FreeBlockQueue
-from engine_core.kv_cache.hashing import GroupKeys
+from engine_core.block_hashing import ExtraKeys, GroupKeys
+from engine_core.kv_cache.free_queue import NULL_BLOCK, FreeBlockQueue, make_free_queue
 from engine_core.kv_cache.prefix_index import PrefixIndex
 
 
-class PinnedBlocks:
+class RetainedBlocks:
     """References of retained prefixes, and how many blocks would be free without them.
 
-        block 7    a block table, a pin     in use anyway: unpinning it frees nothing
-        block 8    a pin, a pin             reclaimable: free once both are unpinned
-        block 9    a pin                    reclaimable
+        block 7    a block table, a prefix     in use anyway: releasing it frees nothing
+        block 8    two prefixes                reclaimable: free once both are released
+        block 9    a prefix                    reclaimable
 
-    counts: pins by block; the caller must not change it. num_reclaimable: blocks that only pins
-    keep out of the free queue. The pool reports every change of a reference while there are pins.
+    counts: prefixes by block; the caller must not change it. num_reclaimable: blocks that only
+    prefixes keep out of the free queue. The pool reports every change of a reference while there
+    are any.
     """
 
     __slots__ = ("_ref_counts", "counts", "num_reclaimable")
@@ -40,19 +41,19 @@ class PinnedBlocks:
         self.counts: dict[int, int] = {}
         self.num_reclaimable = 0
 
-    def before_pin(self, blocks: Sequence[int]) -> None:
-        """Count pins of blocks that are in use; the caller references the blocks after this."""
+    def before_retain(self, blocks: Sequence[int]) -> None:
+        """Count a prefix of blocks that are in use; the caller references them after this."""
         counts, ref_counts = self.counts, self._ref_counts
         for block in blocks:
-            assert ref_counts[block] > 0, f"block {block} is pinned and free"
+            assert ref_counts[block] > 0, f"block {block} is retained and free"
             counts[block] = counts.get(block, 0) + 1
 
-    def before_unpin(self, blocks: Iterable[int]) -> None:
-        """Uncount pins; the caller drops the references after this."""
+    def before_release(self, blocks: Iterable[int]) -> None:
+        """Uncount a prefix; the caller drops the references after this."""
         counts, ref_counts = self.counts, self._ref_counts
         for block in blocks:
             count = counts.get(block, 0)
-            assert count > 0, f"block {block} is unpinned but not pinned"
+            assert count > 0, f"block {block} is released but not retained"
             if count > 1:
                 counts[block] = count - 1
             else:
@@ -60,7 +61,7 @@ class PinnedBlocks:
                 self.num_reclaimable -= ref_counts[block] == 1
 
     def before_touch(self, blocks: Iterable[int]) -> None:
-        """Update the count before references other than pins are added to blocks."""
+        """Update the count before other references are added to blocks."""
         counts, ref_counts = self.counts, self._ref_counts
         for block in blocks:
             count = counts.get(block, 0)
@@ -68,7 +69,7 @@ class PinnedBlocks:
                 self.num_reclaimable -= 1
 
     def after_release(self, blocks: Iterable[int]) -> None:
-        """Update the count after references other than pins were dropped from blocks."""
+        """Update the count after other references were dropped from blocks."""
         counts, ref_counts = self.counts, self._ref_counts
         for block in blocks:
             count = counts.get(block, 0)
@@ -76,19 +77,20 @@ class PinnedBlocks:
                 self.num_reclaimable += 1
 
     def is_available(self, block: int) -> bool:
-        """Return whether a block is free, or would be without pins."""
+        """Return whether a block is free, or would be without retained prefixes."""
         return self._ref_counts[block] == self.counts.get(block, 0)
 
     def reference_tables(self) -> list[list[int]]:
         return reference_tables(self.counts)
 
     def violations(self) -> list[str]:
-        """Return where the counts disagree; takes time in proportion to the pinned blocks."""
+        """Return where the counts disagree; takes time in proportion to the retained blocks."""
         num_reclaimable = sum(map(self.is_available, self.counts))
         if num_reclaimable == self.num_reclaimable:
             return []
         return [
-            f"pins: {num_reclaimable} blocks are only pinned, {self.num_reclaimable} are recorded"
+            f"retained: {num_reclaimable} blocks are only retained, "
+            f"{self.num_reclaimable} are recorded"
         ]
 
 
@@ -106,9 +108,11 @@ class HashedTokens(Protocol):
     """The content of a sequence's blocks: a request, or what a test puts in its place.
 
     all_token_ids: tokens of the whole sequence. block_hashes: hashes of its full blocks.
+    extra_keys: what besides the tokens is in the hashes.
     """
 
     all_token_ids: list[int]
+    extra_keys: ExtraKeys
 
     @property
     def block_hashes(self) -> list[bytes]:
@@ -119,21 +123,10 @@ class BlockPool:
     """Gives away, shares, caches and takes back blocks 1 … num_blocks - 1.
 
     num_blocks counts the null block. ref_counts (the free queue's own list) and hashes have one
-    entry per block; a block's hash is its key in the index, which includes its group. pinned:
+    entry per block; a block's hash is its key in the index, which includes its group. retained:
     references of retained prefixes. shared: 1 for each block whose content was found by another
     session than the one that computed it.
     """
-
-    __slots__ = (
-        "enable_caching",
-        "free_queue",
-        "hashes",
-        "index",
-        "num_blocks",
-        "pinned",
-        "ref_counts",
-        "shared",
-    )
 
     def __init__(self, num_blocks: int, enable_caching: bool, eviction_policy: str = "lru") -> None:
         """Raises ValueError for a pool without a usable block."""
@@ -141,11 +134,11 @@ class BlockPool:
             raise ValueError(f"a pool needs the null block and one more, got {num_blocks}")
         self.num_blocks = num_blocks
         self.enable_caching = enable_caching
-        self.free_queue: FreeBlockQueue = EVICTION_POLICIES[eviction_policy](num_blocks)
+        self.free_queue: FreeBlockQueue = make_free_queue(eviction_policy, num_blocks)
         self.index = PrefixIndex()
         self.ref_counts = self.free_queue.ref_counts
         self.hashes: list[bytes | None] = [None] * num_blocks
-        self.pinned = PinnedBlocks(self.ref_counts)
+        self.retained = RetainedBlocks(self.ref_counts)
         self.shared = bytearray(num_blocks)
 
     @property
@@ -154,8 +147,8 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Number of blocks that are free, or would be without pins."""
-        return self.free_queue.num_free + self.pinned.num_reclaimable
+        """Number of blocks that are free, or would be without retained prefixes."""
+        return self.free_queue.num_free + self.retained.num_reclaimable
 
     @property
     def usage(self) -> float:
@@ -175,24 +168,24 @@ class BlockPool:
 
     def touch(self, blocks: Sequence[int]) -> None:
         """Reference blocks once more; free ones leave the free queue."""
-        if self.pinned.counts:
-            self.pinned.before_touch(blocks)
+        if self.retained.counts:
+            self.retained.before_touch(blocks)
         self.free_queue.touch(blocks)
 
     def free_blocks(self, blocks: Sequence[int]) -> None:
         """Drop one reference of each block; those without any become free in this order."""
         self._release(blocks)
-        if self.pinned.counts:
-            self.pinned.after_release(blocks)
+        if self.retained.counts:
+            self.retained.after_release(blocks)
 
-    def pin(self, blocks: Sequence[int]) -> None:
+    def retain(self, blocks: Sequence[int]) -> None:
         """Reference blocks in use once more, for a retained prefix; null blocks are not allowed."""
-        self.pinned.before_pin(blocks)
+        self.retained.before_retain(blocks)
         self.free_queue.touch(blocks)
 
-    def unpin(self, blocks: Sequence[int]) -> None:
-        """Drop references taken by `pin`; blocks without any become free in this order."""
-        self.pinned.before_unpin(blocks)
+    def release_retained(self, blocks: Sequence[int]) -> None:
+        """Drop references taken by `retain`; blocks without any become free in this order."""
+        self.retained.before_release(blocks)
         self._release(blocks)
 
     def mark_shared(self, blocks: Iterable[int]) -> None:
@@ -202,20 +195,21 @@ class BlockPool:
                 self.shared[block] = 1
 
     def evict_first(self, blocks: Sequence[int]) -> None:
-        """Move free blocks to the front of the free queue, the last one first; not shared ones.
+        """Move free blocks to the front of the free queue, but not shared ones.
 
-        They can still be found until they are overwritten. Does nothing while the block at the
-        front has no content, because then no content is evicted next.
+        The last block is then evicted first. They can still be found until they are overwritten.
+        Does nothing while blocks without content are at the front: those are overwritten first
+        anyway, and moving others before them would evict content too early.
         """
         queue = self.free_queue
         if self.hashes[queue.peek()] is not None:
             queue.move_to_front([block for block in reversed(blocks) if not self.shared[block]])
 
     def num_evictable(self, blocks: Iterable[int]) -> int:
-        """Return how many of these blocks are free, or would be without pins."""
+        """Return how many of these blocks are free, or would be without retained prefixes."""
         ref_counts = self.ref_counts
-        if self.pinned.counts:
-            is_available = self.pinned.is_available
+        if self.retained.counts:
+            is_available = self.retained.is_available
             return len([block for block in blocks if block != NULL_BLOCK and is_available(block)])
         return len([block for block in blocks if not ref_counts[block] and block != NULL_BLOCK])
 
@@ -232,7 +226,7 @@ class BlockPool:
         """Make the blocks [first, end) of a block table findable."""
         block_hashes = content.block_hashes
         for index in range(first, end):
-            self.cache_full_block(table[index], keys.key(block_hashes, index))
+            self.cache_full_block(table[index], keys.key(block_hashes[index]))
 
     def uncache(self, blocks: Iterable[int]) -> None:
         """Make blocks unfindable, because their content is wrong; references stay."""
@@ -316,12 +310,12 @@ class TransferRefs:
 
     @property
     def num_alone(self) -> int:
-        """Number of blocks that would be free, or only pinned, without these references."""
-        ref_counts, pins = self._pool.ref_counts, self._pool.pinned.counts
+        """Number of blocks that would be free, or only retained, without these references."""
+        ref_counts, retained = self._pool.ref_counts, self._pool.retained.counts
         return sum(
             1
             for block, count in self._counts.items()
-            if ref_counts[block] == count + pins.get(block, 0)
+            if ref_counts[block] == count + retained.get(block, 0)
         )
 
     def reference_tables(self) -> list[list[int]]:

@@ -12,15 +12,20 @@ from typing import Any, Final, NamedTuple
 
 from engine_core.kv_cache.pool import TransferRefs
 from engine_core.request import Request
-from proto.config import ServeConfig
 from proto.errors import ConfigError
-from proto.kv_connector import NO_PAYLOAD, KVConnectorOutput, Payload, find_class, load_class
-from proto.kv_events import KVEvent
-from proto.kv_transfer_config import FIELD, KVTransferConfig
-from proto.lifecycle import KVCacheGeometry
-from proto.scheduler_output import BlockIds, SchedulerOutput
-from proto.sockets import NO_DESCRIPTOR
-from proto.stats import KVMediumStats
+from proto.messages.kv_connector import (
+    NO_PAYLOAD,
+    KVConnectorOutput,
+    Payload,
+)
+from proto.messages.kv_events import KVEvent
+from proto.messages.lifecycle import KVCacheGeometry
+from proto.messages.scheduler_output import BlockIds, SchedulerOutput
+from proto.messages.stats import KVMediumStats, KVTier
+from proto.runtime.plugins import connector_class
+from proto.runtime.sockets import NO_DESCRIPTOR
+from proto.settings.config import ServeConfig
+from proto.settings.kv_transfer_config import FIELD, KVTransferConfig
 
 
 class Match(NamedTuple):
@@ -138,7 +143,11 @@ class SchedulerConnector:
         return ()
 
     def drain_stats(self) -> list[KVMediumStats]:
-        """Return copies since the last call and the current usage, for each medium."""
+        """Return copies and lookups since the last call, for each medium."""
+        return []
+
+    def tiers(self) -> list[KVTier]:
+        """Return how full each medium is whose size is known."""
         return []
 
     def reset_cache(self) -> bool:
@@ -178,14 +187,12 @@ def create_scheduler_connector(
     Raises ConfigError for an unknown name, and for a connector that does not support the model's
     KV cache groups.
     """
-    name, module_path = config.kv_connector, config.kv_connector_module_path
+    name = config.kv_connector
     if not name:
         return NO_CONNECTOR
-    if module_path:
-        connector_class = load_class(f"{module_path}:{name}Scheduler", FIELD)
-    else:
-        connector_class = find_class(CONNECTORS, name, FIELD)
-    connector: SchedulerConnector = connector_class(config, context)
+    module = config.kv_connector_module_path
+    make = connector_class(config.kv_connector, module, CONNECTORS, "Scheduler", FIELD)
+    connector: SchedulerConnector = make(config, context)
     num_groups = len(context.geometry.groups)
     if num_groups > 1 and not connector.supports_groups:
         connector.close()

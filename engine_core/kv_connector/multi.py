@@ -18,7 +18,7 @@ from engine_core.kv_connector.base import (
     create_scheduler_connector,
 )
 from engine_core.request import Request
-from proto.kv_connector import (
+from proto.messages.kv_connector import (
     NO_PAYLOAD,
     KVConnectorOutput,
     MultiReport,
@@ -27,10 +27,11 @@ from proto.kv_connector import (
     pack,
     unpack,
 )
-from proto.kv_events import KVEvent
-from proto.kv_transfer_config import KVTransferConfig, child_configs
-from proto.scheduler_output import BlockIds, SchedulerOutput
-from proto.stats import KVMediumStats
+from proto.messages.kv_events import KVEvent
+from proto.messages.scheduler_output import BlockIds, SchedulerOutput
+from proto.messages.stats import KVMediumStats, KVTier
+from proto.runtime.sockets import NO_DESCRIPTOR
+from proto.settings.kv_transfer_config import KVTransferConfig, child_configs
 
 
 class MultiScheduler(SchedulerConnector):
@@ -46,7 +47,7 @@ class MultiScheduler(SchedulerConnector):
         self.supports_groups = all(child.supports_groups for child in self.children)
         self._poll = select.epoll()
         self._by_descriptor = {
-            child.fileno(): child for child in self.children if child.fileno() >= 0
+            child.fileno(): child for child in self.children if child.fileno() != NO_DESCRIPTOR
         }
         for descriptor in self._by_descriptor:
             self._poll.register(descriptor, select.EPOLLIN)
@@ -131,6 +132,9 @@ class MultiScheduler(SchedulerConnector):
     def drain_stats(self) -> list[KVMediumStats]:
         return [stats for child in self.children for stats in child.drain_stats()]
 
+    def tiers(self) -> list[KVTier]:
+        return [tier for child in self.children for tier in child.tiers()]
+
     def reset_cache(self) -> bool:
         done = [child.reset_cache() for child in self.children]  # call every child
         return all(done)
@@ -144,7 +148,7 @@ class MultiScheduler(SchedulerConnector):
             child.on_worker_restart()
 
     def fileno(self) -> int:
-        return self._poll.fileno() if self._by_descriptor else -1
+        return self._poll.fileno() if self._by_descriptor else NO_DESCRIPTOR
 
     def process_notifications(self) -> None:
         for descriptor, _ in self._poll.poll(0):

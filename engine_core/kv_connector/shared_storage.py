@@ -12,7 +12,7 @@ from engine_core.kv_cache.free_queue import NULL_BLOCK
 from engine_core.kv_connector.base import NO_MATCH, Match, SchedulerConnector, SchedulerContext
 from engine_core.request import Request
 from proto.errors import ConfigError
-from proto.kv_connector import (
+from proto.messages.kv_connector import (
     NO_PAYLOAD,
     KVConnectorOutput,
     Payload,
@@ -21,9 +21,9 @@ from proto.kv_connector import (
     pack,
     unpack,
 )
-from proto.kv_media import shared_storage_file, shared_storage_folder, shared_storage_hash
-from proto.kv_transfer_config import FIELD, KVTransferConfig
-from proto.scheduler_output import BlockIds, SchedulerOutput
+from proto.messages.scheduler_output import BlockIds, SchedulerOutput
+from proto.settings.kv_media import shared_storage_file, shared_storage_folder, shared_storage_hash
+from proto.settings.kv_transfer_config import FIELD, KVTransferConfig
 
 
 class SharedStorageScheduler(SchedulerConnector):

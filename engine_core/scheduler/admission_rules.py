@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-from engine_core.kv_cache.manager import NOTHING_COMPUTED, ComputedBlocks, KVCacheManager
+from engine_core.kv_cache.manager import NO_PREFIX, CachedPrefix, KVCacheManager
 from engine_core.request import Request
-from proto.config import SchedulerConfig
+from proto.settings.config import SchedulerConfig
 
 DEFAULT_HYSTERESIS: Final = 0.9
 """Admission resumes below this fraction of the occupancy at which it stops, by default."""
@@ -18,7 +18,7 @@ class AdmissionRule(Protocol):
     no request runs or loads, so there is always progress.
     """
 
-    def admits(self, request: Request, num_new_tokens: int, computed: ComputedBlocks) -> bool:
+    def admits(self, request: Request, num_new_tokens: int, computed: CachedPrefix) -> bool:
         """Return whether a request may start with `num_new_tokens` after its cached blocks.
 
         Fewer free blocks must never turn a refusal into an admission.
@@ -58,14 +58,14 @@ class KVWatermarks:
         """
         return self._update_in_use() > self._preempt_above
 
-    def admits(self, request: Request, num_new_tokens: int, computed: ComputedBlocks) -> bool:
+    def admits(self, request: Request, num_new_tokens: int, computed: CachedPrefix) -> bool:
         in_use = self._update_in_use()
         needed = self._kv_cache.num_blocks_needed(request, num_new_tokens, computed)
         return self._admitting and in_use + needed <= self._preempt_above
 
     def _update_in_use(self) -> int:
         """Return the blocks in use; stop or resume admission accordingly."""
-        in_use = self._num_usable - self._kv_cache.num_free_blocks
+        in_use = self._num_usable - self._kv_cache.num_available_blocks
         if in_use > self._stop_above:
             self._admitting = False
         elif in_use < self._resume_below:
@@ -80,9 +80,9 @@ class Watermark:
         self._kv_cache = kv_cache
         self._num_reserved = int(fraction * kv_cache.num_usable_blocks)
 
-    def admits(self, request: Request, num_new_tokens: int, computed: ComputedBlocks) -> bool:
+    def admits(self, request: Request, num_new_tokens: int, computed: CachedPrefix) -> bool:
         needed = self._kv_cache.num_blocks_needed(request, num_new_tokens, computed)
-        return needed + self._num_reserved <= self._kv_cache.num_free_blocks
+        return needed + self._num_reserved <= self._kv_cache.num_available_blocks
 
 
 class WholeSequence:
@@ -95,16 +95,16 @@ class WholeSequence:
         self._kv_cache = kv_cache
         self._running = running
 
-    def admits(self, request: Request, num_new_tokens: int, computed: ComputedBlocks) -> bool:
+    def admits(self, request: Request, num_new_tokens: int, computed: CachedPrefix) -> bool:
         num_missing = request.num_tokens - request.num_computed_tokens - computed.num_tokens
         needed = self._needed(request, num_missing, computed)
         for other in self._running:
             if other.is_prefilling:
                 num_missing = other.num_tokens - other.num_computed_tokens
-                needed += self._needed(other, num_missing, NOTHING_COMPUTED)
-        return needed <= self._kv_cache.num_free_blocks
+                needed += self._needed(other, num_missing, NO_PREFIX)
+        return needed <= self._kv_cache.num_available_blocks
 
-    def _needed(self, request: Request, num_missing: int, computed: ComputedBlocks) -> int:
+    def _needed(self, request: Request, num_missing: int, computed: CachedPrefix) -> int:
         """Return the blocks that the missing tokens need; a window frees some on the way."""
         kv_cache = self._kv_cache
         return min(

@@ -1,8 +1,8 @@
 """Estimates of what each step computes, reads and writes on one worker, for `/metrics`.
 
-Estimates follow from the shape of the model (`proto/lifecycle.py:ComputeShape`) and the planned
-tokens, so they cost the workers nothing. Attention counts what the causal mask and the window
-leave:
+Estimates follow from the shape of the model (`proto/messages/lifecycle.py:ComputeShape`) and the
+planned tokens, so they cost the workers nothing. Attention counts what the causal mask and the
+window leave:
 
     keys      0 1 2 3 4 5
     query 4   x x x x x        num_computed = 4, num_new = 2: 5 + 6 pairs;
@@ -10,7 +10,7 @@ leave:
 """
 
 from engine_core.scheduler.step_plan import StepPlan, num_sampled_positions
-from proto.lifecycle import RECURRENT_STATE, WorkerReady
+from proto.messages.lifecycle import RECURRENT_STATE, WorkerReady
 
 
 def num_attention_pairs(num_computed: int, num_new: int, window: int | None) -> int:

@@ -1,7 +1,7 @@
 """KV transfers: loads through a KV connector, and requests that wait for them.
 
 A waiting request is first looked up in the prefix cache. The connector may have KV of the tokens
-behind that: the workers load it before the request's first step computes, or a copy takes a while,
+after that: the workers load it before the request's first step computes, or a copy takes a while,
 and then the request is given blocks and parked:
 
     queue ─▶ lookup ─┬▶ nothing found ─▶ admitted
@@ -36,9 +36,9 @@ from engine_core.scheduler.lifecycle import RequestLifecycle
 from engine_core.scheduler.preemption import NonRunningBlocks, SwapRule
 from engine_core.scheduler.step_plan import StepPlan
 from proto.codec import changed, to_compact_json
-from proto.kv_connector import KVConnectorOutput, LoadFailurePolicy
-from proto.kv_events import KVEvent
-from proto.scheduler_output import SchedulerOutput
+from proto.messages.kv_connector import KVConnectorOutput, LoadFailurePolicy
+from proto.messages.kv_events import KVEvent
+from proto.messages.scheduler_output import SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ class KVTransferManager(SchedulerFeature):
         self.connected = self.connector is not NO_CONNECTOR
         self._observer = observer
         self._plan: StepPlan | None = None
-        self._looked_up: dict[int, Request] = {}
+        self._awaiting_lookup: dict[int, Request] = {}
         self._loads: dict[int, _Load] = {}
         self._loaded: dict[int, Request] = {}
         self._without_kv: set[int] = set()  # ready requests only
@@ -194,7 +194,7 @@ class KVTransferManager(SchedulerFeature):
         num_local = candidate.computed.num_tokens
         match = self.connector.get_num_new_matched_tokens(request, num_local)
         if match.num_tokens is None:
-            self._looked_up[request.seq_id] = request
+            self._awaiting_lookup[request.seq_id] = request
             return True
         usable = self._usable(request, num_local, match.num_tokens)
         if request.num_preemptions and not self._swap_rule.loads(usable):
@@ -210,7 +210,7 @@ class KVTransferManager(SchedulerFeature):
     def on_released(self, request: Request) -> None:
         """Forget a request; `on_ending` has kept the blocks that are still being copied."""
         seq_id = request.seq_id
-        self._looked_up.pop(seq_id, None)
+        self._awaiting_lookup.pop(seq_id, None)
         self._loads.pop(seq_id, None)
         self._loaded.pop(seq_id, None)
         self._without_kv.discard(seq_id)
@@ -222,7 +222,7 @@ class KVTransferManager(SchedulerFeature):
     # Admission
 
     def has_room_to_load(self, candidate: Candidate) -> bool:
-        """Return whether the whole request fits beside all others that load or were loaded.
+        """Return whether the whole request fits together with all others that load or were loaded.
 
         So a load begins only if its KV can be used, and two loads never hold the blocks that the
         other one needs.
@@ -238,7 +238,7 @@ class KVTransferManager(SchedulerFeature):
         for other in self._loaded.values():
             if other.num_computed_tokens:  # it has not lost its blocks
                 needed += self._blocks_to_come(other)
-        return needed <= kv_cache.num_free_blocks
+        return needed <= kv_cache.num_available_blocks
 
     def begin_load(self, candidate: Candidate) -> None:
         """Park the head of the queue, which was given blocks, while its KV is loaded."""
@@ -280,22 +280,24 @@ class KVTransferManager(SchedulerFeature):
     @property
     def is_awaited(self) -> bool:
         """Whether the connector or the workers will report something that may unblock a request."""
-        return bool(self._loads or self._looked_up or self._kv_cache.transfer_refs.num_blocks)
+        return bool(self._loads or self._awaiting_lookup or self._kv_cache.transfer_refs.num_blocks)
 
     @property
     def keeps_waiting(self) -> bool:
-        """Whether an engine without running requests waits for the connector: it is not hung."""
-        return bool(self._looked_up) or self.awaits_copies
+        """Whether a look-up of the connector or a copy is awaited, so that no step is expected."""
+        return bool(self._awaiting_lookup) or self.awaits_copies
 
     @property
     def awaits_copies(self) -> bool:
-        """Whether an engine without running requests waits for copies: it is not hung."""
+        """Whether a request waits for a load, or for blocks that only an unfinished copy holds."""
         if self._loads:
             return True
         kv_cache, waiting = self._kv_cache, self._waiting
         if not waiting.num_ready or not kv_cache.transfer_refs.num_alone:
             return False
-        return kv_cache.max_blocks(waiting.peek_request().num_tokens) > kv_cache.num_free_blocks
+        return (
+            kv_cache.max_blocks(waiting.peek_request().num_tokens) > kv_cache.num_available_blocks
+        )
 
     def add_connector_metadata(self, output: SchedulerOutput) -> SchedulerOutput:
         """Return the message of a step with the connector's data for the workers."""
@@ -442,7 +444,7 @@ class KVTransferManager(SchedulerFeature):
         """Forget all copies: workers of a new epoch will not report them."""
         for load in list(self._loads.values()):
             self._abandon(load.request)
-        for request in list(self._looked_up.values()):
+        for request in list(self._awaiting_lookup.values()):
             self._unblock_looked_up(request)
         self._loads.clear()
         self._loaded.clear()
@@ -515,7 +517,7 @@ class KVTransferManager(SchedulerFeature):
             request.num_external_tokens = num_external
 
     def _unblock_looked_up(self, request: Request) -> None:
-        if self._looked_up.pop(request.seq_id, None) is not None:
+        if self._awaiting_lookup.pop(request.seq_id, None) is not None:
             self._unblock(request)
 
     def _end_load(self, seq_id: int) -> None:
@@ -535,7 +537,7 @@ class KVTransferManager(SchedulerFeature):
             kv_cache.confirm_loaded(request, load.num_tokens)
             request.num_computed_tokens = min(load.num_tokens, request.num_tokens - 1)
             self._loaded[seq_id] = request
-            self._non_running_blocks.add_resting(request)
+            self._non_running_blocks.add_idle(request)
             self._non_running_blocks.move_to_queued(request)
         else:
             kv_cache.free(request)

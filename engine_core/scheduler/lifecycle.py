@@ -13,8 +13,8 @@ from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.features.base import SchedulerFeature, SchedulerObserver
 from engine_core.scheduler.output import OutputBuilder
 from engine_core.scheduler.queues.base import RequestQueue
-from proto.engine_io import EngineCoreOutput, EventType
-from proto.sampling_params import MAX_REPEATED_TOKENS
+from proto.messages.engine_io import EngineCoreOutput, EventType
+from proto.messages.sampling_params import MAX_REPEATED_TOKENS
 
 OutputsByFrontEnd = dict[int, list[EngineCoreOutput]]
 """Outputs by index of the front end."""

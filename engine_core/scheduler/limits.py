@@ -3,35 +3,35 @@
 ChunkRule          how many tokens of a request one step computes
 QueueLimits        how many requests may wait that have not begun; refuses further ones
 Deadlines          when a request must have begun, and when it must have finished
-PrefillThrottle    how many prompt tokens a step computes beside decoding requests
+PrefillThrottle    how many prompt tokens a step with decoding requests computes
 """
 
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
 from math import inf
 from typing import Final
 
 from engine_core.request import Request
 from engine_core.scheduler.features.base import SchedulerFeature
-from proto.config import SchedulerConfig, flag_name
-from proto.engine_io import EngineCoreRequest
+from engine_core.scheduler.keyed_heap import KeyedHeap
 from proto.errors import ErrorInfo, QueueFullError
+from proto.messages.engine_io import EngineCoreRequest
+from proto.settings.config import SchedulerConfig, flag_name
 
 
 @dataclass(frozen=True)
 class ChunkRule:
     """The token limits of a step.
 
-    step_budget: maximum tokens of a step. longest_chunk: maximum tokens of one request in a step.
+    token_budget: maximum tokens of a step. longest_chunk: maximum tokens of one request in a step.
     chunked: whether a prompt may be computed in chunks. If not, a prompt waits for a step with room
         for all of it; a prompt that is longer than any step is still computed in chunks, because
         otherwise it never could be.
     """
 
-    step_budget: int
+    token_budget: int
     longest_chunk: int
     chunked: bool
 
@@ -43,7 +43,7 @@ class ChunkRule:
 
     def first_chunk(self, num_missing: int, budget: int) -> int:
         """Return the tokens for a request that is about to be admitted; 0 if it has to wait."""
-        if not self.chunked and budget < num_missing <= self.step_budget:
+        if not self.chunked and budget < num_missing <= self.token_budget:
             return 0
         return min(num_missing, self.longest_chunk, budget)
 
@@ -194,13 +194,14 @@ class QueueLimits(SchedulerFeature):
         reqs = (limits.num_requests, total.num_requests, own.num_requests, message.n)
         tokens = (limits.num_tokens, total.num_tokens, own.num_tokens, num_tokens)
         for numbers, unit, field in (
-            (reqs, "requests", "max_num_queued_reqs"),
-            (tokens, "prompt tokens", "max_num_queued_tokens"),
+            (reqs, "request", "max_num_queued_reqs"),
+            (tokens, "prompt token", "max_num_queued_tokens"),
         ):
             limit, num_waiting, num_own, num_new = numbers
             if not _fits(limit, num_waiting, num_own, num_new, num_tenants):
+                waiting = f"{num_waiting} {unit}s wait" if num_waiting != 1 else f"1 {unit} waits"
                 error = QueueFullError(
-                    f"the queue is full: {num_waiting} {unit} wait, this would add {num_new}, "
+                    f"the queue is full: {waiting}, this would add {num_new}, "
                     f"and {flag_name(field)} is {limit}",
                     field,
                 )
@@ -242,10 +243,6 @@ class QueueLimits(SchedulerFeature):
             self._drain_rate.on_empty()
 
 
-_SLACK: Final = 64
-"""Number of stale entries of the heap that are never worth a clean-up."""
-
-
 @dataclass(slots=True)
 class _Limited:
     """A request with a deadline.
@@ -279,7 +276,7 @@ class Deadlines(SchedulerFeature):
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._limited: dict[int, _Limited] = {}
-        self._heap: list[tuple[float, int]] = []  # also of requests that have ended
+        self._next: KeyedHeap[int] = KeyedHeap()  # request ids by their next deadline
 
     def track_request(self, request: Request, message: EngineCoreRequest) -> None:
         """Watch the deadlines of a choice in the queue; with output tokens it has begun already."""
@@ -291,31 +288,35 @@ class Deadlines(SchedulerFeature):
             limited = self._limited[request.request_id] = _Limited(
                 request.front_end_index, message.arrival_time, queue_deadline, message.deadline
             )
-            for deadline in {queue_deadline, message.deadline} - {inf}:
-                heappush(self._heap, (deadline, request.request_id))
+            next_deadline = min(queue_deadline, message.deadline)
+            self._next.set_key(request.request_id, next_deadline, request.request_id)
         limited.num_choices += 1
 
     @property
     def seconds_to_next_end(self) -> float | None:
         """Seconds until `pop_overdue` may return a request; None for never."""
-        return max(0.0, self._heap[0][0] - self._clock()) if self._heap else None
+        first = self._next.first()
+        return None if first is None else max(0.0, first[0] - self._clock())
 
     def pop_overdue(self) -> list[Overdue]:
         """Return requests whose deadline has passed since the last call; the caller ends them."""
         overdue: list[Overdue] = []
-        while self._heap and self._heap[0][0] <= (now := self._clock()):
-            _, request_id = heappop(self._heap)
-            limited = self._limited.get(request_id)
-            if limited is not None and min(limited.deadline, limited.queue_deadline) <= now:
-                del self._limited[request_id]
-                error = _error(limited, now)
-                overdue.append(Overdue(request_id, limited.front_end_index, error))
+        while (first := self._next.first()) is not None and first[0] <= (now := self._clock()):
+            request_id = first[1]
+            self._next.remove(request_id)
+            limited = self._limited.pop(request_id)
+            error = _error(limited, now)
+            overdue.append(Overdue(request_id, limited.front_end_index, error))
         return overdue
 
     def on_admitted(self, request: Request, num_new_tokens: int) -> None:
         limited = self._limited.get(request.request_id)
-        if limited is not None:
+        if limited is not None and limited.queue_deadline != inf:
             limited.queue_deadline = inf
+            if limited.deadline == inf:
+                self._next.remove(request.request_id)
+            else:
+                self._next.set_key(request.request_id, limited.deadline, request.request_id)
 
     def on_released(self, request: Request) -> None:
         limited = self._limited.get(request.request_id)
@@ -324,13 +325,7 @@ class Deadlines(SchedulerFeature):
         limited.num_choices -= 1
         if not limited.num_choices:
             del self._limited[request.request_id]
-            self._clean_up()
-
-    def _clean_up(self) -> None:
-        """Rebuild the heap, in which a request has at most two entries."""
-        if len(self._heap) > 4 * len(self._limited) + _SLACK:
-            self._heap = [entry for entry in self._heap if entry[1] in self._limited]
-            heapify(self._heap)
+            self._next.remove(request.request_id)
 
 
 def _error(limited: _Limited, now: float) -> ErrorInfo:
@@ -368,22 +363,26 @@ class PrefillThrottle(SchedulerFeature):
         time of a step   |<---- decodes, by their number ---->|<-- tokens · seconds per token -->|
                          |<-------------------- at most max_slowdown · decodes ----------------->|
 
-    Decoding requests wait for the whole step, so a chunk delays the next token of each. Short steps
-    are not limited, because smaller chunks would slow prompts down for no gain. Nor is a step with
-    MIN_PROMPT_TOKENS, or with as many as the requests need. If n requests are in progress and each
-    has p prompt tokens without KV and decodes in d steps (its output tokens, less accepted drafts),
-    a step has to compute n · p / d prompt tokens. With fewer, prompts would pile up, fewer requests
-    would decode in each step, and all would take longer. So a burst or a load of long prompts is
-    computed as fast as it comes, spread over the steps. p / d counts as at least 1, so that the
-    chunks grow with a queue of prompts that are longer than those before.
+    Decoding requests wait for the whole step, so a chunk delays the next token of each. Some prompt
+    tokens are always allowed: as many as a short step takes, because smaller chunks would slow
+    prompts down for no gain; MIN_PROMPT_TOKENS; and as many as the requests need. If n requests are
+    in progress and each has p prompt tokens without KV and decodes in d steps (its output tokens,
+    less accepted drafts), a step has to compute n · p / d prompt tokens. With fewer, prompts would
+    pile up, fewer requests would decode in each step, and all would take longer. So a burst or a
+    load of long prompts is computed as fast as it comes, spread over the steps. p / d counts as at
+    least 1: then n, which grows with the queue, lengthens the chunks even while p and d, learned
+    from earlier requests with short prompts, are too small for the prompts that wait.
 
     p and d are learned when requests end. Times come from the workers' reports.
-    step_budget: tokens of a step, also used until a request has ended. max_slowdown: 0: no limit.
+    token_budget: tokens of a step, also used until a request has ended. max_slowdown: 0 or None: no
+    limit; nor is there one without chunks.
     """
 
-    def __init__(self, step_budget: int, max_slowdown: float) -> None:
-        self._step_budget = step_budget
-        self._max_slowdown = max_slowdown
+    def __init__(
+        self, token_budget: int, max_slowdown: float | None, *, chunked: bool = True
+    ) -> None:
+        self._token_budget = token_budget
+        self._max_slowdown = (max_slowdown or 0.0) if chunked else 0.0
         self._decode_seconds: dict[int, float] = {}  # by number of rows
         self._token_seconds = 0.0  # 0: unknown
         self._num_prompt_tokens = 0.0  # of requests that have ended, the last ones most
@@ -392,11 +391,11 @@ class PrefillThrottle(SchedulerFeature):
     def prompt_tokens(self, num_decoding: int, num_requests: int) -> int:
         """Return the prompt tokens of a step; num_requests: that run, or wait and could run."""
         if not self._max_slowdown or not num_decoding or not self._num_decode_steps:
-            return self._step_budget
+            return self._token_budget
         per_step = max(1.0, self._num_prompt_tokens / self._num_decode_steps)
         num_needed = round(PACE * num_requests * per_step / MULTIPLE) * MULTIPLE
         num_tokens = max(MIN_PROMPT_TOKENS, self._num_fitting(num_decoding), num_needed)
-        return min(num_tokens, self._step_budget)
+        return min(num_tokens, self._token_budget)
 
     def on_released(self, request: Request) -> None:
         if request.num_output_tokens:
@@ -443,10 +442,3 @@ def _mean(known: float, seconds: float) -> float:
     if not known:
         return seconds
     return known + WEIGHT * (min(seconds, MAX_OUTLIER * known) - known)
-
-
-def make_prefill_throttle(
-    step_budget: int, max_slowdown: float | None, *, chunked: bool
-) -> PrefillThrottle:
-    """Return the throttle of a setting; without one, or without chunks, it limits nothing."""
-    return PrefillThrottle(step_budget, max_slowdown or 0.0 if chunked else 0.0)

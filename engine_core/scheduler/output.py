@@ -4,12 +4,11 @@ OutputBuilder    describes a sequence in full once, and only what has changed af
 ForcedTokens     tokens that the engine chose instead of the workers (beam search)
 """
 
-from engine_core.kv_cache.hashing import salt_key
 from engine_core.kv_cache.manager import NO_NEW_BLOCKS, KVCacheManager
 from engine_core.request import Request
 from engine_core.scheduler.features.grammars import Grammars
 from engine_core.scheduler.step_plan import StepPlan
-from proto.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from proto.messages.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 
 
 class ForcedTokens:
@@ -117,10 +116,11 @@ class OutputBuilder:
             scheduled_spec_decode_tokens=list(plan.drafts.values()),
             lookahead_seq_ids=list(plan.lookahead),
             num_lookahead_tokens=list(plan.lookahead.values()),
-            min_draft_survival=plan.min_draft_survival,
+            min_draft_acceptance_prob=plan.min_draft_acceptance_prob,
         )
 
     def _describe(self, request: Request, num_tokens: int) -> NewRequestData:
+        lora = request.lora_request
         return NewRequestData(
             seq_id=request.seq_id,
             prompt_token_ids=request.prompt_token_ids,
@@ -132,7 +132,10 @@ class OutputBuilder:
             num_computed_tokens=request.num_computed_tokens,
             num_scheduled_tokens=num_tokens,
             pooling_params=request.pooling_params,
-            salt_key=salt_key(request.cache_salt),
+            extra_key=int.from_bytes(request.extra_keys.digest[:8], "little"),
+            prompt_embeds=request.extra_keys.prompt_embeds,
+            lora_int_id=0 if lora is None else lora.lora_int_id,
+            lora_scale=1.0 if lora is None else lora.scale,
         )
 
     def _changes(

@@ -2,12 +2,12 @@
 
     preempt_above_watermark    the pool may be too full for all that run
     order_running              requests of tenants that were served more defer to others
-    _prompt_budget             how many tokens of prompts a step may have beside decodes
+    _prompt_budget             how many tokens of prompts a step with decodes may have
     fill_drafts                what running requests may compute ahead
     _plan_running              tokens and blocks of running requests, in the order of admission
     _admit_waiting             requests from the head of the queue go to the end of the running list
     _plan_deferred             requests that defer to those that were just admitted
-    plan_lookahead             what the workers' draft model proposes behind the step
+    plan_lookahead             what the workers' draft model proposes after the step
     step_limit                 what made the step shorter than its token budget
 
 No request starves. A request is admitted only with budget left after every running request was
@@ -23,9 +23,9 @@ waits for a grammar mask is left out, too. Requests that defer to another tenant
 (`features/fairness.py`) may get nothing for a while, because requests that were served less are
 served first.
 
-The first waiting request without room ends admission, so no later request overtakes it. If it only
-waits for prompt tokens, requests whose KV a connector has do not wait behind it. A request that a
-feature holds back is parked, and the next one is considered.
+The first waiting request without room ends admission, so no later request overtakes it. If all that
+it lacks is prompt tokens of this step, requests whose KV a connector has may pass it, because they
+compute none. A request that a feature holds back is parked, and the next one is considered.
 """
 
 from collections.abc import Sequence
@@ -35,20 +35,20 @@ from typing import Final
 
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.admission_rules import AdmissionRule
+from engine_core.scheduler.admission_rules import rules_of
 from engine_core.scheduler.features.base import Candidate, SchedulerFeature, features_with
 from engine_core.scheduler.features.fairness import TenantFairness
 from engine_core.scheduler.features.speculative_decoding import SpeculativeDecoding
-from engine_core.scheduler.features.tenant_usage import TenantUsage
 from engine_core.scheduler.kv_transfer import KVTransferManager
 from engine_core.scheduler.lifecycle import RequestLifecycle
 from engine_core.scheduler.limits import ChunkRule, PrefillThrottle
-from engine_core.scheduler.preemption import NonRunningBlocks, Preemption
-from engine_core.scheduler.step_plan import StepPlan
-from proto.engine_io import EventType
+from engine_core.scheduler.preemption import Preemption
+from engine_core.scheduler.step_plan import Lookup, StepPlan
+from proto.messages.engine_io import EventType
+from proto.settings.config import SchedulerConfig
 
 MAX_LOOKUPS_PER_STEP: Final = 8
-"""Requests behind a throttled head that one step looks up in the connector: they may be many."""
+"""Requests after a throttled head that one step looks up in the connector: they may be many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +59,12 @@ class _Refusal:
     next_one: hash of the last cached block of its prefix, and of the block after it; empty if there
     is none.
 
-    Another attempt fails until more blocks are free, a resting request holds blocks, a running
+    Another attempt fails until more blocks are free, an idle request holds blocks, a running
     request has to defer, fewer tokens are needed, or that prefix has become longer, or shorter (the
     next chunk then begins, and ends, at an earlier token and needs fewer blocks). A refusal is not
-    remembered with rules or a connector, which consider more than this; with windows, where an
-    earlier block may be lost or a later one found; and in a step that admitted a request, of which
-    this one may be a fork in the next step.
+    remembered in three cases: with rules or a connector, which consider more than this; with
+    windows, where an earlier block may be lost or a later one found; and in a step that admitted a
+    request, because this one may share that request's blocks as a fork in the next step.
     """
 
     request: Request
@@ -78,28 +78,22 @@ class _Refusal:
 class StepPlanner:
     """Fills the plan of a step while its tokens, sequences, positions and blocks last.
 
-    max_positions: positions that a step may sample, those of drafts included. held: sequences that
-    wait for a mask (`Grammars`).
+    held: sequences that wait for a mask (`Grammars`).
     """
 
     def __init__(
         self,
         lifecycle: RequestLifecycle,
         kv_cache: KVCacheManager,
-        features: Sequence[SchedulerFeature],
-        *,
+        config: SchedulerConfig,
         chunks: ChunkRule,
-        max_num_seqs: int,
-        max_positions: int,
-        rules: Sequence[AdmissionRule],
-        held: set[int],
+        features: Sequence[SchedulerFeature],
         preemption: Preemption,
-        non_running_blocks: NonRunningBlocks,
-        usage: TenantUsage,
         fairness: TenantFairness,
         throttle: PrefillThrottle,
         speculation: SpeculativeDecoding,
         kv_transfer: KVTransferManager,
+        held: set[int],
     ) -> None:
         self._waiting = lifecycle.waiting
         self._running = lifecycle.running
@@ -108,20 +102,21 @@ class StepPlanner:
         self._blocking = features_with("is_blocked", features)
         self._admitting = features_with("on_admitted", features)
         self._chunks = chunks
-        self._max_num_seqs = max_num_seqs
-        self._max_running = min(max_num_seqs, chunks.step_budget)  # each needs a token per step
-        self._max_positions = max_positions
-        self._rules = rules
+        self._max_num_seqs = config.max_num_seqs
+        # Each running request needs a token per step.
+        self._max_running = min(config.max_num_seqs, chunks.token_budget)
+        self._rules = rules_of(config, kv_cache, self._running, preemption.watermarks)
         self._held = held
         self._preemption = preemption
-        self._non_running_blocks = non_running_blocks
-        self._usage = usage
+        self._non_running_blocks = preemption.non_running_blocks
         self._fairness = fairness
         self._throttle = throttle
         self._speculation = speculation
         self._kv_transfer = kv_transfer
         self._refusal: _Refusal | None = None
-        self._remembers = not rules and not kv_transfer.connected and kv_cache.is_downward_closed
+        self._remembers = (
+            not self._rules and not kv_transfer.connected and kv_cache.is_downward_closed
+        )
 
     def plan_requests(self, plan: StepPlan) -> None:
         """Plan running requests, then admit waiting ones, if no request was preempted."""
@@ -144,7 +139,7 @@ class StepPlanner:
         """Return what made a planned step shorter than its token budget; "" if it is full.
 
         preemption     blocks ran out and requests were preempted, so none was admitted
-        prompt tokens  decoding requests would wait too long for more (`PrefillThrottle`)
+        prompt tokens  decoding requests would wait too long with more of them (`PrefillThrottle`)
         sequences      --max-num-seqs requests run, or as many as a step has tokens
         drafts         they take the positions that another request would sample
         tenants        the next request waits for others that were served less (`TenantFairness`)
@@ -154,6 +149,9 @@ class StepPlanner:
         blocked        features hold all waiting requests back; their statuses say which
         results        requests wait for the result of a step in flight, or for a mask
         requests       all have their tokens, and none waits
+
+        The first of them that applies is returned. While the engine is paused nothing is planned,
+        and `Scheduler.schedule` says "pause".
         """
         waiting, chunks = self._waiting, self._chunks
         if plan.budget <= 0:
@@ -176,7 +174,7 @@ class StepPlanner:
             return "blocks" if self._first_chunk(num_missing, plan) else "chunks"
         if (
             plan.num_prefilling
-            and chunks.longest_chunk < chunks.step_budget
+            and chunks.longest_chunk < chunks.token_budget
             and chunks.longest_chunk in chain(plan.continued_tokens, plan.admitted_tokens)
         ):
             return "chunks"
@@ -190,16 +188,16 @@ class StepPlanner:
         num_scheduled = len(plan.continued) + len(plan.admitted)
         assert num_scheduled <= len(self._running), "more is scheduled than runs"
         assert len(self._running) <= self._max_num_seqs, "more runs than may"
-        assert num_scheduled + plan.num_draft_tokens <= self._max_positions, (
+        assert num_scheduled + plan.num_draft_tokens <= self._speculation.max_positions, (
             "more positions are sampled than the workers have memory for"
         )
         assert plan.budget >= 0, "more tokens are scheduled than a step has"
         num_tokens = sum(plan.continued_tokens) + sum(plan.admitted_tokens)
-        assert num_tokens == self._chunks.step_budget - plan.budget, "the budget was not kept"
+        assert num_tokens == self._chunks.token_budget - plan.budget, "the budget was not kept"
 
     def _prompt_budget(self) -> int:
-        """Return how many prompt tokens the step may have beside decoding requests."""
-        num_running, num_prefilling = len(self._running), len(self._usage.prefills)
+        """Return how many prompt tokens the step may have, with decoding requests or without."""
+        num_running, num_prefilling = len(self._running), self._fairness.num_prefilling
         num_seats = max(0, self._max_running - num_running)
         num_startable = min(self._waiting.num_ready, num_seats)
         return self._throttle.prompt_tokens(
@@ -208,10 +206,12 @@ class StepPlanner:
 
     # Running requests
 
-    def _plan_running(self, plan: StepPlan, position: int, end: int) -> None:
+    def _plan_running(
+        self, plan: StepPlan, position: int, end: int, *, may_preempt: bool = True
+    ) -> None:
         """Plan running requests until the budget or the range of the list ends.
 
-        Preemption may remove requests from the list, before the position and behind it. Most of
+        Preemption may remove requests from the list, before the position and after it. Most of
         the time of schedule() is spent in this loop, so what it reads often is in local variables.
         """
         running, longest_chunk, held = self._running, self._chunks.longest_chunk, self._held
@@ -232,16 +232,18 @@ class StepPlanner:
             if num_missing <= 0:
                 continue
             num_new = 1 if num_missing == 1 else min(num_missing, longest_chunk, budget)
-            is_prefilling = num_missing > 1 and num_missing > 1 + num_drafts
+            is_prefilling = num_missing > 1 + num_drafts
             if is_prefilling:
                 num_new = min(num_new, prompt_budget)
                 if num_new <= 0:
-                    continue  # decoding requests behind it may still be planned
+                    continue  # decoding requests after it may still be planned
             blocks = allocate_slots(request, num_new)
             while blocks is None:
                 if num_drafts:  # no request is preempted for a draft
                     num_drafts, num_new = 0, 1
                     request.spec_token_ids.clear()
+                elif not may_preempt:
+                    break
                 else:
                     plan.budget, plan.prompt_budget = budget, prompt_budget
                     index = self._preemption.preempt_one(plan, position - 1)
@@ -267,38 +269,12 @@ class StepPlanner:
         """Plan the deferred requests with what is left of the step.
 
         They preempt no request if one was admitted, because it may be the one that they deferred
-        to.
+        to. They are next to the admitted ones, which are last in the running list.
         """
-        deferred = [request for request in deferred if request.status is RequestStatus.RUNNING]
-        if deferred and plan.admitted:
-            self._plan_without_preemption(plan, deferred)
-        elif deferred:
-            end = len(self._running)
-            self._plan_running(plan, end - len(deferred), end)
-
-    def _plan_without_preemption(self, plan: StepPlan, deferred: Sequence[Request]) -> None:
-        for request in deferred:
-            if request.num_output_placeholders > 1 or request.seq_id in self._held:
-                continue  # a draft is being verified, or a mask computed
-            num_missing = request.num_tokens_ahead - request.num_computed_tokens
-            num_new = min(num_missing, self._chunks.longest_chunk, plan.budget)
-            is_prefilling = request.is_prefilling
-            if is_prefilling:
-                num_new = min(num_new, plan.prompt_budget)
-            blocks = self._kv_cache.allocate_slots(request, num_new) if num_new > 0 else None
-            if blocks is None and num_new > 1 and request.spec_token_ids:
-                num_new = 1
-                blocks = self._kv_cache.allocate_slots(request, num_new)
-            if blocks is not None:
-                if request.spec_token_ids:
-                    plan.pack_draft(request, num_new)
-                plan.continued.append(request)
-                plan.continued_tokens.append(num_new)
-                plan.continued_blocks.append(blocks)
-                plan.budget -= num_new
-                if is_prefilling:
-                    plan.prompt_budget -= num_new
-                    plan.count_prefilling(1, num_new)
+        num_deferred = sum(request.status is RequestStatus.RUNNING for request in deferred)
+        if num_deferred:
+            end = len(self._running) - len(plan.admitted)
+            self._plan_running(plan, end - num_deferred, end, may_preempt=not plan.admitted)
 
     # Waiting requests
 
@@ -317,7 +293,7 @@ class StepPlanner:
             if self._refusal is not None and self._still_refused(request, self._refusal, plan):
                 return
             candidate = Candidate(request, self._kv_cache)
-            if self._is_blocked(candidate):
+            if self._is_blocked(candidate, plan):
                 continue
             if (
                 plan.prompt_budget <= 0
@@ -325,13 +301,15 @@ class StepPlanner:
                 and self._needs_prompt_tokens(candidate)
             ):
                 self._kv_transfer.note_without_kv(request)
+                _note_lookup(candidate, plan)
                 self._admit_transferred(plan)
                 return
             if not self._admit(candidate, plan):
+                _note_lookup(candidate, plan)
                 return
 
     def _admit_transferred(self, plan: StepPlan) -> None:
-        """Admit requests behind a head that waits for prompt tokens, or begin to load for them.
+        """Admit requests after a head that waits for prompt tokens, or begin to load for them.
 
         Only requests whose KV the connector has, or has loaded: they compute a block at most. They
         cannot starve the head, because they use no prompt tokens, and it is first when there are
@@ -351,11 +329,13 @@ class StepPlanner:
                 if num_lookups > MAX_LOOKUPS_PER_STEP:
                     return
             candidate = Candidate(request, self._kv_cache)
-            if self._is_blocked(candidate):
+            if self._is_blocked(candidate, plan):
                 continue
             if self._needs_prompt_tokens(candidate):
                 kv_transfer.note_without_kv(request)
+                _note_lookup(candidate, plan)
             elif not self._admit(candidate, plan):
+                _note_lookup(candidate, plan)
                 return
 
     def _has_budget(self, plan: StepPlan) -> bool:
@@ -372,7 +352,9 @@ class StepPlanner:
         """
         num_running = len(self._running)
         has_seat = num_running < self._max_running
-        return not has_seat or num_running + plan.num_draft_grants < self._max_positions
+        return not has_seat or (
+            num_running + plan.num_draft_grants < self._speculation.max_positions
+        )
 
     def _needs_prompt_tokens(self, candidate: Candidate) -> bool:
         """Return whether the tokens that a request computes are prompt tokens of the step.
@@ -398,9 +380,9 @@ class StepPlanner:
         return (
             refusal.request is request
             and bool(self._running)
-            and not self._non_running_blocks.any_resting
+            and not self._non_running_blocks.any_idle
             and not self._fairness.may_preempt_for(request)
-            and kv_cache.num_free_blocks <= refusal.num_free
+            and kv_cache.num_available_blocks <= refusal.num_free
             and self._first_chunk(refusal.num_missing, plan) >= refusal.num_new
             and all(map(kv_cache.is_cached, refusal.found))
             and not any(map(kv_cache.is_cached, refusal.next_one))
@@ -420,17 +402,18 @@ class StepPlanner:
             request,
             num_missing=request.num_tokens - num_computed,
             num_new=num_new,
-            num_free=self._kv_cache.num_free_blocks,
+            num_free=self._kv_cache.num_available_blocks,
             found=request.block_hashes[end - 1 : end] if num_found else (),
             next_one=request.block_hashes[end : end + 1],
         )
 
-    def _is_blocked(self, candidate: Candidate) -> bool:
+    def _is_blocked(self, candidate: Candidate, plan: StepPlan) -> bool:
         for feature in self._blocking:
             if feature.is_blocked(candidate):
                 candidate.request.status = feature.status
                 self._waiting.park_request(candidate.request)
                 self._kv_transfer.on_parked(candidate.request)
+                _note_lookup(candidate, plan)
                 return True
         return False
 
@@ -469,7 +452,8 @@ class StepPlanner:
             if self._fairness.preempt_for(request, plan):
                 return True
             if candidate.num_external_tokens and not self._running:
-                return self._admit(candidate.without_external(), plan)
+                candidate.drop_external()
+                return self._admit(candidate, plan)
             self._remember_refusal(candidate, num_new, plan)
             return False
         self._refusal = None
@@ -510,12 +494,14 @@ class StepPlanner:
             and (not others or self._rules_admit(candidate, 0))
             and self._allocate_blocks(candidate, 0)
         ):
-            if non_running_blocks.free_resting():
+            if non_running_blocks.free_idle():
                 continue
             if others:
                 return False
             if not non_running_blocks.free_queued(candidate.request):
-                return self._admit(candidate.without_external(), plan)
+                candidate.drop_external()
+                return self._admit(candidate, plan)
+        _note_lookup(candidate, plan)
         kv_transfer.begin_load(candidate)
         return True
 
@@ -523,7 +509,7 @@ class StepPlanner:
         """Allocate blocks, if the rules admit the request and enough are free or reclaimable."""
         non_running_blocks = self._non_running_blocks
         while not self._fits(num_new, candidate):
-            if non_running_blocks.free_resting():
+            if non_running_blocks.free_idle():
                 continue
             if self._running or not non_running_blocks.free_queued(request):
                 return False
@@ -551,3 +537,16 @@ class StepPlanner:
             request, num_new, candidate.computed, num_external_tokens=num_external
         )
         return blocks is not None
+
+
+def _note_lookup(candidate: Candidate, plan: StepPlan) -> None:
+    """Note what was found for a request that this step does not admit."""
+    if candidate.is_looked_up:
+        plan.lookups.append(
+            Lookup(
+                candidate.request,
+                candidate.num_computed_tokens,
+                candidate.num_external_tokens,
+                candidate.loads_async,
+            )
+        )

@@ -9,48 +9,20 @@ SwapRule            whether the KV of a preempted request is loaded or recompute
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from heapq import heapify, heappop, heappush
 from operator import attrgetter
 from typing import Any, Final
 
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.admission_rules import KVWatermarks
+from engine_core.scheduler.keyed_heap import KeyedHeap
 from engine_core.scheduler.lifecycle import RequestLifecycle
-from engine_core.scheduler.queues.fair import FairSchedulingPolicy
+from engine_core.scheduler.queues.registry import FairSchedulingPolicy
 from engine_core.scheduler.step_plan import StepPlan
-from proto.config import PreemptionMode
-from proto.engine_io import EventType
+from proto.messages.engine_io import EventType
+from proto.settings.config import PreemptionMode
 
 _running_index: Final = attrgetter("running_index")
-_SLACK: Final = 64
-"""Number of stale entries of a heap that are never worth a clean-up."""
-
-
-class _TenantVictims:
-    """Running requests of one tenant; the one with the lowest key is preempted first.
-
-    The entry of a request that was removed, or moved, stays in the heap until it comes to the top.
-    """
-
-    __slots__ = ("_heap", "keys")
-
-    def __init__(self) -> None:
-        self.keys: dict[int, Any] = {}  # by seq_id
-        self._heap: list[tuple[Any, int, Request]] = []
-
-    def add_running(self, request: Request, key: Any) -> None:
-        self.keys[request.seq_id] = key
-        heappush(self._heap, (key, request.seq_id, request))
-        if len(self._heap) > 2 * len(self.keys) + _SLACK:
-            self._heap = [entry for entry in self._heap if self.keys.get(entry[1]) == entry[0]]
-            heapify(self._heap)
-
-    def first(self) -> tuple[Any, int, Request]:
-        heap = self._heap
-        while self.keys.get(heap[0][1]) != heap[0][0]:
-            heappop(heap)
-        return heap[0]
 
 
 class PreemptionOrder:
@@ -59,15 +31,16 @@ class PreemptionOrder:
         tenant 7   served 900   ▸ ▸ ▸ ▸
         tenant 3   served 340   ▸ ▸         by the key of the policy
 
-    Of the first requests of all tenants it is the least urgent one, of these the one whose tenant
-    was served most, of these the one with the lowest key. So a preemption takes time in proportion
-    to the tenants, not to the requests. Also assigns `Request.running_index`, which grows along the
-    running list.
+    Each tenant has one request that it would lose first: the one with the policy's lowest
+    `preemption_key`. Of these the least urgent one is preempted; among equals the one whose tenant
+    was served most, then the one with the lowest key.
+    So a preemption takes time in proportion to the tenants, not to the requests. Also assigns
+    `Request.running_index`, which grows along the running list.
     """
 
     def __init__(self, policy: FairSchedulingPolicy) -> None:
         self._policy = policy
-        self._tenants: dict[int, _TenantVictims] = {}
+        self._tenants: dict[int, KeyedHeap[Request]] = {}
         self._last_index = 0
 
     def add_running(self, request: Request) -> None:
@@ -75,13 +48,13 @@ class PreemptionOrder:
         request.running_index = self._last_index
         victims = self._tenants.get(request.tenant)
         if victims is None:
-            victims = self._tenants[request.tenant] = _TenantVictims()
-        victims.add_running(request, self._policy.preemption_key(request))
+            victims = self._tenants[request.tenant] = KeyedHeap()
+        victims.set_key(request.seq_id, self._policy.preemption_key(request), request)
 
     def remove_running(self, request: Request) -> None:
         victims = self._tenants[request.tenant]
-        del victims.keys[request.seq_id]
-        if not victims.keys:
+        victims.remove(request.seq_id)
+        if not len(victims):
             del self._tenants[request.tenant]
 
     def move_to_end(self, requests: Iterable[Request]) -> None:
@@ -93,13 +66,15 @@ class PreemptionOrder:
     def next_victim(self, served_above: float = -math.inf) -> Request | None:
         """Return the next request to preempt, of tenants served more than this; None if none."""
         if len(self._tenants) == 1 and served_above == -math.inf:
-            return next(iter(self._tenants.values())).first()[2]
+            victim = next(iter(self._tenants.values())).first()
+            return None if victim is None else victim[2]
         policy, first = self._policy, None
         least: Any = None
         for tenant, victims in self._tenants.items():
             served = policy.served(tenant)
-            if served > served_above:
-                key, _, request = victims.first()
+            victim = victims.first()
+            if served > served_above and victim is not None:
+                key, _, request = victim
                 rank = (-policy.priority_key(request), -served, key)
                 if first is None or rank < least:
                     first, least = request, rank
@@ -116,8 +91,8 @@ def index_of(running: Sequence[Request], request: Request) -> int:
 class NonRunningBlocks:
     """Requests that hold blocks and do not run: resumable sessions between turns, and loaded ones.
 
-        resting   waits for input: its blocks are freed for any request that needs some, those of
-                  the request that has rested longest first
+        idle      waits for input: its blocks are freed for any request that needs some; the one
+                  that has been idle longest first
         queued    has its input, or its KV was loaded, and will run soon: its blocks are freed only
                   if no other request runs than the one that needs some, to guarantee progress; the
                   last one in the queue first
@@ -128,34 +103,34 @@ class NonRunningBlocks:
 
     def __init__(self, kv_cache: KVCacheManager) -> None:
         self._kv_cache = kv_cache
-        self._resting: dict[int, Request] = {}
+        self._idle: dict[int, Request] = {}
         self._queued: dict[int, Request] = {}
 
     def __len__(self) -> int:
-        return len(self._resting) + len(self._queued)
+        return len(self._idle) + len(self._queued)
 
     @property
-    def any_resting(self) -> bool:
-        return bool(self._resting)
+    def any_idle(self) -> bool:
+        return bool(self._idle)
 
-    def add_resting(self, request: Request) -> None:
+    def add_idle(self, request: Request) -> None:
         if request.num_computed_tokens:
-            self._resting[request.seq_id] = request
+            self._idle[request.seq_id] = request
 
     def move_to_queued(self, request: Request) -> None:
-        """Note that a resting request has received its input."""
-        if self._resting.pop(request.seq_id, None) is not None:
+        """Note that an idle request has received its input."""
+        if self._idle.pop(request.seq_id, None) is not None:
             self._queued[request.seq_id] = request
 
     def forget_request(self, request: Request) -> None:
-        self._resting.pop(request.seq_id, None)
+        self._idle.pop(request.seq_id, None)
         self._queued.pop(request.seq_id, None)
 
-    def free_resting(self) -> bool:
-        """Free the blocks of one resting request; False if none has any."""
-        if not self._resting:
+    def free_idle(self) -> bool:
+        """Free the blocks of one idle request; False if none has any."""
+        if not self._idle:
             return False
-        self._free(next(iter(self._resting.values())))
+        self._free(next(iter(self._idle.values())))
         return True
 
     def free_queued(self, spared: Request) -> bool:
@@ -167,7 +142,7 @@ class NonRunningBlocks:
         return False
 
     def free_all(self) -> None:
-        for request in [*self._resting.values(), *self._queued.values()]:
+        for request in [*self._idle.values(), *self._queued.values()]:
             self._free(request)
 
     def _free(self, request: Request) -> None:
@@ -179,6 +154,7 @@ class NonRunningBlocks:
 class Preemption:
     """Frees blocks: first of requests that do not run, then of one running request at a time.
 
+    watermarks: None without any. The planner reads these and `non_running_blocks`, too.
     Nothing is copied: the tokens of a preempted request stay in the Request, and it recomputes what
     the prefix cache does not hold any more.
     """
@@ -196,47 +172,44 @@ class Preemption:
         self._waiting = lifecycle.waiting
         self._running = lifecycle.running
         self._kv_cache = kv_cache
-        self._watermarks = watermarks
-        self._non_running_blocks = non_running_blocks
+        self.watermarks = watermarks
+        self.non_running_blocks = non_running_blocks
 
     def preempt_above_watermark(self, plan: StepPlan) -> None:
         """Preempt while the pool is above its watermark, except the last running request."""
-        non_running_blocks = self._non_running_blocks
-        watermarks = self._watermarks
-        if watermarks is None:
+        if self.watermarks is None:
             return
-        while watermarks.too_high() and (len(self._running) > 1 or non_running_blocks.any_resting):
+        while self.watermarks.too_high() and (
+            len(self._running) > 1 or self.non_running_blocks.any_idle
+        ):
             self.preempt_one(plan, 0)
 
-    def preempt_one(self, plan: StepPlan, num_visited: int) -> int:
+    def preempt_one(self, plan: StepPlan, num_planned: int) -> int:
         """Preempt one running request; return its index in the running list.
 
-        If a request that does not run holds blocks, it loses them instead, and the returned index
-        is the length of the list. Queued requests lose theirs only to the last running one.
+        If a request that does not run holds blocks, it loses them instead; then the returned index
+        is the length of the list, behind all running requests. Queued requests lose theirs only to
+        the last running one.
 
-        num_visited: leading requests of the running list that the plan may include. If the plan
+        num_planned: leading requests of the running list that the plan may include. If the plan
         includes the preempted request, it is removed: its tokens return to the budget, and blocks
         that only this step would have filled become unfindable.
         """
         num_running = len(self._running)
-        if self._non_running_blocks.free_resting():
+        if self.non_running_blocks.free_idle():
             return num_running
-        if num_running == 1 and self._non_running_blocks.free_queued(self._running[0]):
+        if num_running == 1 and self.non_running_blocks.free_queued(self._running[0]):
             return num_running
         victim = self._preemption_order.next_victim()
         assert victim is not None, "nothing runs"
         index = index_of(self._running, victim)
-        del self._running[index]
-        if index < num_visited and plan.remove_request(victim):
-            self._kv_cache.uncache_after(victim, victim.num_computed_tokens)
-        self._requeue(victim, plan.now)
-        plan.preempted.append(victim)
+        self.preempt(victim, plan, may_be_planned=index < num_planned)
         return index
 
-    def preempt(self, victim: Request, plan: StepPlan) -> None:
-        """Preempt this running request, and remove it from the plan."""
+    def preempt(self, victim: Request, plan: StepPlan, *, may_be_planned: bool = True) -> None:
+        """Preempt this running request, and remove it from the plan if that may include it."""
         del self._running[index_of(self._running, victim)]
-        if plan.remove_request(victim):
+        if may_be_planned and plan.remove_request(victim):
             self._kv_cache.uncache_after(victim, victim.num_computed_tokens)
         self._requeue(victim, plan.now)
         plan.preempted.append(victim)
@@ -248,7 +221,7 @@ class Preemption:
 
     def preempt_all(self, now: float) -> list[Request]:
         """Free all blocks, between two steps; return the requests that ran, the last one first."""
-        self._non_running_blocks.free_all()
+        self.non_running_blocks.free_all()
         preempted = self._running[::-1]
         self._running.clear()
         for victim in preempted:
@@ -267,7 +240,7 @@ class Preemption:
             request.spec_token_ids.clear()
         self._kv_cache.pop_block_copies()  # of steps that will not be computed
         forgotten = self._kv_cache.reset_prefix_cache()
-        assert forgotten, "a request that neither runs nor rests holds blocks"
+        assert forgotten, "a request that is not idle, queued or running holds blocks"
 
     def _requeue(self, victim: Request, now: float) -> None:
         self._preemption_order.remove_running(victim)
@@ -295,15 +268,19 @@ class SwapRule:
 
     Connectors store blocks as they become full, so preemption itself copies nothing: the choice is
     made when the request is admitted again. While a time is unknown, KV is loaded to measure it.
+    mode: a setting other than auto is the choice; times are learnt for `seconds` all the same.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mode: PreemptionMode) -> None:
+        self._mode = mode
         self._setup = 0.0  # the shortest load; 0: none yet
         self._load_seconds = 0.0
         self._compute_seconds = 0.0  # per token; 0: unknown
 
     def loads(self, num_tokens: int) -> bool:
         """Return whether `num_tokens` tokens of a preempted request are loaded."""
+        if self._mode != "auto":
+            return self._mode == "swap"
         if not self._setup or not self._compute_seconds:
             return True
         return self._seconds_to_load(num_tokens) < num_tokens * self._compute_seconds
@@ -330,22 +307,6 @@ class SwapRule:
 
     def _seconds_to_load(self, num_tokens: int) -> float:
         return self._setup + num_tokens * self._load_seconds
-
-
-class FixedSwapRule(SwapRule):
-    """A swap rule whose choice is a setting; it learns times for `seconds`."""
-
-    def __init__(self, loads: bool) -> None:
-        super().__init__()
-        self._loads = loads
-
-    def loads(self, num_tokens: int) -> bool:
-        return self._loads
-
-
-def make_swap_rule(mode: PreemptionMode) -> SwapRule:
-    """Return the rule of --preemption."""
-    return SwapRule() if mode == "auto" else FixedSwapRule(mode == "swap")
 
 
 def _mean(known: float, measured: float) -> float:

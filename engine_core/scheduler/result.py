@@ -7,6 +7,7 @@ tokens row by row, ends requests that are complete, and builds the outputs for t
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import add
+from typing import Final
 
 import numpy as np
 
@@ -20,38 +21,20 @@ from engine_core.scheduler.features.tenant_usage import TenantUsage
 from engine_core.scheduler.kv_transfer import KVTransferManager
 from engine_core.scheduler.lifecycle import OutputsByFrontEnd, RequestLifecycle, completion
 from engine_core.scheduler.step_plan import num_sampled_positions
-from proto.engine_io import (
+from proto.errors import ErrorInfo, ProtocolError
+from proto.messages.engine_io import (
     EngineCoreOutput,
     FinishReason,
     LogprobsArrays,
     RoutedExperts,
 )
-from proto.errors import ErrorInfo, ProtocolError
-from proto.model_runner_output import ModelRunnerOutput, RowLogprobs
-from proto.scheduler_output import SchedulerOutput
+from proto.messages.model_runner_output import ModelRunnerOutput, RowLogprobs
+from proto.messages.scheduler_output import SchedulerOutput
 
-
-def corrupted_output(request: Request) -> EngineCoreOutput:
-    """Return the final output of a request whose logits were not finite."""
-    return error_output(
-        request,
-        ErrorInfo(
-            "internal", "the model's logits contain NaN or infinity; this request cannot go on"
-        ),
-    )
-
-
-def error_output(request: Request, error: ErrorInfo) -> EngineCoreOutput:
-    """Return the final output of a failed request; earlier tokens have been sent already."""
-    return EngineCoreOutput(
-        request.request_id,
-        request.choice,
-        request.num_output_tokens,
-        [],
-        FinishReason.ERROR,
-        events=request.pop_events(),
-        error=error,
-    )
+CORRUPTED: Final = ErrorInfo(
+    "internal", "the model's logits contain NaN or infinity; this request cannot go on"
+)
+"""Error of a request whose logits were not finite."""
 
 
 class ImpossibleResultError(ProtocolError):
@@ -96,13 +79,17 @@ def check_result(output: SchedulerOutput, result: ModelRunnerOutput, vocab_size:
 
 
 def _check_drafts(result: ModelRunnerOutput, vocab_size: int) -> None:
-    """Raise ImpossibleResultError unless each draft has real tokens, and survivals in [0, 1]."""
-    drafts, survivals = result.draft_token_ids, result.draft_survivals
+    """Raise ImpossibleResultError unless each draft has real tokens, and acceptance probabilities
+    in [0, 1]."""
+    drafts, acceptance_probs = result.draft_token_ids, result.draft_acceptance_probs
     if not (
-        len(result.draft_seq_ids) == len(drafts) == len(survivals)
-        and list(map(len, drafts)) == list(map(len, survivals))
+        len(result.draft_seq_ids) == len(drafts) == len(acceptance_probs)
+        and list(map(len, drafts)) == list(map(len, acceptance_probs))
         and all(0 <= token_id < vocab_size for token_id in chain.from_iterable(drafts))
-        and all(0.0 <= survival <= 1.0 for survival in chain.from_iterable(survivals))
+        and all(
+            0.0 <= acceptance_prob <= 1.0
+            for acceptance_prob in chain.from_iterable(acceptance_probs)
+        )
         and len(result.draft_pass_rows) == len(result.draft_pass_seconds)
     ):
         raise ImpossibleResultError(f"step {result.step} has invalid drafts for the next one")
@@ -136,21 +123,11 @@ def _shown(seq_ids: list[int]) -> str:
 
 
 class RowExtras:
-    """What rows of a step have beside sampled tokens, by seq_id; nearly always nothing.
+    """What rows of a step have in addition to sampled tokens, by seq_id; nearly always nothing.
 
     drafts: that the step verified. for_clients: whether any row has log-probabilities or experts.
     pooled: float32 little-endian, results of pooled requests.
     """
-
-    __slots__ = (
-        "candidates",
-        "drafts",
-        "experts",
-        "for_clients",
-        "logprobs",
-        "pooled",
-        "prompt_logprobs",
-    )
 
     def __init__(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         self.logprobs = {row.seq_id: row.arrays for row in result.logprobs}
@@ -232,17 +209,17 @@ class ResultPass:
         for seq_id, error in errors.items():
             request = self._requests.get(seq_id)
             if request is not None:
-                self.fail_request(error_output(request, error), request, outputs)
+                self.fail_request(request, error, outputs)
         self._end_turns(outputs)
         return outputs
 
     def keep_proposal(
-        self, seq_id: int, num_asked: int, draft: list[int], survivals: Sequence[float]
+        self, seq_id: int, num_asked: int, draft: list[int], acceptance_probs: Sequence[float]
     ) -> None:
         """Keep what the workers' draft model proposes for a request, if it still runs."""
         request = self._requests.get(seq_id)
         if request is not None and request.status is RequestStatus.RUNNING:
-            self._speculation.keep_proposal(request, num_asked, draft, survivals)
+            self._speculation.keep_proposal(request, num_asked, draft, acceptance_probs)
 
     def _end_turns(self, outputs: OutputsByFrontEnd) -> None:
         """Follow the ends of requests in the running list and in resumable sessions."""
@@ -256,11 +233,11 @@ class ResultPass:
         not completed yet is missing.
         """
         asked = dict(zip(output.lookahead_seq_ids, output.num_lookahead_tokens, strict=True))
-        for seq_id, draft, survivals in zip(
-            result.draft_seq_ids, result.draft_token_ids, result.draft_survivals, strict=True
+        for seq_id, draft, acceptance_probs in zip(
+            result.draft_seq_ids, result.draft_token_ids, result.draft_acceptance_probs, strict=True
         ):
             if self._discard_until_step.get(seq_id, 0) < output.step:
-                self.keep_proposal(seq_id, asked.get(seq_id, len(draft)), draft, survivals)
+                self.keep_proposal(seq_id, asked.get(seq_id, len(draft)), draft, acceptance_probs)
 
     def _apply_rows(
         self, output: SchedulerOutput, result: ModelRunnerOutput, outputs: OutputsByFrontEnd
@@ -381,15 +358,24 @@ class ResultPass:
             )
         )
 
-    def fail_request(
-        self, error: EngineCoreOutput, request: Request, outputs: OutputsByFrontEnd
-    ) -> None:
-        """End a failed request; all rows of a beam search end with the one that has the error."""
-        is_row = bool(request.sampling_params.beam_width)
+    def fail_request(self, request: Request, error: ErrorInfo, outputs: OutputsByFrontEnd) -> None:
+        """End a failed request; all rows of a beam search end with the one that has the error.
+
+        Adds its final output to `outputs`; earlier tokens have been sent already.
+        """
+        output = EngineCoreOutput(
+            request.request_id,
+            request.choice,
+            request.num_output_tokens,
+            [],
+            FinishReason.ERROR,
+            events=request.pop_events(),
+            error=error,
+        )
         self._lifecycle.finish_request(request, RequestStatus.FINISHED_ERROR)
-        if is_row:
+        if request.sampling_params.beam_width:
             self._lifecycle.abort_request(request.request_id)
-        outputs.setdefault(request.front_end_index, []).append(error)
+        outputs.setdefault(request.front_end_index, []).append(output)
 
     def pop_num_corrupted(self) -> int:
         number, self._num_corrupted = self._num_corrupted, 0
@@ -418,7 +404,7 @@ class ResultPass:
                 self._discard_kv(request)
                 request.num_computed_tokens = 0
                 self._num_corrupted += 1
-                self.fail_request(corrupted_output(request), request, outputs)
+                self.fail_request(request, CORRUPTED, outputs)
             elif seq_id in self._lifecycle.recently_ended:
                 self._discard_kv(self._lifecycle.recently_ended[seq_id][0])
 
@@ -431,7 +417,7 @@ class ResultPass:
     ) -> list[int]:
         """Append the tokens of a row up to the one that ends the request; return those.
 
-        num_drafted: tokens of its draft. The extras of tokens behind the end are dropped. Raises
+        num_drafted: tokens of its draft. The extras of tokens after the end are dropped. Raises
         ImpossibleResultError.
         """
         if request.sampling_params.beam_width:
@@ -468,7 +454,7 @@ class ResultPass:
     def _record_draft(self, request: Request, num_drafted: int, num_new: int, num_cut: int) -> None:
         """Count the accepted tokens of a draft that the request got.
 
-        num_new: tokens that the request got. num_cut: those behind its end, which do not count, as
+        num_new: tokens that the request got. num_cut: those after its end, which do not count, as
         if they had not been tried.
         """
         num_accepted = num_new if num_cut else num_new - 1
@@ -479,7 +465,7 @@ class ResultPass:
     def _append_tokens(self, request: Request, token_ids: list[int], num_drafted: int) -> list[int]:
         """Append tokens up to the one that ends the request; return the appended ones.
 
-        num_drafted: tokens of its draft. Accepted ones are charged to the tenant. Those behind the
+        num_drafted: tokens of its draft. Accepted ones are charged to the tenant. Those after the
         end are as if never computed.
         """
         for count, token_id in enumerate(token_ids, 1):

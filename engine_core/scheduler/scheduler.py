@@ -17,17 +17,19 @@ from typing import Final
 
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.admission_rules import make_kv_watermarks, rules_of
+from engine_core.scheduler.admission_rules import make_kv_watermarks
 from engine_core.scheduler.compute_meter import ComputeMeter
+from engine_core.scheduler.features.adapters import AdapterGate
 from engine_core.scheduler.features.base import NO_OBSERVER, SchedulerFeature, SchedulerObserver
 from engine_core.scheduler.features.beam_groups import BeamGroups
 from engine_core.scheduler.features.crash_isolation import (
     CrashIsolation,
-    CrashProgressSink,
-    repeated_crash_output,
+    ReportBegun,
+    repeated_crash_error,
 )
 from engine_core.scheduler.features.fairness import TenantFairness
 from engine_core.scheduler.features.grammars import GrammarGate, Grammars
+from engine_core.scheduler.features.outside import FeatureContext, OutsideFeature
 from engine_core.scheduler.features.pause import Pause
 from engine_core.scheduler.features.prefix_sharing import PrefixWait, SiblingForks
 from engine_core.scheduler.features.resumable_sessions import ResumableSessions
@@ -41,8 +43,8 @@ from engine_core.scheduler.lifecycle import OutputsByFrontEnd, RequestLifecycle
 from engine_core.scheduler.limits import (
     ChunkRule,
     Deadlines,
+    PrefillThrottle,
     QueueLimits,
-    make_prefill_throttle,
     queue_capacity,
 )
 from engine_core.scheduler.output import ForcedTokens, OutputBuilder
@@ -51,18 +53,20 @@ from engine_core.scheduler.preemption import (
     NonRunningBlocks,
     Preemption,
     PreemptionOrder,
-    make_swap_rule,
+    SwapRule,
 )
-from engine_core.scheduler.queues.registry import make_policy
+from engine_core.scheduler.queues.registry import FairSchedulingPolicy
 from engine_core.scheduler.result import ResultPass
 from engine_core.scheduler.step_plan import StepPlan, num_sampled_positions
-from proto.config import SchedulerConfig
-from proto.engine_io import EngineCoreOutput, FinishReason, PauseMode
 from proto.errors import ErrorInfo
-from proto.kv_connector import KVConnectorOutput, LoadFailurePolicy
-from proto.model_runner_output import ModelRunnerOutput
-from proto.scheduler_output import SchedulerOutput
-from proto.stats import SchedulerStats
+from proto.messages.engine_io import EngineCoreOutput, FinishReason, PauseMode
+from proto.messages.kv_connector import KVConnectorOutput, LoadFailurePolicy
+from proto.messages.kv_events import DEVICE_MEDIUM
+from proto.messages.model_runner_output import ModelRunnerOutput
+from proto.messages.scheduler_output import SchedulerOutput
+from proto.messages.stats import KVTier, SchedulerStats
+from proto.runtime.plugins import load_part
+from proto.settings.config import LoRAConfig, SchedulerConfig
 
 LOAD_ERROR: Final = ErrorInfo(
     "internal", "KV that this request relied on could not be loaded (kv_load_failure_policy: fail)"
@@ -74,15 +78,16 @@ class Scheduler:
 
     next_seq_id: returns a name for a new sequence, never the same twice.
     step_limit: what made the last step shorter than its token budget (`StepPlanner.step_limit`).
-    resumable_sessions, agent_sessions, queue_limits, deadlines, kv_transfer: parts that the
-        engine's input and loop also use directly.
+    resumable_sessions, agent_sessions, queue_limits, deadlines, kv_transfer, adapters: parts that
+        the engine's input and loop also use directly; the last is None if no adapters are served.
 
     epoch: of the workers, until `begin_worker_epoch`. max_model_len: maximum tokens of prompt and
     output. vocab_size: sampled token ids are below it. more_features: asked before the last ones.
     grammars: None if no request has one. connect: makes the KV connector.
     load_failure_policy: whether a request whose KV could not be loaded computes it or fails.
     drafting: proposes drafts for running requests; None for none. num_draft_positions: that a step
-    may sample beyond one for each of max_num_seqs.
+    may sample beyond one for each of max_num_seqs. report_begun: called while a step is scheduled
+    with requests that may crash the engine. lora: None if no adapters are served.
     """
 
     def __init__(
@@ -102,6 +107,8 @@ class Scheduler:
         compute_meter: ComputeMeter | None = None,
         drafting: DraftProvider | None = None,
         num_draft_positions: int = 0,
+        report_begun: ReportBegun | None = None,
+        lora: LoRAConfig | None = None,
     ) -> None:
         self.next_seq_id: Callable[[], int] = itertools.count().__next__
         self.step_limit = ""
@@ -115,7 +122,7 @@ class Scheduler:
         self._num_scheduled_tokens = 0
 
         self._usage = TenantUsage(max_model_len)
-        policy = make_policy(config.scheduling_policy, self._usage)
+        policy = FairSchedulingPolicy(config.scheduling_policy, self._usage)
         features: list[SchedulerFeature] = []
         forced_tokens = ForcedTokens()
         self._output_builder = OutputBuilder(kv_cache, forced_tokens, grammars, epoch)
@@ -132,19 +139,22 @@ class Scheduler:
         self.waiting, self.running = lifecycle.waiting, lifecycle.running
 
         # Which request loses its blocks when they run out
-        watermarks = make_kv_watermarks(config, kv_cache)
         non_running_blocks = NonRunningBlocks(kv_cache)
         preemption_order = PreemptionOrder(policy)
         self._preemption = Preemption(
-            lifecycle, preemption_order, kv_cache, watermarks, non_running_blocks
+            lifecycle,
+            preemption_order,
+            kv_cache,
+            make_kv_watermarks(config, kv_cache),
+            non_running_blocks,
         )
-        self._swap_rule = make_swap_rule(config.preemption)
+        self._swap_rule = SwapRule(config.preemption)
 
         # Features
         self._chunks = ChunkRule.from_config(config)
         self._pause = Pause(lifecycle)
         self._crash_isolation = CrashIsolation(
-            lifecycle, self._pause, self._preemption, config.crashes_until_isolated
+            lifecycle, self._pause, self._preemption, config.crashes_until_isolated, report_begun
         )
         fairness = TenantFairness(
             lifecycle, self._usage, policy, preemption_order, self._preemption, self._chunks
@@ -175,8 +185,8 @@ class Scheduler:
             shares_prompts=kv_cache.enable_caching or not kv_cache.has_states,
         )
         self.deadlines = Deadlines(clock)
-        self._prefill_throttle = make_prefill_throttle(
-            self._chunks.step_budget, config.max_prefill_slowdown, chunked=self._chunks.chunked
+        self._prefill_throttle = PrefillThrottle(
+            self._chunks.token_budget, config.max_prefill_slowdown, chunked=self._chunks.chunked
         )
         held: set[int] = set() if grammars is None else grammars.held
         self._speculation = SpeculativeDecoding(
@@ -193,7 +203,15 @@ class Scheduler:
             computes_ahead=self._async_scheduling,
             held=held,
         )
+        self.adapters: AdapterGate | None = None
+        if lora is not None:
+            self.adapters = AdapterGate(lifecycle, lora, self._pause, self._crash_isolation)
         beams = BeamGroups(kv_cache, self._preemption, forced_tokens, unblock)
+        context = FeatureContext(config, kv_cache, unblock, clock)
+        outside: list[SchedulerFeature] = [
+            load_part("scheduler_feature", name, "scheduler_features", OutsideFeature)(context)
+            for name in config.scheduler_features
+        ]
         self.kv_transfer = KVTransferManager(
             connect,
             lifecycle,
@@ -212,12 +230,14 @@ class Scheduler:
         # - Features that block nothing. Sibling forks correct `num_cached_tokens` of a fork, so
         #   agent sessions, which need the number of tokens that were found in the cache, are
         #   notified before.
+        # - Features from outside may hold a request back before anything is prepared for it.
         # - A grammar, or a row of a beam search: a look into a dictionary. Until they are ready a
         #   lookup of the prefix would be in vain.
+        # - An adapter may have a slot reserved for a request, which should be able to use it.
         # - Sibling forks offer the KV of a sibling's prompt, which may be longer than the cached
         #   prefix that the next two compare with.
         # - The wait for a prefix looks it up in the cache: cheaper than a load.
-        # - The KV transfer asks the connector for the tokens behind all of these, and its answer
+        # - The KV transfer asks the connector for the tokens after all of these, and its answer
         #   holds only if the request is admitted or loaded for at once.
         features += [
             self._pause,
@@ -229,9 +249,11 @@ class Scheduler:
             self.deadlines,
             self._prefill_throttle,
             self._speculation,
+            *outside,
             *more_features,
             *([] if grammars is None else [GrammarGate(grammars)]),
             beams,
+            *([] if self.adapters is None else [self.adapters]),
             SiblingForks(kv_cache, lifecycle.choices, non_running_blocks, unblock),
             PrefixWait(kv_cache, self._chunks.longest_chunk, unblock),
             self.kv_transfer,
@@ -241,19 +263,15 @@ class Scheduler:
         self._planner = StepPlanner(
             lifecycle,
             kv_cache,
+            config,
+            self._chunks,
             features,
-            chunks=self._chunks,
-            max_num_seqs=config.max_num_seqs,
-            max_positions=config.max_num_seqs + num_draft_positions,
-            rules=rules_of(config, kv_cache, self.running, watermarks),
-            held=held,
-            preemption=self._preemption,
-            non_running_blocks=non_running_blocks,
-            usage=self._usage,
-            fairness=fairness,
-            throttle=self._prefill_throttle,
-            speculation=self._speculation,
-            kv_transfer=self.kv_transfer,
+            self._preemption,
+            fairness,
+            self._prefill_throttle,
+            self._speculation,
+            self.kv_transfer,
+            held,
         )
         self._result_pass = ResultPass(
             lifecycle,
@@ -372,6 +390,8 @@ class Scheduler:
         self.kv_transfer.forget_transfers()
         self._retained_prefixes.release_all("restart")
         self._preemption.requeue_all(self._clock())
+        if self.adapters is not None:
+            self.adapters.begin_worker_epoch()
         self._row_counts.clear()
         self._speculation.begin_worker_epoch()
         if self._compute_meter is not None:
@@ -380,12 +400,9 @@ class Scheduler:
         outputs: OutputsByFrontEnd = {}
         for request in crashing:
             if request.seq_id in self._lifecycle.requests:
-                self._result_pass.fail_request(repeated_crash_output(request), request, outputs)
+                error = repeated_crash_error(request.crash_count)
+                self._result_pass.fail_request(request, error, outputs)
         return outputs
-
-    def report_crash_progress_to(self, sink: CrashProgressSink) -> None:
-        """Report requests that may crash the engine to this sink, while a step is scheduled."""
-        self._crash_isolation.report_to(sink)
 
     def crash_progress(self) -> list[tuple[Request, int]]:
         """Return running requests that may have crashed an engine, and their computed tokens."""
@@ -417,14 +434,17 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Plan the next step and return the message for the workers."""
-        plan = StepPlan(self._chunks.step_budget, self._clock())
+        plan = StepPlan(self._chunks.token_budget, self._clock())
         self._kv_cache.begin_step()
         self._update_retained_prefixes(plan)
-        self._observer.on_step_begin(plan, self.waiting, self.running, self._kv_cache)
+        connector = self.kv_transfer.connector
+        self._observer.on_step_begin(plan, self.waiting, self.running, self._kv_cache, connector)
         if self._pause.frozen:
             plan.limit = "pause"
         else:
             self._planner.plan_requests(plan)
+            if self.adapters is not None:
+                self.adapters.end_admission(self.waiting.num_ready)
         self._planner.check_plan(plan)
         self.kv_transfer.resend_rewound(plan)
         output = self._output_builder.build_output(plan)
@@ -448,21 +468,6 @@ class Scheduler:
         outputs = self._result_pass.apply_result(output, result)
         self._learn_step_time(output.step, result.compute_seconds)
         return outputs
-
-    def update_draft_token_ids(
-        self,
-        seq_ids: Sequence[int],
-        draft_token_ids: Sequence[list[int]],
-        draft_survivals: Sequence[Sequence[float]],
-    ) -> None:
-        """Keep drafts that the workers' model proposes behind the last processed result.
-
-        They may also come with a result (`ModelRunnerOutput.draft_token_ids`). Drafts for requests
-        that do not run any more are dropped; the others compete with those of the other drafters,
-        as far as their grammar allows them.
-        """
-        for seq_id, draft, survivals in zip(seq_ids, draft_token_ids, draft_survivals, strict=True):
-            self._result_pass.keep_proposal(seq_id, len(draft), draft, survivals)
 
     def update_from_connector(self, report: KVConnectorOutput) -> OutputsByFrontEnd:
         """Process copies that the workers have finished, before the result of a later step.
@@ -509,6 +514,13 @@ class Scheduler:
             num_valid = starts[seq_id] if is_running and keeps_blocks else 0
             self.kv_transfer.void_steps(request, num_valid, self.step)
 
+    @property
+    def kv_tiers(self) -> list[KVTier]:
+        """How full the KV pool is, and the media of the connector."""
+        num_blocks = self._kv_cache.num_usable_blocks
+        pool = KVTier(DEVICE_MEDIUM, num_blocks, num_blocks - self._kv_cache.pool.num_free)
+        return [pool, *self.kv_transfer.connector.tiers()]
+
     def pop_stats(self) -> SchedulerStats:
         """Return gauges of now, and counts since the last call."""
         queries, hits = self._kv_cache.pop_prefix_cache_stats()
@@ -517,25 +529,29 @@ class Scheduler:
         num_taken, num_hit, num_expired, num_given_up = self._retained_prefixes.pop_counts()
         num_drafts, num_drafted, num_accepted, per_pos, num_invalid = self._speculation.pop_stats()
         sources = self._speculation.pop_source_counts()
+        num_waiting = len(self.waiting)
+        num_ready = 0 if self.pause_mode == "freeze" else self.waiting.num_ready
         meter = self._compute_meter
         flops, read_bytes, write_bytes = (0, 0, 0) if meter is None else meter.pop_totals()
         shares: tuple[list[float], list[float]] = ([], []) if meter is None else meter.pop_shares()
+        lora = None if self.adapters is None else self.adapters.pop_stats()
         stats = SchedulerStats(
             num_running=len(self.running),
-            num_waiting=len(self.waiting),
+            num_waiting=num_waiting,
             kv_cache_usage=self._kv_cache.usage,
             num_preemptions=self._num_preemptions,
             prefix_cache_queries=queries,
             prefix_cache_hits=hits,
             num_scheduled_tokens=self._num_scheduled_tokens,
             kv_evictions=self._kv_cache.pop_evictions(),
-            num_deferred=len(self.waiting) - self.waiting.num_ready,
+            num_deferred=num_waiting - num_ready,
             num_corrupted=self._result_pass.pop_num_corrupted(),
             num_queued_reqs=len(self.queue_limits),
             num_queued_tokens=self.queue_limits.num_tokens,
             external_prefix_cache_queries=external_queries,
             external_prefix_cache_hits=external_hits,
             kv_media=self.kv_transfer.connector.drain_stats(),
+            kv_tiers=self.kv_tiers,
             num_pinned_blocks=self._retained_prefixes.num_blocks,
             num_pinned_agent_sessions=len(self._retained_prefixes),
             num_pins_taken=num_taken,
@@ -557,6 +573,7 @@ class Scheduler:
             num_invalid_draft_tokens=num_invalid,
             draft_tokens_by_source={name: counts[0] for name, counts in sources.items()},
             accepted_by_source={name: counts[1] for name, counts in sources.items()},
+            lora=lora,
         )
         self._num_preemptions = self._num_scheduled_tokens = 0
         return stats
@@ -596,7 +613,7 @@ class Scheduler:
                     len(request.all_token_ids) + request.num_output_placeholders,
                     request.num_computed_tokens,
                 )
-        num_scheduled = self._chunks.step_budget - plan.budget
+        num_scheduled = self._chunks.token_budget - plan.budget
         if num_scheduled:  # only then there will be a result
             num_decoding = len(plan.continued) + len(plan.admitted) - plan.num_prefilling
             num_rows = num_decoding + plan.num_draft_tokens

@@ -1,9 +1,10 @@
 """The plan of one step, and how many positions of a row the step samples."""
 
 from collections.abc import Collection
+from typing import NamedTuple
 
 from engine_core.request import Request
-from proto.scheduler_output import BlockIds
+from proto.messages.scheduler_output import BlockIds
 
 
 def num_sampled_positions(num_known_tokens: int, num_computed_tokens: int) -> int:
@@ -25,6 +26,19 @@ def num_sampled_positions(num_known_tokens: int, num_computed_tokens: int) -> in
     return num_positions if num_positions > 0 else 0
 
 
+class Lookup(NamedTuple):
+    """A prefix that was found for a waiting request that the step does not admit.
+
+    local_tokens: in the prefix cache. external_tokens: after those, by the KV connector, which
+    loads them before the request is admitted (loads_async) or within its first step.
+    """
+
+    request: Request
+    local_tokens: int
+    external_tokens: int
+    loads_async: bool
+
+
 class StepPlan:
     """What one call of schedule() has decided so far; the passes fill it.
 
@@ -38,30 +52,12 @@ class StepPlan:
         counted in continued_tokens.
     num_draft_grants: draft tokens that running requests may compute in this step, planned or not.
     lookahead: by seq_id, how many tokens the workers' draft model proposes for continued requests
-        behind this step; their tables have room for them. min_draft_survival: where it ends.
+        after this step; their tables have room for them. min_draft_acceptance_prob: where it ends.
     preempted: running requests that lost their blocks in this step.
+    lookups: of requests that the step does not admit.
     num_prefilling, num_prompt_tokens: planned requests that do not decode, and their tokens.
     limit: what made the step shorter than its token budget (`StepPlanner.step_limit`).
     """
-
-    __slots__ = (
-        "admitted",
-        "admitted_tokens",
-        "budget",
-        "continued",
-        "continued_blocks",
-        "continued_tokens",
-        "drafts",
-        "limit",
-        "lookahead",
-        "min_draft_survival",
-        "now",
-        "num_draft_grants",
-        "num_prefilling",
-        "num_prompt_tokens",
-        "preempted",
-        "prompt_budget",
-    )
 
     def __init__(self, budget: int, now: float) -> None:
         self.budget = budget
@@ -75,8 +71,9 @@ class StepPlan:
         self.drafts: dict[int, list[int]] = {}
         self.num_draft_grants = 0
         self.lookahead: dict[int, int] = {}
-        self.min_draft_survival = 0.0
+        self.min_draft_acceptance_prob = 0.0
         self.preempted: list[Request] = []
+        self.lookups: list[Lookup] = []
         self.num_prefilling = 0
         self.num_prompt_tokens = 0
         self.limit = ""
@@ -107,7 +104,7 @@ class StepPlan:
         return sum(map(len, self.drafts.values())) if self.drafts else 0
 
     def num_new_tokens(self, seq_ids: Collection[int]) -> dict[int, int]:
-        """Return the planned tokens by seq_id, for those of these sequences that are continued.
+        """Return the planned tokens by seq_id of the given sequences, as far as they are continued.
 
         Searches from the end, where the requests are that were admitted last.
         """

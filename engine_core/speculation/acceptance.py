@@ -23,7 +23,7 @@ contradict it."""
 PRIOR_GAINS: Final = 20.0
 """The same for gains of proposals, which differ by several tokens from one to the next."""
 PRIOR_ACCEPTANCE: Final = 0.7
-"""Probability that a proposed token behind an accepted one is accepted, before any was seen."""
+"""Probability that a proposed token after an accepted one is accepted, before any was seen."""
 REQUEST_RATE: Final = 0.2
 """Share of a new value in the averages of one request, which has few of them."""
 CONFIDENCES: Final = (0.4, 0.8)
@@ -63,18 +63,19 @@ class AcceptanceTable:
     def __init__(self) -> None:
         self._keys: dict[tuple[str, int], KeyAcceptance] = {}
 
-    def survival(self, draft: Draft) -> list[float]:
-        """Return the survivals of a draft, corrected by what was seen of its source and key."""
+    def acceptance_probs(self, draft: Draft) -> list[float]:
+        """Return the acceptance probabilities of a draft, corrected by what was seen of its source
+        and key."""
         known = self._keys.get((draft.source, draft.key))
         if known is None:
-            return draft.survival
+            return draft.acceptance_probs
         ratios = known.ratios
-        before = survival = 1.0
+        before = acceptance_prob = 1.0
         corrected: list[float] = []
-        for position, expected in enumerate(draft.survival):
+        for position, expected in enumerate(draft.acceptance_probs):
             if before > 0.0:
-                survival *= min(1.0, expected / before * ratios[bucket_of(position)])
-            corrected.append(survival)
+                acceptance_prob *= min(1.0, expected / before * ratios[bucket_of(position)])
+            corrected.append(acceptance_prob)
             before = expected
         return corrected
 
@@ -90,14 +91,14 @@ class AcceptanceTable:
     def record(self, draft: Draft, num_tried: int, num_accepted: int) -> None:
         """Learn that of the first num_tried tokens of a draft num_accepted were accepted.
 
-        Of the tokens behind the first wrong one nothing is known.
+        Of the tokens after the first wrong one nothing is known.
         """
         known = self._keys.get((draft.source, draft.key))
         if known is None:
             known = self._keys[draft.source, draft.key] = KeyAcceptance()
         before = 1.0
-        for position in range(min(num_tried, num_accepted + 1, len(draft.survival))):
-            expected = draft.survival[position]
+        for position in range(min(num_tried, num_accepted + 1, len(draft.acceptance_probs))):
+            expected = draft.acceptance_probs[position]
             bucket = bucket_of(position)
             known.prior[bucket] *= FORGETTING
             known.expected[bucket] *= FORGETTING
@@ -116,10 +117,10 @@ class ProposedTokens:
     """What a token of a proposal brings and costs, by position: means over proposals.
 
     A proposal ends before a token that is too unlikely. Such a token was not tried: it brings
-    nothing, and neither a row nor a pass behind it is spent.
+    nothing, and neither a row nor a pass after it is spent.
 
-    survivals: by position, S(k) - S(k - 1), where S(k) is the mean number of accepted tokens of a
-        proposal of up to k tokens.
+    acceptance_probs: by position, S(k) - S(k - 1), where S(k) is the mean number of accepted tokens
+        of a proposal of up to k tokens.
     shares: by position, share of the proposals which have that many tokens.
     """
 
@@ -128,43 +129,43 @@ class ProposedTokens:
         self._survived_before = [0.0] * max_tokens
         self._proposed = [0.0] * max_tokens
         self._proposed_before = [0.0] * max_tokens
-        self.survivals: list[float] = []
+        self.acceptance_probs: list[float] = []
         self.shares: list[float] = []
         self._update()
 
-    def record(self, survivals: Sequence[float], num_asked: int) -> None:
-        """Learn a proposal of up to num_asked tokens. survivals: corrected by acceptance."""
+    def record(self, acceptance_probs: Sequence[float], num_asked: int) -> None:
+        """Learn a proposal of up to num_asked tokens. acceptance_probs: corrected by acceptance."""
         before = 1.0
         for position in range(min(num_asked, len(self._survived))):
-            is_proposed = position < len(survivals)
-            survival = survivals[position] if is_proposed else 0.0
-            self._survived[position] = FORGETTING * self._survived[position] + survival
+            is_proposed = position < len(acceptance_probs)
+            acceptance_prob = acceptance_probs[position] if is_proposed else 0.0
+            self._survived[position] = FORGETTING * self._survived[position] + acceptance_prob
             self._survived_before[position] = FORGETTING * self._survived_before[position] + before
             self._proposed[position] = FORGETTING * self._proposed[position] + is_proposed
             self._proposed_before[position] = FORGETTING * self._proposed_before[position] + 1.0
-            before = survival
+            before = acceptance_prob
             if before <= 0.0:
                 break
         self._update()
 
     def _update(self) -> None:
         """Multiply the ratios of the positions, each near the one before while little is known."""
-        ratio, survival, share = PRIOR_ACCEPTANCE, 1.0, 1.0
-        survivals: list[float] = []
+        ratio, acceptance_prob, share = PRIOR_ACCEPTANCE, 1.0, 1.0
+        acceptance_probs: list[float] = []
         shares: list[float] = []
         for position in range(len(self._survived)):
             survived, before = self._survived[position], self._survived_before[position]
             ratio = (survived + PRIOR_WEIGHT * ratio) / (before + PRIOR_WEIGHT)
-            survival = max(survival * ratio, _LEAST_SURVIVAL)
-            survivals.append(survival)
+            acceptance_prob = max(acceptance_prob * ratio, _LEAST_ACCEPTANCE)
+            acceptance_probs.append(acceptance_prob)
             proposed, before = self._proposed[position], self._proposed_before[position]
             share *= (proposed + PRIOR_WEIGHT) / (before + PRIOR_WEIGHT)
             shares.append(share)
-        self.survivals, self.shares = survivals, shares
+        self.acceptance_probs, self.shares = acceptance_probs, shares
 
 
-_LEAST_SURVIVAL: Final = 1e-9
-"""Above 0, because survivals are divided by each other."""
+_LEAST_ACCEPTANCE: Final = 1e-9
+"""Above 0, because acceptance probabilities are divided by each other."""
 
 
 class ProposalGains:

@@ -156,10 +156,16 @@ def _prior_cost(rows: int) -> float:
 MIN_GAIN: Final = 0.02
 """Tokens that drafts must add to a step, for each of its requests. It is more than the noise of
 acceptance and cost, so that a choice between equals does not alternate."""
+MAX_EXTRA_SECONDS: Final = 0.1
+"""Time by which drafts may lengthen a step, which every stream of the batch waits for. A step that
+long is limited by computing, so more drafts would hardly bring more tokens per time."""
 
 
-def needed_survival(num_requests: int, num_other: int, max_drafts: int, cost: StepCost) -> float:
-    """Return the lowest mean survival at which verifying any number of drafts pays, approximately.
+def needed_acceptance_prob(
+    num_requests: int, num_other: int, max_drafts: int, cost: StepCost
+) -> float:
+    """Return the lowest mean acceptance probability at which verifying any number of drafts pays,
+    approximately.
 
     If it is more than 1, no draft can pay. Parameters as in `choose_lengths`.
     """
@@ -176,20 +182,21 @@ def needed_survival(num_requests: int, num_other: int, max_drafts: int, cost: St
 
 
 def choose_lengths(
-    survivals: Sequence[list[float]], num_requests: int, num_other: int, cost: StepCost
+    acceptance_probs: Sequence[list[float]], num_requests: int, num_other: int, cost: StepCost
 ) -> list[int]:
     """Return how many tokens of each draft to verify.
 
-    survivals: of the drafts, corrected. num_requests: requests that decode, with or without a
-    draft; each has a row. num_other: rows of the step that belong to prompts.
+    acceptance_probs: of the drafts, corrected. num_requests: requests that decode, with or
+    without a draft; each has a row. num_other: rows of the step that belong to prompts.
 
     A step with n requests and the k draft tokens that survive most likely brings n + S(k) tokens
     in the time c(n + k). Of all k the one is taken with the most tokens per time, which is the one
     with the highest gain S(k) - r · (c(n + k) - c(n)) at this rate r. In a step with prompts the
-    rate is that of a step without, and only the difference of the times is due to the drafts.
+    rate is that of a step without, and only the difference of the times is due to the drafts; it
+    is at most MAX_EXTRA_SECONDS.
     """
-    lengths = [0] * len(survivals)
-    values = [value for survival in survivals for value in survival]
+    lengths = [0] * len(acceptance_probs)
+    values = [value for of_draft in acceptance_probs for value in of_draft]
     values.sort(reverse=True)
     best_rate = num_requests / cost.cost(num_requests)
     total = 0.0
@@ -201,19 +208,22 @@ def choose_lengths(
     total = 0.0
     best_gain, best = MIN_GAIN * num_requests, 0
     for number, value in enumerate(values, 1):
+        extra = cost.cost(rows + number) - without
+        if extra * cost.unit_seconds > MAX_EXTRA_SECONDS:
+            break
         total += value
-        gain = total - best_rate * (cost.cost(rows + number) - without)
+        gain = total - best_rate * extra
         if gain > best_gain:
             best_gain, best = gain, number
     if best == 0:
         return lengths
     least = values[best - 1]
-    num_equal = 0  # tokens with the least survival that are taken
+    num_equal = 0  # tokens with the least acceptance probability that are taken
     while num_equal < best and values[best - 1 - num_equal] == least:
         num_equal += 1
-    for index, survival in enumerate(survivals):
+    for index, of_draft in enumerate(acceptance_probs):
         length = 0
-        for value in survival:
+        for value in of_draft:
             if value < least or (value == least and num_equal == 0):
                 break
             num_equal -= value == least

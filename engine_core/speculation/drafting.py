@@ -3,9 +3,9 @@
     add_request ─▶ every proposer learns the prompt
     fill_drafts ─▶ each request: the draft with the most expected tokens
                    whole step:   the lengths with the most tokens per time ─▶ spec_token_ids
-    after a plan  choose_proposals ─▶ how many tokens the workers' draft model proposes behind it
+    after a plan  choose_proposals ─▶ how many tokens the workers' draft model proposes after it
     result      ─▶ record_verified (acceptance), add_outputs, learn_step (time by rows),
-                   keep_proposal: a drafter beside the others
+                   keep_proposal: a draft that competes with the others
 
 Where a draft does not pay, because the step is large or acceptance low, none is made. A share of
 the time then goes to short drafts all the same, so that a change is noticed. Where drafts pay, one
@@ -18,27 +18,29 @@ from typing import Final
 
 from engine_core.request import Request
 from engine_core.speculation.acceptance import AcceptanceTable
-from engine_core.speculation.draft_choice import StepCost, choose_lengths, needed_survival
+from engine_core.speculation.draft_choice import StepCost, choose_lengths, needed_acceptance_prob
 from engine_core.speculation.grammar import ForcedTokenSource, GrammarProposer
 from engine_core.speculation.lookup import IndexMemory, NgramProposer, SuffixProposer
+from engine_core.speculation.outside import DraftProposer
 from engine_core.speculation.proposer import Draft, Proposer, expected_tokens
 from engine_core.speculation.suffix_index import load_suffix_index
 from engine_core.speculation.worker_proposals import (
-    MAX_MIN_SURVIVAL,
+    MAX_MIN_ACCEPTANCE,
     PROBE_SHARE,
     PROBE_TOKENS,
     LookaheadPlanner,
     ModelRequest,
     WorkerProposer,
 )
-from proto.speculative_config import HEAD_METHODS, SpeculativeConfig
+from proto.runtime.plugins import load_part
+from proto.settings.speculative_config import FIELD, HEAD_METHODS, METHODS, SpeculativeConfig
 
 logger = logging.getLogger("tokend.speculation")
 
 _NO_LIMIT: Final = 1 << 62
-_BEHIND_FORCED: Final = 64
-_BEHIND_IN_FLIGHT: Final = 128
-"""Added to the keys of drafts that begin with forced tokens, or behind a token in flight, so that
+_AFTER_FORCED: Final = 64
+_AFTER_IN_FLIGHT: Final = 128
+"""Added to the keys of drafts that begin with forced tokens, or after a token in flight, so that
 their acceptance is learnt apart; more than any key."""
 
 
@@ -69,21 +71,22 @@ class DraftCounts:
 
 
 class CandidateDraft:
-    """A draft, with the survivals that its proposer's acceptance so far makes likely.
+    """A draft, with the acceptance probabilities that its proposer's acceptance so far makes
+    likely.
 
     known    x a b c |                 c: the last known token
-    draft            | d e f           all of it is verified behind c
-    in flight        | ? |             the token that a step in flight samples behind c
-    draft            | d | e f         d stands for it; e and f are verified behind it
+    draft            | d e f           all of it is verified after c
+    in flight        | ? |             the token that a step in flight samples after c
+    draft            | d | e f         d stands for it; e and f are verified after it
 
     draft: what is verified. in_flight: [0 or 1], the token before it, which is in flight.
     """
 
-    __slots__ = ("draft", "in_flight", "survival")
+    __slots__ = ("acceptance_probs", "draft", "in_flight")
 
-    def __init__(self, draft: Draft, survival: list[float], in_flight: list[int]) -> None:
+    def __init__(self, draft: Draft, acceptance_probs: list[float], in_flight: list[int]) -> None:
         self.draft: Final = draft
-        self.survival: Final = survival
+        self.acceptance_probs: Final = acceptance_probs
         self.in_flight: Final = in_flight
 
 
@@ -184,13 +187,13 @@ class Drafting:
         num_drafted = 0
         max_drafts = self._max_tokens * num_requests
         candidates: list[CandidateDraft | None] | None = None
-        if needed_survival(num_requests, num_other_tokens, max_drafts, self._cost) <= 1.0:
+        if needed_acceptance_prob(num_requests, num_other_tokens, max_drafts, self._cost) <= 1.0:
             candidates = [
                 self._best_draft(request, limit)
                 for request, limit in zip(requests, limits, strict=True)
             ]
-            survivals = [[] if each is None else each.survival for each in candidates]
-            lengths = choose_lengths(survivals, num_requests, num_other_tokens, self._cost)
+            probs = [[] if each is None else each.acceptance_probs for each in candidates]
+            lengths = choose_lengths(probs, num_requests, num_other_tokens, self._cost)
             num_drafted = sum(lengths)
             if num_drafted and not num_other_tokens and self._cost.is_stale(num_requests):
                 return
@@ -238,18 +241,22 @@ class Drafting:
         states = [self._requests[request.seq_id].model for request in requests]
         lengths = planner.choose_lengths(states, requests, limits, num_other_tokens)
         ratio = self._acceptance.first_token_ratio(worker.name)
-        return lengths, min(MAX_MIN_SURVIVAL, planner.min_survival / ratio)
+        return lengths, min(MAX_MIN_ACCEPTANCE, planner.min_acceptance_prob / ratio)
 
     def keep_proposal(
-        self, request: Request, num_asked: int, token_ids: list[int], survivals: Sequence[float]
+        self,
+        request: Request,
+        num_asked: int,
+        token_ids: list[int],
+        acceptance_probs: Sequence[float],
     ) -> None:
-        """Make it a draft of the worker's proposer, one beside those of the other proposers."""
+        """Make it a draft of the worker's proposer, which competes with the other drafts."""
         drafted = self._requests.get(request.seq_id)
         if drafted is None or self._worker is None or self._planner is None:
             return
-        self._worker.keep_proposal(request, token_ids, survivals)
+        self._worker.keep_proposal(request, token_ids, acceptance_probs)
         draft = self._worker.propose(request, len(token_ids))
-        corrected = [] if draft is None else self._acceptance.survival(draft)
+        corrected = [] if draft is None else self._acceptance.acceptance_probs(draft)
         self._planner.learn_proposal(drafted.model, request.num_tokens, num_asked, corrected)
 
     def note_draft_kv(self, request: Request, num_tokens: int) -> None:
@@ -291,7 +298,7 @@ class Drafting:
             if draft is not None and draft.is_forced:
                 forced = draft
             elif draft is not None and forced is not None:
-                draft = _behind_forced(draft, forced)
+                draft = _after_forced(draft, forced)
             if draft is not None:
                 draft = _before_stop(draft, request)
             if draft is None:
@@ -300,13 +307,13 @@ class Drafting:
             if num_in_flight:
                 if len(draft.token_ids) == 1:
                     continue
-                draft = _behind_in_flight(draft)
-            survival = self._acceptance.survival(draft)
-            expected = expected_tokens(survival)
+                draft = _after_in_flight(draft)
+            acceptance_probs = self._acceptance.acceptance_probs(draft)
+            expected = expected_tokens(acceptance_probs)
             if proposer is not self._worker:
                 other_expected = max(other_expected, expected)
             if expected > best_total:
-                best, best_total = CandidateDraft(draft, survival, in_flight), expected
+                best, best_total = CandidateDraft(draft, acceptance_probs, in_flight), expected
         if self._worker is not None:
             drafted.model.note_other_draft(other_expected)
         return best
@@ -368,9 +375,11 @@ class Drafting:
                 return
             in_flight = draft.token_ids[:num_in_flight]
             if num_in_flight:
-                draft = _behind_in_flight(draft)
+                draft = _after_in_flight(draft)
             self._set_draft(
-                request, CandidateDraft(draft, draft.survival, in_flight), len(draft.token_ids)
+                request,
+                CandidateDraft(draft, draft.acceptance_probs, in_flight),
+                len(draft.token_ids),
             )
 
 
@@ -380,22 +389,26 @@ def _end_drafts(proposer: Proposer, request: Request) -> None:
     proposer.end_request(request)
 
 
-def _behind_forced(draft: Draft, forced: Draft) -> Draft | None:
-    """Return a draft that begins with the forced tokens, with their survival; None for others."""
+def _after_forced(draft: Draft, forced: Draft) -> Draft | None:
+    """Return a draft that begins with the forced tokens, with their acceptance probability; None
+    for others."""
     num_forced = len(forced.token_ids)
     if len(draft.token_ids) <= num_forced or draft.token_ids[:num_forced] != forced.token_ids:
         return None
-    if draft.survival[num_forced - 1] <= 0.0:
+    if draft.acceptance_probs[num_forced - 1] <= 0.0:
         return None
-    ratio = forced.survival[-1] / draft.survival[num_forced - 1]
-    survival = forced.survival + [ratio * value for value in draft.survival[num_forced:]]
-    return Draft(draft.token_ids, survival, draft.source, draft.key + _BEHIND_FORCED)
+    ratio = forced.acceptance_probs[-1] / draft.acceptance_probs[num_forced - 1]
+    acceptance_probs = forced.acceptance_probs + [
+        ratio * value for value in draft.acceptance_probs[num_forced:]
+    ]
+    return Draft(draft.token_ids, acceptance_probs, draft.source, draft.key + _AFTER_FORCED)
 
 
-def _behind_in_flight(draft: Draft) -> Draft:
-    """Return a draft without its first token; the survivals include that of this token."""
+def _after_in_flight(draft: Draft) -> Draft:
+    """Return a draft without its first token; the acceptance probabilities include that of this
+    token."""
     return Draft(
-        draft.token_ids[1:], draft.survival[1:], draft.source, draft.key + _BEHIND_IN_FLIGHT
+        draft.token_ids[1:], draft.acceptance_probs[1:], draft.source, draft.key + _AFTER_IN_FLIGHT
     )
 
 
@@ -408,7 +421,9 @@ def _before_stop(draft: Draft, request: Request) -> Draft | None:
         if token_id in stop_ids:
             if index == 0:
                 return None
-            return Draft(draft.token_ids[:index], draft.survival[:index], draft.source, draft.key)
+            return Draft(
+                draft.token_ids[:index], draft.acceptance_probs[:index], draft.source, draft.key
+            )
     return draft
 
 
@@ -458,6 +473,11 @@ def make_drafting(
             "no drafts by suffix or ngram: engine_core/csrc/suffix_index.c is not compiled "
             "(python -m engine_core.build_native)"
         )
+    proposers += [
+        load_part("draft_proposer", name, FIELD, DraftProposer)(name, config.num_speculative_tokens)
+        for name in config.methods
+        if name not in METHODS
+    ]
     worker = WorkerProposer(draft_method) if draft_method else None
     if worker is not None:
         proposers.append(worker)

@@ -47,8 +47,8 @@ class GrammarProposer:
         token_ids = self._source.forced_tokens(request)[:max_tokens]
         if not token_ids:
             return None
-        survival = [_CERTAINTY ** (position + 1) for position in range(len(token_ids))]
-        return Draft(token_ids, survival, self.name, is_forced=True)
+        acceptance_probs = [_CERTAINTY ** (position + 1) for position in range(len(token_ids))]
+        return Draft(token_ids, acceptance_probs, self.name, is_forced=True)
 
     def end_request(self, request: Request) -> None: ...
 

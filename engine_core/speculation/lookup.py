@@ -37,8 +37,8 @@ MAX_TENANT_TOKENS: Final = 1 << 17
 MAX_OUTPUT_BYTES: Final = 64 << 20
 """Bytes of earlier outputs of all tenants."""
 
-OutputKey = tuple[int, str | None]
-"""Tenant and cache salt: outputs of one are drafts for requests of the same."""
+OutputKey = tuple[int, bytes]
+"""Tenant and digest of the extra keys: outputs of one are drafts for requests of the same."""
 
 
 def expected_acceptance(match_length: int) -> float:
@@ -101,6 +101,8 @@ class RequestIndexes:
                 continue
             try:
                 self._extend(indexed)
+                if not self._has_room(indexed):  # it has more tokens than were reserved
+                    self.remove_request(indexed.request)
             except MemoryError:
                 logger.warning("out of memory: no more drafts by lookup for a request")
                 self.remove_request(indexed.request)
@@ -150,8 +152,6 @@ class RequestIndexes:
             indexed.index.extend(request.all_token_ids, first, end)
             indexed.num_indexed = end
             self._budget -= end - first
-            if not self._has_room(indexed):
-                self.remove_request(request)
 
     def _has_room(self, indexed: RequestIndex) -> bool:
         """Count the memory of an index; return whether all are within the limit."""
@@ -200,8 +200,8 @@ class NgramProposer:
             return None
         match_length, token_ids, _ = found
         acceptance = expected_acceptance(match_length)
-        survival = [acceptance ** (position + 1) for position in range(len(token_ids))]
-        return Draft(token_ids, survival, self.name, length_key(match_length))
+        acceptance_probs = [acceptance ** (position + 1) for position in range(len(token_ids))]
+        return Draft(token_ids, acceptance_probs, self.name, length_key(match_length))
 
     def end_request(self, request: Request) -> None:
         self._indexes.remove_request(request)
@@ -223,7 +223,7 @@ class TenantOutputs:
         self._starts: deque[int] = deque()
 
     def add_output(self, request: Request, num_context: int) -> None:
-        """Add the outputs, behind the last `num_context` prompt tokens that lead to them."""
+        """Add the outputs, after the last `num_context` prompt tokens that lead to them."""
         index, starts = self.index, self._starts
         starts.append(index.end)
         index.separate()
@@ -244,8 +244,8 @@ class SuffixProposer:
     """Drafts as in SuffixDecoding (Oliaro et al. 2024), by counts of what followed matches.
 
     The request itself and earlier outputs of its tenant each give a draft; the one with the higher
-    sum of survivals is returned. Outputs of other tenants are never used: how fast an answer comes
-    would tell what they contain.
+    sum of acceptance probabilities is returned. Outputs of other tenants are never used: how fast
+    an answer comes would tell what they contain.
 
     depth: tokens beyond which matches are equally long. max_tokens: of a draft. factor: tokens of
     a draft for each token of the match. min_probability: of a token and all before it, by counts.
@@ -290,7 +290,7 @@ class SuffixProposer:
         self._indexes.begin_step()
 
     def begin_request(self, request: Request) -> bool:
-        key = (request.tenant, request.cache_salt)
+        key = (request.tenant, request.extra_keys.digest)
         if key in self._outputs:
             self._outputs.move_to_end(key)
         return self._indexes.add_request(request)
@@ -306,13 +306,15 @@ class SuffixProposer:
         draft = self._draft(index.propose(index, max_tokens), 0)
         if not self._outputs:
             return draft
-        outputs = self._outputs.get((request.tenant, request.cache_salt))
+        outputs = self._outputs.get((request.tenant, request.extra_keys.digest))
         if outputs is None:
             return draft
         other = self._draft(outputs.index.propose(index, max_tokens), 1)
         if draft is None:
             return other
-        if other is None or expected_tokens(other.survival) <= expected_tokens(draft.survival):
+        if other is None or expected_tokens(other.acceptance_probs) <= expected_tokens(
+            draft.acceptance_probs
+        ):
             return draft
         return other
 
@@ -323,16 +325,16 @@ class SuffixProposer:
         match_length, token_ids, probabilities = found
         acceptance = expected_acceptance(match_length)
         power = 1.0
-        survival: list[float] = []
+        acceptance_probs: list[float] = []
         for probability in probabilities:
             power *= acceptance
-            survival.append(probability * power)
-        return Draft(token_ids, survival, self.name, 2 * length_key(match_length) + kind)
+            acceptance_probs.append(probability * power)
+        return Draft(token_ids, acceptance_probs, self.name, 2 * length_key(match_length) + kind)
 
     def end_request(self, request: Request) -> None:
         self._indexes.remove_request(request)
         if request.is_finished and request.num_output_tokens and self._max_requests:
-            self._keep_output((request.tenant, request.cache_salt), request)
+            self._keep_output((request.tenant, request.extra_keys.digest), request)
 
     def forget_outputs(self) -> None:
         self._outputs.clear()

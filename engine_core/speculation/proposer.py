@@ -9,9 +9,9 @@ does not change an answer where a token has the same bits in any step
     proposer    makes drafts in the engine: one for each method of --speculative-config
     drafter     a model in the workers that makes drafts (worker/speculation/drafter.py)
     proposal    a draft that came from there; its proposer in the engine is `WorkerProposer`
-    survival    of a token: the probability that it and all before it in the draft are accepted.
-                Papers call the probability of one token, given those before, its acceptance
-                probability; survival is the running product
+    acceptance probability
+                of a token: the probability that it and all before it in the draft are accepted.
+                Papers use the word for one token given the tokens before; this is the product
 """
 
 from typing import Final, Protocol
@@ -23,36 +23,36 @@ class Draft:
     """A draft of one request.
 
     token_ids: in order; at least one.
-    survival: of each of them, estimated; it does not grow along the draft.
+    acceptance_probs: of each of them, estimated; it does not grow along the draft.
     source: the name of the proposer.
     key: what acceptance is recorded by besides source and position, such as the length of the
         match that the draft continues. A source has few keys, so that each is seen often.
     is_forced: whether other tokens are impossible, so that a draft that differs is wrong.
     """
 
-    __slots__ = ("is_forced", "key", "source", "survival", "token_ids")
+    __slots__ = ("acceptance_probs", "is_forced", "key", "source", "token_ids")
 
     def __init__(
         self,
         token_ids: list[int],
-        survival: list[float],
+        acceptance_probs: list[float],
         source: str,
         key: int = 0,
         *,
         is_forced: bool = False,
     ) -> None:
-        assert len(token_ids) == len(survival) > 0
+        assert len(token_ids) == len(acceptance_probs) > 0
         self.token_ids: Final = token_ids
-        self.survival: Final = survival
+        self.acceptance_probs: Final = acceptance_probs
         self.source: Final = source
         self.key: Final = key
         self.is_forced: Final = is_forced
 
 
-def expected_tokens(survival: list[float]) -> float:
-    """Return the sum of the survivals: how many tokens of a draft are likely to be accepted."""
+def expected_tokens(acceptance_probs: list[float]) -> float:
+    """Return how many tokens of a draft are likely to be accepted."""
     result = 0.0  # the sum() of compiled code takes whole numbers only
-    for value in survival:
+    for value in acceptance_probs:
         result += value
     return result
 
@@ -87,7 +87,8 @@ class Proposer(Protocol):
     def propose(self, request: Request, max_tokens: int) -> Draft | None:
         """Return a draft of 1 to `max_tokens` tokens to follow `request.all_token_ids`.
 
-        The survivals are what the proposer expects before it is known how often it was right.
+        The acceptance probabilities are what the proposer expects before it is known how often it
+        was right.
         """
         ...
 

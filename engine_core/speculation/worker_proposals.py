@@ -1,14 +1,14 @@
 """Drafts by a model in the workers: its last proposals, and how many tokens it shall propose.
 
     step N      |x|d|d|          the last known token and a draft: the target model samples a b c
-    draft model         p p p    proposes 3 tokens behind c, in the time of 3 passes
+    draft model         p p p    proposes 3 tokens after c, in the time of 3 passes
     step N+1          |c|p|p|p|  verifies them, unless another proposer's draft promises more
 
 WorkerProposer     holds the last proposal of each request, and competes with the other proposers
-LookaheadPlanner   decides with each step how many tokens the model proposes behind it
+LookaheadPlanner   decides with each step how many tokens the model proposes after it
 
 The tokens of a proposal come one pass after the other, so a request that takes part costs little
-beside others, and a further token costs a pass. A model of its own computes the KV that it lacks
+if others do, and a further token costs a pass. A model of its own computes the KV that it lacks
 when it is asked: a prefill, which is worth its time only where enough output tokens are expected.
 """
 
@@ -34,26 +34,26 @@ _PRIOR_PASS_SHARE: Final = 0.1
 _PRIOR_OUTPUTS: Final = 256.0
 _OUTPUTS_RATE: Final = 0.05
 """Mean number of outputs of a request, before any has ended, and how fast it follows."""
-_MAX_BEHIND: Final = 32
+_MAX_MISSING: Final = 32
 """Tokens without draft KV up to which the next pass takes them along; more are a prefill."""
 _MAX_PREFILL: Final = 2048
-"""Tokens that several requests prefill behind one step; a single request may have more."""
+"""Tokens that several requests prefill after one step; a single request may have more."""
 _FEW_REQUESTS: Final = 8
 """Requests up to which each is looked at in every step, as some may be better than the mean."""
 _NUM_TRIAL: Final = 16
 """Number of proposals up to which the model prefills for one request at a time, at any cost."""
-MAX_MIN_SURVIVAL: Final = 0.9
-"""Survival with which a token is proposed at any price."""
+MAX_MIN_ACCEPTANCE: Final = 0.9
+"""Acceptance probability with which a token is proposed at any price."""
 
 
 class Proposal:
-    """The part of a proposal behind the known tokens. survivals: conditional on them."""
+    """The part of a proposal after the known tokens. acceptance_probs: conditional on them."""
 
-    __slots__ = ("key", "survivals", "token_ids")
+    __slots__ = ("acceptance_probs", "key", "token_ids")
 
-    def __init__(self, token_ids: list[int], survivals: list[float], key: int) -> None:
+    def __init__(self, token_ids: list[int], acceptance_probs: list[float], key: int) -> None:
         self.token_ids = token_ids
-        self.survivals = survivals
+        self.acceptance_probs = acceptance_probs
         self.key = key
 
 
@@ -70,15 +70,15 @@ class WorkerProposer:
         return True
 
     def keep_proposal(
-        self, request: Request, token_ids: list[int], survivals: Sequence[float]
+        self, request: Request, token_ids: list[int], acceptance_probs: Sequence[float]
     ) -> None:
         """Hold a proposal to follow `request.all_token_ids`, in place of the one before."""
         self._proposals.pop(request.seq_id, None)
         if token_ids:
             lowest = 1.0
             falling: list[float] = []
-            for survival in survivals:
-                lowest = min(lowest, survival)
+            for acceptance_prob in acceptance_probs:
+                lowest = min(lowest, acceptance_prob)
                 falling.append(lowest)
             key = 0
             while key < len(CONFIDENCES) and falling[0] >= CONFIDENCES[key]:
@@ -95,12 +95,14 @@ class WorkerProposer:
         if num_left <= 0 or tokens[len(tokens) - num_new :] != proposal.token_ids[:num_new]:
             del self._proposals[request.seq_id]
             return
-        known = proposal.survivals[num_new - 1]
+        known = proposal.acceptance_probs[num_new - 1]
         if known <= 0.0:
             del self._proposals[request.seq_id]
             return
         proposal.token_ids = proposal.token_ids[num_new:]
-        proposal.survivals = [survival / known for survival in proposal.survivals[num_new:]]
+        proposal.acceptance_probs = [
+            acceptance_prob / known for acceptance_prob in proposal.acceptance_probs[num_new:]
+        ]
 
     def propose(self, request: Request, max_tokens: int) -> Draft | None:
         proposal = self._proposals.get(request.seq_id)
@@ -108,7 +110,7 @@ class WorkerProposer:
             return None
         return Draft(
             proposal.token_ids[:max_tokens],
-            proposal.survivals[:max_tokens],
+            proposal.acceptance_probs[:max_tokens],
             self.name,
             proposal.key,
         )
@@ -122,17 +124,22 @@ class WorkerProposer:
 class ModelRequest:
     """What the planner keeps of a request.
 
-    num_computed: leading tokens whose KV the draft model has, as far as is known. first_survival:
-    mean probability that the first token of a proposal is accepted; negative before there was one.
-    other_expected: mean number of accepted tokens that the best draft of another proposer promises.
+    num_computed: leading tokens whose KV the draft model has, as far as is known.
+    first_acceptance_prob: mean probability that the first token of a proposal is accepted; None
+    before there was one. other_expected: mean number of accepted tokens that the best draft of
+    another proposer promises.
     """
 
-    __slots__ = ("first_survival", "num_computed", "other_expected")
+    __slots__ = ("first_acceptance_prob", "num_computed", "other_expected")
 
     def __init__(self) -> None:
         self.num_computed = 0
-        self.first_survival = -1.0
+        self.first_acceptance_prob: float | None = None
         self.other_expected = 0.0
+
+    def first_prob(self, mean: float) -> float:
+        """Return first_acceptance_prob. mean: of all requests, for one without a proposal."""
+        return mean if self.first_acceptance_prob is None else self.first_acceptance_prob
 
     def note_other_draft(self, num_expected: float) -> None:
         """Note what the best draft of another proposer promised in a step; 0 for none."""
@@ -165,7 +172,7 @@ class LookaheadPlanner:
         self._probe_budget = 0.0  # time, in steps with one row
         self._row_price = self._pass_price = 0.0  # in tokens, of each sequence
         self.probe: ModelRequest | None = None
-        self.min_survival = 0.0
+        self.min_acceptance_prob = 0.0
 
     # What is learnt
 
@@ -185,22 +192,21 @@ class LookaheadPlanner:
             self._pass_cost.learn_step(number, duration)
 
     def learn_proposal(
-        self, state: ModelRequest, num_known: int, num_asked: int, survivals: Sequence[float]
+        self, state: ModelRequest, num_known: int, num_asked: int, acceptance_probs: Sequence[float]
     ) -> None:
-        """Learn a proposal of up to `num_asked` tokens, behind num_known ones.
+        """Learn a proposal of up to `num_asked` tokens, after num_known ones.
 
-        survivals: of its tokens, corrected by acceptance. It is shorter than asked for where the
-        model found no token likely enough, or a grammar refused one.
+        acceptance_probs: of its tokens, corrected by acceptance. It is shorter than asked
+        for where the model found no token likely enough, or a grammar refused one.
         """
         state.num_computed = num_known
-        if self.probe is state and not survivals:
+        if self.probe is state and not acceptance_probs:
             self.probe = None  # nothing to verify
-        self._tokens.record(survivals, num_asked)
-        self._gains.add_proposal(self._pass_price * min(num_asked, len(survivals) + 1))
-        first = survivals[0] if survivals else 0.0
-        if state.first_survival < 0.0:
-            state.first_survival = self._tokens.survivals[0]
-        state.first_survival += REQUEST_RATE * (first - state.first_survival)
+        self._tokens.record(acceptance_probs, num_asked)
+        self._gains.add_proposal(self._pass_price * min(num_asked, len(acceptance_probs) + 1))
+        first = acceptance_probs[0] if acceptance_probs else 0.0
+        before = state.first_prob(self._tokens.acceptance_probs[0])
+        state.first_acceptance_prob = before + REQUEST_RATE * (first - before)
         self._num_proposals += 1
 
     def learn_verified(self, num_tried: int, num_accepted: int) -> None:
@@ -231,12 +237,12 @@ class LookaheadPlanner:
         limits: Sequence[int],
         num_other: int,
     ) -> list[int]:
-        """Return how many tokens the model proposes for each request behind this step.
+        """Return how many tokens the model proposes for each request after this step.
 
         Call it after `may_pay`. requests: those that decode, each with its limit, at least 1.
-        num_other: rows of a step that belong to prompts. Sets `min_survival`, and `probe` to the
-        state of a request whose proposal shall be verified although it is not expected to pay; the
-        caller sets it back to None.
+        num_other: rows of a step that belong to prompts. Sets `min_acceptance_prob`, and `probe` to
+        the state of a request whose proposal shall be verified although it is not expected to pay;
+        the caller sets it back to None.
         """
         num_requests = len(states)
         lengths = [0] * num_requests
@@ -269,12 +275,12 @@ class LookaheadPlanner:
         It has to be more than what other drafts bring.
         """
         num_requests = len(states)
-        cost, mean = self._cost, self._tokens.survivals[0]
+        cost, mean = self._cost, self._tokens.acceptance_probs[0]
         without = cost.cost(num_requests)
         row = num_requests / without * (cost.cost(num_requests + 1) - without)
         candidates: list[int] = []
         for index, state in enumerate(states):
-            first = state.first_survival if state.first_survival >= 0.0 else mean
+            first = state.first_prob(mean)
             if first > row and (
                 state.other_expected == 0.0
                 or self._expected_tokens(first, limits[index]) > state.other_expected + MIN_GAIN
@@ -285,12 +291,13 @@ class LookaheadPlanner:
     def _summary(
         self, states: Sequence[ModelRequest], indexes: Sequence[int]
     ) -> tuple[float, float]:
-        """Return (survival of these requests by the mean, tokens of their other drafts)."""
-        mean = self._tokens.survivals[0]
+        """Return (acceptance probability of these requests by the mean, tokens of their other
+        drafts)."""
+        mean = self._tokens.acceptance_probs[0]
         first = other = 0.0
         for index in indexes:
             state = states[index]
-            first += state.first_survival if state.first_survival >= 0.0 else mean
+            first += state.first_prob(mean)
             other += state.other_expected
         return (first / (len(indexes) * mean) if indexes else 0.0), other
 
@@ -303,14 +310,14 @@ class LookaheadPlanner:
         length: int,
         lengths: list[int],
     ) -> None:
-        """Set the lengths of requests that take part; some prefill behind a later step."""
-        num_behind = 0
+        """Set the lengths of requests that take part; some prefill after a later step."""
+        num_missing = 0
         for index in joining:
-            behind = self._num_behind(states[index], requests[index])
-            if behind > _MAX_BEHIND:
-                if num_behind and num_behind + behind > _MAX_PREFILL:
+            missing = self._num_missing(states[index], requests[index])
+            if missing > _MAX_MISSING:
+                if num_missing and num_missing + missing > _MAX_PREFILL:
                     continue
-                num_behind += behind
+                num_missing += missing
             lengths[index] = min(length, limits[index])
 
     def _best_length(
@@ -318,8 +325,8 @@ class LookaheadPlanner:
     ) -> tuple[int, float, float]:
         """Return (tokens of a proposal, its gain in tokens a step, tokens for a unit of time).
 
-        factor: of the survivals of these num_part requests, relative to the mean. other: accepted
-        tokens that other drafts bring them.
+        factor: of the acceptance probabilities of these num_part requests, relative to the mean.
+        other: accepted tokens that other drafts bring them.
         """
         one_pass = self._pass_time(num_part)
         values = self._values(num_part, factor)
@@ -347,9 +354,9 @@ class LookaheadPlanner:
         """Return how many tokens num_part requests get by each further token of their proposals."""
         scale = 1.0
         values: list[float] = []
-        for survival in self._tokens.survivals:
-            scale = min(1.0 / survival, scale * factor)
-            values.append(num_part * survival * scale)
+        for acceptance_prob in self._tokens.acceptance_probs:
+            scale = min(1.0 / acceptance_prob, scale * factor)
+            values.append(num_part * acceptance_prob * scale)
         return values
 
     def _rows_and_passes(self, num_part: int) -> tuple[list[float], list[float]]:
@@ -373,15 +380,15 @@ class LookaheadPlanner:
 
     def _expected_tokens(self, first: float, limit: int) -> float:
         """Return how many tokens of a proposal are accepted whose first survives so often."""
-        mean = self._tokens.survivals[0]
+        mean = self._tokens.acceptance_probs[0]
         factor = first / mean if mean > 0.0 else 0.0
         scale, total = 1.0, 0.0
         for position in range(min(limit, self._max_tokens)):
-            scale = min(1.0 / self._tokens.survivals[position], scale * factor)
-            total += self._tokens.survivals[position] * scale
+            scale = min(1.0 / self._tokens.acceptance_probs[position], scale * factor)
+            total += self._tokens.acceptance_probs[position] * scale
         return total
 
-    def _num_behind(self, state: ModelRequest, request: Request) -> int:
+    def _num_missing(self, state: ModelRequest, request: Request) -> int:
         """Return how many tokens the next pass of the draft model computes for a request."""
         if not self._prefills:
             return 1
@@ -400,8 +407,8 @@ class LookaheadPlanner:
 
         gain: tokens in a step. While little is known, one request is tried at a time.
         """
-        behind = self._num_behind(state, request)
-        if behind <= _MAX_BEHIND:
+        missing = self._num_missing(state, request)
+        if missing <= _MAX_MISSING:
             return True
         if self._num_proposals < _NUM_TRIAL:
             if self._trial is None:
@@ -410,9 +417,9 @@ class LookaheadPlanner:
         num_outputs = request.num_output_tokens
         num_left = max(self._mean_outputs - num_outputs, self._mean_outputs / 4)
         num_left = min(num_left, float(request.max_tokens - num_outputs))
-        first = state.first_survival if state.first_survival >= 0.0 else self._tokens.survivals[0]
+        first = state.first_prob(self._tokens.acceptance_probs[0])
         num_steps = num_left / (1.0 + self._expected_tokens(first, length))
-        time = self._pass_time(num_part + behind) - self._pass_time(num_part)
+        time = self._pass_time(num_part + missing) - self._pass_time(num_part)
         return gain * num_steps > price * time
 
     def _choose_probe(
@@ -424,24 +431,24 @@ class LookaheadPlanner:
         lengths: list[int],
     ) -> None:
         """Ask for one proposal, of the request with the least to compute, if time was saved up."""
-        best, best_behind = -1, 0
+        best, best_missing = -1, 0
         for index, state in enumerate(states):
-            behind = self._num_behind(state, requests[index])
-            if best < 0 or behind < best_behind:
-                best, best_behind = index, behind
+            missing = self._num_missing(state, requests[index])
+            if best < 0 or missing < best_missing:
+                best, best_missing = index, missing
         if best < 0:
             return
-        time = self._probe_time(best_behind, num_rows)
+        time = self._probe_time(best_missing, num_rows)
         if self._probe_budget < time:
             return
         self._probe_budget -= time
         self.probe = states[best]
-        self.min_survival = 0.0
+        self.min_acceptance_prob = 0.0
         lengths[best] = min(PROBE_TOKENS, limits[best])
 
-    def _probe_time(self, behind: int, num_rows: int) -> float:
+    def _probe_time(self, missing: int, num_rows: int) -> float:
         """Return the time of a probe: its passes, and that of the rows which verify it."""
-        passes = self._pass_time(behind) + (PROBE_TOKENS - 1) * self._pass_time(1)
+        passes = self._pass_time(missing) + (PROBE_TOKENS - 1) * self._pass_time(1)
         return passes + self._cost.cost(num_rows + PROBE_TOKENS) - self._cost.cost(num_rows)
 
     def _pass_time(self, rows: int) -> float:
@@ -459,4 +466,4 @@ class LookaheadPlanner:
         row = self._cost.cost(num_rows + num_part) - self._cost.cost(num_rows)
         self._row_price = price * row / num_part
         self._pass_price = price * self._pass_time(num_part) / num_part
-        self.min_survival = self._row_price + self._pass_price
+        self.min_acceptance_prob = self._row_price + self._pass_price

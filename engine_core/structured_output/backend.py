@@ -26,8 +26,8 @@ from engine_core.structured_output.matchers import (
     TriggeredMatcher,
     mask_words,
 )
-from proto.errors import ModelError
-from proto.grammar import GrammarSource
+from proto.errors import ModelError, shown
+from proto.messages.grammar import GrammarSource
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -303,7 +303,13 @@ def _llguidance_source(source: GrammarSource) -> str:
 
 def _client_error(error: str) -> str:
     """Return a message of llguidance for the client, on one line."""
-    text = re.sub(r"\s+", " ", error.split("<non-verbose/>")[0]).strip()
+    text = error.split("<non-verbose/>")[0]
+    # a regular expression stands there up to three times
+    regex, found, cause = text.partition("regex parse error:\n")[2].partition("\nerror: ")
+    if found:
+        regex, cause = (each.lstrip().partition("\n")[0] for each in (regex, cause))
+        text = f"invalid regular expression {shown(regex)}: {cause}"
+    text = re.sub(r"\s+", " ", text).strip()
     if text.startswith("NoExtension"):
         text = "no text satisfies it"
     for pattern, message in _REFERENCE_ERRORS:

@@ -30,8 +30,8 @@ from engine_core.structured_output.matchers import (
 )
 from engine_core.structured_output.sandbox import GrammarSandbox
 from proto.errors import InvalidRequestError, TokendError
-from proto.grammar import GrammarSource
-from proto.sockets import EventFd
+from proto.messages.grammar import GrammarSource
+from proto.runtime.sockets import EventFd
 
 logger = logging.getLogger("tokend.grammars")
 

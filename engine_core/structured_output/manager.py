@@ -24,12 +24,12 @@ longer than MAX_LATE_SECONDS ends with an error.
 
 Only these threads advance matchers, by tokens that the engine has accepted; tokens that it dropped
 never reach a matcher, so nothing is ever rolled back. The tokens of a draft are consumed by copies,
-one for each mask behind the first:
+one for each mask after the first:
 
     step      | x | d | e |        x: the last known token, d e: its draft
     masks       m   m   m          of the matcher, of a copy that has read d, of one with d e
 
-A mask behind a token that the grammar refuses has no effect, because the worker accepts no draft
+A mask after a token that the grammar refuses has no effect, because the worker accepts no draft
 that it could not have sampled. To not compute such tokens, a draft is cut before it is planned.
 """
 
@@ -55,16 +55,16 @@ from engine_core.structured_output.matchers import (
 )
 from engine_core.structured_output.sandbox import GrammarSandbox, SandboxSetup
 from engine_core.worker_group import WorkerFailedError
-from proto.engine_io import EngineCoreRequest
 from proto.errors import ErrorInfo, RequestError
-from proto.grammar import FREE_TEXT, GrammarSource
-from proto.host_resources import usable_cores
-from proto.lifecycle import ProcessBoot
-from proto.model_runner_output import ModelRunnerOutput
-from proto.sampling_params import ThinkingRule
-from proto.scheduler_output import GrammarOutput, SchedulerOutput
-from proto.sockets import EventFd
-from proto.turn_ends import with_end_tokens
+from proto.messages.engine_io import EngineCoreRequest
+from proto.messages.grammar import FREE_TEXT, GrammarSource
+from proto.messages.lifecycle import ProcessBoot
+from proto.messages.model_runner_output import ModelRunnerOutput
+from proto.messages.sampling_params import ThinkingRule
+from proto.messages.scheduler_output import GrammarOutput, SchedulerOutput
+from proto.runtime.host_resources import usable_cores
+from proto.runtime.sockets import EventFd
+from proto.settings.turn_ends import with_end_tokens
 
 logger = logging.getLogger("tokend.grammars")
 
@@ -96,7 +96,7 @@ class _ConstrainedRow:
     num_free: number of output tokens before which its masks forbid nothing.
     num_consumed: number of output tokens that its matcher has consumed.
     num_in_flight: steps that sample it and whose results have not arrived.
-    task: its masks that a thread computes. masks: those behind `num_consumed` output tokens, once
+    task: its masks that a thread computes. masks: those after `num_consumed` output tokens, once
         they are computed. late_since: when the row began to wait for them.
     lead: a second matcher, for drafts, which the engine's thread advances when it is asked for
         forced tokens; the first one belongs to the threads that compute masks.
@@ -298,7 +298,8 @@ class StructuredOutputManager:
     def is_blocked(self, request: Request) -> bool:
         """Return whether a request waits for its grammar, or for a mask of a slow one.
 
-        If so, `pop_unblocked` returns it later, unless it ends before.
+        A slow mask that has not been begun is begun, and the request waits for it. If it waits,
+        `pop_unblocked` returns it later, unless it ends before.
         """
         seq_id = request.seq_id
         row = self._rows.get(seq_id)

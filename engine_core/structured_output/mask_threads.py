@@ -22,7 +22,7 @@ from typing import Final
 from engine_core.structured_output.backend import LLGuidanceBackend
 from engine_core.structured_output.compiler import start_thread
 from engine_core.structured_output.matchers import FREE_SECONDS, GrammarCost, MaskRow, Matcher
-from proto.sockets import EventFd
+from proto.runtime.sockets import EventFd
 
 logger = logging.getLogger("tokend.grammars")
 
@@ -31,10 +31,10 @@ UNUSABLE: Final = "the grammar cannot be used"
 
 @dataclass(slots=True, eq=False)
 class MaskTask:
-    """The masks of a row to compute: of its next position, and of each position behind a draft.
+    """The masks of a row to compute: of its next position, and of each position after a draft.
 
     tenant: whose turn it takes. cost: of its grammar. token_ids: tokens that its matcher has not
-    consumed. draft: tokens behind them. masks: the result; for each position the mask, and a
+    consumed. draft: tokens after them. masks: the result; for each position the mask, and a
     message for the client if the text cannot continue there.
     """
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from proto.errors import InternalRequestError, InvalidRequestError
-from proto.sampling_params import BLANKS, MAX_BLANKS, ThinkingRule
+from proto.messages.sampling_params import BLANKS, MAX_BLANKS, ThinkingRule
 
 if TYPE_CHECKING:
     from engine_core.structured_output.backend import LLGuidanceBackend

@@ -35,9 +35,9 @@ from engine_core.structured_output.matchers import (
     GrammarTimeoutError,
 )
 from proto.codec import MessageDecoder, encode
-from proto.grammar import MAX_GRAMMAR_BYTES, GrammarSource
-from proto.host_resources import process_limits
-from proto.process import set_title
+from proto.messages.grammar import MAX_GRAMMAR_BYTES, GrammarSource
+from proto.runtime.host_resources import process_limits
+from proto.runtime.process import set_title
 
 MODULE: Final = "engine_core.structured_output.sandbox"
 HANG_SECONDS: Final = 30.0

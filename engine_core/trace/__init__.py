@@ -1,1 +1,1 @@
-"""The scheduler's trace: what `--sched-trace` writes. Its lines are in `proto/sched_trace.py`."""
+"""The scheduler's trace (`--sched-trace`); its lines are in `proto/messages/sched_trace.py`."""

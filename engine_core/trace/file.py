@@ -19,10 +19,10 @@ import msgspec
 
 from engine_core.pool_plan import PoolPlan
 from engine_core.trace.recorder import TraceRecorder
-from proto.config import SchedulerConfig, TraceConfig
 from proto.errors import ConfigError
-from proto.lifecycle import WorkerReady
-from proto.sched_trace import Dropped, TraceEnd, TraceHeader
+from proto.messages.lifecycle import WorkerReady
+from proto.messages.sched_trace import Dropped, TraceEnd, TraceHeader
+from proto.settings.config import SchedulerConfig, TraceConfig
 
 logger = logging.getLogger("tokend.trace")
 
@@ -147,26 +147,6 @@ class TraceFile:
                 self._buffer.clear()
 
 
-class SchedulerTrace:
-    """The trace of one engine: `recorder` writes to a file that begins with the header.
-
-    started_at: the monotonic second at which time_us is 0. Raises ConfigError if the file cannot
-    be created.
-    """
-
-    def __init__(self, path: str, max_bytes: int, header: TraceHeader, started_at: float) -> None:
-        self._file = TraceFile(path, max_bytes)
-        self._file.write_line(header)
-        scheduler = header.scheduler
-        num_seats = min(scheduler.max_num_seqs, scheduler.token_budget)
-        self.recorder = TraceRecorder(
-            self._file.write_line, started_at=started_at, num_seats=num_seats
-        )
-
-    def close(self) -> None:
-        self._file.close()
-
-
 def start_trace(
     config: TraceConfig,
     scheduler: SchedulerConfig,
@@ -174,8 +154,8 @@ def start_trace(
     worker: WorkerReady,
     epoch: int,
     enable_prefix_caching: bool,
-) -> SchedulerTrace | None:
-    """Start the trace of an engine; None without --sched-trace.
+) -> tuple[TraceFile, TraceRecorder] | None:
+    """Return the trace of an engine and what writes its lines; None without --sched-trace.
 
     scheduler: settings in effect. epoch: of the engine. Raises ConfigError if the file cannot be
     created.
@@ -196,5 +176,8 @@ def start_trace(
         num_draft_positions=worker.num_draft_positions,
         num_dropped_blocks=worker.num_dropped_blocks,
     )
-    path = path_of_epoch(config.sched_trace, epoch)
-    return SchedulerTrace(path, config.sched_trace_max_bytes, header, time.monotonic())
+    started_at = time.monotonic()
+    file = TraceFile(path_of_epoch(config.sched_trace, epoch), config.sched_trace_max_bytes)
+    file.write_line(header)
+    num_seats = min(scheduler.max_num_seqs, scheduler.token_budget)
+    return file, TraceRecorder(file.write_line, started_at=started_at, num_seats=num_seats)

@@ -1,4 +1,4 @@
-"""Records what a scheduler does as lines of a trace (`proto/sched_trace.py` has the format).
+"""Records what a scheduler does as lines of a trace; format: `proto/messages/sched_trace.py`.
 
 Start with `TraceRecorder`; `TraceFile` in `file.py` writes the lines.
 """
@@ -12,12 +12,13 @@ import msgspec
 
 from engine_core.kv_cache.events import ReusableBlockCounter
 from engine_core.kv_cache.manager import KVCacheManager
+from engine_core.kv_connector.base import SchedulerConnector
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.features.retention.retained_prefixes import RetainedPrefix
 from engine_core.scheduler.queues.base import RequestQueue
-from engine_core.scheduler.step_plan import StepPlan
-from proto.model_runner_output import ModelRunnerOutput
-from proto.sched_trace import (
+from engine_core.scheduler.step_plan import Lookup, StepPlan
+from proto.messages.model_runner_output import ModelRunnerOutput
+from proto.messages.sched_trace import (
     MAX_PINS,
     Arrival,
     Content,
@@ -75,9 +76,11 @@ class TraceRecorder:
         self._external_hits: dict[int, tuple[int, str, bool]] = {}
         self._drafted: dict[int, list[int]] = {}  # by step, sequences with drafts
         self._snapshot: Snapshot | None = None
+        self._connector = ""
         self._retained_prefixes: dict[str, RetainedPrefix] = {}
 
     def on_request_added(self, request: Request) -> None:
+        lora = request.lora_request
         self._waiting[request.seq_id] = request
         self._tokenless.add(request.seq_id)
         self._write_line(
@@ -97,6 +100,8 @@ class TraceRecorder:
                 max_tokens=request.max_tokens,
                 blocks=self._contents.content_of(request.block_hashes),
                 reads_cache=not request.skip_reading_prefix_cache,
+                extra_keys=request.extra_keys.kinds,
+                adapter="" if lora is None else lora.lora_name,
             )
         )
 
@@ -106,10 +111,11 @@ class TraceRecorder:
         waiting: RequestQueue,
         running: Sequence[Request],
         kv_cache: KVCacheManager,
+        connector: SchedulerConnector,
     ) -> None:
         if self._queue_has_changed:
             self._count_waiting(waiting)
-        num_free, num_pinned = kv_cache.pool.num_free, kv_cache.pool.pinned.num_reclaimable
+        num_free, num_pinned = kv_cache.pool.num_free, kv_cache.pool.retained.num_reclaimable
         num_cached, num_held = self.block_counter.num_cached, kv_cache.transfer_refs.num_alone
         blocked: dict[str, int] = {}
         num_ready = waiting.num_ready
@@ -137,7 +143,9 @@ class TraceRecorder:
             num_pins=len(self._retained_prefixes),
             token_budget=plan.budget,
             seats=self._num_seats,
+            tiers=connector.tiers(),
         )
+        self._connector = type(connector).__name__
 
     def on_step_scheduled(self, step: int, plan: StepPlan) -> None:
         assert self._snapshot is not None, "a step begins before it is decided"
@@ -268,6 +276,19 @@ class TraceRecorder:
             lookahead=list(plan.lookahead),
             lookahead_tokens=list(plan.lookahead.values()),
             limit=plan.limit,
+            lookups=list(map(self._lookup, plan.lookups)),
+        )
+
+    def _lookup(self, lookup: Lookup) -> PrefixHit:
+        request, external = lookup.request, lookup.external_tokens
+        return PrefixHit(
+            seq_id=request.seq_id,
+            num_tokens=request.num_tokens,
+            local_tokens=lookup.local_tokens,
+            external_tokens=external,
+            connector=self._connector if external else "",
+            asynchronous=lookup.loads_async,
+            waits_for=_BLOCKED_REASONS.get(request.status, "room"),
         )
 
     def _hit(self, request: Request) -> PrefixHit:

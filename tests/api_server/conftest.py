@@ -20,15 +20,15 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
 from api_server.app import create_app
-from api_server.app_state import AppState
 from api_server.engine.engine_client import FromEngine
+from api_server.generation.app_state import AppState
 from api_server.http.http_server import HttpServer
 from api_server.server import make_app_state, make_server
-from proto.config import FrontEndConfig, ModelConfig, ServeConfig, TraceConfig
-from proto.engine_io import FinishReason
-from proto.lifecycle import ProcessBoot
-from proto.prepared_model import PreparedModel
-from proto.sockets import Link, front_end_path
+from proto.messages.engine_io import FinishReason
+from proto.messages.lifecycle import ProcessBoot
+from proto.messages.prepared_model import PreparedModel
+from proto.runtime.sockets import Link, front_end_path
+from proto.settings.config import FrontEndConfig, LoRAConfig, ModelConfig, ServeConfig, TraceConfig
 from tests.fakes import lifecycle_messages
 from tests.fakes.fake_engine import FakeEngine, FakeSupervisor, Script
 from tests.fakes.lifecycle_messages import profiler_config
@@ -104,9 +104,12 @@ def make_boot(
     frontend: FrontEndConfig,
     seed: int | None = None,
     index: int = 0,
+    lora: LoRAConfig | None = None,
 ) -> ProcessBoot:
     trace = TraceConfig(profiler_config=profiler_config(f"{run_dir}/profiles"))
-    config = ServeConfig(model=ModelConfig(seed=seed), frontend=frontend, trace=trace)
+    config = ServeConfig(
+        model=ModelConfig(seed=seed), frontend=frontend, trace=trace, lora=lora or LoRAConfig()
+    )
     return lifecycle_messages.boot(
         "api_server", run_dir=run_dir, config=config, model=model, index=index
     )
@@ -241,6 +244,7 @@ async def serving(
     port: int = 0,
     index: int = 0,
     host: str = "127.0.0.1",
+    lora: LoRAConfig | None = None,
     admin_sockets: Sequence[socket.socket] = (),
 ) -> AsyncIterator[FrontEnd]:
     """Run a front end that serves a model inside the context."""
@@ -252,7 +256,7 @@ async def serving(
         script=script,
         accepts=accepts,
     )
-    boot = make_boot(run_dir, model, config or FrontEndConfig(), seed, index)
+    boot = make_boot(run_dir, model, config or FrontEndConfig(), seed, index, lora)
     supervisor = FakeSupervisor()
     app_state = make_app_state(boot, Link.connect(path, FromEngine), supervisor)
     if ready:

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import gguf
 
-from deploy.models.gguf_tokenizer import BYTE_LETTERS
+from proto.byte_level import BYTE_LETTERS
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
 MERGES: Final = (

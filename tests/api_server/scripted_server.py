@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from proto.config import FrontEndConfig
+from proto.settings.config import FrontEndConfig
 from tests.api_server.conftest import TEMPLATE, byte_level_tokenizer, prepared, serving
 
 WORDS = "the quick brown fox"

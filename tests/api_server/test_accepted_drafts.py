@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from proto.engine_io import FinishReason
+from proto.messages.engine_io import FinishReason
 
 PATHS = {"completion": "/v1/completions", "chat": "/v1/chat/completions"}
 INPUTS = {

@@ -6,9 +6,9 @@ import json
 import pytest
 
 from api_server.routes import admin
-from proto.config import FrontEndConfig, TraceConfig
-from proto.engine_io import AdminReply, EngineCoreOutput, FinishReason
-from proto.lifecycle import AbortRequests, FrontEndReady, ProfileFrontEnds
+from proto.messages.engine_io import AdminReply, EngineCoreOutput, FinishReason
+from proto.messages.lifecycle import AbortRequests, FrontEndReady, ProfileFrontEnds
+from proto.settings.config import FrontEndConfig, TraceConfig
 from tests.api_server.conftest import samples
 from tests.api_server.test_process import running
 

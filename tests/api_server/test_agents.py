@@ -7,9 +7,9 @@ import re
 import pytest
 
 from api_server.protocol.agents import MAX_TTL_MS, tool_name
-from proto.config import FrontEndConfig
-from proto.engine_io import MAX_NAME_LENGTH, AgentHint, FinishReason, agent_session_name
 from proto.errors import ErrorInfo
+from proto.messages.engine_io import MAX_NAME_LENGTH, AgentHint, FinishReason, agent_session_name
+from proto.settings.config import FrontEndConfig
 from tests.api_server.test_engine_restart import begin, have, restart
 
 PATHS = {
@@ -80,7 +80,7 @@ async def test_a_session_id_names_an_agent_session(start, scripted, path):
         ({"is_last_step": True}, "job_id is missing"),
         ({"job_id": 5}, "job_id must be a string"),
         ({"job_id": ""}, "job_id must not be empty"),
-        ({"job_id": "x" * 257}, "job_id is longer than 256"),
+        ({"job_id": "x" * 257}, "job_id is longer than 256 characters"),
         ({"job_id": "a\nb"}, "control characters"),
         ({"job_id": "a\ud800"}, "valid text"),
         ({**HINT, "is_last_step": 1}, "is_last_step must be true or false"),
@@ -119,6 +119,8 @@ async def test_an_invalid_session_is_a_400_that_names_it(start, session):
         if isinstance(session, str):
             found = await refusal(front_end, headers={"X-Session-ID": session})
             assert found[0] == "session_id"
+            if len(session) > 256:
+                assert found[1] == "X-Session-ID is longer than 256 characters"
 
 
 async def test_a_turn_is_one_prompt(start, scripted):

@@ -7,8 +7,8 @@ import openai.types.chat
 import openai.types.responses
 import pytest
 
-from api_server import app_state
-from proto.config import FrontEndConfig
+from api_server.generation import app_state
+from proto.settings.config import FrontEndConfig
 from tests.api_server.conftest import concurrently, prepared
 from tests.api_server.harmony_model import SOURCE, harmony_tokenizer, library_encoding
 from tests.api_server.test_agents_with_templates import CALLS, TEMPLATES, events_of

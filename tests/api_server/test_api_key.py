@@ -10,12 +10,11 @@ import httpx
 import pytest
 from fastapi import APIRouter
 
-from api_server import routes
+from api_server import middleware, routes
 from api_server.app import create_app
-from api_server.http import middleware
 from api_server.page.files import page_files
 from api_server.routes import admin
-from proto.config import FrontEndConfig
+from proto.settings.config import FrontEndConfig
 from tests.api_server.conftest import concurrently
 
 

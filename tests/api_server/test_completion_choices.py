@@ -2,7 +2,7 @@
 
 import asyncio
 
-from proto.engine_io import FinishReason
+from proto.messages.engine_io import FinishReason
 
 PATH = "/v1/completions"
 

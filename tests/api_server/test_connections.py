@@ -13,8 +13,8 @@ import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
-from api_server import turns
-from api_server.http import connection, middleware, websocket_protocol
+from api_server import middleware, turns
+from api_server.http import connection, websocket_protocol
 from api_server.http.connection import (
     MAX_BODY_BYTES,
     MAX_CLIENT_UPLOAD_BYTES,
@@ -22,9 +22,9 @@ from api_server.http.connection import (
     UPLOAD_SECONDS,
     Uploads,
 )
-from proto.config import FrontEndConfig
-from proto.engine_io import FinishReason
 from proto.errors import OverloadedError
+from proto.messages.engine_io import FinishReason
+from proto.settings.config import FrontEndConfig
 from tests.api_server.conftest import closed, message, websocket
 from tests.api_server.test_bad_bodies import raw_exchange
 
@@ -96,15 +96,28 @@ async def test_pipelined_requests_are_answered_in_order(start, scripted, size):
         writer.close()
 
 
-async def test_requests_far_ahead_of_a_response_are_dropped(start):
-    """The response in progress is whole, then the connection ends, whose end is noticed."""
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_requests_far_ahead_of_a_response_are_dropped(start, at_once):
+    """The response in progress is whole, then the connection ends, whose end is noticed.
+
+    at_once: all arrive before the first of them is parsed, as in a flood on many connections.
+    """
+    first = POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
+    others = (GET + b"\r\n") * 2000
     async with start(accepts=True) as front_end, asyncio.timeout(30):
         reader, writer = await opened(front_end)
-        writer.write(POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
-        request = await front_end.engine.requests.get()
-        writer.write((GET + b"\r\n") * 2000)
-        await writer.drain()
+        while not (front_end.server.server_state.connections - {None}):
+            await asyncio.sleep(0.01)
         (protocol,) = front_end.server.server_state.connections - {None}
+        if at_once:
+            protocol.reception.turns._spent_seconds = connection.PASS_SECONDS
+            protocol.data_received(first + others)
+        else:
+            writer.write(first)
+        request = await front_end.engine.requests.get()
+        if not at_once:
+            writer.write(others)
+        await writer.drain()
         while not protocol._refused:
             await asyncio.sleep(0.01)
         assert not protocol._unparsed

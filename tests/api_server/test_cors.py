@@ -6,7 +6,7 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
 from api_server.routes import system
-from proto.config import FrontEndConfig
+from proto.settings.config import FrontEndConfig
 
 CHAT, OTHER = "https://chat.example", "https://other.example"
 KEY = {"authorization": "Bearer secret"}

@@ -7,9 +7,9 @@ import httpx
 import pytest
 
 from api_server.http.addresses import is_loopback
-from proto.config import FrontEndConfig
-from proto.engine_io import FinishReason
-from proto.lifecycle import Drain, DrainProgress, DrainRequested, FrontEndReady, Shutdown
+from proto.messages.engine_io import FinishReason
+from proto.messages.lifecycle import Drain, DrainProgress, DrainRequested, FrontEndReady, Shutdown
+from proto.settings.config import FrontEndConfig
 from tests.api_server.test_process import running
 
 

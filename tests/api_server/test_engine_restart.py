@@ -2,10 +2,13 @@
 
 import asyncio
 
+import pytest
+
 from api_server.engine import engine_client
-from proto.engine_io import FinishReason
+from api_server.errors import NotAvailableError
 from proto.errors import ErrorInfo
-from proto.stats import SchedulerStats
+from proto.messages.engine_io import FinishReason
+from proto.messages.stats import SchedulerStats
 
 
 async def begin(front_end, **fields):
@@ -277,6 +280,17 @@ async def test_shutdown_ends_waiting_requests(start):
         await front_end.lose_engine()
         front_end.app_state.client.close()
         assert (await answer).status_code == 503
+
+
+async def test_shutdown_fails_admin_calls_without_a_reply(start):
+    async with start(accepts=True) as front_end:
+        await front_end.lose_engine()
+        client = front_end.app_state.client
+        call = asyncio.create_task(client.call_admin("pause", pause_mode="freeze"))
+        await asyncio.sleep(0)
+        client.close()
+        with pytest.raises(NotAvailableError, match="shutting down"):
+            await call
 
 
 async def test_an_engine_that_sends_garbage_is_dropped_and_requests_wait_for_the_next(start):

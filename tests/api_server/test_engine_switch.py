@@ -11,10 +11,9 @@ import msgspec
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from api_server.lifecycle.engine_switch import EngineSwitch
-from proto.config import ReliabilityConfig
-from proto.engine_io import FinishReason
-from proto.lifecycle import (
+from api_server.lifecycle import EngineSwitch
+from proto.messages.engine_io import FinishReason
+from proto.messages.lifecycle import (
     NewEngine,
     NextEngine,
     NextReady,
@@ -22,9 +21,10 @@ from proto.lifecycle import (
     ProtocolViolation,
     Switched,
 )
-from proto.sockets import front_end_path
-from proto.stats import SchedulerStats
-from proto.view import Watch
+from proto.messages.stats import SchedulerStats
+from proto.messages.view import Watch
+from proto.runtime.sockets import front_end_path
+from proto.settings.config import ReliabilityConfig
 from tests.api_server.test_live_view import view, watching
 from tests.fakes.fake_engine import FakeEngine
 

@@ -11,7 +11,7 @@ import uvicorn
 from api_server.http import http_server
 from api_server.http.http_server import FairListener, HttpServer
 from api_server.metrics.metric_sheet import Gauge, MetricSheet
-from proto.stats import METRIC_BYTES
+from proto.messages.stats import METRIC_BYTES
 
 
 class CountedConnections(asyncio.Protocol):
@@ -152,14 +152,3 @@ def test_accepting_resumes_after_running_out_of_descriptors(
     run(1, body)
     assert "Too many open files" in caplog.text
     assert not Exhausted.num_left
-
-
-def test_a_closed_listener_accepts_no_connection() -> None:
-    async def body(front_ends: FrontEnds) -> None:
-        front_ends.listeners[0].close()
-        _, writer = await asyncio.open_connection("127.0.0.1", front_ends.port)
-        await asyncio.sleep(0.02)
-        assert front_ends.gauges[0].own_value == 0
-        writer.close()
-
-    run(1, body)

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api_server.http.middleware import endpoints_of
+from api_server.middleware import endpoints_of
 from tests.api_server.conftest import samples
 
 LEFT = "tokend:requests_cut_short_total,disconnect"

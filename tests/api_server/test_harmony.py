@@ -10,13 +10,14 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from api_server.parsers.harmony import HarmonyParser, HarmonyTokenCounter, open_header
 from api_server.text.chat_template import Conversation
-from api_server.text.detokenizer import MarkerDetokenizer, byte_alphabet
+from api_server.text.detokenizer import MarkerDetokenizer
 from api_server.text.harmony import (
     VOCABULARY_FOLDER,
     HarmonyTemplate,
     load_encoding,
 )
 from api_server.text.tokenizer import ModelTokenizer
+from proto.byte_level import BYTE_LETTERS
 from proto.errors import InvalidRequestError, ModelError
 from tests.api_server.conftest import byte_level_tokenizer
 from tests.api_server.harmony_model import (
@@ -203,7 +204,7 @@ def test_answers_cut_at_every_token_and_byte(name):
 
 
 def tokenizer_byte(tokenizer: Tokenizer, byte: int) -> int:
-    (character,) = (one for one, value in byte_alphabet().items() if value == byte)
+    character = BYTE_LETTERS[byte]
     return tokenizer.token_to_id(character)
 
 

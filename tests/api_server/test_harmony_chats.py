@@ -9,16 +9,16 @@ import numpy as np
 import openai
 import pytest
 
-from api_server import app_state
+from api_server.generation import app_state
 from api_server.parsers.harmony import END_MARKERS
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.fields import IgnoredFields
 from api_server.protocol.json_schema import SchemaWork
 from engine_core.structured_output.backend import LLGuidanceBackend
 from engine_core.structured_output.matchers import mask_words
-from proto.config import FrontEndConfig
 from proto.errors import InvalidRequestError, ModelError
-from proto.grammar import GrammarSource
+from proto.messages.grammar import GrammarSource
+from proto.settings.config import FrontEndConfig
 from tests.api_server.conftest import prepared
 from tests.api_server.harmony_model import (
     SOURCE,

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
+from api_server.generation.encoders.responses.stored import json_size
 from api_server.parsers.tools.registry import TOOL_CALL_FORMATS
-from api_server.protocol.responses.stored import json_size
 from api_server.routes import responses
 from api_server.text.chat_template import ChatTemplate, Conversation
 from api_server.text.harmony import HarmonyTemplate
@@ -77,7 +77,7 @@ def calling(path: str, arguments: object) -> dict:
 PLACES = {
     "/v1/chat/completions": "messages[1].tool_calls[0].function.arguments is not",
     "/v1/responses": "input[1].arguments is not",
-    "/v1/messages": "messages.1.content.0.input is not",
+    "/v1/messages": "messages[1].content[0].input is not",
 }
 
 

@@ -24,7 +24,7 @@ from api_server.protocol.tools import MAX_TOOLS_BYTES, ToolFields, read_tools
 from api_server.text.chat_template import TemplateFacts
 from api_server.turns import CLIENT, Client
 from proto.errors import InvalidRequestError, OverloadedError
-from proto.grammar import MAX_GRAMMAR_BYTES
+from proto.messages.grammar import MAX_GRAMMAR_BYTES
 from tests.api_server.tools.test_grammars import NoTokens
 from tests.fakes.hostile_schemas import hostile_schemas
 

@@ -11,7 +11,7 @@ from msgspec import structs
 from tokenizers import Tokenizer
 
 from deploy.models import gguf_header, gguf_tokenizer
-from proto.config import FrontEndConfig
+from proto.settings.config import FrontEndConfig
 from tests.api_server import infill_vocabularies
 from tests.api_server.conftest import prepared
 from tests.api_server.infill_vocabularies import (

@@ -16,7 +16,7 @@ from api_server.protocol.json_schema import SchemaWork, ecmascript_regex, rewrit
 from engine_core.structured_output.backend import LLGuidanceBackend, LLGuidanceMatcher
 from engine_core.structured_output.matchers import GrammarError
 from proto.errors import InvalidRequestError
-from proto.grammar import GrammarSource
+from proto.messages.grammar import GrammarSource
 from tests.fakes.toy_vocabulary import EOS, SIZE, tokens_of, write_toy_tokenizer
 
 SUITE = Path(__file__).parent / "json_schema" / "suite.jsonl"

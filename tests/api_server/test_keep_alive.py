@@ -8,11 +8,11 @@ import httpx
 import openai
 import pytest
 
-from api_server.protocol.encoder import KEEP_ALIVE
-from api_server.request_stream import StreamNotifier
-from api_server.response import KeepAlive
-from proto.config import FrontEndConfig
-from proto.engine_io import FinishReason
+from api_server.generation.encoders.base import KEEP_ALIVE
+from api_server.generation.request_stream import StreamNotifier
+from api_server.generation.response import KeepAlive
+from proto.messages.engine_io import FinishReason
+from proto.settings.config import FrontEndConfig
 
 OFTEN = FrontEndConfig(sse_keep_alive=0.02)
 BODIES = {

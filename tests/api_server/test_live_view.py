@@ -12,18 +12,20 @@ import pytest
 from api_server.live_view import publisher
 from api_server.live_view.events import rate
 from api_server.live_view.publisher import MAX_UNREAD
-from proto.config import FrontEndConfig
-from proto.view import (
+from proto.messages.stats import KVTier
+from proto.messages.view import (
     CACHED,
     FREE,
     HELD,
     RESERVED,
     RUNNING,
     WAITING,
+    AdapterView,
     BlockMap,
     EngineView,
     RequestView,
 )
+from proto.settings.config import FrontEndConfig
 from tests.api_server.conftest import FrontEnd, StartFrontEnd
 
 HELLO = {
@@ -64,6 +66,7 @@ def view(epoch: int = 1, requests: tuple[RequestView, ...] = (), **fields: objec
         "num_held_states": 3,
         "states": blocks,
         "step_limit": "blocks",
+        "tiers": [KVTier("GPU", 30, 6), KVTier("CPU", 100, 25)],
     }
     return EngineView(**(facts | fields))  # type: ignore[arg-type]
 
@@ -103,14 +106,15 @@ async def watches(front_end: FrontEnd) -> bool:
 
 
 async def test_the_stream_begins_with_hello_then_views(start: StartFrontEnd) -> None:
-    request = RequestView(1, 0, "cmpl-1", RUNNING, 20, 5, 24, 16, 2)
+    request = RequestView(1, 0, "cmpl-1", RUNNING, 20, 5, 24, 16, 2, "a")
+    adapter = AdapterView("a", 0, 1, 2, 4096)
     async with start() as front_end, watching(front_end) as stream:
         kind, hello = await stream.next()
         assert kind == "hello"
         assert hello.pop("version")
         assert hello == HELLO
         assert await watches(front_end)
-        front_end.engine.send_view(view(requests=(request,)))
+        front_end.engine.send_view(view(requests=(request,), adapters=[adapter]))
         kind, shown = await stream.next()
         assert kind == "view"
         assert shown.pop("time_s") == round(100.0 - front_end.app_state.live_view._start, 3)
@@ -129,6 +133,10 @@ async def test_the_stream_begins_with_hello_then_views(start: StartFrontEnd) -> 
             "state_slots": 24,
             "held_states": 3,
             "step_limit": "blocks",
+            "tiers": [
+                {"medium": "GPU", "blocks": 30, "used": 6},
+                {"medium": "CPU", "blocks": 100, "used": 25},
+            ],
             "requests": [
                 {
                     "owner": 1,
@@ -139,9 +147,13 @@ async def test_the_stream_begins_with_hello_then_views(start: StartFrontEnd) -> 
                     "computed_tokens": 24,
                     "cached_tokens": 16,
                     "num_blocks": 2,
+                    "adapter": "a",
                 }
             ],
             "num_omitted_requests": 0,
+            "adapters": [
+                {"name": "a", "state": "resident", "running": 1, "requests": 2, "bytes": 4096}
+            ],
             "cells": CELLS,
             "state_cells": CELLS,
         }
@@ -181,7 +193,7 @@ async def test_requests_of_other_tenants_are_anonymous(
     keys.write_text("alice key-of-alice\nbob key-of-bob\n")
     keys.chmod(0o600)
     config = FrontEndConfig(api_key_file=str(keys), admin_api_key="boss", tenant_by=tenant_by)
-    hidden = ("id", "prompt_tokens", "output_tokens", "computed_tokens", "cached_tokens")
+    hidden = ("id", "prompt_tokens", "output_tokens", "computed_tokens", "cached_tokens", "adapter")
     async with start(lambda request, choice: [2], config=config) as front_end:
         readers = {}
         for name in ("alice", "bob"):
@@ -191,8 +203,8 @@ async def test_requests_of_other_tenants_are_anonymous(
             readers[name] = (await front_end.engine.requests.get()).reader
         shown = view(
             requests=(
-                RequestView(1, readers["alice"], "cmpl-a", RUNNING, 20, 5, 24, 16, 2),
-                RequestView(2, readers["bob"], "cmpl-b", WAITING, 21, 0, 0, 0, 0),
+                RequestView(1, readers["alice"], "cmpl-a", RUNNING, 20, 5, 24, 16, 2, "a"),
+                RequestView(2, readers["bob"], "cmpl-b", WAITING, 21, 0, 0, 0, 0, "b"),
             )
         )
         seen = {}

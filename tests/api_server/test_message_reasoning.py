@@ -3,7 +3,7 @@
 import pytest
 from anthropic.types import Message
 
-from proto.config import FrontEndConfig
+from proto.settings.config import FrontEndConfig
 from tests.api_server.conftest import prepared
 from tests.api_server.test_messages import BODY, USER, answer, events, prompt_of
 

@@ -13,9 +13,9 @@ from pydantic import TypeAdapter
 
 from api_server.protocol.fields import HARMLESS
 from api_server.protocol.messages.request import MessagesRequest
-from proto.config import FrontEndConfig
-from proto.engine_io import FinishReason
 from proto.errors import ErrorInfo
+from proto.messages.engine_io import FinishReason
+from proto.settings.config import FrontEndConfig
 from tests.api_server.conftest import concurrently
 
 PATH = "/v1/messages"
@@ -365,16 +365,16 @@ async def test_token_counts_are_exact_without_the_engine(start, scripted):
         ({"max_tokens": 0}, "max_tokens must be at least 1"),
         ({"messages": []}, "messages must not be empty"),
         ({"messages": "x"}, "messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
-        ({"messages": [*USER, {"role": "user"}]}, "messages.1.content"),
-        ({"messages": [{"role": "user", "content": [5]}]}, "messages.0.content.0"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [*USER, {"role": "user"}]}, "messages[1].content"),
+        ({"messages": [{"role": "user", "content": [5]}]}, "messages[0].content[0]"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
             "takes text only: this model reads no part of the type image",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "document"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id"),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages.0.content: holds half"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content: holds half"),
         (
             {
                 "messages": [
@@ -385,11 +385,11 @@ async def test_token_counts_are_exact_without_the_engine(start, scripted):
                     },
                 ]
             },
-            "messages.1: calls a tool",
+            "messages[1]: calls a tool",
         ),
-        ({"messages": [*USER, {"role": "assistant", "content": " "}]}, "messages.1"),
+        ({"messages": [*USER, {"role": "assistant", "content": " "}]}, "messages[1]"),
         ({"system": 5}, "system"),
-        ({"system": [{"type": "image"}]}, "system.0"),
+        ({"system": [{"type": "image"}]}, "system[0]"),
         ({"stop_sequences": ["a"] * 1025}, "stop_sequences"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"temperature": -1}, "temperature"),
@@ -408,12 +408,12 @@ async def test_token_counts_are_exact_without_the_engine(start, scripted):
         ({"tool_choice": {"type": "any"}}, "tool_choice any needs tools"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "x"}}, "no tool x"),
-        ({"tools": [{"name": "x"}]}, "tools.0.input_schema"),
-        ({"tools": [{"input_schema": {}}]}, "tools.0.name"),
-        ({"tools": [{"type": "web_search"}, WEATHER | {"name": "a b"}]}, "tools.1.name"),
+        ({"tools": [{"name": "x"}]}, "tools[0].input_schema"),
+        ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
+        ({"tools": [{"type": "web_search"}, WEATHER | {"name": "a b"}]}, "tools[1].name"),
         (
             {"tools": [WEATHER | {"input_schema": {"type": "string"}}]},
-            "tools.0.input_schema.type must be object",
+            "tools[0].input_schema.type must be object",
         ),
         ({"tool_choice": {"type": {}}}, "tool_choice.type"),
         ({"output_config": {"effort": {}}}, "output_config.effort"),

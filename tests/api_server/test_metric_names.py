@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from api_server.metrics.metric_sheet import MetricSheet
 from api_server.metrics.metrics import Metrics
 from api_server.routes import completions
-from proto.stats import KVMediumStats, SchedulerStats
+from proto.messages.stats import KVCopy, KVMediumStats, SchedulerStats
 from tests.fakes import lifecycle_messages
 
 MODEL = ("model_name", "engine")
@@ -40,6 +40,7 @@ GAUGES = {
     "kv_cache_usage_perc": (),
     "kv_offload_cpu_cache_usage_perc": (),
     "cache_config_info": ("block_size", "num_gpu_blocks"),
+    "lora_requests_info": ("max_lora", "waiting_lora_adapters", "running_lora_adapters"),
 }
 COUNTERS = {
     "prefix_cache_queries": (),
@@ -70,6 +71,7 @@ COUNTERS = {
     "kv_offload_stores_skipped": ("medium",),
     "kv_offload_allocation_failure": ("medium",),
 }
+COPY_BYTES = (1e6, 5e6, 10e6, 20e6, 40e6, 60e6, 80e6, 100e6, 150e6, 200e6)
 HISTOGRAMS = {
     "time_to_first_token_seconds": FIRST_TOKEN,
     "inter_token_latency_seconds": BETWEEN,
@@ -90,12 +92,18 @@ HISTOGRAMS = {
     "kv_block_lifetime_seconds": BLOCK,
     "kv_block_idle_before_evict_seconds": BLOCK,
     "kv_block_reuse_gap_seconds": BLOCK,
+    "kv_offload_load_size": COPY_BYTES,
+    "kv_offload_store_size": COPY_BYTES,
+    "kv_offload_lookup_sync_delay_seconds": (
+        *(1e-5, 5e-5, 1e-4, 5e-4, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0),
+    ),
+    "kv_offload_lookup_async_delay_seconds": (
+        *(1e-4, 5e-4, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0),
+    ),
 }
 ABSENT = {
-    *("num_requests_kv_fetch_by_stage", "engine_sleep_state", "lora_requests_info"),
-    *("mm_cache_queries", "mm_cache_hits", "kv_offload_load_size"),
-    *("kv_offload_store_size", "kv_offload_lookup_sync_delay_seconds"),
-    *("kv_offload_lookup_async_delay_seconds", "kv_offload_tiering_"),
+    *("num_requests_kv_fetch_by_stage", "engine_sleep_state"),
+    *("mm_cache_queries", "mm_cache_hits", "kv_offload_tiering_"),
 }
 """Metrics of vLLM that do not apply to tokend; docs/metrics.md says why."""
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
@@ -106,9 +114,10 @@ def families() -> dict[str, Metric]:
     """Return all metrics, with every optional one present."""
     metrics = Metrics("toy", MetricSheet.of_one())
     http = metrics.register_http_metrics(completions.router.routes)
+    metrics.max_loras = 8
     metrics.set_engine_info(lifecycle_messages.engine_ready())
     metrics.record_scheduler_stats(
-        SchedulerStats(0, 0, 0.0, kv_media=[KVMediumStats("CPU", num_loads=1)]), 1, 1.0
+        SchedulerStats(0, 0, 0.0, kv_media=[KVMediumStats("CPU", [KVCopy(7, 0.5)])]), 1, 1.0
     )
     http.record_response({"path": "/v1/completions", "method": "POST"}, 200, 0.2)
     return {each.name: each for each in text_string_to_metric_families(metrics.render().decode())}
@@ -141,7 +150,8 @@ def test_counters(families: dict[str, Metric], name: str) -> None:
 def test_histograms(families: dict[str, Metric], name: str) -> None:
     family = families[f"vllm:{name}"]
     assert family.type == "histogram"
-    assert labels(family, "_count") == set(MODEL)
+    medium = {"medium"} if name.startswith("kv_offload_") else set()
+    assert labels(family, "_count") == {*MODEL, *medium}
     bounds = [each.labels["le"] for each in family.samples if each.name.endswith("_bucket")]
     assert [float(each) for each in bounds[:-1]] == list(HISTOGRAMS[name])
     assert bounds[-1] == "+Inf"

@@ -6,7 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from api_server.metrics.metric_sheet import MetricSheet
 from api_server.metrics.metrics import Metrics
-from proto.stats import METRIC_BYTES, SchedulerStats
+from proto.messages.stats import METRIC_BYTES, SchedulerStats
 
 ENGINE = 4
 

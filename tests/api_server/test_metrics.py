@@ -6,8 +6,8 @@ import re
 import pytest
 
 from proto.errors import ErrorInfo
-from proto.lifecycle import WeightFormatMemory
-from proto.stats import KVEviction, SchedulerStats
+from proto.messages.lifecycle import WeightFormatMemory
+from proto.messages.stats import KVEviction, SchedulerStats
 from tests.api_server.conftest import samples
 from tests.fakes import lifecycle_messages
 
@@ -87,7 +87,9 @@ async def test_pins_and_agent_sessions(start):
             num_pins_hit=1,
         )
         second = SchedulerStats(
-            *(0, 0, 0.5),
+            0,
+            0,
+            0.5,
             num_pinned_blocks=3,
             num_pinned_agent_sessions=1,
             num_pins_taken=1,

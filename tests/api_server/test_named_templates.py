@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from api_server.app_state import ModelTexts
-from proto.config import FrontEndConfig, ModelConfig, ServeConfig
-from proto.prepared_model import CHAT_TEMPLATES
+from api_server.generation.app_state import ModelTexts
+from proto.messages.prepared_model import CHAT_TEMPLATES
+from proto.settings.config import FrontEndConfig, ModelConfig, ServeConfig
 from tests.api_server.conftest import prepared
 
 DEFAULT = "<think></think>{{ messages[0].content }}"

@@ -7,9 +7,8 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 
 from api_server.app import create_app
-from api_server.http import openapi
-from api_server.routes import admin
-from proto.config import FrontEndConfig
+from api_server.routes import admin, openapi
+from proto.settings.config import FrontEndConfig
 from tests.api_server.test_bad_requests import BAD_FIELDS
 
 COMPLETIONS = ("/v1/completions", "post")

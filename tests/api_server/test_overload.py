@@ -7,11 +7,11 @@ import logging
 import pytest
 
 from api_server.engine import engine_client
-from proto import sockets
-from proto.config import FrontEndConfig
-from proto.engine_io import FinishReason
 from proto.errors import ErrorInfo
-from proto.stats import SchedulerStats
+from proto.messages.engine_io import FinishReason
+from proto.messages.stats import SchedulerStats
+from proto.runtime import sockets
+from proto.settings.config import FrontEndConfig
 from tests.api_server.conftest import samples
 from tests.fakes import lifecycle_messages
 

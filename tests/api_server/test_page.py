@@ -6,7 +6,7 @@ import re
 import pytest
 
 from api_server.page.files import ASSETS, PAGES, page_files
-from proto.config import FrontEndConfig
+from proto.settings.config import FrontEndConfig
 
 FILES = page_files()
 HASHES = r"( 'sha256-[\w+/=]{44}')+"

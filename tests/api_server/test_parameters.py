@@ -5,11 +5,12 @@ import hashlib
 
 import pytest
 
+from api_server.protocol.common import REQUEST_NUMBERS, SamplingNumbers
 from api_server.text.prompts import MAX_TRUNCATED_CHARACTERS
-from proto.config import FrontEndConfig
-from proto.engine_io import FinishReason
-from proto.logit_edits import LogitEdits
-from proto.sampling_params import RepetitionDetection
+from proto.messages.engine_io import FinishReason
+from proto.messages.logit_edits import LogitEdits
+from proto.messages.sampling_params import RepetitionDetection, SamplingParams
+from proto.settings.config import FrontEndConfig
 from tests.fakes.fake_engine import pack_logprobs
 
 PATH = "/v1/completions"
@@ -21,6 +22,14 @@ async def asked(front_end, endpoint: str, **fields):
     response = await getattr(front_end, endpoint)(**fields)
     assert response.status_code == 200, response.text
     return response.json(), front_end.engine.requests.get_nowait()
+
+
+def test_requests_have_every_number_of_the_engine_with_its_default():
+    defaults = {name: field.default for name, field in SamplingNumbers.model_fields.items()}
+    params, edits = SamplingParams(max_tokens=1), LogitEdits()
+    assert defaults == {
+        name: getattr(params if hasattr(params, name) else edits, name) for name in REQUEST_NUMBERS
+    }
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
@@ -118,14 +127,14 @@ async def test_include_stop_str_in_output(start, scripted, shown):
 
 
 @pytest.mark.parametrize("skipped", [False, True])
-@pytest.mark.parametrize("shows_stop", [False, True])
-async def test_skip_special_tokens(start, tokenizer, skipped, shows_stop):
+@pytest.mark.parametrize("includes_stop", [False, True])
+async def test_skip_special_tokens(start, tokenizer, skipped, includes_stop):
     """The end token has text only with both settings."""
     ids = [*tokenizer.encode("fox").ids, 1, 0, 2]
     async with start(lambda request, choice: ids) as front_end:
-        fields = {"skip_special_tokens": skipped, "include_stop_str_in_output": shows_stop}
+        fields = {"skip_special_tokens": skipped, "include_stop_str_in_output": includes_stop}
         body = (await front_end.complete(max_tokens=60, **fields)).json()
-        end = "<|im_end|>" if shows_stop else ""
+        end = "<|im_end|>" if includes_stop else ""
         expected = "fox" if skipped else f"fox<|im_start|><|endoftext|>{end}"
         assert body["choices"][0]["text"] == expected
         chat = (await front_end.chat(**fields)).json()

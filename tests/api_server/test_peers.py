@@ -7,10 +7,10 @@ import threading
 
 import pytest
 
-from api_server.lifecycle import peers
-from api_server.protocol.responses.stored import History, json_size
+from api_server.generation.encoders.responses import peers
+from api_server.generation.encoders.responses.stored import History, json_size
 from api_server.turns import INLINE_BYTES
-from proto.config import FrontEndConfig
+from proto.settings.config import FrontEndConfig
 from tests.api_server.conftest import counted_turns, message, websocket
 from tests.api_server.test_responses import PATH, answer, ask, error, prompt_of
 

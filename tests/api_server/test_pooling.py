@@ -12,10 +12,10 @@ import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
-from proto.engine_io import EngineCoreRequest, FinishReason
 from proto.errors import ErrorInfo
-from proto.pooling import MAX_INPUTS, Pooler
-from proto.prepared_model import PreparedModel
+from proto.messages.engine_io import EngineCoreRequest, FinishReason
+from proto.messages.pooling import MAX_INPUTS, Pooler
+from proto.messages.prepared_model import PreparedModel
 from tests.api_server.conftest import FrontEnd, StartFrontEnd, concurrently, serving
 from tests.fakes.lifecycle_messages import engine_ready
 
@@ -179,6 +179,16 @@ async def test_a_client_that_leaves(run_dir: str, model: PreparedModel) -> None:
 async def test_models_say_what_they_can_do(front_end: FrontEnd) -> None:
     (card,) = (await front_end.http.get("/v1/models")).json()["data"]
     assert card["supported_tasks"] == ["embed", "token_embed", "score"]
+
+
+async def test_errors_of_a_model_that_pools(front_end: FrontEnd) -> None:
+    refused = await front_end.http.post("/classify", json={"input": "hello"})
+    assert "its tasks are embed, token_embed, score" in refused.json()["error"]["message"]
+    longest = front_end.app_state.client.engine.max_model_len
+    refused = await front_end.http.post("/v1/embeddings", json={"input": [5] * (longest + 1)})
+    error = refused.json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert f"maximum context length is {longest} tokens. The prompt is too long" in error["message"]
 
 
 async def test_a_generating_model_refuses(start: StartFrontEnd) -> None:

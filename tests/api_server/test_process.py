@@ -16,9 +16,8 @@ import httpx
 import msgspec
 
 from proto.codec import encode
-from proto.config import FrontEndConfig
-from proto.engine_io import FinishReason
-from proto.lifecycle import (
+from proto.messages.engine_io import FinishReason
+from proto.messages.lifecycle import (
     Alive,
     Fatal,
     FrontEndReady,
@@ -30,9 +29,10 @@ from proto.lifecycle import (
     Shutdown,
     ToSupervisor,
 )
-from proto.prepared_model import PreparedModel
-from proto.run_directory import RunDirectory
-from proto.sockets import Link, front_end_path, supervisor_path
+from proto.messages.prepared_model import PreparedModel
+from proto.runtime.run_directory import RunDirectory
+from proto.runtime.sockets import Link, front_end_path, supervisor_path
+from proto.settings.config import FrontEndConfig
 from tests.api_server.conftest import make_boot
 from tests.fakes.fake_engine import FakeEngine
 

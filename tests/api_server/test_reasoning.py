@@ -20,8 +20,8 @@ from api_server.parsers.reasoning import (
     reasoning_format,
 )
 from api_server.text.detokenizer import Detokenizer, MarkerDetokenizer
-from proto.config import FrontEndConfig, ReasoningParserName
-from proto.sampling_params import BLANKS, MAX_BLANKS
+from proto.messages.sampling_params import BLANKS, MAX_BLANKS
+from proto.settings.config import FrontEndConfig, ReasoningParserName
 
 THINK = REASONING_FORMATS["qwen3"]
 INSIDE, UNKNOWN = OutputStart.REASONING, OutputStart.UNKNOWN

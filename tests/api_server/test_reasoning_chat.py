@@ -3,9 +3,9 @@
 import pytest
 from tokenizers import AddedToken
 
-from proto.config import FrontEndConfig
-from proto.grammar import GrammarSource
-from proto.sampling_params import ThinkingRule
+from proto.messages.grammar import GrammarSource
+from proto.messages.sampling_params import ThinkingRule
+from proto.settings.config import FrontEndConfig
 from tests.api_server.conftest import byte_level_tokenizer, prepared
 
 PATH = "/v1/chat/completions"

@@ -9,10 +9,10 @@ import pytest
 from websockets.exceptions import InvalidStatus
 
 from api_server.http.addresses import Proxies
-from api_server.request_log import ADDRESS_LINES, ALL_LINES, MAX_ADDRESSES, RequestLog
-from proto.config import FrontEndConfig
+from api_server.http.request_log import ADDRESS_LINES, ALL_LINES, MAX_ADDRESSES, RequestLog
 from proto.errors import AuthenticationError, ErrorInfo
-from proto.log_lines import FIELDS, JsonLines
+from proto.runtime.log_lines import FIELDS, JsonLines
+from proto.settings.config import FrontEndConfig
 from tests.api_server.conftest import websocket
 from tests.fakes.clock import FakeClock
 
@@ -65,7 +65,11 @@ REFUSED: dict[str, tuple[str, str, dict[str, object], dict[str, object]]] = {
                               {"finish": "error 400"}),
     "no JSON": ("POST", "/v1/completions",
                 {"content": SECRET, "headers": {"content-type": "application/json"}},
-                {"finish": "error 400"}),
+                {"finish": "error 400", "status": 400,
+                 "reason": "the body is not valid JSON: Expecting value: line 1 column 1"}),
+    "no host": ("GET", "/v1/models", {"headers": {"host": "a b"}},
+                {"finish": "error 400",
+                 "reason": "a request has one Host header, with a name or an address"}),
     "the context": ("POST", "/v1/completions", {"json": {"prompt": SECRET * 300}},
                     {"finish": "error 400", "code": "context_length_exceeded"}),
     "a model": ("POST", "/v1/chat/completions", {"json": CHAT | {"model": "gpt-9"}},
@@ -92,6 +96,29 @@ async def test_each_refused_request_is_one_line(start, lines, case):
     assert response.status_code == status, response.text
     assert line == line | {"endpoint": path, "tenant": None, "session": "s 1"} | expected
     assert line["client"] == expected.get("client", "127.0.0.1")
+
+
+async def test_a_tenant_that_is_no_name(start, lines):
+    async with start(config=FrontEndConfig(tenant_by="header"), accepts=True) as front_end:
+        headers = {"x-tenant-id": SECRET + " x"}
+        body = {"prompt": "hello"}
+        response = await front_end.http.post("/v1/completions", json=body, headers=headers)
+        assert response.status_code == 400
+        line = await one(lines)
+        assert line["param"] == "X-Tenant-ID"
+        assert str(line["reason"]).startswith("X-Tenant-ID takes one name of 1 to 128 letters")
+
+
+def test_a_long_reason_is_cut_in_the_text_only(caplog):
+    caplog.set_level(logging.INFO)
+    RequestLog(FrontEndConfig()).log_refusal(
+        AuthenticationError("long " * 50), scope_of("192.0.2.1")
+    )
+    (record,) = caplog.records
+    assert record.getMessage().endswith('long…"')
+    assert getattr(record, FIELDS)["reason"] == "long " * 50
+    assert getattr(record, FIELDS)["status"] == 401
+    assert "status=" not in record.getMessage()
 
 
 async def test_wrong_keys_hosts_and_origins(start, lines):

@@ -9,9 +9,9 @@ from api_server.metrics.http_metrics import HttpMetrics
 from api_server.metrics.metric_sheet import MetricSheet
 from api_server.metrics.metrics import Metrics
 from api_server.routes import completions
-from proto.config import FrontEndConfig
-from proto.engine_io import EngineCoreEvent, EngineCoreOutput, EventType, FinishReason
-from proto.stats import METRIC_CELLS, SchedulerStats
+from proto.messages.engine_io import EngineCoreEvent, EngineCoreOutput, EventType, FinishReason
+from proto.messages.stats import METRIC_CELLS, SchedulerStats
+from proto.settings.config import FrontEndConfig
 from tests.api_server.conftest import samples
 from tests.fakes.events import first_events
 

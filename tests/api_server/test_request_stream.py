@@ -3,13 +3,13 @@
 import pytest
 from tokenizers import Tokenizer
 
+from api_server.generation.request_stream import Choice, RequestStream, StreamNotifier, Timeline
 from api_server.metrics.metric_sheet import MetricSheet
 from api_server.metrics.metrics import Metrics
-from api_server.request_stream import Choice, RequestStream, StreamNotifier, Timeline
 from api_server.text.stop_strings import StopStrings
 from api_server.text.tokenizer import ModelTokenizer
-from proto.engine_io import EngineCoreEvent, EngineCoreOutput, EventType, FinishReason
 from proto.errors import ErrorInfo, InternalRequestError, InvalidRequestError
+from proto.messages.engine_io import EngineCoreEvent, EngineCoreOutput, EventType, FinishReason
 from tests.fakes.events import first_events
 from tests.fakes.fake_engine import fake_logprobs
 

@@ -7,23 +7,24 @@ import json
 import msgspec
 import pytest
 
-from api_server.parsers.output import PLAIN_TEXT, ChoiceParser
-from api_server.protocol.encoder import ResponseOptions, event_data, flat_texts, json_parts
-from api_server.protocol.fields import IgnoredFields
-from api_server.protocol.responses.encoder import ResponsesEncoder
-from api_server.protocol.responses.request import LOGPROBS, ResponsesTranslation, parse_request
-from api_server.protocol.responses.stored import (
+from api_server.generation.encoders.base import ResponseOptions, event_data, flat_texts, json_parts
+from api_server.generation.encoders.responses.encoder import ResponsesEncoder
+from api_server.generation.encoders.responses.stored import (
     History,
     ResponseRecord,
     StoredResponses,
     json_size,
 )
-from api_server.request_stream import MAX_UNSENT_BYTES, Delta, Usage
-from api_server.response import event_text
-from api_server.text.logprobs import ENTRY_BYTES, LogprobRow, TextToken, TokenNames
-from proto.config import FrontEndConfig
-from proto.engine_io import FinishReason
-from proto.pooling import Pooler
+from api_server.generation.request_stream import MAX_UNSENT_BYTES, Delta, Usage
+from api_server.generation.response import event_text
+from api_server.parsers.output import PLAIN_TEXT, ChoiceParser
+from api_server.protocol.completions import CompletionRequest
+from api_server.protocol.fields import IgnoredFields
+from api_server.protocol.responses.request import LOGPROBS, ResponsesTranslation, parse_request
+from api_server.text.logprobs import ENTRY_BYTES, LogprobRow, TextToken
+from proto.messages.engine_io import FinishReason
+from proto.messages.pooling import Pooler
+from proto.settings.config import FrontEndConfig
 from tests.api_server.conftest import StartFrontEnd, counted_turns
 from tests.fakes.fake_engine import pack_logprobs
 
@@ -126,9 +127,10 @@ async def test_embeddings_beyond_the_limit_are_refused(start, model) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_long_response_is_encoded_in_parts(monkeypatch, stream) -> None:
     """No single step makes the whole of an output with log-probabilities, stored or not."""
-    names, rows = TokenNames(None, has_text=False), LogprobRow(list(range(21)), [-1.0] * 21, 1)
+    rows = LogprobRow(list(range(21)), [-1.0] * 21, 1)
     asked, _ = parse_request({"input": "x"}, IgnoredFields())
-    options = ResponseOptions("resp_1", 1, "toy", names, names, 20, None, False, False, False)
+    request = CompletionRequest(prompt="", detokenize=False)
+    options = ResponseOptions("resp_1", 1, "toy", request, None, 20)
     translation = ResponsesTranslation(asked, {}, [], IgnoredFields(), template_names=frozenset())
     stored = StoredResponses(200 << 20, 3600, lambda: 0.0)
     record = ResponseRecord(stored, (0, ""), History([], 2))

@@ -14,9 +14,9 @@ from pydantic import TypeAdapter
 
 from api_server.protocol.fields import HARMLESS
 from api_server.protocol.responses.request import ResponsesRequest
-from proto.config import FrontEndConfig
-from proto.engine_io import FinishReason
 from proto.errors import ErrorInfo
+from proto.messages.engine_io import FinishReason
+from proto.settings.config import FrontEndConfig
 from tests.api_server.conftest import concurrently
 
 PATH = "/v1/responses"

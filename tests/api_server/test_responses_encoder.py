@@ -6,6 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from api_server.generation.encoders.base import ResponseOptions
+from api_server.generation.encoders.responses.encoder import ResponsesEncoder
+from api_server.generation.encoders.responses.stored import History, ResponseRecord, StoredResponses
+from api_server.generation.request_stream import Delta, Usage
 from api_server.parsers.output import (
     ChoiceParser,
     ContentText,
@@ -14,14 +18,11 @@ from api_server.parsers.output import (
     ToolCallArguments,
     ToolCallStart,
 )
-from api_server.protocol.encoder import ResponseOptions
+from api_server.protocol.completions import CompletionRequest
 from api_server.protocol.fields import IgnoredFields
-from api_server.protocol.responses.encoder import ResponsesEncoder
 from api_server.protocol.responses.input import ItemTranslator, with_id
 from api_server.protocol.responses.request import ResponsesTranslation, parse_request
-from api_server.protocol.responses.stored import History, ResponseRecord, StoredResponses
 from api_server.protocol.responses.tools import ResponseTools
-from api_server.request_stream import Delta, Usage
 from proto.errors import InvalidRequestError
 from tests.api_server.test_responses import decoded
 
@@ -84,7 +85,7 @@ def play(steps: Sequence[Sequence[OutputPart]], finish: str = "stop", **fields):
     record = ResponseRecord(Store(0, 0, lambda: 0.0), (0, ""), History([], 2))
 
     def start(*steps: Sequence[OutputPart]) -> ResponsesEncoder:
-        options = ResponseOptions("resp_1", 1, "toy", None, None, None, None, False, False, False)
+        options = ResponseOptions("resp_1", 1, "toy", CompletionRequest(prompt=""), None, None)
         translation = translated(asked)
         return ResponsesEncoder(options, asked, ChoiceParser(Parts(*steps)), translation, record)
 
@@ -267,7 +268,7 @@ def test_chat_errors_are_translated_to_this_api():
             "max_output_tokens must be",
             "max_output_tokens",
         ),
-        ("messages.3.content: no", "messages", "input.content: no", "input"),
+        ("messages[3].content: no", "messages", "input.content: no", "input"),
         ("at most 9 messages", "messages", "at most 9 messages", "input"),
         (
             "tools[0].function.name: no",

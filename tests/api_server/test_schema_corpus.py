@@ -29,7 +29,7 @@ from api_server.protocol.json_schema import SchemaWork, rewrite_schema
 from engine_core.structured_output.backend import LLGuidanceBackend
 from engine_core.structured_output.matchers import GrammarError, Matcher, mask_words
 from proto.errors import InvalidRequestError
-from proto.grammar import MAX_GRAMMAR_BYTES, GrammarSource
+from proto.messages.grammar import MAX_GRAMMAR_BYTES, GrammarSource
 from tests.fakes.toy_vocabulary import EOS, SIZE, text_of, tokens_of, write_toy_tokenizer
 
 pytestmark = pytest.mark.suite("schemas")

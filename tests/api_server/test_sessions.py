@@ -8,13 +8,14 @@ from starlette.requests import ClientDisconnect
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
-from api_server import session as sessions
+from api_server.generation import request_builder
+from api_server.generation import session as sessions
 from api_server.http import http_protocol
 from api_server.routes import sessions as route
 from api_server.turns import CLIENT
-from proto.config import FrontEndConfig
-from proto.engine_io import EngineCoreOutput, FinishReason
 from proto.errors import ErrorInfo
+from proto.messages.engine_io import EngineCoreOutput, FinishReason
+from proto.settings.config import FrontEndConfig
 from tests.api_server.conftest import closed, message, websocket
 
 
@@ -116,6 +117,10 @@ async def test_a_form_of_the_answer_is_not_available_and_not_read(start):
         ({"prompt": "a", "n": 2}, "n"),
         ({"prompt": "a", "stop": ["x"]}, "stop"),
         ({"prompt": "a", "echo": True}, "echo"),
+        ({"prompt": "a", "prompt_embeds": "AAAA"}, "prompt_embeds"),
+        ({"prompt": "a", "prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"prompt": "a", "use_beam_search": True}, "use_beam_search"),
+        ({"prompt": "a", "return_routed_experts": True}, "return_routed_experts"),
         ({"prompt": "a", "stream": False}, "stream"),
         ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format"),
         ({"prompt": "a", "timeout_ms": 5}, "timeout_ms"),
@@ -215,7 +220,7 @@ async def test_the_input_of_a_client_that_left_is_not_read(start, monkeypatch, c
                 gone.set()
                 raise
 
-    monkeypatch.setattr(route, "logit_edits", read_in_turns)
+    monkeypatch.setattr(request_builder, "logit_edits", read_in_turns)
     async with start() as front_end, asyncio.timeout(5):
         async with opened(front_end) as client:
             await give(client, [5])

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from api_server import request_stream as unsent
 from api_server import turns
+from api_server.generation import request_stream as unsent
+from api_server.generation.request_stream import SendBuffer
 from api_server.http import connection, http_protocol
-from api_server.request_stream import SendBuffer
-from proto.engine_io import FinishReason
+from proto.messages.engine_io import FinishReason
 from tests.api_server.conftest import samples
 
 
@@ -65,7 +65,7 @@ def small_send_buffers(monkeypatch) -> None:
 @pytest.mark.parametrize("fields", [{}, {"n": 2}, {"logprobs": 5}])
 async def test_an_unread_stream_is_ended_at_its_limit(start, tokenizer, monkeypatch, fields):
     small_send_buffers(monkeypatch)
-    monkeypatch.setattr("api_server.request_builder.MAX_UNSENT_BYTES", 20_000)
+    monkeypatch.setattr("api_server.generation.request_builder.MAX_UNSENT_BYTES", 20_000)
     piece = tokenizer.encode(" number" * 50).ids
     async with start(accepts=True, max_model_len=200_000) as front_end:
         client = await deaf_client(front_end, post({"stream": True, **fields}))
@@ -88,7 +88,7 @@ async def test_an_unread_stream_is_ended_at_its_limit(start, tokenizer, monkeypa
 
 
 async def test_a_burst_of_output_does_not_end_the_stream(start, tokenizer, monkeypatch):
-    monkeypatch.setattr("api_server.request_builder.MAX_UNSENT_BYTES", 100)
+    monkeypatch.setattr("api_server.generation.request_builder.MAX_UNSENT_BYTES", 100)
     ids = tokenizer.encode(" number" * 100).ids
     async with start(accepts=True, max_model_len=200_000) as front_end:
         answer = asyncio.create_task(front_end.complete(stream=True, max_tokens=100_000))
@@ -102,7 +102,7 @@ async def test_a_burst_of_output_does_not_end_the_stream(start, tokenizer, monke
 
 async def test_a_client_that_resumes_reading_gets_the_error(start, tokenizer, monkeypatch):
     small_send_buffers(monkeypatch)
-    monkeypatch.setattr("api_server.request_builder.MAX_UNSENT_BYTES", 20_000)
+    monkeypatch.setattr("api_server.generation.request_builder.MAX_UNSENT_BYTES", 20_000)
     piece = tokenizer.encode(" number" * 50).ids
     async with start(accepts=True, max_model_len=200_000) as front_end:
         body = post({"stream": True}, b"connection: close")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from api_server.generation.request_stream import Choice
 from api_server.parsers.harmony import HarmonyOutput
 from api_server.parsers.output import (
     PLAIN_TEXT,
@@ -19,9 +20,8 @@ from api_server.parsers.output import (
 )
 from api_server.parsers.reasoning import OutputStart, reasoning_format
 from api_server.parsers.tools.registry import TOOL_CALL_FORMATS
-from api_server.request_stream import Choice
 from api_server.text.stop_strings import StopStrings, stop_strings
-from proto.engine_io import FinishReason
+from proto.messages.engine_io import FinishReason
 from tests.api_server.harmony_model import harmony_of, harmony_tokenizer, marked
 
 
@@ -30,7 +30,7 @@ def run(strings: list[str], pieces: list[str]) -> tuple[str, str | None, list[st
     matcher = StopStrings(strings)
     shown: list[str] = []
     for piece in pieces:
-        text, stop = matcher.filter_text(piece, can_stop=True)
+        text, stop = matcher.filter_text(piece, min_tokens_reached=True)
         shown.append(text)
         if stop is not None:
             return "".join(shown), stop, shown
@@ -89,14 +89,14 @@ def test_a_stop_string_inside_a_chunk() -> None:
 
 def test_matches_before_min_tokens_are_ignored() -> None:
     matcher = StopStrings(["e"])
-    assert matcher.filter_text(" is Lee,", can_stop=False) == (" is Lee,", None)
-    assert matcher.filter_text(" a stude", can_stop=True) == (" a stud", "e")
+    assert matcher.filter_text(" is Lee,", min_tokens_reached=False) == (" is Lee,", None)
+    assert matcher.filter_text(" a stude", min_tokens_reached=True) == (" a stud", "e")
 
 
 def test_a_match_that_began_before_min_tokens_counts() -> None:
     matcher = StopStrings(["abcd"])
-    assert matcher.filter_text("xab", can_stop=False) == ("x", None)
-    assert matcher.filter_text("cd", can_stop=True) == ("", "abcd")
+    assert matcher.filter_text("xab", min_tokens_reached=False) == ("x", None)
+    assert matcher.filter_text("cd", min_tokens_reached=True) == ("", "abcd")
 
 
 def test_many_strings_agree_with_the_simple_search() -> None:
@@ -113,7 +113,7 @@ def test_the_text_held_back_is_the_longest_beginning_of_a_string() -> None:
         strings = ["".join(source.choices("ab", k=source.randint(2, 6))) for _ in range(3)]
         text = "".join(source.choices("abc", k=12))
         matcher = StopStrings(strings)
-        shown, _ = matcher.filter_text(text, can_stop=False)
+        shown, _ = matcher.filter_text(text, min_tokens_reached=False)
         held = text[len(shown) :]
         beginnings = [string[:size] for string in strings for size in range(1, len(string))]
         longest = max((each for each in beginnings if text.endswith(each)), key=len, default="")
@@ -248,12 +248,12 @@ async def test_many_strings_take_16_bytes_per_character_and_are_shared() -> None
     source = random.Random(5)
     strings = ["".join(source.choices("abcdefgh", k=64)) for _ in range(1024)]
     tracemalloc.start()
-    first = await stop_strings(strings, shows_stop=False)
+    first = await stop_strings(strings, includes_stop=False)
     size = tracemalloc.get_traced_memory()[0]
-    second = await stop_strings(list(strings), shows_stop=True)
+    second = await stop_strings(list(strings), includes_stop=True)
     assert tracemalloc.get_traced_memory()[0] - size < 100_000
     tracemalloc.stop()
     assert size < 2_000_000
     text = "abc" + strings[700] + "def"
-    assert first.filter_text(text, can_stop=True) == ("abc", strings[700])
-    assert second.filter_text(text, can_stop=True) == ("abc" + strings[700], strings[700])
+    assert first.filter_text(text, min_tokens_reached=True) == ("abc", strings[700])
+    assert second.filter_text(text, min_tokens_reached=True) == ("abc" + strings[700], strings[700])

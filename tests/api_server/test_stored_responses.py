@@ -5,8 +5,8 @@ import tracemalloc
 
 import pytest
 
-from api_server.protocol.responses import stored as stored_responses
-from api_server.protocol.responses.stored import History, StoredResponses, json_size
+from api_server.generation.encoders.responses import stored as stored_responses
+from api_server.generation.encoders.responses.stored import History, StoredResponses, json_size
 from tests.fakes.clock import FakeClock
 
 ANN, BEN = (0, "ann"), (0, "ben")

@@ -3,10 +3,11 @@
 import asyncio
 import json
 
+from api_server.generation.encoders.completions import CompletionEncoder
 from api_server.http.http_protocol import ChunkWriter
-from api_server.protocol.completions import CompletionEncoder
-from proto.engine_io import FinishReason
 from proto.errors import ErrorInfo
+from proto.messages.engine_io import FinishReason
+from tests.api_server.conftest import samples
 
 LIMIT_SECONDS = 20
 BODY = json.dumps({"prompt": "hello", "stream": True}).encode()
@@ -91,6 +92,9 @@ async def test_an_internal_error(start, monkeypatch):
         assert connection.events[-1] == "data: [DONE]"
         assert await connection.is_closed()
         assert (await front_end.engine.aborts.get()).request_id == request.request_id
+        found = await samples(front_end)
+        assert found["vllm:request_success_total,error"] == 1
+        assert found["vllm:request_success_total,abort"] == 0
         connection.writer.close()
 
 

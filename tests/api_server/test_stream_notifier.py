@@ -2,7 +2,7 @@
 
 import asyncio
 
-from api_server.request_stream import StreamNotifier
+from api_server.generation.request_stream import StreamNotifier
 
 
 async def run_loop(number: int = 3) -> None:

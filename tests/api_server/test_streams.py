@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from api_server.text.detokenizer import ByteLevelDetokenizer
-from proto.engine_io import FinishReason
 from proto.errors import ErrorInfo
+from proto.messages.engine_io import FinishReason
 from tests.api_server.conftest import samples
 
 PATHS = {

@@ -9,7 +9,7 @@ from api_server.protocol.completions import CompletionRequest
 from api_server.protocol.fields import COMPLETION_NEUTRAL, IgnoredFields, parse
 from api_server.protocol.json_schema import SchemaWork
 from proto.errors import ErrorInfo, InvalidRequestError
-from proto.grammar import GrammarSource
+from proto.messages.grammar import GrammarSource
 
 SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}
 TEXT = json.dumps(SCHEMA)
@@ -181,7 +181,7 @@ FORMAT = {"type": "json_schema", "schema": UNIQUE}
         (
             MESSAGES,
             {"tools": [{"name": "f", "input_schema": UNIQUE}], "tool_choice": {"type": "any"}},
-            "tools.0.input_schema",
+            "tools[0].input_schema",
         ),
     ],
 )

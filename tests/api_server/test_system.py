@@ -9,12 +9,12 @@ import pytest
 
 from api_server.errors import error_body
 from api_server.routes import completions
-from proto.config import FrontEndConfig
-from proto.engine_io import FinishReason
 from proto.errors import RequestError
-from proto.lifecycle import HealthStatus, NotReady
-from proto.log_lines import JsonLines, formatter
-from tests.api_server.conftest import MODEL
+from proto.messages.engine_io import FinishReason
+from proto.messages.lifecycle import HealthStatus, NotReady
+from proto.runtime.log_lines import JsonLines, formatter
+from proto.settings.config import FrontEndConfig
+from tests.api_server.conftest import MODEL, samples
 
 
 async def test_before_the_engine_is_ready(start):
@@ -47,6 +47,7 @@ async def readiness(front_end) -> tuple[int, list[str]]:
     body = response.json()
     assert body["ready"] == (not body["reasons"]) == (response.status_code == 200)
     assert ("retry-after" in response.headers) == (response.status_code == 503)
+    assert (await samples(front_end))["tokend:ready"] == body["ready"]
     return response.status_code, body["reasons"]
 
 

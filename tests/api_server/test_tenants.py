@@ -3,7 +3,7 @@
 import pytest
 
 from api_server.http.tenants import DEFAULT_TENANT, MAX_TENANT_CHARACTERS, TENANT_HEADER
-from proto.config import FrontEndConfig
+from proto.settings.config import FrontEndConfig
 
 PATHS = {
     "/v1/completions": {"prompt": "hello"},

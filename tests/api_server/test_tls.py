@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from api_server.http.http_protocol import MAX_HEADER_BYTES
-from proto.config import FrontEndConfig
+from proto.settings.config import FrontEndConfig
 from tests.fakes.certificates import Authority, Pair, needs_openssl
 
 pytestmark = needs_openssl

@@ -14,9 +14,9 @@ from api_server.text import tokenizer as tokenizers
 from api_server.text.prompts import PromptReader
 from api_server.text.tokenizer import ModelTokenizer, Truncation
 from api_server.turns import CLIENT, Client
-from proto.config import FrontEndConfig
-from proto.engine_io import FinishReason
 from proto.errors import ContextLengthError, InvalidRequestError
+from proto.messages.engine_io import FinishReason
+from proto.settings.config import FrontEndConfig
 from tests.api_server.conftest import CORPUS
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -100,6 +100,12 @@ async def test_invalid_requests_are_refused(start, path, body, param):
         refused = await front_end.http.post(path, content=content, headers=headers)
         assert refused.status_code == 400
         assert refused.json()["error"]["param"].startswith(param)
+
+
+async def test_what_is_missing_may_be_either_of_two(start):
+    async with start() as front_end:
+        refused = await front_end.http.post("/tokenize", json={})
+        assert refused.json()["error"]["message"] == "prompt or messages is missing"
 
 
 async def test_another_model_and_another_content_type(start):

@@ -10,13 +10,13 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from api_server import tracing
+from api_server.generation import tracing
 from deploy import serve
-from proto.config import FrontEndConfig, ServeConfig
-from proto.config_checks import validate
-from proto.engine_io import EngineCoreEvent, EventType, FinishReason
 from proto.errors import ConfigError, ErrorInfo
-from proto.log_lines import FIELDS
+from proto.messages.engine_io import EngineCoreEvent, EventType, FinishReason
+from proto.runtime.log_lines import FIELDS
+from proto.settings.config import FrontEndConfig, ServeConfig
+from proto.settings.config_checks import validate
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = f"00-{TRACE}-00f067aa0ba902b7-01"

@@ -18,8 +18,8 @@ import httpx
 from tokenizers import Tokenizer
 
 from api_server.text import tokenizer as inputs
-from proto.engine_io import FinishReason
-from proto.prepared_model import PreparedModel
+from proto.messages.engine_io import FinishReason
+from proto.messages.prepared_model import PreparedModel
 from tests.api_server.conftest import FrontEnd, prepared, serving
 
 NUM_TOKENS = 100_000

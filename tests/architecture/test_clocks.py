@@ -10,11 +10,13 @@ WALL_CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.today", "d
 WALL_CLOCKS |= {"time.localtime", "time.gmtime", "time.ctime", "time.strftime", "date.today"}
 
 DISPLAYED = {
-    ("api_server/app_state.py", "time.time"),  # `created` of the model
-    ("api_server/request_builder.py", "time.time"),  # `created` of a response
+    ("api_server/metrics/metrics.py", "time.time"),
+    ("api_server/generation/app_state.py", "time.time"),  # `created` of the model
+    ("api_server/generation/request_builder.py", "time.time"),  # `created` of a response
     ("api_server/routes/pooling.py", "time.time"),  # `created` of a response
-    ("api_server/tracing.py", "time.time"),  # start and end of a span
-    ("api_server/protocol/responses/encoder.py", "time.time"),  # `completed_at` of a response
+    ("api_server/generation/tracing.py", "time.time"),  # start and end of a span
+    ("api_server/generation/encoders/responses/encoder.py", "time.time"),  # `completed_at`
+    ("engine_core/kv_events.py", "time.time"),  # of a batch
     ("engine_core/trace/file.py", "time.time"),  # when a trace began
     ("deploy/bench/serve.py", "datetime.now"),  # when a measurement began
     ("api_server/text/chat_template.py", "datetime.now"),  # the date in a chat template

@@ -36,14 +36,20 @@ from typing import Final
 
 import msgspec
 
-from deploy.bench.agents.bench import add_grid, document, measured_table, show, show_progress
-from deploy.bench.agents.grid import LOAD_OF_WORKING_SET, GridCell, SeedBaseline, compared
-from deploy.bench.agents.load import BASELINE, VARIANTS, AgentLoad, PolicyVariant, agent_load
 from deploy.bench.options import BenchParser, at_least_one, writable, write
 from proto.codec import changed, from_json, to_json_line
 from proto.errors import ConfigError, ProtocolError, TokendError
+from tests.benchmarks.agent_jobs.grid import LOAD_OF_WORKING_SET, GridCell, SeedBaseline, compared
+from tests.benchmarks.agent_jobs.load import (
+    BASELINE,
+    VARIANTS,
+    AgentLoad,
+    PolicyVariant,
+    agent_load,
+)
 from tests.benchmarks.command import from_zero_number, run
 from tests.benchmarks.line_program import LineProgram
+from tests.benchmarks.served_agents import add_grid, document, measured_table, show, show_progress
 from tests.benchmarks.simulator.messages import (
     HostTier,
     ReplayAnswer,

@@ -18,8 +18,8 @@ from rich.table import Table
 from deploy.bench.options import BenchParser, at_least_one
 from deploy.environment import HostEnvironment
 from proto.codec import to_json
-from proto.config import DeviceConfig, KVCacheDType
 from proto.errors import ConfigError
+from proto.settings.config import DeviceConfig, KVCacheDType
 from tests.benchmarks.command import run
 from tests.benchmarks.line_program import worker_program
 from tests.benchmarks.messages import AttentionTimings, AttentionWorkload

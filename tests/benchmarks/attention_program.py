@@ -12,16 +12,16 @@ import numpy as np
 import torch
 
 from proto.codec import from_json, to_json_line
-from proto.config import DeviceConfig
+from proto.settings.config import DeviceConfig
 from tests.benchmarks.messages import AttentionTimings, AttentionWorkload
-from worker.attention.base import AttentionInputs, AttentionShape
-from worker.attention.cpu import CpuAttention
-from worker.device.devices import CpuDevice
-from worker.kernels import load_kernels
-from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout, resolve_kv_dtype
-from worker.large_pages import large_pages
-from worker.layers.rotary import RotaryEmbedding
+from worker.attention.backend import AttentionInputs, AttentionShape
+from worker.attention.kv_cache import KVCache, kv_cache_geometry, kv_layout, resolve_kv_dtype
+from worker.cpu.attention import CpuAttention
+from worker.cpu.device import CpuDevice
+from worker.cpu.kernels import load_kernels
+from worker.host.large_pages import large_pages
 from worker.models.rope import DefaultRope
+from worker.models.rotary import RotaryEmbedding
 
 
 class AttentionStep:

@@ -20,28 +20,26 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import PurePath
+from tempfile import TemporaryDirectory
 from typing import Final
 
 from deploy import flags
 from deploy.bench.compare import (
     ALONE,
-    WEIGHTS_READ,
     ClosedLoad,
-    CompareBench,
     ComparedFigure,
     TurnFigures,
-    parse,
-    weights_read_figures,
 )
 from deploy.bench.servers import PORT, ServerSpec
 from deploy.display import open_display
 from deploy.environment import HostEnvironment
 from deploy.models.store import prepared_model
 from proto.codec import to_json_line
-from proto.config import ServeConfig
+from proto.settings.config import ServeConfig
 from tests.benchmarks.command import run
 from tests.benchmarks.line_program import LineProgram, worker_program
 from tests.benchmarks.messages import LimitsTimings, LimitsWorkload
+from tests.benchmarks.sizes import WEIGHTS_READ, SizesBench, parse, specs_of, weights_read_figures
 
 TARGET_SHARE = 0.8
 """Target share of the ceiling."""
@@ -318,12 +316,14 @@ def ceiling_figures(load: str, title: str) -> list[ComparedFigure]:
     return found
 
 
-class CeilingBench(CompareBench):
+class CeilingBench(SizesBench):
     """A comparison with the ceiling of every server started by `tokend serve`."""
 
-    def __init__(self, options: argparse.Namespace, stack: ExitStack) -> None:
+    def __init__(
+        self, options: argparse.Namespace, specs: Sequence[ServerSpec], stack: ExitStack
+    ) -> None:
         """Start the measuring programs, which run until the stack is closed."""
-        super().__init__(options)
+        super().__init__(options, specs)
         settings = HostEnvironment.of(os.environ).settings
         self._limits: dict[str, MeasuredLimits] = {}
         self._hardware: dict[str, Hardware] = {}
@@ -372,8 +372,11 @@ class CeilingBench(CompareBench):
 
 def main(words: Sequence[str]) -> None:
     """Compare servers as `tokend bench compare` does, with their ceilings."""
+    options = parse(words, "python -m tests.benchmarks.ceilings", __doc__)
     with ExitStack() as stack:
-        CeilingBench(parse(words), stack).run()
+        caches = TemporaryDirectory(prefix="tokend-compare-", ignore_cleanup_errors=True)
+        specs = specs_of(options, stack.enter_context(caches))
+        CeilingBench(options, specs, stack).run()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Sequence
 
+from deploy.cli import ended_by_signals
 from proto.errors import ConfigError, ModelError, TokendError
 
 
@@ -12,7 +13,8 @@ def run(main: Callable[[Sequence[str]], object], words: Sequence[str] | None = N
     Return main's status, 0 for None; 2 for invalid flags, 1 for other failures.
     """
     try:
-        status = main(sys.argv[1:] if words is None else words)
+        with ended_by_signals():
+            status = main(sys.argv[1:] if words is None else words)
         sys.stdout.flush()
     except (ConfigError, ModelError) as error:
         print(f"benchmark: {error}", file=sys.stderr)

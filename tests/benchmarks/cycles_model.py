@@ -22,10 +22,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.bench.synthetic import SHAPES, Shape, synthetic_file
 from deploy.environment import HostEnvironment
 from deploy.models import gguf_header
-from deploy.models.fetch import exclusive
+from deploy.models.lock_file import exclusive
+from tests.benchmarks.synthetic import SHAPES, Shape, synthetic_file
 
 SHAPE: Final = "1b"
 CYCLE: Final = SHAPES[SHAPE].hidden_size

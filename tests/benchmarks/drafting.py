@@ -44,15 +44,17 @@ from engine_core.speculation.drafting import Drafting, make_drafting
 from engine_core.speculation.suffix_index import load_suffix_index
 from engine_core.structured_output.backend import LLGuidanceBackend
 from engine_core.structured_output.matchers import Matcher
-from proto.grammar import GrammarSource
-from proto.sampling_params import SamplingParams
-from proto.speculative_config import parse_speculative_config
+from proto.messages.grammar import GrammarSource
+from proto.messages.sampling_params import SamplingParams
+from proto.settings.speculative_config import parse_speculative_config
 from tests.benchmarks.command import run
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 METHODS: Final = ("none", "ngram", "suffix", "grammar", "suffix+grammar")
 Q4_1_COSTS: Final = ((1, 1.0), (4, 1.28), (8, 1.5))
 """Time of a step by rows, of Q4_1 weights on a CPU; further rows as between the last two."""
+UNIT_SECONDS: Final = 0.005
+"""Of a step with one row."""
 MAX_TOKENS: Final = 16
 
 Encode = Callable[[str], list[int]]
@@ -278,7 +280,7 @@ def play(
         result.decisions.append(time.perf_counter() - start)
         rows = sum(1 + len(request.spec_token_ids) for request, _ in running)
         seconds = row_cost(rows, costs)
-        drafting.learn_step(rows, seconds)
+        drafting.learn_step(rows, seconds * UNIT_SECONDS)
         result.seconds += seconds
         result.num_steps += 1
         for request, recording in running:

@@ -22,14 +22,14 @@ from rich.table import Table
 
 from deploy.bench.limits import percentile
 from deploy.bench.options import BenchParser, at_least_one, positive, writable, write
-from deploy.bench.overload.arrivals import (
+from deploy.bench.servers import MeasuredDaemon
+from tests.benchmarks.arrivals import (
     Attempt,
     OverloadClients,
     PartResult,
     RequestShape,
     overload_clients,
 )
-from deploy.bench.servers import MeasuredDaemon
 from tests.benchmarks.command import run
 
 STEPS_PROMISED: Final = 2

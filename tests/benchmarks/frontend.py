@@ -38,12 +38,13 @@ from deploy.bench.options import (
     writable,
     write,
 )
-from deploy.bench.processes import SUPERVISOR, usage_by_title
+from deploy.bench.processes import SUPERVISOR
 from deploy.bench.servers import PORT, MeasuredDaemon, ServerSpec, StartedServer, metrics_of
 from proto.errors import ConfigError, TokendError
 from tests.benchmarks.command import from_zero_number, run
 from tests.benchmarks.null_daemon import NULL_DAEMON
 from tests.benchmarks.soak import request_bytes
+from tests.benchmarks.usage import usage_by_title
 
 # Many open streams on one thread, whose events are counted but not parsed.
 #

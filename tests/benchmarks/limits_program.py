@@ -15,28 +15,27 @@ from typing import Final
 import torch
 
 from proto.codec import from_json, to_json_line
-from proto.config import ServeConfig
-from proto.prepared_model import PreparedModel
+from proto.messages.prepared_model import PreparedModel
+from proto.settings.config import ServeConfig
 from tests.benchmarks.attention_program import AttentionStep
 from tests.benchmarks.messages import AttentionWorkload, LimitsTimings, LimitsWorkload
-from worker.device.devices import create_device
-from worker.kernels import KernelsUnavailableError
-from worker.large_pages import large_pages
+from worker.cpu.kernels import KernelsUnavailableError
+from worker.create_device import create_device
+from worker.host.large_pages import large_pages
 from worker.layers.embedding import EmbeddingTable
-from worker.layers.kernel_weights import KernelWeight
 from worker.layers.linear import Linear
 from worker.loaded_model import load
 from worker.loader.files import read_index
-from worker.loader.format_choice import weight_format_for
 from worker.loader.formats import (
     BuildEnds,
     BuildExperts,
     BuildLinear,
-    Ends,
     ExpertProducts,
     Product,
     WeightFormat,
+    head_name,
 )
+from worker.loader.kernel_choices import KernelChoice
 from worker.loader.source import WeightSource
 from worker.parallel.group import RankGroup
 
@@ -72,8 +71,14 @@ class NotedFormat:
         return self._form.dense_names
 
     @property
-    def kernel_weights(self) -> list[KernelWeight]:
-        return self._form.kernel_weights
+    def arithmetic(self) -> set[str]:
+        return self._form.arithmetic
+
+    def is_batch_invariant(self, dtype: torch.dtype) -> bool:
+        return self._form.is_batch_invariant(dtype)
+
+    def choose_kernels(self, dtype: torch.dtype, folder: str) -> list[KernelChoice]:
+        return self._form.choose_kernels(dtype, folder)
 
     def read_product(self, source: WeightSource, product: Product) -> BuildLinear:
         finish = self._form.read_product(source, product)
@@ -88,8 +93,9 @@ class NotedFormat:
     def read_experts(self, source: WeightSource, experts: ExpertProducts) -> BuildExperts:
         return self._form.read_experts(source, experts)
 
-    def read_ends(self, source: WeightSource, ends: Ends) -> BuildEnds:
-        finish, columns = self._form.read_ends(source, ends), source.columns_of(ends.head)
+    def read_ends(self, source: WeightSource, *, tied: bool) -> BuildEnds:
+        finish = self._form.read_ends(source, tied=tied)
+        columns = source.columns_of(head_name(tied=tied))
 
         def noted() -> tuple[EmbeddingTable, Linear]:
             table, head = finish()
@@ -101,8 +107,8 @@ class NotedFormat:
     def product_bytes(self, source: WeightSource, product: Product) -> Counter[str]:
         return self._form.product_bytes(source, product)
 
-    def ends_bytes(self, source: WeightSource, ends: Ends) -> Counter[str]:
-        return self._form.ends_bytes(source, ends)
+    def ends_bytes(self, source: WeightSource, *, tied: bool) -> Counter[str]:
+        return self._form.ends_bytes(source, tied=tied)
 
 
 class LimitsWorker:
@@ -110,7 +116,7 @@ class LimitsWorker:
 
     def __init__(self, config: ServeConfig, prepared: PreparedModel) -> None:
         device = create_device(config, 0)
-        noted = NotedFormat(weight_format_for(config, prepared, device))
+        noted = NotedFormat(device.weight_format(config, prepared))
         self.loaded = load(config, prepared, device, RankGroup(), lambda message: None, noted)
         assert isinstance(self.loaded.weight_format, NotedFormat)
         self.products = self.loaded.weight_format

@@ -14,8 +14,8 @@ from deploy.bench.servers import OwnedProcess
 from deploy.environment import HostEnvironment
 from deploy.supervisor.processes import child_environment
 from proto.codec import Message, from_json, to_json_line
-from proto.config import DeviceConfig
 from proto.errors import TokendError
+from proto.settings.config import DeviceConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 Answer = TypeVar("Answer", bound=Message)

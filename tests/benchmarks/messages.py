@@ -10,9 +10,9 @@ from typing import Literal
 
 import msgspec
 
-from proto.config import KVCacheDType, ServeConfig
-from proto.prepared_model import PreparedModel
-from proto.sampling_params import SamplingParams
+from proto.messages.prepared_model import PreparedModel
+from proto.messages.sampling_params import SamplingParams
+from proto.settings.config import KVCacheDType, ServeConfig
 
 
 class RequestRecipe(msgspec.Struct, frozen=True):
@@ -42,7 +42,7 @@ class SchedulerWorkload(msgspec.Struct, frozen=True, kw_only=True):
         first request's prompt instead.
     num_blocks: of the KV pool, the null block included. traced: as with --sched-trace.
     watched: the live view has a subscriber, with a view after every 16th step.
-    The rest are settings of the scheduler, as in proto/config.py.
+    The rest are settings of the scheduler, as in proto/settings/config.py.
     """
 
     name: str
@@ -55,7 +55,9 @@ class SchedulerWorkload(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    scheduling_policy: str = "fcfs"
+    eviction_policy: str = "lru"
+    scheduler_features: tuple[str, ...] = ()
     measure: Literal["every step", "preempting steps", "hashing"] = "every step"
     traced: bool = False
     watched: bool = False

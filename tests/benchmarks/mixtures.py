@@ -12,13 +12,16 @@ import numpy as np
 import torch
 
 from tests.benchmarks.products_by_format import read_rate
-from worker.kernels import Kernels, load_kernels
+from worker.cpu.kernels import Kernels, load_kernels
+from worker.cpu.layers import kernel_gate
+from worker.cpu.linear import KernelLinear
+from worker.cpu.moe import KernelMoe
+from worker.cpu.weights import Bf16Weight, KernelWeight, PackedWeight
 from worker.layers.experts import Expert, LinearExperts
-from worker.layers.kernel_weights import BLOCK_TYPES, Bf16Weight, KernelWeight, PackedWeight
-from worker.layers.linear import KernelLinear
 from worker.layers.router import Router, RouterSpec
 from worker.layers.scratch import ByteBuffer
-from worker.models.kernel_moe import KernelMoe, Mixture
+from worker.loader.block_types import BLOCK_TYPES
+from worker.models.moe import Mixture, MoeSpec
 
 
 def random_weight(kernels: Kernels, kind: str, shape: tuple[int, int]) -> KernelWeight:
@@ -41,13 +44,11 @@ def mixture(kernels: Kernels, options: argparse.Namespace) -> tuple[Mixture, int
         num_bytes = gate_up.nbytes + down.nbytes
         experts.append(Expert(KernelLinear([gate_up], None), KernelLinear([down], None)))
     router = RouterSpec(num_experts=options.experts, top_k=options.top_k)
+    spec = MoeSpec(hidden_size=hidden, intermediate_size=inner, router=router)
     whole = Mixture(
-        hidden_size=hidden,
-        intermediate_size=inner,
-        activation="silu",
+        spec=spec,
         router=Router(router, torch.randn(options.experts, hidden)),
-        experts=LinearExperts(experts, inner, "silu"),
-        shared_size=0,
+        experts=LinearExperts(experts, kernel_gate(kernels, "silu")),
         shared=None,
         shared_gate=None,
     )
@@ -68,7 +69,8 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     kernels, memory = load_kernels(), ByteBuffer()
     whole, expert_bytes = mixture(kernels, options)
-    kernel, rate = KernelMoe(kernels, whole), read_rate()
+    assert isinstance(whole.experts, LinearExperts)
+    kernel, rate = KernelMoe(kernels, whole, whole.experts), read_rate()
     print(f"{kernels.variant}, {options.threads} threads, {expert_bytes / 1e6:.2f} MB an expert")
     print(f"memory: {rate / 1e9:.1f} GB/s")
     print(f"{'rows':>5} {'experts':>8} {'read ms':>9} {'ms':>9} {'of read':>8} {'GFLOP/s':>8}")

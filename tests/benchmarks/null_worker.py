@@ -12,7 +12,7 @@ import time
 
 from engine_core.scheduler.result import ends_of_rows
 from proto import PROTOCOL_VERSION
-from proto.lifecycle import (
+from proto.messages.lifecycle import (
     CacheReady,
     InitializeCache,
     KVCacheGeometry,
@@ -21,10 +21,10 @@ from proto.lifecycle import (
     Shutdown,
     WorkerReady,
 )
-from proto.model_runner_output import ModelRunnerOutput
-from proto.process import run
-from proto.scheduler_output import SchedulerOutput
-from proto.sockets import Link, Poller, worker_path
+from proto.messages.model_runner_output import ModelRunnerOutput
+from proto.messages.scheduler_output import SchedulerOutput
+from proto.runtime.process import run
+from proto.runtime.sockets import Link, Poller, worker_path
 
 # A worker that computes nothing and answers every step with made-up tokens.
 

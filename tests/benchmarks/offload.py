@@ -24,13 +24,13 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.bench.options import BenchParser, at_least_one, several_counts, share, writable, write
-from deploy.bench.processes import usage_by_title
 from deploy.bench.servers import MeasuredDaemon
 from proto.codec import to_json
 from proto.errors import TokendError
 from tests.benchmarks.command import run
 from tests.benchmarks.line_program import LineProgram
 from tests.benchmarks.messages import OffloadHits, OffloadHitsOfAll, OffloadTimes, OffloadWorkload
+from tests.benchmarks.usage import usage_by_title
 
 # `python -m tests.benchmarks.offload --cost`: the overhead of a KV connector without hits.
 #
@@ -139,8 +139,8 @@ def measure_cost(
         for clients in (without, others):
             clients.warm_up()
         rounds = play_rounds(without.turn, others.turn, num_rounds, load)
-        loads = int(connected.metric("tokend:kv_offload_loads_total"))
-        stores = int(connected.metric("tokend:kv_offload_stores_total"))
+        loads = int(connected.metric("vllm:kv_offload_load_size_count"))
+        stores = int(connected.metric("vllm:kv_offload_store_size_count"))
     if loads or not stores:
         raise TokendError(f"{loads} loads and {stores} stores: there were to be stores alone")
     return Cost(rounds, loads, stores)
@@ -320,10 +320,10 @@ class _Asker:
             computed.append(self.ask(prompt))
             self._await_stores()
             self._forget_device()
-            loads = self._daemon.metric("tokend:kv_offload_loads_total")
+            loads = self._daemon.metric("vllm:kv_offload_load_size_count")
             medium.append(self.ask(prompt))
             device.append(self.ask(prompt))
-            if self._daemon.metric("tokend:kv_offload_loads_total") == loads:
+            if self._daemon.metric("vllm:kv_offload_load_size_count") == loads:
                 raise TokendError(f"nothing was loaded of a prompt of {length} tokens")
         medians = [statistics.median(each) * 1e3 for each in (computed, medium, device)]
         return OffloadTimes(
@@ -350,7 +350,7 @@ class _Asker:
         deadline = time.monotonic() + _STORE_SECONDS
         stored = -1.0
         while time.monotonic() < deadline:
-            now = self._daemon.metric("tokend:kv_offload_stores_total")
+            now = self._daemon.metric("vllm:kv_offload_store_size_count")
             if now == stored:
                 return
             stored = now

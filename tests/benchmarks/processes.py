@@ -13,14 +13,19 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.bench.client import Target, first_model
-from deploy.bench.dataset_options import add_sizes, prompt_source_of, sizes_of
-from deploy.bench.datasets import RandomDataset, SessionSeeds
-from deploy.bench.figures import AnswerComparison, Goodput, RunFigures, figures_of, show
-from deploy.bench.load import LoadPattern, LoadRun, measure, warm_up
+from deploy.bench.datasets import (
+    SessionSeeds,
+    add_sizes,
+    prompt_sessions,
+    prompts_of,
+    sizes_of,
+)
+from deploy.bench.figures import AnswerComparison, RunFigures, figures_of, show
+from deploy.bench.load import LoadPattern, measure, warm_up
 from deploy.bench.options import BenchParser, at_least_one, from_zero, writable, write
-from deploy.bench.processes import ProcessUsage, usage_by_title
 from deploy.bench.servers import MeasuredDaemon
 from tests.benchmarks.command import run
+from tests.benchmarks.usage import ProcessUsage, usage_by_title
 
 CPU_BUDGET_MS: Final = 1.5
 """Limit of the CPU time per step of engine and front end together, with 16 requests."""
@@ -33,7 +38,7 @@ def main(words: Sequence[str]) -> None:
         with MeasuredDaemon(options.serve_flags) as daemon:
             fields = {"temperature": 0, "ignore_eos": True}
             target = Target(daemon.url, first_model(daemon.url), fields=fields)
-            warm_up(target, prompt_source_of(options), options.warm_ups)
+            warm_up(target, prompts_of(options), options.warm_ups)
             before, steps_before = usage_by_title(daemon.pid), daemon.num_steps()
             figures = _load(options, target)
             after, num_steps = usage_by_title(daemon.pid), daemon.num_steps() - steps_before
@@ -72,14 +77,11 @@ def per_step(
 
 
 def _load(options: argparse.Namespace, target: Target) -> RunFigures:
-    dataset = RandomDataset(sizes_of(options), prompt_source_of(options))
+    seeds = SessionSeeds(options.seed)
+    sessions = prompt_sessions(seeds, sizes_of(options), prompts_of(options))
     pattern = LoadPattern(options.concurrency, max_requests=options.requests)
     name = f"{options.concurrency} at once"
-    return figures_of(
-        name,
-        measure(target, LoadRun(name, dataset, SessionSeeds(options.seed), pattern)),
-        Goodput({}),
-    )
+    return figures_of(name, measure(target, sessions, pattern))
 
 
 def _table(title: str, rows: dict[str, dict[str, Any]]) -> Table:

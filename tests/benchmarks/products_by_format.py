@@ -16,17 +16,11 @@ from typing import Final
 import numpy as np
 import torch
 
-from worker.kernels import Kernels, load_kernels
-from worker.large_pages import large_pages
-from worker.layers.kernel_weights import (
-    BLOCK_TYPES,
-    Bf16Weight,
-    Fp8Weight,
-    KernelWeight,
-    PackedWeight,
-    RotatedWeight,
-)
-from worker.layers.linear import make_linear
+from tests.fakes.devices import CPU
+from worker.cpu.kernels import Kernels, load_kernels
+from worker.cpu.weights import Bf16Weight, Fp8Weight, KernelWeight, PackedWeight, RotatedWeight
+from worker.host.large_pages import large_pages
+from worker.loader.block_types import BLOCK_TYPES
 
 LAYERS: Final = 30
 LAYER_SHAPES: Final = ((960, 576), (576, 576), (3072, 576), (576, 1536))
@@ -133,7 +127,7 @@ def bf16_form(kernels: Kernels) -> Form:
 def dense_form(dtype: torch.dtype) -> Form:
     """Dense weights, as the worker stores them without kernels."""
     shapes = (*LAYER_SHAPES * LAYERS, HEAD_SHAPE)
-    linears = [(shape[1], make_linear(torch.randn(shape).to(dtype))) for shape in shapes]
+    linears = [(shape[1], CPU.linear(torch.randn(shape).to(dtype))) for shape in shapes]
 
     def step(inputs: dict[int, torch.Tensor]) -> None:
         for in_features, linear in linears:

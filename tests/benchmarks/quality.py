@@ -26,7 +26,7 @@ from rich.table import Table
 from deploy.bench.options import BenchParser
 from deploy.bench.servers import MeasuredDaemon
 from proto.errors import ConfigError, TokendError
-from proto.sampling_params import MAX_LOGPROBS
+from proto.messages.sampling_params import MAX_LOGPROBS
 from tests.benchmarks.command import run
 
 # Two settings' log-probabilities of the same tokens, and what lies between them.

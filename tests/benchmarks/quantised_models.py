@@ -20,8 +20,9 @@ from safetensors.torch import save_file
 from deploy.display import open_display
 from deploy.environment import HostEnvironment
 from deploy.models.store import prepared_model
-from proto.prepared_model import PreparedModel
+from proto.messages.prepared_model import PreparedModel
 from tests.benchmarks.command import run
+from tests.fakes.devices import CPU
 from tests.fakes.quantised_checkpoints import SCHEMES, quantise_folder
 from worker.loader.files import read_index
 from worker.loader.source import WeightSource
@@ -37,7 +38,7 @@ def write_plain(prepared: PreparedModel, folder: Path) -> None:
         if (Path(prepared.folder) / name).exists():
             shutil.copy(Path(prepared.folder) / name, folder)
     spec = spec_from_config(read_config(prepared))
-    source = WeightSource(read_index(prepared), spec, torch.float32, torch.device("cpu"))
+    source = WeightSource(read_index(prepared), spec, torch.float32, CPU)
     tensors = {
         weight.name_in("safetensors"): source.read(name, dtype=torch.bfloat16)
         for name, weight in spec.weights().items()
@@ -52,7 +53,7 @@ def main(words: Sequence[str] | None = None) -> None:
     options = parser.parse_args(words)
     with closing(open_display(sys.stderr)) as display:
         around = HostEnvironment.of(os.environ)
-        prepared = prepared_model("smollm2-135m-instruct", around, display, packaged=True)
+        prepared = prepared_model("smollm2-135m-instruct", around, display)
     for name in options.schemes:
         write_plain(prepared, options.folder / name)
         quantise_folder(options.folder / name, SCHEMES[name])

@@ -16,9 +16,9 @@ from rich.table import Table
 from deploy.bench.options import BenchParser, at_least_one, writable, write
 from deploy.environment import HostEnvironment
 from proto.codec import to_json
-from proto.config import DeviceConfig
-from proto.logit_edits import LogitEdits
-from proto.sampling_params import SamplingParams
+from proto.messages.logit_edits import LogitEdits
+from proto.messages.sampling_params import SamplingParams
+from proto.settings.config import DeviceConfig
 from tests.benchmarks.command import run
 from tests.benchmarks.line_program import worker_program
 from tests.benchmarks.messages import SamplingCase, SamplingTimings, SamplingWorkload

@@ -12,19 +12,25 @@ import numpy as np
 import torch
 
 from proto.codec import from_json, to_json_line
-from proto.config import DeviceConfig
-from proto.scheduler_output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
+from proto.messages.scheduler_output import (
+    CachedRequestData,
+    GrammarOutput,
+    NewRequestData,
+    SchedulerOutput,
+)
+from proto.settings.config import DeviceConfig
 from tests.benchmarks.messages import (
     SamplingCase,
     SamplingCaseTimings,
     SamplingTimings,
     SamplingWorkload,
 )
-from worker.device.devices import CpuDevice
-from worker.input_batch import InputBatch, build_inputs
-from worker.kernels import load_kernels
-from worker.sampling.cpu_kernels import KernelBackend
-from worker.sampling.sampler import Sampler, StepSampler
+from worker.batch.input_batch import InputBatch, build_inputs
+from worker.cpu.device import CpuDevice
+from worker.cpu.kernels import load_kernels
+from worker.cpu.sampling import KernelBackend
+from worker.sampling.sampler import Sampler
+from worker.step.step_sampler import StepSampler
 
 _BLOCK_SIZE = 16
 _WARM_UP_STEPS = 10

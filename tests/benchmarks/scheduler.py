@@ -19,8 +19,8 @@ from rich.table import Table
 
 from deploy.bench.options import BenchParser
 from proto.codec import changed, to_json_line
-from proto.config import CacheConfig, SchedulerConfig
 from proto.errors import ConfigError
+from proto.settings.config import CacheConfig, SchedulerConfig
 from tests.benchmarks.command import run
 from tests.benchmarks.line_program import LineProgram
 from tests.benchmarks.messages import (

@@ -19,22 +19,23 @@ from engine_core.compiled import use_compiled
 if __name__ == "__main__":
     use_compiled()  # before the import of any module with a compiled form
 
+from engine_core.block_hashing import BlockHasher
 from engine_core.core import EngineCore, scheduler_settings
-from engine_core.kv_cache.hashing import BlockHasher
 from engine_core.live_view import EngineViewPublisher
 from engine_core.pool_plan import PoolPlan, plan_pool
-from engine_core.trace.file import SchedulerTrace, start_trace
+from engine_core.trace.file import start_trace
+from engine_core.trace.recorder import TraceRecorder
 from engine_core.transport import FrontEndLinks
 from proto import PROTOCOL_VERSION
 from proto.codec import MessageDecoder, encode, from_json, to_json_line
-from proto.config import CacheConfig, SchedulerConfig, ServeConfig, TraceConfig
-from proto.config_checks import validate
-from proto.engine_io import EngineCoreOutputs, EngineCoreRequest
-from proto.lifecycle import WorkerReady
-from proto.model_runner_output import ModelRunnerOutput
-from proto.process import freeze_heap
-from proto.sampling_params import SamplingParams
-from proto.scheduler_output import SchedulerOutput
+from proto.messages.engine_io import EngineCoreOutputs, EngineCoreRequest
+from proto.messages.lifecycle import WorkerReady
+from proto.messages.model_runner_output import ModelRunnerOutput
+from proto.messages.sampling_params import SamplingParams
+from proto.messages.scheduler_output import SchedulerOutput
+from proto.runtime.process import freeze_heap
+from proto.settings.config import CacheConfig, SchedulerConfig, ServeConfig, TraceConfig
+from proto.settings.config_checks import validate
 from tests.benchmarks.messages import RequestRecipe, SchedulerTimings, SchedulerWorkload, Timing
 from tests.benchmarks.null_worker import GEOMETRY, NUM_TOKEN_IDS, FakeWorker
 
@@ -115,12 +116,15 @@ class BenchEngine:
         """Raise ConfigError for a workload with invalid or unavailable settings."""
         config = ServeConfig(
             cache=CacheConfig(
-                block_size=workload.block_size, num_gpu_blocks_override=workload.num_blocks
+                block_size=workload.block_size,
+                num_gpu_blocks_override=workload.num_blocks,
+                eviction_policy=workload.eviction_policy,
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=workload.max_num_seqs,
                 max_num_batched_tokens=workload.max_num_batched_tokens,
                 scheduling_policy=workload.scheduling_policy,
+                scheduler_features=workload.scheduler_features,
                 max_num_queued_reqs=0,
                 max_num_queued_tokens=0,
             ),
@@ -131,8 +135,8 @@ class BenchEngine:
         )
         plan = plan_pool([worker], config, workload.max_model_len)
         self.sent = KeptMessages()
-        trace = _start_trace(config, plan, worker) if workload.traced else None
-        self.core = EngineCore(config, plan, worker, self.sent, EPOCH, trace=trace)
+        recorder = _start_trace(config, plan, worker) if workload.traced else None
+        self.core = EngineCore(config, plan, worker, self.sent, EPOCH, recorder=recorder)
         self.views: list[EngineViewPublisher] = []
         if workload.watched:
             live_view = self.core.output_dispatcher.live_view
@@ -152,12 +156,14 @@ class BenchEngine:
         self.core.output_dispatcher.flush()
 
 
-def _start_trace(config: ServeConfig, plan: PoolPlan, worker: WorkerReady) -> SchedulerTrace | None:
+def _start_trace(config: ServeConfig, plan: PoolPlan, worker: WorkerReady) -> TraceRecorder:
     """Trace to a file that is unlinked at once."""
     scheduler = scheduler_settings(config, worker)
     with tempfile.TemporaryDirectory() as folder:
         trace = TraceConfig(sched_trace=str(Path(folder) / "trace.jsonl"))
-        return start_trace(trace, scheduler, plan, worker, EPOCH, True)
+        started = start_trace(trace, scheduler, plan, worker, EPOCH, True)
+    assert started is not None
+    return started[1]
 
 
 # How long the halves of a step take, and its three messages.

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from worker.attention.base import AttentionBackend
+from worker.attention.backend import AttentionBackend
+from worker.attention.state_cache import AttentionWithStates
+from worker.cpu.stack import KernelStack
 from worker.layers.linear import Linear, ResidualLinear
 from worker.models.decoder import Decoder
-from worker.models.kernel_stack import KernelStack
 from worker.models.layer_stack import DecoderLayer, EagerLayers, LayerStack
 from worker.models.parts import LayerPart
-from worker.state_cache import AttentionWithStates
 
 
 @dataclass
@@ -31,7 +31,7 @@ class StepClock:
         self.product = self.attention = 0.0
 
 
-class ClockedLinear:
+class ClockedLinear(Linear):
     """A Linear whose calls are timed."""
 
     def __init__(self, linear: Linear, clock: StepClock) -> None:
@@ -73,7 +73,7 @@ class ClockedParts(EagerLayers):
 
     def __init__(self, stack: EagerLayers, clock: StepClock) -> None:
         layers = [_clocked_layer(layer, clock) for layer in stack.layers]
-        super().__init__(layers, stack.hidden_size)
+        super().__init__(layers)
         self._clock = clock
 
     def run(
@@ -91,6 +91,7 @@ class ClockedKernel:
         self.takes = stack.takes
         self.record_experts = stack.record_experts
         self.record_residuals = stack.record_residuals
+        self.track_layers = stack.track_layers
 
     def run(
         self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend

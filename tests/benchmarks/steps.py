@@ -20,9 +20,9 @@ from deploy.display import open_display
 from deploy.environment import HostEnvironment
 from deploy.models.store import prepared_model
 from proto.codec import to_json_line
-from proto.config import ServeConfig
 from proto.errors import ConfigError
-from proto.prepared_model import PreparedModel
+from proto.messages.prepared_model import PreparedModel
+from proto.settings.config import ServeConfig
 from tests.benchmarks.command import run
 from tests.benchmarks.line_program import worker_program
 from tests.benchmarks.messages import StepTimings, StepWorkload

@@ -15,20 +15,26 @@ import torch
 
 from proto import PROTOCOL_VERSION
 from proto.codec import from_json, to_json_line
-from proto.config import ServeConfig
-from proto.faults import FaultInjector
-from proto.lifecycle import InitializeCache
-from proto.model_runner_output import ModelRunnerOutput
-from proto.prepared_model import PreparedModel
-from proto.sampling_params import SamplingParams
-from proto.scheduler_output import BlockIds, CachedRequestData, NewRequestData, SchedulerOutput
+from proto.messages.lifecycle import InitializeCache
+from proto.messages.model_runner_output import ModelRunnerOutput
+from proto.messages.prepared_model import PreparedModel
+from proto.messages.sampling_params import SamplingParams
+from proto.messages.scheduler_output import (
+    BlockIds,
+    CachedRequestData,
+    NewRequestData,
+    SchedulerOutput,
+)
+from proto.runtime.faults import FaultInjector
+from proto.settings.config import ServeConfig
 from tests.benchmarks.messages import StepTimings, StepWorkload
 from tests.benchmarks.step_clock import ClockedModel, StepClock
-from worker.device.devices import create_device
+from worker.create_device import create_device
+from worker.host.device import HostDevice
 from worker.loaded_model import load
-from worker.model_runner import ModelRunner
 from worker.parallel.group import RankGroup
 from worker.runner_builder import RunnerBuilder
+from worker.step.model_runner import ModelRunner
 
 _EPOCH: Final = 1
 _FIRST_TOKEN_ID: Final = 1000
@@ -56,16 +62,17 @@ class BenchWorker:
 
     def runner(self, num_blocks: int, max_model_len: int, num_state_slots: int = 0) -> ModelRunner:
         """Return a model runner with its own KV cache."""
-        return self._builder.build_on_host(
-            InitializeCache(
-                PROTOCOL_VERSION,
-                _EPOCH,
-                num_blocks,
-                self._block_size,
-                max_model_len,
-                num_state_slots=num_state_slots,
-            )
+        message = InitializeCache(
+            PROTOCOL_VERSION,
+            _EPOCH,
+            num_blocks,
+            self._block_size,
+            max_model_len,
+            num_state_slots=num_state_slots,
         )
+        device = self.loaded.device
+        assert isinstance(device, HostDevice), "steps on a GPU have no ModelRunner to execute"
+        return device.model_runner(self._builder.parts(message))
 
 
 class Steps:

@@ -9,7 +9,7 @@ from tests.benchmarks import attention
 from tests.benchmarks import attention as attention_bench
 from tests.benchmarks.command import run
 from tests.benchmarks.messages import AttentionTimings, AttentionWorkload
-from worker.kernels import KernelsUnavailableError, load_kernels
+from worker.cpu.kernels import KernelsUnavailableError, load_kernels
 
 
 def small(name: str, kv_cache_dtype: str) -> AttentionWorkload:

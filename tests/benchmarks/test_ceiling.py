@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.bench.compare import ClosedLoad, parse
+from deploy.bench.compare import ClosedLoad
 from deploy.bench.servers import ServerSpec, tokend
-from proto.config import SchedulerConfig, ServeConfig
 from proto.errors import ConfigError
+from proto.settings.config import SchedulerConfig, ServeConfig
 from tests.benchmarks import ceilings
 from tests.benchmarks.ceilings import (
     Budget,
@@ -25,6 +25,7 @@ from tests.benchmarks.ceilings import (
     steps_of,
 )
 from tests.benchmarks.messages import LimitsTimings
+from tests.benchmarks.sizes import parse, specs_of
 from tests.deploy.bench.test_compare import SMALL
 from tests.fakes.openai_server import fake_openai
 
@@ -185,7 +186,8 @@ def test_without_daemons_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(ceilings, "worker_program", None)
     servers = ["--server", "x=http://127.0.0.1:9", "--server", "y=http://127.0.0.1:9"]
     with ExitStack() as stack:
-        bench = CeilingBench(parse([*servers, *SMALL]), stack)
+        options = parse([*servers, *SMALL], "ceilings", None)
+        bench = CeilingBench(options, specs_of(options, ""), stack)
         assert bench.extra_figures("alone", "alone") == ()
         bench.before_turn(bench.specs[0])
         assert bench.after_turn(bench.specs[0], {"x": 1.0}) == {"x": 1.0}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from deploy.bench.overload.arrivals import Attempt, PartResult
+from tests.benchmarks.arrivals import Attempt, PartResult
 from tests.benchmarks.fairness import Verdict
 
 FLOOD = PartResult([Attempt(200, 0.1, 5.0), Attempt(200, 0.1, 7.0)], 10.0)

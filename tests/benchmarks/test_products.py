@@ -7,13 +7,14 @@ import pytest
 
 from tests.benchmarks import products
 from tests.benchmarks.command import run
+from tests.fakes.devices import CPU
 from tests.fakes.tiny_checkpoints import save_tiny
 from tests.fakes.tiny_model_files import tokenizer_json
-from worker.kernels import row_kernels
+from worker.cpu.device import CpuDevice
 
 
 @pytest.mark.suite("bench")
-@pytest.mark.skipif(row_kernels() is None, reason="no compiled kernels")
+@pytest.mark.skipif(not isinstance(CPU, CpuDevice), reason="no compiled kernels")
 def test_json_output(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

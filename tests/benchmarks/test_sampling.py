@@ -9,7 +9,7 @@ from tests.benchmarks import sampling
 from tests.benchmarks import sampling as sampling_bench
 from tests.benchmarks.command import run
 from tests.benchmarks.messages import SamplingCaseTimings, SamplingTimings, SamplingWorkload
-from worker.kernels import KernelsUnavailableError, load_kernels
+from worker.cpu.kernels import KernelsUnavailableError, load_kernels
 
 
 @pytest.mark.suite("bench")

@@ -10,7 +10,6 @@ import pytest
 
 from deploy.bench.limits import quantile
 from deploy.bench.plot import PlotPanel, plot_page
-from deploy.bench.processes import ProcessUsage
 from tests.benchmarks import soak
 from tests.benchmarks.command import run
 from tests.benchmarks.soak import (
@@ -23,6 +22,7 @@ from tests.benchmarks.soak import (
     request_bytes,
     slope,
 )
+from tests.benchmarks.usage import ProcessUsage
 
 WHOLE = b'HTTP/1.1 200 OK\r\ncontent-length: 25\r\n\r\n{"completion_tokens": 3}\r\n'
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\ne\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"

@@ -9,7 +9,7 @@ import torch
 from tests.benchmarks import train_eagle as bench
 from tests.benchmarks.train_eagle import Answer, Batches, Target, TrainedHead, questions_of
 from tests.e2e.reference import packaged_model
-from worker.attention.base import AttentionInputs
+from worker.attention.backend import AttentionInputs
 
 
 @pytest.fixture(scope="module")

@@ -28,8 +28,8 @@ from rich.table import Table
 from deploy.bench.options import BenchParser, at_least_one, several_counts, writable, write
 from deploy.bench.servers import MeasuredDaemon, OwnedProcess
 from proto.errors import TokendError
-from proto.kv_media import DISK, REMOTE
-from proto.kv_transfer_config import DISK_SPEC, REMOTE_SPEC
+from proto.settings.kv_media import DISK, REMOTE
+from proto.settings.kv_transfer_config import DISK_SPEC, REMOTE_SPEC
 from tests.benchmarks.command import run
 
 _DISK_BYTES: Final = 16 << 30

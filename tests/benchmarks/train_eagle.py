@@ -32,34 +32,32 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from deploy.bench.options import BenchParser, at_least_one
-from proto.config import ModelConfig
-from proto.prepared_model import PreparedModel
+from proto.messages.prepared_model import PreparedModel
+from proto.settings.config import ModelConfig
 from tests.benchmarks.command import run
 from tests.e2e.reference import packaged_model
+from tests.fakes.devices import CPU, create_backend, create_sampler
 from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.lookahead_runner import LookaheadRunner
 from tests.fakes.prepared_models import spec_of
 from tests.fakes.tiny_heads import prepare_head
-from worker.attention.base import AttentionInputs
-from worker.attention.registry import create_backend
-from worker.input_batch import InputBatch
-from worker.kernels import load_kernels
-from worker.kv_cache import KVCache
+from worker.attention.backend import AttentionInputs
+from worker.attention.kv_cache import KVCache
+from worker.batch.input_batch import InputBatch
+from worker.cpu.formats import choose_format
+from worker.cpu.kernels import load_kernels
 from worker.loader.files import read_index
-from worker.loader.format_choice import choose_format
 from worker.loader.weights import load_model
-from worker.memory_plan import layer_cache
-from worker.model_runner import ModelRunner
 from worker.models.attention import AttentionSpec
 from worker.models.mlp import MlpSpec
 from worker.models.rope import DefaultRope
-from worker.sampling.sampler import create_sampler
-from worker.speculation.draft_sampler import HostDraw
+from worker.plan.memory_plan import layer_cache
+from worker.speculation.draft_sampler import host_draw
 from worker.speculation.drafter import DraftedModel
 from worker.speculation.eagle import EagleDrafter
 from worker.speculation.eagle_head import load_head, read_head
+from worker.step.model_runner import ModelRunner
 
-CPU: Final = torch.device("cpu")
 BLOCK: Final = 16
 STEP_TOKENS: Final = 256
 NUM_ROWS: Final = 16
@@ -110,7 +108,7 @@ class Target:
     """The packaged model on the kernels that serve it."""
 
     def __init__(self, prepared: PreparedModel) -> None:
-        form = choose_format(ModelConfig(), torch.bfloat16, read_index(prepared), load_kernels)
+        form = choose_format(ModelConfig(), torch.bfloat16, read_index(prepared), load_kernels())
         self.prepared = prepared
         self.decoder = load_model(
             prepared, spec_of(prepared), torch.bfloat16, CPU, lambda _: None, form
@@ -135,14 +133,14 @@ class Target:
         cache = self.cache(num_blocks)
         attention = create_backend("auto", cache, self.spec.attention_shape)
         rows = InputBatch(NUM_ROWS, LONGEST, BLOCK)
-        return ModelRunner(self.decoder, attention, create_sampler(), rows, cache)
+        return ModelRunner(self.decoder, attention, create_sampler(), rows, cache, CPU.transfers())
 
     def drafting_runner(self, num_blocks: int, folder: Path) -> LookaheadRunner:
         """Return a runner with the head in a folder, as a worker has it."""
         runner = self.runner(num_blocks)
         prepared = prepare_head(folder)
-        spec = read_head("eagle", prepared, self.spec)
-        form = choose_format(ModelConfig(), torch.bfloat16, read_index(prepared), load_kernels)
+        spec = read_head("eagle", prepared, self.spec, CPU)
+        form = choose_format(ModelConfig(), torch.bfloat16, read_index(prepared), load_kernels())
         head = load_head(prepared, spec, self.decoder, torch.bfloat16, CPU, form)
         layout, geometry = spec.cache(torch.bfloat16)
         cache = KVCache(geometry, layout, num_blocks, BLOCK)
@@ -151,8 +149,9 @@ class Target:
             head,
             attention,
             cache,
-            HostDraw(create_sampler()),
+            host_draw(create_sampler()),
             DraftedModel(runner.batch, 0, runner.vocab_size, LONGEST, LONGEST),
+            CPU.transfers(),
         )
         return LookaheadRunner(runner, most=MOST_DRAFTED)
 
@@ -319,7 +318,7 @@ def _rotation(theta: float, head_dim: int, length: int) -> tuple[torch.Tensor, t
 
 
 def _rotate(heads: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Rotate heads [B, n, L, head_dim] as worker/layers/rotary.py does."""
+    """Rotate heads [B, n, L, head_dim] as worker/models/rotary.py does."""
     cosines, sines = (part.to(heads.dtype) for part in rotation)
     first, second = heads.chunk(2, dim=-1)
     return torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1)
@@ -502,10 +501,10 @@ def report(console: Console, columns: dict[str, list[tuple[int, int]]]) -> None:
         )
     lengths = []
     for counts in columns.values():
-        survival, expected = 1.0, 1.0
+        acceptance_prob, expected = 1.0, 1.0
         for reached, accepted in counts:
-            survival *= accepted / max(1, reached)
-            expected += survival
+            acceptance_prob *= accepted / max(1, reached)
+            expected += acceptance_prob
         lengths.append(f"{expected:.2f}")
     table.add_row("tokens a step", *lengths)
     console.print(table)

@@ -86,7 +86,7 @@ def test_streams_survive_the_death_of_worker_and_engine(
         assert_same(was, now)
     print(f"{roles}: {gap:.2f} s from death to the next token")
     assert daemon.metric("tokend:restarts_total") == restarts + len(roles)
-    assert all(f"{ROLES[role]} 0: is back after" in daemon.text for role in roles)
+    assert all(f"{ROLES[role]} 0 is back after" in daemon.text for role in roles)
     assert daemon.text.count("Traceback") == 0
 
 

@@ -98,7 +98,7 @@ def test_streams_survive_a_worker_that_hangs_in_a_step(
     assert_streams_unaffected(daemon, expected, first)
     assert first[1] >= {"worker 0: no completed step", "worker 0 is being restarted"}
     assert first[2] > STEP_TIMEOUT
-    assert re.search(r"worker 0: \(pid \d+\) hangs, no completed step for 3\.\d s", daemon.text)
+    assert re.search(r"worker 0 \(pid \d+\) hangs, no completed step for 3\.\d s", daemon.text)
     assert re.search(r'worker/worker.py", line \d+ in _launch', daemon.text)
     assert daemon.metric("tokend:watchdog_kills_total") == 1
 
@@ -120,9 +120,9 @@ def test_streams_survive_a_stopped_process(
     assert_streams_unaffected(daemon, expected, outcome)
     assert outcome[1] >= {f"{title}: {what}", f"{title} is being restarted"}
     text = daemon.text[printed:]
-    verdict = re.search(rf"{title}: \(pid {pid}\) hangs, {what} for [34]\.\d s", text)
+    verdict = re.search(rf"{title} \(pid {pid}\) hangs, {what} for [34]\.\d s", text)
     stacks = re.search(where, text)
-    death = re.search(rf"{title}: \(pid {pid}\) was killed by {KILLED}", text)
+    death = re.search(rf"{title} \(pid {pid}\) was killed by {KILLED}", text)
     assert verdict is not None, text
     assert stacks is not None, text
     assert death is not None, text

@@ -7,14 +7,9 @@ import httpx
 import psutil
 import pytest
 
-from deploy.bench.overload.arrivals import (
-    OverloadClients,
-    PartResult,
-    RequestShape,
-    overload_clients,
-)
-from deploy.bench.overload.bench import SMALL_POOL, OverloadRun, nonzero_gauges
-from deploy.bench.processes import MemoryLog
+from tests.benchmarks.arrivals import OverloadClients, PartResult, RequestShape, overload_clients
+from tests.benchmarks.overload import SMALL_POOL, OverloadRun, nonzero_gauges
+from tests.benchmarks.usage import MemoryLog
 from tests.e2e.daemon import Daemon, eventually
 
 pytestmark = pytest.mark.suite("chaos")

@@ -9,15 +9,16 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from api_server.http.openapi import field_texts
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.common import GenerationRequest
 from api_server.protocol.completions import CompletionRequest
 from api_server.protocol.fields import (
     ANTHROPIC,
+    CHAT_NEUTRAL,
+    COMPLETION_NEUTRAL,
+    ENDPOINTS,
     HARMLESS,
     LLAMA_CPP_NEUTRAL,
-    NEUTRAL,
     OPENAI,
     VLLM,
 )
@@ -32,6 +33,7 @@ from api_server.protocol.pooling import (
     ScoreRequest,
 )
 from api_server.protocol.responses.request import PASSED, ResponsesRequest
+from api_server.routes.openapi import field_texts
 
 _NO_DEFAULT = "required"
 
@@ -70,10 +72,15 @@ def markdown() -> str:
         "## Fields without effect",
         f"Taken and not looked at: {_names(HARMLESS)}.",
         "Refused by name wherever an endpoint has no such field, unless the value asks for nothing "
-        "(null, or what is in brackets):",
+        "(null, or in completions and chats what is in brackets):",
         "\n".join(
             f"- {api}: {_names(names)}."
-            for api, names in (("OpenAI", OPENAI), ("Anthropic", ANTHROPIC), ("vLLM", VLLM))
+            for api, names in (
+                ("OpenAI", OPENAI),
+                ("Anthropic", ANTHROPIC),
+                ("vLLM", VLLM),
+                ("Of completions", ENDPOINTS & CHAT_NEUTRAL.keys()),
+            )
         ),
     ]
     return "\n\n".join(parts)
@@ -101,7 +108,15 @@ def _default(field: FieldInfo) -> str:
 
 
 def _names(names: frozenset[str]) -> str:
-    return ", ".join(
-        f"`{name}`" + (f" ({json.dumps(NEUTRAL[name][-1])})" if name in NEUTRAL else "")
-        for name in sorted(names)
-    )
+    return ", ".join(f"`{name}`{_neutral(name)}" for name in sorted(names))
+
+
+def _neutral(name: str) -> str:
+    """Return the values of a field that ask for nothing, in brackets; "" for none."""
+    in_chats, in_completions = CHAT_NEUTRAL.get(name, ()), COMPLETION_NEUTRAL.get(name, ())
+    values = " or ".join(json.dumps(value) for value in in_chats or in_completions)
+    if not values:
+        return ""
+    if in_chats == in_completions:
+        return f" ({values})"
+    return f" ({values}, in {'chats' if in_chats else 'completions'})"

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from deploy.supervisor.launch import admin_listeners
-from proto.config import FrontEndConfig
 from proto.errors import ConfigError
+from proto.settings.config import FrontEndConfig
 
 
 @pytest.fixture

@@ -2,13 +2,25 @@
 
 import io
 import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from deploy.chat import Chat, ChatOptions, find_model
+from deploy import chat as chat_command
+from deploy import cli
+from deploy.bench.client import first_model
+from deploy.chat import Chat, find_model
+from deploy.environment import HostEnvironment
 from proto.errors import TokendError
+from proto.messages.prepared_model import PreparedModel
+from proto.runtime.security import server_context
+from proto.settings.config import FrontEndConfig
+from tests.fakes.certificates import Authority, needs_openssl
 
 
 class Server:
@@ -41,7 +53,7 @@ class Screen(io.StringIO):
 
 def chat_with(server: Server, out: io.StringIO, system: str | None = None) -> Chat:
     client = httpx.Client(base_url="http://test", transport=httpx.MockTransport(server))
-    return Chat(client, "m", ChatOptions(None, system, 9), out)
+    return Chat(client, "m", out, system, 9)
 
 
 def test_the_conversation_is_sent_with_each_message() -> None:
@@ -102,16 +114,43 @@ def test_an_answer_that_was_cut_says_so(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err == "\n(cut after 9 tokens, see --max-tokens)\n"
 
 
+def test_without_a_limit_the_server_has_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """A context may be shorter than any limit that the command could choose."""
+    server = Server(says("One, two", reason="length"))
+    client = httpx.Client(base_url="http://test", transport=httpx.MockTransport(server))
+    Chat(client, "m", io.StringIO()).ask("Count.")
+    assert "max_tokens" not in server.bodies[0]
+    assert (
+        capsys.readouterr().err == "\n(cut: the server allows no more tokens, /clear makes room)\n"
+    )
+
+
+def test_an_answer_that_repeats_itself_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    out = io.StringIO()
+    chat_with(Server(says("ha ha ha", reason="repetition")), out).ask("Laugh.")
+    assert out.getvalue() == "ha ha ha\n"
+    assert capsys.readouterr().err == "\n(ended: the model repeats itself)\n"
+
+
+REPETITION = {"min_pattern_size": 8, "max_pattern_size": 256, "min_count": 4}
+
+
 @pytest.mark.parametrize(
     ("card", "sampling"),
     [
-        ({"default_sampling_params": {}}, {"temperature": 0.7}),
-        ({"default_sampling_params": {"temperature": 0.2}}, {}),
+        (
+            {"default_sampling_params": {}},
+            {"temperature": 0.7, "repetition_detection": REPETITION},
+        ),
+        (
+            {"default_sampling_params": {"temperature": 0.2}},
+            {"repetition_detection": REPETITION},
+        ),
         ({}, {}),
     ],
 )
 def test_a_model_without_a_temperature_gets_one(
-    card: dict[str, Any], sampling: dict[str, float]
+    card: dict[str, Any], sampling: dict[str, Any]
 ) -> None:
     """Only from tokend, which says what the model has; others may refuse the field."""
     cards = {"data": [{"id": "other"}, {"id": "m", **card}]}
@@ -121,7 +160,8 @@ def test_a_model_without_a_temperature_gets_one(
     chat = chat_with(server := Server(says("a")), io.StringIO())
     chat.sampling = sampling
     chat.ask("b")
-    assert server.bodies[0].get("temperature") == sampling.get("temperature")
+    for name in ("temperature", "repetition_detection"):
+        assert server.bodies[0].get(name) == sampling.get(name)
 
 
 def test_a_server_that_is_starting_is_waited_for() -> None:
@@ -134,3 +174,79 @@ def test_a_server_that_is_starting_is_waited_for() -> None:
 
     with httpx.Client(base_url="http://test", transport=httpx.MockTransport(answer)) as client:
         assert find_model(client, None) == ("m", {})
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({}, "m has no chat template: it completes texts. tokend serve m, and Completion on its"),
+        ({"generates": False}, "m gives vectors or scores, no text: tokend serve m"),
+    ],
+)
+def test_a_model_that_does_not_chat_is_refused_before_a_daemon_starts(
+    facts: dict[str, Any],
+    expected: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    model = PreparedModel(
+        folder="/f",
+        name="m",
+        source="/m",
+        architecture="LlamaForCausalLM",
+        vocab_size=256,
+        max_position=128,
+        weights_sample="0" * 64,
+        **facts,
+    )
+    monkeypatch.setattr(chat_command, "prepared_model", lambda *_: model)
+    monkeypatch.setattr(chat_command.subprocess, "Popen", None)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi"))
+    assert cli.main(["chat", "m"]) == 2
+    assert expected in capsys.readouterr().err
+
+
+class Cards(BaseHTTPRequestHandler):
+    """Answers every GET request with the list of models."""
+
+    def do_GET(self) -> None:
+        body = json.dumps({"data": [{"id": "m"}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def private(tmp_path: Path) -> Iterator[tuple[str, str]]:
+    """Yield the URL of a server, and the certificate of the authority that signed its own."""
+    authority = Authority(tmp_path)
+    certificate, key = authority.sign("server")
+    with HTTPServer(("127.0.0.1", 0), Cards) as server:
+        context = server_context(FrontEndConfig(ssl_certfile=certificate, ssl_keyfile=key))
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"https://127.0.0.1:{server.server_port}", authority.certificate
+        server.shutdown()
+
+
+@needs_openssl
+def test_a_certificate_of_a_private_authority(
+    private: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is verified, also on this machine; the error names the variable that makes it trusted."""
+    url, certificate = private
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi"))
+    with pytest.raises(TokendError, match=r"is not trusted .*SSL_CERT_FILE"):
+        chat_command.main([url], HostEnvironment({}))
+    with pytest.raises(TokendError, match=r"is not trusted .*SSL_CERT_FILE"):
+        first_model(url)
+    monkeypatch.setenv("SSL_CERT_FILE", certificate)
+    assert first_model(url) == "m"
+    with httpx.Client(base_url=url) as client:
+        assert find_model(client, None)[0] == "m"

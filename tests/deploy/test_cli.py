@@ -2,14 +2,17 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from deploy import cli
+from proto.runtime import process
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,7 +51,14 @@ def test_models_are_listed(
             ["serve", "--device", "cpu", "--kv-cache-dtype", "fp8"],
             "--kv-cache-dtype fp8 needs --device cuda",
         ),
-        (["serve", "--tokenizer", "/nowhere"], "the folder has no tokenizer.json"),
+        (["serve", "--tokenizer", "Qwen/Qwen3"], "--tokenizer Qwen/Qwen3: no such folder"),
+        (["serve", "--tokenizer", "/"], "--tokenizer /: the folder has no tokenizer.json"),
+        (
+            ["serve", "--port", "0", "qwen3:0.6b"],
+            "or folder, names of Ollama are not known, and the",
+        ),
+        (["pull", "llama3.2"], "names of Ollama are not known, and the packaged models are"),
+        (["pull", "smollm"], "; did you mean smollm2-135m-instruct?"),
         (
             ["serve", "--chat-template", "/nowhere"],
             "--chat-template /nowhere: no such file",
@@ -87,20 +97,49 @@ def test_usage_errors_are_one_line_and_status_2(
     ("command", "suggestion"),
     [
         ("srve", "serve"),
-        ("run", "serve"),
+        ("run", "chat"),
+        ("show", "plan"),
         ("fetch", "pull"),
         ("lst", "list"),
         ("org/name", "tokend serve org/name"),
         ("smollm2-135m-instruct", "tokend serve smollm2-135m-instruct"),
     ],
 )
-def test_an_unknown_command_prints_the_usage_and_a_near_one(
+def test_an_unknown_command_names_a_near_one(
     command: str, suggestion: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main([command]) == 2
-    *usage, last = capsys.readouterr().err.splitlines()
-    assert "\n".join(usage) == cli.USAGE
-    assert last == f"tokend: unknown command {command}; did you mean {suggestion}?"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"tokend: unknown command {command}; did you mean {suggestion}?")
+
+
+def test_an_unknown_command_says_where_all_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["xyzzy"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "tokend: unknown command xyzzy; tokend --help lists the commands"
+
+
+def test_a_share_of_gpu_memory_has_a_notice_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--gpu-memory-utilization", "0.9", "--device", "cpu", "--chat-template", "/nowhere"]
+    assert cli.main(["serve", *words]) == 2
+    notice, _ = capsys.readouterr().err.splitlines()
+    assert notice.startswith("tokend: --gpu-memory-utilization has no effect on a CPU")
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_a_signal_before_the_supervisor_runs(
+    number: int,
+    status: int,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def prepare(*arguments: object) -> None:
+        os.kill(os.getpid(), number)
+        time.sleep(10)
+
+    monkeypatch.setattr("deploy.serve._prepare_models", prepare)
+    assert cli.main(["serve", "--port", "0"]) == status
+    assert capsys.readouterr().err == "tokend: stopped before it was ready\n"
 
 
 @pytest.mark.parametrize(
@@ -108,6 +147,7 @@ def test_an_unknown_command_prints_the_usage_and_a_near_one(
     [
         ["--prt", "1", "--log-format", "json"],
         ["--log-format=json", "--max-num-seqs", "0"],
+        ["--log_format", "json", "--max-num-seqs", "0"],
         ["no-such-model", "--port", "0", "--log-format", "json"],
         ["--config", "FILE", "--max-num-seqs", "0"],
     ],
@@ -125,6 +165,26 @@ def test_errors_are_json_with_log_format_json(
     printed = capsys.readouterr()
     *_, last = map(json.loads, printed.err.splitlines())
     assert (last["level"], last["process"], printed.out) == ("ERROR", "tokend", "")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["serve", "no-such-model", "--api-key", "hush"],
+        ["plan", "no-such-model", "--api_key=hush"],
+        ["pull", "no-such-model", "--hf-token", "hush"],
+    ],
+)
+def test_commands_hide_secrets_from_process_listings(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    titles: list[str] = []
+    monkeypatch.setattr(process, "set_title", titles.append)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cli.main(words) != 0
+    (title,) = titles
+    assert title.startswith(f"tokend {words[0]} no-such-model")
+    assert "hush" not in title
 
 
 @pytest.mark.parametrize(
@@ -155,6 +215,17 @@ def test_an_unknown_model(
     line = capsys.readouterr().err.splitlines()[-1]
     assert "no model 'nonsense'" in line
     assert "smollm2-135m-instruct" in line
+
+
+def test_a_folder_for_kv_that_cannot_be_made_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    extra = {"spec_name": "DiskOffloadingSpec", "disk_path": "/proc/kv", "disk_bytes_to_use": 1}
+    transfer = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
+    words = ["--kv-transfer-config", json.dumps(transfer)]
+    assert cli.main(["serve", "no-such-model", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "kv_connector_extra_config.disk_path /proc/kv: No such file" in line
 
 
 def test_a_port_in_use_is_reported_before_the_model_is_loaded(
@@ -196,3 +267,19 @@ def test_a_closed_stdout_is_not_an_error() -> None:
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_ctrl_c_while_modules_are_imported() -> None:
+    script = """
+import os, signal, sys
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "deploy.cli":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+from deploy.start import main
+sys.argv = ["tokend", "version"]
+sys.exit(main())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")

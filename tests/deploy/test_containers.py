@@ -17,9 +17,9 @@ from api_server.metrics.metrics import Metrics
 from api_server.routes import completions
 from deploy.environment import HostEnvironment
 from deploy.supervisor.shutdown import ON_REQUEST
-from proto.config import FrontEndConfig, ReliabilityConfig
-from worker.build_flashinfer import PACKAGE, parser
-from worker.flashinfer_library import HEAD_DIMS
+from proto.settings.config import FrontEndConfig, ReliabilityConfig
+from worker.cuda.build_flashinfer import PACKAGE, parser
+from worker.cuda.flashinfer_library import HEAD_DIMS
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILES = sorted((ROOT / "deploy" / "docker").glob("Dockerfile.*"))
@@ -57,16 +57,16 @@ class TestDockerfile:
         early = build.partition("\nCOPY . ./\n")[0]
         copied = re.findall(r"^COPY (.*) \S+$", early, re.M)
         files = {name for words in copied for name in words.split()}
-        assert "\nRUN /opt/tokend/bin/python worker/build_kernels.py" in early
-        assert {"worker/build_kernels.py", "worker/csrc"} <= files
+        assert "\nRUN /opt/tokend/bin/python worker/cpu/build_kernels.py" in early
+        assert {"worker/cpu/build_kernels.py", "worker/csrc"} <= files
         if "build_flashinfer" in build:
-            assert "-m worker.build_flashinfer" in early
-            script = "import sys, worker.build_flashinfer; print(*sys.modules)"
+            assert "-m worker.cuda.build_flashinfer" in early
+            script = "import sys, worker.cuda.build_flashinfer; print(*sys.modules)"
             found = subprocess.check_output([sys.executable, "-c", script], text=True, cwd=ROOT)
             own = {name for name in found.split() if name.partition(".")[0] in PACKAGES}
+            paths = [name.replace(".", "/") for name in own]
             needed = {
-                name.replace(".", "/") + ("/__init__.py" if "." not in name else ".py")
-                for name in own
+                f"{path}/__init__.py" if (ROOT / path).is_dir() else f"{path}.py" for path in paths
             }
             assert needed <= files
 
@@ -85,7 +85,7 @@ def test_the_gpu_image_has_prebuilt_kernels_and_a_compiler() -> None:
     installed = set(re.search(r"apt-get install (.*)", final)[1].split())  # type: ignore[index]
     assert {"gcc", "libc6-dev", "python3-dev"} <= installed
     kernels = re.search(r'ARG KERNELS="(.*)"', build)
-    run = re.search(r"-m worker.build_flashinfer (.*?) \\\n", build)
+    run = re.search(r"-m worker.cuda.build_flashinfer (.*?) \\\n", build)
     assert kernels is not None
     assert run is not None
     words = run[1].replace("${KERNELS}", kernels[1]).replace("$(nproc)", "4")

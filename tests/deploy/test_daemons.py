@@ -1,6 +1,9 @@
 """`tokend ps` and `tokend stop`, with supervisors of fake processes."""
 
 import os
+import threading
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -8,8 +11,8 @@ import pytest
 from deploy import daemons
 from deploy.environment import HostEnvironment
 from proto.errors import ConfigError
-from proto.lifecycle import DaemonState
-from proto.run_directory import RunDirectory, write_state
+from proto.messages.lifecycle import DaemonState
+from proto.runtime.run_directory import RunDirectory, write_state
 from tests.fakes.supervised import FakeDaemon, Start, eventually
 
 
@@ -29,10 +32,10 @@ def begin(start: Start, environment: HostEnvironment, *choices: str) -> FakeDaem
 def test_running_daemons_are_listed(
     start: Start, environment: HostEnvironment, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert daemons.ps(environment) == 0
+    assert daemons.ps([], environment) == 0
     assert capsys.readouterr() == ("", "no daemon of this user is running\n")
     daemon = begin(start, environment)
-    assert daemons.ps(environment) == 0
+    assert daemons.ps([], environment) == 0
     head, row = capsys.readouterr().out.splitlines()
     assert head.split() == ["NAME", "MODEL", "ADDRESS", "PID", "UPTIME", "REQUESTS", "STATE"]
     name, model, address, pid, *_ = row.split()
@@ -40,6 +43,43 @@ def test_running_daemons_are_listed(
     assert (address, pid) == (daemon.wait_ready(), str(daemon.process.pid))
     # its front ends are fakes, which answer nothing
     assert row.endswith("-         starting, or busy")
+
+
+def test_a_daemon_with_keys_is_not_asked_without_one(
+    environment: HostEnvironment, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its log would have a refusal for each call."""
+    paths: list[str] = []
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            paths.append(self.path)
+            body = b'{"ready": true, "reasons": [], "server_load": 3}'
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            pass
+
+    directory = RunDirectory.create(str(tmp_path))
+    with HTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        write_state(directory.path, DaemonState(os.getpid(), url, "m", "s", needs_key=True))
+        assert daemons.ps([], environment) == 0
+        printed = capsys.readouterr()
+        assert printed.out.splitlines()[1].endswith("-         ready")
+        assert "set TOKEND_API_KEY" in printed.err
+        assert paths == ["/health/ready"]
+        with_key = replace(environment, settings={"api_key": "k"})
+        assert daemons.ps([], with_key) == 0
+        printed = capsys.readouterr()
+        assert printed.out.splitlines()[1].endswith("3         ready")
+        assert printed.err == ""
+        server.shutdown()
+    directory.leave()
 
 
 @pytest.mark.parametrize("by", ["pid", "port", "url", "name", "source", "nothing"])

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from api_server.generation.encoders.responses.stored import MAX_STORED, MAX_STORED_PER_OWNER
+from api_server.generation.request_stream import MAX_UNSENT_BYTES
 from api_server.http.connection import (
     MAX_BODY_BYTES,
     MAX_CLIENT_UPLOAD_BYTES,
@@ -32,6 +34,7 @@ from api_server.protocol.chat import (
 from api_server.protocol.common import (
     MAX_BAD_WORD_CHARACTERS,
     MAX_CHOICES_PER_REQUEST,
+    MAX_PROMPTS,
     MAX_SALT_CHARACTERS,
     MAX_STOP_BYTES,
     MAX_STOP_STRINGS,
@@ -39,17 +42,10 @@ from api_server.protocol.common import (
 from api_server.protocol.decoding import MAX_CONTAINERS, MAX_KEYS, MAX_STRINGS, MAX_VALUES
 from api_server.protocol.fields import MAX_DEPTH
 from api_server.protocol.responses.input import MAX_ITEMS
-from api_server.protocol.responses.stored import MAX_STORED, MAX_STORED_PER_OWNER
 from api_server.protocol.structured import MAX_CHOICE_STRINGS
 from api_server.protocol.tools import MAX_LISTED_TOOLS, MAX_TOOLS
-from api_server.request_stream import MAX_UNSENT_BYTES
 from api_server.routes.admin import MAX_ABORTED_IDS, MAX_ID_CHARACTERS
-from api_server.text.prompts import (
-    MAX_PROMPTS,
-    MAX_TOKEN_CHARACTERS,
-    MAX_TRUNCATED_CHARACTERS,
-    MIN_CHARACTERS,
-)
+from api_server.text.prompts import MAX_TOKEN_CHARACTERS, MAX_TRUNCATED_CHARACTERS, MIN_CHARACTERS
 from api_server.text.rendering import RENDER_SECONDS
 from api_server.text.tokenizer import MAX_TEXT_TOKENS
 from api_server.turns import HELD_BYTES, UNHELD_BYTES
@@ -60,16 +56,17 @@ from engine_core.scheduler.limits import (
     MIN_DEFAULT_REQUESTS,
     MIN_DEFAULT_TOKENS,
 )
-from proto.engine_io import MAX_CHOICES
-from proto.logit_edits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASED_TOKENS
-from proto.prepared_model import supported_models
-from proto.sampling_params import (
+from proto.messages.engine_io import MAX_CHOICES
+from proto.messages.logit_edits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASED_TOKENS
+from proto.messages.sampling_params import (
     MAX_LOGPROB_TOKEN_IDS,
     MAX_PATTERN_SIZE,
     MAX_REPEATED_TOKENS,
     MAX_STOP_TOKEN_IDS,
 )
 from tests.deploy.api_reference import markdown
+from tests.deploy.models_table import with_current_table
+from worker.models.families import supported_models
 
 ROOT = Path(__file__).parents[2]
 
@@ -86,9 +83,11 @@ def test_the_tables_of_request_fields_are_current() -> None:
 
 
 def test_the_table_of_models_is_that_of_the_registry() -> None:
-    """To update it: copy what `tokend models --supported` prints."""
+    """To update it: python -m tests.deploy.models_table."""
+    text = (ROOT / "README.md").read_text()
+    assert with_current_table(text) == text
     table = "\n".join(supported_models())
-    assert f"\n\n{table}\n\n" in (ROOT / "README.md").read_text()
+    assert f"\n\n{table}\n\n" in text
 
 
 def test_flags_in_the_readme_exist_and_have_the_same_help() -> None:

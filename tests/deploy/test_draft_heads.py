@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from deploy.environment import HostEnvironment
 from deploy.models import draft_head, torch_file
 from deploy.models.store import prepared_draft_model
-from proto.config import SpeculationConfig
 from proto.errors import ModelError
-from proto.prepared_model import TensorEntry
+from proto.messages.prepared_model import TensorEntry
+from proto.settings.config import SpeculationConfig
 from tests.fakes.notices import Recorder
 from tests.fakes.tiny_heads import head_config, head_tensors, save_head
 from worker.loader.files import INDEX_FILE, TensorFiles, read_index

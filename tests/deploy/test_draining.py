@@ -1,7 +1,7 @@
 """The end of a drain, without processes and on a fake clock."""
 
 from deploy.supervisor.shutdown import RequestDrain
-from proto.lifecycle import DrainProgress
+from proto.messages.lifecycle import DrainProgress
 from tests.fakes.notices import Notices
 
 

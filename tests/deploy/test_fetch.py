@@ -16,6 +16,7 @@ import pytest
 from deploy.environment import HostEnvironment
 from deploy.models import catalogue, fetch
 from deploy.models.catalogue import PackagedModel, PackagePart
+from deploy.models.lock_file import exclusive
 from proto.errors import ModelError
 from tests.fakes.notices import Recorder
 
@@ -145,7 +146,7 @@ def test_a_lock_is_held_by_one_and_removed_at_the_end(tmp_path: Path) -> None:
     def work(_: int) -> None:
         nonlocal inside, most
         for _ in range(50):
-            with fetch.exclusive(str(path), lambda: waits.append(1)):
+            with exclusive(str(path), lambda: waits.append(1)):
                 with guard:
                     inside += 1
                     most = max(most, inside)

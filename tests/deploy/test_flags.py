@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from deploy import flags
-from proto.config import ServeConfig
 from proto.errors import ConfigError
+from proto.settings.config import ServeConfig
 
 
 def built(*words: str) -> ServeConfig:
@@ -122,7 +122,6 @@ def test_lists(text: str, tmp_path: Path) -> None:
         (["--ctx-size", "80"], "unknown flag --ctx-size; did you mean --max-model-len?"),
         (["-c", "80"], "did you mean --max-model-len?"),
         (["--num_ctx=80"], "did you mean --max-model-len?"),
-        (["-ngl", "99"], "did you mean --device cuda?"),
         (["--n-predict", "99"], "did you mean max_tokens in each request?"),
         (["--port", "http"], "--port takes a whole number, not 'http'"),
         (["--port"], "--port needs a value"),
@@ -131,8 +130,9 @@ def test_lists(text: str, tmp_path: Path) -> None:
         (["--max-num-seqs", "-1"], "--max-num-seqs must be at least 1"),
         (["--kv-cache-memory", "4Q"], "--kv-cache-memory takes a number of bytes"),
         (["--dtype", "int3"], "--dtype takes one of auto, float32"),
+        (["--attention-backend", "reference"], "auto, cpu, flashinfer; --device reference is"),
         (["--watermark", "nan"], "--watermark takes a number such as 0.9, not 'nan'"),
-        (["--watermark", "-0.1"], "--watermark takes a number such as 0.9, not '-0.1'"),
+        (["--watermark", "-0.1"], "--watermark takes 0 or more, not '-0.1'"),
         (["--watermark", "1"], "--watermark must be in [0, 1)"),
         (["--async-scheduling=yes"], "--no-async-scheduling is its opposite"),
         (["--no-async-scheduling=yes"], "--async-scheduling is its opposite"),
@@ -197,6 +197,9 @@ def test_an_empty_file_gives_the_defaults(tmp_path: Path) -> None:
         ("port: true\n", "--port takes a whole number, not True"),
         ("port: null\n", "--port must not be null; omit the key"),
         ("model: null\n", "--model must not be null; omit the key"),
+        ("api-key:\n", "--api-key must not be empty"),
+        ("admin-api-key-file: ~\n", "--admin-api-key-file must not be empty"),
+        ("max-num-seqs: 1\nport: 80\nmax_num_seqs: 2\n", "the key max-num-seqs is given twice"),
         ("enable-prefix-caching: 1\n", "--enable-prefix-caching takes true or false, not 1"),
         ("served-model-name: 7\n", "--served-model-name takes a list of texts, not 7"),
         ("dtype: int3\n", "--dtype takes one of"),
@@ -247,6 +250,9 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         (["--api-key", "--api-key"], ["--api-key", "***"]),
         (["--api-key", "-k", "m"], ["--api-key", "***", "m"]),
         (["--api-key"], ["--api-key"]),
+        (["--api_key", "hush", "m"], ["--api_key", "***", "m"]),
+        (["--hf_token=hush"], ["--hf-token=***"]),
+        (["--port=1", "--admin_api-key", "a=b"], ["--port=1", "--admin_api-key", "***"]),
     ],
 )
 def test_secrets_are_not_shown(words: list[str], shown: list[str]) -> None:
@@ -259,3 +265,12 @@ def test_an_api_key_of_the_wrong_type_is_not_shown(tmp_path: Path) -> None:
     message = refusal("--config", str(path))
     assert message.endswith("--api-key takes text, in quotes")
     assert "123456" not in message
+
+
+def test_adapters_follow_their_flag() -> None:
+    """As in vLLM's command lines; names and paths may contain commas."""
+    json = '{"name": "c", "path": "/c", "base_model_name": "m"}'
+    for words in (["m", "--lora-modules"], ["--lora-modules"]):
+        config = built("--enable-lora", *words, "a=/a", "b=/b,2", json, "--port", "7")
+        assert config.lora.lora_modules == ("a=/a", "b=/b,2", json)
+    assert built("--enable-lora", "--lora-modules", "a=/a", "m").model.model == "m"

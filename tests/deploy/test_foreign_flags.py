@@ -4,7 +4,7 @@ import pytest
 
 from deploy import flags
 from deploy.foreign_flags import MEANT, MISSING, NO_EFFECT, SAME
-from proto.config import ServeConfig
+from proto.settings.config import ServeConfig
 from tests.deploy.test_flags import built, refusal
 
 KNOWN = {name for flag in flags.all_flags() for name in (flag.name, flag.negation)}
@@ -55,7 +55,7 @@ def test_flags_with_another_name_are_taken(name: str) -> None:
 
 @pytest.mark.parametrize("name", MISSING)
 def test_what_is_missing_is_named(name: str) -> None:
-    assert refusal(f"--{name}", "x") == f"--{name} is not available: {MISSING[name]}"
+    assert refusal(*f"--{name}".split(), "x") == f"--{name} is not available: {MISSING[name]}"
 
 
 @pytest.mark.parametrize(
@@ -65,6 +65,14 @@ def test_what_is_missing_is_named(name: str) -> None:
         (["--data-parallel-size", "2"], "--data-parallel-size 2 is not available"),
         (["--no-disable-log-request"], "did you mean --no-disable-log-requests?"),
         (["--lang", "en"], "unknown flag --lang"),
+        (["-fa", "off"], "-fa off is not available; see --attention-backend"),
+        (["-md", "x"], """did you mean --speculative-config '{"model": "NAME"}'?"""),
+        (["--reasoning-budget", "0"], "did you mean thinking_token_budget in each request?"),
+        (
+            ["--disable-log-requests", "true"],
+            "--disable-log-requests takes no value; --no-disable-log-requests is its opposite",
+        ),
+        (["--no-page", "False"], "--no-page takes no value; --page is its opposite"),
         (["--no-page-x"], "did you mean --no-page?"),
     ],
 )
@@ -79,6 +87,33 @@ def test_no_suggestion_means_the_opposite(name: str) -> None:
             suggested = flags.unknown("flag", given, KNOWN - {given}).partition("did you mean ")[2]
             is_off = given.startswith(("--no-", "--disable-"))
             assert not suggested or suggested.startswith(("--no-", "--disable-")) == is_off
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        *(("8k", 8000), ("8K", 8192), ("1M", 1 << 20), ("25.6k", 25_600), ("1.1k", 1100)),
+        *(("0.5m", 500_000), ("auto", None), ("-1", None)),
+    ],
+)
+def test_lengths_as_vllm_writes_them(text: str, expected: int | None) -> None:
+    assert built("--max-model-len", text).model.max_model_len == expected
+    if expected is not None:
+        assert built("--max-num-batched-tokens", text).scheduler.max_num_batched_tokens == expected
+
+
+@pytest.mark.parametrize("text", ["1.5K", "8kb", "k", "8 k", "0k", "9999999999999T"])
+def test_lengths_that_are_none(text: str) -> None:
+    assert refusal("--max-model-len", text).startswith("--max-model-len ")
+
+
+def test_types_as_vllm_names_them(tmp_path) -> None:
+    assert built("--dtype", "half").model.dtype == "float16"
+    file = tmp_path / "tokend.yaml"
+    file.write_text("dtype: float\nmax-model-len: 2k")
+    config = built("--config", str(file))
+    assert (config.model.dtype, config.model.max_model_len) == ("float32", 2000)
+    assert "--dtype takes one of auto, float32" in refusal("--dtype", "double")
 
 
 RECIPE = """

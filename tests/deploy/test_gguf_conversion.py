@@ -17,7 +17,7 @@ from transformers import (
 
 from deploy.models import gguf_config, gguf_file, gguf_header, gguf_tokenizer
 from proto.errors import ModelError
-from proto.pooling import Pooler
+from proto.messages.pooling import Pooler
 from tests.fakes.tiny_model_files import SIZES, TOKENS, write_gguf
 from worker.models.latent_attention import LatentAttentionSpec
 from worker.models.moe import MoeSpec

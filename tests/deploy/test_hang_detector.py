@@ -10,8 +10,8 @@ from deploy.supervisor.hang_detector import (
     HangDetector,
     HangLimits,
 )
-from proto.config import ReliabilityConfig
-from proto.lifecycle import EngineAlive, Role
+from proto.messages.lifecycle import EngineAlive, Role
+from proto.settings.config import ReliabilityConfig
 
 STEP = 60.0
 START = 600.0

@@ -121,6 +121,15 @@ def test_a_head_may_be_pickled() -> None:
         ("org/name", HubName("org/name")),
         ("org/name-1.5_b:Q4_K_M", HubName("org/name-1.5_b", "Q4_K_M")),
         ("org/name:sub/x.gguf", HubName("org/name", "sub/x.gguf")),
+        ("https://huggingface.co/org/name", HubName("org/name")),
+        ("https://huggingface.co/org/name/tree/main?x=1", HubName("org/name")),
+        ("hf.co/org/name:Q8_0", HubName("org/name", "Q8_0")),
+        ("https://hf.co/org/name/", HubName("org/name")),
+        (
+            "https://huggingface.co/org/name/resolve/main/sub/x.gguf?download=true",
+            HubName("org/name", "sub/x.gguf"),
+        ),
+        *((f"https://{text}", None) for text in ("example.org/org/name", "huggingface.co/org")),
         *((text, None) for text in ("name", "a/b/c", "/a/b", "../a", "a/b:", "a/b:../c", "a b/c")),
     ],
 )
@@ -519,7 +528,7 @@ def test_a_revision_that_does_not_exist(server: HubServer, variables: dict[str, 
 def test_offline(server: HubServer, variables: dict[str, str]) -> None:
     offline = {**variables, "HF_HUB_OFFLINE": "1"}
     expected = "org/name is not, or not all, in the Hugging Face cache, and HF_HUB_OFFLINE is set"
-    assert refusal(offline) == expected
+    assert refusal(offline).startswith(f"{expected}; without the hub: ")
     assert server.requests == []
     folder = fetch(variables)
     assert fetch(offline) == folder
@@ -533,6 +542,8 @@ def test_no_network(server: HubServer, variables: dict[str, str]) -> None:
     message = refusal(closed)
     assert message.startswith("http://127.0.0.1:9 cannot be reached for org/name: ")
     assert "Connection refused" in message
+    for way in ("tokend models", "the path of a model", "HF_ENDPOINT"):
+        assert way in message
 
 
 def test_a_hub_that_fails(server: HubServer, variables: dict[str, str]) -> None:

@@ -11,7 +11,7 @@ from deploy.environment import HostEnvironment
 from deploy.models import catalogue, inventory
 from proto.codec import to_json
 from proto.errors import ModelError
-from proto.prepared_model import PreparedModel
+from proto.messages.prepared_model import PreparedModel
 
 COMMITS = ("a" * 40, "b" * 40)
 PACKAGED = catalogue.MODELS[0]
@@ -140,6 +140,52 @@ def test_a_repository_is_removed(environment: HostEnvironment) -> None:
     assert not repository(environment, "org/folder").exists()
     with pytest.raises(ModelError, match=r"no model org/folder here; did you mean org/folder2\?"):
         inventory.remove("org/folder", environment)
+
+
+def test_what_was_prepared_of_a_model_that_is_gone(
+    environment: HostEnvironment, tmp_path: Path
+) -> None:
+    files = [tmp_path / "moved.gguf", tmp_path / "kept.gguf"]
+    folders = []
+    for file in files:
+        file.touch()
+        folders.append(prepare(environment, file))
+    assert listed(environment) == {}
+    files[0].rename(tmp_path / "elsewhere.gguf")
+    size = (folders[0] / "manifest.json").stat().st_size
+    assert listed(environment) == {str(files[0]): (size, "prepared, files gone")}
+    assert inventory.would_remove(str(files[0]), [str(files[0])], environment)
+    assert inventory.remove(str(files[0]), environment) == size
+    assert [folder.exists() for folder in folders] == [False, True]
+    with pytest.raises(ModelError, match="was not downloaded by tokend"):
+        inventory.remove(str(tmp_path), environment)
+    assert not inventory.would_remove(str(tmp_path), [str(files[1])], environment)
+    files[1].unlink()
+    assert inventory.would_remove(str(tmp_path), [str(files[1])], environment)
+    assert inventory.remove(str(tmp_path), environment) > 0
+    assert not folders[1].exists()
+    assert listed(environment) == {}
+
+
+def test_a_model_of_the_same_name_in_another_cache_is_not_removed(
+    environment: HostEnvironment, tmp_path: Path
+) -> None:
+    """A daemon that serves one does not hold the other."""
+    elsewhere = {"XDG_CACHE_HOME": str(tmp_path / "other"), "HF_HOME": "", "HF_HUB_CACHE": ""}
+    other = HostEnvironment.of({**os.environ, **elsewhere})
+    packaged = catalogue.file_path(PACKAGED, environment.cache)
+    assert inventory.would_remove(PACKAGED.name, [packaged], environment)
+    assert not inventory.would_remove(PACKAGED.name, [packaged], other)
+    name = "org/many-GGUF"
+    for each in (environment, other):
+        write(each, name, COMMITS[0], GGUFS)
+    folder = repository(environment, name) / "snapshots" / COMMITS[0]
+    served = [str(folder / "x-Q4_K_M.gguf")]
+    for given in (name, f"{name}:Q4_K_M"):
+        assert inventory.would_remove(given, served, environment)
+        assert not inventory.would_remove(given, served, other)
+    assert not inventory.would_remove(f"{name}:Q8_0", served, environment)
+    assert not inventory.would_remove("org/many", served, environment)
 
 
 def test_a_packaged_model_is_removed(environment: HostEnvironment, tmp_path: Path) -> None:

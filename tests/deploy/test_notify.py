@@ -11,7 +11,7 @@ import pytest
 
 from deploy.display import Display
 from deploy.environment import HostEnvironment
-from deploy.supervisor.notify import SystemdNotifier
+from deploy.notify import SystemdNotifier
 
 LIMIT_SECONDS = 10.0
 

@@ -20,18 +20,8 @@ from deploy.supervisor.launch import Launch, Readiness, listen, ready_message, u
 from deploy.supervisor.processes import child_environment
 from deploy.supervisor.shutdown import ShutdownLimits, ShutdownSequence
 from deploy.supervisor.signals import SignalInbox
-from proto.config import (
-    CpuKernels,
-    DeviceConfig,
-    FrontEndConfig,
-    LogFormat,
-    ModelConfig,
-    ServeConfig,
-)
 from proto.errors import ConfigError, ErrorInfo, ModelError
-from proto.generation_config import GenerationDefaults
-from proto.host_resources import allowed_cores, usable_cores
-from proto.lifecycle import (
+from proto.messages.lifecycle import (
     FrontEndReady,
     PhaseClock,
     ProcessStart,
@@ -40,7 +30,18 @@ from proto.lifecycle import (
     WeightFormatMemory,
     process_name,
 )
-from proto.process import describe
+from proto.runtime.host_resources import allowed_cores, usable_cores
+from proto.runtime.process import describe
+from proto.settings.config import (
+    CacheConfig,
+    CpuKernels,
+    DeviceConfig,
+    FrontEndConfig,
+    LogFormat,
+    ModelConfig,
+    ServeConfig,
+)
+from proto.settings.generation_config import GenerationDefaults
 from tests.fakes import lifecycle_messages
 
 
@@ -212,6 +213,9 @@ class TestReady:
         assert "  length    up to 8,192 tokens," in text
         assert "  runs on   some cpu\n  kernels   amx, avx2\n" in text
         assert "  KV cache  grows as it is used, up to 1.50 GiB for 11,008 tokens; --kv" in text
+        blocks = CacheConfig(num_gpu_blocks_override=9)
+        counted = replace(launch, config=msgspec.structs.replace(config, cache=blocks))
+        assert "; --num-gpu-blocks-override sets the limit" in ready_message(counted, readiness)
         assert "  weights   92 MiB packed as stored + 257 MiB bf16, in memory\n" in text
         assert "  drafts    suffix, up to 16 tokens a step\n" in text
         assert "  sampling  top_p 0.9 (a file); not applied: typical_p\n" in text
@@ -246,6 +250,10 @@ class TestReady:
         encoder = message(kv_cache_bytes=0, kv_cache_tokens=0, drafts="")
         assert "  KV cache" not in encoder
         assert "  drafts" not in encoder
+        assert "  try it    curl -N http://x/v1/completions" in on_gpu
+        pooling = ServeConfig(model=ModelConfig(runner="pooling"))
+        launch = replace(launch, config=pooling)
+        assert "  try it    curl http://x/v1/embeddings" in message()
 
 
 class TestEnvironment:
@@ -304,7 +312,7 @@ class TestEnvironment:
     def test_threads_are_bound_by_memory_node(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Two nodes of two cores, whose CPUs are numbered in turn."""
         nodes = {0: [[0, 4], [2, 6]], 1: [[1, 5], [3, 7]]}
-        for module in ("deploy.supervisor.processes", "proto.host_resources"):
+        for module in ("deploy.supervisor.processes", "proto.runtime.host_resources"):
             monkeypatch.setattr(f"{module}.cores_by_node", lambda *_: nodes)
         monkeypatch.setattr("deploy.supervisor.processes.allowed_cores", lambda: 4)
 
@@ -383,6 +391,23 @@ class TestDisplay:
         display.close()
         lines = stream.getvalue().splitlines()
         assert lines == ["worker 0: loading …", "worker 0: warming up …", "tokend: mind the gap"]
+
+    def test_lines_after_the_start_have_the_form_of_the_log(self) -> None:
+        stream = io.StringIO()
+        display = open_display(stream)
+        display.event("worker 0", "is back after 1 s")
+        display.begin_log()
+        display.event("worker 0", "(pid 7) was killed by SIGKILL", "WARNING")
+        display.notice("a reload is in progress")
+        display.error("worker 0 ended by itself")
+        first, *rest = stream.getvalue().splitlines()
+        assert first == "worker 0 is back after 1 s"
+        assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in rest)
+        assert [line[9:] for line in rest] == [
+            "WARNING worker 0 (pid 7) was killed by SIGKILL",
+            "INFO tokend: a reload is in progress",
+            "ERROR tokend: worker 0 ended by itself",
+        ]
 
     def test_json_lines(self) -> None:
         stream = io.StringIO()

@@ -21,10 +21,11 @@ from deploy.environment import HostEnvironment
 from deploy.models import gguf_file, hf_folder, store
 from deploy.models import prepare as preparing_process
 from proto.errors import ModelError
-from proto.prepared_model import CHAT_TEMPLATES, FAMILIES, PreparedModel, TensorIndex
+from proto.messages.prepared_model import CHAT_TEMPLATES, PreparedModel, TensorIndex
 from tests.fakes.edits import edit_middle
 from tests.fakes.notices import Recorder
 from tests.fakes.tiny_model_files import END, TEMPLATE, TOKENS, write_folder, write_gguf
+from worker.models.families import FAMILIES
 
 
 def silent(what: str) -> None:

@@ -5,7 +5,7 @@ import sys
 import time
 
 from deploy.supervisor.processes import process_age
-from proto.lifecycle import PhaseClock
+from proto.messages.lifecycle import PhaseClock
 
 
 def test_the_age_counts_from_the_command() -> None:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import pytest
 
 from deploy.supervisor.epochs import EpochCounter
+from deploy.supervisor.processes import StartError
 from deploy.supervisor.recovery import Recovery, RestartBudget
-from proto.config import FrontEndConfig, ParallelConfig, ServeConfig
 from proto.errors import ErrorInfo, ModelError
-from proto.lifecycle import (
+from proto.messages.lifecycle import (
     FrontEndReady,
     Heartbeat,
     NewEngine,
@@ -23,7 +23,8 @@ from proto.lifecycle import (
     WorkersReady,
     process_name,
 )
-from proto.process import describe
+from proto.runtime.process import describe
+from proto.settings.config import FrontEndConfig, ParallelConfig, ServeConfig
 from tests.fakes import lifecycle_messages
 from tests.fakes.notices import Notices
 
@@ -101,8 +102,8 @@ def test_the_death_of_a_worker_restarts_all_ranks() -> None:
     assert len(case.notices.lines) == 1
     case.recovery.note_message(WorkersReady(2))
     assert case.notices.lines == [
-        "WARNING worker 1: (pid 77) was killed by SIGKILL; it is restarted",
-        "worker 0: is back after 3.0 s",
+        "WARNING worker 1 (pid 77) was killed by SIGKILL; it is restarted",
+        "worker 0 is back after 3.0 s",
     ]
 
 
@@ -120,8 +121,8 @@ def test_an_invalid_message_of_a_worker_restarts_all_ranks() -> None:
     case.recovery.note_message(ProtocolViolation("worker", 1, 1, "it is late"))
     assert not case.recovery.must_kill("worker")
     assert case.notices.lines == [
-        "WARNING worker 1: sent an invalid message and is killed: it sends garbage",
-        "WARNING worker 1: (pid 77) was killed by SIGKILL; it is restarted",
+        "WARNING worker 1 sent an invalid message and is killed: it sends garbage",
+        "WARNING worker 1 (pid 77) was killed by SIGKILL; it is restarted",
     ]
 
 
@@ -165,7 +166,7 @@ def test_a_new_engine_boots_with_the_current_front_ends_and_pause() -> None:
     assert (boot.front_ends, boot.pause_mode) == ((0, 1), "freeze")
     case.now += 1.5
     case.recovery.note_message(lifecycle_messages.engine_ready(epoch=2))
-    assert case.notices.lines[-1] == "engine 0: is back after 1.5 s"
+    assert case.notices.lines[-1] == "engine 0 is back after 1.5 s"
 
 
 def test_the_engine_restarts_first_and_workers_get_the_later_epoch() -> None:
@@ -253,7 +254,31 @@ def test_restarts_in_a_row_back_off_and_then_stop() -> None:
         assert case.recovery.seconds_to_next_restart() is None
     assert waits == [0, 0, 0.25, 0.5, 1, 2, 4]
     assert not case.die(2)
-    assert case.notices.lines[-1] == "WARNING tokend: 7 restarts have not led to one completed step"
+    assert case.notices.lines[-1] == (
+        "WARNING tokend: 7 restarts have not led to one completed step (--max-restarts)"
+    )
+
+
+def test_processes_that_cannot_be_started_are_tried_again() -> None:
+    """All workers of a model, of which some may have been started already."""
+    case = Case(max_restarts=3)
+    case.die(0)
+    ((_, boots),) = case.due(2, 3, 4)
+    error = StartError(boots[1], "Resource temporarily unavailable")
+    case.recovery.note_failed_start(boots[1], error)
+    assert case.notices.lines[-1] == (
+        "WARNING worker 1 cannot be started: Resource temporarily unavailable; it is tried again "
+        "in 0.25 s"
+    )
+    assert case.recovery.must_kill("worker")
+    assert case.recovery.seconds_to_next_restart() == 0.25
+    case.now += 0.25
+    assert not case.due(0, 2, 3, 4), "the first worker still runs"
+    ((_, boots),) = case.due(2, 3, 4)
+    assert [boot.index for boot in boots] == [0, 1]
+    case.recovery.note_failed_start(boots[0], error)
+    with pytest.raises(StartError, match="worker 1 cannot be started: Resource"):
+        case.recovery.note_failed_start(boots[0], error)
 
 
 def test_without_restarts_the_message_names_the_flag() -> None:
@@ -296,5 +321,5 @@ def test_the_traceback_is_shown() -> None:
     case = Case()
     case.die(0, exit_status=1, fatal_error=ErrorInfo("internal", "ValueError: x", traceback="T\n"))
     assert case.notices.lines == [
-        "WARNING worker 0: (pid 77) failed with ValueError: x; it is restarted\n  T"
+        "WARNING worker 0 (pid 77) failed with ValueError: x; it is restarted\n  T"
     ]

@@ -6,7 +6,7 @@ import pytest
 
 from proto.codec import changed
 from proto.errors import ModelError
-from proto.lifecycle import (
+from proto.messages.lifecycle import (
     DropEngine,
     EngineReady,
     FrontEndReady,
@@ -19,7 +19,7 @@ from proto.lifecycle import (
     SwitchEngine,
     WorkersReady,
 )
-from proto.process import describe
+from proto.runtime.process import describe
 from tests.fakes import lifecycle_messages
 from tests.fakes.reload_case import NEW, Case, roles
 

@@ -5,7 +5,7 @@ from typing import Literal
 import pytest
 
 from proto.codec import Message
-from proto.lifecycle import (
+from proto.messages.lifecycle import (
     DropEngine,
     NextReady,
     OldEngineIdle,

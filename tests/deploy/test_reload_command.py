@@ -8,18 +8,25 @@ import subprocess
 import sys
 import termios
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from deploy.reload import command as reload_command
-from proto.errors import ConfigError
-from proto.lifecycle import DaemonState
-from proto.run_directory import RunDirectory, write_state
+from deploy.daemons import reload
+from proto.errors import ConfigError, TokendError
+from proto.messages.lifecycle import DaemonState
+from proto.runtime.run_directory import RunDirectory, write_state
 from tests.fakes.supervised import FAKE_DAEMON, Start, eventually
 
-BEGUN = "tokend: reloads"
-DONE = "tokend: reloaded after"
+BEGUN = "tokend reloads"
+DONE = "tokend reloaded after"
 FAILED = "tokend: the reload failed, nothing has changed: "
+
+
+def at(parents: list[str]) -> Any:
+    """Return an environment with run directories in these folders."""
+    return SimpleNamespace(run_parents=lambda: parents)
 
 
 def test_the_command_waits_for_the_reload_and_prints_its_result(
@@ -29,7 +36,7 @@ def test_the_command_waits_for_the_reload_and_prints_its_result(
     parents = [str(daemon.run_parent)]
     (run_dir,) = daemon.run_parent.iterdir()
     for words in ([], ["--pid", str(daemon.process.pid)], ["--run-directory", str(run_dir)]):
-        assert reload_command.main(words, parents) == 0
+        assert reload(words, at(parents)) == 0
         assert capsys.readouterr().out == "reloaded\n"
     assert eventually(lambda: daemon.text.count(DONE) == 3)
 
@@ -38,14 +45,24 @@ def test_the_command_fails_with_the_reload(
     begin: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
     daemon = begin("model=broken")
-    assert reload_command.main([f"--pid={daemon.process.pid}"], [str(daemon.run_parent)]) == 1
+    assert reload([f"--pid={daemon.process.pid}"], at([str(daemon.run_parent)])) == 1
     assert capsys.readouterr().err == f"{FAILED}the model is broken\n"
+
+
+def test_a_daemon_that_drains_is_not_waited_for(begin: Start) -> None:
+    daemon = begin("api_server=busy")
+    parents, pid = [str(daemon.run_parent)], daemon.process.pid
+    os.kill(pid, signal.SIGTERM)
+    daemon.wait_for("2 requests in flight")
+    with pytest.raises(TokendError, match=f"{pid} .* is draining and does not reload"):
+        reload([], at(parents))
+    assert daemon.process.poll() is None
 
 
 @pytest.mark.parametrize("words", [["--pid"], ["--pid", "1", "2"], ["now"], ["--pid", "1"], []])
 def test_the_command_fails_without_a_daemon(words: list[str], tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
-        reload_command.main(words, [str(tmp_path)])
+        reload(words, at([str(tmp_path)]))
 
 
 def test_several_daemons_are_listed_with_pid_model_and_address(tmp_path: Path) -> None:
@@ -56,7 +73,7 @@ def test_several_daemons_are_listed_with_pid_model_and_address(tmp_path: Path) -
             state = DaemonState(pid, f"http://127.0.0.1:{port}", f"model-{pid}")
             write_state(directories[-1].path, state)
         with pytest.raises(ConfigError) as caught:
-            reload_command.main([], [str(tmp_path)])
+            reload([], at([str(tmp_path)]))
     finally:
         for directory in directories:
             directory.leave()

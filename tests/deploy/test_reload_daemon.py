@@ -8,8 +8,8 @@ import pytest
 
 from tests.fakes.supervised import FakeDaemon, Start, assert_nothing_left, eventually
 
-BEGUN = "tokend: reloads"
-DONE = "tokend: reloaded after"
+BEGUN = "tokend reloads"
+DONE = "tokend reloaded after"
 FAILED = "tokend: the reload failed, nothing has changed: "
 MOEBIUS = "config.json asks for rope type 'moebius'"
 
@@ -65,7 +65,7 @@ def test_side_by_side_replaces_all_but_the_front_end(begin: Start) -> None:
     assert "killed" not in daemon.text
     daemon.children()["engine_core"].kill()
     daemon.wait_for(
-        "engine 0: is back after", "received NewEngine(epoch=3, worker_epoch=3, died=True)"
+        "engine 0 is back after", "received NewEngine(epoch=3, worker_epoch=3, died=True)"
     )
     assert_clean_exit(daemon)
 
@@ -156,7 +156,7 @@ def test_the_old_engine_is_notified_of_a_lost_front_end(begin: Start, how: str) 
     notified = "engine 0: received NewFrontEnd(index=0, incarnation=1)"
     assert eventually(lambda: daemon.text.count(notified) == 2), daemon.text
     assert before["engine_core"].is_running()
-    daemon.wait_for("api 0: is back after")
+    daemon.wait_for("api 0 is back after")
     assert_clean_exit(daemon)
 
 
@@ -177,8 +177,8 @@ def test_a_death_during_a_reload_postpones_it(begin: Start) -> None:
     os.kill(before["api_server"], signal.SIGKILL)
     send_sighup(daemon)
     os.kill(daemon.process.pid, signal.SIGCONT)
-    daemon.wait_for("api 0: is back after", DONE)
-    assert daemon.text.index("api 0: is back after") < daemon.text.index(DONE)
+    daemon.wait_for("api 0 is back after", DONE)
+    assert daemon.text.index("api 0 is back after") < daemon.text.index(DONE)
     assert set(pids(daemon).values()).isdisjoint(before.values())
     assert_clean_exit(daemon)
 

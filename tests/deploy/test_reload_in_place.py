@@ -2,7 +2,7 @@
 
 from proto import PROTOCOL_VERSION
 from proto.errors import ModelError
-from proto.lifecycle import DropEngine, EngineReady, NewEngine, NextEngine, SwitchEngine
+from proto.messages.lifecycle import DropEngine, EngineReady, NewEngine, NextEngine, SwitchEngine
 from tests.fakes import lifecycle_messages
 from tests.fakes.reload_case import NEW, Case, roles
 

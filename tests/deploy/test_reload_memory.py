@@ -8,12 +8,13 @@ from types import SimpleNamespace
 import pytest
 from msgspec import structs
 
-from deploy.reload.actions import ReloadActions
-from proto.config import GIB, CacheConfig, DeviceConfig, ModelConfig, ServeConfig
+from deploy.supervisor.reload.actions import ReloadActions
 from proto.errors import ModelError
-from proto.host_resources import resident_memory
-from proto.sockets import Poller
+from proto.runtime.host_resources import resident_memory
+from proto.runtime.sockets import Poller
+from proto.settings.config import GIB, CacheConfig, DeviceConfig, ModelConfig, ServeConfig
 from tests.fakes import lifecycle_messages
+from tests.fakes.kv_events import events_config
 
 POOL = 4 * GIB
 RESIDENT = 1 * GIB
@@ -104,9 +105,9 @@ def test_free_memory_of_a_gpu_is_unknown(tmp_path: Path) -> None:
 def test_two_engines_cannot_publish_at_one_endpoint(tmp_path: Path) -> None:
     root = machine(tmp_path, 1 << 50)
     assert actions(
-        root, ServeConfig(cache=CacheConfig(kv_events_endpoint="ipc"))
+        root, ServeConfig(cache=CacheConfig(kv_events_config=events_config()))
     ).two_generations_fit(MODEL, MODEL)
-    fixed = CacheConfig(kv_events_endpoint="tcp://127.0.0.1:5557")
+    fixed = CacheConfig(kv_events_config=events_config(endpoint="tcp://127.0.0.1:5557"))
     assert not actions(root, ServeConfig(cache=fixed)).two_generations_fit(MODEL, MODEL)
 
 

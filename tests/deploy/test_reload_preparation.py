@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from deploy.reload.actions import PreparationProcess
 from deploy.supervisor.epochs import ServedModels
+from deploy.supervisor.reload.actions import PreparationProcess
 from proto.codec import changed, to_json_line
 from proto.errors import ModelError
-from proto.prepared_model import PreparedModel
+from proto.messages.prepared_model import PreparedModel
 from tests.fakes import lifecycle_messages
 
 LIMIT_MILLISECONDS = 20_000

@@ -8,10 +8,10 @@ import tempfile
 from deploy.supervisor.epochs import EpochCounter
 from deploy.supervisor.processes import Child
 from proto import PROTOCOL_VERSION
-from proto.config import FrontEndConfig, ServeConfig
-from proto.lifecycle import ProcessBoot
-from proto.prepared_model import PreparedModel
-from proto.stats import METRIC_BYTES, METRIC_CELLS
+from proto.messages.lifecycle import ProcessBoot
+from proto.messages.prepared_model import PreparedModel
+from proto.messages.stats import METRIC_BYTES, METRIC_CELLS
+from proto.settings.config import FrontEndConfig, ServeConfig
 
 MODEL = PreparedModel(
     folder="/f",
@@ -26,7 +26,7 @@ COUNT = """
 import os, sys
 from api_server.server import make_metric_sheet
 from proto.codec import MessageDecoder
-from proto.lifecycle import ProcessBoot
+from proto.messages.lifecycle import ProcessBoot
 
 with os.fdopen(int(sys.argv[2]), "rb") as stream:
     stream.seek(0)

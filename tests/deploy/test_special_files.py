@@ -13,10 +13,10 @@ from api_server.text.chat_template import find_chat_templates, read_chat_templat
 from api_server.text.tokenizer import special_token_texts
 from deploy.models import draft_head, gguf_header, hf_folder, safetensors_header, tiktoken_file
 from deploy.models.pooler_files import read_pooler
-from proto.config import ModelConfig
 from proto.errors import ModelError
-from proto.generation_config import generation_defaults
-from proto.prepared_model import open_model_file, read_model_file
+from proto.messages.prepared_model import open_model_file, read_model_file
+from proto.settings.config import ModelConfig
+from proto.settings.generation_config import generation_defaults
 
 FILES = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),

@@ -39,19 +39,23 @@ def test_ready_after_engine_and_front_end_and_ends_in_order(
     assert run_dir.stat().st_mode & 0o777 == 0o700
     daemon.process.send_signal(number)
     assert daemon.wait_exit() == 0, daemon.text
-    assert daemon.text.endswith("tokend: stopped; nothing is left running\n")
+    assert daemon.text.endswith("tokend stopped; nothing is left running\n")
     assert "killed" not in daemon.text
     assert_nothing_left(daemon, children)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port))
 
 
-def test_a_signal_while_starting_ends_everything(start: Start) -> None:
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_while_starting_ends_everything(
+    start: Start, number: signal.Signals, status: int
+) -> None:
     daemon = start()
     assert eventually(lambda: len(psutil.Process(daemon.process.pid).children()) == 3)
     children = {str(child.pid): child for child in psutil.Process(daemon.process.pid).children()}
-    daemon.process.send_signal(signal.SIGTERM)
-    assert daemon.wait_exit() == 0, daemon.text
+    daemon.process.send_signal(number)
+    assert daemon.wait_exit() == status, daemon.text
+    assert daemon.text.endswith("tokend stopped; nothing is left running\n")
     assert_nothing_left(daemon, children)
 
 

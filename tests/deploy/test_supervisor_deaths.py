@@ -4,6 +4,7 @@ import os
 import re
 import signal
 
+import psutil
 import pytest
 
 from tests.fakes.supervised import ROLES, TITLES, Start, assert_nothing_left, pids_except
@@ -39,8 +40,8 @@ def test_a_killed_process_alone_is_restarted(
     before = daemon.children()
     pid = before[role].pid
     os.kill(pid, number)
-    daemon.wait_for(f"{TITLES[role]}: is back after", *NOTIFIED[role])
-    line = f"{TITLES[role]}: (pid {pid}) was killed by {number.name}; it is restarted"
+    daemon.wait_for(f"{TITLES[role]} is back after", *NOTIFIED[role])
+    line = f"{TITLES[role]} (pid {pid}) was killed by {number.name}; it is restarted"
     assert line in daemon.text
     after = daemon.children()
     assert after[role].pid != pid
@@ -61,9 +62,9 @@ def test_engine_and_worker_that_die_together_reconnect(start: Start) -> None:
         before[role].kill()
     daemon.process.send_signal(signal.SIGCONT)
     daemon.wait_for(
-        "engine 0: is back", "worker 0: is back", "worker 0: incarnation", "engine 0: incarnation"
+        "engine 0 is back", "worker 0 is back", "worker 0: incarnation", "engine 0: incarnation"
     )
-    latest = max(re.findall(r"incarnation 1, epochs \d+ and (\d+)", daemon.text))
+    latest = max(map(int, re.findall(r"incarnation 1, epochs \d+ and (\d+)", daemon.text)))
     for title in ("engine 0", "worker 0"):
         daemon.wait_for_any(
             f"{title}: incarnation 1, epochs {latest} and {latest}",
@@ -78,9 +79,9 @@ def test_a_second_death_gets_the_next_epoch_and_incarnation(start: Start) -> Non
     daemon = start()
     daemon.wait_ready()
     daemon.children()["engine_core"].kill()
-    daemon.wait_for("engine 0: is back after")
+    daemon.wait_for("engine 0 is back after")
     daemon.children()["api_server"].kill()
-    daemon.wait_for("api 0: is back after", "incarnation 1, epochs 2 and 2")
+    daemon.wait_for("api 0 is back after", "incarnation 1, epochs 2 and 2")
     daemon.children()["engine_core"].kill()
     daemon.wait_for("engine 0: incarnation 2, epochs 3 and 3, front ends (1,)")
 
@@ -90,11 +91,24 @@ def test_a_process_that_raises_is_restarted_and_its_traceback_is_printed(start: 
     daemon.wait_ready()
     for number, role in enumerate(ROLES, 1):
         os.kill(daemon.children()[role].pid, signal.SIGUSR2)
-        daemon.wait_for(f"{TITLES[role]}: is back after")
+        daemon.wait_for(f"{TITLES[role]} is back after")
         cause = "RuntimeError: an error on purpose; it is"
-        assert re.search(rf"{TITLES[role]}: \(pid \d+\) failed with {cause}", daemon.text)
+        assert re.search(rf"{TITLES[role]} \(pid \d+\) failed with {cause}", daemon.text)
         assert daemon.text.count("Traceback") == number
         assert daemon.text.count('raise RuntimeError("an error on purpose")') == number
+
+
+def test_a_process_is_started_when_there_are_descriptors_again(start: Start) -> None:
+    daemon = start()
+    daemon.wait_ready()
+    before, supervisor = daemon.children(), psutil.Process(daemon.process.pid)
+    limits = supervisor.rlimit(psutil.RLIMIT_NOFILE)
+    supervisor.rlimit(psutil.RLIMIT_NOFILE, (supervisor.num_fds(), limits[1]))
+    before["engine_core"].kill()
+    daemon.wait_for("engine 0 cannot be started: Too many open files; it is tried again in")
+    supervisor.rlimit(psutil.RLIMIT_NOFILE, limits)
+    daemon.wait_for("engine 0 is back after")
+    assert pids_except("engine_core", daemon.children()) == pids_except("engine_core", before)
 
 
 def test_a_stalled_front_end_is_killed_once(
@@ -105,14 +119,12 @@ def test_a_stalled_front_end_is_killed_once(
     before = daemon.children()
     before["api_server"].suspend()
     os.kill(before["engine_core"].pid, signal.SIGIO)
-    daemon.wait_for(
-        "api 0: is back after", "engine 0: received NewFrontEnd(index=0, incarnation=1)"
-    )
+    daemon.wait_for("api 0 is back after", "engine 0: received NewFrontEnd(index=0, incarnation=1)")
     os.kill(before["engine_core"].pid, signal.SIGIO)
     before["engine_core"].kill()
-    daemon.wait_for("engine 0: is back after")
+    daemon.wait_for("engine 0 is back after")
     after = daemon.children()
-    assert daemon.text.count("api 0: is back after") == 1, (
+    assert daemon.text.count("api 0 is back after") == 1, (
         "the second report was of the previous incarnation"
     )
     assert after["api_server"].pid != before["api_server"].pid
@@ -127,10 +139,10 @@ def test_a_worker_that_sends_an_invalid_message_is_replaced(
     engine = daemon.children()["engine_core"]
     engine.send_signal(signal.SIGALRM)
     daemon.wait_for(
-        "worker 0: sent an invalid message and is killed: it sends garbage",
+        "worker 0 sent an invalid message and is killed: it sends garbage",
         "was killed by SIGKILL; it is restarted",
         "worker 0: incarnation 1, epochs 1 and 2",
-        "worker 0: is back after",
+        "worker 0 is back after",
     )
     engine.send_signal(signal.SIGALRM)  # reports the previous epoch
     daemon.process.send_signal(signal.SIGTERM)
@@ -146,7 +158,7 @@ def test_an_invalid_message_of_a_worker_before_ready_ends_the_daemon(
     daemon.wait_for("the pool is small")
     daemon.children()["engine_core"].send_signal(signal.SIGALRM)
     assert daemon.wait_exit() == 1
-    assert "worker 0: sent an invalid message and is killed: it sends garbage" in daemon.text
+    assert "worker 0 sent an invalid message and is killed: it sends garbage" in daemon.text
     assert "was killed by SIGKILL while starting" in daemon.text
 
 
@@ -175,4 +187,5 @@ def test_an_error_for_the_user_to_fix_is_not_retried(start: Start) -> None:
     daemon.wait_ready()
     daemon.children()["worker"].kill()
     assert daemon.wait_exit() == 2
-    assert daemon.text.splitlines()[-1] == "tokend: config.json asks for rope type 'moebius'"
+    last = daemon.text.splitlines()[-1]
+    assert last.endswith(" ERROR tokend: config.json asks for rope type 'moebius'")

@@ -57,7 +57,7 @@ def test_a_process_that_dies_during_a_drain_is_restarted(
     daemon.process.send_signal(signal.SIGTERM)
     daemon.wait_for("2 requests in flight")
     daemon.children()["engine_core"].kill()
-    daemon.wait_for("engine 0: is back after")
+    daemon.wait_for("engine 0 is back after")
     daemon.children()["api_server"].kill()
     assert daemon.wait_exit() == 0, daemon.text
     assert daemon.text.count("api 0: received Drain()") == 2

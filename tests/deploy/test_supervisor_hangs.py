@@ -38,13 +38,13 @@ def test_a_hung_process_is_disconnected_and_prints_its_stacks_before_its_restart
     before[role].suspend()
     if role == "worker":
         before["engine_core"].send_signal(signal.SIGHUP)
-    daemon.wait_for(f"{TITLES[role]}: is back after", f"{TITLES[role]}: incarnation 1, ")
+    daemon.wait_for(f"{TITLES[role]} is back after", f"{TITLES[role]}: incarnation 1, ")
     stacks = "fake_process.py"
     assert_in_this_order(
         daemon.text,
-        f"{TITLES[role]}: (pid {pid}) hangs, {what} for ",
+        f"{TITLES[role]} (pid {pid}) hangs, {what} for ",
         notified,
-        f"{TITLES[role]}: (pid {pid}) was killed by SIGKILL; it is restarted",
+        f"{TITLES[role]} (pid {pid}) was killed by SIGKILL; it is restarted",
         f"{TITLES[role]}: incarnation 1, ",
     )
     if role == "api_server":
@@ -71,6 +71,6 @@ def test_a_process_that_hangs_during_a_drain_is_restarted(start: Start) -> None:
     daemon.process.send_signal(signal.SIGTERM)
     daemon.wait_for("2 requests in flight")
     children["engine_core"].suspend()
-    daemon.wait_for("engine 0: (pid", "hangs, no sign of life", "engine 0: is back after")
+    daemon.wait_for("engine 0 (pid", "hangs, no sign of life", "engine 0 is back after")
     children["api_server"].send_signal(signal.SIGUSR2)
     assert daemon.wait_exit() == 0, daemon.text

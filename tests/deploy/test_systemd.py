@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from deploy.supervisor.shutdown import ON_REQUEST
-from proto.config import ReliabilityConfig
+from proto.settings.config import ReliabilityConfig
 
 UNIT = Path(__file__).parents[2] / "deploy" / "systemd" / "tokend.service"
 MOST_EXPOSED = 2.0

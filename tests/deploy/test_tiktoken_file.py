@@ -11,7 +11,8 @@ import pytest
 import tiktoken
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from deploy.models import hf_folder, tiktoken_file
+from deploy.models import hf_folder
+from proto.byte_level import BYTE_LETTERS
 from proto.errors import ModelError
 from tests.fakes.tiny_model_files import write_folder
 
@@ -47,7 +48,7 @@ BYTES = {bytes([byte]): byte for byte in range(256)}
 
 def ranks_of(texts: list[str], size: int) -> dict[bytes, int]:
     """Return a vocabulary trained on these texts."""
-    letters = tiktoken_file.BYTE_LETTERS
+    letters = BYTE_LETTERS
     alphabet = list(letters.values())
     byte_of = {letter: byte for byte, letter in letters.items()}
     tokenizer = Tokenizer(models.BPE())

@@ -12,9 +12,9 @@ import pytest
 from deploy.models import gguf_file, hf_folder, prepared_folder
 from deploy.models.prepared_folder import ModelContents
 from proto.errors import ModelError
-from proto.pooling import Pooler
-from proto.prepared_model import PreparedModel
-from proto.turn_ends import find_turn_ends
+from proto.messages.pooling import Pooler
+from proto.messages.prepared_model import PreparedModel
+from proto.settings.turn_ends import find_turn_ends
 from tests.deploy.test_prepare import silent
 from tests.fakes.tiny_model_files import END, TOKENS, write_folder, write_gguf
 

@@ -5,18 +5,19 @@ from typing import Any
 
 from deploy.supervisor.hang_detector import HangLimits
 from deploy.supervisor.watchdog import Watchdog
-from proto.config import ReliabilityConfig
-from proto.lifecycle import (
+from proto.messages.lifecycle import (
     Alive,
     EngineAlive,
     FrontEndReady,
     HealthStatus,
     NotReady,
+    Paused,
     Ping,
     Role,
     WaitingForRanks,
     process_name,
 )
+from proto.settings.config import ReliabilityConfig
 from tests.deploy.test_recovery import Case
 from tests.fakes import lifecycle_messages
 
@@ -117,7 +118,7 @@ def test_a_worker_that_waits_for_a_hung_rank_is_not_killed() -> None:
     daemon.watchdog.note_message(daemon.children[0], WaitingForRanks(0))
     daemon.wait(1.5 * STEP)
     (line,) = daemon.case.notices.lines
-    assert line.startswith("WARNING worker 1: (pid 7) hangs, no completed step for 8.")
+    assert line.startswith("WARNING worker 1 (pid 7) hangs, no completed step for 8.")
     assert daemon.hung == [daemon.children[1]]
     assert daemon.children[0].actions == []
 
@@ -130,7 +131,7 @@ def test_a_hung_engine_is_disconnected_before_it_is_signalled() -> None:
         daemon.wait(0.5)
         assert daemon.engine.actions == []
     assert daemon.case.notices.lines[0].startswith(
-        "WARNING engine 0: (pid 7) hangs, no sign of life for 8."
+        "WARNING engine 0 (pid 7) hangs, no sign of life for 8."
     )
     assert daemon.hung == [daemon.engine]
     daemon.wait(1.0)
@@ -231,6 +232,17 @@ def test_health_changes_are_sent_once_and_to_new_front_ends() -> None:
     assert daemon.children[3].of(HealthStatus) == [*reports, HealthStatus()]
 
 
+def test_a_paused_daemon_is_not_ready() -> None:
+    daemon = Daemon()
+    daemon.run_watchdog()
+    daemon.case.recovery.note_message(Paused("freeze"))
+    daemon.wait(STEP)
+    assert daemon.reported_reasons() == ["paused by POST /pause"]
+    daemon.case.recovery.note_message(Paused(None))
+    daemon.wait(STEP)
+    assert daemon.reported_reasons() == []
+
+
 def test_messages_of_a_dead_process_do_not_count_for_its_successor() -> None:
     daemon = Daemon()
     daemon.run_watchdog()
@@ -244,4 +256,4 @@ def test_messages_of_a_dead_process_do_not_count_for_its_successor() -> None:
     assert daemon.case.notices.lines == [], "the new process is still starting"
     daemon.watchdog.note_message(new, FrontEndReady(0))
     daemon.wait(3 * STEP)
-    assert daemon.case.notices.lines[0].startswith("WARNING api 0: (pid 7) hangs, no sign of life")
+    assert daemon.case.notices.lines[0].startswith("WARNING api 0 (pid 7) hangs, no sign of life")

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.e2e.daemon import Daemon
-from worker.build_kernels import SOURCE_DIR, X86_VARIANTS, cpu_flags, usable_variants
+from worker.cpu.build_kernels import SOURCE_DIR, X86_VARIANTS, cpu_flags, usable_variants
 
 pytestmark = pytest.mark.suite("wheel")
 

@@ -17,7 +17,7 @@ import torch
 
 from deploy.environment import HostEnvironment
 from deploy.models.store import prepared_model
-from proto.prepared_model import PreparedModel
+from proto.messages.prepared_model import PreparedModel
 from tests.fakes.notices import Recorder
 
 DEFAULT_MODEL = "smollm2-135m-instruct"

@@ -1,6 +1,7 @@
 """Beam search through the daemon returns the sequences of transformers in the same order."""
 
 import asyncio
+import json
 
 import httpx
 import pytest
@@ -155,3 +156,27 @@ async def test_concurrent_beam_searches_in_a_small_pool(
     for (prompt, params), response in zip(pairs, responses, strict=True):
         outputs = [choice["token_ids"] for choice in response.json()["choices"]]
         searches.assert_equal(prompt, params, outputs)
+
+
+def test_beams_of_agents_whose_prompts_are_loaded(
+    searches: ReferenceSearches, token_prompts: list[list[int]]
+) -> None:
+    """From host memory. A search ends its turn without KV retained: no row is the whole answer."""
+    transfer = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 28},
+    }
+    flags = ("--num-gpu-blocks-override", "40", "--scheduling-policy", "continuum")
+    flags = (*flags, "--pin-policy", "fixed", "--kv-transfer-config", json.dumps(transfer))
+    params: dict[str, object] = {"n": 3}
+    long = token_prompts[2]
+    with Daemon("--dtype", "float32", *flags) as daemon:
+        for turn in range(3):
+            asked = params | {"agent_hint": {"job_id": "searching", "is_last_step": turn == 2}}
+            for prompt in token_prompts[1:]:
+                searches.assert_equal(prompt, params, complete(daemon, prompt, asked))
+            complete(daemon, long[::-1] * 2, {"n": 1})  # evicts the searches' prompts
+        assert daemon.metric("tokend:kv_offload_loads_total") > 0
+        assert daemon.metric("tokend:pins_taken_total") == 0
+        assert daemon.metric("vllm:num_requests_running") == 0

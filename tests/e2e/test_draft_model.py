@@ -117,9 +117,9 @@ def kill(name: str) -> Callable[[Daemon], None]:
 
 
 def reload(daemon: Daemon) -> None:
-    times = daemon.text.count("tokend: reloaded after")
+    times = daemon.text.count("tokend reloaded after")
     daemon.process.send_signal(signal.SIGHUP)
-    assert eventually(lambda: daemon.text.count("tokend: reloaded after") > times, 60)
+    assert eventually(lambda: daemon.text.count("tokend reloaded after") > times, 60)
 
 
 @pytest.mark.parametrize("event", [kill("worker"), kill("engine_core"), reload])

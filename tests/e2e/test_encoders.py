@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from tokenizers import Tokenizer
 
 from tests.e2e.daemon import REQUEST_GAUGES, Daemon, eventually
 from tests.fakes.tiny_encoders import save_encoder
-from tests.fakes.tiny_pooling import save_modules
+from tests.fakes.tiny_pooling import save_causal, save_modules
 
 pytestmark = pytest.mark.suite("daemons")
 SHORT = [[(7 * i + 3 * j) % 90 + 3 for j in range(1 + 5 * i)] for i in range(12)]
@@ -104,3 +106,18 @@ async def test_scores_of_pairs(tmp_path: Path) -> None:
         assert [found[index] for index in range(8)] == pytest.approx(want, abs=0.02)
         asked = await post(daemon, "/v1/embeddings", input="w5")
         assert (asked.status_code, asked.json()["error"]["param"]) == (400, "model")
+
+
+@pytest.mark.suite("models")
+@pytest.mark.parametrize("save", [partial(save_encoder, "bert"), save_causal])
+async def test_bits_of_an_embedding_alone_and_beside_others(
+    save: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    model = save(tmp_path / "model")
+    save_modules(tmp_path / "model", model.config.hidden_size, "mean_tokens")
+    with Daemon(str(tmp_path / "model"), "--batch-invariant") as daemon:
+        texts = [LONG[0], *SHORT, *LONG[1:40]]
+        together = vectors(await post(daemon, "/v1/embeddings", input=texts))
+        for text, found in zip(texts[:14], together, strict=False):
+            alone = vectors(await post(daemon, "/v1/embeddings", input=[text], cache_salt="other"))
+            assert alone[0].tobytes() == found.tobytes()

@@ -17,9 +17,11 @@ from typing import Any
 
 import pytest
 
-from proto.config import CpuKernels, CpuWeights
+from proto.settings.config import CpuKernels, CpuWeights
 from tests.e2e.daemon import Daemon
-from worker.kernels import runnable_variants
+from tests.e2e.reference import Reference
+from tests.fakes.adapters import make_adapter
+from worker.cpu.kernels import runnable_variants
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "deploy/README.md"]
@@ -48,6 +50,11 @@ class Example:
     @property
     def pools(self) -> bool:
         return bool(re.search(rf"8000(/v1)?/({'|'.join(POOLING)})\b", self.source))
+
+    @property
+    def fills_in(self) -> bool:
+        """Whether it needs a model that fills in the middle (`test_infill.py`)."""
+        return not self.is_python and not {"suffix", "input_suffix"}.isdisjoint(self.body)
 
     def run(self, url: str) -> str:
         """Return what it prints; raises AssertionError for a status of an error."""
@@ -78,7 +85,7 @@ def examples_of(page: Path) -> list[Example]:
             programs.append(text)
         elif not language:
             commands = curl_commands(text)
-            for command in commands:
+            for command in filter(ADDRESS.search, commands):  # others are for other listeners
                 found.append(Example(f"{name}: {command[:60]}", command, shown))
     if programs:
         comments = re.findall(r"^print\(.*\)  # (.*)$", "\n".join(programs), re.M)
@@ -145,16 +152,31 @@ def combinations() -> list[tuple[CpuKernels, CpuWeights]]:
     return [(kind, form) for kind in kinds for form in forms]  # type: ignore[misc]
 
 
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter of the packaged model, in place of those that pages name."""
+    folder = tmp_path_factory.mktemp("adapters") / "small"
+    return make_adapter(Reference.load().model, folder, size=0.01)
+
+
 @pytest.mark.suite("examples")
 @pytest.mark.parametrize(("kernels", "weights"), combinations())
-def test_examples_answer_what_the_page_shows(kernels: CpuKernels, weights: CpuWeights) -> None:
+def test_examples_answer_what_the_page_shows(
+    kernels: CpuKernels, weights: CpuWeights, adapter: Path
+) -> None:
+    adapters = [f"{name}={adapter}" for name in ("sql", "pirate")]
     flags = ("--cpu-kernels", kernels, "--cpu-weights", weights, "--kv-cache-memory", "256M")
+    flags = (*flags, "--enable-lora", "--lora-modules", *adapters)
     failures = []
     with Daemon(*flags) as daemon:
         for example in examples():
-            if example.pools:
+            if example.pools or example.fills_in:
                 continue
-            answer = example.run(daemon.url)
+            try:
+                answer = example.run(daemon.url)
+            except AssertionError as error:
+                failures.append(str(error))
+                continue
             missing = {word for word in shown_words(example.shown) if word not in answer}
             if missing:
                 failures.append(f"{example.name}: without {missing}: {answer}")

@@ -21,6 +21,8 @@ from tests.e2e.daemon import Daemon, DaemonPool
 pytestmark = pytest.mark.suite("hostile")
 
 DRAFTS = json.dumps({"method": "suffix+grammar"})
+KV_CACHE = ("--kv-cache-memory", "128M", "--kv-cache-populate")
+"""Committed at the start: it would grow with every answer, those of the bystander among them."""
 SETTINGS = {
     "synchronous": ("--no-async-scheduling",),
     "overlapped": ("--async-scheduling",),
@@ -34,7 +36,7 @@ BEGINNING = " ".join(LETTERS[:17] * 2)
 
 @pytest.fixture(params=SETTINGS)
 def serving(request: Any, daemons: DaemonPool) -> Iterator[Daemon]:
-    with daemons.borrow(*SETTINGS[request.param]) as running:
+    with daemons.borrow(*KV_CACHE, *SETTINGS[request.param]) as running:
         yield running
 
 

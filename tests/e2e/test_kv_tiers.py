@@ -14,9 +14,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from proto.kv_media import HEADER_BYTES, parse_file_name
-from proto.kv_transfer_config import remote_address, remote_settings
-from proto.redis_client import RedisConnection
+from proto.runtime.redis_client import RedisConnection
+from proto.settings.kv_media import HEADER_BYTES, parse_file_name
+from proto.settings.kv_transfer_config import remote_address, remote_settings
 from tests.e2e.daemon import Daemon, eventually
 from tests.e2e.prompts import source_text
 from tests.fakes import gated_disk
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.suite("media")
 REPOSITORY = Path(__file__).parents[2]
 NUM_PROMPTS = 3
 LIMIT_SECONDS = 300.0
-FAILURES, LOADS = "tokend:kv_offload_failures_total", "tokend:kv_offload_loads_total"
+FAILURES, LOADS = "tokend:kv_offload_failures_total", "vllm:kv_offload_load_size_count"
 STORED = "vllm:kv_offload_store_bytes_total"
 
 Tokens = list[list[int]]
@@ -49,9 +49,14 @@ def remote(server: RedisServer, **extra: object) -> dict[str, object]:
 def start_daemon(connector: dict[str, object], num_workers: int = 1) -> Daemon:
     """A daemon whose device pool holds one and a half prompts; can import modules of the tests."""
     return Daemon(
-        *("--dtype", "float32", "--num-gpu-blocks-override", "120"),
-        *("--tensor-parallel-size", str(num_workers)),
-        *("--kv-transfer-config", json.dumps(connector)),
+        "--dtype",
+        "float32",
+        "--num-gpu-blocks-override",
+        "120",
+        "--tensor-parallel-size",
+        str(num_workers),
+        "--kv-transfer-config",
+        json.dumps(connector),
         environment={"PYTHONPATH": str(REPOSITORY)},
     )
 

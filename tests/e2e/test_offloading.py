@@ -80,7 +80,7 @@ async def generate_at_once(daemon: Daemon, numbers: list[int]) -> Tokens:
 def has_started(daemon: Daemon, num_loads: float) -> bool:
     """Requests are running, or more blocks were loaded."""
     running = daemon.metric("vllm:num_requests_running") > 0
-    return running or daemon.metric("tokend:kv_offload_loads_total") > num_loads
+    return running or daemon.metric("vllm:kv_offload_load_size_count") > num_loads
 
 
 ROUNDS = [*range(NUM_PROMPTS), *range(NUM_PROMPTS)]
@@ -114,7 +114,7 @@ def test_offloading_does_not_change_greedy_tokens(
         pytest.skip("a single KV head is on one worker")
     with Daemon(*flags(model, num_workers), *transfer(factor)) as daemon:
         assert generate(daemon, ROUNDS) == expected * 2
-        assert daemon.metric("tokend:kv_offload_loads_total") >= NUM_PROMPTS
+        assert daemon.metric("vllm:kv_offload_load_size_count") >= NUM_PROMPTS
         assert daemon.metric("vllm:kv_offload_load_bytes_total") > 0
         assert daemon.metric("tokend:kv_offload_failures_total") == 0
         assert 0 < daemon.metric("vllm:kv_offload_cpu_cache_usage_perc") < 1
@@ -131,7 +131,7 @@ async def test_concurrent_requests_with_overlapped_steps_and_a_small_medium(
     with Daemon(*flags(model, 1), "--async-scheduling", *small) as daemon:
         for _ in range(2):
             assert await generate_at_once(daemon, list(range(NUM_PROMPTS))) == expected
-        assert daemon.metric("tokend:kv_offload_loads_total") > 0
+        assert daemon.metric("vllm:kv_offload_load_size_count") > 0
 
 
 @pytest.mark.suite("media")
@@ -144,13 +144,13 @@ async def test_a_death_during_copies_changes_no_token(
     with Daemon(*flags(model, 1), *transfer(1)) as daemon:
         assert generate(daemon, list(range(NUM_PROMPTS))) == expected
         for _ in range(2):
-            loads = daemon.metric("tokend:kv_offload_loads_total")
+            loads = daemon.metric("vllm:kv_offload_load_size_count")
             answers = asyncio.create_task(generate_at_once(daemon, list(range(NUM_PROMPTS))))
             await asyncio.to_thread(eventually, partial(has_started, daemon, loads))
             os.kill(daemon.processes()[victim].pid, signal.SIGKILL)
             assert await answers == expected
         assert generate(daemon, ROUNDS) == expected * 2
-        assert daemon.metric("tokend:kv_offload_loads_total") > 0
+        assert daemon.metric("vllm:kv_offload_load_size_count") > 0
         assert eventually(lambda: daemon.metric("vllm:kv_cache_usage_perc") == 0)
 
 

@@ -517,6 +517,7 @@ def test_without_storage_chats_last_as_long_as_the_page(script: str, visit: Visi
     answer(page, "one")
     page.click("#chat-new")
     page.click("#conversations >> text=first")
+    page.wait_for_selector(".markdown >> text=one")
     assert shown(page) == [("user", "first"), ("assistant", "one")]
 
 

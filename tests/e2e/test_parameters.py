@@ -10,7 +10,7 @@ import httpx
 import pytest
 import torch
 
-from proto.logit_edits import LogitEdits
+from proto.messages.logit_edits import LogitEdits
 from tests.e2e.daemon import Daemon, DaemonPool
 from tests.e2e.prompts import prompts
 from tests.e2e.reference import TIE_GAP, Reference

@@ -81,11 +81,11 @@ def test_reload_side_by_side_keeps_streams(
     """
 
     async def reload() -> list[Stream]:
-        times = daemon.text.count("tokend: reloaded after")
+        times = daemon.text.count("tokend reloaded after")
         async with httpx.AsyncClient(base_url=daemon.url, timeout=120) as client:
             async with suspended_streams(client, before["worker"]) as streams:
                 daemon.process.send_signal(signal.SIGHUP)
-                await printed(daemon, "tokend: reloaded after", times + 1)
+                await printed(daemon, "tokend reloaded after", times + 1)
                 late = await Stream(BODIES[0]).run(client)
                 assert_same(expected[0], late)
                 if dies:
@@ -110,7 +110,7 @@ def test_reload_in_place_keeps_streams(expected: list[Stream]) -> None:
                 daemon.process.send_signal(signal.SIGHUP)
                 await printed(daemon, "is replaced by another one", 1)
                 late = asyncio.create_task(Stream(BODIES[0]).run(client))
-            await printed(daemon, "tokend: reloaded after", 1)
+            await printed(daemon, "tokend reloaded after", 1)
             return [*streams, await late]
 
     with Daemon(*SMALL, "--reload-strategy", "in-place") as daemon:

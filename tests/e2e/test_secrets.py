@@ -34,7 +34,7 @@ def test_tls_and_a_key_that_stays_secret(way: str, tmp_path: Path) -> None:
     flags = ["--ssl-certfile", certificate, "--ssl-keyfile", key_file]
     variables = {}
     if way == "flag":
-        flags += ["--api-key", KEY]
+        flags += ["--api_key", KEY]  # `_` counts as `-`
     else:
         flags += ["--enable-fault-injection"]
         variables = {"TOKEND_API_KEY": KEY, "TOKEND_FAULTS": "worker:raise@3, engine:raise@5"}

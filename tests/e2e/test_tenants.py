@@ -46,8 +46,16 @@ def probe(number: int) -> list[int]:
 @pytest.fixture
 def tenants_daemon(daemons: DaemonPool) -> Iterator[Daemon]:
     with daemons.borrow(
-        *("--dtype", "float32", "--tenant-by", "header", "--max-model-len", "2048"),
-        *("--max-num-batched-tokens", str(STEP_TOKENS), "--max-num-seqs", "8"),
+        "--dtype",
+        "float32",
+        "--tenant-by",
+        "header",
+        "--max-model-len",
+        "2048",
+        "--max-num-batched-tokens",
+        str(STEP_TOKENS),
+        "--max-num-seqs",
+        "8",
     ) as running:
         yield running
 

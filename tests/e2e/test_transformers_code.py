@@ -10,6 +10,7 @@ import shutil
 import signal
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.e2e.daemon import Daemon
@@ -46,6 +47,35 @@ async def test_tokens_of_transformers_under_pressure_and_after_a_death(
         assert_greedy_tokens(reference, some, await complete_concurrently(daemon, some))
         assert_greedy_tokens(reference, some, await complete_concurrently(daemon, some))
         assert daemon.metric("vllm:prefix_cache_hits_total") > 0
+
+
+async def test_drafts_logprobs_of_prompts_and_eight_bits(tmp_path: Path) -> None:
+    """int8 KV gives the same tokens cold, cached and with drafts."""
+    model = save_tiny_transformers(
+        "gpt_oss", tmp_path, vocab_size=49152, max_position_embeddings=512
+    )
+    shutil.copy(Path(packaged_model().folder) / "tokenizer.json", tmp_path)
+    reference = Reference(model, None)
+    drafts = ("--speculative-config", '{"method": "suffix"}')
+    flags = (str(tmp_path), "--dtype", "float32", "--model-impl", "transformers")
+    repeating = [prompt * 3 for prompt in PROMPTS[:5]]
+    with Daemon(*flags, *drafts) as daemon:
+        assert_greedy_tokens(reference, repeating, await complete_concurrently(daemon, repeating))
+        assert daemon.metric("vllm:spec_decode_num_accepted_tokens_total") > 0
+        body = {"prompt": repeating[0], "max_tokens": 1, "prompt_logprobs": 0}
+        response = httpx.post(f"{daemon.url}/v1/completions", json=body, timeout=60)
+        (choice,) = response.json()["choices"]
+        found = [
+            entry[str(token)]["logprob"]
+            for entry, token in zip(choice["prompt_logprobs"][1:], repeating[0][1:], strict=True)
+        ]
+        assert found == pytest.approx(reference.logprobs(repeating[0]), abs=1e-3)
+    with Daemon(*flags, "--kv-cache-dtype", "int8") as daemon:
+        cold = await complete_concurrently(daemon, repeating)
+        assert await complete_concurrently(daemon, repeating) == cold
+        assert daemon.metric("vllm:prefix_cache_hits_total") > 0
+    with Daemon(*flags, "--kv-cache-dtype", "int8", *drafts) as daemon:
+        assert await complete_concurrently(daemon, repeating) == cold
 
 
 def test_two_workers_are_refused_by_name(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine_core.compiled import use_compiled
-from proto.config import FrontEndConfig, ServeConfig
+from proto.settings.config import FrontEndConfig, ServeConfig
 from tests.fakes.engine_process import EngineProcess
 
 COMPILED = bool(os.environ.get("TOKEND_TEST_COMPILED"))

@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 
 from engine_core.busy_loop import IDLE_SECONDS, OVERLAPPED, SYNCHRONOUS, BusyLoop
-from proto.kv_connector import KVConnectorOutput
-from proto.model_runner_output import ModelRunnerOutput
+from proto.messages.kv_connector import KVConnectorOutput
+from proto.messages.model_runner_output import ModelRunnerOutput
 from tests.fakes.engine_harness import EOS, EngineHarness
 from tests.fakes.paged_runner import PagedRunner, hashed_token, undisturbed
 

@@ -40,7 +40,9 @@ def test_modules_of_a_step_are_compiled() -> None:
     assert not any(name.endswith("__init__.py") for name in names)
 
 
-@pytest.mark.parametrize("edited", ["scheduler/scheduler.py", "../proto/scheduler_output.py"])
+@pytest.mark.parametrize(
+    "edited", ["scheduler/scheduler.py", "../proto/messages/scheduler_output.py"]
+)
 def test_an_edited_source_belongs_to_another_folder(package: Path, edited: str) -> None:
     before = folder_of_sources()
     with (package / edited).open("a") as file:

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 from engine_core.busy_loop import EngineIO
 from engine_core.frontend_io import OutputDispatcher
 from engine_core.supervisor_io import SupervisorIO
-from proto.engine_io import AdminCall, AdminReply, AgentHint
-from proto.lifecycle import Paused
+from proto.messages.engine_io import AdminCall, AdminReply, AgentHint
+from proto.messages.lifecycle import Paused
 from tests.fakes.clock import FakeClock
 from tests.fakes.input_harness import InputProcessorHarness
 

@@ -10,9 +10,9 @@ import pytest
 
 from api_server.engine.engine_client import OpenRequest
 from engine_core.scheduler.features.crash_isolation import TRIALS
-from proto.config import SchedulerConfig
-from proto.engine_io import EngineCoreRequest, FinishReason, RequestProgress
-from proto.sampling_params import SamplingParams
+from proto.messages.engine_io import EngineCoreRequest, FinishReason, RequestProgress
+from proto.messages.sampling_params import SamplingParams
+from proto.settings.config import SchedulerConfig
 from tests.fakes.engine_harness import EOS
 from tests.fakes.gates import NoFeature
 from tests.fakes.input_harness import InputProcessorHarness
@@ -67,7 +67,7 @@ class FrontEnd:
         ]
         self.errors = {}
 
-    def report_begun(self, request, *, alone):
+    def report_begun(self, request, alone):
         entry = self.open[request.request_id]
         entry.alone = entry.alone or alone
         entry.record_progress(RequestProgress(request.request_id, 0, 0))
@@ -75,7 +75,7 @@ class FrontEnd:
     def meet(self, epoch):
         """Start an engine and send it all open requests."""
         harness = InputProcessorHarness(gates=[DeadlyGate()])
-        harness.engine.scheduler.report_crash_progress_to(self)
+        harness.engine.report_begun = self.report_begun
         for entry in sorted(self.unfinished, key=lambda each: -each.crash_count):
             entry.sent_to = epoch
             harness.receive(entry.message(epoch))

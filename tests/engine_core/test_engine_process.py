@@ -5,8 +5,7 @@ import pytest
 
 from proto import PROTOCOL_VERSION
 from proto.codec import changed
-from proto.config import FrontEndConfig, ParallelConfig
-from proto.engine_io import (
+from proto.messages.engine_io import (
     Abort,
     AdminCall,
     AdminReply,
@@ -14,7 +13,7 @@ from proto.engine_io import (
     FinishReason,
     RequestProgress,
 )
-from proto.lifecycle import (
+from proto.messages.lifecycle import (
     CacheReady,
     EngineAlive,
     EngineReady,
@@ -26,7 +25,8 @@ from proto.lifecycle import (
     ProcessStart,
     StartPhase,
 )
-from proto.scheduler_output import SchedulerOutput
+from proto.messages.scheduler_output import SchedulerOutput
+from proto.settings.config import FrontEndConfig, ParallelConfig
 from tests.fakes.engine_process import BLOCK_SIZE, EPOCH, is_idle
 from tests.fakes.paged_runner import undisturbed
 

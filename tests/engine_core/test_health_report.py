@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from deploy.supervisor.hang_detector import HangDetector, HangLimits
 from engine_core.supervisor_io import SupervisorIO, owes_step
 from proto import PROTOCOL_VERSION
-from proto.lifecycle import EngineAlive, KVCacheGeometry, KVGroup, WorkerReady
+from proto.messages.lifecycle import EngineAlive, KVCacheGeometry, KVGroup, WorkerReady
 from tests.fakes.offload_rig import OffloadRig
 
 PROMPT = list(range(37))

@@ -1,7 +1,7 @@
 """How often heartbeats are sent."""
 
 from engine_core.supervisor_io import SupervisorIO
-from proto.lifecycle import Heartbeat
+from proto.messages.lifecycle import Heartbeat
 
 
 class Listener:

@@ -1,6 +1,6 @@
 """Limits of the queue, and deadlines."""
 
-from proto.engine_io import FinishReason
+from proto.messages.engine_io import FinishReason
 from tests.fakes.clock import FakeClock
 from tests.fakes.engine_harness import EOS
 from tests.fakes.input_harness import InputProcessorHarness, refused

@@ -1,6 +1,7 @@
 """Requests, aborts and admin calls of front ends, valid and invalid."""
 
 import math
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from engine_core import frontend_io
 from engine_core.frontend_io import InputProcessor
 from engine_core.validation import RequestLimits
-from proto.engine_io import (
+from proto.messages.engine_io import (
     MAX_CHOICES,
     Abort,
     AdminCall,
@@ -17,11 +18,11 @@ from proto.engine_io import (
     FinishReason,
     TurnEnded,
 )
-from proto.grammar import GrammarSource
-from proto.logit_edits import LogitEdits
-from proto.sampling_params import RepetitionDetection, SamplingParams, ThinkingRule
+from proto.messages.grammar import GrammarSource
+from proto.messages.logit_edits import LogitEdits
+from proto.messages.sampling_params import RepetitionDetection, SamplingParams, ThinkingRule
 from tests.fakes.engine_harness import EOS
-from tests.fakes.input_harness import InputProcessorHarness
+from tests.fakes.input_harness import LIMITS, InputProcessorHarness
 from tests.fakes.kv_connector import FakeConnector
 from tests.fakes.messages import request
 
@@ -55,6 +56,7 @@ def test_a_request_is_accepted_and_queued_with_all_its_choices():
         (request(queue_deadline=math.nan), "queue_deadline", "not a number"),
         (request(resumable=True, deadline=1e9), "deadline", "session"),
         (request(cache_salt="\ud800"), "cache_salt", "text"),
+        (request(prompt_embeds=bytes(24)), "prompt_embeds", "--enable-prompt-embeds"),
         (request(temperature=math.nan), "temperature", "nan"),
         (request(stop_token_ids=(1000,)), "stop_token_ids", "1000"),
         (request(output_token_ids=((1,),), n=2), "output_token_ids", "n is 2"),
@@ -75,7 +77,7 @@ def test_a_request_is_accepted_and_queued_with_all_its_choices():
             "repetition_detection",
             "beam search",
         ),
-        (request(edits=LogitEdits(presence_penalty=3.0)), "presence_penalty", "3.0"),
+        (request(edits=LogitEdits(presence_penalty=3.5)), "presence_penalty", "got 3.5"),
         (request(edits=LogitEdits(bad_words=((10**6,),))), "bad_words", "vocabulary"),
         (request(logprob_token_ids=(1,)), "logprob_token_ids", "logprobs"),
         (
@@ -102,6 +104,23 @@ def test_a_bad_request_is_refused_by_name_with_one_output(bad, param, words):
     assert words in output.error.message
     assert harness.outputs.accepted == []
     harness.engine.assert_idle()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"prompt_embeds": bytes(23)}, "23 bytes, 3 tokens take 24"),
+        ({"prompt": (0, 1, 0)}, "prompt does"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"resumable": True}, "session"),
+    ],
+)
+def test_embeddings_of_another_size_or_with_tokens_are_refused(changes, words):
+    harness = InputProcessorHarness(replace(LIMITS, embedding_bytes=8))
+    harness.receive(request(**{"prompt": (0, 0, 0), "prompt_embeds": bytes(24)} | changes))
+    ((_, output),) = harness.outputs.outputs
+    assert output.error.param == "prompt_embeds"
+    assert words in output.error.message
 
 
 def test_the_longest_possible_request_is_taken():

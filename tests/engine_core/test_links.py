@@ -14,10 +14,9 @@ from engine_core.supervisor_io import SupervisorIO
 from engine_core.transport import FrontEndLinks
 from engine_core.validation import RequestLimits
 from engine_core.worker_group import WorkerFailedError, WorkerGroup
-from proto import PROTOCOL_VERSION, sockets
-from proto.config import ParallelConfig, ServeConfig
-from proto.engine_io import Abort, AdminReply, EngineCoreOutput, EngineCoreOutputs
-from proto.lifecycle import (
+from proto import PROTOCOL_VERSION
+from proto.messages.engine_io import Abort, AdminReply, EngineCoreOutput, EngineCoreOutputs
+from proto.messages.lifecycle import (
     CacheReady,
     EngineAlive,
     FrontEndStalled,
@@ -29,12 +28,15 @@ from proto.lifecycle import (
     ToSupervisor,
     WorkersReady,
 )
-from proto.model_runner_output import ModelRunnerOutput
-from proto.scheduler_output import CachedRequestData, SchedulerOutput
-from proto.sockets import Link, Poller, front_end_path, worker_path
-from proto.view import EngineView, Watch
+from proto.messages.model_runner_output import ModelRunnerOutput
+from proto.messages.scheduler_output import CachedRequestData, SchedulerOutput
+from proto.messages.view import EngineView, Watch
+from proto.runtime import sockets
+from proto.runtime.sockets import Link, Poller, front_end_path, worker_path
+from proto.settings.config import ParallelConfig, ServeConfig
 from tests.fakes import lifecycle_messages
 from tests.fakes.engine_harness import EngineHarness
+from tests.fakes.links import receive
 
 WAIT_SECONDS = 10.0
 EPOCH = 4
@@ -58,15 +60,6 @@ def closing():
     yield lambda each: closed.append(each) or each
     for each in closed:
         each.close()
-
-
-def receive(link, count=1):
-    messages = []
-    poller = Poller([link])
-    while len(messages) < count:
-        assert poller.wait(WAIT_SECONDS)
-        messages += link.receive()
-    return messages
 
 
 def hear(link, front_ends):
@@ -100,7 +93,7 @@ def test_messages_carry_their_front_end_and_other_epochs_are_dropped(run_dir, cl
 DYING_ENGINE = """
 import contextlib, os, sys
 from engine_core.transport import FrontEndLinks
-from proto.engine_io import EngineCoreOutput, EngineCoreOutputs
+from proto.messages.engine_io import EngineCoreOutput, EngineCoreOutputs
 with contextlib.suppress(ZeroDivisionError), \\
      contextlib.closing(FrontEndLinks(sys.argv[1], 4, (0,))) as front_ends:
     while not front_ends.receive():

@@ -2,10 +2,10 @@
 
 from collections import Counter
 
-from proto.config import CacheConfig, SchedulerConfig
-from proto.engine_io import Abort, EngineCoreOutputs, FinishReason
-from proto.sampling_params import SamplingParams
-from proto.scheduler_output import SchedulerOutput
+from proto.messages.engine_io import Abort, EngineCoreOutputs, FinishReason
+from proto.messages.sampling_params import SamplingParams
+from proto.messages.scheduler_output import SchedulerOutput
+from proto.settings.config import CacheConfig, SchedulerConfig
 from tests.fakes.engine_process import EPOCH, is_idle
 from tests.fakes.paced_worker import PacedWorker
 from tests.fakes.paged_runner import undisturbed

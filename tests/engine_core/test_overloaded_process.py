@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from proto.config import SchedulerConfig, ServeConfig
-from proto.engine_io import EngineCoreOutputs
-from proto.scheduler_output import SchedulerOutput
+from proto.messages.engine_io import EngineCoreOutputs
+from proto.messages.scheduler_output import SchedulerOutput
+from proto.settings.config import SchedulerConfig, ServeConfig
 from tests.fakes.engine_process import EngineProcess
 
 

@@ -8,9 +8,9 @@ import pytest
 from engine_core.kv_cache.coordinator import longest_request, max_blocks_of_request
 from engine_core.pool_plan import check_ranks, plan_pool, weight_memory
 from engine_core.scheduler.limits import ChunkRule
-from proto.config import CacheConfig, ModelConfig, SchedulerConfig, ServeConfig
 from proto.errors import ConfigError, ModelError
-from proto.lifecycle import KVGroup, WeightFormatMemory
+from proto.messages.lifecycle import KVGroup, WeightFormatMemory
+from proto.settings.config import CacheConfig, ModelConfig, SchedulerConfig, ServeConfig
 from tests.fakes import lifecycle_messages
 
 

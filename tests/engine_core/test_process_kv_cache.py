@@ -4,15 +4,22 @@ import msgspec
 import pytest
 import zmq
 
-from engine_core.kv_cache.hashing import BlockHasher
+from engine_core.block_hashing import BlockHasher
 from proto.codec import MessageDecoder
-from proto.config import CacheConfig, SchedulerConfig
-from proto.engine_io import AdminCall, AdminReply, EngineCoreOutputs
-from proto.kv_events import AllBlocksCleared, KVEventBatch
-from proto.lifecycle import CacheReady, EngineReady, Fatal, InitializeCache, KVGroup, Notice
+from proto.messages.engine_io import AdminCall, AdminReply, EngineCoreOutputs
+from proto.messages.kv_events import AllBlocksCleared, KVEventBatch
+from proto.messages.lifecycle import (
+    CacheReady,
+    EngineReady,
+    Fatal,
+    InitializeCache,
+    KVGroup,
+    Notice,
+)
+from proto.settings.config import CacheConfig, SchedulerConfig
 from tests.fakes.engine_process import BLOCK_SIZE, EPOCH
 from tests.fakes.events import num_cached_tokens
-from tests.fakes.kv_events import CachedHashes
+from tests.fakes.kv_events import CachedHashes, events_config, names
 from tests.fakes.paged_runner import PagedRunner, undisturbed
 
 
@@ -69,13 +76,14 @@ def subscribe():
 
 @pytest.mark.parametrize("endpoint", ["ipc", "tcp://127.0.0.1:0"])
 def test_kv_events_report_cached_blocks(start, subscribe, endpoint):
-    engine = start(cache=CacheConfig(kv_events_endpoint=endpoint))
+    engine = start(cache=CacheConfig(kv_events_config=events_config(endpoint=endpoint)))
     engine.worker.send(engine.worker_ready())
     engine.expect(engine.worker, InitializeCache)
     engine.worker.send(CacheReady(EPOCH, 0))
     notice = engine.expect(engine.supervisor, Notice, lambda each: "KV events" in each.message)
     socket = subscribe(notice.message.removeprefix("KV events: "))
-    engine.expect(engine.supervisor, EngineReady)
+    ready = engine.expect(engine.supervisor, EngineReady)
+    assert ready.kv_events.endpoint == notice.message.removeprefix("KV events: ")
     (front_end,) = engine.front_ends
     decoder = MessageDecoder(KVEventBatch)
     # A late subscriber starts from an empty cache once it receives the event.
@@ -93,30 +101,33 @@ def test_kv_events_report_cached_blocks(start, subscribe, endpoint):
         engine.outputs_of(request_id)
         hashes = []
         BlockHasher(BLOCK_SIZE, b"f" * 32).extend(hashes, prompt)
-        expected |= {(0, block_hash) for block_hash in hashes}
+        expected |= {(0, name) for name in names(hashes)}
     known, sequences = CachedHashes(), []
     while known.held != expected:
         assert socket.poll(20_000), "the events are not complete"
-        batch = decoder.decode(socket.recv())
-        assert batch.epoch == EPOCH
-        sequences.append(batch.sequence)
+        topic, sequence, payload = socket.recv_multipart()
+        batch = decoder.decode(payload)
+        assert (topic, batch.data_parallel_rank) == (b"", 0)
+        sequences.append(int.from_bytes(sequence, "big"))
         for event in batch.events:
             known.apply(event)
     assert sequences == list(range(sequences[0], sequences[0] + len(sequences)))
     front_end.send(AdminCall(EPOCH, 0, "reset_prefix_cache"))
     assert engine.expect(front_end, AdminReply).ok
     assert socket.poll(20_000)
-    assert decoder.decode(socket.recv()).events == [AllBlocksCleared()]
+    assert decoder.decode(socket.recv_multipart()[2]).events == [AllBlocksCleared()]
     assert engine.shutdown() == 0
 
 
 def test_an_endpoint_that_cannot_be_bound_is_refused_by_name(start):
-    engine = start(cache=CacheConfig(kv_events_endpoint="ipc:///nowhere/at/all"))
+    engine = start(
+        cache=CacheConfig(kv_events_config=events_config(endpoint="ipc:///nowhere/at/all"))
+    )
     engine.worker.send(engine.worker_ready())
     engine.expect(engine.worker, InitializeCache)
     engine.worker.send(CacheReady(EPOCH, 0))
     fatal = engine.expect(engine.supervisor, Fatal)
-    assert "--kv-events-endpoint ipc:///nowhere/at/all" in fatal.error.message
+    assert "--kv-events-config: endpoint ipc:///nowhere/at/all" in fatal.error.message
 
 
 def test_residency_of_blocks_travels_with_the_statistics(start):

@@ -5,10 +5,9 @@ import pickle
 
 import pytest
 
-from proto.config import FrontEndConfig
-from proto.engine_io import Abort, AdminCall, AdminReply, EngineCoreOutputs
 from proto.errors import ErrorInfo
-from proto.lifecycle import (
+from proto.messages.engine_io import Abort, AdminCall, AdminReply, EngineCoreOutputs
+from proto.messages.lifecycle import (
     CacheReady,
     EngineAlive,
     EngineReady,
@@ -21,8 +20,9 @@ from proto.lifecycle import (
     ProtocolViolation,
     WorkersReady,
 )
-from proto.model_runner_output import ModelRunnerOutput
-from proto.scheduler_output import SchedulerOutput
+from proto.messages.model_runner_output import ModelRunnerOutput
+from proto.messages.scheduler_output import SchedulerOutput
+from proto.settings.config import FrontEndConfig
 from tests.fakes.engine_process import EPOCH, EngineProcess
 from tests.fakes.paged_runner import undisturbed
 

@@ -5,8 +5,14 @@ import subprocess
 import pytest
 
 from engine_core.busy_loop import IDLE_SECONDS
-from proto.config import SchedulerConfig
-from proto.engine_io import AdminCall, AdminReply, EngineCoreOutputs, FinishReason, SessionInput
+from proto.messages.engine_io import (
+    AdminCall,
+    AdminReply,
+    EngineCoreOutputs,
+    FinishReason,
+    SessionInput,
+)
+from proto.settings.config import SchedulerConfig
 from tests.fakes.engine_process import EPOCH
 from tests.fakes.events import num_cached_tokens
 from tests.fakes.paged_runner import undisturbed

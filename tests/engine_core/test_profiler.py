@@ -5,11 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from proto.config import ParallelConfig, TraceConfig
-from proto.engine_io import AdminCall, AdminName, AdminReply
-from proto.lifecycle import CacheReady, EngineAlive, EngineReady, InitializeCache, NewFrontEnd, Ping
-from proto.profiler import ProfileCall, ProfileReply
-from proto.sockets import Link
+from proto.messages.engine_io import AdminCall, AdminName, AdminReply
+from proto.messages.lifecycle import (
+    CacheReady,
+    EngineAlive,
+    EngineReady,
+    InitializeCache,
+    NewFrontEnd,
+    Ping,
+)
+from proto.messages.profiler import ProfileCall, ProfileReply
+from proto.runtime.sockets import Link
+from proto.settings.config import ParallelConfig, TraceConfig
 from tests.fakes.engine_process import EPOCH, EngineProcess
 from tests.fakes.lifecycle_messages import profiler_config
 

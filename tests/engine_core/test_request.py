@@ -4,10 +4,10 @@ from itertools import count
 
 import pytest
 
-from engine_core.kv_cache.hashing import BlockHasher
+from engine_core.block_hashing import BlockHasher, ExtraKeys
 from engine_core.request import Request, RequestStatus, choices_of
-from proto.engine_io import EngineCoreRequest, FinishReason
-from proto.sampling_params import SamplingParams
+from proto.messages.engine_io import EngineCoreRequest, FinishReason
+from proto.messages.sampling_params import SamplingParams
 
 HASHER = BlockHasher(16, b"model")
 
@@ -52,7 +52,7 @@ def test_outputs_drafts_and_prompt_are_counted_apart():
     request.all_token_ids += [7, 8]
     request.spec_token_ids = [9]
     assert request.num_tokens == 5
-    assert request.num_tokens_with_spec == 6
+    assert request.num_tokens_ahead == 6
     assert request.num_output_tokens == 2
     assert request.output_token_ids == [7, 8]
     assert request.prompt_token_ids == [0, 1, 2]
@@ -71,7 +71,7 @@ def test_block_hashes_follow_the_tokens():
 
 
 def test_the_salt_is_part_of_the_hashes():
-    assert make_request().block_hashes[0] != make_request(cache_salt="s").block_hashes[0]
+    assert make_request().block_hashes[0] != make_request(extra_keys=ExtraKeys("s")).block_hashes[0]
 
 
 def test_prompt_logprobs_need_every_position_computed():
@@ -123,7 +123,8 @@ def test_choices_share_the_prompt_and_differ_in_seq_id_and_choice():
     for choice in choices:
         assert choice.prompt_token_ids is message.prompt_token_ids
         assert (choice.request_id, choice.front_end_index, choice.seed) == (10, 2, 5)
-        assert (choice.priority, choice.arrival_time, choice.cache_salt) == (4, 2.5, "salt")
+        assert (choice.priority, choice.arrival_time) == (4, 2.5)
+        assert choice.extra_keys.cache_salt == "salt"
         assert choice.block_hashes == choices[0].block_hashes
     choices[0].all_token_ids += range(8)
     assert [len(each.block_hashes) for each in choices] == [3, 2, 2]
@@ -161,14 +162,14 @@ def test_input_makes_the_prompt_longer_and_replaces_the_parameters():
 
 def test_the_next_turn_keeps_all_outputs_but_the_last():
     """STR-07: a sampled token that was never computed is dropped."""
-    request = make_request(3, priority=2, seed=9, front_end_index=1, cache_salt="s")
+    request = make_request(3, priority=2, seed=9, front_end_index=1, extra_keys=ExtraKeys("s"))
     request.all_token_ids += [10, 11]
     following = request.next_turn(50)
     following.append_input([4, 5], SamplingParams(max_tokens=3))
     assert following.all_token_ids == [0, 1, 2, 10, 4, 5]
     assert following.output_token_ids == []
     assert following.seq_id == 50
-    for name in ("request_id", "choice", "front_end_index", "seed", "order", "cache_salt"):
+    for name in ("request_id", "choice", "front_end_index", "seed", "order", "extra_keys"):
         assert getattr(following, name) == getattr(request, name)
     assert request.all_token_ids == [0, 1, 2, 10, 11]
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from proto.engine_io import FinishReason, SessionInput
-from proto.sampling_params import SamplingParams
+from proto.messages.engine_io import FinishReason, SessionInput
+from proto.messages.sampling_params import SamplingParams
 from tests.fakes.input_harness import InputProcessorHarness
 from tests.fakes.messages import request
 
@@ -28,7 +28,7 @@ def test_a_session_by_messages():
     harness.engine.assert_idle()
 
 
-@pytest.mark.parametrize("resting", [True, False])
+@pytest.mark.parametrize("idle", [True, False])
 @pytest.mark.parametrize(
     ("bad", "param", "words"),
     [
@@ -44,11 +44,11 @@ def test_a_session_by_messages():
         (give(tokens=range(60)), "max_tokens", "64"),
     ],
 )
-def test_bad_input_ends_only_its_session_with_one_output(bad, param, words, resting):
+def test_bad_input_ends_only_its_session_with_one_output(bad, param, words, idle):
     harness = InputProcessorHarness()
     harness.receive(request(1, max_tokens=2, resumable=True))
     harness.receive(request(2, max_tokens=9))
-    for _ in range(2 if resting else 1):
+    for _ in range(2 if idle else 1):
         harness.engine.step()
     harness.receive(bad)
     ((_, output),) = harness.outputs.outputs

@@ -4,9 +4,9 @@ import pytest
 
 from engine_core.core import with_step_tokens
 from engine_core.scheduler.limits import ChunkRule
-from proto.config import SchedulerConfig, ServeConfig
 from proto.errors import ConfigError
-from proto.lifecycle import KVCacheGeometry, WorkerReady
+from proto.messages.lifecycle import KVCacheGeometry, WorkerReady
+from proto.settings.config import SchedulerConfig, ServeConfig
 
 
 def ready(rank: int, step_tokens: int) -> WorkerReady:
@@ -15,7 +15,7 @@ def ready(rank: int, step_tokens: int) -> WorkerReady:
 
 
 def budget(config: ServeConfig, *workers: WorkerReady) -> int:
-    return ChunkRule.from_config(with_step_tokens(config, workers).scheduler).step_budget
+    return ChunkRule.from_config(with_step_tokens(config, workers).scheduler).token_budget
 
 
 def test_the_least_of_the_workers_counts_where_nothing_is_set() -> None:

@@ -3,11 +3,11 @@
 import numpy as np
 import torch
 
-from worker.attention.base import AttentionInputs
-from worker.layers.rotary import Rotation, rotate
+from worker.attention.backend import AttentionInputs, Rotation
+from worker.attention.state_cache import AttentionWithStates, StateCache
 from worker.models.decoder import Decoder
+from worker.models.rotary import rotate
 from worker.models.spec import ModelSpec
-from worker.state_cache import AttentionWithStates, StateCache
 
 _ONE_BLOCK = 1 << 20
 

@@ -113,10 +113,14 @@ class SyntheticDrafts:
         return lengths, 0.1
 
     def keep_proposal(
-        self, request: Request, num_asked: int, token_ids: list[int], survivals: Sequence[float]
+        self,
+        request: Request,
+        num_asked: int,
+        token_ids: list[int],
+        acceptance_probs: Sequence[float],
     ) -> None:
         assert self.num_known[request.seq_id] == request.num_tokens
-        assert len(token_ids) == len(survivals) <= num_asked
+        assert len(token_ids) == len(acceptance_probs) <= num_asked
         self.proposals[request.seq_id] = request.num_tokens, token_ids
         self.num_proposed += len(token_ids)
 

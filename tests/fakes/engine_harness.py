@@ -26,14 +26,15 @@ from engine_core.scheduler.kv_transfer import IsStorable
 from engine_core.scheduler.lifecycle import OutputsByFrontEnd
 from engine_core.scheduler.limits import ChunkRule
 from engine_core.scheduler.scheduler import Scheduler
-from proto.config import SchedulerConfig
-from proto.engine_io import EngineCoreOutput, EngineCoreRequest, FinishReason, SessionInput
-from proto.kv_connector import KVConnectorOutput, LoadFailurePolicy
-from proto.lifecycle import KVGroup
-from proto.sampling_params import SamplingParams
-from proto.scheduler_output import SchedulerOutput
+from proto.messages.engine_io import EngineCoreOutput, EngineCoreRequest, FinishReason, SessionInput
+from proto.messages.kv_connector import KVConnectorOutput, LoadFailurePolicy
+from proto.messages.lifecycle import KVGroup
+from proto.messages.sampling_params import SamplingParams
+from proto.messages.scheduler_output import SchedulerOutput
+from proto.settings.config import LoRAConfig, SchedulerConfig
 from tests.fakes.gates import NoFeature
 from tests.fakes.kv_connector import FakeConnector
+from tests.fakes.lora import AdapterWorkers
 from tests.fakes.paged_runner import NextToken, PagedRunner, hashed_token
 
 VOCAB_SIZE = 1000
@@ -46,6 +47,7 @@ class EngineHarness:
 
     in_flight: scheduled steps whose results were not processed yet; with async_scheduling one
     remains while the next step is scheduled.
+    adapters: the workers' side of adapters; None without `lora`.
     step_seconds: the compute time that workers report for a step; 0 means none.
     windows: attention window of each KV group. groups: groups of other kinds than attention.
     """
@@ -73,6 +75,7 @@ class EngineHarness:
         drafting: DraftProvider | None = None,
         num_dropped_blocks: int = 0,
         num_draft_positions: int = 0,
+        lora: LoRAConfig | None = None,
         **scheduler: int | bool | float | str | None,
     ) -> None:
         self.connector = connector
@@ -103,7 +106,13 @@ class EngineHarness:
             compute_meter=compute_meter,
             drafting=drafting,
             num_draft_positions=num_draft_positions,
+            report_begun=lambda request, alone: self.report_begun(request, alone),
+            lora=lora,
         )
+        self.report_begun: Callable[[Request, bool], None] = lambda request, alone: None
+        self.adapters: AdapterWorkers | None = None
+        if self.scheduler.adapters is not None:
+            self.adapters = AdapterWorkers(self.scheduler.adapters)
         for gate in gates:
             gate.unblock_request = self.scheduler.unblock
         self.max_in_flight = OVERLAPPED if config.async_scheduling else SYNCHRONOUS
@@ -193,6 +202,8 @@ class EngineHarness:
             old.block_size, old.next_token, windows=old.windows, has_states=old.has_states
         )
         outputs = self.scheduler.begin_worker_epoch(epoch)
+        if self.adapters is not None:
+            self.adapters.lose()
         self.record_outputs(outputs)
         return outputs
 
@@ -200,6 +211,8 @@ class EngineHarness:
         """Schedule a step."""
         self.scheduler.isolate_suspect()
         output = self.scheduler.schedule()
+        if self.adapters is not None:
+            self.adapters.begin_step(output)
         self.in_flight.append(output)
         return output
 

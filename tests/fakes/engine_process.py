@@ -10,9 +10,13 @@ from typing import Any
 import msgspec
 
 from proto.codec import encode
-from proto.config import ServeConfig
-from proto.engine_io import AdminReply, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
-from proto.lifecycle import (
+from proto.messages.engine_io import (
+    AdminReply,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+)
+from proto.messages.lifecycle import (
     CacheReady,
     EngineReady,
     InitializeCache,
@@ -21,15 +25,26 @@ from proto.lifecycle import (
     ToSupervisor,
     WorkerReady,
 )
-from proto.model_runner_output import ModelRunnerOutput
-from proto.profiler import ProfileCall
-from proto.run_directory import RunDirectory
-from proto.sampling_params import SamplingParams
-from proto.scheduler_output import SchedulerOutput
-from proto.sockets import Link, Poller, front_end_path, supervisor_path, worker_path
+from proto.messages.lora import (
+    AdapterList,
+    AdapterReply,
+    AdapterUsage,
+    DropAdapter,
+    LoadAdapter,
+)
+from proto.messages.model_runner_output import ModelRunnerOutput
+from proto.messages.profiler import ProfileCall
+from proto.messages.sampling_params import SamplingParams
+from proto.messages.scheduler_output import SchedulerOutput
+from proto.runtime.run_directory import RunDirectory
+from proto.runtime.sockets import Link, Poller, front_end_path, supervisor_path, worker_path
+from proto.settings.config import ServeConfig
 from tests.fakes import lifecycle_messages
 from tests.fakes.paged_runner import PagedRunner
 
+FromEngine = (
+    EngineReady | EngineCoreOutputs | AdminReply | AdapterList | AdapterReply | AdapterUsage
+)
 EPOCH = 3
 BLOCK_SIZE = 16
 VOCAB_SIZE = 1000
@@ -50,9 +65,7 @@ class EngineProcess:
         )
         self.worker = self._connect_as_worker(EPOCH)
         self.front_ends = [
-            Link.connect(
-                front_end_path(run_dir, EPOCH, index), EngineReady | EngineCoreOutputs | AdminReply
-            )
+            Link.connect(front_end_path(run_dir, EPOCH, index), FromEngine)
             for index in range(num_front_ends)
         ]
         self.runner = PagedRunner(BLOCK_SIZE)
@@ -82,7 +95,9 @@ class EngineProcess:
 
     def _connect_as_worker(self, epoch: int, rank: int = 0) -> Link:
         path = worker_path(self.directory.path, epoch, rank)
-        return Link.connect(path, InitializeCache | SchedulerOutput | ProfileCall)
+        return Link.connect(
+            path, InitializeCache | SchedulerOutput | ProfileCall | LoadAdapter | DropAdapter
+        )
 
     def add_worker(self, rank: int) -> Link:
         """Act as another worker beside rank 0."""
@@ -107,7 +122,7 @@ class EngineProcess:
     def add_front_end(self, index: int, incarnation: int) -> Link:
         """Connect another incarnation of a front end."""
         path = front_end_path(self.directory.path, EPOCH, index, incarnation)
-        link = Link.connect(path, EngineReady | EngineCoreOutputs | AdminReply)
+        link = Link.connect(path, FromEngine)
         self.inbox[link] = []
         return link
 

@@ -1,6 +1,6 @@
 """Events of choices, as the engine sends them with outputs."""
 
-from proto.engine_io import EngineCoreEvent, EngineCoreOutput, EventType
+from proto.messages.engine_io import EngineCoreEvent, EngineCoreOutput, EventType
 
 
 def first_events(

@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from tests.fakes.fake_device import DeviceError, DeviceTensor, FakeDevice, on_host
 from tests.worker.reference.sorted_pairs import sorted_pairs
-from worker.layers.triton_codes import CodedWeight, TritonCodedLinear
-from worker.layers.triton_experts import PairBlocks, Tile, TritonExperts
+from worker.cuda.layers.triton_codes import CodedWeight, TritonCodedLinear
+from worker.cuda.layers.triton_experts import PairBlocks, Tile, TritonExperts
 
 COPYING = ("tensor", "as_tensor", "asarray")
 """Functions of torch that create a tensor from host data."""

@@ -7,10 +7,13 @@ that check only devices; fake_flashinfer.py checks their arguments.
 """
 
 import json
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import islice
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -28,36 +31,39 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from proto.codec import changed
-from proto.config import DeviceConfig
-from proto.logit_edits import LogitEdits
-from proto.sampling_params import SamplingParams
-from proto.scheduler_output import (
+from proto.messages.logit_edits import LogitEdits
+from proto.messages.sampling_params import SamplingParams
+from proto.messages.scheduler_output import (
     CachedRequestData,
     GrammarOutput,
     NewRequestData,
     SchedulerOutput,
 )
+from proto.settings.config import DeviceConfig
+from tests.fakes.devices import GPU
 from tests.fakes.gpu_families import FAMILIES, VOCAB_SIZE
+from tests.fakes.nested import nested_tensors
 from tests.fakes.prepared_models import build_decoder, shapes_of
-from worker import async_runner as ahead
-from worker.attention import kv_store
-from worker.device.transfers import Download, Downloader
-from worker.input_batch import InputBatch
-from worker.kv_cache import KVCache
-from worker.layers import activation, norm, triton_experts, triton_kernels
-from worker.loader import formats
-from worker.memory_plan import layer_cache
+from tests.fakes.triton import KERNELS
+from worker.attention.kv_cache import KVCache
+from worker.batch.input_batch import InputBatch
+from worker.cuda import async_runner as ahead
+from worker.cuda import device as cuda_device
+from worker.cuda import runner_builder
+from worker.cuda.attention.kv_store import TritonStore
+from worker.cuda.runner_builder import DeviceKernels, Gpu
+from worker.cuda.sampling import draft_draw
+from worker.cuda.sampling.device_kernels import TritonDraw, TritonEdits
+from worker.cuda.transfers import Download, Downloader
 from worker.models.decoder import Decoder
 from worker.models.registry import spec_from_config
 from worker.models.spec import ModelSpec
-from worker.runner_builder import CudaRunnerBuilder, DeviceKernels
-from worker.sampling import device_filters, device_kernels
-from worker.sampling.device_kernels import TritonDraw, TritonEdits
+from worker.plan.draft_settings import draft_cache
+from worker.plan.memory_plan import layer_cache
+from worker.reference.sampling import TorchBackend
 from worker.sampling.sampler import Sampler
-from worker.sampling.torch_backend import TorchBackend
-from worker.speculation import draft_sampler
-from worker.speculation.draft_settings import draft_cache
 from worker.speculation.drafter import DraftedModel
+from worker.step.runner_parts import DrafterParts, RunnerParts
 
 CUDA = torch.device("cuda", 0)
 BLOCK = 4
@@ -81,11 +87,13 @@ class HotPath(TorchDispatchMode):
 
     calls: arguments of the first call of each operator with its dtypes, as JSON has them; of one
         with elements, if there is any.
+    launches: what a GPU gets from the host, counted: operators, kernels, copies, plans, replays.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: dict[tuple[str, tuple[str, ...]], dict[str, Any]] = {}
+        self.launches = Counter[str]()
         self._empty: set[tuple[str, tuple[str, ...]]] = set()
         self.is_capturing = False
 
@@ -103,16 +111,23 @@ class HotPath(TorchDispatchMode):
         except RuntimeError as error:
             _translate(error, func)
             raise
-        given = list(_tensors((args, kwargs)))
-        self._check(func, given, list(_tensors(result)), args, kwargs)
-        if not func.is_view and any(_is_cuda(each) for each in (*given, *_tensors(result))):
-            dtypes = tuple(_name(each.dtype) for each in given or _tensors(result))
+        given = list(nested_tensors((args, kwargs)))
+        self._check(func, given, list(nested_tensors(result)), args, kwargs)
+        if not func.is_view and any(_is_cuda(each) for each in (*given, *nested_tensors(result))):
+            if all(each.numel() for each in given) and "empty" not in str(func):
+                self.note_launch(_launch_name(func, args))
+            dtypes = tuple(_name(each.dtype) for each in given or nested_tensors(result))
             # Without elements no kernel is launched.
             key, is_empty = (str(func), dtypes), any(not each.numel() for each in given)
             if key not in self.calls or (key in self._empty and not is_empty):
                 self.calls[key] = {"args": _described(args), "kwargs": _described(kwargs)}
                 (self._empty.add if is_empty else self._empty.discard)(key)
         return result
+
+    def note_launch(self, name: str) -> None:
+        """Count a launch, unless it is captured."""
+        if not self.is_capturing:
+            self.launches[name] += 1
 
     def _check(
         self,
@@ -138,6 +153,12 @@ class HotPath(TorchDispatchMode):
         arrives = any(map(_is_cuda, results))
         if given and arrives != any(map(_is_cuda, given)):
             raise HotPathError(f"{func} moves a tensor between host and device, and waits")
+
+
+def _launch_name(func: Any, args: Any) -> str:
+    if func is torch.ops.aten.copy_.default and _is_cuda(args[0]) != _is_cuda(args[1]):
+        return "upload" if _is_cuda(args[0]) else "download"
+    return str(func).removeprefix("aten.")
 
 
 _OPERATORS: dict[Any, Any] = {
@@ -211,7 +232,8 @@ class FakeAccelerator:
 
     def synchronize(self) -> None: ...
 
-    def replay(self) -> None: ...
+    def replay(self) -> None:
+        self._watch.note_launch("graph")
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         raise HotPathError("a result is waited for")
@@ -233,52 +255,58 @@ class FakeAccelerator:
 class Launches:
     """A Triton kernel, or a function or wrapper of FlashInfer, whose tensors must be on the device.
 
-    on_host: numbers of the arguments that are read on the host.
+    name: in the launches of the watch. on_host: numbers of the arguments that are read on the host.
+    watch: the active one.
     """
 
-    def __init__(self, on_host: tuple[int, ...] = ()) -> None:
+    watch: HotPath | None = None
+
+    def __init__(self, name: str = "", on_host: tuple[int, ...] = ()) -> None:
+        self._name = name
         self._on_host = on_host
 
     def __getitem__(self, grid: Any) -> "Launches":
         return self
 
     def __call__(self, *args: Any, **settings: Any) -> None:
+        if self.watch is not None:
+            self.watch.note_launch(self._name)
         for number, each in enumerate(args):
             expected = number not in self._on_host
-            if any(_is_cuda(tensor) != expected for tensor in _tensors(each)):
+            if any(_is_cuda(tensor) != expected for tensor in nested_tensors(each)):
                 raise HotPathError(f"argument {number} of a kernel is on the wrong side")
 
 
 class FakeWrapper:
     """Either of FlashInfer's wrappers."""
 
-    def __init__(self, on_host: tuple[int, ...]) -> None:
-        self.plan = Launches(on_host)
-        self.run = Launches()
-        self.reset_workspace_buffer = Launches()
+    def __init__(self, name: str, on_host: tuple[int, ...]) -> None:
+        self.plan = Launches(f"{name}.plan", on_host)
+        self.run = Launches(f"{name}.run")
+        self.reset_workspace_buffer = Launches(f"{name}.reset_workspace_buffer")
 
 
 class FakeLibrary:
     """The module `flashinfer`."""
 
-    rmsnorm = Launches()
-    silu_and_mul = Launches()
-    gelu_tanh_and_mul = Launches()
-    apply_rope_with_cos_sin_cache_inplace = Launches()
-    merge_state_in_place = Launches()
-    cutlass_fused_moe = Launches()
+    rmsnorm = Launches("rmsnorm")
+    silu_and_mul = Launches("silu_and_mul")
+    gelu_tanh_and_mul = Launches("gelu_tanh_and_mul")
+    apply_rope_with_cos_sin_cache_inplace = Launches("apply_rope_with_cos_sin_cache_inplace")
+    merge_state_in_place = Launches("merge_state_in_place")
+    cutlass_fused_moe = Launches("cutlass_fused_moe")
 
     def BatchPrefillWithPagedKVCacheWrapper(self, *args: Any, **settings: Any) -> FakeWrapper:
-        return FakeWrapper(on_host=(0, 1, 3))
+        return FakeWrapper("prefill", on_host=(0, 1, 3))
 
     def BatchDecodeWithPagedKVCacheWrapper(self, *args: Any, **settings: Any) -> FakeWrapper:
-        return FakeWrapper(on_host=(0, 2))
+        return FakeWrapper("decode", on_host=(0, 2))
 
     def BatchMLAPagedAttentionWrapper(self, *args: Any, **settings: Any) -> FakeWrapper:
-        return FakeWrapper(on_host=(0, 1, 3))
+        return FakeWrapper("latents", on_host=(0, 1, 3))
 
     def fast_decode_plan(self, wrapper: Any, *args: Any, **settings: Any) -> None:
-        Launches(on_host=(2,))(*args)
+        Launches("decode.plan", on_host=(2,))(*args)
 
 
 class ZeroDownloader(Downloader):
@@ -298,6 +326,17 @@ def all_tokens_allowed(step: SchedulerOutput) -> GrammarOutput:
     return GrammarOutput(1, step.step, step.constrained_seq_ids, masks)
 
 
+LAUNCHED = {
+    "rows": ("store_head", "norm_row", "gate_row"),
+    "products": ("multiply_block", "sort_pairs", "combine"),
+    "sampling": (
+        *("add_listed", "edit_chunk", "draw_chunk"),
+        *("range_chunk", "bins_chunk", "collect_chunk", "search_row"),
+    ),
+}
+"""The kernels of worker/cuda/kernels that steps launch."""
+
+
 @contextmanager
 def watched(is_hopper: bool = False) -> Iterator[HotPath]:
     """Activate the torch modes and the fakes of kernels.
@@ -306,26 +345,82 @@ def watched(is_hopper: bool = False) -> Iterator[HotPath]:
     """
     watch, library = HotPath(), FakeLibrary()
     with ExitStack() as stack:
-        for module, kernels in (
-            (kv_store, ("_kernel",)),
-            (device_kernels, ("_draw_kernel", "_listed_kernel", "_rows_kernel")),
-            (triton_kernels, ("_norm_kernel", "_gate_kernel")),
-            (triton_experts, ("_grouped_kernel", "_sort_kernel", "_combine_kernel")),
+        kernels = {
+            f"{KERNELS}.{file}": SimpleNamespace(
+                **{name: Launches(f"{file}.{name}") for name in names}
+            )
+            for file, names in LAUNCHED.items()
+        }
+        stack.enter_context(patch.dict(sys.modules, kernels))
+        for name, value in (
+            ("is_hopper", lambda device: is_hopper),
+            ("has_prebuilt_experts", lambda: is_hopper),
+            ("usable_flashinfer", lambda: library),
         ):
-            for name in kernels:
-                stack.enter_context(patch.object(module, name, lambda *_: Launches()))
-        filters = (Launches(),) * 4
-        stack.enter_context(patch.object(device_filters, "_kernels", lambda: filters))
-        stack.enter_context(patch.object(formats, "is_hopper", lambda device: is_hopper))
-        stack.enter_context(patch.object(formats, "has_prebuilt_experts", lambda: is_hopper))
-        for module in (activation, formats, norm):
-            stack.enter_context(patch.object(module, "usable_flashinfer", lambda: library))
-        for module in (ahead, draft_sampler):
+            stack.enter_context(patch.object(cuda_device, name, value))
+        for module in (ahead, draft_draw):
             stack.enter_context(patch.object(module, "Downloader", ZeroDownloader))
+        stack.enter_context(patch.object(Launches, "watch", watch))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(torch.inference_mode())
         stack.enter_context(WithoutDeviceGuards())
         yield watch
+
+
+class FakeCudaRunner(NamedTuple):
+    """A runner of a model without numbers, and what it was built of."""
+
+    runner: ahead.AsyncModelRunner
+    gpu: Gpu
+    cache: KVCache
+    parts: RunnerParts
+
+
+def build_runner(
+    watch: HotPath,
+    family: str,
+    dtype: torch.dtype = torch.bfloat16,
+    kv_dtype: torch.dtype | None = None,
+    *,
+    num_rows: int = 4,
+    has_draft_model: bool = False,
+    **settings: Any,
+) -> FakeCudaRunner:
+    """Load a model and capture graphs.
+
+    has_draft_model: the model drafts for itself. settings: of DeviceConfig.
+    """
+    spec = spec_from_config(FAMILIES[family])
+    decoder = make_decoder(spec, dtype)
+    layout, geometry = layer_cache(spec, kv_dtype or dtype)
+    with watch:
+        cache = KVCache(geometry, layout, 40, BLOCK, GPU.zeros)
+    rows = InputBatch(num_rows, spec.max_position, BLOCK, layout.num_groups)
+    kernels = DeviceKernels(FakeLibrary, TritonStore(), TritonDraw(), TritonEdits())  # type: ignore[arg-type]
+    gpu, of_draft = (
+        Gpu(FakeAccelerator(watch), kernels, Sampler(TorchBackend())) for _ in range(2)
+    )
+    config, drafter = DeviceConfig(**settings), None
+    with watch:
+        if has_draft_model:
+            of_tokens, heads = draft_cache(spec, dtype)
+            drafted = DraftedModel(rows, 0, spec.vocab_size, 16, spec.max_position)
+            drafter = runner_builder.build_drafter(
+                of_draft,
+                DrafterParts(
+                    config=config,
+                    model=decoder,
+                    dtype=dtype,
+                    kv_cache=KVCache(heads, of_tokens, 40, BLOCK, GPU.zeros),
+                    target=drafted,
+                ),
+            )
+        parts = RunnerParts(
+            config=config, model=decoder, dtype=dtype, kv_cache=cache, batch=rows, drafter=drafter
+        )
+        runner = runner_builder.build_runner(gpu, parts)
+    assert isinstance(runner, ahead.AsyncModelRunner)
+    return FakeCudaRunner(runner, gpu, cache, parts)
 
 
 def run_steps(
@@ -342,46 +437,23 @@ def run_steps(
 
     has_draft_model: the model drafts for itself, two tokens for each sequence that decodes.
     """
-    spec = spec_from_config(FAMILIES[family])
-    decoder = make_decoder(spec, dtype)
-    layout, geometry = layer_cache(spec, kv_dtype or dtype)
-    with watch:
-        cache = KVCache(geometry, layout, 40, BLOCK, CUDA)
-    rows = InputBatch(4, spec.max_position, BLOCK, layout.num_groups)
-    builder, of_draft = (
-        CudaRunnerBuilder(
-            DeviceConfig(**settings),
-            decoder,
-            FakeAccelerator(watch),
-            DeviceKernels(FakeLibrary, kv_store.TritonStore(), TritonDraw(), TritonEdits()),  # type: ignore[arg-type]
-            Sampler(TorchBackend()),
-            dtype,
-        )
-        for _ in range(2)
+    runner, gpu, cache, parts = build_runner(
+        watch, family, dtype, kv_dtype, has_draft_model=has_draft_model, **settings
     )
-    drafter, num_drafts = None, 0
+    num_drafts = 0
     with watch:
-        if has_draft_model:
-            of_tokens, heads = draft_cache(spec, dtype)
-            drafted = DraftedModel(rows, 0, spec.vocab_size, 16, spec.max_position)
-            drafter = of_draft.build_drafter(
-                KVCache(heads, of_tokens, 40, BLOCK, CUDA),
-                drafted,
-                lambda fraction: None,
-            )
-        runner = builder.build(cache, rows, lambda fraction: None, drafter=drafter)
-        for step in islice(steps(layout.num_groups), num_steps):
-            if drafter is not None:
+        for step in islice(steps(cache.layout.num_groups), num_steps):
+            if has_draft_model:
                 decoding = step.cached_requests.seq_ids
                 step = changed(
                     step, lookahead_seq_ids=decoding, num_lookahead_tokens=[2] * len(decoding)
                 )
             pending = runner.launch(step, all_tokens_allowed)
-            if drafter is not None:
+            if has_draft_model:
                 output = pending.result()
                 assert len(output.draft_pass_rows) >= 2 * (len(output.draft_seq_ids) > 0)
                 num_drafts += len(output.draft_seq_ids)
-        builder.run_largest_step(cache, rows, 8, 2)
+        runner_builder.run_largest_step(gpu, parts, 8, 2)
     assert (num_drafts > 0) == has_draft_model
 
 
@@ -392,7 +464,7 @@ def make_decoder(spec: ModelSpec, dtype: torch.dtype) -> Decoder:
     def make(name: str) -> torch.Tensor:
         return torch.empty(shapes[name], dtype=dtype, device=CUDA)
 
-    return build_decoder(spec, make, dtype, CUDA)
+    return build_decoder(spec, make, dtype, GPU)
 
 
 SAMPLING_FIELDS: tuple[dict[str, Any], ...] = (
@@ -507,13 +579,3 @@ def _is_cuda(tensor: torch.Tensor) -> bool:
 
 def _name(value: Any) -> str:
     return str(value).removeprefix("torch.")
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _tensors(each)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))

@@ -13,14 +13,14 @@ from pathlib import Path
 
 from deploy.display import open_display
 from deploy.environment import HostEnvironment
+from deploy.notify import SystemdNotifier
 from deploy.supervisor.launch import Launch, listen, url_of
-from deploy.supervisor.notify import SystemdNotifier
 from deploy.supervisor.shutdown import ON_REQUEST, ShutdownLimits
 from deploy.supervisor.supervisor import Supervisor
 from proto.codec import to_json_line
-from proto.config import FrontEndConfig, ReliabilityConfig, ServeConfig
-from proto.lifecycle import PhaseClock
-from proto.prepared_model import PreparedModel
+from proto.messages.lifecycle import PhaseClock
+from proto.messages.prepared_model import PreparedModel
+from proto.settings.config import FrontEndConfig, ReliabilityConfig, ServeConfig
 
 ROLES = ("worker", "engine_core", "api_server")
 FAKE = str(Path(__file__).with_name("fake_process.py"))

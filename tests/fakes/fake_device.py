@@ -6,7 +6,7 @@ after them is synchronized; host memory that a queued copy reads must not change
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from tests.fakes.fake_graph import FakeGraph, Recorder
-from worker.attention.base import AttentionBackend, AttentionInputs
-from worker.kv_cache import KVCache
-from worker.layers.rotary import Rotation
+from tests.fakes.nested import nested_tensors
+from worker.attention.backend import AttentionBackend, AttentionInputs, Rotation
+from worker.attention.kv_cache import KVCache
 
 NUM_MULTIPROCESSORS = 4
 
@@ -61,7 +61,7 @@ class DeviceTensor(torch.Tensor):
             raise DeviceError(f"{name} waits for the device")
         if name == "repeat_interleave" and kwargs.get("output_size") is None:
             raise DeviceError("repeat_interleave without output_size waits for the device")
-        tensors = list(_tensors((args, kwargs)))
+        tensors = list(nested_tensors((args, kwargs)))
         if name in ("index_copy", "index_copy_") and _is_float8(args[0]):
             raise DeviceError(f"{name} has no kernel for {args[0].dtype}")
         if name == "__getitem__" and any(each.dtype == torch.bool for each in tensors[1:]):
@@ -97,13 +97,20 @@ class _Download:
 class FakeEvent:
     """An event of a FakeDevice."""
 
-    def __init__(self, device: "FakeDevice") -> None:
+    def __init__(self, device: "FakeDevice", is_external: bool = False) -> None:
         self._device = device
         self._position = 0
         self._was_queried = False
+        self._is_external = is_external
 
     def record(self) -> None:
+        if self._is_external and self._device.records_in_graph(self._mark):
+            return
+        self._device.refuse_in_capture("an event that nothing outside can wait for")
         self._position = self._device.queued
+
+    def _mark(self) -> None:
+        self._position = self._device.enqueue()
 
     def query(self) -> bool:
         """Return whether the event has happened; it has at the second query, without a wait."""
@@ -146,6 +153,16 @@ class FakeDevice:
 
     def event(self) -> FakeEvent:
         return FakeEvent(self)
+
+    def external_event(self) -> FakeEvent:
+        return FakeEvent(self, is_external=True)
+
+    def records_in_graph(self, call: Callable[[], None]) -> bool:
+        """Add a call to the graph that is being captured; False if there is none."""
+        if self._recorder is None:
+            return False
+        self._recorder.calls.append(call)
+        return True
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         self.complete(self.enqueue())
@@ -288,14 +305,3 @@ class DeviceAttentionForHost:
 
 def _is_float8(tensor: torch.Tensor) -> bool:
     return tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors inside nested arguments."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _tensors(each)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))

@@ -13,9 +13,10 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from api_server.lifecycle.async_link import SupervisorLink
+from api_server.engine.async_link import SupervisorLink
 from proto import PROTOCOL_VERSION, codec
-from proto.engine_io import (
+from proto.errors import ErrorInfo
+from proto.messages.engine_io import (
     Abort,
     AdminCall,
     AdminReply,
@@ -30,10 +31,17 @@ from proto.engine_io import (
     ToEngine,
     TurnEnded,
 )
-from proto.errors import ErrorInfo
-from proto.sockets import Link
-from proto.stats import SchedulerStats
-from proto.view import EngineView, Watch
+from proto.messages.lora import (
+    AdapterCall,
+    AdapterCard,
+    AdapterList,
+    AdapterReply,
+    AdapterUsage,
+    LoRARequest,
+)
+from proto.messages.stats import SchedulerStats
+from proto.messages.view import EngineView, Watch
+from proto.runtime.sockets import Link
 from tests.fakes import lifecycle_messages
 from tests.fakes.events import first_events
 
@@ -83,7 +91,8 @@ class FakeEngine:
 
     requests, inputs, aborts, turns, watches: queues of received messages. calls: received admin
     calls. resets: whether the prefix cache can be reset. accepts: whether every request is
-    accepted immediately, with or without a script.
+    accepted immediately, with or without a script. adapters: by name. adapter_calls: received;
+    answers_adapter_calls: whether they are carried out.
     """
 
     def __init__(
@@ -108,6 +117,9 @@ class FakeEngine:
         self.turns = Received[TurnEnded]()
         self.watches = Received[Watch]()
         self.calls: list[AdminCall] = []
+        self.adapters: dict[str, AdapterCard] = {}
+        self.adapter_calls: list[AdapterCall] = []
+        self.answers_adapter_calls = True
         self.num_cached_tokens = 0
         self.resets = True
         self.pause_mode: PauseMode | None = None
@@ -249,9 +261,42 @@ class FakeEngine:
                 self.turns.put_nowait(message)
             elif isinstance(message, Watch):
                 self.watches.put_nowait(message)
+            elif isinstance(message, AdapterCall):
+                self.adapter_calls.append(message)
+                if self.answers_adapter_calls:
+                    self.answer_adapter_call(message)
             elif isinstance(message, AdminCall):
                 self.calls.append(message)
                 self._send(self._reply(message))
+
+    def send_adapters(self, *adapters: AdapterCard) -> None:
+        """Send the list of these adapters, as after their loads."""
+        self.adapters = {card.lora.lora_name: card for card in adapters}
+        self._send(AdapterList(self.epoch, list(adapters)))
+
+    def answer_adapter_call(self, call: AdapterCall) -> None:
+        """Carry out a call as an engine does whose workers can load everything."""
+        status, text = 200, f"Success: LoRA adapter '{call.lora_name}' "
+        cards = dict(self.adapters)
+        if call.action == "load" and call.lora_name in cards and not call.load_inplace:
+            status, text = 400, f"The lora adapter '{call.lora_name}' has already been loaded."
+        elif call.action == "load":
+            lora = LoRARequest(len(cards) + 1, call.lora_name, call.path, bytes(32))
+            cards[call.lora_name] = AdapterCard(lora, 8, 1000, len(cards))
+            text += "added successfully."
+        elif call.action == "unload" and cards.pop(call.lora_name, None) is None:
+            status, text = 404, f"The lora adapter '{call.lora_name}' cannot be found."
+        elif call.action == "unload":
+            text += "removed successfully."
+        else:
+            for name, card in cards.items():
+                scale = call.scale if name == call.lora_name else 0.0
+                cards[name] = codec.changed(card, default_scale=scale)
+        self.send_adapters(*cards.values())
+        self._send(AdapterReply(call.epoch, call.call_id, status, text))
+
+    def send_adapter_usage(self, usage: AdapterUsage) -> None:
+        self._send(usage)
 
     def _reply(self, call: AdminCall) -> AdminReply:
         if call.name in ("pause", "resume"):

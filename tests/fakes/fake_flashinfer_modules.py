@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from tests.fakes.fake_paged_wrapper import demand
-from worker import flashinfer_modules
-from worker.attention import flashinfer
-from worker.flashinfer_library import VERSION
-from worker.layers import flashinfer_kernels
+from worker.cuda import flashinfer_modules
+from worker.cuda.attention import flashinfer
+from worker.cuda.flashinfer_library import VERSION
+from worker.cuda.layers import flashinfer_kernels
 
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float8_e4m3fn: "e4m3"}
 

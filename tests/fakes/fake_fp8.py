@@ -151,8 +151,8 @@ class TorchRowRounding:
 
 def on_fake_hopper(monkeypatch: Any, library: Any) -> FakeScaledMm:
     """Let GpuFormat multiply in FP8 by `library`, a FakeFlashInfer, and a scaled_mm beside it."""
-    from worker.layers import fp8_linear
-    from worker.loader import gpu_format
+    from worker.cuda import formats as gpu_format
+    from worker.cuda.layers import fp8_linear
 
     product = FakeScaledMm(library.device)
     monkeypatch.setattr(fp8_linear, "scaled_mm", product)

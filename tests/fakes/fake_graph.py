@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.fakes.nested import nested_tensors
+
 
 class CaptureError(Exception):
     """An operation that cannot be captured."""
@@ -43,11 +45,13 @@ class Recorder(TorchDispatchMode):
             return result
         if func is torch.ops.aten._local_scalar_dense.default:
             raise CaptureError("a number is read on the host inside a capture")
-        given = {_place(each) for each in _tensors((args, kwargs))}
-        outputs = [each for each in _tensors(result) if _place(each) not in given]
+        given = {_place(each) for each in nested_tensors((args, kwargs))}
+        outputs = [each for each in nested_tensors(result) if _place(each) not in given]
 
         def again() -> None:
-            found = [each for each in _tensors(func(*args, **kwargs)) if _place(each) not in given]
+            found = [
+                each for each in nested_tensors(func(*args, **kwargs)) if _place(each) not in given
+            ]
             for output, each in zip(outputs, found, strict=True):
                 output.copy_(each)
 
@@ -71,13 +75,3 @@ class FakeGraph:
 
 def _place(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _tensors(each)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))

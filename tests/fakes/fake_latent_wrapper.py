@@ -11,8 +11,8 @@ import torch
 
 from tests.fakes.fake_device import FakeDevice, on_host
 from tests.fakes.fake_paged_wrapper import SIXTEEN_BITS, check_index, check_workspace, demand
-from worker.attention.base import AttentionShape
-from worker.attention.reference import dense_attention
+from worker.attention.backend import AttentionShape
+from worker.reference.attention import dense_attention
 
 LATENT, ROTATED = 512, 64
 _TILE: Final = 64

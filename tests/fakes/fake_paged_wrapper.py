@@ -12,8 +12,8 @@ from typing import Any, Final, Protocol
 import torch
 
 from tests.fakes.fake_device import FakeDevice, on_host
-from worker.attention.base import AttentionShape
-from worker.attention.reference import dense_attention, first_in_sight
+from worker.attention.backend import AttentionShape
+from worker.reference.attention import dense_attention, first_in_sight
 
 HEAD_DIMS: Final = (64, 128, 256)
 SIXTEEN_BITS: Final = (torch.bfloat16, torch.float16)

@@ -24,10 +24,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
-from proto import PROTOCOL_VERSION, process
+from proto import PROTOCOL_VERSION
 from proto.codec import Message
 from proto.errors import ModelError
-from proto.lifecycle import (
+from proto.messages.lifecycle import (
     AbortRequests,
     Alive,
     Drain,
@@ -53,7 +53,8 @@ from proto.lifecycle import (
     SwitchEngine,
     WorkersReady,
 )
-from proto.sockets import Link, Poller
+from proto.runtime import process
+from proto.runtime.sockets import Link, Poller
 
 POLL_SECONDS: Final = 0.02
 

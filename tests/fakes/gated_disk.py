@@ -41,9 +41,9 @@ def GatedDisk_manager(extra: Mapping[str, Any], context: Any) -> Any:
 
 def GatedDisk_handlers(extra: Mapping[str, Any], context: Any) -> Any:
     """Create the handlers of the disk medium behind gates, in a worker."""
-    from proto.kv_events import DEVICE_MEDIUM
-    from proto.kv_media import DISK, media_folder
-    from proto.kv_transfer_config import disk_settings
+    from proto.messages.kv_events import DEVICE_MEDIUM
+    from proto.settings.kv_media import DISK, media_folder
+    from proto.settings.kv_transfer_config import disk_settings
     from worker.kv_connector.offload.disk_medium import DiskMedium
     from worker.kv_connector.offload.transfer_queue import MediumError, TransferQueue
 

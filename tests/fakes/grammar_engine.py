@@ -4,6 +4,7 @@ Its worker draws from what a mask leaves, by a digest of the prefix, so runs can
 """
 
 import threading
+import time
 from pathlib import Path
 from select import select
 
@@ -19,18 +20,20 @@ from engine_core.structured_output.compiler import (
 from engine_core.structured_output.manager import StepMasks, StructuredOutputManager
 from engine_core.structured_output.matchers import GrammarTimeoutError
 from engine_core.validation import RequestLimits
-from proto.engine_io import EngineCoreRequest, FinishReason
-from proto.grammar import GrammarSource
-from proto.model_runner_output import ModelRunnerOutput
-from proto.sampling_params import SamplingParams, ThinkingRule
-from proto.scheduler_output import GrammarOutput, SchedulerOutput
-from proto.sockets import EventFd
+from proto.messages.engine_io import EngineCoreRequest, FinishReason
+from proto.messages.grammar import GrammarSource
+from proto.messages.model_runner_output import ModelRunnerOutput
+from proto.messages.sampling_params import SamplingParams, ThinkingRule
+from proto.messages.scheduler_output import GrammarOutput, SchedulerOutput
+from proto.runtime.sockets import EventFd
 from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.input_harness import FakeOutputDispatcher
 from tests.fakes.paged_runner import PagedRunner, Row, hashed_token
 from tests.fakes.toy_vocabulary import EOS, SIZE
 
 LIMIT_SECONDS = 20.0
+RUN_SECONDS = 40.0
+"""By time, not by steps: a step without work takes microseconds, a slow mask 50 ms."""
 
 
 class NoSandbox:
@@ -214,10 +217,9 @@ class GrammarEngine:
             self._wait_for_masks()
 
     def run(self) -> None:
-        """Step until no request is left."""
-        for _ in range(5000):
-            if not self.harness.scheduler.num_unfinished:
-                break
+        """Step until no request is left, or for RUN_SECONDS."""
+        deadline = time.monotonic() + RUN_SECONDS
+        while self.harness.scheduler.num_unfinished and time.monotonic() < deadline:
             self.step()
         while self.harness.in_flight or self.harness.scheduler.has_work:
             self.step()

@@ -32,11 +32,11 @@ class FakeOutputDispatcher:
 class InputProcessorHarness:
     """An input processor with a scheduler behind it."""
 
-    def __init__(self, **settings):
+    def __init__(self, limits: RequestLimits = LIMITS, **settings):
         self.engine = EngineHarness(max_model_len=64, **settings)
         self.outputs = FakeOutputDispatcher()
         self.input_processor = InputProcessor(
-            self.engine.scheduler, self.engine.kv_cache, self.outputs, LIMITS
+            self.engine.scheduler, self.engine.kv_cache, self.outputs, limits
         )
 
     def receive(self, message, front_end=0):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from engine_core.kv_connector.base import NO_MATCH, Match, SchedulerConnector
 from engine_core.request import Request
-from proto.kv_connector import NO_PAYLOAD, KVConnectorOutput
+from proto.messages.kv_connector import NO_PAYLOAD, KVConnectorOutput
 from tests.fakes.paged_runner import PagedRunner, Row
 
 JUNK = b"not loaded"

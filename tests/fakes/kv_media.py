@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from proto.kv_connector import DeviceBlocks, TransferJob
-from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
+from proto.messages.kv_connector import DeviceBlocks, TransferJob
+from tests.fakes.devices import CPU
+from worker.attention.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.kv_connector.offload.base import HandlerContext, OffloadingHandler, TransferResult
 
 FINGERPRINT = bytes(range(32))
@@ -60,7 +61,7 @@ class Rank:
         self.medium = medium
         self._notified = threading.Semaphore(0)
         context = HandlerContext(
-            self.cache, factor, rank, num_ranks, FINGERPRINT, self._notified.release
+            self.cache, CPU, factor, rank, num_ranks, FINGERPRINT, self._notified.release
         )
         handlers = make_handlers(extra, context)
         self.load, self.store = handlers[medium, "GPU"], handlers["GPU", medium]

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
-from engine_core.kv_cache.manager import NOTHING_COMPUTED, ComputedBlocks, KVCacheManager
+from engine_core.block_hashing import NO_EXTRA_KEYS, ExtraKeys
+from engine_core.kv_cache.manager import NO_PREFIX, CachedPrefix, KVCacheManager
 from engine_core.request import Request
-from proto.lifecycle import KVGroup
-from proto.sampling_params import SamplingParams
+from proto.messages.lifecycle import KVGroup
+from proto.messages.sampling_params import SamplingParams
 
 FINGERPRINT = bytes(range(32))
 COMMON = [token for block in range(3) for token in [block] * 16]
@@ -45,18 +46,21 @@ class Requests:
         tokens: Sequence[int] | str,
         *,
         cache_salt: str | None = None,
+        extra_keys: ExtraKeys = NO_EXTRA_KEYS,
         prompt_logprobs: int | None = None,
         **fields: Any,
     ) -> Request:
         """Create a waiting request with a prompt of these tokens."""
         seq_id = next(self._seq_ids)
+        if cache_salt is not None:
+            extra_keys = ExtraKeys(cache_salt)
         return Request(
             seq_id=seq_id,
             request_id=seq_id,
             prompt_token_ids=token_ids(tokens) if isinstance(tokens, str) else list(tokens),
             sampling_params=SamplingParams(max_tokens=1000, prompt_logprobs=prompt_logprobs),
             hasher=self._manager.hasher,
-            cache_salt=cache_salt,
+            extra_keys=extra_keys,
             **fields,
         )
 
@@ -83,10 +87,10 @@ class Requests:
         request.num_computed_tokens += computed.num_tokens + num_new
         return new_blocks
 
-    def computed(self, request: Request) -> ComputedBlocks:
+    def computed(self, request: Request) -> CachedPrefix:
         """Return the computed prefix of a request; empty for a running request."""
         if request.num_computed_tokens:
-            return NOTHING_COMPUTED
+            return NO_PREFIX
         return self._manager.get_computed_blocks(request)
 
     def decode(self, request: Request, token: int | str) -> list[int] | None:

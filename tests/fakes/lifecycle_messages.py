@@ -6,9 +6,9 @@ from typing import Any
 import msgspec
 
 from proto import PROTOCOL_VERSION
-from proto.config import ServeConfig
-from proto.lifecycle import EngineReady, KVCacheGeometry, ProcessBoot, Role, WorkerReady
-from proto.prepared_model import PreparedModel
+from proto.messages.lifecycle import EngineReady, KVCacheGeometry, ProcessBoot, Role, WorkerReady
+from proto.messages.prepared_model import PreparedModel
+from proto.settings.config import ServeConfig
 
 
 def model(**changes: Any) -> PreparedModel:

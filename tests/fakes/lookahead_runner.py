@@ -3,9 +3,9 @@
 from collections.abc import Callable
 
 from proto.codec import changed
-from proto.model_runner_output import ModelRunnerOutput
-from proto.scheduler_output import SchedulerOutput
-from worker.model_runner import ModelRunner
+from proto.messages.model_runner_output import ModelRunnerOutput
+from proto.messages.scheduler_output import SchedulerOutput
+from worker.step.model_runner import ModelRunner
 
 LOOKAHEAD = 4
 
@@ -13,8 +13,8 @@ LOOKAHEAD = 4
 class LookaheadRunner:
     """A runner whose steps ask for a draft of each sequence that has room for one.
 
-    proposals: by seq_id, (known tokens at the time, draft, survivals). pass_rows: by step.
-    every: steps from one with lookahead to the next. most: tokens of the longest draft.
+    proposals: by seq_id, (known tokens at the time, draft, acceptance probabilities). pass_rows: by
+    step. every: steps from one with lookahead to the next. most: tokens of the longest draft.
     """
 
     def __init__(
@@ -22,13 +22,13 @@ class LookaheadRunner:
         runner: ModelRunner,
         *,
         every: int = 1,
-        min_survival: float = 0.0,
+        min_acceptance_prob: float = 0.0,
         most: int = LOOKAHEAD,
     ) -> None:
         self.runner = runner
         self.every = every
         self.most = most
-        self.min_survival = min_survival
+        self.min_acceptance_prob = min_acceptance_prob
         self.proposals: list[tuple[int, list[int], list[int], list[float]]] = []
         self.pass_rows: list[list[int]] = []
         self.num_steps = self.num_resumed = self.num_copied = 0
@@ -43,12 +43,12 @@ class LookaheadRunner:
         output = self.execute_step(step)
         self.pass_rows.append(output.draft_pass_rows)
         batch = self.runner.batch
-        for seq_id, draft, survivals in zip(
-            output.draft_seq_ids, output.draft_token_ids, output.draft_survivals, strict=True
+        for seq_id, draft, acceptance_probs in zip(
+            output.draft_seq_ids, output.draft_token_ids, output.draft_acceptance_probs, strict=True
         ):
             row = batch._row_of[seq_id]
             known = batch.token_ids[row, : batch.num_tokens[row]].tolist()
-            self.proposals.append((seq_id, known, draft, survivals))
+            self.proposals.append((seq_id, known, draft, acceptance_probs))
         return output
 
     def _with_lookahead(self, step: SchedulerOutput) -> SchedulerOutput:
@@ -77,5 +77,5 @@ class LookaheadRunner:
             step,
             lookahead_seq_ids=seq_ids,
             num_lookahead_tokens=counts,
-            min_draft_survival=self.min_survival,
+            min_draft_acceptance_prob=self.min_acceptance_prob,
         )

@@ -3,8 +3,8 @@
 from typing import Any
 
 from engine_core.request import Request
-from proto.engine_io import EngineCoreRequest
-from proto.sampling_params import SamplingParams
+from proto.messages.engine_io import EngineCoreRequest
+from proto.messages.sampling_params import SamplingParams
 from tests.fakes.engine_harness import EOS
 from tests.fakes.kv_requests import make_manager
 

@@ -7,8 +7,8 @@ import importlib.util
 from pathlib import Path
 from typing import Final
 
-from api_server.text.detokenizer import byte_alphabet
 from api_server.text.harmony import vocabulary_file
+from proto.byte_level import BYTE_LETTERS
 
 SPECIAL_TOKENS: Final = (
     "<|startoftext|>",
@@ -38,12 +38,11 @@ def o200k_ranks() -> dict[str, int] | None:
     if found is None or found.origin is None:
         return None
     data = Path(found.origin).parent.joinpath("data", "o200k.vocab").read_bytes()
-    characters = {byte: character for character, byte in byte_alphabet().items()}
     ranks, position = {}, 4
     while position < len(data):
         start = position + 2
         end = start + int.from_bytes(data[position:start], "little")
-        token = "".join(map(characters.__getitem__, data[start:end]))
+        token = "".join(map(BYTE_LETTERS.__getitem__, data[start:end]))
         position = end + 4
         ranks[token] = int.from_bytes(data[end:position], "little")
     assert len(ranks) == int.from_bytes(data[:4], "little")

@@ -12,14 +12,13 @@ from engine_core.kv_cache.pool import TransferRefs
 from engine_core.kv_connector.base import SchedulerConnector, SchedulerContext
 from engine_core.kv_connector.offload.connector import OffloadingScheduler
 from engine_core.request import Request
-from engine_core.scheduler.features.base import Unblock
+from engine_core.scheduler.features.base import NO_OBSERVER, SchedulerObserver, Unblock
 from engine_core.scheduler.features.speculative_decoding import DraftProvider
 from engine_core.scheduler.kv_transfer import IsStorable
 from engine_core.scheduler.lifecycle import OutputsByFrontEnd
 from engine_core.scheduler.scheduler import Scheduler
-from proto.config import SchedulerConfig
-from proto.engine_io import EngineCoreOutput
-from proto.kv_connector import (
+from proto.messages.engine_io import EngineCoreOutput
+from proto.messages.kv_connector import (
     NO_PAYLOAD,
     FinishedJob,
     KVConnectorOutput,
@@ -30,9 +29,10 @@ from proto.kv_connector import (
     pack,
     unpack,
 )
-from proto.kv_transfer_config import KVTransferConfig
-from proto.lifecycle import KVCacheGeometry, KVGroup
-from proto.scheduler_output import SchedulerOutput
+from proto.messages.lifecycle import KVCacheGeometry, KVGroup
+from proto.messages.scheduler_output import SchedulerOutput
+from proto.settings.config import SchedulerConfig, ServeConfig
+from proto.settings.kv_transfer_config import KVTransferConfig
 from tests.fakes.engine_harness import VOCAB_SIZE, EngineHarness
 from tests.fakes.paged_runner import PagedRunner
 
@@ -129,6 +129,8 @@ class OffloadRig(EngineHarness):
         load_failure_policy: LoadFailurePolicy = "recompute",
         drafting: DraftProvider | None = None,
         num_dropped_blocks: int = 0,
+        serve_config: ServeConfig | None = None,
+        observer: SchedulerObserver = NO_OBSERVER,
         **scheduler: Any,
     ) -> None:
         super().__init__(
@@ -169,6 +171,7 @@ class OffloadRig(EngineHarness):
                 holds,
                 self.kv_cache.block_ids,
                 unblock,
+                serve_config or ServeConfig(),
                 is_storable=lambda seq_id: self.trusts and is_storable(seq_id),
             )
             self.offloading = OffloadingScheduler(transfer, context)
@@ -183,6 +186,7 @@ class OffloadRig(EngineHarness):
             connect=connect,
             load_failure_policy=load_failure_policy,
             drafting=drafting,
+            observer=observer,
         )
 
     def collect(self, output: SchedulerOutput) -> dict[int, list[EngineCoreOutput]]:

@@ -5,8 +5,8 @@ import threading
 import time
 from collections import deque
 
-from proto.scheduler_output import SchedulerOutput
-from proto.sockets import Poller
+from proto.messages.scheduler_output import SchedulerOutput
+from proto.runtime.sockets import Poller
 from tests.fakes.engine_process import EngineProcess
 
 

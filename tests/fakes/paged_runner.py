@@ -18,9 +18,9 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-from proto.engine_io import LogprobsArrays
-from proto.model_runner_output import ModelRunnerOutput, RowLogprobs
-from proto.scheduler_output import NewRequestData, SchedulerOutput
+from proto.messages.engine_io import LogprobsArrays
+from proto.messages.model_runner_output import ModelRunnerOutput, RowLogprobs
+from proto.messages.scheduler_output import NewRequestData, SchedulerOutput
 
 NextToken = Callable[[list[int], int], int]
 """Maps (all token ids so far, choice) to the next token."""
@@ -165,7 +165,7 @@ class PagedRunner:
                 token_ids.append(draft[-1])
             result.draft_seq_ids.append(seq_id)
             result.draft_token_ids.append(draft)
-            result.draft_survivals.append([0.8 ** (index + 1) for index in range(most)])
+            result.draft_acceptance_probs.append([0.8 ** (index + 1) for index in range(most)])
             result.draft_pass_rows.extend([1] * most)
             result.draft_pass_seconds.extend([0.001] * most)
 

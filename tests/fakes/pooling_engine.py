@@ -7,21 +7,21 @@ import torch
 
 from deploy.models import gguf_file, hf_folder, prepared_folder
 from engine_core.request import Request
-from proto.config import ModelConfig, ServeConfig
-from proto.engine_io import FinishReason
-from proto.pooling import PoolingParams, PoolingTask, pooler_of
-from proto.prepared_model import PreparedModel
+from proto.messages.engine_io import FinishReason
+from proto.messages.pooling import PoolingParams, PoolingTask
+from proto.messages.prepared_model import PreparedModel
+from proto.settings.config import ModelConfig, ServeConfig
+from proto.settings.pooler_config import pooler_of
+from tests.fakes.devices import CPU, create_backend, create_sampler
 from tests.fakes.real_engine import BLOCK, engine_for
-from worker.attention.registry import create_backend
+from worker.attention.kv_cache import KVCache
 from worker.attention.scratch_pages import SCRATCH_BLOCK, num_scratch_blocks
-from worker.input_batch import InputBatch
-from worker.kv_cache import KVCache
+from worker.batch.input_batch import InputBatch
 from worker.loader.weights import load_model
-from worker.memory_plan import layer_cache
 from worker.models.decoder import Decoder
 from worker.models.registry import model_spec
-from worker.pooling import PoolingHead, PoolingRunner
-from worker.sampling.sampler import create_sampler
+from worker.plan.memory_plan import layer_cache
+from worker.step.pooling import PoolingHead, PoolingRunner
 
 CHUNK = 16
 _AS_THE_FOLDER_SAYS = ModelConfig()
@@ -49,7 +49,7 @@ class PoolingEngine:
         self.pooler = pooler
         self.prepared = prepared
         spec = model_spec(prepared, ServeConfig(model=config))
-        cpu = torch.device("cpu")
+        cpu = CPU
         self.decoder: Decoder = load_model(prepared, spec, torch.float32, cpu, lambda part: None)
         defaults: dict[str, object] = {"max_num_batched_tokens": CHUNK}
         if spec.is_bidirectional:
@@ -71,7 +71,9 @@ class PoolingEngine:
         rows = InputBatch(64, spec.max_position, BLOCK, layout.num_groups)
         attention = create_backend("auto", cache, spec.attention_shape)
         head = PoolingHead.load(self.pooler, self.prepared)
-        return PoolingRunner(head, self.decoder, attention, create_sampler(), rows, cache)
+        return PoolingRunner(
+            head, self.decoder, attention, create_sampler(), rows, cache, CPU.transfers()
+        )
 
     def add(
         self, prompt: list[int], task: PoolingTask = "embed", tenant: int = 0, **params: object

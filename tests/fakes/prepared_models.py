@@ -12,7 +12,8 @@ import torch
 
 from deploy.models.quantised_folder import CONFIG_KEYS, join_parts, read_scheme
 from proto.codec import encode
-from proto.prepared_model import PreparedModel, TensorEntry, TensorIndex, TensorPart
+from proto.messages.prepared_model import PreparedModel, TensorEntry, TensorIndex, TensorPart
+from worker.device import Device
 from worker.layers.norm import NormWeight
 from worker.loader.formats import DenseFormat
 from worker.loader.source import WeightSource
@@ -20,8 +21,8 @@ from worker.loader.weights import DecoderBuilder
 from worker.models.decoder import Decoder
 from worker.models.registry import read_config, spec_from_config
 from worker.models.rope import Rope
+from worker.models.sharding import shard_model
 from worker.models.spec import ModelSpec
-from worker.parallel.sharding import shard_model
 
 
 def prepare(
@@ -94,17 +95,18 @@ def gguf_index(path: Path) -> TensorIndex:
 
 
 class TensorSource(WeightSource):
-    """Weights from `make`, by tokend's names, created when the loader reads them.
-
-    device: not that of the weights; there is no file in which a table could stay mapped.
-    """
-
-    device = torch.device("meta")
+    """Weights from `make`, by tokend's names, created when the loader reads them."""
 
     def __init__(
-        self, spec: ModelSpec, make: Callable[[str], torch.Tensor], dtype: torch.dtype
+        self,
+        spec: ModelSpec,
+        make: Callable[[str], torch.Tensor],
+        dtype: torch.dtype,
+        device: Device,
     ) -> None:
         self.dtype = dtype
+        self.device = device
+        self.torch_device = device.torch_device
         self._model = spec
         self._make = make
 
@@ -117,7 +119,13 @@ class TensorSource(WeightSource):
         spec, weight = self._model, self._make(f"{name}.weight")
         bias = self._make(f"{name}.bias") if spec.norm_bias else None
         weight = weight.float() + 1 if spec.norms_add_one else weight
-        return NormWeight(weight, spec.norm_eps, spec.norm_kind == "layer", bias)
+        return NormWeight(weight, spec.norm_eps, spec.norm_type == "layer", bias)
+
+    def read_rows(self, name: str, dtype: torch.dtype | None = None) -> Any:
+        return self.read(name), None
+
+    def prefetch(self, name: str) -> None:
+        """There is no file."""
 
     def type_of(self, name: str) -> str:
         return "made in memory"
@@ -133,11 +141,11 @@ class TensorSource(WeightSource):
 
 
 def build_decoder(
-    spec: ModelSpec, make: Callable[[str], torch.Tensor], dtype: torch.dtype, device: torch.device
+    spec: ModelSpec, make: Callable[[str], torch.Tensor], dtype: torch.dtype, device: Device
 ) -> Decoder:
     """Build a decoder with dense weights as the loader does. make: returns the weight of a name."""
-    source = TensorSource(spec, make, dtype)
-    builder = DecoderBuilder(source, shard_model(spec, 1), DenseFormat(dtype), device)
+    source = TensorSource(spec, make, dtype, device)
+    builder = DecoderBuilder(source, shard_model(spec, 1), DenseFormat(dtype))
     layers = [builder.read_layer(layer)() for layer in range(spec.num_layers)]
     return builder.read_ends()(layers)
 

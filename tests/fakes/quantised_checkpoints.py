@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from safetensors.torch import load_file, save_file
 
-from proto.prepared_model import FP8
+from proto.messages.prepared_model import FP8
 
 Tensors = dict[str, torch.Tensor]
 Quantise = Callable[[torch.Tensor, torch.Generator], tuple[Tensors, torch.Tensor]]

@@ -9,10 +9,10 @@ from typing import TypeVar
 
 import torch
 
-from proto.model_runner_output import ModelRunnerOutput
-from proto.scheduler_output import SchedulerOutput
-from worker.model_runner import ModelRunner
+from proto.messages.model_runner_output import ModelRunnerOutput
+from proto.messages.scheduler_output import SchedulerOutput
 from worker.parallel.torch_group import TorchGroup
+from worker.step.model_runner import ModelRunner
 
 LIMIT_SECONDS = 60.0
 Result = TypeVar("Result")
@@ -69,5 +69,5 @@ class LockstepRunners:
             assert other.candidates == first.candidates
             assert other.logprobs == first.logprobs
             assert other.draft_token_ids == first.draft_token_ids
-            assert other.draft_survivals == first.draft_survivals
+            assert other.draft_acceptance_probs == first.draft_acceptance_probs
         return first

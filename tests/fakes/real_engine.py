@@ -2,19 +2,19 @@
 
 import torch
 
-from proto.prepared_model import PreparedModel
+from proto.messages.prepared_model import PreparedModel
+from tests.fakes.devices import CPU
 from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.prepared_models import spec_of
-from worker.attention.registry import create_backend
-from worker.input_batch import InputBatch
-from worker.kv_cache import KVCache
+from worker.attention.kv_cache import KVCache
+from worker.attention.state_cache import AttentionWithStates, StateCache
+from worker.batch.input_batch import InputBatch
+from worker.host.device import HostDevice
 from worker.loader.weights import load_model
-from worker.memory_plan import layer_cache
-from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
 from worker.parallel.group import RankGroup
-from worker.sampling.sampler import create_sampler
-from worker.state_cache import AttentionWithStates, StateCache
+from worker.plan.memory_plan import layer_cache
+from worker.step.model_runner import ModelRunner
 
 BLOCK = 4
 NUM_STATE_SLOTS = 9
@@ -23,27 +23,31 @@ _MAX_ROWS = 64
 _ALONE = RankGroup()
 
 
-def load(prepared: PreparedModel, group: RankGroup = _ALONE) -> Decoder:
+def load(prepared: PreparedModel, group: RankGroup = _ALONE, device: HostDevice = CPU) -> Decoder:
     """Load a model in float32 as one rank of a group."""
-    spec, cpu = spec_of(prepared), torch.device("cpu")
-    return load_model(prepared, spec, torch.float32, cpu, lambda fraction: None, None, group)
+    spec = spec_of(prepared)
+    return load_model(prepared, spec, torch.float32, device, lambda fraction: None, None, group)
 
 
 def runner_of(
-    decoder: Decoder, num_blocks: int, num_state_slots: int = NUM_STATE_SLOTS
+    decoder: Decoder,
+    num_blocks: int,
+    num_state_slots: int = NUM_STATE_SLOTS,
+    kv_dtype: torch.dtype = torch.float32,
+    device: HostDevice = CPU,
 ) -> ModelRunner:
     """Return a runner whose KV pool and states have NaN wherever nothing was written."""
     spec = decoder.spec
-    layout, geometry = layer_cache(spec, torch.float32)
+    layout, geometry = layer_cache(spec, kv_dtype)
     cache = KVCache(geometry, layout, num_blocks, BLOCK)
     cache.buffer[1:] = float("nan")
     rows = InputBatch(_MAX_ROWS, spec.max_position, BLOCK, layout.num_groups)
-    attention = create_backend("auto", cache, spec.attention_shape)
+    attention = device.attention("auto", cache, spec.attention_shape)
     if layout.states is not None:
         states = StateCache(layout.states, num_state_slots, BLOCK)
         states.buffer.fill_(float("nan"))
         attention = AttentionWithStates(attention, states)
-    return ModelRunner(decoder, attention, create_sampler(), rows, cache)
+    return ModelRunner(decoder, attention, device.sampler(), rows, cache, device.transfers())
 
 
 def engine_for(

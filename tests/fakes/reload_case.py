@@ -3,16 +3,17 @@
 import signal
 from dataclasses import dataclass, field
 
-from deploy.reload.reload import Reload
 from deploy.supervisor.epochs import EpochCounter, ServedModels
 from deploy.supervisor.recovery import Recovery, RestartBudget
+from deploy.supervisor.reload.phases import ReloadContext
+from deploy.supervisor.reload.reload import Reload
 from proto import PROTOCOL_VERSION
 from proto.codec import Message, changed
-from proto.config import FrontEndConfig, ServeConfig
 from proto.errors import ErrorInfo, ModelError
-from proto.lifecycle import NextReady, ProcessBoot, Role, Switched, process_name
-from proto.prepared_model import PreparedModel
-from proto.process import describe
+from proto.messages.lifecycle import NextReady, ProcessBoot, Role, Switched, process_name
+from proto.messages.prepared_model import PreparedModel
+from proto.runtime.process import describe
+from proto.settings.config import FrontEndConfig, ServeConfig
 from tests.fakes import lifecycle_messages
 from tests.fakes.notices import Notices
 
@@ -100,9 +101,10 @@ class Case:
         self.names: list[str] = []
         self.preparations: list[Preparation] = []
         self.has_room = True
-        self.reload = Reload(
-            self.epochs, self.recovery, self, self, self, strategy, 2, 2, lambda: self.now
+        context = ReloadContext(
+            self.epochs, self.recovery, self, self, strategy, 2, 2, lambda: self.now
         )
+        self.reload = Reload(context, self)
 
     # ProcessActions
 
@@ -143,11 +145,21 @@ class Case:
     def report_begin(self) -> None:
         self.num_begun += 1
 
+    def report_ending(self) -> None:
+        """Do nothing: `test_reload_command.py` looks at the state."""
+
     def report_delay(self, reason: str) -> None:
         self.reasons.append(reason)
 
     def report_end(
-        self, error: str, seconds: float, model: str, source: str, *, another: bool
+        self,
+        error: str,
+        seconds: float,
+        model: str,
+        source: str,
+        paths: tuple[str, ...],
+        *,
+        another: bool,
     ) -> None:
         self.names.append(model)
         self.ended.append((error, another))

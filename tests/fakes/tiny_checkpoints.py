@@ -1,5 +1,6 @@
 """Tiny random checkpoints of every family, made by transformers from a configuration."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,13 @@ import torch
 from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
+    BambaConfig,
     Cohere2Config,
     DeepseekV2Config,
     DeepseekV3Config,
     Ernie4_5Config,
     Exaone4Config,
+    FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
     Glm4Config,
@@ -22,11 +25,16 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
+    GraniteMoeHybridConfig,
+    Lfm2Config,
+    Lfm2MoeConfig,
     LlamaConfig,
+    Mamba2Config,
     Ministral3Config,
     MinistralConfig,
     MistralConfig,
     MixtralConfig,
+    NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
@@ -89,6 +97,33 @@ _DELTA: dict[str, Any] = {
     "linear_num_value_heads": 4,
     "layer_types": ["linear_attention", "full_attention"] * 2 + ["linear_attention"],
 }
+_MAMBA: dict[str, Any] = {
+    "num_hidden_layers": 5,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+}
+_MAMBA_TYPES: dict[str, Any] = _MAMBA | {
+    "layer_types": ["mamba", "mamba", "attention", "mamba", "attention"]
+}
+_NEMOTRON: dict[str, Any] = {
+    "num_hidden_layers": None,
+    "layers_block_type": [
+        *("linear_attention", "mlp", "linear_attention", "full_attention", "mlp"),
+        *("linear_attention", "full_attention"),
+    ],
+    "head_dim": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "time_step_min": 1e-30,  # transformers limits the time step of prompts, but not that of decodes
+}
+_CONVS: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+}
 _GEMMA3: dict[str, Any] = _SIZES | {
     "num_key_value_heads": 1,
     "head_dim": 32,
@@ -122,6 +157,117 @@ _LONGROPE: dict[str, Any] = {
 _KINDS: dict[str, Any] = _WINDOW | {"layer_types": _GEMMA3["layer_types"]}
 
 CONFIGS: dict[str, PretrainedConfig] = {
+    "bamba": BambaConfig(**_SIZES | _MAMBA, attn_layer_indices=[1, 4]),
+    "bamba-biases": BambaConfig(
+        **_SIZES | _MAMBA | {"mamba_n_groups": 1},
+        attn_layer_indices=[2],
+        attention_bias=True,
+        mamba_conv_bias=False,
+        mamba_proj_bias=True,
+        mlp_bias=True,
+    ),
+    "falconh1": FalconH1Config(
+        **_SIZES | _MAMBA | {"mamba_n_groups": 1},
+        mamba_d_ssm=128,
+        embedding_multiplier=2.5,
+        lm_head_multiplier=0.5,
+        key_multiplier=0.7,
+        attention_in_multiplier=0.9,
+        attention_out_multiplier=0.6,
+        ssm_in_multiplier=1.1,
+        ssm_out_multiplier=0.8,
+        ssm_multipliers=[0.5, 0.9, 1.2, 1.1, 0.8],
+        mlp_multipliers=[0.9, 0.5],
+    ),
+    "falconh1-norms": FalconH1Config(
+        **_SIZES | _MAMBA,
+        mamba_d_ssm=None,
+        mamba_rms_norm=True,
+        attention_bias=True,
+        projectors_bias=True,
+        attention_in_multiplier=0.9,
+        ssm_out_multiplier=0.8,
+    ),
+    "granitehybrid": GraniteMoeHybridConfig(
+        **_SIZES | _MAMBA_TYPES | {"mamba_n_groups": 1},
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        shared_intermediate_size=80,
+        attention_multiplier=0.2,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.4,
+        logits_scaling=2.0,
+        pad_token_id=0,
+    ),
+    "granitehybrid-dense": GraniteMoeHybridConfig(
+        **_SIZES | _MAMBA_TYPES,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        shared_intermediate_size=112,
+        position_embedding_type="rope",
+        attention_multiplier=0.2,
+        residual_multiplier=0.4,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+    ),
+    "lfm2": Lfm2Config(**_SIZES | _CONVS, block_multiple_of=16),
+    "lfm2-biases": Lfm2Config(
+        **_SIZES | _CONVS,
+        block_auto_adjust_ff_dim=False,
+        conv_bias=True,
+        conv_L_cache=4,
+        tie_word_embeddings=False,
+    ),
+    "lfm2moe": Lfm2MoeConfig(
+        **_SIZES | _CONVS,
+        num_dense_layers=1,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        routed_scaling_factor=1.5,
+    ),
+    "mamba2": Mamba2Config(
+        vocab_size=96,
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_heads=8,
+        head_dim=16,
+        n_groups=2,
+        state_size=16,
+        max_position_embeddings=128,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    ),
+    "mamba2-biases": Mamba2Config(
+        vocab_size=96,
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_heads=4,
+        head_dim=32,
+        n_groups=1,
+        state_size=12,
+        use_bias=True,
+        use_conv_bias=False,
+        tie_word_embeddings=True,
+        max_position_embeddings=128,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    ),
+    "nemotronh": NemotronHConfig(**_SIZES | _NEMOTRON),
+    "nemotronh-experts": NemotronHConfig(
+        **_SIZES
+        | _NEMOTRON
+        | {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "moe"]},
+        **_EXPERTS,
+        n_routed_experts=6,
+        n_group=2,
+        topk_group=1,
+        moe_latent_size=32,
+        moe_shared_expert_intermediate_size=80,
+        routed_scaling_factor=2.5,
+    ),
     "cohere2": Cohere2Config(**_SIZES | _KINDS, logit_scale=0.5, pad_token_id=0),
     "cohere2-biases": Cohere2Config(
         **_SIZES, sliding_window=5, attention_bias=True, logit_scale=0.5, pad_token_id=0
@@ -348,8 +494,35 @@ CONFIGS: dict[str, PretrainedConfig] = {
     ),
 }
 """Every family with every variation of the arithmetic that it supports."""
-MIXTURES = [name for name, config in CONFIGS.items() if hasattr(config, "num_experts_per_tok")]
+
+
+def has_experts(config: PretrainedConfig) -> bool:
+    """Return whether a model has mixtures of experts; some only have settings for them."""
+    if not getattr(config, "num_experts_per_tok", None):
+        return False
+    return not isinstance(config, NemotronHConfig) or "moe" in config.layers_block_type
+
+
+MIXTURES = [name for name, config in CONFIGS.items() if has_experts(config)]
 """Those with experts."""
+
+
+_LATENT_IN_BLOCKS = {
+    **{"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 96},
+    **{"qk_head_dim": 48, "head_dim": 16},
+}
+
+
+def config_in_blocks(name: str) -> PretrainedConfig:
+    """Return a configuration of CONFIGS whose sizes are multiples of 32, for weights in blocks."""
+    config = copy.deepcopy(CONFIGS[name])
+    config.intermediate_size = 96
+    if hasattr(config, "moe_intermediate_size"):
+        config.moe_intermediate_size = 64
+    if hasattr(config, "kv_lora_rank"):
+        latent = _LATENT_IN_BLOCKS | {"q_lora_rank": config.q_lora_rank and 64}
+        config = type(config)(**config.to_dict() | latent)
+    return config
 
 
 def architecture_of(config: PretrainedConfig) -> str:
@@ -366,14 +539,14 @@ def tiny_model(config: PretrainedConfig, seed: int = 0) -> Any:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator)
-            if name.endswith("norm.weight"):
+            if name.endswith(("norm.weight", "norm_f.weight")):
                 weight.copy_(1.0 + 0.3 * noise)
-            elif name.endswith(("bias", "sinks", "A_log")):
+            elif name.endswith(("bias", "sinks", "A_log", ".D")):
                 weight.copy_(0.5 * noise)
             else:
                 weight.copy_(1.5 * noise / weight.shape[1] ** 0.5)
         for name, buffer in model.named_buffers():
-            if name.endswith("correction_bias"):  # of a router
+            if name.endswith(("correction_bias", "expert_bias")):  # of a router
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     return model
 

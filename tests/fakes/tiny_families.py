@@ -17,10 +17,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import PretrainedConfig
 
-from proto.prepared_model import FAMILIES
 from tests.fakes.gguf_files import permute_heads
-from tests.fakes.tiny_checkpoints import CONFIGS, save_mxfp4, tiny_model
+from tests.fakes.tiny_checkpoints import CONFIGS, has_experts, save_mxfp4, tiny_model
 from tests.fakes.tiny_model_files import TOKENS, add_tokenizer, tokenizer_json
+from worker.models.families import FAMILIES
 
 Arrays = dict[str, npt.NDArray[Any]]
 """Numbers in float32, and blocks of MXFP4 and their scales in bytes."""
@@ -58,6 +58,12 @@ _DELTA_VALUES: Final = {
 }
 _DELTA_CHANGES: Final = {"layer_types": None}
 """A GGUF file has no other pattern than one layer with attention in four."""
+_MAMBA2: Final = {
+    "ssm.conv_kernel": "mamba_d_conv",
+    "ssm.state_size": "mamba_d_state",
+    "ssm.group_count": "mamba_n_groups",
+    "ssm.time_step_rank": "mamba_n_heads",
+}
 _GROUPS: Final = {"expert_group_count": "n_group", "expert_group_used_count": "topk_group"}
 _QUERY_LATENT: Final = {"attention.q_lora_rank": "q_lora_rank"}
 _GRANITE: Final = {
@@ -77,12 +83,14 @@ class TinyGguf:
     changes: settings in which the model differs from that of tiny_checkpoints.py, because a GGUF
         file has no metadata for them.
     permuted: rows of query and key heads are in interleaved order.
+    name: of the architecture, if it is not the family's first one.
     """
 
     keys: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     changes: dict[str, Any] = field(default_factory=dict)
     permuted: bool = False
+    name: str = ""
 
 
 _OLMO3_ROPE: Final = {
@@ -121,6 +129,7 @@ GGUFS: Final[dict[str, TinyGguf]] = {
     "exaone4": TinyGguf(
         _WINDOW, {"attention.sliding_window_pattern": [True, True, True, False]}, _FULL_AT
     ),
+    "falconh1": TinyGguf(_MAMBA2 | {"ssm.inner_size": "mamba_d_ssm"}),
     "gemma2": TinyGguf(
         _WINDOW
         | {
@@ -162,7 +171,46 @@ GGUFS: Final[dict[str, TinyGguf]] = {
     "granitemoe": TinyGguf(
         _GRANITE | _EXPERTS | {"expert_count": "num_local_experts"}, permuted=True
     ),
+    "granitehybrid": TinyGguf(
+        _GRANITE
+        | _MAMBA2
+        | _EXPERTS
+        | {
+            "expert_count": "num_local_experts",
+            "expert_shared_feed_forward_length": "shared_intermediate_size",
+        },
+        {
+            "attention.head_count_kv": [0, 0, 2, 0, 2],
+            "rope.scaling.finetuned": False,
+            "ssm.inner_size": 128,
+        },
+        permuted=True,
+    ),
+    "lfm2": TinyGguf(
+        {"shortconv.l_cache": "conv_L_cache"},
+        {"attention.head_count_kv": [0, 2, 0, 2], "feed_forward_length": 80},
+    ),
+    "lfm2moe": TinyGguf(
+        _EXPERTS
+        | {
+            "expert_count": "num_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "leading_dense_block_count": "num_dense_layers",
+            "shortconv.l_cache": "conv_L_cache",
+        },
+        {"attention.head_count_kv": [0, 2, 0, 2], "expert_gating_func": 2},
+        {"routed_scaling_factor": 1.0},
+    ),
     "llama": TinyGguf(permuted=True),
+    "mamba2": TinyGguf(
+        {
+            "ssm.conv_kernel": "conv_kernel",
+            "ssm.state_size": "state_size",
+            "ssm.group_count": "n_groups",
+            "ssm.time_step_rank": "num_heads",
+        },
+        {"ssm.inner_size": 128},
+    ),
     "ministral": TinyGguf(changes={"layer_types": None, "sliding_window": 128}, permuted=True),
     "ministral3": TinyGguf(
         values=_YARN_VALUES
@@ -177,6 +225,43 @@ GGUFS: Final[dict[str, TinyGguf]] = {
     ),
     "mistral": TinyGguf(permuted=True),
     "mixtral": TinyGguf(_EXPERTS | {"expert_count": "num_local_experts"}, permuted=True),
+    "nemotronh": TinyGguf(
+        {
+            "ssm.conv_kernel": "conv_kernel",
+            "ssm.state_size": "ssm_state_size",
+            "ssm.group_count": "n_groups",
+            "ssm.time_step_rank": "mamba_num_heads",
+        },
+        {
+            "attention.head_count_kv": [0, 0, 0, 2, 0, 0, 2],
+            "feed_forward_length": [0, 112, 0, 0, 112, 0, 0],
+            "ssm.inner_size": 128,
+        },
+    ),
+    "nemotronh-experts": TinyGguf(
+        {
+            "expert_count": "n_routed_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_group_count": "n_group",
+            "expert_shared_count": "n_shared_experts",
+            "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_weights_norm": "norm_topk_prob",
+            "expert_weights_scale": "routed_scaling_factor",
+            "moe_latent_size": "moe_latent_size",
+            "ssm.conv_kernel": "conv_kernel",
+            "ssm.state_size": "ssm_state_size",
+            "ssm.group_count": "n_groups",
+            "ssm.time_step_rank": "mamba_num_heads",
+        },
+        {
+            "attention.head_count_kv": [0, 0, 2, 0],
+            "feed_forward_length": [0, 64, 0, 64],
+            "ssm.inner_size": 128,
+        },
+        {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]},
+        name="nemotron_h_moe",
+    ),
     "olmo2": TinyGguf(),
     "olmo3": TinyGguf(
         _WINDOW,
@@ -208,12 +293,22 @@ GGUFS: Final[dict[str, TinyGguf]] = {
 
 GENERATING = tuple(name for name, family in FAMILIES.items() if not family.is_encoder)
 """The architectures of decoders."""
-IN_GGUF_FILES = tuple(name for name in GENERATING if FAMILIES[name].gguf)
+IN_GGUF_FILES = (
+    *(name for name in GENERATING if FAMILIES[name].gguf_names),
+    "NemotronHForCausalLM-experts",
+)
+"""Those with GGUF files; after a dash a variation whose files have another architecture."""
+
+
+def _key_of(name: str) -> str:
+    """Return the key in CONFIGS and GGUFS of an architecture, or of a variation of one."""
+    architecture, dash, variation = name.partition("-")
+    return f"{FAMILIES[architecture].module}{dash}{variation}"
 
 
 def config_of_family(architecture: str, **changes: Any) -> PretrainedConfig:
     """Return the configuration of a family's tiny model, with the vocabulary of TOKENS."""
-    config = CONFIGS[FAMILIES[architecture].module]
+    config = CONFIGS[_key_of(architecture)]
     config = type(config)(**config.to_dict() | changes) if changes else copy.deepcopy(config)
     config.vocab_size = len(TOKENS)
     return config
@@ -225,7 +320,7 @@ def save_folder(architecture: str, folder: Path, **changes: Any) -> Any:
     The experts of gpt-oss are in MXFP4.
     """
     model = tiny_model(config_of_family(architecture, **changes))
-    if FAMILIES[architecture].module == "gptoss":
+    if _key_of(architecture) == "gptoss":
         save_mxfp4(model, folder)
     else:
         model.save_pretrained(folder)
@@ -235,23 +330,23 @@ def save_folder(architecture: str, folder: Path, **changes: Any) -> Any:
 
 def save_gguf(architecture: str, folder: Path) -> tuple[Path, Any]:
     """Save the model of a family as `folder`/model.gguf; return the path and the model."""
-    family = FAMILIES[architecture]
-    rules = GGUFS[family.module]
+    rules = GGUFS[_key_of(architecture)]
+    gguf_name = rules.name or FAMILIES[architecture].gguf_names[0]
     model = save_folder(architecture, folder / "folder", **rules.changes)
     tensors = _converted(
         {
             name: (tensor if tensor.dtype == torch.uint8 else tensor.float()).numpy()
             for name, tensor in load_file(folder / "folder" / "model.safetensors").items()
         },
-        family.gguf,
+        gguf_name,
         model.config,
         rules,
     )
     path = folder / "model.gguf"
-    writer = gguf.GGUFWriter(path, family.gguf)
+    writer = gguf.GGUFWriter(path, gguf_name)
     of_config = {key: getattr(model.config, name) for key, name in rules.keys.items()}
     for key, value in (_sizes(model.config) | rules.values | of_config).items():
-        _add(writer, f"{family.gguf}.{key}", value)
+        _add(writer, f"{gguf_name}.{key}", value)
     add_tokenizer(writer)
     for name, array in tensors.items():
         raw = gguf.GGMLQuantizationType.MXFP4 if array.dtype == np.uint8 else None
@@ -264,9 +359,18 @@ def save_gguf(architecture: str, folder: Path) -> tuple[Path, Any]:
 
 
 def _sizes(config: PretrainedConfig) -> dict[str, Any]:
+    if not hasattr(config, "num_attention_heads"):  # Mamba-2
+        return {
+            "context_length": 1 << 20,
+            "block_count": config.num_hidden_layers,
+            "embedding_length": config.hidden_size,
+            "feed_forward_length": 0,
+            "attention.head_count": 0,
+            "attention.layer_norm_rms_epsilon": config.layer_norm_epsilon,
+        }
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    rope = config.rope_parameters
+    rope = getattr(config, "rope_parameters", None) or {"rope_theta": 10000.0}  # Nemotron-H: none
     rope = rope.get("full_attention", rope)
     values = {
         "context_length": config.max_position_embeddings,
@@ -314,6 +418,9 @@ def _converted(
     converted: Arrays = {}
     if architecture.startswith("qwen35"):
         tensors = _with_tiled_heads(tensors, config)
+    tensors = _with_mamba2_layers(tensors, config)
+    if architecture == "falcon-h1":
+        tensors = _with_factors(tensors, config)
     for name, array in _with_stacks(_joined_mxfp4(_split_latents(tensors, config))).items():
         new = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert new is not None, f"the gguf package does not know {name} of {architecture}"
@@ -324,8 +431,56 @@ def _converted(
         adds_one = architecture.startswith(("gemma", "qwen35"))
         if adds_one and name.endswith("norm.weight") and "linear_attn" not in name:
             array = array + 1.0
-        converted[new] = array.squeeze()
+        is_of_mamba = ".mamba." in name or ".mixer." in name
+        converted[new] = array if is_of_mamba else array.squeeze()
     return converted
+
+
+def _with_mamba2_layers(tensors: Arrays, config: PretrainedConfig) -> Arrays:
+    """Return the tensors with those of Mamba-2 layers as llama.cpp has them.
+
+    Decays are negative numbers instead of the logarithm of their size.
+    """
+    found: Arrays = {}
+    for name, array in tensors.items():
+        kind = name.rpartition("mamba.")[2] if ".mamba." in name else name.rpartition("mixer.")[2]
+        if kind == "A_log":
+            array = -np.exp(array)[:, None]
+        elif kind == "D":
+            array = array[:, None]
+        elif kind == "conv1d.weight":
+            array = array[:, 0]
+        elif kind == "norm.weight":
+            groups = getattr(config, "mamba_n_groups", None) or config.n_groups
+            array = array.reshape(groups, -1)
+        is_bias = kind == "dt_bias"
+        found[name.replace("dt_bias", "dt_proj.bias") if is_bias else name] = array
+    return found
+
+
+def _with_factors(tensors: Arrays, config: PretrainedConfig) -> Arrays:
+    """Return the tensors of Falcon-H1 multiplied by the factors of its configuration."""
+    states = config.mamba_n_groups * config.mamba_d_state
+    inner, heads = config.mamba_d_ssm, config.mamba_n_heads
+    sizes = (inner, inner, states, states, heads)
+    attention = config.attention_in_multiplier
+    factors: dict[str, Any] = {
+        "gate_proj.weight": config.mlp_multipliers[0],
+        "down_proj.weight": config.mlp_multipliers[1],
+        "q_proj.weight": attention,
+        "k_proj.weight": attention * config.key_multiplier,
+        "v_proj.weight": attention,
+        "o_proj.weight": config.attention_out_multiplier,
+        "in_proj.weight": config.ssm_in_multiplier
+        * np.repeat(config.ssm_multipliers, sizes)[:, None],
+        "out_proj.weight": config.ssm_out_multiplier,
+        "lm_head.weight": config.lm_head_multiplier,
+        "embed_tokens.weight": config.embedding_multiplier,
+    }
+    return {
+        name: (array * factors.get(".".join(name.split(".")[-2:]), 1.0)).astype(np.float32)
+        for name, array in tensors.items()
+    }
 
 
 def _with_tiled_heads(tensors: Arrays, config: PretrainedConfig) -> Arrays:
@@ -399,7 +554,15 @@ def _with_stacks(tensors: Arrays) -> Arrays:
     experts: dict[str, dict[int, npt.NDArray[Any]]] = {}
     for name, array in tensors.items():
         if found := re.fullmatch(r"(.+\.experts)\.(\d+)\.(.+)", name):
-            experts.setdefault(f"{found[1]}.{found[3]}", {})[int(found[2])] = array
+            group = f"{found[1]}.{found[3]}"
+            if "feed_forward" in group:  # LFM2
+                group = group.removeprefix("model.")
+            group = re.sub(r"^backbone(.+)\.mixer\.", r"model\1.mlp.", group)  # Nemotron 3
+            experts.setdefault(group, {})[int(found[2])] = array
+        elif name.endswith("shared_mlp.input_linear.weight"):
+            layer = name.removesuffix("shared_mlp.input_linear.weight")
+            for part, rows in zip(("gate", "up"), np.split(array, 2), strict=True):
+                stacked[f"{layer}mlp.shared_experts.{part}_proj.weight"] = rows
         elif name.endswith("block_sparse_moe.input_linear.weight"):  # Granite
             layer = name.removesuffix("input_linear.weight")
             stacked[f"{layer}experts.w1.weight"], stacked[f"{layer}experts.w3.weight"] = np.split(
@@ -413,6 +576,8 @@ def _with_stacks(tensors: Arrays) -> Arrays:
             stacked[f"{name}.weight".replace("_bias.weight", ".bias")] = array
         elif name.endswith("e_score_correction_bias"):
             stacked[name.replace("_bias", ".bias")] = array
+        elif name.endswith("expert_bias"):  # LFM2
+            stacked[f"{name}.bias"] = array
         else:
             stacked[name] = array
     for name, parts in experts.items():
@@ -423,4 +588,4 @@ def _with_stacks(tensors: Arrays) -> Arrays:
 def is_mixture(architecture: str) -> bool:
     """Return whether the model of a family has experts."""
     config = CONFIGS[FAMILIES[architecture].module]
-    return getattr(config, "num_experts_per_tok", None) is not None
+    return has_experts(config)

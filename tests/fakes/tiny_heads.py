@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from deploy.models import draft_head
-from proto.prepared_model import PreparedModel
+from proto.messages.prepared_model import PreparedModel
 from tests.fakes.prepared_models import prepare
 
 HEAD_CONFIG: dict[str, Any] = {

@@ -8,9 +8,9 @@ import msgspec
 from engine_core.request import Request
 from engine_core.scheduler.features.speculative_decoding import DraftProvider
 from engine_core.trace.recorder import TraceRecorder
-from proto.config import SchedulerConfig
-from proto.engine_io import AgentHint
-from proto.sched_trace import Arrival, Finish, TraceHeader, TraceLine, read_line
+from proto.messages.engine_io import AgentHint
+from proto.messages.sched_trace import Arrival, Finish, TraceHeader, TraceLine, read_line
+from proto.settings.config import SchedulerConfig
 from tests.benchmarks.simulator.recording import Recording
 from tests.fakes.clock import FakeClock
 from tests.fakes.engine_harness import EngineHarness

@@ -26,8 +26,8 @@ from api_server.protocol.messages.request import MessagesRequest
 from api_server.protocol.responses.request import ResponsesRequest
 from api_server.server import make_app_state
 from engine_core.validation import RequestLimits, validate_request
-from proto.config import FrontEndConfig
-from proto.sockets import Link, front_end_path
+from proto.runtime.sockets import Link, front_end_path
+from proto.settings.config import FrontEndConfig
 from tests.api_server.conftest import TEMPLATE, byte_level_tokenizer, make_boot, prepared
 from tests.fakes.fake_engine import FakeEngine, FakeSupervisor
 from tests.fuzz.mutation import Edit, mutate_bytes, mutate_tree, mutated, mutated_bytes

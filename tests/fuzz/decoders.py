@@ -21,13 +21,13 @@ from engine_core.scheduler.result import ImpossibleResultError
 from engine_core.validation import RequestLimits
 from engine_core.worker_group import FromWorker
 from proto.codec import MessageDecoder, encode
-from proto.engine_io import ToEngine
 from proto.errors import ProtocolError
-from proto.kv_events import KVEventBatch
-from proto.lifecycle import FromSupervisor, InitializeCache, ProcessBoot, ToSupervisor
-from proto.model_runner_output import ModelRunnerOutput
-from proto.prepared_model import TensorIndex
-from proto.scheduler_output import SchedulerOutput
+from proto.messages.engine_io import ToEngine
+from proto.messages.kv_events import KVEventBatch
+from proto.messages.lifecycle import FromSupervisor, InitializeCache, ProcessBoot, ToSupervisor
+from proto.messages.model_runner_output import ModelRunnerOutput
+from proto.messages.prepared_model import TensorIndex
+from proto.messages.scheduler_output import SchedulerOutput
 from tests.fakes.engine_harness import VOCAB_SIZE, EngineHarness
 from tests.fuzz.mutation import Edit, mutate_bytes, mutate_tree, mutated, mutated_bytes
 from tests.proto.test_messages import MESSAGES

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from deploy.models import gguf_file, gguf_header
 from deploy.models import prepared_folder as folder
 from proto.errors import ModelError
-from proto.prepared_model import TensorIndex
+from proto.messages.prepared_model import TensorIndex
 from tests.fakes.gguf_headers import small_file
 from tests.fakes.tiny_model_files import write_gguf
 from tests.fuzz.mutation import Edit, mutate_bytes, mutated, mutated_bytes

@@ -2,7 +2,8 @@
 
 import torch
 
-from proto.prepared_model import PreparedModel
+from proto.messages.prepared_model import PreparedModel
+from tests.fakes.devices import CPU
 from tests.fakes.prepared_models import spec_of
 from worker.loader.weights import load_model
 
@@ -10,5 +11,5 @@ from worker.loader.weights import load_model
 def load(prepared: PreparedModel) -> str:
     """Load a model; raises ModelError like the worker."""
     spec = spec_of(prepared)
-    load_model(prepared, spec, torch.float32, torch.device("cpu"), lambda fraction: None)
+    load_model(prepared, spec, torch.float32, CPU, lambda fraction: None)
     return "loaded"

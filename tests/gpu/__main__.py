@@ -1,30 +1,36 @@
 """`make gpu-check`: run every phase in a process of its own; a table and JSON after every phase.
 
-    python -m tests.gpu [--json FILE] [--only NAME ... | --part a] [--seconds N]
+    python -m tests.gpu [--json FILE] [--only NAME ... | --hour] [--seconds N]
 
 Needs neither pip, network nor the command `tokend`. A phase that fails, hangs or dies fails alone
-and keeps its figures so far. Exit status 0: no phase failed and no target was missed.
+and keeps its figures so far. With --hour phases that the file has are not run again, and those for
+which the command has no time are left to the next one. Exit status 0: no phase failed and no
+target was missed; 3: phases are left.
 """
 
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from tests.gpu.hardware import REHEARSAL, rehearsing
-from tests.gpu.phases import FIRST_HOUR, PHASES, Phase
+from tests.gpu.phases import COMMAND_SECONDS, PHASES, Phase
 from tests.gpu.process_tree import TERMINATED, TIMED_OUT
-from tests.gpu.report import shown
+from tests.gpu.report import STATE, shown
 
+CUT_OFF: Final = "the command was ended while it ran"
 REHEARSAL_STRETCH: Final = 10
 """Of all limits: imports alone may take longer on a busy host than a phase on a GPU."""
+LEFT: Final = 3
+"""Exit status while phases of the hour are left."""
 NO_GPU = "make gpu-check needs an NVIDIA GPU that torch can use: {}"
 ROOT: Final = Path(__file__).parents[2]
 
@@ -37,23 +43,23 @@ def _terminate(*_: Any) -> None:
     raise Terminated
 
 
-def run_phase(phase: Phase, limit: float) -> dict[str, Any]:
-    """Run a phase; returns its figures, errors and duration in seconds."""
+def run_phase(phase: Phase, limit: float, folder: Path) -> dict[str, Any]:
+    """Run a phase; returns its figures, errors and duration in seconds.
+
+    folder: has them in NAME.json at once, also if nothing ends this process properly.
+    """
     started = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "figures.json"
-        work = [sys.executable, "-u", "-m", "tests.gpu.one_phase", phase.function, str(file)]
-        tree = [sys.executable, "-m", "tests.gpu.process_tree", str(limit), *work]
-        process = subprocess.Popen(tree, start_new_session=True, cwd=ROOT, env=environment())
-        try:
-            status = process.wait()
-        except (Terminated, KeyboardInterrupt):
-            process.terminate()
-            process.wait()
-            status = TERMINATED
-        answer: dict[str, Any] = {"figures": {}, "missed": [], "errors": []}
-        if file.exists():
-            answer = json.loads(file.read_text())
+    file = (folder / f"{phase.name}.json").resolve()
+    work = [sys.executable, "-u", "-m", "tests.gpu.one_phase", phase.function, str(file)]
+    tree = [sys.executable, "-m", "tests.gpu.process_tree", str(limit), *work]
+    process = subprocess.Popen(tree, start_new_session=True, cwd=ROOT, env=environment())
+    try:
+        status = process.wait()
+    except (Terminated, KeyboardInterrupt):
+        process.terminate()
+        process.wait()
+        status = TERMINATED
+    answer = figures_of(folder, phase.name)
     if status:
         reasons = {TIMED_OUT: f"ended after {limit:.0f} s", TERMINATED: "this check was ended"}
         answer["errors"].append(reasons.get(status, f"the process failed: {status}"))
@@ -61,6 +67,13 @@ def run_phase(phase: Phase, limit: float) -> dict[str, Any]:
     if status == TERMINATED:
         answer["terminated"] = True
     return answer
+
+
+def figures_of(folder: Path, name: str) -> dict[str, Any]:
+    """Return what a phase has written so far."""
+    file = folder / f"{name}.json"
+    answer: dict[str, Any] = {"figures": {}, "missed": [], "errors": []}
+    return json.loads(file.read_text()) if file.exists() else answer
 
 
 def environment() -> dict[str, str]:
@@ -73,24 +86,37 @@ def run_all(
     phases: Sequence[Phase],
     total_seconds: float,
     after_each: Callable[[dict[str, Any]], None] = lambda answers: None,
+    *,
+    folder: Path,
+    earlier: Mapping[str, Any] = MappingProxyType({}),
+    postpones: bool = False,
 ) -> dict[str, Any]:
     """Run phases; returns their results by name, with a note for phases without time left.
 
-    after_each: called with all results so far.
+    after_each: called with all results so far, those of a phase that begins included. folder: of
+    figures. earlier: results of phases that are not run again. postpones: phases that might not end
+    in time are left out.
     """
     end = time.monotonic() + total_seconds
-    answers: dict[str, Any] = {}
+    answers: dict[str, Any] = dict(earlier)
     reason = "not run: no time was left"
     for phase in phases:
+        if phase.name in answers:
+            continue
         left = end - time.monotonic()
+        if postpones and left < phase.seconds:
+            break
         if left <= 0:
             answers[phase.name] = {"errors": [reason], "seconds": 0.0}
             after_each(answers)
             continue
         print(f"== {phase.name}", flush=True)
-        answers[phase.name] = run_phase(phase, min(phase.seconds, left))
+        after_each(answers | {phase.name: {"errors": [CUT_OFF], "seconds": phase.seconds}})
+        answers[phase.name] = run_phase(phase, min(phase.seconds, left), folder)
         after_each(answers)
         if answers[phase.name].get("terminated"):
+            if postpones:
+                break
             end, reason = time.monotonic(), "not run: this check was ended"
     return answers
 
@@ -128,10 +154,23 @@ def refusal() -> str | None:
     return NO_GPU.format("none was found" if built else f"torch {torch.__version__} has no CUDA")
 
 
-def chosen(only: Sequence[str] | None, part: str | None) -> list[Phase]:
+def chosen(only: Sequence[str] | None, hour: bool) -> list[Phase]:
     """The phases that the flags name, in their order; all of them without flags."""
-    names = FIRST_HOUR[part] if part else only
-    return [each for each in PHASES if names is None or each.name in names]
+    if only is not None:
+        return [each for each in PHASES if each.name in only]
+    return [each for each in PHASES if each.in_hour or not hour]
+
+
+def read_answers(file: Path, folder: Path) -> dict[str, Any]:
+    """Return the results of earlier commands, also of a phase in which one was cut off."""
+    if not file.exists():
+        return {}
+    answers: dict[str, Any] = json.loads(file.read_text())
+    for name, answer in answers.items():
+        if answer["errors"][-1:] == [CUT_OFF]:
+            found = figures_of(folder, name)
+            answers[name] = found | answer | {"errors": [*found["errors"], CUT_OFF]}
+    return answers
 
 
 def main(words: Sequence[str]) -> int:
@@ -139,7 +178,7 @@ def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("python -m tests.gpu", description=__doc__)
     parser.add_argument("--json", type=Path, default=Path("gpu-check.json"))
     parser.add_argument("--only", nargs="+", choices=[each.name for each in PHASES])
-    parser.add_argument("--part", choices=FIRST_HOUR, help="what a command of first_hour.sh runs")
+    parser.add_argument("--hour", action="store_true", help="what a command of hour.sh runs")
     parser.add_argument("--seconds", type=float, help="for all phases; by default their own limits")
     parser.add_argument(
         "--rehearse", action="store_true", help="small sizes on the strict fake, without a GPU"
@@ -154,16 +193,34 @@ def main(words: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, _terminate)
     stretch = REHEARSAL_STRETCH if rehearsing() else 1
     phases = [
-        each._replace(seconds=stretch * each.seconds) for each in chosen(options.only, options.part)
+        each._replace(seconds=stretch * each.seconds) for each in chosen(options.only, options.hour)
     ]
+    folder = options.json.with_suffix(".d")
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault(STATE, str(folder.resolve()))
+    earlier = read_answers(options.json, folder) if options.hour else {}
+    for name in options.only or ():
+        earlier.pop(name, None)
 
     def keep(answers: dict[str, Any]) -> None:
-        options.json.write_text(json.dumps(answers, indent=1))
-        print(table(dict([list(answers.items())[-1]])), flush=True)
+        new = options.json.with_suffix(".new")
+        new.write_text(json.dumps(answers, indent=1))
+        os.replace(new, options.json)
+        name, last = list(answers.items())[-1]
+        if last["errors"] != [CUT_OFF]:
+            print(table({name: last}), flush=True)
 
-    total = stretch * options.seconds if options.seconds else sum(p.seconds for p in phases)
-    answers = run_all(phases, total, keep)
+    default = COMMAND_SECONDS * stretch if options.hour else sum(p.seconds for p in phases)
+    total = stretch * options.seconds if options.seconds else default
+    answers = run_all(phases, total, keep, folder=folder, earlier=earlier, postpones=options.hour)
     print(f"== all\n{table(answers)}", flush=True)
+    left = [each.name for each in phases if each.name not in answers]
+    if not left:
+        for each in filter(Path.is_dir, folder.iterdir()):  # checkpoints that phases share
+            shutil.rmtree(each)
+    if left:
+        print(f"left: {', '.join(left)}", flush=True)
+        return LEFT
     return 0 if succeeded(answers) else 1
 
 

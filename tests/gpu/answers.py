@@ -3,8 +3,8 @@
 import json
 import re
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from tests.e2e.daemon import Daemon, eventually
 from tests.fakes.tiny_heads import head_config, head_tensors, save_head
 from tests.gpu.checkpoint import write_checkpoint
 from tests.gpu.hardware import Hardware, hardware, rehearsing
+from tests.gpu.models import BLOCK
 from tests.gpu.report import Report, demand
 from tests.gpu.server import checkpoint, demand_answers, load, shown
 
@@ -29,15 +30,25 @@ PATTERN = "[0-9]{4}-[a-f]{4}"
 
 
 def answers_1b(report: Report) -> None:
-    """Three daemons one after the other: with graphs, eager, and with 8-bit K and V."""
+    """A daemon with graphs: greedy answers, one feature after the other, a dead worker."""
+    gpu = hardware()
+    with checkpoint(gpu, "1B") as folder, Daemon(folder, *gpu.daemon_flags) as daemon:
+        report.kept("greedy-1b.json").write_text(json.dumps(greedy(daemon, gpu)))
+        for check in (log_probabilities, penalties, grammar, worker_killed):
+            with report.part(check.__name__):
+                report.figure(check.__name__, check(daemon, gpu))
+
+
+def eager_1b(report: Report) -> None:
+    """An eager daemon answers as the one with graphs; choices with 8-bit K and V."""
     gpu = hardware()
     with checkpoint(gpu, "1B") as folder:
-        graphs: list[dict[str, Any]] = []
-        with report.part("a daemon with graphs"), Daemon(folder, *gpu.daemon_flags) as daemon:
-            graphs = greedy(daemon, gpu)
-            for check in (log_probabilities, penalties, grammar, worker_killed):
-                with report.part(check.__name__):
-                    report.figure(check.__name__, check(daemon, gpu))
+        kept = report.kept("greedy-1b.json")
+        if kept.exists():
+            graphs = json.loads(kept.read_text())
+        else:
+            with Daemon(folder, *gpu.daemon_flags) as daemon:
+                graphs = greedy(daemon, gpu)
         flags = (*gpu.daemon_flags, "--enforce-eager")
         with report.part("an eager daemon"), Daemon(folder, *flags) as daemon:
             compare(report, graphs, greedy(daemon, gpu))
@@ -66,41 +77,122 @@ def invariance_1b(report: Report) -> None:
         demand(counts[0] > 0, "no draft was tried")
 
 
-def drafts_1b(report: Report) -> None:
-    """Answers with a draft model and with a random head of EAGLE-3 are those without drafts.
+def drafted_config(gpu: Hardware) -> dict[str, Any]:
+    """The model of the phases of drafts, and of those without: 1B with 16 layers."""
+    return gpu.sizes.configs["1B"] | {"num_hidden_layers": 16}
 
-    Only the first layer of the served model adds something, and it is all that the draft model has.
-    So nearly all of its drafts are accepted: only the order of sums tells the two apart.
+
+def drafted_checkpoint(report: Report, gpu: Hardware) -> Path:
+    """Return a folder with that model, which later phases find again.
+
+    Only its first layer adds something, and it is all that the draft model has. So nearly all
+    drafts are accepted: only the order of sums tells the two apart.
+    """
+    folder = report.kept("drafted-1b")
+    if not (folder / "config.json").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_checkpoint(folder, drafted_config(gpu), num_heard=1)
+    return folder
+
+
+def plain_1b(report: Report) -> None:
+    """Answers of a daemon without drafts, which the next phases compare theirs with."""
+    gpu = hardware()
+    with Daemon(str(drafted_checkpoint(report, gpu)), *gpu.daemon_flags) as daemon:
+        found = {"greedy": greedy(daemon, gpu), "long": two_tokens(daemon, gpu)}
+        report.kept("plain-1b.json").write_text(json.dumps(found))
+        report.figure("no drafts", shown(measured_load(daemon, gpu)))
+
+
+def draft_model(report: Report) -> None:
+    """Answers with a draft model are those without; nearly all of its drafts are accepted."""
+    gpu = hardware()
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint(Path(folder), drafted_config(gpu) | {"num_hidden_layers": 1})
+        drafted, accepted = with_drafts(report, gpu, "draft_model", folder)
+    # On a CPU a pass of the draft model takes as long as a step of the small model of a rehearsal.
+    if not rehearsing():
+        demand(drafted > 0, "no draft was tried")
+        demand(accepted > 0.9 * drafted, "the models draft other tokens")
+
+
+def draft_head(report: Report) -> None:
+    """Answers with a random head of EAGLE-3 are those without; few of its drafts are verified."""
+    gpu = hardware()
+    with tempfile.TemporaryDirectory() as folder:
+        write_head(Path(folder), drafted_config(gpu))
+        with_drafts(report, gpu, "eagle3", folder)
+
+
+def with_drafts(report: Report, gpu: Hardware, method: str, model: str) -> list[float]:
+    """Compare answers with and without drafts; return the tokens drafted and accepted."""
+    kept = report.kept("plain-1b.json")
+    if not kept.exists():
+        plain_1b(report)
+    plain = json.loads(report.kept("plain-1b.json").read_text())
+    given = {"method": method, "model": model, "num_speculative_tokens": 4}
+    flags = (*gpu.daemon_flags, "--speculative-config", json.dumps(given))
+    with Daemon(str(drafted_checkpoint(report, gpu)), *flags) as daemon:
+        compare(report, plain["greedy"], greedy(daemon, gpu), "as without drafts")
+        pairs = list(zip(plain["long"], two_tokens(daemon, gpu), strict=True))
+        same = sum(one == other for one, other in pairs)
+        report.figure("long answers", f"{same} of {len(pairs)} equal those without")
+        for check in (penalties, grammar):
+            with report.part(check.__name__):
+                report.figure(check.__name__, check(daemon, gpu))
+        report.figure("load", shown(measured_load(daemon, gpu)))
+        counts = draft_counts(daemon)
+    report.figure("drafts", "{:.0f}, {:.0f} accepted".format(*counts))
+    return counts
+
+
+def swap(report: Report) -> None:
+    """Preempted requests load their KV from host memory, and answer as alone.
+
+    The pool has room for some of the prompts, and not for their answers.
     """
     gpu = hardware()
-    config = gpu.sizes.configs["1B"] | {"num_hidden_layers": 16}
-    with ExitStack() as stack:
-        folder, draft, head = (stack.enter_context(tempfile.TemporaryDirectory()) for _ in range(3))
-        write_checkpoint(Path(folder), config, num_heard=1)
-        write_checkpoint(Path(draft), config | {"num_hidden_layers": 1})
-        write_head(Path(head), config)
-        with report.part("no drafts"), Daemon(folder, *gpu.daemon_flags) as daemon:
-            plain, long = greedy(daemon, gpu), two_tokens(daemon, gpu)
-            report.figure("no drafts", shown(measured_load(daemon, gpu)))
-        for method, model in (("draft_model", draft), ("eagle3", head)):
-            given = {"method": method, "model": model, "num_speculative_tokens": 4}
-            flags = (*gpu.daemon_flags, "--speculative-config", json.dumps(given))
-            with report.part(method), Daemon(folder, *flags) as daemon:
-                compare(report, plain, greedy(daemon, gpu), f"{method} as without")
-                pairs = zip(long, two_tokens(daemon, gpu), strict=True)
-                same = sum(one == other for one, other in pairs)
-                report.figure(f"{method}, long", f"{same} of {len(long)} equal those without")
-                for check in (penalties, grammar, worker_killed):
-                    with report.part(f"{method}: {check.__name__}"):
-                        report.figure(f"{method}: {check.__name__}", check(daemon, gpu))
-                report.figure(method, shown(measured_load(daemon, gpu)))
-                drafted, accepted = draft_counts(daemon)
-                report.figure(f"{method}: drafts", f"{drafted:.0f}, {accepted:.0f} accepted")
-                # What a random head proposes is too unlikely to be verified; on a CPU a pass of the
-                # draft model takes as long as a step of the small model of a rehearsal.
-                if method == "draft_model" and not rehearsing():
-                    demand(drafted > 0, "no draft was tried")
-                    demand(accepted > 0.9 * drafted, "the models draft other tokens")
+    prompt, output = gpu.sizes.input, gpu.sizes.output
+    count = gpu.sizes.answers
+    pool = min(4, count - 1) * -(-prompt // BLOCK) + -(-output // BLOCK) + 1
+    config = {
+        "kv_connector": "OffloadingConnector",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": gpu.sizes.swap_bytes},
+    }
+    flags = (
+        *replaced(gpu.daemon_flags, "--num-gpu-blocks-override", str(pool)),
+        *("--preemption", gpu.preemption, "--kv-transfer-config", json.dumps(config)),
+    )
+    draws = np.random.default_rng(1)
+    tokens = [draws.integers(0, 90, prompt).tolist() for _ in range(count)]
+    with checkpoint(gpu, "1B") as folder, Daemon(folder, *flags) as daemon:
+        alone = [complete(daemon, each, logprobs=2, max_tokens=output)[0] for each in tokens]
+        with ThreadPoolExecutor(count) as pool_of_threads:
+            together = list(
+                pool_of_threads.map(
+                    lambda each: complete(
+                        daemon, each, logprobs=2, max_tokens=output, cache_salt="other"
+                    )[0],
+                    tokens,
+                )
+            )
+        preempted = daemon.metric("vllm:num_preemptions_total")
+        loads = daemon.metric("vllm:kv_offload_load_size_count")
+        failed = daemon.metric("tokend:kv_offload_failures_total")
+    report.figure("preemptions, loads", f"{preempted:.0f}, {loads:.0f}")
+    compare(report, alone, together, "as alone")
+    demand(preempted > 0, "no request was preempted")
+    demand(loads > 0 or rehearsing(), "nothing was loaded from host memory")
+    demand(failed == 0, f"{failed:.0f} copies failed")
+
+
+def replaced(flags: Sequence[str], name: str, value: str) -> list[str]:
+    """Return flags with another value of one of them."""
+    found = list(flags)
+    if name in found:
+        at = found.index(name)
+        del found[at : at + 2]
+    return [*found, name, value]
 
 
 def two_tokens(daemon: Daemon, gpu: Hardware) -> list[list[int]]:

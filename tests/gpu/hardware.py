@@ -5,7 +5,10 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from worker.kv_connector.offload.base import OffloadingHandler
 
 REHEARSAL: Final = "TOKEND_GPU_REHEARSAL"
 """Set in the environment of a rehearsal."""
@@ -46,6 +49,7 @@ class Sizes:
     uneven_contexts: tuple[int, int] = (512, 8192)
     captured: tuple[int, ...] = (8, 64, 128)
     copied_blocks: int = 1024
+    swap_bytes: int = 4 << 30
     at_once: int = 256
     arriving_seconds: float = 15.0
     answers: int = 12
@@ -60,11 +64,15 @@ class Hardware:
         import torch
 
         self.sizes = sizes
+        from worker.cuda.device import CudaDevice, CudaRuntime
+
         self.device = torch.device("cuda", 0)
+        self.gpu = CudaDevice(self.device, CudaRuntime(self.device))
         self.daemon_flags: tuple[str, ...] = ("--device", "cuda", "--attention-backend")
         self.daemon_flags += ("flashinfer", "--max-model-len", "2048")
         self.invariant_flags: tuple[str, ...] = ("--batch-invariant",)
         self.eight_bits = "fp8"
+        self.preemption = "swap"
         self.pytest_marks = "gpu"
         self.sanitizer: tuple[str, ...] = (
             "compute-sanitizer",
@@ -76,26 +84,27 @@ class Hardware:
 
     def accelerator(self) -> Any:
         """A new stream of the device."""
-        from worker.device.accelerator import Accelerator
+        from worker.cuda.accelerator import Accelerator
 
         return Accelerator(self.device)
 
     def kernels(self) -> Any:
-        """The kernels of a runner, see worker/runner_builder.py."""
-        from worker.attention.flashinfer import load_library
-        from worker.attention.kv_store import TritonStore
-        from worker.runner_builder import DeviceKernels
-        from worker.sampling.device_kernels import TritonDraw, TritonEdits
+        """The kernels of a runner, see worker/cuda/runner_builder.py."""
+        from worker.cuda.attention.flashinfer import load_library
+        from worker.cuda.attention.kv_store import TritonStore
+        from worker.cuda.runner_builder import DeviceKernels
+        from worker.cuda.sampling.device_kernels import TritonDraw, TritonEdits
 
         return DeviceKernels(load_library, TritonStore(), TritonDraw(), TritonEdits())
 
     def experts(self, stacked: Any) -> dict[str, Any]:
         """The implementations of stacked experts that this device has, by name."""
-        from worker.layers import flashinfer_kernels as library
+        from worker.cuda.layers import flashinfer_kernels as library
+        from worker.cuda.layers.triton_experts import TritonExperts
+        from worker.cuda.layers.triton_kernels import triton_gate
         from worker.layers.experts import ExpertRanks
-        from worker.layers.triton_experts import TritonExperts
 
-        found: dict[str, Any] = {"triton": TritonExperts(stacked, "silu")}
+        found: dict[str, Any] = {"triton": TritonExperts(stacked, triton_gate("silu"))}
         if (
             library.is_hopper(self.device)
             and (module := library.usable_flashinfer())
@@ -104,6 +113,22 @@ class Hardware:
             ranks = ExpertRanks(len(stacked.down))
             found["flashinfer"] = library.FlashInferExperts(module, stacked, ranks)
         return found
+
+    def progress(self, num_layers: int) -> Any:
+        """What records the layers of steps that are computed."""
+        from worker.cuda.layer_progress import EventProgress
+
+        return EventProgress(self.accelerator(), num_layers)
+
+    def block_bytes(self, rows: Any) -> Any:
+        """What copies single blocks beside the queue of steps."""
+        return self.gpu.block_bytes(rows)
+
+    def block_copies(
+        self, rows: Any, num_bytes: int, context: Any
+    ) -> "tuple[OffloadingHandler, OffloadingHandler]":
+        """What stores blocks in host memory, and what loads them."""
+        return self.gpu.block_copies(rows, num_bytes, context)
 
     def name(self) -> str:
         """The name of the device."""

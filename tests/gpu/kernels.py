@@ -15,23 +15,23 @@ from tests.gpu.hardware import Hardware, hardware, rehearsing
 from tests.gpu.report import Report, demand
 from tests.gpu.timing import read_rate
 from tests.worker.reference.torch_kernels import draw_by_torch
-from worker.device.transfers import DevicePlacement
+from worker.cuda.sampling.device_sampler import DeviceDraw
+from worker.cuda.transfers import QueuedTransfers
 from worker.layers.experts import StackedWeights
-from worker.sampling.device_sampler import DeviceDraw
 from worker.sampling.row_params import RowParams, neutral_params, torch_columns
 
 ROOT = Path(__file__).parents[2]
 ATTENTION = "tests/worker/attention/test_flashinfer_gpu.py"
-KERNEL_TESTS = (
-    ATTENTION,
+FILTERS = "tests/worker/sampling/test_device_filters_gpu.py"
+OTHERS = (
     "tests/worker/attention/test_flashinfer_ragged.py",
     "tests/worker/layers/test_flashinfer_kernels_gpu.py",
     "tests/worker/layers/test_experts_gpu.py",
     "tests/worker/sampling/test_device_edits_gpu.py",
-    "tests/worker/sampling/test_device_filters_gpu.py",
 )
 
 
+FILTERED_ROWS = 64
 QUANTISED = "tests/worker/layers/test_quantised_gpu.py"
 
 
@@ -82,9 +82,58 @@ def run_tests(report: Report, words: list[str]) -> None:
 
 
 def attention(report: Report) -> None:
-    """Run the tests marked gpu: kernels against float64, plans ahead of the device, graphs."""
-    files = [ATTENTION] if rehearsing() else list(KERNEL_TESTS)
-    run_tests(report, ["-m", hardware().pytest_marks, *files])
+    """Run the tests of attention: against float64, plans ahead of the device, graphs."""
+    run_tests(report, ["-m", hardware().pytest_marks, ATTENTION])
+
+
+def others(report: Report) -> None:
+    """Run the tests of other kernels: norms, gates, rotations, experts, logit edits."""
+    if rehearsing():
+        report.figure("kernels", "the strict fake has other tests for them")
+        return
+    run_tests(report, ["-m", hardware().pytest_marks, *OTHERS])
+
+
+def filters(report: Report) -> None:
+    """Run the tests of filters by kernels, and time draws by filter."""
+    if not rehearsing():
+        with report.part("tests"):
+            run_tests(report, ["-m", hardware().pytest_marks, FILTERS])
+    draws_by_filter(report, hardware())
+
+
+def draws_by_filter(report: Report, gpu: Hardware) -> None:
+    """Time of draws of one and of many rows over the whole vocabulary, by filter.
+
+    The logits are normal with a deviation of 3, in bfloat16: top-p 0.9 keeps thousands of tokens.
+    """
+    sampling = DeviceDraw(QueuedTransfers(gpu.accelerator()), gpu.kernels().draw)
+    logits = (3 * torch.randn(FILTERED_ROWS, gpu.sizes.vocab_size, device=gpu.device)).bfloat16()
+    settings: dict[str, dict[str, float]] = {
+        "no filter": {},
+        "top-p 0.9": {"top_p": 0.9},
+        "top-k 50": {"top_k": 50},
+        "min-p 0.05": {"min_p": 0.05},
+        "top-p 0.9, top-k 50": {"top_p": 0.9, "top_k": 50},
+        "top-p 0.95, top-k 20": {"top_p": 0.95, "top_k": 20},
+    }
+    for count in (1, FILTERED_ROWS):
+        for name, each in settings.items():
+            rows = rows_of(count, 1, **each)
+
+            def draw(rows: Any = rows, some: torch.Tensor = logits[:count]) -> torch.Tensor:
+                return sampling.draw_tokens(some, rows)
+
+            report.figure(f"{name}, {count} rows, ms", gpu.median_seconds(draw) * 1e3)
+            report.figure(f"{name}, {count} rows, kernels, µs", gpu.kernel_times(draw))
+
+
+def fp8_bias(report: Report) -> None:
+    """Run the tests of FP8 products by rows and by blocks, with a bias."""
+    if rehearsing():
+        report.figure("products", "the strict fake has other tests for them")
+        return
+    run_tests(report, ["-m", hardware().pytest_marks, f"{QUANTISED}::test_fp8"])
 
 
 def quantised(report: Report) -> None:
@@ -100,7 +149,7 @@ def modules(report: Report) -> None:
     if rehearsing():
         report.figure("modules", "the strict fake has none")
         return
-    from worker.build_flashinfer import parser, specs
+    from worker.cuda.build_flashinfer import parser, specs
 
     for spec in specs(parser().parse_args(["unused", "--for-tests"])):
         with report.part(spec.name):
@@ -190,7 +239,7 @@ def sampling(report: Report) -> None:
     """The kernel's tokens equal those of torch on the host; draws follow the distribution."""
     gpu = hardware()
     accelerator = gpu.accelerator()
-    sampling = DeviceDraw(DevicePlacement(accelerator), gpu.kernels().draw)
+    sampling = DeviceDraw(QueuedTransfers(accelerator), gpu.kernels().draw)
     logits = 3 * torch.randn(16, gpu.sizes.vocab_size, device=gpu.device)
     rows = rows_of(16, 1)
     seed, choice, position = map(

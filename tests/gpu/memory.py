@@ -60,7 +60,7 @@ def steps(report: Report) -> None:
     """The program that `overlapped` runs under the checker."""
     gpu = hardware()
     config = gpu.sizes.configs["8B"] if rehearsing() else TINY
-    decoder = random_decoder(spec_from_config(config), DTYPE, gpu.device)
+    decoder = random_decoder(spec_from_config(config), DTYPE, gpu.gpu)
     overlapped_steps(report, decoder, 4, 40, 16)
 
 

@@ -1,30 +1,32 @@
 """Whole models with random weights, against transformers and the peak rates of the device."""
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from tests.fakes.devices import REFERENCE
 from tests.fakes.gpu_families import FAMILIES
 from tests.fakes.prepared_models import build_decoder, shapes_of
 from tests.gpu.formulas import decode_floor, prefill_operations
-from tests.gpu.hardware import Hardware, hardware
+from tests.gpu.hardware import Hardware, hardware, rehearsing
 from tests.gpu.random_model import CONFIGS, random_decoder
 from tests.gpu.report import Report, demand
 from tests.gpu.timing import product_rate, read_rate
-from worker.attention.base import AttentionInputs
-from worker.attention.flashinfer_group import Options
-from worker.attention.flashinfer_latent import create_flashinfer
-from worker.attention.reference import ReferenceAttention
-from worker.cuda_graphs import DecodeGraphs
-from worker.input_batch import BlockTable
-from worker.kv_cache import KVCache
-from worker.memory_plan import layer_cache
+from worker.attention.backend import AttentionInputs
+from worker.attention.kv_cache import KVCache
+from worker.batch.input_batch import BlockTable
+from worker.batch.step_inputs import StepInputs
+from worker.cuda.attention.flashinfer_group import Options
+from worker.cuda.attention.flashinfer_latent import create_flashinfer
+from worker.cuda.graphs import DecodeGraphs
 from worker.models.decoder import Decoder
 from worker.models.registry import spec_from_config
 from worker.models.spec import ModelSpec
-from worker.step_inputs import StepInputs
+from worker.plan.memory_plan import layer_cache
+from worker.reference.attention import ReferenceAttention
 
 DTYPE = torch.bfloat16
 BLOCK = 16
@@ -56,7 +58,7 @@ class Bench:
         self.decoder = decoder
         self.num_groups = layout.num_groups
         num_blocks = 1 + self.num_groups * -(-num_tokens // BLOCK)
-        self.cache = KVCache(geometry, layout, num_blocks, BLOCK, gpu.device)
+        self.cache = KVCache(geometry, layout, num_blocks, BLOCK, gpu.gpu.zeros)
         self.cache.buffer.normal_()
         self.accelerator = gpu.accelerator()
         self.attention = create_flashinfer(
@@ -143,7 +145,7 @@ def decode(report: Report, name: str, least_share: float) -> None:
     """Graphs of steps with logits and best tokens, against reading weights and K and V once."""
     gpu = hardware()
     spec = spec_from_config(gpu.sizes.configs[name])
-    decoder, rate = random_decoder(spec, DTYPE, gpu.device), read_rate(gpu)
+    decoder, rate = random_decoder(spec, DTYPE, gpu.gpu), read_rate(gpu)
     report.figure("read GB/s", rate / 1e9)
     for batch in gpu.sizes.batches:
         for context in gpu.sizes.contexts:
@@ -176,7 +178,7 @@ def prefill_8b(report: Report) -> None:
     """Prefill of whole prompts, against the peak rate of products."""
     gpu = hardware()
     spec = spec_from_config(gpu.sizes.configs["8B"])
-    decoder, rate = random_decoder(spec, DTYPE, gpu.device), product_rate(gpu)
+    decoder, rate = random_decoder(spec, DTYPE, gpu.gpu), product_rate(gpu)
     report.figure("product TFLOP/s", rate / 1e12)
     for prompts in gpu.sizes.prompts:
         name = f"{len(prompts)} x {prompts[0]}"
@@ -199,6 +201,56 @@ def eager_step(bench: Bench, lengths: list[int], new: list[int]) -> Callable[[],
         return bench.decoder.logits(hidden.index_select(0, last))
 
     return step
+
+
+@torch.inference_mode()
+def layers(report: Report) -> None:
+    """Events after the layers of a replayed graph: in their order, and K is there at each.
+
+    Nothing waits for the later layers: those of the first half are reached before the step ends.
+    """
+    gpu = hardware()
+    spec = spec_from_config(gpu.sizes.configs["1B"])
+    decoder = random_decoder(spec, DTYPE, gpu.gpu)
+    progress = gpu.progress(len(spec.layers))
+    decoder.track_layers(progress)
+    batch, context = max(gpu.sizes.batches), max(gpu.sizes.contexts)
+    bench = Bench(gpu, decoder, batch * -(-context // BLOCK) * BLOCK, (batch,), context)
+    graphs = bench.graphs((batch,), context)
+    inputs = step_inputs([context] * batch, [1] * batch)
+    token_ids, positions, _ = bench.sent(inputs)
+    block = int(inputs.attention[0].slot_mapping[0]) // BLOCK
+    rows = bench.cache.block_rows()
+    copier = gpu.block_bytes(rows)
+    memory = bytearray(rows.shape[1])
+    shape = (bench.cache.layout.num_slots, -1)
+    for copies in (False, True):
+        bench.cache.buffer.normal_()
+        gpu.synchronize()
+        started = time.perf_counter()
+        graphs.replay(inputs.attention, token_ids, positions)
+        times, found = [], []
+        for layer in range(len(spec.layers)):
+            progress.wait_computed(layer)
+            times.append((time.perf_counter() - started) * 1e3)
+            if copies:
+                copier.copy_out(block, memoryview(memory))
+                slot = bench.cache.layout.layer_slots[layer].slot
+                found.append(np.frombuffer(bytes(memory), np.uint8).reshape(shape)[slot])
+        gpu.synchronize()
+        times.append((time.perf_counter() - started) * 1e3)
+        if not copies:
+            report.figure("ms until layers are computed", times)
+            demand(times == sorted(times), "events are reached out of order")
+            half = times[len(spec.layers) // 2]
+            if not rehearsing():
+                demand(half < 0.8 * times[-1], f"half of the layers after {half / times[-1]:.2f}")
+    copier.copy_out(block, memoryview(memory))
+    last = np.frombuffer(bytes(memory), np.uint8).reshape(shape)
+    for layer, part in enumerate(found):
+        slot = bench.cache.layout.layer_slots[layer].slot
+        demand(np.array_equal(part, last[slot]), f"layer {layer} was not written at its event")
+    report.figure("layers written at their events", len(found))
 
 
 def parity(report: Report) -> None:
@@ -265,7 +317,7 @@ def _family_errors(spec: ModelSpec) -> torch.Tensor:
     gpu, tokens = hardware(), torch.arange(FAMILY_PROMPT + 4) * 7 % spec.vocab_size
     weights = _random_weights(spec)
     exact = _logits_on_host(spec, weights, tokens)
-    decoder = build_decoder(spec, lambda name: weights[name].to(gpu.device), DTYPE, gpu.device)
+    decoder = build_decoder(spec, lambda name: weights[name].to(gpu.device), DTYPE, gpu.gpu)
     found = _logits(gpu, decoder, tokens.to(gpu.device), [FAMILY_PROMPT, 1, 1, 1, 1])
     return (found - exact).norm(dim=1) / exact.norm(dim=1)
 
@@ -288,12 +340,11 @@ def _logits_on_host(
     spec: ModelSpec, weights: dict[str, torch.Tensor], tokens: torch.Tensor
 ) -> torch.Tensor:
     """Logits of all positions in one step, float64, computed in float32."""
-    host = torch.device("cpu")
-    decoder = build_decoder(spec, lambda name: weights[name].float(), torch.float32, host)
+    decoder = build_decoder(spec, lambda name: weights[name].float(), torch.float32, REFERENCE)
     layout, geometry = layer_cache(spec, torch.float32)
     num_blocks = 1 + layout.num_groups * -(-len(tokens) // BLOCK)
     attention = ReferenceAttention(
-        KVCache(geometry, layout, num_blocks, BLOCK, host), spec.attention_shape
+        KVCache(geometry, layout, num_blocks, BLOCK), spec.attention_shape
     )
     inputs = step_inputs([len(tokens)], [len(tokens)], layout.num_groups)
     attention.plan(inputs.attention)
@@ -306,7 +357,7 @@ def decoder_of(gpu: Hardware, model: Any, spec: ModelSpec) -> Decoder:
     names = {name: weight.hugging_face for name, weight in spec.weights().items()}
     state = model.state_dict()
     return build_decoder(
-        spec, lambda name: state[names[name]].to(gpu.device, DTYPE), DTYPE, gpu.device
+        spec, lambda name: state[names[name]].to(gpu.device, DTYPE), DTYPE, gpu.gpu
     )
 
 

@@ -1,6 +1,6 @@
 """An archive for bare GPU hosts: prebuilt kernels and unpacked wheels.
 
-    python -m worker.build_flashinfer FOLDER --for-tests
+    python -m worker.cuda.build_flashinfer FOLDER --for-tests
     python -m tests.gpu.pack FOLDER [--file gpu-pack.tar.xz]
 
 The host has Python 3.12, torch, transformers and pytest, and neither pip nor network: the archive

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -11,19 +10,15 @@ import torch
 
 from tests.gpu.formulas import decode_floor
 from tests.gpu.hardware import Hardware, hardware
-from tests.gpu.kernels import rows_of
 from tests.gpu.models import BLOCK, DTYPE, Bench, eager_step, seconds_of_decode, step_inputs
 from tests.gpu.random_model import random_decoder
 from tests.gpu.report import Report
 from tests.gpu.timing import read_rate
-from worker.attention.flashinfer_schedule import DecodeSplits
-from worker.device.transfers import DevicePlacement
-from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
+from worker.attention.kv_cache import KVCache, kv_cache_geometry, kv_layout
+from worker.cuda.attention.flashinfer_schedule import DecodeSplits
 from worker.models.decoder import Decoder
 from worker.models.registry import spec_from_config
-from worker.sampling.device_sampler import DeviceDraw
 
-SAMPLED_ROWS = 64
 SHORT_DECODES = 33
 UNEVEN_DECODES = 64
 
@@ -32,44 +27,22 @@ UNEVEN_DECODES = 64
 def probe(report: Report) -> None:
     """Measure the parts of a step separately on the 8B model."""
     gpu = hardware()
-    with report.part("top-p"):
-        top_p(report, gpu)
     with report.part("copies of blocks"):
         block_copies(report, gpu)
     spec = spec_from_config(gpu.sizes.configs["8B"])
-    decoder = random_decoder(spec, DTYPE, gpu.device)
+    decoder = random_decoder(spec, DTYPE, gpu.gpu)
     with report.part("graphs"):
         graph_step(report, gpu, decoder)
     with report.part("a mixed step"):
         mixed_step(report, gpu, decoder)
-    with report.part("uneven contexts"):
-        uneven_contexts(report, gpu, decoder)
 
 
-def top_p(report: Report, gpu: Hardware) -> None:
-    """Time of draws of one and of many rows over the whole vocabulary, by filter.
-
-    The logits are normal with a deviation of 3, in bfloat16: top-p 0.9 keeps thousands of tokens.
-    """
-    sampling = DeviceDraw(DevicePlacement(gpu.accelerator()), gpu.kernels().draw)
-    logits = (3 * torch.randn(SAMPLED_ROWS, gpu.sizes.vocab_size, device=gpu.device)).bfloat16()
-    settings: dict[str, dict[str, float]] = {
-        "no filter": {},
-        "top-p 0.9": {"top_p": 0.9},
-        "top-k 50": {"top_k": 50},
-        "min-p 0.05": {"min_p": 0.05},
-        "top-p 0.9, top-k 50": {"top_p": 0.9, "top_k": 50},
-        "top-p 0.95, top-k 20": {"top_p": 0.95, "top_k": 20},
-    }
-    for count in (1, SAMPLED_ROWS):
-        for name, each in settings.items():
-            rows = rows_of(count, 1, **each)
-
-            def draw(rows: Any = rows, some: torch.Tensor = logits[:count]) -> torch.Tensor:
-                return sampling.draw_tokens(some, rows)
-
-            report.figure(f"{name}, {count} rows, ms", gpu.median_seconds(draw) * 1e3)
-            report.figure(f"{name}, {count} rows, kernels, µs", gpu.kernel_times(draw))
+@torch.inference_mode()
+def splits(report: Report) -> None:
+    """Decodes of unequal contexts on the 8B model, and the splits of FlashInfer's own planner."""
+    gpu = hardware()
+    decoder = random_decoder(spec_from_config(gpu.sizes.configs["8B"]), DTYPE, gpu.gpu)
+    uneven_contexts(report, gpu, decoder)
 
 
 def block_copies(report: Report, gpu: Hardware) -> None:
@@ -80,7 +53,7 @@ def block_copies(report: Report, gpu: Hardware) -> None:
     heads = spec.attention_shape
     geometry = kv_cache_geometry(layout, heads.num_kv_heads, heads.head_dim, dtype)
     count = gpu.sizes.copied_blocks
-    cache = KVCache(geometry, layout, 2 * count, BLOCK, gpu.device)
+    cache = KVCache(geometry, layout, 2 * count, BLOCK, gpu.gpu.zeros)
     raw = cache.buffer.view(torch.uint8)
     raw.random_(0, 256)
     blocks = torch.arange(2 * count, device=gpu.device)

@@ -5,6 +5,7 @@ from typing import Any, Final
 import torch
 
 from tests.fakes.prepared_models import build_decoder, shapes_of
+from worker.device import Device
 from worker.models.decoder import Decoder
 from worker.models.spec import ModelSpec
 
@@ -54,12 +55,12 @@ CONFIGS: Final[dict[str, dict[str, Any]]] = {
 """Of the shapes of Llama 3.2 1B, Llama 3.1 8B and DeepSeek-V2-Lite, the last without mixtures."""
 
 
-def random_decoder(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Decoder:
+def random_decoder(spec: ModelSpec, dtype: torch.dtype, device: Device) -> Decoder:
     """A decoder with normal weights of deviation 0.02; norms are ones."""
     shapes = shapes_of(spec)
 
     def make(name: str) -> torch.Tensor:
-        weight = torch.empty(shapes[name], dtype=dtype, device=device)
+        weight = torch.empty(shapes[name], dtype=dtype, device=device.torch_device)
         return weight.fill_(1.0) if name.endswith("norm.weight") else weight.normal_(0.0, 0.02)
 
     return build_decoder(spec, make, dtype, device)

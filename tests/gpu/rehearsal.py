@@ -15,9 +15,13 @@ from tests.fakes.fake_cuda import ExpertsWithoutTriton, FakeCuda
 from tests.fakes.fake_flashinfer import FakeFlashInfer
 from tests.gpu.hardware import Hardware, Sizes, longest
 from tests.gpu.random_model import CONFIGS
+from tests.worker.kv_connector.test_offload_copies import CopyingThread, FakeStream, NoWatcher
 from tests.worker.reference.torch_kernels import TorchEdits, draw_by_torch, store_by_index
 from tests.worker.test_cuda_runner import compute_by_torch
-from worker.runner_builder import DeviceKernels
+from worker.cuda.block_copies import DeviceBlockBytes, DeviceCopies
+from worker.cuda.runner_builder import DeviceKernels
+from worker.kv_connector.offload.cpu_medium import pool_rows
+from worker.reference.layers import torch_gate
 
 SMALL = CONFIGS["1B"] | {
     "vocab_size": 128,
@@ -61,7 +65,8 @@ SIZES = Sizes(
     long_context=250,
     uneven_contexts=(5, 200),
     captured=(2,),
-    copied_blocks=4,
+    copied_blocks=8,
+    swap_bytes=16 << 20,
     at_once=6,
     arriving_seconds=1.0,
     answers=3,
@@ -82,6 +87,7 @@ class Rehearsal(Hardware):
         )
         self.invariant_flags = ("--batch-invariant", "--cpu-weights", "packed")
         self.eight_bits = "int8"
+        self.preemption = "auto"  # swapping needs a GPU
         self.pytest_marks = "not gpu"
         # Replaces the memory checker by the plain command.
         self.sanitizer = ("env",)
@@ -96,7 +102,19 @@ class Rehearsal(Hardware):
         return DeviceKernels(lambda: library, store, draw_by_torch, edits)
 
     def experts(self, stacked: Any) -> dict[str, Any]:
-        return {"without triton": ExpertsWithoutTriton(stacked, "silu")}
+        return {"without triton": ExpertsWithoutTriton(stacked, torch_gate("silu"))}
+
+    def block_bytes(self, rows: Any) -> Any:
+        stream: Any = CopyingThread(self.cuda.device)
+        device: Any = self.cuda.device
+        return DeviceBlockBytes(rows, device, stream)
+
+    def block_copies(self, rows: Any, num_bytes: int, context: Any) -> Any:
+        device = self.cuda.device
+        pool = pool_rows(device.pinned(num_bytes), context.factor, rows.shape[1])
+        stream: Any = FakeStream(device)
+        watcher: Any = NoWatcher()
+        return tuple(DeviceCopies(rows, pool, stream, watcher) for _ in range(2))
 
     def name(self) -> str:
         return "the strict fake"

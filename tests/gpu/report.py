@@ -6,7 +6,10 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+STATE: Final = "TOKEND_GPU_STATE"
+"""Names the folder of a check in the environment of its phases."""
 
 
 class Failed(Exception):
@@ -59,6 +62,14 @@ class Report:
             self.error(f"{name}: {failure}")
         except Exception:
             self.error(f"{name}: {traceback.format_exc()}")
+
+    def kept(self, name: str) -> Path:
+        """A file or folder that later phases of the same check find; else removed with this one."""
+        folder = os.environ.get(STATE)
+        # A folder of its own, because reports are named after phases.
+        kept = (Path(folder) if folder else self._file.parent) / "kept"
+        kept.mkdir(exist_ok=True)
+        return kept / name
 
     def beside(self, name: str) -> Path:
         """A file in the folder of this report, which is removed with the phase."""

@@ -5,19 +5,19 @@ from typing import Any
 
 import torch
 
-from proto.config import DeviceConfig
+from proto.settings.config import DeviceConfig
 from tests.fakes.engine_harness import EngineHarness
 from tests.gpu.hardware import hardware, rehearsing
 from tests.gpu.models import BLOCK, DTYPE, seconds_of_decode
 from tests.gpu.random_model import random_decoder
 from tests.gpu.report import Report
-from worker.async_runner import PendingStep
-from worker.input_batch import InputBatch
-from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
+from worker.attention.kv_cache import KVCache, kv_cache_geometry, kv_layout
+from worker.batch.input_batch import InputBatch
+from worker.cuda.runner_builder import Gpu, build_runner
 from worker.models.registry import spec_from_config
-from worker.runner_builder import CudaRunnerBuilder
+from worker.reference.sampling import TorchBackend
 from worker.sampling.sampler import Sampler
-from worker.sampling.torch_backend import TorchBackend
+from worker.step.runner_parts import PendingStep, RunnerParts
 
 MOST_IDLE = 0.03
 
@@ -55,7 +55,7 @@ def steps_8b(report: Report) -> None:
     gpu = hardware()
     batch, prompt, output = gpu.sizes.batch, gpu.sizes.input, gpu.sizes.output
     spec = spec_from_config(gpu.sizes.configs["8B"])
-    decoder = random_decoder(spec, DTYPE, gpu.device)
+    decoder = random_decoder(spec, DTYPE, gpu.gpu)
     period = overlapped_steps(report, decoder, batch, prompt, output)
     alone = seconds_of_decode(gpu, decoder, [prompt + output * 5 // 8] * batch)
     idle = 1 - alone / period
@@ -72,18 +72,13 @@ def overlapped_steps(report: Report, decoder: Any, batch: int, prompt: int, outp
     heads = spec.attention_shape
     geometry = kv_cache_geometry(layout, heads.num_kv_heads, heads.head_dim, DTYPE)
     num_blocks = 1 + batch * -(-(prompt + output) // BLOCK)
-    builder = CudaRunnerBuilder(
-        DeviceConfig(),
-        decoder,
-        gpu.accelerator(),
-        gpu.kernels(),
-        Sampler(TorchBackend()),
-        DTYPE,
-    )
     rows = InputBatch(batch, prompt + output, BLOCK, layout.num_groups)
-    cache = KVCache(geometry, layout, num_blocks, BLOCK, gpu.device)
+    cache = KVCache(geometry, layout, num_blocks, BLOCK, gpu.gpu.zeros)
     captured = time.monotonic()
-    runner = builder.build(cache, rows, lambda fraction: None)
+    runner = build_runner(
+        Gpu(gpu.accelerator(), gpu.kernels(), Sampler(TorchBackend())),
+        RunnerParts(config=DeviceConfig(), model=decoder, dtype=DTYPE, kv_cache=cache, batch=rows),
+    )
     report.figure("graphs captured in s", time.monotonic() - captured)
     harness = _Harness(
         num_blocks=num_blocks,

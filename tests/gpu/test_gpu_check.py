@@ -1,6 +1,6 @@
 """The parts of `make gpu-check` that need no GPU: formulas, verdicts, isolation of phases.
 
-The slow ones rehearse every command of first_hour.sh on the strict fake.
+The slow ones rehearse the phases of hour.sh on the strict fake.
 """
 
 import importlib.metadata
@@ -23,6 +23,7 @@ import torch
 
 import tests.gpu.__main__ as gpu_check
 from tests.e2e.daemon import eventually
+from tests.fakes.devices import CPU
 from tests.fakes.openai_server import fake_openai, respond_normally
 from tests.fakes.prepared_models import prepare_checkpoint, spec_of
 from tests.gpu import kernels, models, pack, server
@@ -30,7 +31,7 @@ from tests.gpu.checkpoint import write_checkpoint
 from tests.gpu.formulas import decode_floor, kv_bytes_per_token, prefill_operations, weight_bytes
 from tests.gpu.hardware import REHEARSAL
 from tests.gpu.kernels import chi_square, exact_shares
-from tests.gpu.phases import FIRST_HOUR, PHASES, Phase
+from tests.gpu.phases import COMMAND_SECONDS, HOUR_SECONDS, MAX_SECONDS, PHASES, Phase
 from tests.gpu.random_model import CONFIGS
 from tests.gpu.rehearsal import SMALL, rehearsed
 from tests.gpu.report import Failed, Report
@@ -39,7 +40,6 @@ from worker.loader.weights import load_model
 from worker.models.registry import spec_from_config
 
 ROOT = Path(__file__).parents[2]
-HOUR_SECONDS = 27 * 60
 
 
 @pytest.fixture
@@ -112,9 +112,7 @@ def test_parity_on_the_fake(monkeypatch: pytest.MonkeyPatch, report: Report) -> 
 def test_a_written_checkpoint_can_be_loaded(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, SMALL)
     prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")
-    decoder = load_model(
-        prepared, spec_of(prepared), torch.bfloat16, torch.device("cpu"), lambda fraction: None
-    )
+    decoder = load_model(prepared, spec_of(prepared), torch.bfloat16, CPU, lambda fraction: None)
     assert decoder.spec == spec_from_config(SMALL)
     assert decoder.float32_logits(torch.ones(1, 32).bfloat16()).std() > 0
 
@@ -129,35 +127,39 @@ def test_the_check_is_refused_without_a_gpu() -> None:
     assert len(result.stderr.strip().splitlines()) == 1
 
 
-def test_the_first_hour_runs_every_phase_once_within_its_time() -> None:
-    names = [name for part in FIRST_HOUR.values() for name in part]
-    assert names == [each.name for each in PHASES]
-    seconds = [sum(each.seconds for each in gpu_check.chosen(None, part)) for part in FIRST_HOUR]
-    assert all(each <= 7 * 60 - 20 for each in seconds)
-    assert sum(seconds) <= HOUR_SECONDS
+def test_the_hour_fits_its_time_and_begins_with_what_never_ran() -> None:
+    names = [each.name for each in PHASES]
+    assert len(names) == len(set(names))
+    hour = gpu_check.chosen(None, hour=True)
+    assert all(each.seconds <= MAX_SECONDS for each in hour)
+    assert sum(each.seconds for each in hour) <= HOUR_SECONDS
+    assert sum(each.seconds for each in PHASES) <= 25 * 60
+    assert COMMAND_SECONDS + MAX_SECONDS <= 600
+    first, *rest = hour
+    assert first.name == "versions"
+    have_run = [each.has_run for each in rest]
+    assert have_run == sorted(have_run)
+    assert all(each.has_run for each in PHASES if not each.in_hour)
 
 
-def run_hour(
-    part: str, out: Path, **variables: str
-) -> tuple[subprocess.CompletedProcess[str], Any]:
-    """A rehearsed command of first_hour.sh, and the JSON that it writes."""
+def run_hour(out: Path, **variables: str) -> tuple[subprocess.CompletedProcess[str], Any]:
+    """A rehearsed command of hour.sh, and the JSON that it writes."""
     own = {"OUT": str(out), "PYTHON": sys.executable, "REHEARSE": "1", "SITE": str(out / "site")}
+    state = out / "state.json"
     # Not one of the checkout, which is for another Python.
-    own["PACK"] = str(out / "none.tar.xz")
-    words = ["bash", str(ROOT / "tests/gpu/first_hour.sh"), part]
+    own |= {"PACK": str(out / "none.tar.xz"), "STATE": str(state)}
+    words = ["bash", str(ROOT / "tests/gpu/hour.sh")]
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | own | variables
     result = subprocess.run(words, capture_output=True, text=True, cwd=out, env=environment)
-    file = out / f"first-hour-{part}.json"
-    return result, json.loads(file.read_text()) if file.exists() else {}
+    return result, json.loads(state.read_text()) if state.exists() else {}
 
 
 @pytest.mark.suite("rehearsal")
-@pytest.mark.parametrize("part", FIRST_HOUR)
-def test_the_first_hour_runs_on_the_fake(part: str, tmp_path: Path) -> None:
-    result, answers = run_hour(part, tmp_path)
-    assert list(answers) == list(FIRST_HOUR[part]), result.stdout
-    errors = {name: each["errors"] for name, each in answers.items() if each["errors"]}
-    assert not errors, result.stdout
+@pytest.mark.parametrize("name", [each.name for each in PHASES])
+def test_a_phase_runs_on_the_fake(name: str, tmp_path: Path) -> None:
+    result, answers = run_hour(tmp_path, ONLY=name)
+    assert list(answers) == [name], result.stdout
+    assert not answers[name]["errors"], result.stdout
     # Times on this host miss all targets.
     assert ("next:" in result.stdout) == (result.returncode != 0)
 
@@ -167,14 +169,69 @@ def test_a_bare_host_unpacks_its_packages_or_the_error_names_the_command(tmp_pat
     archive = tmp_path / "pack.tar.xz"
     with tarfile.open(archive, "w:xz") as file:
         file.add(ROOT / "LICENSE", "flashinfer_jit_cache/LICENSE")
-    result, answers = run_hour("a", tmp_path, ONLY="versions ceilings", PACK=str(archive))
+    result, answers = run_hour(tmp_path, ONLY="versions ceilings", PACK=str(archive))
     assert (tmp_path / "site/flashinfer_jit_cache/LICENSE").exists()
     assert answers["versions"]["figures"]["FLASHINFER_DISABLE_JIT"] == "1"
     assert result.returncode == 0
     archive.write_bytes(b"no archive")
-    result, _ = run_hour("a", tmp_path, PACK=str(archive), SITE=str(tmp_path / "other"))
+    result, _ = run_hour(tmp_path, PACK=str(archive), SITE=str(tmp_path / "other"))
     assert result.returncode == 1
     assert "next:" in result.stdout
+
+
+def hour_of(
+    monkeypatch: pytest.MonkeyPatch, file: Path, phases: list[Phase], *words: str
+) -> tuple[int, dict[str, Any]]:
+    """Run a command of an hour with other phases."""
+    monkeypatch.setattr(gpu_check, "PHASES", phases)
+    monkeypatch.setattr(gpu_check, "refusal", lambda: None)
+    status = gpu_check.main(["--hour", "--json", str(file), *words])
+    return status, json.loads(file.read_text())
+
+
+def test_an_hour_goes_on_where_a_command_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A phase that might not end in time is left to the next command, and none runs twice."""
+    file = tmp_path / "hour.json"
+    phases = [Phase(name, f"pretended:{name}", 30.0) for name in ("fine", "misses", "fails")]
+    status, found = hour_of(monkeypatch, file, phases, "--seconds", "30.05")
+    assert (status, list(found)) == (gpu_check.LEFT, ["fine"])
+    begun = found["fine"]["seconds"]
+    status, found = hour_of(monkeypatch, file, phases)
+    assert (status, list(found)) == (1, ["fine", "misses", "fails"])
+    assert found["fine"]["seconds"] == begun
+    assert json.loads((tmp_path / "hour.d/misses.json").read_text())["missed"]
+    status, found = hour_of(monkeypatch, file, phases, "--only", "fine")
+    assert found["fine"]["seconds"] != begun, "a phase that is named runs again"
+
+
+def test_a_command_that_is_cut_off_keeps_what_its_phase_wrote(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The phase, during which the machine may have been lost, is not run again."""
+    file = tmp_path / "hour.json"
+    script = (
+        "import tests.gpu.__main__ as check; from tests.gpu.phases import Phase\n"
+        "check.PHASES = [Phase('hangs', 'pretended:hangs', 60.0)]\n"
+        "check.refusal = lambda: None\n"
+        f"check.main(['--hour', '--json', {str(file)!r}])"
+    )
+    words = [sys.executable, "-u", "-c", script]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("    daemon"):
+            break
+    process.kill()
+    process.wait()
+    phases = [Phase("hangs", "pretended:hangs", 60.0), Phase("fine", "pretended:fine", 30.0)]
+    status, found = hour_of(monkeypatch, file, phases)
+    assert status == 1
+    assert found["hangs"]["errors"] == [gpu_check.CUT_OFF]
+    daemon = found["hangs"]["figures"]["daemon"]
+    assert found["fine"]["figures"] == {"rate": 2.5}
+    assert eventually(lambda: not psutil.pid_exists(daemon)), "it ends with the command"
 
 
 def test_kernel_tests_fail_if_none_passes(monkeypatch: pytest.MonkeyPatch, report: Report) -> None:
@@ -244,12 +301,14 @@ def test_a_load_test_fails_for_missing_outputs() -> None:
         server.demand_answers(run, 2)
 
 
-def test_a_phase_that_fails_hangs_or_dies_keeps_its_figures() -> None:
+def test_a_phase_that_fails_hangs_or_dies_keeps_its_figures(tmp_path: Path) -> None:
     names = ("fine", "misses", "fails", "breaks", "dies")
     phases = [Phase(each, f"pretended:{each}", 60.0) for each in names]
     seen: list[int] = []
-    answers = gpu_check.run_all(phases, 600.0, lambda answers: seen.append(len(answers)))
-    assert seen == [1, 2, 3, 4, 5]
+    answers = gpu_check.run_all(
+        phases, 600.0, lambda answers: seen.append(len(answers)), folder=tmp_path
+    )
+    assert seen == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5], "as each begins, and as it ends"
     for name in ("fine", "misses", "fails", "dies"):
         assert answers[name]["figures"] == {"rate": 2.5}
     assert answers["misses"]["missed"] == ["batch 1: 0.80"]
@@ -263,8 +322,9 @@ def test_a_phase_that_fails_hangs_or_dies_keeps_its_figures() -> None:
     assert "rate                             2.5" in shown
 
 
-def test_child_sessions_end_with_their_phase() -> None:
-    answers = gpu_check.run_all([Phase("hangs", "pretended:hangs", 4.0)], 60.0)
+def test_child_sessions_end_with_their_phase(tmp_path: Path) -> None:
+    phases = [Phase("hangs", "pretended:hangs", 4.0)]
+    answers = gpu_check.run_all(phases, 60.0, folder=tmp_path)
     assert "ended after 4 s" in answers["hangs"]["errors"][-1]
     assert not psutil.pid_exists(answers["hangs"]["figures"]["daemon"])
 
@@ -293,8 +353,8 @@ def test_an_ended_check_ends_its_phase_and_keeps_figures(tmp_path: Path) -> None
     assert "FAILED" in rest
 
 
-def test_phases_without_time_left_are_not_started() -> None:
-    answers = gpu_check.run_all([Phase("late", "pretended:fine", 30.0)], 0.0)
+def test_phases_without_time_left_are_not_started(tmp_path: Path) -> None:
+    answers = gpu_check.run_all([Phase("late", "pretended:fine", 30.0)], 0.0, folder=tmp_path)
     assert answers["late"]["errors"] == ["not run: no time was left"]
 
 

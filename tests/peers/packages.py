@@ -57,6 +57,22 @@ SENTENCEPIECE: Final = PeerPackage(
 """The library. It is not installed: `transformers` would load it, and with it another OpenMP."""
 
 
+DYNAMO: Final = PeerPackage(
+    "ai-dynamo-runtime",
+    "1.6.1",
+    "ai_dynamo_runtime-1.6.1-cp310-abi3-manylinux_2_28_x86_64.whl",
+    "3683cafe88ededdff29c9ae6f651367eac33153487ff84e205082483cd6b3095",
+)
+"""Dynamo's router, which counts overlaps from KV events."""
+
+VLLM: Final = PeerPackage(
+    "vllm",
+    "0.33.0",
+    "vllm-0.33.0-cp38-abi3-manylinux_2_28_x86_64.whl",
+    "4b6bdec4ab269990bf70d45a3c1e94c3760a27064513760193b26d6f0da883aa",
+)
+"""vLLM's wheel, of which single modules are read; it is not installed."""
+
 SCHEMATHESIS: Final = "schemathesis==4.32.5"
 """Makes requests from an OpenAPI document and checks the answers."""
 

@@ -32,6 +32,7 @@ ENGINE: Final = 'instance="t:8000",job="tokend",model_name="m",engine="0"'
 HTTP: Final = 'instance="t:8000",job="tokend",handler="/v1/completions",method="POST"'
 LINES: Final[dict[str, dict[str, str]]] = {
     "TokendDown": {'up{instance="t:8000",job="tokend"}': "1 0x20"},
+    "TokendNotReady": {f"tokend:ready{{{ENGINE}}}": "1 0x20"},
     "TokendQueueNearlyFull": {
         f"tokend:queued_reqs{{{ENGINE}}}": "60x20",
         f"tokend:max_num_queued_reqs{{{ENGINE}}}": "64x20",
@@ -53,6 +54,7 @@ LINES: Final[dict[str, dict[str, str]]] = {
 """Alert → series, a sample a minute, in which it is alone."""
 HEALTHY: Final = {
     'up{instance="t:8000",job="tokend"}': "1x20",
+    f"tokend:ready{{{ENGINE}}}": "1 1 0 0 1x20",
     f"tokend:queued_reqs{{{ENGINE}}}": "10x20",
     f"tokend:max_num_queued_reqs{{{ENGINE}}}": "64x20",
     f'vllm:admission_rejections_total{{{ENGINE},reason="full"}}': "7x20",

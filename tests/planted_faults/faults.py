@@ -26,7 +26,7 @@ class Fault:
 PROTO = (
     Fault(
         "orphans_outlive_the_supervisor",
-        "proto/process.py",
+        "proto/runtime/process.py",
         "    _exit(1, directory, _ORPHAN_WAIT_SECONDS)\n",
         "    directory.leave(_ORPHAN_WAIT_SECONDS)\n",
         "After the supervisor is killed the other processes run on and keep port and memory.",
@@ -34,7 +34,7 @@ PROTO = (
     ),
     Fault(
         "message_overtakes_those_that_wait",
-        "proto/sockets.py",
+        "proto/runtime/sockets.py",
         "if self._pending or not self._try_send(frame):",
         "if not self._try_send(frame):",
         "Under load the tokens of a stream arrive in the wrong order.",
@@ -42,7 +42,7 @@ PROTO = (
     ),
     Fault(
         "repetition_found_one_pattern_early",
-        "proto/sampling_params.py",
+        "proto/messages/sampling_params.py",
         "            length = size * self.min_count\n",
         "            length = size * (self.min_count - 1)\n",
         "An answer ends as repetitive although it has repeated itself less often than allowed.",
@@ -50,7 +50,7 @@ PROTO = (
     ),
     Fault(
         "redis_database_not_selected",
-        "proto/redis_client.py",
+        "proto/runtime/redis_client.py",
         "        if address.database:\n",
         "        if address.database and address.password == '':\n",
         "Two daemons that name different Redis databases share one.",
@@ -61,17 +61,17 @@ PROTO = (
 KV_CACHE = (
     Fault(
         "hash_chain_parent",
-        "engine_core/kv_cache/hashing.py",
-        "self._digests(block_hashes[-1], blocks)",
-        "self._digests(block_hashes[0], blocks)",
+        "engine_core/block_hashing.py",
+        "self._digests(parent, blocks[done:])",
+        "self._digests(block_hashes[0], blocks[done:])",
         "A prompt is answered from the KV of another one that differs in the middle.",
         ("tests/engine_core/kv_cache/test_hashing.py",),
     ),
     Fault(
         "cache_salt_not_hashed",
-        "engine_core/kv_cache/hashing.py",
-        "content = self.root + first + _salt_bytes(cache_salt)",
-        "content = self.root + first",
+        "engine_core/block_hashing.py",
+        "sha256(parent + content + keys).digest()",
+        "sha256(parent + content).digest()",
         "A client learns from response times what prompts clients with another salt have sent.",
         ("tests/engine_core/kv_cache/test_hashing.py",),
     ),
@@ -159,16 +159,16 @@ SCHEDULER = (
     Fault(
         "lookahead_without_blocks",
         "engine_core/scheduler/features/speculative_decoding.py",
-        "allocate_slots(request, num_new, NOTHING_COMPUTED, length)",
-        "allocate_slots(request, num_new, NOTHING_COMPUTED, 0)",
+        "allocate_slots(request, num_new, NO_PREFIX, length)",
+        "allocate_slots(request, num_new, NO_PREFIX, 0)",
         "A draft model writes its KV to positions for which a request has no block.",
         ("tests/engine_core/scheduler/test_lookahead.py",),
     ),
     Fault(
         "watermark_ignored",
         "engine_core/scheduler/admission_rules.py",
-        "return needed + self._num_reserved <= self._kv_cache.num_free_blocks",
-        "return needed <= self._kv_cache.num_free_blocks",
+        "return needed + self._num_reserved <= self._kv_cache.num_available_blocks",
+        "return needed <= self._kv_cache.num_available_blocks",
         "--watermark has no effect: requests are admitted and preempted again at once.",
         (
             "tests/engine_core/scheduler/test_kv_watermarks.py",
@@ -194,8 +194,8 @@ SCHEDULER = (
     Fault(
         "deadline_ignored",
         "engine_core/scheduler/limits.py",
-        "for deadline in {queue_deadline, message.deadline} - {inf}:",
-        "for deadline in {queue_deadline} - {inf}:",
+        "next_deadline = min(queue_deadline, message.deadline)",
+        "next_deadline = queue_deadline",
         "A request with a time limit runs on after it.",
         ("tests/engine_core/scheduler/test_deadlines.py",),
     ),
@@ -218,8 +218,8 @@ SCHEDULER = (
     Fault(
         "pin_never_expires",
         "engine_core/scheduler/features/retention/retained_prefixes.py",
-        "while (prefix := self._deadlines.first_up_to(now)) is not None:",
-        "while (prefix := self._deadlines.first_up_to(now - 1e9)) is not None:",
+        "while (first := self._deadlines.first()) is not None and first[0] <= now:",
+        "while (first := self._deadlines.first()) is not None and first[0] <= now - 1e9:",
         "KV of agents that never come back stays pinned.",
         ("tests/engine_core/scheduler/test_retained_prefixes.py",),
     ),
@@ -268,8 +268,8 @@ SCHEDULER = (
     Fault(
         "kv_event_number_stands_still",
         "engine_core/kv_events.py",
-        "            self._sequence += 1\n",
-        "            self._sequence += 0\n",
+        "        self._sequence += 1\n",
+        "        self._sequence += 0\n",
         "A router that follows KV events cannot see that it has missed some.",
         ("tests/engine_core/test_process_kv_cache.py",),
     ),
@@ -390,7 +390,7 @@ WORKER = (
     ),
     Fault(
         "min_tokens_ignored",
-        "worker/input_batch.py",
+        "worker/batch/input_batch.py",
         "self.min_output[row] = params.min_tokens",
         "self.min_output[row] = 0",
         "The model ends its answer before min_tokens, and nonsense fills the rest.",
@@ -398,7 +398,7 @@ WORKER = (
     ),
     Fault(
         "logprob_rank_from_zero",
-        "worker/sampling/torch_backend.py",
+        "worker/sampling/token_order.py",
         "return better.sum(dim=1) + 1",
         "return better.sum(dim=1)",
         "The rank of a token in prompt_logprobs is one too small.",
@@ -414,7 +414,7 @@ WORKER = (
     ),
     Fault(
         "chunk_position_off_by_one",
-        "worker/input_batch.py",
+        "worker/batch/input_batch.py",
         "        positions=positions,\n        rows=step_rows,\n",
         "        positions=positions + np.repeat((num_computed > 0) & (num_scheduled > 1), "
         "num_scheduled),\n        rows=step_rows,\n",
@@ -431,7 +431,7 @@ WORKER = (
     ),
     Fault(
         "window_one_token_long",
-        "worker/attention/cpu.py",
+        "worker/cpu/attention.py",
         "tokens = _UNBOUNDED if window is None else window\n",
         "tokens = _UNBOUNDED if window is None else window + 1\n",
         "Models with a sliding window see a token that they were not trained to see.",
@@ -464,8 +464,8 @@ WORKER = (
     Fault(
         "shared_storage_checksum_not_compared",
         "worker/kv_connector/shared_storage.py",
-        'if len(body) != memory.numel() or zlib.crc32(body) != int.from_bytes(checksum, "little"):',
-        "if len(body) != memory.numel():",
+        "return part if len(part) == size and zlib.crc32(part) == checksum else None",
+        "return part if len(part) == size else None",
         "A damaged file of the shared folder is taken for KV.",
         ("tests/worker/kv_connector/test_shared_storage.py",),
     ),
@@ -498,7 +498,7 @@ API_SERVER = (
     ),
     Fault(
         "abort_not_sent_on_disconnect",
-        "api_server/stream.py",
+        "api_server/generation/stream.py",
         "        self.client.abort_request(stream)\n        if running and cause:\n",
         "        if running and cause:\n",
         "The engine keeps computing for clients that have disconnected.",
@@ -506,7 +506,7 @@ API_SERVER = (
     ),
     Fault(
         "usage_counts_the_prompt_per_choice",
-        "api_server/stream.py",
+        "api_server/generation/stream.py",
         "sum(len(stream.prompt_token_ids) for stream in self.streams),",
         "sum(len(stream.prompt_token_ids) * stream.num_choices for stream in self.streams),",
         "A client is charged for its prompt once for each of its n choices.",
@@ -514,7 +514,7 @@ API_SERVER = (
     ),
     Fault(
         "usage_counts_tokens_twice",
-        "api_server/request_stream.py",
+        "api_server/generation/request_stream.py",
         "return sum(len(choice.token_ids) for choice in self.choices)",
         "return sum(2 * len(choice.token_ids) for choice in self.choices)",
         "completion_tokens in the usage is twice the number of tokens.",
@@ -522,7 +522,7 @@ API_SERVER = (
     ),
     Fault(
         "resumption_repeats_tokens",
-        "api_server/request_stream.py",
+        "api_server/generation/request_stream.py",
         "return min(have - output.token_index, len(output.new_token_ids))",
         "return 0",
         "After a restart of the engine a client gets some tokens a second time.",
@@ -530,7 +530,7 @@ API_SERVER = (
     ),
     Fault(
         "prompt_counted_again_after_a_restart",
-        "api_server/request_stream.py",
+        "api_server/generation/request_stream.py",
         "        if not self.accepted:\n            self.accepted = True\n",
         "        if True:\n            self.accepted = True\n",
         "The metric vllm:prompt_tokens counts a prompt once more after each engine restart.",
@@ -554,7 +554,7 @@ API_SERVER = (
     ),
     Fault(
         "tool_arguments_cut",
-        "api_server/protocol/chat.py",
+        "api_server/generation/encoders/chat.py",
         'calls[-1]["function"]["arguments"] += part.text',
         'calls[-1]["function"]["arguments"] = part.text[:-1]',
         "The arguments of a streamed tool call are no JSON: their last character is missing.",
@@ -570,15 +570,15 @@ API_SERVER = (
     ),
     Fault(
         "seed_ignored",
-        "api_server/request_builder.py",
-        "return next(self._app_state.seeds) if seed is None else seed & SEED_MASK",
-        "return next(self._app_state.seeds)",
+        "api_server/generation/request_builder.py",
+        "seed = next(app_state.seeds) if body.seed is None else body.seed & SEED_MASK",
+        "seed = next(app_state.seeds)",
         "Two requests with the same seed get different answers.",
         ("tests/api_server/test_parameters.py", "tests/api_server/test_completions.py"),
     ),
     Fault(
         "api_key_compared_as_prefix",
-        "api_server/http/middleware.py",
+        "api_server/middleware.py",
         "if hmac.compare_digest(given, key.key)]",
         "if key.key.startswith(given)]",
         "The first characters of an API key let a client in.",
@@ -602,7 +602,7 @@ API_SERVER = (
     ),
     Fault(
         "drain_takes_new_requests",
-        "api_server/http/middleware.py",
+        "api_server/middleware.py",
         "            app_state.health.check_takes_requests()\n",
         "            pass\n",
         "A daemon that drains accepts new requests and aborts them at its timeout.",
@@ -610,7 +610,7 @@ API_SERVER = (
     ),
     Fault(
         "slow_reader_never_ended",
-        "api_server/request_stream.py",
+        "api_server/generation/request_stream.py",
         "if self.is_blocked and self.num_bytes > self._limit:",
         "if False:",
         "A client that does not read its stream fills the memory of the front end.",
@@ -626,7 +626,7 @@ API_SERVER = (
     ),
     Fault(
         "client_key_is_an_operators",
-        "api_server/http/middleware.py",
+        "api_server/middleware.py",
         'state["is_operator"] = any(key.operator for key in known)',
         'state["is_operator"] = bool(known)',
         "Every client with a key can pause the server and abort requests of others.",
@@ -634,7 +634,7 @@ API_SERVER = (
     ),
     Fault(
         "readiness_ignores_the_supervisor",
-        "api_server/lifecycle/health.py",
+        "api_server/engine/health.py",
         "return [*self._local_reasons(), *reported_reasons]",
         "return self._local_reasons()",
         "A load balancer sends requests to a daemon whose worker hangs.",
@@ -679,7 +679,7 @@ DEPLOY = (
     Fault(
         "secret_shown_in_the_process_list",
         "deploy/flags.py",
-        "        hide_next = not hide_next and word in names\n",
+        "        hide_next = not hide_next and name in names and not equals\n",
         "        hide_next = False\n",
         "Every user of the machine reads the API key in the list of processes.",
         ("tests/deploy/test_flags.py", "tests/deploy/test_cli.py"),
@@ -702,7 +702,7 @@ DEPLOY = (
     ),
     Fault(
         "lock_of_a_removed_file",
-        "deploy/models/fetch.py",
+        "deploy/models/lock_file.py",
         "                if os.path.samestat(os.stat(path), os.fstat(descriptor)):\n",
         "                if True:\n",
         "Two processes prepare a model in one folder at the same time.",
@@ -719,8 +719,8 @@ DEPLOY = (
     Fault(
         "stubborn_process_not_killed",
         "deploy/supervisor/shutdown.py",
-        "(begin + limits.until_kill, signal.SIGKILL),",
-        "(begin + limits.until_kill, signal.SIGTERM),",
+        "(begin + limits.until_kill, partial(self._send, signal.SIGKILL)),",
+        "(begin + limits.until_kill, partial(self._send, signal.SIGTERM)),",
         "The daemon never ends when one of its processes ignores SIGTERM.",
         ("tests/deploy/test_supervisor.py",),
     ),

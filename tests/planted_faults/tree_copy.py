@@ -25,13 +25,13 @@ import psutil
 
 from engine_core import build_native
 from tests.planted_faults.faults import Fault
-from worker import build_kernels
+from worker.cpu import build_kernels
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PACKAGES: Final = ("proto", "engine_core", "worker", "api_server", "deploy")
 _KERNEL_SOURCES: Final = "worker/csrc/"
 _HASH_SOURCES: Final = "engine_core/csrc/"
-_BUILD_KERNELS: Final = "from worker.build_kernels import *; build_here(SOURCE_DIR)"
+_BUILD_KERNELS: Final = "from worker.cpu.build_kernels import *; build_here(SOURCE_DIR)"
 _SHOW_FILES: Final = f"import {', '.join(PACKAGES)}\nfor each in ({', '.join(PACKAGES)}): " + (
     "print(each.__path__[0])"
 )

@@ -1,10 +1,12 @@
 """API keys from settings and from a file; errors name the line and never contain a key."""
 
+import os
+
 import pytest
 
-from proto.config import FrontEndConfig
 from proto.errors import ConfigError
-from proto.security import MAX_KEYS, ApiKey, read_api_keys
+from proto.runtime.security import MAX_KEYS, ApiKey, read_api_keys, readable_key_files
+from proto.settings.config import FrontEndConfig
 
 
 @pytest.fixture
@@ -23,7 +25,7 @@ def test_no_key_and_one_key_from_the_settings():
 
 
 def test_names_and_keys_of_a_file(write):
-    config = write("# ours\n\nalice k1\n  bob\tk2  \nalice k3\n")
+    config = write("# ours\n\nalice k1\n  bob\tk2  # bob's\nalice k3\n")
     assert read_api_keys(config) == (
         ApiKey("alice", b"k1"),
         ApiKey("bob", b"k2"),
@@ -45,7 +47,7 @@ def test_admin_keys_are_marked_as_operator_keys(write):
 
 
 def test_a_key_cannot_be_both_client_and_operator_key():
-    with pytest.raises(ConfigError, match="twice"):
+    with pytest.raises(ConfigError, match="twice: --api-key and --admin-api-key"):
         read_api_keys(FrontEndConfig(api_key="k", admin_api_key="k"))
     with pytest.raises(ConfigError, match="--admin-api-key-file /nowhere/keys: No such file"):
         read_api_keys(FrontEndConfig(admin_api_key_file="/nowhere/keys"))
@@ -60,7 +62,7 @@ def test_a_key_cannot_be_both_client_and_operator_key():
         ("# only a comment\n", "contains no key"),
         (b"alice hush\xff", "is not UTF-8 text"),
         ("".join(f"n hush{number}\n" for number in range(MAX_KEYS + 1)), "more than 1024 keys"),
-        ("alice hush\nbob hush", "the same API key was given twice"),
+        ("alice hush\n\nbob hush", "twice: --api-key-file .* line 1 and --api-key-file .* line 3"),
     ],
 )
 def test_an_invalid_key_file_names_the_line(write, text, words):
@@ -68,6 +70,14 @@ def test_an_invalid_key_file_names_the_line(write, text, words):
         read_api_keys(write(text))
     assert caught.value.param == "api_key_file"
     assert "hush" not in str(caught.value)
+
+
+def test_files_that_every_user_may_read(write):
+    config = write("alice hush")
+    os.chmod(config.api_key_file, 0o600)
+    assert readable_key_files(config) == []
+    os.chmod(config.api_key_file, 0o644)
+    assert readable_key_files(config) == [f"--api-key-file {config.api_key_file}"]
 
 
 def test_a_missing_key_file_is_a_configuration_error():

@@ -1,6 +1,6 @@
 """The circuit breaker opens after failures, for pauses that double up to a limit."""
 
-from proto.circuit_breaker import MAX_BACKOFF, CircuitBreaker
+from proto.runtime.circuit_breaker import MAX_BACKOFF, CircuitBreaker
 from tests.fakes.clock import FakeClock
 
 

@@ -3,7 +3,8 @@
 import msgspec
 import pytest
 
-from proto.config import (
+from proto.errors import ConfigError
+from proto.settings.config import (
     CacheConfig,
     DeviceConfig,
     ModelConfig,
@@ -12,8 +13,8 @@ from proto.config import (
     ServeConfig,
     flag_name,
 )
-from proto.config_checks import validate
-from proto.errors import ConfigError
+from proto.settings.config_checks import validate
+from tests.fakes.kv_events import events_config
 
 
 def config(section: str, **changes) -> ServeConfig:
@@ -31,9 +32,11 @@ def test_the_defaults_are_valid():
         ("cache", {"block_size": 1}),
         ("cache", {"block_size": 1024}),
         ("cache", {"num_gpu_blocks_override": 2}),
-        ("cache", {"kv_events_endpoint": "ipc"}),
-        ("cache", {"kv_events_endpoint": "ipc:///tmp/events"}),
-        ("cache", {"kv_events_endpoint": "tcp://127.0.0.1:5557"}),
+        ("cache", {"kv_events_config": events_config()}),
+        ("cache", {"kv_events_config": events_config(endpoint="ipc:///tmp/events")}),
+        ("cache", {"kv_events_config": events_config(endpoint="tcp://*:1", topic="kv")}),
+        ("cache", {"kv_events_config": events_config(replay_endpoint="tcp://127.0.0.1:5558")}),
+        ("cache", {"kv_events_config": '{"publisher": "null"}', "enable_prefix_caching": False}),
         ("cache", {"kv_cache_metrics_one_in": 100}),
         ("scheduler", {"max_num_batched_tokens": 16, "max_num_seqs": 256}),
         ("scheduler", {"max_num_batched_tokens": 16, "max_num_scheduled_tokens": 16}),
@@ -62,7 +65,7 @@ def test_the_defaults_are_valid():
         ("model", {"cpu_weights": "packed+int8", "dtype": "bfloat16"}),
         ("model", {"cpu_weights": "bf16", "dtype": "bfloat16"}),
         ("model", {"cpu_weights": "f32"}),
-        ("device", {"device": "cpu", "attention_backend": "reference"}),
+        ("device", {"device": "cpu", "attention_backend": "cpu"}),
     ],
 )
 def test_unusual_settings_are_accepted(section, changes):
@@ -85,13 +88,24 @@ def test_unusual_settings_are_accepted(section, changes):
             "num_gpu_blocks_override",
         ),
         ("cache", {"kv_cache_memory": 0}, "kv_cache_memory"),
-        ("cache", {"kv_events_endpoint": ""}, "kv_events_endpoint"),
-        ("cache", {"kv_events_endpoint": "inproc://x"}, "kv_events_endpoint"),
-        ("cache", {"kv_events_endpoint": "tcp://127.0.0.1"}, "kv_events_endpoint"),
+        ("cache", {"kv_events_config": ""}, "kv_events_config"),
+        ("cache", {"kv_events_config": "[]"}, "kv_events_config"),
+        ("cache", {"kv_events_config": events_config(endpoint="inproc://x")}, "kv_events_config"),
+        ("cache", {"kv_events_config": events_config(endpoint="tcp://h")}, "kv_events_config"),
         (
             "cache",
-            {"kv_events_endpoint": "ipc", "enable_prefix_caching": False},
-            "kv_events_endpoint",
+            {"kv_events_config": events_config(replay_endpoint="udp://h:1")},
+            "kv_events_config",
+        ),
+        ("cache", {"kv_events_config": events_config(buffer_steps=0)}, "kv_events_config"),
+        ("cache", {"kv_events_config": events_config(hwm="1")}, "kv_events_config"),
+        ("cache", {"kv_events_config": events_config(publisher="kafka")}, "kv_events_config"),
+        ("cache", {"kv_events_config": events_config(port=1)}, "kv_events_config"),
+        ("cache", {"kv_events_config": events_config(topic="t" * 257)}, "kv_events_config"),
+        (
+            "cache",
+            {"kv_events_config": events_config(), "enable_prefix_caching": False},
+            "kv_events_config",
         ),
         ("cache", {"kv_cache_metrics_one_in": -1}, "kv_cache_metrics_one_in"),
         ("scheduler", {"max_num_seqs": 0}, "max_num_seqs"),
@@ -124,6 +138,23 @@ def test_unusual_settings_are_accepted(section, changes):
         ("scheduler", {"preempt_above": 0.9}, "preempt_above"),
         ("scheduler", {"session_timeout": 0.0}, "session_timeout"),
         ("scheduler", {"session_timeout": float("nan")}, "session_timeout"),
+        ("lora", {"lora_modules": ("a=/a",)}, "lora_modules"),
+        ("lora", {"lora_dir": "/a"}, "lora_dir"),
+        ("lora", {"enable_lora": True, "max_loras": 0}, "max_loras"),
+        ("lora", {"enable_lora": True, "max_cpu_loras": 7}, "max_cpu_loras"),
+        ("lora", {"enable_lora": True, "max_lora_rank": 0}, "max_lora_rank"),
+        ("lora", {"enable_lora": True, "max_lora_wait_steps": 0}, "max_lora_wait_steps"),
+        *(
+            ("lora", {"enable_lora": True, "lora_modules": values}, "lora_modules")
+            for values in (
+                *[("a",), ("a=",), ("=/a",), ("a=/a", "a=/b"), ("{",), ('{"name": "a"}',)],
+                *[('{"name": 1, "path": "/a"}',), ("a\n=/a",), ("a" * 257 + "=/a",)],
+            )
+        ),
+        *(
+            ("lora", {"enable_lora": True, "lora_access": (value,)}, "lora_access")
+            for value in ("a", "a=", "=k", "a=k+", "a=k")
+        ),
         ("reliability", {"step_timeout": -1.0}, "step_timeout"),
         ("reliability", {"start_timeout": float("nan")}, "start_timeout"),
         ("frontend", {"port": 65536}, "port"),
@@ -193,13 +224,15 @@ def test_configuration_is_frozen():
 
 def test_parallel_engines_need_separate_kv_event_endpoints():
     both = ServeConfig(
-        cache=CacheConfig(kv_events_endpoint="tcp://127.0.0.1:5557"),
+        cache=CacheConfig(kv_events_config=events_config(endpoint="tcp://127.0.0.1:5557")),
         reliability=ReliabilityConfig(reload_strategy="side-by-side"),
     )
     with pytest.raises(ConfigError) as error:
         validate(both)
     assert error.value.param == "reload_strategy"
-    validate(msgspec.structs.replace(both, cache=CacheConfig(kv_events_endpoint="ipc")))
+    for endpoint in ("ipc", "tcp://*:0"):
+        cache = CacheConfig(kv_events_config=events_config(endpoint=endpoint))
+        validate(msgspec.structs.replace(both, cache=cache))
     validate(msgspec.structs.replace(both, reliability=ReliabilityConfig()))
 
 

@@ -3,7 +3,7 @@
 import os
 from select import select
 
-from proto.sockets import EventFd
+from proto.runtime.sockets import EventFd
 
 
 def is_readable(descriptor: int) -> bool:

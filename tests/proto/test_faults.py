@@ -3,7 +3,13 @@
 import pytest
 
 from proto.errors import ConfigError
-from proto.faults import SLOW_SECONDS, Fault, FaultInjector, InjectedFaultError, parse_faults
+from proto.runtime.faults import (
+    SLOW_SECONDS,
+    Fault,
+    FaultInjector,
+    InjectedFaultError,
+    parse_faults,
+)
 
 
 def test_parse_faults():
@@ -32,7 +38,7 @@ def test_raise_occurs_once_at_its_step():
 
 def test_nan_lasts_one_step_and_slow_persists(monkeypatch):
     slept = []
-    monkeypatch.setattr("proto.faults.time.sleep", slept.append)
+    monkeypatch.setattr("proto.runtime.faults.time.sleep", slept.append)
     faults = [Fault("worker", 0, "nan", 2), Fault("worker", 0, "slow", 2)]
     injector = FaultInjector(faults)
     injected = []

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from proto.config import ModelConfig
 from proto.errors import ConfigError, ModelError, TokendError
-from proto.generation_config import GenerationDefaults, generation_defaults, model_settings
+from proto.settings.config import ModelConfig
+from proto.settings.generation_config import GenerationDefaults, generation_defaults, model_settings
 from tests.fakes import lifecycle_messages
 
 OF_FILE = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05}

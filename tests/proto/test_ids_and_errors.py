@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import proto
-from proto.engine_io import MAX_FRONT_ENDS, MAX_INCARNATIONS, request_ids
 from proto.errors import (
     ErrorInfo,
     InternalRequestError,
@@ -19,7 +18,8 @@ from proto.errors import (
     TokendError,
     install_command,
 )
-from proto.process import describe
+from proto.messages.engine_io import MAX_FRONT_ENDS, MAX_INCARNATIONS, request_ids
+from proto.runtime.process import describe
 
 
 def test_ids_are_unique_over_clients_and_incarnations():

@@ -2,10 +2,10 @@
 
 import pytest
 
-from proto.config import CacheConfig, ServeConfig
-from proto.config_checks import validate
 from proto.errors import ConfigError
-from proto.kv_transfer_config import NO_TRANSFER, kv_transfer_config
+from proto.settings.config import CacheConfig, ServeConfig
+from proto.settings.config_checks import validate
+from proto.settings.kv_transfer_config import NO_TRANSFER, kv_transfer_config
 
 
 def test_no_config_means_no_connector() -> None:

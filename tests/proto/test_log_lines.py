@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from proto.config import LogFormat
-from proto.log_lines import FIELDS, LogStream, formatter, notice_line
+from proto.runtime.log_lines import FIELDS, LogStream, formatter, notice_line
+from proto.settings.config import LogFormat
 
 
 def record(message: str, **more: object) -> logging.LogRecord:
@@ -174,7 +174,7 @@ def test_a_reader_that_comes_back_is_told(tmp_path: Path) -> None:
 
 PROGRAM = """
 import os, sys, threading, warnings
-from proto.log_lines import guard_output
+from proto.runtime.log_lines import guard_output
 guard_output("tokend")
 guard_output("tokend", "json")
 sys.stdin.read()
@@ -208,7 +208,7 @@ def test_a_process_ends_with_its_own_status(reader: str) -> None:
 
 def test_other_programs_that_share_the_pipe_may_still_block() -> None:
     ours, theirs = os.pipe()
-    program = "from proto.log_lines import guard_output; guard_output('tokend'); print('x')"
+    program = "from proto.runtime.log_lines import guard_output; guard_output('tokend'); print('x')"
     subprocess.run([sys.executable, "-c", program], stdout=theirs, check=True)
     assert os.get_blocking(theirs)
     assert os.read(ours, 100) == b"x\n"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from proto.host_resources import (
+from proto.runtime.host_resources import (
     allowed_cores,
     available_memory,
     cores_by_node,
@@ -75,7 +75,7 @@ def test_the_smallest_cpu_limit_of_nested_cgroups_applies(
 def test_usable_cores_follow_affinity_smt_siblings_and_quota(
     quota: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("proto.host_resources.ALLOWED_CPUS", frozenset({0, 1, 2, 5}))
+    monkeypatch.setattr("proto.runtime.host_resources.ALLOWED_CPUS", frozenset({0, 1, 2, 5}))
     siblings = {0: "0,2", 1: "1,3", 2: "0,2"}
     files = {
         f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list": f"{text}\n"
@@ -92,7 +92,7 @@ def test_usable_cores_without_topology_files_is_the_affinity(tmp_path: Path) -> 
 
 def two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpus: Iterable[int]) -> Path:
     """Two memory nodes of four cores with two hardware threads each, numbered in turn."""
-    monkeypatch.setattr("proto.host_resources.ALLOWED_CPUS", frozenset(cpus))
+    monkeypatch.setattr("proto.runtime.host_resources.ALLOWED_CPUS", frozenset(cpus))
     siblings = {
         f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list": f"{cpu % 8},{cpu % 8 + 8}"
         for cpu in range(16)
@@ -180,7 +180,7 @@ def test_available_memory_is_zero_above_the_cgroup_limit(tmp_path: Path) -> None
 
 LIMITED = """
 import os, resource, signal
-from proto.host_resources import process_limits
+from proto.runtime.host_resources import process_limits
 limits = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 before = [resource.getrlimit(limit) for limit in limits]
 with process_limits(60.0, 1 << 30):

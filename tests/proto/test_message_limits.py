@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from proto.codec import MessageDecoder, encode
-from proto.engine_io import Abort, ToEngine
 from proto.errors import ProtocolError
+from proto.messages.engine_io import Abort, ToEngine
 from tests.proto.test_messages import MESSAGES
 
 

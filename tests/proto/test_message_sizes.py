@@ -1,9 +1,9 @@
 """Encoded size of the messages of every step."""
 
 from proto.codec import encode
-from proto.engine_io import EngineCoreOutput, EngineCoreOutputs
-from proto.model_runner_output import ModelRunnerOutput
-from proto.scheduler_output import CachedRequestData, SchedulerOutput
+from proto.messages.engine_io import EngineCoreOutput, EngineCoreOutputs
+from proto.messages.model_runner_output import ModelRunnerOutput
+from proto.messages.scheduler_output import CachedRequestData, SchedulerOutput
 
 
 def decodes(count: int) -> SchedulerOutput:

@@ -3,10 +3,10 @@
 import msgspec
 import pytest
 
-from proto import engine_io, lifecycle, peer_io, view
 from proto.codec import MessageDecoder, encode, from_json, to_json
-from proto.config import ServeConfig
-from proto.engine_io import (
+from proto.errors import ErrorInfo, ProtocolError
+from proto.messages import engine_io, lifecycle, lora, peer_io, view
+from proto.messages.engine_io import (
     Abort,
     AdminCall,
     AdminReply,
@@ -21,10 +21,8 @@ from proto.engine_io import (
     ToEngine,
     TurnEnded,
 )
-from proto.errors import ErrorInfo, ProtocolError
-from proto.faults import Fault
-from proto.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
-from proto.lifecycle import (
+from proto.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from proto.messages.lifecycle import (
     AbortRequests,
     Alive,
     CacheReady,
@@ -69,14 +67,27 @@ from proto.lifecycle import (
     WorkerReady,
     WorkersReady,
 )
-from proto.logit_edits import LogitEdits
-from proto.model_runner_output import ModelRunnerOutput, RowLogprobs
-from proto.peer_io import PeerCall, PeerReply
-from proto.prepared_model import PreparedModel, TensorEntry, TensorIndex
-from proto.sampling_params import RepetitionDetection, SamplingParams
-from proto.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
-from proto.stats import KVEviction, SchedulerStats
-from proto.view import BlockMap, EngineView, RequestView, Watch
+from proto.messages.logit_edits import LogitEdits
+from proto.messages.lora import (
+    AdapterCall,
+    AdapterCard,
+    AdapterList,
+    AdapterLoaded,
+    AdapterReply,
+    AdapterUsage,
+    DropAdapter,
+    LoadAdapter,
+    LoRARequest,
+)
+from proto.messages.model_runner_output import ModelRunnerOutput, RowLogprobs
+from proto.messages.peer_io import PeerCall, PeerReply
+from proto.messages.prepared_model import PreparedModel, TensorEntry, TensorIndex
+from proto.messages.sampling_params import RepetitionDetection, SamplingParams
+from proto.messages.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from proto.messages.stats import KVEviction, SchedulerStats
+from proto.messages.view import BlockMap, EngineView, RequestView, Watch
+from proto.runtime.faults import Fault
+from proto.settings.config import ServeConfig
 from tests.fakes.events import first_events
 
 PARAMS = SamplingParams(
@@ -130,9 +141,10 @@ NEW = NewRequestData(
     block_ids=[[1, 2], [3]],
     num_computed_tokens=2,
     num_scheduled_tokens=1,
-    salt_key=(1 << 64) - 1,
+    extra_key=(1 << 64) - 1,
 )
 CACHED = CachedRequestData([1, 2], [5, 0], [1, 7], [None, [[3], [4, 5]]], [2], [[8, 9]], [1], [17])
+LORA = LoRARequest(7, "a", "/a", bytes(32), 0.5)
 MESSAGES = [
     EngineCoreRequest(
         epoch=1,
@@ -251,7 +263,16 @@ MESSAGES = [
     InitializeCache(1, 2, 100, 16, 2048),
     CacheReady(1, 0),
     EngineReady(
-        *(1, 2, 2048, 99, 16, 49152, "cpu", 100, 1000, 1 << 32),
+        1,
+        2,
+        2048,
+        99,
+        16,
+        49152,
+        "cpu",
+        100,
+        1000,
+        1 << 32,
         weights=(WeightFormatMemory("packed", 1 << 26),),
         starts=(ProcessStart("worker", 0, (StartPhase("imports", 0.75),)),),
     ),
@@ -285,14 +306,19 @@ MESSAGES = [
     Switched(1, 5),
     OldEngineIdle(1, 3),
     DropEngine(3),
+    AdapterCall(3, 1, "load", "a", "/a", True, 0.5, True),
+    AdapterReply(3, 1, 404, "no adapter"),
+    AdapterList(3, [AdapterCard(LORA, 8, 1 << 20, 2, 0.5)]),
+    AdapterUsage(3, ["a"], ["b"], 4),
+    LoadAdapter(3, 7, "/a", bytes(32)),
+    AdapterLoaded(3, 1, 7, bytes(32), 8, 1 << 20, 0.25, ERROR),
+    DropAdapter(3, 7),
     KVEventBatch(
-        1,
-        2,
         3.5,
         [
-            BlockStored([b"h" * 32], None, [1, 2], 2),
-            BlockStored([b"i" * 32], b"h" * 32, [3, 4], 2, 1),
-            BlockRemoved(b"h" * 32, 1),
+            BlockStored([2**64 - 1], None, [1, 2], 2, None, "GPU", None, [["salt"]], 0, "full"),
+            BlockStored([5], 2**64 - 1, [3, 4], 2, None, "CPU", None),
+            BlockRemoved([5, 6], "GPU", 1),
             AllBlocksCleared(),
         ],
     ),
@@ -305,7 +331,7 @@ def test_round_trip(message):
 
 
 def test_every_tagged_message_has_a_round_trip_test():
-    modules = (engine_io, lifecycle, peer_io, view)
+    modules = (engine_io, lifecycle, lora, peer_io, view)
     tagged = {
         each
         for module in modules

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from proto.config import ServeConfig, TraceConfig
-from proto.config_checks import validate
 from proto.errors import ConfigError
-from proto.profiler import ProfilerConfig, StackSampler, parse_profiler_config
+from proto.runtime.stack_sampler import StackSampler
+from proto.settings.config import ServeConfig, TraceConfig
+from proto.settings.config_checks import validate
+from proto.settings.profiler_config import ProfilerConfig, parse_profiler_config
 from tests.fakes.lifecycle_messages import profiler_config
 
 
@@ -17,7 +18,7 @@ from tests.fakes.lifecycle_messages import profiler_config
     ("text", "expected"),
     [
         ("{", "takes JSON"),
-        ("[]", "Expected `object`"),
+        ("[]", "takes a JSON object"),
         ('{"profiler": "torch"}', "missing required field `torch_profiler_dir`"),
         ('{"torch_profiler_dir": "/p"}', "missing required field `profiler`"),
         ('{"profiler": "cuda", "torch_profiler_dir": "/p"}', "'cuda'.*`$.profiler`"),

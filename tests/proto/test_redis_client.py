@@ -8,8 +8,13 @@ from pathlib import Path
 import pytest
 
 from proto.errors import ConfigError
-from proto.kv_transfer_config import remote_address, remote_settings
-from proto.redis_client import MISSING, RedisConnection, RemoteRefusalError, RemoteStoreError
+from proto.runtime.redis_client import (
+    MISSING,
+    RedisConnection,
+    RemoteRefusalError,
+    RemoteStoreError,
+)
+from proto.settings.kv_transfer_config import remote_address, remote_settings
 from tests.fakes.kv_media import needs_redis, redis_server
 
 SHORT = 0.3

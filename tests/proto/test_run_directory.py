@@ -9,9 +9,9 @@ import tempfile
 import pytest
 
 from proto.errors import ConfigError
-from proto.lifecycle import Shutdown
-from proto.run_directory import RunDirectory, default_parent, sweep
-from proto.sockets import Link
+from proto.messages.lifecycle import Shutdown
+from proto.runtime.run_directory import RunDirectory, default_parent, sweep
+from proto.runtime.sockets import Link
 
 
 def test_the_directory_is_private(short_dir):
@@ -62,7 +62,7 @@ def test_the_last_process_to_leave_removes_the_directory(short_dir):
 def test_sweep_removes_only_directories_of_dead_daemons(short_dir):
     living = RunDirectory.create(str(short_dir))
     code = (
-        "import os, sys; from proto.run_directory import RunDirectory; "
+        "import os, sys; from proto.runtime.run_directory import RunDirectory; "
         "print(RunDirectory.create(sys.argv[1]).path, flush=True); os._exit(0)"
     )
     result = subprocess.run(
@@ -81,7 +81,7 @@ def test_sweep_removes_only_directories_of_dead_daemons(short_dir):
 
 def test_create_removes_directories_of_dead_daemons(short_dir):
     code = (
-        "import os, sys; from proto.run_directory import RunDirectory; "
+        "import os, sys; from proto.runtime.run_directory import RunDirectory; "
         "RunDirectory.create(sys.argv[1]); os._exit(0)"
     )
     subprocess.run([sys.executable, "-c", code, str(short_dir)], check=True)

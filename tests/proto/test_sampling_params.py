@@ -8,10 +8,20 @@ from hypothesis import strategies as st
 
 from proto.codec import changed
 from proto.errors import InvalidRequestError
-from proto.logit_edits import LogitEdits
-from proto.sampling_params import MAX_STOP_TOKEN_IDS, RepetitionDetection, SamplingParams
+from proto.messages.logit_edits import LogitEdits
+from proto.messages.sampling_params import (
+    DRAW_PARAMETERS,
+    MAX_STOP_TOKEN_IDS,
+    RepetitionDetection,
+    SamplingParams,
+)
 
 VOCAB_SIZE = 100
+
+
+def test_parameters_of_a_draw_have_the_defaults_of_a_request():
+    params = SamplingParams(max_tokens=1)
+    assert {name: getattr(params, name) for name in DRAW_PARAMETERS} == DRAW_PARAMETERS
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 import zmq
 
-from proto import sockets
-from proto.engine_io import Abort, AdminCall, ToEngine
 from proto.errors import TokendError
-from proto.sockets import (
+from proto.messages.engine_io import Abort, AdminCall, ToEngine
+from proto.runtime import sockets
+from proto.runtime.sockets import (
     Link,
     PeerStalledError,
     Poller,
@@ -19,6 +19,7 @@ from proto.sockets import (
     supervisor_path,
     worker_path,
 )
+from tests.fakes.links import receive
 
 WAIT_SECONDS = 10.0
 
@@ -39,15 +40,6 @@ def pair(short_dir):
     yield factory
     for link in links:
         link.close()
-
-
-def receive(link, count):
-    messages = []
-    poller = Poller([link])
-    while len(messages) < count:
-        assert poller.wait(WAIT_SECONDS) == [link]
-        messages += link.receive()
-    return messages
 
 
 def send_until_stalled(link):

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from proto.config import ServeConfig, SpeculationConfig
-from proto.config_checks import validate
 from proto.errors import ConfigError
-from proto.speculative_config import SpeculativeConfig, parse_speculative_config
+from proto.settings.config import ServeConfig, SpeculationConfig
+from proto.settings.config_checks import validate
+from proto.settings.speculative_config import SpeculativeConfig, parse_speculative_config
 
 
 def test_by_default_there_is_no_speculation():

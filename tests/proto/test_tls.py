@@ -6,10 +6,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from proto.config import FrontEndConfig, ServeConfig
-from proto.config_checks import validate
 from proto.errors import ConfigError
-from proto.security import server_context
+from proto.runtime.security import server_context
+from proto.settings.config import FrontEndConfig, ServeConfig
+from proto.settings.config_checks import validate
 from tests.fakes.certificates import Authority, needs_openssl
 
 
@@ -77,6 +77,12 @@ class TestContext:
         )
         refusal = self.refusal(ssl_certfile=certificate, ssl_keyfile="/nowhere/k.pem")
         assert refusal == "--ssl-keyfile /nowhere/k.pem: No such file or directory"
+
+    def test_a_certificate_without_its_key(self, authority: Authority) -> None:
+        certificate, _ = authority.sign("server")
+        assert self.refusal(ssl_certfile=certificate) == (
+            f"--ssl-certfile {certificate} has no private key; give --ssl-keyfile"
+        )
 
     def test_a_key_of_another_certificate_is_refused(self, authority: Authority) -> None:
         certificate, _ = authority.sign("server")

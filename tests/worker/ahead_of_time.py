@@ -17,12 +17,11 @@ _OF_LAUNCHES = {"grid", "warmup", "stream", "device", "device_type", "num_warps"
 class Kernel(NamedTuple):
     """A kernel to compile.
 
-    maker: "module:name" of the function that makes the kernel, or of the class of an object that
-    holds it; "module:name.attribute" if not as `kernel`. signature: types of its pointers and
+    name: "module.name", of a module of worker.cuda.kernels. signature: types of its pointers and
     numbers. constants: compile-time parameters. options: of the compiler.
     """
 
-    maker: str
+    name: str
     signature: dict[str, str]
     constants: dict[str, Any]
     options: dict[str, Any] = {}
@@ -43,16 +42,14 @@ def compiled(kernels: list[Kernel]) -> list[str]:
 
 
 def _compile(
-    maker: str, signature: dict[str, str], constants: dict[str, Any], options: dict[str, Any]
+    name: str, signature: dict[str, str], constants: dict[str, Any], options: dict[str, Any]
 ) -> str:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    module, name = maker.split(":")
-    name, _, attribute = name.partition(".")
-    made = getattr(importlib.import_module(module), name)()
-    kernel = getattr(made, attribute or "kernel", None) or made
+    module, _, function = name.partition(".")
+    kernel = getattr(importlib.import_module(f"worker.cuda.kernels.{module}"), function)
     reserved = _OF_LAUNCHES & set(kernel.arg_names)
     assert not reserved, f"a launch takes {reserved} for its own settings"
     source = ASTSource(

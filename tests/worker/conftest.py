@@ -2,7 +2,7 @@
 
 import pytest
 
-from worker.kernels import Kernels, KernelsUnavailableError, load_kernels
+from worker.cpu.kernels import Kernels, KernelsUnavailableError, load_kernels
 
 
 @pytest.fixture(scope="session")

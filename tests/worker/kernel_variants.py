@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from worker import kernels
-from worker.build_kernels import (
+from worker.cpu import kernels
+from worker.cpu.build_kernels import (
     SOURCE_DIR,
     X86_VARIANTS,
     KernelVariant,
@@ -27,7 +27,7 @@ from worker.build_kernels import (
     machine_variants,
     usable_variants,
 )
-from worker.kernels import Kernels
+from worker.cpu.kernels import Kernels
 
 SOFTWARE_TILES = os.environ.get("TOKEND_TEST_SOFTWARE_TILES") == "1"
 TILES_HEADER = Path(__file__).parent / "csrc" / "software_tiles.h"

@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from proto.config import CacheConfig, CpuWeights, ModelConfig, SchedulerConfig, ServeConfig
+from proto.settings.config import CacheConfig, CpuWeights, ModelConfig, SchedulerConfig, ServeConfig
 from tests.benchmarks.limits_program import LimitsWorker, measure, weight_bytes
 from tests.benchmarks.messages import LimitsWorkload
+from tests.fakes.devices import CPU
 from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.tiny_checkpoints import save_tiny
-from worker.kernels import row_kernels
+from worker.cpu.device import CpuDevice
 from worker.models.mlp import MlpSpec
 
 
@@ -30,7 +31,7 @@ def workload(folder: Path, name: str, form: CpuWeights) -> LimitsWorkload:
     )
 
 
-@pytest.mark.skipif(row_kernels() is None, reason="no compiled kernels")
+@pytest.mark.skipif(not isinstance(CPU, CpuDevice), reason="no compiled kernels")
 def test_all_products_of_a_step_are_timed(tmp_path: Path) -> None:
     """Gemma's layers have windows, hence several KV cache groups."""
     form: CpuWeights = "bf16"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from proto.config import CacheConfig, ModelConfig, SchedulerConfig, ServeConfig
+from proto.settings.config import CacheConfig, ModelConfig, SchedulerConfig, ServeConfig
 from tests.benchmarks.messages import StepWorkload
 from tests.benchmarks.steps_program import BenchWorker, Steps, measure
 from tests.fakes.prepared_models import prepare_checkpoint

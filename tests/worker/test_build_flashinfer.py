@@ -9,7 +9,8 @@ import torch
 from proto.errors import ConfigError
 from tests.worker.attention.steps import Case
 from tests.worker.attention.test_flashinfer import CASES, MIXED, case_of
-from worker.build_flashinfer import (
+from worker.attention.kv_cache import kv_layout
+from worker.cuda.build_flashinfer import (
     EIGHT_BITS,
     TEST_VARIANTS,
     UNUSED_HEADERS,
@@ -20,8 +21,7 @@ from worker.build_flashinfer import (
     parser,
     variants,
 )
-from worker.flashinfer_library import VERSION
-from worker.kv_cache import kv_layout
+from worker.cuda.flashinfer_library import VERSION
 
 
 def toolkit(root: Path, name: str) -> Path:

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from proto.config import (
+from proto.errors import ConfigError
+from proto.settings.config import (
     GIB,
     CacheConfig,
     DeviceConfig,
@@ -14,9 +15,9 @@ from proto.config import (
     SchedulerConfig,
     ServeConfig,
 )
-from proto.errors import ConfigError
-from worker.device import devices
-from worker.device.devices import CpuDevice, CudaDevice, DeviceMemory
+from worker.cpu.device import CpuDevice
+from worker.create_device import create_device
+from worker.cuda.device import CudaDevice, DeviceMemory
 
 
 class SimulatedGpu:
@@ -110,13 +111,13 @@ def config_of(**settings: object) -> ServeConfig:
 
 def test_device_auto_is_the_cpu_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert isinstance(devices.create_device(config_of(), 0), CpuDevice)
+    assert isinstance(create_device(config_of(), 0), CpuDevice)
 
 
 def test_device_cuda_without_a_gpu_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"--device cuda: .*; --device cpu works here") as raised:
-        devices.create_device(config_of(device="cuda"), 0)
+        create_device(config_of(device="cuda"), 0)
     assert raised.value.param == "device"
 
 
@@ -147,13 +148,13 @@ def test_fewer_gpus_than_workers_are_refused_with_both_counts(
 ) -> None:
     simulate_gpus(monkeypatch, 80, 80)
     with pytest.raises(ConfigError, match=r"--tensor-parallel-size 3: .* 2 found") as raised:
-        devices.create_device(ranks_on_gpus(3), rank)
+        create_device(ranks_on_gpus(3), rank)
     assert raised.value.param == "tensor_parallel_size"
 
 
 def test_a_worker_uses_the_gpu_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = simulate_gpus(monkeypatch, 80, 80, 24)
-    created = [devices.create_device(ranks_on_gpus(2), rank) for rank in range(2)]
+    created = [create_device(ranks_on_gpus(2), rank) for rank in range(2)]
     assert [each.torch_device.index for each in created] == [0, 1]
     assert chosen == [torch.device("cuda", 0), torch.device("cuda", 1)]
 
@@ -163,8 +164,8 @@ def test_gpus_of_different_sizes_need_an_explicit_step_size(
 ) -> None:
     simulate_gpus(monkeypatch, 80, 24)
     with pytest.raises(ConfigError, match=f"{24 * GIB} to {80 * GIB} bytes"):
-        devices.create_device(ranks_on_gpus(2), 0)
-    devices.create_device(ranks_on_gpus(2, max_num_batched_tokens=512), 0)
+        create_device(ranks_on_gpus(2), 0)
+    create_device(ranks_on_gpus(2, max_num_batched_tokens=512), 0)
 
 
 def test_fp8_kv_cache_is_refused_on_a_cpu() -> None:

@@ -14,19 +14,20 @@ import numpy as np
 import pytest
 import torch
 
-from api_server.request_stream import ExpertRows
+from api_server.generation.request_stream import ExpertRows
 from engine_core.busy_loop import OVERLAPPED
 from engine_core.request import Request
 from engine_core.scheduler.step_plan import StepPlan
-from proto.config import DeviceConfig
-from proto.engine_io import EngineCoreOutput
-from proto.logit_edits import LogitEdits
-from proto.model_runner_output import ModelRunnerOutput
-from proto.scheduler_output import CachedRequestData, GrammarOutput, SchedulerOutput
+from proto.messages.engine_io import EngineCoreOutput
+from proto.messages.logit_edits import LogitEdits
+from proto.messages.model_runner_output import ModelRunnerOutput
+from proto.messages.scheduler_output import CachedRequestData, GrammarOutput, SchedulerOutput
+from proto.settings.config import DeviceConfig
+from tests.fakes.devices import GPU, REFERENCE
 from tests.fakes.drafts import SyntheticDrafts
 from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.fake_cuda import CUDA, ExpertsWithoutTriton, FakeCuda, SameThreadExecutor
-from tests.fakes.fake_device import on_host
+from tests.fakes.fake_device import DeviceError, FakeDevice, FakeEvent, on_host
 from tests.fakes.fake_flashinfer import FakeFlashInfer
 from tests.fakes.fake_paged_wrapper import PagedWrapper
 from tests.fakes.prepared_models import prepare_checkpoint, spec_of
@@ -34,29 +35,40 @@ from tests.fakes.tiny_checkpoints import CONFIGS, tiny_model
 from tests.fakes.tiny_transformers import save_tiny_transformers
 from tests.worker.reference.torch_kernels import TorchEdits, draw_by_torch, store_by_index
 from tests.worker.test_model_runner import BLOCK, CHUNKS, NUM_BLOCKS, Engine, new_request
-from worker import flashinfer_modules
-from worker.async_runner import AsyncModelRunner, PendingStep, Runner
-from worker.attention.reference import ReferenceAttention
-from worker.flashinfer_library import HEAD_DIMS
-from worker.input_batch import InputBatch
-from worker.kv_cache import KVCache, kv_layout
-from worker.layers import activation, linear, norm
-from worker.layers.scratch import RowBuffer
-from worker.loader import formats, weights
-from worker.loader.formats import FixedRowsFormat, WeightFormat
+from worker.attention.kv_cache import KVCache, kv_layout
+from worker.batch.input_batch import InputBatch
+from worker.cuda import device as cuda_device
+from worker.cuda import flashinfer_modules
+from worker.cuda.async_runner import AsyncModelRunner
+from worker.cuda.flashinfer_library import HEAD_DIMS
+from worker.cuda.formats import FixedRowsFormat
+from worker.cuda.layer_progress import EventProgress
+from worker.cuda.runner_builder import (
+    DeviceKernels,
+    Gpu,
+    build_drafter,
+    build_runner,
+    run_largest_pass,
+    run_largest_step,
+)
+from worker.cuda.sampling.device_kernels import RowEditArrays
+from worker.device import Device
+from worker.layers.layer_progress import LayerProgress
+from worker.loader import weights
+from worker.loader.formats import DenseFormat, WeightFormat
 from worker.loader.transformers_weights import load_transformers
-from worker.memory_plan import layer_cache
-from worker.model_runner import ModelRunner, SyncModelRunner
-from worker.models import kernel_stack
 from worker.models.decoder import Decoder
 from worker.models.transformers_model import spec_of_transformers
-from worker.routed_experts import RoutedExpertsCache, record_experts
-from worker.runner_builder import CudaRunnerBuilder, DeviceKernels
-from worker.sampling.device_kernels import RowEditArrays
+from worker.plan.memory_plan import layer_cache
+from worker.reference.attention import ReferenceAttention
+from worker.reference.layers import TorchNorm, torch_gate
+from worker.reference.sampling import TorchBackend
 from worker.sampling.sampler import Sampler
-from worker.sampling.torch_backend import TorchBackend
-from worker.speculation.drafter import Drafter
+from worker.speculation.drafter import DraftedModel, Drafter
 from worker.speculation.eagle_head import EagleHead
+from worker.step.model_runner import ModelRunner, SyncModelRunner
+from worker.step.routed_experts import RoutedExpertsCache, record_experts
+from worker.step.runner_parts import DrafterParts, PendingStep, Runner, RunnerParts
 
 DTYPE = torch.bfloat16
 STEP_TOKENS = 64
@@ -105,14 +117,14 @@ class Model:
         self.spec = spec_of(self.prepared)
         self._reference_tokens: dict[int, list[int]] | None = None
 
-    def load(self, device: torch.device, weight_format: WeightFormat | None = None) -> Decoder:
+    def load(self, device: Device, weight_format: WeightFormat | None = None) -> Decoder:
         return weights.load_model(
             self.prepared, self.spec, self.dtype, device, lambda fraction: None, weight_format
         )
 
-    def cache(self, device: torch.device, dtype: torch.dtype | None = None) -> KVCache:
+    def cache(self, device: Device, dtype: torch.dtype | None = None) -> KVCache:
         layout, geometry = layer_cache(self.spec, dtype or self.dtype)
-        return KVCache(geometry, layout, NUM_BLOCKS, BLOCK, device)
+        return KVCache(geometry, layout, NUM_BLOCKS, BLOCK, device.zeros)
 
     def rows(self, count: int) -> InputBatch:
         layout = kv_layout(self.spec.windows)
@@ -150,8 +162,8 @@ class TransformersModel(Model):
         self.spec: Any = spec_of_transformers(config, head_dims=HEAD_DIMS)
         self._reference_tokens = None
 
-    def load(self, device: torch.device, weight_format: WeightFormat | None = None) -> Decoder:
-        form = formats.DenseFormat(self.dtype)
+    def load(self, device: Device, weight_format: WeightFormat | None = None) -> Decoder:
+        form = DenseFormat(self.dtype)
         return load_transformers(
             self.prepared, self.spec, self.dtype, device, lambda fraction: None, form
         )
@@ -179,35 +191,58 @@ class OnFakeCuda:
         returns_experts: bool = False,
         weight_format: WeightFormat | None = None,
         make_drafter: "Callable[[OnFakeCuda, Decoder], Drafter] | None" = None,
+        progress: LayerProgress | None = None,
         **settings: Any,
     ) -> None:
         self.settings = settings
         self.cuda = cuda
         self.library = library or FakeFlashInfer(cuda.device)
         with cuda.loading():
-            decoder = model.load(CUDA, weight_format)
-            self.cache = model.cache(CUDA, kv_dtype)
+            decoder = model.load(GPU, weight_format)
+            self.cache = model.cache(GPU, kv_dtype)
+        decoder.track_layers(progress)
         self.rows = model.rows(num_rows)
         self.progress: list[float] = []
-        self.builder = self.new_builder(decoder, model.dtype)
         experts = None
         if returns_experts:
             record = record_experts(decoder, STEP_TOKENS, CUDA)
-            experts = RoutedExpertsCache(decoder.spec, self.cache, record)
+            experts = RoutedExpertsCache(decoder.spec, self.cache, record, GPU.zeros)
         drafter = make_drafter(self, decoder) if make_drafter else None
-        self.runner = self.builder.build(
-            self.cache, self.rows, self.progress.append, experts=experts, drafter=drafter
+        self.gpu = gpu_of(cuda, self.library)
+        self.parts = RunnerParts(
+            config=DeviceConfig(**settings),
+            model=decoder,
+            dtype=model.dtype,
+            kv_cache=self.cache,
+            batch=self.rows,
+            experts=experts,
+            drafter=drafter,
+            show_captured=self.progress.append,
         )
+        runner = build_runner(self.gpu, self.parts)
+        assert isinstance(runner, AsyncModelRunner)
+        self.runner = runner
 
-    def new_builder(self, decoder: Decoder | EagleHead, dtype: torch.dtype) -> CudaRunnerBuilder:
-        return CudaRunnerBuilder(
-            DeviceConfig(**self.settings),
-            decoder,
-            self.cuda.device,
-            DeviceKernels(lambda: self.library, store_by_index, draw_by_torch, TorchEdits()),
-            Sampler(TorchBackend()),
-            dtype,
+    def build_drafter(
+        self, model: Decoder | EagleHead, dtype: torch.dtype, cache: KVCache, target: DraftedModel
+    ) -> Drafter:
+        """Run the largest pass of a drafter; return another one."""
+        gpu = gpu_of(self.cuda, self.library)
+        parts = DrafterParts(
+            config=DeviceConfig(**self.settings),
+            model=model,
+            dtype=dtype,
+            kv_cache=cache,
+            target=target,
+            show_captured=self.progress.append,
         )
+        run_largest_pass(gpu, parts, 12, 3)
+        return build_drafter(gpu, parts)
+
+
+def gpu_of(cuda: FakeCuda, library: FakeFlashInfer) -> Gpu:
+    kernels = DeviceKernels(lambda: library, store_by_index, draw_by_torch, TorchEdits())
+    return Gpu(cuda.device, kernels, Sampler(TorchBackend()))
 
 
 @pytest.fixture
@@ -218,20 +253,14 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
 
 
 def compute_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Load in one thread, and disable the kernels for CPUs."""
+    """Load in one thread, and let torch compute what Triton does."""
     monkeypatch.setattr(weights, "ThreadPoolExecutor", SameThreadExecutor)
-    monkeypatch.setattr(activation, "TritonGate", activation.TorchGate)
-    monkeypatch.setattr(norm, "TritonNorm", norm.TorchNorm)
-    monkeypatch.setattr(formats, "TritonExperts", ExpertsWithoutTriton)
-    for module in (formats, flashinfer_modules):
+    monkeypatch.setattr(cuda_device, "triton_gate", torch_gate)
+    monkeypatch.setattr(cuda_device, "TritonNorm", TorchNorm)
+    monkeypatch.setattr(cuda_device, "TritonExperts", ExpertsWithoutTriton)
+    for module in (cuda_device, flashinfer_modules):
         monkeypatch.setattr(module, "is_hopper", lambda device: False)
-    for module in (activation, norm):
-        monkeypatch.setattr(module, "usable_flashinfer", lambda: None)
-    # The reference on the CPU rounds like the device: by torch alone.
-    for module in (activation, norm, kernel_stack):
-        monkeypatch.setattr(module, "row_kernels", lambda: None)
-    for module in (linear, formats):
-        monkeypatch.setattr(module, "is_reordered_by_onednn", lambda device, dtype: False)
+    monkeypatch.setattr(cuda_device, "usable_flashinfer", lambda: None)
 
 
 @pytest.fixture(scope="module")
@@ -255,16 +284,15 @@ def llama(models: Models) -> Model:
 
 
 def host_runner(model: Model, num_rows: int, returns_experts: bool = False) -> ModelRunner:
-    """A reference runner of the same model on the CPU."""
-    decoder, cache = model.load(torch.device("cpu")), model.cache(torch.device("cpu"))
+    """A reference runner of the same model; it rounds like the device, by torch alone."""
+    decoder, cache = model.load(REFERENCE), model.cache(REFERENCE)
     experts = None
     if returns_experts:
-        record = record_experts(decoder, STEP_TOKENS, torch.device("cpu"))
+        record = record_experts(decoder, STEP_TOKENS, REFERENCE.torch_device)
         experts = RoutedExpertsCache(decoder.spec, cache, record)
-    spec = model.spec
-    shape = spec.attention_shape
-    attention, sampler = ReferenceAttention(cache, shape), Sampler(TorchBackend())
-    return ModelRunner(decoder, attention, sampler, model.rows(num_rows), cache, experts=experts)
+    attention = ReferenceAttention(cache, model.spec.attention_shape)
+    rows, sampler, transfers = model.rows(num_rows), REFERENCE.sampler(), REFERENCE.transfers()
+    return ModelRunner(decoder, attention, sampler, rows, cache, transfers, experts=experts)
 
 
 def reference_tokens(model: Model) -> dict[int, list[int]]:
@@ -285,6 +313,60 @@ def test_tokens_equal_the_reference(model: Model, cuda: FakeCuda) -> None:
     assert cuda.device.num_replays > 30
 
 
+class WaitsForLayers(SyncRunner):
+    """A runner whose caller first waits for each layer of a step, and looks at the device then."""
+
+    def __init__(self, runner: AsyncModelRunner, device: FakeDevice, progress: EventProgress):
+        super().__init__(runner)
+        self._device, self._progress = device, progress
+        self.seen: list[tuple[int, ...]] = []
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        begun = self._device.queued
+        pending = self._runner.launch(step)
+        if step.total_num_scheduled_tokens:
+            completed = []
+            for layer in range(len(self._progress._events)):
+                self._progress.wait_computed(layer)
+                completed.append(self._device.completed)
+            assert begun < completed[0]
+            assert completed == sorted(set(completed)), "one layer after the other"
+            assert completed[-1] < self._device.queued, "before the sampling"
+            self.seen.append(tuple(completed))
+        return pending.result()
+
+
+def test_layers_of_steps_are_published_also_by_graphs(llama: Model, cuda: FakeCuda) -> None:
+    progress = EventProgress(cuda.device, len(llama.spec.layers))
+    worker = OnFakeCuda(llama, cuda, len(CHUNKS), progress=progress)
+    runner = WaitsForLayers(worker.runner, cuda.device, progress)
+    engine: Any = Engine(runner, worker.cache)
+    assert engine.generate(llama.prompts()) == reference_tokens(llama)
+    assert cuda.device.num_replays > 30
+    assert len(runner.seen) > cuda.device.num_replays, "chunks run without a graph"
+
+
+def test_an_event_for_the_host_is_refused_inside_a_graph_unless_it_is_external() -> None:
+    device = FakeDevice()
+    memory = device.zeros(1, torch.float32)
+
+    def run(event: FakeEvent) -> torch.Tensor:
+        event.record()
+        return memory.add_(1)
+
+    with pytest.raises(DeviceError, match="nothing outside can wait"):
+        device.capture(lambda: run(device.event()))
+    device.capture(lambda: run(device.external_event()))
+
+
+def test_prompts_as_embeddings_give_the_tokens_of_their_ids(llama: Model, cuda: FakeCuda) -> None:
+    """In chunks beside decodes, without graphs where a prompt's last token is alone in a step."""
+    worker = OnFakeCuda(llama, cuda, len(CHUNKS))
+    engine: Any = Engine(SyncRunner(worker.runner), worker.cache)
+    found = engine.generate(llama.prompts(), llama.load(REFERENCE))
+    assert found == reference_tokens(llama)
+
+
 def test_transformers_code_gives_the_tokens_of_the_reference(
     cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,16 +377,6 @@ def test_transformers_code_gives_the_tokens_of_the_reference(
     engine: Any = Engine(SyncRunner(worker.runner), worker.cache)
     assert engine.generate(model.prompts()) == reference_tokens(model)
     assert cuda.device.num_replays == 0
-
-
-def test_a_graph_keeps_its_memory_when_a_longer_step_runs(cuda: FakeCuda) -> None:
-    """A captured graph keeps using its memory when a longer step needs more."""
-    buffer = RowBuffer(8)
-    short, long = (cuda.device.adopt(torch.zeros(count, 8)) for count in (2, 5))
-    captured, grown = buffer.rows(short), buffer.rows(long)
-    again = buffer.rows(short)
-    assert len({captured.address, grown.address, again.address}) == 3
-    assert captured.tensor.shape == again.tensor.shape == (2, 8)
 
 
 @pytest.mark.parametrize("kv_dtype", [DTYPE, torch.float8_e4m3fn], ids=str)
@@ -683,8 +755,7 @@ def test_norms_and_gates_use_the_library(
     """If it is installed: in eager steps and in graphs, by calls that keep its contract."""
     tokens = reference_tokens(model)
     library = FakeFlashInfer(cuda.device)
-    for module in (activation, norm):
-        monkeypatch.setattr(module, "usable_flashinfer", lambda: library)
+    monkeypatch.setattr(cuda_device, "usable_flashinfer", lambda: library)
     worker = OnFakeCuda(model, cuda, len(CHUNKS))
     found = Engine(SyncRunner(worker.runner), worker.cache).generate(model.prompts())  # type: ignore[arg-type]
     same = [
@@ -714,8 +785,8 @@ def test_the_largest_step_edits_and_draws_from_every_row(
     def edit_rows(logits: torch.Tensor, edits: RowEditArrays, counts: torch.Tensor) -> None:
         changed.append((*logits.shape, len(edits.rows), len(edits.words), *counts.shape))
 
-    monkeypatch.setattr(there.builder._kernels.edits, "edit_rows", edit_rows)
+    monkeypatch.setattr(there.gpu.kernels.edits, "edit_rows", edit_rows)
     with torch.inference_mode():
-        there.builder.run_largest_step(there.cache, there.rows, 12, 3)
+        run_largest_step(there.gpu, there.parts, 12, 3)
     vocab_size = model.spec.vocab_size
     assert changed == [(3, vocab_size, 3, 3, 3, vocab_size)]

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from proto import PROTOCOL_VERSION
-from proto.config import GIB, CacheConfig, SchedulerConfig, ServeConfig
-from proto.lifecycle import (
+from proto.messages.lifecycle import (
     CacheReady,
     InitializeCache,
     NewEngine,
@@ -24,14 +23,15 @@ from proto.lifecycle import (
     ToSupervisor,
     WorkerReady,
 )
-from proto.model_runner_output import ModelRunnerOutput
-from proto.scheduler_output import (
+from proto.messages.model_runner_output import ModelRunnerOutput
+from proto.messages.scheduler_output import (
     CachedRequestData,
     GrammarOutput,
     NewRequestData,
     SchedulerOutput,
 )
-from proto.sockets import Link, Poller
+from proto.runtime.sockets import Link, Poller
+from proto.settings.config import GIB, CacheConfig, SchedulerConfig, ServeConfig
 from tests.fakes import lifecycle_messages
 from tests.fakes.fake_cuda import CUDA, FakeCuda
 from tests.fakes.fake_flashinfer import FakeFlashInfer
@@ -39,9 +39,10 @@ from tests.worker.reference.torch_kernels import TorchEdits, draw_by_torch, stor
 from tests.worker.test_cuda_device import SimulatedGpu
 from tests.worker.test_cuda_runner import Model, compute_by_torch, host_runner
 from tests.worker.test_model_runner import BLOCK, new_request
-from worker import loaded_model, runner_builder
+from worker import loaded_model
 from worker import worker as service
-from worker.device.devices import CudaDevice
+from worker.cuda import device as cuda_device
+from worker.cuda.device import CudaDevice
 from worker.worker import FromEngine
 
 LIMIT_SECONDS = 60.0
@@ -84,11 +85,11 @@ class Running:
 
         monkeypatch.setattr(loaded_model, "load_model", load_model)
         monkeypatch.setattr(service, "create_device", lambda *_: CudaDevice(CUDA, gpu))
-        monkeypatch.setattr(runner_builder, "Accelerator", lambda device: cuda.device)
-        monkeypatch.setattr(runner_builder, "load_library", lambda: FakeFlashInfer(cuda.device))
-        monkeypatch.setattr(runner_builder, "TritonStore", lambda: store_by_index)
-        monkeypatch.setattr(runner_builder, "TritonDraw", lambda: draw_by_torch)
-        monkeypatch.setattr(runner_builder, "TritonEdits", TorchEdits)
+        monkeypatch.setattr(cuda_device, "Accelerator", lambda device: cuda.device)
+        monkeypatch.setattr(cuda_device, "load_library", lambda: FakeFlashInfer(cuda.device))
+        monkeypatch.setattr(cuda_device, "TritonStore", lambda: store_by_index)
+        monkeypatch.setattr(cuda_device, "TritonDraw", lambda: draw_by_torch)
+        monkeypatch.setattr(cuda_device, "TritonEdits", TorchEdits)
 
     def _run(self) -> None:
         def connect(epoch: int) -> Link:

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from proto.config import GIB, DeviceConfig
-from proto.host_resources import usable_cores
-from worker.device.devices import CpuDevice
+from proto.runtime.host_resources import usable_cores
+from proto.settings.config import GIB, DeviceConfig
+from worker.cpu.device import CpuDevice
 
 
 def machine(

@@ -1,6 +1,6 @@
 """Durations of steps that are launched before the previous step has ended."""
 
-from worker.async_runner import DeviceTime
+from worker.cuda.async_runner import DeviceTime
 
 
 def test_consecutive_steps_share_no_time() -> None:

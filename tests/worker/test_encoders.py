@@ -9,29 +9,31 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from proto.config import CacheConfig, DeviceConfig, SchedulerConfig, ServeConfig
 from proto.errors import ConfigError, ModelError
-from proto.model_runner_output import ModelRunnerOutput
-from proto.prepared_model import PreparedModel
-from proto.scheduler_output import SchedulerOutput
+from proto.messages.model_runner_output import ModelRunnerOutput
+from proto.messages.prepared_model import PreparedModel
+from proto.messages.scheduler_output import SchedulerOutput
+from proto.settings.config import CacheConfig, DeviceConfig, SchedulerConfig, ServeConfig
+from tests.fakes.devices import CPU
 from tests.fakes.pooling_engine import PoolingEngine, prepare
 from tests.fakes.ranks import Ranks
 from tests.fakes.tiny_encoders import CONFIGS, save_encoder, write_encoder_gguf
-from tests.fakes.tiny_pooling import dense, pooled, save_modules
+from tests.fakes.tiny_pooling import dense, pooled, save_causal, save_modules
 from tests.worker.kernel_variants import LOADABLE, load_variant
-from worker.attention.base import AttentionInputs
-from worker.attention.cpu import CpuAttention
+from worker.attention.backend import AttentionInputs
+from worker.attention.kv_cache import KVCache
 from worker.attention.scratch_pages import SCRATCH_BLOCK, num_scratch_blocks
-from worker.device.devices import CpuDevice
-from worker.kv_cache import KVCache
-from worker.loader.formats import Bf16Format, DenseFormat
+from worker.commands.plan import TextEstimate, estimate_times
+from worker.cpu.attention import CpuAttention
+from worker.cpu.device import CpuDevice
+from worker.cpu.formats import Bf16Format
+from worker.cpu.stack import KernelStack
+from worker.loader.formats import DenseFormat
 from worker.loader.weights import load_model
-from worker.memory_plan import layer_cache, plan_memory
-from worker.models.kernel_stack import KernelStack
 from worker.models.layer_stack import EagerLayers
 from worker.models.registry import model_spec
-from worker.plan_command import TextEstimate, estimate_times
-from worker.pooling import PoolingRunner
+from worker.plan.memory_plan import layer_cache, plan_memory
+from worker.step.pooling import PoolingRunner
 
 PROMPTS = [
     torch.randint(3, 96, (length,), generator=torch.Generator().manual_seed(length)).tolist()
@@ -46,13 +48,15 @@ def hidden_states(model: torch.nn.Module, prompt: list[int], **inputs: object) -
     return hidden
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_embeddings_of_packed_texts(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "overlapped"), [*((name, False) for name in CONFIGS), ("bert", True)]
+)
+def test_embeddings_of_packed_texts(name: str, overlapped: bool, tmp_path: Path) -> None:
     """All pooling types, joined, and a Dense module; texts of several steps, none padded."""
     folder = tmp_path / "model"
     model = save_encoder(name, folder)
     save_modules(folder, model.config.hidden_size, *_KINDS, dense=24)
-    engine = PoolingEngine(prepare(folder))
+    engine = PoolingEngine(prepare(folder), async_scheduling=overlapped)
     requests = [engine.add(prompt) for prompt in (*PROMPTS, *PROMPTS)]
     short = engine.add(PROMPTS[0], dimensions=8)
     engine.harness.run()
@@ -180,13 +184,29 @@ def test_scores_of_pairs(name: str, num_labels: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "named"),
     [
-        (ServeConfig(cache=CacheConfig(num_gpu_blocks_override=9)), "num-gpu-blocks-override"),
-        (ServeConfig(cache=CacheConfig(kv_cache_dtype="int8")), "kv-cache-dtype"),
+        (
+            ServeConfig(cache=CacheConfig(num_gpu_blocks_override=9)),
+            "num-gpu-blocks-override: .* it keeps no KV cache",
+        ),
+        (
+            ServeConfig(cache=CacheConfig(kv_cache_dtype="int8")),
+            "kv-cache-dtype: .* it keeps no KV cache",
+        ),
+        (
+            ServeConfig(
+                cache=CacheConfig(kv_transfer_config='{"kv_connector": "OffloadingConnector"}')
+            ),
+            "kv-transfer-config: .* it keeps no KV cache",
+        ),
+        (
+            ServeConfig(cache=CacheConfig(kv_events_config='{"enable_kv_cache_events": true}')),
+            "kv-events-config: .* it keeps no KV cache",
+        ),
         (ServeConfig(scheduler=SchedulerConfig(max_num_batched_tokens=127)), "at least 128"),
         (ServeConfig(scheduler=SchedulerConfig(max_num_scheduled_tokens=127)), "at least 128"),
         (
             ServeConfig(scheduler=SchedulerConfig(long_prefill_token_threshold=64)),
-            "long-prefill-token-threshold",
+            "long-prefill-token-threshold: .* it keeps no KV cache",
         ),
     ],
 )
@@ -210,7 +230,7 @@ def test_one_call_of_all_layers_gives_the_bits_of_each_part_by_itself(
     save_encoder(name, tmp_path / "model")
     prepared, kernels = prepare(tmp_path / "model"), load_variant(LOADABLE[0])
     spec, dtype = model_spec(prepared, ServeConfig()), torch.bfloat16
-    cpu, form = torch.device("cpu"), Bf16Format(kernels)
+    cpu, form = CPU, Bf16Format(kernels)
     model = load_model(prepared, spec, dtype, cpu, lambda part: None, form)
     layout, geometry = layer_cache(spec, dtype)
     lengths = np.array([len(prompt) for prompt in PROMPTS], dtype=np.int32)
@@ -258,7 +278,7 @@ class RankedEngine(PoolingEngine):
 
     def new_runner(self) -> PoolingRunner:
         whole, runners = self.decoder, []
-        spec, cpu = whole.spec, torch.device("cpu")
+        spec, cpu = whole.spec, CPU
         for group in self._ranks.groups:
             form = DenseFormat(torch.float32)
             self.decoder = load_model(
@@ -283,10 +303,10 @@ class PooledLockstep:
         return first
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, "causal"])
 def test_two_ranks_compute_the_embeddings_of_one(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    model = save_encoder(name, folder)
+    model = save_causal(folder) if name == "causal" else save_encoder(name, folder)
     save_modules(folder, model.config.hidden_size, "mean_tokens")
     prepared = prepare(folder)
     alone = PoolingEngine(prepared)

@@ -1,21 +1,30 @@
-"""Models with injected NaN logits."""
+"""Steps with injected NaN."""
 
-from unittest.mock import Mock
+from pathlib import Path
 
-import torch
+from proto.messages.scheduler_output import CachedRequestData, SchedulerOutput
+from proto.runtime.faults import Fault, FaultInjector
+from tests.fakes.prepared_models import prepare_checkpoint
+from tests.fakes.real_engine import load, runner_of
+from tests.fakes.tiny_checkpoints import save_tiny
+from tests.worker.test_model_runner import new_request
 
-from proto.faults import Fault, FaultInjector
-from worker.runner_builder import FaultyModel
 
-
-def test_only_the_chosen_step_has_nan_logits() -> None:
-    model = Mock(spec=["forward"])
-    model.forward.return_value = torch.ones(2, 3)
-    injector = FaultInjector([Fault("worker", 0, "nan", 2)])
-    faulty = FaultyModel(model, injector)
-    broken = []
-    for _ in range(3):
+def test_only_the_chosen_step_fails(tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path)
+    runner = runner_of(load(prepare_checkpoint(tmp_path, tmp_path / "prepared")), 10)
+    injector = runner._fault_injector = FaultInjector([Fault("worker", 0, "nan", 2)])
+    failed = []
+    for number in range(1, 4):
         injector.begin_step()
-        hidden = faulty.forward(torch.zeros(2), torch.zeros(2), Mock())
-        broken.append(bool(hidden.isnan().all()))
-    assert broken == [False, True, False]
+        step = SchedulerOutput(
+            epoch=1,
+            step=number,
+            new_requests=[new_request(number, [5, 6, 7], [[number]], 3)],
+            cached_requests=CachedRequestData([], [], [], [], [], []),
+            total_num_scheduled_tokens=3,
+            finished_seq_ids=[],
+            preempted_seq_ids=[],
+        )
+        failed.append(runner.execute(step).failed_seq_ids)
+    assert failed == [[], [2], []]

@@ -7,13 +7,13 @@ import msgspec
 import pytest
 import torch
 
-from proto.config import CacheConfig, DeviceConfig, ModelConfig, ServeConfig
-from proto.lifecycle import KVCacheGeometry, KVGroup
+from proto.messages.lifecycle import KVCacheGeometry, KVGroup
+from proto.settings.config import CacheConfig, DeviceConfig, ModelConfig, ServeConfig
 from tests.fakes.edits import edit_middle
 from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.tiny_checkpoints import save_tiny
-from worker.device.devices import create_device
-from worker.kv_cache import kv_cache_geometry, kv_layout
+from worker.attention.kv_cache import kv_cache_geometry, kv_layout
+from worker.create_device import create_device
 from worker.loaded_model import kv_fingerprint, load
 from worker.parallel.group import RankGroup
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from proto.config import DeviceConfig, ServeConfig
 from proto.errors import ConfigError
+from proto.settings.config import DeviceConfig, ServeConfig
 from tests.fakes.fake_cuda import FakeCuda
 from tests.fakes.fake_flashinfer import FakeFlashInfer
 from tests.fakes.fake_flashinfer_modules import FakeModules, attention_module, latent_module
@@ -18,12 +18,13 @@ from tests.fakes.fake_paged_wrapper import ContractError
 from tests.fakes.gpu_families import FAMILIES
 from tests.worker.test_cuda_device import device_of
 from tests.worker.test_cuda_runner import Model, OnFakeCuda, compute_by_torch
-from worker import flashinfer_modules, loaded_model
-from worker.attention import flashinfer
-from worker.build_flashinfer import parser
-from worker.flashinfer_modules import build_command, load_modules, why_not_compiled
-from worker.layers import activation, norm
-from worker.layers.flashinfer_kernels import import_flashinfer
+from worker import loaded_model
+from worker.cuda import device as cuda_device
+from worker.cuda import flashinfer_modules
+from worker.cuda.attention import flashinfer
+from worker.cuda.build_flashinfer import parser
+from worker.cuda.flashinfer_modules import build_command, load_modules, why_not_compiled
+from worker.cuda.layers.flashinfer_kernels import import_flashinfer
 from worker.models.registry import spec_from_config
 from worker.models.spec import ModelSpec
 from worker.parallel.group import RankGroup
@@ -74,12 +75,11 @@ def load(
         (spec_of(sliding_window=7), BF16, {}, ROWS | {WINDOW}),
         (spec_of(), FP8, {}, ROWS | {attention_module(BF16, FP8, 64, False, False)}),
         (spec_of(), BF16, {"cascade_attention_from": 4}, ROWS | {FULL, "cascade"}),
-        (spec_of(), BF16, {"attention_backend": "reference"}, ROWS - {"rope"}),
         (spec_of(head_dim=96), BF16, {}, ROWS - {"rope"}),
         (LATENT, BF16, {}, ROWS | {latent_module(BF16)}),
         (spec_of(), BF16, {"fp8_blocks": True}, ROWS | {FULL, "fp8_blockscale_gemm_90"}),
     ],
-    ids=["plain", "window", "fp8", "cascade", "reference", "no such heads", "latents", "blocks"],
+    ids=["plain", "window", "fp8", "cascade", "no such heads", "latents", "blocks"],
 )
 def test_the_modules_of_a_configuration_are_loaded(
     spec: ModelSpec,
@@ -109,7 +109,7 @@ def test_the_error_without_a_compiler_names_the_build_command(
     assert "\n" not in message
     assert "silu_and_mul, batch_prefill" in message
     assert "flashinfer-jit-cache 0.6.18.post1" in message
-    command = "worker.build_flashinfer FOLDER --dtype bfloat16 --head-dims 64 --windows --fp8"
+    command = "worker.cuda.build_flashinfer FOLDER --dtype bfloat16 --head-dims 64 --windows --fp8"
     assert command in message
     assert not modules.loaded
     monkeypatch.delenv("CUDA_HOME")
@@ -166,8 +166,7 @@ def test_the_fake_refuses_a_step_without_its_module(
     load(model.spec)
     with FakeCuda() as cuda:
         library = FakeFlashInfer(cuda.device, modules)
-        for module in (activation, norm):
-            monkeypatch.setattr(module, "usable_flashinfer", lambda: library)
+        monkeypatch.setattr(cuda_device, "usable_flashinfer", lambda: library)
         OnFakeCuda(model, cuda, 1, library=library)
         for missing in sorted(modules.loaded):
             modules.loaded.remove(missing)

@@ -10,22 +10,22 @@ from typing import Any
 import pytest
 import torch
 
+from tests.fakes.devices import CPU, create_sampler
 from tests.fakes.fake_device import DeviceAttentionForHost, FakeDevice, cache_on
 from tests.fakes.fake_flashinfer import FakeFlashInfer
 from tests.fakes.prepared_models import prepare_checkpoint, spec_of
 from tests.fakes.tiny_checkpoints import CONFIGS, tiny_model
 from tests.worker.reference.torch_kernels import store_by_index
 from tests.worker.test_model_runner import BLOCK, CHUNKS, NUM_BLOCKS, Engine
-from worker.attention.base import AttentionBackend
-from worker.attention.flashinfer import FlashInferAttention
-from worker.attention.flashinfer_group import Options
-from worker.attention.reference import ReferenceAttention
-from worker.input_batch import InputBatch
-from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
+from worker.attention.backend import AttentionBackend
+from worker.attention.kv_cache import KVCache, kv_cache_geometry, kv_layout
+from worker.batch.input_batch import InputBatch
+from worker.cuda.attention.flashinfer import FlashInferAttention
+from worker.cuda.attention.flashinfer_group import Options
 from worker.loader.weights import load_model
-from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
-from worker.sampling.sampler import create_sampler
+from worker.reference.attention import ReferenceAttention
+from worker.step.model_runner import ModelRunner
 
 DTYPE = torch.bfloat16
 HEAD_DIMS = {"llama": 64, "mistral-window": 128, "gemma3-pattern-untied": 256}
@@ -47,7 +47,9 @@ class Worker:
         self.rows = InputBatch(len(CHUNKS), spec.max_position, BLOCK, layout.num_groups)
 
     def tokens(self, backend: AttentionBackend, prompts: dict[int, list[int]]) -> Any:
-        runner = ModelRunner(self._decoder, backend, create_sampler(), self.rows, self.cache)
+        runner = ModelRunner(
+            self._decoder, backend, create_sampler(), self.rows, self.cache, CPU.transfers()
+        )
         runner.warm_up()
         return Engine(runner, self.cache).generate(prompts)
 
@@ -60,7 +62,7 @@ def decoder(request: pytest.FixtureRequest, tmp_path: Path) -> Decoder:
     prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")
     spec = spec_of(prepared)
     assert spec.attention_shape.head_dim == HEAD_DIMS[request.param]
-    return load_model(prepared, spec, DTYPE, torch.device("cpu"), lambda fraction: None)
+    return load_model(prepared, spec, DTYPE, CPU, lambda fraction: None)
 
 
 def test_tokens_equal_the_reference(decoder: Decoder) -> None:

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from proto import PROTOCOL_VERSION
-from proto.lifecycle import CacheReady, InitializeCache, NewEngine, Shutdown, WorkerReady
-from proto.model_runner_output import ModelRunnerOutput
-from proto.sampling_params import SamplingParams
-from proto.scheduler_output import (
+from proto.messages.lifecycle import CacheReady, InitializeCache, NewEngine, Shutdown, WorkerReady
+from proto.messages.model_runner_output import ModelRunnerOutput
+from proto.messages.sampling_params import SamplingParams
+from proto.messages.scheduler_output import (
     CachedRequestData,
     GrammarOutput,
     NewRequestData,
     SchedulerOutput,
 )
-from proto.sockets import Link, Poller
+from proto.runtime.sockets import Link, Poller
 from tests.worker.test_service import LIMIT_SECONDS, Running
 from worker.worker import FromEngine, Inbox
 

@@ -5,11 +5,11 @@ import random
 import numpy as np
 import pytest
 
-from proto.logit_edits import LogitEdits
-from proto.sampling_params import SamplingParams
-from proto.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from proto.messages.logit_edits import LogitEdits
+from proto.messages.sampling_params import SamplingParams
+from proto.messages.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from tests.worker.sampling.settings import last_positions
-from worker.input_batch import InputBatch, build_inputs
+from worker.batch.input_batch import InputBatch, build_inputs
 from worker.sampling.logit_edits import RowEdits
 
 BLOCK = 4
@@ -307,3 +307,44 @@ def test_the_estimated_bytes_cover_the_arrays():
     taken = sum(each.nbytes for each in [*arrays, rows.block_table.ids])
     needed = InputBatch.bytes_needed(5, 33, BLOCK, 3)
     assert taken <= needed <= taken + 5 * 256
+
+
+def test_embeddings_of_a_prompt_are_given_for_the_tokens_of_the_step(rows: InputBatch) -> None:
+    """In chunks, again after a preemption, and not for output tokens."""
+    embeds = np.arange(12, dtype=np.float32).reshape(6, 2)
+    penalised = SamplingParams(max_tokens=8, edits=LogitEdits(repetition_penalty=2.0))
+    given = new(
+        7,
+        [0] * 6,
+        [3, 4],
+        prompt_embeds=embeds.tobytes(),
+        num_scheduled_tokens=4,
+        sampling_params=penalised,
+    )
+    first = step([new(5, [1, 2, 3], [1]), given])
+    inputs = build_inputs(first, rows.apply(first), rows)
+    ((start, found),) = inputs.embeddings
+    assert (start, found.tolist()) == (3, embeds[:4].tolist())
+    (edits,) = rows.edits.values()
+    assert not len(edits.counts.ids), "placeholders are not penalised"
+
+    def cached(**fields: list[object]) -> SchedulerOutput:
+        return step(cached=CachedRequestData(seq_ids=[7], new_block_ids=[None], **fields))
+
+    second = cached(num_computed_tokens=[4], num_scheduled_tokens=[2])
+    inputs = build_inputs(second, rows.apply(second), rows)
+    assert [(start, rows.tolist()) for start, rows in inputs.embeddings] == [
+        (0, embeds[4:].tolist())
+    ]
+    rows.append_sampled(rows.apply(cached()), np.array([9]))
+    third = cached(num_computed_tokens=[6], num_scheduled_tokens=[1])
+    assert build_inputs(third, rows.apply(third), rows).embeddings == ()
+
+    rows.apply(step(preempted=[7]))
+    again = step(
+        cached=CachedRequestData([7], [0], [7], [[[3, 4]]], [7], [[9]]),
+    )
+    ((start, found),) = build_inputs(again, rows.apply(again), rows).embeddings
+    assert (start, found.tolist()) == (0, embeds.tolist())
+    rows.apply(step(finished=[7]))
+    assert rows.prompt_embeds == {}

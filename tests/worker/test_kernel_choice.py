@@ -2,28 +2,29 @@
 
 import logging
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import pytest
 import torch
 
-from proto.config import DeviceConfig, ServeConfig
-from worker import kernel_choice, products_command
-from worker.attention.base import AttentionShape
-from worker.kernel_choice import (
+from proto.settings.config import ServeConfig
+from worker.attention.backend import AttentionShape
+from worker.commands import products as products_command
+from worker.cpu import kernel_choice
+from worker.cpu.kernel_choice import (
     ROWS,
     TIMES_FILE,
-    AttentionSample,
     KernelChoice,
-    ProductSample,
+    attention_sample,
     choose,
     choose_attention,
     choose_products,
     describe_choices,
     measure,
+    share_sample,
 )
-from worker.kernels import Kernels, candidate_kernels
-from worker.layers.kernel_weights import Bf16Weight, KernelWeight, PackedWeight, RotatedWeight
+from worker.cpu.kernels import Kernels, candidate_kernels
+from worker.cpu.weights import Bf16Weight, KernelWeight, PackedWeight, RotatedWeight
 
 BF16 = torch.bfloat16
 HEADS = AttentionShape(6, 2, 64, 0.125)
@@ -135,8 +136,7 @@ def test_a_measurement_has_times_of_all_candidates_and_changes_no_weight(
     before = [weight.multiply(x) for weight in weights]
     threads = torch.get_num_threads()
     samples = {
-        name: ProductSample.of_share(weight, BF16)
-        for name, weight in zip("abcde", weights, strict=True)
+        name: share_sample(weight, BF16) for name, weight in zip("abcde", weights, strict=True)
     }
     found = measure(samples, candidates, seconds=0.0)
     assert torch.get_num_threads() == threads
@@ -160,9 +160,9 @@ def test_a_measurement_has_times_of_all_candidates_and_changes_no_weight(
 def test_attention_is_measured_with_the_heads_of_the_model(
     candidates: tuple[Kernels, ...], shape: AttentionShape, kv_dtype: torch.dtype
 ) -> None:
-    sample = AttentionSample(shape, BF16, kv_dtype)
+    sample = attention_sample(shape, BF16, kv_dtype)
     for num_rows in ROWS:
-        output = sample.call(candidates[0], num_rows)()
+        output = sample(candidates[0], num_rows)()
         assert isinstance(output, torch.Tensor)
         assert output.shape == (num_rows, shape.group_size, shape.value_dim)
         assert output.isfinite().all()
@@ -197,20 +197,18 @@ def test_attention_stays_with_the_default_kernels(
 
 
 @pytest.mark.parametrize(
-    ("backend", "head_dim", "num_libraries", "folder", "chosen", "timed"),
+    ("head_dim", "num_libraries", "folder", "chosen", "timed"),
     [
-        ("auto", 64, 1, "", "default", {"default"}),
-        ("auto", 64, 2, "missing", "default", {"default", "other"}),
-        ("reference", 64, 2, "", "reference", {"default", "other", "reference"}),
-        ("auto", 12, 2, "", "reference", {"reference"}),
+        (64, 1, "", "default", {"default"}),
+        (64, 2, "missing", "default", {"default", "other"}),
+        (12, 2, "", "reference", {"reference"}),
     ],
-    ids=["one-library", "cannot-be-kept", "reference", "no-kernels"],
+    ids=["one-library", "cannot-be-kept", "no-kernels"],
 )
 def test_the_benchmark_shows_the_attention_of_a_worker_without_a_choice(
     tmp_path: Path,
     candidates: tuple[Kernels, ...],
     monkeypatch: pytest.MonkeyPatch,
-    backend: Any,
     head_dim: int,
     num_libraries: int,
     folder: str,
@@ -224,7 +222,7 @@ def test_the_benchmark_shows_the_attention_of_a_worker_without_a_choice(
     names = dict(zip(("default", "other"), (each.variant for each in candidates), strict=False))
     shape = AttentionShape(2, 2, head_dim, 0.1)
     found = products_command.attention_times(
-        ServeConfig(device=DeviceConfig(attention_backend=backend)),
+        ServeConfig(),
         str(tmp_path / folder),
         shape,
         BF16,

@@ -1,7 +1,12 @@
 """Building and loading the kernels."""
 
+import fcntl
 import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,12 +14,12 @@ from typing import get_args
 
 import pytest
 
-from proto.config import CpuKernels
 from proto.errors import ConfigError
+from proto.settings.config import CpuKernels
 from tests.worker.kernel_variants import each_variant, load_variant
-from worker import build_kernels
-from worker import kernels as kernels_module
-from worker.build_kernels import (
+from worker.cpu import build_kernels
+from worker.cpu import kernels as kernels_module
+from worker.cpu.build_kernels import (
     SOURCE_DIR,
     X86_VARIANTS,
     KernelBuildError,
@@ -25,7 +30,7 @@ from worker.build_kernels import (
     machine_variants,
     usable_variants,
 )
-from worker.kernels import (
+from worker.cpu.kernels import (
     KernelsUnavailableError,
     candidate_kernels,
     limit_kernels,
@@ -146,9 +151,86 @@ def test_each_kernel_has_a_line_while_they_compile(tmp_path: Path, compiler, cap
     number = len(list(SOURCE_DIR.rglob("*.cpp")))
     assert len(lines) == number
     for index, line in enumerate(lines, 1):
-        assert re.fullmatch(rf"kernel {index} of {number}, \d+ s: \w+", line), line
+        assert re.fullmatch(rf"kernel {index} of {number}, \d+ s: \w+ \(\w+\)", line), line
     build(tmp_path / "out", machine_variants()[-1:])
     assert capsys.readouterr().err == "", "nothing is compiled again"
+
+
+def test_kernels_with_other_flags_have_other_names(tmp_path: Path, compiler, capsys) -> None:
+    compiler(refused="nothing-at-all")
+    build(tmp_path / "out")
+    names = [line.partition(": ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert len(names) == len(set(names))
+
+
+SLOW_COMPILER = """#!/bin/sh
+while [ "$1" != "-o" ]; do shift; done
+case "$2" in *packed_product*) echo > "{started}"; sleep 600 & wait; esac
+echo object > "$2"
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_build_ends_at_once_and_its_objects_are_used(
+    tmp_path: Path, compiler, commands, capsys, number: int
+) -> None:
+    compiler(refused="nothing-at-all")
+    fake, started, output = tmp_path / "bin" / "g++", tmp_path / "started", tmp_path / "out"
+    quick = fake.read_text()
+    fake.write_text(SLOW_COMPILER.format(started=started))
+    program = (
+        "import os, sys; from pathlib import Path; from worker.cpu import build_kernels as it; "
+        "os.cpu_count, make = lambda: 1, it.build; "
+        "it.build = lambda _: make(Path(sys.argv[1]), it.machine_variants()[-1:]); "
+        "sys.exit(it.main([]))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(output)], stderr=subprocess.PIPE, text=True
+    )
+    while not started.exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    *lines, last = errors.splitlines()
+    assert last == "stopped; make serve goes on from here"
+    assert all(line.startswith("kernel ") for line in lines)
+    finished = len(list((output / "objects").glob("*.o")))
+    assert finished >= max(1, len(lines))
+    fake.write_text(quick)
+    build(output, machine_variants()[-1:])
+    total = len(list(SOURCE_DIR.rglob("*.cpp")))
+    again = capsys.readouterr().err.splitlines()
+    assert again[0].startswith(f"kernel {finished + 1} of {total}, ")
+    assert len([each for each in commands if "-c" in each]) == len(again) == total - finished
+    assert not (output / "objects").exists()
+
+
+def test_objects_of_other_sources_are_not_used(tmp_path: Path, compiler, commands) -> None:
+    compiler(refused="nothing-at-all")
+    objects = tmp_path / "objects"
+    objects.mkdir()
+    for name in ("attention_0000000000000000.o", "attention_0.partial"):
+        (objects / name).touch()
+    build(tmp_path, machine_variants()[-1:])
+    assert len([each for each in commands if "-c" in each]) == len(list(SOURCE_DIR.rglob("*.cpp")))
+    assert not objects.exists()
+
+
+def test_a_build_that_waits_for_another_says_so(tmp_path: Path, compiler, capsys) -> None:
+    compiler(refused="nothing-at-all")
+    holder = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(build, tmp_path, machine_variants()[-1:])
+        told = ""
+        while "\n" not in told:
+            told += capsys.readouterr().err
+            assert not waiting.done()
+        os.close(holder)
+        assert waiting.result()
+    assert told == f"waiting for another build in {tmp_path}\n"
 
 
 def test_a_missing_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +251,7 @@ def test_changed_sources_change_the_library_name(
 
 
 def test_the_error_without_libraries_names_the_build_command(tmp_path: Path) -> None:
-    with pytest.raises(KernelsUnavailableError, match=r"python -m worker\.build_kernels"):
+    with pytest.raises(KernelsUnavailableError, match=r"python -m worker\.cpu\.build_kernels"):
         load_kernels(tmp_path)
 
 

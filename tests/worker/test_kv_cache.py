@@ -8,8 +8,14 @@ import pytest
 import torch
 
 from proto.errors import ConfigError
-from proto.lifecycle import KVGroup
-from worker.kv_cache import Int8Pages, KVCache, kv_cache_geometry, kv_layout, resolve_kv_dtype
+from proto.messages.lifecycle import KVGroup
+from worker.attention.kv_cache import (
+    Int8Pages,
+    KVCache,
+    kv_cache_geometry,
+    kv_layout,
+    resolve_kv_dtype,
+)
 
 LAYOUT = kv_layout([None] * 4)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from worker.kv_cache import LayerSlot, Window, kv_layout
+from worker.attention.kv_cache import LayerSlot, Window, kv_layout
 
 W = 512
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from worker.kv_cache import num_scales, quantise
+from worker.attention.kv_cache import num_scales, quantise
 
 
 def test_the_int8_error_is_at_most_half_a_scale() -> None:

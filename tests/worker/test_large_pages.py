@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from worker import large_pages
-from worker.large_pages import WeightArena
+from worker.host import large_pages
+from worker.host.large_pages import WeightArena
 
 
 def test_parts_are_aligned_and_disjoint(monkeypatch: pytest.MonkeyPatch) -> None:

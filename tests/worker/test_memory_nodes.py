@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from worker import memory_nodes
-from worker.large_pages import WeightArena
-from worker.memory_nodes import LARGE_PAGE, MemoryPlacement, find_placement, memory_placement
+from worker.host import memory_nodes
+from worker.host.large_pages import WeightArena
+from worker.host.memory_nodes import LARGE_PAGE, MemoryPlacement, find_placement, memory_placement
 
 NODES = {0: [[0, 4], [1, 5]], 1: [[2, 6], [3, 7]]}
 GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}.get(platform.machine())
@@ -162,7 +162,7 @@ def test_a_refusal_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 
 PRINT_CPUS = """
 import os, torch
-from worker.memory_nodes import _cpus_of_threads
+from worker.host.memory_nodes import _cpus_of_threads
 torch.ones(512, 512) @ torch.ones(512, 512)  # starts the team
 print(_cpus_of_threads())
 """

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from deploy import flags
-from proto.config import GIB, ServeConfig, memory_size
 from proto.errors import ConfigError
-from proto.prepared_model import PreparedModel, TensorEntry, TensorIndex
+from proto.messages.prepared_model import PreparedModel, TensorEntry, TensorIndex
+from proto.settings.config import GIB, ServeConfig, memory_size
 from tests.e2e.reference import packaged_model
 from tests.fakes import tiny_checkpoints
 from tests.fakes.prepared_models import prepare, prepare_checkpoint
@@ -18,14 +18,14 @@ from tests.worker.loader.test_formats import prepared_gguf
 from tests.worker.test_cuda_device import device_of
 from tests.worker.test_device import machine
 from worker import loaded_model
-from worker.device.devices import CpuDevice
-from worker.kernels import Kernels
+from worker.cpu.device import CpuDevice
+from worker.cpu.kernels import Kernels
 from worker.loaded_model import load
-from worker.memory_plan import MemoryPlan, plan_memory
-from worker.memory_refusal import fitting_flags, refusal
 from worker.models.moe import MoeSpec
 from worker.models.registry import model_spec, spec_from_config
 from worker.parallel.group import RankGroup
+from worker.plan.memory_plan import MemoryPlan, plan_memory
+from worker.plan.memory_refusal import fitting_flags, refusal
 
 MIB = 1 << 20
 FAMILIES = (
@@ -39,6 +39,11 @@ FAMILIES = (
     "deepseek3",
     "qwen3next",
     "qwen35",
+    "granitehybrid",
+    "falconh1",
+    "lfm2",
+    "mamba2",
+    "nemotronh",
 )
 
 
@@ -149,13 +154,11 @@ def test_latent_kv_that_no_kernel_computes_is_refused_on_a_gpu(
 
 
 def test_latent_kv_is_planned_on_a_gpu(tmp_path: Path) -> None:
-    """Each rank has the latents of all heads; the reference computes other sizes, too."""
+    """Each rank has the latents of all heads."""
     gpu = device_of(free=60 * GIB)
     flags = ("--tensor-parallel-size", "2", "--max-num-batched-tokens", "600000")
     plan = plan_memory(config_of(*flags), prepared_latent(tmp_path, **_LATENTS), gpu)
     assert plan.block_bytes == plan.block_size * 3 * 576 * 2
-    other = prepared_latent(tmp_path / "other")
-    assert plan_memory(config_of("--attention-backend", "reference"), other, gpu).fits
 
 
 @pytest.mark.parametrize(
@@ -163,7 +166,6 @@ def test_latent_kv_is_planned_on_a_gpu(tmp_path: Path) -> None:
     [
         ("llama", ["--tensor-parallel-size", "2"], "sums over GPUs .*; --tensor-parallel-size 1"),
         ("llama", ["--cascade-attention-from", "2"], "cascade attention depends"),
-        ("llama", ["--attention-backend", "reference"], "reference attention depends"),
         ("mixtral", [], "experts have as many rows as tokens choose"),
         ("llama", ["--device", "cpu", "--cpu-weights", "f32"], "f32 products are chosen"),
         ("llama", ["--device", "cpu", "--kv-cache-dtype", "int8"], "reads int8 pages otherwise"),
@@ -181,6 +183,15 @@ def test_what_depends_on_the_batch_is_refused_where_bits_shall_not(
     with pytest.raises(ConfigError, match=f"--batch-invariant: .*{message}") as raised:
         plan_memory(config, prepared, device)
     assert raised.value.param == "batch_invariant"
+
+
+def test_cascade_attention_on_a_cpu_is_refused(kernels: Kernels, tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path)
+    prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")
+    config = config_of("--device", "cpu", "--cascade-attention-from", "2")
+    with pytest.raises(ConfigError, match="--cascade-attention-from needs --device cuda") as raised:
+        plan_memory(config, prepared, cpu_of(config, machine(tmp_path)))
+    assert raised.value.param == "cascade_attention_from"
 
 
 def test_a_batch_invariant_model_is_planned_as_numbers_on_a_gpu(tmp_path: Path) -> None:

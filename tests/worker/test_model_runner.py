@@ -9,17 +9,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from proto.sampling_params import SamplingParams
-from proto.scheduler_output import BlockIds, CachedRequestData, NewRequestData, SchedulerOutput
+from proto.codec import changed
+from proto.messages.sampling_params import SamplingParams
+from proto.messages.scheduler_output import (
+    BlockIds,
+    CachedRequestData,
+    NewRequestData,
+    SchedulerOutput,
+)
+from tests.fakes.devices import CPU, create_backend, create_sampler
 from tests.fakes.prepared_models import prepare_checkpoint, spec_of
 from tests.fakes.tiny_checkpoints import save_tiny
-from worker.attention.registry import create_backend
-from worker.input_batch import InputBatch
-from worker.kv_cache import KVCache, KVLayout, kv_cache_geometry, kv_layout
+from worker.attention.kv_cache import KVCache, KVLayout, kv_cache_geometry, kv_layout
+from worker.batch.input_batch import InputBatch
 from worker.loader.weights import load_model
-from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
-from worker.sampling.sampler import create_sampler
+from worker.step.model_runner import ModelRunner
 
 BLOCK = 4
 NUM_BLOCKS = 81
@@ -76,8 +81,13 @@ class Engine:
         self.blocks = Blocks(cache)
         self._step = 0
 
-    def generate(self, prompts: dict[int, list[int]]) -> dict[int, list[int]]:
-        """Greedy tokens of every prompt; sequence n begins at step n."""
+    def generate(
+        self, prompts: dict[int, list[int]], decoder: Decoder | None = None
+    ) -> dict[int, list[int]]:
+        """Greedy tokens of every prompt; sequence n begins at step n.
+
+        decoder: the prompts are given as its embeddings of their tokens.
+        """
         outputs: dict[int, list[int]] = {seq_id: [] for seq_id in prompts}
         computed = dict.fromkeys(prompts, 0)
         chunks = {seq_id: list(CHUNKS[seq_id]) for seq_id in prompts}
@@ -97,7 +107,8 @@ class Engine:
                 running.append(seq_id)
                 count = chunks[seq_id].pop(0)
                 added = self.blocks.grow(seq_id, 0, count)
-                fresh.append(new_request(seq_id, prompts[seq_id], added, count))
+                new = new_request(seq_id, prompts[seq_id], added, count)
+                fresh.append(new if decoder is None else as_embeddings(new, decoder))
                 computed[seq_id] = count
             sampled = self._execute(fresh, cached, finished)
             for seq_id, tokens in sampled.items():
@@ -142,6 +153,12 @@ def new_request(
     )
 
 
+def as_embeddings(new: NewRequestData, decoder: Decoder) -> NewRequestData:
+    ids = new.prompt_token_ids
+    rows = decoder.embed(torch.tensor(ids)).float().numpy()
+    return changed(new, prompt_token_ids=[0] * len(ids), prompt_embeds=rows.tobytes())
+
+
 def runner_of(decoder: Decoder, layout: KVLayout, backend: str) -> tuple[ModelRunner, KVCache]:
     spec = decoder.spec
     heads = spec.attention_shape
@@ -151,7 +168,7 @@ def runner_of(decoder: Decoder, layout: KVLayout, backend: str) -> tuple[ModelRu
     shape = spec.attention_shape
     rows = InputBatch(len(CHUNKS), spec.max_position, BLOCK, layout.num_groups)
     attention = create_backend(backend, cache, shape)
-    runner = ModelRunner(decoder, attention, create_sampler(), rows, cache)
+    runner = ModelRunner(decoder, attention, create_sampler(), rows, cache, CPU.transfers())
     runner.warm_up()
     return runner, cache
 
@@ -163,9 +180,7 @@ def test_greedy_tokens_equal_transformers_past_the_window(
 ) -> None:
     model = save_tiny(name, tmp_path)
     prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")
-    decoder = load_model(
-        prepared, spec_of(prepared), torch.float32, torch.device("cpu"), lambda fraction: None
-    )
+    decoder = load_model(prepared, spec_of(prepared), torch.float32, CPU, lambda fraction: None)
     layout = kv_layout(decoder.spec.windows)
     runner, cache = runner_of(decoder, layout, backend)
     generator = torch.Generator().manual_seed(1)
@@ -180,6 +195,9 @@ def test_greedy_tokens_equal_transformers_past_the_window(
         with torch.no_grad():
             best = model(tokens).logits[0, len(prompt) - 1 : -1].argmax(dim=-1)
         assert outputs[seq_id] == best.tolist()
+    if decoder.spec.embedding_scale == 1.0:
+        runner, cache = runner_of(decoder, layout, backend)
+        assert Engine(runner, cache).generate(prompts, decoder) == outputs
     # The blocks that full attention would hold at the end.
     pages = sum(-(-(len(prompt) + NUM_OUTPUT_TOKENS - 1) // BLOCK) for prompt in prompts.values())
     assert engine.blocks.most_used < 0.7 * pages * layout.num_groups

@@ -4,13 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.fakes.devices import CPU
 from tests.worker.kernel_variants import LOADABLE, load_variant, with_each
-from worker.model_runner import (
-    any_token_of_sequences,
-    nonfinite_by_kernel,
-    nonfinite_sequences,
-    nonfinite_tokens,
-)
+from worker.batch.transfers import HostTransfers
+from worker.cpu.device import CpuTransfers
 
 each_way = with_each([None, *LOADABLE])  # None: torch
 NAN, INF = float("nan"), float("inf")
@@ -18,9 +15,8 @@ STARTS = np.array([0, 3, 4, 9], dtype=np.int32)
 
 
 def find(variant, hidden: torch.Tensor, starts: np.ndarray = STARTS) -> list[bool]:
-    if variant is None:
-        return any_token_of_sequences(nonfinite_tokens(hidden).numpy(), starts).tolist()
-    return nonfinite_by_kernel(load_variant(variant), hidden, starts).tolist()
+    transfers = HostTransfers() if variant is None else CpuTransfers(load_variant(variant))
+    return transfers.nonfinite_sequences(hidden, starts).tolist()
 
 
 @each_way
@@ -48,4 +44,4 @@ def test_large_finite_values_are_not_reported(variant) -> None:
 def test_a_detector_is_selected_for_this_machine() -> None:
     hidden = torch.randn(9, 16)
     hidden[8, 0] = NAN
-    assert nonfinite_sequences(hidden, STARTS).tolist() == [False, False, True]
+    assert CPU.transfers().nonfinite_sequences(hidden, STARTS).tolist() == [False, False, True]

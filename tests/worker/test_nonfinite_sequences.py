@@ -3,19 +3,18 @@
 import pytest
 import torch
 
-from proto.logit_edits import LogitEdits
-from proto.model_runner_output import ModelRunnerOutput
-from proto.sampling_params import SamplingParams
-from proto.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from proto.messages.logit_edits import LogitEdits
+from proto.messages.model_runner_output import ModelRunnerOutput
+from proto.messages.sampling_params import SamplingParams
+from proto.messages.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from tests.fakes.devices import CPU, create_backend, create_sampler
 from tests.fakes.prepared_models import prepare_checkpoint, spec_of
 from tests.fakes.tiny_checkpoints import save_tiny
-from worker.attention.registry import create_backend
-from worker.input_batch import InputBatch
-from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
+from worker.attention.kv_cache import KVCache, kv_cache_geometry, kv_layout
+from worker.batch.input_batch import InputBatch
 from worker.loader.weights import load_model
-from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
-from worker.sampling.sampler import create_sampler
+from worker.step.model_runner import ModelRunner
 
 BLOCK = 4
 PROMPTS = {1: [5, 6, 7, 8, 9], 2: [10, 11, 12]}
@@ -38,7 +37,9 @@ class Runner:
         shape = spec.attention_shape
         attention = create_backend(backend, self.cache, shape)
         rows = InputBatch(2, spec.max_position, BLOCK, layout.num_groups)
-        self._runner = ModelRunner(decoder, attention, create_sampler(), rows, self.cache)
+        self._runner = ModelRunner(
+            decoder, attention, create_sampler(), rows, self.cache, CPU.transfers()
+        )
         self._params = params if isinstance(params, dict) else dict.fromkeys(PROMPTS, params)
         self._step = 0
 
@@ -88,9 +89,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     folder = tmp_path_factory.mktemp("llama")
     save_tiny("llama", folder)
     prepared = prepare_checkpoint(folder, folder / "prepared")
-    return load_model(
-        prepared, spec_of(prepared), torch.float32, torch.device("cpu"), lambda fraction: None
-    )
+    return load_model(prepared, spec_of(prepared), torch.float32, CPU, lambda fraction: None)
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])

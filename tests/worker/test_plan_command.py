@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from proto.host_resources import ALLOWED_CPUS
+from proto.runtime.host_resources import ALLOWED_CPUS
 from tests.e2e.daemon import TOKEND
-from worker.plan_command import BUSY_CORES, OtherLoad, busy_line
+from worker.commands.plan import BUSY_CORES, OtherLoad, busy_line
 
 
 def write_stat(root: Path, **ticks: int) -> None:

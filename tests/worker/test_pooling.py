@@ -4,7 +4,9 @@ A prompt is pooled whole, in chunks, beside others, after a preemption, with a c
 new worker after a death, and with steps that overlap.
 """
 
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +15,13 @@ from transformers import AutoModelForSequenceClassification
 
 from deploy.models import hf_folder
 from engine_core.request import Request
-from proto.config import ModelConfig
-from proto.engine_io import FinishReason
 from proto.errors import ConfigError, ModelError
-from proto.model_runner_output import ModelRunnerOutput, RowPooled
-from proto.pooling import pooler_of
-from proto.prepared_model import PreparedModel
+from proto.messages.engine_io import FinishReason
+from proto.messages.model_runner_output import ModelRunnerOutput, RowPooled
+from proto.messages.pooling import PoolingParams, PoolingType
+from proto.messages.prepared_model import PreparedModel
+from proto.settings.config import ModelConfig
+from proto.settings.pooler_config import pooler_of
 from tests.fakes.pooling_engine import PoolingEngine, prepare
 from tests.fakes.real_engine import BLOCK
 from tests.fakes.tiny_checkpoints import CONFIGS
@@ -30,7 +33,7 @@ from tests.fakes.tiny_pooling import (
     save_causal,
     save_modules,
 )
-from worker.attention.base import AttentionBackend
+from worker.step.pooling import PartialPool
 
 PROMPTS = [
     torch.randint(3, 96, (length,), generator=torch.Generator().manual_seed(length)).tolist()
@@ -226,10 +229,8 @@ def test_values_that_are_not_finite_end_one_request(
 ) -> None:
     forward = engine.decoder.forward
 
-    def broken(
-        token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
-    ) -> torch.Tensor:
-        hidden = forward(token_ids, positions, attention)
+    def broken(token_ids: torch.Tensor, *others: Any) -> torch.Tensor:
+        hidden = forward(token_ids, *others)
         hidden[token_ids == 50] = float("nan")
         return hidden
 
@@ -269,3 +270,15 @@ def test_runners(last_token: tuple[PreparedModel, torch.nn.Module], tmp_path: Pa
     (folder / "modules.json").write_text('[{"type": "x.LSTM", "path": "1"}]')
     with pytest.raises(ModelError, match=r"x\.LSTM is not supported"):
         hf_folder.read(str(folder), lambda what: None)
+
+
+@pytest.mark.parametrize("kind", ["mean", "mean_sqrt_len", "weighted_mean", "max"])
+def test_the_bits_of_a_pooled_text_do_not_depend_on_its_chunks(kind: PoolingType) -> None:
+    hidden = torch.randn(90, 48, generator=torch.Generator().manual_seed(4))
+    found = set()
+    for cuts in ([], [1], [31, 64], range(1, 90)):
+        pool = PartialPool(PoolingParams(task="embed", needs_all_tokens=True), 90)
+        for start, end in pairwise([0, *cuts, 90]):
+            pool.add(hidden[start:end], start, [kind])
+        found.add(pool.vector([kind]).numpy().tobytes())
+    assert len(found) == 1

@@ -15,30 +15,30 @@ import torch
 import torch.nn.functional as F
 
 from proto import PROTOCOL_VERSION
-from proto.config import DeviceConfig, ModelConfig
-from proto.lifecycle import CacheReady, InitializeCache, Shutdown, WorkerReady
-from proto.model_runner_output import ModelRunnerOutput
-from proto.pooling import PoolingParams
-from proto.prepared_model import PreparedModel
-from proto.scheduler_output import CachedRequestData
-from tests.fakes.fake_cuda import CUDA, FakeCuda
+from proto.messages.lifecycle import CacheReady, InitializeCache, Shutdown, WorkerReady
+from proto.messages.model_runner_output import ModelRunnerOutput
+from proto.messages.pooling import PoolingParams
+from proto.messages.prepared_model import PreparedModel
+from proto.messages.scheduler_output import CachedRequestData
+from proto.settings.config import DeviceConfig, ModelConfig
+from tests.fakes.devices import GPU
+from tests.fakes.fake_cuda import FakeCuda
 from tests.fakes.fake_flashinfer import FakeFlashInfer
 from tests.fakes.fake_ragged_wrapper import FakeRagged
 from tests.fakes.pooling_engine import PoolingEngine, prepare
 from tests.fakes.real_engine import BLOCK
 from tests.fakes.tiny_encoders import save_encoder
 from tests.fakes.tiny_pooling import hidden_states, pooled, save_causal, save_modules
-from tests.worker.reference.torch_kernels import TorchEdits, draw_by_torch, store_by_index
-from tests.worker.test_cuda_runner import compute_by_torch
+from tests.worker.test_cuda_runner import compute_by_torch, gpu_of
 from tests.worker.test_cuda_service import Running, scheduler_output
 from tests.worker.test_model_runner import new_request
-from worker.input_batch import InputBatch
-from worker.kv_cache import KVCache
+from worker.attention.kv_cache import KVCache
+from worker.batch.input_batch import InputBatch
+from worker.cuda.runner_builder import build_runner
 from worker.loader.weights import load_model
-from worker.memory_plan import layer_cache
-from worker.pooling import PoolingHead, PoolingRunner
-from worker.runner_builder import CudaRunnerBuilder, DeviceKernels
-from worker.sampling.sampler import create_sampler
+from worker.plan.memory_plan import layer_cache
+from worker.step.pooling import PoolingHead, PoolingRunner
+from worker.step.runner_parts import RunnerParts
 
 BF16 = torch.bfloat16
 PROMPTS = [
@@ -62,19 +62,18 @@ class CudaPoolingEngine(PoolingEngine):
     def new_runner(self) -> PoolingRunner:
         spec, cuda = self.decoder.spec, self._cuda
         with cuda.loading():
-            decoder = load_model(self.prepared, spec, BF16, CUDA, lambda part: None)
+            decoder = load_model(self.prepared, spec, BF16, GPU, lambda part: None)
             layout, geometry = layer_cache(spec, BF16)
-            cache = KVCache(geometry, layout, self.num_blocks, BLOCK, CUDA)
-        builder = CudaRunnerBuilder(
-            DeviceConfig(),
-            decoder,
-            cuda.device,
-            DeviceKernels(lambda: self.library, store_by_index, draw_by_torch, TorchEdits()),
-            create_sampler(),
-            BF16,
+            cache = KVCache(geometry, layout, self.num_blocks, BLOCK, GPU.zeros)
+        parts = RunnerParts(
+            config=DeviceConfig(),
+            model=decoder,
+            dtype=BF16,
+            kv_cache=cache,
+            batch=InputBatch(64, spec.max_position, BLOCK, layout.num_groups),
+            pooling_head=PoolingHead.load(self.pooler, self.prepared),
         )
-        rows = InputBatch(64, spec.max_position, BLOCK, layout.num_groups)
-        runner = builder.build_pooling(PoolingHead.load(self.pooler, self.prepared), cache, rows)
+        runner = build_runner(gpu_of(cuda, self.library), parts)
         return runner._runner  # type: ignore[return-value]
 
 

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from proto.profiler import ProfileAction, ProfileCall, ProfilerConfig, ProfileReply
-from proto.scheduler_output import CachedRequestData, SchedulerOutput
+from proto.messages.profiler import ProfileAction, ProfileCall, ProfileReply
+from proto.messages.scheduler_output import CachedRequestData, SchedulerOutput
+from proto.settings.profiler_config import ProfilerConfig
+from tests.fakes.devices import CPU
 from worker.profiler import StepProfiler
 
 
@@ -18,7 +20,7 @@ class Rank:
 
     def __init__(self, folder: Path, **config: Any) -> None:
         config = {"profiler": "torch", "torch_profiler_dir": str(folder), **config}
-        self.profiler = StepProfiler(ProfilerConfig(**config), 2, on_cuda=False)
+        self.profiler = StepProfiler(ProfilerConfig(**config), 2, CPU.profiler_activities())
         self.number = self.num_steps = 0
 
     def call(self, action: ProfileAction) -> ProfileReply:
@@ -127,3 +129,25 @@ def test_a_failure_is_reported_and_harms_no_step(
     assert rank.call("stop").error == "no counters"
     rank = Rank(tmp_path)
     assert rank.call("start").error == "no counters"
+
+
+def test_a_profile_that_cannot_be_ended_can_be_discarded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The worker discards profiles when its engine dies: an exception would end it."""
+    rank = Rank(tmp_path, torch_profiler_with_stack=False)
+    rank.call("start")
+    rank.run(1)
+    stop = torch.profiler.profile.stop
+
+    def stop_and_fail(profile: torch.profiler.profile) -> None:
+        stop(profile)
+        raise RuntimeError("no trace")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.profiler.profile, "stop", stop_and_fail)
+        rank.profiler.discard()
+    assert "no trace" in caplog.text
+    rank.call("start")
+    rank.run(1)
+    assert steps(rank.call("stop")) == ["step 2"]

@@ -6,21 +6,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from api_server.request_stream import ExpertRows
-from proto.config import CacheConfig, ModelConfig, ServeConfig
-from proto.config_checks import validate
-from proto.engine_io import RoutedExperts
+from api_server.generation.request_stream import ExpertRows
 from proto.errors import ConfigError, InternalRequestError
+from proto.messages.engine_io import RoutedExperts
+from proto.settings.config import CacheConfig, ModelConfig, ServeConfig
+from proto.settings.config_checks import validate
 from tests.fakes.dense_attention import DenseAttention
+from tests.fakes.devices import CPU
 from tests.fakes.prepared_models import prepare_checkpoint, spec_of
 from tests.fakes.tiny_checkpoints import CONFIGS, MIXTURES, save_tiny
 from tests.fakes.tiny_ggufs import config_of
-from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
+from worker.attention.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.loader.weights import load_model
 from worker.models.moe import MoeSpec
 from worker.models.registry import spec_from_config
 from worker.models.spec import ModelSpec
-from worker.routed_experts import (
+from worker.step.routed_experts import (
     ExpertSpan,
     RoutedExpertsCache,
     expert_rows,
@@ -83,9 +84,9 @@ def test_the_experts_of_every_router_are_those_of_transformers(name: str, tmp_pa
     with torch.inference_mode():
         model(tokens[None])
     prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")
-    cpu = torch.device("cpu")
+    cpu = CPU
     decoder = load_model(prepared, spec_of(prepared), torch.float32, cpu, lambda fraction: None)
-    record = record_experts(decoder, 40, cpu)
+    record = record_experts(decoder, 40, cpu.torch_device)
     attention = DenseAttention(decoder.spec)
     attention.begin_chunk(len(tokens))
     decoder.forward(tokens, torch.arange(40), attention)

@@ -10,9 +10,8 @@ from unittest.mock import Mock
 import pytest
 
 from proto import PROTOCOL_VERSION
-from proto.config import CacheConfig, CpuWeights, ModelConfig, ServeConfig
 from proto.errors import ConfigError, TokendError
-from proto.lifecycle import (
+from proto.messages.lifecycle import (
     CacheReady,
     InitializeCache,
     NewEngine,
@@ -23,18 +22,21 @@ from proto.lifecycle import (
     ToSupervisor,
     WorkerReady,
 )
-from proto.model_runner_output import ModelRunnerOutput
-from proto.scheduler_output import CachedRequestData, SchedulerOutput
-from proto.sockets import Link, Poller, worker_path
+from proto.messages.model_runner_output import ModelRunnerOutput
+from proto.messages.scheduler_output import CachedRequestData, SchedulerOutput
+from proto.runtime.sockets import Link, Poller, worker_path
+from proto.settings.config import CacheConfig, CpuWeights, ModelConfig, ServeConfig
 from tests.fakes import lifecycle_messages
+from tests.fakes.links import receive
 from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.tiny_checkpoints import save_tiny
 from worker import loaded_model
 from worker import worker as engine_wait
 from worker import worker as service
 from worker.kv_connector.base import NO_CONNECTOR
-from worker.model_runner import FinishedStep, GrammarMaskSource
+from worker.kv_connector.steps import StepConnector
 from worker.runner_builder import RunnerBuilder
+from worker.step.model_runner import FinishedStep, GrammarMaskSource
 
 LIMIT_SECONDS = 20.0
 
@@ -175,15 +177,6 @@ def test_the_weight_format_is_reported_and_changes_the_kv_fingerprint(tmp_path: 
     assert again.fingerprint == blocks.fingerprint
 
 
-def receive(link: Link, count: int = 1) -> list[Any]:
-    messages: list[Any] = []
-    poller = Poller([link])
-    while len(messages) < count:
-        assert poller.wait(20.0)
-        messages += link.receive()
-    return messages
-
-
 def receive_violations(supervisor: Link) -> list[ProtocolViolation]:
     """Wait for reports of invalid messages, among those of progress."""
     found: list[ProtocolViolation] = []
@@ -237,10 +230,12 @@ def test_the_output_of_a_step_is_sent_before_the_next_step_runs(
     class Runner:
         def launch(self, step: SchedulerOutput, get_grammars: GrammarMaskSource) -> FinishedStep:
             assert step.step == 1 or first_received.wait(LIMIT_SECONDS)
-            return FinishedStep(ModelRunnerOutput(step.epoch, step.step, [], []))
+            return FinishedStep(lambda: ModelRunnerOutput(step.epoch, step.step, [], []))
 
     boot = boot_of_tiny_model(tmp_path, CacheConfig(kv_cache_memory=1 << 20))
-    monkeypatch.setattr(RunnerBuilder, "build_model_runner", lambda *_: (Runner(), NO_CONNECTOR))
+    monkeypatch.setattr(
+        RunnerBuilder, "build_model_runner", lambda *_: (Runner(), StepConnector(NO_CONNECTOR))
+    )
     with tempfile.TemporaryDirectory(prefix="t-") as run_dir:
 
         def connect(epoch: int) -> Link:

@@ -13,31 +13,29 @@ import pytest
 import torch
 
 from engine_core.request import Request
-from proto.config import ModelConfig
-from proto.engine_io import EngineCoreOutput
-from proto.logit_edits import LogitEdits
-from proto.sampling_params import RepetitionDetection
+from proto.messages.engine_io import EngineCoreOutput
+from proto.messages.logit_edits import LogitEdits
+from proto.messages.sampling_params import RepetitionDetection
+from proto.settings.config import ModelConfig
 from tests.e2e.reference import packaged_model
+from tests.fakes.devices import CPU, create_backend, create_sampler
 from tests.fakes.drafts import SyntheticDrafts
 from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.events import num_cached_tokens
 from tests.fakes.prepared_models import prepare_checkpoint, spec_of
 from tests.fakes.tiny_checkpoints import save_tiny
-from worker.attention.registry import create_backend
-from worker.input_batch import InputBatch
-from worker.kernels import load_kernels
-from worker.kv_cache import KVCache
+from worker.attention.kv_cache import KVCache
+from worker.batch.input_batch import InputBatch
+from worker.cpu.formats import choose_format
+from worker.cpu.kernels import load_kernels
 from worker.loader.files import read_index
-from worker.loader.format_choice import choose_format
 from worker.loader.formats import DenseFormat, WeightFormat
 from worker.loader.weights import load_model
-from worker.memory_plan import layer_cache
-from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
-from worker.routed_experts import RoutedExpertsCache, record_experts
-from worker.sampling.sampler import create_sampler
+from worker.plan.memory_plan import layer_cache
+from worker.step.model_runner import ModelRunner
+from worker.step.routed_experts import RoutedExpertsCache, record_experts
 
-CPU = torch.device("cpu")
 BLOCK = 4
 NUM_BLOCKS = 300
 NUM_ROWS = 12
@@ -94,14 +92,16 @@ class Setup:
     def runner(self, backend: str = "cpu") -> ModelRunner:
         spec = self.decoder.spec
         layout, geometry = layer_cache(spec, self._kv_dtype)
-        cache = KVCache(geometry, layout, NUM_BLOCKS, BLOCK, CPU)
+        cache = KVCache(geometry, layout, NUM_BLOCKS, BLOCK)
         rows = InputBatch(NUM_ROWS, spec.max_position, BLOCK, layout.num_groups)
         attention = create_backend(backend, cache, spec.attention_shape)
         experts = None
         if self.returns_experts:
-            record = record_experts(self.decoder, STEP_TOKENS, CPU)
+            record = record_experts(self.decoder, STEP_TOKENS, torch.device("cpu"))
             experts = RoutedExpertsCache(spec, cache, record)
-        return ModelRunner(self.decoder, attention, create_sampler(), rows, cache, experts=experts)
+        return ModelRunner(
+            self.decoder, attention, create_sampler(), rows, cache, CPU.transfers(), experts=experts
+        )
 
     def harness(
         self, *, is_full: bool = False, drafting: SyntheticDrafts | None = None, **settings: Any
@@ -301,7 +301,7 @@ def test_the_packaged_model_gives_the_same_tokens() -> None:
     """With its blocks as they are in the file, and bfloat16 pages."""
     prepared = packaged_model()
     index = read_index(prepared)
-    weight_format = choose_format(ModelConfig(), torch.bfloat16, index, load_kernels)
+    weight_format = choose_format(ModelConfig(), torch.bfloat16, index, load_kernels())
     decoder = load_model(
         prepared, spec_of(prepared), torch.bfloat16, CPU, lambda _: None, weight_format
     )

@@ -6,17 +6,23 @@ import numpy as np
 import pytest
 import torch
 
-from proto.logit_edits import LogitEdits
-from proto.sampling_params import SamplingParams
-from proto.scheduler_output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
+from proto.messages.logit_edits import LogitEdits
+from proto.messages.sampling_params import SamplingParams
+from proto.messages.scheduler_output import (
+    CachedRequestData,
+    GrammarOutput,
+    NewRequestData,
+    SchedulerOutput,
+)
 from tests.worker.reference.torch_kernels import TorchEdits, draw_by_torch
 from tests.worker.sampling.settings import backend_of, each_backend
 from tests.worker.sampling.test_device_edits import HostAccelerator
-from worker.input_batch import InputBatch, build_inputs
-from worker.sampling.device_sampler import DeviceSampler, LogprobRequests
+from worker.batch.input_batch import InputBatch, build_inputs
+from worker.batch.step_inputs import StepInputs, sample_last_tokens
+from worker.cuda.sampling.device_sampler import DeviceSampler, LogprobRequests
 from worker.sampling.logprobs import pack_logprobs
-from worker.sampling.sampler import Sampler, StepSampler, StepSamplerOutput
-from worker.step_inputs import StepInputs, sample_last_tokens
+from worker.sampling.sampler import Sampler
+from worker.step.step_sampler import StepSampler, StepSamplerOutput
 
 VOCAB = 50
 PROMPT = [1, 2, 3]

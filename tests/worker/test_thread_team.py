@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.worker.kernel_variants import LOADABLE, load_variant, threads_of_torch
-from worker import thread_team
-from worker.thread_team import ThreadTeam
+from worker.cpu import thread_team
+from worker.cpu.thread_team import ThreadTeam
 
 pytestmark = pytest.mark.skipif(not LOADABLE, reason="no compiled kernels on this machine")
 SIZE = 4
@@ -105,8 +105,9 @@ def test_a_team_is_not_resized_under_a_limit_of_processor_time(
     monkeypatch.setattr(thread_team, "cpu_limit", lambda root: limits.pop())
     monkeypatch.setattr(thread_team, "memory_placement", lambda: None)
     with threads_of_torch(2):
-        assert thread_team.thread_team() is not None
-        assert thread_team.thread_team() is None
+        kernels = load_variant(LOADABLE[0])
+        assert thread_team.thread_team(kernels) is not None
+        assert thread_team.thread_team(kernels) is None
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.worker.ahead_of_time import Kernel, compiled
-from worker.sampling.device_filters import BINS, UNIT, WIDEST
-from worker.sampling.device_kernels import SEEN
+from worker.cuda.sampling.device_filters import BINS, UNIT, WIDEST
+from worker.cuda.sampling.device_kernels import SEEN
 
 KV_DTYPES = [("bf16", "bf16", 0.0), ("fp16", "fp16", 0.0), ("bf16", "fp8e4nv", 448.0)]
 
@@ -19,7 +19,7 @@ def store(dims: tuple[int, int], dtype: str, kv_dtype: str, largest: float) -> K
     pages = {"key_pages": f"*{kv_dtype}", "value_pages": f"*{kv_dtype}"}
     strides = ("key_stride", "value_stride", "block_stride", "head_stride", "row_stride")
     return Kernel(
-        "worker.attention.kv_store:TritonStore",
+        "rows.store_head",
         pointers | pages | dict.fromkeys(strides, "i32"),
         {"block_size": 16, "key_dim": dims[0], "value_dim": dims[1], "most": largest},
     )
@@ -29,13 +29,13 @@ def norm(adds: bool, centered: bool = False, biased: bool = False) -> Kernel:
     signature = dict.fromkeys(("x", "weight", "bias", "residual", "out"), "*bf16")
     signature |= {"x_stride": "i64", "heads": "i32", "size": "i32", "eps": "fp32"}
     constants = {"adds": adds, "centered": centered, "biased": biased, "block": 4096}
-    return Kernel("worker.layers.triton_kernels:_norm_kernel", signature, constants)
+    return Kernel("rows.norm_row", signature, constants)
 
 
 def gate(gelu: bool, gated: bool = True, clamped: bool = False) -> Kernel:
     signature = {"gate_up": "*bf16", "out": "*bf16", "size": "i32"}
     constants = {"gelu": gelu, "clamped": clamped, "gated": gated, "block": 1024}
-    return Kernel("worker.layers.triton_kernels:_gate_kernel", signature, constants)
+    return Kernel("rows.gate_row", signature, constants)
 
 
 def coded(bits: int, block_rows: int, **kind: bool) -> Kernel:
@@ -48,25 +48,25 @@ def coded(bits: int, block_rows: int, **kind: bool) -> Kernel:
     constants = {"bits": bits, "group": 128, "has_zeros": False, "has_table": False}
     constants |= {"is_float": False, "biased": False, "is_grouped": False}
     constants |= {"block_rows": block_rows, "block_outputs": 64, "block_bytes": 64}
-    return Kernel("worker.layers.triton_codes:_product_kernel", signature, constants | kind)
+    return Kernel("products.multiply_tile", signature, constants | kind)
 
 
 def rounding(fixed: bool) -> Kernel:
     signature = {"x": "*bf16", "codes": "*fp8e4nv", "scales": "*fp32"}
     signature |= {"x_stride": "i32", "size": "i32", "given": "fp32"}
     constants = {"fixed": fixed, "largest": 448.0, "block": 4096}
-    return Kernel("worker.layers.fp8_linear:_rounding_kernel", signature, constants)
+    return Kernel("rows.round_row", signature, constants)
 
 
 SORTED_PAIRS = Kernel(
-    "worker.layers.triton_experts:_sort_kernel",
+    "products.sort_pairs",
     {"chosen": "*i64", "rows": "*i64", "identity": "*i64", "sorted_index": "*i32"}
     | dict.fromkeys(("experts", "firsts", "ends"), "*i32")
     | dict.fromkeys(("num_pairs", "top_k", "first_expert", "num_experts", "num_blocks"), "i32"),
     {"bins": 256, "block_size": 16, "chunk_size": 1024},
 )
 COMBINED = Kernel(
-    "worker.layers.triton_experts:_combine_kernel",
+    "products.combine",
     {"output": "*fp32", "weights": "*fp32", "sorted_index": "*i32", "total": "*fp32"}
     | {"hidden": "i32", "top_k": "i32"},
     {"block_size": 1024},
@@ -82,20 +82,23 @@ def filters() -> list[Kernel]:
     sizes = {"vocab_size": "i32", "num_chunks": "i32"}
     binned = {"padded_chunks": 32, "bins": BINS}
     signatures: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
-        "range": (row | sums, {"bins": BINS, "chunk_size": 4096}),
-        "bins": (
+        "range_chunk": (row | sums, {"bins": BINS, "chunk_size": 4096}),
+        "bins_chunk": (
             row | settings | sums,
             binned | {"widest": WIDEST, "unit": UNIT, "chunk_size": 4096},
         ),
-        "collect": (row | settings | sums | found, binned | {"widest": WIDEST, "chunk_size": 4096}),
-        "search": (
+        "collect_chunk": (
+            row | settings | sums | found,
+            binned | {"widest": WIDEST, "chunk_size": 4096},
+        ),
+        "search_row": (
             settings | sums | found | {"cuts": "*i32"},
             binned | {"unit": UNIT, "block_size": 2048},
         ),
     }
     return [
         Kernel(
-            f"worker.sampling.device_filters:TritonFilters.{name}_kernel",
+            f"sampling.{name}",
             signature | sizes,
             constants,
         )
@@ -104,7 +107,7 @@ def filters() -> list[Kernel]:
 
 
 EDITED_ROWS = Kernel(
-    "worker.sampling.device_kernels:_rows_kernel",
+    "sampling.edit_chunk",
     {"logits": "*fp32", "counts": "*i32", "words": "*i32"}
     | dict.fromkeys(("rows", "slots", "masks"), "*i64")
     | {"rules": "*fp32", "vocab_size": "i32", "num_words": "i32"},
@@ -112,7 +115,7 @@ EDITED_ROWS = Kernel(
     {"enable_fp_fusion": False},
 )
 LISTED_EDITS = Kernel(
-    "worker.sampling.device_kernels:_listed_kernel",
+    "sampling.add_listed",
     {"logits": "*fp32", "indices": "*i64", "values": "*fp32"}
     | dict.fromkeys(("sources", "needed", "last"), "*i64")
     | {"count": "i32"},

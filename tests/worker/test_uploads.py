@@ -4,12 +4,12 @@ import numpy as np
 import torch
 
 from tests.fakes.fake_device import FakeDevice, on_host
-from worker.device.transfers import Uploader
+from worker.cuda.transfers import QueuedTransfers
 
 
 def test_uploaded_arrays_keep_their_dtype() -> None:
     device = FakeDevice()
-    uploader = Uploader(device)
+    transfers = QueuedTransfers(device)
     rng = np.random.default_rng(0)
     for size in (3, 500, 1, 0, 77):
         arrays = [
@@ -17,7 +17,7 @@ def test_uploaded_arrays_keep_their_dtype() -> None:
             rng.integers(0, 1 << 20, 2 * size + 1, dtype=np.int32),
             rng.integers(0, 1 << 20, (size, 3), dtype=np.int32)[:, ::2],
         ]
-        sent = uploader.upload(arrays)
+        sent = transfers.to_device(arrays)
         for array, tensor in zip(arrays, sent, strict=True):
             assert device.holds(tensor)
             assert tensor.data_ptr() % 16 == 0 or not len(tensor)
@@ -26,9 +26,9 @@ def test_uploaded_arrays_keep_their_dtype() -> None:
 
 def test_an_upload_waits_only_for_the_second_to_last_copy() -> None:
     device = FakeDevice()
-    uploader = Uploader(device)
+    transfers = QueuedTransfers(device)
     copied = []
     for step in range(5):
-        uploader.upload([np.full(4, step)])
+        transfers.to_device([np.full(4, step)])
         copied.append(device.queued)
         assert device.completed == (copied[step - 2] if step >= 2 else 0)

@@ -1,1 +1,1 @@
-"""Attention over the paged KV cache: one seam, several backends."""
+"""The interface of attention backends, and the memory that they read: KV pages and states."""

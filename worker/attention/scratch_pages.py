@@ -13,8 +13,8 @@ from typing import Final
 
 import numpy as np
 
-from worker.attention.base import AttentionInputs
-from worker.kv_cache import KVCache
+from worker.attention.backend import AttentionInputs
+from worker.attention.kv_cache import KVCache
 
 SCRATCH_BLOCK: Final = 16
 """Tokens of a page."""

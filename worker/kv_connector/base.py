@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from proto.config import ServeConfig
-from proto.kv_connector import NO_PAYLOAD, Payload, find_class, load_class
-from proto.kv_transfer_config import FIELD, KVTransferConfig
-from proto.sockets import NO_DESCRIPTOR
-from worker.kv_cache import KVCache
+from proto.messages.kv_connector import NO_PAYLOAD, Payload
+from proto.runtime.plugins import connector_class
+from proto.runtime.sockets import NO_DESCRIPTOR
+from proto.settings.config import ServeConfig
+from proto.settings.kv_transfer_config import FIELD, KVTransferConfig
+from worker.attention.kv_cache import KVCache
+from worker.kv_connector.offload.base import BlockDevice
 
 DEFAULTS: Final = ServeConfig()
 
@@ -19,13 +21,14 @@ class WorkerContext:
 
     rank, num_ranks: position among the tensor-parallel workers. fingerprint: digest of everything
     that changes KV values, equal on all ranks and in the engine. block_size: tokens of a device
-    block. serve_config: all settings.
+    block. device: where the KV cache is. serve_config: all settings.
     """
 
     rank: int
     num_ranks: int
     fingerprint: bytes
     block_size: int
+    device: BlockDevice
     serve_config: ServeConfig = DEFAULTS
 
 
@@ -42,14 +45,24 @@ NOTHING_FINISHED: Final = FinishedTransfers([], [])
 class WorkerConnector:
     """Base class of the workers' halves; by default it copies nothing.
 
-    Order of calls in a step: bind_connector_metadata, handle_preemptions, start_load_kv; for each
-    layer wait_for_layer_load and save_kv_layer; wait_for_save; get_finished. Subclasses are
-    constructed with (KVTransferConfig, WorkerContext), once for each epoch.
-    per_layer: whether the calls for each layer are needed; then neither the fused kernel for all
-        layers nor CUDA graphs can be used.
+    Subclasses are constructed with (KVTransferConfig, WorkerContext), once for each epoch. Order of
+    calls in a step:
+
+        bind_connector_metadata, handle_preemptions, start_load_kv ─▶ the step ─▶ wait_for_save,
+            wait_for_layer_load for one layer after the other                     get_finished
+            save_kv_layer for each layer that is computed
+
+    The calls for layers come from threads, one for loads and one for saves, while other layers are
+    computed. Where steps are queued on a device, the next step may be bound before
+    `wait_for_save`, unless a step has copies by layer.
+    per_layer: whether the connector has copies by layer at all.
     """
 
     per_layer: bool = False
+
+    def has_layer_copies(self) -> bool:
+        """Whether the step that was bound loads or saves by layer; if not, no layer is called."""
+        return self.per_layer
 
     def register_kv_caches(self, cache: KVCache) -> None:
         """Receive the KV cache. Called once for each epoch."""
@@ -68,13 +81,13 @@ class WorkerConnector:
         """Start the loads of this step and the stores deferred by the previous one."""
 
     def wait_for_layer_load(self, layer: int) -> None:
-        """Block until the KV that this layer reads has been loaded."""
+        """Block until the KV that this layer reads has been loaded; it is computed afterwards."""
 
     def save_kv_layer(self, layer: int) -> None:
-        """Store a layer, whose K and V of this step are in the cache now."""
+        """Store a layer, whose K and V of this step are in the cache now; later ones may not be."""
 
     def wait_for_save(self) -> None:
-        """Block until no copy reads KV that the next step overwrites. The step is computed."""
+        """Block until no copy reads KV that another step overwrites. The step is computed."""
 
     def get_finished(self, finished_seq_ids: Sequence[int]) -> FinishedTransfers:
         """Return transfers finished since the last call, without blocking.
@@ -108,12 +121,9 @@ CONNECTORS: Final = {
 
 def create_worker_connector(config: KVTransferConfig, context: WorkerContext) -> WorkerConnector:
     """Create the workers' half; NO_CONNECTOR if none is configured. Raises ConfigError."""
-    name, module_path = config.kv_connector, config.kv_connector_module_path
-    if not name:
+    if not config.kv_connector:
         return NO_CONNECTOR
-    if module_path:
-        connector_class = load_class(f"{module_path}:{name}Worker", FIELD)
-    else:
-        connector_class = find_class(CONNECTORS, name, FIELD)
-    connector: WorkerConnector = connector_class(config, context)
+    module = config.kv_connector_module_path
+    make = connector_class(config.kv_connector, module, CONNECTORS, "Worker", FIELD)
+    connector: WorkerConnector = make(config, context)
     return connector

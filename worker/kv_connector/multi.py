@@ -3,9 +3,10 @@
 import select
 from collections.abc import Sequence
 
-from proto.kv_connector import NO_PAYLOAD, MultiReport, MultiStep, Payload, pack, unpack
-from proto.kv_transfer_config import KVTransferConfig, child_configs
-from worker.kv_cache import KVCache
+from proto.messages.kv_connector import NO_PAYLOAD, MultiReport, MultiStep, Payload, pack, unpack
+from proto.runtime.sockets import NO_DESCRIPTOR
+from proto.settings.kv_transfer_config import KVTransferConfig, child_configs
+from worker.attention.kv_cache import KVCache
 from worker.kv_connector.base import (
     FinishedTransfers,
     WorkerConnector,
@@ -26,7 +27,7 @@ class MultiWorker(WorkerConnector):
         self._poll = select.epoll()
         self._has_descriptors = False
         for child in self.children:
-            if child.fileno() >= 0:
+            if child.fileno() != NO_DESCRIPTOR:
                 self._poll.register(child.fileno(), select.EPOLLIN)
                 self._has_descriptors = True
 
@@ -35,7 +36,7 @@ class MultiWorker(WorkerConnector):
             child.register_kv_caches(cache)
 
     def fileno(self) -> int:
-        return self._poll.fileno() if self._has_descriptors else -1
+        return self._poll.fileno() if self._has_descriptors else NO_DESCRIPTOR
 
     def bind_connector_metadata(self, metadata: Payload) -> None:
         parts = unpack(metadata, MultiStep).parts if metadata else [NO_PAYLOAD] * len(self.children)
@@ -50,13 +51,18 @@ class MultiWorker(WorkerConnector):
         for child in self.children:
             child.start_load_kv()
 
+    def has_layer_copies(self) -> bool:
+        return any(child.has_layer_copies() for child in self.children)
+
     def wait_for_layer_load(self, layer: int) -> None:
         for child in self.children:
-            child.wait_for_layer_load(layer)
+            if child.has_layer_copies():
+                child.wait_for_layer_load(layer)
 
     def save_kv_layer(self, layer: int) -> None:
         for child in self.children:
-            child.save_kv_layer(layer)
+            if child.has_layer_copies():
+                child.save_kv_layer(layer)
 
     def wait_for_save(self) -> None:
         for child in self.children:

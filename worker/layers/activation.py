@@ -1,21 +1,11 @@
-"""The activation of an MLP, f(gate) * up, in torch, in C++ (csrc/layers/gate.cpp) or on a GPU.
+"""The activation of an MLP, f(gate) * up; without a gate it is f(up). `Device.gate` makes one."""
 
-Without a gate it is f(up).
-"""
-
-import ctypes
-from typing import Final, Literal, Protocol
+from collections.abc import Callable
+from typing import Final, Literal
 
 import torch
-import torch.nn.functional as F
 
-from worker.kernel_structures import GateCall
-from worker.kernels import DTYPE_CODES, Kernels, row_kernels
-from worker.layers.flashinfer_kernels import FlashInferGate, usable_flashinfer
-from worker.layers.scratch import Scratch
-from worker.layers.triton_kernels import TritonGate
-
-Activation = Literal["silu", "gelu", "gelu_tanh", "swiglu_oai", "sigmoid"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "swiglu_oai", "sigmoid", "relu2"]
 """gelu: GELU, by the error function; gelu_tanh: its tanh approximation (Hendrycks and Gimpel, 2016,
 section 2).
 
@@ -23,77 +13,21 @@ swiglu_oai: the clamped SwiGLU of gpt-oss, x * sigmoid(1.702 x) * (up + 1), x = 
 within -7 and 7; always gated.
 
 sigmoid: of the gate alone, which multiplies the output of an attention.
+
+relu2: the square of max(x, 0) (So et al., Primer, 2021), of MLPs without a gate.
 """
-GATE_CODES: Final = {"silu": 0, "gelu_tanh": 1, "swiglu_oai": 2, "gelu": 3, "sigmoid": 4}
-"""TokendGateKind of csrc/layers/rows.h."""
 ALPHA: Final = 1.702
 """Factor of the input of the sigmoid of swiglu_oai."""
 LIMIT: Final = 7.0
 """Bound of the gate and of up in swiglu_oai."""
 
 
-class Gate(Protocol):
-    """One implementation of f(gate) * up for gate_up [N, 2 * size] = gate ‖ up.
-
-    Without a gate: f(up) for up [N, size].
-    """
-
-    def __call__(self, gate_up: torch.Tensor, out: Scratch) -> torch.Tensor:
-        """Return [N, size] in the memory of out, which has the dtype of contiguous gate_up.
-
-        Computed in float32, rounded once.
-        """
-        ...
+def is_gated(name: Activation) -> bool:
+    """Return whether experts with this activation have a gate projection."""
+    return name != "relu2"
 
 
-class TorchGate:
-    """The activation of an MLP in plain torch: for hosts without kernels."""
-
-    def __init__(self, name: Activation, is_gated: bool = True) -> None:
-        self._name = name
-        self._is_gated = is_gated
-
-    def __call__(self, gate_up: torch.Tensor, out: Scratch) -> torch.Tensor:
-        gate, *up = gate_up.float().chunk(2 if self._is_gated else 1, dim=-1)
-        if self._name == "swiglu_oai":
-            gate = gate.clamp(max=LIMIT)
-            factor = up[0].clamp(-LIMIT, LIMIT) + 1
-            return out.tensor.copy_(gate * torch.sigmoid(ALPHA * gate) * factor)
-        if self._name in ("silu", "sigmoid"):
-            inner = F.silu(gate) if self._name == "silu" else gate.sigmoid()
-        else:
-            inner = F.gelu(gate, approximate="tanh" if self._name == "gelu_tanh" else "none")
-        return out.tensor.copy_(inner * up[0] if up else inner)
-
-
-class KernelGate:
-    """The activation by the C++ kernels."""
-
-    def __init__(self, kernels: Kernels, name: Activation, is_gated: bool = True) -> None:
-        self._gate = kernels.gate
-        self._call = GateCall(kind=GATE_CODES[name], is_gated=is_gated)
-        self._reference = ctypes.byref(self._call)
-        self._known: Scratch | None = None
-
-    def __call__(self, gate_up: torch.Tensor, out: Scratch) -> torch.Tensor:
-        call = self._call
-        if out is not self._known:
-            self._known = out
-            call.dtype = DTYPE_CODES[out.tensor.dtype]
-            call.num_rows, call.size = out.tensor.shape
-            call.out = out.address
-        call.x = gate_up.data_ptr()
-        self._gate(self._reference)
-        return out.tensor
-
-
-def make_gate(name: Activation, device: torch.device, is_gated: bool = True) -> Gate:
-    """Return the fastest gate with this activation for tensors on this device."""
-    if device.type == "cuda":
-        library, own = usable_flashinfer(), TritonGate(name, is_gated)
-        has_kernel = library and is_gated and name in ("silu", "gelu_tanh")
-        return FlashInferGate(library, name, own) if has_kernel else own
-    kernels = row_kernels() if device.type == "cpu" else None
-    if kernels is None:
-        return TorchGate(name, is_gated)
-    return KernelGate(kernels, name, is_gated)
+Gate = Callable[[torch.Tensor], torch.Tensor]
+"""One implementation of f(gate) * up: takes contiguous gate_up [N, 2 * size] = gate ‖ up and
+returns a new [N, size] of its dtype, computed in float32 and rounded once. Without a gate it takes
+up [N, size] and returns f(up)."""

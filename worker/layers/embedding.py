@@ -1,133 +1,58 @@
 """Token embedding, and the tables that it looks rows up in."""
 
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from worker.kernels import Kernels
-from worker.layers.kernel_weights import KernelWeight, unpack_blocks
 from worker.layers.linear import sum_in_float32
 from worker.layers.norm import Norm
-from worker.layers.triton_codes import CodedWeight
 from worker.parallel.group import RankGroup
 
 
-class EmbeddingTable(Protocol):
-    """Rows of numbers [vocab, hidden] in any format."""
+@dataclass(frozen=True, slots=True)
+class EmbeddingTable:
+    """Rows of numbers [vocab, hidden] in any format.
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the rows."""
-        ...
+    dtype: of the rows. rows: looks up int64 [T], a new [T, hidden]. An id outside the table is an
+    IndexError where the host has the ids.
+    """
 
-    def rows(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """int64 [T] to a new [T, hidden]; raises IndexError for an id outside the table."""
-        ...
-
-
-class DenseTable:
-    """One tensor [vocab, hidden]."""
-
-    def __init__(self, table: torch.Tensor) -> None:
-        self._table = table
-        self.dtype = table.dtype
-
-    def rows(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self._table.index_select(0, token_ids)
+    dtype: torch.dtype
+    rows: Callable[[torch.Tensor], torch.Tensor]
 
 
-class KernelTable:
-    """A weight in a format of our kernels, perhaps a tied head's; rows are unpacked on use."""
-
-    def __init__(self, weight: KernelWeight, dtype: torch.dtype) -> None:
-        self._weight = weight
-        self.dtype = dtype
-
-    def rows(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self._weight.rows(token_ids, self.dtype)
+def dense_table(table: torch.Tensor) -> EmbeddingTable:
+    """Return the rows of one tensor [vocab, hidden]."""
+    return EmbeddingTable(table.dtype, lambda token_ids: table.index_select(0, token_ids))
 
 
-class CodedTable:
-    """A weight as codes on a GPU, perhaps a tied head's; rows are converted on use."""
-
-    def __init__(self, weight: CodedWeight, dtype: torch.dtype) -> None:
-        self._weight = weight
-        self.dtype = dtype
-
-    def rows(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self._weight.rows(token_ids, self.dtype)
-
-
-class MappedTable:
-    """A view [vocab, hidden] of a mapped file; rows are converted on use.
+def mapped_table(stored: torch.Tensor, dtype: torch.dtype) -> EmbeddingTable:
+    """Return the rows of a view [vocab, hidden] of a mapped file, which are converted on use.
 
     The pages that lookups touch are in the page cache, which all processes share.
     """
-
-    def __init__(self, stored: torch.Tensor, dtype: torch.dtype) -> None:
-        self._stored = stored
-        self.dtype = dtype
-
-    def rows(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self._stored.index_select(0, token_ids).to(self.dtype)
+    return EmbeddingTable(dtype, lambda token_ids: stored.index_select(0, token_ids).to(dtype))
 
 
-class MappedBlockTable:
-    """The quantisation blocks [vocab, hidden] of a mapped GGUF file; see MappedTable.
+def vocab_parallel_table(
+    table: EmbeddingTable, group: RankGroup, own: range, num_tokens: int, *, checks_ids: bool
+) -> EmbeddingTable:
+    """Return a table of `num_tokens` rows of which this rank holds those of the tokens in `own`.
 
-    stored: uint8 [vocab, bytes of a row], contiguous.
+    checks_ids: raise IndexError for an id outside; the host must have the ids for that.
     """
 
-    def __init__(
-        self,
-        kernels: Kernels,
-        block_type: str,
-        stored: npt.NDArray[np.uint8],
-        hidden: int,
-        dtype: torch.dtype,
-    ) -> None:
-        self._kernels = kernels
-        self._type = block_type
-        self._stored = stored
-        self._hidden = hidden
-        self.dtype = dtype
-
-    def rows(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return unpack_blocks(
-            self._kernels, self._type, self._stored, self._hidden, token_ids, self.dtype
-        )
-
-
-class VocabParallelTable:
-    """A table of `num_tokens` rows of which this rank holds those of the tokens in `own`."""
-
-    def __init__(
-        self, table: EmbeddingTable, group: RankGroup, own: range, num_tokens: int
-    ) -> None:
-        self._table = table
-        self._group = group
-        self._own = own
-        self._num_tokens = num_tokens
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._table.dtype
-
-    def rows(self, token_ids: torch.Tensor) -> torch.Tensor:
-        if token_ids.device.type == "cpu":  # the check would have to wait for another device
-            self._refuse_invalid(token_ids)
-        elsewhere = (token_ids < self._own.start) | (token_ids >= self._own.stop)
-        rows = self._table.rows((token_ids - self._own.start).masked_fill_(elsewhere, 0))
-        rows.masked_fill_(elsewhere[:, None], 0.0)
+    def rows(token_ids: torch.Tensor) -> torch.Tensor:
+        if checks_ids and (invalid := (token_ids < 0) | (token_ids >= num_tokens)).any():
+            raise IndexError(f"row {int(token_ids[invalid][0])} of {num_tokens}")
+        elsewhere = (token_ids < own.start) | (token_ids >= own.stop)
+        found = table.rows((token_ids - own.start).masked_fill_(elsewhere, 0))
+        found.masked_fill_(elsewhere[:, None], 0.0)
         # one summand of each number is not zero, so nothing is rounded
-        return sum_in_float32(self._group.gather(rows)).to(rows.dtype)
+        return sum_in_float32(group.gather(found)).to(found.dtype)
 
-    def _refuse_invalid(self, token_ids: torch.Tensor) -> None:
-        invalid = (token_ids < 0) | (token_ids >= self._num_tokens)
-        if invalid.any():
-            raise IndexError(f"row {int(token_ids[invalid][0])} of {self._num_tokens}")
+    return EmbeddingTable(table.dtype, rows)
 
 
 class Embedding:
@@ -140,8 +65,12 @@ class Embedding:
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 [T] to a new [T, hidden]; raises IndexError for an id outside the table."""
-        rows = self.rows(token_ids)
-        return rows.mul_(self._scale) if self._scaled else rows
+        rows = self._table.rows(token_ids)
+        return self.scaled(rows) if self._scaled else rows
+
+    def scaled(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows [T, hidden] of the table times the scale; may reuse their memory."""
+        return rows.mul_(self._scale)
 
     def rows(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return the same without the scale."""

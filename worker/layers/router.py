@@ -11,8 +11,6 @@ import torch
 import torch.nn.functional as F
 
 Scoring = Literal["softmax", "sigmoid"]
-SCORING_CODES: Final = {"softmax": 0, "sigmoid": 1}
-"""TokendScoring of csrc/layers/moe.h."""
 _LEAST_SUM: Final = 1e-20
 
 

@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from worker.layers.kernel_weights import BLOCK_TYPES
 from worker.loader import codebooks
+from worker.loader.block_types import BLOCK_TYPES
 
 _MAGNITUDES: Final = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), dtype=torch.float32)
 E2M1: Final = torch.cat((_MAGNITUDES, -_MAGNITUDES))

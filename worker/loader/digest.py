@@ -11,27 +11,27 @@ for other bytes is not used, even if a tensor was edited in place and size and t
 Not noticed are writes beneath the file system, and those under a clock that was set back.
 """
 
-import fcntl
 import hashlib
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Final
 
-from proto.codec import MessageDecoder, encode
-from proto.errors import ModelError, ProtocolError
-from proto.host_resources import ALLOWED_CPUS
-from proto.prepared_model import (
+from proto.errors import ModelError
+from proto.messages.prepared_model import (
     FileStamp,
     PreparedModel,
     TensorIndex,
     WeightsDigest,
     file_stamp,
 )
+from proto.runtime.host_resources import ALLOWED_CPUS
 from worker.loader.files import TensorFiles, read_index
+from worker.loader.kept_file import locked, read_kept, write_kept
 
 DIGEST_FILE: Final = "digest.msgpack"
 _CLOCK_TICK: Final = 0.05
@@ -44,13 +44,27 @@ logger = logging.getLogger("tokend.worker")
 def hashing(prepared: PreparedModel) -> Iterator[Future[str]]:
     """Hash the weights while the body loads them; see weights_digest.
 
-    Raises ModelError if a file changes meanwhile, since other bytes may have been loaded then.
+    Raises ModelError if a file changes meanwhile, since other bytes may have been loaded then. An
+    exception of the body does not wait for the hash, and neither does the end of the process.
     """
     index = read_index(prepared)
     stamps = _stamps(index)
-    with ThreadPoolExecutor(1, "digest", os.sched_setaffinity, (0, ALLOWED_CPUS)) as pool:
-        yield pool.submit(weights_digest, prepared)
+    digest: Future[str] = Future()
+    thread = threading.Thread(
+        target=_set_digest, args=(digest, prepared), name="digest", daemon=True
+    )
+    thread.start()
+    yield digest
+    thread.join()
     _refuse_changes(prepared, index, stamps)
+
+
+def _set_digest(digest: Future[str], prepared: PreparedModel) -> None:
+    try:
+        os.sched_setaffinity(0, ALLOWED_CPUS)
+        digest.set_result(weights_digest(prepared))
+    except BaseException as error:  # raised by `digest.result()`
+        digest.set_exception(error)
 
 
 def weights_digest(prepared: PreparedModel) -> str:
@@ -63,14 +77,14 @@ def weights_digest(prepared: PreparedModel) -> str:
     path = os.path.join(prepared.folder, DIGEST_FILE)
     try:
         with locked(prepared.folder):
-            known = _read(path)
+            known = read_kept(path, WeightsDigest)
             if known is not None and known.stamps == _stamps(index):
                 return known.sha256
             time.sleep(_CLOCK_TICK)
             stamps = _stamps(index)
             digest = WeightsDigest(stamps, hash_tensors(index))
             _refuse_changes(prepared, index, stamps)
-            _write(path, digest)
+            _keep(path, digest)
     except OSError as error:
         raise ModelError(f"{error.filename or prepared.source}: {error.strerror}") from None
     return digest.sha256
@@ -97,32 +111,9 @@ def _refuse_changes(
         raise ModelError(f"the weights of {prepared.source} changed while they were read")
 
 
-@contextmanager
-def locked(folder: str) -> Iterator[None]:
-    """Hold the lock of the folder among processes."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _read(path: str) -> WeightsDigest | None:
-    decoder: MessageDecoder[WeightsDigest] = MessageDecoder(WeightsDigest)
-    try:
-        with open(path, "rb") as file:
-            return decoder.decode(file.read())
-    except (FileNotFoundError, ProtocolError):
-        return None
-
-
-def _write(path: str, digest: WeightsDigest) -> None:
+def _keep(path: str, digest: WeightsDigest) -> None:
     """Write the result; without the right to write, the next start hashes again."""
-    workspace = f"{path}.{os.getpid()}"
     try:
-        with open(workspace, "wb") as file:
-            file.write(encode(digest))
-        os.replace(workspace, path)
+        write_kept(path, digest)
     except OSError as error:
         logger.warning("%s: %s; the next start hashes the weights again", path, error.strerror)

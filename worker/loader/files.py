@@ -17,9 +17,9 @@ import torch
 
 from proto.codec import MessageDecoder
 from proto.errors import ModelError, ProtocolError
-from proto.prepared_model import FP8, PreparedModel, TensorEntry, TensorIndex, TensorPart
-from worker.layers.kernel_weights import BLOCK_TYPES
+from proto.messages.prepared_model import FP8, PreparedModel, TensorEntry, TensorIndex, TensorPart
 from worker.loader import quantised
+from worker.loader.block_types import BLOCK_TYPES
 from worker.loader.dequantize import BLOCKS_OF_FILES, dequantize, has_wrong_scale
 
 INDEX_FILE = "tensors.msgpack"

@@ -29,8 +29,8 @@ import numpy.typing as npt
 import torch
 
 from proto.errors import ModelError
-from proto.prepared_model import TensorEntry
-from worker.layers.kernel_weights import BLOCK_TYPES
+from proto.messages.prepared_model import TensorEntry
+from worker.loader.block_types import BLOCK_TYPES
 from worker.loader.codebooks import nvfp4_groups
 from worker.loader.dequantize import E2M1, dequantize
 

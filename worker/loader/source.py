@@ -15,11 +15,12 @@ import numpy.typing as npt
 import torch
 
 from proto.errors import ModelError
-from proto.prepared_model import FP8, TensorEntry, TensorIndex
-from worker.layers.kernel_weights import BLOCK_COLUMNS
+from proto.messages.prepared_model import FP8, TensorEntry, TensorIndex
 from worker.layers.norm import NormWeight
 from worker.loader import quantised
+from worker.loader.block_types import BLOCK_COLUMNS
 from worker.loader.files import StoredBlocks, TensorFiles, check_blocks, entries_by_name
+from worker.models.layer_device import LayerDevice
 from worker.models.parts import Shard, StackPart, WeightSpec
 from worker.models.rope import DefaultRope, FactorsRope, Llama3Rope, NoRope, Rope
 from worker.models.spec import ModelSpec
@@ -88,12 +89,13 @@ class WeightSource:
         index: TensorIndex,
         spec: ModelSpec,
         dtype: torch.dtype,
-        device: torch.device,
+        device: LayerDevice,
         shards: Mapping[str, Shard] = _WHOLE,
     ) -> None:
         self._spec = spec
         self.dtype = dtype
         self.device = device
+        self.torch_device = device.torch_device
         self._files = TensorFiles(index)
         self._weights = spec.weights()
         self._shards = {name: shards.get(name, Shard()) for name in self._weights}
@@ -148,7 +150,7 @@ class WeightSource:
         """Return these weights, one below the other, as one new tensor (of `dtype` if given)."""
         rows = [self._shapes[name][0] for name in names]
         shape = (sum(rows), *self._shapes[names[0]][1:])
-        result = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+        result = torch.empty(shape, dtype=dtype or self.dtype, device=self.torch_device)
         for name, part in zip(names, torch.split(result, rows), strict=True):
             self._read_into(name, part)
         return result
@@ -166,7 +168,7 @@ class WeightSource:
         return NormWeight(
             weight,
             spec.norm_eps,
-            spec.norm_kind == "layer",
+            spec.norm_type == "layer",
             self.read(bias) if bias in self._weights else None,
         )
 
@@ -183,7 +185,7 @@ class WeightSource:
         """Return what the file calls the tensor that a weight lies in."""
         return self._entries[name].entry.name
 
-    def has_parts(self, name: str) -> bool:
+    def is_joined(self, name: str) -> bool:
         """Return whether a weight lies in several tensors, of which its blocks are made."""
         entry = self._entries[name].entry
         return bool(entry.parts) and entry.packing != "gguf_nvfp4"
@@ -225,7 +227,7 @@ class WeightSource:
     def read_blocks(self, name: str) -> StoredBlocks:
         """Return a weight in quantisation blocks as it is stored; may share the mapped file."""
         shard = self._shards[name]
-        weight = self._entries[name].with_rows(shard.rows)
+        weight = self._own_rows(name)
         if not weight.entry.parts:
             check_blocks(weight.entry)
         rows, columns = len(weight.indices), weight.entry.shape[1]
@@ -246,7 +248,7 @@ class WeightSource:
     def fp8_block(self, name: str) -> tuple[int, int]:
         """Return the columns and the aligned rows of a weight in FP8 that share a scale."""
         shard = self._shards[name]
-        weight = self._entries[name].with_rows(shard.rows)
+        weight = self._own_rows(name)
         entry = weight.entry
         in_order = weight.indices.step == 1 and self._row_order(name) is None
         rows = math.gcd(entry.first_row, len(weight.indices), int(entry.options["rows"]))
@@ -272,7 +274,7 @@ class WeightSource:
     def read_codes(self, name: str) -> quantised.Codes:
         """Return a weight as codes, with this rank's rows in order; see quantised.read_codes."""
         shard = self._shards[name]
-        weight = self._entries[name].with_rows(shard.rows)
+        weight = self._own_rows(name)
         parts = self._files.parts_of(weight.entry)
         found = quantised.read_codes(weight.entry, parts, shard.columns, weight.indices.step)
         order = self._row_order(name)
@@ -300,14 +302,14 @@ class WeightSource:
         See quantised.read_fp8 and read_rows.
         """
         shard = self._shards[name]
-        weight = self._entries[name].with_rows(shard.rows)
+        weight = self._own_rows(name)
         parts = self._files.parts_of(weight.entry)
         stored = quantised.read_fp8(weight.entry, parts, shard.columns, weight.indices.step)
         return *stored, self._row_order(name)
 
     def prefetch(self, name: str) -> None:
         """Let the system read a weight, or this rank's rows of it, into the page cache."""
-        self._files.prefetch(self._entries[name].with_rows(self._shards[name].rows).entry)
+        self._files.prefetch(self._own_rows(name).entry)
 
     def release(self) -> None:
         """Give back the pages of the files; see TensorFiles."""
@@ -322,7 +324,7 @@ class WeightSource:
         The order is int64 [rows], row i of the weight is row order[i] of these; None for the same.
         """
         shard = self._shards[name]
-        weight = self._entries[name].with_rows(shard.rows)
+        weight = self._own_rows(name)
         stored = weight.read(self._files)[:, shard.columns]
         rows = stored.contiguous() if weight.is_transposed else stored
         return rows.to(dtype or stored.dtype), self._row_order(name)
@@ -349,9 +351,13 @@ class WeightSource:
         heads = self._weights[name].head_rows
         return None if heads is None else heads.order(self._shapes[name][0], self._format)
 
+    def _own_rows(self, name: str) -> StoredWeight:
+        """Return where this rank's rows of a weight lie."""
+        return self._entries[name].with_rows(self._shards[name].rows)
+
     def _read_into(self, name: str, destination: torch.Tensor) -> None:
         shard = self._shards[name]
-        stored = self._entries[name].with_rows(shard.rows).read(self._files)
+        stored = self._own_rows(name).read(self._files)
         if stored.dim() > 1:
             stored = stored[:, shard.columns]
         order = self._row_order(name)

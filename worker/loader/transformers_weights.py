@@ -10,10 +10,10 @@ from collections.abc import Callable
 import torch
 
 from proto.errors import ModelError
-from proto.prepared_model import PreparedModel
-from worker.kernel_choice import choose_products
+from proto.messages.prepared_model import PreparedModel
 from worker.loader.files import TensorFiles, entries_by_name, read_index
 from worker.loader.formats import DenseFormat
+from worker.models.layer_device import LayerDevice
 from worker.models.registry import read_config
 from worker.models.transformers_model import (
     ATTENTION_NAME,
@@ -30,7 +30,7 @@ def load_transformers(
     prepared: PreparedModel,
     spec: TransformersSpec,
     dtype: torch.dtype,
-    device: torch.device,
+    device: LayerDevice,
     progress: Callable[[float], None],
     weight_format: DenseFormat,
 ) -> TransformersDecoder:
@@ -64,19 +64,19 @@ def load_transformers(
         for name in sorted(map(str, names)):
             raise ModelError(f"tensor {name} {problem} ({len(names)} such tensors)")
     progress(0.5)
-    without_padding_check(model.eval().to(device))
+    without_padding_check(model.eval().to(device.torch_device))
     modules = {name: model.get_submodule(name) for name in spec.linear_shapes}
     # A router in float32 stays what it is.
     linears = [(name, each) for name, each in modules.items() if each.weight.dtype == dtype]
     for number, (name, linear) in enumerate(linears):
         bias = None if linear.bias is None else linear.bias.detach()
-        built = weight_format.build(linear.weight.detach(), bias)
+        built = weight_format.build(device, linear.weight.detach(), bias)
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, LinearModule(built, linear))
         progress(0.5 + 0.5 * (number + 1) / len(linears))
     weight_format.memory[weight_format.name] += sum(
         parameter.nbytes for parameter in model.parameters()
     )
-    choose_products(weight_format.kernel_weights, dtype, prepared.folder)
+    weight_format.choose_kernels(dtype, prepared.folder)
     files.release()
     return TransformersDecoder(spec, model)

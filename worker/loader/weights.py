@@ -18,40 +18,49 @@ from typing import Final, NoReturn
 
 import torch
 
-from proto.host_resources import ALLOWED_CPUS
-from proto.prepared_model import PreparedModel
-from worker.kernel_choice import KernelChoice, choose_products
-from worker.layers.activation import Activation
+from proto.messages.prepared_model import PreparedModel
+from proto.runtime.host_resources import ALLOWED_CPUS
+from worker.layers.activation import Activation, is_gated
+from worker.layers.adapters import AdapterTargets
 from worker.layers.embedding import (
     Embedding,
     EmbeddingTable,
     EncoderInput,
-    VocabParallelTable,
+    vocab_parallel_table,
 )
-from worker.layers.experts import ExpertRanks, Experts
+from worker.layers.experts import (
+    AdaptedExperts,
+    DenseExperts,
+    ExpertRanks,
+    Experts,
+    LinearExperts,
+)
 from worker.layers.linear import Linear, PartOutput, ResidualLinear, VocabParallelHead
 from worker.layers.norm import Norm
-from worker.layers.rotary import RotaryEmbedding
 from worker.loader.files import read_index
 from worker.loader.formats import (
     DENSE_NAMES,
+    EMBEDDING,
+    PACKED,
     DenseFormat,
-    Ends,
     ExpertProducts,
-    PackedFormat,
     Product,
     WeightFormat,
+    head_name,
     read_table,
     table_bytes,
 )
+from worker.loader.kernel_choices import KernelChoice
 from worker.loader.source import WeightSource, block_columns
 from worker.models.decoder import Decoder
-from worker.models.kernel_stack import make_stacks
+from worker.models.layer_device import LayerDevice
 from worker.models.layer_stack import DecoderLayer
+from worker.models.parts import PartReader
 from worker.models.rope import Rope
+from worker.models.rotary import RotaryEmbedding
+from worker.models.sharding import ModelShard, shard_model
 from worker.models.spec import ModelSpec
 from worker.parallel.group import RankGroup
-from worker.parallel.sharding import ModelShard, shard_model
 
 _READER_THREADS: Final = min(max(2, len(ALLOWED_CPUS)), 8)
 """Threads that read weights: rearranging them for the kernels takes a core per thread."""
@@ -64,23 +73,25 @@ def load_model(
     prepared: PreparedModel,
     spec: ModelSpec,
     dtype: torch.dtype,
-    device: torch.device,
+    device: LayerDevice,
     progress: Callable[[float], None],
     weight_format: WeightFormat | None = None,
     group: RankGroup = _ALONE,
+    adapters: AdapterTargets | None = None,
 ) -> Decoder:
     """Load a model with activations of `dtype` onto `device`.
 
     weight_format: of the linear layers and the embedding; None for dense weights.
     group: the ranks that share the model; they need not have met yet. The decoder's spec is that
     of this rank, with the vocabulary of all.
+    adapters: gets the products of the model, which ask it in each step; None: there are none.
 
     `progress` is called from this thread with the finished part, 0 to 1. Every
     tensor of the files is used once; raises ModelError naming the first that is
     missing, unknown, of another shape or of a type that cannot be read.
     """
     builder = create_builder(
-        prepared, spec, dtype, device, weight_format or DenseFormat(dtype), group
+        prepared, spec, dtype, device, weight_format or DenseFormat(dtype), group, adapters
     )
     steps = spec.num_layers + 1
     layers: list[DecoderLayer] = []
@@ -100,9 +111,10 @@ def create_builder(
     prepared: PreparedModel,
     spec: ModelSpec,
     dtype: torch.dtype,
-    device: torch.device,
+    device: LayerDevice,
     weight_format: WeightFormat,
     group: RankGroup = _ALONE,
+    adapters: AdapterTargets | None = None,
 ) -> "DecoderBuilder":
     """Return the builder of a rank's decoder; so far only the headers of the files were read."""
     index = read_index(prepared)
@@ -112,9 +124,9 @@ def create_builder(
         source=source,
         shards=shards,
         weight_format=weight_format,
-        device=device,
         group=group,
         folder=prepared.folder,
+        adapters=adapters,
     )
 
 
@@ -122,7 +134,7 @@ class DecoderBuilder:
     """Reads and builds the layers and the ends of one rank's decoder.
 
     Each `read_…` method runs in any thread and returns a function that builds; the builds run in
-    the thread that computes. folder: where times of products are kept.
+    the thread that computes. folder: where times of products are kept. adapters: as in load_model.
     """
 
     def __init__(
@@ -130,18 +142,22 @@ class DecoderBuilder:
         source: WeightSource,
         shards: Sequence[ModelShard],
         weight_format: WeightFormat,
-        device: torch.device,
         group: RankGroup = _ALONE,
         folder: str = "",
+        adapters: AdapterTargets | None = None,
     ) -> None:
         self.source = source
         self.spec = shards[group.rank].spec
         self.weight_format = weight_format
-        self.device = device
+        self.device = source.device
         self.group = group
         self._folder = folder
         self._vocab = [shard.vocab for shard in shards]
         self._rotaries: dict[Rope, RotaryEmbedding] = {}
+        self.adapters = adapters
+        if adapters is not None:
+            for layer in range(self.spec.num_layers):
+                adapters.add_products(product.weights for product in self.products(layer))
 
     def read_layer(self, layer: int) -> Callable[[], DecoderLayer]:
         """Read one layer: the norms before its parts, and the parts."""
@@ -174,16 +190,19 @@ class DecoderBuilder:
             table, head = build_ends()
             if self.group.size > 1:
                 own, num_tokens = self._vocab[self.group.rank], self._vocab[-1].stop
-                table = VocabParallelTable(table, self.group, own, num_tokens)
+                table = vocab_parallel_table(
+                    table, self.group, own, num_tokens, checks_ids=self.device.has_results
+                )
                 head = head and VocabParallelHead(head, self.group, self._vocab)
             self.choose_products()
-            embedding = Embedding(table, self.spec.embedding_scale)
+            embedding, size = Embedding(table, self.spec.embedding_scale), self.spec.hidden_size
             return Decoder(
                 self.spec,
                 embedding if build_inputs is None else build_inputs(embedding),
-                make_stacks(layers, self.spec.hidden_size, self.device),
-                None if norm is None else Norm(norm),
+                self.device.layer_stacks(layers, size),
+                None if norm is None else self.device.norm(norm),
                 head,
+                None if self.adapters is None else self.adapters.step,
             )
 
         return build
@@ -199,12 +218,12 @@ class DecoderBuilder:
         )
         norm = self.source.read_norm("input_norm")
         return lambda words: EncoderInput(
-            words, positions, inputs.first_position, token_types, Norm(norm)
+            words, positions, inputs.first_position, token_types, self.device.norm(norm)
         )
 
     def choose_products(self) -> list[KernelChoice]:
         """Let the fastest kernels multiply with the weights that were built so far."""
-        return choose_products(self.weight_format.kernel_weights, self.source.dtype, self._folder)
+        return self.weight_format.choose_kernels(self.source.dtype, self._folder)
 
     def build_ends(self) -> None:
         """Build embedding and head without the layers, for measurements."""
@@ -213,14 +232,9 @@ class DecoderBuilder:
     def _read_table_and_head(self) -> Callable[[], tuple[EmbeddingTable, Linear | None]]:
         """Read embedding and head; of a model without a head only the embedding."""
         if self.spec.has_head:
-            return self.weight_format.read_ends(self.source, self._ends)
-        table = read_table(self.source, self._ends.embedding, self.weight_format.memory)
+            return self.weight_format.read_ends(self.source, tied=self.spec.tied_embeddings)
+        table = read_table(self.source, self.weight_format.memory)
         return lambda: (table, None)
-
-    @property
-    def _ends(self) -> Ends:
-        embedding = "embedding.weight"
-        return Ends(embedding, embedding if self.spec.tied_embeddings else "head.weight")
 
     def products(self, layer: int) -> list[Product]:
         """Return the products of a layer without reading their weights."""
@@ -236,12 +250,13 @@ class DecoderBuilder:
         """
         source, weight_format = self.source, self.weight_format
         by_format = Counter(
-            weight_format.ends_bytes(source, self._ends)
+            weight_format.ends_bytes(source, tied=self.spec.tied_embeddings)
             if self.spec.has_head
-            else table_bytes(source, self._ends.embedding)
+            else table_bytes(source)
         )
-        table = source.joined_shape(self._ends.embedding)
-        rearranged = self.spec.has_head and source.has_parts(self._ends.head)
+        table = source.joined_shape(EMBEDDING)
+        head = head_name(tied=self.spec.tied_embeddings)
+        rearranged = self.spec.has_head and source.is_joined(head)
         ends = conversion_bytes(by_format, table, source.dtype, rearranged)
         layers = 0
         for layer in range(self.spec.num_layers):
@@ -249,7 +264,7 @@ class DecoderBuilder:
                 size = weight_format.product_bytes(source, product)
                 by_format += size
                 shape = source.joined_shape(*product.weights)
-                rearranged = any(map(source.has_parts, product.weights))
+                rearranged = any(map(source.is_joined, product.weights))
                 taken = conversion_bytes(size, shape, source.dtype, rearranged)
                 layers = max(layers, taken)
         return WeightSizes(by_format, ends + layers)
@@ -259,24 +274,21 @@ class DecoderBuilder:
         scaled = self.source.scaled_rope(rope)
         if scaled not in self._rotaries:
             self._rotaries[scaled] = RotaryEmbedding(
-                scaled, head_dim, self.spec.max_position, self.device, rotary_dim
+                scaled, head_dim, self.spec.max_position, self.device.torch_device, rotary_dim
             )
         return self._rotaries[scaled]
 
 
-class LayerReader:
-    """Reads the weights of one part of a layer, by their names in the layer.
+class LayerReader(PartReader):
+    """Reads the weights of one part of a layer from the files.
 
     post_norm: the norm of what the part adds to the residual; "" if there is none.
-    cache_layer: the number of the layer among those that keep the same: KV, or a state.
-
-    The methods that read run in a reader thread; the functions that they return build modules in
-    the thread that computes.
     """
 
     def __init__(self, builder: DecoderBuilder, layer: int, post_norm: str) -> None:
         self.layer = layer
         self.cache_layer = builder.spec.cache_layer(layer)
+        self.state_layer = builder.spec.state_layer(layer)
         self.device = builder.device
         self._builder = builder
         self._post_norm = post_norm
@@ -285,16 +297,13 @@ class LayerReader:
         self._names = {weight.name for weight in weights}
 
     def linear(self, *names: str) -> Callable[[], Linear]:
-        """Read `NAME.weight`, one below the other, as one product, with their biases if any."""
         return self._read_product(names, with_bias=True)
 
     def head_linear(self, name: str) -> Callable[[], Linear]:
-        """Read `NAME.weight`, the product of one head among others."""
         product = replace(self._product((name,), with_bias=True), is_one_head=True)
         return self._read(product)
 
     def summed_linear(self, name: str) -> Callable[[], Linear]:
-        """Read a product that ranks add up; of several ranks only the first adds the bias."""
         return self._read_product((name,), with_bias=self._builder.group.rank == 0)
 
     def experts(
@@ -303,67 +312,73 @@ class LayerReader:
         activation: Activation,
         *,
         total: int,
-        rows_share: float,
+        row_fraction: float,
         are_whole: bool,
     ) -> Callable[[], Experts]:
-        """Read gate, up and down projections of the experts with these numbers, of `total`.
-
-        rows_share: of a step's rows, those that one expert computes on average.
-        are_whole: ranks have whole experts. Else they add up the down projections, and only the
-            first adds their biases.
-        """
         adds_bias = are_whole or self._builder.group.rank == 0
 
         def products(*names: str, with_bias: bool) -> tuple[Product, ...]:
             of_experts = ([f"experts.{number}.{name}" for name in names] for number in numbers)
-            each = (self._product(own, with_bias, rows_share) for own in of_experts)
+            each = (self._product(own, with_bias, row_fraction) for own in of_experts)
             return tuple(replace(product, is_expert=True) for product in each)
 
-        gate_up = products("gate", "up", with_bias=True)
+        inputs = ("gate", "up") if is_gated(activation) else ("up",)
+        gate_up = products(*inputs, with_bias=True)
         down = products("down", with_bias=adds_bias)
         group = self._builder.group
         ranks = ExpertRanks(total, numbers.start, group.rank, group.size, are_whole)
         return self._read_experts(ExpertProducts(gate_up, down, activation, ranks))
 
     def output_linear(self, name: str) -> Callable[[], ResidualLinear]:
-        """Read the product that ends the part, as `summed_linear` does."""
         build, build_output = self.summed_linear(name), self.output()
         return lambda: ResidualLinear(build(), build_output())
 
     def output(self) -> Callable[[], PartOutput]:
-        """Read what follows a part that does not end with a single product."""
         norm = self.norm(self._post_norm) if self._post_norm else None
         group = self._builder.group
         return lambda: PartOutput(group, norm and norm())
 
     def norm(self, name: str) -> Callable[[], Norm]:
-        """Read the weight of a norm, and its bias if it has one."""
         weight = self._builder.source.read_norm(self._full_name(name))
-        return lambda: Norm(weight)
+        return lambda: self.device.norm(weight)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Read this rank's shard of a weight as a dense tensor, for example a router's."""
         return self._builder.source.read(self._full_name(name), dtype=dtype)
 
     def rotary(self, rope: Rope, head_dim: int, rotary_dim: int) -> RotaryEmbedding:
-        """Return the rotary embedding; call it while building, not while reading."""
         return self._builder.rotary(rope, head_dim, rotary_dim)
 
     def _read_product(self, names: Sequence[str], with_bias: bool) -> Callable[[], Linear]:
         return self._read(self._product(names, with_bias))
 
     def _read(self, product: Product) -> Callable[[], Linear]:
-        return self._builder.weight_format.read_product(self._builder.source, product)
+        build = self._builder.weight_format.read_product(self._builder.source, product)
+        adapters = self._builder.adapters
+        return build if adapters is None else lambda: adapters.adapted(build(), product.weights)
 
     def _read_experts(self, experts: ExpertProducts) -> Callable[[], Experts]:
-        return self._builder.weight_format.read_experts(self._builder.source, experts)
+        build = self._builder.weight_format.read_experts(self._builder.source, experts)
+        adapters = self._builder.adapters
+        if adapters is None:
+            return build
+        numbers = [
+            (adapters.number(gate_up.weights), adapters.number(down.weights))
+            for gate_up, down in zip(experts.gate_up, experts.down, strict=True)
+        ]
 
-    def _product(self, names: Sequence[str], with_bias: bool, rows_share: float = 1.0) -> Product:
+        def build_adapted() -> Experts:
+            base = build()
+            assert isinstance(base, DenseExperts | LinearExperts), "adapters are refused elsewhere"
+            return AdaptedExperts(base, adapters.step, numbers)
+
+        return build_adapted
+
+    def _product(self, names: Sequence[str], with_bias: bool, row_fraction: float = 1.0) -> Product:
         biases = [f"{name}.bias" for name in names if f"{name}.bias" in self._names]
         return Product(
             tuple(self._full_name(f"{name}.weight") for name in names),
             tuple(map(self._full_name, biases)) if with_bias else (),
-            rows_share,
+            row_fraction,
         )
 
     def _full_name(self, name: str) -> str:
@@ -419,7 +434,7 @@ def conversion_bytes(
 
     size: bytes of the product, by format.
     """
-    if size.keys() <= {PackedFormat.name}:
+    if size.keys() <= {PACKED}:
         return size.total() if rearranged else 0
     is_dense = size.keys() <= set(DENSE_NAMES.values())
     return math.prod(shape) * (dtype if is_dense else torch.float32).itemsize

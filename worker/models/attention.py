@@ -2,20 +2,18 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from proto.errors import ConfigError
-from worker.attention.base import AttentionShape
-from worker.layers.activation import Gate, make_gate
+from worker.attention.backend import AttentionShape
+from worker.layers.activation import Gate
 from worker.layers.linear import Linear, ResidualLinear, sum_in_float32
 from worker.layers.norm import Norm
-from worker.layers.rotary import RotaryEmbedding
-from worker.layers.scratch import Scratch
 from worker.models.parts import (
     ForwardContext,
     HeadRows,
+    PartReader,
     PartSpec,
     Shard,
     WeightSpec,
@@ -25,9 +23,7 @@ from worker.models.parts import (
     stacked,
 )
 from worker.models.rope import Rope
-
-if TYPE_CHECKING:
-    from worker.loader.weights import LayerReader
+from worker.models.rotary import RotaryEmbedding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +178,7 @@ class AttentionSpec(PartSpec):
             shards |= {"q_norm.weight": Shard(rows=query), "k_norm.weight": Shard(rows=kv)}
         return replace(self, num_heads=len(heads), num_kv_heads=len(kv_heads)), shards
 
-    def read(self, reader: "LayerReader") -> Callable[[], "Attention"]:
+    def read(self, reader: PartReader) -> Callable[[], "Attention"]:
         """Read query, key and value projections as one product."""
         qkv, output = reader.linear("q", "k", "v"), reader.output_linear("o")
         norms = [reader.norm(name) for name in ("q_norm", "k_norm") if self.has_qk_norm]
@@ -195,7 +191,7 @@ class AttentionSpec(PartSpec):
             rotary=reader.rotary(self.rope, self.head_dim, self.rotary_dim),
             output=output(),
             sinks=sinks,
-            gate=make_gate("sigmoid", reader.device) if self.output_gate else None,
+            gate=reader.device.gate("sigmoid") if self.output_gate else None,
         )
 
     def _heads_of_ranks(self, size: int) -> list[tuple[range, range]]:
@@ -273,20 +269,10 @@ class Attention:
             query = (query * scales[:, None, None]).to(query.dtype)
         rotation = context.rotation(self.rotary)
         attended = context.attention.run(self._layer, query, key, value, rotation, self.sinks)
-        if gates is not None:
-            attended = self._gated(attended, gates, context)
+        if self._gate is not None and gates is not None:
+            rows = torch.cat((gates, attended), dim=2).flatten(0, 1)
+            attended = self._gate(rows).view(attended.shape)
         return self.output.add_to(residual, attended.flatten(1))
-
-    def _gated(
-        self, attended: torch.Tensor, gates: torch.Tensor, context: ForwardContext
-    ) -> torch.Tensor:
-        """Return the outputs [T, heads, head_dim] times the sigmoids of gates of the same shape."""
-        assert self._gate is not None
-        rows = torch.cat((gates, attended), dim=2).flatten(0, 1)
-        gated = context.scratch(self.spec.query_size)
-        # A row of the gate is a head.
-        of_heads = Scratch(gated.tensor.view(len(rows), -1), gated.address, len(rows))
-        return self._gate(rows, of_heads).view(attended.shape)
 
     def _normed(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         query_norm, key_norm = self.head_norms

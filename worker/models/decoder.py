@@ -8,11 +8,12 @@ from collections.abc import Sequence
 
 import torch
 
-from worker.attention.base import AttentionBackend
+from worker.attention.backend import AttentionBackend
+from worker.layers.adapters import StepAdapters
 from worker.layers.embedding import Embedding, EncoderInput
+from worker.layers.layer_progress import LayerProgress
 from worker.layers.linear import Linear
 from worker.layers.norm import Norm
-from worker.layers.scratch import RowBuffer
 from worker.models.layer_stack import LayerStack
 from worker.models.spec import ModelSpec
 
@@ -22,7 +23,8 @@ class Decoder:
 
     stacks: implementations of all layers; the first that takes a step runs it, and the last takes
     any. norm: None if the last layer ends with one. head: None for a model that pools hidden
-    states.
+    states. adapters: those of the rows that `forward` and `logits` compute; None for a model that
+    is served without adapters.
     """
 
     can_be_captured = True
@@ -37,12 +39,13 @@ class Decoder:
         stacks: Sequence[LayerStack],
         norm: Norm | None,
         head: Linear | None,
+        adapters: StepAdapters | None = None,
     ) -> None:
         self.spec = spec
+        self.adapters = adapters
         self._embedding = embedding
         self._stacks = stacks
         self._norm = norm
-        self._normed = RowBuffer(spec.hidden_size)
         self._head = head
 
     def record_experts(self, record: torch.Tensor) -> None:
@@ -59,6 +62,11 @@ class Decoder:
         for stack in self._stacks:
             stack.record_residuals(layers, record)
 
+    def track_layers(self, progress: LayerProgress | None) -> None:
+        """Wait before each layer of a step and note it afterwards; None: no longer."""
+        for stack in self._stacks:
+            stack.track_layers(progress)
+
     @torch.inference_mode()
     def forward(
         self,
@@ -66,16 +74,22 @@ class Decoder:
         positions: torch.Tensor,
         attention: AttentionBackend,
         token_types: torch.Tensor | None = None,
+        embeddings: Sequence[tuple[int, torch.Tensor]] = (),
     ) -> torch.Tensor:
         """Return hidden states [T, hidden], not yet normed, for int64 [T] token ids and positions.
 
         Positions are below the model's length. `attention` writes every token's key and value and
         attends for the whole batch. token_types: int64 [T], of an encoder's tokens; None: all 0.
+        embeddings: (first token, rows [n, hidden]) in place of the scaled embedding of n tokens.
         """
         if isinstance(self._embedding, EncoderInput):
             hidden = self._embedding(token_ids, positions, token_types)
         else:
             hidden = self._embedding(token_ids)
+            if self.adapters is not None and self.adapters.groups:
+                self.adapters.embed(token_ids, hidden, self._embedding)
+        for first, rows in embeddings:
+            hidden[first : first + len(rows)] = rows
         num_rows = len(token_ids)
         stack = next(stack for stack in self._stacks if stack.takes(num_rows, attention))
         return stack.run(hidden, positions, attention)
@@ -90,15 +104,17 @@ class Decoder:
 
     @torch.inference_mode()
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the last norm of rows of `forward`'s result, [N, hidden]; valid until the next."""
+        """Return the last norm of rows of `forward`'s result, a new [N, hidden]."""
         assert self._norm is not None
-        return self._norm.into(hidden, self._normed.rows(hidden))
+        return self._norm(hidden)
 
     @torch.inference_mode()
     def logits_of_normed(self, normed: torch.Tensor) -> torch.Tensor:
         """Return the logits [N, vocab] of rows that the head reads, contiguous [N, hidden]."""
         assert self._head is not None, "the model has no head"
         logits = self._head(normed)
+        if self.adapters is not None and self.adapters.groups:
+            self.adapters.change_logits(normed, logits)
         scale, soft_cap = self.spec.logit_scale, self.spec.logit_soft_cap
         if soft_cap:
             return logits.mul_(scale / soft_cap).tanh_().mul_(soft_cap)

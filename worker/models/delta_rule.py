@@ -1,4 +1,4 @@
-"""A gated delta-rule layer as the mixer of a layer: its spec, weights, sharding and forward pass.
+"""A gated delta-rule layer as the mixer of a layer: its spec, weights and sharding.
 
 Instead of K and V of all tokens it keeps a state of a fixed size (worker/layers/delta_rule.py).
 """
@@ -6,30 +6,22 @@ Instead of K and V of all tokens it keeps a state of a fixed size (worker/layers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from proto.errors import ConfigError
-from worker.layers.delta_rule import DeltaRuleShape, DeltaRuleWeights, make_delta_rule
-from worker.layers.linear import Linear, ResidualLinear
+from worker.layers.delta_rule import DeltaRuleShape, DeltaRuleWeights
 from worker.models.parts import (
-    ForwardContext,
-    PartSpec,
+    PartReader,
     Shard,
     WeightSpec,
     divide_evenly,
-    product_flops,
-    product_outputs,
     projection,
     stacked,
 )
-from worker.state_cache import AttentionWithStates
-
-if TYPE_CHECKING:
-    from worker.loader.weights import LayerReader
+from worker.models.recurrence import RecurrentMixer, RecurrentSpec
 
 
 @dataclass(frozen=True)
@@ -49,7 +41,7 @@ class GroupedRows:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeltaRuleSpec(PartSpec):
+class DeltaRuleSpec(RecurrentSpec):
     """A gated delta-rule layer.
 
     eps: of the norm of each value head.
@@ -60,7 +52,6 @@ class DeltaRuleSpec(PartSpec):
         instead of its logarithm.
     """
 
-    hidden_size: int
     shape: DeltaRuleShape
     eps: float
     grouped_inputs: bool = False
@@ -147,15 +138,6 @@ class DeltaRuleSpec(PartSpec):
         return ("in_q", "in_k", "in_v", "in_z"), ("in_b", "in_a")
 
     @property
-    def flops_per_token(self) -> int:
-        return product_flops(self.weights) + self.shape.flops_per_token
-
-    @property
-    def outputs_per_token(self) -> int:
-        # Memory of a token beside the products, in float32.
-        return product_outputs(self.weights) + 2 * self.shape.scratch_floats + self.shape.values
-
-    @property
     def max_ranks(self) -> int:
         return self.shape.num_key_heads
 
@@ -195,7 +177,7 @@ class DeltaRuleSpec(PartSpec):
             name: shard for name, shard in shards.items() if name in names
         }
 
-    def read(self, reader: "LayerReader") -> Callable[[], "DeltaRuleMixer"]:
+    def read(self, reader: PartReader) -> Callable[[], RecurrentMixer]:
         """Read the projections of the input as two products."""
 
         def float32(name: str) -> torch.Tensor:
@@ -206,7 +188,7 @@ class DeltaRuleSpec(PartSpec):
         taps = [float32(f"taps_{name}") for name in "qkv"]
         decay, bias, norm = map(float32, ("decay", "time_bias", "head_norm.weight"))
 
-        def build() -> DeltaRuleMixer:
+        def build() -> RecurrentMixer:
             weights = DeltaRuleWeights(
                 torch.cat(taps).flatten(1).t().contiguous(),
                 decay if self.of_llama_cpp else -decay.exp(),
@@ -214,46 +196,12 @@ class DeltaRuleSpec(PartSpec):
                 norm,
                 self.eps,
             )
-            return DeltaRuleMixer(
+            return RecurrentMixer(
                 spec=self,
-                layer=reader.cache_layer,
-                inputs=inputs(),
-                gates=gates(),
-                weights=weights,
+                layer=reader.state_layer,
+                inputs=(inputs(), gates()),
+                recurrence=reader.device.recurrence(self.shape, weights),
                 output=output(),
             )
 
         return build
-
-
-class DeltaRuleMixer:
-    """A gated delta-rule layer with its weights.
-
-    layer: its number among the layers that have a state. inputs: hidden to q ‖ k ‖ v ‖ z. gates:
-    hidden to b ‖ a.
-    """
-
-    def __init__(
-        self,
-        spec: DeltaRuleSpec,
-        layer: int,
-        inputs: Linear,
-        gates: Linear,
-        weights: DeltaRuleWeights,
-        output: ResidualLinear,
-    ) -> None:
-        self.spec = spec
-        self.inputs = inputs
-        self.gates = gates
-        self.output = output
-        self._layer = layer
-        self._rule = make_delta_rule(spec.shape, weights)
-
-    def add_to(
-        self, residual: torch.Tensor, x: torch.Tensor, context: ForwardContext
-    ) -> torch.Tensor:
-        attention = context.attention
-        assert isinstance(attention, AttentionWithStates), "the step has no states"
-        rows, gates = self.inputs(x), self.gates(x)
-        mixed = self._rule.run(rows, gates, attention.states, self._layer, context.memory)
-        return self.output.add_to(residual, mixed)

@@ -1,10 +1,11 @@
 """What families of encoders share."""
 
-from typing import Any, Final
+from typing import Final
 
 from worker.layers.activation import Activation
 from worker.models.attention import AttentionSpec
 from worker.models.config_reader import ConfigReader
+from worker.models.rope import Rope
 
 ACTIVATIONS: Final[dict[str, Activation]] = {
     "gelu": "gelu",
@@ -16,10 +17,10 @@ ACTIVATIONS: Final[dict[str, Activation]] = {
 """Activations by their names in configurations."""
 
 
-def bidirectional_attention(config: ConfigReader, **attention: Any) -> AttentionSpec:
+def bidirectional_attention(config: ConfigReader, rope: Rope) -> AttentionSpec:
     """Return multi-head attention without a causal mask, every head with keys of its own.
 
-    attention: other fields of AttentionSpec. Raises ModelError for heads that do not divide the
+    Raises ModelError for heads that do not divide the
     hidden size, or of an odd size.
     """
     hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
@@ -34,5 +35,5 @@ def bidirectional_attention(config: ConfigReader, **attention: Any) -> Attention
         head_dim=head_dim,
         scale=head_dim**-0.5,
         bidirectional=True,
-        **attention,
+        rope=rope,
     )

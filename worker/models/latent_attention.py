@@ -14,17 +14,16 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 
-from worker.attention.base import AttentionShape
+from worker.attention.backend import AttentionShape
 from worker.layers.linear import HeadLinears, Linear, ResidualLinear
 from worker.layers.norm import Norm
-from worker.layers.rotary import RotaryEmbedding
 from worker.models.parts import (
     ForwardContext,
     HeadRows,
+    PartReader,
     PartSpec,
     Shard,
     StackPart,
@@ -34,9 +33,7 @@ from worker.models.parts import (
     projection,
 )
 from worker.models.rope import RotatingRope, YarnRope
-
-if TYPE_CHECKING:
-    from worker.loader.weights import LayerReader
+from worker.models.rotary import RotaryEmbedding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +142,7 @@ class LatentAttentionSpec(PartSpec):
         shards = {"q.weight": Shard(rows=queries), "o.weight": Shard(columns=values)}
         return replace(self, own=heads), shards
 
-    def read(self, reader: "LayerReader") -> Callable[[], "LatentAttention"]:
+    def read(self, reader: PartReader) -> Callable[[], "LatentAttention"]:
         """Read what multiplies the input as one product."""
         if self.q_lora_rank is None:
             inputs, query, query_norm = reader.linear("q", "kv_a"), None, None
@@ -165,8 +162,8 @@ class LatentAttentionSpec(PartSpec):
             query=query and query(),
             key_norm=key_norm(),
             rotary=reader.rotary(self.rope, self.rotary_dim, self.rotary_dim),
-            keys=HeadLinears([build() for build in keys]),
-            values=HeadLinears([build() for build in values]),
+            keys=reader.device.head_linears([build() for build in keys]),
+            values=reader.device.head_linears([build() for build in values]),
             output=output(),
         )
 

@@ -1,6 +1,6 @@
 """The layers of a decoder and the order of operations in them.
 
-EagerLayers calls each part by itself, on any device; kernel_stack.py computes the same in one call.
+EagerLayers calls each part by itself, on any device. `Device.layer_stacks` makes the stacks.
 """
 
 from collections.abc import Sequence
@@ -9,9 +9,10 @@ from typing import Protocol
 
 import torch
 
-from worker.attention.base import AttentionBackend
+from worker.attention.backend import AttentionBackend
+from worker.layers.layer_progress import LayerProgress
 from worker.layers.norm import Norm
-from worker.layers.scratch import ByteBuffer, RowBuffer
+from worker.layers.scratch import ByteBuffer
 from worker.models.moe import MoeMlp
 from worker.models.parts import ForwardContext, LayerPart
 
@@ -62,17 +63,19 @@ class LayerStack(Protocol):
         """
         ...
 
+    def track_layers(self, progress: LayerProgress | None) -> None:
+        """Wait before each layer and note it afterwards; None: no longer."""
+        ...
+
 
 class EagerLayers:
     """A LayerStack for every step; calls part after part."""
 
-    def __init__(self, layers: Sequence[DecoderLayer], hidden_size: int) -> None:
+    def __init__(self, layers: Sequence[DecoderLayer]) -> None:
         self.layers = layers
-        self.hidden_size = hidden_size
-        self._normed = RowBuffer(hidden_size)
-        self._buffers: dict[int, RowBuffer] = {}
         self._memory = ByteBuffer()
         self._residuals: dict[int, list[torch.Tensor]] = {}
+        self._progress: LayerProgress | None = None
 
     def takes(self, num_rows: int, attention: AttentionBackend) -> bool:
         return True
@@ -87,22 +90,29 @@ class EagerLayers:
         for layer, part in zip(layers, record, strict=True):
             self._residuals.setdefault(layer, []).append(part)
 
+    def track_layers(self, progress: LayerProgress | None) -> None:
+        self._progress = progress
+
     def run(
         self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
     ) -> torch.Tensor:
-        context = ForwardContext(hidden, positions, attention, self._buffers, self._memory)
-        normed = self._normed.rows(hidden)
+        progress = self._progress
+        context = ForwardContext(positions, attention, self._memory)
         for number, layer in enumerate(self.layers):
             self._record(number, hidden)
-            x = layer.mixer_norm.into(hidden, normed) if layer.mixer_norm else hidden
+            if progress is not None:
+                progress.begin_layer(number)
+            x = layer.mixer_norm(hidden) if layer.mixer_norm else hidden
             hidden = layer.mixer.add_to(hidden, x, context)
             if layer.mixer_sum_norm:
                 hidden = layer.mixer_sum_norm(hidden)
             if not layer.is_parallel:
-                x = layer.mlp_norm.into(hidden, normed) if layer.mlp_norm else hidden
+                x = layer.mlp_norm(hidden) if layer.mlp_norm else hidden
             hidden = layer.mlp.add_to(hidden, x, context)
             if layer.mlp_sum_norm:
                 hidden = layer.mlp_sum_norm(hidden)
+            if progress is not None:
+                progress.end_layer(number)
         self._record(len(self.layers), hidden)
         return hidden
 

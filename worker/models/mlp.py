@@ -7,14 +7,15 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 
-from worker.layers.activation import Activation, make_gate
+from worker.layers.activation import Activation, Gate
 from worker.layers.linear import Linear, ResidualLinear
 from worker.models.parts import (
     ForwardContext,
+    PartReader,
     PartSpec,
     Shard,
     WeightSpec,
@@ -22,9 +23,6 @@ from worker.models.parts import (
     projection,
     stacked,
 )
-
-if TYPE_CHECKING:
-    from worker.loader.weights import LayerReader
 
 _ROTATED_COLUMNS: Final = 64
 _BLOCK_COLUMNS: Final = 32
@@ -37,8 +35,10 @@ class MlpSpec(PartSpec):
 
     bias: all projections have one.
     is_gated: whether there is a gate projection.
-    stacked_gate_up: files have the projections of the input as one tensor.
+    stacked_gate_up: files have the projections of the input as one tensor; GGUF files only if
+        `stacked_in_gguf`.
     up, down: names of the projections in a Hugging Face folder.
+    gate_factor, output_factor: of the gate before the activation, and of the output.
     """
 
     hidden_size: int
@@ -47,8 +47,11 @@ class MlpSpec(PartSpec):
     bias: bool = False
     is_gated: bool = True
     stacked_gate_up: bool = False
+    stacked_in_gguf: bool = True
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
+    gate_factor: float = 1.0
+    output_factor: float = 1.0
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -60,12 +63,17 @@ class MlpSpec(PartSpec):
         hidden, inner = self.hidden_size, self.intermediate_size
         names = {"gate": ("mlp.gate_proj", "ffn_gate"), "up": (self.up, "ffn_up")}
         if self.stacked_gate_up:
-            names = dict.fromkeys(names, ("mlp.gate_up_proj", "ffn_up"))
+            names = {
+                name: ("mlp.gate_up_proj", "ffn_up" if self.stacked_in_gguf else theirs)
+                for name, (_, theirs) in names.items()
+            }
         inputs = [
             projection(name, *names[name], (inner, hidden), self.bias) for name in self.inputs
         ]
         if self.stacked_gate_up:
             inputs = [stacked(*weights) for weights in zip(*inputs, strict=True)]
+            if not self.stacked_in_gguf:
+                inputs = [tuple(replace(each, gguf_stack=None) for each in ws) for ws in inputs]
         return (
             *chain.from_iterable(inputs),
             *projection("down", self.down, "ffn_down", (hidden, inner), self.bias),
@@ -87,10 +95,11 @@ class MlpSpec(PartSpec):
             shards |= dict.fromkeys((f"{name}.weight", f"{name}.bias"), Shard(rows=inner))
         return replace(self, intermediate_size=inner.stop - inner.start), shards
 
-    def read(self, reader: "LayerReader") -> Callable[[], "Mlp"]:
+    def read(self, reader: PartReader) -> Callable[[], "Mlp"]:
         """Read gate and up projections as one product."""
         gate_up, down = reader.linear(*self.inputs), reader.output_linear("down")
-        return lambda: Mlp(self, gate_up(), down(), reader.device)
+        device = reader.device
+        return lambda: Mlp(self, gate_up(), down(), device.gate(self.activation, self.is_gated))
 
 
 def share_of_inner(num_columns: int, rank: int, size: int, block_columns: int) -> slice:
@@ -109,16 +118,19 @@ def share_of_inner(num_columns: int, rank: int, size: int, block_columns: int) -
 class Mlp:
     """The MLP of one layer with its weights; gate_up: hidden to gate ‖ up, or to up."""
 
-    def __init__(
-        self, spec: MlpSpec, gate_up: Linear, down: ResidualLinear, device: torch.device
-    ) -> None:
+    def __init__(self, spec: MlpSpec, gate_up: Linear, down: ResidualLinear, gate: Gate) -> None:
         self.spec = spec
         self.gate_up = gate_up
         self.down = down
-        self._gate = make_gate(spec.activation, device, spec.is_gated)
+        self._gate = gate
 
     def add_to(
         self, residual: torch.Tensor, x: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
-        inner = context.scratch(self.spec.intermediate_size)
-        return self.down.add_to(residual, self._gate(self.gate_up(x), inner))
+        rows, spec = self.gate_up(x), self.spec
+        if spec.gate_factor != 1.0:
+            rows[:, : spec.intermediate_size] *= spec.gate_factor
+        inner = self._gate(rows)
+        if spec.output_factor != 1.0:
+            inner *= spec.output_factor
+        return self.down.add_to(residual, inner)

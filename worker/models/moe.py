@@ -4,22 +4,26 @@ A router chooses a few of many gated MLPs for each token (Shazeer et al., Outrag
 Networks); shared experts compute every token (Dai et al., DeepSeekMoE, section 3.2).
 """
 
+import functools
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
-from worker.kernels import row_kernels
-from worker.layers.activation import Activation, make_gate
-from worker.layers.experts import Expert, Experts, LinearExperts
-from worker.layers.linear import PartOutput
+from worker.layers.activation import Activation, Gate, is_gated
+from worker.layers.adapters import StepAdapters, product_number
+from worker.layers.experts import AdaptedExperts, Expert, Experts
+from worker.layers.linear import Linear, PartOutput
 from worker.layers.router import Router, RouterSpec
-from worker.models.kernel_moe import KernelMoe, Mixture, report_mixtures
+from worker.layers.scratch import ByteBuffer
 from worker.models.mlp import share_of_inner
 from worker.models.parts import (
     ForwardContext,
+    PartReader,
+    PartSpec,
     Shard,
     StackPart,
     WeightSpec,
@@ -27,10 +31,10 @@ from worker.models.parts import (
     product_flops,
     product_outputs,
     projection,
+    stacked,
 )
 
-if TYPE_CHECKING:
-    from worker.loader.weights import LayerReader
+logger = logging.getLogger("tokend.worker")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +44,9 @@ class MoeNames:
     router: a tensor without its ".weight". experts, gate, up, down: "EXPERTS.3.GATE.weight" is that
     of expert 3; None if all files stack experts. stacked_gate_up: tensor [experts, gate ‖ up,
     hidden] of files that do; biases have its name with "_bias". interleaved: its rows are those of
-    gate and up by turns. transposed: see StackPart.
+    gate and up by turns. transposed: see StackPart. shared_gate_up, shared_down: names of the
+    shared experts' projections in files that have gate and up in one tensor; "" if they are
+    projections of `shared`. latent_down, latent_up: those to and from what experts read.
     """
 
     router: str = "mlp.gate"
@@ -53,17 +59,23 @@ class MoeNames:
     interleaved: bool = False
     transposed: bool = False
     shared: str = "mlp.shared_experts"
+    shared_gate_up: str = ""
+    shared_down: str = ""
     shared_gate: str = "mlp.shared_expert_gate"
+    latent_down: str = ""
+    latent_up: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoeSpec:
+class MoeSpec(PartSpec):
     """A router, experts of one size, and shared experts, which are one gated MLP.
 
     intermediate_size: inner columns of each expert.
     bias: all projections of the experts have one.
     shared_size: inner columns of the shared experts; 0 if there are none.
     shared_gate: the output of the shared experts is multiplied by sigmoid(gate · x).
+    latent_size: experts, but not shared ones, read a projection of x of this size, and a projection
+        of their sum is the output; 0: they read x.
     is_expert_parallel: ranks have whole experts, in order, and a part of the shared ones.
     own: experts of this rank, all if None.
     """
@@ -75,9 +87,20 @@ class MoeSpec:
     bias: bool = False
     shared_size: int = 0
     shared_gate: bool = False
+    latent_size: int = 0
     names: MoeNames = MoeNames()
     is_expert_parallel: bool = False
     own: range | None = None
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether experts have a gate projection."""
+        return is_gated(self.activation)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The projections of an expert's input."""
+        return ("gate", "up") if self.is_gated else ("up",)
 
     @property
     def own_experts(self) -> range:
@@ -117,8 +140,9 @@ class MoeSpec:
             blocks = max(block_columns.get(f"{prefix}.down.weight", 1) for prefix in prefixes)
             inner = share_of_inner(num_columns, rank, size, blocks)
             for prefix in prefixes:
-                for name in ("gate.weight", "gate.bias", "up.weight", "up.bias"):
-                    shards[f"{prefix}.{name}"] = Shard(rows=inner)
+                for name in self.inputs:
+                    kinds = (f"{prefix}.{name}.weight", f"{prefix}.{name}.bias")
+                    shards.update(dict.fromkeys(kinds, Shard(rows=inner)))
                 shards[f"{prefix}.down.weight"] = Shard(columns=inner)
             return len(range(num_columns)[inner])
 
@@ -130,7 +154,7 @@ class MoeSpec:
         inner = divide(self.intermediate_size, *experts)
         return replace(self, intermediate_size=inner, shared_size=shared), shards
 
-    def read(self, reader: "LayerReader") -> Callable[[], "MoeMlp"]:
+    def read(self, reader: PartReader) -> Callable[[], "MoeMlp"]:
         """Read gate and up projections of an expert as one product, and the router in float32."""
 
         def float32(name: str, is_there: bool) -> torch.Tensor | None:
@@ -146,26 +170,32 @@ class MoeSpec:
             self.own_experts,
             self.activation,
             total=self.router.num_experts,
-            rows_share=self.router.top_k / self.router.num_experts,
+            row_fraction=self.router.top_k / self.router.num_experts,
             are_whole=self.is_expert_parallel,
         )
         shared = None
         if self.shared_size:
-            shared = reader.linear("shared.gate", "shared.up"), reader.summed_linear("shared.down")
+            inputs = reader.linear(*(f"shared.{name}" for name in self.inputs))
+            shared = inputs, reader.summed_linear("shared.down")
+        latents = None
+        if self.latent_size:
+            latents = reader.linear("latent.down"), reader.linear("latent.up")
         shared_gate = float32("shared_gate.weight", self.shared_gate)
         output = reader.output()
 
         def build() -> MoeMlp:
-            built = None if shared is None else Expert(shared[0](), shared[1]())
-            return MoeMlp(
+            mixture = Mixture(
                 spec=self,
                 router=router,
                 experts=experts(),
-                shared=built,
+                shared=None if shared is None else Expert(shared[0](), shared[1]()),
                 shared_gate=shared_gate,
-                output=output(),
-                device=reader.device,
+                latents=None if latents is None else (latents[0](), latents[1]()),
             )
+            device = reader.device
+            fused = device.fused_mixture(mixture)
+            gate = device.gate(self.activation, self.is_gated)
+            return MoeMlp(mixture, output(), gate, fused)
 
         return build
 
@@ -189,9 +219,30 @@ class MoeSpec:
             )
         if self.shared_size:
             inner, outer = (self.shared_size, hidden), (hidden, self.shared_size)
-            for name, shape in (("gate", inner), ("up", inner), ("down", outer)):
-                theirs = f"{names.shared}.{name}_proj"
-                weights += projection(f"shared.{name}", theirs, f"ffn_{name}_shexp", shape)
+            shared = [
+                projection(
+                    f"shared.{name}",
+                    theirs or f"{names.shared}.{name}_proj",
+                    f"ffn_{name}_shexp",
+                    shape,
+                )[0]
+                for name, shape, theirs in (
+                    *((name, inner, names.shared_gate_up) for name in self.inputs),
+                    ("down", outer, names.shared_down),
+                )
+            ]
+            if names.shared_gate_up:
+                in_file = stacked(*shared[:2])
+                shared[:2] = [
+                    replace(weight, hugging_face_stack=each.hugging_face_stack)
+                    for weight, each in zip(shared, in_file, strict=False)
+                ]
+            weights += shared
+        if self.latent_size:
+            shapes = {"down": (self.latent_size, hidden), "up": (hidden, self.latent_size)}
+            for name, shape in shapes.items():
+                theirs = {"down": names.latent_down, "up": names.latent_up}[name]
+                weights += projection(f"latent.{name}", theirs, f"ffn_latent_{name}", shape)
         if self.shared_gate:
             row = f"{names.shared_gate}.weight"
             weights.append(
@@ -207,10 +258,12 @@ class MoeSpec:
 
     def _expert_weights(self, number: int) -> tuple[WeightSpec, ...]:
         """Return the weights of one expert, in tensors of its own or in stacks of all."""
-        hidden, inner, names = self.hidden_size, self.intermediate_size, self.names
+        hidden, inner = self.latent_size or self.hidden_size, self.intermediate_size
+        names = self.names
         num_experts, step = self.router.num_experts, 2 if names.interleaved else 1
-        first_of_up = 1 if names.interleaved else inner
-        gate_up, down = (names.stacked_gate_up, 2 * inner), (names.stacked_down, hidden)
+        first_of_up = 1 if names.interleaved else inner * (len(self.inputs) - 1)
+        inputs_inner = len(self.inputs) * inner
+        gate_up, down = (names.stacked_gate_up, inputs_inner), (names.stacked_down, hidden)
 
         def weight(
             kind: str, name: str, theirs: str, stack: tuple[str, int], first: int, step: int
@@ -249,79 +302,125 @@ class MoeSpec:
                 ("up", names.up, gate_up, first_of_up, step),
                 ("down", names.down, down, 0, 1),
             )
+            if of_projection[0] in (*self.inputs, "down")
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """The weights of a mixture. shared: the shared experts. shared_gate: float32 [hidden].
+
+    latents: the projections to and from what the experts read, or None.
+    """
+
+    spec: MoeSpec
+    router: Router
+    experts: Experts
+    shared: Expert | None
+    shared_gate: torch.Tensor | None
+    latents: tuple[Linear, Linear] | None = None
+
+
+class FusedMixture(Protocol):
+    """A mixture in one call, which adds the adapters of the running step, too."""
+
+    def takes(self, num_rows: int) -> bool:
+        """Return whether it computes steps of `num_rows` rows."""
+        ...
+
+    def run(
+        self,
+        x: torch.Tensor,
+        output: torch.Tensor,
+        adds: bool,
+        memory: ByteBuffer,
+        record: torch.Tensor | None = None,
+    ) -> None:
+        """Write the mixture of x to output, both [T, hidden], or add it to what output holds.
+
+        record: gets the experts of each row, int32 [T or more, top_k], contiguous.
+        """
+        ...
+
+
+@functools.cache
+def report_mixtures(implementation: str) -> None:
+    """Log once what computes mixtures; called when it does."""
+    logger.info("mixtures of experts run on %s", implementation)
 
 
 class MoeMlp:
     """The mixture of one layer with its weights.
 
-    shared: the shared experts, or None. shared_gate: float32 [hidden], or None.
-    kernel: computes the mixture in one call; None for dense experts, and without kernels.
+    gate: the activation of the shared experts. fused: computes the mixture in one call, or None.
     record: gets the experts of each row, int32 [rows, top_k]; None if they are not recorded.
     """
 
     def __init__(
-        self,
-        spec: MoeSpec,
-        router: Router,
-        experts: Experts,
-        shared: Expert | None,
-        shared_gate: torch.Tensor | None,
-        output: PartOutput,
-        device: torch.device,
+        self, mixture: Mixture, output: PartOutput, gate: Gate, fused: FusedMixture | None
     ) -> None:
-        self.spec = spec
-        self.router = router
-        self.experts = experts
-        self.shared = shared
-        self.shared_gate = shared_gate
+        self.mixture = mixture
         self.output = output
+        self.fused = fused
         self.record: torch.Tensor | None = None
-        self._gate = make_gate(spec.activation, device)
-
-    @cached_property
-    def kernel(self) -> KernelMoe | None:
-        # Made when it is first used: kernels are chosen after all layers are built.
-        kernels = row_kernels() if isinstance(self.experts, LinearExperts) else None
-        if kernels is None or not isinstance(self.experts, LinearExperts):
-            return None
-        return KernelMoe(
-            kernels,
-            Mixture(
-                hidden_size=self.spec.hidden_size,
-                intermediate_size=self.spec.intermediate_size,
-                activation=self.spec.activation,
-                router=self.router,
-                experts=self.experts,
-                shared_size=self.spec.shared_size,
-                shared=self.shared,
-                shared_gate=self.shared_gate,
-            ),
-        )
+        self._gate = gate
+        experts, shared = mixture.experts, mixture.shared
+        self._adapters: StepAdapters | None = None
+        self._products: list[int] = []
+        if isinstance(experts, AdaptedExperts):
+            self._adapters = experts.adapters
+            self._products = [number for pair in experts.products for number in pair]
+            if shared is not None:
+                self._products += [product_number(shared.gate_up), product_number(shared.down)]
+            if mixture.latents is not None:
+                self._products += map(product_number, mixture.latents)
 
     def add_to(
         self, residual: torch.Tensor, x: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
-        if self.kernel is None or not self.kernel.takes(len(x)):
-            return self.output.add_to(residual, self._mix(x, context).to(x.dtype))
+        adapters = self._adapters
+        if adapters is None or not adapters.groups or self._is_fused(len(x)):
+            return self._add_mixture(residual, x, context)
+        adapted = adapters.rows_of(self._products)
+        before = residual.index_select(0, adapted)
+        with adapters.running(()):
+            residual = self._add_mixture(residual, x, context)
+        if len(adapted):
+            rows = x.index_select(0, adapted)
+            with adapters.selecting(adapted):
+                mixed = self._mix(rows)
+            residual[adapted] = self.output.add_to(before, mixed.to(x.dtype))
+        return residual
+
+    def _is_fused(self, num_rows: int) -> bool:
+        return self.fused is not None and self.fused.takes(num_rows)
+
+    def _add_mixture(
+        self, residual: torch.Tensor, x: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        """Add the mixture, with adapters if it is computed in one call."""
+        if self.fused is None or not self._is_fused(len(x)):
+            return self.output.add_to(residual, self._mix(x, self.record).to(x.dtype))
         if self.output.is_plain:
-            self.kernel.run(x, residual, True, context.memory, self.record)
+            self.fused.run(x, residual, True, context.memory, self.record)
             return residual
         output = torch.empty_like(residual)
-        self.kernel.run(x, output, False, context.memory, self.record)
+        self.fused.run(x, output, False, context.memory, self.record)
         return self.output.add_to(residual, output)
 
-    def _mix(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """Return the mixture of x in float32, computed in torch."""
-        report_mixtures(type(self.experts).__name__)
-        weights, chosen = self.router(x)
-        if self.record is not None:
-            self.record[: len(x)].copy_(chosen)
-        total = self.experts(x, weights, chosen)
-        if self.shared is not None:
-            inner = context.scratch(self.spec.shared_size)
-            output = self.shared.down(self._gate(self.shared.gate_up(x), inner)).float()
-            if self.shared_gate is not None:
-                output *= (x.float() @ self.shared_gate).sigmoid()[:, None]
+    def _mix(self, x: torch.Tensor, record: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the mixture of x in float32, computed in torch. record: as in `FusedMixture`."""
+        own = self.mixture
+        report_mixtures(type(own.experts).__name__)
+        weights, chosen = own.router(x)
+        if record is not None:
+            record[: len(x)].copy_(chosen)
+        total = own.experts(x if own.latents is None else own.latents[0](x), weights, chosen)
+        if own.latents is not None:
+            total = own.latents[1](total.to(x.dtype)).float()
+        if own.shared is not None:
+            output = own.shared.down(self._gate(own.shared.gate_up(x))).float()
+            if own.shared_gate is not None:
+                output *= (x.float() @ own.shared_gate).sigmoid()[:, None]
             total += output
         return total

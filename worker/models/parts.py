@@ -15,12 +15,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from worker.attention.base import AttentionBackend
-from worker.layers.rotary import RotaryEmbedding, Rotation
-from worker.layers.scratch import ByteBuffer, RowBuffer, Scratch
+from worker.attention.backend import AttentionBackend, Rotation
+from worker.layers.activation import Activation
+from worker.layers.experts import Experts
+from worker.layers.linear import Linear, PartOutput, ResidualLinear
+from worker.layers.norm import Norm
+from worker.layers.scratch import ByteBuffer
+from worker.models.rope import Rope
+from worker.models.rotary import RotaryEmbedding
 
 if TYPE_CHECKING:
-    from worker.loader.weights import LayerReader
+    from worker.models.layer_device import LayerDevice
 
 
 class RowOrder(Protocol):
@@ -104,8 +109,10 @@ class StackPart:
 
     def shape_in_file(self, transposed: bool) -> tuple[int, ...]:
         """Return the shape of the tensor in a file that has it like this or transposed."""
+        if not transposed or len(self.shape) < 2:
+            return self.shape
         *experts, rows, columns = self.shape
-        return (*experts, columns, rows) if transposed else self.shape
+        return (*experts, columns, rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,14 +148,22 @@ class WeightSpec:
             older_gguf_stack=_with_prefix(self.older_gguf_stack, gguf),
         )
 
-    def renamed(self, names: Iterable[tuple[str, str]]) -> "WeightSpec":
-        """Return the weight with parts of its names in Hugging Face folders replaced."""
+    def renamed(
+        self, names: Iterable[tuple[str, str]], gguf_names: Iterable[tuple[str, str]] = ()
+    ) -> "WeightSpec":
+        """Return the weight with parts of its names replaced.
+
+        names: those of Hugging Face folders. gguf_names: those of GGUF files, but for stacks.
+        """
         hugging_face, stack = self.hugging_face, self.hugging_face_stack
         for ours, theirs in names:
             hugging_face = hugging_face.replace(ours, theirs)
             if stack is not None:
                 stack = replace(stack, tensor=stack.tensor.replace(ours, theirs))
-        return replace(self, hugging_face=hugging_face, hugging_face_stack=stack)
+        gguf = self.gguf
+        for ours, theirs in gguf_names:
+            gguf = gguf.replace(ours, theirs)
+        return replace(self, hugging_face=hugging_face, hugging_face_stack=stack, gguf=gguf)
 
     def name_in(self, file_format: str) -> str:
         """Return the tensor's name in a "gguf" or "safetensors" file."""
@@ -170,7 +185,7 @@ def _with_prefix(stack: StackPart | None, prefix: str) -> StackPart | None:
 
 
 def projection(
-    name: str, hugging_face: str, gguf: str, shape: tuple[int, int], bias: bool = False
+    name: str, hugging_face: str, gguf: str, shape: tuple[int, ...], bias: bool = False
 ) -> tuple[WeightSpec, ...]:
     """Return the weight [out, in] of a linear layer, followed by its bias [out] if it has one."""
     kinds = {"weight": shape, "bias": shape[:1]} if bias else {"weight": shape}
@@ -204,15 +219,7 @@ def norm_weights(
     name: str, hugging_face: str, gguf: str, size: int, bias: bool = False
 ) -> tuple[WeightSpec, ...]:
     """Return the weight [size] of a norm, followed by its bias if it has one."""
-    return tuple(
-        WeightSpec(
-            name=f"{name}.{kind}",
-            shape=(size,),
-            hugging_face=f"{hugging_face}.{kind}",
-            gguf=f"{gguf}.{kind}",
-        )
-        for kind in (("weight", "bias") if bias else ("weight",))
-    )
+    return projection(name, hugging_face, gguf, (size,), bias)
 
 
 def product_flops(weights: Iterable[WeightSpec]) -> int:
@@ -249,25 +256,20 @@ def divide_evenly(count: int, size: int) -> list[range]:
 
 
 class ForwardContext:
-    """What all layers of one forward pass share: positions, attention backend, scratch memory."""
+    """What all layers of a forward pass share: positions, attention backend, memory of kernels."""
 
     def __init__(
         self,
-        hidden: torch.Tensor,
         positions: torch.Tensor,
         attention: AttentionBackend,
-        buffers: dict[int, RowBuffer],
         memory: ByteBuffer,
     ) -> None:
         """memory: for a kernel, which needs it until it returns."""
         self.attention = attention
         self.memory = memory
-        self._hidden = hidden
         self._positions = positions
-        self._buffers = buffers
         self._rotations: dict[RotaryEmbedding, Rotation] = {}
         self._query_scales: dict[RotaryEmbedding, torch.Tensor | None] = {}
-        self._scratch: dict[int, Scratch] = {}
 
     def rotation(self, rotary: RotaryEmbedding) -> Rotation:
         """Return cosines and sines of the step's positions; computed once per pass."""
@@ -284,16 +286,6 @@ class ForwardContext:
             self._query_scales[rotary] = scales
         return self._query_scales[rotary]
 
-    def scratch(self, size: int) -> Scratch:
-        """Return memory [T, size] of the hidden states' dtype; the next part may overwrite it."""
-        space = self._scratch.get(size)
-        if space is None:
-            buffer = self._buffers.get(size)
-            if buffer is None:
-                buffer = self._buffers[size] = RowBuffer(size)
-            space = self._scratch[size] = buffer.rows(self._hidden)
-        return space
-
 
 class LayerPart(Protocol):
     """One half of a layer, with its weights: attention or MLP."""
@@ -305,6 +297,72 @@ class LayerPart(Protocol):
 
         x is normed already. The residual's memory may be reused for the result.
         """
+        ...
+
+
+class PartReader(Protocol):
+    """Gives a part of one layer its weights, by their names in the layer.
+
+    The loader implements it for files (worker/loader/weights.py), and once more to find out which
+    products a part has. The methods run in a reader thread; the functions that they return build
+    modules in the thread that computes.
+
+    device: makes what computes the part besides its weights.
+    cache_layer: the number of the layer among those that keep KV. state_layer: its number among
+        those that keep a state.
+    """
+
+    device: "LayerDevice"
+    cache_layer: int
+    state_layer: int
+
+    def linear(self, *names: str) -> Callable[[], Linear]:
+        """Read `NAME.weight`, one below the other, as one product, with their biases if any."""
+        ...
+
+    def head_linear(self, name: str) -> Callable[[], Linear]:
+        """Read `NAME.weight`, the product of one head among others."""
+        ...
+
+    def summed_linear(self, name: str) -> Callable[[], Linear]:
+        """Read a product that ranks add up; of several ranks only the first adds the bias."""
+        ...
+
+    def output_linear(self, name: str) -> Callable[[], ResidualLinear]:
+        """Read the product that ends the part, as `summed_linear` does."""
+        ...
+
+    def output(self) -> Callable[[], PartOutput]:
+        """Read what follows a part that does not end with a single product."""
+        ...
+
+    def experts(
+        self,
+        numbers: range,
+        activation: Activation,
+        *,
+        total: int,
+        row_fraction: float,
+        are_whole: bool,
+    ) -> Callable[[], Experts]:
+        """Read gate, up and down projections of the experts with these numbers, of `total`.
+
+        row_fraction: of a step's rows, those that one expert computes on average.
+        are_whole: ranks have whole experts. Else they add up the down projections, and only the
+            first adds their biases.
+        """
+        ...
+
+    def norm(self, name: str) -> Callable[[], Norm]:
+        """Read the weight of a norm, and its bias if it has one."""
+        ...
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Read this rank's shard of a weight as a dense tensor, for example a router's."""
+        ...
+
+    def rotary(self, rope: Rope, head_dim: int, rotary_dim: int) -> RotaryEmbedding:
+        """Return the rotary embedding; call it while building, not while reading."""
         ...
 
 
@@ -327,6 +385,16 @@ class PartSpec(Protocol):
         return product_outputs(self.weights)
 
     @property
+    def mixers(self) -> "tuple[PartSpec, ...]":
+        """The part itself, or the parts that it runs in parallel."""
+        return (self,)
+
+    @property
+    def state_floats(self) -> int:
+        """Floats of the state that the part keeps of a sequence; 0 if it keeps none."""
+        return 0
+
+    @property
     def max_ranks(self) -> int:
         """The most ranks that can share the part."""
         ...
@@ -343,7 +411,7 @@ class PartSpec(Protocol):
         """
         ...
 
-    def read(self, reader: "LayerReader") -> Callable[[], LayerPart]:
+    def read(self, reader: PartReader) -> Callable[[], LayerPart]:
         """Read the weights from the files and return a function that builds the part from them.
 
         Runs in a reader thread; the returned function runs in the thread that computes.

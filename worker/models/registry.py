@@ -1,23 +1,16 @@
-"""Finds the family of a model.
-
-To add one: a file here with MODEL_TYPE (a `model_type`, or a tuple of several) and
-`spec(ConfigReader) -> ModelSpec`, and a line in `proto.prepared_model.FAMILIES`.
-"""
+"""Finds the family of a model, or lets transformers' code run it."""
 
 import json
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from proto.config import ModelImpl, ServeConfig
 from proto.errors import ConfigError, ModelError
-from proto.pooling import pooler_of
-from proto.prepared_model import FAMILIES, PreparedModel, family_of
-from worker.flashinfer_library import HEAD_DIMS
+from proto.messages.prepared_model import PreparedModel
+from proto.settings.config import ModelImpl, ServeConfig
+from proto.settings.pooler_config import pooler_of
 from worker.models.config_reader import ConfigReader
+from worker.models.families import FAMILIES, family_of
 from worker.models.spec import ModelSpec
 
 
@@ -35,17 +28,20 @@ def spec_from_config(config: Mapping[str, Any], max_model_len: int | None = None
         or not isinstance(architectures[0], str)
     ):
         raise reader.refusal("architectures", architectures, "one architecture is needed")
-    family = import_module(f"worker.models.{family_of(architectures[0]).module}")
-    types = family.MODEL_TYPE
-    reader.must_be("model_type", *([types] if isinstance(types, str) else types))
-    spec: ModelSpec = family.spec(reader)
+    family = family_of(architectures[0])
+    reader.must_be("model_type", *family.model_types)
+    spec = family.spec(reader)
+    reader.refuse_leftovers()
     return spec
 
 
-def model_spec(prepared: PreparedModel, config: ServeConfig) -> ModelSpec:
+def model_spec(
+    prepared: PreparedModel, config: ServeConfig, head_dims: tuple[int, ...] = ()
+) -> ModelSpec:
     """Return the spec of a prepared model, with what the settings change about it.
 
-    Raises ModelError as `spec_from_config` does, ConfigError for a setting that it cannot have.
+    head_dims: of the device, for transformers' code: see TransformersSpec. Raises ModelError as
+    `spec_from_config` does, ConfigError for a setting that it cannot have.
     """
     pooler = pooler_of(config.model, prepared)
     if runs_on_transformers(prepared, config.model.model_impl):
@@ -55,7 +51,7 @@ def model_spec(prepared: PreparedModel, config: ServeConfig) -> ModelSpec:
                 "generates here",
                 "runner",
             )
-        return _transformers_spec(prepared, config)
+        return _transformers_spec(prepared, config, head_dims)
     if config.model.model_impl == "tokend" and prepared.architecture not in FAMILIES:
         raise ConfigError(
             f"--model-impl tokend: {prepared.architecture} is not among tokend's own families; "
@@ -75,7 +71,9 @@ def runs_on_transformers(prepared: PreparedModel, model_impl: ModelImpl) -> bool
     )
 
 
-def _transformers_spec(prepared: PreparedModel, config: ServeConfig) -> ModelSpec:
+def _transformers_spec(
+    prepared: PreparedModel, config: ServeConfig, head_dims: tuple[int, ...]
+) -> ModelSpec:
     if prepared.source.endswith(".gguf"):
         raise ConfigError(
             f"--model-impl {config.model.model_impl}: {prepared.source} is a GGUF file, which "
@@ -94,12 +92,17 @@ def _transformers_spec(prepared: PreparedModel, config: ServeConfig) -> ModelSpe
             "transformers' code, whose weights are bf16 or f32",
             "cpu_weights",
         )
+    if config.model.enable_return_routed_experts:
+        raise ConfigError(
+            f"--enable-return-routed-experts: {prepared.architecture} runs on transformers' code, "
+            "which reports no experts",
+            "enable_return_routed_experts",
+        )
     # transformers takes a second to import, and families of tokend's own do not need it
     from worker.models.transformers_model import spec_of_transformers
 
-    on_gpu = config.device.device != "cpu" and torch.cuda.is_available()
     spec: ModelSpec = spec_of_transformers(
-        read_config(prepared), config.model.max_model_len, HEAD_DIMS if on_gpu else ()
+        read_config(prepared), config.model.max_model_len, head_dims
     )
     return spec.with_expert_parallel() if config.parallel.enable_expert_parallel else spec
 

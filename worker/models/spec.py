@@ -4,18 +4,20 @@ The decoder, the loader and the sharding over ranks read nothing else. What is i
 described by its parts (parts.py); embedding, norms and head belong to the model.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Final, Literal
+from typing import Final, Literal, TypeGuard
 
 from proto.errors import ConfigError
-from proto.lifecycle import ComputeShape
-from proto.pooling import Pooler
-from worker.attention.base import AttentionShape
-from worker.kv_cache import StateShape
+from proto.messages.lifecycle import ComputeShape
+from proto.messages.pooling import Pooler
+from worker.attention.backend import AttentionShape
+from worker.attention.kv_cache import StateShape
 from worker.models.attention import AttentionSpec
-from worker.models.delta_rule import DeltaRuleSpec
+from worker.models.composite import NoPartSpec
 from worker.models.latent_attention import LatentAttentionSpec
+from worker.models.layout import PRE_NORMS, LayerNorms
 from worker.models.moe import MoeSpec
 from worker.models.parts import PartSpec, WeightSpec, norm_weights, projection
 from worker.models.rope import Rope
@@ -27,54 +29,6 @@ class LayerSpec:
 
     mixer: PartSpec
     mlp: PartSpec
-
-
-NormNames = tuple[str, str]
-"""Names of a layer's norm in a Hugging Face folder and in a GGUF file."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerNorms:
-    """The norms that a layer has, by their names in model files.
-
-    attention, mlp: of the residual before each part; without one, a part reads the residual itself.
-    attention_post, mlp_post: of what each part adds to the residual.
-    attention_sum, mlp_sum: of the residual after each part, which goes on with the norm.
-    """
-
-    attention: NormNames | None = None
-    attention_post: NormNames | None = None
-    mlp: NormNames | None = None
-    mlp_post: NormNames | None = None
-    attention_sum: NormNames | None = None
-    mlp_sum: NormNames | None = None
-
-    def items(self) -> list[tuple[str, NormNames]]:
-        """Return the norms by this program's names."""
-        norms = {
-            "attention_norm": self.attention,
-            "attention_post_norm": self.attention_post,
-            "mlp_norm": self.mlp,
-            "mlp_post_norm": self.mlp_post,
-            "attention_sum_norm": self.attention_sum,
-            "mlp_sum_norm": self.mlp_sum,
-        }
-        return [(name, names) for name, names in norms.items() if names is not None]
-
-
-PRE_NORMS: Final = LayerNorms(
-    attention=("input_layernorm", "attn_norm"), mlp=("post_attention_layernorm", "ffn_norm")
-)
-POST_NORMS: Final = LayerNorms(
-    attention_post=("post_attention_layernorm", "post_attention_norm"),
-    mlp_post=("post_feedforward_layernorm", "post_ffw_norm"),
-)
-SANDWICH_NORMS: Final = LayerNorms(
-    attention=("input_layernorm", "attn_norm"),
-    attention_post=("post_attention_layernorm", "post_attention_norm"),
-    mlp=("pre_feedforward_layernorm", "ffn_norm"),
-    mlp_post=("post_feedforward_layernorm", "post_ffw_norm"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +61,14 @@ class InputSpec:
         ]
 
 
+NO_ATTENTION: Final = AttentionShape(1, 1, 8, 1.0)
+"""The smallest heads that kernels take: of blocks that no layer reads or writes."""
+
+
+def _keeps_kv(mixer: PartSpec) -> TypeGuard[AttentionSpec | LatentAttentionSpec]:
+    return isinstance(mixer, AttentionSpec | LatentAttentionSpec)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """A decoder-only model, or an encoder.
@@ -117,7 +79,7 @@ class ModelSpec:
     inputs: of an encoder, beside the embedding of its tokens; None for others.
     norms: where each layer has norms. skips_first_norm: but not before the first attention.
     has_last_norm: whether there is a norm after the last layer.
-    norm_kind: RMSNorm or LayerNorm, the last norm's too.
+    norm_type: RMSNorm or LayerNorm, the last norm's too.
     norm_bias: LayerNorms have a bias.
     norms_add_one: norms multiply by 1 + weight; a GGUF file stores the sum.
     parallel_blocks: the MLP reads what the mixer reads, the norm of the residual before both.
@@ -128,7 +90,8 @@ class ModelSpec:
         files may have: those of a pooler. unused_prefixes: the same by how their names in Hugging
         Face folders begin.
     hugging_face_names: parts of the names of Llama's tensors, and what is in their place in
-        Hugging Face folders of this family.
+        Hugging Face folders of this family. gguf_names: the same of the names of single tensors in
+        GGUF files.
     logit_soft_cap: logits become soft_cap * tanh(logit / soft_cap); 0 leaves them unchanged.
     """
 
@@ -142,7 +105,7 @@ class ModelSpec:
     norms: LayerNorms = PRE_NORMS
     skips_first_norm: bool = False
     has_last_norm: bool = True
-    norm_kind: Literal["rms", "layer"] = "rms"
+    norm_type: Literal["rms", "layer"] = "rms"
     norm_bias: bool = False
     norms_add_one: bool = False
     parallel_blocks: bool = False
@@ -155,6 +118,7 @@ class ModelSpec:
     unused_tensors: frozenset[str] = frozenset()
     unused_prefixes: tuple[str, ...] = ()
     hugging_face_names: tuple[tuple[str, str], ...] = ()
+    gguf_names: tuple[tuple[str, str], ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -163,35 +127,39 @@ class ModelSpec:
     @property
     def attention_layers(self) -> tuple[AttentionSpec | LatentAttentionSpec, ...]:
         """The mixers that are attention, bottom to top."""
-        mixers = (layer.mixer for layer in self.layers)
-        kinds = (AttentionSpec, LatentAttentionSpec)
-        return tuple(mixer for mixer in mixers if isinstance(mixer, kinds))
+        return tuple(filter(_keeps_kv, self._mixers(self.num_layers)))
 
     @property
-    def state_layers(self) -> tuple[DeltaRuleSpec, ...]:
-        """The mixers that keep a state instead of KV, bottom to top."""
-        mixers = (layer.mixer for layer in self.layers)
-        return tuple(mixer for mixer in mixers if isinstance(mixer, DeltaRuleSpec))
+    def state_layers(self) -> tuple[PartSpec, ...]:
+        """The mixers that keep a state, bottom to top."""
+        return tuple(mixer for mixer in self._mixers(self.num_layers) if mixer.state_floats)
 
     @property
     def state_shape(self) -> StateShape | None:
-        """The state of a sequence; None for a model whose layers all have attention."""
-        layers = self.state_layers
-        if not layers:
-            return None
-        (size,) = {layer.shape.state_floats for layer in layers}
-        return StateShape(len(layers), size)
+        """The state of a sequence; None for a model whose layers keep none."""
+        sizes = tuple(mixer.state_floats for mixer in self.state_layers)
+        return StateShape(sizes) if sizes else None
 
     def cache_layer(self, layer: int) -> int:
-        """Return the number of a layer among those that keep the same: KV, or a state."""
-        keeps_state = isinstance(self.layers[layer].mixer, DeltaRuleSpec)
-        below = (each.mixer for each in self.layers[:layer])
-        return sum(isinstance(mixer, DeltaRuleSpec) == keeps_state for mixer in below)
+        """Return the number of layers below this one that keep KV."""
+        return sum(map(_keeps_kv, self._mixers(layer)))
+
+    def state_layer(self, layer: int) -> int:
+        """Return the number of layers below this one that keep a state."""
+        return sum(mixer.state_floats > 0 for mixer in self._mixers(layer))
+
+    def _mixers(self, end: int) -> Iterator[PartSpec]:
+        """Yield the mixers of the layers below `end`, those that run in parallel one by one."""
+        for layer in self.layers[:end]:
+            yield from layer.mixer.mixers
 
     @property
     def attention_shape(self) -> AttentionShape:
-        """Heads and scale, which all layers with attention share: one KV cache holds them all."""
-        (shape,) = {attention.shape for attention in self.attention_layers}
+        """Heads and scale, which all layers with attention share: one KV cache holds them all.
+
+        Those of NO_ATTENTION for a model without such layers.
+        """
+        (shape,) = {attention.shape for attention in self.attention_layers} or {NO_ATTENTION}
         return shape
 
     @property
@@ -201,8 +169,12 @@ class ModelSpec:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The sliding window of each layer with attention; None for full attention."""
-        return tuple(attention.window for attention in self.attention_layers)
+        """The sliding window of each layer with attention; None for full attention.
+
+        A model without such layers has blocks like those of one: the engine counts tokens and finds
+        prefixes by them.
+        """
+        return tuple(attention.window for attention in self.attention_layers) or (None,)
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
@@ -279,13 +251,18 @@ class ModelSpec:
             specs += norm_weights("norm", "model.norm", "output_norm", size, self.norm_bias)
         if self.has_head and not self.tied_embeddings:
             specs += projection("head", "lm_head", "output", table)
-        renamed = (weight.renamed(self.hugging_face_names) for weight in specs)
+        renamed = (weight.renamed(self.hugging_face_names, self.gguf_names) for weight in specs)
         return {weight.name: weight for weight in renamed}
 
     def norms_of(self, number: int) -> LayerNorms:
         """Return the norms of a layer."""
+        norms, layer = self.norms, self.layers[number]
+        if isinstance(layer.mixer, NoPartSpec):
+            norms = replace(norms, attention=None, attention_post=None, attention_sum=None)
+        if isinstance(layer.mlp, NoPartSpec):
+            norms = replace(norms, mlp=None, mlp_post=None, mlp_sum=None)
         skips = self.skips_first_norm and number == 0
-        return replace(self.norms, attention=None) if skips else self.norms
+        return replace(norms, attention=None) if skips else norms
 
     def _layer_weights(self, number: int, layer: LayerSpec) -> list[WeightSpec]:
         """Return a layer's weights: norms, which belong to the model, and those of its parts."""

@@ -18,7 +18,7 @@ passes something that attention backends cannot compute.
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -31,11 +31,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from proto.errors import ModelError
-from proto.lifecycle import ComputeShape
-from proto.prepared_model import TEXT_BODIES
-from worker.attention.base import AttentionBackend, AttentionShape
+from proto.messages.lifecycle import ComputeShape
+from proto.messages.prepared_model import TEXT_BODIES
+from worker.attention.backend import AttentionBackend, AttentionShape, Rotation
+from worker.layers.layer_progress import LayerProgress
 from worker.layers.linear import Linear
-from worker.layers.rotary import Rotation
 from worker.models.decoder import Decoder
 from worker.models.rope import Rope
 from worker.models.spec import ModelSpec
@@ -163,8 +163,12 @@ class TransformersDecoder(Decoder):
         self._head_model = model
         self._body: nn.Module = body_of(model)
         self._given = _GivenHiddenStates()
+        self._progress: LayerProgress | None = None
         (name,) = (name for name, module in model.named_modules() if module is self._body)
         model.set_submodule(name, self._given)
+
+    def track_layers(self, progress: LayerProgress | None) -> None:
+        self._progress = progress
 
     @torch.inference_mode()
     def forward(
@@ -173,11 +177,18 @@ class TransformersDecoder(Decoder):
         positions: torch.Tensor,
         attention: AttentionBackend,
         token_types: torch.Tensor | None = None,
+        embeddings: Sequence[tuple[int, torch.Tensor]] = (),
     ) -> torch.Tensor:
-        with _attention_function(_PagedAttention(self.spec, attention, len(token_ids))):
-            output = self._body(
-                input_ids=token_ids[None], position_ids=positions[None], use_cache=False
-            )
+        given = {"input_ids": token_ids[None]}
+        if embeddings:
+            embed: nn.Module = self._body.get_input_embeddings()  # type: ignore[operator]
+            embedded = embed(token_ids[None])
+            for first, rows in embeddings:
+                embedded[0, first : first + len(rows)] = rows
+            given = {"inputs_embeds": embedded}
+        calls = _PagedAttention(self.spec, attention, len(token_ids), self._progress)
+        with _attention_function(calls):
+            output = self._body(**given, position_ids=positions[None], use_cache=False)
         hidden: torch.Tensor = output[0][0]
         return hidden
 
@@ -259,8 +270,13 @@ class _PagedAttention:
     """
 
     def __init__(
-        self, spec: TransformersSpec, attention: AttentionBackend, num_tokens: int
+        self,
+        spec: TransformersSpec,
+        attention: AttentionBackend,
+        num_tokens: int,
+        progress: LayerProgress | None,
     ) -> None:
+        self._progress = progress
         self._spec = spec
         self._attention = attention
         self._num_tokens = num_tokens
@@ -278,6 +294,8 @@ class _PagedAttention:
         **arguments: Any,
     ) -> tuple[torch.Tensor, None]:
         layer, self._next_layer = self._next_layer, self._next_layer + 1
+        if self._progress is not None:
+            self._progress.begin_layer(layer)
         call, shape = self._spec.calls[layer], self._spec.attention_shape
         if call.scale != shape.scale:
             query = query * (call.scale / shape.scale)
@@ -295,6 +313,8 @@ class _PagedAttention:
             self._no_rotation(query.device),
             sinks,
         )
+        if self._progress is not None:
+            self._progress.end_layer(layer)
         return attended[None, :, :, : call.value_dim], None
 
     def _no_rotation(self, device: torch.device) -> Rotation:
@@ -391,14 +411,7 @@ def spec_of_transformers(
     if kinds:
         raise refuse(f"layer_types has {', '.join(kinds)}, whose state is not that of KV pages")
     model = _build_of_zeros(config)
-    if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
-        raise refuse("its positions depend on which tokens are padding")
-    if any("alibi" in name for name in dir(body_of(model))):
-        raise refuse("its attention adds ALiBi to products, which no attention backend does")
-    if "position_ids" not in inspect.signature(body_of(model).forward).parameters:
-        raise refuse("it takes no position_ids, so it cannot compute a packed batch")
-    if any(isinstance(module, _MIXES_TOKENS) for module in model.modules()):
-        raise refuse("it has convolutions over tokens, whose state is not that of KV pages")
+    _check_modules(model, refuse)
     recorder, linear_shapes = _CallRecorder(refuse), _record_linear_shapes(model)
     token_ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64)
     try:
@@ -412,7 +425,41 @@ def spec_of_transformers(
     except Exception as error:
         raise refuse(f"{type(error).__name__}: {error}".splitlines()[0]) from error
     calls = tuple(recorder.calls[: len(recorder.calls) // 2])
-    num_layers = getattr(settings, "num_hidden_layers", 0)
+    _check_calls(calls, getattr(settings, "num_hidden_layers", 0), refuse)
+    max_position = _longest_position(settings, max_model_len, refuse)
+    numbers = sum(
+        parameter.numel() for _, parameter in model.named_parameters(remove_duplicate=False)
+    )
+    return TransformersSpec(
+        architecture=architecture,
+        vocab_size=output.logits.shape[-1],
+        hidden_size=body[0].shape[-1],
+        max_position=max_position,
+        norm_eps=0.0,
+        layers=(),
+        calls=calls,
+        linear_shapes=linear_shapes,
+        other_size=numbers - sum(rows * columns for rows, columns in linear_shapes.values()),
+        head_dims=head_dims,
+    )
+
+
+def _check_modules(model: Any, refuse: Callable[[str], ModelError]) -> None:
+    """Raise the error for parts of a model that cannot compute a packed batch from KV pages."""
+    if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
+        raise refuse("its positions depend on which tokens are padding")
+    if any("alibi" in name for name in dir(body_of(model))):
+        raise refuse("its attention adds ALiBi to products, which no attention backend does")
+    if "position_ids" not in inspect.signature(body_of(model).forward).parameters:
+        raise refuse("it takes no position_ids, so it cannot compute a packed batch")
+    if any(isinstance(module, _MIXES_TOKENS) for module in model.modules()):
+        raise refuse("it has convolutions over tokens, whose state is not that of KV pages")
+
+
+def _check_calls(
+    calls: Sequence[AttentionArguments], num_layers: int, refuse: Callable[[str], ModelError]
+) -> None:
+    """Raise the error for calls of attention that no backend computes."""
     if len(calls) < max(1, num_layers):
         raise refuse(
             f"{num_layers - len(calls)} of {num_layers} layers do not call transformers' attention "
@@ -427,6 +474,12 @@ def spec_of_transformers(
     most = max(call.num_kv_heads for call in calls)
     if any(most % call.num_kv_heads for call in calls):
         raise refuse(f"{most} KV heads are no multiple of those of each layer")
+
+
+def _longest_position(
+    settings: Any, max_model_len: int | None, refuse: Callable[[str], ModelError]
+) -> int:
+    """Return the model's longest position; raise the error if it differs for long requests."""
     max_position = getattr(settings, "max_position_embeddings", None)
     if type(max_position) is not int or max_position < 1:
         raise refuse("max_position_embeddings is missing")
@@ -445,21 +498,7 @@ def spec_of_transformers(
         if longest < min(max_model_len or max_position, max_position):
             reason = reason.format(longest)
             raise refuse(f"{reason}; use --max-model-len {longest}")
-    numbers = sum(
-        parameter.numel() for _, parameter in model.named_parameters(remove_duplicate=False)
-    )
-    return TransformersSpec(
-        architecture=architecture,
-        vocab_size=output.logits.shape[-1],
-        hidden_size=body[0].shape[-1],
-        max_position=max_position,
-        norm_eps=0.0,
-        layers=(),
-        calls=calls,
-        linear_shapes=linear_shapes,
-        other_size=numbers - sum(rows * columns for rows, columns in linear_shapes.values()),
-        head_dims=head_dims,
-    )
+    return max_position
 
 
 def _has_several_models(settings: Any) -> bool:

@@ -4,10 +4,9 @@
 
 All ranks receive the same steps, so they make the same calls in the same order. A call waits for
 the other ranks without a time limit: the supervisor finds a rank that hangs, and the end of a rank
-ends the calls of all others with GroupLostError. Start with `create_group`.
+ends the calls of all others with GroupLostError. TorchGroup (torch_group.py) is a group of several.
 """
 
-from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -51,30 +50,3 @@ class RankGroup:
         On an accelerator the exchange is only queued, and may be part of a CUDA graph.
         """
         return x[None]
-
-
-def create_group(
-    run_dir: str,
-    rank: int,
-    size: int,
-    device: torch.device,
-    on_long_wait: Callable[[], None],
-    is_interrupted: Callable[[], bool],
-) -> RankGroup:
-    """Return the group of `size` ranks of one daemon, not yet joined.
-
-    on_long_wait: called when the other ranks keep this one waiting for a second. is_interrupted:
-    returns whether to stop waiting for the other ranks in `join`.
-    """
-    if size == 1:
-        return RankGroup()
-    from worker.parallel.torch_group import TorchGroup  # torch.distributed takes time to import
-
-    return TorchGroup(
-        run_dir=run_dir,
-        rank=rank,
-        size=size,
-        device=device,
-        on_long_wait=on_long_wait,
-        is_interrupted=is_interrupted,
-    )

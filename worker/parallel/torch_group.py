@@ -17,18 +17,16 @@ from datetime import timedelta
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, ProcessGroupGloo
 
 from worker.parallel.group import LONG_WAIT_SECONDS, GroupLostError, RankGroup
 
-_NO_LIMIT: Final = timedelta(days=30)
+NO_LIMIT: Final = timedelta(days=30)
 """Time limit of an exchange. The whole daemon may be stopped and continued, so only the supervisor
 decides that a rank hangs."""
 _LONG_WAIT: Final = timedelta(seconds=LONG_WAIT_SECONDS)
 _POLL_SECONDS: Final = 0.005
 _LOOPBACK: Final = "127.0.0.1"
-_LOOPBACK_INTERFACE: Final = "lo"
 
 
 def rendezvous_path(run_dir: str, epoch: int, purpose: str = "steps") -> str:
@@ -91,21 +89,14 @@ class TorchGroup(RankGroup):
         return shards
 
     def _await_exchange(self, work: Any) -> None:
-        """Wait for an exchange; raise RuntimeError if it failed.
-
-        With NCCL only the device waits: a wait with a limit would block the host, which is
-        impossible while a graph is captured.
-        """
-        if self._device.type == "cuda":
-            work.wait()
-            return
+        """Wait for an exchange; raise RuntimeError if it failed."""
         try:
             work.wait(_LONG_WAIT)
         except RuntimeError:
             if work.is_completed():
                 raise
             self._on_long_wait()
-            work.wait(_NO_LIMIT)
+            work.wait(NO_LIMIT)
 
     def _await_ranks(self, store: FileStore) -> None:
         """Wait until every rank has opened the file: later steps have no usable time limit."""
@@ -119,16 +110,9 @@ class TorchGroup(RankGroup):
             time.sleep(_POLL_SECONDS)
 
     def _create_process_group(self, store: FileStore) -> Any:
-        if self._device.type == "cuda":
-            # Ranks of one machine must not be reachable from other machines.
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", _LOOPBACK_INTERFACE)
-            nccl: Any = dist.ProcessGroupNCCL
-            nccl_options = nccl.Options()
-            nccl_options._timeout = _NO_LIMIT
-            return nccl(store, self.rank, self.size, nccl_options)
         gloo: Any = ProcessGroupGloo  # its type stubs lack the options
         options = gloo._Options()
-        options._timeout = _NO_LIMIT
+        options._timeout = NO_LIMIT
         options._threads = 1
         options._devices = [gloo.create_device(hostname=_LOOPBACK)]
         return gloo(store, self.rank, self.size, options)

@@ -18,21 +18,41 @@ import copy
 import ctypes
 from collections import defaultdict
 from collections.abc import Sequence
+from ctypes import c_float, c_int64, c_void_p
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from proto.logit_edits import LogitEdits
-from proto.scheduler_output import GrammarOutput
-from worker.kernel_structures import Edits
+from proto.messages.logit_edits import LogitEdits
+from proto.messages.scheduler_output import GrammarOutput
 
 Ids = npt.NDArray[np.int64]
 Values = npt.NDArray[np.float32]
 WORD_BITS: Final = 32
 """Tokens in a word of a mask; bit i of word j allows token 32 j + i."""
 _EVERY_TOKEN: Final = -1
+
+
+class Edits(ctypes.Structure):
+    """The edits of a row for C++ kernels: TokendEdits of csrc/sampling/sampling.h."""
+
+    _fields_ = [
+        ("num_allowed", c_int64),
+        ("allowed", c_void_p),
+        ("num_forbidden", c_int64),
+        ("forbidden", c_void_p),
+        ("num_biases", c_int64),
+        ("bias_ids", c_void_p),
+        ("bias_values", c_void_p),
+        ("num_counts", c_int64),
+        ("count_ids", c_void_p),
+        ("counts", c_void_p),
+        ("repetition", c_float),
+        ("frequency", c_float),
+        ("presence", c_float),
+    ]
 
 
 class TokenCounts:
@@ -237,7 +257,7 @@ class RowEdits:
         return self._allowed_words
 
     def address(self, suppressed: Sequence[int] = ()) -> int:
-        """Return the address of a TokendEdits (csrc/edits.h), valid until the next call.
+        """Return the address of a TokendEdits of csrc/sampling/sampling.h, until the next call.
 
         suppressed: tokens to forbid beside those of the bad words.
         """

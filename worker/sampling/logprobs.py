@@ -12,10 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from proto.engine_io import LogprobsArrays
-from proto.model_runner_output import RowLogprobs
-from worker.sampling.torch_backend import best_tokens, order_keys, token_ids_of, token_ranks
+from proto.messages.engine_io import LogprobsArrays
+from proto.messages.model_runner_output import RowLogprobs
+from worker.sampling.token_order import best_tokens, order_keys, token_ids_of, token_ranks
 
+NO_LOGPROBS: Final = -1
+"""In arrays of logprob counts: the row requests none."""
 CHUNK_BYTES: Final = 64 << 20
 """Most bytes of float32 logits that are converted to log-probabilities at once."""
 

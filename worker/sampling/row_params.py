@@ -4,7 +4,7 @@
 
 The batch holds an array of these records; a step selects the records of its rows. Both backends
 read them: the C++ kernels as `struct RowParams`, torch and Triton as one tensor for each field. The
-fields come from DRAW_PARAMETERS in proto/sampling_params.py, the one table of these parameters.
+fields come from DRAW_PARAMETERS in proto/messages/sampling_params.py, the one table of these.
 """
 
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from proto.sampling_params import DRAW_PARAMETERS, SamplingParams
+from proto.messages.sampling_params import DRAW_PARAMETERS, SamplingParams
 
 ROW_PARAMS: Final = np.dtype(
     [("seed", np.uint64), ("choice", np.uint32), ("position", np.uint32)]
@@ -27,7 +27,7 @@ ROW_PARAMS: Final = np.dtype(
 
 seed, choice, position: the key of a draw; position is the index of the output token, 0 for the
     first one, and is set for each step.
-The others: DRAW_PARAMETERS of proto/sampling_params.py, in that order.
+The others: DRAW_PARAMETERS of proto/messages/sampling_params.py, in that order.
 """
 FILTERS: Final = tuple(name for name in DRAW_PARAMETERS if name != "temperature")
 """Parameters that remove tokens; a row with all of them at their defaults needs no filter."""

@@ -26,20 +26,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from worker.attention.base import AttentionBackend, AttentionInputs, QuerySplit
-from worker.cuda_graphs import DecodeGraphs
-from worker.device.transfers import HostPlacement, Placement
-from worker.input_batch import InputBatch, attention_inputs, dummy_inputs
-from worker.kv_cache import KVCache
+from worker.attention.backend import AttentionBackend, AttentionInputs, QuerySplit
+from worker.attention.kv_cache import KVCache
+from worker.batch.input_batch import InputBatch, attention_inputs, dummy_inputs
+from worker.batch.transfers import Transfers
 from worker.models.decoder import Decoder
 from worker.speculation.draft_sampler import DraftDraw, Drafts, OpenDraft, SampledStep
 from worker.speculation.drafter import DraftedModel, Drafter
 
 Hashes = NDArray[np.uint64]
-PREFILL_TOKENS: Final = 256
-"""Most tokens of a sequence in a pass on a CPU."""
-DEVICE_PREFILL_TOKENS: Final = 2048
-"""Most tokens of a sequence in a pass on a GPU."""
 PREFILL_PASSES: Final = 4
 """Most passes of a step in which a sequence that is alone in it computes tokens that its KV lacks:
 the step ends later, and with it what an abort or a new request waits for. Beside other sequences
@@ -52,7 +47,7 @@ class DraftModel(Drafter):
     """A Drafter with a decoder of its own.
 
     kv_cache: of the draft model; all its groups use the same block table.
-    graphs: of its decodes on the device where it runs, or None. Others: as of `Drafter`.
+    prefill_tokens: most tokens of a sequence in a pass. Others: as of `Drafter`.
     """
 
     def __init__(
@@ -62,14 +57,12 @@ class DraftModel(Drafter):
         kv_cache: KVCache,
         draw: DraftDraw,
         target: DraftedModel,
-        placement: Placement | None = None,
-        graphs: DecodeGraphs | None = None,
+        transfers: Transfers,
+        prefill_tokens: int,
     ) -> None:
-        super().__init__(attention, kv_cache, draw, target, placement)
+        super().__init__(attention, kv_cache, draw, target, transfers)
         self._model = model
-        self._graphs = graphs
-        on_host = isinstance(self._placement, HostPlacement)
-        self._prefill_tokens = PREFILL_TOKENS if on_host else DEVICE_PREFILL_TOKENS
+        self._prefill_tokens = prefill_tokens
         self._step_tokens = target.step_tokens
         self._contents = KVContents(target.batch, target.group, kv_cache.num_blocks)
 
@@ -96,7 +89,7 @@ class DraftModel(Drafter):
         most_passes = PREFILL_PASSES if len(step.seq_ids) == 1 else 1
         while unfinished:
             scheduled = self._schedule(unfinished)
-            going_on = self._run_pass(scheduled, step.min_survival)
+            going_on = self._run_pass(scheduled, step.min_acceptance_prob)
             if len(made.pass_rows) + 1 < most_passes:
                 going_on += [draft for draft in unfinished if draft.is_behind]
             unfinished = going_on
@@ -128,7 +121,7 @@ class DraftModel(Drafter):
         ordered.sort(key=lambda draft: draft.num_scheduled > 1)
         return [draft for draft in ordered if draft.num_scheduled]
 
-    def _run_pass(self, drafts: Sequence["_Draft"], min_survival: float) -> list["_Draft"]:
+    def _run_pass(self, drafts: Sequence["_Draft"], min_acceptance_prob: float) -> list["_Draft"]:
         """Compute the scheduled tokens of drafts, whose KV follows what was computed before.
 
         Appends a token to each draft whose KV is complete then; returns those that go on.
@@ -156,7 +149,7 @@ class DraftModel(Drafter):
         drafts = [drafts[index] for index in complete]
         open_drafts = [draft.open_draft for draft in drafts]
         going_on = self._sampler.extend(
-            open_drafts, self._spread_logits(self._model.logits(hidden)), min_survival
+            open_drafts, self._spread_logits(self._model.logits(hidden)), min_acceptance_prob
         )
         return [drafts[index] for index in going_on]
 
@@ -171,16 +164,18 @@ class DraftModel(Drafter):
 
         inputs: for every KV group of this model.
         """
-        tokens, places, rows = self._placement.to_device(
+        tokens, places, rows = self._transfers.to_device(
             [token_ids, positions, np.array(chosen, dtype=np.int64)]
         )
         groups = (inputs,) * len(self._kv_cache.layout.windows)
-        if self._graphs is not None and self._graphs.fits(groups):
-            hidden = self._graphs.replay(groups, tokens, places)
-        else:
-            self._attention.plan(groups)
-            hidden = self._model.forward(tokens, places, self._attention)
-        return hidden.index_select(0, rows)
+        return self._run_model(groups, tokens, places).index_select(0, rows)
+
+    def _run_model(
+        self, groups: Sequence[AttentionInputs], token_ids: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the hidden states [T, H] of a pass; they are valid until the next one."""
+        self._attention.plan(groups)
+        return self._model.forward(token_ids, positions, self._attention)
 
 
 @dataclass(slots=True)
@@ -288,7 +283,7 @@ class KVContents:
         if block:
             mixed[:1] += self._row_hashes[row, block - 1 : block]
         else:
-            mixed[:1] += self._batch.salt_keys[row : row + 1]
+            mixed[:1] += self._batch.extra_keys[row : row + 1]
         hashes: Hashes = mixed.cumsum()[first - start :]
         return hashes
 

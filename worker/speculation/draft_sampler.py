@@ -1,29 +1,26 @@
 """Sampling of drafts: which sequences get one, how its tokens are drawn, and where it ends.
 
-Tokens are drawn with the noise of the sequence's own draws (worker/sampling/cpu_kernels.py), its
+Tokens are drawn with the noise of the sequence's own draws (worker/sampling/backend.py), its
 filters and logit edits: the more alike two models are, the more often both draw the same token.
-Grammars are not applied; the engine cuts drafts. HostDraw and DeviceDraftDraw are the two places
-where logits are.
+Grammars are not applied; the engine cuts drafts. `host_draw` draws on the host, DeviceDraftDraw
+(worker/cuda/sampling/draft_draw.py) on a GPU.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from proto.sampling_params import GREEDY_TEMPERATURE
-from worker.device.accelerator import Accelerator
-from worker.device.transfers import DevicePlacement, Downloader
-from worker.input_batch import NO_LOGPROBS, InputBatch
-from worker.sampling.device_sampler import DeviceDraw, KeyedDraw
-from worker.sampling.logit_edits import NEVER, RowEdits
+from proto.messages.sampling_params import GREEDY_TEMPERATURE
+from worker.batch.input_batch import InputBatch
+from worker.batch.step_inputs import StepInputs
+from worker.sampling.logit_edits import RowEdits
+from worker.sampling.logprobs import NO_LOGPROBS
 from worker.sampling.row_params import RowParams
 from worker.sampling.sampler import Sampler, SamplingBatch
-from worker.step_inputs import StepInputs
 
 
 @dataclass(slots=True)
@@ -32,8 +29,8 @@ class OpenDraft:
 
     sequence: its index in the step. num_tokens: known tokens of the sequence. most: tokens of the
     longest draft. edits: logit edits behind the draft; None without any.
-    token_ids, survivals: as in Drafts. replaced_ids: tokens of the row in whose place the draft
-    stands until it ends.
+    token_ids, acceptance_probs: as in Drafts. replaced_ids: tokens of the row in whose
+    place the draft stands until it ends.
     """
 
     sequence: int
@@ -45,7 +42,7 @@ class OpenDraft:
     stop_ids: frozenset[int]
     replaced_ids: NDArray[np.int32]
     token_ids: list[int] = field(default_factory=list)
-    survivals: list[float] = field(default_factory=list)
+    acceptance_probs: list[float] = field(default_factory=list)
 
     @property
     def last_position(self) -> int:
@@ -63,7 +60,7 @@ class SampledStep:
         added; 0 if the sequence is not in its row any more.
     num_lookahead: int64 [S], most tokens to propose for each sequence; 0 for no draft. The block
         table of a sequence has room for that many behind the tokens of the step.
-    min_survival: survival below which a draft ends.
+    min_acceptance_prob: acceptance probability below which a draft ends.
     """
 
     inputs: StepInputs
@@ -71,22 +68,22 @@ class SampledStep:
     states: torch.Tensor | None
     num_tokens: NDArray[np.int64]
     num_lookahead: NDArray[np.int64]
-    min_survival: float
+    min_acceptance_prob: float
 
 
 @dataclass(slots=True)
 class Drafts:
     """Proposals for the next step, and the passes that made them.
 
-    seq_ids, token_ids, survivals: parallel; sequences for which there was a choice, and their
-        drafts, which may be empty. The survival of a token is the probability that it and all
-        before it are accepted, as the drafter has it.
+    seq_ids, token_ids, acceptance_probs: parallel; sequences for which there was a choice, and
+        their drafts, which may be empty. The acceptance probability of a token is the probability
+        that it and all before it are accepted, as the drafter has it.
     pass_rows, pass_seconds: parallel, tokens and time of each pass of the drafter's model.
     """
 
     seq_ids: list[int] = field(default_factory=list)
     token_ids: list[list[int]] = field(default_factory=list)
-    survivals: list[list[float]] = field(default_factory=list)
+    acceptance_probs: list[list[float]] = field(default_factory=list)
     pass_rows: list[int] = field(default_factory=list)
     pass_seconds: list[float] = field(default_factory=list)
 
@@ -102,7 +99,7 @@ class Drafts:
         for draft in drafts:
             self.seq_ids.append(draft.seq_id)
             self.token_ids.append(draft.token_ids)
-            self.survivals.append(draft.survivals)
+            self.acceptance_probs.append(draft.acceptance_probs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,17 +122,9 @@ class DraftDraws:
         return found
 
 
-class DraftDraw(Protocol):
-    """Draws tokens where the logits are."""
-
-    def __call__(
-        self, logits: torch.Tensor, draws: DraftDraws
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Return the next token of each draft [D], and its probability: NaN if none is defined.
-
-        logits: float32 [D, V]; they may be overwritten.
-        """
-        ...
+DraftDraw = Callable[[torch.Tensor, DraftDraws], tuple[NDArray[np.int64], NDArray[np.float32]]]
+"""Draws tokens where the logits are: takes logits float32 [D, V], which may be overwritten, and
+returns the next token of each draft [D], and its probability: NaN if none is defined."""
 
 
 class DraftSampler:
@@ -185,7 +174,7 @@ class DraftSampler:
             self._batch.token_ids[draft.row, first : first + len(replaced)] = replaced
 
     def extend(
-        self, drafts: Sequence[OpenDraft], logits: torch.Tensor, min_survival: float
+        self, drafts: Sequence[OpenDraft], logits: torch.Tensor, min_acceptance_prob: float
     ) -> list[int]:
         """Append a token to each draft; return the indices of those that go on.
 
@@ -196,12 +185,14 @@ class DraftSampler:
         for index, (draft, token_id, probability) in enumerate(
             zip(drafts, token_ids.tolist(), probabilities.tolist(), strict=True)
         ):
-            survival = probability * (draft.survivals[-1] if draft.survivals else 1.0)
-            if not survival >= min_survival:  # NaN, too
+            acceptance_prob = probability * (
+                draft.acceptance_probs[-1] if draft.acceptance_probs else 1.0
+            )
+            if not acceptance_prob >= min_acceptance_prob:  # NaN, too
                 continue
             self._batch.token_ids[draft.row, draft.last_position + 1] = token_id
             draft.token_ids.append(token_id)
-            draft.survivals.append(survival)
+            draft.acceptance_probs.append(acceptance_prob)
             if draft.edits is not None:
                 draft.edits.append(token_id)
             if len(draft.token_ids) < draft.most and token_id not in draft.stop_ids:
@@ -226,117 +217,26 @@ class DraftSampler:
         )
 
 
-class HostDraw:
-    """A DraftDraw on a CPU."""
+def host_draw(sampler: Sampler) -> DraftDraw:
+    """Return a DraftDraw on a CPU."""
 
-    def __init__(self, sampler: Sampler) -> None:
-        self._sampler = sampler
-
-    def __call__(
-        self, logits: torch.Tensor, draws: DraftDraws
+    def draw_tokens(
+        logits: torch.Tensor, draws: DraftDraws
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         broken = ~logits.amax(dim=1).isfinite()
         logits[broken] = 0.0
         no_logprobs = np.full(len(logits), NO_LOGPROBS, dtype=np.int32)
         batch = SamplingBatch(draws.params, no_logprobs, draws.suppressed, draws.edits)
-        token_ids, _ = self._sampler.sample(logits, batch)
+        token_ids, _ = sampler.sample(logits, batch)
         scaled = logits.div_(torch.from_numpy(draws.divisors)[:, None])
-        probabilities = _probabilities(scaled, torch.from_numpy(token_ids))
+        probabilities = probabilities_of(scaled, torch.from_numpy(token_ids))
         probabilities[broken] = float("nan")
         return token_ids, probabilities.numpy()
 
-
-class DeviceDraftDraw:
-    """A DraftDraw on an accelerator, with the same results; waits for the tokens.
-
-    The counts of penalties are sent with each draw: those on the device (DeviceCounts) are of
-    tokens that were sampled.
-    """
-
-    def __init__(self, accelerator: Accelerator, draw: KeyedDraw) -> None:
-        self._placement = DevicePlacement(accelerator)
-        self._drawing = DeviceDraw(DevicePlacement(accelerator), draw)
-        self._downloader = Downloader(accelerator)
-
-    def __call__(
-        self, logits: torch.Tensor, draws: DraftDraws
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        edits = _edit_arrays(draws, logits.shape[1])
-        divisors, *sent = self._placement.to_device([draws.divisors, *edits])
-        if any(len(array) for array in edits):
-            logits = _edited(logits, *sent)
-        logits = logits.float().contiguous()
-        token_ids = self._drawing.draw_tokens(logits, draws.params, masks_dropped=True)
-        probabilities = _probabilities(logits / divisors[:, None], token_ids)
-        found = self._downloader.start_download([token_ids, probabilities]).arrays()
-        return found[0], found[1]
+    return draw_tokens
 
 
-def _probabilities(scaled: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+def probabilities_of(scaled: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """Return the probability of each token, float32 [D]; scaled: logits over temperatures."""
     chosen = scaled.gather(1, token_ids[:, None])[:, 0]
     return (chosen - scaled.logsumexp(dim=1)).exp().clamp(max=1.0)
-
-
-def _edit_arrays(draws: DraftDraws, vocab_size: int) -> list[NDArray[Any]]:
-    """Return the logit edits of drafts as arrays, in the order of `_edited`; indices are flat."""
-    empty = np.empty(0, dtype=np.int64)
-    added, values = [empty], [empty.astype(np.float32)]
-    penalised, rules = [empty], [np.empty((0, 4), dtype=np.float32)]
-    held, kept = [], [empty]
-    for index, token_ids in draws.suppressed:
-        added.append(index * vocab_size + token_ids)
-        values.append(np.full(len(token_ids), NEVER, dtype=np.float32))
-    for index, edits in draws.edits:
-        first = index * vocab_size
-        forbidden = np.array(edits.bad_words.forbidden, dtype=np.int64)
-        added += [first + edits.bias_ids, first + forbidden]
-        values += [edits.bias_values, np.full(len(forbidden), NEVER, dtype=np.float32)]
-        if edits.penalises:
-            ids, counts = edits.counts.ids, edits.counts.counts
-            rule = np.empty((len(ids), 4), dtype=np.float32)
-            rule[:] = (edits.repetition, edits.frequency, edits.presence, 0.0)
-            rule[:, 3] = counts
-            penalised.append(first + ids)
-            rules.append(rule)
-        if edits.allowed is not None:
-            held.append(index)
-            kept.append(first + edits.allowed)
-    return [
-        np.concatenate(added),
-        np.concatenate(values),
-        np.concatenate(penalised),
-        np.ascontiguousarray(np.concatenate(rules).T),
-        np.array(held, dtype=np.int64),
-        np.concatenate(kept),
-    ]
-
-
-def _edited(
-    logits: torch.Tensor,
-    added: torch.Tensor,
-    values: torch.Tensor,
-    penalised: torch.Tensor,
-    rules: torch.Tensor,
-    held: torch.Tensor,
-    kept: torch.Tensor,
-) -> torch.Tensor:
-    """Return edited logits float32 [D, V], in new memory.
-
-    added, values: int64 and float32, what is added where. penalised: int64 [n], logits with
-    penalties; rules: float32 [4 n], their repetition, frequency and presence penalties, and counts.
-    held: int64, rows in which all logits but those at `kept` are −inf. Penalties are rounded as in
-    TritonEdits.edit_rows.
-    """
-    edited = logits.to(torch.float32, copy=True).contiguous()
-    flat = edited.view(-1)
-    flat.index_add_(0, added, values)
-    repetition, frequency, presence, counts = rules.view(4, -1).unbind(0)
-    found = flat.index_select(0, penalised)
-    scaled = torch.where(found > 0, found / repetition, found * repetition)
-    present = torch.where(counts > 0, presence, torch.zeros_like(presence))
-    flat.index_copy_(0, penalised, scaled - frequency * counts - present)
-    allowed = flat.index_select(0, kept)
-    edited.index_fill_(0, held, float("-inf"))
-    flat.index_copy_(0, kept, allowed)
-    return edited

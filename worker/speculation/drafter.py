@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from worker.attention.base import AttentionBackend
-from worker.device.transfers import HostPlacement, Placement
-from worker.input_batch import InputBatch
-from worker.kv_cache import KVCache
+from worker.attention.backend import AttentionBackend
+from worker.attention.kv_cache import KVCache
+from worker.batch.input_batch import InputBatch
+from worker.batch.transfers import Transfers
 from worker.speculation.draft_sampler import DraftDraw, Drafts, DraftSampler, SampledStep
 
 
@@ -45,7 +45,7 @@ class Drafter(ABC):
     """Proposes tokens after each step of one engine.
 
     kv_cache: of its own, with the block ids of `target.group`, so that it is shared and evicted
-        with the prefixes there. draw, placement: of the device where it runs.
+        with the prefixes there. draw, transfers: of the device where it runs.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Drafter(ABC):
         kv_cache: KVCache,
         draw: DraftDraw,
         target: DraftedModel,
-        placement: Placement | None = None,
+        transfers: Transfers,
     ) -> None:
         self._attention = attention
         self._kv_cache = kv_cache
@@ -62,7 +62,7 @@ class Drafter(ABC):
         self._table = target.batch.block_table.ids[target.group : target.group + 1]
         self._vocab_size = target.vocab_size
         self._sampler = DraftSampler(target.batch, draw, target.max_model_len)
-        self._placement = placement or HostPlacement()
+        self._transfers = transfers
 
     @abstractmethod
     def warm_up(self) -> None:
@@ -73,7 +73,7 @@ class Drafter(ABC):
 
         sources, copies: int64 [n]; no block is in both.
         """
-        self._kv_cache.copy_blocks(*self._placement.to_device([sources, copies]))
+        self._kv_cache.copy_blocks(*self._transfers.to_device([sources, copies]))
 
     def keep_states(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """Return what the drafter reads of a step's states, in new memory; called right behind it.

@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from worker.attention.base import AttentionBackend
-from worker.device.transfers import Placement
-from worker.input_batch import attention_inputs, dummy_inputs
-from worker.kv_cache import KVCache
+from worker.attention.backend import AttentionBackend
+from worker.attention.kv_cache import KVCache
+from worker.batch.input_batch import attention_inputs, dummy_inputs
+from worker.batch.transfers import Transfers
 from worker.speculation.draft_sampler import DraftDraw, Drafts, OpenDraft, SampledStep
 from worker.speculation.drafter import DraftedModel, Drafter
 from worker.speculation.eagle_head import EagleHead
@@ -43,9 +43,9 @@ class EagleDrafter(Drafter):
         kv_cache: KVCache,
         draw: DraftDraw,
         target: DraftedModel,
-        placement: Placement | None = None,
+        transfers: Transfers,
     ) -> None:
-        super().__init__(attention, kv_cache, draw, target, placement)
+        super().__init__(attention, kv_cache, draw, target, transfers)
         self._head = head
         self._group = target.group
 
@@ -56,7 +56,7 @@ class EagleDrafter(Drafter):
     def warm_up(self) -> None:
         inputs = dummy_inputs(1, 1, self._batch.block_table)
         self._attention.plan(inputs.attention[:1])
-        (tokens,) = self._placement.to_device([inputs.token_ids])
+        (tokens,) = self._transfers.to_device([inputs.token_ids])
         features = tokens.new_zeros((1, self._head.spec.hidden_size), dtype=self._head.dtype)
         states = self._head.forward(tokens, features, tokens, self._attention)
         self._head.logits(states)
@@ -84,7 +84,7 @@ class EagleDrafter(Drafter):
         stored = np.flatnonzero(~is_last)
         if len(stored):
             slots = inputs.attention[self._group].slot_mapping[tokens[stored]]
-            ids, rows_of, positions, places = self._placement.to_device(
+            ids, rows_of, positions, places = self._transfers.to_device(
                 [next_ids[stored], tokens[stored], inputs.positions[tokens[stored]], slots]
             )
             features = step.states.index_select(0, rows_of)
@@ -98,7 +98,7 @@ class EagleDrafter(Drafter):
         while going_on:
             states = self._run_pass(going_on, features, chosen)
             logits = self._spread_logits(self._head.logits(states), self._head.tokens)
-            indices = self._sampler.extend(going_on, logits, step.min_survival)
+            indices = self._sampler.extend(going_on, logits, step.min_acceptance_prob)
             started = made.add_pass(len(going_on), started)
             going_on = [going_on[index] for index in indices]
             features, chosen = states, np.array(indices, dtype=np.int64)
@@ -133,5 +133,5 @@ class EagleDrafter(Drafter):
         self._attention.plan(
             attention_inputs(self._table, self._kv_cache.block_size, rows, positions, query_start)
         )
-        ids, rows_of, places = self._placement.to_device([token_ids, chosen, positions])
+        ids, rows_of, places = self._transfers.to_device([token_ids, chosen, positions])
         return self._head.forward(ids, features.index_select(0, rows_of), places, self._attention)

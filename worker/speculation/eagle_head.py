@@ -26,28 +26,29 @@ import numpy as np
 import torch
 
 from proto.errors import ModelError
-from proto.lifecycle import KVCacheGeometry
-from proto.prepared_model import PreparedModel, TensorEntry, TensorIndex
-from worker.attention.base import AttentionBackend
-from worker.kv_cache import KVCache, KVLayout, kv_cache_geometry, kv_layout
+from proto.messages.lifecycle import KVCacheGeometry
+from proto.messages.prepared_model import PreparedModel, TensorEntry, TensorIndex
+from worker.attention.backend import AttentionBackend
+from worker.attention.kv_cache import KVCache, KVLayout, kv_cache_geometry, kv_layout
 from worker.layers.linear import Linear
 from worker.layers.norm import Norm
-from worker.layers.rotary import rotate
-from worker.layers.scratch import ByteBuffer, RowBuffer
+from worker.layers.scratch import ByteBuffer
 from worker.loader.files import TensorFiles, read_index
 from worker.loader.formats import Product, WeightFormat
 from worker.loader.source import WeightSource
 from worker.loader.weights import DecoderBuilder
 from worker.models.attention import Attention, AttentionSpec
-from worker.models.common import llama_like
+from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
 from worker.models.config_reader import ConfigReader
 from worker.models.decoder import Decoder
-from worker.models.kernel_stack import make_stacks
+from worker.models.layer_device import LayerDevice
 from worker.models.layer_stack import DecoderLayer
+from worker.models.layout import LayerNorms
 from worker.models.parts import ForwardContext, WeightSpec, norm_weights, projection
 from worker.models.registry import read_config
-from worker.models.spec import LayerNorms, ModelSpec
-from worker.parallel.sharding import shard_model
+from worker.models.rotary import rotate
+from worker.models.sharding import shard_model
+from worker.models.spec import ModelSpec
 
 D2T: Final = "d2t"
 _LAYER: Final = "model.layers.0."
@@ -55,7 +56,6 @@ _NUM_RESIDUALS: Final = 3
 _MLP_NORM: Final = LayerNorms(mlp=("post_attention_layernorm", ""))
 _UNUSED: Final = frozenset({"model.embed_tokens.weight", "t2d"})
 """Copies of the target's embedding, and whether each of its tokens is one of the head's."""
-_CPU: Final = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,9 @@ _INPUT_NORMS: Final = {"embedding_norm": "input_layernorm", "feature_norm": "hid
 """EAGLE-3's norms of e and f."""
 
 
-def read_head(method: str, prepared: PreparedModel, target: ModelSpec) -> HeadSpec:
+def read_head(
+    method: str, prepared: PreparedModel, target: ModelSpec, device: LayerDevice
+) -> HeadSpec:
     """Return the spec of a head for a target; reads configuration and headers only.
 
     method: "eagle" or "eagle3". Raises ModelError for a head that is broken or does not fit the
@@ -127,7 +129,7 @@ def read_head(method: str, prepared: PreparedModel, target: ModelSpec) -> HeadSp
     entries = {entry.name: entry for entry in index.tensors}
     config = ConfigReader(read_config(prepared), "config.json")
     spec = _spec_from_config(method, config, entries, target)
-    WeightSource(index, spec, torch.float32, _CPU)  # checks names and shapes
+    WeightSource(index, spec, torch.float32, device)  # checks names and shapes
     if spec.draft_vocab_size:
         _token_map(index, spec)
     return spec
@@ -153,18 +155,20 @@ def _spec_from_config(
     draft_vocab_size = config.integer("draft_vocab_size", vocab_size, most=vocab_size)
     norm_before_residual = is_third and config.flag("norm_before_residual", False)
     config.must_be("target_hidden_size", target.hidden_size)
-    found = llama_like(
-        config,
+    attention = replace(
+        llama_attention(config),
+        qkv_bias=bias,
+        output_bias=f"{_LAYER}self_attn.o_proj.bias" in entries,
+    )
+    found = replace(
+        decoder(config, attention_layers(config, attention), gated_mlps(config)),
         architecture="a head of EAGLE-3" if is_third else "a head of EAGLE",
-        attention={
-            "qkv_bias": bias,
-            "output_bias": f"{_LAYER}self_attn.o_proj.bias" in entries,
-        },
         norms=_MLP_NORM,
         has_last_norm=is_third,
         has_head=is_third,
         unused_tensors=_UNUSED | {D2T},
     )
+    config.refuse_leftovers()
     if found.num_layers != 1:
         raise config.refusal("num_hidden_layers", found.num_layers, "a head has one layer")
     if found.hidden_size != target.hidden_size:
@@ -241,19 +245,19 @@ def _builder(
     prepared: PreparedModel,
     spec: HeadSpec,
     dtype: torch.dtype,
-    device: torch.device,
+    device: LayerDevice,
     weight_format: WeightFormat,
 ) -> DecoderBuilder:
     source = WeightSource(read_index(prepared), spec, dtype, device)
     shards = shard_model(spec, 1)
-    return DecoderBuilder(source, shards, weight_format, device, folder=prepared.folder)
+    return DecoderBuilder(source, shards, weight_format, folder=prepared.folder)
 
 
 def head_bytes(
     prepared: PreparedModel,
     spec: HeadSpec,
     dtype: torch.dtype,
-    device: torch.device,
+    device: LayerDevice,
     weight_format: WeightFormat,
 ) -> Counter[str]:
     """Return what the head's weights take in memory, by format, without reading them."""
@@ -269,7 +273,7 @@ def load_head(
     spec: HeadSpec,
     target: Decoder,
     dtype: torch.dtype,
-    device: torch.device,
+    device: LayerDevice,
     weight_format: WeightFormat,
 ) -> "EagleHead":
     """Load a head whole, on every rank of the target. dtype: of the target's activations."""
@@ -283,7 +287,7 @@ def load_head(
         return EagleHead(
             spec=spec, target=target, layer=layer, fc=products[0], dtype=dtype, device=device
         )
-    norms = [Norm(source.read_norm(name)) for name in (*_INPUT_NORMS, "norm")]
+    norms = [device.norm(source.read_norm(name)) for name in (*_INPUT_NORMS, "norm")]
     tokens = _token_map(read_index(prepared), spec)
     builder.choose_products()
     source.release()
@@ -296,7 +300,7 @@ def load_head(
         device=device,
         norms=norms,
         head=products[1],
-        tokens=None if tokens is None else tokens.to(device),
+        tokens=None if tokens is None else tokens.to(device.torch_device),
     )
 
 
@@ -318,7 +322,7 @@ class EagleHead:
         layer: DecoderLayer,
         fc: Linear,
         dtype: torch.dtype,
-        device: torch.device,
+        device: LayerDevice,
     ) -> None:
         assert isinstance(layer.mixer, Attention)
         self.spec = spec
@@ -327,7 +331,7 @@ class EagleHead:
         self._layer = layer
         self._mixer = layer.mixer
         self._fc = fc
-        self._stacks = make_stacks((layer,), spec.hidden_size, device)
+        self._stacks = device.layer_stacks((layer,), spec.hidden_size)
 
     def record_residuals(self, most_tokens: int) -> None:
         """Let the target record what the head reads in each step of at most `most_tokens` tokens.
@@ -403,7 +407,7 @@ class Eagle3Head(EagleHead):
         layer: DecoderLayer,
         fc: Linear,
         dtype: torch.dtype,
-        device: torch.device,
+        device: LayerDevice,
         *,
         norms: Sequence[Norm],
         head: Linear,
@@ -412,10 +416,9 @@ class Eagle3Head(EagleHead):
         super().__init__(spec, target, layer, fc, dtype, device)
         self._embedding_norm, self._feature_norm, self._last_norm = norms
         self._head = head
-        self._device = device
+        self._device = device.torch_device
         self.tokens = tokens
         self._residuals = torch.empty(0)
-        self._buffers: dict[int, RowBuffer] = {}
         self._memory = ByteBuffer()
 
     def record_residuals(self, most_tokens: int) -> None:
@@ -436,7 +439,7 @@ class Eagle3Head(EagleHead):
         attention: AttentionBackend,
     ) -> torch.Tensor:
         residual, x = self._inputs(token_ids, features)
-        context = ForwardContext(residual, positions, attention, self._buffers, self._memory)
+        context = ForwardContext(positions, attention, self._memory)
         residual = self._mixer.add_to(residual, x, context)
         assert self._layer.mlp_norm is not None
         return self._layer.mlp.add_to(residual, self._layer.mlp_norm(residual), context)

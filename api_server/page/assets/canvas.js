@@ -15,8 +15,16 @@ export function penOf(canvas, width, height) {
 export const colour = (name) =>
   getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
+let groups = new Map();
+
+/** Colours requests by group from now on: owner → number of its group; others by themselves. */
+export function colourByGroup(numbers) {
+  groups = numbers;
+}
+
 /** The colour of a request: neighbours differ, and none is that of pinned blocks (yellow). */
-export function colourOf(owner) {
+export function colourOf(request) {
+  const owner = groups.get(request) ?? request;
   const turn = (owner * 0.61803398875) % 1;
   const hue = (125 + turn * 285) % 360; // leaves out 50 to 125 degrees
   const light = document.documentElement.dataset.theme === "dark" ? 0.72 : 0.6;

@@ -1,5 +1,6 @@
 // The live view: connects the event stream only while it is visible, and passes each view to the block
 // map, the request table and the charts. These share only the highlighted request.
+import { AdapterList } from "./adapters.js";
 import { BlockMap } from "./blockmap.js";
 import { byId, duration, figure, make } from "./dom.js";
 import { Feed } from "./feed.js";
@@ -9,6 +10,20 @@ import { RateChart } from "./ratechart.js";
 const NOTICES = 200;
 const REPAINT_MS = 500;
 const DRAFTS_MS = 10_000;
+const TIERS = { CPU: "host memory", disk: "disk" };
+/** What waiting requests wait for, by what made the last step short (`step_limit`). */
+const WAITS_FOR = {
+  preemption: "for KV blocks, after a preemption",
+  "prompt tokens": "so that answers keep their pace",
+  sequences: "as many run as may",
+  drafts: "until drafts are verified",
+  tenants: "other clients were served less",
+  chunks: "for a step with room",
+  blocks: "for KV blocks",
+  blocked: "for a grammar, KV or an adapter",
+  results: "for a result",
+  pause: "the engine is paused",
+};
 
 /** The tile of drafts: those verified in the last seconds. It appears with the first one. */
 class DraftTile {
@@ -35,6 +50,20 @@ class DraftTile {
   }
 }
 
+/** How full the media are to which a KV connector copies; nothing without one. The map shows the pool. */
+function showTiers(tiers) {
+  const media = tiers.filter(({ medium }) => medium !== "GPU");
+  byId("tiers").hidden = !media.length;
+  byId("tiers").replaceChildren(
+    ...media.flatMap(({ medium, blocks, used }) => {
+      const name = TIERS[medium] ?? medium;
+      const words = `${figure(used)} of ${figure(blocks)} blocks`;
+      const bar = make("meter", { min: 0, max: blocks, value: used, "aria-label": `KV in ${name}` }, words);
+      return [make("dt", {}, name), make("dd", {}, bar, make("span", {}, words))];
+    }),
+  );
+}
+
 export class LiveView {
   constructor() {
     this.shown = false;
@@ -49,6 +78,7 @@ export class LiveView {
       new RateChart("chart-prompt", "prompt_tokens_per_s"),
     ];
     this.drafts = new DraftTile();
+    this.adapters = new AdapterList(() => this.#paint());
     this.totals = { queries: 0, hits: 0, preemptions: 0 };
     this.feed = new Feed({
       hello: (hello) => this.#hello(hello),
@@ -94,10 +124,12 @@ export class LiveView {
     this.totals.queries += view.prefix_cache_queries;
     this.totals.hits += view.prefix_cache_hits;
     this.totals.preemptions += view.preemptions;
+    this.adapters.update(view); // first: it decides the colours
     this.map.update(view);
     this.table.update(view);
     for (const chart of this.charts) chart.update(view);
     this.drafts.update(view);
+    showTiers(view.tiers ?? []);
     this.#tiles(view);
     this.#paintCharts();
   }
@@ -110,7 +142,8 @@ export class LiveView {
       byId(`tile-${name}-detail`).textContent = detail;
     };
     show("running", figure(view.running), `of ${figure(this.hello?.max_num_seqs ?? 0)} at most`);
-    show("waiting", figure(view.waiting), view.waiting ? "for their first step" : "the queue is empty");
+    const reason = WAITS_FOR[view.step_limit] ?? "for their first step";
+    show("waiting", figure(view.waiting), view.waiting ? reason : "the queue is empty");
     const share = numBlocks ? (100 * used) / numBlocks : 0;
     show("used", `${figure(share)} %`, `${figure(used)} of ${figure(numBlocks)} blocks`);
     const hitRate = queries ? `${figure((100 * hits) / queries)} %` : "–";

@@ -17,9 +17,10 @@ from typing import Any, ClassVar, Final
 
 from api_server.parsers.output import OutputParser
 from api_server.parsers.tools.call_parser import read_arguments
+from api_server.protocol.fields import errors_of
 from api_server.protocol.json_lark import json_rules
 from api_server.protocol.json_schema import SchemaWork
-from proto.config import ToolCallParser
+from api_server.protocol.tools import FunctionTool
 from proto.errors import InvalidRequestError
 
 MAX_CALLS_IN_GRAMMAR: Final = 16
@@ -75,7 +76,7 @@ class ToolCallFormat:
     to its schema, not only strict ones.
     """
 
-    name: ToolCallParser
+    name: str
     layout: CallLayout
     markers: Sequence[str] = ()
     template_markers: Sequence[Sequence[str]] = ()
@@ -88,12 +89,12 @@ class ToolCallFormat:
         """Return a parser for one choice."""
         raise NotImplementedError
 
-    def argument_rules(self, rule: str, tool: "OfferedTool", rules: "CallRules") -> list[str]:
+    def argument_rules(self, rule: str, tool: FunctionTool, rules: "CallRules") -> list[str]:
         """Return Lark rules for the arguments of a tool; the first one has this name.
 
         Raises InvalidRequestError for a schema that this format cannot enforce.
         """
-        return tool.argument_rules(rule, rules.work)
+        return json_argument_rules(rule, tool, rules.work)
 
     def render_arguments(self, arguments: str) -> str:
         """Return arguments, which are JSON, as the model writes them."""
@@ -110,10 +111,12 @@ class ToolCallFormat:
         start = self.layout.start
         return next((marker for marker in self.markers if start.startswith(marker)), "")
 
-    def grammar(self, rules: "CallRules") -> "CallGrammar":
-        """Return the grammar of calls.
+    def grammar(self, rules: "CallRules") -> list[str]:
+        """Return the grammar of calls, as Lark rules.
 
-        Raises InvalidRequestError for a schema that this format cannot enforce.
+        The rule `calls` is an answer that consists of calls. In an answer that may also be text,
+        the engine enforces the rule `after_trigger` after the trigger. Raises InvalidRequestError
+        for a schema that this format cannot enforce.
         """
         layout, trigger = self.layout, self.trigger
         calls, argument_rules = [], []
@@ -143,7 +146,7 @@ class ToolCallFormat:
         for terminal, expression in (("BLANK", OPTIONAL_BLANK), ("INDEX", "/[0-9]{1,4}/")):
             if any(re.search(rf"\b{terminal}\b", line) for line in lines):
                 lines.append(f"{terminal}: {expression}")
-        return CallGrammar(lines, trigger, self.free_text)
+        return lines
 
     def lark(self, text: str, rules: "CallRules") -> list[str]:
         """Return the Lark items of a text of the layout; a marker is an item of its own.
@@ -184,37 +187,25 @@ class ToolCallFormat:
         return f"{layout.begin}{layout.between.join(rendered)}{layout.end}"
 
 
-@dataclass(frozen=True, slots=True)
-class OfferedTool:
-    """A tool that an answer may call.
+def json_argument_rules(name: str, tool: FunctionTool, work: SchemaWork) -> list[str]:
+    """Return Lark rules for the arguments of a tool as JSON; the first one has this name.
 
-    schema: JSON schema of the arguments. strict: the arguments must conform to it.
-    field: path of the tool in the request, for errors.
+    Arguments of a strict tool conform to its schema.
     """
-
-    name: str
-    schema: Mapping[str, Any]
-    strict: bool
-    field: str
-
-    def argument_rules(self, name: str, work: SchemaWork) -> list[str]:
-        """Return Lark rules for the arguments as JSON; the first one has this name."""
-        try:
-            schema = compact_schema(self.schema) if self.strict else ANY_OBJECT
-            return json_rules(name, schema, work)
-        except InvalidRequestError as error:
-            raise error.in_field(f"{self.field}.function.parameters") from None
+    with errors_of(f"{tool.field}.function.parameters"):
+        schema = compact_schema(tool.parameters) if tool.strict else ANY_OBJECT
+        return json_rules(name, schema, work)
 
 
 @dataclass(frozen=True, slots=True)
 class CallRules:
     """Constraints on the calls of one answer.
 
-    max_calls: most calls in the answer. token_ids: ids of the markers that are special tokens.
-    work: of the request's schemas.
+    tools: that the answer may call. max_calls: most calls in the answer. token_ids: ids of the
+    markers that are special tokens. work: of the request's schemas.
     """
 
-    tools: Sequence[OfferedTool]
+    tools: Sequence[FunctionTool]
     max_calls: int
     token_ids: Mapping[str, int]
     work: SchemaWork
@@ -227,19 +218,6 @@ class CallRules:
     def repeated(self, first: str, further: str) -> str:
         """Return the Lark expression of one call and up to `max_calls` - 1 further ones."""
         return first if self.max_calls == 1 else f"{first} ({further}){{0,{self.max_calls - 1}}}"
-
-
-@dataclass(frozen=True, slots=True)
-class CallGrammar:
-    """Grammar of calls, as Lark rules. The rule `calls` is an answer that consists of calls.
-
-    trigger, free_text: of the format; the engine enforces the rule `after_trigger` after the
-    trigger, in an answer that may also be text.
-    """
-
-    rules: Sequence[str]
-    trigger: str
-    free_text: str
 
 
 def quoted(text: str) -> str:

@@ -16,7 +16,6 @@ from typing import Any, Final
 from api_server.parsers.output import OutputParser
 from api_server.parsers.tools.base import (
     CallRules,
-    OfferedTool,
     ToolCallFormat,
     ToolSchemas,
     compact_schema,
@@ -24,9 +23,10 @@ from api_server.parsers.tools.base import (
     schema_properties,
 )
 from api_server.parsers.tools.call_parser import CallParser, ToolCall, python_scanner
+from api_server.protocol.fields import errors_of
 from api_server.protocol.json_lark import json_rules
 from api_server.protocol.json_schema import SchemaWork
-from proto.errors import InvalidRequestError
+from api_server.protocol.tools import FunctionTool
 
 OPENING: Final = "<|python_start|>"
 CLOSING: Final = "<|python_end|>"
@@ -47,7 +47,7 @@ class PythonicFormat(ToolCallFormat):
     def call_markers(self) -> Sequence[str]:
         return (OPENING,)
 
-    def argument_rules(self, rule: str, tool: OfferedTool, rules: CallRules) -> list[str]:
+    def argument_rules(self, rule: str, tool: FunctionTool, rules: CallRules) -> list[str]:
         return _keyword_rules(rule, tool, rules.work)
 
     def render_arguments(self, arguments: str) -> str:
@@ -55,7 +55,7 @@ class PythonicFormat(ToolCallFormat):
         return ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in pairs)
 
 
-def _keyword_rules(rule: str, tool: OfferedTool, work: SchemaWork) -> list[str]:
+def _keyword_rules(rule: str, tool: FunctionTool, work: SchemaWork) -> list[str]:
     """Return the rules of `a=1, b=2`, with properties in the order of the schema.
 
     RULE_first_N: the properties from the Nth on, if none came before; RULE_then_N: the same after
@@ -63,14 +63,12 @@ def _keyword_rules(rule: str, tool: OfferedTool, work: SchemaWork) -> list[str]:
     that is not strict is held to its schema too.
     """
     rules = []
-    try:
-        properties = schema_properties(compact_schema(tool.schema))
+    with errors_of(f"{tool.field}.function.parameters"):
+        properties = schema_properties(compact_schema(tool.parameters))
         values = [
             _value_rules(f"{rule}_value_{index}", schema, work)
             for index, (_, _, schema) in enumerate(properties)
         ]
-    except InvalidRequestError as error:
-        raise error.in_field(f"{tool.field}.function.parameters") from None
     for index, (name, required, _) in enumerate(properties):
         value = f"{rule}_value_{index}"
         pair = f"{quoted(name + '=')} {value}"

@@ -27,7 +27,9 @@ from api_server.parsers.tools.base import INDEX, NAME, CallLayout, ToolCallForma
 from api_server.parsers.tools.json_calls import CALL_ID, TOOL_ID, JsonCallFormat
 from api_server.parsers.tools.pythonic import CLOSING, OPENING, PythonicFormat
 from api_server.parsers.tools.tagged import ParameterLayout, TaggedCallFormat
-from proto.config import ToolCallParser
+from proto.errors import ConfigError
+from proto.runtime.plugins import load_part
+from proto.settings.config import PARTS
 
 _OBJECT: Final = CallLayout(
     call_begin='{"name": "', name_end='", "arguments": ', call_end="}", between=", "
@@ -195,9 +197,7 @@ _FORMATS: Final[tuple[ToolCallFormat, ...]] = (
     ),
 )
 
-TOOL_CALL_FORMATS: Final[Mapping[ToolCallParser, ToolCallFormat]] = {
-    each.name: each for each in _FORMATS
-}
+TOOL_CALL_FORMATS: Final[Mapping[str, ToolCallFormat]] = {each.name: each for each in _FORMATS}
 """Name → format, in the order in which templates are compared with them: templates of formats that
 stand first contain markers of later ones as well."""
 
@@ -212,15 +212,18 @@ although it may contain markers of other formats, unless the string is a marker 
 
 
 def tool_call_format(
-    name: ToolCallParser, template: str | None, *, template_has_tools: bool
+    name: str, template: str | None, *, template_has_tools: bool
 ) -> ToolCallFormat | None:
     """Return the format in which a model writes calls, or None if it is unknown.
 
     name: value of --tool-call-parser; "auto" detects the format from the source of the chat
-    template. template_has_tools: the template renders tools.
+    template. template_has_tools: the template renders tools. Raises ConfigError for a format from
+    outside that cannot be loaded.
     """
-    if name != "auto":
+    if name in PARTS["tool_call_parser"][1] and name != "auto":
         return TOOL_CALL_FORMATS.get(name)  # "harmony" is in api_server/parsers/harmony.py
+    if name != "auto":
+        return outside_format(name)
     if template is None:
         return DEFAULT_FORMAT
     unsupported = {marker for marker in UNSUPPORTED_MARKERS if marker in template}
@@ -229,3 +232,12 @@ def tool_call_format(
             if all(marker in template for marker in group) and unsupported <= {*group}:
                 return tool_format
     return None if template_has_tools else DEFAULT_FORMAT
+
+
+def outside_format(name: str) -> ToolCallFormat:
+    """Return a format from outside: a ToolCallFormat. Raises ConfigError."""
+    field = "tool_call_parser"
+    found = load_part("tool_parser", name, field)
+    if not isinstance(found, ToolCallFormat):
+        raise ConfigError(f"{field}: {name} is no ToolCallFormat", field)
+    return found

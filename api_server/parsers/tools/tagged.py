@@ -35,7 +35,6 @@ from api_server.parsers.output import (
 )
 from api_server.parsers.tools.base import (
     CallRules,
-    OfferedTool,
     ToolCallFormat,
     ToolSchemas,
     compact_schema,
@@ -50,6 +49,8 @@ from api_server.parsers.tools.call_parser import (
     json_scanner,
 )
 from api_server.parsers.tools.tagged_values import json_string, text_rules, value_json, value_types
+from api_server.protocol.fields import errors_of
+from api_server.protocol.tools import FunctionTool
 from proto.errors import InvalidRequestError, shown
 
 _SEPARATORS: Final = ("",)
@@ -94,7 +95,7 @@ class TaggedCallFormat(ToolCallFormat):
             for key, value in json.loads(arguments).items()
         )
 
-    def argument_rules(self, rule: str, tool: OfferedTool, rules: CallRules) -> list[str]:
+    def argument_rules(self, rule: str, tool: FunctionTool, rules: CallRules) -> list[str]:
         """Return the rules of all parameters, in the order of the schema.
 
         A tool that is not strict may have any parameters.
@@ -105,8 +106,8 @@ class TaggedCallFormat(ToolCallFormat):
             value, *lines = self._value_rules(f"{rule}_any", {}, rules)
             opening = [*self.lark(layout.begin, rules), _ANY_KEY, *self.lark(layout.key_end, rules)]
             return [f"{rule}: ({' '.join(opening)} {value})*", *lines]
-        try:
-            properties = schema_properties(compact_schema(tool.schema))
+        with errors_of(field):
+            properties = schema_properties(compact_schema(tool.parameters))
             for index, (key, required, schema) in enumerate(properties):
                 if not _is_key(key, layout.key_end):
                     raise InvalidRequestError(f"calls of this model cannot name {shown(key)!r}")
@@ -115,8 +116,6 @@ class TaggedCallFormat(ToolCallFormat):
                 opening = self.lark(f"{layout.begin}{key}{layout.key_end}", rules)
                 value, *value_lines = self._value_rules(name, schema, rules)
                 lines += [f"{name}: {' '.join(opening)} ({value})", *value_lines]
-        except InvalidRequestError as error:
-            raise error.in_field(field) from None
         return [f"{rule}: {' '.join(names) or quoted('')}", *lines]
 
     def _value_rules(self, name: str, schema: Mapping[str, Any], rules: CallRules) -> list[str]:

@@ -29,17 +29,17 @@ def value_types(parameters: Mapping[str, Any], key: str) -> frozenset[str]:
     """Return the JSON types that the schema of a tool allows for a parameter; empty if unknown."""
     schema = described_properties(parameters).get(key)
     try:
-        types = SchemaTypes(parameters, SchemaWork(_MAX_UNION_STEPS)).of(schema)
+        types = ValueSchemas(parameters, SchemaWork(_MAX_UNION_STEPS)).of(schema)
     except InvalidRequestError:
         return frozenset()
     return frozenset() if types == ALL_TYPES else types
 
 
-class SchemaTypes:
-    """The JSON types that the schemas of a document allow.
+class ValueSchemas:
+    """The schemas of a document: the JSON types that they allow, and what of them is text.
 
-    root: has the definitions, each of which is read once. work: for `of`, which raises
-    InvalidRequestError if it takes more.
+    root: has the definitions, each of which is read once. work: of all methods, which raise
+    InvalidRequestError if they take more.
     """
 
     def __init__(self, root: Mapping[str, Any], work: SchemaWork) -> None:
@@ -77,6 +77,85 @@ class SchemaTypes:
             target = _definition(reference, self._root)
             self._of_reference[reference] = self.of(target, depth)
         return self._of_reference[reference]
+
+    def split(
+        self, schema: Mapping[str, Any], depth: int = 0
+    ) -> tuple[list[Mapping[str, Any]], list[dict[str, Any]]]:
+        """Return the alternatives of a schema that are strings, and the others."""
+        self._work.take_steps(4 + len(schema))
+        types = self.of(schema)
+        if "string" not in types:
+            return [], [dict(schema)]
+        if types == ALL_TYPES and not {"$ref", "anyOf", "oneOf", "allOf"} & schema.keys():
+            return [{**schema, "type": "string"}], []  # any text is of some type
+        if depth > _MAX_REFERENCES:
+            raise InvalidRequestError("calls of this model cannot be held to nested references")
+        own = {key: value for key, value in schema.items() if key not in _DEFINITIONS}
+        for keyword in ("$ref", "anyOf", "oneOf", "allOf"):
+            if keyword not in own:
+                continue
+            is_reference = keyword == "$ref"
+            parts = [_definition(own[keyword], self._root)] if is_reference else own[keyword]
+            beside = own.keys() - {keyword, "type"}
+            if beside or (keyword == "allOf" and len(parts) != 1):
+                break
+            texts: list[Mapping[str, Any]] = []
+            others: list[dict[str, Any]] = []
+            for part in parts:
+                if not isinstance(part, Mapping):
+                    raise InvalidRequestError(f"calls of this model cannot be held to {keyword}")
+                found = self.split({**part, **_only_type(own, part)}, depth + 1)
+                texts += found[0]
+                others += found[1]
+            return texts, others
+        else:
+            if types == {"string"}:
+                return [schema], []
+            values = [own["const"]] if "const" in own else own.get("enum")
+            if isinstance(values, list):
+                strings = [value for value in values if isinstance(value, str)]
+                rest = [value for value in values if not isinstance(value, str)]
+                return [{"enum": strings}], [{"enum": rest}] if rest else []
+            rest_types = sorted(types - {"string"})
+            if "number" in rest_types:
+                rest_types.remove("integer")
+            return [{**own, "type": "string"}], [{**own, "type": kind} for kind in rest_types]
+        raise InvalidRequestError(
+            f"calls of this model cannot be held to {keyword} beside other keywords of a string"
+        )
+
+    def literals(self, schema: Mapping[str, Any]) -> list[str]:
+        """Return the booleans and null that a schema allows, as JSON."""
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        types = self.of(schema)
+        return [
+            json.dumps(value)
+            for kind, value in (("boolean", True), ("boolean", False), ("null", None))
+            if kind in types
+            and (not isinstance(values, list) or any(value is each for each in values))
+        ]
+
+    def terminals(
+        self,
+        schema: Mapping[str, Any],
+        bounds: Sequence[str],
+        forbidden: str,
+        types: frozenset[str],
+    ) -> list[str]:
+        """Return Lark expressions of which each is a set of texts that conform to a schema.
+
+        types: that the whole value may have.
+        """
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        terminals = (
+            _literal_terminals(values, forbidden, types)
+            if isinstance(values, list)
+            else [_text_terminal(schema, bounds)]
+        )
+        for terminal in terminals:
+            self._work.take_bytes(terminal)
+        self._work.take_steps(16 * len(terminals))
+        return terminals
 
 
 def _types_of_values(values: Sequence[Any]) -> frozenset[str]:
@@ -197,15 +276,15 @@ def text_rules(
     """
     behind = " ".join(after)
     quoted_end = [quoted(end)] if end else []
-    SchemaTypes(schema, SchemaWork(_MAX_UNION_STEPS)).of(schema)  # what the parser will need
-    reader = _ValueReader(schema, work)
-    texts, others = reader.split(schema)
+    ValueSchemas(schema, SchemaWork(_MAX_UNION_STEPS)).of(schema)  # what the parser will need
+    schemas = ValueSchemas(schema, work)
+    texts, others = schemas.split(schema)
     if not texts:
         return [
             " ".join([f"{name}_json", *quoted_end, behind]),
             *json_rules(f"{name}_json", schema, work),
         ]
-    types_of = reader.types.of
+    types_of = schemas.of
     other_types = frozenset[str]().union(*map(types_of, others))
     if types_of(schema) == ALL_TYPES and schema.keys() - _TEXT_KEYWORDS:
         other_types = ALL_TYPES  # values that keywords of other types restrict are not written
@@ -214,8 +293,8 @@ def text_rules(
     types = frozenset({"string", *other_types})
     choices = list[str]()
     for text in texts:
-        choices += reader.terminals(text, bounds, forbidden, types)
-    choices += [quoted(literal) for other in others for literal in reader.literals(other)]
+        choices += schemas.terminals(text, bounds, forbidden, types)
+    choices += [quoted(literal) for other in others for literal in schemas.literals(other)]
     terminal = f"{name.upper()}_TEXT"
     rules = [" ".join([f"{terminal}: ({' | '.join(choices)})", *quoted_end])]
     alternatives = [terminal]
@@ -226,94 +305,6 @@ def text_rules(
         alternatives.append(" ".join([f"{name}_json", *quoted_end]))
         rules += json_rules(f"{name}_json", union, work)
     return [f"({' | '.join(alternatives)}) {behind}", *rules]
-
-
-class _ValueReader:
-    """Divides the schema of a value into texts and JSON. root: the schema with its definitions."""
-
-    def __init__(self, root: Mapping[str, Any], work: SchemaWork) -> None:
-        self._root = root
-        self._work = work
-        self.types = SchemaTypes(root, work)
-
-    def split(
-        self, schema: Mapping[str, Any], depth: int = 0
-    ) -> tuple[list[Mapping[str, Any]], list[dict[str, Any]]]:
-        """Return the alternatives of a schema that are strings, and the others."""
-        self._work.take_steps(4 + len(schema))
-        types = self.types.of(schema)
-        if "string" not in types:
-            return [], [dict(schema)]
-        if types == ALL_TYPES and not {"$ref", "anyOf", "oneOf", "allOf"} & schema.keys():
-            return [{**schema, "type": "string"}], []  # any text is of some type
-        if depth > _MAX_REFERENCES:
-            raise InvalidRequestError("calls of this model cannot be held to nested references")
-        own = {key: value for key, value in schema.items() if key not in _DEFINITIONS}
-        for keyword in ("$ref", "anyOf", "oneOf", "allOf"):
-            if keyword not in own:
-                continue
-            is_reference = keyword == "$ref"
-            parts = [_definition(own[keyword], self._root)] if is_reference else own[keyword]
-            beside = own.keys() - {keyword, "type"}
-            if beside or (keyword == "allOf" and len(parts) != 1):
-                break
-            texts: list[Mapping[str, Any]] = []
-            others: list[dict[str, Any]] = []
-            for part in parts:
-                if not isinstance(part, Mapping):
-                    raise InvalidRequestError(f"calls of this model cannot be held to {keyword}")
-                found = self.split({**part, **_only_type(own, part)}, depth + 1)
-                texts += found[0]
-                others += found[1]
-            return texts, others
-        else:
-            if types == {"string"}:
-                return [schema], []
-            values = [own["const"]] if "const" in own else own.get("enum")
-            if isinstance(values, list):
-                strings = [value for value in values if isinstance(value, str)]
-                rest = [value for value in values if not isinstance(value, str)]
-                return [{"enum": strings}], [{"enum": rest}] if rest else []
-            rest_types = sorted(types - {"string"})
-            if "number" in rest_types:
-                rest_types.remove("integer")
-            return [{**own, "type": "string"}], [{**own, "type": kind} for kind in rest_types]
-        raise InvalidRequestError(
-            f"calls of this model cannot be held to {keyword} beside other keywords of a string"
-        )
-
-    def literals(self, schema: Mapping[str, Any]) -> list[str]:
-        """Return the booleans and null that a schema allows, as JSON."""
-        values = [schema["const"]] if "const" in schema else schema.get("enum")
-        types = self.types.of(schema)
-        return [
-            json.dumps(value)
-            for kind, value in (("boolean", True), ("boolean", False), ("null", None))
-            if kind in types
-            and (not isinstance(values, list) or any(value is each for each in values))
-        ]
-
-    def terminals(
-        self,
-        schema: Mapping[str, Any],
-        bounds: Sequence[str],
-        forbidden: str,
-        types: frozenset[str],
-    ) -> list[str]:
-        """Return Lark expressions of which each is a set of texts that conform to a schema.
-
-        types: that the whole value may have.
-        """
-        values = [schema["const"]] if "const" in schema else schema.get("enum")
-        terminals = (
-            _literal_terminals(values, forbidden, types)
-            if isinstance(values, list)
-            else [_text_terminal(schema, bounds)]
-        )
-        for terminal in terminals:
-            self._work.take_bytes(terminal)
-        self._work.take_steps(16 * len(terminals))
-        return terminals
 
 
 def _only_type(own: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Anthropic's Messages API, translated into a chat completion and back."""
+"""Anthropic's Messages API: requests, translated into a chat completion."""

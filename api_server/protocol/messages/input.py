@@ -55,7 +55,7 @@ def system_text(system: Any, ignored: IgnoredFields) -> str:
     if system is None or isinstance(system, str):
         return _text(system or "", "system")
     blocks = _blocks(system, "system")
-    texts = [_block_text(block, f"system.{index}") for index, block in enumerate(blocks)]
+    texts = [_block_text(block, f"system[{index}]") for index, block in enumerate(blocks)]
     kept_texts = [text for text in texts if not _BILLING_HEADER.match(text)]
     if len(kept_texts) < len(texts):
         ignored.add("system.x-anthropic-billing-header")
@@ -65,18 +65,18 @@ def system_text(system: Any, ignored: IgnoredFields) -> str:
 class BlockTranslator:
     """Translates the messages of a request, which consist of blocks, into chat messages.
 
-    merge_roles: see the top of this file. source_indices: for each chat message, the index of the
-    request's message with which it starts; -1 for the system prompt. call_paths: of the arguments
-    of each call, path in the request, by the indices of the chat message and of the call in it.
+    merge_roles: see the top of this file. places: for each chat message, the path in the request of
+    the message with which it starts, or of the system prompt. call_paths: of the arguments of each
+    call, path in the request, by the indices of the chat message and of the call in it.
     """
 
     def __init__(self, system: str, ignored: IgnoredFields, *, merge_roles: bool) -> None:
         self.messages: list[Json] = []
-        self.source_indices: list[int] = []
+        self.places: list[str] = []
         self.call_paths: dict[tuple[int, int], str] = {}
         self._ignored = ignored
         self._merge_roles = merge_roles
-        self._source_index = -1
+        self._place = "system"
         self._role = ""
         self._passed_over: dict[str, None] = {}
         if system:
@@ -85,8 +85,7 @@ class BlockTranslator:
     def append_messages(self, messages: Sequence[Json]) -> None:
         """Translate the messages; raise InvalidRequestError that names the invalid field."""
         for index, message in enumerate(messages):
-            self._source_index = index
-            where = f"messages.{index}"
+            where = self._place = f"messages[{index}]"
             role = self._role = str(message.get("role"))
             if role not in _ROLES:
                 raise _invalid(f"{where}.role", "must be 'user', 'assistant' or 'system'")
@@ -104,7 +103,7 @@ class BlockTranslator:
                 self._append_other_blocks(role, blocks, where)
         for message in self.messages:
             _join_texts(message)
-        if self._passed_over and max(self.source_indices, default=-1) < 0:
+        if self._passed_over and {*self.places} <= {"system"}:
             kinds = ", ".join(self._passed_over)
             raise _invalid("messages", f"hold no text, only blocks of the type {kinds}")
         if self._role == "assistant":
@@ -119,9 +118,9 @@ class BlockTranslator:
     def _check_last_message(self, index: int) -> None:
         """Raise InvalidRequestError if an answer cannot continue the assistant's last message."""
         if not self.continues_last_message or self.messages[-1].get("tool_calls"):
-            raise _invalid(f"messages.{index}", "calls a tool, and its result does not follow")
+            raise _invalid(f"messages[{index}]", "calls a tool, and its result does not follow")
         if not self.messages[-1]["content"].strip():
-            raise _invalid(f"messages.{index}", "is the last, and has no text to go on with")
+            raise _invalid(f"messages[{index}]", "is the last, and has no text to go on with")
 
     def _append_assistant_blocks(self, blocks: list[Json], where: str) -> None:
         """Add blocks to the assistant's message: reasoning, text and calls."""
@@ -131,7 +130,7 @@ class BlockTranslator:
             message = {"role": "assistant", "content": []}
             self._append_message(message)
         for index, block in enumerate(blocks):
-            path = f"{where}.content.{index}"
+            path = f"{where}.content[{index}]"
             kind = block["type"]
             if kind == "text":
                 message["content"].append(_block_text(block, path))
@@ -150,7 +149,7 @@ class BlockTranslator:
     def _append_other_blocks(self, role: str, blocks: list[Json], where: str) -> None:
         """Add blocks of user or system; each tool result is a message of its own."""
         for index, block in enumerate(blocks):
-            path = f"{where}.content.{index}"
+            path = f"{where}.content[{index}]"
             kind = block["type"]
             if kind == "tool_result" and role == "user":
                 content = self._tool_result(block.get("content", ""), f"{path}.content")
@@ -179,7 +178,7 @@ class BlockTranslator:
         if content is None or isinstance(content, str):
             return _text(content or "", where)
         texts = [
-            self._readable_text(block, f"{where}.{index}", in_result=True)
+            self._readable_text(block, f"{where}[{index}]", in_result=True)
             for index, block in enumerate(_blocks(content, where))
         ]
         return "\n".join(text for text in texts if text is not None)
@@ -209,7 +208,7 @@ class BlockTranslator:
 
     def _append_message(self, message: Json) -> None:
         self.messages.append(message)
-        self.source_indices.append(self._source_index)
+        self.places.append(self._place)
 
 
 def _join_texts(message: Json) -> None:
@@ -257,7 +256,7 @@ def _blocks(value: Any, where: str) -> list[Json]:
         raise _invalid(where, f"must be a string or a list of at most {MAX_PARTS} blocks")
     for index, block in enumerate(value):
         if not isinstance(block, dict) or not isinstance(block.get("type"), str):
-            raise _invalid(f"{where}.{index}", "must be an object with a type")
+            raise _invalid(f"{where}[{index}]", "must be an object with a type")
     return value
 
 

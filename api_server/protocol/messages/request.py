@@ -5,7 +5,7 @@ names of the client's API.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Final, TypeVar
 
 from pydantic import BeforeValidator, Field
@@ -13,23 +13,23 @@ from pydantic import BeforeValidator, Field
 from api_server.protocol.chat import (
     MAX_MESSAGES,
     MAX_PARTS,
+    REASONING_SWITCHES,
     ChatCompletionRequest,
     check_message_count,
 )
 from api_server.protocol.chat_translation import ChatTranslation, chat_only_fields, split_fields
-from api_server.protocol.common import REQUEST_NUMBERS, StopStringList, Strict, Text
+from api_server.protocol.common import REQUEST_NUMBERS, StopStringList, Text
 from api_server.protocol.fields import (
-    CHAT_NEUTRAL,
     MESSAGES_HINTS,
     MESSAGES_NEUTRAL,
     IgnoredFields,
+    Strict,
     given_fields,
     parse,
 )
 from api_server.protocol.messages.input import BlockTranslator
 from api_server.protocol.messages.tools import MessageTools
 from api_server.protocol.tools import MAX_LISTED_TOOLS
-from api_server.text.chat_template import REASONING_SWITCHES
 from proto.errors import InvalidRequestError, shown
 
 Json = dict[str, Any]
@@ -54,11 +54,6 @@ _CLIENT_NAMES: Final = {
     "continue_final_message": "messages",
 }
 """Field of a chat completion → name of the same in the client's API."""
-_MENTIONED: Final = re.compile(
-    r"^stop\b|\bresponse_format(?:\.json_schema)?\b|\bthinking_token_budget\b"
-)
-_MESSAGE: Final = re.compile(r"\bmessages\.(\d{1,6})")
-_FUNCTION: Final = re.compile(r"\btools\[(\d{1,4})\](?:\.function)?(\.parameters)?")
 _TOO_LONG: Final = re.compile(r"maximum context length is (\d+) .* it has (\d+) tokens")
 
 _EFFORTS: Final = ("low", "medium", "high", "xhigh", "max")
@@ -152,6 +147,11 @@ class MessagesTranslation(ChatTranslation):
     that a budget can limit. Raises InvalidRequestError.
     """
 
+    _mentioned = re.compile(
+        r"^stop\b|\bresponse_format(?:\.json_schema)?\b|\bthinking_token_budget\b"
+    )
+    _parameters = ".input_schema"
+
     def __init__(
         self,
         request: CountTokensRequest,
@@ -166,7 +166,7 @@ class MessagesTranslation(ChatTranslation):
         self._request = request
         self._system = system
         self._tools = MessageTools(request.tools, request.tool_choice, ignored)
-        self._source_indices: Sequence[int] = ()
+        self._tool_paths = self._tools.paths
         format_field, output_format = _output_format(request, ignored)
         self._client_names = _CLIENT_NAMES | {
             "response_format": format_field,
@@ -197,22 +197,15 @@ class MessagesTranslation(ChatTranslation):
     def chat_request(self, *, merge_roles: bool = False) -> ChatCompletionRequest:
         translator = BlockTranslator(self._system, self._ignored, merge_roles=merge_roles)
         translator.append_messages(self._request.messages)
-        self._source_indices = translator.source_indices
+        self._places = translator.places
         self._call_paths = translator.call_paths
         fields = self._fields | {"messages": translator.messages}
         if translator.continues_last_message:
             fields |= {"continue_final_message": True, "add_generation_prompt": False}
-        try:
-            return parse(ChatCompletionRequest, fields, CHAT_NEUTRAL, self._ignored)
-        except InvalidRequestError as error:
-            raise self.translate_error(error) from None
+        return self._parse_chat(fields)
 
     def drop_request(self) -> None:
         del self._request, self._fields
-
-    def client_path(self, path: str) -> str:
-        first, dot, rest = path.partition(".")
-        return self._translate_indices(self._client_names.get(first, first) + dot + rest)
 
     def client_message(self, message: str) -> str:
         """Agents look for "prompt is too long" to shorten their conversation."""
@@ -221,24 +214,7 @@ class MessagesTranslation(ChatTranslation):
             return f"prompt is too long: {too_long.group(2)} tokens > {too_long.group(1)} maximum"
         if "maximum context length is" in message:
             return f"prompt is too long: {message}"
-        message = _MENTIONED.sub(lambda found: self._client_names[found.group()], message)
-        return self._translate_indices(message)
-
-    def _translate_indices(self, text: str) -> str:
-        """Replace the indices of messages and tools in a text by those of the request."""
-        return _FUNCTION.sub(self._tool_path, _MESSAGE.sub(self._message_path, text))
-
-    def _message_path(self, found: re.Match[str]) -> str:
-        number = int(found.group(1))
-        indices = self._source_indices
-        index = indices[number] if number < len(indices) else -1
-        return "system" if index < 0 else f"messages.{index}"
-
-    def _tool_path(self, found: re.Match[str]) -> str:
-        number, indices = int(found.group(1)), self._tools.source_indices
-        if number >= len(indices):
-            return "tools"
-        return f"tools.{indices[number]}" + (".input_schema" if found.group(2) else "")
+        return super().client_message(message)
 
 
 def thinking_options(request: CountTokensRequest) -> Json:

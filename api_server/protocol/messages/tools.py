@@ -28,19 +28,19 @@ class MessageTools:
     tools, choice: as in the request. ignored: collects the tools of Anthropic's servers, which are
     left out. Raises InvalidRequestError.
 
-    source_indices: index in the request of each function.
+    paths: in the request, of each function.
     """
 
     def __init__(self, tools: Sequence[Json], choice: Json | None, ignored: IgnoredFields) -> None:
         self._functions: list[Json] = []
-        self.source_indices: list[int] = []
+        self.paths: list[str] = []
         for index, tool in enumerate(tools):
             kind = tool.get("type")
             if kind not in (None, "custom"):
                 ignored.add(f"tools.{kind}")
                 continue
-            self._functions.append(_function(tool, f"tools.{index}", ignored))
-            self.source_indices.append(index)
+            self._functions.append(_function(tool, f"tools[{index}]", ignored))
+            self.paths.append(f"tools[{index}]")
         self._choice, self._parallel = self._chat_tool_choice(choice or {"type": "auto"}, ignored)
 
     def chat_fields(self) -> Json:

@@ -1,1 +1,1 @@
-"""OpenAI's Responses API: requests and answers, translated to and from those of chat."""
+"""OpenAI's Responses API: requests, translated into a chat completion."""

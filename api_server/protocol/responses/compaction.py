@@ -14,17 +14,11 @@ from typing import Annotated, Any, Final
 
 from pydantic import Field
 
-from api_server.parsers.output import ChoiceParser
-from api_server.protocol.common import Strict, Text
-from api_server.protocol.encoder import ResponseOptions
-from api_server.protocol.fields import IgnoredFields, parse
-from api_server.protocol.responses.encoder import ResponsesEncoder
+from api_server.protocol.common import Text
+from api_server.protocol.fields import IgnoredFields, Strict, parse
 from api_server.protocol.responses.input import (
-    SUMMARY_MARK,
     Item,
-    is_message,
     is_unreadable_summary,
-    listed_item,
     split_pending_calls,
     with_id,
 )
@@ -33,11 +27,8 @@ from api_server.protocol.responses.request import (
     Label,
     ReasoningOptions,
     ResponsesRequest,
-    ResponsesTranslation,
 )
-from api_server.protocol.responses.stored import ResponseRecord
-from api_server.request_stream import Delta, Usage
-from proto.errors import InternalRequestError, InvalidRequestError
+from proto.errors import InvalidRequestError
 
 MAX_SUMMARY_TOKENS: Final = 2048
 SUMMARY_CONTEXT_SHARE: Final = 4
@@ -122,61 +113,3 @@ def summary_conversation(items: Sequence[Item]) -> list[Item]:
         raise InvalidRequestError("input must not be empty", "input")
     question = {"type": "message", "role": "user", "content": _SUMMARY_REQUEST}
     return [*summarised, with_id(question)]
-
-
-class CompactionEncoder(ResponsesEncoder):
-    """Encoder of a compaction: the summary becomes an item of the window.
-
-    items: of the conversation. max_characters: of the user's messages that stay.
-    """
-
-    def __init__(
-        self,
-        options: ResponseOptions,
-        request: ResponsesRequest,
-        parser: ChoiceParser,
-        translation: ResponsesTranslation,
-        record: ResponseRecord | None = None,
-        *,
-        items: Sequence[Item],
-        max_characters: int,
-    ) -> None:
-        super().__init__(options, request, parser, translation, record)
-        self._items = items
-        self._max_characters = max_characters
-
-    async def encode_body(self, deltas: Sequence[Delta], usage: Usage) -> dict[str, Any]:
-        response = await super().encode_body(deltas, usage)
-        summary = "".join(
-            part["text"]
-            for item in response["output"]
-            if item["type"] == "message"
-            for part in item["content"]
-        ).strip()
-        if not summary:
-            raise InternalRequestError("the model wrote no summary; the conversation is unchanged")
-        compaction = with_id({"type": "compaction", "encrypted_content": SUMMARY_MARK + summary})
-        _, pending = split_pending_calls(self._items)
-        window = [*_kept_messages(self._items, self._max_characters), compaction, *pending]
-        return {
-            "id": response["id"],
-            "object": "response.compaction",
-            "created_at": response["created_at"],
-            "output": [listed_item(item) for item in window],
-            "usage": response["usage"],
-        }
-
-
-def _kept_messages(items: Sequence[Item], max_characters: int) -> list[Item]:
-    """Return the system's messages, and the newest of the user's up to a number of characters."""
-    kept: list[Item] = []
-    left = max_characters
-    for item in reversed(items):
-        if not is_message(item) or item["role"] == "assistant":
-            continue
-        if item["role"] == "user":
-            left -= len(str(item["content"]))
-            if left < 0:
-                continue
-        kept.append(item)
-    return kept[::-1]

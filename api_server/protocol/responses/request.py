@@ -8,21 +8,21 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
+from pydantic import AfterValidator, BeforeValidator, Field
 
-from api_server.protocol.chat import ChatCompletionRequest
+from api_server.protocol.chat import REASONING_SWITCHES, ChatCompletionRequest
 from api_server.protocol.chat_translation import ChatTranslation, chat_only_fields, split_fields
-from api_server.protocol.common import REQUEST_NUMBERS, Strict, Text
+from api_server.protocol.common import REQUEST_NUMBERS, Text
 from api_server.protocol.fields import (
-    CHAT_NEUTRAL,
     REASONING_NEUTRAL,
     RESPONSES_HINTS,
     RESPONSES_NEUTRAL,
     STREAM_OPTIONS_NEUTRAL,
     IgnoredFields,
+    NestedFields,
+    Strict,
     given_fields,
     most_members,
-    nested_fields,
     parse,
 )
 from api_server.protocol.responses.input import (
@@ -34,9 +34,8 @@ from api_server.protocol.responses.input import (
 )
 from api_server.protocol.responses.tools import ResponseTools
 from api_server.protocol.tools import MAX_LISTED_TOOLS
-from api_server.text.chat_template import REASONING_SWITCHES
 from proto.errors import InvalidRequestError
-from proto.sampling_params import MAX_LOGPROBS
+from proto.messages.sampling_params import MAX_LOGPROBS
 
 LOGPROBS: Final = "message.output_text.logprobs"
 """The only value of `include` that this server supports."""
@@ -71,50 +70,34 @@ _CLIENT_NAMES: Final = {
     "logprobs": "include",
 }
 """Field of a chat completion → name of the same in the client's API."""
-_MENTIONED: Final = re.compile(
-    r"^messages\b|\bmax_(?:completion_)?tokens\b"
-    r"|\bresponse_format(?:\.json_schema)?\b|\breasoning_effort\b"
-)
 _EFFORT_VARIABLES: Final = frozenset({"reasoning_effort", *REASONING_SWITCHES})
 """Template variables that an effort can set. Agents ask every model for an effort, so it is ignored
 if the template reads none of these."""
-_MESSAGE: Final = re.compile(r"\bmessages\.(\d{1,5})")
-"""Path of a message in a chat completion."""
-_FUNCTION: Final = re.compile(r"\btools\[(\d{1,4})\](?:\.function)?")
-"""Path of a function in a chat completion."""
 
 
-class TextOptions(Strict):
+class TextOptions(NestedFields):
     """Options of the answer's text. verbosity has no effect."""
+
+    where = "text."
 
     format: dict[str, Any] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class ReasoningOptions(Strict):
+class ReasoningOptions(NestedFields):
     """Options of the reasoning. generate_summary is the older name of summary."""
+
+    where, neutral = "reasoning.", REASONING_NEUTRAL
 
     effort: Text | None = None
     summary: Literal["auto", "concise", "detailed", "none"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class ResponseStreamOptions(Strict):
+class ResponseStreamOptions(NestedFields):
     """Stream options; none has an effect."""
 
-
-def _text(value: Any, info: ValidationInfo) -> Any:
-    return nested_fields(value, TextOptions, {}, info, "text.")
-
-
-def _reasoning(value: Any, info: ValidationInfo) -> Any:
-    return nested_fields(value, ReasoningOptions, REASONING_NEUTRAL, info, "reasoning.")
-
-
-def _stream_options(value: Any, info: ValidationInfo) -> Any:
-    return nested_fields(
-        value, ResponseStreamOptions, STREAM_OPTIONS_NEUTRAL, info, "stream_options."
-    )
+    where, neutral = "stream_options.", STREAM_OPTIONS_NEUTRAL
 
 
 def _check_item_count(value: Any) -> Any:
@@ -167,9 +150,9 @@ class ResponsesRequest(Strict):
     """Whether an answer may call more than one tool."""
     max_tool_calls: int | None = Field(default=None, ge=1)
     """Most calls of tools that the server runs. This server runs none, so it has no effect."""
-    text: Annotated[TextOptions | None, BeforeValidator(_text)] = None
+    text: TextOptions | None = None
     """format: text, json_object, or json_schema with a schema that the answer keeps to."""
-    reasoning: Annotated[ReasoningOptions | None, BeforeValidator(_reasoning)] = None
+    reasoning: ReasoningOptions | None = None
     """effort; summary: return all reasoning as a summary too."""
     include: Annotated[list[Text], Field(fail_fast=True, max_length=MAX_INCLUDE_VALUES)] = []
     """message.output_text.logprobs; other values are ignored and reported."""
@@ -177,7 +160,7 @@ class ResponsesRequest(Strict):
     """Alternatives for each token (0 to 20); only with these logprobs."""
     stream: bool = False
     """Answer with server-sent events."""
-    stream_options: Annotated[ResponseStreamOptions | None, BeforeValidator(_stream_options)] = None
+    stream_options: ResponseStreamOptions | None = None
     """Only include_obfuscation (false) is accepted; it has no effect."""
     store: bool | None = None
     """Store the response for a while, for GET and for previous_response_id. By default yes, unless
@@ -254,6 +237,12 @@ class ResponsesTranslation(ChatTranslation):
     chat template reads. Raises InvalidRequestError.
     """
 
+    _client_names = _CLIENT_NAMES
+    _mentioned = re.compile(
+        r"^messages\b|\bmax_(?:completion_)?tokens\b"
+        r"|\bresponse_format(?:\.json_schema)?\b|\breasoning_effort\b"
+    )
+
     def __init__(
         self,
         request: ResponsesRequest,
@@ -268,8 +257,8 @@ class ResponsesTranslation(ChatTranslation):
         self._passed = passed
         self._items = items
         self._template_names = template_names
-        self._message_places: Sequence[str] = ()
         self.tools = ResponseTools(request.tools, request.tool_choice, ignored)
+        self._tool_paths = self.tools.paths
 
     def chat_request(self, *, merge_roles: bool = False) -> ChatCompletionRequest:
         request, ignored = self._request, self._ignored
@@ -278,7 +267,7 @@ class ResponsesTranslation(ChatTranslation):
         places = {item["id"]: f"input[{index}]" for index, item in enumerate(sent)}
         translator.append_items(self._items, places)
         messages = translator.build_messages()
-        self._message_places = () if merge_roles else translator.places
+        self._places = () if merge_roles else translator.places
         self._call_paths = {} if merge_roles else translator.call_paths
         fields: dict[str, Any] = {
             **self._passed,
@@ -301,30 +290,10 @@ class ResponsesTranslation(ChatTranslation):
             fields |= {"logprobs": True, "top_logprobs": request.top_logprobs}
         if request.truncation == "auto":
             fields.setdefault("truncate_prompt_tokens", -1)
-        try:
-            return parse(ChatCompletionRequest, fields, CHAT_NEUTRAL, ignored)
-        except InvalidRequestError as error:
-            raise self.translate_error(error) from None
+        return self._parse_chat(fields)
 
     def drop_request(self) -> None:
         del self._request, self._passed, self._items
-
-    def client_path(self, path: str) -> str:
-        first, dot, rest = path.partition(".")
-        return _FUNCTION.sub(self._tool_path, _CLIENT_NAMES.get(first, first) + dot + rest)
-
-    def client_message(self, message: str) -> str:
-        message = _MESSAGE.sub(self._message_place, message)
-        message = _MENTIONED.sub(lambda found: _CLIENT_NAMES[found.group()], message)
-        return _FUNCTION.sub(self._tool_path, message)
-
-    def _message_place(self, found: re.Match[str]) -> str:
-        number, places = int(found.group(1)), self._message_places
-        return places[number] if number < len(places) else "input"
-
-    def _tool_path(self, found: re.Match[str]) -> str:
-        number, paths = int(found.group(1)), self.tools.paths
-        return paths[number] if number < len(paths) else "tools"
 
 
 def _response_format(request: ResponsesRequest, ignored: IgnoredFields) -> dict[str, Any] | None:

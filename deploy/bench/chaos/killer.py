@@ -13,9 +13,9 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeVar
 
 import httpx
 
@@ -26,6 +26,8 @@ from deploy.bench.chaos.streams import (
     compare_streams,
 )
 from proto.errors import TokendError
+
+T = TypeVar("T")
 
 # ---- Clients ----
 
@@ -51,6 +53,12 @@ class ClientCounts:
     comparison: StreamComparison = field(default_factory=StreamComparison)
 
 
+def endless(rng: random.Random, items: Sequence[T]) -> Iterator[T]:
+    """Yield the items again and again, all equally often, in changing order."""
+    while True:
+        yield from rng.sample(items, len(items))
+
+
 class ClientPool:
     """Clients that send one request after the other. expected: answers without disturbance."""
 
@@ -63,10 +71,8 @@ class ClientPool:
     ) -> None:
         self.counts = ClientCounts()
         self._client = client
-        self._expected = expected
+        self._next_expected = endless(rng, expected)
         self._rng = rng
-        self._order = list(range(len(expected)))
-        self._next = 0
         self._streams: set[CompletionStream] = set()
         self._leaving: set[CompletionStream] = set()
         self._excused: set[CompletionStream] = set()
@@ -89,20 +95,12 @@ class ClientPool:
 
     async def _run_client(self) -> None:
         while not self._stopping:
-            expected = self._expected[self._next_index()]
+            expected = next(self._next_expected)
             self.counts.num_requests += 1
             if self._rng.random() < _DISCONNECT_SHARE:
                 await self._send_and_disconnect(expected)
             else:
                 await self._send(expected, CompletionStream(expected.body))
-
-    def _next_index(self) -> int:
-        """Return the index of the next request: all equally often, in changing order."""
-        index = self._next % len(self._order)
-        if index == 0:
-            self._rng.shuffle(self._order)
-        self._next += 1
-        return self._order[index]
 
     async def _send(self, expected: CompletionStream, stream: CompletionStream) -> None:
         self._streams.add(stream)
@@ -209,17 +207,17 @@ class ProcessKiller:
     disruptions: Sequence[Disruption] = KILLS
     kill: Callable[[int, int], None] = os.kill
     results: list[DisruptionResult] = field(default_factory=list)
-    _remaining: list[Disruption] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._pids = self.find_pids()
+        self._next_disruption = endless(self.rng, self.disruptions)
 
     async def disrupt(self) -> DisruptionResult:
         """Disrupt the daemon once, and wait until all streams continue.
 
         Raises TokendError when they do not, or when another process was started again.
         """
-        disruption = self._choose()
+        disruption = next(self._next_disruption)
         await asyncio.sleep(self.rng.uniform(0, _JITTER_SECONDS))
         await self._until(lambda: len(self.clients.mid_generation) >= NUM_STREAMS, "enough streams")
         self._check_pids(())
@@ -250,12 +248,6 @@ class ProcessKiller:
         result = DisruptionResult(disruption, tuple(moment - signalled_at for moment in moments))
         self.results.append(result)
         return result
-
-    def _choose(self) -> Disruption:
-        """Return the next disruption: all equally often, in changing order."""
-        if not self._remaining:
-            self._remaining = self.rng.sample(list(self.disruptions), len(self.disruptions))
-        return self._remaining.pop()
 
     def _replaced(self, disruption: Disruption) -> bool:
         pids = self.find_pids()

@@ -25,7 +25,7 @@ class Page {
     this.view = new View(trace);
     this.timeline = new Timeline(this.view);
     this.lines = figure("Requests", trace.about.states, 10);
-    this.panels = PANELS.map((panel) => [figure(panel.title, panel.names, 3), panel]);
+    this.panels = PANELS.filter(({ shown }) => shown?.(trace.about) ?? true).map((panel) => [figure(panel.title, panel.names, 3), panel]);
     this.introduce();
     this.listen();
     this.draw();
@@ -68,7 +68,7 @@ class Page {
       end ? `took ${duration(end - time)}` : "computed nothing",
       `${of("prefill")} prefill + ${of("decode")} decode tokens`,
       `${of("running")} running, ${of("waiting")} waiting, ${of("blocked")} set aside`,
-      `blocks: ${of("requests")} of sequences, ${of("held")} held, ${of("pinned")} pinned, `
+      `blocks: ${of("requests")} of sequences, ${of("held")} held, ${of("pinned")} retained, `
         + `${of("cached")} cached, ${of("free")} free`,
       `found ${of("local")} + ${of("external")}`, `${of("preempted")} preempted`,
       ...(limit ? [`limited by ${limit}`] : []),

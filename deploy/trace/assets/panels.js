@@ -9,14 +9,16 @@ const PANELS = [
   { title: "Sequences", names: ["running", "waiting", "blocked"], stacked: false },
   { title: "KV pool, blocks", names: ["requests", "held", "pinned", "cached", "free"],
     stacked: true, most: (about) => about.blocks },
+  { title: "Other media, blocks", names: ["host", "others"], stacked: true, most: (about) => about.tierBlocks,
+    shown: (about) => about.tierBlocks > 0 },
   { title: "Found, tokens", names: ["local", "external"], stacked: true, lasting: true, events: true },
 ];
 
 const SHOWN_AS = {
   decode: "decode", prefill: "prefill", running: "running", waiting: "waiting",
   blocked: "set aside", requests: "of sequences", held: "held by a connector",
-  pinned: "pinned", cached: "cached, unused", free: "free", local: "in the pool",
-  external: "by a connector",
+  pinned: "retained", cached: "cached, unused", free: "free", local: "in the pool",
+  external: "by a connector", host: "in host memory", others: "on a disk",
 };
 
 // For each pixel [pixel, the step in it whose sum is highest, the last step in it], one after the

@@ -124,7 +124,7 @@ class View {
   }
 }
 
-// The last moment of each row, including the time in which its KV is pinned after its end.
+// The last moment of each row, including the time in which its KV is retained after its end.
 function lastMoments({ columns, numRows }) {
   const last = new Float64Array(numRows);
   columns.segment_row.forEach((row, at) => { last[row] = Math.max(last[row], columns.segment_to[at]); });

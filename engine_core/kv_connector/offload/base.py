@@ -15,8 +15,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
-from proto.kv_connector import find_class, load_class
-from proto.kv_transfer_config import CPU_SPEC, DISK_SPEC, FIELD, REMOTE_SPEC, OffloadSettings
+from proto.runtime.plugins import find_class, load_class
+from proto.settings.kv_transfer_config import (
+    CPU_SPEC,
+    DISK_SPEC,
+    FIELD,
+    REMOTE_SPEC,
+    OffloadSettings,
+)
 
 MAX_BYTES_IN_FLIGHT: Final = 64 << 20
 """Bytes of one rank in unfinished stores, above which a disk or Redis accepts no more stores."""
@@ -125,8 +131,13 @@ class OffloadingManager(Protocol):
         ...
 
     @property
-    def usage(self) -> float:
-        """Used fraction of the medium, 0 to 1; 0 if unknown."""
+    def num_blocks(self) -> int:
+        """Offloaded blocks that the medium can hold; 0 if unknown."""
+        ...
+
+    @property
+    def num_used(self) -> int:
+        """Offloaded blocks that it holds, or for which a store has room; 0 if unknown."""
         ...
 
     def take_events(self) -> Iterable[OffloadingEvent]:

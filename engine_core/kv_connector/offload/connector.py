@@ -7,22 +7,30 @@
 planners.py decides what is loaded and stored, the medium's manager what is evicted.
 """
 
+import time
 from collections.abc import Iterable
 from operator import add
 from typing import Any
 
+from engine_core.kv_cache.events import StoredBlocks
 from engine_core.kv_connector.base import NO_MATCH, Match, SchedulerConnector, SchedulerContext
-from engine_core.kv_connector.offload.base import ManagerContext, ReuseTracker, create_manager
+from engine_core.kv_connector.offload.base import (
+    ManagerContext,
+    OffloadKey,
+    ReuseTracker,
+    create_manager,
+)
 from engine_core.kv_connector.offload.planners import LoadPlanner, StorePlanner
 from engine_core.kv_connector.offload.tracking import (
     BlockLayout,
-    CopyStatistics,
+    InFlightJob,
     JobsInFlight,
+    MediumStatistics,
     TrackedRequest,
     parse_key,
 )
 from engine_core.request import Request, RequestStatus
-from proto.kv_connector import (
+from proto.messages.kv_connector import (
     NO_PAYLOAD,
     KVConnectorOutput,
     OffloadMetadata,
@@ -31,11 +39,11 @@ from proto.kv_connector import (
     pack,
     unpack,
 )
-from proto.kv_events import BlockRemoved, BlockStored, KVEvent
-from proto.kv_transfer_config import KVTransferConfig, offload_settings
-from proto.scheduler_output import BlockIds, SchedulerOutput
-from proto.sockets import EventFd
-from proto.stats import KVMediumStats
+from proto.messages.kv_events import BlockRemoved, BlockStored, KVEvent, event_hash
+from proto.messages.scheduler_output import BlockIds, SchedulerOutput
+from proto.messages.stats import KVMediumStats, KVTier
+from proto.runtime.sockets import EventFd
+from proto.settings.kv_transfer_config import KVTransferConfig, offload_settings
 
 
 class OffloadingScheduler(SchedulerConnector):
@@ -47,7 +55,7 @@ class OffloadingScheduler(SchedulerConnector):
         windows = [group.sliding_window for group in context.geometry.groups]
         settings, factor = offload_settings(extra, context.block_size, windows)
         self._may_load, self._may_store = config.loads, config.stores
-        self._layout = BlockLayout.from_context(context, factor)
+        self._layout = BlockLayout(context.block_size, factor, windows, context.num_ranks)
         self._block_ids = context.block_ids
         self._is_storable = context.is_storable
         self._event_fd = EventFd()
@@ -62,7 +70,7 @@ class OffloadingScheduler(SchedulerConnector):
                 factor=factor,
             ),
         )
-        self._statistics = CopyStatistics(self._manager.medium)
+        self._statistics = MediumStatistics(self._manager.medium)
         self._jobs = JobsInFlight(context.num_ranks, context.transfer_refs)
         reuse = None
         if settings.store_threshold > 1:
@@ -73,13 +81,20 @@ class OffloadingScheduler(SchedulerConnector):
         )
         self._requests: dict[int, TrackedRequest] = {}  # by seq_id
         self._has_deferred = False
+        self._geometry = context.geometry
+        self._publishes_events = context.serve_config.cache.parsed_kv_events() is not None
+        self._stored: dict[OffloadKey, BlockStored] = {}  # until the manager has made it findable
 
     # Scheduling a step
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Match:
         if not self._may_load or request.skip_reading_prefix_cache:
             return NO_MATCH
-        return self._loads.match(self._track_request(request), num_computed_tokens)
+        tracked, began = self._track_request(request), time.monotonic()
+        match = self._loads.match(tracked, num_computed_tokens)
+        is_answered = match.num_tokens is not None
+        self._statistics.record_lookup(tracked, began, is_answered=is_answered)
+        return match
 
     def update_state_after_alloc(
         self, request: Request, block_ids: BlockIds, num_external_tokens: int
@@ -129,10 +144,12 @@ class OffloadingScheduler(SchedulerConnector):
             job = self._jobs.record_report(finished)
             if job is None:
                 continue
-            self._statistics.record(job)
+            self._statistics.record_copy(job)
             if job.transfer.is_load:
                 self._loads.complete(job, self._requests.get(job.seq_id))
             else:
+                if self._publishes_events and job.succeeded:
+                    self._describe_stored(job)
                 self._stores.complete(job)
 
     def request_finished(
@@ -146,6 +163,7 @@ class OffloadingScheduler(SchedulerConnector):
         tracked = self._requests.pop(request.seq_id, None)
         if tracked is not None:
             self._loads.remove_request(request.seq_id)
+            self._statistics.end_wait(tracked, time.monotonic())
             if request.status is not RequestStatus.FINISHED_ERROR and self._can_store(tracked):
                 num_tokens = min(request.num_computed_tokens, request.num_tokens)
                 self._stores.plan(tracked, block_ids, num_tokens)
@@ -156,17 +174,36 @@ class OffloadingScheduler(SchedulerConnector):
         self._stores.invalidate_request(request)
 
     def take_events(self) -> Iterable[KVEvent]:
+        """Return the manager's events, with tokens of the blocks that this engine has stored."""
         for event in self._manager.take_events():
             for key in event.keys:
                 block_hash, group = parse_key(key)
+                names = [event_hash(block_hash)]
                 if event.removed:
-                    yield BlockRemoved(block_hash, group, event.medium)
+                    yield BlockRemoved(names, event.medium, group)
+                elif key in self._stored:
+                    yield self._stored[key]
                 else:
-                    size = self._layout.size
-                    yield BlockStored([block_hash], None, [], size, group, event.medium)
+                    yield BlockStored(
+                        block_hashes=names,
+                        parent_block_hash=None,
+                        token_ids=[],
+                        block_size=self._layout.size,
+                        lora_id=None,
+                        medium=event.medium,
+                        lora_name=None,
+                        group_idx=group,
+                    )
+        self._stored.clear()  # of stores whose blocks are corrupt
 
     def drain_stats(self) -> list[KVMediumStats]:
-        return [self._statistics.drain(self._manager.usage)]
+        return [self._statistics.drain()]
+
+    def tiers(self) -> list[KVTier]:
+        manager = self._manager
+        if not manager.num_blocks:
+            return []
+        return [KVTier(manager.medium, manager.num_blocks, manager.num_used)]
 
     # Notifications and lifecycle
 
@@ -193,6 +230,20 @@ class OffloadingScheduler(SchedulerConnector):
     def close(self) -> None:
         self._manager.close()
         self._event_fd.close()
+
+    def _describe_stored(self, job: InFlightJob) -> None:
+        """Note the tokens of the blocks of a store; its request, which may have ended, has them."""
+        layout, request = self._layout, job.request
+        wanted = set(job.keys)
+        for group in layout.groups:
+            blocks = StoredBlocks(self._manager.medium, group, layout.size, layout.factor)
+            end = len(request.block_hashes) // layout.factor
+            for index, key in enumerate(
+                layout.keys(request.block_hashes, group, job.first, end), job.first
+            ):
+                if key in wanted:
+                    event = blocks.event(self._geometry, request, index, index + 1)
+                    self._stored[key] = event
 
     def _can_store(self, tracked: TrackedRequest) -> bool:
         """Whether the request's KV may be stored: no load that it relies on can fail any more."""

@@ -25,7 +25,7 @@ from engine_core.kv_connector.offload.eviction import (
     LRUPolicy,
     OffloadedBlock,
 )
-from proto.kv_transfer_config import config_key_error, cpu_settings
+from proto.settings.kv_transfer_config import config_key_error, cpu_settings
 
 
 class CPUOffloadingManager:
@@ -120,8 +120,12 @@ class CPUOffloadingManager:
         self._policy.touch(keys, is_new_use)
 
     @property
-    def usage(self) -> float:
-        return len(self._policy) / self._num_slots
+    def num_blocks(self) -> int:
+        return self._num_slots
+
+    @property
+    def num_used(self) -> int:
+        return len(self._policy)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         events, self._events = self._events, []

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from engine_core.kv_connector.offload.base import OffloadKey
-from proto.kv_media import TEMPORARY, file_name, is_media_folder, parse_file_name
+from proto.settings.kv_media import TEMPORARY, file_name, is_media_folder, parse_file_name
 
 logger = logging.getLogger("tokend.kv_media")
 
@@ -128,7 +128,8 @@ class DiskFolder:
         try:
             command()
         except Exception as error:  # the thread must go on
-            logger.warning("disk: %s", error, exc_info=not isinstance(error, OSError))
+            unexpected = not isinstance(error, OSError)
+            logger.warning("disk %s: %s", self._root, error, exc_info=unexpected)
 
     def _report_scan(self) -> None:
         try:
@@ -274,7 +275,7 @@ def _subfolders(folder: Path | str) -> Iterator[str]:
             yield from [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
     except OSError as error:
         if not isinstance(error, FileNotFoundError):
-            logger.warning("disk: %s", error)
+            logger.warning("disk %s: %s", folder, error.strerror)
 
 
 def _files(folder: str) -> Iterator[_File]:

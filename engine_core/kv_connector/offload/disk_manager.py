@@ -29,10 +29,10 @@ from engine_core.kv_connector.offload.disk_folder import (
     InitialScan,
     Report,
 )
-from proto.circuit_breaker import CircuitBreaker
 from proto.errors import ConfigError
-from proto.kv_media import DISK, HEADER_BYTES, media_folder, own_folder
-from proto.kv_transfer_config import FIELD, DiskSettings, disk_settings
+from proto.runtime.circuit_breaker import CircuitBreaker
+from proto.settings.kv_media import DISK, HEADER_BYTES, media_folder, own_folder
+from proto.settings.kv_transfer_config import FIELD, DiskSettings, disk_settings
 
 SCAN_WAIT_SECONDS: Final = 2.0
 """Time after the start for which requests wait until the folder has been scanned."""
@@ -232,8 +232,13 @@ class DiskOffloadingManager:
         self._folder.close()
 
     @property
-    def usage(self) -> float:
-        return (len(self._blocks) + self._other_bytes / self._set_bytes) / self._capacity
+    def num_blocks(self) -> int:
+        return self._capacity
+
+    @property
+    def num_used(self) -> int:
+        """Blocks on the disk, and how many more the files of other models would be."""
+        return len(self._blocks) + -(-self._other_bytes // self._set_bytes)
 
     @property
     def _is_busy(self) -> bool:

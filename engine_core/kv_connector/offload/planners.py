@@ -11,29 +11,27 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from engine_core.kv_cache.free_queue import NULL_BLOCK
 from engine_core.kv_connector.base import NO_MATCH, NOT_KNOWN_YET, Match
 from engine_core.kv_connector.offload.base import OffloadingManager, OffloadKey, ReuseTracker
 from engine_core.kv_connector.offload.tracking import (
     BlockLayout,
-    CopyStatistics,
     InFlightJob,
     JobsInFlight,
+    MediumStatistics,
     TrackedRequest,
 )
 from engine_core.request import Request
-from proto.kv_connector import DeviceBlocks, TransferJob
-from proto.scheduler_output import BlockIds
+from proto.messages.kv_connector import DeviceBlocks, TransferJob
+from proto.messages.scheduler_output import BlockIds
 
 _TOUCH_GROWTH: Final = 4
 """A sequence of n blocks is touched again after n / 4 more: about four keys for each new block."""
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(NamedTuple):
     """Range of tokens that may be loaded.
 
     computed: tokens in the device's prefix cache. limit: maximum number of tokens of a hit. Both
@@ -50,15 +48,9 @@ class Extent:
         return self.computed // self.size
 
 
-@dataclass(frozen=True, slots=True)
-class GroupPresence:
-    """Which offloaded blocks of one KV cache group can be loaded, from `Extent.first` on.
-
-    window: sliding window in tokens; None for full attention.
-    """
-
-    window: int | None
-    present: Sequence[bool]
+GroupPresence = tuple[int | None, Sequence[bool]]
+"""A KV cache group's window in tokens, None for full attention; and which of its offloaded blocks
+can be loaded, from `Extent.first` on."""
 
 
 def first_needed(window: int | None, computed: int, end: int) -> int:
@@ -75,15 +67,18 @@ def longest_run(extent: Extent, group: GroupPresence, most: int) -> int:
         present     no   yes  yes  no   yes        window of two blocks
         ends                  ^
     """
-    size, first, present = extent.size, extent.first, group.present
-    runs = _runs(present)
-    window = None if group.window is None else max(group.window, 2)
+    size, first = extent.size, extent.first
+    window, present = group
+    window = None if window is None else max(window, 2)
+    runs = [0]  # for each block, the length of the run of present blocks that ends with it
+    for is_present in present:
+        runs.append(runs[-1] + 1 if is_present else 0)
     end = most
     while end > extent.computed:
         last = (end - 1) // size
         if last - first < len(present):
             needs = last - first_needed(window, extent.computed, end) // size + 1
-            if runs[last - first] >= needs:
+            if runs[last - first + 1] >= needs:
                 return end
         end = last * size
     return extent.computed
@@ -101,15 +96,6 @@ def longest_hit(extent: Extent, groups: Sequence[GroupPresence]) -> int:
         end = lowered
         turn += 1
     return end
-
-
-def _runs(present: Sequence[bool]) -> list[int]:
-    """Return for each block the length of the run of present blocks that ends with it."""
-    runs, length = [], 0
-    for is_present in present:
-        length = length + 1 if is_present else 0
-        runs.append(length)
-    return runs
 
 
 class LoadPlanner:
@@ -182,7 +168,8 @@ class LoadPlanner:
         job = TransferJob(
             self._jobs.next_id(), self._manager.medium, True, device, slots, list(wanted)
         )
-        self._planned.append(self._jobs.start_job(job, request.seq_id, flat))
+        first = num_computed // layout.size
+        self._planned.append(self._jobs.start_job(job, request, flat, first))
         tracked.is_loading = True
         tracked.next_block = max(tracked.next_block, end // layout.size)
         tracked.next_at = (tracked.next_block + 1) * layout.size
@@ -230,9 +217,10 @@ class LoadPlanner:
 
         All groups are looked up even after a miss, so that every key is counted.
         """
-        groups, is_known = [], True
+        groups: list[GroupPresence] = []
+        is_known = True
         for group, window in enumerate(self._layout.windows):
-            keys = self._layout.keys.of_range(request.block_hashes, group, extent.first, num_blocks)
+            keys = self._layout.keys(request.block_hashes, group, extent.first, num_blocks)
             present: list[bool] | None = None
             if is_new_use and self._reuse is not None:
                 for key in keys:
@@ -243,7 +231,7 @@ class LoadPlanner:
             if window is not None:
                 present = self._manager.contains(keys)
             is_known &= present is not None
-            groups.append(GroupPresence(window, present or []))
+            groups.append((window, present or []))
         return longest_hit(extent, groups) if is_known else None
 
     def _first_block(self, group: int, num_computed: int, end: int) -> int:
@@ -257,7 +245,7 @@ class LoadPlanner:
         """Return the keys of the offloaded blocks to load, for each group."""
         layout = self._layout
         return [
-            layout.keys.of_range(
+            layout.keys(
                 block_hashes,
                 group,
                 self._first_block(group, num_computed, end) // layout.factor,
@@ -284,7 +272,7 @@ class StorePlanner:
         layout: BlockLayout,
         manager: OffloadingManager,
         jobs: JobsInFlight,
-        statistics: CopyStatistics,
+        statistics: MediumStatistics,
         reuse: ReuseTracker | None,
     ) -> None:
         self._layout = layout
@@ -319,7 +307,7 @@ class StorePlanner:
         self._statistics.num_skipped += len(wanted) - len(prepared.keys)
         if prepared.keys:
             job = self._make_job(wanted, prepared.keys, prepared.slots)
-            self._planned.append(self._jobs.start_job(job, request.seq_id, prepared.keys))
+            self._planned.append(self._jobs.start_job(job, request, prepared.keys, first))
 
     def finish_request(self, tracked: TrackedRequest) -> None:
         """Touch the blocks of a finished request, so that its beginning is evicted last."""
@@ -361,9 +349,7 @@ class StorePlanner:
         """Return offloaded blocks that are complete on the device, by key, in token order."""
         layout, factor = self._layout, self._layout.factor
         block_hashes = tracked.request.block_hashes
-        by_group = [
-            layout.keys.of_range(block_hashes, group, first, end) for group in layout.groups
-        ]
+        by_group = [layout.keys(block_hashes, group, first, end) for group in layout.groups]
         found: dict[OffloadKey, DeviceBlocks] = {}
         for index in range(first, end):
             for group, keys in enumerate(by_group):

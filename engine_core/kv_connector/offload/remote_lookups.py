@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from engine_core.kv_connector.offload.base import OffloadKey
-from proto.circuit_breaker import CircuitBreaker
 from proto.errors import TokendError
-from proto.kv_media import remote_name
-from proto.kv_transfer_config import RemoteAddress
-from proto.redis_client import RedisConnection
+from proto.runtime.circuit_breaker import CircuitBreaker
+from proto.runtime.redis_client import RedisConnection
+from proto.settings.kv_media import remote_name
+from proto.settings.kv_transfer_config import RemoteAddress
 
 logger = logging.getLogger("tokend.kv_media")
 
@@ -205,7 +205,9 @@ class RemoteLookups:
         if not self._failure_logged:
             self._failure_logged = True
             unexpected = not isinstance(error, TokendError)
-            logger.warning("remote: %s; not used for a while", error, exc_info=unexpected)
+            logger.warning(
+                "remote %s: %s; not used for a while", self._address, error, exc_info=unexpected
+            )
         with self._changed:
             self._connected = False
             requested = list(dict.fromkeys(self._requested))
@@ -214,7 +216,7 @@ class RemoteLookups:
     def _log_recovery(self) -> None:
         if self._failure_logged:
             self._failure_logged = False
-            logger.info("remote: %s: connected", self._address)
+            logger.info("remote %s: connected", self._address)
 
     def _sleep(self, seconds: float) -> None:
         with self._changed:

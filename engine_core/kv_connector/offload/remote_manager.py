@@ -22,9 +22,9 @@ from engine_core.kv_connector.offload.base import (
     PrepareStoreOutput,
 )
 from engine_core.kv_connector.offload.remote_lookups import RemoteLookups
-from proto.circuit_breaker import CircuitBreaker
-from proto.kv_media import HEADER_BYTES, REMOTE, media_folder
-from proto.kv_transfer_config import RemoteSettings, remote_address, remote_settings
+from proto.runtime.circuit_breaker import CircuitBreaker
+from proto.settings.kv_media import HEADER_BYTES, REMOTE, media_folder
+from proto.settings.kv_transfer_config import RemoteSettings, remote_address, remote_settings
 
 logger = logging.getLogger("tokend.kv_media")
 
@@ -61,9 +61,13 @@ class RemoteOffloadingManager:
         self._stores = CircuitBreaker(retry_seconds, _FAILURES_ALLOWED)
 
     @property
-    def usage(self) -> float:
+    def num_blocks(self) -> int:
         """Always 0: the server's memory limit is not queried."""
-        return 0.0
+        return 0
+
+    @property
+    def num_used(self) -> int:
+        return 0
 
     def lookup(self, keys: Sequence[OffloadKey]) -> int | None:
         self._process_results()

@@ -5,43 +5,19 @@ offloaded blocks    |   0   |   1   |   2   |          factor 2
 """
 
 import struct
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
-from engine_core.kv_cache.hashing import HASH_BYTES
+from engine_core.block_hashing import HASH_BYTES
 from engine_core.kv_cache.pool import TransferRefs
-from engine_core.kv_connector.base import SchedulerContext
 from engine_core.kv_connector.offload.base import OffloadKey
 from engine_core.request import Request
-from proto.kv_connector import FinishedJob, TransferJob
-from proto.stats import KVMediumStats
+from proto.messages.kv_connector import FinishedJob, TransferJob
+from proto.messages.stats import KVCopy, KVMediumStats
 
 _SUFFIX: Final = struct.Struct("<BHH")
-
-
-class OffloadKeys:
-    """Makes the keys of offloaded blocks.
-
-        hashes           | h0 | h1 | h2 | h3 | h4 | h5 | h6 | h7 |        of device blocks
-        factor 4         |         h3        |         h7        |
-        key              h3 ‖ group (1 byte) ‖ ranks (2) ‖ factor (2)
-
-    A hash covers all tokens up to the end of its block. The suffix distinguishes layers (group),
-    shares of the heads (ranks) and block sizes (factor) for the same tokens.
-    """
-
-    def __init__(self, num_groups: int, num_ranks: int, factor: int) -> None:
-        self.factor = factor
-        self._suffixes = [_SUFFIX.pack(group, num_ranks, factor) for group in range(num_groups)]
-
-    def of_range(
-        self, block_hashes: Sequence[bytes], group: int, first: int, end: int
-    ) -> list[OffloadKey]:
-        """Return the keys of a group's offloaded blocks [first, end) of a sequence."""
-        factor, suffix = self.factor, self._suffixes[group]
-        hashes = block_hashes[(first + 1) * factor - 1 : end * factor : factor]
-        return [block_hash + suffix for block_hash in hashes]
 
 
 def parse_key(key: OffloadKey) -> tuple[bytes, int]:
@@ -49,35 +25,29 @@ def parse_key(key: OffloadKey) -> tuple[bytes, int]:
     return key[:HASH_BYTES], key[HASH_BYTES]
 
 
+@dataclass(slots=True)
 class InFlightJob:
-    """A copy that not all ranks have reported. seq_id: its request. keys: its offloaded blocks.
+    """A copy that not all ranks have reported.
 
+    request: whose KV it is; it may have ended. keys: its offloaded blocks, of each group in the
+    order of the sequence. first: none of them comes before this offloaded block of the request.
     succeeded: on every rank that has reported. has_failed: on some rank, other than by being
     cancelled. num_bytes: sum over these ranks. seconds: of the slowest rank.
     """
 
-    __slots__ = (
-        "has_failed",
-        "keys",
-        "num_bytes",
-        "num_ranks_left",
-        "seconds",
-        "seq_id",
-        "succeeded",
-        "transfer",
-    )
+    transfer: TransferJob
+    request: Request
+    keys: Sequence[OffloadKey]
+    first: int
+    num_ranks_left: int
+    succeeded: bool = True
+    has_failed: bool = False
+    num_bytes: int = 0
+    seconds: float = 0.0
 
-    def __init__(
-        self, transfer: TransferJob, seq_id: int, keys: Sequence[OffloadKey], num_ranks: int
-    ) -> None:
-        self.transfer = transfer
-        self.seq_id = seq_id
-        self.keys = keys
-        self.num_ranks_left = num_ranks
-        self.succeeded = True
-        self.has_failed = False
-        self.num_bytes = 0
-        self.seconds = 0.0
+    @property
+    def seq_id(self) -> int:
+        return self.request.seq_id
 
     @property
     def device_blocks(self) -> list[int]:
@@ -99,10 +69,10 @@ class JobsInFlight:
         return self._next_id
 
     def start_job(
-        self, transfer: TransferJob, seq_id: int, keys: Sequence[OffloadKey]
+        self, transfer: TransferJob, request: Request, keys: Sequence[OffloadKey], first: int
     ) -> InFlightJob:
         """Register a copy and reference its device blocks."""
-        job = InFlightJob(transfer, seq_id, keys, self._num_ranks)
+        job = InFlightJob(transfer, request, keys, first, self._num_ranks)
         self._transfer_refs.hold(job.device_blocks)
         self._jobs[transfer.job_id] = job
         return job
@@ -149,6 +119,8 @@ class TrackedRequest:
     neither stored nor excluded. next_at: number of tokens with which the next block is full.
     touched: leading blocks that were marked as recently used.
     hit: total tokens promised by the last match. is_loading: they are being copied.
+    unanswered_since: second of the first lookup that the medium has not answered yet; None: all
+    lookups are answered.
     """
 
     request: Request
@@ -158,41 +130,49 @@ class TrackedRequest:
     touched: int = 0
     hit: int = 0
     is_loading: bool = False
+    unanswered_since: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """How sequences are divided into offloaded blocks.
+    """How sequences are divided into offloaded blocks, and the keys of these.
+
+        hashes           | h0 | h1 | h2 | h3 | h4 | h5 | h6 | h7 |        of device blocks
+        factor 4         |         h3        |         h7        |
+        key              h3 ‖ group (1 byte) ‖ ranks (2) ‖ factor (2)
+
+    A hash covers all tokens up to the end of its block. The suffix distinguishes layers (group),
+    shares of the heads (ranks) and block sizes (factor) for the same tokens.
 
     block_size: tokens of a device block. factor: device blocks of an offloaded block.
     windows: sliding windows of the KV cache groups. size: tokens of an offloaded block.
     """
 
-    block_size: int
-    factor: int
-    windows: tuple[int | None, ...]
-    keys: OffloadKeys
-    size: int = field(init=False)
-    groups: range = field(init=False)
+    def __init__(
+        self, block_size: int, factor: int, windows: Sequence[int | None], num_ranks: int
+    ) -> None:
+        self.block_size = block_size
+        self.factor = factor
+        self.windows = windows
+        self.size = block_size * factor
+        self.groups = range(len(windows))
+        self._suffixes = [_SUFFIX.pack(group, num_ranks, factor) for group in self.groups]
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "size", self.block_size * self.factor)
-        object.__setattr__(self, "groups", range(len(self.windows)))
-
-    @classmethod
-    def from_context(cls, context: SchedulerContext, factor: int) -> "BlockLayout":
-        windows = tuple(group.sliding_window for group in context.geometry.groups)
-        keys = OffloadKeys(len(windows), context.num_ranks, factor)
-        return cls(context.block_size, factor, windows, keys)
+    def keys(
+        self, block_hashes: Sequence[bytes], group: int, first: int, end: int
+    ) -> list[OffloadKey]:
+        """Return the keys of a group's offloaded blocks [first, end) of a sequence."""
+        factor, suffix = self.factor, self._suffixes[group]
+        hashes = block_hashes[(first + 1) * factor - 1 : end * factor : factor]
+        return [block_hash + suffix for block_hash in hashes]
 
     def all_keys(self, block_hashes: Sequence[bytes], end: int) -> list[bytes]:
         """Return the keys of the first `end` offloaded blocks of every group, in token order."""
-        by_group = [self.keys.of_range(block_hashes, group, 0, end) for group in self.groups]
+        by_group = [self.keys(block_hashes, group, 0, end) for group in self.groups]
         return [key for keys in zip(*by_group, strict=True) for key in keys]
 
 
-class CopyStatistics:
-    """Counts copies between the device and one medium since the last `drain`."""
+class MediumStatistics:
+    """Counts copies between the device and one medium, and lookups, since the last `drain`."""
 
     def __init__(self, medium: str) -> None:
         self._medium = medium
@@ -200,33 +180,44 @@ class CopyStatistics:
 
     def _clear(self) -> None:
         self.num_skipped = self.num_unstored = self._num_failed = 0
-        self._num_copies = {True: 0, False: 0}
-        self._num_bytes = {True: 0, False: 0}
-        self._seconds = {True: 0.0, False: 0.0}
+        self._loads: list[KVCopy] = []
+        self._stores: list[KVCopy] = []
+        self._lookup_seconds: list[float] = []
+        self._lookup_wait_seconds: list[float] = []
 
-    def record(self, job: InFlightJob) -> None:
-        is_load = job.transfer.is_load
+    def record_copy(self, job: InFlightJob) -> None:
         if not job.succeeded:
             self._num_failed += 1
             return
-        self._num_copies[is_load] += 1
-        self._num_bytes[is_load] += job.num_bytes
-        self._seconds[is_load] += job.seconds
+        copies = self._loads if job.transfer.is_load else self._stores
+        copies.append(KVCopy(job.num_bytes, job.seconds))
 
-    def drain(self, usage: float) -> KVMediumStats:
-        """Return and reset the counts. usage: used fraction of the medium, 0 to 1."""
+    def record_lookup(self, tracked: TrackedRequest, began: float, *, is_answered: bool) -> None:
+        """Record a lookup of a request. began: seconds of `time.monotonic`."""
+        now = time.monotonic()
+        self._lookup_seconds.append(now - began)
+        if is_answered:
+            self.end_wait(tracked, now)
+        elif tracked.unanswered_since is None:
+            tracked.unanswered_since = began
+
+    def end_wait(self, tracked: TrackedRequest, now: float) -> None:
+        """Record how long a request has waited for the answer to a lookup, if it has."""
+        if tracked.unanswered_since is not None:
+            self._lookup_wait_seconds.append(now - tracked.unanswered_since)
+            tracked.unanswered_since = None
+
+    def drain(self) -> KVMediumStats:
+        """Return and reset the counts."""
         stats = KVMediumStats(
             medium=self._medium,
-            num_loads=self._num_copies[True],
-            load_bytes=self._num_bytes[True],
-            load_seconds=self._seconds[True],
-            num_stores=self._num_copies[False],
-            store_bytes=self._num_bytes[False],
-            store_seconds=self._seconds[False],
+            loads=self._loads,
+            stores=self._stores,
             num_skipped=self.num_skipped,
             num_unstored=self.num_unstored,
             num_failed=self._num_failed,
-            usage=usage,
+            lookup_seconds=self._lookup_seconds,
+            lookup_wait_seconds=self._lookup_wait_seconds,
         )
         self._clear()
         return stats

@@ -3,11 +3,13 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar, Final, Protocol
 
-from engine_core.kv_cache.manager import ComputedBlocks, KVCacheManager
+from engine_core.kv_cache.manager import CachedPrefix, KVCacheManager
+from engine_core.kv_connector.base import SchedulerConnector
 from engine_core.request import Request, RequestStatus
+from engine_core.scheduler.features.outside import OutsideFeature
 from engine_core.scheduler.queues.base import RequestQueue
 from engine_core.scheduler.step_plan import StepPlan
-from proto.model_runner_output import ModelRunnerOutput
+from proto.messages.model_runner_output import ModelRunnerOutput
 
 if TYPE_CHECKING:
     from engine_core.scheduler.features.retention.retained_prefixes import RetainedPrefix
@@ -20,7 +22,7 @@ class Candidate:
     """The request at the head of the queue, and the KV from which it can start.
 
     The prefix cache is looked up on demand, once. Sibling forks may offer the KV of a fork instead.
-    num_external_tokens: tokens behind the cached prefix whose KV the connector has. loads_async:
+    num_external_tokens: tokens after the cached prefix whose KV the connector has. loads_async:
     that KV is loaded before the request is admitted, not within its first step.
     """
 
@@ -29,27 +31,31 @@ class Candidate:
     def __init__(self, request: Request, kv_cache: KVCacheManager) -> None:
         self.request = request
         self._kv_cache = kv_cache
-        self._computed: ComputedBlocks | None = None
+        self._computed: CachedPrefix | None = None
         self.num_external_tokens = 0
         self.loads_async = False
 
     @property
-    def computed(self) -> ComputedBlocks:
+    def is_looked_up(self) -> bool:
+        """Whether the prefix cache was looked up for the request."""
+        return self._computed is not None
+
+    @property
+    def computed(self) -> CachedPrefix:
         """Blocks of the prefix that the request need not compute, until blocks are allocated."""
         if self._computed is None:
             self._computed = self._kv_cache.get_computed_blocks(self.request)
         return self._computed
 
-    def offer_fork(self, blocks: ComputedBlocks) -> None:
+    def offer_fork(self, blocks: CachedPrefix) -> None:
         """Start from these blocks, unless a longer prefix is cached."""
         if blocks.num_tokens >= self.computed.num_tokens:
             self._computed = blocks
 
-    def without_external(self) -> "Candidate":
-        """Return the candidate itself, changed to load nothing from the connector."""
+    def drop_external(self) -> None:
+        """Load nothing from the connector."""
         self.num_external_tokens = 0
         self.loads_async = False
-        return self
 
     @property
     def num_computed_tokens(self) -> int:
@@ -65,10 +71,11 @@ class SchedulerFeature(Protocol):
 
     `Scheduler` builds all features in one list; methods are called in the order of that list.
     A request that `is_blocked` holds back is parked: it keeps its place in the queue, the requests
-    behind it pass, and it is not considered again until the feature unblocks it.
+    after it pass, and it is not considered again until the feature unblocks it.
 
-    A protocol, because interpreted classes cannot extend a compiled one: tests have some that have
-    the same methods. Without the `return` a method would count as abstract.
+    A protocol, because interpreted classes cannot extend a compiled one: those of tests and from
+    outside (outside.py) have the same methods. Without the `return` a method would count as
+    abstract.
 
     status: of the requests that the feature holds back.
     """
@@ -109,8 +116,8 @@ class SchedulerFeature(Protocol):
 
 def features_with(method: str, features: Sequence[SchedulerFeature]) -> list[SchedulerFeature]:
     """Return the features that replace this method of `SchedulerFeature`, in the same order."""
-    inherited = getattr(SchedulerFeature, method)
-    return [feature for feature in features if getattr(type(feature), method) is not inherited]
+    inherited = (getattr(SchedulerFeature, method), getattr(OutsideFeature, method))
+    return [feature for feature in features if getattr(type(feature), method) not in inherited]
 
 
 class SchedulerObserver(Protocol):
@@ -126,6 +133,7 @@ class SchedulerObserver(Protocol):
         waiting: RequestQueue,
         running: Sequence[Request],
         kv_cache: KVCacheManager,
+        connector: SchedulerConnector,
     ) -> None:
         """A step is about to be scheduled; the plan is still empty. The others are only read."""
         return None
@@ -153,7 +161,10 @@ class SchedulerObserver(Protocol):
         return None
 
     def on_prefix_retained(self, prefix: "RetainedPrefix", ttl: float) -> None:
-        """A prefix is retained for `ttl` seconds after its turn, or its time has changed."""
+        """A prefix is retained for `ttl` seconds after its turn.
+
+        Called again when that time or the number of its blocks has changed.
+        """
         return None
 
     def on_prefix_released(self, prefix: "RetainedPrefix", reason: str) -> None:

@@ -26,7 +26,7 @@ from engine_core.scheduler.features.base import Candidate, SchedulerFeature, Unb
 from engine_core.scheduler.output import ForcedTokens
 from engine_core.scheduler.preemption import Preemption
 from engine_core.scheduler.step_plan import StepPlan
-from proto.engine_io import LogprobsArrays
+from proto.messages.engine_io import LogprobsArrays
 
 if TYPE_CHECKING:
     from engine_core.scheduler.features.beam_search import Branch
@@ -93,7 +93,7 @@ class BeamGroups(SchedulerFeature):
         self._forced_tokens = forced_tokens
         self._unblock = unblock
         self._groups: dict[int, BeamGroup] = {}
-        self._reporting: dict[int, BeamGroup] = {}  # those of which some rows have reported
+        self._reporting: dict[int, BeamGroup] = {}  # some rows have reported
 
     def on_request_added(self, request: Request) -> None:
         """Add a request to its group, if it is a row; rows are added in order.

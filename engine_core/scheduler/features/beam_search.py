@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from proto.sampling_params import EarlyStopping
+from proto.messages.sampling_params import EarlyStopping
 
 
 class Branch(NamedTuple):

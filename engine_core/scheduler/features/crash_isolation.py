@@ -30,7 +30,8 @@ engine that is killed microseconds before a report is sent costs one more trial.
 """
 
 import sys
-from typing import ClassVar, Final, Protocol
+from collections.abc import Callable
+from typing import ClassVar, Final
 
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.features.base import Candidate, SchedulerFeature
@@ -38,40 +39,24 @@ from engine_core.scheduler.features.pause import Pause
 from engine_core.scheduler.lifecycle import RequestLifecycle
 from engine_core.scheduler.preemption import Preemption
 from engine_core.scheduler.step_plan import StepPlan
-from proto.engine_io import EngineCoreOutput, FinishReason
 from proto.errors import ErrorInfo
 
 TRIALS: Final = 2
 """Crashes of a suspect during its trial after which it is ended."""
 
 
-class CrashProgressSink(Protocol):
-    """Reports to front ends, at once, the requests by which they count crashes of an engine."""
-
-    def report_begun(self, request: Request, *, alone: bool) -> None:
-        """Report that a request is computed from now on; alone: without any other request."""
-        ...
+ReportBegun = Callable[[Request, bool], None]
+"""Tells the front end of a request, at once, that it is computed from now on; and whether alone."""
 
 
 class _Record:
     """A request that was being computed in a crash.
 
-    num_output_tokens, num_in_flight: at the last crash, its output tokens, and the number of tokens
-    that steps in flight would have computed. computed: tokens in complete steps since.
+    num_output_tokens, num_in_flight: at the last crash, its output tokens, and its computed tokens
+    including tokens of steps in flight. computed: tokens in complete steps since.
     of_engine: an engine crashed, and a front end counts. reported_begun, reported_alone: what was
     reported to the front end.
     """
-
-    __slots__ = (
-        "_seen",
-        "computed",
-        "num_in_flight",
-        "num_output_tokens",
-        "of_engine",
-        "reported_alone",
-        "reported_begun",
-        "request",
-    )
 
     def __init__(self, request: Request, num_in_flight: int, *, of_engine: bool) -> None:
         self.request = request
@@ -101,7 +86,8 @@ class _Record:
 class CrashIsolation(SchedulerFeature):
     """Holds all requests back while a suspect runs alone.
 
-    crashes_until_isolated: crashes in a row that make a request a suspect.
+    crashes_until_isolated: crashes in a row that make a request a suspect. report_begun: None if no
+    front end counts crashes.
     """
 
     status: ClassVar[RequestStatus] = RequestStatus.WAITING_FOR_ISOLATION
@@ -112,6 +98,7 @@ class CrashIsolation(SchedulerFeature):
         pause: Pause,
         preemption: Preemption,
         crashes_until_isolated: int,
+        report_begun: ReportBegun | None,
     ) -> None:
         self._running = lifecycle.running
         self._waiting = lifecycle.waiting
@@ -122,7 +109,7 @@ class CrashIsolation(SchedulerFeature):
         self._records: dict[int, _Record] = {}
         self._suspects: dict[int, Request] = {}
         self._held: dict[int, Request] = {}
-        self._sink: CrashProgressSink | None = None
+        self._report = report_begun
 
     def on_request_added(self, request: Request) -> None:
         """Note whether a request was being computed when an engine crashed."""
@@ -148,16 +135,13 @@ class CrashIsolation(SchedulerFeature):
                 crashing.append(request)
         return crashing
 
-    def report_to(self, sink: CrashProgressSink) -> None:
-        self._sink = sink
-
     def isolate_suspect(self) -> None:
         """Report the suspect that runs alone next, and park all other requests.
 
         Does nothing without suspects. The report comes first, so that a crash before other features
         are asked is counted for this suspect, too.
         """
-        if self._held and not self._has_pending_trials:
+        if self._held and not self.has_pending_trials:
             self._release_held()
         if not self._suspects or not self._waiting.num_ready:
             return
@@ -192,7 +176,7 @@ class CrashIsolation(SchedulerFeature):
             if record.has_token and not request.sampling_params.beam_width:
                 request.crash_count = 0
                 del self._records[request.seq_id]
-        if self._has_pending_trials and not all(map(self._is_suspected, self._running)):
+        if self.has_pending_trials and not all(map(self._is_suspected, self._running)):
             self._preemption.preempt_running(plan)
 
     def is_blocked(self, candidate: Candidate) -> bool:
@@ -201,7 +185,7 @@ class CrashIsolation(SchedulerFeature):
         request = candidate.request
         if self._pause.holds(request):
             return False  # the pause holds it
-        if self._has_pending_trials and not (
+        if self.has_pending_trials and not (
             self._is_suspected(request) and self._is_alone(request)
         ):
             self._hold_request(request)
@@ -220,7 +204,7 @@ class CrashIsolation(SchedulerFeature):
         self._held[request.seq_id] = request
 
     @property
-    def _has_pending_trials(self) -> bool:
+    def has_pending_trials(self) -> bool:
         """Whether a suspect may begin; until it has, no other request does."""
         return any(not self._pause.holds(suspect) for suspect in self._suspects.values())
 
@@ -236,8 +220,8 @@ class CrashIsolation(SchedulerFeature):
         if (alone and not record.reported_alone) or (
             record.of_engine and not record.reported_begun
         ):
-            if self._sink is not None:
-                self._sink.report_begun(request, alone=alone)
+            if self._report is not None:
+                self._report(request, alone)
             record.reported_begun = True
             record.reported_alone = alone
 
@@ -277,17 +261,4 @@ def repeated_crash_error(crash_count: int) -> ErrorInfo:
         "internal",
         f"the server crashed {crash_count} times while it computed this request, at last with "
         "no other request running; it is not tried again",
-    )
-
-
-def repeated_crash_output(request: Request) -> EngineCoreOutput:
-    """Return the final output of such a request; earlier tokens have been sent already."""
-    return EngineCoreOutput(
-        request.request_id,
-        request.choice,
-        request.num_output_tokens,
-        [],
-        FinishReason.ERROR,
-        events=request.pop_events(),
-        error=repeated_crash_error(request.crash_count),
     )

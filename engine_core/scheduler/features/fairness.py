@@ -2,13 +2,14 @@
 
 Requests of a tenant that was served more defer to a request of a tenant that was served less:
 
-    tokens of a step    prompts being computed go to the end of the step, behind requests that it
+    tokens of a step    prompts being computed go to the end of the step, after requests that it
                         admits, and take what is left; so do decoding requests, while they would
                         delay a prompt by more than one step in all
     sequences, blocks   running requests are preempted one after another, but only for a request
-                        whose tenant is behind by more than all of its tokens. This prevents
-                        preemption thrashing: a preempted request keeps its blocks until it has
-                        computed as much as its loss had cost
+                        whose tenant is behind by more tokens than this request has. This
+                        prevents preemption thrashing: what a preempted request computes again
+                        is charged to no tenant (`TenantUsage`), so that its tenant stays behind,
+                        and the request keeps its blocks, until its loss is made good
 
 A decoding request gets its token in every step, unless it is preempted or defers to a long prompt
 of a tenant that is behind by more than all of that prompt's tokens. With requests of one tenant
@@ -26,7 +27,7 @@ from engine_core.scheduler.features.tenant_usage import TenantUsage
 from engine_core.scheduler.lifecycle import RequestLifecycle
 from engine_core.scheduler.limits import ChunkRule
 from engine_core.scheduler.preemption import Preemption, PreemptionOrder
-from engine_core.scheduler.queues.fair import FairSchedulingPolicy
+from engine_core.scheduler.queues.registry import FairSchedulingPolicy
 from engine_core.scheduler.step_plan import StepPlan
 
 STEPS_FOR_DECODES: Final = 1
@@ -102,6 +103,11 @@ class TenantFairness(SchedulerFeature):
         self._preemption.preempt(victim, plan)
         return True
 
+    @property
+    def num_prefilling(self) -> int:
+        """Number of running requests with more than one token to compute."""
+        return len(self._usage.prefills)
+
     # Beginning and end
 
     def on_admitted(self, request: Request, num_new_tokens: int) -> None:
@@ -149,7 +155,7 @@ class TenantFairness(SchedulerFeature):
         if usage.most_served() <= served_above:
             return []
         longest = self._chunks.longest_chunk
-        num_left = self._chunks.step_budget - (len(running) - len(usage.prefills))
+        num_left = self._chunks.token_budget - (len(running) - len(usage.prefills))
         num_missing = request.num_tokens - request.num_computed_tokens
         if (
             num_left > 0

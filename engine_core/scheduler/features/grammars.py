@@ -19,7 +19,8 @@ class Grammars(Protocol):
     def is_blocked(self, request: Request) -> bool:
         """Return whether a request waits for its grammar, or for a mask of a slow one.
 
-        The engine's loop unblocks it, with `Scheduler.unblock`.
+        A slow mask that has not been begun is begun, and blocks the request until it is ready. The
+        engine's loop unblocks it, with `Scheduler.unblock`.
         """
         ...
 

@@ -5,7 +5,7 @@ from typing import ClassVar
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.features.base import Candidate, SchedulerFeature
 from engine_core.scheduler.lifecycle import RequestLifecycle
-from proto.engine_io import PauseMode
+from proto.messages.engine_io import PauseMode
 
 
 class Pause(SchedulerFeature):

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Final
 
-from engine_core.kv_cache.manager import NOTHING_COMPUTED, ComputedBlocks, KVCacheManager
+from engine_core.kv_cache.manager import NO_PREFIX, CachedPrefix, KVCacheManager
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.features.base import Candidate, SchedulerFeature, Unblock
 from engine_core.scheduler.preemption import NonRunningBlocks
@@ -68,14 +68,14 @@ class PrefixWait(SchedulerFeature):
                                   found so far ↑ ↑ until here it waits
 
     Waiting costs nothing while the leader gets as many tokens as a newly admitted request could. A
-    step is lost if the leader gets nothing, or less than the requests behind it could use, for
+    step is lost if the leader gets nothing, or less than the requests after it could use, for
     example because it defers to another tenant; also if it loses its blocks or ends early. Whether
     a step was lost is known after it. After MAX_LOST_STEPS of them the wait ends.
 
-    A request does not wait for a leader that is behind the cache, nor for a small part of a chunk
-    (MIN_SHARED_FRACTION), because the wait costs it a step. In a model with recurrent states the
-    leader holds its state at the end of the shared tokens for those that wait, who find it one step
-    later. A request does not wait for a state that the leader has passed without holding it.
+    A request does not wait for a leader with fewer tokens than the cache, nor for a small part of a
+    chunk (MIN_SHARED_FRACTION), because the wait costs it a step. In a model with recurrent states
+    the leader holds its state at the end of the shared tokens for requests that wait, which find it
+    one step later. No request waits for a state that the leader has passed without holding it.
 
         _leaders         by seq_id, in the order of admission
         _by_first_block  the same, by the hash of their first block
@@ -117,7 +117,7 @@ class PrefixWait(SchedulerFeature):
             if leader.request.status is not RequestStatus.RUNNING:
                 continue  # preempted in this pass, perhaps for this request
             if leader.reached < num_found:
-                continue  # it is behind the cache
+                continue  # the cache has more
             theirs = leader.request.block_hashes
             if found < min(most, len(theirs)) and theirs[found] == hashes[found]:
                 shared = _num_shared(hashes, theirs, found + 1, min(most, len(theirs)))
@@ -319,7 +319,7 @@ class SiblingForks(SchedulerFeature):
         heir.num_computed_tokens = self._kv_cache.fork_blocks(heir, request, shared)
         if heir.num_computed_tokens:
             self._num_cached_of_heir[heir.seq_id] = request.num_cached_tokens
-            self._non_running_blocks.add_resting(heir)
+            self._non_running_blocks.add_idle(heir)
             self._non_running_blocks.move_to_queued(heir)
 
     def on_released(self, request: Request) -> None:
@@ -335,9 +335,9 @@ class SiblingForks(SchedulerFeature):
             wait.waiters.remove(request)
         self._release_waiters(request.request_id)
 
-    def _longest_fork(self, request: Request) -> ComputedBlocks:
+    def _longest_fork(self, request: Request) -> CachedPrefix:
         """Return the fork of the running choice that shares most with the request."""
-        longest = NOTHING_COMPUTED
+        longest = NO_PREFIX
         for source in self._choices[request.request_id].values():
             if self._has_prompt(source):
                 num_shared = _num_common_tokens(request, source)

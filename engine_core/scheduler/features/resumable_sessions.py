@@ -3,12 +3,12 @@
 Each turn is a Request of its own that inherits the blocks of the turn before. So workers receive a
 new sequence, and a token that was in flight when a turn ended is ignored.
 
-    open ─▶ turn ─▶ ended ─▶ resting ─▶ queued ─▶ turn …      at once if there is input already
+    open ─▶ turn ─▶ ended ─▶ idle ─▶ queued ─▶ turn …      at once if there is input already
                       │         │
                       ▼         ▼
                     closed    closed, aborted, idle for too long
 
-A resting session has its place in the queue, as of the end of its last turn, and holds its blocks
+An idle session has its place in the queue, as of the end of its last turn, and holds its blocks
 until another request needs them (`NonRunningBlocks`).
 """
 
@@ -26,8 +26,8 @@ from engine_core.scheduler.features.base import SchedulerFeature
 from engine_core.scheduler.lifecycle import OutputsByFrontEnd, RequestLifecycle
 from engine_core.scheduler.preemption import NonRunningBlocks
 from engine_core.validation import check_length
-from proto.engine_io import EngineCoreOutput, EventType, FinishReason, SessionInput
 from proto.errors import ErrorInfo, InvalidRequestError
+from proto.messages.engine_io import EngineCoreOutput, EventType, FinishReason, SessionInput
 
 logger = logging.getLogger("tokend.sessions")
 
@@ -179,11 +179,11 @@ class ResumableSessions(SchedulerFeature):
         self._lifecycle.add_request(request)
         self._waiting.park_request(request)
         request.status = self.status
-        self.non_running_blocks.add_resting(request)
+        self.non_running_blocks.add_idle(request)
         self._resting_since[request.request_id] = self._clock()
 
     def _continue_session(self, session: _Session) -> list[EngineCoreOutput]:
-        """Begin the next turn of a resting session, or end it if it is closed."""
+        """Begin the next turn of an idle session, or end it if it is closed."""
         request_id = session.request.request_id
         if session.inputs:
             try:

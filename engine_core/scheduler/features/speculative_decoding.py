@@ -19,7 +19,7 @@ planned ahead as ever. A draft may follow a token in flight: its first token sta
 which the worker knows by the time it computes the rest. So requests without drafts lose no overlap,
 and the placeholders of a request are exact at every plan.
 
-A model in the workers proposes drafts behind a step (engine_core/speculation/worker_proposals.py).
+A model in the workers proposes drafts after a step (engine_core/speculation/worker_proposals.py).
 It writes KV for tokens that are not scheduled yet, so the block tables need room for them:
 
     computed      |------------ n ------------|
@@ -34,7 +34,7 @@ use them.
 from collections.abc import Sequence
 from typing import Protocol
 
-from engine_core.kv_cache.manager import NO_NEW_BLOCKS, NOTHING_COMPUTED, KVCacheManager
+from engine_core.kv_cache.manager import NO_NEW_BLOCKS, NO_PREFIX, KVCacheManager
 from engine_core.request import Request
 from engine_core.scheduler.features.base import SchedulerFeature
 from engine_core.scheduler.features.grammars import Grammars
@@ -52,7 +52,7 @@ class DraftProvider(Protocol):
     """
 
     has_draft_model: bool
-    """Whether a model in the workers proposes drafts; the last five methods are for it."""
+    """Whether a model in the workers proposes drafts; methods from `note_draft_kv` on serve it."""
     max_proposal_len: int
     """Tokens of a sequence beyond which that model proposes nothing."""
 
@@ -84,8 +84,8 @@ class DraftProvider(Protocol):
         token of the draft is that of the step, and is not computed again.
 
         requests: running ones that decode, in the order in which they are planned; each has one row
-        besides its draft. limits: draft tokens that each of them has use for, without that of a
-        step in flight. num_other_tokens: further rows of the step, nearly all of prompts.
+        besides its draft. limits: draft tokens that each of them has use for, without the token
+        of a step in flight. num_other_tokens: further rows of the step, nearly all of prompts.
         """
         ...
 
@@ -93,7 +93,7 @@ class DraftProvider(Protocol):
         """Note how much of the last draft of a request was accepted; not called for a dropped one.
 
         Called before the `add_outputs` or `end_request` of the same result, and before the next
-        `fill_drafts`. num_tried: verified tokens, without those behind the end of the request, of
+        `fill_drafts`. num_tried: verified tokens, without those after the end of the request, of
         which nothing is known.
         """
         ...
@@ -131,21 +131,25 @@ class DraftProvider(Protocol):
     def choose_proposals(
         self, requests: list[Request], limits: list[int], num_other_tokens: int
     ) -> tuple[list[int], float]:
-        """Return how many tokens the draft model proposes for each request behind a step.
+        """Return how many tokens the draft model proposes for each request after a step.
 
-        And the survival, as the model has it, below which a proposal ends. requests: planned in the
-        step, which decode. limits: tokens that each of them has use for, at least 1.
+        And the acceptance probability, as the model has it, below which a proposal ends. requests:
+        planned in the step, which decode. limits: tokens that each of them has use for, at least 1.
         num_other_tokens: as in `may_propose`.
         """
         ...
 
     def keep_proposal(
-        self, request: Request, num_asked: int, token_ids: list[int], survivals: Sequence[float]
+        self,
+        request: Request,
+        num_asked: int,
+        token_ids: list[int],
+        acceptance_probs: Sequence[float],
     ) -> None:
         """Keep a proposal to follow `request.all_token_ids`, of up to `num_asked` tokens.
 
-        It is empty if the model had none. survivals: for each token the probability that it and all
-        before it are accepted, as the model has it.
+        It is empty if the model had none. acceptance_probs: for each token the probability
+        that it and all before it are accepted, as the model has it.
         """
         ...
 
@@ -170,11 +174,11 @@ class DraftKVIndex:
 
     That model computes KV in blocks of the served model (worker/speculation/draft_model.py), and
     only for requests that it proposes for. So a block of a prefix hit has its KV if an earlier
-    request had a proposal behind the same tokens in the same block.
+    request had a proposal after the same tokens in the same block.
 
         block         3   9   4   7       of a request with a prefix hit of three blocks
         of the hit    h1  h2  h3
-        recorded      h1  h2  h8          9 and 3 were drafted behind, 4 holds other tokens now
+        recorded      h1  h2  h8          9 and 3 were drafted after, 4 holds other tokens now
         present       |-------|
 
     Loaded blocks have none, nor have other blocks of equal content. Where the record is wrong, a
@@ -225,7 +229,7 @@ class SpeculativeDecoding(SchedulerFeature):
 
     A model with recurrent states is not drafted for: a state after a rejected token cannot be taken
     back. is_active: whether any request may have a draft; if not, `fill_drafts` is not called.
-    max_num_seqs, num_draft_positions: together the positions that a step may sample, which the
+    max_num_seqs, num_draft_positions: together max_positions, which a step may sample and the
     workers' memory is planned for. drafting: None without a method. max_usage: share of the blocks
     in use up to which lookahead takes new ones. computes_ahead: steps are planned before the result
     of the one before. held: sequences that wait for a mask (`Grammars`).
@@ -256,6 +260,7 @@ class SpeculativeDecoding(SchedulerFeature):
         self._longest_chunk = chunks.longest_chunk
         self._max_num_seqs = max_num_seqs
         self._num_draft_positions = num_draft_positions
+        self.max_positions = max_num_seqs + num_draft_positions
         self._grammars = grammars
         self._added: set[int] = set()  # seq_ids that `drafting` knows
         self._draft_kv: DraftKVIndex | None = None
@@ -364,7 +369,7 @@ class SpeculativeDecoding(SchedulerFeature):
     # Proposals of a model in the workers
 
     def plan_lookahead(self, plan: StepPlan) -> None:
-        """Choose for which planned requests the draft model proposes tokens behind the step.
+        """Choose for which planned requests the draft model proposes tokens after the step.
 
         Called when the plan is complete, so that it takes nothing from a request of this step.
         """
@@ -389,7 +394,7 @@ class SpeculativeDecoding(SchedulerFeature):
                 limits.append(limit)
         if not requests:
             return
-        lengths, plan.min_draft_survival = drafting.choose_proposals(
+        lengths, plan.min_draft_acceptance_prob = drafting.choose_proposals(
             requests, limits, plan.num_prompt_tokens
         )
         min_free_blocks = self._min_free_blocks + self._num_blocks_next(plan)
@@ -416,12 +421,12 @@ class SpeculativeDecoding(SchedulerFeature):
         return num_blocks * len(self._kv_cache.groups)
 
     def _max_proposed(self, request: Request, num_planned: int, num_new: int) -> int:
-        """Return how many tokens the draft model may propose for a request behind a step.
+        """Return how many tokens the draft model may propose for a request after a step.
 
-        num_planned: tokens that are computed then. num_new: those of the step.
+        num_planned: tokens that are computed then. num_new: tokens of the step.
 
             computed, step   |------------|x|d|d|
-            known then                          |y|          y: the token behind the draft
+            known then                          |y|          y: the token after the draft
             proposal                              |p|p|z|    z: the last one of max_tokens
         """
         assert self._drafting is not None
@@ -437,7 +442,7 @@ class SpeculativeDecoding(SchedulerFeature):
         needed = kv_cache.num_blocks_needed(request, num_new + length)
         if needed and kv_cache.pool.num_free - needed < min_free_blocks:
             return
-        blocks = kv_cache.allocate_slots(request, num_new, NOTHING_COMPUTED, length)
+        blocks = kv_cache.allocate_slots(request, num_new, NO_PREFIX, length)
         if blocks is None:
             return
         if blocks is not NO_NEW_BLOCKS:
@@ -448,7 +453,7 @@ class SpeculativeDecoding(SchedulerFeature):
         plan.lookahead[request.seq_id] = length
 
     def keep_proposal(
-        self, request: Request, num_asked: int, draft: list[int], survivals: Sequence[float]
+        self, request: Request, num_asked: int, draft: list[int], acceptance_probs: Sequence[float]
     ) -> None:
         """Keep what the draft model proposes to follow the known tokens of a running request."""
         if self._drafting is not None and request.seq_id in self._added:
@@ -456,7 +461,7 @@ class SpeculativeDecoding(SchedulerFeature):
                 self._draft_kv.record_proposal(request)
             num_allowed = self._num_allowed(request, draft) if draft else 0
             self._drafting.keep_proposal(
-                request, num_asked, draft[:num_allowed], survivals[:num_allowed]
+                request, num_asked, draft[:num_allowed], acceptance_probs[:num_allowed]
             )
 
     def learn_passes(self, rows: Sequence[int], seconds: Sequence[float]) -> None:

@@ -54,8 +54,9 @@ class TenantUsage:
     prefills: running requests, by seq_id, with more than one token to compute, in the order of
     admission; other parts only read it.
 
-    The clock never goes back. Requests admitted beside other tenants move it too, by the share of
-    each, so that even with ever more new tenants each waiting tenant comes first at some time.
+    The clock never goes back. Requests that are admitted while other tenants have some move it too,
+    by the share of each, so that even with ever more new tenants each waiting tenant comes first at
+    some time.
     """
 
     def __init__(self, credit: int) -> None:

@@ -1,12 +1,13 @@
-"""What a scheduling policy consists of: a queue of waiting requests and an order of preemption.
+"""Queues of waiting requests. The queue of a scheduling policy also has its order of preemption.
 
 A policy orders requests; it decides nothing about blocks, budgets or statuses. To add one, write a
-file beside this one and add its class to `registry.py`.
+file in this folder with a subclass of `OrderedQueue`, and add that to `registry.py`.
 
-    SchedulingPolicy      the interface of a policy: its queue, and its order of preemption
-    RequestQueue          waiting requests; `OrderedQueue` is ordered by a key
+    RequestQueue     waiting requests, of one tenant or of all (`fair.py`)
+    OrderedQueue     requests of one tenant, ordered by a key
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 from typing import Any, Final, Protocol
@@ -47,7 +48,7 @@ class RequestQueue(Protocol):
         ...
 
     def park_request(self, request: Request) -> None:
-        """Let requests behind this one pass; raises KeyError if it is not ready."""
+        """Let requests after this one pass; raises KeyError if it is not ready."""
         ...
 
     def unpark_request(self, request: Request) -> None:
@@ -72,29 +73,11 @@ class RequestQueue(Protocol):
         ...
 
 
-class SchedulingPolicy(Protocol):
-    """The orders in which requests of one tenant are admitted and preempted."""
-
-    def make_queue(self) -> RequestQueue:
-        """Return an empty queue for waiting requests."""
-        ...
-
-    def preemption_key(self, request: Request) -> Any:
-        """Return the key of a running request; of one tenant's, the lowest is preempted first.
-
-        It must not change while the request keeps its place in the running list.
-        """
-        ...
-
-    def priority_key(self, request: Request) -> int:
-        """Return what counts before fairness among tenants; the lower is admitted first."""
-        ...
-
-
-class OrderedQueue:
+class OrderedQueue(ABC):
     """Requests by ascending key; every operation except iteration is O(log n) or better.
 
-    The base of the policies' queues. A request that leaves from the middle stays in the heap as a
+    A policy for requests of one tenant is a subclass, with the keys of new and of preempted
+    requests. A request that leaves from the middle stays in the heap as a
     stale entry: an entry is valid only while `_ready` has the entry of its number for its seq_id.
     """
 
@@ -103,6 +86,25 @@ class OrderedQueue:
         self._ready: dict[int, Entry] = {}
         self._parked: dict[int, Entry] = {}
         self._num_inserted = 0
+
+    @staticmethod
+    @abstractmethod
+    def preemption_key(request: Request) -> Any:
+        """Return the key of a running request; of one tenant's, the lowest is preempted first.
+
+        It must not change while the request keeps its place in the running list.
+        """
+
+    @staticmethod
+    def priority_key(request: Request) -> int:
+        """Return what counts before fairness among tenants; the lower is admitted first."""
+        return 0
+
+    @abstractmethod
+    def add_request(self, request: Request) -> None: ...
+
+    @abstractmethod
+    def requeue_preempted(self, request: Request) -> None: ...
 
     def insert(self, request: Request, key: Any) -> None:
         """Add a request at the place of its key."""
@@ -135,6 +137,7 @@ class OrderedQueue:
 
     def reorder_request(self, request: Request) -> None:
         """Do nothing: unless a policy overrides this, a key is fixed at arrival."""
+        return None
 
     def replace_key(self, request: Request, key: Any) -> None:
         """Move a request, parked or not, to the place of another key."""

@@ -12,7 +12,7 @@ for ever. A request without a session is a session of one turn.
 from typing import Any, Final
 
 from engine_core.request import Request
-from engine_core.scheduler.queues.base import OrderedQueue, RequestQueue
+from engine_core.scheduler.queues.base import OrderedQueue
 
 LEAD_SECONDS: Final = 600.0
 OLDEST_SECONDS: Final = 3600.0
@@ -45,20 +45,9 @@ class ContinuumQueue(OrderedQueue):
         came -= LEAD_SECONDS if request.finds_retained_prefix else 0.0
         return 1, came, request.arrival_time, request.request_id, request.choice
 
-
-class BySession:
-    """Turns in the order of their sessions; a turn that continues a session is preempted last.
-
-    The next turn of the session can use its KV as well.
-    """
-
-    def make_queue(self) -> RequestQueue:
-        return ContinuumQueue()
-
-    def preemption_key(self, request: Request) -> Any:
+    @staticmethod
+    def preemption_key(request: Request) -> Any:
+        """Preempt a turn that continues a session last: its next turn can use its KV as well."""
         _, _, request_id, choice = request.order
         arrival = request.agent_session_arrival
         return request.continues_agent_session, -arrival, -request_id, -choice
-
-    def priority_key(self, request: Request) -> int:
-        return 0

@@ -10,20 +10,14 @@ head that arrived first goes first.
 """
 
 from collections.abc import Callable, Iterator
-from heapq import heapify, heappop, heappush, heapreplace
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from engine_core.request import Request
-from engine_core.scheduler.features.tenant_usage import TenantUsage
-from engine_core.scheduler.queues.base import RequestQueue, SchedulingPolicy
-
-_SLACK: Final = 64
-"""Number of stale entries of the heap that are never worth a clean-up."""
+from engine_core.scheduler.keyed_heap import KeyedHeap
+from engine_core.scheduler.queues.base import RequestQueue
 
 Rank = tuple[int, float, Any]
 """Priority key of the head, what its tenant was served, and the order of the head."""
-Entry = tuple[Rank, int]
-"""Rank and tenant."""
 
 
 class TenantStats(Protocol):
@@ -52,10 +46,9 @@ class FairQueue:
     make_queue: returns an empty queue for one tenant. priority_key: of a request, the lower goes
     first.
 
-    Each tenant with a ready request has one valid entry in the heap. What a tenant was served only
-    grows, so an entry may be too early and never too late: it is checked when it comes to the top,
-    and no other entry moves when tenants are served. Entries are compared by value, because
-    compiled tuples have no identity.
+    Each tenant with a ready request is in the heap. What a tenant was served only grows, so its key
+    may be too low and never too high: it is checked when it comes to the top, and no other key
+    changes when tenants are served.
     """
 
     def __init__(
@@ -68,8 +61,7 @@ class FairQueue:
         self._priority_key = priority_key
         self._stats = stats
         self._queues: dict[int, RequestQueue] = {}
-        self._heap: list[Entry] = []
-        self._valid: dict[int, Entry] = {}
+        self._heads: KeyedHeap[int] = KeyedHeap()  # tenants by rank
         self._num_ready = 0
         self._len = 0
 
@@ -145,71 +137,35 @@ class FairQueue:
         self._note_head(tenant)
 
     def _note_head(self, tenant: int) -> None:
-        """Push a new entry if the tenant's head goes earlier than its entry in the heap says."""
+        """Move a tenant up if its head goes earlier than its key in the heap says."""
         rank = self._rank(tenant)
-        valid = self._valid.get(tenant)
-        if valid is None or rank < valid[0]:
-            heappush(self._heap, self._new_entry(rank, tenant))
-            self._clean_up()
+        known = self._heads.key_of(tenant)
+        if known is None or rank < known:
+            self._heads.set_key(tenant, rank, tenant)
 
     def _count_removed(self, tenant: int) -> None:
         self._len -= 1
         if not len(self._queues[tenant]):
             del self._queues[tenant]
-            self._valid.pop(tenant, None)
+            self._heads.remove(tenant)
 
     def _rank(self, tenant: int) -> Rank:
         head = self._queues[tenant].peek_request()
         return self._priority_key(head), self._stats.served(tenant), head.order
 
-    def _new_entry(self, rank: Rank, tenant: int) -> Entry:
-        entry = self._valid[tenant] = (rank, tenant)
-        return entry
-
     def _first_queue(self) -> RequestQueue:
         """Return the queue whose head is next; there must be one."""
         if len(self._queues) == 1:
             return next(iter(self._queues.values()))
-        heap, valid = self._heap, self._valid
         while True:
-            tenant = heap[0][1]
-            if valid.get(tenant) != heap[0]:
-                heappop(heap)
-                continue
+            first = self._heads.first()
+            assert first is not None, "no request is ready"
+            rank, tenant, _ = first
             queue = self._queues[tenant]
             if not queue.num_ready:
-                heappop(heap)
-                del valid[tenant]
+                self._heads.remove(tenant)
                 continue
-            rank = self._rank(tenant)
-            if rank == heap[0][0]:
+            new_rank = self._rank(tenant)
+            if new_rank == rank:
                 return queue
-            heapreplace(heap, self._new_entry(rank, tenant))
-
-    def _clean_up(self) -> None:
-        if len(self._heap) > 2 * len(self._valid) + _SLACK:
-            self._heap = list(self._valid.values())
-            heapify(self._heap)
-
-
-class FairSchedulingPolicy:
-    """A scheduling policy with fairness: requests of the least served tenant are preempted last.
-
-    inner: orders the requests of one tenant; its priority key counts before fairness.
-    """
-
-    def __init__(self, inner: SchedulingPolicy, usage: TenantUsage) -> None:
-        self._inner = inner
-        self._usage = usage
-        self.priority_key = inner.priority_key
-        self.preemption_key = inner.preemption_key
-
-    def make_queue(self) -> RequestQueue:
-        return FairQueue(self._inner.make_queue, self.priority_key, self._usage)
-
-    def rank(self, request: Request) -> tuple[int, float]:
-        """Return the rank of a request; the lower is admitted first."""
-        return self.priority_key(request), self._usage.served(request.tenant)
-
-    def served(self, tenant: int) -> float:
-        return self._usage.served(tenant)
+            self._heads.set_key(tenant, new_rank, tenant)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from engine_core.request import Request
-from engine_core.scheduler.queues.base import OrderedQueue, RequestQueue
+from engine_core.scheduler.queues.base import OrderedQueue
 
 
 class FCFSQueue(OrderedQueue):
@@ -26,15 +26,7 @@ class FCFSQueue(OrderedQueue):
         self._first -= 1
         self.insert(request, self._first)
 
-
-class FirstComeFirstServed:
-    """Preempts the last request of the running list, which the step has not planned yet."""
-
-    def make_queue(self) -> RequestQueue:
-        return FCFSQueue()
-
-    def preemption_key(self, request: Request) -> Any:
+    @staticmethod
+    def preemption_key(request: Request) -> Any:
+        """Preempt the last request of the running list, which the step has not planned yet."""
         return -request.running_index
-
-    def priority_key(self, request: Request) -> int:
-        return 0

@@ -3,7 +3,7 @@
 from typing import Any
 
 from engine_core.request import Request
-from engine_core.scheduler.queues.base import OrderedQueue, RequestQueue
+from engine_core.scheduler.queues.base import OrderedQueue
 
 
 class PriorityQueue(OrderedQueue):
@@ -15,16 +15,12 @@ class PriorityQueue(OrderedQueue):
     def requeue_preempted(self, request: Request) -> None:
         self.insert(request, request.order)
 
-
-class ByPriority:
-    """Preempts the request that would be admitted last, wherever it is in the running list."""
-
-    def make_queue(self) -> RequestQueue:
-        return PriorityQueue()
-
-    def preemption_key(self, request: Request) -> Any:
+    @staticmethod
+    def preemption_key(request: Request) -> Any:
+        """Preempt the request that would be admitted last, wherever it is in the running list."""
         priority, arrival, request_id, choice = request.order
         return -priority, -arrival, -request_id, -choice
 
-    def priority_key(self, request: Request) -> int:
+    @staticmethod
+    def priority_key(request: Request) -> int:
         return request.priority

@@ -3,14 +3,15 @@
 import asyncio
 import itertools
 import json
+import logging
 
 import openai
 import pytest
 from tokenizers import AddedToken
 
 from api_server.parsers.tools.registry import TOOL_CALL_FORMATS
-from proto.config import FrontEndConfig
-from proto.engine_io import FinishReason
+from proto.messages.engine_io import FinishReason
+from proto.settings.config import FrontEndConfig
 from tests.api_server.conftest import byte_level_tokenizer, prepared, samples
 
 PATH = "/v1/chat/completions"
@@ -325,6 +326,34 @@ async def test_engine_requests_with_tools(start, scripted, fields, is_held):
         assert ("# Tools" in prompt) == (fields.get("tool_choice") != "none")
 
 
+def allowed(mode: str, *names: str) -> dict:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_log_has_the_finish_reason_of_the_answer(start, scripted, caplog, stream):
+    caplog.set_level(logging.INFO, "tokend.requests")
+    async with start(scripted(TEXT), max_model_len=4096) as front_end:
+        response = await front_end.chat(tools=TOOLS, stream=stream)
+        assert '"finish_reason":"tool_calls"' in response.text.replace(": ", ":")
+        assert "finish=tool_calls" in caplog.text
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+async def test_allowed_tools(start, scripted, mode):
+    other = {"type": "function", "function": {"name": "other_tool"}}
+    async with start(scripted("!"), max_model_len=4096) as front_end:
+        message_of(await front_end.chat(tools=[NOW, other], tool_choice=allowed(mode, "now")))
+        request = front_end.engine.requests.get_nowait()
+        prompt = prompt_of(front_end, request)
+        assert "now" in prompt
+        assert "other_tool" not in prompt
+        assert (request.grammar is not None) == (mode == "required")
+        if mode == "required":
+            assert "other_tool" not in str(request.grammar)
+
+
 def tool(**function) -> list[dict]:
     return [NOW, {"type": "function", "function": {"name": "f", **function}}]
 
@@ -362,6 +391,12 @@ def deep(levels: int) -> dict:
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [NOW], "tool_choice": {}}, "tool_choice.type"),
         ({"tools": [NOW], "tool_choice": {"type": "function"}}, "tool_choice.function"),
+        ({"tools": [NOW], "tool_choice": allowed("auto", "x")}, "tool_choice"),
+        (
+            {"tools": [NOW], "tool_choice": allowed("never", "now")},
+            "tool_choice.allowed_tools.mode",
+        ),
+        ({"tools": [NOW], "tool_choice": allowed("auto")}, "tool_choice.allowed_tools.tools"),
         (
             {"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "x"}}},
             "tool_choice",

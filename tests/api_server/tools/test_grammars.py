@@ -17,7 +17,7 @@ from api_server.text.chat_template import TemplateFacts
 from engine_core.structured_output.backend import LLGuidanceBackend
 from engine_core.structured_output.matchers import mask_words
 from proto.errors import InvalidRequestError
-from proto.grammar import GrammarSource
+from proto.messages.grammar import GrammarSource
 from tests.api_server.tools.parsing import joined
 from tests.fakes.toy_vocabulary import EOS, SIZE, SPECIAL, text_of, write_toy_tokenizer
 

@@ -9,10 +9,9 @@ from collections import deque
 
 import msgspec
 
-from engine_core.scheduler.features.retention.retained_prefixes import EXPIRED
 from engine_core.trace.recorder import TraceRecorder
-from proto.model_runner_output import ModelRunnerOutput
-from proto.sched_trace import (
+from proto.messages.model_runner_output import ModelRunnerOutput
+from proto.messages.sched_trace import (
     Arrival,
     Decision,
     Dropped,
@@ -24,7 +23,7 @@ from proto.sched_trace import (
     TraceLine,
     TurnEnd,
 )
-from proto.scheduler_output import SchedulerOutput
+from proto.messages.scheduler_output import SchedulerOutput
 from tests.benchmarks.simulator.messages import Verdict
 from tests.benchmarks.simulator.recording import Recording
 from tests.benchmarks.simulator.rig import CUT_SHORT, EPOCH, RecordedDrafts, Rig
@@ -84,7 +83,7 @@ class Follower:
                 scheduler.abort_request(arrival.request_id, arrival.choice)
             case TurnEnd():
                 scheduler.report_tool(line.request_id, line.job, line.tool)
-            case PinEnd() if line.reason == EXPIRED:
+            case PinEnd() if line.reason == "expired":
                 scheduler.agent_sessions.release_expired()  # perhaps outside a step
             case Event():
                 self._event(line)

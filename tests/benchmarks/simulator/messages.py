@@ -5,7 +5,7 @@ One JSON document a line: a `ReplayOrder`, then its `ReplayAnswer`.
 
 import msgspec
 
-from deploy.bench.agents.load import AgentLoad
+from tests.benchmarks.agent_jobs.load import AgentLoad
 
 
 class StepModel(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,7 +1,7 @@
 """Executes replay orders: loads the recording, then follows or simulates it."""
 
-from deploy.bench.agents.load import AgentLoad
 from proto.codec import changed
+from tests.benchmarks.agent_jobs.load import AgentLoad
 from tests.benchmarks.simulator.follow import Follower
 from tests.benchmarks.simulator.messages import ReplayAnswer, ReplayFigures, ReplayOrder, StepModel
 from tests.benchmarks.simulator.recording import (

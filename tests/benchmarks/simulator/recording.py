@@ -11,10 +11,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
 
-from deploy.bench.agents.load import AgentJob, AgentLoad, JobTurn, draw_jobs, draw_others
-from proto.config import SchedulerConfig
 from proto.errors import ProtocolError, TokendError
-from proto.sched_trace import Arrival, Content, Finish, TraceHeader, TraceLine, TurnEnd, read_line
+from proto.messages.sched_trace import (
+    Arrival,
+    Content,
+    Finish,
+    TraceHeader,
+    TraceLine,
+    TurnEnd,
+    read_line,
+)
+from proto.settings.config import SchedulerConfig
+from tests.benchmarks.agent_jobs.load import AgentJob, AgentLoad, JobTurn, draw_jobs, draw_others
 
 # Token ids from the content numbers of a trace: equal where the original tokens were equal.
 #

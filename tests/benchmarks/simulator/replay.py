@@ -11,11 +11,11 @@ from typing import Final, get_args, get_type_hints
 from rich.console import Console
 from rich.table import Table
 
-from deploy.bench.agents.load import AgentLoad
 from deploy.bench.options import BenchParser, at_least_one, from_zero, positive, writable, write
 from proto.codec import changed, to_json
-from proto.config import SchedulerConfig
 from proto.errors import ConfigError
+from proto.settings.config import PARTS, SchedulerConfig
+from tests.benchmarks.agent_jobs.load import AgentLoad
 from tests.benchmarks.command import run
 from tests.benchmarks.line_program import LineProgram
 from tests.benchmarks.simulator.messages import (
@@ -27,7 +27,7 @@ from tests.benchmarks.simulator.messages import (
     Verdict,
 )
 
-POLICIES: Final[tuple[str, ...]] = get_args(get_type_hints(SchedulerConfig)["scheduling_policy"])
+POLICIES: Final = PARTS["scheduling_policy"][1]
 _PIN_POLICIES: Final[tuple[str, ...]] = get_args(get_type_hints(SchedulerConfig)["pin_policy"])
 _COMMAND: Final = (sys.executable, "-m", "tests.benchmarks.simulator.program")
 _LOAD = AgentLoad(num_jobs=1000)

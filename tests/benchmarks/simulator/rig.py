@@ -21,8 +21,8 @@ from engine_core.scheduler.scheduler import Scheduler
 from engine_core.scheduler.step_plan import StepPlan
 from engine_core.trace.file import TraceFile
 from engine_core.trace.recorder import TraceRecorder
-from proto.engine_io import NO_AGENT, AgentHint
-from proto.kv_connector import (
+from proto.messages.engine_io import NO_AGENT, AgentHint
+from proto.messages.kv_connector import (
     NO_PAYLOAD,
     FinishedJob,
     KVConnectorOutput,
@@ -33,12 +33,12 @@ from proto.kv_connector import (
     pack,
     unpack,
 )
-from proto.kv_transfer_config import KVTransferConfig
-from proto.lifecycle import KVCacheGeometry
-from proto.model_runner_output import ModelRunnerOutput
-from proto.sampling_params import SamplingParams
-from proto.sched_trace import Arrival, Decision, TraceHeader
-from proto.scheduler_output import SchedulerOutput
+from proto.messages.lifecycle import KVCacheGeometry
+from proto.messages.model_runner_output import ModelRunnerOutput
+from proto.messages.sampling_params import SamplingParams
+from proto.messages.sched_trace import Arrival, Decision, TraceHeader
+from proto.messages.scheduler_output import SchedulerOutput
+from proto.settings.kv_transfer_config import KVTransferConfig
 from tests.benchmarks.simulator.messages import HostTier, ReplayOrder
 from tests.benchmarks.simulator.recording import STOP, VOCAB_SIZE, RecordedRequest, Tokens
 
@@ -429,7 +429,11 @@ class RecordedDrafts:
     def note_draft_kv(self, request: Request, num_tokens: int) -> None: ...
 
     def keep_proposal(
-        self, request: Request, num_asked: int, token_ids: list[int], survivals: Sequence[float]
+        self,
+        request: Request,
+        num_asked: int,
+        token_ids: list[int],
+        acceptance_probs: Sequence[float],
     ) -> None: ...
 
     def learn_passes(self, rows: Sequence[int], seconds: Sequence[float]) -> None: ...
@@ -491,9 +495,10 @@ class Both:
         waiting: RequestQueue,
         running: Sequence[Request],
         kv_cache: KVCacheManager,
+        connector: SchedulerConnector,
     ) -> None:
         for each in self._observers:
-            each.on_step_begin(plan, waiting, running, kv_cache)
+            each.on_step_begin(plan, waiting, running, kv_cache, connector)
 
     def on_step_scheduled(self, step: int, plan: StepPlan) -> None:
         for each in self._observers:

@@ -20,13 +20,14 @@ from numpy.typing import NDArray
 
 from engine_core.busy_loop import OVERLAPPED, SYNCHRONOUS
 from engine_core.kv_cache.manager import KVCacheManager
+from engine_core.kv_connector.base import SchedulerConnector
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.features.retention.retained_prefixes import RetainedPrefix
 from engine_core.scheduler.queues.base import RequestQueue
 from engine_core.scheduler.step_plan import StepPlan
-from proto.model_runner_output import ModelRunnerOutput
-from proto.sched_trace import Result, Step, TraceHeader, TraceLine
-from proto.scheduler_output import SchedulerOutput
+from proto.messages.model_runner_output import ModelRunnerOutput
+from proto.messages.sched_trace import Result, Step, TraceHeader, TraceLine
+from proto.messages.scheduler_output import SchedulerOutput
 from tests.benchmarks.simulator.messages import ReplayFigures, Spread, StepModel
 from tests.benchmarks.simulator.recording import Arrivals, RecordedRequest, Recording
 from tests.benchmarks.simulator.rig import NO_TIER, Both, FileTape, Rig, Tier
@@ -314,6 +315,7 @@ class _Meter:
         waiting: RequestQueue,
         running: Sequence[Request],
         kv_cache: KVCacheManager,
+        connector: SchedulerConnector,
     ) -> None: ...
 
     def on_step_scheduled(self, step: int, plan: StepPlan) -> None:

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from deploy.bench.agents.load import AgentLoad, draw_jobs
 from proto.codec import changed
-from proto.sched_trace import Arrival, Content
+from proto.messages.sched_trace import Arrival, Content
+from tests.benchmarks.agent_jobs.load import AgentLoad, draw_jobs
 from tests.benchmarks.simulator.messages import (
     HostTier,
     ReplayFigures,

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from proto.sched_trace import Dropped, PinEnd, Result, Step, TurnEnd
+from proto.messages.sched_trace import Dropped, PinEnd, Result, Step, TurnEnd
 from tests.benchmarks.simulator.follow import Follower
 from tests.fakes.drafts import SyntheticDrafts
 from tests.fakes.traced_engine import TracedEngine, agents_load, random_load, recording_of

@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from deploy.bench.agents.load import AgentLoad
-from proto.sched_trace import Arrival, Finish, Step
+from proto.messages.sched_trace import Arrival, Finish, Step
+from tests.benchmarks.agent_jobs.load import AgentLoad
 from tests.benchmarks.simulator.messages import ReplayOrder, StepModel
 from tests.benchmarks.simulator.player import Player, simulate
 from tests.benchmarks.simulator.recording import UnreadableTraceError, read

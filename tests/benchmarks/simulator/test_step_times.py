@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from proto.sched_trace import Decision, PoolUse, Result, Snapshot, Step
+from proto.messages.sched_trace import Decision, PoolUse, Result, Snapshot, Step
 from tests.benchmarks.simulator.simulation import TooFewStepsError, fit
 
 

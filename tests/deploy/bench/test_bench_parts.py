@@ -6,12 +6,18 @@ from pathlib import Path
 import pytest
 
 from deploy.bench.client import Target
-from deploy.bench.datasets import WORDS, RandomDataset, RandomTokenIds, RequestSizes, SessionSeeds
-from deploy.bench.load import LoadPattern, LoadRun, measure
+from deploy.bench.datasets import (
+    WORDS,
+    RequestSizes,
+    SessionSeeds,
+    prompt_sessions,
+    random_ids,
+)
+from deploy.bench.load import LoadPattern, measure
 from deploy.bench.options import BenchParser, several_counts, several_rates, writable, write
-from deploy.bench.processes import ProcessUsage
 from proto.errors import ConfigError
 from tests.benchmarks.processes import per_step
+from tests.benchmarks.usage import ProcessUsage
 from tests.fakes.openai_server import fake_openai
 
 
@@ -23,15 +29,11 @@ class Terminal(io.StringIO):
 def test_the_progress_bar_is_drawn_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     terminal, file = Terminal(), io.StringIO()
-    run = LoadRun(
-        "a run",
-        RandomDataset(RequestSizes(3, 2), RandomTokenIds()),
-        SessionSeeds(0),
-        LoadPattern(1, max_requests=5),
-    )
+    pattern = LoadPattern(1, max_requests=5)
     with fake_openai() as fake:
-        load_result = measure(Target(fake.url, "m"), run, terminal)
-        measure(Target(fake.url, "m"), run, file)
+        for stream in (file, terminal):
+            sessions = prompt_sessions(SessionSeeds(0), RequestSizes(3, 2), random_ids())
+            load_result = measure(Target(fake.url, "m"), sessions, pattern, "a run", stream)
     assert len(load_result.results) == 5
     assert file.getvalue() == ""
     assert "a run" in terminal.getvalue()

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from deploy.bench.chaos.streams import CompletionStream, compare_streams, gumbel_noise, score_gap
-from worker.sampling import torch_backend as philox
+from worker.reference import sampling as philox
 
 BODY = {"prompt": "The sea", "temperature": 0.5, "seed": 1 << 40, "n": 2}
 

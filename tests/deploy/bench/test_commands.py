@@ -1,4 +1,4 @@
-"""Flags that chaos, overload and soak refuse before they start anything."""
+"""Flags that the benchmarks refuse before they start anything."""
 
 import pytest
 
@@ -12,9 +12,6 @@ from deploy import cli
         (["chaos", "--kills", "none"], "--kills"),
         (["chaos", "--hours", "1"], "--hours"),
         (["chaos", "--json", "/nowhere/chaos.json"], "/nowhere/chaos.json"),
-        (["overload", "--json", "/nowhere/overload.json"], "/nowhere/overload.json"),
-        (["overload", "--hours", "1"], "--hours"),
-        (["embeddings", "--tokens", "9", "3"], "--tokens"),
     ],
 )
 def test_an_invalid_argument_is_one_line_and_status_2(

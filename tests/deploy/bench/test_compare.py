@@ -7,14 +7,17 @@ import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from deploy import cli
 from deploy.bench import compare
-from deploy.bench.compare import ComparedFigure, Comparison, RoundRatios
+from deploy.bench.compare import CompareBench, ComparedFigure, Comparison, round_ratios, specs_of
+from deploy.bench.options import BenchParser
 from deploy.bench.servers import RunningServer, ServerSpec
 from proto.errors import ConfigError
 from tests.fakes.openai_server import FakeOpenAI, fake_openai
@@ -25,6 +28,13 @@ SMALL = (
 )
 
 
+def bench_of(*words: str) -> CompareBench:
+    parser = BenchParser()
+    compare.add_flags(parser)
+    options = parser.parse_args(words)
+    return CompareBench(options, specs_of(options))
+
+
 def test_servers_are_compared_round_by_round() -> None:
     """The second round was slow for both servers: figures differ by half, ratios do not."""
     figure = ComparedFigure("x_ms", "x")
@@ -33,14 +43,17 @@ def test_servers_are_compared_round_by_round() -> None:
         comparison.note_turn(number, "ours", {"x_ms": ours})
         comparison.note_turn(number, "theirs", {"x_ms": theirs})
     ratios = comparison.ratios(figure, "theirs")
-    assert ratios.values == pytest.approx([0.9, 0.9, 1.2])
-    assert ratios.describe() == "0.900 (0.900 to 1.200)"
+    assert ratios == pytest.approx({"median": 0.9, "min": 0.9, "max": 1.2})
     assert comparison.median("ours", figure) == 12.0
+    console = Console(file=StringIO(), width=150)
+    comparison.show(console, "title")
+    assert "0.900 (0.900 to 1.200)" in console.file.getvalue()
 
 
 def test_rounds_without_a_figure_are_skipped() -> None:
-    assert RoundRatios.of([1.0, math.nan, 3.0], [2.0, 1.0, math.nan]).values == [0.5]
-    assert RoundRatios.of([math.nan], [1.0]).describe() == "-"
+    ratios = round_ratios([1.0, math.nan, 3.0], [2.0, 1.0, math.nan])
+    assert ratios == {"median": 0.5, "min": 0.5, "max": 0.5}
+    assert round_ratios([math.nan], [1.0]) == {}
     comparison = Comparison(["a", "b"], [ComparedFigure("x", "x")])
     comparison.note_turn(0, "a", {})
     comparison.note_turn(0, "b", {"x": 1})
@@ -86,9 +99,7 @@ def test_servers_alternate_with_the_same_new_prompts(
         "answers_different": 0,
     }
     assert len(found["rounds"]) == 3
-    assert set(found["figures"]) == {
-        figure.key for figure in compare.CompareBench(compare.parse(words)).figures()
-    }
+    assert set(found["figures"]) == {figure.key for figure in bench_of(*words).figures()}
     figure = found["figures"]["at_2_output_tokens_per_s"]
     rates = [each["one"]["at_2_output_tokens_per_s"] for each in found["rounds"]]
     assert figure["medians"]["one"] == sorted(rates)[1]
@@ -117,9 +128,7 @@ def test_loads_are_repeated_beside_busy_processes(
         assert len(prompts(one)) == len(set(prompts(one))) == 2 * (1 + 3) + 2
     assert [each.returncode for each in processes] == [-signal.SIGKILL] * 4
     found = json.loads(file.read_text())
-    assert set(found["figures"]) == {
-        figure.key for figure in compare.CompareBench(compare.parse(words)).figures()
-    }
+    assert set(found["figures"]) == {figure.key for figure in bench_of(*words).figures()}
     turn = found["rounds"][0]["one"]
     for load in ("alone", "at_2"):
         rates = [turn[f"{busy}{load}_output_tokens_per_s"] for busy in ("busy_", "")]
@@ -171,14 +180,13 @@ def test_daemons_run_together_or_one_at_a_time(
 
 @pytest.mark.parametrize(("flags", "shown"), [([], False), (["--restart"], True)])
 def test_the_second_start_is_shown_where_there_is_one(flags: list[str], shown: bool) -> None:
-    options = compare.parse(["--other=--seed 3", *flags])
-    keys = [figure.key for figure in compare.CompareBench(options).figures()]
+    keys = [figure.key for figure in bench_of("--other=--seed 3", *flags).figures()]
     assert ("ready_again_s" in keys) == shown
 
 
 def test_two_settings_are_two_commands() -> None:
     words = ["--other=--async-scheduling --seed 3", "--", "--dtype", "float32"]
-    changed, plain = compare._specs(compare.parse(words), "/caches")
+    changed, plain = bench_of(*words).specs
     assert plain.command[1:] == (
         *("serve", "--port", "{port}", "--disable-log-requests"),
         *("--dtype", "float32"),
@@ -193,7 +201,6 @@ def test_two_settings_are_two_commands() -> None:
         (["--server", "a=http://x", "--server", "a=http://y"], "needs two --server"),
         (["--server", "a=http://x", "--other", ""], "not both"),
         (["--server", "a=http://x", "--", "--dtype", "float32"], "go with --other"),
-        (["--form", "bf16"], "go with --synthetic"),
         (["--server", "http://x"], "NAME=URL"),
         (["--server", "a=serve --port 8000"], "no {port}"),
         (["--server", "a='serve {port}"], "quotation"),

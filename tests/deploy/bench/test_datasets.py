@@ -3,29 +3,37 @@
 import itertools
 import json
 import math
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from deploy.bench.client import CHAT, COMPLETIONS, BenchRequest
-from deploy.bench.dataset_options import FileDataset, TraceDataset, dataset_of
 from deploy.bench.datasets import (
-    AgentDataset,
-    BenchSession,
+    AgentTools,
     Dataset,
-    MultiTurnDataset,
-    RandomDataset,
-    RandomTokenIds,
-    RandomWords,
+    MakePrompt,
     RequestSizes,
+    Session,
+    Sessions,
     SessionSeeds,
-    SharedPrefixDataset,
+    TraceRequest,
+    conversation_sessions,
+    dataset_of,
+    prompt_sessions,
+    random_ids,
+    random_words,
+    read_requests,
+    read_trace,
+    repeated_sessions,
+    trace_sessions,
 )
 from deploy.bench.serve import parse
 from proto.errors import ConfigError
 
-IDS = RandomTokenIds(10, 20)
+IDS = random_ids(10, 20)
 TRACE = [
     {"timestamp": 2000, "input_length": 5, "output_length": 3, "hash_ids": [7, 9]},
     {"timestamp": 1500, "input_length": 4, "output_length": 2, "hash_ids": [7]},
@@ -34,13 +42,32 @@ TRACE = [
 ]
 
 
-def first_asks(dataset: Dataset, seeds: SessionSeeds, number: int) -> list[BenchRequest]:
-    sessions = itertools.islice(dataset.sessions(seeds), number)
-    return [ask for each in sessions if (ask := each.next_request("")) is not None]
+def random_prompts(
+    sizes: RequestSizes, make_prompt: MakePrompt, groups: int = 1, prefix: int = 0
+) -> Sessions:
+    return partial(
+        prompt_sessions,
+        sizes=sizes,
+        make_prompt=make_prompt,
+        num_groups=groups,
+        prefix_tokens=prefix,
+    )
 
 
-def prompts(dataset: Dataset, seeds: SessionSeeds, number: int) -> list[Any]:
-    return [each.content["prompt"] for each in first_asks(dataset, seeds, number)]
+def conversations(sizes: RequestSizes, num_turns: int, **settings: Any) -> Sessions:
+    return partial(conversation_sessions, sizes=sizes, num_turns=num_turns, **settings)
+
+
+def traced(trace: list[TraceRequest], make_prompt: MakePrompt) -> Sessions:
+    return partial(trace_sessions, trace=trace, make_prompt=make_prompt, block_size=4)
+
+
+def first_asks(sessions: Sessions, seeds: SessionSeeds, number: int) -> list[BenchRequest]:
+    return [next(each) for each in itertools.islice(sessions(seeds), number)]
+
+
+def prompts(sessions: Sessions, seeds: SessionSeeds, number: int) -> list[Any]:
+    return [each.content["prompt"] for each in first_asks(sessions, seeds, number)]
 
 
 def write(path: Path, lines: list[dict[str, Any]]) -> str:
@@ -50,7 +77,7 @@ def write(path: Path, lines: list[dict[str, Any]]) -> str:
 
 @pytest.mark.parametrize("spread", [0.0, 0.3, 1.0])
 def test_random_prompts_have_their_sizes(spread: float) -> None:
-    asks = first_asks(RandomDataset(RequestSizes(10, 6, spread), IDS), SessionSeeds(1), 400)
+    asks = first_asks(random_prompts(RequestSizes(10, 6, spread), IDS), SessionSeeds(1), 400)
     for mean, sizes in (
         (10, {len(each.content["prompt"]) for each in asks}),
         (6, {each.output_tokens for each in asks}),
@@ -62,17 +89,17 @@ def test_random_prompts_have_their_sizes(spread: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "dataset",
+    "sessions",
     [
-        RandomDataset(RequestSizes(8, 4, 0.5), RandomTokenIds()),
-        SharedPrefixDataset(RequestSizes(8, 4), RandomTokenIds(), 2, 5),
-        SharedPrefixDataset(RequestSizes(8, 4), RandomWords(), 2, 5),
+        random_prompts(RequestSizes(8, 4, 0.5), random_ids()),
+        random_prompts(RequestSizes(8, 4), random_ids(), 2, 5),
+        random_prompts(RequestSizes(8, 4), random_words, 2, 5),
     ],
 )
-def test_requests_depend_on_the_seed_but_checked_ones_do_not(dataset: Dataset) -> None:
+def test_requests_depend_on_the_seed_but_checked_ones_do_not(sessions: Sessions) -> None:
     one, other = SessionSeeds(1, 0.25), SessionSeeds(2, 0.25)
     asked, again, differently = (
-        first_asks(dataset, each, 40) for each in (one, SessionSeeds(1, 0.25), other)
+        first_asks(sessions, each, 40) for each in (one, SessionSeeds(1, 0.25), other)
     )
     assert asked == again
     assert [each.checked for each in asked] == [index % 4 == 0 for index in range(40)]
@@ -87,7 +114,7 @@ def test_number_of_checked_requests(share: float, number: int) -> None:
 
 def test_prompts_of_a_group_share_a_prefix() -> None:
     found = prompts(
-        SharedPrefixDataset(RequestSizes(3, 1), RandomTokenIds(), num_groups=2, prefix_tokens=6),
+        random_prompts(RequestSizes(3, 1), random_ids(), groups=2, prefix=6),
         SessionSeeds(0),
         6,
     )
@@ -95,24 +122,21 @@ def test_prompts_of_a_group_share_a_prefix() -> None:
     assert len({tuple(each[:6]) for each in found}) == 2
     assert found[0][:6] == found[2][:6] != found[1][:6]
     assert len({tuple(each[6:]) for each in found}) == 6
-    (text,) = prompts(
-        SharedPrefixDataset(RequestSizes(3, 1), RandomWords(), 1, 2), SessionSeeds(0), 1
-    )
+    (text,) = prompts(random_prompts(RequestSizes(3, 1), random_words, 1, 2), SessionSeeds(0), 1)
     assert len(text.split()) == 5
 
 
-def load_result(session: BenchSession) -> list[BenchRequest]:
+def load_result(session: Session) -> list[BenchRequest]:
     """Return all requests of a session whose n-th answer is `answer n`."""
-    found: list[BenchRequest] = []
-    while (ask := session.next_request(f"answer {len(found)}" if found else "")) is not None:
-        found.append(ask)
+    found = [next(session)]
+    with suppress(StopIteration):
+        while True:
+            found.append(session.send(f"answer {len(found)}"))
     return found
 
 
 def test_a_conversation_repeats_earlier_messages() -> None:
-    first, second, third = load_result(
-        next(MultiTurnDataset(RequestSizes(4, 2), 3).sessions(SessionSeeds(0)))
-    )
+    first, second, third = load_result(next(conversations(RequestSizes(4, 2), 3)(SessionSeeds(0))))
     assert first.path == CHAT
     assert second.content["messages"][:-1] == [
         *first.content["messages"],
@@ -122,17 +146,15 @@ def test_a_conversation_repeats_earlier_messages() -> None:
     assert roles == ["user", "assistant", "user", "assistant", "user"]
     assert len(third.content["messages"][-1]["content"].split()) == 4
     text, longer = load_result(
-        next(MultiTurnDataset(RequestSizes(4, 2), 2, chat=False).sessions(SessionSeeds(0)))
+        next(conversations(RequestSizes(4, 2), 2, chat=False)(SessionSeeds(0)))
     )
     assert longer.path == COMPLETIONS
     assert longer.content["prompt"].startswith(text.content["prompt"] + "\nanswer 1\n")
 
 
 def test_sessions_of_an_agent_share_their_instructions_and_tools() -> None:
-    dataset = AgentDataset(RequestSizes(4, 2), num_turns=2, system_tokens=5, num_tools=3)
-    sessions = [
-        load_result(each) for each in itertools.islice(dataset.sessions(SessionSeeds(0)), 2)
-    ]
+    agents = conversations(RequestSizes(4, 2), 2, agent=AgentTools(5, 3))
+    sessions = [load_result(each) for each in itertools.islice(agents(SessionSeeds(0)), 2)]
     systems = {json.dumps(each.content["messages"][0]) for asks in sessions for each in asks}
     assert len(systems) == 1
     text, _, tools = sessions[0][0].content["messages"][0]["content"].split("\n")
@@ -147,14 +169,12 @@ def test_sessions_of_an_agent_share_their_instructions_and_tools() -> None:
 
 
 def test_sessions_may_be_agent_jobs() -> None:
-    dataset = AgentDataset(RequestSizes(4, 2), 3, system_tokens=5, num_tools=1, jobs="run")
-    first, second = (
-        load_result(each) for each in itertools.islice(dataset.sessions(SessionSeeds(7)), 2)
-    )
+    agents = conversations(RequestSizes(4, 2), 3, agent=AgentTools(5, 1), jobs="run")
+    first, second = (load_result(each) for each in itertools.islice(agents(SessionSeeds(7)), 2))
     assert [each.job for each in first] == ["run-7-0"] * 3
     assert [each.is_last_step for each in first] == [False, False, True]
     assert {each.job for each in second} == {"run-7-1"}
-    alone = load_result(next(MultiTurnDataset(RequestSizes(4, 2), 2).sessions(SessionSeeds(0))))
+    alone = load_result(next(conversations(RequestSizes(4, 2), 2)(SessionSeeds(0))))
     assert [(each.job, each.is_last_step) for each in alone] == [("", False)] * 2
 
 
@@ -162,11 +182,11 @@ def test_agent_jobs_need_sessions() -> None:
     def dataset(*words: str) -> Dataset:
         return dataset_of(parse(["--url", "http://x", *words], ""))
 
-    asks = [
-        next(dataset("--dataset", "agent", "--agent-hints").sessions(SessionSeeds(0))) for _ in "ab"
+    jobs = [
+        next(next(dataset("--dataset", "agent", "--agent-hints").sessions(SessionSeeds(0))))
+        for _ in "ab"
     ]
-    jobs = [each.next_request("") for each in asks]
-    assert all(each is not None and each.job.startswith("bench-") for each in jobs)
+    assert all(each.job.startswith("bench-") for each in jobs)
     assert jobs[0] != jobs[1]
     for words in ([], ["--dataset", "shared-prefix"], ["--trace", "x"]):
         with pytest.raises(ConfigError, match="--agent-hints goes with"):
@@ -174,8 +194,10 @@ def test_agent_jobs_need_sessions() -> None:
 
 
 def test_a_trace_keeps_its_order_and_prefixes(tmp_path: Path) -> None:
-    trace = TraceDataset.read(write(tmp_path / "x", TRACE), 0.001, 4, IDS, chat=False)
-    assert trace.offsets == [0.0, 0.5, 2.5, 2.5]
+    file = write(tmp_path / "x", TRACE)
+    options = parse(["--url", "http://x", "--trace", file], "")
+    assert dataset_of(options).offsets == [0.0, 0.5, 2.5, 2.5]
+    trace = traced(read_trace(file), IDS)
     asks = first_asks(trace, SessionSeeds(0), 10)
     assert [each.output_tokens for each in asks] == [2, 3, 1, 1]
     short, middle, long, given = (each.content["prompt"] for each in asks)
@@ -191,7 +213,7 @@ def test_tokens_without_a_hash_id_are_unique(tmp_path: Path) -> None:
     """A trace without hash ids, or with a smaller block size than ours."""
     line = {"timestamp": 0, "input_length": 9, "output_length": 1}
     file = write(tmp_path / "x", [line, line, {**line, "hash_ids": [1]}, {**line, "hash_ids": [1]}])
-    trace = TraceDataset.read(file, 1.0, 4, RandomTokenIds(), chat=False)
+    trace = traced(read_trace(file), random_ids())
     a, b, c, d = prompts(trace, SessionSeeds(0), 4)
     assert [len(each) for each in (a, b, c, d)] == [9] * 4
     assert a[0] != b[0]
@@ -206,8 +228,8 @@ def test_a_prompt_file_is_used_unchanged_and_repeated(tmp_path: Path) -> None:
         {"prompt": [1, 2], "max_tokens": 0},
         {"messages": messages},
     ]
-    dataset = FileDataset.read(write(tmp_path / "x", lines), output_tokens=9)
-    asks = first_asks(dataset, SessionSeeds(0), 4)
+    requests = read_requests(write(tmp_path / "x", lines), output_tokens=9)
+    asks = first_asks(partial(repeated_sessions, requests=requests), SessionSeeds(0), 4)
     assert [(each.path, each.output_tokens) for each in asks] == [
         (COMPLETIONS, 3),
         (COMPLETIONS, 1),
@@ -234,11 +256,11 @@ def test_an_invalid_line_is_named(tmp_path: Path, text: str, expected: str) -> N
     file = tmp_path / "trace"
     file.write_text(text)
     with pytest.raises(ConfigError, match=expected):
-        TraceDataset.read(str(file), 0.001, 4, IDS, chat=False)
+        read_trace(str(file))
 
 
 def test_an_empty_file_or_one_without_prompts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="line 1: prompt or messages is missing"):
-        FileDataset.read(write(tmp_path / "x", [{"text": "a"}]), 1)
+        read_requests(write(tmp_path / "x", [{"text": "a"}]), 1)
     with pytest.raises(ConfigError, match="No such file"):
-        FileDataset.read(str(tmp_path / "y"), 1)
+        read_requests(str(tmp_path / "y"), 1)

@@ -5,14 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.bench.processes import (
-    SUPERVISOR,
-    IdleState,
-    pids_by_title,
-    run_directory,
-    usage_by_title,
-)
-from proto.run_directory import RunDirectory
+from deploy.bench.processes import SUPERVISOR, IdleState, pids_by_title, run_directory
+from proto.runtime.run_directory import RunDirectory
+from tests.benchmarks.usage import usage_by_title
 
 BEFORE = IdleState({"running": 0.0}, {"api": 20, "engine": 10}, 6)
 

@@ -36,7 +36,7 @@ def test_missed_limits_are_named_with_both_figures() -> None:
     with pytest.raises(TokendError) as caught:
         check_limits("bench x", [KEPT, MISSED])
     assert str(caught.value) == (
-        "bench x: 1 limits missed: engine 0: growth: 1.25 MiB, at most 1 MiB"
+        "bench x: 1 limit missed: engine 0: growth: 1.25 MiB, at most 1 MiB"
     )
 
 

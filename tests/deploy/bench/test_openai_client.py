@@ -143,6 +143,14 @@ def test_the_model_name_comes_from_the_server() -> None:
         first_model(fake.url)
 
 
+def test_a_key_that_is_missing_is_told_from_a_wrong_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.bench.client.get", lambda *_: (401, b"{}"))
+    with pytest.raises(TokendError, match=r"needs an API key: set --api-key or TOKEND_API_KEY"):
+        first_model("http://x")
+    with pytest.raises(TokendError, match=r"refuses this API key: set --api-key"):
+        first_model("http://x", "other")
+
+
 def test_a_url_may_end_in_v1() -> None:
     assert base_url("http://x:1/v1/") == base_url("http://x:1") == "http://x:1"
     assert base_url("https://x/prefix/v1") == "https://x/prefix"

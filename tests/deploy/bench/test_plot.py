@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.bench.plot import LinearScale, LogScale, PlotPanel, PlotTable, Scale, label, plot_page
+from deploy.bench.plot import PlotPanel, Scale, label, linear_scale, log_scale, plot_page
 
 VALUES = st.lists(st.floats(1e-3, 1e7), min_size=1, max_size=20)
 
@@ -30,7 +30,7 @@ def check_scale(scale: Scale, values: list[float]) -> None:
 
 @given(VALUES)
 def test_an_axis_from_zero_fits_all_values(values: list[float]) -> None:
-    scale = LinearScale.including(values)
+    scale = linear_scale(values)
     check_scale(scale, values)
     assert scale.position(max(values)) > 0.5  # and does not waste space
     steps = {round(b - a, 9) for a, b in zip(scale.ticks, scale.ticks[1:], strict=False)}
@@ -39,25 +39,25 @@ def test_an_axis_from_zero_fits_all_values(values: list[float]) -> None:
 
 @given(VALUES)
 def test_a_log_axis_fits_all_values(values: list[float]) -> None:
-    scale = LogScale.including(values)
+    scale = log_scale(values)
     check_scale(scale, values)
     assert len(scale.ticks) <= 14
-    assert scale.low >= min(values) / 2.5 - 1e-9
+    assert scale.ticks[0] >= min(values) / 2.5 - 1e-9
 
 
 def test_equal_ratios_have_equal_distances() -> None:
-    scale = LogScale.including([3.0, 80.0])
+    scale = log_scale([3.0, 80.0])
     assert list(scale.ticks) == [2, 5, 10, 20, 50, 100]
     assert scale.position(20) - scale.position(10) == pytest.approx(
         scale.position(10) - scale.position(5)
     )
-    assert list(LogScale.including([7.0]).ticks) == [5, 10]
-    assert list(LogScale.including([10.0]).ticks) == [10, 20, 50, 100]
-    assert list(LogScale.including([0.0, -1.0]).ticks) == [1, 2, 5, 10]
+    assert list(log_scale([7.0]).ticks) == [5, 10]
+    assert list(log_scale([10.0]).ticks) == [10, 20, 50, 100]
+    assert list(log_scale([0.0, -1.0]).ticks) == [1, 2, 5, 10]
 
 
 def test_many_decades_have_ticks_at_powers_of_ten() -> None:
-    ticks = LogScale.including([2e-3, 3e3]).ticks
+    ticks = log_scale([2e-3, 3e3]).ticks
     assert ticks == pytest.approx([2e-3, 1e-2, 0.1, 1, 10, 100, 1000, 5000])
 
 
@@ -70,7 +70,7 @@ def test_labels() -> None:
 def test_a_page_has_tables_names_and_both_colour_schemes() -> None:
     curves = {"p99 <x>": [(10.0, 5.0), (20.0, 9.0)], "p50": [(10.0, 4.0), (20.0, 8.0)]}
     panel = PlotPanel("by & by", curves, "tokens/s", names=["few", "many"])
-    table = PlotTable(["load", "<b>"], [["1 at once", "2.5"]])
+    table = (["load", "<b>"], [["1 at once", "2.5"]])
     text = plot_page("a title", ["a note"], [panel, PlotPanel("none", {})], "ms", table)
     first, second = drawings(text)
     words = [each.text for each in first.iter("text")]

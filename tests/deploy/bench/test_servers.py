@@ -65,7 +65,7 @@ def test_a_benchmark_that_signals_end_leaves_no_caches(tmp_path: Path) -> None:
     server = f"tokend=sh -c '{fills}; exec \"$@\"' sh {FAKE}"
     bench = subprocess.Popen(
         [
-            *(sys.executable, "-m", "deploy.cli", "bench", "compare", "--synthetic", "1b"),
+            *(sys.executable, "-m", "tests.benchmarks.sizes", "--synthetic", "1b"),
             *("--server", server, "--rounds", "9999"),
         ],
         env={**os.environ, "TMPDIR": str(tmp_path), "PATH": "/usr/bin:/bin"},

@@ -12,31 +12,28 @@ import pytest
 
 from deploy.bench.client import COMPLETIONS, BenchRequest, Target
 from deploy.bench.datasets import (
-    BenchSession,
-    MultiTurnDataset,
-    RandomDataset,
-    RandomTokenIds,
     RequestSizes,
+    Session,
     SessionSeeds,
-    SingleRequest,
+    conversation_sessions,
+    prompt_sessions,
+    random_ids,
+    single,
 )
 from deploy.bench.figures import (
     PERCENTILES,
     AnswerComparison,
-    Goodput,
     _distribution,
     figures_of,
-    note_answers,
 )
 from deploy.bench.limits import percentile
 from deploy.bench.load import (
+    LoadGenerator,
     LoadPattern,
-    LoadProgress,
     LoadResult,
     frozen_heap,
     gamma_arrivals,
     ramped,
-    run_load,
 )
 from deploy.bench.stream import RequestResult, no_gaps
 
@@ -93,9 +90,7 @@ def result(rng: random.Random) -> RequestResult:
 def test_without_answers_rates_are_zero_and_times_missing() -> None:
     failed = result(random.Random(0))
     failed.error = "broken"
-    plain = figures_of(
-        "x", LoadResult([failed, failed], [], 8.0, 0.4), Goodput({"ttft": 1.0})
-    ).to_dict()
+    plain = figures_of("x", LoadResult([failed, failed], [], 8.0, 0.4), {"ttft": 1.0}).to_dict()
     assert (plain["num_completed"], plain["num_failed"], plain["errors"]) == (0, 2, {"broken": 2})
     assert plain["output_tokens_per_s"] == plain["goodput_requests_per_s"] == 0
     assert not [name for name in plain if name.startswith(("ttft", "tpot", "itl", "e2el"))]
@@ -122,7 +117,7 @@ def test_figures_equal_a_simple_model(seed: int) -> None:
         for ttft, tpot, latency in zip(ttfts, all_tpots, latencies, strict=True)
     )
 
-    figures = figures_of("x", LoadResult(results, [], 8.0, 0.4), Goodput(limits))
+    figures = figures_of("x", LoadResult(results, [], 8.0, 0.4), limits)
     plain = figures.to_dict()
     assert plain["num_completed"] == len(done)
     assert plain["num_failed"] == len(results) - len(done)
@@ -158,9 +153,7 @@ class FakeClient:
         self._now = 0
         self._fail_every = fail_every
 
-    async def send_request(
-        self, request: BenchRequest, *, keep_text: bool = False, waited: float = 0.0
-    ) -> RequestResult:
+    async def send_request(self, request: BenchRequest, *, waited: float = 0.0) -> RequestResult:
         self.requests.append(request)
         number = len(self.requests)
         self._now += 1
@@ -168,19 +161,19 @@ class FakeClient:
         for _ in range(1 + number % 3):
             await asyncio.sleep(0)
         self._now -= 1
-        found = RequestResult(request.output_tokens, keep_text, waited)
+        found = RequestResult(request.output_tokens, request.keep_text, waited)
         found.texts.append(f"answer {number}")
         if self._fail_every and number % self._fail_every == 0:
             found.error = "broken"
         return found
 
 
-def sessions(checked: float = 0.0) -> Iterator[BenchSession]:
-    return RandomDataset(RequestSizes(3, 2), RandomTokenIds()).sessions(SessionSeeds(0, checked))
+def sessions(checked: float = 0.0) -> Iterator[Session]:
+    return prompt_sessions(SessionSeeds(0, checked), RequestSizes(3, 2), random_ids())
 
 
-async def run(client: FakeClient, some: Iterator[BenchSession], pattern: LoadPattern) -> LoadResult:
-    return await run_load(client, some, pattern, LoadProgress())  # type: ignore[arg-type]
+async def run(client: FakeClient, some: Iterator[Session], pattern: LoadPattern) -> LoadResult:
+    return await LoadGenerator(client, some, pattern).run()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("concurrency", [1, 3, 8])
@@ -217,7 +210,7 @@ async def test_a_run_ends_after_its_sessions_requests_or_time() -> None:
     ):
         assert (await run(FakeClient(), sessions(), pattern)).results
     empty = await run(FakeClient(), iter([]), LoadPattern(1))
-    assert figures_of("x", empty, Goodput({})).output_tokens_per_s == 0
+    assert figures_of("x", empty).output_tokens_per_s == 0
 
 
 async def test_garbage_collection_skips_prompts_during_a_run(
@@ -225,10 +218,10 @@ async def test_garbage_collection_skips_prompts_during_a_run(
 ) -> None:
     class Observer(FakeClient):
         async def send_request(
-            self, request: BenchRequest, *, keep_text: bool = False, waited: float = 0.0
+            self, request: BenchRequest, *, waited: float = 0.0
         ) -> RequestResult:
             frozen.append(gc.get_freeze_count() > 0)
-            return await super().send_request(request, keep_text=keep_text, waited=waited)
+            return await super().send_request(request, waited=waited)
 
     frozen: list[bool] = []
     monkeypatch.setattr("deploy.bench.load.frozen_heap", frozen_heap)
@@ -239,7 +232,7 @@ async def test_garbage_collection_skips_prompts_during_a_run(
 
 async def test_turns_are_sequential_and_a_failure_ends_the_session() -> None:
     client = FakeClient(fail_every=5)
-    talks = itertools.islice(MultiTurnDataset(RequestSizes(2, 1), 3).sessions(SessionSeeds(0)), 2)
+    talks = itertools.islice(conversation_sessions(SessionSeeds(0), RequestSizes(2, 1), 3), 2)
     load_result = await run(client, talks, LoadPattern(1))
     turns = [len(each.content["messages"]) for each in client.requests]
     assert turns == [1, 3, 5, 1, 3]
@@ -252,7 +245,7 @@ async def test_answers_are_compared_with_those_of_earlier_runs() -> None:
     for _ in range(2):
         load_result = await run(FakeClient(), sessions(checked=0.5), LoadPattern(1, max_requests=6))
         assert len(load_result.checked) == 3
-        note_answers(load_result, answers)
+        answers.note_all(load_result.checked)
     assert (answers.num_compared, answers.different) == (3, [])
     ask = BenchRequest(COMPLETIONS, {"prompt": "x"}, 9, checked=True)
     for text in ("the cat", "the cow", "the"):
@@ -266,7 +259,7 @@ async def test_answers_are_compared_with_those_of_earlier_runs() -> None:
 
 
 async def test_failed_answers_are_not_compared() -> None:
-    one = SingleRequest(BenchRequest(COMPLETIONS, {"prompt": "x"}, 2, checked=True))
+    one = single(BenchRequest(COMPLETIONS, {"prompt": "x"}, 2, checked=True))
     load_result = await run(FakeClient(fail_every=1), iter([one]), LoadPattern(1))
     assert (len(load_result.results), load_result.checked) == (1, [])
 

@@ -10,7 +10,7 @@ import pytest
 from deploy.trace.command import read_trace
 from deploy.trace.condense import STEP_COLUMNS, Condensed, State
 from deploy.trace.page import render
-from proto.sched_trace import Arrival, Finish
+from proto.messages.sched_trace import Arrival, Finish
 from tests.fakes.traced_engine import TracedEngine, random_load
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

@@ -4,9 +4,8 @@ import msgspec
 import pytest
 
 from deploy.trace.condense import State, condense
-from proto.config import SchedulerConfig
 from proto.errors import ProtocolError
-from proto.sched_trace import (
+from proto.messages.sched_trace import (
     Arrival,
     Decision,
     Dropped,
@@ -21,6 +20,7 @@ from proto.sched_trace import (
     Step,
     TraceHeader,
 )
+from proto.settings.config import SchedulerConfig
 
 HEADER = TraceHeader(
     epoch=1,

@@ -12,7 +12,7 @@ import pytest
 from deploy import cli
 from deploy.trace.command import read_trace
 from deploy.trace.page import render
-from proto.engine_io import agent_session_name
+from proto.messages.engine_io import agent_session_name
 from tests.fakes.traced_engine import TracedEngine, random_load
 
 

@@ -14,10 +14,9 @@ from hypothesis.stateful import (
 )
 
 from engine_core.kv_cache import integrity
-from engine_core.kv_cache.events import KVEventLog
-from engine_core.kv_cache.manager import NO_NEW_BLOCKS, NOTHING_COMPUTED
+from engine_core.kv_cache.manager import NO_NEW_BLOCKS, NO_PREFIX
 from engine_core.request import Request
-from tests.fakes.kv_events import CachedHashes, indexed
+from tests.fakes.kv_events import CachedHashes, event_log, indexed
 from tests.fakes.kv_requests import Requests, make_manager
 from tests.fakes.pool_model import PoolModel, Tables
 
@@ -39,7 +38,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         self, num_usable: int, block_size: int, caching: bool, windows: tuple[int | None, ...]
     ) -> None:
         num_blocks = num_usable * len(windows) + 1
-        self.log = KVEventLog()
+        self.log = event_log(*windows)
         self.manager = make_manager(
             num_blocks, block_size, caching, windows=windows, observers=[self.log]
         )
@@ -77,7 +76,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         computed = self.manager.get_computed_blocks(request)
         hits: Tables = []
         if self.caching and not request.skip_reading_prefix_cache:
-            hits = self.model.hits(request.cache_salt, request.all_token_ids)
+            hits = self.model.hits(request.extra_keys.cache_salt, request.all_token_ids)
         assert list(computed.block_ids) == hits
         assert computed.num_tokens == (len(hits[0]) * self.model.size if hits else 0)
         num_new = min(chunk, request.num_tokens - computed.num_tokens)
@@ -142,10 +141,15 @@ class KVCacheMachine(RuleBasedStateMachine):
         if not computed.num_tokens:
             return
         tokens = source.all_token_ids[:num_shared] + tail
-        request = self.requests.make(tokens, cache_salt=source.cache_salt)
+        request = self.requests.make(tokens, extra_keys=source.extra_keys)
         expected = self.model.allocate(
-            *(request.seq_id, source.cache_salt, tokens),
-            *(num_shared, min(chunk, len(tail)), 0, shared),
+            request.seq_id,
+            source.extra_keys.cache_salt,
+            tokens,
+            num_shared,
+            min(chunk, len(tail)),
+            0,
+            shared,
         )
         new_blocks = self.manager.allocate_slots(request, min(chunk, len(tail)), computed)
         copies = self.manager.pop_block_copies()
@@ -164,7 +168,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         """Replace tokens and blocks of a running request by those of another one."""
         request = self.running[which % len(self.running)]
         source = self.running[other % len(self.running)]
-        if request is source or request.cache_salt != source.cache_salt:
+        if request is source or request.extra_keys.cache_salt != source.extra_keys.cache_salt:
             return
         self._release(request)
         request.copy_tokens(source)
@@ -174,8 +178,13 @@ class KVCacheMachine(RuleBasedStateMachine):
         for num_shared in (computed, computed - computed % self.model.size, 0):
             shared, tails = self.model.fork(source.seq_id, num_shared)
             new = shared and self.model.allocate(
-                *(request.seq_id, source.cache_salt, request.all_token_ids),
-                *(num_shared, 0, 0, shared),
+                request.seq_id,
+                source.extra_keys.cache_salt,
+                request.all_token_ids,
+                num_shared,
+                0,
+                0,
+                shared,
             )
             if new:
                 pairs = [(tail, blocks[0]) for tail, blocks in zip(tails, new, strict=True) if tail]
@@ -196,7 +205,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         if request.num_computed_tokens < request.num_tokens:
             return
         heir = self.requests.make(
-            request.all_token_ids + input_tokens, cache_salt=request.cache_salt
+            request.all_token_ids + input_tokens, extra_keys=request.extra_keys
         )
         heir.num_computed_tokens = request.num_tokens
         self.manager.hand_over_blocks(request, heir, request.num_tokens)
@@ -249,13 +258,13 @@ class KVCacheMachine(RuleBasedStateMachine):
             self.model.found.clear()
 
     def _allocate(self, request: Request, num_new: int, lookahead: int, hits: Tables) -> bool:
-        computed = NOTHING_COMPUTED
+        computed = NO_PREFIX
         if hits:
             computed = self.manager.get_computed_blocks(request)
         num_hit = len(hits[0]) * self.model.size if hits else 0
         expected = self.model.allocate(
             request.seq_id,
-            request.cache_salt,
+            request.extra_keys.cache_salt,
             request.all_token_ids,
             request.num_computed_tokens + num_hit,
             num_new,
@@ -272,13 +281,13 @@ class KVCacheMachine(RuleBasedStateMachine):
     def _release(self, request: Request) -> None:
         self.manager.free(request)
         verified = request.all_token_ids[: request.num_computed_tokens]
-        self.model.release(request.seq_id, request.cache_salt, verified)
+        self.model.release(request.seq_id, request.extra_keys.cache_salt, verified)
 
     @invariant()
     def agrees_with_the_model(self) -> None:
         pool = self.manager.pool
         assert list(pool.free_queue) == self.model.free
-        assert self.manager.num_free_blocks == len(self.model.free)
+        assert self.manager.num_available_blocks == len(self.model.free)
         assert len(pool.index) == len({content for content, _ in self.model.found})
         cached = {block for _, block in self.model.found}
         assert {block for block, held in enumerate(pool.hashes) if held} == cached

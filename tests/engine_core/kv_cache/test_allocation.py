@@ -36,14 +36,14 @@ def test_eviction_takes_the_end_of_the_least_recently_freed_request_first(kv):
     first, second = kv.requests.make(range(87)), kv.requests.make(range(1000, 1048))
     kv.requests.schedule(first)
     kv.requests.schedule(second)
-    assert kv.manager.num_free_blocks == 1
+    assert kv.manager.num_available_blocks == 1
     kv.manager.free(first)
     kv.manager.free(second)
     assert kv.free_order() == [10, 6, 5, 4, 3, 2, 1, 9, 8, 7]
     third = kv.requests.make(range(35))
     assert kv.requests.computed(third).block_ids == ([1, 2],)
     assert kv.requests.schedule(third) == [10]
-    assert kv.manager.num_free_blocks == 7
+    assert kv.manager.num_available_blocks == 7
 
 
 def test_a_decode_inside_its_block_returns_the_shared_empty_allocation(kv):

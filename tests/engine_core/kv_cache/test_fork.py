@@ -3,7 +3,7 @@
 import pytest
 
 from engine_core.kv_cache import integrity
-from engine_core.kv_cache.manager import NOTHING_COMPUTED, KVCacheManager
+from engine_core.kv_cache.manager import NO_PREFIX, KVCacheManager
 from engine_core.request import Request
 from tests.fakes.kv_requests import Requests, make_manager
 
@@ -85,7 +85,7 @@ def test_all_forks_copy_from_the_source(setup):
         kv.fork(source, 9, TEN)
     assert kv.manager.pop_block_copies() == [3, 4, 3, 5, 3, 6]
     assert kv.pool.ref_counts[1:7] == [4, 4, 1, 1, 1, 1]
-    assert kv.manager.num_usable_blocks - kv.manager.num_free_blocks == 2 + 4
+    assert kv.manager.num_usable_blocks - kv.manager.num_available_blocks == 2 + 4
 
 
 def test_a_fork_of_a_fork_copies_from_the_first_source(setup):
@@ -106,7 +106,7 @@ def test_shared_blocks_are_freed_by_the_last_user(setup, order):
     for number, each in enumerate(order, 1):
         assert kv.pool.ref_counts[1] == 4 - number
         kv.manager.free(family[each])
-    assert kv.manager.num_free_blocks == kv.manager.num_usable_blocks
+    assert kv.manager.num_available_blocks == kv.manager.num_usable_blocks
 
 
 def test_a_copied_block_is_findable_only_once_filled(setup):
@@ -178,7 +178,7 @@ def test_what_the_window_of_the_source_has_passed_cannot_be_forked(setup):
         kv.requests.decode(source, token)
         assert kv.manager.find_fork(source, 9).num_tokens == (9 if token == 10 else 0)
     assert kv.tables(source)[1] == [0, 0, 6]
-    assert kv.manager.find_fork(source, 9) is NOTHING_COMPUTED
+    assert kv.manager.find_fork(source, 9) is NO_PREFIX
     fork = kv.fork(source, 11, [*TEN, 10, 99])
     assert kv.tables(fork) == [[1, 2, 7], [0, 0, 8]]
     assert kv.manager.pop_block_copies() == [3, 7, 6, 8]
@@ -192,7 +192,7 @@ def test_a_window_of_one_token_shares_nothing(setup):
 
 def test_nothing_is_shared_of_no_tokens(setup):
     kv = setup()
-    assert kv.manager.find_fork(kv.run(TEN), 0) is NOTHING_COMPUTED
+    assert kv.manager.find_fork(kv.run(TEN), 0) is NO_PREFIX
 
 
 def test_a_branch_begins_before_it_is_scheduled(setup):
@@ -208,7 +208,7 @@ def test_without_a_block_for_the_copy_a_branch_shares_whole_blocks(setup):
     kv = setup(5)
     source = kv.run(TEN)
     kv.run([80])
-    assert kv.manager.num_free_blocks == 0
+    assert kv.manager.num_available_blocks == 0
     request = kv.requests.make(TEN)
     assert kv.manager.fork_blocks(request, source, 10) == 8
     assert kv.tables(request) == [[1, 2]]

@@ -13,7 +13,7 @@ from engine_core.kv_cache.free_queue import (
     LRUFreeQueue,
 )
 from engine_core.kv_cache.manager import KVCacheManager
-from proto.lifecycle import RECURRENT_STATE, KVGroup
+from proto.messages.lifecycle import RECURRENT_STATE, KVGroup
 from tests.fakes.kv_requests import Requests, make_manager
 
 

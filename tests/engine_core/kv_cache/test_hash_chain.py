@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from engine_core import block_hashing as hashing
 from engine_core import build_native
-from engine_core.build_native import NativeBuildError
-from engine_core.kv_cache import hashing
-from engine_core.kv_cache.hashing import (
+from engine_core.block_hashing import (
     BlockHasher,
     HashChain,
     HashlibChain,
     NativeChain,
     load_hash_chain,
 )
+from engine_core.build_native import NativeBuildError
 
 
 @pytest.fixture(scope="module")

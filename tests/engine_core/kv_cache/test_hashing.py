@@ -5,17 +5,15 @@ from hashlib import sha256
 
 import pytest
 
-from engine_core.kv_cache.hashing import (
-    ROOT,
-    BlockHasher,
-)
+from engine_core.block_hashing import ROOT, BlockHasher, ExtraKeys
+from tests.fakes.lora import lora_request
 
 FINGERPRINT = b"\x07" * 32
 
 
 def hashes(tokens: list[int], salt: str | None = None, size: int = 4) -> list[bytes]:
     chain: list[bytes] = []
-    BlockHasher(size, FINGERPRINT).extend(chain, tokens, salt)
+    BlockHasher(size, FINGERPRINT).extend(chain, tokens, ExtraKeys(salt))
     return chain
 
 
@@ -48,7 +46,7 @@ def test_extending_token_by_token_gives_the_same_chain():
     hasher = BlockHasher(4, FINGERPRINT)
     chain: list[bytes] = []
     for end in range(len(tokens) + 1):
-        hasher.extend(chain, tokens[:end], "salt")
+        hasher.extend(chain, tokens[:end], ExtraKeys("salt"))
         assert len(chain) == end // 4
     assert chain == hashes(tokens, "salt")
 
@@ -70,3 +68,45 @@ def test_another_model_has_other_hashes(fingerprint):
     chain: list[bytes] = []
     BlockHasher(4, fingerprint).extend(chain, [1, 2, 3, 4])
     assert chain != hashes([1, 2, 3, 4])
+
+
+def test_a_block_has_the_digest_of_the_embeddings_in_it():
+    """Also the block that a prompt ends in: its other tokens are outputs."""
+    tokens, rows = [0, 0, 0, 0, 0, 7, 8, 9, 1, 2, 3, 4], bytes(range(40))
+    keys = ExtraKeys("s", prompt_embeds=rows, num_prompt_tokens=5)
+    assert keys.of_block(0, 4) == [
+        ("cache_salt", b"s"),
+        ("prompt_embeds", sha256(rows[:32]).digest()),
+    ]
+    assert keys.of_block(4, 8) == [("prompt_embeds", sha256(rows[32:]).digest())]
+    assert keys.of_block(8, 12) == []
+    chain: list[bytes] = []
+    hasher = BlockHasher(4, FINGERPRINT)
+    for end in (5, 6, 12):
+        hasher.extend(chain, tokens[:end], keys)
+    other: list[bytes] = []
+    hasher.extend(other, tokens, ExtraKeys("s", rows[:-1] + b"!", 5))
+    assert chain[0] == other[0]
+    assert not set(chain[1:]) & set(other[1:])
+    key = b"prompt_embeds:" + sha256(rows[32:]).digest()
+    assert chain[1] == sha256(chain[0] + words(0, 7, 8, 9, len(key)) + key).digest()
+    assert chain[2] == sha256(chain[1] + words(1, 2, 3, 4)).digest()
+
+
+def test_an_adapter_is_named_by_its_content_and_scale():
+    """Not by its name, id or path; in the first block, from which the chain goes on."""
+    lora = lora_request(1)
+    assert ExtraKeys(lora_request=lora).of_block(0, 4) == [("lora", lora.digest)]
+    assert ExtraKeys(lora_request=lora).of_block(4, 8) == []
+    halved = lora_request(1, scale=0.5)
+    assert ExtraKeys("s", lora_request=halved).of_block(0, 4) == [
+        ("lora", lora.digest + struct.pack("<d", 0.5)),
+        ("cache_salt", b"s"),
+    ]
+    same = lora_request(1, lora_int_id=9, lora_name="b", path="/b")
+    digests = [
+        ExtraKeys(lora_request=each).digest for each in (lora, same, halved, lora_request(2))
+    ]
+    assert digests[0] == digests[1]
+    assert len({*digests, b""}) == 4
+    assert ExtraKeys("s", lora_request=lora).kinds == ["lora", "cache_salt"]

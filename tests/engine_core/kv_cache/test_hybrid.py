@@ -2,14 +2,13 @@
 
 import pytest
 
+from engine_core.block_hashing import GroupKeys
 from engine_core.kv_cache import integrity
-from engine_core.kv_cache.coordinator import HybridCoordinator, KVCacheCoordinator
 from engine_core.kv_cache.groups import FullAttentionGroup, SlidingWindowGroup
-from engine_core.kv_cache.hashing import GroupKeys
-from engine_core.kv_cache.manager import NO_NEW_BLOCKS, NOTHING_COMPUTED, KVCacheManager
+from engine_core.kv_cache.manager import NO_NEW_BLOCKS, NO_PREFIX, KVCacheManager
 from engine_core.kv_cache.pool import BlockPool
 from engine_core.request import Request
-from proto.lifecycle import KVGroup
+from proto.messages.lifecycle import KVGroup
 from tests.fakes.kv_requests import Requests, make_manager
 
 COMMON = [token for block in range(3) for token in [block] * 16]
@@ -168,10 +167,10 @@ def test_blocks_outside_the_window_are_freed_before_free_blocks_are_counted(setu
     """Three blocks for a window of two: each new block is the one that was just freed."""
     kv = setup(4, 4, block_size=2)
     request = kv.run(range(5))
-    assert kv.manager.num_free_blocks == 0
+    assert kv.manager.num_available_blocks == 0
     for step in range(20):
         assert kv.requests.decode(request, step) is not None
-        assert kv.manager.num_free_blocks <= 1
+        assert kv.manager.num_available_blocks <= 1
     assert sum(1 for block in kv.requests.table(request) if block) <= 3
 
 
@@ -183,7 +182,7 @@ def test_a_failed_allocation_frees_only_blocks_outside_the_window(setup):
     assert kv.manager.num_blocks_needed(request, 9) == 5 + 5
     assert kv.manager.allocate_slots(request, 9) is None
     assert kv.manager.block_ids(request.seq_id) == [before[0], [0, *before[1][1:]]]
-    assert kv.manager.num_free_blocks == 2
+    assert kv.manager.num_available_blocks == 2
 
 
 def test_a_passed_block_can_be_found_until_it_is_overwritten(setup):
@@ -216,7 +215,7 @@ def test_a_passed_block_can_be_found_until_it_is_overwritten(setup):
 def test_window_search(cached, num_hit):
     """ST-02: a window of two blocks; all but the last two of a hit are null."""
     pool = BlockPool(20, enable_caching=True)
-    group = SlidingWindowGroup(pool, GroupKeys(0, 2, 2), KVGroup(4))
+    group = SlidingWindowGroup(pool, GroupKeys(0, 2), KVGroup(4))
     hashes = [bytes([index]) * 32 for index in range(len(cached))]
     pool.get_new_blocks(len(cached))
     for index, flag in enumerate(cached):
@@ -241,7 +240,7 @@ def test_a_hit_needs_what_the_next_token_sees(setup, window, num_seen):
 def test_cached_blocks_in_the_free_queue_count_as_needed(window):
     """ST-05, ST-06: 20 blocks of tokens, hits without references."""
     pool = BlockPool(40, enable_caching=True)
-    keys = GroupKeys(0, 2, 2)
+    keys = GroupKeys(0, 2)
     group = (
         FullAttentionGroup(pool, keys, KVGroup())
         if window is None
@@ -268,38 +267,11 @@ def test_cached_blocks_in_the_free_queue_count_as_needed(window):
 def test_predicted_and_allocated_block_counts_agree():
     """ST-07."""
     pool = BlockPool(40, enable_caching=True)
-    group = SlidingWindowGroup(pool, GroupKeys(0, 2, 2), KVGroup(8))
+    group = SlidingWindowGroup(pool, GroupKeys(0, 2), KVGroup(8))
     group.attach_blocks(1, ())
     for num_tokens in (4, 8, 12, 16):
         predicted = group.num_new_blocks(1, num_tokens, 0)
         assert len(group.allocate_blocks(1, num_tokens)) == predicted == 2
-
-
-def test_blocks_of_different_sizes_end_a_hit_together():
-    """HY-08: full attention in blocks of 32, a window of 32 in blocks of 16; hashes of 16."""
-    pool = BlockPool(30, enable_caching=True)
-    full = FullAttentionGroup(pool, GroupKeys(0, 32, 16), KVGroup())
-    window = SlidingWindowGroup(pool, GroupKeys(1, 16, 16), KVGroup(32))
-    coordinator = HybridCoordinator([full, window])
-    requests = Requests(make_manager(2))
-    first = requests.make(range(112))
-    coordinator.attach_blocks(1, NOTHING_COMPUTED)
-    assert coordinator.allocate_blocks(1, 112) == [[1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11]]
-    coordinator.cache_full_blocks(1, first, 112)
-    hashes = first.block_hashes
-    for max_tokens in (112, 96):
-        computed = coordinator.find_longest_hit(hashes, max_tokens)
-        assert (computed.block_ids, computed.num_tokens) == (([1, 2, 3], [0, 0, 0, 0, 9, 10]), 96)
-    # Then the window could end at 80 tokens, where no block of 32 does.
-    pool.uncache([10])
-    assert coordinator.find_longest_hit(hashes, 112).block_ids == ([1, 2], [0, 0, 7, 8])
-    pool.uncache([9])
-    computed = coordinator.find_longest_hit(hashes, 112)
-    assert (computed.block_ids, computed.num_tokens) == (([1, 2], [0, 0, 7, 8]), 64)
-    pool.uncache([7])
-    assert coordinator.find_longest_hit(hashes, 112).block_ids == ([1], [5, 6])
-    pool.uncache([5, 6])
-    assert coordinator.find_longest_hit(hashes, 112) is NOTHING_COMPUTED
 
 
 def test_groups_are_separate_keys(setup):
@@ -315,14 +287,13 @@ def test_groups_are_separate_keys(setup):
 
 def test_windows_are_freed_without_prefix_caching():
     manager = make_manager(8, 2, enable_caching=False, windows=(4, 4))
-    assert isinstance(manager._coordinator, KVCacheCoordinator)
     requests = Requests(manager)
     request = requests.make(range(3))
     assert requests.schedule_groups(request) == [[1, 2], [3, 4]]
     for step in range(30):
         assert requests.decode(request, step) is not None
-    assert manager.num_free_blocks >= 1
-    assert manager.get_computed_blocks(requests.make(range(3))) is NOTHING_COMPUTED
+    assert manager.num_available_blocks >= 1
+    assert manager.get_computed_blocks(requests.make(range(3))) is NO_PREFIX
     manager.free(request)
     assert manager.usage == 0
     assert integrity.check(manager) == []

@@ -133,7 +133,7 @@ def cached_count_too_low(scene: Scene) -> None:
 
 
 def table_of_a_forgotten_sequence(scene: Scene) -> None:
-    scene.manager._recheck_after.pop(scene.first.seq_id)
+    scene.manager._unchanged_below.pop(scene.first.seq_id)
 
 
 def shortened_table(scene: Scene) -> None:
@@ -166,7 +166,7 @@ def shortened_table(scene: Scene) -> None:
         (cached_count_too_high, "cached count: sequence 0 counts 4 cached blocks of 3"),
         (cached_count_too_low, "cached count: sequence 0 counts 2 cached blocks of 3, but of "),
         (table_of_a_forgotten_sequence, "sequences: group 0 and the manager disagree on seq_ids"),
-        (shortened_table, "room: sequence 1 has 8 slots in group 0"),
+        (shortened_table, "room: sequence 1 has blocks for 8 tokens in group 0"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )

@@ -6,13 +6,13 @@ Blocks of 16 tokens and ten usable blocks unless a test says otherwise.
 import pytest
 
 from engine_core.kv_cache import integrity
-from engine_core.kv_cache.manager import NO_NEW_BLOCKS, NOTHING_COMPUTED
+from engine_core.kv_cache.manager import NO_NEW_BLOCKS, NO_PREFIX
 from tests.fakes.kv_requests import COMMON, Setup, make_manager
 
 
 def test_a_cold_request_gets_new_blocks_and_its_full_ones_are_cached(kv):
     request = kv.requests.make([*COMMON, *[3] * 7])
-    assert kv.manager.get_computed_blocks(request) is NOTHING_COMPUTED
+    assert kv.manager.get_computed_blocks(request) is NO_PREFIX
     assert kv.requests.schedule(request) == [1, 2, 3, 4]
     assert kv.pool.hashes[1:5] == [*request.block_hashes, None]
     assert len(request.block_hashes) == 3
@@ -27,7 +27,7 @@ def test_a_second_request_shares_the_common_blocks(kv):
     assert kv.requests.schedule(request) == [5]
     assert kv.requests.table(request) == [1, 2, 3, 5]
     assert kv.pool.ref_counts[1:6] == [2, 2, 2, 1, 1]
-    assert kv.manager.num_free_blocks == 5
+    assert kv.manager.num_available_blocks == 5
     assert kv.manager.usage == 0.5
 
 
@@ -54,7 +54,7 @@ def test_prompt_logprobs_and_clients_skip_reading_but_not_writing(kv, asked):
     first = kv.requests.make([*COMMON, 9])
     kv.requests.schedule(first)
     asking = kv.requests.make([*COMMON, 9], **asked)
-    assert kv.manager.get_computed_blocks(asking) is NOTHING_COMPUTED
+    assert kv.manager.get_computed_blocks(asking) is NO_PREFIX
     assert kv.requests.schedule(asking) == [5, 6, 7, 8]
     assert kv.pool.hashes[5:8] == kv.pool.hashes[1:4]
     assert set(kv.pool.ref_counts[1:9]) == {1}
@@ -145,7 +145,7 @@ def test_the_prefix_cache_is_reset_only_when_idle(kv):
     assert len(kv.pool.index) == 2
     kv.manager.free(request)
     assert kv.manager.reset_prefix_cache()
-    assert kv.requests.computed(kv.requests.make(range(40))) is NOTHING_COMPUTED
+    assert kv.requests.computed(kv.requests.make(range(40))) is NO_PREFIX
 
 
 def test_statistics_count_admitted_requests_in_tokens_as_deltas(kv):
@@ -163,7 +163,7 @@ def test_without_caching_nothing_is_hashed_found_or_counted():
     setup = Setup(make_manager(11, enable_caching=False))
     first, second = setup.requests.make(range(40)), setup.requests.make(range(40))
     assert setup.requests.schedule(first) == [1, 2, 3]
-    assert setup.requests.computed(second) is NOTHING_COMPUTED
+    assert setup.requests.computed(second) is NO_PREFIX
     assert setup.requests.schedule(second) == [4, 5, 6]
     for _ in range(8):
         assert setup.requests.decode(first, 1) == []
@@ -184,7 +184,7 @@ def test_handed_over_blocks_keep_their_place(kv):
     assert kv.requests.table(request) == []
     assert kv.requests.table(heir) == [1, 2, 3, 4]
     assert kv.free_order() == free
-    assert kv.manager.get_computed_blocks(heir) is NOTHING_COMPUTED, "the request has its own block"
+    assert kv.manager.get_computed_blocks(heir) is NO_PREFIX, "the request has its own block"
     assert kv.requests.schedule(heir) == [5]
     assert kv.pool.hashes[1:5] == heir.block_hashes
     kv.manager.free(request)

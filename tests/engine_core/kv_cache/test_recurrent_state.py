@@ -11,13 +11,13 @@ import pytest
 from engine_core.kv_cache import integrity
 from engine_core.kv_cache.coordinator import longest_request
 from engine_core.kv_cache.groups import RecurrentStateGroup
-from engine_core.kv_cache.manager import NOTHING_COMPUTED, KVCacheManager
+from engine_core.kv_cache.manager import NO_PREFIX, KVCacheManager
 from engine_core.request import Request
 from engine_core.validation import RequestLimits, validate_request
-from proto.engine_io import EngineCoreRequest
 from proto.errors import InvalidRequestError
-from proto.lifecycle import RECURRENT_STATE, KVGroup
-from proto.sampling_params import SamplingParams
+from proto.messages.engine_io import EngineCoreRequest
+from proto.messages.lifecycle import RECURRENT_STATE, KVGroup
+from proto.messages.sampling_params import SamplingParams
 from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.kv_requests import Requests
 from tests.fakes.paged_runner import undisturbed
@@ -154,8 +154,8 @@ def test_without_prefix_caching_a_sequence_has_one_slot_in_all_entries():
 def test_states_take_no_block_of_the_kv_pool_and_are_not_forked(manager):
     requests = Requests(manager)
     request = run(manager, requests, "abcd|efgh|ij")
-    assert manager.num_free_blocks == 40 - 3
-    assert manager.find_fork(request, 8) is NOTHING_COMPUTED
+    assert manager.num_available_blocks == 40 - 3
+    assert manager.find_fork(request, 8) is NO_PREFIX
     assert manager.findable_blocks(request) == manager.block_ids(request.seq_id)[0][:2]
     assert longest_request(GROUPS, 10, SIZE, None, 1000) == 40
     heir = requests.make("abcd|efgh|ijkl")

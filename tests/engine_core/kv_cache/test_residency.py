@@ -6,7 +6,7 @@ import pytest
 
 from engine_core.kv_cache.events import MAX_GAPS, ResidencyMeter
 from engine_core.kv_cache.pool import BlockPool
-from proto.stats import KVEviction
+from proto.messages.stats import KVEviction
 from tests.fakes.kv_requests import Requests, make_manager
 
 

@@ -13,9 +13,9 @@ from engine_core.kv_connector.base import (
 )
 from engine_core.worker_group import KVOutputAggregator
 from proto.errors import ConfigError
-from proto.kv_connector import KVConnectorOutput
-from proto.kv_transfer_config import NO_TRANSFER, KVTransferConfig
-from proto.lifecycle import KVCacheGeometry, KVGroup
+from proto.messages.kv_connector import KVConnectorOutput
+from proto.messages.lifecycle import KVCacheGeometry, KVGroup
+from proto.settings.kv_transfer_config import NO_TRANSFER, KVTransferConfig
 from tests.fakes.outside_connector import OutsideScheduler
 
 OUTSIDE = KVTransferConfig(
@@ -47,7 +47,8 @@ def test_an_unknown_name_is_not_registered() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "named"), [("no.such.module", "cannot be imported"), ("tests.fakes", "has no class")]
+    ("path", "named"),
+    [("no.such.module", "cannot be imported"), ("tests.fakes", "tests.fakes has no ")],
 )
 def test_a_module_path_that_does_not_exist_is_refused(path: str, named: str) -> None:
     config = KVTransferConfig(kv_connector="Outside", kv_connector_module_path=path)

@@ -11,7 +11,7 @@ from engine_core.kv_connector.offload import disk_folder, disk_manager
 from engine_core.kv_connector.offload.base import ManagerContext, OffloadingEvent
 from engine_core.kv_connector.offload.disk_manager import DiskOffloadingManager, make_manager
 from proto.errors import ConfigError
-from proto.kv_media import HEADER_BYTES, file_name, media_folder
+from proto.settings.kv_media import HEADER_BYTES, file_name, media_folder
 from tests.fakes.kv_media import FINGERPRINT, eventually, key
 
 BLOCK_BYTES = 100
@@ -162,7 +162,7 @@ def test_prepare_store_evicts_the_least_recently_used_and_the_files_go(disk: Dis
     assert output.evicted == [key(3), key(2)], "the first block of a sequence is evicted last"
     eventually(lambda: not disk.path(3).exists() and not disk.path(2).exists())
     assert run(manager, 1) == 1
-    assert manager.usage == 1.0
+    assert manager.num_used == manager.num_blocks
 
 
 def test_prepare_store_never_evicts_blocks_being_loaded_or_stored(disk: Disk) -> None:
@@ -312,7 +312,7 @@ def test_blocks_of_other_models_count_and_go_first(disk: Disk) -> None:
     unrelated.write_text("not a block")
     manager = disk.manager(capacity=3)
     disk.store(manager, 1)
-    assert manager.usage == 1.0
+    assert manager.num_used == manager.num_blocks
     assert disk.store(manager, 2) == [2]
     eventually(lambda: len(list(other.iterdir())) == 1)
     assert (other / f"{key(1).hex()}.0").exists()
@@ -450,7 +450,7 @@ def test_events_and_lookups_agree_over_random_operations(disk: Disk, seed: int) 
             for each in event.keys:
                 assert (each in present) == event.removed, "an event that changes nothing"
             present = present - {*event.keys} if event.removed else present | {*event.keys}
-        assert manager.usage <= 1.0
+        assert manager.num_used <= manager.num_blocks
         if not manager._loads.is_open:
             answers = manager.contains([key(each) for each in range(1, 15)])
             assert answers is not None

@@ -9,9 +9,9 @@ from engine_core.kv_connector import multi
 from engine_core.kv_connector.base import NO_MATCH, NOT_KNOWN_YET, Match, SchedulerConnector
 from engine_core.kv_connector.multi import MultiScheduler
 from proto.errors import ConfigError
-from proto.kv_connector import KVConnectorOutput, MultiReport, MultiStep, pack, unpack
-from proto.kv_transfer_config import KVTransferConfig
-from proto.sockets import EventFd
+from proto.messages.kv_connector import KVConnectorOutput, MultiReport, MultiStep, pack, unpack
+from proto.runtime.sockets import EventFd
+from proto.settings.kv_transfer_config import KVTransferConfig
 from tests.engine_core.kv_connector.test_connector_registry import context
 from tests.fakes.kv_requests import Setup, make_manager
 
@@ -116,7 +116,7 @@ def test_blocks_stay_until_every_delaying_child_has_sent_them(parts) -> None:
     assert not delays
     assert params == {"child": id(second)}
     for sending in ([[0], []], [[], [0]], [[], [0]]):
-        assert setup.manager.num_free_blocks == 9 - len(table)
+        assert setup.manager.num_available_blocks == 9 - len(table)
         connector.update_connector_output(
             KVConnectorOutput(worker_metadata=pack(MultiReport([b"", b""], sending)))
         )
@@ -124,7 +124,7 @@ def test_blocks_stay_until_every_delaying_child_has_sent_them(parts) -> None:
     connector.update_connector_output(
         KVConnectorOutput(worker_metadata=pack(MultiReport([b"", b""], [[0], []])))
     )
-    assert setup.manager.num_free_blocks == 9
+    assert setup.manager.num_available_blocks == 9
     assert [each.finished_sending for each in first.outputs] == [[], [], [], [0]]
 
 

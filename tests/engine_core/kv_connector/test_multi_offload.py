@@ -12,8 +12,7 @@ from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.features.base import Unblock
 from engine_core.scheduler.kv_transfer import IsStorable
 from engine_core.scheduler.scheduler import Scheduler
-from proto.config import SchedulerConfig
-from proto.kv_connector import (
+from proto.messages.kv_connector import (
     NO_PAYLOAD,
     KVConnectorOutput,
     LoadFailurePolicy,
@@ -21,9 +20,10 @@ from proto.kv_connector import (
     OffloadMetadata,
     unpack,
 )
-from proto.kv_transfer_config import KVTransferConfig
-from proto.lifecycle import KVCacheGeometry, KVGroup
-from proto.scheduler_output import SchedulerOutput
+from proto.messages.lifecycle import KVCacheGeometry, KVGroup
+from proto.messages.scheduler_output import SchedulerOutput
+from proto.settings.config import SchedulerConfig
+from proto.settings.kv_transfer_config import KVTransferConfig
 from tests.fakes.engine_harness import VOCAB_SIZE, EngineHarness
 
 BLOCK_SIZE = 4

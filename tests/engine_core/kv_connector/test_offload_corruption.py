@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from engine_core.request import Request
-from proto.model_runner_output import ModelRunnerOutput
-from proto.scheduler_output import SchedulerOutput
+from proto.messages.model_runner_output import ModelRunnerOutput
+from proto.messages.scheduler_output import SchedulerOutput
 from tests.fakes.offload_rig import OffloadRig
 
 PROMPT = list(range(37))
@@ -32,7 +32,7 @@ def fail(rig: OffloadRig, request: Request, monkeypatch: pytest.MonkeyPatch) -> 
 
 def assert_nobody_finds(rig: OffloadRig, request: Request) -> None:
     rig.run_until_idle()
-    assert rig.offloading._manager.usage == 0.0
+    assert rig.offloading._manager.num_used == 0
     rig.reset_prefix_cache()
     rig.loads.clear()
     rig.generate(list(request.prompt_token_ids))
@@ -49,7 +49,7 @@ def test_corruption_of_a_running_request_discards_its_stored_blocks(
     request = rig.add_one(PROMPT, 10)
     for _ in range(3):
         rig.step()
-    assert rig.offloading._manager.usage > 0.0
+    assert rig.offloading._manager.num_used > 0
     with monkeypatch.context() as patch:
         if not is_known:
             patch.setattr(rig.offloading._manager, "contains", lambda keys: None)
@@ -72,7 +72,7 @@ def test_corruption_found_after_the_end_discards_stored_blocks(
     rig.scheduler.abort_request(request.request_id)
     while len(rig.in_flight) > 1:
         rig.receive()
-    assert rig.offloading._manager.usage > 0.0
+    assert rig.offloading._manager.num_used > 0
     fail(rig, request, monkeypatch)
     rig.finishes = lambda job: True
     assert_nobody_finds(rig, request)

@@ -64,7 +64,7 @@ def test_prepare_store_gives_fresh_slots_and_hides_blocks_until_complete_store(
     assert ledger.lookup(keys(3, 1)) == 0
     assert ledger.contains(keys(3, 1)) == [False, True]
     assert events(ledger) == ([[1, 2]], [])
-    assert ledger.usage == 0.5
+    assert ledger.num_used * 2 == ledger.num_blocks
 
 
 def test_prepare_store_evicts_the_oldest_and_skips_stored_blocks() -> None:
@@ -141,7 +141,7 @@ def test_a_failed_load_forgets_the_block_after_its_last_reader(
     assert events(ledger) == ([], [[2]])
     ledger.complete_load(keys(1))
     assert events(ledger) == ([], [[1]])
-    assert ledger.usage == 0.0
+    assert ledger.num_used == 0
 
 
 def test_a_block_of_the_request_that_is_stored_is_never_the_victim(
@@ -184,7 +184,7 @@ def test_start_over_forgets_all_blocks(ledger: CPUOffloadingManager) -> None:
     ledger.on_worker_restart()
     assert events(ledger) == ([], [[1]])
     assert ledger.contains(keys(1, 2)) == [False, False]
-    assert ledger.usage == 0.0
+    assert ledger.num_used == 0
 
 
 def test_arc_stored_blocks_are_wanted_once() -> None:
@@ -308,9 +308,9 @@ def test_discard_leaves_nothing_and_waits_for_copies(ledger: CPUOffloadingManage
     ledger.discard(keys(1, 2, 3, 9))
     assert ledger.contains(keys(1, 2, 3, 9)) == [False] * 4
     assert events(ledger) == ([], [[1]])
-    assert ledger.usage == 0.5, "slots of running copies are not free yet"
+    assert ledger.num_used * 2 == ledger.num_blocks, "slots of running copies are not free yet"
     ledger.complete_load(keys(2))
     ledger.complete_store(keys(3))
     assert events(ledger) == ([], [[2]])
-    assert ledger.usage == 0.0
+    assert ledger.num_used == 0
     assert store(ledger, 1, 2, 3, 4).keys == keys(1, 2, 3, 4)

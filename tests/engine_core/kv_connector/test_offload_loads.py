@@ -6,7 +6,7 @@ Device blocks of 4 tokens, offloaded blocks of 12.
 import pytest
 
 from engine_core.request import RequestStatus
-from proto.kv_connector import DeviceBlocks
+from proto.messages.kv_connector import DeviceBlocks
 from tests.fakes.offload_rig import OffloadRig, device_of
 from tests.fakes.paged_runner import undisturbed
 
@@ -211,14 +211,14 @@ def test_with_policy_fail_a_failed_load_leaves_the_prefixes_of_others() -> None:
     rig = OffloadRig(load_failure_policy="fail")
     rig.generate(PROMPT[:24])
     rig.generate(PROMPT)
-    assert rig.offloading._manager.usage == 3 / 1000
+    assert rig.offloading._manager.num_used == 3
     rig.reset_prefix_cache()
     rig.generate(PROMPT[:25])
     rig.finishes = lambda job: not job.is_load
     request = rig.add_one(PROMPT, 1)
     rig.run_until_idle()
     assert request.status is RequestStatus.FINISHED_ERROR
-    assert rig.offloading._manager.usage == 2 / 1000
+    assert rig.offloading._manager.num_used == 2
     rig.finishes = lambda job: True
     rig.reset_prefix_cache()
     rig.loads.clear()

@@ -11,7 +11,7 @@ from engine_core.kv_connector.offload.planners import (
     longest_hit,
     longest_run,
 )
-from engine_core.kv_connector.offload.tracking import OffloadKeys, parse_key
+from engine_core.kv_connector.offload.tracking import BlockLayout, parse_key
 
 F, T = False, True
 
@@ -35,20 +35,20 @@ def test_window_lookup_finds_the_last_full_window_or_a_prefix(
     """window: number of offloaded blocks that the next token attends to."""
     size = 4
     extent = Extent(0, len(present) * size, size)
-    group = GroupPresence(window * size + 1, present)
+    group = (window * size + 1, present)
     assert longest_run(extent, group, extent.limit) == expected * size
 
 
 def test_full_attention_lookup_is_the_leading_run() -> None:
     extent = Extent(4, 24, 4)
-    assert longest_run(extent, GroupPresence(None, [T, T, F, T, T]), 24) == 12
-    assert longest_run(extent, GroupPresence(None, [F, T, T, T, T]), 24) == 4
+    assert longest_run(extent, (None, [T, T, F, T, T]), 24) == 12
+    assert longest_run(extent, (None, [F, T, T, T, T]), 24) == 4
 
 
 def test_a_hit_may_end_inside_an_offloaded_block() -> None:
     extent = Extent(0, 14, 8)
-    assert longest_hit(extent, [GroupPresence(None, [T, T])]) == 14
-    assert longest_hit(extent, [GroupPresence(None, [T, F])]) == 8
+    assert longest_hit(extent, [(None, [T, T])]) == 14
+    assert longest_hit(extent, [(None, [T, F])]) == 8
 
 
 def brute_force(extent: Extent, groups: list[GroupPresence]) -> int:
@@ -56,11 +56,11 @@ def brute_force(extent: Extent, groups: list[GroupPresence]) -> int:
     for end in sorted(ends, reverse=True):
         if end <= extent.computed:
             continue
-        for group in groups:
-            window = None if group.window is None else max(group.window, 2)
+        for window, present in groups:
+            window = None if window is None else max(window, 2)
             needed = range(first_needed(window, extent.computed, end), end)
             blocks = {token // extent.size - extent.first for token in needed}
-            if any(block >= len(group.present) or not group.present[block] for block in blocks):
+            if any(block >= len(present) or not present[block] for block in blocks):
                 break
         else:
             return end
@@ -80,7 +80,7 @@ def compare_longest_hit(rng: random.Random) -> None:
     limit = rng.randrange(computed, num_blocks * size + 1, block)
     extent = Extent(computed, limit, size)
     groups = [
-        GroupPresence(
+        (
             rng.choice([None, 1, rng.randint(1, 3 * size)]),
             [rng.random() < 0.8 for _ in range(num_blocks - extent.first)],
         )
@@ -91,17 +91,17 @@ def compare_longest_hit(rng: random.Random) -> None:
 
 def test_keys_are_the_last_hash_with_group_ranks_and_factor() -> None:
     hashes = [bytes([number]) * 32 for number in range(9)]
-    keys = OffloadKeys(num_groups=2, num_ranks=2, factor=4)
-    assert [parse_key(key) for key in keys.of_range(hashes, 1, 0, 2)] == [
+    layout = BlockLayout(4, 4, (None, None), 2)
+    assert [parse_key(key) for key in layout.keys(hashes, 1, 0, 2)] == [
         (hashes[3], 1),
         (hashes[7], 1),
     ]
-    assert keys.of_range(hashes, 1, 1, 2) == keys.of_range(hashes, 1, 0, 2)[1:]
+    assert layout.keys(hashes, 1, 1, 2) == layout.keys(hashes, 1, 0, 2)[1:]
     others = [
-        OffloadKeys(2, 1, 4).of_range(hashes, 1, 0, 2),
-        OffloadKeys(2, 2, 2).of_range(hashes, 1, 1, 4)[::2],
-        keys.of_range(hashes, 0, 0, 2),
+        BlockLayout(4, 4, (None, None), 1).keys(hashes, 1, 0, 2),
+        BlockLayout(4, 2, (None, None), 2).keys(hashes, 1, 1, 4)[::2],
+        layout.keys(hashes, 0, 0, 2),
     ]
     for other in others:
         assert [parse_key(key)[0] for key in other] == [hashes[3], hashes[7]]
-        assert not set(other) & set(keys.of_range(hashes, 1, 0, 2))
+        assert not set(other) & set(layout.keys(hashes, 1, 0, 2))

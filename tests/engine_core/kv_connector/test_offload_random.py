@@ -10,8 +10,8 @@ import pytest
 
 from engine_core.kv_cache.integrity import check
 from engine_core.request import Request
-from proto.engine_io import FinishReason
-from proto.kv_connector import TransferJob
+from proto.messages.engine_io import FinishReason
+from proto.messages.kv_connector import TransferJob
 from tests.fakes.offload_rig import OffloadRig
 from tests.fakes.paged_runner import undisturbed
 

@@ -3,13 +3,20 @@
 Device blocks of 4 tokens, offloaded blocks of 12 (behaviours OFC-01 to OFC-10).
 """
 
+from typing import Any
+
 import msgspec
 import pytest
 
 from engine_core.kv_connector.offload.tracking import parse_key
 from engine_core.request import RequestStatus
+from engine_core.trace.recorder import TraceRecorder
 from proto.errors import ConfigError
-from proto.kv_events import BlockRemoved, BlockStored
+from proto.messages.kv_events import BlockRemoved, BlockStored
+from proto.messages.sched_trace import Step, read_line
+from proto.messages.stats import KVTier
+from proto.settings.config import CacheConfig, ServeConfig
+from tests.fakes.kv_events import events_config, names
 from tests.fakes.offload_rig import OffloadRig
 
 PROMPT = list(range(37))
@@ -26,11 +33,93 @@ def test_take_events_have_their_medium() -> None:
         (stored if isinstance(event, BlockStored) else removed).append(event)
     (first_store,) = rig.stores[:1]
     hashes = [parse_key(key)[0] for key in first_store.keys[0]]
-    assert stored[0] == BlockStored(hashes[:1], None, [], 12, 0, "CPU")
-    assert removed == [BlockRemoved(each, 0, "CPU") for each in hashes[::-1]], (
+    assert stored[0] == BlockStored(names(hashes[:1]), None, [], 12, None, "CPU", None, group_idx=0)
+    assert removed == [BlockRemoved([each], "CPU", 0) for each in names(hashes[::-1])], (
         "the suffix is evicted first"
     )
     assert list(rig.offloading.take_events()) == []
+
+
+def test_events_of_stored_blocks_have_their_tokens_also_after_the_end_of_the_request() -> None:
+    cache = CacheConfig(kv_events_config=events_config())
+    rig = OffloadRig(finishes=lambda job: None, serve_config=ServeConfig(cache=cache))
+    request = rig.add_one(PROMPT, 1, cache_salt="team")
+    while rig.scheduler.num_unfinished:
+        rig.step()
+    assert not list(rig.offloading.take_events())
+    rig.finishes = lambda job: True
+    rig.run_until_idle()
+    stored = list(rig.offloading.take_events())
+    hashes = request.block_hashes[2::3]
+    assert [each.block_hashes for each in stored] == [[name] for name in names(hashes)]
+    assert [each.parent_block_hash for each in stored] == [None, *names(hashes)[:-1]]
+    assert [each.token_ids for each in stored] == [PROMPT[:12], PROMPT[12:24], PROMPT[24:36]]
+    assert {(each.block_size, each.medium, each.group_idx) for each in stored} == {(12, "CPU", 0)}
+    assert stored[0].extra_keys == [["team"]]
+    assert {each.kv_cache_spec_kind for each in stored} == {"full_attention"}
+
+
+def test_lookups_are_timed_also_of_requests_that_wait() -> None:
+    rig = OffloadRig(num_blocks=12)
+    rig.add_one([7] * 30, 10)
+    rig.step()
+    assert len(rig.offloading.drain_stats()[0].lookup_seconds) == 1
+    waiting = rig.add_one(PROMPT)
+    for _ in range(3):
+        rig.step()
+    assert waiting.status is RequestStatus.WAITING
+    (stats,) = rig.offloading.drain_stats()
+    assert len(stats.lookup_seconds) == 3
+    assert stats.lookup_wait_seconds == []
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_the_wait_for_another_load_is_timed_until_the_answer_or_the_end(ends: bool) -> None:
+    rig = OffloadRig()
+    rig.generate(PROMPT)
+    rig.reset_prefix_cache()
+    rig.offloading.drain_stats()
+    rig.finishes = lambda job: None if job.is_load else True
+    rig.add_one(PROMPT, 3)
+    second = rig.add_one([*PROMPT, 5], 3)
+    rig.step()
+    (stats,) = rig.offloading.drain_stats()
+    assert (len(stats.lookup_seconds), stats.lookup_wait_seconds) == (2, [])
+    if ends:
+        rig.scheduler.abort_request(second.request_id)
+    rig.finishes = lambda job: True
+    rig.run_until_idle()
+    (stats,) = rig.offloading.drain_stats()
+    (waited,) = stats.lookup_wait_seconds
+    assert waited > 0.0
+
+
+def test_a_trace_has_every_lookup_and_the_fill_of_the_medium() -> None:
+    lines: list[Any] = []
+    recorder = TraceRecorder(lines.append, started_at=0.0, num_seats=8)
+    rig = OffloadRig(num_slots=50, observer=recorder, num_blocks=14)
+    rig.generate(PROMPT)
+    rig.reset_prefix_cache()
+    lines.clear()
+    rig.finishes = lambda job: None if job.is_load else True
+    first = rig.add_one(PROMPT, 3)
+    second = rig.add_one([*PROMPT, 5], 3)
+    third = rig.add_one([*range(500, 530)], 3)
+    rig.step()
+    (step,) = [line for line in lines if isinstance(line, Step)]
+    assert step.snapshot.tiers == [KVTier("CPU", 50, 3)]
+    assert step.decision.new == []
+    found = {
+        each.seq_id: (each.local_tokens, each.external_tokens, each.asynchronous, each.waits_for)
+        for each in step.decision.lookups
+    }
+    assert found == {
+        first.seq_id: (0, 36, True, "remote_kvs"),
+        second.seq_id: (0, 0, False, "remote_kvs"),
+        third.seq_id: (0, 0, False, "room"),
+    }
+    assert step.decision.lookups[0].connector == "OffloadingScheduler"
+    assert read_line(msgspec.json.encode(step)) == step
 
 
 def test_a_reuse_threshold_keeps_scans_out() -> None:
@@ -111,7 +200,7 @@ def test_nonfinite_logits_leave_no_stored_blocks() -> None:
     rig.record_outputs(rig.scheduler.update_from_output(output, result))
     assert request.status is RequestStatus.FINISHED_ERROR
     rig.finish(store)
-    assert rig.offloading._manager.usage == 0.0
+    assert rig.offloading._manager.num_used == 0
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,14 @@ Device blocks of 4 tokens, offloaded blocks of 12.
 
 import pytest
 
-from proto.kv_connector import DeviceBlocks, FinishedJob, KVConnectorOutput, OffloadReport, pack
+from proto.messages.kv_connector import (
+    DeviceBlocks,
+    FinishedJob,
+    KVConnectorOutput,
+    OffloadReport,
+    pack,
+)
+from proto.messages.stats import KVCopy, KVTier
 from tests.fakes.offload_rig import OffloadRig, device_of
 
 PROMPT = list(range(37))
@@ -52,7 +59,8 @@ def test_a_full_medium_is_retried_with_new_blocks_only() -> None:
     rig.step()
     assert not rig.stores
     (stats,) = rig.offloading.drain_stats()
-    assert (stats.num_unstored, stats.num_stores, stats.usage) == (3, 0, 0.0)
+    assert (stats.num_unstored, stats.stores) == (3, [])
+    assert rig.scheduler.kv_tiers[1] == KVTier("CPU", 2, 0)
     rig.finishes = lambda job: True
     rig.run_until_idle()
     rig.add_one(PROMPT[:24], 13)
@@ -146,12 +154,12 @@ def test_a_copy_ends_when_all_ranks_have_reported() -> None:
     (store,) = rig.half.under_way
     reports = rig.half.finish(store, rig.runner)
     for report in reports:
-        assert rig.offloading._manager.usage > 0
+        assert rig.offloading._manager.num_used > 0
         assert rig.offloading._manager.lookup(store.keys[0]) == 0
         rig.scheduler.update_from_connector(report)
     assert rig.offloading._manager.lookup(store.keys[0]) == 3
     (stats,) = rig.offloading.drain_stats()
-    assert (stats.num_stores, stats.store_bytes, stats.store_seconds) == (1, 300, 0.5)
+    assert stats.stores == [KVCopy(300, 0.5)]
     rig.finishes = lambda job: True
     rig.run_until_idle()
     rig.assert_idle()
@@ -160,7 +168,7 @@ def test_a_copy_ends_when_all_ranks_have_reported() -> None:
 def test_a_store_that_failed_on_one_rank_is_forgotten_on_all() -> None:
     rig = OffloadRig(num_ranks=2, finishes=lambda job: False)
     rig.generate(PROMPT)
-    assert rig.offloading._manager.usage == 0.0
+    assert rig.offloading._manager.num_used == 0
     rig.reset_prefix_cache()
     rig.finishes = lambda job: True
     rig.generate(PROMPT)

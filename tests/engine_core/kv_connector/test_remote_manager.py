@@ -12,9 +12,9 @@ from engine_core.kv_connector.offload import remote_lookups, remote_manager
 from engine_core.kv_connector.offload.base import ManagerContext, OffloadingEvent
 from engine_core.kv_connector.offload.remote_lookups import RemoteLookups
 from engine_core.kv_connector.offload.remote_manager import RemoteOffloadingManager, make_manager
-from proto.kv_media import media_folder, remote_name
-from proto.kv_transfer_config import remote_address, remote_settings
-from proto.redis_client import RedisConnection
+from proto.runtime.redis_client import RedisConnection
+from proto.settings.kv_media import media_folder, remote_name
+from proto.settings.kv_transfer_config import remote_address, remote_settings
 from tests.fakes.kv_media import (
     FINGERPRINT,
     RedisServer,
@@ -258,7 +258,7 @@ def test_the_manager_reconnects_to_a_restarted_server(store: Store, server: Redi
     assert store.asked(manager, 3) == 1
 
 
-def test_an_unreachable_server_causes_no_delay() -> None:
+def test_an_unreachable_server_has_no_blocks_and_gets_none() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     store = Store(f"redis://127.0.0.1:{port}")

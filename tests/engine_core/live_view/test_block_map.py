@@ -14,8 +14,17 @@ from engine_core.live_view import (
     num_blocks_by_sequence,
     state_map,
 )
-from proto.lifecycle import RECURRENT_STATE, KVGroup
-from proto.view import CACHED, FREE, HELD, MAX_CELLS, PINNED, RESERVED, SHARED, blocks_per_cell
+from proto.messages.lifecycle import RECURRENT_STATE, KVGroup
+from proto.messages.view import (
+    CACHED,
+    FREE,
+    HELD,
+    MAX_CELLS,
+    RESERVED,
+    RETAINED,
+    SHARED,
+    blocks_per_cell,
+)
 from tests.engine_core.scheduler.lives import Life
 from tests.fakes.kv_requests import Requests, make_manager
 
@@ -33,8 +42,8 @@ def truth(kv_cache, numbers):
         state = FREE if pool.hashes[block] is None else CACHED
         if pool.ref_counts[block]:
             state = SHARED if len(users[block]) > 1 else HELD
-        if pool.pinned.counts.get(block):
-            state = PINNED
+        if pool.retained.counts.get(block):
+            state = RETAINED
         found.append((state, min(users[block], default=0)))
     return found
 
@@ -85,7 +94,7 @@ def test_the_block_map_matches_the_pool_after_random_operations():
             life = ShownLife(kind, seed)
             life.run(150)
             states |= life.states
-    assert states == {FREE, CACHED, HELD, SHARED, PINNED, RESERVED}
+    assert states == {FREE, CACHED, HELD, SHARED, RETAINED, RESERVED}
 
 
 def test_owners_have_the_lowest_numbers_that_are_unused():

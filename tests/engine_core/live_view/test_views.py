@@ -5,14 +5,21 @@ import pytest
 from engine_core.frontend_io import OutputDispatcher
 from engine_core.live_view import ViewCounters
 from engine_core.transport import FrontEndLinks
-from proto.engine_io import (
+from proto.messages.engine_io import (
     EngineCoreEvent,
     EngineCoreOutput,
     EngineCoreOutputs,
     EventType,
     FinishReason,
 )
-from proto.view import MAX_SHOWN_REQUESTS, PREEMPTED, RUNNING, VIEW_SECONDS, WAITING, EngineView
+from proto.messages.view import (
+    MAX_SHOWN_REQUESTS,
+    PREEMPTED,
+    RUNNING,
+    VIEW_SECONDS,
+    WAITING,
+    EngineView,
+)
 from tests.fakes.clock import FakeClock
 from tests.fakes.drafts import SyntheticDrafts
 from tests.fakes.engine_harness import EngineHarness

@@ -12,7 +12,7 @@ def prompt(num_tokens, seed=0):
 
 
 def num_free(engine):
-    return engine.kv_cache.num_free_blocks
+    return engine.kv_cache.num_available_blocks
 
 
 def num_hashed(engine, request):

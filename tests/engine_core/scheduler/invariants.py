@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from hashlib import blake2b, sha256
 from typing import Any
 
-from engine_core.kv_cache.hashing import ROOT
+from engine_core.block_hashing import ROOT
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.features.base import Candidate
 from engine_core.scheduler.step_plan import StepPlan
@@ -46,8 +46,11 @@ class Contents:
             parent = hashes[-1] if hashes else None
             if parent is None:
                 content = ROOT + FINGERPRINT + content
-                if request.cache_salt is not None:
-                    salt = b"cache_salt:" + request.cache_salt.encode()
+                if (lora := request.lora_request) is not None:
+                    adapter = b"lora:" + lora.digest
+                    content += struct.pack("<I", len(adapter)) + adapter
+                if (cache_salt := request.extra_keys.cache_salt) is not None:
+                    salt = b"cache_salt:" + cache_salt.encode()
                     content += struct.pack("<I", len(salt)) + salt
             else:
                 content = parent + content
@@ -255,15 +258,20 @@ class Watch:
         self._tenants.add(request.tenant)
         self._engine.known[request.seq_id] = request
 
-    def on_step_begin(self, plan, waiting, running, kv_cache) -> None:  # type: ignore[no-untyped-def]
+    def on_step_begin(self, plan, waiting, running, kv_cache, connector) -> None:  # type: ignore[no-untyped-def]
         self._waiting, self._now_running, self._kv_cache = waiting, running, kv_cache
         for request in reversed(self._running):
             if request.status is not RequestStatus.RUNNING and not request.is_finished:
                 self._restore(request)
         self._running = list(self._now_running)
         self._queued = {each: each.num_computed_tokens for each in self._waiting}
-        self._free = self._kv_cache.num_free_blocks
+        self._loading = self._loads()
+        self._free = self._kv_cache.num_available_blocks
         self._follow_pressure()
+
+    def _loads(self) -> set[Request]:
+        loading = RequestStatus.WAITING_FOR_REMOTE_KVS
+        return {each for each in self._waiting if each.status is loading}
 
     def on_step_scheduled(self, step: int, plan: StepPlan) -> None:
         engine = self._engine
@@ -344,8 +352,10 @@ class Watch:
         if not plan.preempted:
             return
         if len(self._tenants) > 1:  # preemption for a tenant that was served less
-            for request in self._admitted[:1]:
-                assert all(each.tenant != request.tenant for each in plan.preempted)
+            # The request that the victim gave way to was admitted first, or began to load.
+            heirs = [*self._admitted[:1], *(self._loads() - self._loading)]
+            for victim in plan.preempted if self._admitted else ():
+                assert any(each.tenant != victim.tenant for each in heirs)
             return
         assert not self._admitted, "admitted into blocks of preempted requests"
         for victim in plan.preempted:
@@ -439,7 +449,7 @@ class Watch:
 
     def _check_room(self, plan: StepPlan) -> None:
         settings, kv_cache = self._engine.settings, self._kv_cache
-        usable, free = kv_cache.num_usable_blocks, kv_cache.num_free_blocks
+        usable, free = kv_cache.num_usable_blocks, kv_cache.num_available_blocks
         preempt_above = settings.get("preempt_above", 1.0) * usable
         if self._used > preempt_above and len(self._running) > 1:
             assert plan.preempted or self._engine.sessions_opened, (

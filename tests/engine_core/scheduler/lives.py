@@ -18,14 +18,16 @@ from engine_core.kv_cache.integrity import check
 from engine_core.kv_connector.base import NO_MATCH, NOT_KNOWN_YET, Match
 from engine_core.request import Request
 from engine_core.scheduler.features.prefix_sharing import PrefixWait, SiblingForks
-from proto.engine_io import AgentHint, FinishReason
 from proto.errors import InvalidRequestError
-from proto.kv_connector import KVConnectorOutput
+from proto.messages.engine_io import AgentHint, FinishReason
+from proto.messages.kv_connector import KVConnectorOutput
+from proto.settings.config import LoRAConfig
 from tests.engine_core.scheduler.invariants import CheckedEngine
 from tests.fakes.clock import FakeClock
 from tests.fakes.drafts import SyntheticDrafts
 from tests.fakes.engine_harness import EOS
 from tests.fakes.kv_connector import FakeConnector, FakeLoad
+from tests.fakes.lora import lora_request
 from tests.fakes.paged_runner import undisturbed
 from tests.fakes.pool_model import max_blocks
 
@@ -49,12 +51,14 @@ class Kind:
     """A kind of run. weights: frequency of each operation. draw: settings of some runs.
 
     has_drafts: requests are drafted for, with an acceptance that is drawn too; in every second pair
-    of runs a model in the workers proposes drafts as well.
+    of runs a model in the workers proposes drafts as well. num_adapters: that requests may have,
+    beside those without.
     """
 
     draw: Callable[[random.Random], dict[str, Any]] = lambda rng: {}
     weights: tuple[tuple[str, int], ...] = ()
     num_tenants: int = 1
+    num_adapters: int = 0
     has_connector: bool = False
     has_drafts: bool = False
     expects: dict[str, int] = field(default_factory=dict)
@@ -139,6 +143,17 @@ def with_loads(rng: random.Random) -> dict[str, Any]:
     }
 
 
+def with_adapters(rng: random.Random) -> dict[str, Any]:
+    max_loras = rng.choice([1, 1, 2, 3])
+    lora = LoRAConfig(
+        enable_lora=True,
+        max_loras=max_loras,
+        max_cpu_loras=max_loras + rng.choice([0, 0, 1, 3]),
+        max_lora_wait_steps=rng.choice([1, 3, 10]),
+    )
+    return {**with_everything(rng), "lora": lora}
+
+
 LOADS = ("finish_load", 30), ("lose_early", 3), ("wake", 8), ("end_copy", 12)
 KINDS = {
     "plain": Kind(weights=CALM, expects={"preempted": 80, "found": 200, "copies": 25}),
@@ -165,6 +180,14 @@ KINDS = {
         has_connector=True,
         expects={"loads": 300, "lost": 20, "preempted": 50},
     ),
+    "sessions and loads": Kind(
+        lambda rng: {**with_loads(rng), "load_failure_policy": "recompute"},
+        (("step", 60), ("add", 8), ("open", 7), ("give", 24), ("close", 4), ("abort", 2),
+         ("abort_in_flight", 1), ("reset", 1), ("lose_workers", 1), ("tick", 3), *LOADS),
+        num_tenants=2,
+        has_connector=True,
+        expects={"give": 150, "turns": 40, "loads": 100},
+    ),
     "pins": Kind(
         with_pins,
         (("step", 60), ("add", 4), ("turn", 18), ("read", 12), ("tick", 6), ("abort", 1),
@@ -179,6 +202,15 @@ KINDS = {
         num_tenants=2,
         has_connector=True,
         expects={"pins": 40, "loads": 300},
+    ),
+    "adapters": Kind(
+        with_adapters,
+        (("step", 60), ("add", 16), ("finish_adapter", 14), ("open", 3), ("give", 9), ("close", 2),
+         ("abort", 2), ("abort_in_flight", 1), ("reset", 1), ("lose_workers", 1), ("pause", 1),
+         ("resume", 3), ("hold", 1), ("release", 3)),
+        num_tenants=2,
+        num_adapters=5,
+        expects={"adapter loads": 80, "preempted": 40, "found": 40, "lose_workers": 10},
     ),
     "drafts": Kind(
         with_drafts, (("step", 60), ("add", 9), ("abort", 2)), has_drafts=True,
@@ -261,6 +293,8 @@ class Life:
             connector=self.connector, clock=self.clock, drafting=self.drafting, **self.settings
         )
         self.engine.step_seconds = lambda output: 0.02 * output.total_num_scheduled_tokens
+        if self.engine.adapters is not None:
+            self.engine.adapters.loads_later = True
         self.num_of = self.engine.num_of
         self.operations: list[Operation] = []
         self.talks: list[Talk] = []
@@ -306,12 +340,13 @@ class Life:
                     "tenant": rng.choice([0, *range(self.kind.num_tenants)]),
                     "cache_salt": "salt" if rng.random() < 0.1 else None,
                     "prompt_logprobs": 0 if rng.random() < 0.05 else None,
+                    **self._draw_adapter(),
                 }
                 return (prompt, max_tokens, n, stops, more)
             case "open":
                 prompt, max_tokens = self._draw_prompt()
                 tenant = rng.randrange(self.kind.num_tenants)
-                more = {"tenant": tenant, "priority": rng.randrange(3)}
+                more = {"tenant": tenant, "priority": rng.randrange(3), **self._draw_adapter()}
                 return (prompt, max_tokens, more)
             case "turn":
                 prompt, max_tokens = self._draw_prompt()
@@ -345,6 +380,13 @@ class Life:
             start = rng.randrange(length)
             prompt[start:] = [300 + rng.randrange(600) for _ in prompt[start:]]
         return prompt, rng.randint(1, min(14, LONGEST - length))
+
+    def _draw_adapter(self) -> dict[str, Any]:
+        """Return the adapter of a request, if the run has some."""
+        if not self.kind.num_adapters:
+            return {}
+        number = self.rng.randint(0, self.kind.num_adapters)
+        return {"lora_request": lora_request(number)} if number else {}
 
     # Operations
 
@@ -501,10 +543,10 @@ class Life:
         scheduler, pool = self.engine.scheduler, self.engine.kv_cache.pool
         pins = list(scheduler._retained_prefixes)
         counts = Counter(block for pin in pins for block in pin.blocks)
-        assert counts == pool.pinned.counts
+        assert counts == pool.retained.counts
         assert all(pin.blocks and len(set(pin.blocks)) == len(pin.blocks) for pin in pins)
         alone = [block for block, count in counts.items() if pool.ref_counts[block] == count]
-        assert self.engine.kv_cache.num_free_blocks == pool.num_free + len(alone)
+        assert self.engine.kv_cache.num_available_blocks == pool.num_free + len(alone)
         limit, own_limit = self.limit
         assert len(counts) <= limit
         assert len({pin.agent_session for pin in pins}) == len(pins)
@@ -561,6 +603,14 @@ class Life:
         if sending:
             self.engine.report(self._connector.sent(sending[index % len(sending)]))
 
+    def finish_adapter(self, index: int) -> None:
+        """The workers have loaded an adapter."""
+        workers = self.engine.adapters
+        workers.carry_out()
+        if loading := list(workers.loading):
+            workers.finish(loading[index % len(loading)])
+            self.num_of["adapter loads"] += 1
+
     @property
     def _connector(self) -> FakeConnector:
         assert self.connector is not None
@@ -586,6 +636,8 @@ class Life:
             if self.connector is not None:
                 self.finish_load(0)
                 self.end_copy(0)
+            if self.engine.adapters is not None:
+                self.finish_adapter(0)
             self.step()
         while self.connector is not None and (self.connector.under_way or self.connector.sending):
             self.finish_load(0)
@@ -619,6 +671,9 @@ class Life:
         assert scheduler._usage.num_tenants == 0
         assert not scheduler._usage.prefills
         assert scheduler.kv_transfer.discard_until_step == {}
+        if (adapters := scheduler.adapters) is not None:
+            left = (adapters.num_unfinished, adapters._waits, adapters._parked, adapters._names)
+            assert left == ({}, {}, {}, {})
         for gate in scheduler._lifecycle._features:
             if isinstance(gate, PrefixWait):
                 left = (gate._leaders, gate._by_first_block, gate._waiters, gate._num_lost)

@@ -7,8 +7,8 @@ import pytest
 
 from engine_core.kv_cache.integrity import check
 from engine_core.request import RequestStatus
-from proto.engine_io import FinishReason
 from proto.errors import ProtocolError
+from proto.messages.engine_io import FinishReason
 from tests.fakes.beam_reference import beam_search
 from tests.fakes.engine_harness import EOS, EngineHarness, scheduled
 from tests.fakes.events import num_cached_tokens
@@ -38,7 +38,7 @@ def outputs(engine, rows):
 
 
 def blocks_in_use(engine):
-    return engine.kv_cache.num_usable_blocks - engine.kv_cache.num_free_blocks
+    return engine.kv_cache.num_usable_blocks - engine.kv_cache.num_available_blocks
 
 
 @CACHING

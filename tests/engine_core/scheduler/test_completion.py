@@ -3,9 +3,9 @@
 import pytest
 
 from engine_core.scheduler.result import completion
-from proto.engine_io import FinishReason
-from proto.model_runner_output import ModelRunnerOutput
-from proto.sampling_params import RepetitionDetection
+from proto.messages.engine_io import FinishReason
+from proto.messages.model_runner_output import ModelRunnerOutput
+from proto.messages.sampling_params import RepetitionDetection
 from tests.fakes.engine_harness import EOS, EngineHarness
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from engine_core.scheduler.compute_meter import ComputeMeter, num_attention_pairs
-from proto.lifecycle import ComputeShape, KVCacheGeometry, KVGroup, WeightFormatMemory
+from proto.messages.lifecycle import ComputeShape, KVCacheGeometry, KVGroup, WeightFormatMemory
 from tests.fakes import lifecycle_messages
 from tests.fakes.engine_harness import EngineHarness
 

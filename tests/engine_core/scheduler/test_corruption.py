@@ -5,8 +5,8 @@ import pytest
 
 from engine_core.kv_cache.integrity import check
 from engine_core.request import RequestStatus
-from proto.engine_io import FinishReason
 from proto.errors import InternalRequestError, ProtocolError
+from proto.messages.engine_io import FinishReason
 from tests.fakes.engine_harness import EngineHarness, scheduled
 from tests.fakes.paged_runner import undisturbed
 

@@ -3,7 +3,7 @@
 import pytest
 
 from engine_core.request import RequestStatus
-from proto.engine_io import FinishReason
+from proto.messages.engine_io import FinishReason
 from tests.fakes.engine_harness import EngineHarness, scheduled
 from tests.fakes.gates import NoFeature
 from tests.fakes.paged_runner import undisturbed
@@ -16,9 +16,9 @@ class CrashProgressSink:
 
     def __init__(self, engine):
         self.reports = []
-        engine.scheduler.report_crash_progress_to(self)
+        engine.report_begun = self.report_begun
 
-    def report_begun(self, request, *, alone):
+    def report_begun(self, request, alone):
         self.reports.append((request, alone))
 
     @property

@@ -3,7 +3,7 @@
 import pytest
 
 from engine_core.kv_cache.integrity import check
-from proto.engine_io import AgentHint
+from proto.messages.engine_io import AgentHint
 from tests.engine_core.scheduler.test_retained_prefixes import Engine, tokens
 
 POLICIES = ["none", "fixed", "rule"]

@@ -11,8 +11,8 @@ import pytest
 from engine_core.kv_cache.integrity import check
 from engine_core.kv_connector.base import NO_MATCH, NOT_KNOWN_YET, Match
 from engine_core.request import RequestStatus
-from proto.engine_io import FinishReason
-from proto.kv_connector import KVConnectorOutput
+from proto.messages.engine_io import FinishReason
+from proto.messages.kv_connector import KVConnectorOutput
 from tests.engine_core.scheduler.external_kv import (
     WAITS,
     engine_with,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine_core.kv_cache.manager import NOTHING_COMPUTED
+from engine_core.kv_cache.manager import NO_PREFIX
 from engine_core.scheduler.admission_rules import WholeSequence
 from tests.fakes.engine_harness import EngineHarness, scheduled
 from tests.fakes.paged_runner import hashed_token, undisturbed
@@ -18,7 +18,7 @@ def prompt(length, first):
 
 
 def blocks_in_use(engine):
-    return 10 - engine.kv_cache.num_free_blocks
+    return 10 - engine.kv_cache.num_available_blocks
 
 
 def test_the_watermark_stays_free_at_admission():
@@ -70,10 +70,10 @@ def test_only_running_prompts_reserve_future_blocks():
     assert decodes.num_tokens - decodes.num_computed_tokens == 1
     rule = WholeSequence(engine.kv_cache, engine.scheduler.running)
     large, larger = (engine.add_one(prompt(length, 1)) for length in (32, 33))
-    assert rule.admits(large, 1, NOTHING_COMPUTED), "two blocks are in use"
-    assert not rule.admits(larger, 1, NOTHING_COMPUTED)
+    assert rule.admits(large, 1, NO_PREFIX), "two blocks are in use"
+    assert not rule.admits(larger, 1, NO_PREFIX)
     decodes.num_computed_tokens -= 1
-    assert not rule.admits(large, 32, NOTHING_COMPUTED), "two tokens are the end of a prompt"
+    assert not rule.admits(large, 32, NO_PREFIX), "two tokens are the end of a prompt"
 
 
 def test_a_cached_prefix_in_use_counts_as_room():

@@ -10,7 +10,7 @@ from engine_core.request import Request
 from engine_core.scheduler.result import ImpossibleResultError
 from engine_core.speculation.drafting import Drafting
 from engine_core.speculation.worker_proposals import WorkerProposer
-from proto.engine_io import FinishReason
+from proto.messages.engine_io import FinishReason
 from tests.fakes.drafts import SyntheticDrafts
 from tests.fakes.engine_harness import EngineHarness, scheduled
 from tests.fakes.kv_connector import FakeConnector
@@ -42,9 +42,9 @@ class AlwaysAsks(SyntheticDrafts):
         return [min(limit, self.length) for limit in limits], 0.25
 
     def keep_proposal(
-        self, request: Request, num_asked: int, token_ids: Any, survivals: Any
+        self, request: Request, num_asked: int, token_ids: Any, acceptance_probs: Any
     ) -> None:
-        super().keep_proposal(request, num_asked, token_ids, survivals)
+        super().keep_proposal(request, num_asked, token_ids, acceptance_probs)
         self.kept.append((num_asked, token_ids))
 
 
@@ -104,7 +104,7 @@ def test_blocks_cover_the_lookahead_and_later_tokens_use_them(length: int) -> No
             assert len(each.kv_cache.pool.index) <= request.num_tokens // 4
             assert integrity.check(each.kv_cache) == []
             if table and lookahead(output):
-                assert output.min_draft_survival == 0.25
+                assert output.min_draft_acceptance_prob == 0.25
         assert num_held == 9, "as many as its tokens need"
         assert each.tokens_of(request) == undisturbed(PROMPT, 30)
     drafting = engine.scheduler._speculation._drafting
@@ -173,15 +173,15 @@ def test_proposals_that_tokens_contradict_are_dropped_and_others_are_shortened()
     request = engine.add_one(PROMPT, 30, ignore_eos=True)
     engine.step()
     answer = undisturbed(PROMPT, 30)
-    survivals = [0.9, 0.8, 0.7, 0.6]
+    acceptance_probs = [0.9, 0.8, 0.7, 0.6]
     scheduler = engine.scheduler
-    scheduler.update_draft_token_ids([request.seq_id], [answer[1:5]], [survivals])
+    scheduler._result_pass.keep_proposal(request.seq_id, 4, answer[1:5], acceptance_probs)
     worker = scheduler._speculation._drafting._worker  # type: ignore[union-attr]
     request.all_token_ids += answer[1:3]
     worker.add_outputs(request, 2)
     draft = worker.propose(request, 9)
     assert draft.token_ids == answer[3:5]
-    assert draft.survival == pytest.approx([0.7 / 0.8, 0.6 / 0.8])
+    assert draft.acceptance_probs == pytest.approx([0.7 / 0.8, 0.6 / 0.8])
     request.all_token_ids.append(answer[3] + 1)
     worker.add_outputs(request, 1)
     assert worker.propose(request, 9) is None
@@ -196,17 +196,18 @@ def test_proposals_come_late_or_with_the_result_and_only_running_requests_have_s
     engine.scheduler.abort_request(ended.request_id)
     engine.scheduler._preemption.preempt_all(0.0)
     answers = [undisturbed(request.prompt_token_ids, 4)[1:] for request in requests]
-    seq_ids, survivals = [request.seq_id for request in requests], [[0.9, 0.9, 0.9]] * 3
-    engine.scheduler.update_draft_token_ids(seq_ids, answers, survivals)
+    for request, answer in zip(requests, answers, strict=True):
+        engine.scheduler._result_pass.keep_proposal(request.seq_id, 3, answer, [0.9] * 3)
     assert engine.step().drafts == {}, "lost with their blocks"
     answers = [undisturbed(request.prompt_token_ids, 5)[2:] for request in requests]
-    engine.scheduler.update_draft_token_ids(seq_ids, answers, survivals)
+    for request, answer in zip(requests, answers, strict=True):
+        engine.scheduler._result_pass.keep_proposal(request.seq_id, 3, answer, [0.9] * 3)
     assert engine.step().drafts == {preempted.seq_id: answers[1], other.seq_id: answers[2]}
     assert engine.scheduler.pop_stats().num_accepted_tokens == 6
 
 
 @pytest.mark.parametrize(
-    ("drafts", "survivals"),
+    ("drafts", "acceptance_probs"),
     [
         ([[5]], [[0.5]]),
         ([[5], [1000]], [[0.5], [0.5]]),
@@ -218,14 +219,14 @@ def test_proposals_come_late_or_with_the_result_and_only_running_requests_have_s
     ],
     ids=str,
 )
-def test_invalid_proposals_are_no_result(drafts: Any, survivals: Any) -> None:
+def test_invalid_proposals_are_no_result(drafts: Any, acceptance_probs: Any) -> None:
     engine = EngineHarness()
     engine.add_one(PROMPT, 9)
     output = engine.scheduler.schedule()
     result = engine.runner.execute(output)
     result.draft_seq_ids.extend([0, 1])
     result.draft_token_ids.extend(drafts)
-    result.draft_survivals.extend(survivals)
+    result.draft_acceptance_probs.extend(acceptance_probs)
     with pytest.raises(ImpossibleResultError, match="invalid drafts"):
         engine.scheduler.update_from_output(output, result)
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from proto.engine_io import AgentHint
+from proto.messages.engine_io import AgentHint
 from tests.fakes.clock import FakeClock
 from tests.fakes.engine_harness import EngineHarness
 

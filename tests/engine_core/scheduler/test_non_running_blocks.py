@@ -24,7 +24,7 @@ def four(idle, manager):
     found = [requests.make([each]) for each in range(4)]
     for each in found:
         requests.schedule(each)
-        idle.add_resting(each)
+        idle.add_idle(each)
     return found
 
 
@@ -33,20 +33,20 @@ def have_blocks(requests):
 
 
 def test_the_longest_idle_session_is_evicted_first(idle, manager, four):
-    assert idle.free_resting()
-    assert idle.free_resting()
+    assert idle.free_idle()
+    assert idle.free_idle()
     assert have_blocks(four) == [False, False, True, True]
-    assert manager.num_free_blocks == 17
+    assert manager.num_available_blocks == 17
     assert len(idle) == 2
 
 
 def test_queued_requests_lose_blocks_last_and_from_the_end_of_the_queue(idle, four):
     for each in four[:3]:
         idle.move_to_queued(each)
-    assert idle.any_resting
-    assert idle.free_resting()
-    assert not idle.any_resting
-    assert not idle.free_resting()
+    assert idle.any_idle
+    assert idle.free_idle()
+    assert not idle.any_idle
+    assert not idle.free_idle()
     assert idle.free_queued(four[2])
     assert have_blocks(four) == [True, False, True, False]
     assert idle.free_queued(four[2])
@@ -56,13 +56,13 @@ def test_queued_requests_lose_blocks_last_and_from_the_end_of_the_queue(idle, fo
 
 def test_requests_without_blocks_are_skipped(idle, manager, four):
     nothing = Requests(manager).make([7])
-    idle.add_resting(nothing)
+    idle.add_idle(nothing)
     idle.move_to_queued(nothing)
     assert len(idle) == 4
     for each in four:
         idle.forget_request(each)
     assert len(idle) == 0
-    assert not idle.free_resting()
+    assert not idle.free_idle()
     assert not idle.free_queued(nothing)
 
 

@@ -1,7 +1,7 @@
 """Both pause modes, and requests during a pause."""
 
 from engine_core.request import RequestStatus
-from proto.engine_io import FinishReason
+from proto.messages.engine_io import FinishReason
 from tests.fakes.engine_harness import EngineHarness, scheduled
 from tests.fakes.paged_runner import undisturbed
 
@@ -52,6 +52,7 @@ def test_a_freeze_schedules_nothing_and_keeps_everything():
     assert running.num_computed_tokens == 40
     assert engine.kv_cache.usage > 0
     assert engine.scheduler.num_unfinished == 2
+    assert engine.scheduler.pop_stats().num_deferred == 1, "it does not wait for capacity"
     engine.scheduler.resume()
     assert scheduled(engine.step()) == {running.seq_id: 1, waiting.seq_id: 1}
     engine.run()

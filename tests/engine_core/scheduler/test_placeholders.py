@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from engine_core.request import RequestStatus
-from proto.engine_io import FinishReason
+from proto.messages.engine_io import FinishReason
 from tests.fakes.engine_harness import EOS, EngineHarness, scheduled
 from tests.fakes.paged_runner import hashed_token, undisturbed
 

@@ -1,7 +1,7 @@
 """Preemption when the pool is too small for all running requests."""
 
 from engine_core.request import RequestStatus
-from proto.engine_io import EventType, FinishReason
+from proto.messages.engine_io import EventType, FinishReason
 from tests.fakes.engine_harness import EngineHarness, scheduled
 from tests.fakes.paged_runner import undisturbed
 

@@ -6,7 +6,7 @@ import pytest
 
 from engine_core.scheduler.features.tenant_usage import TenantUsage
 from engine_core.scheduler.preemption import PreemptionOrder, index_of
-from engine_core.scheduler.queues.registry import make_policy
+from engine_core.scheduler.queues.registry import FairSchedulingPolicy
 from tests.fakes.engine_harness import EngineHarness
 
 
@@ -15,7 +15,7 @@ class Book:
 
     def __init__(self, policy: str) -> None:
         self.ledger = TenantUsage(0)
-        self.policy = make_policy(policy, self.ledger)
+        self.policy = FairSchedulingPolicy(policy, self.ledger)
         self.victims = PreemptionOrder(self.policy)
         self.running = []
         self.engine = EngineHarness()

@@ -11,9 +11,8 @@ from engine_core.scheduler.limits import (
     MIN_PROMPT_TOKENS,
     SHORT_SECONDS,
     PrefillThrottle,
-    make_prefill_throttle,
 )
-from proto.scheduler_output import SchedulerOutput
+from proto.messages.scheduler_output import SchedulerOutput
 from tests.engine_core.scheduler.external_kv import WAITS
 from tests.fakes.engine_harness import EngineHarness, scheduled
 from tests.fakes.kv_connector import FakeConnector
@@ -44,9 +43,9 @@ def see_requests(
     throttle.on_released(request)
 
 
-def learnt(slowdown: float = 2.0, step_budget: int = 256) -> PrefillThrottle:
+def learnt(slowdown: float = 2.0, token_budget: int = 256) -> PrefillThrottle:
     """Return a throttle that knows the times, and that requests have short prompts."""
-    throttle = PrefillThrottle(step_budget, slowdown)
+    throttle = PrefillThrottle(token_budget, slowdown)
     throttle.learn_step(16, 0, seconds_of(16, 0))
     throttle.learn_step(15, 200, seconds_of(15, 200))
     see_requests(throttle, num_prompt_tokens=10, num_output_tokens=100)
@@ -177,7 +176,7 @@ def test_one_slow_step_is_soon_forgotten() -> None:
 def test_without_the_setting_or_chunks_nothing_is_throttled(
     slowdown: float | None, chunked: bool, expected: int
 ) -> None:
-    throttle = make_prefill_throttle(256, slowdown, chunked=chunked)
+    throttle = PrefillThrottle(256, slowdown, chunked=chunked)
     see_requests(throttle, num_prompt_tokens=10, num_output_tokens=100)
     assert throttle.prompt_tokens(16, 16) == expected
 

@@ -74,7 +74,7 @@ def test_the_lowest_priority_is_preempted_and_resumed():
     low = engine.add_one(list(range(30)), priority=1, max_tokens=8)
     high = engine.add_one(list(range(100, 132)), priority=0, max_tokens=3)
     engine.step()
-    assert engine.kv_cache.num_free_blocks == 0
+    assert engine.kv_cache.num_available_blocks == 0
     output = engine.step()
     assert scheduled(output) == {high.seq_id: 1}
     assert output.preempted_seq_ids == [low.seq_id]
@@ -141,7 +141,7 @@ def test_a_request_of_lowest_priority_preempts_itself():
     least = engine.add_one(list(range(100, 108)), priority=9, max_tokens=9)
     last = engine.add_one([200, 201], priority=1, max_tokens=2)
     assert len(scheduled(engine.step())) == 3
-    assert engine.kv_cache.num_free_blocks == 0
+    assert engine.kv_cache.num_available_blocks == 0
     output = engine.step()
     assert output.preempted_seq_ids == [least.seq_id]
     assert scheduled(output) == {first.seq_id: 1, last.seq_id: 1}

@@ -3,8 +3,8 @@
 import pytest
 
 from engine_core.scheduler.limits import QueueCapacity, QueueDrainRate, QueueLimits, queue_capacity
-from proto.config import SchedulerConfig
 from proto.errors import QueueFullError
+from proto.settings.config import SchedulerConfig
 from tests.fakes.clock import FakeClock
 from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.messages import make_request, request

@@ -22,8 +22,8 @@ from engine_core.request import Request
 from engine_core.scheduler.step_plan import StepPlan, num_sampled_positions
 from engine_core.trace.recorder import TraceRecorder
 from proto.codec import encode
-from proto.engine_io import EngineCoreRequest
-from proto.lifecycle import RECURRENT_STATE, KVGroup
+from proto.messages.engine_io import EngineCoreRequest
+from proto.messages.lifecycle import RECURRENT_STATE, KVGroup
 from tests.engine_core.scheduler.lives import (
     CALM,
     KINDS,

@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
-from proto.engine_io import EventType, LogprobsArrays
 from proto.errors import ProtocolError
-from proto.model_runner_output import ModelRunnerOutput, RowLogprobs
+from proto.messages.engine_io import EventType, LogprobsArrays
+from proto.messages.model_runner_output import ModelRunnerOutput, RowLogprobs
 from tests.fakes.engine_harness import EngineHarness
 
 

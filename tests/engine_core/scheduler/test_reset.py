@@ -83,16 +83,16 @@ def test_a_prompt_under_way_is_computed_again():
 
 
 def test_sessions_at_rest_and_in_line_lose_their_blocks_too(engine):
-    resting = engine.add_one(prompt_of(0), 2, resumable=True)
+    idle = engine.add_one(prompt_of(0), 2, resumable=True)
     in_line = engine.add_one(prompt_of(1), 2, resumable=True)
     while engine.scheduler.has_work:
         engine.step()
     engine.add_session_input(in_line, [7], 2, last=True)
     assert not engine.scheduler.reset_prefix_cache()
     assert engine.scheduler.reset_prefix_cache(preempting=True)
-    engine.add_session_input(resting, [8], 2, last=True)
+    engine.add_session_input(idle, [8], 2, last=True)
     engine.run()
-    for request, token in ((resting, 8), (in_line, 7)):
+    for request, token in ((idle, 8), (in_line, 7)):
         first = undisturbed(request.prompt_token_ids, 2)
         merged = [*request.prompt_token_ids, first[0], token]
         assert engine.tokens_of(request) == first + undisturbed(merged, 2)

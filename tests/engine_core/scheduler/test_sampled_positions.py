@@ -10,7 +10,7 @@ from engine_core.kv_cache import integrity
 from engine_core.scheduler.features.tenant_usage import OUTPUT_WEIGHT
 from engine_core.scheduler.result import ImpossibleResultError
 from engine_core.scheduler.step_plan import num_sampled_positions
-from proto.model_runner_output import ModelRunnerOutput
+from proto.messages.model_runner_output import ModelRunnerOutput
 from tests.fakes.engine_harness import EngineHarness, scheduled
 
 

@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from proto.engine_io import FinishReason
 from proto.errors import InvalidRequestError
+from proto.messages.engine_io import FinishReason
 from tests.fakes.clock import FakeClock
 from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.paged_runner import undisturbed

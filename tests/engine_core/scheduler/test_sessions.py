@@ -4,8 +4,8 @@ import pytest
 
 from engine_core.kv_cache.integrity import check
 from engine_core.request import RequestStatus
-from proto.engine_io import FinishReason, SessionInput
-from proto.sampling_params import SamplingParams
+from proto.messages.engine_io import FinishReason, SessionInput
+from proto.messages.sampling_params import SamplingParams
 from tests.fakes.clock import FakeClock
 from tests.fakes.engine_harness import EOS, EngineHarness, scheduled
 from tests.fakes.events import first_events, num_cached_tokens

@@ -7,7 +7,7 @@ from engine_core.scheduler.features.base import Candidate
 from engine_core.scheduler.features.prefix_sharing import SiblingForks
 from engine_core.scheduler.preemption import NonRunningBlocks
 from engine_core.scheduler.step_plan import StepPlan
-from proto.lifecycle import RECURRENT_STATE, KVGroup
+from proto.messages.lifecycle import RECURRENT_STATE, KVGroup
 from tests.fakes.engine_harness import EngineHarness, scheduled
 from tests.fakes.gates import FakeGate
 from tests.fakes.paged_runner import undisturbed
@@ -23,7 +23,7 @@ def engine_of(caching: bool = True, **settings) -> EngineHarness:
 
 
 def blocks_in_use(engine: EngineHarness) -> int:
-    return engine.kv_cache.num_usable_blocks - engine.kv_cache.num_free_blocks
+    return engine.kv_cache.num_usable_blocks - engine.kv_cache.num_available_blocks
 
 
 def num_computed(engine: EngineHarness) -> int:

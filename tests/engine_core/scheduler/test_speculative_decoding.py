@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from engine_core.kv_cache import integrity
-from engine_core.kv_cache.manager import NOTHING_COMPUTED
+from engine_core.kv_cache.manager import NO_PREFIX
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.features.speculative_decoding import is_drafted_for
 from engine_core.scheduler.features.tenant_usage import OUTPUT_WEIGHT
 from engine_core.scheduler.result import ImpossibleResultError
-from proto.engine_io import FinishReason, LogprobsArrays
-from proto.lifecycle import RECURRENT_STATE, KVGroup
-from proto.model_runner_output import ModelRunnerOutput, RowLogprobs
-from proto.scheduler_output import SchedulerOutput
+from proto.messages.engine_io import FinishReason, LogprobsArrays
+from proto.messages.lifecycle import RECURRENT_STATE, KVGroup
+from proto.messages.model_runner_output import ModelRunnerOutput, RowLogprobs
+from proto.messages.scheduler_output import SchedulerOutput
 from tests.fakes.drafts import SyntheticDrafts, hashed_answer
 from tests.fakes.engine_harness import EngineHarness, scheduled
 from tests.fakes.paged_runner import undisturbed
@@ -302,7 +302,7 @@ def test_a_model_with_states_is_not_drafted_for() -> None:
     engine = engine_with(3, groups=groups, num_state_slots=20)
     request = engine.add_one(PROMPT, 10, ignore_eos=True)
     engine.step()
-    engine.scheduler.update_draft_token_ids([request.seq_id], [[1, 2]], [[0.9, 0.8]])
+    engine.scheduler._result_pass.keep_proposal(request.seq_id, 2, [1, 2], [0.9, 0.8])
     engine.run()
     assert not any(step.drafts for step in engine.runner.steps)
     assert engine.tokens_of(request) == undisturbed(PROMPT, 10)
@@ -316,7 +316,7 @@ def test_a_paused_or_waiting_request_keeps_no_draft() -> None:
     engine.scheduler.begin_worker_epoch(2)
     assert request.spec_token_ids == []
     assert request.status is RequestStatus.PREEMPTED
-    assert engine.kv_cache.get_computed_blocks(request) is NOTHING_COMPUTED
+    assert engine.kv_cache.get_computed_blocks(request) is NO_PREFIX
 
 
 def test_requests_released_behind_drafts_wait_for_positions() -> None:

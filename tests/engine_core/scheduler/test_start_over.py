@@ -2,12 +2,12 @@
 
 import pytest
 
-from engine_core.kv_cache.events import KVEventLog
 from engine_core.request import RequestStatus
-from proto.engine_io import EventType
-from proto.kv_events import AllBlocksCleared, BlockStored
+from proto.messages.engine_io import EventType
+from proto.messages.kv_events import AllBlocksCleared, BlockStored
 from tests.fakes.engine_harness import EngineHarness, scheduled
 from tests.fakes.events import event_types
+from tests.fakes.kv_events import event_log
 from tests.fakes.paged_runner import undisturbed
 
 BOTH = pytest.mark.parametrize("overlapped", [False, True])
@@ -105,16 +105,16 @@ def test_a_request_that_waited_for_a_shared_prefix(overlapped):
 @BOTH
 def test_sessions_at_rest_lose_their_blocks_and_no_tokens(overlapped):
     engine = EngineHarness(async_scheduling=overlapped)
-    resting = engine.add_one(prompt_of(0), 2, resumable=True)
+    idle = engine.add_one(prompt_of(0), 2, resumable=True)
     while engine.scheduler.has_work or engine.in_flight:
         engine.step()
     engine.lose_workers()
     assert not engine.scheduler.has_work
-    engine.add_session_input(resting, [8], 2, last=True)
+    engine.add_session_input(idle, [8], 2, last=True)
     engine.run()
-    first = undisturbed(resting.prompt_token_ids, 2)
-    merged = [*resting.prompt_token_ids, first[0], 8]
-    assert engine.tokens_of(resting) == first + undisturbed(merged, 2)
+    first = undisturbed(idle.prompt_token_ids, 2)
+    merged = [*idle.prompt_token_ids, first[0], 8]
+    assert engine.tokens_of(idle) == first + undisturbed(merged, 2)
     engine.assert_idle()
 
 
@@ -145,7 +145,7 @@ def test_windows_are_refilled():
 
 
 def test_subscribers_are_notified_of_the_empty_cache():
-    log = KVEventLog()
+    log = event_log()
     engine = EngineHarness(observers=[log])
     engine.add_one(prompt_of(0, 40), 5)
     engine.step()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine_core.scheduler.preemption import SwapRule, make_swap_rule
+from engine_core.scheduler.preemption import SwapRule
 from tests.fakes.engine_harness import EngineHarness, scheduled
 from tests.fakes.kv_connector import FakeConnector, always
 from tests.fakes.paged_runner import undisturbed
@@ -10,7 +10,7 @@ from tests.fakes.paged_runner import undisturbed
 
 def measured(setup: float, load_token: float, compute_token: float) -> SwapRule:
     """Return a rule with measured loads of several sizes, and steps."""
-    rule = SwapRule()
+    rule = SwapRule("auto")
     for num_tokens in (1, 256, 1024, 4096) * 6:
         rule.learn_load(num_tokens, setup + num_tokens * load_token)
         rule.learn_step(256, 256 * compute_token)
@@ -18,7 +18,7 @@ def measured(setup: float, load_token: float, compute_token: float) -> SwapRule:
 
 
 def test_the_settings_decide_alone() -> None:
-    recompute, swap = make_swap_rule("recompute"), make_swap_rule("swap")
+    recompute, swap = SwapRule("recompute"), SwapRule("swap")
     for rule in (recompute, swap):
         rule.learn_load(100, 1000.0)
         rule.learn_step(100, 0.001)
@@ -27,7 +27,7 @@ def test_the_settings_decide_alone() -> None:
 
 
 def test_auto_loads_until_both_rates_are_known() -> None:
-    rule = make_swap_rule("auto")
+    rule = SwapRule("auto")
     assert rule.loads(1)
     rule.learn_load(100, 1000.0)
     assert rule.loads(1)
@@ -68,7 +68,7 @@ def test_one_outlier_changes_little() -> None:
 
 
 def test_steps_without_information_are_not_learnt_from() -> None:
-    rule = SwapRule()
+    rule = SwapRule("auto")
     rule.learn_load(0, 1.0)
     rule.learn_load(10, 0.0)
     rule.learn_step(1, 1.0)

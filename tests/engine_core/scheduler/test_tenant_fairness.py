@@ -177,7 +177,7 @@ def test_victims_are_preempted_one_by_one_for_blocks():
     engine = engine_with(num_blocks=25, max_num_batched_tokens=128)
     heavy = [add(engine, HEAVY, 28, max_tokens=4) for _ in range(3)]
     engine.step()
-    assert engine.kv_cache.num_free_blocks == 3
+    assert engine.kv_cache.num_available_blocks == 3
     light = add(engine, LIGHT, 48, max_tokens=4)
     output = engine.step()
     assert output.preempted_seq_ids == [heavy[2].seq_id, heavy[1].seq_id]

@@ -9,7 +9,7 @@ from engine_core import build_native
 from engine_core.build_native import NativeBuildError
 from engine_core.request import Request
 from engine_core.speculation.suffix_index import MakeSuffixIndex, load_suffix_index
-from proto.sampling_params import SamplingParams
+from proto.messages.sampling_params import SamplingParams
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from engine_core.speculation.draft_choice import (
     MIN_GAIN,
     StepCost,
     choose_lengths,
-    needed_survival,
+    needed_acceptance_prob,
 )
 from engine_core.speculation.proposer import Draft
 
@@ -24,8 +24,8 @@ def cost_of(costs: list[float]) -> StepCost:
 
 
 def draft(length: int, probability: float = 0.8, key: int = 0) -> Draft:
-    survival = [probability ** (position + 1) for position in range(length)]
-    return Draft(list(range(length)), survival, "suffix", key)
+    acceptance_probs = [probability ** (position + 1) for position in range(length)]
+    return Draft(list(range(length)), acceptance_probs, "suffix", key)
 
 
 def accept(table: AcceptanceTable, probability: float, number: int, key: int = 0) -> None:
@@ -48,27 +48,27 @@ def learn(cost: StepCost, seconds_of, rows, repeats: int = 30, noise: float = 0.
 
 
 def test_an_unknown_key_is_as_its_proposer_expects():
-    assert AcceptanceTable().survival(draft(3)) == draft(3).survival
+    assert AcceptanceTable().acceptance_probs(draft(3)) == draft(3).acceptance_probs
 
 
 @pytest.mark.parametrize("probability", [0.0, 0.3, 0.7, 1.0])
 def test_survival_approaches_what_is_accepted(probability):
     table = AcceptanceTable()
     accept(table, probability, 300)
-    survival = table.survival(draft(8))
-    assert survival[0] == pytest.approx(probability, abs=0.2)
-    assert survival[3] == pytest.approx(probability**4, abs=0.2)
-    assert survival == sorted(survival, reverse=True)
-    assert all(0.0 <= value <= 1.0 for value in survival)
+    acceptance_probs = table.acceptance_probs(draft(8))
+    assert acceptance_probs[0] == pytest.approx(probability, abs=0.2)
+    assert acceptance_probs[3] == pytest.approx(probability**4, abs=0.2)
+    assert acceptance_probs == sorted(acceptance_probs, reverse=True)
+    assert all(0.0 <= value <= 1.0 for value in acceptance_probs)
 
 
 def test_keys_are_apart_and_old_acceptance_is_forgotten():
     table = AcceptanceTable()
     accept(table, 0.0, 100, key=1)
-    assert table.survival(draft(2, key=2)) == draft(2).survival
-    assert table.survival(draft(2, key=1))[0] < 0.1
+    assert table.acceptance_probs(draft(2, key=2)) == draft(2).acceptance_probs
+    assert table.acceptance_probs(draft(2, key=1))[0] < 0.1
     accept(table, 1.0, 100, key=1)
-    assert table.survival(draft(2, key=1))[0] > 0.7
+    assert table.acceptance_probs(draft(2, key=1))[0] > 0.7
 
 
 def test_buckets_after_the_first_wrong_token_learn_nothing():
@@ -135,19 +135,19 @@ def test_steps_without_rows_or_time_are_ignored():
 # The choice
 
 
-def rate(survivals, lengths, num_requests, cost) -> float:
-    tokens = sum(sum(one[:length]) for one, length in zip(survivals, lengths, strict=True))
+def rate(acceptance_probs, lengths, num_requests, cost) -> float:
+    tokens = sum(sum(one[:length]) for one, length in zip(acceptance_probs, lengths, strict=True))
     return (num_requests + tokens) / cost.cost(num_requests + sum(lengths))
 
 
-def random_survivals(generator, num_drafts: int) -> list[list[float]]:
-    survivals = []
+def random_acceptance_probs(generator, num_drafts: int) -> list[list[float]]:
+    acceptance_probs = []
     for _ in range(num_drafts):
         values = [generator.random()]
         while len(values) < generator.randrange(1, 5):
             values.append(values[-1] * generator.uniform(0.3, 1.0))
-        survivals.append(values)
-    return survivals
+        acceptance_probs.append(values)
+    return acceptance_probs
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -156,14 +156,14 @@ def test_no_other_lengths_have_more_tokens_per_time(seed):
     generator = random.Random(seed)
     num_drafts = generator.randrange(1, 5)
     num_requests = num_drafts + generator.randrange(4)
-    survivals = random_survivals(generator, num_drafts)
+    acceptance_probs = random_acceptance_probs(generator, num_drafts)
     costs = list(itertools.accumulate(generator.choice([0.0, 0.1, 0.4]) for _ in range(30)))
     cost = cost_of([1.0 + value for value in costs])
-    lengths = choose_lengths(survivals, num_requests, 0, cost)
-    choices = itertools.product(*(range(len(one) + 1) for one in survivals))
-    best = max(rate(survivals, choice, num_requests, cost) for choice in choices)
-    none = rate(survivals, [0] * num_drafts, num_requests, cost)
-    found = rate(survivals, lengths, num_requests, cost)
+    lengths = choose_lengths(acceptance_probs, num_requests, 0, cost)
+    choices = itertools.product(*(range(len(one) + 1) for one in acceptance_probs))
+    best = max(rate(acceptance_probs, choice, num_requests, cost) for choice in choices)
+    none = rate(acceptance_probs, [0] * num_drafts, num_requests, cost)
+    found = rate(acceptance_probs, lengths, num_requests, cost)
     if any(lengths):
         assert found == pytest.approx(best)
     else:
@@ -174,15 +174,17 @@ def test_no_other_lengths_have_more_tokens_per_time(seed):
 def test_beside_prompts_the_extra_time_is_weighed(seed):
     """The gain at the rate of the best step without prompts is highest, over all choices."""
     generator = random.Random(seed)
-    survivals = random_survivals(generator, 3)
+    acceptance_probs = random_acceptance_probs(generator, 3)
     costs = list(itertools.accumulate(generator.choice([0.0, 0.1, 0.4]) for _ in range(80)))
     cost = cost_of([1.0 + value for value in costs])
-    lengths = choose_lengths(survivals, 3, 40, cost)
-    choices = list(itertools.product(*(range(len(one) + 1) for one in survivals)))
-    price = max(rate(survivals, choice, 3, cost) for choice in choices)
+    lengths = choose_lengths(acceptance_probs, 3, 40, cost)
+    choices = list(itertools.product(*(range(len(one) + 1) for one in acceptance_probs)))
+    price = max(rate(acceptance_probs, choice, 3, cost) for choice in choices)
 
     def gain(choice) -> float:
-        tokens = sum(sum(one[:length]) for one, length in zip(survivals, choice, strict=True))
+        tokens = sum(
+            sum(one[:length]) for one, length in zip(acceptance_probs, choice, strict=True)
+        )
         return tokens - price * (cost.cost(43 + sum(choice)) - cost.cost(43))
 
     best = max(map(gain, choices))
@@ -193,10 +195,20 @@ def test_nothing_is_drafted_where_nothing_can_pay():
     """Beyond 16 rows a row costs as much as it brings: a full batch."""
     steep = cost_of([1.0 + max(0, rows - 16) * 0.08 for rows in range(1, 400)])
     certain = [[1.0] * 4 for _ in range(20)]
-    assert needed_survival(20, 0, 80, steep) > 1.0
+    assert needed_acceptance_prob(20, 0, 80, steep) > 1.0
     assert choose_lengths(certain, 20, 0, steep) == [0] * 20
-    assert needed_survival(4, 0, 16, steep) < 1.0
+    assert needed_acceptance_prob(4, 0, 16, steep) < 1.0
     assert sum(choose_lengths(certain[:4], 4, 0, steep)) == 12
+
+
+@pytest.mark.parametrize(("unit_seconds", "num_drafts"), [(0.001, 96), (0.05, 40), (0.2, 10)])
+def test_drafts_lengthen_no_step_by_more_than_their_limit(unit_seconds, num_drafts):
+    """A further row takes a twentieth of the time of one row here."""
+    cost = cost_of([1 + 0.05 * row for row in range(200)])
+    cost.unit_seconds = unit_seconds
+    certain = [[1.0] * 8] * 12
+    assert sum(choose_lengths(certain, 12, 0, cost)) == num_drafts
+    assert sum(choose_lengths(certain, 12, 30, cost)) <= num_drafts
 
 
 def test_without_drafts_there_is_nothing_to_choose():

@@ -1,23 +1,26 @@
 """Drafting as the scheduler uses it, with proposers that say what the test wants."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 
+from engine_core.core import EngineCore
 from engine_core.request import RequestStatus
 from engine_core.speculation.drafting import PROBE_SHARE, PROBE_TOKENS, Drafting, make_drafting
 from engine_core.speculation.proposer import Draft
-from proto.speculative_config import parse_speculative_config
+from proto.settings.config import ServeConfig, SpeculationConfig
+from proto.settings.speculative_config import parse_speculative_config
 
 LIMIT = 8
 
 
 class FixedProposer:
-    """Proposes the same tokens with the same survival for each."""
+    """Proposes the same tokens with the same acceptance probability for each."""
 
-    def __init__(self, token_ids=(1, 2, 3, 4), survival=0.9, name="suffix") -> None:
+    def __init__(self, token_ids=(1, 2, 3, 4), acceptance_prob=0.9, name="suffix") -> None:
         self.name = name
-        self.token_ids, self.survival = list(token_ids), survival
+        self.token_ids, self.acceptance_prob = list(token_ids), acceptance_prob
         self.calls = []
 
     def begin_step(self) -> None: ...
@@ -33,8 +36,10 @@ class FixedProposer:
         token_ids = self.token_ids[:max_tokens]
         if not token_ids:
             return None
-        survival = [self.survival ** (position + 1) for position in range(len(token_ids))]
-        return Draft(token_ids, survival, self.name)
+        acceptance_probs = [
+            self.acceptance_prob ** (position + 1) for position in range(len(token_ids))
+        ]
+        return Draft(token_ids, acceptance_probs, self.name)
 
     def end_request(self, request) -> None:
         self.calls.append(("end", request.seq_id))
@@ -162,7 +167,7 @@ class ForcedProposer(FixedProposer):
 
     def propose(self, request, max_tokens) -> Draft | None:
         found = super().propose(request, max_tokens)
-        return found and Draft(found.token_ids, found.survival, self.name, is_forced=True)
+        return found and Draft(found.token_ids, found.acceptance_probs, self.name, is_forced=True)
 
 
 @pytest.mark.parametrize(
@@ -381,3 +386,18 @@ def test_a_draft_model_of_the_workers_is_a_drafter(caplog):
     assert not make_drafting(config, Grammars(), "").has_draft_model
     alone = parse_speculative_config('{"method": "draft_model", "model": "small"}', 16)
     assert make_drafting(alone, None, "") is None
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(
+    ("pools", "reason"),
+    [(True, "its outputs are pooled"), (False, "its states cannot be taken back")],
+)
+def test_a_model_without_drafts_is_named(caplog, pools, reason):
+    """A method that was asked for, for a model that pools or that has recurrent states."""
+    speculation = SpeculationConfig(speculative_config='{"method": "ngram"}')
+    config = ServeConfig(speculation=speculation)
+    engine = SimpleNamespace(kv_cache=SimpleNamespace(has_states=not pools))
+    worker = SimpleNamespace(is_batch_invariant=True)
+    assert EngineCore._make_drafting(engine, config, worker, None, pools=pools) is None
+    assert f"--speculative-config: no drafts for this model: {reason}" in caplog.text

@@ -5,9 +5,9 @@ import pytest
 from engine_core.kv_cache import integrity
 from engine_core.speculation import drafting as drafting_module
 from engine_core.speculation.drafting import make_drafting
-from proto.grammar import GrammarSource
-from proto.sampling_params import ThinkingRule
-from proto.speculative_config import parse_speculative_config
+from proto.messages.grammar import GrammarSource
+from proto.messages.sampling_params import ThinkingRule
+from proto.settings.speculative_config import parse_speculative_config
 from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.grammar_engine import GrammarEngine
 from tests.fakes.offload_rig import OffloadRig

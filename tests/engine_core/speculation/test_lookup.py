@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from engine_core.block_hashing import ExtraKeys
 from engine_core.request import RequestStatus
 from engine_core.speculation.lookup import (
     STEP_TOKENS,
@@ -12,6 +13,10 @@ from engine_core.speculation.lookup import (
     SuffixProposer,
     length_key,
 )
+
+
+def salted(salt: str | None) -> dict[str, ExtraKeys]:
+    return {"extra_keys": ExtraKeys(salt)}
 
 
 @pytest.fixture
@@ -53,8 +58,8 @@ def test_suffix_copies_from_the_prompt_and_from_outputs(make_suffix, make_reques
     proposer.add_outputs(request, 2)
     draft = proposer.propose(request, 3)
     assert draft.token_ids == [107, 108, 109]
-    assert draft.survival == sorted(draft.survival, reverse=True)
-    assert 0.0 < draft.survival[-1] < draft.survival[0] < 1.0
+    assert draft.acceptance_probs == sorted(draft.acceptance_probs, reverse=True)
+    assert 0.0 < draft.acceptance_probs[-1] < draft.acceptance_probs[0] < 1.0
     append(request, 1, 2, 3, 4, 1, 2)
     proposer.add_outputs(request, 6)
     assert tokens_of(proposer.propose(request, 16)) == [3, 4]
@@ -95,9 +100,17 @@ def test_outputs_of_finished_requests_are_drafts_for_later_ones(
         ({"tenant": 1}, {"tenant": 1}, True),
         ({"tenant": 1}, {"tenant": 2}, False),
         ({"tenant": 0}, {"tenant": 2}, False),
-        ({"tenant": 1, "cache_salt": "a"}, {"tenant": 1, "cache_salt": "a"}, True),
-        ({"tenant": 1, "cache_salt": "a"}, {"tenant": 1, "cache_salt": "b"}, False),
-        ({"tenant": 1, "cache_salt": "a"}, {"tenant": 1}, False),
+        (
+            {"tenant": 1, **salted("a")},
+            {"tenant": 1, **salted("a")},
+            True,
+        ),
+        (
+            {"tenant": 1, **salted("a")},
+            {"tenant": 1, **salted("b")},
+            False,
+        ),
+        ({"tenant": 1, **salted("a")}, {"tenant": 1}, False),
     ],
 )
 def test_tenants_and_salts_are_apart(make_suffix, make_request, first, second, shares):
@@ -178,11 +191,11 @@ def test_a_tenant_with_many_salts_evicts_its_own_outputs(make_suffix, make_reque
     proposer = make_suffix(max_output_bytes=200_000)
     serve(proposer, make_request([1, 2], tenant=1), range(100, 400))
     for salt in range(40):
-        request = make_request([1, 2], tenant=2, cache_salt=str(salt))
+        request = make_request([1, 2], tenant=2, **salted(str(salt)))
         serve(proposer, request, range(100, 400))
     assert 100_000 < proposer.num_output_bytes <= 200_000
     for tenant, salt, is_kept in ((1, None, True), (2, "0", False), (2, "39", True)):
-        request = make_request([1, 2], tenant=tenant, cache_salt=salt)
+        request = make_request([1, 2], tenant=tenant, **salted(salt))
         proposer.begin_request(request)
         assert bool(tokens_of(proposer.propose(request, 16))) is is_kept
 
@@ -233,6 +246,22 @@ def test_memory_of_unfinished_requests_is_bounded(make_suffix, make_index, make_
     assert proposer.propose(grown, 8) is None
     for request in known:
         proposer.end_request(request)
+    assert memory.num_bytes == 0
+
+
+def test_a_request_that_outgrows_the_limit_before_it_is_indexed(make_index, make_request):
+    """Memory was reserved for the prompt alone."""
+    request = make_request(list(range(2 * STEP_TOKENS)))
+    probe = IndexMemory()
+    NgramProposer(make_index, 2, 4, 8, probe).begin_request(request)
+    memory = IndexMemory(limit=probe.num_bytes)
+    proposer = NgramProposer(make_index, 2, 4, 8, memory)
+    assert proposer.begin_request(request)
+    append(request, 1, 2)
+    proposer.add_outputs(request, 2)
+    for _ in range(3):
+        proposer.begin_step()
+    assert proposer.propose(request, 1) is None
     assert memory.num_bytes == 0
 
 

@@ -46,15 +46,15 @@ class Worker:
 
     A token of a proposal is 1 with probability `acceptance`, else 2; every output is 1.
     slope: of a further row. pass_share: time of a pass as a share of that of a step. confidences:
-    if given, each token has one of them, is right so often, and ends a proposal below min_survival.
-    num_present: tokens of a new request whose KV the model has.
+    if given, each token has one of them, is right so often, and ends a proposal below
+    min_acceptance_prob. num_present: tokens of a new request whose KV the model has.
     """
 
     acceptance: float
     slope: float = 0.1
     pass_share: float = 0.1
     confidences: tuple[float, ...] = ()
-    min_survival: float = 0.0
+    min_acceptance_prob: float = 0.0
     prefills: bool = True
     num_present: int = 0
     dice: random.Random = field(default_factory=lambda: random.Random(4))
@@ -102,7 +102,7 @@ class Worker:
             left = [(request, limit) for request, limit in left if limit > 0]
             for request, _ in left:
                 request.num_computed_tokens = request.num_tokens - 1
-            numbers, self.min_survival = drafting.choose_proposals(
+            numbers, self.min_acceptance_prob = drafting.choose_proposals(
                 [request for request, _ in left], [limit for _, limit in left], 0
             )
             asked = [
@@ -141,24 +141,24 @@ class Worker:
         self.pass_seconds += sum(seconds)
         self.seconds += sum(seconds)
         drafting.learn_passes(rows, seconds)
-        for (request, number), (draft, survivals, _) in zip(asked, proposals, strict=True):
+        for (request, number), (draft, acceptance_probs, _) in zip(asked, proposals, strict=True):
             self.num_proposed += len(draft)
-            drafting.keep_proposal(request, number, draft, survivals)
+            drafting.keep_proposal(request, number, draft, acceptance_probs)
 
     def _proposal(self, most: int) -> tuple[list[int], list[float], int]:
-        """Return a proposal, its survivals and its passes."""
+        """Return a proposal, its acceptance probabilities and its passes."""
         if not self.confidences:
             draft = [1 if self.dice.random() < self.acceptance else 2 for _ in range(most)]
             return draft, [0.8 ** (index + 1) for index in range(most)], most
-        draft, survivals, survival = [], [], 1.0
+        draft, acceptance_probs, acceptance_prob = [], [], 1.0
         while len(draft) < most:
             confidence = self.dice.choice(self.confidences)
-            survival *= confidence
-            if survival < self.min_survival:
-                return draft, survivals, len(draft) + 1
+            acceptance_prob *= confidence
+            if acceptance_prob < self.min_acceptance_prob:
+                return draft, acceptance_probs, len(draft) + 1
             draft.append(1 if self.dice.random() < confidence else 2)
-            survivals.append(survival)
-        return draft, survivals, most
+            acceptance_probs.append(acceptance_prob)
+        return draft, acceptance_probs, most
 
 
 def start(make_request, number=1, prompt=20, outputs=10**6, others=(), method="draft_model"):
@@ -214,12 +214,14 @@ def test_a_token_that_was_not_proposed_was_not_tried():
     tokens = ProposedTokens(4)
     for _ in range(200):
         tokens.record([0.9, 0.81], 2)
-    assert tokens.survivals[1] == pytest.approx(0.81, abs=0.02)
+    assert tokens.acceptance_probs[1] == pytest.approx(0.81, abs=0.02)
     assert tokens.shares[1] == pytest.approx(1.0)
     for _ in range(200):
         tokens.record([0.9], 4)
-    assert tokens.survivals[0] == pytest.approx(0.9, abs=0.02)
-    assert tokens.survivals[1] < 0.1, "a proposal of two tokens brings no more than one of one"
+    assert tokens.acceptance_probs[0] == pytest.approx(0.9, abs=0.02)
+    assert tokens.acceptance_probs[1] < 0.1, (
+        "a proposal of two tokens brings no more than one of one"
+    )
     assert tokens.shares[0] == pytest.approx(1.0)
     assert tokens.shares[1] < 0.1, "and costs no more"
 
@@ -361,14 +363,14 @@ def test_known_tokens_shorten_a_proposal_or_contradict_it(make_request, new, lef
     draft = proposer.propose(request, 8)
     assert (draft.token_ids if draft else []) == left
     if new == [3, 4]:
-        assert draft.survival == [0.5]
+        assert draft.acceptance_probs == [0.5]
 
 
 def test_a_proposal_is_replaced_by_the_next_one(make_request):
     proposer, request = WorkerProposer("eagle"), make_request([1, 2])
     proposer.keep_proposal(request, [3, 4], [0.5, 0.9])
     draft = proposer.propose(request, 1)
-    assert (draft.token_ids, draft.survival, draft.source) == ([3], [0.5], "eagle")
+    assert (draft.token_ids, draft.acceptance_probs, draft.source) == ([3], [0.5], "eagle")
     proposer.keep_proposal(request, [], [])
     assert proposer.propose(request, 1) is None
     proposer.end_request(request)
@@ -384,4 +386,4 @@ def test_proposals_end_where_a_token_is_not_worth_its_time(make_request):
     request = make_request([1, 2, 3], (4,))
     assert planner.may_pay(1, 0)
     assert planner.choose_lengths([ModelRequest()], [request], [100], 0)[0] > 0
-    assert 0.25 < planner.min_survival < 0.5
+    assert 0.25 < planner.min_acceptance_prob < 0.5

@@ -11,7 +11,7 @@ import pytest
 from engine_core.structured_output.backend import LLGuidanceBackend
 from engine_core.structured_output.matchers import GrammarError, Matcher, mask_words
 from proto.errors import InvalidRequestError, ModelError
-from proto.grammar import MAX_GRAMMAR_DEPTH, GrammarSource, check_depth, encoded
+from proto.messages.grammar import MAX_GRAMMAR_DEPTH, GrammarSource, check_depth, encoded
 from tests.fakes.toy_vocabulary import BYTE, EOS, LONGER, SIZE, SPECIAL, text_of, tokens_of
 
 PERSON = {

@@ -2,7 +2,7 @@
 
 from engine_core.structured_output.compiler import GrammarCache
 from engine_core.structured_output.matchers import GrammarError
-from proto.grammar import GrammarSource
+from proto.messages.grammar import GrammarSource
 
 
 def source(name: str, num_bytes: int = 10) -> GrammarSource:

@@ -18,8 +18,8 @@ from engine_core.structured_output.matchers import (
     GrammarTimeoutError,
 )
 from proto.errors import ModelError
-from proto.grammar import GrammarSource
-from proto.sockets import EventFd
+from proto.messages.grammar import GrammarSource
+from proto.runtime.sockets import EventFd
 from tests.fakes.grammar_engine import LIMIT_SECONDS, GatedSandbox, NoSandbox
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from engine_core.structured_output.manager import _MAX_LEAD_TOKENS
 from engine_core.structured_output.matchers import FREE, ThinkingMatcher, mask_words
-from proto.grammar import GrammarSource
-from proto.sampling_params import ThinkingRule
+from proto.messages.grammar import GrammarSource
+from proto.messages.sampling_params import ThinkingRule
 from tests.fakes.grammar_engine import GrammarEngine
 from tests.fakes.toy_vocabulary import EOS, SIZE, text_of, tokens_of
 

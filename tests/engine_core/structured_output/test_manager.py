@@ -13,9 +13,9 @@ from engine_core.structured_output.compiler import QUICK_THREADS
 from engine_core.structured_output.manager import CONTRADICTION
 from engine_core.structured_output.matchers import CompilerFailedError
 from engine_core.worker_group import WorkerFailedError
-from proto.engine_io import FinishReason
-from proto.grammar import GrammarSource
-from proto.sampling_params import ThinkingRule
+from proto.messages.engine_io import FinishReason
+from proto.messages.grammar import GrammarSource
+from proto.messages.sampling_params import ThinkingRule
 from tests.fakes.drafts import SyntheticDrafts
 from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.grammar_engine import LIMIT_SECONDS, GatedSandbox, GrammarEngine, NoSandbox
@@ -111,8 +111,9 @@ def test_a_grammar_that_fails_ends_its_request_before_it_was_accepted(engine):
         assert output.request_id == request_id
         assert output.error.kind == "invalid_request"
         assert output.error.param == "guided_regex"
-        assert "unclosed group" in output.error.message
-        assert output.error.message.startswith("guided_regex: ")
+        assert output.error.message == (
+            "guided_regex: the grammar cannot be used: invalid regular expression (: unclosed group"
+        )
     assert engine.outputs.accepted == []
     assert_nothing_is_left(engine)
 

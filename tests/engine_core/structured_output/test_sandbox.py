@@ -17,7 +17,7 @@ from engine_core.structured_output.matchers import (
     GrammarTimeoutError,
 )
 from engine_core.structured_output.sandbox import MAX_MEMORY, GrammarSandbox, SandboxSetup
-from proto.grammar import GrammarSource
+from proto.messages.grammar import GrammarSource
 from tests.fakes.toy_vocabulary import EOS, SIZE
 
 RULES = 4000

@@ -11,9 +11,9 @@ import pytest
 from engine_core.structured_output import manager as manager_module
 from engine_core.structured_output.mask_threads import MaskTask, MaskThreads
 from engine_core.structured_output.matchers import FREE, GrammarCost
-from proto.engine_io import FinishReason
-from proto.grammar import GrammarSource
-from proto.sockets import EventFd
+from proto.messages.engine_io import FinishReason
+from proto.messages.grammar import GrammarSource
+from proto.runtime.sockets import EventFd
 from tests.fakes.drafts import SyntheticDrafts
 from tests.fakes.grammar_engine import LIMIT_SECONDS, GrammarEngine
 from tests.fakes.toy_vocabulary import SIZE

@@ -17,8 +17,8 @@ from engine_core.structured_output.matchers import (
     mask_words,
 )
 from proto.errors import InvalidRequestError
-from proto.grammar import GrammarSource
-from proto.sampling_params import BLANKS, MAX_BLANKS, ThinkingRule
+from proto.messages.grammar import GrammarSource
+from proto.messages.sampling_params import BLANKS, MAX_BLANKS, ThinkingRule
 from tests.fakes.grammar_engine import GrammarEngine
 from tests.fakes.input_harness import InputProcessorHarness, refused
 from tests.fakes.messages import request as make_message

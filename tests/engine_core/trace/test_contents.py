@@ -4,7 +4,7 @@ import random
 from hashlib import sha256
 
 from engine_core.trace.recorder import ContentNumbers
-from proto.sched_trace import Content
+from proto.messages.sched_trace import Content
 from tests.benchmarks.simulator.recording import Chains
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from engine_core.trace.file import TraceFile, path_of_epoch
 from proto.errors import ConfigError
-from proto.sched_trace import Dropped, Event, TraceEnd, read_line
+from proto.messages.sched_trace import Dropped, Event, TraceEnd, read_line
 
 MUCH = 1 << 30
 

@@ -2,11 +2,11 @@
 
 import stat
 
-from proto.config import SchedulerConfig, TraceConfig
-from proto.engine_io import Abort, EngineCoreOutputs
-from proto.lifecycle import CacheReady, Fatal, InitializeCache
-from proto.sched_trace import Finish, TraceEnd
-from proto.sockets import Poller
+from proto.messages.engine_io import Abort, EngineCoreOutputs
+from proto.messages.lifecycle import CacheReady, Fatal, InitializeCache
+from proto.messages.sched_trace import Finish, TraceEnd
+from proto.runtime.sockets import Poller
+from proto.settings.config import SchedulerConfig, TraceConfig
 from tests.benchmarks.simulator.follow import Follower
 from tests.benchmarks.simulator.recording import read
 from tests.fakes.engine_process import EPOCH, TIMEOUT_SECONDS

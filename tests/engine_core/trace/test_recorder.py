@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from proto.errors import ProtocolError
-from proto.sched_trace import (
+from proto.messages.sched_trace import (
     Arrival,
     Event,
     Finish,

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from worker.attention.base import AttentionBackend, AttentionInputs, AttentionShape
-from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
-from worker.layers.rotary import RotaryEmbedding
+from worker.attention.backend import AttentionBackend, AttentionInputs, AttentionShape
+from worker.attention.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.models.rope import DefaultRope
+from worker.models.rotary import RotaryEmbedding
 
 LAYER = 1
 """The layer that runs, the second of two; with a window it is in a group of its own."""

@@ -16,17 +16,16 @@ from tests.worker.kernel_variants import (
     load_variant,
     threads_of_torch,
 )
-from worker.attention.base import AttentionBackend, AttentionInputs, AttentionShape
-from worker.attention.cpu import (
+from worker.attention.backend import AttentionBackend, AttentionInputs, AttentionShape, Rotation
+from worker.attention.kv_cache import Int8Pages, KVCache, kv_cache_geometry, kv_layout
+from worker.cpu.attention import (
     MOST_PARTIAL_BYTES,
     AttentionPlan,
     CpuAttention,
     UnsupportedShapeError,
 )
-from worker.attention.reference import ReferenceAttention
-from worker.kernel_structures import AttentionStep
-from worker.kv_cache import Int8Pages, KVCache, kv_cache_geometry, kv_layout
-from worker.layers.rotary import Rotation
+from worker.cpu.kernel_structures import AttentionStep
+from worker.reference.attention import ReferenceAttention
 
 # Largest error relative to the largest value: 1e-5 for float32; the 16-bit types are compared after
 # rounding the output to 8 or 11 bits. Kernels that multiply in bfloat16 round the attention weights

@@ -10,7 +10,7 @@ import torch
 from tests.fakes.fake_cuda import CUDA, FakeCuda
 from tests.fakes.fake_device import DeviceError, FakeDevice, on_host
 from tests.fakes.fake_graph import CaptureError
-from worker.device.transfers import Downloader, Uploader
+from worker.cuda.transfers import Downloader, QueuedTransfers
 
 
 def filled_too_early(device: FakeDevice) -> None:
@@ -36,12 +36,12 @@ def read_too_early(device: FakeDevice) -> None:
 
 
 def unchecked_uploads(device: FakeDevice) -> None:
-    uploader = Uploader(device)
-    for buffer in uploader._buffers:
+    transfers = QueuedTransfers(device)
+    for buffer in transfers._buffers:
         buffer.copied = device.event()  # never recorded
         buffer.copied.record = lambda: None  # type: ignore[method-assign]
     for _ in range(3):
-        uploader.upload([np.arange(4)])
+        transfers.to_device([np.arange(4)])
 
 
 WAITS_AND_RACES: dict[str, Callable[[FakeDevice], Any]] = {
@@ -149,7 +149,7 @@ NOT_CAPTURED: dict[str, Callable[[FakeDevice, torch.Tensor], Any]] = {
     "a wait": lambda device, given: device.event().synchronize(),
     "a look": lambda device, given: device.event().query(),
     "a result": lambda device, given: device.fetch(given),
-    "a copy from the host": lambda device, given: Uploader(device).upload([np.arange(2)]),
+    "a copy from the host": lambda device, given: QueuedTransfers(device).to_device([np.arange(2)]),
     "another capture": lambda device, given: device.capture(lambda: given + 1),
 }
 

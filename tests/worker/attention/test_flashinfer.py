@@ -12,26 +12,26 @@ from tests.fakes.fake_device import DeviceAttentionForHost, FakeDevice, cache_on
 from tests.fakes.fake_flashinfer import FakeFlashInfer
 from tests.worker.attention.steps import LAYER, Case, Step
 from tests.worker.reference.torch_kernels import store_by_index
-from worker.attention import flashinfer
-from worker.attention.base import AttentionInputs, AttentionShape
-from worker.attention.flashinfer import FlashInferAttention
-from worker.attention.flashinfer_group import (
+from worker.attention.backend import AttentionInputs, AttentionShape
+from worker.attention.kv_cache import KVCache, kv_cache_geometry, kv_layout
+from worker.cuda.attention import flashinfer
+from worker.cuda.attention.flashinfer import FlashInferAttention
+from worker.cuda.attention.flashinfer_group import (
     GroupWrappers,
     Options,
     SentOffsets,
     WrapperMaker,
 )
-from worker.attention.flashinfer_latent import (
+from worker.cuda.attention.flashinfer_latent import (
     create_flashinfer,
     head_runs,
 )
-from worker.attention.flashinfer_latent import (
+from worker.cuda.attention.flashinfer_latent import (
     workspace_bytes as latent_bytes,
 )
-from worker.attention.flashinfer_schedule import DecodeSplits, workspace_bytes
-from worker.attention.paged_batch import pad_decodes, step_pages
-from worker.attention.reference import ReferenceAttention
-from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
+from worker.cuda.attention.flashinfer_schedule import DecodeSplits, workspace_bytes
+from worker.cuda.attention.paged_batch import pad_decodes, step_pages
+from worker.reference.attention import ReferenceAttention
 
 OPTIONS = Options()
 MIXED = ((0, 7), (20, 1), (33, 5), (15, 1), (16, 1), (0, 1))

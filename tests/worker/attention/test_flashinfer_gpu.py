@@ -25,13 +25,13 @@ from tests.worker.attention.test_flashinfer import (
     sharing_two_pages,
 )
 from tests.worker.reference.torch_kernels import store_by_index
-from worker.attention.base import AttentionInputs
-from worker.attention.flashinfer import load_library
-from worker.attention.flashinfer_group import Options
-from worker.attention.flashinfer_latent import create_flashinfer
-from worker.attention.kv_store import TritonStore
-from worker.attention.paged_batch import pad_decodes
-from worker.device.accelerator import Accelerator
+from worker.attention.backend import AttentionInputs
+from worker.cuda.accelerator import Accelerator
+from worker.cuda.attention.flashinfer import load_library
+from worker.cuda.attention.flashinfer_group import Options
+from worker.cuda.attention.flashinfer_latent import create_flashinfer
+from worker.cuda.attention.kv_store import TritonStore
+from worker.cuda.attention.paged_batch import pad_decodes
 
 CUDA = torch.device("cuda", 0)
 LONG_SLEEP = 50_000_000

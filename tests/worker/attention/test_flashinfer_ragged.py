@@ -11,15 +11,19 @@ from tests.fakes.fake_device import FakeDevice, on_host
 from tests.fakes.fake_flashinfer import FakeFlashInfer
 from tests.fakes.fake_paged_wrapper import ContractError
 from tests.fakes.fake_ragged_wrapper import FakeRagged, visible_keys
-from worker.attention.base import AttentionInputs, AttentionShape
-from worker.attention.flashinfer import load_library
-from worker.attention.flashinfer_group import Options
-from worker.attention.flashinfer_latent import create_flashinfer
-from worker.attention.flashinfer_ragged import FlashInferRaggedAttention, padded_dim, ragged_parts
-from worker.attention.reference import dense_attention
-from worker.device.accelerator import Accelerator
-from worker.kv_cache import KVCache, kv_cache_geometry, scratch_layout
-from worker.layers.rotary import rotate
+from worker.attention.backend import AttentionInputs, AttentionShape
+from worker.attention.kv_cache import KVCache, kv_cache_geometry, scratch_layout
+from worker.cuda.accelerator import Accelerator
+from worker.cuda.attention.flashinfer import load_library
+from worker.cuda.attention.flashinfer_group import Options
+from worker.cuda.attention.flashinfer_latent import create_flashinfer
+from worker.cuda.attention.flashinfer_ragged import (
+    FlashInferRaggedAttention,
+    padded_dim,
+    ragged_parts,
+)
+from worker.models.rotary import rotate
+from worker.reference.attention import dense_attention
 
 BF16, CUDA = torch.bfloat16, torch.device("cuda")
 STEPS = [[23, 1, 40, 5, 130], [1], [3, 2], [65, 64, 66]]

@@ -19,8 +19,8 @@ from tests.fakes.fake_flashinfer import FakeDecode, FakeFlashInfer, FakePrefill
 from tests.fakes.fake_fp8 import FakeGemm
 from tests.fakes.fake_latent_wrapper import FakeLatent
 from tests.fakes.fake_ragged_wrapper import FakeRagged
-from worker.attention.flashinfer import load_library
-from worker.flashinfer_library import VERSION
+from worker.cuda.attention.flashinfer import load_library
+from worker.cuda.flashinfer_library import VERSION
 
 PREFILL = "BatchPrefillWithPagedKVCacheWrapper"
 DECODE = "BatchDecodeWithPagedKVCacheWrapper"

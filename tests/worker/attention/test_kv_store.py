@@ -3,30 +3,23 @@
 The kernel runs in Triton's interpreter.
 """
 
-import importlib.util
-
 import pytest
 import torch
 
+from tests.fakes.triton import interpret_kernels
 from tests.worker.reference.torch_kernels import store_by_index
-from worker.attention.kv_store import PADDING_SLOT, TritonStore
-from worker.kv_cache import DensePages, KVCache, kv_cache_geometry, kv_layout
+from worker.attention.kv_cache import DensePages, KVCache, kv_cache_geometry, kv_layout
+from worker.cuda.attention.kv_store import PADDING_SLOT, TritonStore
 
 NUM_BLOCKS, BLOCK_SIZE, HEAD_DIM = 6, 4, 64
 SLOTS = (9, 4, 23, PADDING_SLOT, 10, 5, PADDING_SLOT)
-
-
-def need_triton() -> None:
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("triton is not installed")
 
 
 @pytest.fixture(params=["torch", "triton"])
 def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> TritonStore:
     if request.param == "torch":
         return store_by_index
-    need_triton()
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    interpret_kernels(monkeypatch)
     return TritonStore()
 
 

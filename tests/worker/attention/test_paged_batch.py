@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker.attention.base import AttentionInputs
-from worker.attention.kv_store import PADDING_SLOT
-from worker.attention.paged_batch import (
+from worker.attention.backend import AttentionInputs
+from worker.cuda.attention.kv_store import PADDING_SLOT
+from worker.cuda.attention.paged_batch import (
     StepPages,
     gather_pages,
     order_of,

@@ -7,13 +7,17 @@ import pytest
 import torch
 
 from proto.errors import ConfigError
-from worker.attention import registry
-from worker.attention.base import AttentionShape
-from worker.attention.cpu import CpuAttention
-from worker.attention.reference import ReferenceAttention
-from worker.build_kernels import X86_VARIANTS, usable_variants
-from worker.kernels import KernelsUnavailableError, load_kernels
-from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
+from proto.settings.config import DeviceConfig, ServeConfig
+from tests.fakes.devices import CPU
+from worker.attention.backend import AttentionShape
+from worker.attention.kv_cache import KVCache, kv_cache_geometry, kv_layout
+from worker.cpu import device
+from worker.cpu.attention import CpuAttention
+from worker.cpu.build_kernels import X86_VARIANTS, usable_variants
+from worker.cpu.kernels import KernelsUnavailableError, load_kernels
+from worker.create_device import create_device
+from worker.reference.attention import ReferenceAttention
+from worker.reference.device import ReferenceDevice
 
 SHAPE = AttentionShape(num_heads=2, num_kv_heads=1, head_dim=8, scale=1.0)
 
@@ -24,35 +28,25 @@ def kv_cache() -> KVCache:
     return KVCache(kv_cache_geometry(layout, 1, 8, torch.float32), layout, 2, 4)
 
 
-@pytest.fixture
-def no_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "load_kernels", lambda: load_kernels(tmp_path))
-
-
-def test_reference_by_name(kv_cache: KVCache) -> None:
-    assert isinstance(registry.create_backend("reference", kv_cache, SHAPE), ReferenceAttention)
-
-
 def test_auto_selects_the_kernels_if_built(kv_cache: KVCache) -> None:
     try:
         load_kernels()
     except KernelsUnavailableError as reason:
         pytest.skip(str(reason))
-    assert isinstance(registry.create_backend("auto", kv_cache, SHAPE), CpuAttention)
+    assert isinstance(CPU.attention("auto", kv_cache, SHAPE), CpuAttention)
 
 
-def test_auto_without_kernels_warns_and_selects_the_reference(
-    kv_cache: KVCache, no_kernels: None, caplog: pytest.LogCaptureFixture
+def test_a_host_without_kernels_computes_in_plain_torch(
+    kv_cache: KVCache, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch
 ) -> None:
+    monkeypatch.setattr(device, "load_kernels", lambda: load_kernels(tmp_path))
     with caplog.at_level(logging.WARNING):
-        backend = registry.create_backend("auto", kv_cache, SHAPE)
-    assert isinstance(backend, ReferenceAttention)
-    assert "python -m worker.build_kernels" in caplog.text
-
-
-def test_cpu_without_kernels_is_a_config_error(kv_cache: KVCache, no_kernels: None) -> None:
+        reference = create_device(ServeConfig(device=DeviceConfig(device="cpu")), 0)
+    assert isinstance(reference, ReferenceDevice)
+    assert "python -m worker.cpu.build_kernels" in caplog.text
+    assert isinstance(reference.attention("auto", kv_cache, SHAPE), ReferenceAttention)
     with pytest.raises(ConfigError, match="--attention-backend cpu needs kernels") as raised:
-        registry.create_backend("cpu", kv_cache, SHAPE)
+        reference.attention("cpu", kv_cache, SHAPE)
     assert raised.value.param == "attention_backend"
 
 
@@ -67,15 +61,15 @@ def test_unsupported_head_sizes_fall_back_or_are_a_config_error(
     kv_cache = KVCache(kv_cache_geometry(layout, 1, 12, torch.float32), layout, 2, 4)
     shape = AttentionShape(num_heads=2, num_kv_heads=1, head_dim=12, scale=1.0)
     with caplog.at_level(logging.WARNING):
-        assert isinstance(registry.create_backend("auto", kv_cache, shape), ReferenceAttention)
+        assert isinstance(CPU.attention("auto", kv_cache, shape), ReferenceAttention)
     assert "head_dim must be a multiple of 8, got 12" in caplog.text
     with pytest.raises(ConfigError, match="--attention-backend cpu needs kernels: head_dim"):
-        registry.create_backend("cpu", kv_cache, shape)
+        CPU.attention("cpu", kv_cache, shape)
 
 
 def test_a_backend_of_another_device_is_a_config_error(kv_cache: KVCache) -> None:
     with pytest.raises(ConfigError, match="flashinfer does not run on a CPU"):
-        registry.create_backend("flashinfer", kv_cache, SHAPE)
+        CPU.attention("flashinfer", kv_cache, SHAPE)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proto.kv_media import HEADER_BYTES, MAX_KEY_BYTES
+from proto.settings.kv_media import HEADER_BYTES, MAX_KEY_BYTES
 from worker.kv_connector.offload.block_image import BlockLabel, is_valid, seal
 
 LABEL = BlockLabel(bytes(range(32)), b"a key of some length", 1, 2, 4)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from worker.kv_connector.offload.cpu_medium import CommitAhead
-from worker.large_pages import large_pages
+from worker.host.block_copies import CommitAhead
+from worker.host.large_pages import large_pages
 
 MIB = 1 << 20
 

@@ -1,16 +1,18 @@
 """Worker connectors around a step: the order of calls, and when results are reported."""
 
 import os
+import random
+import time
 from typing import Any
 
-import torch
+import pytest
 
-from proto.kv_connector import KVConnectorOutput, KVConnectorReport, MultiStep, pack
-from proto.kv_transfer_config import KVTransferConfig
-from proto.scheduler_output import CachedRequestData, SchedulerOutput
-from proto.sockets import Poller
+from proto.messages.kv_connector import KVConnectorOutput, KVConnectorReport, MultiStep, pack
+from proto.messages.scheduler_output import CachedRequestData, SchedulerOutput
+from proto.runtime.sockets import Poller
+from proto.settings.kv_transfer_config import KVTransferConfig
+from tests.fakes.devices import CPU
 from tests.fakes.outside_connector import OutsideWorker
-from worker.attention.base import QuerySplit
 from worker.kv_connector import multi
 from worker.kv_connector.base import (
     NO_CONNECTOR,
@@ -20,9 +22,10 @@ from worker.kv_connector.base import (
     create_worker_connector,
 )
 from worker.kv_connector.multi import MultiWorker
-from worker.kv_connector.steps import ConnectorSteps, with_hooks
+from worker.kv_connector.steps import ConnectorSteps, StepConnector
+from worker.layers.layer_progress import HostProgress
 
-CONTEXT = WorkerContext(0, 1, b"f" * 32, 16)
+CONTEXT = WorkerContext(0, 1, b"f" * 32, 16, CPU)
 
 
 class Recorder(WorkerConnector):
@@ -92,7 +95,7 @@ def step(metadata: bytes = b"", finished: tuple[int, ...] = ()) -> SchedulerOutp
 
 def test_connector_calls_of_a_step_are_in_order() -> None:
     recorder, reports = Recorder(), []
-    steps = ConnectorSteps(recorder, 3, 1, Poller(), reports.append)
+    steps = ConnectorSteps(StepConnector(recorder), 3, 1, Poller(), reports.append)
     steps.before_step(step(b"meta"))
     assert recorder.log == [
         ("bind_connector_metadata", b"meta"),
@@ -111,7 +114,7 @@ def test_connector_calls_of_a_step_are_in_order() -> None:
 
 def test_finished_transfers_are_reported_once_with_epoch_and_rank() -> None:
     recorder, reports = Recorder(), []
-    steps = ConnectorSteps(recorder, 3, 1, Poller(), reports.append)
+    steps = ConnectorSteps(StepConnector(recorder), 3, 1, Poller(), reports.append)
     recorder.finished, recorder.invalid = FinishedTransfers([1], [2]), [9]
     steps.after_step(step())
     steps.after_step(step())
@@ -121,7 +124,7 @@ def test_finished_transfers_are_reported_once_with_epoch_and_rank() -> None:
 def test_a_readable_descriptor_between_steps_sends_a_report() -> None:
     event_fd = os.eventfd(0)
     recorder, reports, poller = Recorder(descriptor=event_fd), [], Poller()
-    steps = ConnectorSteps(recorder, 3, 0, poller, reports.append)
+    steps = ConnectorSteps(StepConnector(recorder), 3, 0, poller, reports.append)
     assert poller.wait(0) == []
     os.eventfd_write(event_fd, 1)
     recorder.finished = FinishedTransfers([], [4])
@@ -133,36 +136,72 @@ def test_a_readable_descriptor_between_steps_sends_a_report() -> None:
     assert "close" in recorder.log
 
 
-class PlainAttention:
-    """An AttentionBackend that records its calls."""
+def test_layers_are_loaded_before_they_run_and_saved_after_it() -> None:
+    """Each of these threads is slow at times, and no layer is called twice or too early."""
+    num_layers, rng = 12, random.Random(0)
+    progress = HostProgress(num_layers)
+    log: list[tuple[str, int]] = []
 
-    query_split = QuerySplit.DRAFTS
+    class SlowRecorder(Recorder):
+        def wait_for_layer_load(self, layer: int) -> None:
+            time.sleep(rng.choice([0.0, 0.003]))
+            log.append(("load", layer))
 
-    def __init__(self, log):
-        self.log = log
+        def save_kv_layer(self, layer: int) -> None:
+            time.sleep(rng.choice([0.0, 0.003]))
+            log.append(("save", layer))
 
-    def plan(self, inputs):
-        self.log.append("plan")
+    connector = StepConnector(SlowRecorder(), progress, num_layers)
+    steps = ConnectorSteps(connector, 3, 0, Poller(), lambda report: None)
+    for _ in range(3):
+        log.clear()
+        steps.before_step(step())
+        for layer in range(num_layers):
+            progress.begin_layer(layer)
+            log.append(("run", layer))
+            progress.end_layer(layer)
+        steps.after_launch()
+        steps.after_step(step())
+        for layer in range(num_layers):
+            load, run, save = (log.index((what, layer)) for what in ("load", "run", "save"))
+            assert load < run < save
+        assert len(log) == 3 * num_layers
+        assert log != sorted(log, key=lambda call: ("load", "run", "save").index(call[0]))
+    steps.close()
 
-    def run(self, layer, query, key, value, rotation, sinks=None):
-        self.log.append(("run", layer))
-        return query
+
+def test_a_step_without_copies_calls_no_layer_and_waits_for_none() -> None:
+    recorder, progress = Recorder(), HostProgress(2)
+    recorder.has_layer_copies = lambda: False  # type: ignore[method-assign]
+    steps = ConnectorSteps(StepConnector(recorder, progress, 2), 3, 0, Poller(), print)
+    steps.before_step(step())
+    progress.begin_layer(1)
+    assert progress.address == 0
+    steps.after_launch()
+    steps.after_step(step())
+    steps.close()
+    assert not [call for call in recorder.log if "layer" in call[0]]
 
 
-def test_layers_wait_for_their_load_and_are_saved_after_attention() -> None:
-    recorder = Recorder()
-    attention = with_hooks(PlainAttention(recorder.log), recorder)
-    query = torch.zeros(1, 1, 4)
-    attention.plan([])
-    assert attention.run(2, query, query, query, None) is query
-    assert recorder.log == [
-        "plan",
-        ("wait_for_layer_load", 2),
-        ("run", 2),
-        ("save_kv_layer", 2),
-    ]
-    plain = PlainAttention([])
-    assert with_hooks(plain, NO_CONNECTOR) is plain, "no layer hooks, no wrapper"
+def test_a_load_that_raises_blocks_no_layer_and_ends_the_step() -> None:
+    class Broken(Recorder):
+        def wait_for_layer_load(self, layer: int) -> None:
+            raise RuntimeError(f"layer {layer}")
+
+    progress = HostProgress(3)
+    steps = ConnectorSteps(StepConnector(Broken(), progress, 3), 3, 0, Poller(), print)
+    steps.before_step(step())
+    progress.begin_layer(2)
+    with pytest.raises(RuntimeError, match="layer 0"):
+        steps.after_step(step())
+    steps.close()
+
+
+def test_a_step_that_is_abandoned_leaves_no_thread_waiting() -> None:
+    progress = HostProgress(3)
+    steps = ConnectorSteps(StepConnector(Recorder(), progress, 3), 3, 0, Poller(), print)
+    steps.before_step(step())
+    steps.close()  # joins the threads
 
 
 def test_a_third_party_worker_connector_is_created_by_module_path() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from proto.errors import ConfigError
 from tests.fakes.kv_media import Rank, key
-from worker.kv_connector.offload.disk_medium import make_handlers
+from worker.kv_connector.offload.disk_medium import DiskMedium, make_handlers
 
 
 def files(folder: Path) -> list[Path]:
@@ -180,6 +180,27 @@ def test_a_failed_store_leaves_no_file(
     assert files(tmp_path) == []
     assert rank.loaded([9], [key(1)]) == [9]
     assert rank.stored([1, 2], [key(1), key(2)]), "there is room again"
+
+
+def test_an_unexpected_failure_ends_its_copy_and_no_later_one(
+    make_rank: Callable[..., Rank],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rank = make_rank()
+
+    def fail(*arguments: object) -> None:
+        raise ZeroDivisionError("a fault of the medium")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskMedium, "write_block", fail)
+        patch.setattr(DiskMedium, "read_blocks", fail)
+        assert not rank.stored([1], [key(1)])
+        assert rank.loaded([2], [key(1)]) == [2]
+    assert "a fault of the medium" in caplog.text
+    assert "Traceback" in caplog.text
+    assert rank.stored([1], [key(1)])
+    assert rank.loaded([2], [key(1)]) == []
 
 
 def test_without_a_folder_stores_are_skipped_and_loads_fail(

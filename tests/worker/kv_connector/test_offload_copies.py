@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from proto.kv_connector import DeviceBlocks, TransferJob
+from proto.messages.kv_connector import DeviceBlocks, TransferJob
 from tests.fakes.fake_device import FakeDevice, FakeEvent, on_host
-from worker.kv_connector.offload.base import OffloadingHandler, TransferResult
-from worker.kv_connector.offload.block_image import DeviceBlockBytes
-from worker.kv_connector.offload.cpu_medium import STORE_NICENESS, HostCopies
-from worker.kv_connector.offload.device_copies import DeviceCopies, EventWatcher
+from worker.cuda.block_copies import DeviceBlockBytes, DeviceCopies, EventWatcher
+from worker.host.block_copies import HostCopies
+from worker.kv_connector.offload.base import STORE_NICENESS, OffloadingHandler, TransferResult
 
 BLOCK_BYTES, NUM_BLOCKS, NUM_SLOTS = 48, 12, 5
 LIMIT_SECONDS = 20.0

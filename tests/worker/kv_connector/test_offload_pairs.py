@@ -1,6 +1,6 @@
 """The mapping from device blocks to parts of offloaded blocks."""
 
-from proto.kv_connector import DeviceBlocks, TransferJob
+from proto.messages.kv_connector import DeviceBlocks, TransferJob
 from worker.kv_connector.offload.base import BlockPair, block_pairs, device_blocks
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from proto.errors import ConfigError
-from proto.kv_connector import (
+from proto.messages.kv_connector import (
     NO_PAYLOAD,
     DeviceBlocks,
     OffloadMetadata,
@@ -16,8 +16,9 @@ from proto.kv_connector import (
     pack,
     unpack,
 )
-from proto.kv_transfer_config import KVTransferConfig
-from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
+from proto.settings.kv_transfer_config import KVTransferConfig
+from tests.fakes.devices import CPU
+from worker.attention.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.kv_connector.base import WorkerContext
 from worker.kv_connector.offload.connector import OffloadingWorker
 
@@ -44,7 +45,7 @@ def make(cache: KVCache, **extra: Any) -> OffloadingWorker:
         kv_connector="OffloadingConnector",
         kv_connector_extra_config={"cpu_bytes_to_use": 1 << 20, **extra},
     )
-    worker = OffloadingWorker(config, WorkerContext(0, 1, b"f" * 32, BLOCK_SIZE))
+    worker = OffloadingWorker(config, WorkerContext(0, 1, b"f" * 32, BLOCK_SIZE, CPU))
     worker.register_kv_caches(cache)
     return worker
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from proto.kv_media import media_folder, remote_name
-from proto.kv_transfer_config import remote_address, remote_settings
-from proto.redis_client import RedisConnection
+from proto.runtime.redis_client import RedisConnection
+from proto.settings.kv_media import media_folder, remote_name
+from proto.settings.kv_transfer_config import remote_address, remote_settings
 from tests.fakes.kv_media import FINGERPRINT, Rank, RedisServer, key, needs_redis, redis_server
 from worker.kv_connector.offload.remote_medium import make_handlers
 

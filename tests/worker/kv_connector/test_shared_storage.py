@@ -13,18 +13,19 @@ import torch
 from engine_core.kv_cache.free_queue import NULL_BLOCK
 from engine_core.kv_connector.shared_storage import SharedStorageScheduler
 from proto.errors import ConfigError
-from proto.kv_connector import (
+from proto.messages.kv_connector import (
     KVConnectorOutput,
     SharedStorageReport,
     SharedStorageStep,
     pack,
     unpack,
 )
-from proto.kv_transfer_config import KVTransferConfig
-from proto.lifecycle import KVCacheGeometry
+from proto.messages.lifecycle import KVCacheGeometry
+from proto.settings.kv_transfer_config import KVTransferConfig
 from tests.engine_core.kv_connector.test_connector_registry import context as engine_context
+from tests.fakes.devices import CPU
 from tests.fakes.kv_requests import Setup, make_manager
-from worker.kv_cache import KVCache, kv_layout
+from worker.attention.kv_cache import KVCache, kv_layout
 from worker.kv_connector.base import WorkerContext
 from worker.kv_connector.shared_storage import SharedStorageWorker
 
@@ -43,7 +44,7 @@ def config(folder: Path | str, **changes: str) -> KVTransferConfig:
 def worker(folder: Path, dtype: str = "float32") -> tuple[SharedStorageWorker, KVCache]:
     geometry = KVCacheGeometry(2, 2, 8, dtype, 0)
     cache = KVCache(geometry, kv_layout([None, None]), 6, 4)
-    connector = SharedStorageWorker(config(folder), WorkerContext(0, 1, FINGERPRINT, 4))
+    connector = SharedStorageWorker(config(folder), WorkerContext(0, 1, FINGERPRINT, 4, CPU))
     connector.register_kv_caches(cache)
     return connector, cache
 
@@ -51,6 +52,10 @@ def worker(folder: Path, dtype: str = "float32") -> tuple[SharedStorageWorker, K
 def run(connector: SharedStorageWorker, step: SharedStorageStep) -> SharedStorageReport:
     connector.bind_connector_metadata(pack(step))
     connector.start_load_kv()
+    for layer in range(2):
+        connector.wait_for_layer_load(layer)
+    for layer in range(2):
+        connector.save_kv_layer(layer)
     connector.wait_for_save()
     metadata = connector.build_connector_worker_meta()
     return unpack(metadata, SharedStorageReport) if metadata else SharedStorageReport()

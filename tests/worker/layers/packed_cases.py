@@ -6,7 +6,7 @@ import torch
 
 from tests.fakes.gguf_files import put_iq1_m_scales
 from tests.worker.reference import packed as packed_reference
-from worker.layers.kernel_weights import BLOCK_TYPES
+from worker.loader.block_types import BLOCK_TYPES
 
 TYPES = list(BLOCK_TYPES)
 HALVES = {  # where float16 numbers lie in a block

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from tests.worker.kernel_variants import THREADS, each_variant, load_variant, threads_of_torch
-from worker.layers.embedding import Embedding, KernelTable
-from worker.layers.kernel_weights import Bf16Weight
-from worker.layers.linear import KernelLinear
+from worker.cpu.linear import KernelLinear
+from worker.cpu.weights import Bf16Weight
+from worker.layers.embedding import Embedding
 
 SHAPES = ((1, 1), (7, 33), (33, 64), (70, 97), (100, 576), (31, 1536), (130, 31))
 SUM = 2.0**-24
@@ -133,7 +133,7 @@ def test_rows_of_a_packed_weight_serve_as_an_embedding(variant) -> None:
         dense = numbers(*shape)
         weight = Bf16Weight.from_dense(load_variant(variant), dense)
         assert torch.equal(weight.rows(torch.arange(shape[0]), torch.bfloat16), dense)
-        embedding = Embedding(KernelTable(weight, torch.bfloat16), 2.0)
+        embedding = Embedding(weight.embedding_table(torch.bfloat16), 2.0)
         ids = torch.tensor([shape[0] - 1, 0] * 2)
         assert torch.equal(embedding(ids), dense[ids] * 2)
         for wrong in (-1, shape[0]):

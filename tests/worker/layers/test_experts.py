@@ -1,19 +1,21 @@
 """Stacked experts: Triton in its interpreter and the strict fake FlashInfer against plain torch."""
 
-import importlib.util
 from typing import Any
 
 import pytest
 import torch
 
+from tests.fakes.devices import CPU, GPU, dense_experts
 from tests.fakes.fake_device import FakeDevice, on_host
 from tests.fakes.fake_flashinfer_rows import FakeRowKernels
 from tests.fakes.fake_paged_wrapper import ContractError
+from tests.fakes.triton import interpret_kernels
 from tests.worker.reference.sorted_pairs import sorted_pairs
+from worker.cuda import device as cuda_device
+from worker.cuda.layers.flashinfer_kernels import FlashInferExperts, takes_experts
+from worker.cuda.layers.triton_experts import PairBlocks, TritonExperts
+from worker.cuda.layers.triton_kernels import triton_gate
 from worker.layers.experts import DenseExperts, ExpertRanks, Experts, StackedWeights
-from worker.layers.flashinfer_kernels import FlashInferExperts, takes_experts
-from worker.layers.triton_experts import PairBlocks, TritonExperts
-from worker.loader import formats
 
 EXPERTS, HIDDEN, INNER, TOP_K = 6, 72, 40, 2
 F32, BF16 = torch.float32, torch.bfloat16
@@ -43,15 +45,15 @@ def routed(num_rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tenso
     return random(num_rows, HIDDEN, dtype=dtype), best.values, best.indices
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("num_rows", [1, 9, 70, 600])
 @pytest.mark.parametrize(("first", "count"), [(0, EXPERTS), (2, 3), (5, 1)])
 def test_blocks_hold_each_own_pair_once_and_one_expert_each(
     num_rows: int, first: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    interpret_kernels(monkeypatch)
     chosen = routed(num_rows, F32)[2]
-    experts = TritonExperts(part(stacked_weights(F32), slice(first, first + count)), "silu", first)
+    stacked = part(stacked_weights(F32), slice(first, first + count))
+    experts = TritonExperts(stacked, triton_gate("silu"), first)
     found = PairBlocks.empty(chosen, count, 4)
     experts._sort(chosen, found, 4)
     wanted = sorted_pairs(chosen, first, count, 4)
@@ -59,21 +61,20 @@ def test_blocks_hold_each_own_pair_once_and_one_expert_each(
         assert torch.equal(getattr(found, name), getattr(wanted, name)), name
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("num_rows", [1, 20, 210])
 def test_triton_computes_what_torch_does(
     num_rows: int, biases: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On one rank, and as the sum of two that have four and two of the experts."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    interpret_kernels(monkeypatch)
     stacked, args = stacked_weights(F32, biases), routed(num_rows, F32)
-    expected = DenseExperts(stacked, "silu")(*args)
+    expected = dense_experts(stacked)(*args)
     assert expected.std() > 0.3
-    found = TritonExperts(stacked, "silu")(*args)
+    found = TritonExperts(stacked, triton_gate("silu"))(*args)
     assert torch.allclose(found, expected, atol=1e-4, rtol=1e-4)
-    ranks = (TritonExperts(part(stacked, slice(0, 4)), "silu"),)
-    ranks += (TritonExperts(part(stacked, slice(4, 6)), "silu", 4),)
+    ranks = (TritonExperts(part(stacked, slice(0, 4)), triton_gate("silu")),)
+    ranks += (TritonExperts(part(stacked, slice(4, 6)), triton_gate("silu"), 4),)
     total = sum(rank(*args) for rank in ranks)
     assert torch.allclose(total, expected, atol=1e-4, rtol=1e-4)
 
@@ -95,7 +96,7 @@ class OnFake:
 @pytest.mark.parametrize("biases", [False, True])
 def test_flashinfer_gets_weights_in_its_order(biases: bool) -> None:
     stacked, args = stacked_weights(BF16, biases), routed(9, BF16)
-    expected = DenseExperts(stacked, "silu")(*args)
+    expected = dense_experts(stacked)(*args)
     found = OnFake(stacked, ExpertRanks(EXPERTS))(*args)
     assert (found - expected).norm() < 0.01 * expected.norm()
 
@@ -103,7 +104,7 @@ def test_flashinfer_gets_weights_in_its_order(biases: bool) -> None:
 def test_flashinfer_ranks_sum_to_one() -> None:
     """Ranks with whole experts, and ranks with inner columns of each; the first adds the bias."""
     stacked, args = stacked_weights(BF16, biases=True), routed(9, BF16)
-    expected = DenseExperts(stacked, "silu")(*args)
+    expected = dense_experts(stacked)(*args)
     whole = torch.zeros_like(expected)
     for rank in range(2):
         first = 3 * rank
@@ -147,25 +148,16 @@ def test_the_device_and_the_weights_decide(monkeypatch: pytest.MonkeyPatch) -> N
     assert not takes_experts(stacked, "gelu_tanh", ranks)
     assert not takes_experts(stacked_weights(F32), "silu", ranks)
     assert not takes_experts(stacked, "silu", ExpertRanks(13, 0, 0, 2, True)), "7 and 6 experts"
-    assert isinstance(formats.stacked_experts(stacked, "silu", ranks), DenseExperts)
-    monkeypatch.setattr(formats, "TritonExperts", lambda *_: "triton")
-    monkeypatch.setattr(formats, "FlashInferExperts", lambda *_: "flashinfer")
-    on_gpu: Any = StackedWeights(stacked.gate_up, OnGpu(stacked.down))  # type: ignore[arg-type]
+    assert isinstance(CPU.stacked_experts(stacked, "silu", ranks), DenseExperts)
+    monkeypatch.setattr(cuda_device, "TritonExperts", lambda *_: "triton")
+    monkeypatch.setattr(cuda_device, "FlashInferExperts", lambda *_: "flashinfer")
     for is_hopper, library, is_prebuilt, expected in (
-        (True, object(), True, "flashinfer"),
-        (True, object(), False, "triton"),
+        (True, FakeRowKernels(FakeDevice()), True, "flashinfer"),
+        (True, FakeRowKernels(FakeDevice()), False, "triton"),
         (True, None, True, "triton"),
-        (False, object(), True, "triton"),
+        (False, FakeRowKernels(FakeDevice()), True, "triton"),
     ):
-        monkeypatch.setattr(formats, "has_prebuilt_experts", lambda found=is_prebuilt: found)
-        monkeypatch.setattr(formats, "is_hopper", lambda device, found=is_hopper: found)
-        monkeypatch.setattr(formats, "usable_flashinfer", lambda found=library: found)
-        assert formats.stacked_experts(on_gpu, "silu", ranks) == expected
-
-
-class OnGpu:
-    """A tensor that says that it is on a GPU."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.shape, self.dtype, self.itemsize = tensor.shape, tensor.dtype, tensor.itemsize
-        self.device = torch.device("cuda", 0)
+        monkeypatch.setattr(cuda_device, "has_prebuilt_experts", lambda found=is_prebuilt: found)
+        monkeypatch.setattr(cuda_device, "is_hopper", lambda device, found=is_hopper: found)
+        monkeypatch.setattr(cuda_device, "usable_flashinfer", lambda found=library: found)
+        assert GPU.stacked_experts(stacked, "silu", ranks) == expected

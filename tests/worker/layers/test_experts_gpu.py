@@ -3,14 +3,16 @@
 import pytest
 import torch
 
-from worker.layers.experts import DenseExperts, ExpertRanks, Experts, StackedWeights
-from worker.layers.flashinfer_kernels import (
+from worker.cuda.layers.flashinfer_kernels import (
     FlashInferExperts,
     has_prebuilt_experts,
     is_hopper,
     usable_flashinfer,
 )
-from worker.layers.triton_experts import TritonExperts
+from worker.cuda.layers.triton_experts import TritonExperts
+from worker.cuda.layers.triton_kernels import triton_gate
+from worker.layers.experts import DenseExperts, ExpertRanks, Experts, StackedWeights
+from worker.reference.layers import torch_gate
 
 pytestmark = pytest.mark.gpu
 
@@ -19,7 +21,7 @@ BF16 = torch.bfloat16
 
 
 def implementations(stacked: StackedWeights) -> dict[str, Experts]:
-    found: dict[str, Experts] = {"triton": TritonExperts(stacked, "silu")}
+    found: dict[str, Experts] = {"triton": TritonExperts(stacked, triton_gate("silu"))}
     library = usable_flashinfer()
     if is_hopper(CUDA) and library is not None and has_prebuilt_experts():
         found["flashinfer"] = FlashInferExperts(library, stacked, ExpertRanks(len(stacked.down)))
@@ -35,7 +37,7 @@ def test_experts(sizes: tuple[int, int, int, int], num_rows: int) -> None:
     x = torch.randn(num_rows, hidden).to(BF16)
     best = torch.rand(num_rows, num_experts).topk(top_k)
     wide = StackedWeights(*(each.float() for each in weights))
-    expected = DenseExperts(wide, "silu")(x.float(), best.values, best.indices)
+    expected = DenseExperts(wide, torch_gate("silu"))(x.float(), best.values, best.indices)
     stacked = StackedWeights(*(each.to(CUDA) for each in weights))
     args = [each.to(CUDA) for each in (x, best.values, best.indices)]
     for name, experts in implementations(stacked).items():

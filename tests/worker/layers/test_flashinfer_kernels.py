@@ -10,11 +10,10 @@ import torch.nn.functional as F
 from tests.fakes.fake_device import FakeDevice, on_host
 from tests.fakes.fake_flashinfer_rows import FakeRowKernels
 from tests.fakes.fake_paged_wrapper import ContractError
-from worker.layers.activation import TorchGate
-from worker.layers.flashinfer_kernels import FlashInferGate, FlashInferNorm, FlashInferRotary
-from worker.layers.norm import NormWeight, TorchNorm
-from worker.layers.rotary import rotate
-from worker.layers.scratch import Scratch
+from worker.cuda.layers.flashinfer_kernels import FlashInferNorm, FlashInferRotary, flashinfer_gate
+from worker.layers.norm import NormWeight
+from worker.models.rotary import rotate
+from worker.reference.layers import TorchNorm, torch_gate
 
 BF16 = torch.bfloat16
 EPS = 1e-5
@@ -31,12 +30,8 @@ class Device:
         generator = torch.Generator().manual_seed(sum(shape))
         return self.device.adopt(torch.randn(shape, generator=generator).to(dtype))
 
-    def space(self, *shape: int, dtype: torch.dtype = BF16) -> Scratch:
-        tensor = self.device.adopt(torch.full(shape, float("nan"), dtype=dtype))
-        return Scratch(tensor, 0, shape[0])
-
     def norm(self, weight: torch.Tensor) -> FlashInferNorm:
-        return FlashInferNorm(self.library, weight, EPS, TorchNorm(NormWeight(weight, EPS)))
+        return FlashInferNorm(self.library, TorchNorm(NormWeight(weight, EPS)))
 
 
 def near(found: torch.Tensor, exact: torch.Tensor) -> bool:
@@ -52,12 +47,10 @@ def exact_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def test_a_norm_of_rows_and_of_heads_inside_a_product() -> None:
     setup = Device()
-    x, weight, space = setup.random(5, 96), setup.random(96), setup.space(5, 96)
-    norm = setup.norm(weight)
-    assert norm.norm_into(x, space) is space.tensor
-    assert near(space.tensor, exact_norm(x, weight))
+    x, weight = setup.random(5, 96), setup.random(96)
+    assert near(setup.norm(weight)(x), exact_norm(x, weight))
     heads, of_head = setup.random(3, 6 * 64).view(3, 6, 64)[:, 2:4], setup.random(64)
-    found = setup.norm(of_head).norm(heads)
+    found = setup.norm(of_head)(heads)
     assert near(found, exact_norm(heads, of_head))
     assert setup.library.num_calls == {"rmsnorm": 2}
 
@@ -66,25 +59,24 @@ def test_unsupported_norms_fall_back_to_our_kernels() -> None:
     setup = Device()
     weight = setup.random(64).float() + 1.0
     heads = setup.random(3, 4, 64)
-    assert near(setup.norm(weight).norm(heads), exact_norm(heads, weight))
+    assert near(setup.norm(weight)(heads), exact_norm(heads, weight))
     x = setup.random(3, 64, dtype=torch.float32)
-    assert near(setup.norm(setup.random(64)).norm(x), exact_norm(x, setup.random(64)))
-    gate_up, space = setup.random(2, 2 * 20), setup.space(2, 20)
-    gate = FlashInferGate(setup.library, "silu", TorchGate("silu"))
-    gate(gate_up, space)
+    assert near(setup.norm(setup.random(64))(x), exact_norm(x, setup.random(64)))
+    gate_up = setup.random(2, 2 * 20)
+    gate = flashinfer_gate(setup.library, "silu", torch_gate("silu"))
     first, second = on_host(gate_up).double().chunk(2, dim=1)
-    assert near(space.tensor, F.silu(first) * second)
+    assert near(gate(gate_up), F.silu(first) * second)
     assert not setup.library.num_calls
 
 
 @pytest.mark.parametrize("name", ["silu", "gelu_tanh"])
 def test_a_gate(name: Any) -> None:
     setup = Device()
-    gate_up, space = setup.random(4, 2 * 48), setup.space(4, 48)
-    FlashInferGate(setup.library, name, TorchGate(name))(gate_up, space)
+    gate_up = setup.random(4, 2 * 48)
+    found = flashinfer_gate(setup.library, name, torch_gate(name))(gate_up)
     gate, up = on_host(gate_up).double().chunk(2, dim=1)
     inner = F.silu(gate) if name == "silu" else F.gelu(gate, approximate="tanh")
-    assert near(space.tensor, inner * up)
+    assert near(found, inner * up)
     assert setup.library.num_calls.total() == 1
 
 

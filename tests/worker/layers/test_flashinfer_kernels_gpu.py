@@ -4,13 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from worker.attention.flashinfer import load_library
-from worker.device.accelerator import Accelerator
-from worker.layers.flashinfer_kernels import FlashInferGate, FlashInferNorm, FlashInferRotary
+from worker.cuda.accelerator import Accelerator
+from worker.cuda.attention.flashinfer import load_library
+from worker.cuda.layers.flashinfer_kernels import FlashInferNorm, FlashInferRotary, flashinfer_gate
+from worker.cuda.layers.triton_kernels import TritonNorm, triton_gate
 from worker.layers.norm import NormWeight
-from worker.layers.rotary import rotate
-from worker.layers.scratch import RowBuffer
-from worker.layers.triton_kernels import TritonGate, TritonNorm
+from worker.models.rotary import rotate
 
 pytestmark = pytest.mark.gpu
 
@@ -29,22 +28,21 @@ def random(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("size", [64, 576, 4096])
 def test_norms(size: int) -> None:
     weight, x = random(size) * 0.1 + 1, random(7, size)
-    norm = FlashInferNorm(load_library(), weight, 1e-5, TritonNorm(NormWeight(weight, 1e-5)))
-    space = RowBuffer(size).rows(x)
+    norm = FlashInferNorm(load_library(), TritonNorm(NormWeight(weight, 1e-5)))
     wide = x.double()
     exact = wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
-    assert near(norm.norm_into(x, space), exact)
+    assert near(norm(x), exact)
     heads = x.view(7, 1, size).expand(7, 2, size).contiguous()[:, :1]
-    assert near(norm.norm(heads)[:, 0], exact)
+    assert near(norm(heads)[:, 0], exact)
 
 
 @pytest.mark.parametrize("name", ["silu", "gelu_tanh"])
 def test_gates(name: str) -> None:
     gate_up = random(5, 2 * 1536)
-    gate = FlashInferGate(load_library(), name, TritonGate(name))  # type: ignore[arg-type]
+    gate = flashinfer_gate(load_library(), name, triton_gate(name))  # type: ignore[arg-type]
     first, second = gate_up.double().chunk(2, dim=1)
     inner = F.silu(first) if name == "silu" else F.gelu(first, approximate="tanh")
-    assert near(gate(gate_up, RowBuffer(1536).rows(gate_up)), inner * second)
+    assert near(gate(gate_up), inner * second)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

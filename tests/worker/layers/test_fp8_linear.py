@@ -1,6 +1,5 @@
 """Products in FP8: rounding by Triton in its interpreter, products on strict fakes."""
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,8 @@ from tests.fakes.fake_flashinfer_modules import FakeModules
 from tests.fakes.fake_flashinfer_rows import FakeRowKernels
 from tests.fakes.fake_fp8 import E4M3, FakeScaledMm, TorchRowRounding, on_fake_hopper
 from tests.fakes.fake_paged_wrapper import ContractError
-from worker.layers.fp8_linear import Fp8BlockLinear, Fp8RowLinear, RowRounding, takes_rows
+from tests.fakes.triton import interpret_kernels
+from worker.cuda.layers.fp8_linear import Fp8BlockLinear, Fp8RowLinear, RowRounding, takes_rows
 
 BF16, F32 = torch.bfloat16, torch.float32
 ROUNDED = 0.04
@@ -24,12 +24,11 @@ def random(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("scale", [None, 0.01])
 @pytest.mark.parametrize("size", [48, 128])
 def test_rounding(size: int, scale: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some differ, as the interpreter knows neither 448 nor carries, and no NaN."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    interpret_kernels(monkeypatch)
     x = random(5, 2 * size)[:, :size]
     x[2] = 0
     codes, scales = RowRounding(scale)(x)

@@ -6,7 +6,7 @@ import torch
 
 from tests.worker.kernel_variants import THREADS, each_variant, load_variant, threads_of_torch
 from tests.worker.layers.test_bf16_weight import error_of, numbers, sums
-from worker.layers.kernel_weights import Fp8Weight
+from worker.cpu.weights import Fp8Weight
 
 FP8 = torch.float8_e4m3fn
 SHAPES = ((1, 32, 32), (33, 96, 96), (70, 320, 128), (64, 576, 576), (100, 512, 64), (40, 384, 192))

@@ -5,10 +5,11 @@ import torch
 
 from tests.fakes.gguf_files import numbers, random_rows
 from tests.worker.reference.packed import rounded_rows
-from worker.kernels import Kernels
-from worker.layers.embedding import Embedding, KernelTable
-from worker.layers.kernel_weights import PackedWeight
-from worker.layers.linear import DenseLinear, KernelLinear, MixedLinear
+from worker.cpu.kernels import Kernels
+from worker.cpu.linear import KernelLinear, MixedLinear
+from worker.cpu.weights import PackedWeight
+from worker.layers.embedding import Embedding
+from worker.layers.linear import DenseLinear
 
 COLUMNS = 256
 PARTS = (("Q4_0", 24), ("Q8_0", 8), ("Q6_K", 17))
@@ -64,7 +65,7 @@ def test_a_head_returns_logits_in_float32(kernels: Kernels) -> None:
 
 def test_rows_of_a_packed_weight_serve_as_an_embedding(kernels: Kernels) -> None:
     weight, dense = stored(kernels, "Q8_0", 40)
-    embedding = Embedding(KernelTable(weight, torch.bfloat16), 2.0)
+    embedding = Embedding(weight.embedding_table(torch.bfloat16), 2.0)
     rows = embedding(torch.tensor([39, 0, 39]))
     assert torch.equal(rows, dense[[39, 0, 39]].bfloat16() * 2)
     with pytest.raises(IndexError):

@@ -4,12 +4,7 @@ import pytest
 import torch
 
 from tests.worker.kernel_variants import LOADABLE, each_variant, load_variant
-from worker.layers.kernel_weights import (
-    Bf16Weight,
-    KernelWeight,
-    PackedWeight,
-    RotatedWeight,
-)
+from worker.cpu.weights import Bf16Weight, KernelWeight, PackedWeight, RotatedWeight
 
 SHAPES = ((7, 64), (100, 576), (33, 1536))
 FORMATS = {
@@ -95,7 +90,7 @@ def test_a_weight_of_zeros_takes_the_place_of_a_larger_one(variant, name: str) -
 @pytest.mark.parametrize("name", FORMATS)
 @each_variant
 def test_a_part_of_the_memory_has_the_same_part_of_the_outputs(variant, name: str) -> None:
-    """worker/memory_nodes.py places each part near the thread that computes these outputs."""
+    """worker/host/memory_nodes.py places each part near the thread that computes these outputs."""
     out_features, num_threads = 1024, 4
     share = out_features // num_threads
     dense, x = numbers(out_features, 256), numbers(3, 256, seed=1)

@@ -4,17 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from worker.layers.linear import (
-    FIXED_ROWS,
-    DenseLinear,
-    FixedRowsLinear,
-    Linear,
-    OneDnnLinear,
-    is_reordered_by_onednn,
-    make_linear,
-)
+from tests.fakes.devices import CPU
+from worker.cpu.linear import OneDnnLinear, is_reordered_by_onednn
+from worker.cuda.layers.dense_linear import FIXED_ROWS, FixedRowsLinear
+from worker.layers.linear import DenseLinear, Linear
 
-CPU = torch.device("cpu")
 FORMS = [
     (DenseLinear, torch.float32),
     (DenseLinear, torch.bfloat16),
@@ -34,7 +28,7 @@ def operands(rows: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def make(form: type, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-    if form is OneDnnLinear and not is_reordered_by_onednn(CPU, weight.dtype):
+    if form is OneDnnLinear and not is_reordered_by_onednn(weight.dtype):
         pytest.skip(f"this build of torch packs no {weight.dtype} weights")
     linear: Linear = form(weight, bias)
     return linear
@@ -82,6 +76,6 @@ def test_products_of_fixed_rows_give_a_row_the_same_bits_in_any_batch(
 
 def test_the_format_follows_the_dtype() -> None:
     weight = torch.ones(8, 8)
-    assert isinstance(make_linear(weight.half()), DenseLinear)
-    packed = isinstance(make_linear(weight), OneDnnLinear)
+    assert isinstance(CPU.linear(weight.half()), DenseLinear)
+    packed = isinstance(CPU.linear(weight), OneDnnLinear)
     assert packed == torch.backends.mkldnn.is_available()

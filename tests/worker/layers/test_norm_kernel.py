@@ -6,26 +6,27 @@ import pytest
 import torch
 
 from tests.worker.kernel_variants import THREADS, each_variant, load_variant, threads_of_torch
-from worker.layers.norm import KernelNorm, NormArithmetic, NormWeight, TorchNorm
-from worker.layers.scratch import RowBuffer
+from worker.cpu.layers import KernelNorm
+from worker.layers.norm import Norm, NormWeight
+from worker.reference.layers import TorchNorm
 
 # Largest error relative to the value: float32 sums, then one rounding to the dtype.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 EPS = 1e-5
 
 
-def arithmetic(variant, weight: torch.Tensor) -> NormArithmetic:
+def arithmetic(variant, weight: torch.Tensor) -> Norm:
     return KernelNorm(load_variant(variant), NormWeight(weight, EPS))
 
 
 def expected(
     x: torch.Tensor,
     weight: torch.Tensor,
-    is_centered: bool = False,
+    is_layer_norm: bool = False,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     wide = x.double()
-    if is_centered:
+    if is_layer_norm:
         wide = wide - wide.mean(-1, keepdim=True)
     normed = wide / (wide.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
     return normed if bias is None else normed + bias.double()
@@ -50,17 +51,14 @@ def cases() -> list[tuple[torch.dtype, torch.Generator, int, int]]:
     ]
 
 
-def assert_matches_float64(norm: NormArithmetic, weight: NormWeight, case) -> None:
+def assert_matches_float64(norm: Norm, weight: NormWeight, case) -> None:
     dtype, generator, rows, size = case
     x = (torch.randn(rows, size, generator=generator) * 9 + 1).to(dtype)
-    exact = expected(x, weight.weight, weight.is_centered, weight.bias)
-    check(norm.norm(x), exact)
-    into = RowBuffer(size).rows(x)
-    assert norm.norm_into(x, into).data_ptr() == into.address
-    assert torch.equal(into.tensor, norm.norm(x))
+    exact = expected(x, weight.weight, weight.is_layer_norm, weight.bias)
+    check(norm(x), exact)
     residual = torch.randn(rows, size, generator=generator).to(dtype)
     wanted = residual.double() + exact
-    added = norm.add_norm(residual, x)
+    added = norm.add_to(residual, x)
     assert added.data_ptr() == residual.data_ptr()
     # Torch rounds the norm before it is added.
     tolerance = 2 * TOLERANCE[dtype]
@@ -73,8 +71,8 @@ def weights_of(case) -> list[NormWeight]:
     weight, bias = torch.randn(2, size, generator=generator).to(dtype).unbind()
     return [
         NormWeight(weight, EPS),
-        NormWeight(weight, EPS, is_centered=True),
-        NormWeight(weight, EPS, is_centered=True, bias=bias),
+        NormWeight(weight, EPS, is_layer_norm=True),
+        NormWeight(weight, EPS, is_layer_norm=True, bias=bias),
     ]
 
 
@@ -97,10 +95,10 @@ def test_heads_may_be_slices_of_wider_rows(variant) -> None:
     norm = arithmetic(variant, weight)
     wide = torch.randn(5, 9, 24, generator=torch.Generator().manual_seed(1))
     for x in (wide[:, :4], wide[:, 4:7], wide[2:3, :1], wide.transpose(0, 1), wide[..., :24:1]):
-        found = norm.norm(x)
+        found = norm(x)
         assert found.is_contiguous()
         check(found, expected(x, weight))
-    assert norm.norm(wide[:0]).shape == (0, 9, 24)
+    assert norm(wide[:0]).shape == (0, 9, 24)
 
 
 @each_variant
@@ -108,7 +106,7 @@ def test_a_float32_weight_is_applied_before_rounding(variant) -> None:
     x = torch.randn(5, 48, generator=torch.Generator().manual_seed(0)).bfloat16()
     weight = 1 + torch.arange(48) * 1e-5
     norm = arithmetic(variant, weight)
-    assert torch.equal(norm.norm(x), norm.norm(x.float()).bfloat16())
+    assert torch.equal(norm(x), norm(x.float()).bfloat16())
 
 
 @each_variant
@@ -116,9 +114,9 @@ def test_a_float32_weight_is_applied_before_rounding(variant) -> None:
 def test_nan_and_infinity_affect_only_their_row(variant, value: float) -> None:
     x = torch.randn(4, 33, generator=torch.Generator().manual_seed(0))
     norm = arithmetic(variant, torch.ones(33))
-    sound = norm.norm(x)
+    sound = norm(x)
     x[2, 32] = value
-    found = norm.norm(x)
+    found = norm(x)
     assert torch.equal(found[[0, 1, 3]], sound[[0, 1, 3]])
     assert found[2].isnan().any()
 
@@ -130,17 +128,5 @@ def test_results_do_not_depend_on_the_number_of_threads(variant) -> None:
     found = []
     for threads in THREADS:
         with threads_of_torch(threads):
-            found.append(norm.norm(x))
+            found.append(norm(x))
     assert all(torch.equal(rows, found[0]) for rows in found)
-
-
-def test_a_row_buffer_is_reused() -> None:
-    buffer = RowBuffer(8)
-    large = buffer.rows(torch.empty(6, 3))
-    small = buffer.rows(torch.empty(2, 3))
-    assert (large.address, large.num_rows) == (small.address, 6)
-    assert small.tensor.shape == (2, 8)
-    assert buffer.rows(torch.empty(2, 9)) is small
-    wide = buffer.rows(torch.empty(2, 3, dtype=torch.bfloat16))
-    assert wide.tensor.dtype == torch.bfloat16
-    assert wide.tensor.data_ptr() == wide.address

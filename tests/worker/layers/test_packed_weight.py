@@ -15,7 +15,8 @@ from tests.worker.kernel_variants import (
 )
 from tests.worker.layers.packed_cases import HALVES, TYPES, error_of, numbers_of, random_blocks
 from tests.worker.reference import packed as packed_reference
-from worker.layers.kernel_weights import BLOCK_TYPES, PackedWeight, is_packable
+from worker.cpu.weights import PackedWeight, is_packable
+from worker.loader.block_types import BLOCK_TYPES
 
 EXACT = 2e-6
 """Float32 sums beside the size of their terms."""

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from tests.worker.layers.test_triton_codes import Made, close
-from worker.layers.flashinfer_kernels import is_hopper, usable_flashinfer
-from worker.layers.fp8_linear import Fp8BlockLinear, Fp8RowLinear, RowRounding
-from worker.layers.linear import FixedRowsLinear
-from worker.layers.triton_codes import CodedWeight, TritonCodedLinear
+from worker.cuda.layers.dense_linear import FixedRowsLinear
+from worker.cuda.layers.flashinfer_kernels import is_hopper, usable_flashinfer
+from worker.cuda.layers.fp8_linear import Fp8BlockLinear, Fp8RowLinear, RowRounding
+from worker.cuda.layers.triton_codes import CodedWeight, TritonCodedLinear
 
 pytestmark = pytest.mark.gpu
 

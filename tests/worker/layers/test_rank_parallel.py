@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from worker.layers.embedding import DenseTable, VocabParallelTable
+from tests.fakes.devices import CPU
+from worker.layers.embedding import dense_table, vocab_parallel_table
 from worker.layers.linear import DenseLinear, PartOutput, ResidualLinear, VocabParallelHead
-from worker.layers.norm import Norm, NormWeight
+from worker.layers.norm import NormWeight
 
 
 class FixedGroup:
@@ -47,7 +48,7 @@ def test_sums_over_ranks_are_rounded_once(dtype: torch.dtype) -> None:
 
 
 def test_an_output_norm_is_applied_to_the_sum_of_all_ranks() -> None:
-    norm = Norm(NormWeight(torch.tensor([1.0, 2.0]), 1e-6))
+    norm = CPU.norm(NormWeight(torch.tensor([1.0, 2.0]), 1e-6))
     linear = ResidualLinear(product(1.0, torch.float32), PartOutput(FixedGroup(1.0, 0.0), norm))
     found = linear.add_to(torch.full((1, 2), 4.0), torch.ones(1, 1))
     torch.testing.assert_close(found, torch.tensor([[5.0, 6.0]]))
@@ -63,8 +64,8 @@ def test_logits_of_uneven_ranks_are_concatenated() -> None:
 
 
 def test_embedding_rows_come_from_the_rank_that_has_them() -> None:
-    table = DenseTable(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
-    shared = VocabParallelTable(table, FixedGroup(0.0, 0.0), range(10, 12), 20)
+    table = dense_table(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    shared = vocab_parallel_table(table, FixedGroup(0.0, 0.0), range(10, 12), 20, checks_ids=True)
     found = shared.rows(torch.tensor([11, 3, 10, 19]))
     assert found.tolist() == [[3.0, 4.0], [0.0, 0.0], [1.0, 2.0], [0.0, 0.0]]
     for token in (-1, 20):

@@ -12,9 +12,9 @@ import torch
 
 from tests.worker.kernel_variants import THREADS, each_variant, load_variant, threads_of_torch
 from tests.worker.reference import rotated as rotated_reference
-from worker.kernel_structures import Product
-from worker.kernels import DTYPE_CODES
-from worker.layers.kernel_weights import RotatedWeight, can_rotate
+from worker.cpu.kernel_structures import Product
+from worker.cpu.kernels import DTYPE_CODES
+from worker.cpu.weights import RotatedWeight, can_rotate
 
 SHAPES = ((1, 32), (33, 64), (70, 96), (100, 576), (31, 1536))
 CODED = 0.02

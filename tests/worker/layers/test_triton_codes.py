@@ -6,9 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from worker.layers.experts import DenseExperts, StackedWeights
-from worker.layers.triton_codes import CodedExperts, CodedWeight, TritonCodedLinear
-from worker.layers.triton_experts import TritonExperts
+from tests.fakes.devices import dense_experts
+from tests.fakes.triton import interpret_kernels
+from worker.cuda.layers.triton_codes import CodedExperts, CodedWeight, TritonCodedLinear
+from worker.cuda.layers.triton_experts import TritonExperts
+from worker.cuda.layers.triton_kernels import triton_gate
+from worker.layers.experts import StackedWeights
 from worker.loader.quantised import NF4_NUMBERS
 
 pytestmark = pytest.mark.skipif(
@@ -22,7 +25,7 @@ SIZES = [(72, 160, 32), (40, 256, 128), (64, 96, 96), (1, 64, 64)]
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    interpret_kernels(monkeypatch)
 
 
 class Made:
@@ -116,8 +119,8 @@ def test_experts(kind: str, biased: bool) -> None:
     biases = [torch.randn(experts, size, generator=draw) for size in (2 * inner, hidden)]
     given = biases if biased else [None, None]
     dense = (torch.stack([each.numbers.float() for each in of]) for of in made)
-    expected = DenseExperts(StackedWeights(*dense, *given), "silu", 3)
-    found = TritonExperts(CodedExperts(*map(stacked, made), *given), "silu", 3)
+    expected = dense_experts(StackedWeights(*dense, *given), 3)
+    found = TritonExperts(CodedExperts(*map(stacked, made), *given), triton_gate("silu"), 3)
     for rows in (1, 90):
         x = torch.randn(rows, hidden, generator=draw)
         best = torch.rand(rows, 8, generator=draw).topk(top_k)  # some are of other ranks

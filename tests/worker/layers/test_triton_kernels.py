@@ -1,15 +1,14 @@
 """Norms and activation by Triton, in its interpreter, against float64."""
 
-import importlib.util
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.fakes.triton import interpret_kernels
+from worker.cuda.layers.triton_kernels import TritonNorm, triton_gate
 from worker.layers.norm import NormWeight
-from worker.layers.scratch import RowBuffer
-from worker.layers.triton_kernels import TritonGate, TritonNorm
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 ROUNDING = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-11, torch.float32: 1e-5}
@@ -18,9 +17,7 @@ ROUNDING = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-11, torch.float32: 1e-
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("triton is not installed")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    interpret_kernels(monkeypatch)
 
 
 def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -35,7 +32,7 @@ def close(found: torch.Tensor, exact: torch.Tensor) -> bool:
 
 def exact_norm(x: torch.Tensor, weight: NormWeight) -> torch.Tensor:
     wide = x.double()
-    if weight.is_centered:
+    if weight.is_layer_norm:
         wide = wide - wide.mean(-1, keepdim=True)
     scale = (wide.square().mean(-1, keepdim=True) + weight.eps).rsqrt()
     normed = wide * scale * weight.weight.double()
@@ -50,27 +47,18 @@ def test_norm(kind: str, dtype: torch.dtype, size: int) -> None:
     bias = random(size, dtype=torch.float32).flip(0) if kind == "layer with bias" else None
     weight = NormWeight(factor, 1e-5, kind != "rms", bias)
     norm, exact = TritonNorm(weight), exact_norm(x, weight)
-    assert close(norm.norm(x), exact)
-    space = RowBuffer(size).rows(x)
-    assert norm.norm_into(x, space) is space.tensor
-    assert close(space.tensor, exact)
+    assert close(norm(x), exact)
     residual = random(5, size, dtype=dtype) + 1
     wanted = residual.double() + exact
-    assert norm.add_norm(residual, x) is residual
+    assert norm.add_to(residual, x) is residual
     assert close(residual, wanted)
-
-
-def test_layers_share_compiled_kernels() -> None:
-    weights = torch.ones(8), torch.ones(16)
-    first, second = (TritonNorm(NormWeight(weight, 1e-5)) for weight in weights)
-    assert first.kernel is second.kernel
 
 
 def test_norm_of_heads_inside_a_fused_product() -> None:
     fused = random(3, 6 * 64, dtype=torch.bfloat16)
     heads, factor = fused.view(3, 6, 64)[:, 2:4], random(64, dtype=torch.bfloat16)
     weight = NormWeight(factor, 1e-6)
-    found = TritonNorm(weight).norm(heads)
+    found = TritonNorm(weight)(heads)
     assert found.is_contiguous()
     assert close(found, exact_norm(heads, weight))
 
@@ -83,12 +71,11 @@ def test_gate(is_gated: bool, dtype: torch.dtype, name: Any, size: int) -> None:
     gate_up = random(4, 2 * size, dtype=dtype)
     gate, up = gate_up.double().chunk(2, dim=1)
     inner = F.silu(gate) if name == "silu" else F.gelu(gate, approximate="tanh")
-    out = RowBuffer(size).rows(gate_up)
     if is_gated:
-        assert close(TritonGate(name)(gate_up, out), inner * up)
+        assert close(triton_gate(name)(gate_up), inner * up)
     else:
         up = gate_up[:, :size].contiguous()
-        assert close(TritonGate(name, is_gated=False)(up, out), inner)
+        assert close(triton_gate(name, is_gated=False)(up), inner)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -97,4 +84,4 @@ def test_the_clamped_gate(dtype: torch.dtype) -> None:
     gate, up = gate_up.double().chunk(2, dim=1)
     clamped = gate.clamp(max=7)
     wanted = clamped * torch.sigmoid(1.702 * clamped) * (up.clamp(-7, 7) + 1)
-    assert close(TritonGate("swiglu_oai")(gate_up, RowBuffer(48).rows(gate_up)), wanted)
+    assert close(triton_gate("swiglu_oai")(gate_up), wanted)

@@ -1,18 +1,21 @@
 """The choice of a model's weight format."""
 
 import re
+from pathlib import Path
 from types import SimpleNamespace
-from typing import NoReturn, cast
+from typing import cast
 
 import pytest
 import torch
 
-from proto.config import CpuWeights, DType, ModelConfig
 from proto.errors import ConfigError
-from proto.prepared_model import TensorEntry, TensorIndex
-from worker.kernels import Kernels, KernelsUnavailableError
-from worker.loader.format_choice import activation_dtype, choose_format, part_in_blocks
-from worker.loader.formats import Bf16Format, DenseFormat
+from proto.messages.prepared_model import PreparedModel, TensorEntry, TensorIndex
+from proto.settings.config import CpuWeights, DeviceConfig, DType, ModelConfig, ServeConfig
+from tests.fakes.prepared_models import prepare
+from worker.cpu.formats import Bf16Format, choose_format, part_in_blocks
+from worker.cpu.kernels import Kernels
+from worker.loader.formats import DenseFormat, activation_dtype
+from worker.reference.device import ReferenceDevice
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -27,12 +30,17 @@ def index(**num_bytes: int) -> TensorIndex:
 BLOCKS, NUMBERS = index(Q4_1=90, F32=10), index(BF16=90, Q8_0=10)
 
 
+@pytest.fixture
+def prepared(tmp_path: Path) -> PreparedModel:
+    config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 8, "max_position_embeddings": 8}
+    return prepare(tmp_path, config, NUMBERS)
+
+
 def kernels() -> Kernels:
     return cast(Kernels, SimpleNamespace())
 
 
-def no_kernels() -> NoReturn:
-    raise KernelsUnavailableError("no compiler")
+NO_KERNELS = ReferenceDevice(DeviceConfig(), reason="no compiler")
 
 
 @pytest.mark.parametrize(
@@ -64,26 +72,27 @@ def test_the_weight_format_follows_settings_and_model(
     expected: str,
 ) -> None:
     config = ModelConfig(cpu_weights=weights, dtype=asked)
-    assert choose_format(config, dtype, stored, kernels).name == expected
+    assert choose_format(config, dtype, stored, kernels()).name == expected
 
 
 @pytest.mark.parametrize("weights", ["auto", "bf16"])
-def test_bfloat16_weights_use_the_kernels_if_built(weights: CpuWeights) -> None:
-    config = ModelConfig(cpu_weights=weights)
-    assert type(choose_format(config, BF16, NUMBERS, kernels)) is Bf16Format
-    assert type(choose_format(config, BF16, NUMBERS, no_kernels)) is DenseFormat
-
-
-@pytest.mark.parametrize("stored", [BLOCKS, NUMBERS])
-def test_without_kernels_auto_is_dense(stored: TensorIndex) -> None:
-    assert choose_format(ModelConfig(), BF16, stored, no_kernels).name == "bf16"
+def test_bfloat16_weights_use_the_kernels_if_built(
+    weights: CpuWeights, prepared: PreparedModel
+) -> None:
+    config = ModelConfig(cpu_weights=weights, dtype="bfloat16")
+    assert type(choose_format(config, BF16, NUMBERS, kernels())) is Bf16Format
+    found = NO_KERNELS.weight_format(ServeConfig(model=config), prepared)
+    assert type(found) is DenseFormat
+    assert found.name == "bf16"
 
 
 @pytest.mark.parametrize("weights", ["packed", "int8", "packed+int8"])
-def test_packed_weights_without_kernels_are_a_config_error(weights: CpuWeights) -> None:
+def test_packed_weights_without_kernels_are_a_config_error(
+    weights: CpuWeights, prepared: PreparedModel
+) -> None:
     refusal = re.escape(f"--cpu-weights {weights} needs kernels: no compiler")
     with pytest.raises(ConfigError, match=refusal):
-        choose_format(ModelConfig(cpu_weights=weights), BF16, BLOCKS, no_kernels)
+        NO_KERNELS.weight_format(ServeConfig(model=ModelConfig(cpu_weights=weights)), prepared)
 
 
 @pytest.mark.parametrize(

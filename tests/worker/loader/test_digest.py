@@ -2,16 +2,19 @@
 
 import os
 import shutil
+import subprocess
+import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from proto.codec import encode
 from proto.errors import ModelError
-from proto.prepared_model import PreparedModel, TensorIndex
+from proto.messages.prepared_model import PreparedModel, TensorIndex
 from tests.fakes.edits import edit_middle
 from tests.fakes.gguf_files import write
 from tests.fakes.prepared_models import gguf_index, prepare
@@ -122,3 +125,51 @@ def test_ranks_that_start_together_hash_once(
     with ThreadPoolExecutor(3) as pool:
         assert len(set(pool.map(start, range(3)))) == 1
     assert len(hashed) == 1
+
+
+@pytest.mark.timeout(20)
+def test_a_failing_load_does_not_wait_for_the_hash(
+    prepared: PreparedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    def hash_slowly(index: TensorIndex) -> str:
+        begun.set()
+        may_end.wait()
+        return hash_tensors(index)
+
+    monkeypatch.setattr(digest, "hash_tensors", hash_slowly)
+
+    def load() -> None:
+        with hashing(prepared) as future:
+            futures.append(future)
+            assert begun.wait(10)
+            raise ModelError("a tensor is missing")
+
+    futures: list[Future[str]] = []
+    with pytest.raises(ModelError, match="a tensor is missing"):
+        load()
+    assert not futures[0].done()
+    may_end.set()
+    assert len(futures[0].result(10)) == 64
+
+
+def test_a_process_does_not_end_later_because_of_the_hash(prepared: PreparedModel) -> None:
+    """A thread of a pool would be joined at exit."""
+    program = f"""
+import sys, threading
+from proto.codec import MessageDecoder
+from proto.messages.prepared_model import PreparedModel
+from worker.loader import digest
+begun = threading.Event()
+def hash_forever(index):
+    begun.set()
+    threading.Event().wait()
+digest.hash_tensors = hash_forever
+prepared = MessageDecoder(PreparedModel).decode({encode(prepared)!r})
+with digest.hashing(prepared):
+    begun.wait()
+    sys.exit(7)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], timeout=60, check=False)
+    assert ended.returncode == 7

@@ -16,28 +16,24 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, PretrainedConfig
 
-from proto.prepared_model import PreparedModel
+from proto.messages.prepared_model import PreparedModel
 from tests.fakes.dense_attention import DenseAttention
+from tests.fakes.devices import CPU
 from tests.fakes.gguf_files import QUANTISED, write
 from tests.fakes.prepared_models import gguf_index, prepare, prepare_checkpoint, spec_of
 from tests.fakes.tiny_checkpoints import save_tiny
 from tests.fakes.tiny_ggufs import NO_KINDS, SIZES, config_of, tiny
 from tests.worker.reference.packed import quantise_dense, rounded_rows
-from worker.kernels import Kernels
-from worker.layers.embedding import DenseTable
-from worker.layers.linear import Linear, is_reordered_by_onednn
+from worker.cpu import formats as cpu_formats
+from worker.cpu.formats import Bf16Format, Int8Format, MixedFormat, PackedFormat, RotatedFormat
+from worker.cpu.kernels import Kernels
+from worker.cpu.linear import is_reordered_by_onednn
+from worker.device import Device
+from worker.layers.embedding import EmbeddingTable, dense_table
+from worker.layers.linear import Linear
 from worker.loader import formats
 from worker.loader.files import read_index
-from worker.loader.format_choice import describe_dense_weights
-from worker.loader.formats import (
-    Bf16Format,
-    DenseFormat,
-    Int8Format,
-    MixedFormat,
-    PackedFormat,
-    RotatedFormat,
-    WeightFormat,
-)
+from worker.loader.formats import DenseFormat, WeightFormat, describe_dense_weights
 from worker.loader.weights import create_builder, load_model
 from worker.parallel.group import RankGroup
 
@@ -50,7 +46,7 @@ PERPLEXITY = 0.005
 """By how much a format may raise the perplexity of the exact numbers, a part of it."""
 
 
-class RoundedLinear:
+class RoundedLinear(Linear):
     """A dense product whose activations are quantised to 8 bits."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -72,11 +68,11 @@ class RoundedFormat(DenseFormat):
         super().__init__(torch.float32)
         self._new_blocks = new_blocks
 
-    def build(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def build(self, device: Device, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return RoundedLinear(self._held(weight), bias)
 
-    def build_tied_table(self, table: torch.Tensor) -> DenseTable:
-        return DenseTable(self._held(table))
+    def _build_tied(self, device: Device, table: torch.Tensor) -> tuple[EmbeddingTable, Linear]:
+        return dense_table(self._held(table)), self.build(device, table, None)
 
     def _held(self, weight: torch.Tensor) -> torch.Tensor:
         return quantise_dense(weight) if self._new_blocks else weight
@@ -104,7 +100,7 @@ def logits(
     prepared: PreparedModel, form: WeightFormat | None = None, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
     spec = spec_of(prepared)
-    decoder = load_model(prepared, spec, dtype, torch.device("cpu"), lambda fraction: None, form)
+    decoder = load_model(prepared, spec, dtype, CPU, lambda fraction: None, form)
     positions = torch.arange(len(TOKENS))
     return decoder.float32_logits(decoder.forward(TOKENS, positions, DenseAttention(spec)))
 
@@ -201,12 +197,10 @@ def test_an_embedding_takes_no_memory_beside_the_head(
     found = logits(prepared, form)
     if kind != "F16":
         assert_same_tokens(found, logits(prepared, RoundedFormat()))
-    builder = create_builder(
-        prepared, spec_of(prepared), torch.float32, torch.device("cpu"), form, RankGroup()
-    )
+    builder = create_builder(prepared, spec_of(prepared), torch.float32, CPU, form, RankGroup())
     assert form.memory == builder.weight_sizes().by_format
     memory: Counter[str] = Counter()
-    table = formats.read_table(builder.source, "embedding.weight", memory)
+    table = formats.read_table(builder.source, memory)
     assert not memory
     ids = torch.tensor([3, 0, 3, 63])
     assert torch.equal(table.rows(ids), builder.source.read("embedding.weight")[ids])
@@ -233,7 +227,7 @@ def test_pages_of_a_file_that_stays_mapped_are_given_back(kernels: Kernels, tmp_
     config = LlamaConfig(**SIZES | {"tie_word_embeddings": False})
     prepared = prepared_gguf(tmp_path, "Q8_0", config)
     (path,) = read_index(prepared).files
-    spec, device = spec_of(prepared), torch.device("cpu")
+    spec, device = spec_of(prepared), CPU
     decoder = load_model(prepared, spec, torch.float32, device, print, packed(kernels))
     assert mapped_kilobytes(path) == 0
     decoder._embedding(torch.tensor([3]))
@@ -256,7 +250,7 @@ def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
 def test_the_number_of_rows_selects_packed_or_rotated(
     least: int, kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(formats, "ROTATED_FROM", least)
+    monkeypatch.setattr(cpu_formats, "ROTATED_FROM", least)
     prepared, form = prepared_gguf(tmp_path, "Q4_1"), mixed(kernels)
     found = logits(prepared, form, torch.bfloat16)
     few = logits(prepared, packed(kernels, torch.bfloat16), torch.bfloat16)
@@ -306,7 +300,7 @@ def test_bfloat16_weights_are_stored_in_panels(
     assert relative(found, exact) < 1.2 * relative(expected, exact)
     assert form.name == dense.name == "bf16"
     assert list(form.memory) == ["bf16"]
-    is_copied = tied and is_reordered_by_onednn(torch.device("cpu"), torch.bfloat16)
+    is_copied = tied and is_reordered_by_onednn(torch.bfloat16)
     table = 64 * 256 * 2
     assert form.memory["bf16"] == dense.memory["bf16"] - (table if is_copied else 0)
 

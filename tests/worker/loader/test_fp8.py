@@ -10,8 +10,9 @@ from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config, Qwen3Config
 
 from proto.errors import ModelError
-from proto.prepared_model import PreparedModel
+from proto.messages.prepared_model import PreparedModel
 from tests.fakes.dense_attention import DenseAttention
+from tests.fakes.devices import CPU
 from tests.fakes.prepared_models import prepare_checkpoint, spec_of
 from tests.fakes.quantised_checkpoints import SCHEMES, Tensors, quantise_folder
 from tests.fakes.tiny_checkpoints import CONFIGS, tiny_model
@@ -20,7 +21,6 @@ from worker.loader.source import WeightSource
 from worker.loader.weights import load_model
 from worker.models.parts import Shard
 
-CPU = torch.device("cpu")
 DOWN = "model.layers.0.mlp.down_proj.weight"
 
 

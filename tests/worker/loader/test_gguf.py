@@ -19,20 +19,22 @@ from transformers import (
 from deploy.models import gguf_config, gguf_file
 from deploy.models.gguf_header import GgufHeader
 from proto.errors import ModelError
-from proto.prepared_model import PreparedModel, TensorEntry, TensorIndex
+from proto.messages.prepared_model import PreparedModel, TensorEntry, TensorIndex
 from tests.fakes.dense_attention import DenseAttention
+from tests.fakes.devices import CPU
 from tests.fakes.gguf_files import PLAIN, QUANTISED, numbers, random_rows, write
 from tests.fakes.prepared_models import gguf_index, prepare, spec_of
 from tests.fakes.ranks import Ranks
 from tests.fakes.tiny_ggufs import SIZES, Tensors, config_of, tiny
-from worker.kernels import Kernels
-from worker.layers.kernel_weights import BLOCK_TYPES
-from worker.layers.rotary import inverse_frequencies
+from worker.cpu.formats import PackedFormat
+from worker.cpu.kernels import Kernels
+from worker.loader.block_types import BLOCK_TYPES
 from worker.loader.dequantize import HALF_SCALES
 from worker.loader.files import decode_gguf
-from worker.loader.formats import DenseFormat, PackedFormat
+from worker.loader.formats import DenseFormat
 from worker.loader.weights import create_builder, load_model
 from worker.models.rope import DefaultRope, Llama3Rope
+from worker.models.rotary import inverse_frequencies
 
 TOKENS = torch.randint(0, 64, (30,), generator=torch.Generator().manual_seed(3))
 LLAMA3 = {
@@ -62,7 +64,7 @@ def logits_from_file(folder: Path, config: dict[str, Any], tensors: Tensors) -> 
 
 def logits_of(prepared: PreparedModel) -> torch.Tensor:
     spec = spec_of(prepared)
-    decoder = load_model(prepared, spec, torch.float32, torch.device("cpu"), lambda fraction: None)
+    decoder = load_model(prepared, spec, torch.float32, CPU, lambda fraction: None)
     attention = DenseAttention(spec)
     return decoder.float32_logits(decoder.forward(TOKENS, torch.arange(30), attention))
 
@@ -217,7 +219,7 @@ def test_scales_beside_weights_in_nvfp4_multiply_them(
     prepared = prepare(tmp_path / "prepared scaled", config_of(config), index)
     expected = logits_from_file(tmp_path, config_of(config), plain)
     assert_close(logits_of(prepared), expected)
-    dtype, cpu = torch.float32, torch.device("cpu")
+    dtype, cpu = torch.float32, CPU
     form = PackedFormat(kernels, DenseFormat(dtype), dtype)
     spec = spec_of(prepared)
     decoder = load_model(prepared, spec, dtype, cpu, lambda _: None, form)
@@ -325,7 +327,7 @@ def test_a_weight_in_blocks_with_such_a_scale_is_named(
     prepared = prepare(
         tmp_path / "prepared", config_of(config), gguf_index(tmp_path / "model.gguf")
     )
-    dtype, cpu = torch.float32, torch.device("cpu")
+    dtype, cpu = torch.float32, CPU
     form = PackedFormat(kernels, DenseFormat(dtype), dtype)
     with pytest.raises(ModelError, match=f"tensor {name} of type Q4_K has a scale"):
         load_model(prepared, spec_of(prepared), dtype, cpu, lambda _: None, form)

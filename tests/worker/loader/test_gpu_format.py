@@ -13,6 +13,7 @@ from transformers import GptOssConfig, Qwen3Config, Qwen3MoeConfig
 
 from proto.errors import ModelError
 from tests.fakes.dense_attention import DenseAttention
+from tests.fakes.devices import GPU
 from tests.fakes.fake_cuda import (
     CUDA,
     CodedLinearWithoutTriton,
@@ -30,14 +31,14 @@ from tests.worker.loader.test_formats import TOKENS
 from tests.worker.loader.test_quantised import DOWN, Case, case
 from tests.worker.models.test_gptoss import SMALL
 from tests.worker.test_cuda_runner import compute_by_torch
-from worker.layers import fp8_linear
-from worker.layers.fp8_linear import Fp8BlockLinear, Fp8RowLinear
+from worker.cuda import formats as gpu_format
+from worker.cuda.formats import GpuFormat
+from worker.cuda.layers import fp8_linear
+from worker.cuda.layers.fp8_linear import Fp8BlockLinear, Fp8RowLinear
+from worker.cuda.layers.triton_codes import TritonCodedLinear
 from worker.layers.linear import DenseLinear
-from worker.layers.triton_codes import TritonCodedLinear
-from worker.loader import gpu_format
 from worker.loader.files import TensorFiles, entries_by_name, read_index
 from worker.loader.formats import Product
-from worker.loader.gpu_format import GpuFormat
 from worker.loader.quantised import NF4_NUMBERS, Codes, read_codes
 from worker.loader.source import WeightSource
 from worker.loader.weights import create_builder, load_model
@@ -90,7 +91,7 @@ def logits(decoder: Decoder, cuda: FakeCuda) -> torch.Tensor:
 def loaded(checkpoint: Case, form: GpuFormat, cuda: FakeCuda) -> Decoder:
     with cuda.loading():
         return load_model(
-            checkpoint.prepared, spec_of(checkpoint.prepared), BF16, CUDA, lambda _: None, form
+            checkpoint.prepared, spec_of(checkpoint.prepared), BF16, GPU, lambda _: None, form
         )
 
 
@@ -105,7 +106,7 @@ def check(
     assert not form.dense_names
     assert form.memory[form_name] <= 1.11 * stored
     planned = create_builder(
-        checkpoint.prepared, spec_of(checkpoint.prepared), BF16, CUDA, GpuFormat(BF16)
+        checkpoint.prepared, spec_of(checkpoint.prepared), BF16, GPU, GpuFormat(BF16)
     ).weight_sizes()
     assert planned.by_format == form.memory
     return decoder
@@ -162,9 +163,9 @@ def same_as_plain(folder: Path, plain: Path, cuda: FakeCuda) -> GpuFormat:
     for form, each in zip(forms, (folder, plain), strict=True):
         prepared = prepare_checkpoint(each, each.with_name(each.name + " prepared"))
         with cuda.loading():
-            decoder = load_model(prepared, spec_of(prepared), BF16, CUDA, lambda _: None, form)
+            decoder = load_model(prepared, spec_of(prepared), BF16, GPU, lambda _: None, form)
         found.append(logits(decoder, cuda))
-        sizes = create_builder(prepared, spec_of(prepared), BF16, CUDA, GpuFormat(BF16))
+        sizes = create_builder(prepared, spec_of(prepared), BF16, GPU, GpuFormat(BF16))
         assert sizes.weight_sizes().by_format == form.memory
     assert found[1].std() > 0.1
     assert torch.equal(*found)
@@ -266,7 +267,7 @@ def test_two_ranks_compute_the_results_of_one(
 
     with Ranks(2) as ranks, cuda.loading():
         decoders = [
-            load_model(checkpoint.prepared, spec, BF16, CUDA, lambda _: None, form, group)
+            load_model(checkpoint.prepared, spec, BF16, GPU, lambda _: None, form, group)
             for form, group in zip(forms, ranks.groups, strict=True)
         ]
         found = ranks.run_on_all(run)
@@ -288,7 +289,7 @@ def test_two_ranks_compute_the_results_of_one(
 def linear_of(folder: Path, name: str = "down") -> object:
     """Return the layer of a weight in a folder that is prepared first."""
     prepared = prepare_checkpoint(folder, folder / "prepared")
-    source = WeightSource(read_index(prepared), spec_of(prepared), BF16, CUDA)
+    source = WeightSource(read_index(prepared), spec_of(prepared), BF16, GPU)
     return GpuFormat(BF16).read_product(source, Product((f"layers.1.{name}.weight",)))()
 
 
@@ -364,7 +365,7 @@ def test_products_of_single_heads_are_dense_and_blocks_without_the_library_codes
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prepared = case("fp8 blocks").prepared
-    source = WeightSource(read_index(prepared), spec_of(prepared), BF16, CUDA)
+    source = WeightSource(read_index(prepared), spec_of(prepared), BF16, GPU)
     name, form = "layers.1.down.weight", GpuFormat(BF16)
     with cuda.loading():
         assert isinstance(form.read_product(source, Product((name,)))(), Fp8BlockLinear)

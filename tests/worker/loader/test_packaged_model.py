@@ -12,6 +12,7 @@ import torch
 
 from tests.e2e.reference import Reference, packaged_model
 from tests.fakes.dense_attention import DenseAttention
+from tests.fakes.devices import CPU
 from tests.fakes.prepared_models import spec_of
 from worker.loader.weights import load_model
 
@@ -29,7 +30,7 @@ def test_logits_are_as_exact_as_those_of_transformers(name: str, num_tokens: int
     spec = spec_of(prepared)
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(0, min(spec.vocab_size, 200_000), (num_tokens,), generator=generator)
-    decoder = load_model(prepared, spec, torch.float32, torch.device("cpu"), lambda fraction: None)
+    decoder = load_model(prepared, spec, torch.float32, CPU, lambda fraction: None)
     hidden = decoder.forward(tokens, torch.arange(num_tokens), DenseAttention(spec))
     reference = Reference.load(name).model
     exact = copy.deepcopy(reference).double()

@@ -15,8 +15,9 @@ from transformers import LlamaConfig
 
 from deploy.models import hf_folder
 from proto.errors import ModelError
-from proto.prepared_model import PreparedModel
+from proto.messages.prepared_model import PreparedModel
 from tests.fakes.dense_attention import DenseAttention
+from tests.fakes.devices import CPU
 from tests.fakes.prepared_models import prepare_checkpoint, spec_of
 from tests.fakes.quantised_checkpoints import SCHEMES, Tensors, quantise_folder
 from tests.fakes.ranks import Ranks
@@ -28,8 +29,8 @@ from tests.worker.loader.test_formats import (
     packed,
     perplexity_change,
 )
-from worker.kernels import Kernels
-from worker.layers.kernel_weights import Fp8Weight
+from worker.cpu.kernels import Kernels
+from worker.cpu.weights import Fp8Weight
 from worker.loader.files import TensorFiles, entries_by_name, read_index
 from worker.loader.source import WeightSource
 from worker.loader.weights import create_builder, load_model
@@ -113,7 +114,7 @@ def test_weights_are_multiplied_in_blocks_of_the_size_of_the_file(
     assert form.memory["packed"] <= 1.11 * sum(entry.num_bytes for entry in stored)
     spec = spec_of(checkpoint.prepared)
     planned = create_builder(
-        checkpoint.prepared, spec, torch.float32, torch.device("cpu"), packed(kernels)
+        checkpoint.prepared, spec, torch.float32, CPU, packed(kernels)
     ).weight_sizes()
     assert planned.by_format == form.memory
 
@@ -125,7 +126,7 @@ def test_blocks_have_the_numbers_of_the_file(
     """Exactly where the scales are of 16 bits; columns are in order again."""
     checkpoint = case(name)
     spec, weight_name = spec_of(checkpoint.prepared), "layers.1.down.weight"
-    source = WeightSource(read_index(checkpoint.prepared), spec, torch.float32, torch.device("cpu"))
+    source = WeightSource(read_index(checkpoint.prepared), spec, torch.float32, CPU)
     (weight,) = packed(kernels).read_packed(source, [weight_name])
     numbers = source.read(weight_name)
     found = weight.rows(torch.arange(weight.out_features), torch.float32)
@@ -165,7 +166,7 @@ def test_two_ranks_compute_the_results_of_one(
     name: str, case: Callable[[str], Case], kernels: Kernels
 ) -> None:
     """Columns in another order are not divided in blocks: those weights are converted."""
-    checkpoint, cpu = case(name), torch.device("cpu")
+    checkpoint, cpu = case(name), CPU
     spec, forms = spec_of(checkpoint.prepared), [packed(kernels), packed(kernels)]
 
     def run(rank: int) -> torch.Tensor:

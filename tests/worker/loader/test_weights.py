@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from proto.errors import ModelError
-from proto.prepared_model import PreparedModel, TensorIndex
+from proto.messages.prepared_model import PreparedModel, TensorIndex
+from tests.fakes.devices import CPU
 from tests.fakes.prepared_models import prepare, prepare_checkpoint, safetensors_index, spec_of
 from tests.fakes.tiny_checkpoints import save_tiny
 from worker.loader.weights import load_model
@@ -22,7 +23,7 @@ Tensors = dict[str, torch.Tensor]
 def load(
     prepared: PreparedModel, progress: Callable[[float], None] = lambda fraction: None
 ) -> None:
-    load_model(prepared, spec_of(prepared), torch.float32, torch.device("cpu"), progress)
+    load_model(prepared, spec_of(prepared), torch.float32, CPU, progress)
 
 
 def changed(folder: Path, name: str, change: Callable[[Tensors], None]) -> PreparedModel:
@@ -159,4 +160,4 @@ def test_a_spec_with_missing_weights_is_refused(tmp_path: Path) -> None:
     layer = dataclasses.replace(spec.layers[0], mixer=mixer)
     spec = dataclasses.replace(spec, layers=(layer, *spec.layers[1:]))
     with pytest.raises(ModelError, match=r"q_norm\.weight of shape \[16\] is missing"):
-        load_model(prepared, spec, torch.float32, torch.device("cpu"), lambda fraction: None)
+        load_model(prepared, spec, torch.float32, CPU, lambda fraction: None)

@@ -2,16 +2,18 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from proto.errors import ModelError
-from proto.prepared_model import TensorIndex
+from proto.messages.prepared_model import TensorIndex
 from tests.fakes.prepared_models import prepare, spec_of
 from tests.fakes.tiny_checkpoints import CONFIGS, architecture_of
 from worker.models.attention import AttentionSpec
+from worker.models.config_reader import ConfigReader
 from worker.models.mlp import MlpSpec
 from worker.models.registry import spec_from_config
 from worker.models.rope import DefaultRope, FactorsRope, LinearRope, Llama3Rope, NoRope, YarnRope
@@ -40,8 +42,24 @@ def family(architecture: str, **keys: Any) -> dict[str, Any]:
 def test_configurations_written_by_transformers_are_accepted(name: str) -> None:
     config = json.loads(CONFIGS[name].to_json_string(use_diff=False))
     spec = spec_from_config(config | {"architectures": [architecture_of(CONFIGS[name])]})
-    assert spec.num_layers == config["num_hidden_layers"]
-    assert (spec.attention_shape.num_heads, spec.vocab_size) == (4, 96)
+    assert spec.num_layers == CONFIGS[name].num_hidden_layers
+    assert spec.vocab_size == 96
+    assert {mixer.shape.num_heads for mixer in spec.attention_layers} <= {4}
+
+
+def test_the_family_of_the_recipe() -> None:
+    """The file in docs/extending.md, with its names and nothing else."""
+    page = Path(__file__).parents[3] / "docs" / "extending.md"
+    (source,) = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    module: dict[str, Any] = {"__name__": "worker.models.families.foo"}
+    exec(compile(source, "foo.py", "exec"), module)
+    found = module["FAMILY"]
+    assert (found.module, found.gguf_names) == ("foo", ("foo",))
+    config = ConfigReader(family("FooForCausalLM", layer_norm_eps=1e-3))
+    spec, llama = found.spec(config), spec_from_config(LLAMA)
+    config.refuse_leftovers()
+    assert (spec.architecture, spec.norm_type, spec.norm_eps) == ("FooForCausalLM", "layer", 1e-3)
+    assert spec.weights().keys() == llama.weights().keys()
 
 
 def test_a_full_llama_configuration() -> None:
@@ -166,7 +184,7 @@ def test_a_null_rope_scaling_is_none() -> None:
         ({"model_type": "qwen2"}, "model_type = 'qwen2'"),
         (
             {"architectures": ["PhiForCausalLM"]},
-            "PhiForCausalLM is not supported; supported: BertModel, Cohere2",
+            "PhiForCausalLM is not supported; supported: BambaForCausalLM, BertModel",
         ),
         ({"architectures": None}, "architectures = None"),
     ],
@@ -293,7 +311,130 @@ QWEN_35: dict[str, Any] = QWEN_DELTA | {
         "partial_rotary_factor": 0.25,
     },
 }
+MAMBA = {
+    "mamba_chunk_size": 256,
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 8,
+    "mamba_proj_bias": False,
+}
 SHIPPED: dict[str, dict[str, Any]] = {
+    "Bamba": family(
+        "BambaForCausalLM",
+        **MAMBA,
+        attention_bias=False,
+        attn_layer_indices=[1],
+        attn_rotary_emb=8,
+        mlp_bias=False,
+        num_logits_to_keep=1,
+        rope_scaling=None,
+        rope_theta=10000.0,
+    ),
+    "Falcon-H1": family(
+        "FalconH1ForCausalLM",
+        **MAMBA,
+        model_type="falcon_h1",
+        attention_in_multiplier=1.0,
+        attention_out_multiplier=0.9375,
+        attn_layer_indices=None,
+        embedding_multiplier=5.6,
+        head_dim=16,
+        key_multiplier=0.39,
+        lm_head_multiplier=0.0195,
+        mamba_d_ssm=128,
+        mamba_norm_before_gate=False,
+        mamba_rms_norm=False,
+        mamba_use_mlp=True,
+        mlp_bias=False,
+        mlp_expansion_factor=8,
+        mlp_multipliers=[0.88, 0.58],
+        projectors_bias=False,
+        rope_theta=100000000000.0,
+        ssm_in_multiplier=1.25,
+        ssm_multipliers=[0.35, 0.25, 0.35, 0.5, 0.35],
+        ssm_out_multiplier=0.23,
+        time_step_floor=0.0001,
+        time_step_limit=[0.0, math.inf],
+        time_step_max=0.1,
+        time_step_min=0.001,
+    ),
+    "Granite 4 hybrid": family(
+        "GraniteMoeHybridForCausalLM",
+        **MAMBA,
+        attention_bias=False,
+        attention_multiplier=0.0078125,
+        embedding_multiplier=12,
+        init_method="mup",
+        layer_types=["mamba", "attention"],
+        logits_scaling=8,
+        normalization_function="rmsnorm",
+        num_experts_per_tok=0,
+        num_local_experts=0,
+        position_embedding_type="nope",
+        residual_multiplier=0.22,
+        rope_scaling=None,
+        rope_theta=10000,
+        router_aux_loss_coef=0.01,
+        shared_intermediate_size=112,
+        tie_word_embeddings=True,
+    ),
+    "LFM2": family(
+        "Lfm2ForCausalLM",
+        block_auto_adjust_ff_dim=True,
+        block_dim=64,
+        block_ff_dim=112,
+        block_ffn_dim_multiplier=1.0,
+        block_mlp_init_scale=1.0,
+        block_multiple_of=16,
+        block_norm_eps=1e-5,
+        block_out_init_scale=1.0,
+        block_use_swiglu=True,
+        block_use_xavier_init=True,
+        conv_L_cache=3,
+        conv_bias=False,
+        conv_dim=64,
+        conv_dim_out=64,
+        conv_use_xavier_init=True,
+        full_attn_idxs=[1],
+        norm_eps=1e-5,
+        num_heads=4,
+        rope_theta=1000000.0,
+        theta=1000000.0,
+        use_pos_enc=True,
+    ),
+    "Nemotron-H": family(
+        "NemotronHForCausalLM",
+        model_type="nemotron_h",
+        attention_bias=False,
+        chunk_size=128,
+        conv_kernel=4,
+        expand=2,
+        head_dim=16,
+        hidden_act=None,
+        hidden_dropout=0.0,
+        hybrid_override_pattern="M*",
+        layer_norm_epsilon=1e-5,
+        mamba_head_dim=16,
+        mamba_hidden_act="silu",
+        mamba_num_heads=8,
+        mamba_proj_bias=False,
+        mlp_bias=False,
+        mlp_hidden_act="relu2",
+        n_groups=2,
+        num_logits_to_keep=1,
+        rescale_prenorm_residual=True,
+        residual_in_fp32=False,
+        sliding_window=None,
+        ssm_state_size=16,
+        time_step_limit=[0.0, math.inf],
+        use_bias=False,
+        use_conv_bias=True,
+        use_mamba_kernels=True,
+    ),
     "Command R7B": family(
         "Cohere2ForCausalLM",
         layer_switch=4,

@@ -14,14 +14,16 @@ import pytest
 import torch
 
 from deploy.models import gguf_file
-from proto.prepared_model import PreparedModel
-from proto.scheduler_output import SchedulerOutput
+from proto.messages.prepared_model import PreparedModel
+from proto.messages.scheduler_output import SchedulerOutput
 from tests.e2e.reference import Reference
+from tests.fakes.devices import CPU, REFERENCE
 from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.prepared_models import prepare, prepare_checkpoint
 from tests.fakes.ranks import LockstepRunners, Ranks
 from tests.fakes.real_engine import BLOCK, engine_for, load, runner_of
 from tests.fakes.tiny_families import GENERATING, IN_GGUF_FILES, save_folder, save_gguf
+from worker.host.device import HostDevice
 
 NUM_OUTPUT_TOKENS = 12
 NUM_BLOCKS = 15
@@ -64,16 +66,17 @@ def prove(harness: EngineHarness, new_runner: Callable[[], Any], reference: Refe
     assert cached == (len(PROMPTS[0]) - 1) // BLOCK * BLOCK
 
 
-def prove_on_one_rank(prepared: PreparedModel, model: Any) -> None:
-    decoder = load(prepared)
+def prove_on_one_rank(prepared: PreparedModel, model: Any, device: HostDevice = CPU) -> None:
+    decoder = load(prepared, device=device)
     harness, num_blocks = engine_for(decoder, NUM_BLOCKS, max_num_batched_tokens=CHUNK)
-    prove(harness, lambda: runner_of(decoder, num_blocks), Reference(model, None))
+    prove(harness, lambda: runner_of(decoder, num_blocks, device=device), Reference(model, None))
 
 
+@pytest.mark.parametrize("device", [CPU, REFERENCE], ids=["cpu", "reference"])
 @pytest.mark.parametrize("architecture", GENERATING)
-def test_a_folder(architecture: str, tmp_path: Path) -> None:
+def test_a_folder(architecture: str, device: HostDevice, tmp_path: Path) -> None:
     model = save_folder(architecture, tmp_path)
-    prove_on_one_rank(prepare_checkpoint(tmp_path, tmp_path / "prepared"), model)
+    prove_on_one_rank(prepare_checkpoint(tmp_path, tmp_path / "prepared"), model, device)
 
 
 @pytest.mark.suite("families")

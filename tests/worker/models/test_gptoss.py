@@ -10,18 +10,19 @@ from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig
 
 from proto.errors import ModelError
-from proto.prepared_model import PreparedModel
+from proto.messages.prepared_model import PreparedModel
 from tests.fakes.dense_attention import DenseAttention
+from tests.fakes.devices import CPU
 from tests.fakes.gguf_files import write
 from tests.fakes.prepared_models import gguf_index, prepare, prepare_checkpoint, spec_of
 from tests.fakes.ranks import Ranks
 from tests.fakes.tiny_checkpoints import CONFIGS, save_mxfp4, save_tiny, tiny_model
 from tests.fakes.tiny_ggufs import SIZES, config_of, tiny
-from worker.kernels import Kernels
+from worker.cpu.formats import Bf16Format, PackedFormat, part_in_blocks
+from worker.cpu.kernels import Kernels
 from worker.loader.digest import hash_tensors
 from worker.loader.files import read_index
-from worker.loader.format_choice import part_in_blocks
-from worker.loader.formats import Bf16Format, DenseFormat, PackedFormat, WeightFormat
+from worker.loader.formats import DenseFormat, WeightFormat
 from worker.loader.weights import load_model
 from worker.models.registry import spec_from_config
 from worker.models.spec import ModelSpec
@@ -29,7 +30,6 @@ from worker.parallel.group import RankGroup
 
 Tensors = dict[str, torch.Tensor]
 TOKENS = torch.randint(0, 64, (30,), generator=torch.Generator().manual_seed(7))
-CPU = torch.device("cpu")
 ALONE = RankGroup()
 SMALL: dict[str, Any] = CONFIGS["gptoss"].to_dict() | {
     "num_hidden_layers": 2,

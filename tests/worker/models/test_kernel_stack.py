@@ -1,7 +1,9 @@
 """Layers in one kernel call give the same bits as layer by layer, or are not fused."""
 
 import copy
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import cycle, product
 from pathlib import Path
@@ -11,11 +13,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, PretrainedConfig
 
-from proto.prepared_model import PreparedModel
+from proto.messages.prepared_model import PreparedModel
 from tests.fakes.dense_attention import DenseAttention
+from tests.fakes.devices import CPU
 from tests.fakes.gguf_files import write
 from tests.fakes.prepared_models import gguf_index, prepare, prepare_checkpoint, spec_of
-from tests.fakes.tiny_checkpoints import CONFIGS, tiny_model
+from tests.fakes.tiny_checkpoints import CONFIGS, config_in_blocks, tiny_model
 from tests.fakes.tiny_ggufs import SIZES, config_of, tiny
 from tests.worker.kernel_variants import (
     LOADABLE,
@@ -25,29 +28,21 @@ from tests.worker.kernel_variants import (
     threads_of_torch,
     with_each,
 )
-from worker import kernel_choice
-from worker.attention.base import AttentionInputs
-from worker.attention.cpu import CpuAttention
-from worker.build_kernels import KernelVariant
-from worker.kernel_choice import KernelChoice
-from worker.kernels import Kernels
-from worker.kv_cache import KVCache, kv_layout
-from worker.layers import activation, norm
-from worker.loader.formats import (
-    Bf16Format,
-    DenseFormat,
-    Int8Format,
-    MixedFormat,
-    PackedFormat,
-    RotatedFormat,
-    WeightFormat,
-)
+from worker.attention.backend import AttentionInputs
+from worker.attention.kv_cache import KVCache, kv_layout
+from worker.cpu import kernel_choice
+from worker.cpu.attention import CpuAttention
+from worker.cpu.build_kernels import KernelVariant
+from worker.cpu.formats import Bf16Format, Int8Format, MixedFormat, PackedFormat, RotatedFormat
+from worker.cpu.kernels import Kernels
+from worker.cpu.stack import KernelStack
+from worker.layers.layer_progress import HostProgress
+from worker.loader.formats import DenseFormat, WeightFormat
+from worker.loader.kernel_choices import KernelChoice
 from worker.loader.weights import load_model
-from worker.memory_plan import layer_cache
-from worker.models import kernel_stack, moe
 from worker.models.decoder import Decoder
-from worker.models.kernel_stack import KernelStack, make_stacks
 from worker.models.layer_stack import LayerStack
+from worker.plan.memory_plan import layer_cache
 
 BLOCK = 4
 PAGES = 24
@@ -62,10 +57,6 @@ FAMILIES = (
     *("gptoss", "gptoss-full"),
     *("deepseek2", "deepseek2-groups", "deepseek3", "deepseek3-halves", "glm4moelite"),
 )
-_LATENT = {
-    **{"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 96},
-    **{"qk_head_dim": 48, "head_dim": 16},
-}
 Checkpoint = Callable[[str], PreparedModel]
 best_variant = with_each(LOADABLE[:1])
 
@@ -76,8 +67,7 @@ def use_variant(monkeypatch: pytest.MonkeyPatch) -> Callable[[KernelVariant], Ke
 
     def choose(variant: KernelVariant) -> Kernels:
         kernels = load_variant(variant)
-        for module in (norm, activation, kernel_stack, moe):
-            monkeypatch.setattr(module, "row_kernels", lambda: kernels)
+        monkeypatch.setattr(CPU, "_kernels", kernels)
         monkeypatch.setattr(kernel_choice, "candidate_kernels", lambda: (kernels,))
         return kernels
 
@@ -91,14 +81,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Prep
     @cache
     def prepared(name: str) -> PreparedModel:
         folder = tmp_path_factory.mktemp(name)
-        config = copy.deepcopy(CONFIGS[name])
-        config.intermediate_size = 96
-        if hasattr(config, "moe_intermediate_size"):
-            config.moe_intermediate_size = 64
-        if hasattr(config, "kv_lora_rank"):
-            latent = _LATENT | {"q_lora_rank": config.q_lora_rank and 64}
-            config = type(config)(**config.to_dict() | latent)
-        tiny_model(config).save_pretrained(folder)
+        tiny_model(config_in_blocks(name)).save_pretrained(folder)
         return prepare_checkpoint(folder, folder / "prepared")
 
     return prepared
@@ -119,7 +102,7 @@ def int8(kernels: Kernels, dtype: torch.dtype) -> PackedFormat:
 
 def load(prepared: PreparedModel, dtype: torch.dtype, form: WeightFormat) -> Decoder:
     spec = spec_of(prepared)
-    return load_model(prepared, spec, dtype, torch.device("cpu"), lambda fraction: None, form)
+    return load_model(prepared, spec, dtype, CPU, lambda fraction: None, form)
 
 
 class StackRunner:
@@ -205,7 +188,7 @@ def test_attention_sinks_give_the_same_bits(
     layers = model._stacks[-1].layers
     for layer in layers:
         layer.mixer.sinks = torch.linspace(-3, 3, layer.mixer.spec.num_heads)
-    model._stacks = make_stacks(layers, model.spec.hidden_size, torch.device("cpu"))
+    model._stacks = CPU.layer_stacks(layers, model.spec.hidden_size)
     assert_same_bits(model, kernels)
     assert not torch.equal(StackRunner(model, kernels, model._stacks[:1]).run()[0], without[0])
 
@@ -370,6 +353,57 @@ def test_the_number_of_rows_selects_the_stack(
         assert isinstance(stack, KernelStack)
         few, many = (stack._description(rows).structure for rows in (7, 8))
         assert few.layers != many.layers
+
+
+@best_variant
+@pytest.mark.parametrize("name", ["llama", "deepseek3"])
+def test_layers_wait_for_their_loads_and_are_published_with_the_same_bits(
+    name: str,
+    variant: KernelVariant,
+    use_variant: Callable[[KernelVariant], Kernels],
+    checkpoint: Checkpoint,
+) -> None:
+    """What another thread finds of a layer in the cache is what is there after the step."""
+    kernels = use_variant(variant)
+    model = load(checkpoint(name), torch.bfloat16, int8(kernels, torch.bfloat16))
+    expected = StackRunner(model, kernels, model._stacks[:1])
+    wanted = expected.run()
+    runner = StackRunner(model, kernels, model._stacks[:1])
+    num_layers = len(model.spec.layers)
+    progress = HostProgress(num_layers)
+    model._stacks[0].track_layers(progress)
+    computed: list[int] = []
+    saved: list[torch.Tensor] = []
+
+    def load_layers() -> None:
+        for layer in range(num_layers):
+            if layer:
+                progress.wait_computed(layer - 1)
+            time.sleep(0.002)  # a layer that did not wait would be computed
+            computed.append(int(progress._cells[1]))
+            progress.note_loaded(layer)
+
+    def save_layers() -> None:
+        for layer in range(num_layers):
+            progress.wait_computed(layer)
+            pages = runner.cache.layer_pages(layer)[0].rows
+            saved.append(pages.clone())
+
+    with threads_of_torch(3), ThreadPoolExecutor(2) as threads:
+        for step, hidden in zip(STEPS, wanted, strict=True):
+            progress.begin_step(has_copies=True)
+            calls = [threads.submit(load_layers), threads.submit(save_layers)]
+            assert torch.equal(runner._step(step), hidden)
+            for call in calls:
+                call.result()
+            assert computed == list(range(num_layers))
+            for layer, pages in enumerate(saved):
+                assert torch.equal(pages, runner.cache.layer_pages(layer)[0].rows)
+            computed.clear()
+            saved.clear()
+            progress.end_step()
+    assert torch.equal(runner.cache.buffer, expected.cache.buffer)
+    model._stacks[0].track_layers(None)
 
 
 @best_variant

@@ -10,18 +10,19 @@ import pytest
 import torch
 
 from proto.errors import ConfigError, ModelError
+from tests.fakes.devices import CPU
 from tests.fakes.prepared_models import prepare_checkpoint, spec_of
 from tests.fakes.tiny_checkpoints import CONFIGS, tiny_model
 from tests.fakes.tiny_ggufs import config_of
-from worker.attention.base import AttentionInputs
-from worker.attention.cpu import CpuAttention
-from worker.kernels import load_kernels
-from worker.kv_cache import KVCache, resolve_kv_dtype
-from worker.loader.formats import Bf16Format
+from worker.attention.backend import AttentionInputs
+from worker.attention.kv_cache import KVCache, resolve_kv_dtype
+from worker.cpu.attention import CpuAttention
+from worker.cpu.formats import Bf16Format
+from worker.cpu.kernels import load_kernels
 from worker.loader.weights import load_model
-from worker.memory_plan import layer_cache
 from worker.models.decoder import Decoder
 from worker.models.registry import spec_from_config
+from worker.plan.memory_plan import layer_cache
 
 BLOCK = 16
 TOKENS = torch.randint(0, 96, (70,), generator=torch.Generator().manual_seed(1))
@@ -41,7 +42,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
         prepared,
         spec_of(prepared),
         torch.bfloat16,
-        torch.device("cpu"),
+        CPU,
         lambda fraction: None,
         Bf16Format(load_kernels()),
     )
@@ -126,6 +127,4 @@ def test_a_missing_weight_of_all_heads_is_named(tmp_path: Path) -> None:
     save_file(tensors, path)
     prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")
     with pytest.raises(ModelError, match=rf"{name} of shape \[256, 32\] is missing"):
-        load_model(
-            prepared, spec_of(prepared), torch.float32, torch.device("cpu"), lambda fraction: None
-        )
+        load_model(prepared, spec_of(prepared), torch.float32, CPU, lambda fraction: None)

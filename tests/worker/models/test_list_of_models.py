@@ -10,7 +10,6 @@ import torch
 
 from deploy.models import hf_folder, wrapped_model
 from proto.errors import ModelError
-from proto.prepared_model import FAMILIES
 from tests.fakes.prepared_models import prepare
 from tests.fakes.tiny_transformers import MODEL_TYPES
 from tests.fakes.tiny_wrapped import WRAPPING_TYPES, default_json, save_wrapped
@@ -21,6 +20,7 @@ from tests.worker.models.test_transformers_model import (
     config_json,
     load_index,
 )
+from worker.models.families import FAMILIES
 from worker.models.transformers_model import spec_of_transformers
 
 LIST = Path(__file__).parents[3] / "docs" / "transformers-models.md"
@@ -104,10 +104,15 @@ def reason_of(error: ModelError) -> str:
 
 def as_document(results: dict[str, str], wrapped: dict[str, Wrapped]) -> str:
     agreeing = [name for name, result in results.items() if result == "agrees"]
-    rows = [f"| {name} | {reason} |" for name, reason in results.items() if reason != "agrees"]
+    of_families = {name for family in FAMILIES.values() for name in family.model_types}
+    refused = {name: reason for name, reason in results.items() if reason != "agrees"}
+    own = [name for name in refused if name in of_families]
+    rows = [f"| {name} | {reason} |" for name, reason in refused.items() if name not in own]
     wrapping = [f"| {name} | {' | '.join(each)} |" for name, each in wrapped.items()]
     head = HEAD.format(len(agreeing))
-    return "\n".join([head, *fill(agreeing), TABLE, *rows, WRAPPED_TABLE, *wrapping, ""])
+    return "\n".join(
+        [head, *fill(agreeing), OWN, *fill(own), TABLE, *rows, WRAPPED_TABLE, *wrapping, ""]
+    )
 
 
 def fill(names: list[str]) -> list[str]:
@@ -128,11 +133,14 @@ activations are transformers'. A router that the model keeps in float32 stays tr
 
 ## The {} model types that agree
 """
+OWN = """
+## Those that run on tokend's own code alone
+
+Families of tokend's own, which transformers' code cannot run over KV pages: most keep the state of
+recurrent layers.
+"""
 TABLE = """
 ## The others
-
-Qwen3-Next and Qwen 3.5 (qwen3_next, qwen3_5_text, qwen3_5_moe_text) are families of tokend's own,
-which keep the state of linear attention; on transformers' code they are refused like the others.
 
 | model type | refused because |
 |---|---|"""

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,36 +23,28 @@ from transformers import (
 )
 
 from proto.errors import ModelError
-from proto.prepared_model import PreparedModel
+from proto.messages.prepared_model import PreparedModel
 from tests.fakes.dense_attention import DenseAttention
+from tests.fakes.devices import CPU
 from tests.fakes.gguf_files import numbers, random_rows, write
 from tests.fakes.prepared_models import gguf_index, prepare, prepare_checkpoint, spec_of
 from tests.fakes.tiny_checkpoints import save_tiny
 from tests.fakes.tiny_ggufs import SIZES, config_of, tiny
-from worker.kernels import load_kernels
+from worker.cpu import moe as kernel_moe
+from worker.cpu.formats import Bf16Format, Int8Format, MixedFormat, PackedFormat, RotatedFormat
+from worker.cpu.kernels import load_kernels
+from worker.cpu.moe import KernelMoe
+from worker.host.memory_nodes import MemoryPlacement
 from worker.layers.router import Router, RouterSpec
 from worker.layers.scratch import ByteBuffer
 from worker.loader.files import TensorFiles
-from worker.loader.formats import (
-    Bf16Format,
-    DenseFormat,
-    Int8Format,
-    MixedFormat,
-    PackedFormat,
-    RotatedFormat,
-    WeightFormat,
-)
+from worker.loader.formats import DenseFormat, WeightFormat
 from worker.loader.weights import load_model
-from worker.memory_nodes import MemoryPlacement
-from worker.models import kernel_moe
 from worker.models.layer_stack import EagerLayers
 from worker.models.moe import MoeMlp
-from worker.models.parts import ForwardContext
-from worker.models.registry import spec_from_config
 
 Tensors = dict[str, torch.Tensor]
 TOKENS = torch.randint(0, 64, (30,), generator=torch.Generator().manual_seed(7))
-CPU = torch.device("cpu")
 LATENT: dict[str, Any] = SIZES | {
     "num_key_value_heads": 4,
     "q_lora_rank": 256,
@@ -338,15 +331,14 @@ def mixture_in(form: str, dtype: torch.dtype, folder: Path) -> MoeMlp:
 
 
 def in_torch(mlp: MoeMlp, x: torch.Tensor) -> torch.Tensor:
-    attention = DenseAttention(spec_from_config(config_of(GGUF_CONFIGS["qwen2moe"])))
-    return mlp._mix(x, ForwardContext(x, torch.arange(len(x)), attention, {}, ByteBuffer()))
+    return mlp._mix(x)
 
 
 def run(mlp: MoeMlp, x: torch.Tensor) -> torch.Tensor:
-    assert mlp.kernel is not None
-    assert mlp.kernel.takes(len(x))
+    assert mlp.fused is not None
+    assert mlp.fused.takes(len(x))
     output = torch.full_like(x, torch.nan)
-    mlp.kernel.run(x, output, adds=False, memory=ByteBuffer())
+    mlp.fused.run(x, output, adds=False, memory=ByteBuffer())
     return output
 
 
@@ -376,13 +368,14 @@ def test_routers_of_every_kind_in_the_kernel(spec: RouterSpec, tmp_path: Path) -
     mlp = mixture_in("blocks", torch.float32, tmp_path)
     generator = torch.Generator().manual_seed(8)
     biases = [torch.randn(6, generator=generator) for _ in range(2)]
-    mlp.router = Router(
+    router = Router(
         spec,
-        mlp.router.weight,
+        mlp.mixture.router.weight,
         biases[0] if spec.bias else None,
         biases[1] if spec.selection_bias else None,
     )
-    del mlp.kernel  # which describes the router that it was made with
+    mixture = replace(mlp.mixture, router=router, spec=replace(mlp.mixture.spec, router=spec))
+    mlp = MoeMlp(mixture, mlp.output, mlp._gate, CPU.fused_mixture(mixture))
     x = torch.randn(33, 64, generator=generator)
     wanted = in_torch(mlp, x)
     assert (run(mlp, x) - wanted).abs().max() < 1e-5 * wanted.abs().max()
@@ -414,11 +407,11 @@ def test_threads_of_memory_nodes_compute_all_of_each_expert(
     mlp = mixture_in("blocks", torch.float32, tmp_path)
     x = torch.randn(9, 64, generator=torch.Generator().manual_seed(6))
     wanted = run(mlp, x)
-    del mlp.kernel  # which describes the threads that there were
     placement = MemoryPlacement(by_thread, (0, 1))
     monkeypatch.setattr(kernel_moe, "memory_placement", lambda: placement)
-    assert mlp.kernel is not None
-    assert mlp.kernel.description(1).structure.num_thread_groups == 2
+    mlp.fused = CPU.fused_mixture(mlp.mixture)
+    assert isinstance(mlp.fused, KernelMoe)
+    assert mlp.fused.description(1).structure.num_thread_groups == 2
     threads = torch.get_num_threads()
     try:
         for count in (len(by_thread), 4):

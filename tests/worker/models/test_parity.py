@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from tests.fakes.dense_attention import logits_in_chunks
+from tests.fakes.devices import CPU
 from tests.fakes.prepared_models import prepare_checkpoint, spec_of
 from tests.fakes.tiny_checkpoints import CONFIGS, save_tiny
 from worker.loader.weights import load_model
 from worker.models.decoder import Decoder
 
 TOKENS = torch.randint(0, 96, (30,), generator=torch.Generator().manual_seed(7))
-CPU = torch.device("cpu")
 ERRORS = {"deepseek3": 2e-4}
 """Largest error of a logit where it is not 1e-4: products with absorbed keys and values add more
 numbers (1.1e-4 from float64 here, of logits up to 4)."""

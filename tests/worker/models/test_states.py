@@ -4,6 +4,7 @@ test_families.py compares the tokens of the same models with transformers.
 """
 
 import copy
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -12,28 +13,54 @@ import pytest
 import torch
 
 from engine_core.request import Request
-from proto.config import GIB, CacheConfig, ModelConfig, ServeConfig
 from proto.errors import ConfigError, ModelError
-from proto.prepared_model import PreparedModel
+from proto.messages.prepared_model import PreparedModel
+from proto.settings.config import GIB, CacheConfig, ModelConfig, ServeConfig
 from tests.fakes.dense_attention import DenseAttention
+from tests.fakes.devices import CPU
 from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.prepared_models import prepare_checkpoint, spec_of
 from tests.fakes.quantised_checkpoints import SCHEMES, quantise_folder
 from tests.fakes.real_engine import BLOCK, engine_for, runner_of
-from tests.fakes.tiny_checkpoints import CONFIGS, save_tiny, tiny_model
+from tests.fakes.tiny_checkpoints import CONFIGS, architecture_of, save_tiny, tiny_model
 from tests.worker.loader.test_formats import packed
 from tests.worker.test_cuda_device import device_of
-from worker.device.devices import CpuDevice
-from worker.kernels import Kernels
+from worker.cpu.device import CpuDevice
+from worker.cpu.kernels import Kernels
 from worker.loaded_model import load
 from worker.loader.weights import load_model
-from worker.memory_plan import MemoryPlan, plan_memory
 from worker.models.decoder import Decoder
 from worker.models.registry import spec_from_config
+from worker.models.sharding import shard_model
 from worker.parallel.group import RankGroup
-from worker.parallel.sharding import shard_model
+from worker.plan.memory_plan import MemoryPlan, plan_memory
 
-NAMES = ("qwen35", "qwen3next")
+DELTA_RULES = ("qwen35", "qwen3next")
+NAMES = (
+    *DELTA_RULES,
+    "bamba",
+    "falconh1",
+    "granitehybrid",
+    "lfm2",
+    "lfm2moe",
+    "mamba2",
+    "nemotronh",
+)
+_DELTA_RULE = 4 * 16 * 32 + 3 * (2 * 2 * 16 + 4 * 16)
+_MAMBA = 8 * 16 * 32 + 3 * (128 + 2 * 2 * 16)
+_MAMBA_OF_ONE_GROUP = 8 * 16 * 32 + 3 * (128 + 2 * 16)
+SLOT_BYTES = {
+    "Qwen3_5ForCausalLM": 4 * 3 * _DELTA_RULE,
+    "Qwen3NextForCausalLM": 4 * 3 * _DELTA_RULE,
+    "BambaForCausalLM": 4 * 3 * _MAMBA,
+    "FalconH1ForCausalLM": 4 * 5 * _MAMBA_OF_ONE_GROUP,
+    "GraniteMoeHybridForCausalLM": 4 * 3 * _MAMBA_OF_ONE_GROUP,
+    "Lfm2ForCausalLM": 4 * 2 * 2 * 64,
+    "Lfm2MoeForCausalLM": 4 * 2 * 2 * 64,
+    "Mamba2ForCausalLM": 4 * 3 * _MAMBA,
+    "NemotronHForCausalLM": 4 * 3 * _MAMBA,
+}
+"""Matrices of whole tiles of 32 columns, and windows of the inputs of the convolutions."""
 NUM_OUTPUTS = 9
 NUM_SLOTS = 31
 PROMPTS = [
@@ -142,8 +169,7 @@ def plan(prepared: PreparedModel, device: Any = None, **cache: Any) -> MemoryPla
 def test_the_plan_counts_a_slot_for_each_state(prepared: PreparedModel, decoder: Decoder) -> None:
     shape = decoder.spec.state_shape
     assert shape is not None
-    window = 3 * (2 * 2 * 16 + 4 * 16)
-    assert shape.slot_bytes == 4 * 3 * (4 * 16 * 32 + window)
+    assert shape.slot_bytes == SLOT_BYTES[prepared.architecture]
     found = plan(prepared, num_state_slots=100)
     assert (found.num_state_slots, found.state_bytes) == (101, shape.slot_bytes)
     assert found.states_bytes == 101 * shape.slot_bytes
@@ -194,6 +220,57 @@ def test_a_configuration_that_is_not_supported_is_refused_by_name(
         spec_from_config(config | changes)
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "named"),
+    [
+        ("granitehybrid", {"mamba_n_heads": 7}, "mamba_n_heads = 7: must divide 128 channels"),
+        ("granitehybrid", {"mamba_n_groups": 3}, "mamba_n_groups = 3: must divide mamba_n_heads"),
+        ("granitehybrid", {"mamba_d_head": 8}, "mamba_d_head = 8: 8 heads of 128 channels have 16"),
+        ("granitehybrid", {"mamba_d_state": 0}, "mamba_d_state = 0"),
+        ("granitehybrid", {"mamba_chunk_size": 0}, "mamba_chunk_size = 0"),
+        ("granitehybrid", {"mamba_d_conv": 65}, "mamba_d_conv = 65: at most 64"),
+        ("granitehybrid", {"time_step_limit": [0.1, 1.0]}, "time_step_limit"),
+        ("granitehybrid", {"layer_types": ["mamba"] * 5}, "one full_attention at least"),
+        ("granitehybrid", {"layer_types": ["conv"] * 5}, "layer_types = 'conv'"),
+        ("granitehybrid", {"position_embedding_type": "alibi"}, "position_embedding_type"),
+        ("bamba", {"attn_layer_indices": []}, "attn_layer_indices"),
+        ("bamba", {"attn_rotary_emb": 16}, "attn_rotary_emb = 16"),
+        ("falconh1", {"ssm_multipliers": [1.0] * 4}, "ssm_multipliers.*5 numbers"),
+        ("lfm2", {"conv_L_cache": 1}, "conv_L_cache = 1: a whole number of at least 2"),
+        ("lfm2", {"layer_types": ["conv"] * 4}, "one full_attention at least"),
+        ("nemotronh", {"layers_block_type": ["mamba", "conv"]}, "layers_block_type = 'conv'"),
+        ("nemotronh", {"mlp_hidden_act": "silu"}, "mlp_hidden_act = 'silu'"),
+        ("mamba2", {"n_groups": 5}, "n_groups = 5: must divide num_heads = 8"),
+        ("mamba2", {"num_heads": 6}, "num_heads = 6: must divide 128 channels"),
+    ],
+)
+def test_sizes_of_recurrent_layers_that_do_not_fit_are_refused_by_name(
+    name: str, changes: dict[str, Any], named: str
+) -> None:
+    config = json.loads(CONFIGS[name].to_json_string(use_diff=False))
+    config["architectures"] = [architecture_of(CONFIGS[name])]
+    spec_from_config(config)
+    with pytest.raises(ModelError, match=named):
+        spec_from_config(config | changes)
+
+
+def test_ranks_share_groups_of_heads_or_the_heads_of_the_only_group() -> None:
+    def mixers(name: str, size: int) -> list[Any]:
+        config = json.loads(CONFIGS[name].to_json_string(use_diff=False))
+        spec = spec_from_config(config | {"architectures": [architecture_of(CONFIGS[name])]})
+        return [shard.spec.state_layers[0] for shard in shard_model(spec, size)]
+
+    of_groups = [each.shape for each in mixers("bamba", 2)]
+    assert [(each.num_groups, each.num_heads) for each in of_groups] == [(1, 4), (1, 4)]
+    assert not any(each.has_wide_output for each in of_groups)
+    with pytest.raises(ConfigError, match="at most 2 workers"):
+        mixers("bamba", 3)
+    of_heads = mixers("granitehybrid", 3)
+    assert [each.shape.num_heads for each in of_heads] == [3, 3, 2]
+    assert all(each.shape.has_wide_output and each.total_inner == 128 for each in of_heads)
+    assert not any(each.total_inner for each in mixers("granitehybrid", 1))
+
+
 def test_ranks_do_not_share_value_heads_in_the_order_of_a_gguf_file() -> None:
     config = CONFIGS["qwen35"].to_dict() | {"architectures": ["Qwen3_5ForCausalLM"]}
     assert len(shard_model(spec_from_config(config), 2)) == 2
@@ -203,7 +280,7 @@ def test_ranks_do_not_share_value_heads_in_the_order_of_a_gguf_file() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["awq 128", "gptq desc_act", "fp8 blocks", "nf4"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", DELTA_RULES)
 def test_projections_of_states_are_quantised_like_others(
     name: str, scheme: str, kernels: Kernels, tmp_path: Path
 ) -> None:
@@ -233,7 +310,7 @@ def test_projections_of_states_are_quantised_like_others(
     with torch.no_grad():
         expected = model(tokens[None]).logits[0]
     quantised = prepare_checkpoint(tmp_path, tmp_path / "prepared")
-    spec, cpu = spec_of(quantised), torch.device("cpu")
+    spec, cpu = spec_of(quantised), CPU
     for form, most in ((None, 1e-4), (packed(kernels), 0.3)):
         decoder = load_model(quantised, spec, torch.float32, cpu, lambda fraction: None, form)
         attention = DenseAttention(spec)

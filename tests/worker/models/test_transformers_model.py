@@ -10,17 +10,18 @@ import numpy as np
 import pytest
 import torch
 
-from proto.config import ModelConfig, ParallelConfig, ServeConfig
 from proto.errors import ConfigError, ModelError
-from proto.prepared_model import TensorIndex
+from proto.messages.prepared_model import TensorIndex
+from proto.settings.config import ModelConfig, ParallelConfig, ServeConfig
+from tests.fakes.devices import CPU
 from tests.fakes.prepared_models import prepare, prepare_checkpoint, safetensors_index
 from tests.fakes.tiny_checkpoints import save_tiny
 from tests.fakes.tiny_transformers import save_tiny_transformers, tiny_config
-from worker.attention.base import AttentionInputs
-from worker.attention.reference import ReferenceAttention
-from worker.kernels import Kernels
-from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
-from worker.loader.formats import Bf16Format, DenseFormat
+from worker.attention.backend import AttentionInputs
+from worker.attention.kv_cache import KVCache, kv_cache_geometry, kv_layout
+from worker.cpu.formats import Bf16Format
+from worker.cpu.kernels import Kernels
+from worker.loader.formats import DenseFormat
 from worker.loader.transformers_weights import load_transformers
 from worker.models.registry import model_spec
 from worker.models.transformers_model import (
@@ -28,6 +29,7 @@ from worker.models.transformers_model import (
     TransformersDecoder,
     spec_of_transformers,
 )
+from worker.reference.attention import ReferenceAttention
 
 BLOCK_SIZE, BLOCKS = 4, 12
 PROMPTS = (13, 9)
@@ -63,7 +65,7 @@ def load_index(
         prepared,
         spec,
         dtype,
-        torch.device("cpu"),
+        CPU,
         lambda fraction: None,
         weight_format or DenseFormat(dtype),
     )
@@ -215,6 +217,7 @@ def test_bfloat16_weights_are_multiplied_by_the_kernels(kernels: Kernels, tmp_pa
         ({"cpu_weights": "int8"}, {}, "--cpu-weights int8: OtherForCausalLM runs on"),
         ({}, {"tensor_parallel_size": 2}, "--tensor-parallel-size 2: OtherForCausalLM runs on"),
         ({"source": "x.gguf"}, {}, "--model-impl auto: x.gguf is a GGUF file"),
+        ({"enable_return_routed_experts": True}, {}, "code, which reports no experts"),
     ],
 )
 def test_settings_that_an_unknown_architecture_cannot_have(

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from deploy.models import hf_folder, wrapped_model
 from deploy.models.prepared_folder import ModelContents
 from proto.errors import ModelError
-from proto.prepared_model import FAMILIES, PreparedModel
+from proto.messages.prepared_model import PreparedModel
 from tests.fakes.prepared_models import prepare
 from tests.fakes.quantised_checkpoints import SCHEMES, quantise_folder
 from tests.fakes.tiny_model_files import TOKENS, tokenizer_json
@@ -32,6 +32,7 @@ from tests.fakes.tiny_wrapped import (
 )
 from tests.worker.models.test_families import prove_on_one_rank
 from tests.worker.models.test_transformers_model import assert_same_tokens, load_index
+from worker.models.families import FAMILIES
 from worker.models.transformers_model import spec_of_transformers
 
 ON_TRANSFORMERS = (*("cohere_compass", "gemma4", "glm4v", "glm46v", "glm_ocr", "llama4"),)

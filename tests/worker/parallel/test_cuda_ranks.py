@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from engine_core.busy_loop import OVERLAPPED
-from proto.config import DeviceConfig
-from proto.model_runner_output import ModelRunnerOutput
-from proto.scheduler_output import SchedulerOutput
-from tests.fakes.fake_cuda import CUDA, FakeCuda
+from proto.messages.model_runner_output import ModelRunnerOutput
+from proto.messages.scheduler_output import SchedulerOutput
+from proto.settings.config import DeviceConfig
+from tests.fakes.devices import GPU, REFERENCE
+from tests.fakes.fake_cuda import FakeCuda
 from tests.fakes.fake_flashinfer import FakeFlashInfer
 from tests.fakes.fake_nccl import FakeRanks
 from tests.fakes.ranks import Ranks
-from tests.worker.reference.torch_kernels import TorchEdits, draw_by_torch, store_by_index
 from tests.worker.test_cuda_runner import (
     DTYPE,
     EDITS,
@@ -30,19 +30,22 @@ from tests.worker.test_cuda_runner import (
     Harness,
     Model,
     compute_by_torch,
+    gpu_of,
     serve,
 )
 from tests.worker.test_model_runner import BLOCK, NUM_BLOCKS
-from worker.async_runner import AsyncModelRunner, PendingStep, Runner
-from worker.attention.reference import ReferenceAttention
-from worker.kv_cache import KVCache, kv_cache_geometry, kv_layout
+from worker.attention.kv_cache import KVCache, kv_cache_geometry, kv_layout
+from worker.cuda.async_runner import AsyncModelRunner
+from worker.cuda.runner_builder import build_runner
+from worker.device import Device
 from worker.loader.weights import load_model
-from worker.model_runner import GrammarMaskSource, ModelRunner, SyncModelRunner, no_grammars
 from worker.models.decoder import Decoder
 from worker.parallel.group import RankGroup
-from worker.runner_builder import CudaRunnerBuilder, DeviceKernels
+from worker.reference.attention import ReferenceAttention
+from worker.reference.sampling import TorchBackend
 from worker.sampling.sampler import Sampler
-from worker.sampling.torch_backend import TorchBackend
+from worker.step.model_runner import GrammarMaskSource, ModelRunner, SyncModelRunner, no_grammars
+from worker.step.runner_parts import PendingStep, Runner, RunnerParts
 
 FILTERED = [each for each in REQUEST_PARAMS if "top_k" in each or "min_p" in each]
 LIMIT_SECONDS = 120.0
@@ -98,16 +101,16 @@ class RankSteps:
         return first
 
 
-def load(model: Model, device: torch.device, group: RankGroup) -> Decoder:
+def load(model: Model, device: Device, group: RankGroup) -> Decoder:
     return load_model(model.prepared, model.spec, DTYPE, device, lambda fraction: None, None, group)
 
 
-def cache_of(decoder: Decoder, device: torch.device) -> KVCache:
+def cache_of(decoder: Decoder, device: Device) -> KVCache:
     spec = decoder.spec
     layout = kv_layout(spec.windows)
     heads = spec.attention_shape
     geometry = kv_cache_geometry(layout, heads.num_kv_heads, heads.head_dim, DTYPE)
-    return KVCache(geometry, layout, NUM_BLOCKS, BLOCK, device)
+    return KVCache(geometry, layout, NUM_BLOCKS, BLOCK, device.zeros)
 
 
 @pytest.fixture
@@ -129,22 +132,16 @@ def on_devices(
         group = ranks.group(rank, cuda.device)
         group.join(1)
         with cuda.loading():
-            decoder = load(model, CUDA, group)
-            cache = cache_of(decoder, CUDA)
-        builder = CudaRunnerBuilder(
-            DeviceConfig(),
-            decoder,
-            cuda.device,
-            DeviceKernels(
-                lambda: FakeFlashInfer(cuda.device),
-                store_by_index,
-                draw_by_torch,
-                TorchEdits(),
-            ),
-            Sampler(TorchBackend()),
-            DTYPE,
+            decoder = load(model, GPU, group)
+            cache = cache_of(decoder, GPU)
+        parts = RunnerParts(
+            config=DeviceConfig(),
+            model=decoder,
+            dtype=DTYPE,
+            kv_cache=cache,
+            batch=model.rows(NUM_ROWS),
         )
-        return builder.build(cache, model.rows(NUM_ROWS), lambda part: None)
+        return build_runner(gpu_of(cuda, FakeFlashInfer(cuda.device)), parts)
 
     all_ranks.runners = list(all_ranks.run_on_all(start))
     yield all_ranks, ranks, cudas
@@ -158,13 +155,13 @@ def tokens_on_cpus(model: Model, params: list[dict[str, Any]]) -> list[list[int]
         all_ranks = RankRunners(cudas)
 
         def start(rank: int) -> Runner:
-            decoder = load(model, torch.device("cpu"), ranks.groups[rank])
-            cache, spec = cache_of(decoder, torch.device("cpu")), decoder.spec
+            decoder = load(model, REFERENCE, ranks.groups[rank])
+            cache, spec = cache_of(decoder, REFERENCE), decoder.spec
             shape = spec.attention_shape
             attention, sampler = ReferenceAttention(cache, shape), Sampler(TorchBackend())
-            return SyncModelRunner(
-                ModelRunner(decoder, attention, sampler, model.rows(NUM_ROWS), cache)
-            )
+            rows, transfers = model.rows(NUM_ROWS), REFERENCE.transfers()
+            runner = ModelRunner(decoder, attention, sampler, rows, cache, transfers)
+            return SyncModelRunner(runner)
 
         all_ranks.runners = list(all_ranks.run_on_all(start))
         tokens = serve(Harness(all_ranks, 81, grammars=ConstrainedThirds()), params)

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from proto import PROTOCOL_VERSION
-from proto.config import GIB, CacheConfig, ParallelConfig, SchedulerConfig, ServeConfig
-from proto.lifecycle import (
+from proto.messages.lifecycle import (
     CacheReady,
     InitializeCache,
     NewEngine,
@@ -19,8 +18,9 @@ from proto.lifecycle import (
     ToSupervisor,
     WorkerReady,
 )
-from proto.model_runner_output import ModelRunnerOutput
-from proto.sockets import Link, worker_path
+from proto.messages.model_runner_output import ModelRunnerOutput
+from proto.runtime.sockets import Link, worker_path
+from proto.settings.config import GIB, CacheConfig, ParallelConfig, SchedulerConfig, ServeConfig
 from tests.fakes import lifecycle_messages
 from tests.fakes.fake_cuda import CUDA, FakeCuda
 from tests.fakes.fake_flashinfer import FakeFlashInfer
@@ -31,9 +31,10 @@ from tests.worker.test_cuda_device import SimulatedGpu
 from tests.worker.test_cuda_runner import Model, compute_by_torch
 from tests.worker.test_cuda_service import steps
 from tests.worker.test_model_runner import BLOCK
-from worker import loaded_model, runner_builder
+from worker import loaded_model
 from worker import worker as service
-from worker.device.devices import CudaDevice
+from worker.cuda import device as cuda_device
+from worker.cuda.device import CudaDevice
 from worker.worker import FromEngine
 
 LIMIT_SECONDS = 60.0
@@ -83,7 +84,7 @@ class Pair:
             with current.cuda.loading():
                 return load(*args)
 
-        def group(run_dir: str, rank: int, *_: Any) -> Any:
+        def group(*, rank: int, **_: Any) -> Any:
             return self.ranks.group(rank, current.cuda.device)
 
         def device(config: ServeConfig, rank: int) -> CudaDevice:
@@ -91,13 +92,13 @@ class Pair:
 
         monkeypatch.setattr(loaded_model, "load_model", load_model)
         monkeypatch.setattr(service, "create_device", device)
-        monkeypatch.setattr(service, "create_group", group)
+        monkeypatch.setattr(CudaDevice, "rank_group", lambda self: group)
         library = lambda: FakeFlashInfer(current.cuda.device)  # noqa: E731
-        monkeypatch.setattr(runner_builder, "Accelerator", lambda device: current.cuda.device)
-        monkeypatch.setattr(runner_builder, "load_library", library)
-        monkeypatch.setattr(runner_builder, "TritonStore", lambda: store_by_index)
-        monkeypatch.setattr(runner_builder, "TritonDraw", lambda: draw_by_torch)
-        monkeypatch.setattr(runner_builder, "TritonEdits", TorchEdits)
+        monkeypatch.setattr(cuda_device, "Accelerator", lambda device: current.cuda.device)
+        monkeypatch.setattr(cuda_device, "load_library", library)
+        monkeypatch.setattr(cuda_device, "TritonStore", lambda: store_by_index)
+        monkeypatch.setattr(cuda_device, "TritonDraw", lambda: draw_by_torch)
+        monkeypatch.setattr(cuda_device, "TritonEdits", TorchEdits)
 
     def _run(self, rank: int) -> None:
         config = ServeConfig(

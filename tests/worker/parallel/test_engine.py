@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from proto.prepared_model import PreparedModel
+from proto.messages.prepared_model import PreparedModel
 from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.ranks import LockstepRunners, Ranks

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.multiprocessing as processes
 
-from worker.device.accelerator import Accelerator
-from worker.parallel.torch_group import TorchGroup
+from worker.cuda.accelerator import Accelerator
+from worker.cuda.nccl_group import NcclGroup
 
 pytestmark = pytest.mark.gpu
 
@@ -27,7 +27,7 @@ def exchange(rank: int, run_dir: str) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     accelerator = Accelerator(device)
-    group = TorchGroup(run_dir, rank, SIZE, device, lambda: None, lambda: False)
+    group = NcclGroup(run_dir, rank, SIZE, device, lambda: None, lambda: False)
     group.join(1, "memory")
     group.join(1)
     x = torch.full((3, 64), 1.0 + rank, dtype=torch.bfloat16, device=device)

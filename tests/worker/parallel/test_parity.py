@@ -7,31 +7,25 @@ import torch
 from transformers import LlamaConfig, MixtralConfig
 
 from proto.errors import ConfigError
-from proto.prepared_model import PreparedModel
+from proto.messages.prepared_model import PreparedModel
 from tests.fakes.dense_attention import DenseAttention, logits_in_chunks
+from tests.fakes.devices import CPU
 from tests.fakes.prepared_models import prepare_checkpoint, spec_of
 from tests.fakes.ranks import Ranks
 from tests.fakes.tiny_checkpoints import CONFIGS, MIXTURES, save_tiny
 from tests.fakes.tiny_ggufs import SIZES
 from tests.worker.loader.test_formats import prepared_gguf
-from worker.kernels import Kernels
-from worker.layers.kernel_weights import BLOCK_TYPES
-from worker.loader.formats import (
-    DenseFormat,
-    Int8Format,
-    MixedFormat,
-    PackedFormat,
-    RotatedFormat,
-    WeightFormat,
-)
+from worker.cpu.formats import Int8Format, MixedFormat, PackedFormat, RotatedFormat
+from worker.cpu.kernels import Kernels
+from worker.loader.block_types import BLOCK_TYPES
+from worker.loader.formats import DenseFormat, WeightFormat
 from worker.loader.weights import load_model
 from worker.models.decoder import Decoder
+from worker.models.sharding import shard_model
 from worker.models.spec import ModelSpec
 from worker.parallel.group import RankGroup
-from worker.parallel.sharding import shard_model
 
 TOKENS = torch.randint(0, 60, (30,), generator=torch.Generator().manual_seed(7))
-CPU = torch.device("cpu")
 NEAR = 3e-4
 """Of float32 sums in another order: of qwen35moe, two chunk sizes of one rank differ by 9e-5."""
 

@@ -11,8 +11,8 @@ from worker.models.attention import AttentionSpec
 from worker.models.mlp import MlpSpec
 from worker.models.parts import divide_evenly
 from worker.models.rope import DefaultRope
+from worker.models.sharding import ModelShard, shard_model
 from worker.models.spec import LayerSpec, ModelSpec
-from worker.parallel.sharding import ModelShard, shard_model
 
 ATTENTION = AttentionSpec(
     hidden_size=576, num_heads=9, num_kv_heads=3, head_dim=64, scale=0.125, rope=DefaultRope(1e5)

@@ -11,6 +11,8 @@ import torch
 from tests.fakes.clock import FakeClock
 from tests.fakes.fake_cuda import CUDA, FakeCuda
 from tests.fakes.ranks import Ranks
+from worker.cuda import nccl_group
+from worker.cuda.nccl_group import NcclGroup
 from worker.parallel import torch_group
 from worker.parallel.group import LONG_WAIT_SECONDS, GroupLostError, RankGroup
 from worker.parallel.torch_group import TorchGroup
@@ -142,11 +144,11 @@ class FakeNcclGroup:
 def test_gathering_between_gpus_does_not_block_the_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch_group.dist, "ProcessGroupNCCL", FakeNcclGroup, raising=False)
+    monkeypatch.setattr(nccl_group.dist, "ProcessGroupNCCL", FakeNcclGroup, raising=False)
     monkeypatch.setattr(FakeNcclGroup, "waits", [])
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory(prefix="t-") as run_dir, FakeCuda() as cuda:
-        group = TorchGroup(run_dir, 0, 1, CUDA, lambda: None, lambda: False)
+        group = NcclGroup(run_dir, 0, 1, CUDA, lambda: None, lambda: False)
         group.join(1, "memory")
         group.join(1)
         _, parts = cuda.device.capture(lambda: group.gather(cuda_zeros(3)))

@@ -10,9 +10,8 @@ import pytest
 from transformers import LlamaConfig
 
 from proto import PROTOCOL_VERSION
-from proto.config import CacheConfig, ModelConfig, ParallelConfig, ServeConfig
 from proto.errors import ConfigError
-from proto.lifecycle import (
+from proto.messages.lifecycle import (
     CacheReady,
     InitializeCache,
     NewEngine,
@@ -20,11 +19,12 @@ from proto.lifecycle import (
     ToSupervisor,
     WorkerReady,
 )
-from proto.model_runner_output import ModelRunnerOutput
-from proto.prepared_model import PreparedModel
-from proto.sampling_params import SamplingParams
-from proto.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
-from proto.sockets import Link, Poller, worker_path
+from proto.messages.model_runner_output import ModelRunnerOutput
+from proto.messages.prepared_model import PreparedModel
+from proto.messages.sampling_params import SamplingParams
+from proto.messages.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from proto.runtime.sockets import Link, Poller, worker_path
+from proto.settings.config import CacheConfig, ModelConfig, ParallelConfig, ServeConfig
 from tests.fakes import lifecycle_messages
 from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.tiny_checkpoints import tiny_model

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from worker.sampling.row_params import FILTERS, RowParams, torch_columns
-from worker.sampling.torch_backend import order_keys, token_ids_of
+from worker.sampling.token_order import order_keys, token_ids_of
 
 
 def filter_by_sorting(logits: torch.Tensor, rows: npt.NDArray[np.int64], params: RowParams) -> None:

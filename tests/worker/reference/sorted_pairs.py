@@ -2,7 +2,7 @@
 
 import torch
 
-from worker.layers.triton_experts import PairBlocks
+from worker.cuda.layers.triton_experts import PairBlocks
 
 
 def sorted_pairs(

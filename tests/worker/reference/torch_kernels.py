@@ -2,11 +2,11 @@
 
 import torch
 
-from worker.attention.kv_store import Pages
-from worker.sampling.device_filters import RowFilters
-from worker.sampling.device_kernels import ANY_TOKEN, NONE, SEEN, ListedEdits, RowEditArrays
+from worker.cuda.attention.kv_store import Pages
+from worker.cuda.sampling.device_filters import RowFilters
+from worker.cuda.sampling.device_kernels import ANY_TOKEN, NONE, SEEN, ListedEdits, RowEditArrays
+from worker.reference.sampling import ROUNDS, STREAM_SAMPLE, filter_logits
 from worker.sampling.logit_edits import WORD_BITS
-from worker.sampling.torch_backend import ROUNDS, STREAM_SAMPLE, filter_logits
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -78,7 +78,7 @@ def draw_by_torch(
 def _words(
     num_tokens: int, seed: torch.Tensor, choice: torch.Tensor, position: torch.Tensor
 ) -> torch.Tensor:
-    """The random word of every token, int64 [N, num_tokens] below 2^32; see torch_backend.py."""
+    """Return the random word of every token (worker/reference/sampling.py), int64 [N, tokens]."""
     num_counters = -(-num_tokens // 4)
     c0 = torch.arange(num_counters, device=seed.device)[None, :] + torch.zeros_like(seed)[:, None]
     c1 = (position & _LOW)[:, None] + torch.zeros_like(c0)

@@ -6,12 +6,13 @@ import numpy as np
 import numpy.typing as npt
 
 from tests.worker.kernel_variants import LOADABLE, load_variant, with_each
-from worker.input_batch import InputBatch
-from worker.sampling.cpu_kernels import KernelBackend, SamplingBackend
+from worker.batch.input_batch import InputBatch
+from worker.batch.step_inputs import SampledPositions
+from worker.cpu.sampling import KernelBackend
+from worker.reference.sampling import TorchBackend
+from worker.sampling.backend import SamplingBackend
 from worker.sampling.row_params import RowParams, neutral_params
 from worker.sampling.sampler import SamplingBatch
-from worker.sampling.torch_backend import TorchBackend
-from worker.step_inputs import SampledPositions
 
 each_backend = with_each(["reference", *LOADABLE])
 

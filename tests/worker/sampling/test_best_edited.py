@@ -5,12 +5,12 @@ import random
 import pytest
 import torch
 
-from proto.logit_edits import LogitEdits
+from proto.messages.logit_edits import LogitEdits
 from tests.worker.sampling.settings import backend_of, each_backend
 from tests.worker.sampling.test_edits import grown_edits
-from worker.sampling.cpu_kernels import RowChange
+from worker.reference.sampling import TorchBackend
+from worker.sampling.backend import RowChange
 from worker.sampling.logit_edits import RowEdits, edit_logits
-from worker.sampling.torch_backend import TorchBackend
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

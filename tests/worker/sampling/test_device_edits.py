@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from proto.sampling_params import SamplingParams
-from proto.scheduler_output import (
+from proto.messages.sampling_params import SamplingParams
+from proto.messages.scheduler_output import (
     CachedRequestData,
     GrammarOutput,
     NewRequestData,
@@ -20,14 +20,14 @@ from proto.scheduler_output import (
 )
 from tests.fakes.fake_cuda import FakeCuda
 from tests.fakes.fake_device import on_host
+from tests.fakes.triton import interpret_kernels, need_triton
 from tests.worker.ahead_of_time import Kernel, compiled
 from tests.worker.reference.torch_kernels import TorchEdits, draw_by_torch
 from tests.worker.sampling.settings import last_positions
-from tests.worker.sampling.test_device_sampling import need_triton
 from tests.worker.sampling.test_edits import random_edits
-from worker.device.transfers import HostPlacement, Placement
-from worker.input_batch import InputBatch
-from worker.sampling.device_kernels import (
+from worker.batch.input_batch import InputBatch
+from worker.batch.transfers import HostTransfers
+from worker.cuda.sampling.device_kernels import (
     NONE,
     SEEN,
     ListedEdits,
@@ -35,16 +35,17 @@ from worker.sampling.device_kernels import (
     TritonEdits,
     largest_edits,
 )
-from worker.sampling.device_sampler import (
+from worker.cuda.sampling.device_sampler import (
     BatchLogitEdits,
     DeviceSampler,
     LogprobRequests,
     batch_logit_edits,
 )
+from worker.cuda.transfers import Transfers
+from worker.reference.sampling import TorchBackend
 from worker.sampling.logit_edits import apply_grammar_masks, edit_logits, grammar_masks
 from worker.sampling.logprobs import pack_logprobs
 from worker.sampling.sampler import Sampler, SamplingBatch
-from worker.sampling.torch_backend import TorchBackend
 
 NUM_ROWS = 12
 SIZES = [97, 1024, 1031, 2500]
@@ -54,8 +55,7 @@ SIZES = [97, 1024, 1031, 2500]
 def edits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> TritonEdits:
     if request.param == "torch":
         return TorchEdits()
-    need_triton()
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    interpret_kernels(monkeypatch)
     return TritonEdits()
 
 
@@ -148,7 +148,7 @@ def edited_logits(
         slots[each.edit_index] = slot
         output_counts = torch.from_numpy(each.edits.counts.counts.astype(np.int32))
         counts[slot, torch.from_numpy(each.edits.counts.ids)] = output_counts + SEEN
-    send: Placement = HostPlacement()
+    send: Transfers = HostTransfers()
     logits = logits.clone()
     kernels.add_listed(logits, ListedEdits(*send.to_device(batch_edits.listed)), last)
     rows = [batch_edits.positions, slots, batch_edits.masks, batch_edits.rules, batch_edits.words]
@@ -303,7 +303,7 @@ def test_the_kernels_compile_for_a_gpu_and_round_like_the_host() -> None:
     need_triton()
     pointers = dict.fromkeys(("rows", "slots", "masks"), "*i64")
     rows = Kernel(
-        "worker.sampling.device_kernels:_rows_kernel",
+        "sampling.edit_chunk",
         {"logits": "*fp32", "counts": "*i32", "words": "*i32"}
         | pointers
         | {"rules": "*fp32", "vocab_size": "i32", "num_words": "i32"},
@@ -311,7 +311,7 @@ def test_the_kernels_compile_for_a_gpu_and_round_like_the_host() -> None:
         {"enable_fp_fusion": False},
     )
     listed = Kernel(
-        "worker.sampling.device_kernels:_listed_kernel",
+        "sampling.add_listed",
         {"logits": "*fp32", "indices": "*i64", "values": "*fp32"}
         | dict.fromkeys(("sources", "needed", "last"), "*i64")
         | {"count": "i32"},

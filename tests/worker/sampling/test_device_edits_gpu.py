@@ -15,9 +15,9 @@ from tests.worker.sampling.test_device_edits import (
     random_params,
     step_of,
 )
-from worker.input_batch import InputBatch
-from worker.sampling.device_kernels import ListedEdits, RowEditArrays, TritonEdits
-from worker.sampling.device_sampler import batch_logit_edits
+from worker.batch.input_batch import InputBatch
+from worker.cuda.sampling.device_kernels import ListedEdits, RowEditArrays, TritonEdits
+from worker.cuda.sampling.device_sampler import batch_logit_edits
 
 pytestmark = pytest.mark.gpu
 

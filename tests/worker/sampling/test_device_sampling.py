@@ -3,7 +3,6 @@
 The kernels run in Triton's interpreter and are compiled for Hopper without a GPU.
 """
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -13,32 +12,29 @@ import torch
 
 from tests.fakes.fake_cuda import FakeCuda
 from tests.fakes.fake_device import on_host
+from tests.fakes.triton import interpret_kernels, need_triton
 from tests.worker.ahead_of_time import Kernel, compiled
 from tests.worker.reference.filters import check_kept, filter_by_sorting
 from tests.worker.reference.torch_kernels import draw_by_torch
 from tests.worker.sampling.settings import backend_of, each_backend, row_params
-from worker.device.transfers import DevicePlacement, HostPlacement
-from worker.sampling import device_filters
-from worker.sampling.device_filters import RowFilters, TritonFilters
-from worker.sampling.device_kernels import TritonDraw
-from worker.sampling.device_sampler import DeviceDraw, KeyedDraw
+from worker.batch.transfers import HostTransfers
+from worker.cuda.sampling import device_filters
+from worker.cuda.sampling.device_filters import RowFilters, TritonFilters
+from worker.cuda.sampling.device_kernels import TritonDraw
+from worker.cuda.sampling.device_sampler import DeviceDraw, KeyedDraw
+from worker.cuda.transfers import QueuedTransfers
+from worker.reference.sampling import ROUNDS, TorchBackend
 from worker.sampling.row_params import RowParams, torch_columns
-from worker.sampling.torch_backend import ROUNDS, TorchBackend, ordered_bits
+from worker.sampling.token_order import ordered_bits
 
 VOCAB_SIZE = 3001
-
-
-def need_triton() -> None:
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("triton is not installed")
 
 
 @pytest.fixture(params=["torch", "triton"])
 def draw(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> KeyedDraw:
     if request.param == "torch":
         return draw_by_torch
-    need_triton()
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    interpret_kernels(monkeypatch)
     return TritonDraw()
 
 
@@ -97,7 +93,7 @@ def test_drawn_tokens_equal_those_of_the_host(
     name: str, dtype: torch.dtype, draw: KeyedDraw
 ) -> None:
     logits, rows = logits_of(4, dtype), rows_of(4, **CASES[name])
-    found = DeviceDraw(HostPlacement(), draw).draw_tokens(logits, rows)
+    found = DeviceDraw(HostTransfers(), draw).draw_tokens(logits, rows)
     assert found.tolist() == on_the_host(logits, rows)
 
 
@@ -108,7 +104,7 @@ def test_dropped_logits_are_masked_on_request(name: str, draw: KeyedDraw) -> Non
     wanted = logits.clone()
     random = np.flatnonzero(rows["temperature"] > 0)
     filter_by_sorting(wanted, random, rows[random])
-    drawing = DeviceDraw(HostPlacement(), draw)
+    drawing = DeviceDraw(HostTransfers(), draw)
     tokens = drawing.draw_tokens(logits.clone(), rows)
     assert torch.equal(drawing.draw_tokens(logits, rows, masks_dropped=True), tokens)
     assert torch.equal(logits, wanted)
@@ -117,7 +113,7 @@ def test_dropped_logits_are_masked_on_request(name: str, draw: KeyedDraw) -> Non
 def test_a_drawn_token_does_not_depend_on_its_row(draw: KeyedDraw) -> None:
     logits, rows = logits_of(3, torch.float32), rows_of(3, top_p=0.9)
     order = np.array([2, 0])
-    sampling = DeviceDraw(HostPlacement(), draw)
+    sampling = DeviceDraw(HostTransfers(), draw)
     all_tokens = sampling.draw_tokens(logits, rows)
     assert sampling.draw_tokens(logits[order], rows[order]).tolist() == all_tokens[order].tolist()
 
@@ -126,7 +122,7 @@ def test_a_drawn_token_does_not_depend_on_its_row(draw: KeyedDraw) -> None:
 def test_drawing_does_not_wait_for_the_device(name: str) -> None:
     logits, rows = logits_of(7, torch.bfloat16), rows_of(7, **CASES[name])
     with FakeCuda() as cuda:
-        sampling = DeviceDraw(DevicePlacement(cuda.device), draw_by_torch)
+        sampling = DeviceDraw(QueuedTransfers(cuda.device), draw_by_torch)
         found = sampling.draw_tokens(cuda.device.adopt(logits), rows)
     assert cuda.device.completed == 0
     assert on_host(found).tolist() == on_the_host(logits, rows)
@@ -175,8 +171,7 @@ def filtered_case(
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    need_triton()
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    interpret_kernels(monkeypatch)
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "whole numbers", "flat, a few best"])
@@ -217,11 +212,10 @@ def test_the_cut_of_a_large_vocabulary_is_that_of_the_host(  # type: ignore[no-u
     logits, rows = filtered_case(1, 128_256, "bfloat16", temperature=1.0, top_p=0.9)
     host = logits.clone()
     backend.filter(host, np.arange(1), rows)
-    differing = (
-        (kept_tokens(logits, rows) & (logits > float("-inf"))) != (host > float("-inf"))
-    ).sum(dim=1)
-    # Sums are rounded differently.
-    assert int(differing.max()) <= 1
+    kept = kept_tokens(logits, rows) & (logits > float("-inf"))
+    differing = kept != (host > float("-inf"))
+    # Two float32 sums of 128,256 terms in different orders differ by about 1e-5.
+    assert float(logits.double().softmax(dim=1)[differing].sum()) < 1e-4
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
@@ -233,9 +227,9 @@ def test_rows_of_nan_and_infinity_end(interpreted: None) -> None:
     logits[2, 7] = float("inf")
     logits[3] = float("-inf")
     rows = rows_of(5, top_k=20, top_p=0.9)
-    found = DeviceDraw(HostPlacement(), TritonDraw()).draw_tokens(logits, rows)
+    found = DeviceDraw(HostTransfers(), TritonDraw()).draw_tokens(logits, rows)
     assert all(0 <= token < 97 for token in found.tolist())
-    one = DeviceDraw(HostPlacement(), TritonDraw()).draw_tokens(logits[4:], rows[4:])
+    one = DeviceDraw(HostTransfers(), TritonDraw()).draw_tokens(logits[4:], rows[4:])
     assert one.tolist() == found[4:].tolist() == on_the_host(logits[4:], rows[4:])
 
 
@@ -255,13 +249,13 @@ def test_the_kernel_compiles_for_a_gpu() -> None:
         "num_chunks": "i32",
     }
     cuts = {"filter_of_row": "*i64", "cuts": "*i32"}
-    maker = "worker.sampling.device_kernels:TritonDraw"
+    name = "sampling.draw_chunk"
     kernels = [
         Kernel(
-            maker,
+            name,
             signature,
             constants | {"filter_of_row": None, "cuts": None, "filtered": False},
         ),
-        Kernel(maker, signature | cuts, constants | {"filtered": True}),
+        Kernel(name, signature | cuts, constants | {"filtered": True}),
     ]
     assert ["div.rn.f32" in ptx for ptx in compiled(kernels)] == [False, True]

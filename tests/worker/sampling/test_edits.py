@@ -12,7 +12,7 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from proto.logit_edits import LogitEdits
+from proto.messages.logit_edits import LogitEdits
 from tests.worker.sampling.settings import backend_of, each_backend, sampling_rows
 from tests.worker.sampling.test_logprobs import unpack
 from worker.sampling.logit_edits import BadWords, RowEdits, TokenCounts, edit_logits

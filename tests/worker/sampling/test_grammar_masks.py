@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from proto.scheduler_output import GrammarOutput
+from proto.messages.scheduler_output import GrammarOutput
 from tests.worker.sampling.settings import backend_of, each_backend, sampling_rows
 from tests.worker.sampling.test_logprobs import unpack
 from worker.sampling.logit_edits import apply_grammar_masks, grammar_masks

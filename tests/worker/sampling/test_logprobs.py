@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from proto.engine_io import LogprobsArrays
+from proto.messages.engine_io import LogprobsArrays
 from worker.sampling import logprobs
-from worker.sampling.torch_backend import best_tokens, order_keys, token_ids_of, token_ranks
+from worker.sampling.token_order import best_tokens, order_keys, token_ids_of, token_ranks
 
 
 def unpack(arrays: LogprobsArrays) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

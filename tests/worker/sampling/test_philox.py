@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.worker.sampling.philox_words import philox, token_word
-from worker.sampling.torch_backend import gumbel_noise, philox_4x32_10, token_words
+from worker.reference.sampling import gumbel_noise, philox_4x32_10, token_words
 
 # Published with Random123 (kat_vectors, philox4x32 10): all zeros, all ones, the digits of pi.
 KNOWN_ANSWERS = [

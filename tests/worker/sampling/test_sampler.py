@@ -5,7 +5,8 @@ import torch
 
 from tests.worker.sampling.settings import backend_of, each_backend, sampling_rows
 from tests.worker.sampling.test_logprobs import unpack
-from worker.sampling.sampler import Sampler, create_sampler
+from worker.cpu.sampling import create_sampler
+from worker.sampling.sampler import Sampler
 
 VOCAB = 400
 

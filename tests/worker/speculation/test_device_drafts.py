@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from engine_core.request import Request
-from proto.prepared_model import PreparedModel
+from proto.messages.prepared_model import PreparedModel
+from tests.fakes.devices import GPU, REFERENCE
 from tests.fakes.drafts import SyntheticDrafts
 from tests.fakes.fake_cuda import CUDA, FakeCuda
 from tests.fakes.tiny_heads import head_config, head_tensors, prepare_head, save_head
@@ -34,20 +35,21 @@ from tests.worker.test_cuda_runner import (
     serve,
 )
 from tests.worker.test_model_runner import BLOCK, NUM_BLOCKS
-from worker.async_runner import Runner
-from worker.attention.reference import ReferenceAttention
-from worker.kv_cache import KVCache
+from worker.attention.kv_cache import KVCache
+from worker.cuda.sampling.draft_draw import DeviceDraftDraw
 from worker.loader.formats import DenseFormat
-from worker.memory_plan import layer_cache
-from worker.model_runner import ModelRunner, SyncModelRunner
 from worker.models.decoder import Decoder
-from worker.runner_builder import create_drafter
+from worker.plan.draft_settings import draft_cache
+from worker.plan.memory_plan import layer_cache
+from worker.reference.attention import ReferenceAttention
+from worker.reference.sampling import TorchBackend
 from worker.sampling.sampler import Sampler
-from worker.sampling.torch_backend import TorchBackend
-from worker.speculation.draft_sampler import DeviceDraftDraw, DraftDraws, HostDraw
-from worker.speculation.draft_settings import draft_cache
+from worker.speculation.draft_sampler import DraftDraws, host_draw
 from worker.speculation.drafter import DraftedModel, Drafter
+from worker.speculation.eagle import EagleDrafter
 from worker.speculation.eagle_head import load_head, read_head
+from worker.step.model_runner import ModelRunner, SyncModelRunner
+from worker.step.runner_parts import Runner
 
 pytestmark = pytest.mark.suite("rehearsal")
 
@@ -76,10 +78,14 @@ class ProposalLog(SyntheticDrafts):
         self.found: list[tuple[Request, int, list[int]]] = []
 
     def keep_proposal(
-        self, request: Request, num_asked: int, token_ids: list[int], survivals: Sequence[float]
+        self,
+        request: Request,
+        num_asked: int,
+        token_ids: list[int],
+        acceptance_probs: Sequence[float],
     ) -> None:
-        super().keep_proposal(request, num_asked, token_ids, survivals)
-        assert all(np.diff([1.0, *survivals]) <= 1e-6)
+        super().keep_proposal(request, num_asked, token_ids, acceptance_probs)
+        assert all(np.diff([1.0, *acceptance_probs]) <= 1e-6)
         self.found.append((request, request.num_output_tokens, list(token_ids)))
 
 
@@ -88,18 +94,16 @@ def with_draft_model(model: Model) -> Callable[[OnFakeCuda, Decoder], Drafter]:
 
     def make(worker: OnFakeCuda, target: Decoder) -> Drafter:
         with worker.cuda.loading():
-            draft = model.load(CUDA)
+            draft = model.load(GPU)
             layout, geometry = draft_cache(draft.spec, model.dtype)
             cache = KVCache(
-                geometry, layout, worker.cache.num_blocks, worker.cache.block_size, CUDA
+                geometry, layout, worker.cache.num_blocks, worker.cache.block_size, GPU.zeros
             )
         group = worker.cache.layout.windows.index(None)
         drafted = DraftedModel(
             worker.rows, group, target.spec.vocab_size, STEP_TOKENS, draft.spec.max_position
         )
-        builder = worker.new_builder(draft, model.dtype)
-        builder.run_largest_pass(cache, worker.rows, 12, 3)
-        return builder.build_drafter(cache, drafted, worker.progress.append)
+        return worker.build_drafter(draft, model.dtype, cache, drafted)
 
     return make
 
@@ -110,19 +114,17 @@ def with_head(method: str, folder: Path) -> Callable[[OnFakeCuda, Decoder], Draf
     def make(worker: OnFakeCuda, target: Decoder) -> Drafter:
         dtype = worker.cache.dtype
         prepared = prepare_head(folder)
-        spec = read_head(method, prepared, target.spec)
+        spec = read_head(method, prepared, target.spec, GPU)
         with worker.cuda.loading():
-            head = load_head(prepared, spec, target, dtype, CUDA, DenseFormat(dtype))
+            head = load_head(prepared, spec, target, dtype, GPU, DenseFormat(dtype))
             head.record_residuals(2 * STEP_TOKENS)
             layout, geometry = spec.cache(dtype)
             cache = KVCache(
-                geometry, layout, worker.cache.num_blocks, worker.cache.block_size, CUDA
+                geometry, layout, worker.cache.num_blocks, worker.cache.block_size, GPU.zeros
             )
         group = worker.cache.layout.windows.index(None)
         drafted = DraftedModel(worker.rows, group, spec.vocab_size, STEP_TOKENS, spec.longest)
-        builder = worker.new_builder(head, dtype)
-        builder.run_largest_pass(cache, worker.rows, 12, 3)
-        return builder.build_drafter(cache, drafted, worker.progress.append)
+        return worker.build_drafter(head, dtype, cache, drafted)
 
     return make
 
@@ -132,17 +134,18 @@ def head_on_host(
 ) -> None:
     """Give a reference runner a head, on plain torch."""
     target = runner._model
-    spec = read_head(method, prepared, target.spec)
-    device = torch.device("cpu")
-    head = load_head(prepared, spec, target, dtype, device, DenseFormat(dtype))
+    spec = read_head(method, prepared, target.spec, REFERENCE)
+    head = load_head(prepared, spec, target, dtype, REFERENCE, DenseFormat(dtype))
     head.record_residuals(2 * STEP_TOKENS)
     layout, geometry = spec.cache(dtype)
-    cache = KVCache(geometry, layout, runner.kv_cache.num_blocks, BLOCK, device)
+    cache = KVCache(geometry, layout, runner.kv_cache.num_blocks, BLOCK)
     group = runner.kv_cache.layout.windows.index(None)
     drafted = DraftedModel(runner.batch, group, spec.vocab_size, STEP_TOKENS, spec.longest)
     attention = ReferenceAttention(cache, spec.attention_shape)
-    draw = HostDraw(Sampler(TorchBackend()))
-    runner._drafter = create_drafter(head, attention, cache, draw, drafted)
+    draw = host_draw(Sampler(TorchBackend()))
+    transfers = REFERENCE.transfers()
+    runner._drafter = EagleDrafter(head, attention, cache, draw, drafted, transfers)
+    runner._drafter.warm_up()
 
 
 class Answers:
@@ -259,7 +262,7 @@ def test_survivals_on_a_device_are_those_of_the_host(cuda: FakeCuda) -> None:
         seed=np.arange(6),
     )
     draws = DraftDraws(params, [], [(1, np.array([5, 6], dtype=np.int64))])
-    host = HostDraw(Sampler(TorchBackend()))(logits.clone(), draws)
+    host = host_draw(Sampler(TorchBackend()))(logits.clone(), draws)
     with cuda.loading():
         on_device = logits.to(CUDA)
     found = DeviceDraftDraw(cuda.device, draw_by_torch)(on_device, draws)

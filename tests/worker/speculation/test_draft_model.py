@@ -15,7 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine_core.request import Request
-from proto.prepared_model import PreparedModel
+from proto.messages.prepared_model import PreparedModel
+from tests.fakes.devices import CPU, create_backend, create_sampler
 from tests.fakes.drafts import SyntheticDrafts
 from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.lookahead_runner import LOOKAHEAD, LookaheadRunner
@@ -32,20 +33,17 @@ from tests.worker.test_speculation import (
     answers_of,
     serve,
 )
-from worker.attention.registry import create_backend
-from worker.kv_cache import KVCache
+from worker.attention.kv_cache import KVCache
+from worker.host.device import PREFILL_TOKENS
 from worker.loader.formats import DenseFormat
 from worker.loader.weights import load_model
-from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
 from worker.parallel.group import RankGroup
-from worker.sampling.sampler import create_sampler
+from worker.plan.draft_settings import draft_cache
 from worker.speculation.draft_model import DraftModel
-from worker.speculation.draft_sampler import HostDraw
-from worker.speculation.draft_settings import draft_cache
+from worker.speculation.draft_sampler import host_draw
 from worker.speculation.drafter import DraftedModel
-
-CPU = torch.device("cpu")
+from worker.step.model_runner import ModelRunner
 
 
 @cache
@@ -75,12 +73,12 @@ def with_drafter(
     max_model_len: int | None = None,
 ) -> DraftModel:
     layout, geometry = draft_cache(draft.spec, kv_dtype)
-    cache = KVCache(geometry, layout, runner.kv_cache.num_blocks, BLOCK, CPU)
+    cache = KVCache(geometry, layout, runner.kv_cache.num_blocks, BLOCK)
     drafter = DraftModel(
         draft,
         create_backend("cpu", cache, draft.spec.attention_shape),
         cache,
-        HostDraw(create_sampler()),
+        host_draw(create_sampler()),
         DraftedModel(
             runner.batch,
             runner.kv_cache.layout.windows.index(None),
@@ -88,6 +86,8 @@ def with_drafter(
             step_tokens,
             max_model_len or draft.spec.max_position,
         ),
+        CPU.transfers(),
+        PREFILL_TOKENS,
     )
     drafter.warm_up()
     runner._drafter = drafter
@@ -109,14 +109,14 @@ class Reference:
         return self._logits[key]
 
     def check(
-        self, known: list[int], draft: list[int], survivals: list[float], tolerance: float
+        self, known: list[int], draft: list[int], acceptance_probs: list[float], tolerance: float
     ) -> None:
-        survival = 1.0
-        for index, (token, found) in enumerate(zip(draft, survivals, strict=True)):
+        acceptance_prob = 1.0
+        for index, (token, found) in enumerate(zip(draft, acceptance_probs, strict=True)):
             logits = self.logits(known + draft[:index])
             assert logits[token] > logits.max() - tolerance
-            survival *= float(logits.softmax(0)[token])
-            assert found == pytest.approx(survival, rel=2 * tolerance)
+            acceptance_prob *= float(logits.softmax(0)[token])
+            assert found == pytest.approx(acceptance_prob, rel=2 * tolerance)
 
 
 def tiny(name: str, folder: Path) -> Path:
@@ -194,8 +194,8 @@ def test_greedy_drafts_are_those_of_transformers(
     assert runner.num_resumed > 0 or not is_full
     assert runner.num_copied > 0
     tolerance = 1e-3 if kv_dtype == torch.float32 else 0.1
-    for _, known, proposed, survivals in runner.proposals:
-        reference.check(known, proposed, survivals, tolerance)
+    for _, known, proposed, acceptance_probs in runner.proposals:
+        reference.check(known, proposed, acceptance_probs, tolerance)
     lengths = Counter(len(proposed) for _, _, proposed, _ in runner.proposals)
     assert lengths.total() > 50
     assert lengths[LOOKAHEAD] > 0
@@ -214,14 +214,14 @@ def test_drafts_of_the_same_model_are_accepted_with_any_parameters(
     engine.runner = runner  # type: ignore[assignment]
     requests = {each.seq_id: each for each in serve(engine)}
     found = Counter[int]()
-    for seq_id, known, proposed, survivals in runner.proposals:
+    for seq_id, known, proposed, acceptance_probs in runner.proposals:
         request = requests[seq_id]
         answer = setup.answers[request.request_id, request.choice]
         rest = answer[len(known) - request.num_prompt_tokens :]
         assert proposed[: len(rest)] == rest[: len(proposed)]
         stops = request.sampling_params.stop_ids
         assert not stops & set(proposed[:-1])
-        assert all(np.diff([1.0, *survivals]) <= 0)
+        assert all(np.diff([1.0, *acceptance_probs]) <= 0)
         found[request.request_id] += min(len(rest), len(proposed))
     assert len(found) == len(PARAMS)
     assert min(found.values()) > 3
@@ -233,11 +233,13 @@ def test_a_draft_ends_where_its_survival_is_too_low(
     lengths = {}
     for least in (0.0, 0.02, 1.1):
         engine = setups["llama"].harness()
-        runner = LookaheadRunner(engine.runner, min_survival=least)  # type: ignore[arg-type]
+        runner = LookaheadRunner(engine.runner, min_acceptance_prob=least)  # type: ignore[arg-type]
         with_drafter(runner.runner, load(folders["qwen3"]))
         engine.runner = runner  # type: ignore[assignment]
         serve_greedy(engine)
-        assert all(each >= least for *_, survivals in runner.proposals for each in survivals)
+        assert all(
+            each >= least for *_, acceptance_probs in runner.proposals for each in acceptance_probs
+        )
         lengths[least] = sum(len(proposed) for _, _, proposed, _ in runner.proposals)
     assert lengths[0.0] > lengths[0.02] > lengths[1.1] == 0
 
@@ -263,8 +265,8 @@ def test_a_long_prompt_is_computed_in_several_passes(
     engine.run()
     assert max(max(rows) for rows in runner.pass_rows if rows) == 20
     reference = Reference(folders["qwen3"])
-    for _, known, proposed, survivals in runner.proposals:
-        reference.check(known, proposed, survivals, 1e-3)
+    for _, known, proposed, acceptance_probs in runner.proposals:
+        reference.check(known, proposed, acceptance_probs, 1e-3)
     first = {}
     for seq_id, known, *_ in runner.proposals:
         first.setdefault(seq_id, len(known))

@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 
 from proto.codec import changed
-from proto.config import ServeConfig
 from proto.errors import ConfigError
-from proto.prepared_model import PreparedModel
+from proto.messages.prepared_model import PreparedModel
+from proto.settings.config import ServeConfig
 from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.tiny_checkpoints import save_tiny
 from tests.worker.test_cuda_device import device_of
 from tests.worker.test_memory_plan import config_of, cpu_of
 from worker.loaded_model import load
-from worker.memory_plan import plan_memory
-from worker.memory_refusal import refusal
 from worker.parallel.group import RankGroup
+from worker.plan.draft_settings import require_draft_model
+from worker.plan.memory_plan import plan_memory
+from worker.plan.memory_refusal import refusal
 from worker.speculation.draft_model import TOKEN_BYTES
-from worker.speculation.draft_settings import require_draft_model
 
 TOKENS = {f"t{number}": number for number in range(96)}
 
@@ -71,6 +71,13 @@ def test_models_of_other_families_can_draft(
         ("llama", "qwen3", (), {"max_model_len": 129}, "max_model_len 129 is more than the 128"),
         ("llama", "qwen3", ("--runner", "pooling"), {}, "its outputs are pooled"),
         ("llama", "qwen3", (), {"method": "eagle"}, "a head has one layer"),
+        (
+            "llama",
+            "qwen3",
+            ("--model-impl", "transformers"),
+            {"method": "eagle"},
+            "runs on transformers' code, which has no heads",
+        ),
         ("qwen3next", "llama", (), {}, "the states of Qwen3Next"),
         ("llama", "qwen3next", (), {}, "layers with a recurrent state"),
         ("mistral-window", "llama", (), {}, "all layers of mistral-window have windows"),

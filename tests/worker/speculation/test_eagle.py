@@ -19,13 +19,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from proto import PROTOCOL_VERSION
-from proto.config import ModelConfig, ServeConfig, SpeculationConfig
 from proto.errors import ConfigError
-from proto.faults import FaultInjector
-from proto.lifecycle import InitializeCache
-from proto.prepared_model import PreparedModel
-from proto.sampling_params import SamplingParams
-from proto.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from proto.messages.lifecycle import InitializeCache
+from proto.messages.prepared_model import PreparedModel
+from proto.messages.sampling_params import SamplingParams
+from proto.messages.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from proto.runtime.faults import FaultInjector
+from proto.settings.config import ModelConfig, ServeConfig, SpeculationConfig
+from tests.fakes.devices import CPU, create_backend, create_sampler
 from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.events import num_cached_tokens
 from tests.fakes.lookahead_runner import LOOKAHEAD, LookaheadRunner
@@ -43,25 +44,22 @@ from tests.worker.test_speculation import (
     answers_of,
     serve,
 )
-from worker.attention.registry import create_backend
-from worker.device.devices import create_device
-from worker.kv_cache import KVCache
+from worker.attention.kv_cache import KVCache
+from worker.create_device import create_device
 from worker.loaded_model import load as worker_load
 from worker.loader.formats import DenseFormat
 from worker.loader.weights import load_model
-from worker.memory_plan import plan_memory
-from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
 from worker.parallel.group import RankGroup
+from worker.plan.draft_settings import require_draft_model
+from worker.plan.memory_plan import plan_memory
 from worker.runner_builder import RunnerBuilder
-from worker.sampling.sampler import create_sampler
-from worker.speculation.draft_sampler import HostDraw
-from worker.speculation.draft_settings import require_draft_model
+from worker.speculation.draft_sampler import host_draw
 from worker.speculation.drafter import DraftedModel
 from worker.speculation.eagle import EagleDrafter
 from worker.speculation.eagle_head import load_head, read_head
+from worker.step.model_runner import ModelRunner
 
-CPU = torch.device("cpu")
 TARGETS = ("llama", "gemma3", "qwen2")
 
 
@@ -98,17 +96,17 @@ class HeadReference:
 
     @torch.inference_mode()
     def check(
-        self, known: list[int], draft: list[int], survivals: list[float], tolerance: float
+        self, known: list[int], draft: list[int], acceptance_probs: list[float], tolerance: float
     ) -> None:
         """Compare a greedy draft after known tokens."""
         features = self._features(known[:-1])
-        tokens, survival = list(known[1:]), 1.0
-        for token, found in zip(draft, survivals, strict=True):
+        tokens, acceptance_prob = list(known[1:]), 1.0
+        for token, found in zip(draft, acceptance_probs, strict=True):
             state = self._forward(torch.tensor(tokens), features)[-1:]
             logits = self._logits(state)[0].double()
             assert logits[token] > logits.max() - tolerance
-            survival *= float(logits.softmax(0)[token])
-            assert found == pytest.approx(survival, rel=5 * tolerance)
+            acceptance_prob *= float(logits.softmax(0)[token])
+            assert found == pytest.approx(acceptance_prob, rel=5 * tolerance)
             tokens.append(token)
             features = torch.cat((features, state))
 
@@ -181,16 +179,16 @@ class HeadReference:
 def with_head(runner: ModelRunner, method: str, prepared: PreparedModel) -> EagleDrafter:
     """Give a runner a head, whole."""
     target = runner._model
-    spec = read_head(method, prepared, target.spec)
+    spec = read_head(method, prepared, target.spec, CPU)
     head = load_head(prepared, spec, target, torch.float32, CPU, DenseFormat(torch.float32))
     head.record_residuals(STEP_TOKENS)
     layout, geometry = spec.cache(torch.float32)
-    cache = KVCache(geometry, layout, runner.kv_cache.num_blocks, BLOCK, CPU)
+    cache = KVCache(geometry, layout, runner.kv_cache.num_blocks, BLOCK)
     drafter = EagleDrafter(
         head,
         create_backend("cpu", cache, spec.attention_shape),
         cache,
-        HostDraw(create_sampler()),
+        host_draw(create_sampler()),
         DraftedModel(
             runner.batch,
             runner.kv_cache.layout.windows.index(None),
@@ -198,6 +196,7 @@ def with_head(runner: ModelRunner, method: str, prepared: PreparedModel) -> Eagl
             STEP_TOKENS,
             spec.longest,
         ),
+        CPU.transfers(),
     )
     drafter.warm_up()
     runner._drafter = drafter
@@ -289,8 +288,8 @@ def test_greedy_drafts_are_those_of_the_published_arithmetic(
     assert any(num_cached_tokens(outputs[0]) for outputs in engine.outputs.values())
     residuals = (2, 1, 2) if "eagle_config" in changes else (2, 1, 0)
     reference = HeadReference(folder, head, config, residuals)
-    for _, known, proposed, survivals in reversed(runner.proposals):
-        reference.check(known, proposed, survivals, 1e-3)
+    for _, known, proposed, acceptance_probs in reversed(runner.proposals):
+        reference.check(known, proposed, acceptance_probs, 1e-3)
     lengths = Counter(len(proposed) for _, _, proposed, _ in runner.proposals)
     assert min(lengths[1], lengths[2], lengths[3]) > 10
 
@@ -311,12 +310,12 @@ def test_drafts_follow_the_parameters_of_a_request(
         requests = {each.seq_id: each for each in serve(engine)}
         assert answers_of(engine, list(requests.values())) == expected
         found = Counter[int]()
-        for seq_id, _, proposed, survivals in runner.proposals:
+        for seq_id, _, proposed, acceptance_probs in runner.proposals:
             params = requests[seq_id].sampling_params
             assert not params.stop_ids & set(proposed[:-1])
             if params.edits is not None and params.edits.allowed_token_ids:
                 assert set(proposed) <= {3, 4, 5}
-            assert all(np.diff([1.0, *survivals]) <= 0)
+            assert all(np.diff([1.0, *acceptance_probs]) <= 0)
             found[requests[seq_id].request_id] += len(proposed)
         assert len(found) == len(PARAMS)
         assert min(found.values()) > 3
@@ -526,9 +525,9 @@ def test_a_cached_prefix_has_the_kv_of_the_head(
             )
     assert [seq_id for seq_id, *_ in runner.proposals] == [0, 1, 2]
     reference = HeadReference(folder, head, config)
-    for _, known, proposed, survivals in runner.proposals:
+    for _, known, proposed, acceptance_probs in runner.proposals:
         assert len(proposed) == LOOKAHEAD
-        reference.check(known, proposed, survivals, 1e-3)
+        reference.check(known, proposed, acceptance_probs, 1e-3)
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
@@ -558,7 +557,7 @@ def test_a_worker_plans_loads_and_runs_a_head(
     fault_injector = FaultInjector.of((), "worker", 0, 0)
     builder = RunnerBuilder(config, loaded, fault_injector, print)
     message = InitializeCache(PROTOCOL_VERSION, 1, NUM_BLOCKS, BLOCK, 128)
-    runner = LookaheadRunner(builder.build_on_host(message))
+    runner = LookaheadRunner(CPU.model_runner(builder.parts(message)))
     setup = Setup(loaded.model, torch.float32, returns_experts=False)
     engine = setup.harness(enable_prefix_caching=False)
     engine.runner = runner  # type: ignore[assignment]
@@ -566,5 +565,5 @@ def test_a_worker_plans_loads_and_runs_a_head(
     engine.run()
     reference = HeadReference(folder, head, reference_config)
     assert len(runner.proposals) > 2
-    for _, known, proposed, survivals in runner.proposals:
-        reference.check(known, proposed, survivals, 1e-3)
+    for _, known, proposed, acceptance_probs in runner.proposals:
+        reference.check(known, proposed, acceptance_probs, 1e-3)

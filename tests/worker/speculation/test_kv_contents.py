@@ -5,9 +5,9 @@ import random
 import numpy as np
 import pytest
 
-from proto.sampling_params import SamplingParams
-from proto.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
-from worker.input_batch import InputBatch
+from proto.messages.sampling_params import SamplingParams
+from proto.messages.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from worker.batch.input_batch import InputBatch
 from worker.speculation.draft_model import KVContents
 
 BLOCK, NUM_BLOCKS, NUM_ROWS, MAX_LEN = 4, 40, 4, 40
@@ -53,7 +53,7 @@ class Rows:
             block_ids=[sorted(blocks) if self.dice.random() < 0.8 else blocks],
             num_computed_tokens=0,
             num_scheduled_tokens=len(prompt),
-            salt_key=self.dice.choice((0, 0, 7)),
+            extra_key=self.dice.choice((0, 0, 7)),
         )
         self.apply([request], [])
         self.running.append(self.next_id)
@@ -97,7 +97,7 @@ class Rows:
     def content(self, row: int, num_tokens: int) -> tuple[int, ...]:
         """Return the salt and the first tokens of a row."""
         tokens = self.batch.token_ids[row, :num_tokens].tolist()
-        return int(self.batch.salt_keys[row]), *tokens
+        return int(self.batch.extra_keys[row]), *tokens
 
     def copy(self) -> None:
         source, target = self.dice.sample(range(1, NUM_BLOCKS), 2)

@@ -7,7 +7,7 @@
 
 extern "C" {
 
-// One step. Arrays as in worker/attention/base.py, counts in elements.
+// One step. Arrays as in worker/attention/backend.py, counts in elements.
 struct TokendAttentionStep {
     int64_t num_seqs;
     int64_t num_tokens;

@@ -49,7 +49,7 @@ inline void round_row(int64_t dtype, int64_t head_dim, float* row) {
     });
 }
 
-// Dimension i is rotated together with i + head_dim / 2 (worker/layers/rotary.py).
+// Dimension i is rotated together with i + head_dim / 2 (worker/models/rotary.py).
 //   rotation  | cosines | sines |
 template <int N>
 inline void rotate_halves(const float* __restrict rotation, int64_t half, float* __restrict row) {

@@ -1,4 +1,4 @@
-// Element types by their numbers in the C interfaces: DTYPE_CODES of worker/kernels.py.
+// Element types by their numbers in the C interfaces: DTYPE_CODES of worker/cpu/kernels.py.
 #pragma once
 
 #include <cstdint>

@@ -11,17 +11,12 @@
 
 #include <cmath>
 
-#include "common/row_vectors.h"
 #include "common/team.h"
+#include "layers/recurrence_parts.h"
 
 namespace tokend {
 namespace {
 
-constexpr int N = ROW_LANES;
-constexpr int TILE = TOKEND_DELTA_TILE;
-constexpr int VECTORS = TILE / N;
-// Below this many elements of states, waking other threads costs more than it saves.
-constexpr int64_t PARALLEL_ELEMENTS = 1 << 14;
 constexpr double HEAD_EPS = 1e-6;
 
 struct Sizes {
@@ -54,51 +49,7 @@ struct Token {
     float *query, *key, *value, *decay, *strength, *product;
 };
 
-template <class T>
-TOKEND_INLINE F<N> load_part(const T* from, int64_t count) {
-    return count >= N ? load<N>(from) : load_some<N>(from, count, 0.0f);
-}
-
-template <class T>
-TOKEND_INLINE void store_part(T* to, int64_t count, F<N> value) {
-    count >= N ? store<N>(to, value) : store_some<N>(to, count, value);
-}
-
 // ---- convolution, norms of heads, gates ---------------------------------------
-
-// The convolution and silu of channels [first, first + size) of a token. `before` is the number of
-// tokens of this sequence before it in this step; older inputs are in `window`, null for zeros.
-template <class T>
-TOKEND_FLATTEN void convolve(
-    const TokendDeltaRule& layer, const Sizes& sizes, const T* row, int64_t row_stride, int64_t before,
-    const float* window, int64_t first, int64_t size, float* out
-) {
-    const int64_t taps = layer.num_taps;
-    for (int64_t at = 0; at < size; at += N) {
-        const int64_t channel = first + at, count = std::min<int64_t>(N, size - at);
-        F<N> sum{};
-        for (int64_t tap = 0; tap < taps; tap++) {
-            const int64_t back = taps - 1 - tap;
-            F<N> input{};
-            if (back <= before) {
-                input = load_part(row - back * row_stride + channel, count);
-            } else if (window) {
-                input = load_part(window + (tap + before) * sizes.channels + channel, count);
-            }
-            sum = multiply_add<N>(input, load_part(layer.taps + tap * sizes.channels + channel, count), sum);
-        }
-        store_part(out + at, count, sum * sigmoid<N>(sum));
-    }
-}
-
-TOKEND_FLATTEN float dot(const float* a, const float* b, int64_t size) {
-    F<N> sum{};
-    for (int64_t at = 0; at < size; at += N) {
-        const int64_t count = std::min<int64_t>(N, size - at);
-        sum = multiply_add<N>(load_part(a + at, count), load_part(b + at, count), sum);
-    }
-    return sum_lanes<N>(sum);
-}
 
 TOKEND_FLATTEN void scale(float* x, int64_t size, float factor) {
     for (int64_t at = 0; at < size; at += N) {
@@ -111,23 +62,17 @@ float inverse_norm(const float* x, int64_t size) {
     return float(1.0 / std::sqrt(double(dot(x, x, size)) + HEAD_EPS));
 }
 
-double softplus(double x) { return x > 20.0 ? x : std::log1p(std::exp(x)); }
-
-template <class T>
-float element(const T* from) {
-    return load_some<N>(from, 1, 0.0f)[0];
-}
-
 // Everything of a token and a key head that needs no matrix.
 template <class T>
 void prepare_head(
-    const TokendDeltaRule& layer, const Sizes& sizes, const TokendDeltaRun& run, int64_t token,
+    const TokendDeltaRule& layer, const Sizes& sizes, const TokendRecurrenceRun& run, int64_t token,
     int64_t before, const float* window, int64_t head, const Token& to
 ) {
     const T* row = static_cast<const T*>(run.rows) + token * run.row_stride;
     const int64_t size = layer.key_size, shift = head * size;
+    const Taps taps{layer.num_taps, sizes.channels, layer.taps, nullptr};
     const auto convolved = [&](int64_t first, int64_t count, float* out) {
-        convolve(layer, sizes, row, run.row_stride, before, window, first, count, out);
+        convolve<true>(taps, row, run.row_stride, before, window, first, count, out);
     };
     float *query = to.query + shift, *key = to.key + shift;
     convolved(shift, size, query);
@@ -217,7 +162,7 @@ TOKEND_FLATTEN Products update(
 // The tokens [first, end) of a sequence for one tile of one value head. Outputs take the place of
 // values.
 TOKEND_FLATTEN void run_tile(
-    const TokendDeltaRule& layer, const Sizes& sizes, const TokendDeltaRun& run, int64_t sequence, int64_t head,
+    const TokendDeltaRule& layer, const Sizes& sizes, const TokendRecurrenceRun& run, int64_t sequence, int64_t head,
     int64_t tile, const float* zeros
 ) {
     float* scratch = static_cast<float*>(run.scratch);
@@ -263,43 +208,7 @@ TOKEND_FLATTEN void run_tile(
     }
 }
 
-// ---- window and output --------------------------------------------------------
-
-// The windows that a sequence writes, for channels [first, end). The window after a write follows from
-// that after the write before:
-//
-//   before    | i j k |        three tokens later    | x y z |      one later    | j k x |
-template <class T>
-void write_windows(
-    const TokendDeltaRule& layer, const Sizes& sizes, const TokendDeltaRun& run, int64_t sequence, int64_t first,
-    int64_t end
-) {
-    const T* rows = static_cast<const T*>(run.rows);
-    float* const windows = run.states + sizes.matrices;
-    const int64_t length = layer.num_taps - 1;
-    const int32_t source = run.sources[sequence];
-    const float* from = source < 0 ? nullptr : windows + source * run.slot_stride;
-    int64_t done = run.query_start[sequence];
-    for (int64_t write = run.write_start[sequence]; write < run.write_start[sequence + 1]; write++) {
-        const int64_t until = run.write_ends[write], passed = until - done;
-        float* to = windows + run.write_slots[write] * run.slot_stride;
-        for (int64_t i = 0; i < length; i++) {
-            float* out = to + i * sizes.channels;
-            if (i + passed < length) {
-                const float* kept = from ? from + (i + passed) * sizes.channels : nullptr;
-                for (int64_t channel = first; channel < end; channel++) out[channel] = kept ? kept[channel] : 0.0f;
-            } else {
-                const T* row = rows + (until - length + i) * run.row_stride;
-                for (int64_t channel = first; channel < end; channel += N) {
-                    const int64_t count = std::min<int64_t>(N, end - channel);
-                    store_part(out + channel, count, load_part(row + channel, count));
-                }
-            }
-        }
-        from = to;
-        done = until;
-    }
-}
+// ---- output -------------------------------------------------------------------
 
 // out = norm(o) * silu(z) of one head.
 template <class T>
@@ -314,13 +223,8 @@ TOKEND_FLATTEN void gate_head(const TokendDeltaRule& layer, const float* o, cons
     }
 }
 
-// Tokens of a step by sequence: the sequence of a token.
-int64_t sequence_of(const TokendDeltaRun& run, int64_t token) {
-    return std::upper_bound(run.query_start, run.query_start + run.num_seqs + 1, token) - run.query_start - 1;
-}
-
 template <class T>
-void run_layer(const TokendDeltaRule& layer, const TokendDeltaRun& run) {
+void run_layer(const TokendDeltaRule& layer, const TokendRecurrenceRun& run) {
     const Sizes sizes(layer);
     float* scratch = static_cast<float*>(run.scratch);
     float* zeros = scratch + run.num_tokens * sizes.token;
@@ -347,7 +251,10 @@ void run_layer(const TokendDeltaRule& layer, const TokendDeltaRun& run) {
 #pragma omp for schedule(static)
         for (int64_t index = 0; index < run.num_seqs * spans; index++) {
             const int64_t first = index % spans * SPAN;
-            write_windows<T>(layer, sizes, run, index / spans, first, std::min(first + SPAN, sizes.channels));
+            write_windows(
+                run, static_cast<const T*>(run.rows), run.row_stride, sizes.matrices, layer.num_taps - 1, sizes.channels,
+                index / spans, first, std::min(first + SPAN, sizes.channels)
+            );
         }
 #pragma omp for schedule(static) nowait
         for (int64_t index = 0; index < run.num_tokens * heads; index++) {
@@ -374,7 +281,7 @@ extern "C" int64_t tokend_delta_bytes(const TokendDeltaRule* layer, int64_t num_
     return (num_tokens * sizes.token + sizes.tile) * int64_t(sizeof(float));
 }
 
-extern "C" void tokend_delta_run(const TokendDeltaRule* layer, const TokendDeltaRun* run) {
+extern "C" void tokend_delta_run(const TokendDeltaRule* layer, const TokendRecurrenceRun* run) {
     tokend::with_type(run->dtype, [&](auto* type) {
         tokend::run_layer<std::remove_pointer_t<decltype(type)>>(*layer, *run);
     });

@@ -5,23 +5,22 @@
 //
 //   S_t = a S_t-1 + k (b (v - a S_t-1^T k))^T        o_t = S_t^T q
 //
-// A sequence is computed in float32, token after token, and apart from the other sequences, so the results do
-// not depend on how a sequence is cut into steps.
+// rows of a run: | q k v, before the convolution | z | of each token: all channels, all values.
+// gates: | b | a | of each token, num_value_heads numbers each. log a of the token is
+// decay * softplus(a + time_bias); its strength is sigmoid(b).
+// out: [num_tokens, num_value_heads * value_size], norm(o) * silu(z).
 //
 // The state of a layer in one slot, floats:
 //
-//   matrices   [value head, column tile, key_size, TOKEND_DELTA_TILE]    columns: value_size, padded
+//   matrices   [value head, column tile, key_size, TOKEND_STATE_TILE]    columns: value_size, padded
 //   window     [num_taps - 1, channels]                                 the last inputs, oldest first
 #pragma once
 
 #include <cstdint>
 
-#include "common/dtype.h"
+#include "layers/recurrence.h"
 
 extern "C" {
-
-// Columns of a matrix that lie together: a tile of 128 rows fits the first cache.
-enum : int64_t { TOKEND_DELTA_TILE = 32 };
 
 // One layer. Channels of the convolution are queries, keys and values: [ q | k | v ], heads in order.
 // n value heads read a key head: heads h * n … h * n + n - 1 read key head h or, if is_tiled, each head
@@ -40,38 +39,11 @@ struct TokendDeltaRule {
     double norm_eps;
 };
 
-// One step of one layer. Sequence s has the tokens query_start[s] … query_start[s + 1] - 1; it begins
-// with the state in slot sources[s], with zeros if that is negative, and writes its state after
-// token write_ends[w] - 1 to slot write_slots[w], for w in write_start[s] … write_start[s + 1] - 1, in
-// order; the last of them after its last token. A slot that is written may be the one that is read,
-// but not one that another sequence of the step reads or writes.
-struct TokendDeltaRun {
-    int64_t dtype;  // of rows, gates and out
-    int64_t num_seqs;
-    int64_t num_tokens;
-    int64_t row_stride;  // elements from one token of rows to the next
-    int64_t gate_stride;
-    // | q k v, before the convolution | z | of each token: all channels, all values.
-    const void* rows;
-    // | b | a | of each token, num_value_heads numbers each. log a of the token is
-    // decay * softplus(a + time_bias); its strength is sigmoid(b).
-    const void* gates;
-    const int32_t* query_start;
-    const int32_t* sources;
-    const int32_t* write_start;
-    const int32_t* write_ends;
-    const int32_t* write_slots;
-    float* states;        // of this layer in slot 0
-    int64_t slot_stride;  // floats
-    void* scratch;        // tokend_delta_bytes
-    void* out;            // [num_tokens, num_value_heads * value_size]: norm(o) * silu(z)
-};
-
 // Floats of the state of a layer.
 __attribute__((visibility("default"))) int64_t tokend_delta_state(const TokendDeltaRule* layer);
 
 // Bytes of scratch memory for a step.
 __attribute__((visibility("default"))) int64_t tokend_delta_bytes(const TokendDeltaRule* layer, int64_t num_tokens);
 
-__attribute__((visibility("default"))) void tokend_delta_run(const TokendDeltaRule* layer, const TokendDeltaRun* run);
+__attribute__((visibility("default"))) void tokend_delta_run(const TokendDeltaRule* layer, const TokendRecurrenceRun* run);
 }

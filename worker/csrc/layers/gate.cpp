@@ -1,7 +1,7 @@
 // The activation of the MLP: silu or GELU of one half of a row, times the other half; or of the
 // whole row, without a gate.
 //
-// All functions but the exact GELU and the sigmoid itself are x * sigmoid(y): y = x for silu, 0.5 (1 + tanh u) = sigmoid(2 u)
+// All functions but the exact GELU, the squared ReLU and the sigmoid itself are x * sigmoid(y): y = x for silu, 0.5 (1 + tanh u) = sigmoid(2 u)
 // for GELU in its tanh form, and
 // y = 1.702 x for the clamped SwiGLU of gpt-oss (OpenAI, gpt-oss model card, section 2.3).
 #include "common/row_vectors.h"
@@ -41,6 +41,10 @@ TOKEND_INLINE F<N> activated(F<N> x) {
     if constexpr (KIND == TOKEND_SILU) return x * sigmoid<N>(x);
     if constexpr (KIND == TOKEND_SIGMOID_GATE) return sigmoid<N>(x);
     if constexpr (KIND == TOKEND_GELU) return x * normal_cdf(x);
+    if constexpr (KIND == TOKEND_RELU_SQUARED) {
+        const F<N> positive = x < F<N>{} ? F<N>{} : x;  // NaN stays NaN
+        return positive * positive;
+    }
     if constexpr (KIND == TOKEND_SWIGLU_OAI) {
         const F<N> clamped = at_most_limit(x);
         return clamped * sigmoid<N>(1.702f * clamped);
@@ -96,6 +100,7 @@ void with_kind(int64_t dtype, int64_t kind, Body body) {
             case TOKEND_GELU_TANH: return body(type, std::integral_constant<int64_t, TOKEND_GELU_TANH>());
             case TOKEND_SWIGLU_OAI: return body(type, std::integral_constant<int64_t, TOKEND_SWIGLU_OAI>());
             case TOKEND_SIGMOID_GATE: return body(type, std::integral_constant<int64_t, TOKEND_SIGMOID_GATE>());
+            case TOKEND_RELU_SQUARED: return body(type, std::integral_constant<int64_t, TOKEND_RELU_SQUARED>());
             case TOKEND_GELU: return body(type, std::integral_constant<int64_t, TOKEND_GELU>());
         }
     });

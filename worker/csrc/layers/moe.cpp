@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <vector>
 
 #include "common/row_vectors.h"
 #include "layers/row_parts.h"
@@ -121,12 +122,28 @@ class MoeTeam {
 #pragma omp barrier
         multiply(&TokendExpert::gate_up, &Lane::input, &Lane::gate_up, run_.dtype);
 #pragma omp barrier
-        each(pairs, [&](int64_t pair) { gate(*moe_.experts, space_.routed, pair); });
-        if (moe_.shared_size) each_row([&](int64_t row) { gate(moe_.shared, space_.shared, row); });
+        each(pairs, [&](int64_t pair) {
+            if (run_.adapters) {
+                const int64_t* ends = space_.first_pair + 1;
+                const int64_t expert = std::upper_bound(ends, ends + num_experts(), pair) - ends;
+                adapt_gate_up(moe_.experts[expert], space_.routed, pair, space_.row_of[pair]);
+            }
+            gate(*moe_.experts, space_.routed, pair);
+        });
+        if (moe_.shared_size)
+            each_row([&](int64_t row) {
+                if (run_.adapters) adapt_gate_up(moe_.shared, space_.shared, row, row);
+                gate(moe_.shared, space_.shared, row);
+            });
 #pragma omp barrier
         multiply(&TokendExpert::down, &Lane::inner, &Lane::output, TOKEND_FLOAT32);
 #pragma omp barrier
-        with_type(run_.dtype, [&]<class T>(T*) { each_row([&](int64_t row) { add<T>(row); }); });
+        with_type(run_.dtype, [&]<class T>(T*) {
+            each_row([&](int64_t row) {
+                if (run_.adapters) adapt_outputs(row);
+                add<T>(row);
+            });
+        });
     }
 
   private:
@@ -283,6 +300,31 @@ class MoeTeam {
             prepare_row(expert.down, lane, lane.inner_size, lane_row, lane.inner.row(lane_row));
     }
 
+    // Adds the adapter of a row to the first products of an expert.
+    void adapt_gate_up(const TokendExpert& expert, const Lane& lane, int64_t lane_row, int64_t row) {
+        if (expert.gate_up.product < 0) return;
+        add_row(*run_.adapters, expert.gate_up.product, row, run_.dtype, input(row), run_.dtype,
+                lane.gate_up.row(lane_row), reduced());
+    }
+
+    // The same of the outputs of all experts of a row.
+    void adapt_outputs(int64_t row) {
+        const auto adapt = [&](const TokendExpert& expert, const Lane& lane, int64_t lane_row) {
+            if (expert.down.product < 0) return;
+            add_row(*run_.adapters, expert.down.product, row, run_.dtype, lane.inner.row(lane_row), TOKEND_FLOAT32,
+                    lane.output.row(lane_row), reduced());
+        };
+        for (int64_t at = row * router_.top_k; at < (row + 1) * router_.top_k; at++)
+            if (space_.pair_of[at] >= 0)
+                adapt(moe_.experts[space_.chosen[at] - moe_.first_expert], space_.routed, space_.pair_of[at]);
+        if (moe_.shared_size) adapt(moe_.shared, space_.shared, row);
+    }
+
+    float* reduced() {
+        reduced_.resize(size_t(run_.adapters->max_rank));
+        return reduced_.data();
+    }
+
     // Calls body with each expert that has rows: body(expert, lane, first row, number of rows).
     template <class Body>
     void each_group(Body body) {
@@ -378,6 +420,7 @@ class MoeTeam {
     const TokendRouter& router_;
     const TokendMoeRun& run_;
     const MoeSpace& space_;
+    std::vector<float> reduced_;
 };
 
 }  // namespace

@@ -37,7 +37,7 @@ struct TokendExpert {
 };
 
 // Threads of one group are bound to one memory node, where their range of every weight lies
-// (worker/memory_nodes.py), and share the work on these ranges evenly.
+// (worker/host/memory_nodes.py), and share the work on these ranges evenly.
 //
 // Products of all experts have weights of one format for gate_up and one for down, each with
 // kernels of one library; those of the shared experts may have others.
@@ -66,6 +66,7 @@ struct TokendMoeRun {
     int64_t adds;   // 1: adds to what the output holds, rounded once
     void* scratch;  // tokend_moe_bytes, aligned to 64
     int32_t* chosen;  // receives the experts of each row, best first, [num_rows, top_k]; or null
+    const TokendStepAdapters* adapters;  // of the rows; or null
 };
 
 // Returns the bytes of scratch memory for a run of `num_rows` rows.

@@ -5,7 +5,7 @@
 //   x   | row row row | gap | row row row | gap | …     group_size = 3
 //
 // so that the heads of a token, a slice of a wider row, need not be copied first. dtype is
-// a TokendDType of attention.h; weights are float32 whatever it is; sums are in float32.
+// a TokendDType of attention.h; weights are always float32; sums are in float32.
 #pragma once
 
 #include <cstdint>
@@ -45,7 +45,8 @@ enum TokendGateKind : int64_t {
     TOKEND_GELU_TANH = 1,
     TOKEND_SWIGLU_OAI = 2,
     TOKEND_GELU = 3,
-    TOKEND_SIGMOID_GATE = 4
+    TOKEND_SIGMOID_GATE = 4,
+    TOKEND_RELU_SQUARED = 5
 };
 
 struct TokendGateCall {

@@ -7,6 +7,8 @@
 //   norm | round | product | attention | round | product | norm | round | product | gate | round | product
 //        ^ same rows: no wait           ^ the same                ^                     ^
 //
+// Adapters of rows add to a product after it, from inputs that are reduced before it (adapters.h).
+//
 // Latent attention has products of its own before and after it, some with a weight for each head.
 #include "common/team.h"
 #include "layers/moe.h"
@@ -19,7 +21,9 @@
 #include <time.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
+#include <vector>
 
 
 namespace tokend {
@@ -174,6 +178,20 @@ class Layers {
         }
     }
 
+    // Waits until another thread has loaded the KV that a layer reads. Cores are left to that thread.
+    void await_load(int64_t index) const {
+        if (!run_.progress) return;
+        const timespec pause = {0, 50'000};
+        while (std::atomic_ref(run_.progress->loaded).load(std::memory_order_acquire) <= index)
+            nanosleep(&pause, nullptr);
+    }
+
+    // Publishes that K and V of a layer are written. All threads have waited for one another after its attention.
+    void note_computed(int64_t index) const {
+        if (run_.progress && omp_get_thread_num() == 0)
+            std::atomic_ref(run_.progress->computed).store(uint32_t(index + 1), std::memory_order_release);
+    }
+
     void layer(int64_t index) {
         const TokendStackLayer& layer = stack_.layers[index];
         const Rows from = normed(layer.attention_norm, residual());
@@ -250,6 +268,10 @@ class Layers {
             });
 #pragma omp barrier
         const int64_t width = bytes_of(run_.dtype);
+        const bool adapts = changes(run_.adapters, linear.product);
+        if (adapts)
+            reduce_rows(*run_.adapters, linear.product, {run_.dtype, from.stride / width, from.memory},
+                        run_.adapter_scratch);
         const RowsOf input = {from.stride / width, from.memory};
         char* output = to.memory;
         for (int64_t index = 0; index < linear.num_parts; index++) {
@@ -257,6 +279,11 @@ class Layers {
             part.kernels->multiply_prepared_input(part, run_.dtype, run_.num_rows, input, space_.prepared,
                                                   {to.stride / width, output}, adds);
             output += part.out_features * width;
+        }
+        if (adapts) {  // after the wait at the end of the product
+            expand_rows(*run_.adapters, linear.product, run_.adapter_scratch,
+                        {run_.dtype, to.stride / width, to.memory});
+#pragma omp barrier
         }
         clock_.lap(run_.product_ns);
     }
@@ -351,6 +378,17 @@ class Layers {
             at += last - first;
         }
 #pragma omp barrier
+        if (run_.adapters) {
+            std::vector<float> reduced(size_t(run_.adapters->max_rank));
+#pragma omp for schedule(static)
+            for (int64_t index = 0; index < num_rows * num_heads; index++) {
+                const int64_t row = index / num_heads, head = index % num_heads;
+                if (linears[head].product >= 0)
+                    add_row(*run_.adapters, linears[head].product, row, run_.dtype,
+                            static_cast<const char*>(from.row(row)) + head * from_size * width, run_.dtype,
+                            static_cast<char*>(to.row(row)) + head * to_size * width, reduced.data());
+            }
+        }
         clock_.lap(run_.product_ns);
     }
 
@@ -368,7 +406,7 @@ class Layers {
         const bool adds = !layer.mlp_post_norm.weight;
         const Rows output = adds ? residual() : space_.added;
         const TokendMoeRun run = {run_.dtype, run_.num_rows, from.stride, from.memory, output.stride,
-                                  output.memory, adds, space_.mixture, chosen(layer)};
+                                  output.memory, adds, space_.mixture, chosen(layer), run_.adapters};
         tokend_moe_run(layer.moe, &run);
         clock_.lap(run_.product_ns);
         if (!adds) add_norm(layer.mlp_post_norm);
@@ -429,7 +467,9 @@ extern "C" int64_t tokend_stack_run(const TokendStack* stack, TokendStackRun* ru
         layers.gather_rotations();
         for (int64_t layer = 0; layer < stack->num_layers; layer++) {
             layers.record_residual(layer);
+            layers.await_load(layer);
             layers.layer(layer);
+            layers.note_computed(layer);
         }
         layers.record_residual(stack->num_layers);
     }

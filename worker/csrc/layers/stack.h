@@ -17,6 +17,7 @@
 #include <cstdint>
 
 #include "attention/attention.h"
+#include "layers/adapters.h"
 #include "layers/rows.h"
 
 extern "C" {
@@ -49,6 +50,7 @@ struct TokendStackLinear {
     int64_t out_features;
     int64_t num_parts;
     const TokendLinearPart* parts;
+    int64_t product;  // its number among those that adapters change (adapters.h); -1 if none does
 };
 
 // Multi-head latent attention (DeepSeek-V2, section 2.1; worker/models/latent_attention.py). qkv, query_norm
@@ -119,6 +121,12 @@ struct TokendAttentionCall {
     const TokendAttentionLayer* layer;
 };
 
+// The layers of a run, for threads that load and save KV meanwhile (worker/layers/layer_progress.py).
+struct TokendLayerProgress {
+    uint32_t loaded;    // layers whose KV is there: a run waits before attention of the next one
+    uint32_t computed;  // layers whose K and V are written, set by the run
+};
+
 struct TokendStackRun {
     int64_t dtype;  // of hidden: 0 float32, 1 bfloat16
     int64_t num_rows;
@@ -135,6 +143,9 @@ struct TokendStackRun {
     const int64_t* recorded;  // of each the layer before which it is, num_layers for the last one's output
     void* residuals;          // receives the residual there, [num_recorded][num_rows, hidden_size]
     int64_t residual_stride;  // elements from one recorded residual to the next
+    TokendLayerProgress* progress;  // of a step whose KV is loaded or saved layer by layer; or null
+    const TokendStepAdapters* adapters;  // of the rows, without gains; or null
+    void* adapter_scratch;               // tokend_adapters_bytes, aligned to 64
 };
 
 // Returns the bytes of scratch memory for a run of `num_rows` rows.

@@ -52,7 +52,7 @@ __attribute__((visibility("default"))) void tokend_filter(
     float* logits, int64_t row_stride, int64_t vocab_size, int64_t num_rows, const int64_t* rows,
     const tokend::RowParams* params);
 
-// Gumbel-max over `num_rows` rows of float32 logits: see worker/sampling/cpu_kernels.py.
+// Gumbel-max over `num_rows` rows of float32 logits: see worker/cpu/sampling.py.
 //   rows: which rows of logits, of row_stride floats, are drawn
 //   params, token_ids: one entry for each of them
 __attribute__((visibility("default"))) void tokend_draw(

@@ -4,13 +4,24 @@ A medium provides one `OffloadingHandler` for each direction; `create_handlers` 
 name. See engine_core/kv_connector/offload/base.py for media from outside.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
-from proto.kv_connector import TransferJob, find_class, load_class
-from proto.kv_transfer_config import CPU_SPEC, DISK_SPEC, FIELD, REMOTE_SPEC, OffloadSettings
-from worker.kv_cache import KVCache
+import torch
+
+from proto.messages.kv_connector import TransferJob
+from proto.runtime.plugins import find_class, load_class
+from proto.settings.kv_transfer_config import (
+    CPU_SPEC,
+    DISK_SPEC,
+    FIELD,
+    REMOTE_SPEC,
+    OffloadSettings,
+)
+from worker.attention.kv_cache import KVCache
+from worker.kv_connector.offload.block_image import BlockBytes
 
 _HERE: Final = "worker.kv_connector.offload"
 HANDLERS: Final = {
@@ -24,15 +35,30 @@ Direction = tuple[str, str]
 """(source, target): names of media."""
 
 
+class BlockDevice(ABC):
+    """Copies blocks of a KV cache between a device and the host; a `Device` is one."""
+
+    @abstractmethod
+    def block_bytes(self, rows: torch.Tensor) -> BlockBytes:
+        """Return a copier of blocks, uint8 [num_blocks, block_bytes], for one thread."""
+
+    @abstractmethod
+    def block_copies(
+        self, blocks: torch.Tensor, num_bytes: int, context: "HandlerContext"
+    ) -> "tuple[OffloadingHandler, OffloadingHandler]":
+        """Return what stores blocks in a new pool of host memory, and what loads them from it."""
+
+
 @dataclass(frozen=True)
 class HandlerContext:
     """Facts about the worker that a medium needs.
 
-    factor: device blocks of an offloaded block. fingerprint: digest of everything that changes KV
-    values. notify: call it, from any thread, when a copy has finished.
+    factor: device blocks of an offloaded block. device: where the cache is. fingerprint: digest of
+    everything that changes KV values. notify: call it, from any thread, when a copy has finished.
     """
 
     cache: KVCache
+    device: BlockDevice
     factor: int
     rank: int
     num_ranks: int

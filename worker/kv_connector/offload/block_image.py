@@ -15,12 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-import numpy as np
-import torch
-
-from proto.kv_media import FORMAT_VERSION, HEADER_BYTES, MAX_KEY_BYTES
-from worker.device.accelerator import Accelerator, CopyStream
-from worker.kv_cache import KVCache
+from proto.settings.kv_media import FORMAT_VERSION, HEADER_BYTES, MAX_KEY_BYTES
 
 MAGIC: Final = b"tokendKV"
 _HEADER: Final = struct.Struct(f"<8sHHHHHxxQI32s{MAX_KEY_BYTES}s")
@@ -100,62 +95,3 @@ class BlockBytes(Protocol):
     def copy_in(self, memory: memoryview, block_id: int) -> None:
         """Copy `memory` [block_bytes] to a block; blocks until that is done."""
         ...
-
-
-def block_bytes_of(cache: KVCache) -> BlockBytes:
-    """Create a copier for the cache's device; each thread needs its own."""
-    rows = cache.buffer.view(cache.num_blocks, -1).view(torch.uint8)
-    if rows.device.type == "cpu":
-        return HostBlockBytes(rows)
-    return DeviceBlockBytes(rows, Accelerator(rows.device), CopyStream(rows.device))
-
-
-class HostBlockBytes:
-    """BlockBytes of a CPU's cache. Copies release the GIL.
-
-    rows: uint8 [num_blocks, block_bytes].
-    """
-
-    def __init__(self, rows: torch.Tensor) -> None:
-        self._rows = rows.numpy()
-        self.block_bytes = self._rows.shape[1]
-
-    def record_steps(self) -> Callable[[], None]:
-        return lambda: None  # a step on a CPU returns when it is computed
-
-    def copy_out(self, block_id: int, memory: memoryview) -> None:
-        np.copyto(np.frombuffer(memory, np.uint8), self._rows[block_id])
-
-    def copy_in(self, memory: memoryview, block_id: int) -> None:
-        np.copyto(self._rows[block_id], np.frombuffer(memory, np.uint8))
-
-
-class DeviceBlockBytes:
-    """BlockBytes of a GPU's cache, through one pinned page and a CUDA stream of its own.
-
-    rows: uint8 [num_blocks, block_bytes], on the device. Steps may still be running when a copy is
-    queued; only the copying thread waits for them.
-    """
-
-    def __init__(self, rows: torch.Tensor, device: Accelerator, stream: CopyStream) -> None:
-        self._rows = rows
-        self.block_bytes = rows.shape[1]
-        self._device = device
-        self._stream = stream
-        self._page = device.pinned(self.block_bytes)
-        self._bytes = self._page.numpy()
-
-    def record_steps(self) -> Callable[[], None]:
-        event = self._device.event()
-        event.record()
-        return event.synchronize
-
-    def copy_out(self, block_id: int, memory: memoryview) -> None:
-        self._stream.copy(self._page, self._rows[block_id])
-        self._stream.record_event().synchronize()
-        np.copyto(np.frombuffer(memory, np.uint8), self._bytes)
-
-    def copy_in(self, memory: memoryview, block_id: int) -> None:
-        np.copyto(self._bytes, np.frombuffer(memory, np.uint8))
-        self._stream.copy(self._rows[block_id], self._page)
-        self._stream.record_event().synchronize()

@@ -9,7 +9,7 @@ the medium make the copies.
 
 from collections.abc import Sequence
 
-from proto.kv_connector import (
+from proto.messages.kv_connector import (
     NO_PAYLOAD,
     FinishedJob,
     OffloadMetadata,
@@ -19,10 +19,10 @@ from proto.kv_connector import (
     pack,
     unpack,
 )
-from proto.kv_events import DEVICE_MEDIUM
-from proto.kv_transfer_config import KVTransferConfig, offload_settings
-from proto.sockets import EventFd
-from worker.kv_cache import KVCache
+from proto.messages.kv_events import DEVICE_MEDIUM
+from proto.runtime.sockets import EventFd
+from proto.settings.kv_transfer_config import KVTransferConfig, offload_settings
+from worker.attention.kv_cache import KVCache
 from worker.kv_connector.base import FinishedTransfers, WorkerConnector, WorkerContext
 from worker.kv_connector.offload.base import (
     Direction,
@@ -57,6 +57,7 @@ class OffloadingWorker(WorkerConnector):
         handler_context = HandlerContext(
             cache=cache,
             factor=factor,
+            device=context.device,
             rank=context.rank,
             num_ranks=context.num_ranks,
             fingerprint=context.fingerprint,
@@ -68,6 +69,7 @@ class OffloadingWorker(WorkerConnector):
         return self._event_fd.descriptor
 
     def bind_connector_metadata(self, metadata: Payload) -> None:
+        self._deferred += self._metadata.stores
         self._metadata = (
             _NO_METADATA if metadata == NO_PAYLOAD else unpack(metadata, OffloadMetadata)
         )
@@ -84,11 +86,6 @@ class OffloadingWorker(WorkerConnector):
         for job, seq_id in zip(metadata.loads, metadata.load_seq_ids, strict=True):
             self._loading_seq_ids[job.job_id] = seq_id
             self._start_copy(job)
-
-    def wait_for_save(self) -> None:
-        """Defer this step's stores to the next step; running copies need no wait."""
-        self._deferred += self._metadata.stores
-        self._metadata = _NO_METADATA
 
     def get_finished(self, finished_seq_ids: Sequence[int]) -> FinishedTransfers:
         """Return finished loads; the scheduler's half keeps blocks of stores allocated itself."""

@@ -1,56 +1,21 @@
-"""Offloading to host memory: a pool of slots in each worker, and the copies on a CPU.
+"""Offloading to host memory: a pool of slots in each worker.
 
     cpu_bytes_to_use    [ slot 0: factor blocks | slot 1 | … ]     for each rank its own blocks
 
-On a CPU the pool is reserved memory that an idle-priority thread commits ahead of the copies
-(`CommitAhead`), and `HostCopies` copies on a thread. On a GPU the pool is pinned at once and
-device_copies.py copies. Start with `make_handlers`.
+The device makes the pool and copies (worker/host/block_copies.py, worker/cuda/block_copies.py).
 """
 
-import ctypes
-import errno
-import logging
-import os
-import threading
-import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from proto.host_resources import available_memory
-from proto.kv_connector import TransferJob
-from proto.kv_events import DEVICE_MEDIUM
-from proto.kv_transfer_config import config_key_error, cpu_settings
-from worker.device.accelerator import Accelerator, CopyStream
-from worker.kv_cache import KVCache
-from worker.kv_connector.offload.base import (
-    STORE_NICENESS,
-    Direction,
-    HandlerContext,
-    OffloadingHandler,
-    TransferResult,
-    block_pairs,
-    device_blocks,
-)
-from worker.kv_connector.offload.device_copies import DeviceCopies, EventWatcher
-from worker.large_pages import large_pages
+from proto.messages.kv_events import DEVICE_MEDIUM
+from proto.runtime.host_resources import available_memory
+from proto.settings.kv_transfer_config import config_key_error, cpu_settings
+from worker.kv_connector.offload.base import Direction, HandlerContext, OffloadingHandler
 
-logger = logging.getLogger("tokend.kv_connector")
-
-_COMMIT_BYTES: Final = 2 << 20
-"""Size of a large page, which the thread commits at a time."""
-_PAGE: Final = 4096
-_MADV_POPULATE_WRITE: Final = 23
-_CLOSE_SECONDS: Final = 1.0
-LOAD_NICENESS: Final = 0
 _HOST: Final = "CPU"
-Commit = Callable[[int, int], bool]
-"""Commits the pages of [address, address + num_bytes); returns whether the system can do that."""
-Bytes = npt.NDArray[np.uint8]
 
 
 def make_handlers(
@@ -64,191 +29,11 @@ def make_handlers(
             "cpu_bytes_to_use",
             f"is more than the {free} bytes of memory that are free: {num_bytes}",
         )
-    blocks = block_rows(context.cache)
-    block_bytes = blocks.shape[1]
-    if blocks.device.type == "cpu":
-        # Ranks have different numbers of heads; the engine decides how many slots are used.
-        memory = large_pages(num_bytes)
-        ahead = CommitAhead(memory[: num_bytes // context.num_ranks])
-        pool = pool_rows(memory, context.factor, block_bytes)
-        return _by_direction(
-            HostCopies(blocks.numpy(), pool.numpy(), context.notify, STORE_NICENESS, ahead),
-            HostCopies(blocks.numpy(), pool.numpy(), context.notify, LOAD_NICENESS),
-        )
-    memory = Accelerator(blocks.device).pinned(num_bytes // context.num_ranks)
-    pool = pool_rows(memory, context.factor, block_bytes)
-    store, load = (
-        DeviceCopies(blocks, pool, CopyStream(blocks.device), EventWatcher(context.notify))
-        for _ in range(2)
-    )
-    return _by_direction(store, load)
-
-
-def block_rows(cache: KVCache) -> torch.Tensor:
-    """View the KV cache as uint8 [num_blocks, block_bytes], all groups and scales included."""
-    return cache.buffer.view(cache.num_blocks, -1).view(torch.uint8)
+    store, load = context.device.block_copies(context.cache.block_rows(), num_bytes, context)
+    return {(DEVICE_MEDIUM, _HOST): store, (_HOST, DEVICE_MEDIUM): load}
 
 
 def pool_rows(memory: torch.Tensor, factor: int, block_bytes: int) -> torch.Tensor:
     """View memory as uint8 [num_slots, factor, block_bytes], with as many slots as fit."""
     num_slots = len(memory) // (factor * block_bytes)
     return memory[: num_slots * factor * block_bytes].view(num_slots, factor, block_bytes)
-
-
-def _by_direction(
-    store: OffloadingHandler, load: OffloadingHandler
-) -> Mapping[Direction, OffloadingHandler]:
-    return {(DEVICE_MEDIUM, _HOST): store, (_HOST, DEVICE_MEDIUM): load}
-
-
-class CommitAhead:
-    """A thread that commits a pool's memory before the first copies write to it.
-
-    The kernel finds and clears a page at its first write, which takes ten times as long as the
-    copy. The thread runs only when a core is idle, and does not change the memory's content. If the
-    system cannot commit memory ahead, pages are committed at their first write.
-    memory: uint8 [num_bytes], referenced until all of it is committed or until `close`.
-    """
-
-    def __init__(self, memory: torch.Tensor, commit: Commit | None = None) -> None:
-        self._memory = memory
-        self._commit = commit or _commit
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kv pages", daemon=True)
-        self._thread.start()
-
-    def wait(self) -> None:
-        self._thread.join()
-
-    def close(self) -> None:
-        """Stop; the remaining pages are committed at their first write."""
-        self._closed.set()
-        self._thread.join(_CLOSE_SECONDS)
-
-    def _run(self) -> None:
-        _set_idle_priority()
-        begin = -(-self._memory.data_ptr() // _PAGE) * _PAGE
-        end = (self._memory.data_ptr() + self._memory.nbytes) // _PAGE * _PAGE
-        for address in range(begin, end, _COMMIT_BYTES):
-            if self._closed.is_set() or not self._commit(
-                address, min(_COMMIT_BYTES, end - address)
-            ):
-                return
-
-
-def _set_idle_priority() -> None:
-    """Let this thread run only when a core is idle."""
-    try:
-        os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
-    except OSError as error:
-        logger.debug("memory is committed at the usual priority: %s", error)
-
-
-def _commit(address: int, num_bytes: int) -> bool:
-    """Commit pages (Linux 5.14 or later), with the GIL released."""
-    while _MADVISE(address, num_bytes, _MADV_POPULATE_WRITE):
-        if ctypes.get_errno() not in (errno.EAGAIN, errno.EINTR):
-            return False
-    return True
-
-
-_MADVISE: Final = ctypes.CDLL(None, use_errno=True).madvise
-_MADVISE.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_MADVISE.restype = ctypes.c_int
-
-
-class HostCopies:
-    """OffloadingHandler that copies within host memory, on a thread.
-
-    The GIL is released during each block's copy. Stores run at low priority.
-    blocks: [num_blocks, block_bytes], the KV cache. pool: [num_slots, factor, block_bytes].
-    notify: called by the thread after each copy. commit_ahead: closed together with this handler.
-    """
-
-    def __init__(
-        self,
-        blocks: Bytes,
-        pool: Bytes,
-        notify: Callable[[], None],
-        niceness: int,
-        commit_ahead: CommitAhead | None = None,
-    ) -> None:
-        self._blocks = blocks
-        self._pool = pool
-        self._notify = notify
-        self._niceness = niceness
-        self._commit_ahead = commit_ahead
-        self._changed = threading.Condition()
-        self._queue: deque[TransferJob] = deque()
-        self._unfinished: set[int] = set()
-        self._finished: list[TransferResult] = []
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="kv copies", daemon=True)
-        self._thread.start()
-
-    def transfer_async(self, job: TransferJob) -> None:
-        with self._changed:
-            self._unfinished.add(job.job_id)
-            self._queue.append(job)
-            self._changed.notify_all()
-
-    def get_finished(self) -> list[TransferResult]:
-        with self._changed:
-            finished, self._finished = self._finished, []
-        return finished
-
-    def wait(self, job_ids: set[int]) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: not (job_ids & self._unfinished))
-
-    def close(self) -> None:
-        """Drop queued copies and wait for the running one."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        if self._commit_ahead is not None:
-            self._commit_ahead.close()
-        self._thread.join()
-
-    def _run(self) -> None:
-        if self._niceness:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._niceness)
-        while (job := self._next()) is not None:
-            result = self._try_copy(job)
-            with self._changed:
-                self._finished.append(result)
-                self._unfinished.discard(job.job_id)
-                self._changed.notify_all()
-            self._notify()
-
-    def _next(self) -> TransferJob | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._closed)
-            return None if self._closed else self._queue.popleft()
-
-    def _try_copy(self, job: TransferJob) -> TransferResult:
-        """Copy; an error makes a failed result, because a request may wait for it."""
-        started = time.monotonic()
-        try:
-            return self._copy(job, started)
-        except Exception:
-            logger.exception("copy %d within host memory failed", job.job_id)
-            return _failed(job, time.monotonic() - started)
-
-    def _copy(self, job: TransferJob, started: float) -> TransferResult:
-        num_bytes = 0
-        factor = self._pool.shape[1]
-        for pair in block_pairs(job, factor):
-            if self._closed or pair.slot >= len(self._pool):
-                return _failed(job, time.monotonic() - started)
-            ends = (self._pool[pair.slot, pair.part], self._blocks[pair.block])
-            source, target = ends if job.is_load else ends[::-1]
-            np.copyto(target, source)
-            num_bytes += target.nbytes
-        return TransferResult(job.job_id, True, num_bytes, time.monotonic() - started, [])
-
-
-def _failed(job: TransferJob, seconds: float) -> TransferResult:
-    """Make the result of an interrupted copy, or of a slot beyond this rank's pool."""
-    failed = device_blocks(job) if job.is_load else []
-    return TransferResult(job.job_id, False, 0, seconds, failed)

@@ -13,17 +13,18 @@ from pathlib import Path
 from typing import Any, Final
 
 from proto.errors import ConfigError
-from proto.kv_events import DEVICE_MEDIUM
-from proto.kv_media import (
+from proto.messages.kv_events import DEVICE_MEDIUM
+from proto.settings.kv_media import (
     DISK,
     TEMPORARY,
     check_private,
     file_name,
     is_private,
+    make_private,
     media_folder,
     own_folder,
 )
-from proto.kv_transfer_config import DiskSettings, disk_settings
+from proto.settings.kv_transfer_config import DiskSettings, disk_settings
 from worker.kv_connector.offload.base import STORE_NICENESS, HandlerContext, OffloadingHandler
 from worker.kv_connector.offload.block_image import BlockLabel
 from worker.kv_connector.offload.transfer_queue import (
@@ -47,6 +48,7 @@ class DiskMedium:
     name = DISK
 
     def __init__(self, folder: Path) -> None:
+        self.place = str(folder.parent)
         self._folder = folder
         self._token = os.urandom(4).hex()
         self._numbers = itertools.count()
@@ -126,13 +128,6 @@ class DiskMedium:
                 done += os.write(descriptor, image[done : done + _SLICE])
         finally:
             os.close(descriptor)
-
-
-def make_private(folder: Path) -> None:
-    """Create a folder and its missing parents for this user alone."""
-    if not folder.parent.is_dir():
-        make_private(folder.parent)
-    folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def make_handlers(extra: Mapping[str, Any], context: HandlerContext) -> Handlers:

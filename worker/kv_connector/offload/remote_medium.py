@@ -6,17 +6,22 @@ not used for a growing pause, in which every copy fails at once.
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
-from proto.circuit_breaker import CircuitBreaker
-from proto.kv_events import DEVICE_MEDIUM
-from proto.kv_media import REMOTE, media_folder, remote_name
-from proto.kv_transfer_config import RemoteAddress, RemoteSettings, remote_address, remote_settings
-from proto.redis_client import (
+from proto.messages.kv_events import DEVICE_MEDIUM
+from proto.runtime.circuit_breaker import CircuitBreaker
+from proto.runtime.redis_client import (
     MISSING,
     RedisConnection,
     RemoteRefusalError,
     RemoteStoreError,
+)
+from proto.settings.kv_media import REMOTE, media_folder, remote_name
+from proto.settings.kv_transfer_config import (
+    RemoteAddress,
+    RemoteSettings,
+    remote_address,
+    remote_settings,
 )
 from worker.kv_connector.offload.base import STORE_NICENESS, HandlerContext, OffloadingHandler
 from worker.kv_connector.offload.block_image import BlockLabel
@@ -31,6 +36,7 @@ _PIPELINE_BLOCKS: Final = 16
 _MAX_CONNECT_SECONDS: Final = 0.5
 
 _T = TypeVar("_T")
+_P = ParamSpec("_P")
 
 Handlers = dict[tuple[str, str], OffloadingHandler]
 
@@ -46,6 +52,7 @@ class RemoteMedium:
     def __init__(
         self, address: RemoteAddress, folder: str, seconds: float, breaker: CircuitBreaker
     ) -> None:
+        self.place = repr(address)
         self._address = address
         self._folder = folder
         self._seconds = seconds
@@ -62,10 +69,10 @@ class RemoteMedium:
             connection = self._connected(seconds_left)
             self._num_pending = len(names)
             try:
-                self._call(lambda: connection.send([(b"GET", name) for name in names]))  # noqa: B023
+                self._call(connection.send, [(b"GET", name) for name in names])
                 for name in names:
                     connection.set_deadline(min(self._seconds, seconds_left()))
-                    length = self._call(lambda: connection.reply_into(image))  # noqa: B023
+                    length = self._call(connection.reply_into, image)
                     self._num_pending -= 1
                     self._breaker.record_success()
                     if length not in (MISSING, len(image)):
@@ -78,7 +85,7 @@ class RemoteMedium:
     def write_block(self, label: BlockLabel, image: memoryview, seconds_left: SecondsLeft) -> None:
         connection = self._connected(seconds_left)
         connection.set_deadline(min(self._seconds, seconds_left()))
-        self._call(lambda: connection.send([(b"SET", self._name(label), image)]))
+        self._call(connection.send, [(b"SET", self._name(label), image)])
         self._call(connection.reply)
         self._breaker.record_success()
 
@@ -100,7 +107,7 @@ class RemoteMedium:
             if self._breaker.is_open:
                 raise MediumError("not used for a while after a failure")
             seconds = min(self._seconds, _MAX_CONNECT_SECONDS, seconds_left())
-            self._connection = self._call(lambda: RedisConnection(self._address, seconds))
+            self._connection = self._call(RedisConnection, self._address, seconds)
         self._connection.set_deadline(min(self._seconds, seconds_left()))
         self._remove_discarded(self._connection)
         return self._connection
@@ -108,12 +115,12 @@ class RemoteMedium:
     def _remove_discarded(self, connection: RedisConnection) -> None:
         if self._to_remove:
             names, self._to_remove = self._to_remove, []
-            self._call(lambda: connection.call(self._seconds, b"UNLINK", *names))
+            self._call(connection.call, self._seconds, b"UNLINK", *names)
 
-    def _call(self, command: Callable[[], _T]) -> _T:
+    def _call(self, command: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Run a command; on an error close the connection and raise MediumError."""
         try:
-            return command()
+            return command(*args, **kwargs)
         except (RemoteRefusalError, RemoteStoreError) as error:
             self._breaker.record_failure()
             self._drop()

@@ -19,13 +19,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from proto.kv_connector import TransferJob
-from proto.kv_media import HEADER_BYTES, MAX_KEY_BYTES
+from proto.messages.kv_connector import TransferJob
+from proto.settings.kv_media import HEADER_BYTES, MAX_KEY_BYTES
 from worker.kv_connector.offload.base import HandlerContext, TransferResult
 from worker.kv_connector.offload.block_image import (
     BlockBytes,
     BlockLabel,
-    block_bytes_of,
     is_valid,
     seal,
 )
@@ -150,9 +149,13 @@ class MediumError(Exception):
 
 
 class Medium(Protocol):
-    """Blocking storage of blocks. Used by one thread."""
+    """Blocking storage of blocks. Used by one thread.
+
+    name: of the kind. place: folder or address, for the log.
+    """
 
     name: str
+    place: str
 
     def read_blocks(
         self, labels: Sequence[BlockLabel], image: memoryview, seconds_left: SecondsLeft
@@ -189,7 +192,7 @@ class TransferQueue:
         self._context = context
         self._seconds = seconds
         self._niceness = niceness
-        self._blocks: BlockBytes = block_bytes_of(context.cache)
+        self._blocks: BlockBytes = context.device.block_bytes(context.cache.block_rows())
         self._image = memoryview(
             bytearray(HEADER_BYTES + context.factor * self._blocks.block_bytes)
         )
@@ -248,7 +251,7 @@ class TransferQueue:
                 self._run_job(copy_job)
                 if not copy_job.ended:
                     self._log_recovery()
-            except MediumError as error:
+            except Exception as error:  # a failure ends its job, not the thread of all later ones
                 self._log_failure(error)
             self._end(copy_job)
         self._medium.close()
@@ -274,7 +277,7 @@ class TransferQueue:
             if not complete:
                 continue
             if not is_valid(self._image, label):
-                logger.warning("%s: a block failed its checksum", self._medium.name)
+                logger.warning("%s: a block failed its checksum", self._place)
                 self._medium.discard(label)
             elif copy_job.access_cache(block, self._copy_in):
                 copy_job.mark_done(block)
@@ -343,13 +346,23 @@ class TransferQueue:
             self._log_failure(MediumError(f"not done in {self._seconds:g} s"))
             self._end(oldest)
 
-    def _log_failure(self, error: MediumError) -> None:
-        """Log the first failure since the medium worked."""
+    def _log_failure(self, error: Exception) -> None:
+        """Log the first failure since the medium worked; an unexpected one with its origin."""
         if self._works:
             self._works = False
-            logger.warning("%s: %s; copies to and from it fail", self._medium.name, error)
+            reason, is_unexpected = str(error), not isinstance(error, MediumError)
+            logger.warning(
+                "%s: %s; copies to and from it fail",
+                self._place,
+                reason or type(error).__name__,
+                exc_info=error if is_unexpected else None,
+            )
 
     def _log_recovery(self) -> None:
         if not self._works:
             self._works = True
-            logger.info("%s: works again", self._medium.name)
+            logger.info("%s works again", self._place)
+
+    @property
+    def _place(self) -> str:
+        return f"{self._medium.name} {self._medium.place}"

@@ -17,6 +17,7 @@ sessions, and the prompt that it began with, which is often shared.
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Final
 
 from engine_core.kv_cache.manager import KVCacheManager
@@ -35,11 +36,12 @@ FORGET_SECONDS: Final = 3600.0
 """A session without requests for so long is forgotten."""
 
 
+@dataclass(slots=True)
 class AgentSession:
     """One session of an agent.
 
-    arrival: of its first turn, in seconds. last_seen: when its last request
-    ended; unused while it has unfinished ones.
+    arrival: of its first turn, in seconds. last_seen: when its last request ended; unused while it
+    has unfinished ones.
     request_id: of its last turn. num_unfinished: unfinished choices; waiting: by seq_id, those that
     have not run yet. first_block: hash of the first block of its turns; num_first_tokens: prompt
     length of the first turn with it; num_own_tokens: length of the longest turn since, with
@@ -49,35 +51,20 @@ class AgentSession:
     and the next one, if that arrived before the tool was reported; None otherwise.
     """
 
-    __slots__ = (
-        "arrival",
-        "ended",
-        "first_block",
-        "last_seen",
-        "num_first_tokens",
-        "num_own_tokens",
-        "num_turns",
-        "num_unfinished",
-        "request_id",
-        "tool",
-        "waited",
-        "waited_after",
-        "waiting",
-        "was_last",
-    )
-
-    def __init__(self, arrival: float) -> None:
-        self.arrival = self.last_seen = arrival
-        self.first_block: bytes | None = None
-        self.num_first_tokens = self.num_own_tokens = 0
-        self.request_id = self.waited_after = -1
-        self.num_turns = 0
-        self.num_unfinished = 0
-        self.waiting: dict[int, Request] = {}
-        self.ended: float | None = None
-        self.tool: str | None = None
-        self.waited: float | None = None
-        self.was_last = False
+    arrival: float
+    last_seen: float
+    first_block: bytes | None = None
+    num_first_tokens: int = 0
+    num_own_tokens: int = 0
+    request_id: int = -1
+    num_turns: int = 0
+    num_unfinished: int = 0
+    waiting: dict[int, Request] = field(default_factory=dict)
+    ended: float | None = None
+    tool: str | None = None
+    was_last: bool = False
+    waited: float | None = None
+    waited_after: int = -1
 
 
 class AgentSessions(SchedulerFeature):
@@ -112,7 +99,8 @@ class AgentSessions(SchedulerFeature):
             return
         now = self._clock()
         self._retained_prefixes.release_expired(now)
-        session = self._sessions.pop(name, None) or AgentSession(request.arrival_time)
+        arrival = request.arrival_time
+        session = self._sessions.pop(name, None) or AgentSession(arrival, last_seen=arrival)
         self._sessions[name] = session
         session.num_unfinished += 1
         session.waiting[request.seq_id] = request

@@ -10,134 +10,62 @@ valuable prefixes are cut first, each from its end, so that the rest is still th
 prompt. With groups that are not downward-closed (sliding windows) a prefix is released as a whole,
 because a shorter part of it could not be found.
 
-`TTLRule` decides how long a prefix is retained and what it is worth. `RetainedPrefixHeap` orders
-prefixes by expiry or value.
+`TTLRule` decides how long a prefix is retained and what it is worth.
 """
 
 import math
 from collections.abc import Iterator
-from heapq import heapify, heappop, heappush
-from typing import Final
+from dataclasses import dataclass
 
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request
 from engine_core.scheduler.features.base import SchedulerObserver
-
-_SLACK: Final = 64
-"""Number of stale entries of a heap that are never worth a clean-up."""
+from engine_core.scheduler.keyed_heap import KeyedHeap
 
 
+@dataclass(slots=True, eq=False)
 class RetainedPrefix:
     """The retained KV of one turn.
 
-    request_id, seq_id: of the turn; number: grows with each prefix. blocks: in the order of their
-    tokens; those at the end are released first. num_tokens: tokens with KV in all groups.
-    ended: when the turn ended, in seconds. value: what keeping it is worth, in seconds.
-    is_awaited: whether the next turn is waiting. by_client: whether the client has set the TTL.
+    number: grows with each prefix. request_id, seq_id: of the turn. blocks: in the order of their
+    tokens; the last ones are released first. num_tokens: tokens with KV in all groups.
+    ended: when the turn ended, in seconds. by_client: whether the client has set the TTL.
+    ttl: seconds from `ended` for which it is retained. value: what keeping it is worth, in seconds.
+    is_awaited: whether the next turn is waiting. was_cut: whether blocks at its end were evicted.
     """
 
-    __slots__ = (
-        "agent_session",
-        "blocks",
-        "by_client",
-        "ended",
-        "is_awaited",
-        "num_tokens",
-        "number",
-        "request_id",
-        "seq_id",
-        "tenant",
-        "value",
-    )
-
-    def __init__(
-        self,
-        number: int,
-        agent_session: str,
-        tenant: int,
-        request_id: int,
-        seq_id: int,
-        blocks: list[int],
-        num_tokens: int,
-        ended: float,
-    ) -> None:
-        self.number = number
-        self.agent_session = agent_session
-        self.tenant = tenant
-        self.request_id = request_id
-        self.seq_id = seq_id
-        self.blocks = blocks
-        self.num_tokens = num_tokens
-        self.ended = ended
-        self.value = 0.0
-        self.is_awaited = self.by_client = False
-
-
-class RetainedPrefixHeap:
-    """Retained prefixes by ascending key; of equal keys the older one first."""
-
-    def __init__(self) -> None:
-        self._keys: dict[int, float] = {}
-        self._heap: list[tuple[float, int, RetainedPrefix]] = []
-
-    def set_key(self, prefix: RetainedPrefix, key: float) -> None:
-        """Add a prefix, or change its key."""
-        if self._keys.get(prefix.number) == key:
-            return
-        self._keys[prefix.number] = key
-        heappush(self._heap, (key, prefix.number, prefix))
-        if len(self._heap) > 2 * len(self._keys) + _SLACK:
-            self._heap = [entry for entry in self._heap if self._is_valid(entry)]
-            heapify(self._heap)
-
-    def remove_prefix(self, prefix: RetainedPrefix) -> None:
-        """Remove a prefix; does nothing if it is not in the heap."""
-        self._keys.pop(prefix.number, None)
-        if not self._keys:
-            self._heap.clear()
-
-    def first(self) -> RetainedPrefix | None:
-        """Return the prefix with the lowest key; None if the heap is empty."""
-        heap = self._heap
-        while heap:
-            if self._is_valid(heap[0]):
-                return heap[0][2]
-            heappop(heap)
-        return None
-
-    def lowest_key(self) -> float | None:
-        prefix = self.first()
-        return None if prefix is None else self._keys[prefix.number]
-
-    def first_up_to(self, key: float) -> RetainedPrefix | None:
-        """Return the first prefix if its key is at most `key`; otherwise None."""
-        prefix = self.first()
-        return prefix if prefix is not None and self._keys[prefix.number] <= key else None
-
-    def _is_valid(self, entry: tuple[float, int, RetainedPrefix]) -> bool:
-        return self._keys.get(entry[1]) == entry[0]
-
-
-EXPIRED: Final = "expired"
-"""Reason for the release of a prefix whose TTL has passed."""
+    number: int
+    agent_session: str
+    tenant: int
+    request_id: int
+    seq_id: int
+    blocks: list[int]
+    num_tokens: int
+    ended: float
+    by_client: bool
+    ttl: float
+    value: float = 0.0
+    is_awaited: bool = False
+    was_cut: bool = False
 
 
 class _TenantPrefixes:
-    """Retained prefixes of one tenant. counts: its references by block."""
+    """Retained prefixes of one tenant. counts: its references by block. order: by value."""
 
     __slots__ = ("counts", "order")
 
     def __init__(self) -> None:
         self.counts: dict[int, int] = {}
-        self.order = RetainedPrefixHeap()
+        self.order: KeyedHeap[RetainedPrefix] = KeyedHeap()
 
 
 class RetainedPrefixes:
     """Retained prefixes by session; the reclaimable blocks of a KV cache.
 
     max_share, max_share_of_tenant: of the usable blocks, 0 to 1; a shared block counts once.
-    Counters since `pop_counts`: num_taken, num_hit (the next turn found a cached prefix),
-    num_expired, num_given_up (evicted for room, or over a limit).
+    Counters since `pop_counts`: num_taken; num_hit: the next turn found a cached prefix;
+    num_expired: of these also prefixes whose TTL had passed when it became known; num_given_up:
+    evicted for room or over a limit, each once, even if only a part was.
     """
 
     def __init__(
@@ -155,13 +83,13 @@ class RetainedPrefixes:
         self._max_of_tenant = min(self._max_blocks, int(num_usable * max_share_of_tenant))
         self._observer = observer
         self._retained_prefixes: dict[str, RetainedPrefix] = {}
-        self._deadlines = RetainedPrefixHeap()
-        self._values = RetainedPrefixHeap()
+        self._deadlines: KeyedHeap[RetainedPrefix] = KeyedHeap()
+        self._values: KeyedHeap[RetainedPrefix] = KeyedHeap()  # per block
         self._tenants: dict[int, _TenantPrefixes] = {}
         self._num_retained = 0
         self.num_taken = self.num_hit = self.num_expired = self.num_given_up = 0
         self._changed: dict[str, None] = {}
-        kv_cache.reclaimable = self
+        kv_cache.reclaim_blocks = self.reclaim_blocks
 
     def pop_changed(self) -> list[str]:
         changed = list(self._changed)
@@ -182,7 +110,7 @@ class RetainedPrefixes:
 
     @property
     def num_blocks(self) -> int:
-        return len(self._pool.pinned.counts)
+        return len(self._pool.retained.counts)
 
     def prefix_of(self, agent_session: str) -> RetainedPrefix | None:
         return self._retained_prefixes.get(agent_session)
@@ -204,7 +132,7 @@ class RetainedPrefixes:
         agent_session = request.agent.session
         older = self._retained_prefixes.get(agent_session)
         if blocks:
-            self._pool.pin(blocks)
+            self._pool.retain(blocks)
         if older is not None:
             self._release(older, "newer turn")
         if not blocks:
@@ -220,8 +148,9 @@ class RetainedPrefixes:
             blocks=blocks,
             num_tokens=num_computed - num_computed % self._block_size,
             ended=now,
+            by_client=by_client,
+            ttl=ttl,
         )
-        prefix.by_client = by_client
         self._retained_prefixes[agent_session] = prefix
         if self._max_of_tenant < self._max_blocks:
             counts = self._tenants.setdefault(prefix.tenant, _TenantPrefixes()).counts
@@ -229,17 +158,19 @@ class RetainedPrefixes:
                 counts[block] = counts.get(block, 0) + 1
         self.num_taken += 1
         self._changed[agent_session] = None
-        self._deadlines.set_key(prefix, now + ttl)
+        self._deadlines.set_key(prefix.number, now + ttl, prefix)
         self.set_value(prefix, value)
         self._observer.on_prefix_retained(prefix, ttl)
         self._keep_limits(prefix)
 
     def set_expiry(self, prefix: RetainedPrefix, ttl: float, value: float, now: float) -> None:
         """Retain a prefix until `ttl` seconds after its turn; release it if they have passed."""
+        prefix.ttl = ttl
         if prefix.ended + ttl <= now:
+            self.num_expired += 1
             self._release(prefix, "not worth it")
             return
-        self._deadlines.set_key(prefix, prefix.ended + ttl)
+        self._deadlines.set_key(prefix.number, prefix.ended + ttl, prefix)
         self.set_value(prefix, value)
         self._observer.on_prefix_retained(prefix, ttl)
 
@@ -252,13 +183,13 @@ class RetainedPrefixes:
     def hold_for_turn(self, prefix: RetainedPrefix) -> None:
         """Retain a prefix, as the last one to be evicted, until its next turn runs."""
         prefix.is_awaited = True
-        self._deadlines.remove_prefix(prefix)
+        self._deadlines.remove(prefix.number)
         self._update_value(prefix, math.inf)
 
     def end_hold(self, prefix: RetainedPrefix, deadline: float) -> None:
         """Let a prefix expire at `deadline`, because its next turn has ended without running."""
         prefix.is_awaited = False
-        self._deadlines.set_key(prefix, deadline)
+        self._deadlines.set_key(prefix.number, deadline, prefix)
         self._update_value(prefix, prefix.value)
 
     def consume(self, prefix: RetainedPrefix, *, found: bool) -> None:
@@ -278,12 +209,13 @@ class RetainedPrefixes:
     @property
     def next_deadline(self) -> float | None:
         """When the next prefix expires, in seconds; None for never."""
-        return self._deadlines.lowest_key()
+        first = self._deadlines.first()
+        return None if first is None else first[0]
 
     def release_expired(self, now: float) -> None:
-        while (prefix := self._deadlines.first_up_to(now)) is not None:
+        while (first := self._deadlines.first()) is not None and first[0] <= now:
             self.num_expired += 1
-            self._release(prefix, EXPIRED)
+            self._release(first[2], "expired")
 
     def reclaim_blocks(self, num_blocks: int) -> None:
         """Free `num_blocks` more blocks, of the least valuable prefixes."""
@@ -291,61 +223,65 @@ class RetainedPrefixes:
         wanted = pool.num_free + num_blocks
         assert wanted <= pool.num_available, "more blocks are reclaimed than are retained"
         while pool.num_free < wanted:
-            prefix = self._values.first()
-            assert prefix is not None, "blocks are pinned by no prefix"
-            self._cut(prefix, wanted - pool.num_free, pool.pinned.counts)
+            self._cut_least(self._values, wanted - pool.num_free, pool.retained.counts)
 
     def _keep_limits(self, prefix: RetainedPrefix) -> None:
-        counts = self._pool.pinned.counts
+        counts = self._pool.retained.counts
         tenant = self._tenants.get(prefix.tenant)
         while tenant is not None and len(tenant.counts) > self._max_of_tenant:
-            least = tenant.order.first()
-            assert least is not None, "blocks of a tenant are pinned by no prefix"
-            self._cut(least, len(tenant.counts) - self._max_of_tenant, tenant.counts)
+            excess = len(tenant.counts) - self._max_of_tenant
+            self._cut_least(tenant.order, excess, tenant.counts)
         while len(counts) > self._max_blocks:
-            least = self._values.first()
-            assert least is not None, "blocks are pinned by no prefix"
-            self._cut(least, len(counts) - self._max_blocks, counts)
+            self._cut_least(self._values, len(counts) - self._max_blocks, counts)
 
-    def _cut(self, prefix: RetainedPrefix, num_blocks: int, counts: dict[int, int]) -> None:
-        """Release blocks from the end of a prefix, at most `num_blocks` that only it retains.
+    def _cut_least(
+        self, order: KeyedHeap[RetainedPrefix], num_blocks: int, counts: dict[int, int]
+    ) -> None:
+        """Release blocks from the end of the prefix that is worth least.
+
+        At most `num_blocks` that only it retains.
 
             |-- kept --|-- shared, its own … --|        blocks with a count of 1 are its own
 
-        Shared blocks behind them are released too: this frees nothing, but otherwise the blocks in
-        front of them could not be reached.
+        Shared blocks after the prefix's own ones are released, too, because blocks are released
+        from the end. This frees nothing.
         """
+        least = order.first()
+        assert least is not None, "blocks are retained by no prefix"
+        prefix = least[2]
         blocks = prefix.blocks
         first = len(blocks)
         while first and num_blocks and not self._whole:
             first -= 1
             num_blocks -= counts[blocks[first]] == 1
+        self.num_given_up += not prefix.was_cut
         if self._whole or not first:
-            self.num_given_up += 1
             self._release(prefix, "room")
             return
         cut = blocks[first:][::-1]
         value = prefix.value * first / len(blocks)
         prefix.num_tokens = prefix.num_tokens * first // len(blocks)
         del blocks[first:]
-        self._unpin(prefix, cut)
+        self._release_blocks(prefix, cut)
+        prefix.was_cut = True
         self.set_value(prefix, value)
+        self._observer.on_prefix_retained(prefix, prefix.ttl)
 
     def _release(self, prefix: RetainedPrefix, reason: str) -> None:
         self._changed[prefix.agent_session] = None
         del self._retained_prefixes[prefix.agent_session]
-        self._deadlines.remove_prefix(prefix)
-        self._values.remove_prefix(prefix)
-        self._unpin(prefix, prefix.blocks[::-1])
+        self._deadlines.remove(prefix.number)
+        self._values.remove(prefix.number)
+        self._release_blocks(prefix, prefix.blocks[::-1])
         tenant = self._tenants.get(prefix.tenant)
         if tenant is not None:
-            tenant.order.remove_prefix(prefix)
+            tenant.order.remove(prefix.number)
             if not tenant.counts:
                 del self._tenants[prefix.tenant]
         self._observer.on_prefix_released(prefix, reason)
 
-    def _unpin(self, prefix: RetainedPrefix, blocks: list[int]) -> None:
-        self._pool.unpin(blocks)
+    def _release_blocks(self, prefix: RetainedPrefix, blocks: list[int]) -> None:
+        self._pool.release_retained(blocks)
         tenant = self._tenants.get(prefix.tenant)
         if tenant is not None:
             counts = tenant.counts
@@ -356,7 +292,7 @@ class RetainedPrefixes:
 
     def _update_value(self, prefix: RetainedPrefix, value: float) -> None:
         key = value / len(prefix.blocks)
-        self._values.set_key(prefix, key)
+        self._values.set_key(prefix.number, key, prefix)
         tenant = self._tenants.get(prefix.tenant)
         if tenant is not None:
-            tenant.order.set_key(prefix, key)
+            tenant.order.set_key(prefix.number, key, prefix)

@@ -8,11 +8,8 @@ The benefit of retained KV: the next turn neither waits in the queue like one th
 (η times that delay, `TurnCounts`), nor computes or loads its context (`SwapRule.seconds`, linear in
 the tokens; the paper's cost is quadratic, by a profile, while ours is measured in steps, whose
 chunks include the attention to their context).
-
-A rule that raises an exception is logged once and replaced by none (`GuardedTTL`).
 """
 
-import logging
 import math
 from bisect import bisect_left, insort
 from collections import deque
@@ -20,7 +17,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from engine_core.scheduler.preemption import SwapRule
-from proto.config import PinPolicyName
+from proto.settings.config import PinPolicyName
 
 MIN_TOOL_SAMPLES: Final = 100
 """A tool's own durations are used if there are more samples than this, otherwise all tools'."""
@@ -187,8 +184,6 @@ class TurnCounts:
         return min(1.0, max(0.0, -(n * kr - k * rest) / math.sqrt(variance)))
 
 
-logger = logging.getLogger("tokend.pins")
-
 FIXED_SECONDS: Final = 2.0
 PROVISIONAL_SECONDS: Final = 2.0
 """TTL until it is known which tool the session waits for."""
@@ -210,49 +205,39 @@ NOT_RETAINED: Final = TTLDecision(0.0, 0.0)
 
 
 class TTLRule(Protocol):
-    """Decides how long KV is retained, and learns from what happens to sessions."""
+    """Decides how long KV is retained, and learns from what happens to sessions.
+
+    A rule replaces what it needs: by default nothing is retained, and nothing learnt. A protocol,
+    because interpreted classes of tests cannot extend a compiled one; without the `return` a method
+    would count as abstract.
+    """
 
     def provisional(self, num_tokens: int) -> TTLDecision:
         """Decide when a turn of `num_tokens` tokens has just ended."""
-        ...
+        return NOT_RETAINED
 
     def decide(self, tool: str, num_tokens: int) -> TTLDecision:
         """Decide when it is known which tool the session waits for."""
-        ...
+        return NOT_RETAINED
 
     def learn_duration(self, tool: str, seconds: float) -> None:
         """Learn the time from a turn that waited for a tool to the next one; infinity: never."""
-        ...
+        return None
 
     def learn_queueing_delay(self, seconds: float) -> None:
         """Learn how long a later turn whose KV was not retained has waited in the queue."""
-        ...
+        return None
 
     def learn_num_turns(self, num_turns: int) -> None:
         """Learn the number of turns of a session that has ended."""
-        ...
+        return None
 
 
-class NoRetention:
-    """The rule none: nothing is retained."""
-
-    def provisional(self, num_tokens: int) -> TTLDecision:
-        return NOT_RETAINED
-
-    def decide(self, tool: str, num_tokens: int) -> TTLDecision:
-        return NOT_RETAINED
-
-    def learn_duration(self, tool: str, seconds: float) -> None:
-        """Do nothing: no decision depends on it."""
-
-    def learn_queueing_delay(self, seconds: float) -> None:
-        """Do nothing: no decision depends on it."""
-
-    def learn_num_turns(self, num_turns: int) -> None:
-        """Do nothing: no decision depends on it."""
+class NoRetention(TTLRule):
+    """The rule none."""
 
 
-class ExpectedBenefitTTL:
+class ExpectedBenefitTTL(TTLRule):
     """The rule of Continuum's paper. costs: seconds until KV is on the device again."""
 
     def __init__(self, costs: SwapRule) -> None:
@@ -280,7 +265,7 @@ class ExpectedBenefitTTL:
         return self._turns.eta * self._delay + self._costs.seconds(num_tokens)
 
 
-class FixedTTL:
+class FixedTTL(TTLRule):
     """The rule of Continuum's public code: 2 s for tools that usually take no longer."""
 
     def __init__(self) -> None:
@@ -297,54 +282,6 @@ class FixedTTL:
     def learn_duration(self, tool: str, seconds: float) -> None:
         self._durations.add_sample(tool, seconds)
 
-    def learn_queueing_delay(self, seconds: float) -> None:
-        """Do nothing: no decision depends on it."""
-
-    def learn_num_turns(self, num_turns: int) -> None:
-        """Do nothing: no decision depends on it."""
-
-
-class GuardedTTL:
-    """Another rule, until it raises an exception; then no KV is retained."""
-
-    def __init__(self, inner: TTLRule) -> None:
-        self._inner = inner
-
-    def provisional(self, num_tokens: int) -> TTLDecision:
-        try:
-            return self._inner.provisional(num_tokens)
-        except Exception:
-            return self._disable()
-
-    def decide(self, tool: str, num_tokens: int) -> TTLDecision:
-        try:
-            return self._inner.decide(tool, num_tokens)
-        except Exception:
-            return self._disable()
-
-    def learn_duration(self, tool: str, seconds: float) -> None:
-        try:
-            self._inner.learn_duration(tool, seconds)
-        except Exception:
-            self._disable()
-
-    def learn_queueing_delay(self, seconds: float) -> None:
-        try:
-            self._inner.learn_queueing_delay(seconds)
-        except Exception:
-            self._disable()
-
-    def learn_num_turns(self, num_turns: int) -> None:
-        try:
-            self._inner.learn_num_turns(num_turns)
-        except Exception:
-            self._disable()
-
-    def _disable(self) -> TTLDecision:
-        logger.exception("no KV is retained between turns any more")
-        self._inner = NoRetention()
-        return NOT_RETAINED
-
 
 def by_client(ttl_ms: float | None) -> float | None:
     """Return the TTL that a client wants, in seconds; None if it gives no valid one."""
@@ -357,4 +294,4 @@ def make_ttl_rule(name: PinPolicyName, costs: SwapRule) -> TTLRule:
     """Return the rule of --pin-policy."""
     if name == "none":
         return NoRetention()
-    return GuardedTTL(ExpectedBenefitTTL(costs) if name == "rule" else FixedTTL())
+    return ExpectedBenefitTTL(costs) if name == "rule" else FixedTTL()

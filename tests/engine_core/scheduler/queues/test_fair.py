@@ -133,7 +133,7 @@ def test_thousands_of_aborting_tenants_leave_no_state():
     for request in requests_of(range(1, 500)):
         queue.add_request(request)
         queue.remove_request(request)
-    assert len(queue._heap) < 100
+    assert len(queue._heads._heap) < 100
     assert len(queue._queues) == 1
     assert queue.pop_request() is stays
 

@@ -1,1 +1,0 @@
-"""Commands of the supervisor to a front end: health, drain, reload, aborts."""

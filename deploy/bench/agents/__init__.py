@@ -1,1 +1,0 @@
-"""`tokend bench agents`: completion times of agents' jobs under each scheduling policy."""

@@ -1,1 +1,0 @@
-"""`tokend bench overload`: more load than a daemon can take; refusals and their side effects."""

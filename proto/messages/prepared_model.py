@@ -1,0 +1,253 @@
+"""A prepared model: converted once, so that later starts need not parse or convert it.
+
+`deploy` writes one folder per model. The worker reads the tensors; the front end reads tokenizer
+and chat template. The folder contains
+
+    manifest.json        this Struct as JSON, written last: its presence means complete
+    config.json          Hugging Face style model configuration
+    tokenizer.json       for the `tokenizers` library
+    tokenizer_config.json
+    chat_template.jinja, additional_chat_templates/tool_use.jinja
+                         absent for a model without them
+    tensors.msgpack      TensorIndex
+    digest.msgpack       WeightsDigest; written by the first worker that needs it
+    kernel_times.msgpack KernelTimes; written by the first worker on each kind of machine
+"""
+
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO, Final
+
+import msgspec
+
+from proto.errors import ModelError
+from proto.messages.pooling import Pooler
+
+MANIFEST_VERSION = 5
+FP8: Final = "F8_E4M3"
+"""As safetensors names it."""
+
+CHAT_TEMPLATES: Final = {
+    "default": "chat_template.jinja",
+    "tool_use": "additional_chat_templates/tool_use.jinja",
+}
+"""Name of a chat template → its file, as in folders of transformers. `tool_use` renders requests
+with tools, `default` all others, and all of a model without the former."""
+TEMPLATE_FILES: Final = "additional_chat_templates/*.jinja"
+"""Files of a folder's templates other than the default one."""
+ModelSetting = tuple[str, bool | int | float | str | None]
+"""Key and value of a model's own sampling settings; see proto/settings/generation_config.py."""
+
+FileStamp = tuple[int, int, int, int]
+"""Inode, bytes, and times (ns) of the last change of the data and of the inode; see file_stamp."""
+
+
+TEXT_BODIES: Final = ("glm4v_text", "glm_ocr_text")
+"""`model_type` of language models that transformers has without a head, for models for images.
+
+With a head without a bias they give the logits of the whole model, which is tested; heads of others
+scale them.
+"""
+
+
+class TensorPart(msgspec.Struct, array_like=True, frozen=True):
+    """One of the tensors of a safetensors file that a quantised weight consists of, as it is there.
+
+    Fields as in TensorEntry.
+    """
+
+    type: str
+    shape: tuple[int, ...]
+    file: int
+    offset: int
+    num_bytes: int
+
+
+class TensorEntry(msgspec.Struct, array_like=True, frozen=True):
+    """Location of one tensor, or of some of its rows.
+
+    name: as in the file (GGUF or safetensors name).
+    type: GGUF type name ("Q4_1", "F32"), safetensors dtype ("BF16"), or that of a weight of several
+        parts ("INT4_128").
+    shape: as in torch, rows first; in numbers.
+    file: index into TensorIndex.files.
+    offset, num_bytes: byte range in that file; with parts, of the first and of all together.
+    packing: how a weight of several parts is stored, which worker.loader.quantised reads; "" for a
+        tensor by itself.
+    parts: these parts, whole. options: numbers that the packing needs.
+    first_row: row of the parts with which the tensor begins.
+    """
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    file: int
+    offset: int
+    num_bytes: int
+    packing: str = ""
+    parts: dict[str, TensorPart] = {}
+    options: dict[str, float] = {}
+    first_row: int = 0
+
+    @property
+    def byte_ranges(self) -> list[tuple[int, int, int]]:
+        """File, offset and number of bytes of the tensor, or of the whole parts of its weight."""
+        ranges = self.parts.values() or (self,)
+        return [(each.file, each.offset, each.num_bytes) for each in ranges]
+
+    def with_shape(self, shape: tuple[int, ...]) -> "TensorEntry":
+        """Return the same numbers in another shape, with rows as long as before."""
+        return msgspec.structs.replace(self, shape=shape)
+
+    def with_rows(self, first: int, end: int) -> "TensorEntry":
+        """Return these rows with all columns."""
+        shape = (end - first, *self.shape[1:])
+        if self.parts:
+            return msgspec.structs.replace(self, shape=shape, first_row=self.first_row + first)
+        row_bytes = self.num_bytes // self.shape[0]
+        return msgspec.structs.replace(
+            self,
+            shape=shape,
+            offset=self.offset + first * row_bytes,
+            num_bytes=(end - first) * row_bytes,
+        )
+
+
+class TensorIndex(msgspec.Struct, frozen=True):
+    """All tensors of a model. `format` is "gguf" or "safetensors"; `files` are absolute paths."""
+
+    format: str
+    files: tuple[str, ...]
+    tensors: tuple[TensorEntry, ...]
+
+
+class WeightsDigest(msgspec.Struct, frozen=True):
+    """SHA-256 of all weights, and the state of their files when it was computed.
+
+    stamps: one for each of TensorIndex.files. sha256: hex; see worker.loader.digest.
+    """
+
+    stamps: tuple[FileStamp, ...]
+    sha256: str
+
+
+class KernelTimes(msgspec.Struct, frozen=True):
+    """Times of the kernels that can compute products and attention; see worker.cpu.kernel_choice.
+
+    machines: by CPU, threads and kernels; by product or heads; by variant: nanoseconds.
+    """
+
+    machines: dict[str, dict[str, dict[str, tuple[float, ...]]]]
+
+
+MAX_TEMPLATE_BYTES: Final = 1 << 20
+"""Largest file of a chat template."""
+MAX_TEXT_BYTES: Final = 256 << 20
+"""Largest file of a model that is read as a whole: JSON, or a vocabulary."""
+_KINDS: Final = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def require_regular(path: str | Path, mode: int) -> None:
+    """Raise ModelError unless a file of this st_mode is a regular one."""
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "something else")
+        raise ModelError(f"{path} is {kind}, not a regular file")
+
+
+def open_model_file(path: str | Path) -> BinaryIO:
+    """Open a file of a model that is not trusted. Raises OSError, or ModelError naming the file.
+
+    Opening a FIFO would wait for its writer for ever, reading a device might never end, and what
+    the path means may change between a check and the opening.
+    """
+    require_regular(path, os.stat(path).st_mode)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        require_regular(path, os.fstat(descriptor).st_mode)
+        return open(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_model_file(path: str | Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
+    """Return the content of a file of a model that is not trusted, which is at most that large.
+
+    Raises OSError, or ModelError naming the file.
+    """
+    with open_model_file(path) as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ModelError(f"{path} is larger than {max_bytes} bytes")
+    return content
+
+
+def file_stamp(path: str) -> FileStamp:
+    """Return what differs after any change of a file.
+
+    The time of the last change of the inode moves whenever the file is written, and no system call
+    sets it back, unlike the time of the last change of the data. Raises OSError.
+    """
+    status = os.stat(path)
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+class PreparedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """The manifest: facts that processes need before they load the model.
+
+    folder: absolute path of the prepared folder.
+    name: as given by the user, or the last component of the path.
+    source: absolute path of the GGUF file or Hugging Face folder.
+    architecture: the family, e.g. "LlamaForCausalLM".
+    vocab_size: rows of the output head; token ids are below it.
+    max_position: maximum number of positions of the model.
+    eos_token_ids: tokens at which generation ends by default. end_reasons: of each, the
+        text, and in brackets which files say so.
+    pooler: how the model pools, if its folder says so; None for a model that only generates.
+    generates: whether it has a language head. hidden_size: numbers of a hidden state.
+    unloaded_parts: what the source has beside this language model, such as "vision".
+    generation_settings: about sampling, of generation_config.json or the GGUF file.
+    weights_sample: hex digest of names, types, shapes and some bytes of all tensors. It tells
+        models apart, but not two states of an edited one; part of the fingerprint of KV that ends
+        with the process.
+    """
+
+    version: int = MANIFEST_VERSION
+    folder: str
+    name: str
+    source: str
+    architecture: str
+    vocab_size: int
+    max_position: int
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    end_reasons: tuple[str, ...] = ()
+    weights_sample: str
+    has_chat_template: bool = False
+    pooler: Pooler | None = None
+    generates: bool = True
+    hidden_size: int = 0
+    unloaded_parts: tuple[str, ...] = ()
+    generation_settings: tuple[ModelSetting, ...] = ()
+
+    @property
+    def ends_notice(self) -> str:
+        """Which tokens end an answer, and why, in words."""
+        ends = ", ".join(map("{} {}".format, self.eos_token_ids, self.end_reasons))
+        return ends or "none, so answers go on to their limit"
+
+    @property
+    def text_only_notice(self) -> str:
+        """What the source has and nothing reads, in words; "" for a language model alone."""
+        if not self.unloaded_parts:
+            return ""
+        parts = " and ".join(self.unloaded_parts)
+        are = "parts are" if len(self.unloaded_parts) > 1 else "part is"
+        return f"the {parts} {are} not loaded: text only"

@@ -1,0 +1,1 @@
+"""A package of parts for tokend, one of each kind, a module for each process that uses them."""

@@ -1,0 +1,135 @@
+"""Adapters of tiny models, made by PEFT, and models that have them merged: the oracle."""
+
+import copy
+import json
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+
+from proto.messages.lora import LoadAdapter
+from proto.messages.prepared_model import PreparedModel
+from tests.fakes.devices import CPU
+from tests.fakes.prepared_models import spec_of
+from worker.batch.step_inputs import TokenAdapters
+from worker.device import Device
+from worker.layers.adapters import Adapter, AdapterTargets
+from worker.loader.adapters.build import AdapterLimits, AdapterLoader
+from worker.loader.files import read_index
+from worker.loader.formats import WeightFormat
+from worker.loader.source import block_columns
+from worker.loader.weights import load_model
+from worker.models.decoder import Decoder
+from worker.models.sharding import shard_model
+from worker.parallel.group import RankGroup
+from worker.step.adapter_store import AdapterStore
+
+SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ALONE = RankGroup()
+
+
+def make_adapter(
+    model: Any, folder: Path, seed: int = 1, size: float = 1.0, **settings: Any
+) -> Path:
+    """Save an adapter of random numbers, which change the logits a lot, to a folder."""
+    settings = {"target_modules": SEVEN, "r": 4, "lora_alpha": 8} | settings
+    warnings.filterwarnings("ignore", module=r"peft\..*")
+    adapted = get_peft_model(copy.deepcopy(model), LoraConfig(**settings))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in adapted.named_parameters():
+            if "lora_magnitude" in name:
+                weight.mul_(1 + 0.3 * torch.randn(weight.shape, generator=generator))
+            elif "lora_" in name or "trainable_tokens" in name or "modules_to_save" in name:
+                noise = torch.randn(weight.shape, generator=generator)
+                weight.copy_(size * 0.5 * noise / weight.shape[-1] ** 0.5)
+    adapted.save_pretrained(folder)
+    return folder
+
+
+def merged(model: Any, folder: Path) -> Any:
+    """Return the model with an adapter in its weights, beside them where PEFT cannot merge it."""
+    adapted = PeftModel.from_pretrained(copy.deepcopy(model), str(folder)).eval()
+    config = adapted.peft_config["default"]
+    # Merging into a tied embedding would change the head, which the adapter itself does not.
+    if config.lora_bias or "embed_tokens" in (config.target_modules or ()):
+        return adapted
+    return adapted.merge_and_unload().eval()
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Change keys of adapter_config.json."""
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+class Served:
+    """A model of one rank that is served with adapters."""
+
+    def __init__(
+        self,
+        prepared: PreparedModel,
+        dtype: torch.dtype = torch.float32,
+        weight_format: WeightFormat | None = None,
+        group: RankGroup = ALONE,
+        device: Device = CPU,
+        **limits: Any,
+    ) -> None:
+        spec = spec_of(prepared)
+        self.targets = AdapterTargets(device.step_adapters())
+        self.decoder: Decoder = load_model(
+            prepared, spec, dtype, device, _show, weight_format, group, self.targets
+        )
+        shards = shard_model(spec, group.size, block_columns(spec, read_index(prepared)))
+        self.loader = AdapterLoader(
+            prepared,
+            spec,
+            self.targets,
+            shards[group.rank].weights,
+            group.rank,
+            device,
+            dtype,
+            AdapterLimits(**{"max_rank": 64} | limits),
+        )
+        self.store = AdapterStore(self.loader, self.targets.step, group.rank)
+
+    def load(self, path: Path, number: int | None = None) -> Adapter:
+        """Load an adapter, as the steps' adapter of this number if one is given."""
+        work = self.loader.load(str(path))
+        while True:
+            try:
+                next(work)
+            except StopIteration as finished:
+                adapter: Adapter = finished.value
+                break
+        if number is not None:
+            self.store._adapters[number] = adapter
+        return adapter
+
+    def running(self, ids: Sequence[int], scales: Sequence[float] = ()) -> Any:
+        """Let the rows of a forward pass have these adapters."""
+        found = np.array(ids, dtype=np.int64)
+        factors = np.array(scales or np.ones(len(ids)), dtype=np.float32)
+        return self.store.running(TokenAdapters(found, factors))
+
+
+def load_in_thread(store: AdapterStore, path: Path, number: int) -> Any:
+    """Load an adapter by the store's thread; return its answer."""
+    import select
+
+    store.begin_load(LoadAdapter(1, number, str(path)))
+    while True:
+        assert select.select([store.descriptor], [], [], 30.0)[0], "no answer"
+        if answers := store.take_finished():
+            return answers[0]
+
+
+def _show(fraction: float) -> None:
+    """Show nothing."""
+
+
+Make = Callable[[Any, Path], Path]

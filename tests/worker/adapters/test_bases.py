@@ -1,0 +1,130 @@
+"""Adapters on quantised models and under drafts."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from proto.messages.prepared_model import PreparedModel
+from proto.messages.scheduler_output import SchedulerOutput
+from tests.fakes.adapters import SEVEN, Served, make_adapter, merged
+from tests.fakes.dense_attention import logits_in_chunks
+from tests.fakes.gguf_files import write
+from tests.fakes.prepared_models import gguf_index, prepare, prepare_checkpoint
+from tests.fakes.quantised_checkpoints import awq, quantise_folder
+from tests.fakes.step_messages import StepMessages
+from tests.fakes.tiny_checkpoints import config_in_blocks, tiny_model
+from tests.fakes.tiny_ggufs import SIZES, config_of, tiny
+from tests.worker.adapters.test_formats import NEAR, write_gguf
+from tests.worker.adapters.test_steps import Model, runner_with
+from worker.attention.kv_cache import kv_layout
+from worker.cpu.formats import Int8Format, PackedFormat, RotatedFormat
+from worker.cpu.kernels import Kernels
+from worker.loader.formats import DenseFormat, WeightFormat
+
+TOKENS = torch.randint(0, 60, (30,), generator=torch.Generator().manual_seed(7))
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {"target_modules": SEVEN, "r": 8},
+    "dora": {"target_modules": SEVEN, "use_dora": True},
+}
+
+
+def gguf_model(folder: Path) -> tuple[PreparedModel, Any]:
+    """A quantised Llama, and the same numbers in transformers."""
+    with torch.no_grad():
+        model, tensors = tiny("Q5_0", LlamaConfig(**SIZES), True, {"down_proj": "Q8_0"})
+    write(folder / "model.gguf", tensors)
+    config = config_of(model.config)
+    return prepare(folder / "prepared", config, gguf_index(folder / "model.gguf")), model
+
+
+def awq_model(folder: Path) -> tuple[PreparedModel, Any]:
+    """The same of a Hugging Face folder with AWQ's codes."""
+    model = tiny_model(config_in_blocks("llama"))
+    model.save_pretrained(folder)
+    numbers = quantise_folder(folder, awq(32))
+    model.load_state_dict(numbers, strict=False)
+    return prepare_checkpoint(folder, folder / "prepared"), model
+
+
+def logits_of(served: Served, number: int) -> torch.Tensor:
+    with served.running([number] * len(TOKENS)):
+        return logits_in_chunks(served.decoder, TOKENS, 30)
+
+
+@torch.no_grad()
+def oracle(model: Any) -> torch.Tensor:
+    logits: torch.Tensor = model(TOKENS[None]).logits[0]
+    return logits
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("base", [gguf_model, awq_model])
+def test_quantised_bases(base: Any, settings: str, tmp_path: Path) -> None:
+    """In float32: norms of DoRA are those of the quantised numbers."""
+    prepared, model = base(tmp_path)
+    path = make_adapter(model, tmp_path / "adapter", **SETTINGS[settings])
+    served = Served(prepared)
+    served.load(path, 1)
+    wanted = oracle(merged(model, path))
+    assert (wanted - oracle(model)).abs().max() > 0.3, "a difference would not be visible"
+    assert (logits_of(served, 1) - wanted).abs().max() < NEAR
+
+
+def test_a_file_of_llama_cpp_on_a_file_of_llama_cpp(tmp_path: Path) -> None:
+    prepared, model = gguf_model(tmp_path)
+    path = make_adapter(model, tmp_path / "adapter", r=4)
+    served = Served(prepared)
+    served.load(write_gguf(tmp_path / "adapter.gguf", path), 1)
+    assert (logits_of(served, 1) - oracle(merged(model, path))).abs().max() < NEAR
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("form", ["packed", "int8"])
+def test_products_of_bytes(form: str, settings: str, kernels: Kernels, tmp_path: Path) -> None:
+    """The error beside merged weights is that of the same format without an adapter."""
+    prepared, model = gguf_model(tmp_path)
+    path = make_adapter(model, tmp_path / "adapter", **SETTINGS[settings])
+    dense = DenseFormat(torch.float32)
+    weights: WeightFormat = PackedFormat(kernels, dense, torch.float32)
+    if form == "int8":
+        blocks = Int8Format(kernels, dense, torch.float32)
+        weights = RotatedFormat(blocks, dense, kernels)
+    served = Served(prepared, weight_format=weights)
+    served.load(path, 1)
+    error = (logits_of(served, 1) - oracle(merged(model, path))).abs().mean()
+    assert error < 2 * (logits_of(served, 0) - oracle(model)).abs().mean()
+
+
+def test_drafts_are_verified_with_the_adapter(tmp_path: Path) -> None:
+    """Right drafts are accepted, a wrong one ends them, beside another sequence's."""
+    model = Model(tmp_path, (4, 8))
+    served = model.served()
+    prompts = {1: list(range(20, 31)), 2: list(range(50, 57))}
+
+    def adapted(step: SchedulerOutput) -> SchedulerOutput:
+        new = [msgspec.structs.replace(each, lora_int_id=each.seq_id) for each in step.new_requests]
+        return msgspec.structs.replace(step, new_requests=new)
+
+    def first_step() -> tuple[Any, StepMessages, list[list[int]]]:
+        groups = kv_layout(served.decoder.spec.windows).num_groups
+        messages = StepMessages(groups, 16)
+        runner = runner_with(served, 1 + 2 * groups * 16)
+        output = runner.execute(adapted(messages.next_step(prompts, params={"max_tokens": 20})))
+        return runner, messages, output.sampled_token_ids
+
+    runner, messages, found = first_step()
+    outputs = [list(tokens) for tokens in found]
+    for _ in range(4):
+        more = runner.execute(messages.next_step()).sampled_token_ids
+        for tokens, new in zip(outputs, more, strict=True):
+            tokens += new
+    assert outputs[0] != outputs[1]
+    runner, messages, _ = first_step()
+    wrong = (outputs[1][2] + 1) % 96
+    drafts = {1: outputs[0][1:4], 2: [outputs[1][1], wrong, 5]}
+    verified = runner.execute(messages.next_step(drafts=drafts)).sampled_token_ids
+    assert verified == [outputs[0][1:5], outputs[1][1:3]]

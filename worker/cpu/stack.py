@@ -1,0 +1,338 @@
+"""All layers of a decoder in one call of a C++ kernel, csrc/layers/stack.cpp.
+
+StackDescription describes the layers to the kernel, once for each range of row counts within which
+every product keeps its weight format. Steps run here if kernels of ours compute all products and
+the attention; the bits are those of EagerLayers.
+"""
+
+import ctypes
+from bisect import bisect_right
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from worker.attention.backend import AttentionBackend
+from worker.cpu.adapters import KernelAdapters
+from worker.cpu.attention import CpuAttention
+from worker.cpu.kernel_structures import (
+    LatentStructure,
+    RopeTable,
+    RowNorm,
+    Stack,
+    StackLayer,
+    StackLinear,
+    StackRun,
+)
+from worker.cpu.kernels import DTYPE_CODES, Kernels
+from worker.cpu.layers import GATE_CODES, KernelNorm
+from worker.cpu.linear import ProductDescriptions, format_thresholds
+from worker.cpu.moe import KERNEL, KernelMoe
+from worker.layers.adapters import AdaptedLinear
+from worker.layers.layer_progress import HostProgress, LayerProgress
+from worker.layers.linear import Linear
+from worker.layers.norm import Norm
+from worker.layers.scratch import ByteBuffer
+from worker.models.attention import Attention
+from worker.models.latent_attention import LatentAttention, LatentAttentionSpec
+from worker.models.layer_stack import DecoderLayer
+from worker.models.mlp import Mlp
+from worker.models.moe import MoeMlp, report_mixtures
+from worker.models.parts import LayerPart
+
+Mixer = Attention | LatentAttention
+
+
+def is_describable(layers: Sequence[DecoderLayer]) -> bool:
+    """Return whether csrc/layers/stack.cpp knows these layers, alike in mixer and MLP."""
+    kinds = set()
+    dense_kinds = set()
+    for layer in layers:
+        mixer, mlp = layer.mixer, layer.mlp
+        if not isinstance(mixer, Mixer) or mixer.output.output.group.size > 1:
+            return False
+        if mixer.rotary.query_scales is not None:
+            return False
+        if isinstance(mixer, Attention) and mixer.spec.output_gate:
+            return False
+        kinds.add((mixer.spec.shape, _kind(mixer), layer.is_parallel))
+        if isinstance(mlp, Mlp):
+            if (mlp.spec.gate_factor, mlp.spec.output_factor) != (1.0, 1.0):
+                return False
+            dense_kinds.add((mlp.spec.intermediate_size, mlp.spec.activation, mlp.spec.is_gated))
+        elif not isinstance(mlp, MoeMlp) or not isinstance(mlp.fused, KernelMoe):
+            return False
+    return len(kinds) == 1 and len(dense_kinds) <= 1
+
+
+def _kind(mixer: Mixer) -> tuple[int | None, ...]:
+    """Return what attentions of one shape have in common in all layers of a stack."""
+    spec = mixer.spec
+    if isinstance(spec, LatentAttentionSpec):
+        return (spec.q_lora_rank, spec.qk_nope_head_dim, spec.v_head_dim)
+    return (spec.joint_qk_norm,)
+
+
+class KernelStack:
+    """A LayerStack on csrc/layers/stack.cpp."""
+
+    def __init__(self, kernels: Kernels, hidden_size: int, layers: Sequence[DecoderLayer]) -> None:
+        self._kernels = kernels
+        # The kernel has addresses of what these own.
+        self._layers = layers
+        self._from = sorted({1}.union(*map(_thresholds, layers)))
+        self._descriptions = [
+            StackDescription(hidden_size, layers, num_rows) for num_rows in self._from
+        ]
+        self._run = StackRun()
+        self._memory = ByteBuffer()
+        self._record: torch.Tensor | None = None
+        self._residuals: torch.Tensor | None = None
+        self._progress: HostProgress | None = None
+        self._has_mixtures = any(isinstance(layer.mlp, MoeMlp) for layer in layers)
+        self._adapters = _adapters_of(layers[0])
+
+    def record_experts(self, record: torch.Tensor) -> None:
+        assert record.is_contiguous()
+        assert record.dtype == torch.int32
+        self._record = record
+        self._run.chosen = record.data_ptr()
+        self._run.chosen_stride = record.stride(0)
+
+    def record_residuals(self, layers: Sequence[int], record: torch.Tensor) -> None:
+        assert record.is_contiguous()
+        self._recorded = np.array(layers, dtype=np.int64)
+        self._residuals = record
+        run = self._run
+        run.num_recorded, run.recorded = len(layers), self._recorded.ctypes.data
+        run.residuals, run.residual_stride = record.data_ptr(), record.stride(0)
+
+    def track_layers(self, progress: LayerProgress | None) -> None:
+        assert progress is None or isinstance(progress, HostProgress)
+        self._progress = progress
+
+    def takes(self, num_rows: int, attention: AttentionBackend) -> bool:
+        return (
+            isinstance(attention, CpuAttention)
+            and num_rows > 0
+            and self._description(num_rows).complete
+            and (self._adapters is None or not self._multiplies_outputs(self._adapters, num_rows))
+        )
+
+    def _multiplies_outputs(self, adapters: KernelAdapters, num_rows: int) -> bool:
+        """Return whether an adapter of the step multiplies outputs, which the kernel adds at once
+        to the residual.
+        """
+        return bool(adapters.groups) and adapters.description(num_rows).multiplies_outputs
+
+    def run(
+        self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
+    ) -> torch.Tensor:
+        self._run.is_timed = 0
+        return self._call(hidden, positions, attention)
+
+    def run_timed(
+        self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
+    ) -> tuple[torch.Tensor, float, float]:
+        """Run the layers; also return the seconds of products, with rounding of inputs, and
+        attention.
+        """
+        run = self._run
+        run.is_timed, run.product_ns, run.attention_ns = 1, 0, 0
+        return (
+            self._call(hidden, positions, attention),
+            run.product_ns * 1e-9,
+            run.attention_ns * 1e-9,
+        )
+
+    def _call(
+        self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
+    ) -> torch.Tensor:
+        assert isinstance(attention, CpuAttention)
+        assert hidden.is_contiguous()
+        assert positions.is_contiguous()
+        assert (positions.shape, positions.dtype) == (hidden.shape[:1], torch.int64)
+        stack = self._description(len(hidden)).structure
+        assert hidden.shape[1] == stack.hidden_size
+        assert self._record is None or len(hidden) <= self._record.shape[1]
+        if self._residuals is not None:
+            assert len(hidden) <= self._residuals.shape[1]
+            assert self._residuals.dtype == hidden.dtype
+        run, dtype = self._run, DTYPE_CODES[hidden.dtype]
+        run.dtype, run.num_rows, run.hidden = dtype, len(hidden), hidden.data_ptr()
+        run.positions = positions.data_ptr()
+        run.attention_calls = attention.layer_calls(len(hidden))
+        run.scratch = self._memory.address(self._kernels.stack_bytes(stack, dtype, len(hidden)))
+        run.progress = 0 if self._progress is None else self._progress.address
+        run.adapters = None
+        if self._adapters is not None and self._adapters.groups:
+            description = self._adapters.description(len(hidden))
+            run.adapters = ctypes.addressof(description.structure)
+            run.adapter_scratch = self._adapters.scratch(description)
+        if self._has_mixtures:
+            report_mixtures(KERNEL)
+        first_wrong = self._kernels.stack_run(stack, run)
+        if first_wrong < len(hidden):
+            raise IndexError(f"position {int(positions[first_wrong])} is beyond the model's length")
+        return hidden
+
+    def _description(self, num_rows: int) -> "StackDescription":
+        return self._descriptions[bisect_right(self._from, num_rows) - 1]
+
+
+class StackDescription:
+    """The layers as a `Stack`, for steps of at least `num_rows` tokens.
+
+    Valid while the layers live. complete: whether kernels of ours compute every product and norm;
+    an incomplete description must not be run.
+    """
+
+    def __init__(self, hidden_size: int, layers: Sequence[DecoderLayer], num_rows: int) -> None:
+        self._hidden_size = hidden_size
+        self._num_rows = num_rows
+        self._products = ProductDescriptions()
+        self._latents: list[LatentStructure] = []
+        self._norms_complete = self._mixtures_complete = True
+        attentions = [_attention_of(layer) for layer in layers]
+        dense = next((layer.mlp.spec for layer in layers if isinstance(layer.mlp, Mlp)), None)
+        rotaries = list(dict.fromkeys(attention.rotary for attention in attentions))
+        described = [
+            self._layer(layer, attention, rotaries.index(attention.rotary))
+            for layer, attention in zip(layers, attentions, strict=True)
+        ]
+        self.complete = self._products.complete and self._norms_complete and self._mixtures_complete
+        self._layers = (StackLayer * len(described))(*described)
+        tables = [RopeTable(len(rotary.table), rotary.table.data_ptr()) for rotary in rotaries]
+        self._tables = (RopeTable * len(tables))(*tables)
+        shape = attentions[0].spec.shape
+        self.structure = Stack(
+            num_layers=len(layers),
+            hidden_size=hidden_size,
+            inner_size=0 if dense is None else dense.intermediate_size,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            gate=0 if dense is None else GATE_CODES[dense.activation],
+            is_gated=dense is not None and dense.is_gated,
+            is_parallel=layers[0].is_parallel,
+            norms_heads_jointly=any(
+                isinstance(each, Attention) and each.spec.joint_qk_norm for each in attentions
+            ),
+            num_rope_tables=len(tables),
+            rope_tables=ctypes.addressof(self._tables),
+            layers=ctypes.addressof(self._layers),
+        )
+
+    def _layer(self, layer: DecoderLayer, attention: Mixer, rope_table: int) -> StackLayer:
+        parts = (
+            self._latent_attention(attention)
+            if isinstance(attention, LatentAttention)
+            else self._attention(attention)
+        )
+        return StackLayer(
+            attention_norm=self._norm(layer.mixer_norm),
+            attention_post_norm=self._norm(attention.output.output.norm),
+            attention_sum_norm=self._norm(layer.mixer_sum_norm),
+            mlp_norm=self._norm(layer.mlp_norm),
+            mlp_sum_norm=self._norm(layer.mlp_sum_norm),
+            rope_table=rope_table,
+            **parts,
+            **self._mlp(layer.mlp),
+        )
+
+    def _attention(self, attention: Attention) -> dict[str, ctypes.Structure | int | None]:
+        spec, hidden = attention.spec, self._hidden_size
+        query_norm, key_norm = attention.head_norms or (None, None)
+        return {
+            "qkv": self._linear(attention.qkv, hidden, spec.query_size + 2 * spec.kv_size),
+            "query_norm": self._norm(query_norm),
+            "key_norm": self._norm(key_norm),
+            "output": self._linear(attention.output.linear, spec.query_size, hidden),
+            "sinks": None if attention.sinks is None else attention.sinks.data_ptr(),
+        }
+
+    def _latent_attention(self, attention: LatentAttention) -> dict[str, ctypes.Structure | int]:
+        spec, hidden = attention.spec, self._hidden_size
+        num_heads, rank = len(spec.own_heads), spec.kv_lora_rank
+        queries, query_rank = num_heads * spec.query_dim, spec.q_lora_rank or 0
+        heads = self._products.describe_heads
+        latent = LatentStructure(
+            query_rank=query_rank,
+            plain_size=spec.qk_nope_head_dim,
+            rotated_size=spec.qk_rope_head_dim,
+            rank=rank,
+            value_size=spec.v_head_dim,
+            keys=heads(attention.keys, self._num_rows, spec.qk_nope_head_dim, rank),
+            values=heads(attention.values, self._num_rows, rank, spec.v_head_dim),
+        )
+        if attention.query is not None:
+            latent.query = self._linear(attention.query, query_rank, queries)
+        self._latents.append(latent)
+        return {
+            "qkv": self._linear(attention.inputs, hidden, (query_rank or queries) + spec.head_dim),
+            "query_norm": self._norm(attention.query_norm),
+            "key_norm": self._norm(attention.key_norm),
+            "output": self._linear(attention.output.linear, num_heads * spec.v_head_dim, hidden),
+            "latent": ctypes.addressof(latent),
+        }
+
+    def _mlp(self, mlp: LayerPart) -> dict[str, ctypes.Structure | int]:
+        hidden = self._hidden_size
+        if isinstance(mlp, Mlp):
+            inner = mlp.spec.intermediate_size
+            return {
+                "gate_up": self._linear(mlp.gate_up, hidden, len(mlp.spec.inputs) * inner),
+                "down": self._linear(mlp.down.linear, inner, hidden),
+                "mlp_post_norm": self._norm(mlp.down.output.norm),
+            }
+        assert isinstance(mlp, MoeMlp)
+        assert isinstance(mlp.fused, KernelMoe)
+        mixture = mlp.fused.description(self._num_rows)
+        self._mixtures_complete &= mixture.complete
+        return {
+            "moe": ctypes.addressof(mixture.structure),
+            "mlp_post_norm": self._norm(mlp.output.norm),
+        }
+
+    def _norm(self, norm: Norm | None) -> RowNorm:
+        """Describe a norm; None is one that the model does not have."""
+        if norm is None:
+            return RowNorm()
+        if not isinstance(norm, KernelNorm):
+            self._norms_complete = False
+            return RowNorm()
+        return norm.row_norm
+
+    def _linear(self, linear: Linear, in_features: int, out_features: int) -> StackLinear:
+        return self._products.describe(linear, self._num_rows, in_features, out_features)
+
+
+def _adapters_of(layer: DecoderLayer) -> KernelAdapters | None:
+    """Return what the products of a layer ask for the adapters of a step; None without adapters."""
+    linear = _attention_of(layer).output.linear
+    if not isinstance(linear, AdaptedLinear):
+        return None
+    assert isinstance(linear.adapters, KernelAdapters)
+    return linear.adapters
+
+
+def _attention_of(layer: DecoderLayer) -> Mixer:
+    assert isinstance(layer.mixer, Mixer)
+    return layer.mixer
+
+
+def _thresholds(layer: DecoderLayer) -> set[int]:
+    """Return the numbers of rows from which on another format multiplies in this layer."""
+    attention, mlp = _attention_of(layer), layer.mlp
+    products = [attention.output.linear]
+    if isinstance(attention, LatentAttention):
+        products += [attention.inputs, *attention.keys.linears, *attention.values.linears]
+        products += [] if attention.query is None else [attention.query]
+    else:
+        products.append(attention.qkv)
+    if isinstance(mlp, Mlp):
+        products += [mlp.gate_up, mlp.down.linear]
+    found = {rows for product in products for rows in format_thresholds(product)}
+    if isinstance(mlp, MoeMlp) and isinstance(mlp.fused, KernelMoe):
+        found |= set(mlp.fused.thresholds)
+    return found

@@ -1,0 +1,70 @@
+// Gated short convolutions: the inputs of a step in float32, their convolution, the windows.
+#include "layers/short_conv.h"
+
+#include "common/team.h"
+#include "layers/recurrence_parts.h"
+
+namespace tokend {
+namespace {
+
+// Channels that a thread takes at a time.
+constexpr int64_t SPAN = 512;
+
+// out = a * b
+template <class A, class B, class Out>
+TOKEND_FLATTEN void multiply(const A* a, const B* b, int64_t size, Out* out) {
+    for (int64_t at = 0; at < size; at += N) {
+        const int64_t count = std::min<int64_t>(N, size - at);
+        store_part(out + at, count, load_part(a + at, count) * load_part(b + at, count));
+    }
+}
+
+template <class T>
+void run_layer(const TokendShortConv& layer, const TokendRecurrenceRun& run) {
+    const int64_t channels = layer.channels, spans = (channels + SPAN - 1) / SPAN;
+    const Taps taps{layer.num_taps, channels, layer.taps, layer.bias};
+    const T* rows = static_cast<const T*>(run.rows);
+    float* inputs = static_cast<float*>(run.scratch);  // [num_tokens, channels]
+    in_team(run.num_tokens * channels * layer.num_taps > PARALLEL_ELEMENTS, [&] {
+#pragma omp for schedule(static)
+        for (int64_t index = 0; index < run.num_tokens * spans; index++) {
+            const int64_t token = index / spans, first = index % spans * SPAN;
+            const T* row = rows + token * run.row_stride + first;
+            multiply(row, row + 2 * channels, std::min(SPAN, channels - first), inputs + token * channels + first);
+        }
+#pragma omp for schedule(static)
+        for (int64_t index = 0; index < run.num_tokens * spans; index++) {
+            const int64_t token = index / spans, first = index % spans * SPAN, size = std::min(SPAN, channels - first);
+            const int64_t sequence = sequence_of(run, token), before = token - run.query_start[sequence];
+            const int32_t source = run.sources[sequence];
+            const float* window = source < 0 ? nullptr : run.states + source * run.slot_stride;
+            float convolved[SPAN];
+            convolve<false>(taps, inputs + token * channels, channels, before, window, first, size, convolved);
+            multiply(
+                rows + token * run.row_stride + channels + first, convolved, size,
+                static_cast<T*>(run.out) + token * channels + first
+            );
+        }
+#pragma omp for schedule(static) nowait
+        for (int64_t index = 0; index < run.num_seqs * spans; index++) {
+            const int64_t first = index % spans * SPAN;
+            write_windows(
+                run, inputs, channels, 0, layer.num_taps - 1, channels, index / spans, first,
+                std::min(first + SPAN, channels)
+            );
+        }
+    });
+}
+
+}  // namespace
+}  // namespace tokend
+
+extern "C" int64_t tokend_short_conv_bytes(const TokendShortConv* layer, int64_t num_tokens) {
+    return num_tokens * layer->channels * int64_t(sizeof(float));
+}
+
+extern "C" void tokend_short_conv_run(const TokendShortConv* layer, const TokendRecurrenceRun* run) {
+    tokend::with_type(run->dtype, [&](auto* type) {
+        tokend::run_layer<std::remove_pointer_t<decltype(type)>>(*layer, *run);
+    });
+}

@@ -1,0 +1,30 @@
+// The C interface of gated short convolutions (Liquid AI, LFM2): out = C * conv(B * x), a causal depthwise
+// convolution.
+//
+// rows of a run: | B | C | x | of each token, `channels` numbers each. There are no gates.
+// out: [num_tokens, channels].
+//
+// The state of a layer in one slot, floats: the window [num_taps - 1, channels], the last inputs B * x of the
+// convolution, oldest first.
+#pragma once
+
+#include <cstdint>
+
+#include "layers/recurrence.h"
+
+extern "C" {
+
+struct TokendShortConv {
+    int64_t channels;
+    int64_t num_taps;   // the token's own included
+    const float* taps;  // [num_taps, channels]
+    const float* bias;  // [channels]
+};
+
+// Bytes of scratch memory for a step.
+__attribute__((visibility("default"))) int64_t tokend_short_conv_bytes(const TokendShortConv* layer, int64_t num_tokens);
+
+__attribute__((visibility("default"))) void tokend_short_conv_run(
+    const TokendShortConv* layer, const TokendRecurrenceRun* run
+);
+}

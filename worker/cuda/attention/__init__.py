@@ -1,0 +1,1 @@
+"""Attention on a GPU, by FlashInfer over the paged KV cache."""

@@ -1,0 +1,116 @@
+"""Decode steps as captured CUDA graphs: one launch instead of one for every kernel.
+
+A graph is the same kernels on the same addresses, so a graph is captured for each of a ladder of
+batch sizes. A step uses the next larger graph and leaves the rest of its rows empty:
+
+    step      [ a ][ b ][ c ]            3 sequences
+    graph     [ a ][ b ][ c ][ - ]       4 rows: the last reads and writes nothing
+
+A draft is more rows of its sequence, so steps that verify drafts use the same graphs. Before a
+replay the step's values are copied to fixed addresses: token ids and positions here, slots
+and plans by the attention backend. Steps with prefills, and steps with more sequences than the
+largest graph, run kernel by kernel.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+
+from proto.settings.config import memory_size
+from worker.attention.backend import AttentionBackend, AttentionInputs
+from worker.batch.input_batch import BlockTable, dummy_inputs
+from worker.cuda.accelerator import Accelerator
+from worker.cuda.attention.paged_batch import pad_decodes
+from worker.models.decoder import Decoder
+
+logger = logging.getLogger("tokend.graphs")
+
+_LADDER_STEP: Final = 8
+_LARGEST_SIZE: Final = 256
+"""Rows of the largest graph; from there on a kernel takes much longer than its launch."""
+
+
+def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """Return the batch sizes to capture: 1, 2, 4, then multiples of 8, up to max_num_seqs."""
+    largest = min(max_num_seqs, _LARGEST_SIZE)
+    sizes = {1, 2, 4, *range(_LADDER_STEP, largest + 1, _LADDER_STEP), largest}
+    return tuple(sorted(size for size in sizes if size <= largest))
+
+
+class DecodeGraphs:
+    """CUDA graphs of decode steps, one for each of `sizes`.
+
+    attention: has a plan for each size at a fixed address.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        attention: AttentionBackend,
+        accelerator: Accelerator,
+        sizes: Sequence[int],
+    ) -> None:
+        self._model = model
+        self._attention = attention
+        self._accelerator = accelerator
+        self._sizes = sorted(sizes)
+        largest = self._sizes[-1]
+        self._token_ids = accelerator.zeros(largest, torch.int64)
+        self._positions = accelerator.zeros(largest, torch.int64)
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+
+    @torch.inference_mode()
+    def capture(
+        self, table: BlockTable, on_progress: Callable[[float], None], num_groups: int | None = None
+    ) -> None:
+        """Capture all sizes, the largest first, so that smaller ones reuse its memory.
+
+        table: has the shape of a step's block tables. on_progress: called with the finished
+        fraction. num_groups: KV groups of the model; None for those of the table.
+        """
+        num_groups = num_groups or table.num_groups
+        started, before = time.monotonic(), self._accelerator.memory_taken()
+        for done, size in enumerate(reversed(self._sizes)):
+            inputs = dummy_inputs(size, size, table).attention[:1] * num_groups
+            self._attention.plan(inputs)
+            # Run once without recording: a graph must not contain what kernels set up at first.
+            self._forward(size)
+            self._attention.plan(inputs)
+            self._graphs[size] = self._accelerator.capture(lambda: self._forward(size))  # noqa: B023
+            on_progress((done + 1) / len(self._sizes))
+        logger.info(
+            "captured %d graphs of up to %d sequences in %.1f s, %s",
+            len(self._graphs),
+            self._sizes[-1],
+            time.monotonic() - started,
+            memory_size(self._accelerator.memory_taken() - before),
+        )
+
+    def fits(self, inputs: Sequence[AttentionInputs]) -> bool:
+        """Return whether a step, one entry per KV cache group, is of decodes that a graph has."""
+        return inputs[0].is_decode and inputs[0].num_tokens <= self._sizes[-1]
+
+    def replay(
+        self,
+        inputs: Sequence[AttentionInputs],
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the hidden states [T, H] of a step that fits, valid until the next step.
+
+        token_ids, positions: int64 [T], on the device.
+        """
+        count = inputs[0].num_tokens
+        size = next(size for size in self._sizes if size >= count)
+        self._token_ids[:count].copy_(token_ids)
+        self._positions[:count].copy_(positions)
+        self._attention.plan([pad_decodes(group, size) for group in inputs])
+        graph, hidden = self._graphs[size]
+        graph.replay()
+        return hidden[:count]
+
+    def _forward(self, size: int) -> torch.Tensor:
+        return self._model.forward(self._token_ids[:size], self._positions[:size], self._attention)

@@ -1,0 +1,1 @@
+"""Triton kernels. These files import Triton, and others import them inside functions."""

@@ -1,0 +1,1 @@
+"""The parts of a layer on a GPU, by FlashInfer and Triton."""

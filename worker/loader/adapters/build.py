@@ -1,0 +1,478 @@
+"""Makes an adapter of its files ready for one rank's products: start at AdapterLoader.load.
+
+    files ─▶ tensors of modules ─▶ a delta of each weight ─▶ an update of each product
+
+Products join the deltas of their weights; a rank keeps the rows and columns that it computes.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+
+from proto.errors import ModelError, shown
+from proto.messages.prepared_model import PreparedModel
+from worker.layers.adapters import (
+    Adapter,
+    AdapterTargets,
+    EmbeddingUpdate,
+    HeadUpdate,
+    LowRankPart,
+    LowRankUpdate,
+)
+from worker.loader.adapters.files import AdapterFile, Slices, read_adapter_file
+from worker.loader.adapters.peft_config import PeftConfig
+from worker.loader.adapters.tensors import (
+    EMBEDDING_NAMES,
+    HEAD_NAMES,
+    ModulePlaces,
+    ModuleTensors,
+    Part,
+    Place,
+    ScaleOf,
+    WeightDelta,
+    check_rank,
+    fused_module,
+    low_rank_deltas,
+    sort_tensors,
+    wrong_shape,
+)
+from worker.loader.files import read_index
+from worker.loader.formats import EMBEDDING, HEAD
+from worker.loader.source import WeightSource
+from worker.models.layer_device import LayerDevice
+from worker.models.parts import Shard
+from worker.models.spec import ModelSpec
+
+_ROWS_AT_ONCE: Final = 1 << 18
+"""Numbers of a weight whose norms are computed in one piece of work."""
+_NESTED: Final = ".experts.base_layer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterLimits:
+    """What adapters may be. max_rank: of a module. modules: last parts of the names of modules that
+    they may change; empty for all.
+    """
+
+    max_rank: int
+    modules: tuple[str, ...] = ()
+
+
+@dataclass
+class _Ends:
+    """The tensors of embedding and head."""
+
+    embedding: ModuleTensors | None = None
+    head: ModuleTensors | None = None
+
+
+@dataclass
+class _Parts:
+    """What was read so far. deltas: by the name of the weight. effect: see Adapter."""
+
+    file: AdapterFile
+    deltas: dict[str, WeightDelta] = field(default_factory=dict)
+    ends: _Ends = field(default_factory=_Ends)
+    rank: int = 0
+    effect: float = 0.0
+
+
+class AdapterLoader:
+    """Loads adapters for one rank of a model.
+
+    spec: of the whole model. targets: the products of the rank. shards: its part of each divided
+    weight. rank: its number. dtype: of the activations, and of adapters in memory.
+    """
+
+    def __init__(
+        self,
+        prepared: PreparedModel,
+        spec: ModelSpec,
+        targets: AdapterTargets,
+        shards: Mapping[str, Shard],
+        rank: int,
+        device: LayerDevice,
+        dtype: torch.dtype,
+        limits: AdapterLimits,
+    ) -> None:
+        self._prepared = prepared
+        self._spec = spec
+        self._weights = spec.weights()
+        self._targets = targets
+        self._shards = shards
+        self._rank = rank
+        self._device = device
+        self._dtype = dtype
+        self._limits = limits
+        self._places: dict[str, ModulePlaces] = {}
+        self._source: WeightSource | None = None
+
+    def load(self, path: str, digest: bytes = b"") -> Slices[Adapter]:
+        """Read an adapter; yields after each small piece of work.
+
+        digest: what its content must be; empty for any. Raises ModelError naming the tensor or the
+        key that is wrong.
+        """
+        file = yield from read_adapter_file(path)
+        if digest and file.digest != digest:
+            raise ModelError(f"{path} has other content than when the adapter was loaded first")
+        if file.format not in self._places:
+            self._places[file.format] = ModulePlaces(self._spec, file.format)
+        parts = _Parts(file)
+        yield from self._sort(parts)
+        yield from self._measure(parts)
+        products = {}
+        for number, weights in enumerate(self._targets.weights):
+            if any(name in parts.deltas for name in weights):
+                update = yield from self._update(weights, parts.deltas)
+                products[number] = self._targets.step.laid_out(update)
+                yield
+        for update in products.values():
+            if update.gain is not None:
+                parts.effect = max(parts.effect, float(update.gain.abs().max()))
+        embedding = yield from self._embedding_update(parts)
+        head = yield from self._head_update(parts)
+        return Adapter(
+            products=products,
+            embedding=embedding,
+            head=head,
+            digest=file.digest,
+            rank=parts.rank,
+            effect=parts.effect,
+        )
+
+    def _sort(self, parts: _Parts) -> Slices[None]:
+        """Find the weight of each tensor."""
+        file, scale_of = parts.file, ScaleOf(parts.file)
+        places, config = self._places[file.format], file.config
+        modules = sort_tensors(file)
+        nested = {each.module.split(_NESTED)[0] for each in modules if _NESTED in each.module}
+        changed: set[str] = set()
+        for tensors in modules:
+            module = tensors.module
+            if config is not None and ".experts" in module:
+                module = fused_module(
+                    tensors, config, places, module.removesuffix(".experts") in nested
+                )
+                tensors = ModuleTensors(module, tensors.parts, tensors.names)
+            found = places.find(module)
+            self._check_allowed(tensors)
+            if self._add_end(parts, tensors, found):
+                continue
+            self._check_place(tensors, found, config)
+            changed.update(place.weight.name for place in found)
+            max_rank = self._limits.max_rank
+            for delta in low_rank_deltas(tensors, found, file.format, scale_of, max_rank):
+                if delta.name in parts.deltas:
+                    raise ModelError(f"tensor {tensors.name()}: another tensor is of this weight")
+                parts.deltas[delta.name] = delta
+                parts.rank = max(parts.rank, len(delta.down))
+                yield
+        if config is not None:
+            _check_complete(config, places, changed)
+
+    def _check_allowed(self, tensors: ModuleTensors) -> None:
+        allowed, last = self._limits.modules, tensors.module.rpartition(".")[2]
+        if allowed and last not in allowed:
+            raise ModelError(
+                f"tensor {tensors.name()}: --lora-target-modules {', '.join(allowed)} leave out "
+                f"{shown(last)}"
+            )
+
+    def _add_end(self, parts: _Parts, tensors: ModuleTensors, found: list[Place]) -> bool:
+        """Keep the tensors of embedding and head; return whether they are."""
+        names = {place.weight.name for place in found}
+        is_head = names == {HEAD} or (not names and tensors.module.endswith(HEAD_NAMES[0]))
+        if parts.file.format == "gguf":
+            is_head = tensors.module == HEAD_NAMES[1]
+        if names == {EMBEDDING} or tensors.module in EMBEDDING_NAMES:
+            parts.ends.embedding = tensors
+            return True
+        if is_head:
+            parts.ends.head = tensors
+        return is_head
+
+    def _check_place(
+        self, tensors: ModuleTensors, found: list[Place], config: PeftConfig | None
+    ) -> None:
+        """Raise ModelError if a module is not one that adapters change, or not of this adapter."""
+        name = tensors.name("down", "up")
+        if not found:
+            raise ModelError(
+                f"tensor {name} is of no weight of {self._spec.architecture} that an adapter can "
+                "change"
+            )
+        if any(place.weight.name.endswith(".router.weight") for place in found):
+            raise ModelError(f"tensor {name}: adapters of a mixture's router are not supported")
+        is_fused = ".experts." in found[0].weight.name
+        if config is not None and not is_fused and not config.targets(tensors.module):
+            raise ModelError(
+                f"tensor {name}: {config.path} leaves the module out (target_modules, "
+                "exclude_modules, layers_to_transform)"
+            )
+
+    # ---- Products ----
+
+    def _measure(self, parts: _Parts) -> Slices[None]:
+        """Find the largest change for a probe."""
+        generator = torch.Generator().manual_seed(0)
+        probes: dict[int, torch.Tensor] = {}
+        for delta in parts.deltas.values():
+            size = delta.down.shape[1]
+            if size not in probes:
+                probes[size] = torch.randn(size, generator=generator)
+            change = delta.up @ (delta.down @ probes[size])
+            if delta.bias is not None:
+                change = change + delta.bias
+            parts.effect = max(parts.effect, float(change.abs().max()))
+            yield
+
+    def _update(
+        self, weights: tuple[str, ...], deltas: Mapping[str, WeightDelta]
+    ) -> Slices[LowRankUpdate]:
+        """Return what an adapter adds to a product of these weights, one below the other."""
+        downs: dict[tuple[object, ...], torch.Tensor] = {}
+        low_rank: list[LowRankPart] = []
+        starts: dict[tuple[object, ...], int] = {}
+        gains, shifts, first = [], [], 0
+        for name in weights:
+            shard = self._shards.get(name, Shard())
+            rows, _ = shard.shape_of(self._weights[name].shape)
+            outputs, first = range(first, first + rows), first + rows
+            gain, shift = torch.zeros(rows), torch.zeros(rows)
+            delta = deltas.get(name)
+            if delta is not None:
+                up, bias = delta.up[shard.rows], delta.bias
+                is_summed = self._rank > 0 and shard.columns != slice(None)
+                if bias is not None:
+                    shift += bias[shard.rows]
+                if delta.magnitude is not None:
+                    factors = (yield from self._dora_factors(name, delta))[shard.rows]
+                    up, gain, shift = up * factors[:, None], factors - 1, shift * factors
+                    own_bias = name.removesuffix("weight") + "bias"
+                    if own_bias in self._weights:
+                        shift -= gain * self._base().read(own_bias)[shard.rows]
+                if is_summed:  # the first rank adds it for all
+                    shift = torch.zeros(rows)
+                if delta.shared not in starts:
+                    starts[delta.shared] = sum(map(len, downs.values()))
+                    downs[delta.shared] = delta.down[:, shard.columns]
+                start = starts[delta.shared]
+                ranks = range(start, start + len(delta.down))
+                low_rank.append(LowRankPart(outputs, ranks, self._converted(name, up.t())))
+                yield
+            gains.append(gain)
+            shifts.append(shift)
+        gain, shift = torch.cat(gains), torch.cat(shifts)
+        return LowRankUpdate(
+            self._converted(weights[0], torch.cat(list(downs.values()))),
+            tuple(low_rank),
+            gain if gain.any() else None,
+            shift if shift.any() else None,
+        )
+
+    def _converted(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor as the products of activations read it."""
+        converted = tensor.to(self._dtype).contiguous()
+        if not converted.isfinite().all():
+            raise ModelError(f"the adapter of {name} is not finite as {self._dtype}")
+        return converted
+
+    def _dora_factors(self, name: str, delta: WeightDelta) -> Slices[torch.Tensor]:
+        """Return magnitude / norm of each row of W + B A, float32 [out]."""
+        assert delta.magnitude is not None
+        rows, order = self._base().read_rows(name)
+        yield
+        index = torch.arange(len(rows)) if order is None else torch.from_numpy(order)
+        norms = []
+        for part in torch.split(torch.arange(len(rows)), max(1, _ROWS_AT_ONCE // rows.shape[1])):
+            whole = rows[index[part]].float().addmm_(delta.up[part], delta.down)
+            norms.append(whole.norm(dim=1))
+            yield
+        factors = delta.magnitude / torch.cat(norms)
+        if not factors.isfinite().all():
+            raise ModelError(f"DoRA's magnitudes of {name} belong to rows of zeros")
+        return factors
+
+    def _base(self) -> WeightSource:
+        """Return the weights of the whole model in its files."""
+        if self._source is None:
+            index = read_index(self._prepared)
+            self._source = WeightSource(index, self._spec, torch.float32, self._device)
+        return self._source
+
+    # ---- Embedding and head ----
+
+    def _embedding_update(self, parts: _Parts) -> Slices[EmbeddingUpdate | None]:
+        tensors = parts.ends.embedding
+        if tensors is None:
+            return None
+        found, vocab_size = tensors.parts, self._spec.vocab_size
+        _check_parts(tensors, "saved", "base", "tokens", "embedding_down", "embedding_up")
+        saved = yield from self._saved(tensors, parts)
+        ids, token_rows = yield from self._token_rows(tensors, parts)
+        down = up = None
+        if "embedding_down" in found or "embedding_up" in found:
+            down, up = self._embedding_pair(tensors, parts, vocab_size)
+            largest = (down.abs().amax(0)[:, None] * up.abs()).sum(0).max()
+            parts.effect = max(parts.effect, float(largest))
+            down, up = self._converted(EMBEDDING, down), self._converted(EMBEDDING, up)
+        return EmbeddingUpdate(saved, ids, token_rows, down, up)
+
+    def _embedding_pair(
+        self, tensors: ModuleTensors, parts: _Parts, vocab_size: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return [vocab, rank] and [rank, hidden], with the scale in the second one."""
+        for part in ("embedding_down", "embedding_up"):
+            if part not in tensors.parts:
+                raise ModelError(f"tensor {tensors.name()} has no other half beside it")
+        down, up = (tensors.parts[part].float() for part in ("embedding_down", "embedding_up"))
+        if parts.file.format != "gguf":
+            down = down.t()  # PEFT has [rank, vocab]
+        rank = check_rank(tensors, up.shape[1] if up.dim() == 2 else 0, self._limits.max_rank)
+        if down.shape != (vocab_size, rank):
+            raise wrong_shape(tensors, "embedding_down", (rank, vocab_size))
+        if up.shape != (self._spec.hidden_size, rank):
+            raise wrong_shape(tensors, "embedding_up", (self._spec.hidden_size, rank))
+        parts.rank = max(parts.rank, rank)
+        return down, up.t() * ScaleOf(parts.file)(tensors, rank)
+
+    def _saved(self, tensors: ModuleTensors, parts: _Parts) -> Slices[torch.Tensor | None]:
+        """Return the whole table of a module in place of the model's; None if it is the same."""
+        part: Part = "saved" if "saved" in tensors.parts else "base"
+        if part not in tensors.parts:
+            return None
+        table = (self._spec.vocab_size, self._spec.hidden_size)
+        saved = tensors.parts[part]
+        if saved.shape != table:
+            raise wrong_shape(tensors, part, table)
+        config = parts.file.config
+        if part == "saved" and config is not None and not config.modules_to_save:
+            raise ModelError(
+                f"tensor {tensors.name('saved')}: modules_to_save of {config.path} is empty"
+            )
+        rows, _ = self._base().read_rows(self._end_name(tensors))
+        change = 0.0
+        for own, other in zip(torch.split(saved, 1024), torch.split(rows, 1024), strict=True):
+            change = max(change, float((own.float() - other.float()).abs().max()))
+            yield
+        parts.effect = max(parts.effect, change)
+        return self._converted(self._end_name(tensors), saved) if change else None
+
+    def _end_name(self, tensors: ModuleTensors) -> str:
+        is_head = tensors.module.endswith(HEAD_NAMES)
+        return HEAD if is_head and not self._spec.tied_embeddings else EMBEDDING
+
+    def _token_rows(
+        self, tensors: ModuleTensors, parts: _Parts
+    ) -> Slices[tuple[torch.Tensor | None, torch.Tensor | None]]:
+        """Return ids, ascending, and rows of trained tokens; None without any."""
+        rows = tensors.parts.get("tokens")
+        if rows is None:
+            return None, None
+        config = parts.file.config
+        assert config is not None, "GGUF files have none"
+        last = tensors.module.rpartition(".")[2]
+        named = [
+            indices
+            for name, indices in config.token_indices.items()
+            if not name or name == last or name.endswith(f".{last}") or tensors.module == name
+        ]
+        if not named and config.token_indices:
+            named = list(config.token_indices.values())[:1]  # of tied weights
+        ids = torch.tensor(named[0] if named else [], dtype=torch.int64)
+        wanted = (len(ids), self._spec.hidden_size)
+        if rows.shape != wanted:
+            raise wrong_shape(tensors, "tokens", wanted)
+        if len(ids) and int(ids.max()) >= self._spec.vocab_size:
+            raise ModelError(
+                f"{config.path}: trainable_token_indices {int(ids.max())}: the model has "
+                f"{self._spec.vocab_size} tokens"
+            )
+        if len(set(ids.tolist())) < len(ids):
+            raise ModelError(f"{config.path}: trainable_token_indices names a token twice")
+        base, _ = self._base().read_rows(self._end_name(tensors))
+        change = float((base[ids].float() - rows.float()).abs().max()) if len(ids) else 0.0
+        parts.effect = max(parts.effect, change)
+        order = ids.argsort()
+        yield
+        return ids[order], self._converted(self._end_name(tensors), rows[order])
+
+    def _head_update(self, parts: _Parts) -> Slices[HeadUpdate | None]:
+        tensors, config = parts.ends.head, parts.file.config
+        embedding = parts.ends.embedding
+        if embedding is not None and self._spec.tied_embeddings and config is not None:
+            # PEFT ties trained tokens of tied weights always, and other parts if it is asked to.
+            tied: tuple[Part, ...] = ("tokens",)
+            if config.ensure_weight_tying:
+                tied = ("tokens", "saved", "embedding_down", "embedding_up")
+            if tensors is None and set(tied) & set(embedding.parts):
+                tensors = ModuleTensors(
+                    embedding.module,
+                    {part: it for part, it in embedding.parts.items() if part in tied},
+                    embedding.names,
+                )
+        if tensors is None:
+            return None
+        _check_parts(
+            tensors, "saved", "base", "tokens", "down", "up", "embedding_down", "embedding_up"
+        )
+        saved = yield from self._saved(tensors, parts)
+        ids, token_rows = yield from self._token_rows(tensors, parts)
+        low_rank = self._head_low_rank(tensors, parts)
+        linear = self._device.adapter_head
+        kept = [each for each in (saved, token_rows) if each is not None]
+        update = HeadUpdate(
+            None if saved is None else linear(saved),
+            ids,
+            None if token_rows is None else linear(token_rows),
+            low_rank,
+            sum(each.nbytes for each in kept) + (0 if low_rank is None else low_rank.num_bytes),
+        )
+        yield
+        return update
+
+    def _head_low_rank(self, tensors: ModuleTensors, parts: _Parts) -> LowRankUpdate | None:
+        vocab_size, hidden = self._spec.vocab_size, self._spec.hidden_size
+        if {"embedding_down", "embedding_up"} & set(tensors.parts):
+            up, down = self._embedding_pair(tensors, parts, vocab_size)
+        elif {"down", "up"} & set(tensors.parts):
+            place = Place(self._weights.get(HEAD, self._weights[EMBEDDING]), None)
+            parts_of_pair: tuple[Part, ...] = ("down", "up")
+            own = {part: it for part, it in tensors.parts.items() if part in parts_of_pair}
+            tensors = ModuleTensors(tensors.module, own, tensors.names)
+            scale_of, max_rank = ScaleOf(parts.file), self._limits.max_rank
+            (delta,) = low_rank_deltas(tensors, [place], parts.file.format, scale_of, max_rank)
+            down, up = delta.down, delta.up
+            parts.rank = max(parts.rank, len(down))
+        else:
+            return None
+        largest = (up.abs().amax(0)[:, None] * down.abs()).sum(0).max()
+        parts.effect = max(parts.effect, float(largest))
+        assert down.shape[1] == hidden
+        part = LowRankPart(range(vocab_size), range(len(down)), self._converted(HEAD, up.t()))
+        return self._targets.step.laid_out(LowRankUpdate(self._converted(HEAD, down), (part,)))
+
+
+def _check_parts(tensors: ModuleTensors, *allowed: Part) -> None:
+    """Raise ModelError for a part that embedding or head cannot have."""
+    for part in tensors.parts:
+        if part not in allowed:
+            raise ModelError(f"tensor {tensors.name(part)} is not supported in this module")
+
+
+def _check_complete(config: PeftConfig, places: ModulePlaces, changed: Iterable[str]) -> None:
+    """Raise ModelError if a weight has no tensors though the config names its module."""
+    found = set(changed)
+    for module, weights in places.modules:
+        names = {place.weight.name for place in weights}
+        is_layer = all(name.startswith("layers.") for name in names)
+        is_single = not any(re.search(r"\.(experts|router|shared_gate)\.", name) for name in names)
+        if is_layer and is_single and not names & found and config.targets(module):
+            raise ModelError(
+                f"tensor base_model.model.{module}.lora_A.weight is missing: {config.path} names "
+                "its module"
+            )

@@ -1,0 +1,72 @@
+"""Cohere 2 (Command R7B, Command A): parallel blocks, rotation in layers with a window only."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from worker.models.config_reader import ConfigReader
+from worker.models.families.base import NORM_EPS, WINDOW, Family, Gguf
+from worker.models.layout import FULL, WINDOWED, LayerNorms, layer_kinds, layer_windows
+from worker.models.rope import NoRope
+
+if TYPE_CHECKING:
+    from worker.models.spec import ModelSpec
+
+_NORMS: Final = LayerNorms(attention=("input_layernorm", "attn_norm"))
+
+
+def spec(config: ConfigReader) -> "ModelSpec":
+    """Return the spec; without `layer_types` every fourth layer has full attention."""
+    from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
+
+    config.must_be("use_qk_norm", False)
+    config.must_be("use_parallel_block", True)
+    config.must_be("use_gated_activation", True)
+    config.must_be("order_of_interleaved_layers", "local_attn_first")
+    config.must_be("position_embedding_type", "rope_gptj")
+    config.must_be("rotary_pct", 1)
+    for key in ("use_embedding_sharing", "use_parallel_embedding"):
+        config.get(key)
+    pattern = 4
+    for key in ("layer_switch", "_sliding_window_pattern", "sliding_window_pattern"):
+        pattern = config.integer(key, pattern)
+    kinds = layer_kinds(
+        config, (FULL, WINDOWED), lambda layer: WINDOWED if (layer + 1) % pattern else FULL
+    )
+    windows = {FULL: None, WINDOWED: config.integer("sliding_window", 4096)}
+    bias = config.flag("attention_bias", False)
+    attention = replace(
+        llama_attention(config),
+        qkv_bias=bias,
+        output_bias=bias,
+        interleaved_in=("safetensors", "gguf"),
+    )
+    layers = attention_layers(
+        config,
+        attention,
+        layer_windows(config, kinds, windows),
+        [attention.rope if kind == WINDOWED else NoRope() for kind in kinds],
+    )
+    return replace(
+        decoder(config, layers, gated_mlps(config)),
+        norms=_NORMS,
+        norm_type="layer",
+        norm_eps=config.number("layer_norm_eps", 1e-5),
+        parallel_blocks=True,
+        logit_scale=config.number("logit_scale", 0.0625),
+        tied_embeddings=config.flag("tie_word_embeddings", True),
+    )
+
+
+FAMILY = Family(
+    models={"Cohere2ForCausalLM": "Command R7B, Command A"},
+    model_types=("cohere2",),
+    spec=spec,
+    gguf=Gguf(
+        name="cohere2",
+        keys={
+            NORM_EPS: "layer_norm_eps",
+            "logit_scale": "logit_scale",
+            WINDOW: "sliding_window",
+        },
+    ),
+)

@@ -1,0 +1,75 @@
+"""EXAONE 4: norms after each part and over each query and key head; in the models with windows only
+layers with a window rotate.
+"""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from worker.models.config_reader import ConfigReader
+from worker.models.families.base import WINDOW, WINDOW_PATTERN, Family, Gguf, add_layer_types
+from worker.models.layout import (
+    FULL,
+    POST_NORMS,
+    WINDOWED,
+    layer_kinds,
+    layer_windows,
+    num_layers_of,
+    window_from_config,
+)
+from worker.models.rope import NoRope
+
+if TYPE_CHECKING:
+    from worker.models.spec import ModelSpec
+
+_DEFAULT_PATTERN: Final = 4
+
+
+def spec(config: ConfigReader) -> "ModelSpec":
+    """Return the spec; without `layer_types` every `sliding_window_pattern`th layer has full
+    attention, or, where that is a text such as "LLLG", each layer of a G and the last one.
+    """
+    from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
+
+    num_layers = num_layers_of(config)
+    window = window_from_config(config)
+    pattern = config.get("sliding_window_pattern")
+    if isinstance(pattern, str):
+        if not pattern or set(pattern) - {"L", "G"}:
+            raise config.refusal("sliding_window_pattern", pattern, "a text of L and G is needed")
+        is_full = [
+            pattern[layer % len(pattern)] == "G" or layer == num_layers - 1
+            for layer in range(num_layers)
+        ]
+    else:
+        every = config.integer("sliding_window_pattern", _DEFAULT_PATTERN) if window else 1
+        is_full = [(layer + 1) % every == 0 for layer in range(num_layers)]
+    kinds = layer_kinds(
+        config,
+        (FULL, WINDOWED) if window else (FULL,),
+        lambda layer: FULL if window is None or is_full[layer] else WINDOWED,
+    )
+    attention = replace(llama_attention(config), qk_norm=True)
+    layers = attention_layers(
+        config,
+        attention,
+        layer_windows(config, kinds, {FULL: None, WINDOWED: window}),
+        [attention.rope if window is None or kind == WINDOWED else NoRope() for kind in kinds],
+    )
+    return replace(
+        decoder(config, layers, gated_mlps(config)),
+        norms=POST_NORMS,
+        norm_eps=config.number("rms_norm_eps", 1e-5),
+    )
+
+
+FAMILY = Family(
+    models={"Exaone4ForCausalLM": "EXAONE 4"},
+    model_types=("exaone4",),
+    spec=spec,
+    gguf=Gguf(
+        name="exaone4",
+        keys={WINDOW: "sliding_window"},
+        other_keys=(WINDOW_PATTERN,),
+        finish=add_layer_types,
+    ),
+)

@@ -1,0 +1,60 @@
+"""Gemma 2: windows in every other layer, norms before and after each part, both soft caps."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from worker.models.config_reader import ConfigReader
+from worker.models.families.base import WINDOW, Family, Gguf, GgufMetadata, add_query_scale
+from worker.models.layout import FULL, SANDWICH_NORMS, WINDOWED, layer_kinds, layer_windows
+
+if TYPE_CHECKING:
+    from worker.models.spec import ModelSpec
+
+
+def spec(config: ConfigReader) -> "ModelSpec":
+    """Return the spec; a soft cap that is null is none."""
+    from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
+
+    config.must_be("hidden_activation", "gelu_pytorch_tanh")
+    config.must_be("hidden_act", "gelu_pytorch_tanh")
+    config.must_be("use_bidirectional_attention", False)
+    config.get("sliding_window_size")  # beside `sliding_window` in the first files
+    kinds = layer_kinds(config, (FULL, WINDOWED), lambda layer: FULL if layer % 2 else WINDOWED)
+    windows = {FULL: None, WINDOWED: config.integer("sliding_window", 4096)}
+    bias = config.flag("attention_bias", False)
+    attention = replace(
+        llama_attention(config, head_dim=config.integer("head_dim", 256)),
+        scale=config.integer("query_pre_attn_scalar", 256) ** -0.5,
+        soft_cap=config.soft_cap("attn_logit_softcapping", 50.0),
+        qkv_bias=bias,
+        output_bias=bias,
+    )
+    layers = attention_layers(config, attention, layer_windows(config, kinds, windows))
+    return replace(
+        decoder(config, layers, gated_mlps(config, "gelu_tanh")),
+        embedding_scale=config.integer("hidden_size") ** 0.5,
+        norms=SANDWICH_NORMS,
+        norms_add_one=True,
+        logit_soft_cap=config.soft_cap("final_logit_softcapping", 30.0),
+        tied_embeddings=config.flag("tie_word_embeddings", True),
+    )
+
+
+def _finish(config: dict[str, Any], metadata: GgufMetadata) -> None:
+    add_query_scale(config, is_27b=metadata.keys["block_count"] == 46)
+
+
+FAMILY = Family(
+    models={"Gemma2ForCausalLM": "Gemma 2"},
+    model_types=("gemma2",),
+    spec=spec,
+    gguf=Gguf(
+        name="gemma2",
+        keys={
+            "attn_logit_softcapping": "attn_logit_softcapping",
+            "final_logit_softcapping": "final_logit_softcapping",
+            WINDOW: "sliding_window",
+        },
+        finish=_finish,
+    ),
+)

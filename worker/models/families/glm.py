@@ -1,0 +1,38 @@
+"""GLM-4 in transformers' form (glm-4-9b-chat-hf): GLM-4-0414 without the norms after parts."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from worker.models.config_reader import ConfigReader
+from worker.models.families.base import QUERY_BIAS, Family, Gguf, add_partially_rotated_heads
+
+if TYPE_CHECKING:
+    from worker.models.spec import ModelSpec
+
+
+def spec(config: ConfigReader) -> "ModelSpec":
+    """Return the spec; `attention_bias` is for queries, keys and values."""
+    from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
+
+    attention = replace(
+        llama_attention(config, head_dim=config.integer("head_dim", 128), rotary_fraction=0.5),
+        qkv_bias=config.flag("attention_bias", True),
+        interleaved_in=("safetensors", "gguf"),
+    )
+    layers = attention_layers(config, attention)
+    return replace(
+        decoder(config, layers, gated_mlps(config, stacked_gate_up=True)),
+        norm_eps=config.number("rms_norm_eps", 1.5625e-7),
+    )
+
+
+FAMILY = Family(
+    models={"GlmForCausalLM": "GLM-4-9B in transformers' form"},
+    model_types=("glm",),
+    spec=spec,
+    gguf=Gguf(
+        name="chatglm",
+        flags={"attention_bias": QUERY_BIAS},
+        add_heads=add_partially_rotated_heads,
+    ),
+)

@@ -1,0 +1,40 @@
+"""Ministral 8B: Mistral with windows in some layers, as `layer_types` says."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from worker.models.config_reader import ConfigReader
+from worker.models.families.base import Family, Gguf
+from worker.models.layout import (
+    FULL,
+    WINDOWED,
+    layer_kinds,
+    layer_windows,
+    window_from_config,
+)
+
+if TYPE_CHECKING:
+    from worker.models.spec import ModelSpec
+
+
+def spec(config: ConfigReader) -> "ModelSpec":
+    """Return the spec; without `layer_types` every layer has the window."""
+    from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
+
+    window = window_from_config(config)
+    kinds = layer_kinds(
+        config,
+        (FULL,) if window is None else (FULL, WINDOWED),
+        lambda layer: FULL if window is None else WINDOWED,
+    )
+    attention = replace(llama_attention(config), interleaved_in=("gguf",))
+    windows = layer_windows(config, kinds, {FULL: None, WINDOWED: window})
+    return decoder(config, attention_layers(config, attention, windows), gated_mlps(config))
+
+
+FAMILY = Family(
+    models={"MinistralForCausalLM": "Ministral 8B with windows"},
+    model_types=("ministral",),
+    spec=spec,
+    gguf=Gguf(name="llama"),
+)

@@ -1,0 +1,28 @@
+"""Mistral: every layer with a sliding window (the first 7B) or none (later ones, Nemo, Small)."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from worker.models.config_reader import ConfigReader
+from worker.models.families.base import Family, Gguf
+from worker.models.layout import window_from_config, windows_of_all_layers
+
+if TYPE_CHECKING:
+    from worker.models.spec import ModelSpec
+
+
+def spec(config: ConfigReader) -> "ModelSpec":
+    """Return the spec. A GGUF file of a Mistral calls itself "llama" and permutes alike."""
+    from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
+
+    attention = replace(llama_attention(config), interleaved_in=("gguf",))
+    windows = windows_of_all_layers(config, window_from_config(config))
+    return decoder(config, attention_layers(config, attention, windows), gated_mlps(config))
+
+
+FAMILY = Family(
+    models={"MistralForCausalLM": "Mistral 7B, Nemo, Small, Large, Ministral"},
+    model_types=("mistral",),
+    spec=spec,
+    gguf=Gguf(name="llama"),
+)

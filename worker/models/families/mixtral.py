@@ -1,0 +1,57 @@
+"""Mixtral: Mistral's layers with a mixture of experts as MLP."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from worker.models.config_reader import ConfigReader
+from worker.models.families.base import EXPERT_KEYS, GATING, SOFTMAX, Family, Gguf
+from worker.models.layout import window_from_config, windows_of_all_layers
+
+if TYPE_CHECKING:
+    from worker.models.spec import ModelSpec
+
+
+def spec(config: ConfigReader) -> "ModelSpec":
+    """Return the spec; the weights of a token's experts are a softmax over their logits."""
+    from worker.models.common import (
+        attention_layers,
+        decoder,
+        dense_and_sparse,
+        llama_attention,
+        router_from_config,
+    )
+    from worker.models.moe import MoeNames, MoeSpec
+
+    config.must_be("hidden_act", "silu", "swish")
+    mixture = MoeSpec(
+        hidden_size=config.integer("hidden_size"),
+        intermediate_size=config.integer("intermediate_size"),
+        router=router_from_config(config),
+        names=MoeNames(
+            router="block_sparse_moe.gate",
+            experts="block_sparse_moe.experts",
+            gate="w1",
+            up="w3",
+            down="w2",
+        ),
+    )
+    attention = replace(llama_attention(config), interleaved_in=("gguf",))
+    windows = windows_of_all_layers(config, window_from_config(config))
+    return decoder(
+        config,
+        attention_layers(config, attention, windows),
+        dense_and_sparse(config, mixture, lambda layer: True),
+    )
+
+
+FAMILY = Family(
+    models={"MixtralForCausalLM": "Mixtral"},
+    model_types=("mixtral",),
+    spec=spec,
+    gguf=Gguf(
+        name="llama",
+        is_marked=lambda keys: bool(keys.get("expert_count")),
+        keys=EXPERT_KEYS,
+        values={GATING: SOFTMAX},
+    ),
+)

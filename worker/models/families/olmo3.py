@@ -1,0 +1,71 @@
+"""OLMo 3: OLMo 2 with windows in three of four layers, whose rotary embedding is not scaled."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+from worker.models.config_reader import ConfigReader
+from worker.models.families.base import (
+    WINDOW,
+    WINDOW_PATTERN,
+    Family,
+    Gguf,
+    GgufMetadata,
+    add_layer_types,
+    set_window_theta,
+)
+from worker.models.layout import FULL, POST_NORMS, WINDOWED, layer_kinds, layer_windows
+from worker.models.rope import KindOfRope, ropes_by_kind
+
+if TYPE_CHECKING:
+    from worker.models.spec import ModelSpec
+
+_THETA: Final = 500_000.0
+_ROPES: Final = (
+    KindOfRope(FULL, "rope_theta", _THETA, scaled=True),
+    KindOfRope(WINDOWED, "rope_theta", _THETA, scaled=False),
+)
+
+
+def spec(config: ConfigReader) -> "ModelSpec":
+    """Return the spec; without `layer_types` every fourth layer has full attention."""
+    from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
+
+    kinds = layer_kinds(
+        config, (FULL, WINDOWED), lambda layer: WINDOWED if (layer + 1) % 4 else FULL
+    )
+    windows = {FULL: None, WINDOWED: config.integer("sliding_window", 4096)}
+    ropes = ropes_by_kind(config, _ROPES, config.integer("max_position_embeddings"))
+    bias = config.flag("attention_bias", False)
+    attention = replace(
+        llama_attention(config, rope=ropes[FULL]),
+        qkv_bias=bias,
+        output_bias=bias,
+        joint_qk_norm=True,
+    )
+    layers = attention_layers(
+        config,
+        attention,
+        layer_windows(config, kinds, windows),
+        [ropes[kind] for kind in kinds],
+    )
+    return replace(decoder(config, layers, gated_mlps(config)), norms=POST_NORMS)
+
+
+def _finish(config: dict[str, Any], metadata: GgufMetadata) -> None:
+    """Add which layers have a window: these rotate without a scaling."""
+    add_layer_types(config, metadata)
+    set_window_theta(config, config["rope_parameters"]["rope_theta"])
+
+
+FAMILY = Family(
+    models={"Olmo3ForCausalLM": "OLMo 3"},
+    model_types=("olmo3",),
+    spec=spec,
+    gguf=Gguf(
+        name="olmo2",
+        is_marked=lambda keys: WINDOW in keys,
+        keys={WINDOW: "sliding_window"},
+        other_keys=(WINDOW_PATTERN,),
+        finish=_finish,
+    ),
+)

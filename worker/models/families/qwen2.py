@@ -1,0 +1,29 @@
+"""Qwen2 and Qwen2.5: biases on query, key and value, none on the output projection."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from worker.models.config_reader import ConfigReader
+from worker.models.families.base import Family, Gguf
+from worker.models.layout import windows_of_upper_layers
+
+if TYPE_CHECKING:
+    from worker.models.spec import ModelSpec
+
+
+def spec(config: ConfigReader) -> "ModelSpec":
+    """Return the spec; `sliding_window` counts only if `use_sliding_window` is set."""
+    from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
+
+    attention = replace(llama_attention(config), qkv_bias=True)
+    layers = attention_layers(config, attention, windows_of_upper_layers(config))
+    return decoder(config, layers, gated_mlps(config))
+
+
+FAMILY = Family(
+    models={"Qwen2ForCausalLM": "Qwen2, Qwen2.5, QwQ, Qwen2-VL, Qwen2.5-VL"},
+    model_types=("qwen2",),
+    spec=spec,
+    gguf=Gguf(name="qwen2"),
+    wrapped_types=("qwen2_vl_text", "qwen2_5_vl_text"),
+)

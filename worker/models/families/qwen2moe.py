@@ -1,0 +1,56 @@
+"""Qwen2 with a mixture of experts and a gated shared expert as MLP: Qwen1.5-MoE, Qwen2-57B-A14B."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from worker.models.config_reader import ConfigReader
+from worker.models.families.base import EXPERT_KEYS, GATING, SOFTMAX, Family, Gguf
+from worker.models.layout import (
+    FULL,
+    WINDOWED,
+    layer_kinds,
+    layer_windows,
+    window_from_config,
+)
+
+if TYPE_CHECKING:
+    from worker.models.spec import ModelSpec
+
+_DEFAULT_MAX_WINDOW_LAYERS: Final = 28
+
+
+def spec(config: ConfigReader) -> "ModelSpec":
+    """Return the spec; with `use_sliding_window` every other lower layer has a window."""
+    from worker.models.common import (
+        attention_layers,
+        decoder,
+        dense_and_sparse,
+        llama_attention,
+        qwen_mixture,
+        qwen_sparse_layers,
+    )
+
+    config.must_be("hidden_act", "silu", "swish")
+    mixture = qwen_mixture(config, normalised=config.flag("norm_topk_prob", False))
+    window = window_from_config(config) if config.flag("use_sliding_window", False) else None
+    below = config.integer("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS, least=0)
+    kinds = layer_kinds(
+        config,
+        (FULL,) if window is None else (FULL, WINDOWED),
+        lambda layer: FULL if window is None or layer % 2 or layer >= below else WINDOWED,
+    )
+    attention = replace(llama_attention(config), qkv_bias=config.flag("qkv_bias", True))
+    windows = layer_windows(config, kinds, {FULL: None, WINDOWED: window})
+    return decoder(
+        config,
+        attention_layers(config, attention, windows),
+        dense_and_sparse(config, mixture, qwen_sparse_layers(config)),
+    )
+
+
+FAMILY = Family(
+    models={"Qwen2MoeForCausalLM": "Qwen1.5-MoE, Qwen2-57B-A14B"},
+    model_types=("qwen2_moe",),
+    spec=spec,
+    gguf=Gguf(name="qwen2moe", keys=EXPERT_KEYS, values={GATING: SOFTMAX}),
+)

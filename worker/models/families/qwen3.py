@@ -1,0 +1,35 @@
+"""Qwen3: an RMSNorm over every query and key head, and heads of 128 by default."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from worker.models.config_reader import ConfigReader
+from worker.models.families.base import Family, Gguf
+from worker.models.layout import windows_of_upper_layers
+
+if TYPE_CHECKING:
+    from worker.models.spec import ModelSpec
+
+
+def spec(config: ConfigReader) -> "ModelSpec":
+    """Return the spec; `sliding_window` counts only if `use_sliding_window` is set."""
+    from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
+
+    bias = config.flag("attention_bias", False)
+    attention = replace(
+        llama_attention(config, head_dim=config.integer("head_dim", 128)),
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm=True,
+    )
+    layers = attention_layers(config, attention, windows_of_upper_layers(config))
+    return decoder(config, layers, gated_mlps(config))
+
+
+FAMILY = Family(
+    models={"Qwen3ForCausalLM": "Qwen3, Qwen3-VL"},
+    model_types=("qwen3",),
+    spec=spec,
+    gguf=Gguf(name="qwen3"),
+    wrapped_types=("qwen3_vl_text",),
+)

@@ -1,0 +1,35 @@
+"""Seed-OSS: Llama's layers with biases of their own for the inputs and the output of attention."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from worker.models.config_reader import ConfigReader
+from worker.models.families.base import QUERY_BIAS, Family, Gguf
+from worker.models.layout import QWEN_NORMS
+
+if TYPE_CHECKING:
+    from worker.models.spec import ModelSpec
+
+
+def spec(config: ConfigReader) -> "ModelSpec":
+    """Return the spec; `attention_bias` is for queries, keys and values."""
+    from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
+
+    attention = replace(
+        llama_attention(config, head_dim=config.integer("head_dim", 128)),
+        qkv_bias=config.flag("attention_bias", True),
+        output_bias=config.flag("attention_out_bias", False),
+    )
+    layers = attention_layers(config, attention)
+    return replace(decoder(config, layers, gated_mlps(config)), norms=QWEN_NORMS)
+
+
+FAMILY = Family(
+    models={"SeedOssForCausalLM": "Seed-OSS"},
+    model_types=("seed_oss",),
+    spec=spec,
+    gguf=Gguf(
+        name="seed_oss",
+        flags={"attention_bias": QUERY_BIAS, "attention_out_bias": "blk.0.attn_output.bias"},
+    ),
+)

@@ -1,0 +1,62 @@
+"""SmolLM3: every fourth layer does not rotate queries and keys."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from worker.models.config_reader import ConfigReader
+from worker.models.families.base import Family, Gguf
+from worker.models.layout import FULL, WINDOWED, layer_kinds, layer_windows, num_layers_of
+from worker.models.rope import NoRope, rope_from_config
+
+if TYPE_CHECKING:
+    from worker.models.spec import ModelSpec
+
+_THETA: Final = 2_000_000.0
+
+
+def spec(config: ConfigReader) -> "ModelSpec":
+    """Return the spec; `no_rope_layers` has a 1 for each layer that rotates."""
+    from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
+
+    config.get("max_window_layers")  # `layer_types` says which layers have a window
+    num_layers = num_layers_of(config)
+    interval = config.integer("no_rope_layer_interval", 4)
+    rotates = config.get("no_rope_layers")
+    if rotates is None:
+        rotates = [int((layer + 1) % interval != 0) for layer in range(num_layers)]
+    if not isinstance(rotates, list) or len(rotates) != num_layers or not {0, 1} >= set(rotates):
+        raise config.refusal("no_rope_layers", rotates, f"{num_layers} numbers 0 or 1 are needed")
+    window = None
+    if config.flag("use_sliding_window", False) and config.get("sliding_window") is not None:
+        window = config.integer("sliding_window")
+    kinds = layer_kinds(
+        config,
+        (FULL, WINDOWED) if window else (FULL,),
+        lambda layer: FULL if rotates[layer] or window is None else WINDOWED,
+    )
+    rope = rope_from_config(config, config.integer("max_position_embeddings"), _THETA)
+    bias = config.flag("attention_bias", False)
+    attention = replace(
+        llama_attention(config, rope=rope),
+        qkv_bias=bias,
+        output_bias=bias,
+        interleaved_in=("gguf",),
+    )
+    layers = attention_layers(
+        config,
+        attention,
+        layer_windows(config, kinds, {FULL: None, WINDOWED: window}),
+        [rope if flag else NoRope() for flag in rotates],
+    )
+    return replace(
+        decoder(config, layers, gated_mlps(config)),
+        tied_embeddings=config.flag("tie_word_embeddings", True),
+    )
+
+
+FAMILY = Family(
+    models={"SmolLM3ForCausalLM": "SmolLM3"},
+    model_types=("smollm3",),
+    spec=spec,
+    gguf=Gguf(name="smollm3"),
+)

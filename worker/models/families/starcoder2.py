@@ -1,0 +1,53 @@
+"""StarCoder 2: LayerNorms, biases everywhere, and an MLP without a gate."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from worker.models.config_reader import ConfigReader
+from worker.models.families.base import NORM_EPS, QUERY_BIAS, WINDOW, Family, Gguf
+from worker.models.layout import num_layers_of, window_from_config, windows_of_all_layers
+
+if TYPE_CHECKING:
+    from worker.models.spec import ModelSpec
+
+
+def spec(config: ConfigReader) -> "ModelSpec":
+    """Return the spec; `use_bias` is for all linear layers, norms always have a bias."""
+    from worker.models.common import attention_layers, decoder, llama_attention
+    from worker.models.mlp import MlpSpec
+
+    config.must_be("hidden_act", "gelu_pytorch_tanh")
+    config.must_be("norm_type", "layer_norm")
+    config.get("activation_function")  # an older name, which transformers does not read
+    bias = config.flag("use_bias", True)
+    attention = replace(llama_attention(config), qkv_bias=bias, output_bias=bias)
+    windows = windows_of_all_layers(config, window_from_config(config))
+    mlp = MlpSpec(
+        hidden_size=config.integer("hidden_size"),
+        intermediate_size=config.integer("intermediate_size"),
+        activation="gelu_tanh",
+        bias=bias,
+        is_gated=False,
+        up="mlp.c_fc",
+        down="mlp.c_proj",
+    )
+    layers = attention_layers(config, attention, windows)
+    return replace(
+        decoder(config, layers, [mlp] * num_layers_of(config)),
+        norm_type="layer",
+        norm_bias=True,
+        norm_eps=config.number("norm_epsilon", 1e-5),
+        tied_embeddings=config.flag("tie_word_embeddings", True),
+    )
+
+
+FAMILY = Family(
+    models={"Starcoder2ForCausalLM": "StarCoder 2"},
+    model_types=("starcoder2",),
+    spec=spec,
+    gguf=Gguf(
+        name="starcoder2",
+        keys={NORM_EPS: "norm_epsilon", WINDOW: "sliding_window"},
+        flags={"use_bias": QUERY_BIAS},
+    ),
+)

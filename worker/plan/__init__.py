@@ -1,0 +1,1 @@
+"""Whether a model fits into memory, with which settings, and how fast it will be."""

@@ -1,0 +1,537 @@
+"""The memory of a model before it is loaded: whether it fits, and how large the KV pool is.
+
+    free   [ weights | work space | states | KV pool ................ | left to the machine ]
+                                           <-------- Device.default_pool_bytes -------------->
+
+States are those of recurrent layers, where a model has them. Weights, work space and KV are also
+those of a draft model.
+
+Sizes come from the headers of the model's files, its configuration and the settings; no weight is
+read. Start at plan_memory. worker/plan/memory_refusal.py says which flags would make a model fit.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any, Final, Self
+
+import torch
+
+from proto.errors import ConfigError
+from proto.messages.lifecycle import (
+    LEAST_STATE_SLOTS,
+    KVCacheGeometry,
+    WeightFormatMemory,
+    describe_weights,
+    slots_per_sequence,
+)
+from proto.messages.prepared_model import PreparedModel
+from proto.settings.config import GIB, ServeConfig, flag_name, memory_size
+from proto.settings.speculative_config import HEAD_METHODS
+from worker.attention.kv_cache import KVLayout, kv_cache_geometry, kv_layout, scratch_layout
+from worker.attention.scratch_pages import SCRATCH_BLOCK, num_scratch_blocks
+from worker.batch.input_batch import InputBatch
+from worker.device import Device, ModelSetup
+from worker.loader.formats import WeightFormat
+from worker.loader.weights import DecoderBuilder, create_builder
+from worker.models.registry import model_spec
+from worker.models.sharding import shard_model
+from worker.models.spec import ModelSpec
+from worker.models.transformers_model import TransformersSpec
+from worker.parallel.group import RankGroup
+from worker.plan.draft_settings import (
+    draft_config,
+    draft_kv_dtype,
+    draft_token_bytes,
+    naming_draft,
+)
+from worker.speculation.draft_model import KVContents
+from worker.speculation.eagle_head import head_bytes, read_head
+from worker.step.routed_experts import routing_bytes
+
+ENCODER_STEP_TOKENS: Final = 2048
+"""Tokens of a step of an encoder, unless its longest text has more."""
+LEAST_TOKENS: Final = 1024
+"""Tokens that a KV pool of the default size must hold, unless the longest request is shorter."""
+STATE_SHARE: Final = 0.25
+"""Most of the memory that is left for KV and states together that slots for states take."""
+_HEAD_VECTORS: Final = 4
+"""Vectors of a token in a head's step beside the residuals, recorded and joined: e, f, e ‖ f."""
+_FLOAT32: Final = 4
+_ADAPTERS_IN_MEMORY: Final = 4
+"""Adapters that workers keep in memory for each that a step may have, unless set."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """Bytes that a model takes of a device: those of all workers on a CPU, of one on a GPU.
+
+    weights: by format; of the draft model, if there is one, draft_weights. work: by purpose.
+    block_bytes: of a KV block, with the experts that are kept for it and the KV of a draft model; 0
+        without a KV cache.
+    num_groups: KV groups with blocks, each of which takes one for the same tokens.
+    num_blocks: blocks of the KV pool, with the null block. least_blocks: fewest that it needs.
+    num_state_slots, state_bytes: slots for the states of recurrent layers, with the null slot, and
+        bytes of each; 0 without such layers. slots_per_sequence: of a sequence that runs.
+    free: what the model may take of the device now.
+    """
+
+    model: str
+    device: str
+    weights: Counter[str]
+    draft_weights: Counter[str]
+    work: Counter[str]
+    block_size: int
+    block_bytes: int
+    num_groups: int
+    num_blocks: int
+    least_blocks: int
+    free: int
+    num_state_slots: int = 0
+    state_bytes: int = 0
+    slots_per_sequence: int = 0
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens that the pool holds, as the daemon reports them."""
+        return self._tokens_of(self.num_blocks)
+
+    @property
+    def kv_bytes_per_1k(self) -> int:
+        """Bytes of 1,000 tokens in all groups; those that left a sliding window take none."""
+        return 1000 * self.block_bytes * self.num_groups // self.block_size
+
+    @property
+    def states_bytes(self) -> int:
+        return self.num_state_slots * self.state_bytes
+
+    @property
+    def left(self) -> int:
+        """Bytes that weights, work space and states leave; may be negative."""
+        weights = self.weights.total() + self.draft_weights.total()
+        return self.free - weights - self.work.total() - self.states_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.least_blocks <= self.num_blocks and self.pool_bytes <= self.left
+
+    @property
+    def shortfall(self) -> int:
+        """Bytes that are missing for the pool, or for the smallest useful one; negative if none."""
+        return max(self.num_blocks, self.least_blocks) * self.block_bytes - self.left
+
+    def table(self) -> list[str]:
+        """Return the sum, a line for each summand."""
+        num_blocks = max(self.num_blocks, self.least_blocks)
+        pool = (
+            f"{self._tokens_of(num_blocks):,} tokens, {memory_size(self.kv_bytes_per_1k)} per 1,000"
+        )
+        work = ", ".join(
+            f"{what} {memory_size(size)}"
+            for what, size in self.work.most_common()
+            if size * 20 > self.work.total()
+        )
+        needed = self.free - self.left + num_blocks * self.block_bytes
+        rows = (
+            ("weights", self.weights.total(), _describe(self.weights)),
+            *(
+                [("draft model", self.draft_weights.total(), _describe(self.draft_weights))]
+                if self.draft_weights
+                else []
+            ),
+            *([("KV cache", num_blocks * self.block_bytes, pool)] if self.block_bytes else []),
+            *([("states", self.states_bytes, self._states())] if self.states_bytes else []),
+            ("work space", self.work.total(), work),
+            ("needed", needed, ""),
+            ("free", self.free, self.device),
+        )
+        return [f"  {name:<11}{size / GIB:>9.2f} GiB  {note}".rstrip() for name, size, note in rows]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all figures for JSON; those of KV only for a model that keeps some."""
+        pool = {
+            "kv_cache_bytes": self.pool_bytes,
+            "kv_cache_tokens": self.pool_tokens,
+            "kv_bytes_per_1k_tokens": self.kv_bytes_per_1k,
+        }
+        states = {
+            "states_bytes": self.states_bytes,
+            "state_slots": max(0, self.num_state_slots - 1),
+        }
+        return {
+            "fits": self.fits,
+            "weights_bytes": dict(self.weights),
+            **({"draft_weights_bytes": dict(self.draft_weights)} if self.draft_weights else {}),
+            **(pool if self.block_bytes else {}),
+            **(states if self.states_bytes else {}),
+            "work_space_bytes": dict(self.work),
+            "free_bytes": self.free,
+        }
+
+    def _states(self) -> str:
+        """Describe the slots for states."""
+        usable = self.num_state_slots - 1
+        return (
+            f"{usable} slots of {memory_size(self.state_bytes)}, of which a sequence takes "
+            f"{self.slots_per_sequence}"
+        )
+
+    def _tokens_of(self, num_blocks: int) -> int:
+        return max(0, num_blocks - 1) // self.num_groups * self.block_size
+
+
+def _describe(weights: Counter[str]) -> str:
+    return describe_weights(WeightFormatMemory(*item) for item in weights.items())
+
+
+def plan_memory(
+    config: ServeConfig,
+    prepared: PreparedModel,
+    device: Device,
+    rank: int = 0,
+    weight_format: WeightFormat | None = None,
+    draft: PreparedModel | None = None,
+) -> MemoryPlan:
+    """Return what a model takes of this device's memory, and the size of its KV pool.
+
+    rank: of the worker; on a CPU the plan is that of all workers, which share its memory.
+    weight_format: None for the one that settings and device choose.
+    draft: a model that `require_draft_model` accepts.
+    Raises ConfigError for a setting that is impossible for this model.
+    """
+    cache = config.cache
+    setup = ModelSetup.choose(config, prepared, device, rank, weight_format)
+    setup.require_possible()
+    layout, _ = layer_cache(setup.spec, setup.kv_dtype())
+
+    model = _served_memory(setup)
+    drafter = _ModelMemory.none(setup.num_ranks) if draft is None else _drafter_memory(setup, draft)
+    work = model.work + drafter.work
+    token_bytes = [sum(both) for both in zip(model.token_bytes, drafter.token_bytes, strict=True)]
+    block_bytes = cache.block_size * sum(token_bytes[rank] for rank in setup.ranks)
+    free = device.free_bytes(cache)
+
+    row_bytes = _row_bytes(setup, layout, free, block_bytes, drafter.keeps_contents)
+    work += device.row_memory(config, row_bytes)
+
+    least_blocks = _least_blocks(setup, layout)
+    # Steps and KV take no memory yet while weights are converted, and then it is free for them.
+    free_at_conversion = least_blocks * block_bytes + work.total() - work["processes"]
+    conversion = max(model.conversion, drafter.conversion) - free_at_conversion
+    if device.converts_here and conversion > 0:
+        work["conversion of weights"] = conversion
+
+    left = max(0, free - model.weights.total() - drafter.weights.total() - work.total())
+    state_bytes = _state_bytes(setup)
+    num_state_slots = _num_state_slots(config, left, state_bytes) if state_bytes else 0
+    left = max(0, left - num_state_slots * state_bytes)
+    num_blocks = (
+        _num_blocks(setup, left, block_bytes, sum(token_bytes), least_blocks)
+        if block_bytes
+        else least_blocks
+    )
+    return MemoryPlan(
+        model=prepared.name,
+        device=device.memory_name,
+        weights=model.weights,
+        draft_weights=drafter.weights,
+        work=work,
+        block_size=cache.block_size,
+        block_bytes=block_bytes,
+        num_groups=layout.num_block_groups,
+        num_blocks=num_blocks,
+        least_blocks=least_blocks,
+        free=free,
+        num_state_slots=num_state_slots,
+        state_bytes=state_bytes,
+        slots_per_sequence=slots_per_sequence(cache.enable_prefix_caching),
+    )
+
+
+# ---- Weights and steps, of the served model and of what drafts for it ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ModelMemory:
+    """Bytes that one model takes on the ranks of a setup.
+
+    weights: by format. work: of its steps, by purpose.
+    token_bytes: KV of a token on each rank of the model, those outside the setup included.
+    conversion: what converting the weights takes beside them.
+    keeps_contents: whether rows record what its KV holds (KVContents).
+    """
+
+    weights: Counter[str]
+    work: Counter[str]
+    token_bytes: list[int]
+    conversion: int = 0
+    keeps_contents: bool = False
+
+    @classmethod
+    def none(cls, num_ranks: int) -> Self:
+        """Return the memory of no model."""
+        return cls(weights=Counter(), work=Counter(), token_bytes=[0] * num_ranks)
+
+
+def _served_memory(setup: ModelSetup) -> _ModelMemory:
+    """Return the memory of the served model, with the experts that are kept for its tokens."""
+    kv_dtype = setup.kv_dtype()
+    token_bytes = [
+        layer_cache(shard.spec, kv_dtype)[1].bytes_per_token
+        for shard in shard_model(setup.spec, setup.num_ranks)
+    ]
+    if setup.config.model.enable_return_routed_experts:
+        token_bytes[0] += routing_bytes(setup.spec)
+    return _sharded_memory(setup, token_bytes, has_adapters=setup.config.lora.enable_lora)
+
+
+def _drafter_memory(setup: ModelSetup, draft: PreparedModel) -> _ModelMemory:
+    """Return the memory of a draft model or a head; setup: of the served model."""
+    with naming_draft(draft):
+        if setup.config.speculation.parsed().model_method in HEAD_METHODS:
+            return _head_memory(setup, draft)
+        return _draft_model_memory(setup, draft)
+
+
+def _draft_model_memory(served: ModelSetup, draft: PreparedModel) -> _ModelMemory:
+    """Return the memory of a draft model, which is divided among the ranks like the served one."""
+    config = draft_config(served.config, draft)
+    setup = replace(
+        served,
+        config=config,
+        prepared=draft,
+        spec=model_spec(draft, config, served.device.head_dims),
+        weight_format=served.device.weight_format(config, draft),
+    )
+    setup.device.refuse_draft(setup, draft_kv_dtype(setup.spec, config, setup.dtype))
+    token_bytes = [
+        draft_token_bytes(shard.spec, config, setup.dtype)
+        for shard in shard_model(setup.spec, setup.num_ranks)
+    ]
+    return _sharded_memory(setup, token_bytes, keeps_contents=True)
+
+
+def _head_memory(served: ModelSetup, draft: PreparedModel) -> _ModelMemory:
+    """Return the memory of a head of EAGLE, which is whole on each rank.
+
+    In each step it reads all tokens, whose inputs are joined: e and f, or the residuals for f.
+    """
+    config, device, dtype = served.config, served.device, served.dtype
+    head = read_head(config.speculation.parsed().model_method, draft, served.spec, device)
+    setup = replace(
+        served,
+        prepared=draft,
+        spec=head,
+        weight_format=device.weight_format(config, draft),
+    )
+    device.refuse_draft(setup, dtype)
+    weights: Counter[str] = Counter()
+    work: Counter[str] = Counter()
+    for _ in setup.ranks:
+        weights += head_bytes(draft, head, dtype, device, setup.weight_format)
+        work += _step_memory(setup, head)
+        # What is read of each step in flight is kept.
+        vectors = 2 * len(head.residuals) + _HEAD_VECTORS + device.steps_in_flight
+        num_floats = device.step_tokens(config.scheduler) * vectors * head.hidden_size
+        work["hidden states of a draft head"] += num_floats * dtype.itemsize
+    token_bytes = head.cache(dtype)[1].bytes_per_token
+    return _ModelMemory(weights=weights, work=work, token_bytes=[token_bytes] * setup.num_ranks)
+
+
+def _sharded_memory(
+    setup: ModelSetup,
+    token_bytes: list[int],
+    *,
+    keeps_contents: bool = False,
+    has_adapters: bool = False,
+) -> _ModelMemory:
+    """Return the memory of a model that is divided among the ranks, with this KV of a token.
+
+    has_adapters: whether requests may use adapters on it.
+    """
+    weights: Counter[str] = Counter()
+    work: Counter[str] = Counter()
+    conversion = 0
+    for rank in setup.ranks:
+        if isinstance(setup.spec, TransformersSpec):
+            weights[setup.weight_format.name] += setup.spec.num_weights * setup.dtype.itemsize
+            work += _step_memory(setup, setup.spec)
+            continue
+        builder = create_builder(
+            setup.prepared,
+            setup.spec,
+            setup.dtype,
+            setup.device,
+            setup.weight_format,
+            RankGroup(rank, setup.num_ranks),
+        )
+        sizes = builder.weight_sizes()
+        weights += sizes.by_format
+        conversion += sizes.conversion
+        work += _step_memory(setup, builder.spec)
+        if has_adapters:
+            lora = setup.config.lora
+            number = lora.max_cpu_loras or _ADAPTERS_IN_MEMORY * lora.max_loras
+            work[f"{number} adapters"] += number * adapter_bytes(setup, builder)
+    return _ModelMemory(
+        weights=weights,
+        work=work,
+        token_bytes=token_bytes,
+        conversion=conversion,
+        keeps_contents=keeps_contents,
+    )
+
+
+def adapter_bytes(setup: ModelSetup, builder: DecoderBuilder) -> int:
+    """Return what an adapter of the largest rank takes of a worker, on all products that it may
+    change but those of a mixture's experts.
+
+    builder: of the worker's part of the model.
+    """
+    lora, weights, numbers = setup.config.lora, setup.spec.weights(), 0
+    for layer in range(builder.spec.num_layers):
+        for product in builder.products(layer):
+            if product.is_expert:
+                continue
+            for name in product.weights:
+                module = weights[name].hugging_face.removesuffix(".weight").rpartition(".")[2]
+                if not lora.lora_target_modules or module in lora.lora_target_modules:
+                    numbers += lora.max_lora_rank * sum(builder.source.joined_shape(name))
+    return numbers * setup.dtype.itemsize
+
+
+def _step_memory(setup: ModelSetup, shard: ModelSpec) -> Counter[str]:
+    """Return the memory of a worker's steps, at most on a CPU, at least on a GPU.
+
+    shard: the part of the model that the worker computes.
+    """
+    config, dtype, shape = setup.config, setup.dtype, shard.attention_shape
+    num_tokens = step_tokens(config, setup.prepared, setup.device, shard)
+    # Results of all products of one layer, and as much again while they are rounded.
+    num_outputs = shard.outputs_per_layer + 3 * shard.hidden_size
+    layer_results = num_tokens * dtype.itemsize * 2 * num_outputs
+    num_sampled = config.scheduler.max_num_seqs + setup.device.drafted_positions
+    num_sampled = min(num_tokens, num_sampled)
+    logits = num_sampled * shard.vocab_size * 2 * _FLOAT32 if shard.has_head else 0
+    tables = len(set(shard.ropes)) * shard.max_position * shape.rotary_dim * _FLOAT32
+    if shape.bidirectional:
+        num_blocks = num_scratch_blocks(num_tokens, config.scheduler.max_num_seqs)
+        heads = shape.num_kv_heads * 2 * shape.head_dim
+        layer_results += num_blocks * SCRATCH_BLOCK * heads * dtype.itemsize
+    return Counter(
+        {f"steps of {num_tokens:,} tokens": layer_results + logits, "rotary tables": tables}
+    )
+
+
+def step_tokens(
+    config: ServeConfig, prepared: PreparedModel, device: Device, spec: ModelSpec
+) -> int:
+    """Return the token budget of a step: the setting, or what suits the device and the model.
+
+    Bidirectional attention needs all tokens of a text in one step: raises ConfigError for a smaller
+    setting.
+    """
+    if not spec.is_bidirectional:
+        return device.step_tokens(config.scheduler)
+    longest = min(config.model.max_model_len or prepared.max_position, prepared.max_position)
+    for field in ("max_num_batched_tokens", "max_num_scheduled_tokens"):
+        budget = getattr(config.scheduler, field)
+        if budget is not None and budget < longest:
+            raise ConfigError(
+                f"{flag_name(field)} {budget}: {prepared.architecture} computes a text in one "
+                f"step, so at least {longest} are needed, or a lower --max-model-len",
+                field,
+            )
+    return config.scheduler.max_num_batched_tokens or max(ENCODER_STEP_TOKENS, longest)
+
+
+# ---- Rows and processes ----
+
+
+def _row_bytes(
+    setup: ModelSetup, layout: KVLayout, free: int, block_bytes: int, keeps_contents: bool
+) -> int:
+    """Return the bytes of the rows of a worker's batch on the host.
+
+    keeps_contents: whether they record what the KV of a draft model holds.
+    """
+    config, block_size = setup.config, setup.config.cache.block_size
+    num_rows, row_tokens = config.scheduler.max_num_seqs, _longest(setup)
+    if block_bytes:
+        # A row cannot become longer than what a pool in this memory holds.
+        row_tokens = min(row_tokens, (free // block_bytes + 1) * block_size)
+    num_bytes = InputBatch.bytes_needed(num_rows, row_tokens, block_size, layout.num_groups)
+    if keeps_contents:
+        num_bytes += KVContents.bytes_needed(num_rows, row_tokens, block_size)
+    return num_bytes
+
+
+# ---- States and blocks ----
+
+
+def layer_cache(spec: ModelSpec, kv_dtype: torch.dtype) -> tuple[KVLayout, KVCacheGeometry]:
+    """Return how the layers of a worker share its KV cache, and the shape of that."""
+    heads = spec.attention_shape
+    layout = scratch_layout(spec.windows) if heads.bidirectional else kv_layout(spec.windows)
+    layout = replace(layout, states=spec.state_shape)
+    num_parts = 1 if heads.latent_dim else 2
+    return layout, kv_cache_geometry(
+        layout, heads.num_kv_heads, heads.head_dim, kv_dtype, num_parts
+    )
+
+
+def _state_bytes(setup: ModelSetup) -> int:
+    """Return the bytes of a slot for the states of a sequence, on the ranks of a setup."""
+    shapes = [shard.spec.state_shape for shard in shard_model(setup.spec, setup.num_ranks)]
+    return sum(shape.slot_bytes for rank in setup.ranks if (shape := shapes[rank]) is not None)
+
+
+def _num_state_slots(config: ServeConfig, left: int, state_bytes: int) -> int:
+    """Return the slots for states, with the null slot.
+
+    By default twice as many as sequences need that run, so that the others hold states of prompts
+    that may come again; but at most STATE_SHARE of the bytes that are left.
+    """
+    if config.cache.num_state_slots is not None:
+        return 1 + config.cache.num_state_slots
+    per_sequence = slots_per_sequence(config.cache.enable_prefix_caching)
+    wanted = 2 * per_sequence * config.scheduler.max_num_seqs
+    return 1 + max(LEAST_STATE_SLOTS, min(wanted, int(STATE_SHARE * left) // state_bytes))
+
+
+def _num_blocks(
+    setup: ModelSetup, left: int, block_bytes: int, token_bytes: int, least_blocks: int
+) -> int:
+    """Return the blocks of the KV pool: those set, or the device's share of the bytes left.
+
+    block_bytes: on this device. token_bytes: on all ranks, whose pools share --kv-cache-memory.
+    """
+    cache = setup.config.cache
+    if cache.num_gpu_blocks_override is not None:
+        return cache.num_gpu_blocks_override
+    if cache.kv_cache_memory is not None:
+        return cache.kv_cache_memory // (cache.block_size * token_bytes)
+    share = setup.device.default_pool_bytes(left)
+    return max(share, min(left, least_blocks * block_bytes)) // block_bytes
+
+
+def _longest(setup: ModelSetup) -> int:
+    """Return the tokens of the longest request."""
+    return setup.config.model.max_model_len or setup.spec.max_position
+
+
+def _least_blocks(setup: ModelSetup, layout: KVLayout) -> int:
+    """Return the fewest blocks of a useful pool, with the null block.
+
+    A lower bound for windows: the engine knows what a request holds of them at once.
+    """
+    if layout.is_scratch:
+        return 2
+    cache, tokens = setup.config.cache, _longest(setup)
+    if setup.config.model.max_model_len is None:
+        tokens = min(tokens, LEAST_TOKENS) if cache.pool_setting is None else 1
+    held = (min(tokens, window or tokens) for window in layout.windows)
+    return 1 + sum(-(-count // cache.block_size) for count in held)
