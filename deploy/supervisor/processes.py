@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -128,6 +128,8 @@ def reap_adopted(ours: Container[int]) -> None:
 
 
 _FATAL_ERROR_SECONDS: Final = 0.5
+_NUM_SPARE_DESCRIPTORS: Final = 4
+"""More than the one that an accepted connection takes: pidfds and threads open some, too."""
 
 
 def module_commands() -> Commands:
@@ -156,7 +158,7 @@ class Child:
         self.fatal_error: ErrorInfo | None = None
         path = supervisor_path(boot.run_dir, boot.role, boot.index, boot.incarnation)
         try:
-            with contextlib.ExitStack() as undo:
+            with contextlib.ExitStack() as undo, _spare_descriptors():
                 self.link = Link.bind(path, ToSupervisor)
                 undo.callback(self.link.close)
                 self._process = _spawn(boot, command, env)
@@ -287,6 +289,19 @@ class ChildProcesses:
             child.wait()
             child.close()
         self.running.clear()
+
+
+@contextlib.contextmanager
+def _spare_descriptors() -> Iterator[None]:
+    """Hold some descriptors in the block, so that they are free after it. Raises OSError.
+
+    A child that was started with the last free descriptor could not be accepted on its link, and
+    libzmq ends the whole process when `accept` fails for lack of one.
+    """
+    with contextlib.ExitStack() as stack:
+        for _ in range(_NUM_SPARE_DESCRIPTORS):
+            stack.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        yield
 
 
 def _spawn(

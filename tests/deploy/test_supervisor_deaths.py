@@ -98,17 +98,20 @@ def test_a_process_that_raises_is_restarted_and_its_traceback_is_printed(start: 
         assert daemon.text.count('raise RuntimeError("an error on purpose")') == number
 
 
-def test_a_process_is_started_when_there_are_descriptors_again(start: Start) -> None:
+@pytest.mark.parametrize("num_free", [0, 1, 3, 6, 10])
+def test_a_process_is_started_when_there_are_descriptors_again(start: Start, num_free: int) -> None:
+    refusal = "engine 0 cannot be started: Too many open files; it is tried again in"
     daemon = start()
     daemon.wait_ready()
     before, supervisor = daemon.children(), psutil.Process(daemon.process.pid)
     limits = supervisor.rlimit(psutil.RLIMIT_NOFILE)
-    supervisor.rlimit(psutil.RLIMIT_NOFILE, (supervisor.num_fds(), limits[1]))
+    supervisor.rlimit(psutil.RLIMIT_NOFILE, (supervisor.num_fds() + num_free, limits[1]))
     before["engine_core"].kill()
-    daemon.wait_for("engine 0 cannot be started: Too many open files; it is tried again in")
+    daemon.wait_for_any(refusal, "engine 0 is back after")
     supervisor.rlimit(psutil.RLIMIT_NOFILE, limits)
     daemon.wait_for("engine 0 is back after")
     assert pids_except("engine_core", daemon.children()) == pids_except("engine_core", before)
+    assert num_free or refusal in daemon.text
 
 
 def test_a_stalled_front_end_is_killed_once(
