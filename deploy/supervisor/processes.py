@@ -168,7 +168,9 @@ class Child:
                 self.pidfd = os.pidfd_open(self.pid)
                 undo.pop_all()
         except (OSError, SocketError) as error:
-            raise StartError(boot, error.strerror or str(error)) from None
+            # The text of a ZMQ error ends with an address, which means nothing to a reader
+            reason = os.strerror(error.errno) if error.errno else str(error)
+            raise StartError(boot, reason) from None
 
     @property
     def name(self) -> str:
