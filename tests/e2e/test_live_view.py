@@ -15,7 +15,7 @@ from tests.e2e.daemon import Daemon
 pytestmark = pytest.mark.suite("daemons")
 
 LIMIT_SECONDS = 60.0
-SMALL = ("--api-server-count", "2", "--kv-cache-memory", "64M", "--max-num-seqs", "8")
+SMALL = ("--api-server-count", "2", "--kv-cache-memory", "160M", "--max-num-seqs", "8")
 
 
 class EventStream:
@@ -58,8 +58,11 @@ async def watching(client: httpx.AsyncClient) -> AsyncIterator[EventStream]:
 
 
 async def complete(url: str, seed: int) -> str:
-    """Complete over a new connection, which either front end may accept; returns the request id."""
-    body = {"prompt": [seed] * 40, "max_tokens": 60, "ignore_eos": True}
+    """Complete over a new connection, which either front end may accept; returns the request id.
+
+    With that many tokens it runs longer than the quarter of a second between two views.
+    """
+    body = {"prompt": [seed] * 40, "max_tokens": 240, "ignore_eos": True}
     async with httpx.AsyncClient(base_url=url, timeout=LIMIT_SECONDS) as client:
         response = await client.post("/v1/completions", json=body)
         assert response.status_code == 200, response.text
