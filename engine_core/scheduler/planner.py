@@ -141,11 +141,11 @@ class StepPlanner:
         preemption     blocks ran out and requests were preempted, so none was admitted
         prompt tokens  decoding requests would wait too long with more of them (`PrefillThrottle`)
         sequences      --max-num-seqs requests run, or as many as a step has tokens
-        drafts         they take the positions that another request would sample
+        drafts         they take the positions (rows that a step samples) of another request
         tenants        the next request waits for others that were served less (`TenantFairness`)
         chunks         the next prompt fits in no chunk (--no-enable-chunked-prefill), or a prompt
                        has as many tokens as one may (--long-prefill-token-threshold)
-        blocks         the pool has no room for the next request, or a rule keeps it
+        blocks         the pool has no room for a request, or a rule (admission_rules.py) keeps it
         blocked        features hold all waiting requests back; their statuses say which
         results        requests wait for the result of a step in flight, or for a mask
         requests       all have their tokens, and none waits

@@ -19,7 +19,7 @@ POLICIES: Final[dict[str, type[OrderedQueue]]] = {
     "priority": PriorityQueue,
     "continuum": ContinuumQueue,
 }
-"""A new policy needs its name in `proto.settings.config.SCHEDULING_POLICIES`, too."""
+"""A new policy needs its name in `PARTS` of proto/settings/config.py, too."""
 
 
 class KeyedQueue(OrderedQueue):
