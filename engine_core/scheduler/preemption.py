@@ -31,9 +31,10 @@ class PreemptionOrder:
         tenant 7   served 900   ▸ ▸ ▸ ▸
         tenant 3   served 340   ▸ ▸         by the key of the policy
 
-    Two comparisons: within a tenant the request with the policy's lowest `preemption_key` would go
-    first. Among these, one of each tenant, the least urgent one is preempted; of equally urgent ones
-    that of the tenant that was served most; of those again the one with the lowest key. So a preemption takes time in proportion to the tenants, not to the requests. Also assigns
+    Within a tenant the request with the policy's lowest `preemption_key` would go first. Among
+    these, one of each tenant, the least urgent one is preempted; of equally urgent ones that of the
+    tenant that was served most; of those again the one with the lowest key. So a preemption takes
+    time in proportion to the tenants, not to the requests. Also assigns
     `Request.running_index`, which grows along the running list.
     """
 
