@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Scope
 
-from proto.errors import OverloadedError, RequestError, shown
+from proto.errors import OverloadedError, RequestError, TimeLimitError, shown
 
 logger = logging.getLogger("tokend.api")
 
@@ -108,6 +108,8 @@ def error_response(error: RequestError, scope: Scope | None = None) -> JSONRespo
         headers["www-authenticate"] = "Bearer"
     if error.status in (408, 431) or isinstance(error, DrainingError):
         headers["connection"] = "close"
+    if isinstance(error, TimeLimitError):
+        headers["x-should-retry"] = "false"  # clients would have it computed again, to the same end
     if scope is not None and expects_anthropic(scope):
         return _message_error(error.status, public_message(error), headers)
     return JSONResponse(error_body(error), error.status, headers)

@@ -22,11 +22,11 @@ from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api_server.errors import NotAvailableError, error_response
 from api_server.generation.app_state import APP_STATE, AppState
-from api_server.http.access import API, PAGE, access_of, check_operator, listener_of
+from api_server.http.access import API, OPERATORS, PAGE, access_of, check_operator, listener_of
 from api_server.http.connection import client_disconnected, wait_disconnect
 from api_server.http.request_log import RequestLog
 from api_server.http.tenants import DEFAULT_TENANT, tenant_of
@@ -70,6 +70,8 @@ class AccessMiddleware:
         except RequestError as error:
             await error_response(error, scope)(scope, receive, send)
             return
+        if access_of(scope["path"]) is OPERATORS and scope.get("method") == "POST":
+            send = _logging_operation(scope, send)
         await self._app(scope, receive, send)
 
     def _check(self, scope: Scope) -> None:
@@ -101,6 +103,18 @@ class AccessMiddleware:
             if name in (b"authorization", b"x-api-key") and given is not None:
                 known += [key for key in self._keys if hmac.compare_digest(given, key.key)]
         return known
+
+
+def _logging_operation(scope: Scope, send: Send) -> Send:
+    """Return a `send` that writes the line of an operator's request when it is carried out."""
+
+    async def send_and_log(message: Message) -> None:
+        if message["type"] == "http.response.start" and message["status"] < 400:
+            request_log: RequestLog = scope["app"].state.app_state.request_log
+            request_log.log_operation(scope, message["status"])
+        await send(message)
+
+    return send_and_log
 
 
 EXPOSED_HEADERS: Final = (

@@ -6,6 +6,7 @@
 import faulthandler
 import os
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -36,6 +37,7 @@ from proto.settings.generation_config import generation_defaults
 from proto.settings.kv_media import make_private, own_folder
 from proto.settings.kv_media_checks import disk_paths
 from proto.settings.kv_transfer_config import config_key_error
+from proto.settings.lora_modules import parse_lora_modules
 
 
 class Terminated(KeyboardInterrupt):
@@ -59,6 +61,7 @@ def serve(config: ServeConfig, environment: HostEnvironment, commands: Commands)
     _check_tracing(config)
     _check_profiler(config)
     _check_disks(config)
+    _check_files(config)
     scheme = _scheme(config)
     read_api_keys(config.frontend)
     faults = _faults(config, environment)
@@ -181,6 +184,19 @@ def _check_disks(config: ServeConfig) -> None:
                 pass
         except OSError as error:
             raise config_key_error("disk_path", f"{path}: {error.strerror}") from None
+
+
+def _check_files(config: ServeConfig) -> None:
+    """Raise ConfigError for files that other processes would refuse after the model is loaded."""
+    trace = config.trace.sched_trace
+    if trace is not None and os.path.lexists(trace) and not stat.S_ISREG(os.lstat(trace).st_mode):
+        raise ConfigError(f"--sched-trace {trace}: is not a regular file", "sched_trace")
+    for module in parse_lora_modules(config.lora.lora_modules):
+        if not os.path.exists(module.path):
+            raise ConfigError(
+                f"--lora-modules: {module.name}: {module.path}: there is no such file or folder",
+                "lora_modules",
+            )
 
 
 def _scheme(config: ServeConfig) -> str:

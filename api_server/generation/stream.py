@@ -31,7 +31,7 @@ from api_server.generation.request_stream import (
 from api_server.generation.tracing import RequestTracer
 from api_server.http.connection import client_disconnected, wait_disconnect
 from api_server.http.http_protocol import is_stalled
-from api_server.http.request_log import Fields, log_fields
+from api_server.http.request_log import Fields, error_fields, log_fields
 from api_server.metrics.metrics import Metrics
 from api_server.parsers.output import TOOL_CALLS, ChoiceParser
 from api_server.turns import current_client
@@ -240,7 +240,10 @@ class TokenStream:
         if self.ignored:
             fields["ignored_fields"] = self.ignored
         if self.error is not None:
+            fields |= error_fields(self.error)
             self.error.is_logged = True  # `error_response` writes no second line
+        elif self._cause and not self.finished:
+            fields["cause"] = self._cause
         log_fields(fields)
 
     def _outcome(self) -> str:

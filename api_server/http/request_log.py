@@ -2,6 +2,7 @@
 
     refused ── error_response ──▶ RequestLog.log_refusal ──▶ line
     computed ─────────────────▶ TokenStream ─────────────▶ line, also if it fails
+    an operator's POST ── AccessMiddleware ──▶ RequestLog.log_operation ──▶ line
 
 No line contains a prompt, an answer or a key. The message of most 400s may quote the body, so their
 lines have the parameter in its place.
@@ -96,16 +97,15 @@ class RequestLog:
             self._leave_out()
             return
         fields = self.origin(scope) or {}
-        fields |= {"finish": f"error {error.status}", STATUS: error.status, "error": error.type}
-        if error.code:
-            fields["code"] = error.code
-        if error.param == TENANT_HEADER:
-            fields["param"] = TENANT_HEADER
-        elif field := _FIELD.match(error.param or ""):
-            fields["param"] = field[0]
-        if not error.quotes_client:
-            fields[REASON] = error.message.encode(errors="backslashreplace").decode()
-        log_fields(fields)
+        log_fields(fields | {"finish": f"error {error.status}"} | error_fields(error))
+
+    def log_operation(self, scope: Scope, status: int) -> None:
+        """Write the line of an operator's request that was carried out."""
+        fields = self.origin(scope)
+        if fields is not None:
+            if query := scope["query_string"]:
+                fields["query"] = shown(query.decode("latin-1"))
+            log_fields(fields | {"finish": str(status), STATUS: status})
 
     def _take_line(self, address: str) -> bool:
         now = self._clock()
@@ -151,6 +151,20 @@ class TokenBucket:
         return True
 
 
+def error_fields(error: RequestError) -> Fields:
+    """Return what the line of a request that failed says of its error."""
+    fields: Fields = {STATUS: error.status, "error": error.type}
+    if error.code:
+        fields["code"] = error.code
+    if error.param == TENANT_HEADER:
+        fields["param"] = TENANT_HEADER
+    elif field := _FIELD.match(error.param or ""):
+        fields["param"] = field[0]
+    if not error.quotes_client:
+        fields[REASON] = error.message.encode(errors="backslashreplace").decode()
+    return fields
+
+
 def log_fields(fields: Fields) -> None:
     """Write a line with these fields; every float is a time in seconds.
 
@@ -177,4 +191,4 @@ def _as_text(name: str, value: str | float | None) -> str:
 def _endpoint(scope: Scope) -> str | None:
     """Return the path template of a request's route, or its path if it has none."""
     path = getattr(scope.get("route"), "path", None) or scope.get("path")
-    return None if path is None else shown(path)
+    return None if path is None else shown(path.replace(":path}", "}"))

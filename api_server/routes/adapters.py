@@ -105,7 +105,7 @@ async def scale_lora_adapters(request: Request) -> dict[str, bool]:
 
 def _parse_scales(fields: Any, ignored: IgnoredFields) -> ScalesBody:
     if not isinstance(fields, list):
-        raise InvalidRequestError("the body must be a list of {id, scale}")
+        raise InvalidRequestError.fixed("the body must be a list of {id, scale}")
     return parse(ScalesBody, {"scales": fields}, {}, ignored)
 
 

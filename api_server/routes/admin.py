@@ -64,7 +64,7 @@ async def pause(request: Request) -> Response:
     """
     mode, ends_unfinished = _query_value(request, "mode", PAUSES, "wait")
     if _query_value(request, "clear_cache", _BOOLEANS, "false"):
-        raise InvalidRequestError("clear_cache: use POST /reset_prefix_cache", "clear_cache")
+        raise InvalidRequestError.fixed("clear_cache: use POST /reset_prefix_cache", "clear_cache")
     await app_state_of(request).client.call_admin(
         "pause", pause_mode=mode, ends_unfinished=ends_unfinished
     )
@@ -165,7 +165,7 @@ async def server_info(request: Request) -> Response:
 async def _call_profiler(request: Request, name: AdminName) -> AdminReply:
     app_state = app_state_of(request)
     if app_state.settings.trace.parsed_profiler() is None:
-        raise InvalidRequestError(
+        raise InvalidRequestError.fixed(
             """profiles are off: start with --profiler-config '{"profiler": "torch", """
             """"torch_profiler_dir": "FOLDER"}'"""
         )

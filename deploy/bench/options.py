@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, TextIO
 
@@ -81,17 +82,26 @@ def add_values(
 
 
 @contextlib.contextmanager
-def writable(flag: str, name: str | None) -> Iterator[Sequence[TextIO]]:
+def writable(
+    flag: str, name: str | None, *, is_private: bool = False
+) -> Iterator[Sequence[TextIO]]:
     """Open the output file of a flag, if given; its old content is kept until `write`.
 
-    It is opened before the measurement, which must not be lost to an invalid name. Raises
-    ConfigError.
+    It is opened before the measurement, which must not be lost to an invalid name; a new one is
+    removed if nothing is written. is_private: only its owner may read it. Raises ConfigError.
     """
     if name is None:
         yield ()
         return
+    is_new = not os.path.lexists(name)
     with _appendable(flag, name) as file:
-        yield (file,)
+        if is_private:
+            os.fchmod(file.fileno(), 0o600)
+        try:
+            yield (file,)
+        finally:
+            if is_new and not file.tell():
+                os.unlink(name)
 
 
 def write(files: Sequence[TextIO], text: str) -> None:

@@ -38,7 +38,7 @@ def view(arguments: Sequence[str]) -> int:
     page = options.output or str(path.with_suffix(".html"))
     condensed = read_trace(path)
     labels = _job_labels(condensed.arrivals, job_ids)
-    with writable("--output", page) as files:
+    with writable("--output", page, is_private=True) as files:
         write(files, render(condensed, path.name, labels))
     print(page)
     return 0

@@ -503,7 +503,8 @@ async def test_errors_of_the_engine(start, refusal, status, kind, stream):
         front_end.engine.refuse(await front_end.engine.requests.get(), refusal)
         response = await asking
         assert response.status_code == status
-        assert response.headers.get("x-should-retry") == ("false" if status == 400 else None)
+        retries = status not in (400, 504)
+        assert response.headers.get("x-should-retry") == (None if retries else "false")
         found = response.json()
         assert found["error"]["type"] == kind
         if status == 400:

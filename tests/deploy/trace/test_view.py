@@ -40,6 +40,7 @@ def test_the_page_has_every_request_and_step(engine, tmp_path: Path, capsys) -> 
     path = tmp_path / "run.jsonl"
     path.write_bytes(engine.content)
     assert cli.main(["trace", "view", str(path)]) == 0
+    assert path.with_suffix(".html").stat().st_mode & 0o777 == 0o600
     page = tmp_path / "run.html"
     assert capsys.readouterr().out == f"{page}\n"
     about, columns = data_of(page.read_text())
