@@ -319,6 +319,7 @@ class EngineCore:
             longest_chunk=ChunkRule.from_config(config.scheduler).longest_chunk,
             num_state_slots=plan.num_state_slots,
             observers=tuple(pool_observers),
+            state_observers=() if kv_events is None else (kv_events.observer,),
             residency=ResidencyMeter(config.cache.kv_cache_metrics_one_in),
             num_dropped_blocks=worker.num_dropped_blocks,
             eviction_policy=config.cache.eviction_policy,
@@ -333,7 +334,7 @@ class EngineCore:
             max_model_len=plan.max_model_len,
             vocab_size=worker.vocab_size,
             grammars=structured_output,
-            connect=connector_factory(config, plan, worker, transfer, self.kv_cache.block_ids),
+            connect=connector_factory(config, plan, worker, transfer, self.kv_cache),
             load_failure_policy=transfer.kv_load_failure_policy,
             observer=observer,
             compute_meter=(
@@ -405,7 +406,7 @@ def connector_factory(
     plan: PoolPlan,
     worker: WorkerReady,
     transfer: KVTransferConfig,
-    block_ids: Callable[[int], BlockIds],
+    kv_cache: KVCacheManager,
 ) -> Connect:
     """Return a function with which the scheduler creates the configured KV connector.
 
@@ -422,10 +423,11 @@ def connector_factory(
             fingerprint=worker.fingerprint,
             num_ranks=config.parallel.tensor_parallel_size,
             transfer_refs=holds,
-            block_ids=block_ids,
+            block_ids=kv_cache.block_ids,
             unblock=unblock,
             serve_config=config,
             is_storable=is_storable,
+            state_slots=kv_cache if kv_cache.has_states else None,
         )
         return create_scheduler_connector(transfer, context)
 

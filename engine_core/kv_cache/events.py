@@ -119,6 +119,15 @@ class ObservedBlockPool(BlockPool):
             observer.removed(block, key, is_last)
 
 
+def make_pool(
+    num_blocks: int, enable_caching: bool, eviction_policy: str, observers: Sequence[PoolObserver]
+) -> BlockPool:
+    """Return a pool that notifies the observers, if there are any."""
+    if observers:
+        return ObservedBlockPool(num_blocks, enable_caching, eviction_policy, observers)
+    return BlockPool(num_blocks, enable_caching, eviction_policy)
+
+
 class StoredBlocks(NamedTuple):
     """The blocks of one KV cache group on one medium, as events name them.
 
@@ -194,7 +203,9 @@ class KVEventLog(PoolObserver):
                 self._events.append(removed)
 
     def cleared(self) -> None:
-        self._events.append(AllBlocksCleared())
+        """Note it once for the pools of KV and of states, which are cleared together."""
+        if not isinstance(self._events[-1] if self._events else None, AllBlocksCleared):
+            self._events.append(AllBlocksCleared())
 
 
 def _published_keys(

@@ -66,6 +66,8 @@ class OffloadSettings(msgspec.Struct, frozen=True, kw_only=True):
     block_size: tokens of an offloaded block, a multiple of the device's block size; 0: the same.
     store_threshold: lookups of a block before it is stored; 0 and 1 store every block.
     max_tracker_size: blocks whose lookups are counted.
+    state_share: of the medium's bytes, for the states of a model with recurrent states; the rest is
+        for KV. Without a meaning for a server, which evicts by itself.
     """
 
     spec_name: str = CPU_SPEC
@@ -73,6 +75,7 @@ class OffloadSettings(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 0
     store_threshold: int = 0
     max_tracker_size: int = 64_000
+    state_share: float = 0.5
 
 
 class CPUSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -191,6 +194,10 @@ def offload_settings(
     if settings.max_tracker_size < 1:
         raise config_key_error(
             "max_tracker_size", f"must be 1 or more, got {settings.max_tracker_size}"
+        )
+    if not 0.0 < settings.state_share < 1.0:
+        raise config_key_error(
+            "state_share", f"must be more than 0 and less than 1, got {settings.state_share}"
         )
     return settings, size // block_size
 

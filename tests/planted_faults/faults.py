@@ -322,7 +322,7 @@ SCHEDULER = (
     Fault(
         "copied_blocks_given_away",
         "engine_core/scheduler/kv_transfer.py",
-        "        if delays:\n            self._kv_cache.transfer_refs.hold(blocks)\n",
+        "        if delays:\n            self._kv_cache.hold_for_copies(tables)\n",
         "        if delays:\n",
         "A KV connector reads blocks that already hold another request.",
         ("tests/engine_core/scheduler/test_kv_transfer.py",),

@@ -21,14 +21,17 @@ NUM_STEPS = 80
 class Machine:
     """An OffloadRig and random operations on it."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, has_states: bool = False) -> None:
         self.rng = rng = random.Random(seed)
         self.reliability = rng.choice([1.0, 1.0, 0.8])
         windows = rng.choice([(None,), (None,), (None, 14), (20, None, 14), (14,), (1, None)])
         size = 4 if 1 in windows else rng.choice([4, 8, 12])
+        # Some of them so few that requests wait for slots, or are computed one after the other.
+        self.num_state_slots = rng.choice([5, 9, 40]) if has_states else 0
         self.rig = OffloadRig(
             size=size,
             windows=windows,
+            num_state_slots=self.num_state_slots,
             num_slots=rng.choice([3, 10, 40, 200]),
             num_blocks=rng.choice([24, 40, 80]) * len(windows),
             num_ranks=rng.choice([1, 2]),
@@ -97,3 +100,14 @@ def test_random_requests_keep_the_invariants(first: int) -> None:
     for each in machines:
         each.run()
     assert sum(len(each.rig.loads) for each in machines) > 5
+
+
+@pytest.mark.parametrize("first", [100, 108, 116, 124])
+def test_random_requests_with_states_keep_the_invariants(first: int) -> None:
+    """Run eight random lives each, all of which load states at least once."""
+    machines = [Machine(seed, has_states=True) for seed in range(first, first + 8)]
+    for each in machines:
+        each.run()
+    loads = [job for each in machines for job in each.rig.loads]
+    assert sum(job.is_of_states for job in loads) > 5
+    assert sum(not job.is_of_states for job in loads) > 5
