@@ -367,7 +367,6 @@ class EngineCore:
             config.scheduler.scheduling_policy == "priority",
             config.scheduler.crashes_until_isolated,
             pools=pools,
-            has_states=self.kv_cache.has_states,
             embedding_bytes=embedding_bytes,
         )
         self.input_processor = InputProcessor(

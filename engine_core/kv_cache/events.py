@@ -23,7 +23,7 @@ from proto.messages.kv_events import (
     KVEvent,
     event_hash,
 )
-from proto.messages.lifecycle import KVCacheGeometry
+from proto.messages.lifecycle import RECURRENT_STATE, KVCacheGeometry
 from proto.messages.stats import KVEviction
 
 
@@ -149,9 +149,12 @@ class StoredBlocks(NamedTuple):
         """
         size, factor = self.size, self.factor
         hashes = content.block_hashes
-        window = geometry.groups[self.group].sliding_window
+        spec = geometry.groups[self.group]
+        window = spec.sliding_window
         kind = "full_attention" if window is None else "sliding_window"
-        if geometry.num_parts == 1:
+        if spec.kind == RECURRENT_STATE:
+            kind = "mamba"
+        elif geometry.num_parts == 1:
             kind = "mla_attention" if window is None else "sliding_window_mla"
         lora = content.extra_keys.lora_request
         return BlockStored(

@@ -167,12 +167,16 @@ def child_configs(config: KVTransferConfig) -> list[KVTransferConfig]:
 
 
 def offload_settings(
-    extra: Mapping[str, Any], block_size: int, windows: Sequence[int | None]
+    extra: Mapping[str, Any],
+    block_size: int,
+    windows: Sequence[int | None],
+    *,
+    has_states: bool = False,
 ) -> tuple[OffloadSettings, int]:
     """Return the settings of every medium, and the number of device blocks in an offloaded block.
 
     block_size: tokens of a device block. windows: sliding windows of the KV cache groups, None for
-    full attention.
+    full attention. has_states: whether there is a group of recurrent states, too.
     """
     common = {key: extra[key] for key in OffloadSettings.__struct_fields__ if key in extra}
     settings = _convert_by_key(common, OffloadSettings)
@@ -180,6 +184,12 @@ def offload_settings(
     if size < 1 or size % block_size:
         raise config_key_error(
             "block_size", f"must be a multiple of --block-size {block_size}, got {size}"
+        )
+    if has_states and size > block_size:
+        # States are held at the ends of device blocks, where a larger block ends by chance.
+        raise config_key_error(
+            "block_size",
+            f"must be --block-size {block_size} for a model with recurrent states, got {size}",
         )
     narrowest = min((window for window in windows if window is not None), default=None)
     if narrowest is not None and size > block_size and size >= narrowest:

@@ -70,7 +70,9 @@ class OffloadingScheduler(SchedulerConnector):
         extra = config.kv_connector_extra_config
         geometry, state_slots = context.geometry, context.state_slots
         windows = [group.sliding_window for group in geometry.block_groups]
-        settings, factor = offload_settings(extra, context.block_size, windows)
+        settings, factor = offload_settings(
+            extra, context.block_size, windows, has_states=state_slots is not None
+        )
         self._may_load, self._may_store = config.loads, config.stores
         self._layout = BlockLayout(context.block_size, factor, windows, context.num_ranks)
         self._block_ids = context.block_ids
@@ -233,7 +235,6 @@ class OffloadingScheduler(SchedulerConnector):
         for event in chain.from_iterable(manager.take_events() for manager in self._managers):
             for key in event.keys:
                 block_hash, group = parse_key(key)
-                is_state = self._states is not None and group == self._states.group
                 names = [event_hash(block_hash)]
                 if event.removed:
                     yield BlockRemoved(names, event.medium, group)
@@ -244,7 +245,7 @@ class OffloadingScheduler(SchedulerConnector):
                         block_hashes=names,
                         parent_block_hash=None,
                         token_ids=[],
-                        block_size=self._layout.block_size if is_state else self._layout.size,
+                        block_size=self._layout.size,
                         lora_id=None,
                         medium=event.medium,
                         lora_name=None,
@@ -357,8 +358,6 @@ class OffloadingScheduler(SchedulerConnector):
     def _plan_states(self, tracked: TrackedRequest, num_tokens: int, *, ends: bool) -> None:
         """Plan stores of the states that a request holds after the first `num_tokens` tokens."""
         if self._states is not None:
-            size = self._layout.block_size
-            tracked.next_at = min(tracked.next_at, (num_tokens // size + 1) * size)
             self._statistics.num_unstored += self._states.plan_stores(
                 tracked, num_tokens, ends=ends
             )
