@@ -11,7 +11,7 @@ Start with `main`. What owns what:
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 
 import msgspec
@@ -59,7 +59,6 @@ from proto.messages.lifecycle import (
 )
 from proto.messages.lora import AdapterCard
 from proto.messages.pooling import MAX_INPUTS
-from proto.messages.scheduler_output import BlockIds
 from proto.runtime.process import freeze_heap
 from proto.runtime.sockets import Link, Poller
 from proto.settings.config import CPU_PREFILL_SLOWDOWN, SchedulerConfig, ServeConfig

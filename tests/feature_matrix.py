@@ -664,8 +664,7 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
         "kv_events",
         "states",
         Works(
-            "engine_core/kv_cache/test_kv_events.py"
-            "::test_states_are_blocks_of_a_group_of_their_own"
+            "engine_core/kv_cache/test_kv_events.py::test_states_are_blocks_of_a_group_of_their_own"
         ),
     ),
     (

@@ -128,9 +128,9 @@ class KVCacheCoordinator:
         Cached KV that has no state in `computed` is used, and so is the state after `num_tokens` if
         it is cached; the state with which `computed` ends is not needed.
 
-            cached KV      | 7 | 3 | 9 |               cached states  | 0 | 5 |
-            computed       | 7 | 3 |                                  | 0 | 5 |
-            with 5 blocks  | 7 | 3 | 9 |                              |          all others are loaded
+            cached KV        | 7 | 3 | 9 |         cached states  | 0 | 5 |
+            computed         | 7 | 3 |                            | 0 | 5 |
+            with 5 blocks    | 7 | 3 | 9 |                        |           the rest is loaded
         """
         num_more = (num_tokens - computed.num_tokens) // self._block_size
         blocks = []

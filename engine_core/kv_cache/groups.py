@@ -682,9 +682,7 @@ class RecurrentStateGroup(CacheGroup):
         for index in range(sequence.num_cached, num_full):
             slot = sequence.blocks[index]
             if slot != NULL_BLOCK:
-                self.pool.cache_full_blocks(
-                    sequence.blocks, index, index + 1, self._keys, content
-                )
+                self.pool.cache_full_blocks(sequence.blocks, index, index + 1, self._keys, content)
                 self._fresh.add(slot)
         sequence.num_cached = max(sequence.num_cached, num_full)
         next_fills = (sequence.num_cached + 1) * block_size

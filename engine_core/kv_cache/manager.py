@@ -179,9 +179,7 @@ class KVCacheManager:
         """Return the same for slots of recurrent states."""
         return self._pending_state_copies.pop_all()
 
-    def use_loaded(
-        self, request: Request, computed: CachedPrefix, num_tokens: int
-    ) -> CachedPrefix:
+    def use_loaded(self, request: Request, computed: CachedPrefix, num_tokens: int) -> CachedPrefix:
         """Return what a request holds of its first tokens if a connector loads the rest of them.
 
         computed: from `get_computed_blocks`, without changes of the cache since. Pass the result to
@@ -325,7 +323,9 @@ class KVCacheManager:
         if not self.is_downward_closed:
             seq_id = request.seq_id
             is_bad = any(block in bad_blocks for block in self._pool_blocks(seq_id)) or any(
-                slot in bad_slots for group in self.state_groups for slot in group.block_table(seq_id)
+                slot in bad_slots
+                for group in self.state_groups
+                for slot in group.block_table(seq_id)
             )
             return 0 if is_bad else None
         found = [group.num_valid_tokens(request.seq_id, bad_blocks) for group in self.groups]
@@ -393,9 +393,9 @@ class KVCacheManager:
 
     def awaits_copies(self, request: Request) -> bool:
         """Return whether a request lacks blocks or slots that only unfinished copies hold."""
-        if self.transfer_refs.num_alone:
-            if self.max_blocks(request.num_tokens) > self.num_available_blocks:
-                return True
+        lacks_blocks = self.max_blocks(request.num_tokens) > self.num_available_blocks
+        if lacks_blocks and self.transfer_refs.num_alone:
+            return True
         return any(
             group.transfer_refs.num_alone and not group.can_start(()) for group in self.state_groups
         )

@@ -174,10 +174,9 @@ def test_damaged_states_are_computed_again(
 @needs_redis
 def test_daemons_share_states_through_redis(model: tuple[Path, Reference], tmp_path: Path) -> None:
     conversation = Conversation(model[1])
-    with redis_server(tmp_path) as server:
-        with start(model, remote(server)) as first:
-            for _ in range(2):
-                conversation.take_turn(first)
-            with start(model, remote(server)) as second:
-                assert conversation.take_turn(second) <= MOST_COMPUTED
-                assert second.metric(FAILURES) == 0
+    with redis_server(tmp_path) as server, start(model, remote(server)) as first:
+        for _ in range(2):
+            conversation.take_turn(first)
+        with start(model, remote(server)) as second:
+            assert conversation.take_turn(second) <= MOST_COMPUTED
+            assert second.metric(FAILURES) == 0

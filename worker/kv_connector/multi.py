@@ -87,7 +87,9 @@ class MultiWorker(WorkerConnector):
         ]
 
     def get_state_slots_with_load_errors(self) -> list[int]:
-        return [slot for child in self.children for slot in child.get_state_slots_with_load_errors()]
+        return [
+            slot for child in self.children for slot in child.get_state_slots_with_load_errors()
+        ]
 
     def build_connector_worker_meta(self) -> Payload:
         parts = [child.build_connector_worker_meta() for child in self.children]

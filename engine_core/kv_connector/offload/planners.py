@@ -176,9 +176,9 @@ class LoadPlanner:
         wanted = self._keys_to_load(block_hashes, tracked.num_with_kv, hit)
         if any(self._loading[key] for keys in wanted for key in keys):
             return self._wait_for_lookup(request)
-        if tracked.loads_state and self._states is not None:
-            if self._states.is_loading(request, hit):
-                return self._wait_for_lookup(request)
+        states = self._states if tracked.loads_state else None
+        if states is not None and states.is_loading(request, hit):
+            return self._wait_for_lookup(request)
         tracked.hit = hit
         return Match(hit - num_computed, is_async=True)
 

@@ -73,7 +73,7 @@ class StatePages:
         return self._loading[self._key(request, end)] > 0
 
     def plan_load(self, tracked: TrackedRequest, table: Sequence[int], end: int) -> None:
-        """Plan the load of the state after the first `end` tokens into its slot in a block table."""
+        """Plan the load of the state after the first `end` tokens, into its slot in the table."""
         key = self._key(tracked.request, end)
         slots = [list(self.manager.prepare_load([key]))]
         job = self._job(table[end // self.layout.block_size - 1], key, slots, is_load=True)

@@ -61,9 +61,7 @@ class JobsInFlight:
     numbers: of jobs, shared by all of a connector.
     """
 
-    def __init__(
-        self, num_ranks: int, transfer_refs: TransferRefs, numbers: Iterator[int]
-    ) -> None:
+    def __init__(self, num_ranks: int, transfer_refs: TransferRefs, numbers: Iterator[int]) -> None:
         self._num_ranks = num_ranks
         self._transfer_refs = transfer_refs
         self._jobs: dict[int, InFlightJob] = {}

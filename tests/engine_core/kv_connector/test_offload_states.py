@@ -207,7 +207,9 @@ def test_events_name_states_on_the_medium() -> None:
         for event in rig.offloading.take_events():
             if isinstance(event, BlockStored):
                 assert event.block_size == BLOCK == len(event.token_ids)
-                assert event.kv_cache_spec_kind == ("mamba" if event.group_idx else "full_attention")
+                assert event.kv_cache_spec_kind == (
+                    "mamba" if event.group_idx else "full_attention"
+                )
                 held.add((event.group_idx, event.block_hashes[0]))
             elif isinstance(event, BlockRemoved):
                 held.remove((event.group_idx, event.block_hashes[0]))
@@ -244,9 +246,7 @@ def test_connectors_without_states_are_refused_by_name(tmp_path: Any) -> None:
         state_slots=rig.kv_cache,
     )
     extra = {"shared_storage_path": str(tmp_path)}
-    alone = KVTransferConfig(
-        kv_connector="SharedStorageConnector", kv_connector_extra_config=extra
-    )
+    alone = KVTransferConfig(kv_connector="SharedStorageConnector", kv_connector_extra_config=extra)
     with pytest.raises(ConfigError, match="SharedStorageConnector does not copy recurrent states"):
         create_scheduler_connector(alone, context)
 

@@ -177,9 +177,7 @@ def make_states() -> StateCache:
 
 def make_with_states(states: StateCache, **extra: Any) -> tuple[KVCache, OffloadingWorker]:
     layout = replace(kv_layout([None]), states=SHAPE)
-    cache = KVCache(
-        kv_cache_geometry(layout, 2, 8, torch.float32), layout, NUM_BLOCKS, BLOCK_SIZE
-    )
+    cache = KVCache(kv_cache_geometry(layout, 2, 8, torch.float32), layout, NUM_BLOCKS, BLOCK_SIZE)
     worker = make(cache, **extra)
     worker.register_states(states)
     return cache, worker
