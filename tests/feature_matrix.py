@@ -828,7 +828,8 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
             "::test_the_experts_of_every_router_are_those_of_transformers"
         ),
     ),
-    ("states", "agents pooling", Unproven()),
+    ("states", "agents", Works(LIVES)),
+    ("states", "pooling", Unproven()),
     ("states", "encoders", Meaningless("a model has either")),
     (
         "states transformers",
