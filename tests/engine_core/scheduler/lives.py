@@ -220,7 +220,6 @@ KINDS = {
         (("step", 60), ("add", 8), ("open", 4), ("give", 12), ("close", 2), ("abort", 2),
          ("abort_in_flight", 1), ("turn", 8), ("read", 6), ("reset", 1), ("lose_workers", 1),
          ("tick", 3)),
-        num_tenants=2,
         expects={"preempted": 150, "found": 25, "turns": 20, "pins": 20},
     ),
     "adapters": Kind(
