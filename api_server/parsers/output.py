@@ -191,8 +191,9 @@ class ContentStops:
     """Stop strings of an answer that may have reasoning.
 
     They are looked for in the content alone, which `parser` finds in the text; see
-    `OutputFormat.new_reasoning_parser`. The text passes unchanged, for the parser of the response,
-    which finds the same content; `content_end` is how many characters of it the client may get.
+    `OutputFormat.new_reasoning_parser`. The text is returned whole, because the parser of the
+    response (`ChoiceParser`) separates it again; `content_end` says to that parser how many
+    characters of content the client may get.
     Content is not joined over another part.
 
         <think>Which?</think>  Let me │ look.    stop string " look", content_end 6

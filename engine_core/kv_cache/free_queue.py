@@ -8,9 +8,8 @@ garbage collector.
 A free queue owns the reference counts and the order of the free blocks, which are one fact: a block
 is in the queue exactly while its count is 0. It does not know hashes.
 
-To add an eviction order, extend `FreeBlockQueue` and add a line to `EVICTION_POLICIES` at the end
-of the file. `BlockPool` calls nothing else. An order from outside is an `EvictionOrder` of
-outside.py.
+To add an eviction order, extend `FreeBlockQueue` and add a line to `EVICTION_POLICIES`.
+`BlockPool` calls nothing else. An order from outside is an `EvictionOrder` of outside.py.
 """
 
 from abc import ABC, abstractmethod
@@ -290,6 +289,7 @@ class OrderedFreeQueue(FreeBlockQueue):
 
 
 EVICTION_POLICIES: Final[dict[str, type[FreeBlockQueue]]] = {"lru": LRUFreeQueue}
+"""Free queues by the name of their order."""
 
 
 def make_free_queue(eviction_policy: str, num_blocks: int) -> FreeBlockQueue:
@@ -300,6 +300,3 @@ def make_free_queue(eviction_policy: str, num_blocks: int) -> FreeBlockQueue:
     field: Final = "eviction_policy"
     order: EvictionOrder = load_part(field, eviction_policy, field, EvictionOrder)(num_blocks)
     return OrderedFreeQueue(num_blocks, order)
-
-
-"""Free queues by the name of their order."""

@@ -198,8 +198,8 @@ class BlockPool:
         """Move free blocks to the front of the free queue, but not shared ones.
 
         The last block is then evicted first. They can still be found until they are overwritten.
-        Does nothing while blocks without content are at the front: those are overwritten first
-        anyway, and moving others before them would evict content too early.
+        Does nothing while blocks without content are at the front: behind those they would be next,
+        and before them they would lose content while the pool has blocks without any.
         """
         queue = self.free_queue
         if self.hashes[queue.peek()] is not None:

@@ -141,11 +141,11 @@ class StepPlanner:
         preemption     blocks ran out and requests were preempted, so none was admitted
         prompt tokens  decoding requests would wait too long with more of them (`PrefillThrottle`)
         sequences      --max-num-seqs requests run, or as many as a step has tokens
-        drafts         they take the positions that another request would sample
+        drafts         they take the positions (rows that a step samples) of another request
         tenants        the next request waits for others that were served less (`TenantFairness`)
         chunks         the next prompt fits in no chunk (--no-enable-chunked-prefill), or a prompt
                        has as many tokens as one may (--long-prefill-token-threshold)
-        blocks         the pool has no room for the next request, or a rule keeps it
+        blocks         the pool has no room for a request, or a rule (admission_rules.py) keeps it
         blocked        features hold all waiting requests back; their statuses say which
         results        requests wait for the result of a step in flight, or for a mask
         requests       all have their tokens, and none waits
@@ -158,7 +158,7 @@ class StepPlanner:
             return ""
         if plan.preempted and not plan.admitted:
             return "preemption"
-        if plan.prompt_budget <= 0:
+        if plan.prompt_budget <= 0 and self._lacks_prompt_tokens(plan):
             return "prompt tokens"
         if waiting.num_ready:
             head = waiting.peek_request()
@@ -178,10 +178,29 @@ class StepPlanner:
             and chunks.longest_chunk in chain(plan.continued_tokens, plan.admitted_tokens)
         ):
             return "chunks"
+        if plan.lacks_blocks:
+            return "blocks"
         if len(waiting):
             return "blocked"
         num_planned = len(plan.continued) + len(plan.admitted)
         return "results" if num_planned < len(self._running) else "requests"
+
+    def _lacks_prompt_tokens(self, plan: StepPlan) -> bool:
+        """Whether a request has prompt tokens that the step does not compute."""
+        if self._waiting.num_ready:
+            return True
+        planned = {
+            request.seq_id: num_tokens
+            for request, num_tokens in chain(
+                zip(plan.continued, plan.continued_tokens, strict=True),
+                zip(plan.admitted, plan.admitted_tokens, strict=True),
+            )
+        }
+        return any(
+            request.is_prefilling
+            and request.num_tokens - request.num_computed_tokens > planned.get(request.seq_id, 0)
+            for request in self._running
+        )
 
     def check_plan(self, plan: StepPlan) -> None:
         """Assert that a complete plan is within the limits of a step."""
@@ -243,6 +262,7 @@ class StepPlanner:
                     num_drafts, num_new = 0, 1
                     request.spec_token_ids.clear()
                 elif not may_preempt:
+                    plan.lacks_blocks = True
                     break
                 else:
                     plan.budget, plan.prompt_budget = budget, prompt_budget

@@ -17,7 +17,7 @@ from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.admission_rules import KVWatermarks
 from engine_core.scheduler.keyed_heap import KeyedHeap
 from engine_core.scheduler.lifecycle import RequestLifecycle
-from engine_core.scheduler.queues.registry import FairSchedulingPolicy
+from engine_core.scheduler.queues.policies import FairSchedulingPolicy
 from engine_core.scheduler.step_plan import StepPlan
 from proto.messages.engine_io import EventType
 from proto.settings.config import PreemptionMode
@@ -31,10 +31,10 @@ class PreemptionOrder:
         tenant 7   served 900   ▸ ▸ ▸ ▸
         tenant 3   served 340   ▸ ▸         by the key of the policy
 
-    Each tenant has one request that it would lose first: the one with the policy's lowest
-    `preemption_key`. Of these the least urgent one is preempted; among equals the one whose tenant
-    was served most, then the one with the lowest key.
-    So a preemption takes time in proportion to the tenants, not to the requests. Also assigns
+    Within a tenant the request with the policy's lowest `preemption_key` would go first. Among
+    these, one of each tenant, the least urgent one is preempted; of equally urgent ones that of the
+    tenant that was served most; of those again the one with the lowest key. So a preemption takes
+    time in proportion to the tenants, not to the requests. Also assigns
     `Request.running_index`, which grows along the running list.
     """
 

@@ -55,7 +55,7 @@ from engine_core.scheduler.preemption import (
     PreemptionOrder,
     SwapRule,
 )
-from engine_core.scheduler.queues.registry import FairSchedulingPolicy
+from engine_core.scheduler.queues.policies import FairSchedulingPolicy
 from engine_core.scheduler.result import ResultPass
 from engine_core.scheduler.step_plan import StepPlan, num_sampled_positions
 from proto.errors import ErrorInfo

@@ -54,6 +54,7 @@ class StepPlan:
     lookahead: by seq_id, how many tokens the workers' draft model proposes for continued requests
         after this step; their tables have room for them. min_draft_acceptance_prob: where it ends.
     preempted: running requests that lost their blocks in this step.
+    lacks_blocks: a running request that may preempt no other one is not planned for lack of blocks.
     lookups: of requests that the step does not admit.
     num_prefilling, num_prompt_tokens: planned requests that do not decode, and their tokens.
     limit: what made the step shorter than its token budget (`StepPlanner.step_limit`).
@@ -73,6 +74,7 @@ class StepPlan:
         self.lookahead: dict[int, int] = {}
         self.min_draft_acceptance_prob = 0.0
         self.preempted: list[Request] = []
+        self.lacks_blocks = False
         self.lookups: list[Lookup] = []
         self.num_prefilling = 0
         self.num_prompt_tokens = 0

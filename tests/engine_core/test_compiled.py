@@ -34,7 +34,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_modules_of_a_step_are_compiled() -> None:
     names = {path.relative_to(build_compiled.PACKAGE).as_posix() for path in
              build_compiled.hot_modules()}  # fmt: skip
-    assert {"request.py", "kv_cache/pool.py", "scheduler/queues/fcfs.py"} <= names
+    assert {"request.py", "kv_cache/pool.py", "scheduler/queues/policies.py"} <= names
     assert {"scheduler/scheduler.py", "scheduler/features/retention/agent_sessions.py"} <= names
     assert "kv_connector/offload/planners.py" in names
     assert not any(name.endswith("__init__.py") for name in names)
@@ -64,14 +64,14 @@ def test_sources_without_extensions_are_interpreted(tmp_path: Path, monkeypatch)
 
 
 def test_only_what_lies_in_the_folder_is_found(tmp_path: Path) -> None:
-    extension = tmp_path / "engine_core" / "scheduler" / "queues" / f"fcfs{SUFFIX}"
+    extension = tmp_path / "engine_core" / "scheduler" / "queues" / f"policies{SUFFIX}"
     extension.parent.mkdir(parents=True)
     extension.touch()
     finder = compiled.CompiledFinder(tmp_path)
-    spec = finder.find_spec("engine_core.scheduler.queues.fcfs")
+    spec = finder.find_spec("engine_core.scheduler.queues.policies")
     assert spec is not None
     assert spec.origin == str(extension)
-    assert finder.find_spec("engine_core.scheduler.queues.priority") is None
+    assert finder.find_spec("engine_core.scheduler.queues.fair") is None
     assert finder.find_spec("engine_core.scheduler.queues") is None
 
 

@@ -302,7 +302,7 @@ SCHEDULER = (
     ),
     Fault(
         "least_urgent_admitted_first",
-        "engine_core/scheduler/queues/priority.py",
+        "engine_core/scheduler/queues/policies.py",
         "def add_request(self, request: Request) -> None:\n"
         "        self.insert(request, request.order)",
         "def add_request(self, request: Request) -> None:\n"
@@ -312,7 +312,7 @@ SCHEDULER = (
     ),
     Fault(
         "most_urgent_preempted_first",
-        "engine_core/scheduler/queues/priority.py",
+        "engine_core/scheduler/queues/policies.py",
         "return -priority, -arrival, -request_id, -choice",
         "return priority, -arrival, -request_id, -choice",
         "With --scheduling-policy priority urgent requests are preempted for others.",
@@ -323,7 +323,7 @@ SCHEDULER = (
     ),
     Fault(
         "preempted_request_goes_to_the_end",
-        "engine_core/scheduler/queues/fcfs.py",
+        "engine_core/scheduler/queues/policies.py",
         "        self._first -= 1\n        self.insert(request, self._first)",
         "        self.add_request(request)",
         "A request that was preempted waits behind all that came after it.",

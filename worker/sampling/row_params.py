@@ -30,7 +30,10 @@ seed, choice, position: the key of a draw; position is the index of the output t
 The others: DRAW_PARAMETERS of proto/messages/sampling_params.py, in that order.
 """
 FILTERS: Final = tuple(name for name in DRAW_PARAMETERS if name != "temperature")
-"""Parameters that remove tokens; a row with all of them at their defaults needs no filter."""
+"""Parameters that remove tokens; a row with all of them at their defaults needs no filter.
+
+The order is that of fields and arguments. Filters run min-p, then top-k, then top-p (sampler.py).
+"""
 
 RowParams = npt.NDArray[np.void]
 """An array [N] of ROW_PARAMS."""

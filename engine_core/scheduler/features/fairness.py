@@ -27,7 +27,7 @@ from engine_core.scheduler.features.tenant_usage import TenantUsage
 from engine_core.scheduler.lifecycle import RequestLifecycle
 from engine_core.scheduler.limits import ChunkRule
 from engine_core.scheduler.preemption import Preemption, PreemptionOrder
-from engine_core.scheduler.queues.registry import FairSchedulingPolicy
+from engine_core.scheduler.queues.policies import FairSchedulingPolicy
 from engine_core.scheduler.step_plan import StepPlan
 
 STEPS_FOR_DECODES: Final = 1

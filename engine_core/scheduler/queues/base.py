@@ -1,7 +1,7 @@
 """Queues of waiting requests. The queue of a scheduling policy also has its order of preemption.
 
-A policy orders requests; it decides nothing about blocks, budgets or statuses. To add one, write a
-file in this folder with a subclass of `OrderedQueue`, and add that to `registry.py`.
+A policy orders requests; it decides nothing about blocks, budgets or statuses. The
+policies are in policies.py.
 
     RequestQueue     waiting requests, of one tenant or of all (`fair.py`)
     OrderedQueue     requests of one tenant, ordered by a key
@@ -77,8 +77,8 @@ class OrderedQueue(ABC):
     """Requests by ascending key; every operation except iteration is O(log n) or better.
 
     A policy for requests of one tenant is a subclass, with the keys of new and of preempted
-    requests. A request that leaves from the middle stays in the heap as a
-    stale entry: an entry is valid only while `_ready` has the entry of its number for its seq_id.
+    requests. A request that leaves from the middle stays in the heap as a stale entry: an entry is
+    valid only while `_ready` has the entry of its number for its seq_id.
     """
 
     def __init__(self) -> None:

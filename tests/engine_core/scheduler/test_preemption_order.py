@@ -6,7 +6,7 @@ import pytest
 
 from engine_core.scheduler.features.tenant_usage import TenantUsage
 from engine_core.scheduler.preemption import PreemptionOrder, index_of
-from engine_core.scheduler.queues.registry import FairSchedulingPolicy
+from engine_core.scheduler.queues.policies import FairSchedulingPolicy
 from tests.fakes.engine_harness import EngineHarness
 
 

@@ -220,8 +220,17 @@ def test_prompts_share_the_prefill_budget_of_a_step() -> None:
     output = engine.step()
     assert [each.num_scheduled_tokens for each in output.new_requests] == [60, 36]
     assert output.cached_requests.num_scheduled_tokens == [1] * 15
+    assert engine.scheduler.step_limit == "prompt tokens"
     output = engine.step()
     assert sorted(output.cached_requests.num_scheduled_tokens) == [1] * 16 + [24]
+    assert engine.scheduler.step_limit == "requests"
+
+
+def test_a_prompt_of_just_the_prefill_budget_is_not_limited_by_it() -> None:
+    engine = decoding_engine(max_prefill_slowdown=2.0)
+    engine.add([30] * 96, 1)
+    engine.step()
+    assert engine.scheduler.step_limit == "requests"
 
 
 def test_a_prompt_that_stands_before_others_takes_no_token_of_theirs() -> None:

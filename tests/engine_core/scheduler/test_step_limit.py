@@ -67,3 +67,11 @@ def test_the_last_token_of_a_request_is_in_flight():
     engine.send()
     engine.send()
     assert engine.scheduler.step_limit == "results"
+
+
+def test_a_request_that_defers_to_another_tenant_finds_no_room():
+    engine = EngineHarness(num_blocks=6, max_num_batched_tokens=48)
+    engine.add_one(list(range(80)), tenant="a")
+    engine.step()
+    engine.add_one(list(range(500, 520)), tenant="b")
+    assert limit_of(engine) == "blocks"

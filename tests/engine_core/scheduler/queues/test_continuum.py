@@ -1,6 +1,6 @@
 """Continuum policy: turns in the order of their agent sessions, those with retained KV first."""
 
-from engine_core.scheduler.queues.continuum import LEAD_SECONDS, OLDEST_SECONDS, ContinuumQueue
+from engine_core.scheduler.queues.policies import LEAD_SECONDS, OLDEST_SECONDS, ContinuumQueue
 from tests.fakes.engine_harness import EngineHarness
 
 

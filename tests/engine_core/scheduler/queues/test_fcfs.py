@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine_core.scheduler.queues.fcfs import FCFSQueue
+from engine_core.scheduler.queues.policies import FCFSQueue
 from tests.fakes.engine_harness import EngineHarness
 
 

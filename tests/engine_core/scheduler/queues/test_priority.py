@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from engine_core.scheduler.queues.fcfs import FCFSQueue
-from engine_core.scheduler.queues.priority import PriorityQueue
+from engine_core.scheduler.queues.policies import FCFSQueue, PriorityQueue
 from tests.fakes.engine_harness import EngineHarness
 
 QUEUES = [FCFSQueue, PriorityQueue]
