@@ -11,7 +11,7 @@ Start with `main`. What owns what:
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 
 import msgspec
@@ -59,7 +59,6 @@ from proto.messages.lifecycle import (
 )
 from proto.messages.lora import AdapterCard
 from proto.messages.pooling import MAX_INPUTS
-from proto.messages.scheduler_output import BlockIds
 from proto.runtime.process import freeze_heap
 from proto.runtime.sockets import Link, Poller
 from proto.settings.config import CPU_PREFILL_SLOWDOWN, SchedulerConfig, ServeConfig
@@ -319,6 +318,7 @@ class EngineCore:
             longest_chunk=ChunkRule.from_config(config.scheduler).longest_chunk,
             num_state_slots=plan.num_state_slots,
             observers=tuple(pool_observers),
+            state_observers=() if kv_events is None else (kv_events.observer,),
             residency=ResidencyMeter(config.cache.kv_cache_metrics_one_in),
             num_dropped_blocks=worker.num_dropped_blocks,
             eviction_policy=config.cache.eviction_policy,
@@ -333,7 +333,7 @@ class EngineCore:
             max_model_len=plan.max_model_len,
             vocab_size=worker.vocab_size,
             grammars=structured_output,
-            connect=connector_factory(config, plan, worker, transfer, self.kv_cache.block_ids),
+            connect=connector_factory(config, plan, worker, transfer, self.kv_cache),
             load_failure_policy=transfer.kv_load_failure_policy,
             observer=observer,
             compute_meter=(
@@ -366,7 +366,6 @@ class EngineCore:
             config.scheduler.scheduling_policy == "priority",
             config.scheduler.crashes_until_isolated,
             pools=pools,
-            has_states=self.kv_cache.has_states,
             embedding_bytes=embedding_bytes,
         )
         self.input_processor = InputProcessor(
@@ -405,7 +404,7 @@ def connector_factory(
     plan: PoolPlan,
     worker: WorkerReady,
     transfer: KVTransferConfig,
-    block_ids: Callable[[int], BlockIds],
+    kv_cache: KVCacheManager,
 ) -> Connect:
     """Return a function with which the scheduler creates the configured KV connector.
 
@@ -422,10 +421,11 @@ def connector_factory(
             fingerprint=worker.fingerprint,
             num_ranks=config.parallel.tensor_parallel_size,
             transfer_refs=holds,
-            block_ids=block_ids,
+            block_ids=kv_cache.block_ids,
             unblock=unblock,
             serve_config=config,
             is_storable=is_storable,
+            state_slots=kv_cache if kv_cache.has_states else None,
         )
         return create_scheduler_connector(transfer, context)
 

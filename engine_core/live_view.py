@@ -295,7 +295,8 @@ def state_map(kv_cache: KVCacheManager, owners: Mapping[int, int]) -> BlockMap:
     if not kv_cache.state_groups:
         return BlockMap(b"", b"", b"")
     (group,) = kv_cache.state_groups
-    states, slot_owners = block_states(group.pool, (group,), owners)
+    copied = group.transfer_refs.blocks
+    states, slot_owners = block_states(group.pool, (group,), owners, copied)
     return _runs(states[1:], slot_owners[1:])
 
 

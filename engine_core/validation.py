@@ -22,8 +22,8 @@ class RequestLimits:
 
     vocab_size: token ids are below it. max_model_len: maximum tokens of prompt and output.
     priorities: whether the scheduling policy uses them. crashes_until_isolated: the setting.
-    pools: whether the model pools prompts instead of generating. has_states: whether some of its
-    layers have a recurrent state. embedding_bytes: of a row of prompt_embeds; 0 refuses them.
+    pools: whether the model pools prompts instead of generating. embedding_bytes: of a row of
+    prompt_embeds; 0 refuses them.
     """
 
     vocab_size: int
@@ -31,7 +31,6 @@ class RequestLimits:
     priorities: bool = False
     crashes_until_isolated: int = 3
     pools: bool = False
-    has_states: bool = False
     embedding_bytes: int = 0
 
 
@@ -64,7 +63,7 @@ def validate_request(message: EngineCoreRequest, limits: RequestLimits) -> None:
     num_outputs = 0 if limits.pools else params.max_tokens
     check_length(len(message.prompt_token_ids), num_outputs, limits.max_model_len)
     _check_resumption(message, limits)
-    _check_beams(message, limits)
+    _check_beams(message)
     _check_deadlines(message)
     if message.grammar is not None:
         _check_grammar(message, message.grammar)
@@ -210,19 +209,11 @@ def _check_resumption(message: EngineCoreRequest, limits: RequestLimits) -> None
             )
 
 
-def _check_beams(message: EngineCoreRequest, limits: RequestLimits) -> None:
-    """Refuse beam search for models with recurrent states, which beams cannot share.
-
-    Refuse parameters that need output tokens before the end of a search.
-    """
+def _check_beams(message: EngineCoreRequest) -> None:
+    """Refuse parameters of a beam search that need output tokens before its end."""
     params = message.sampling_params
     if params.beam_width == 0:
         return
-    if limits.has_states:
-        raise InvalidRequestError(
-            "beam search is not supported for models with a recurrent state",
-            "use_beam_search",
-        )
     rules = (
         (params.beam_width != message.n, "n"),
         (any(message.output_token_ids), "output_token_ids"),

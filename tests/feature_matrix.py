@@ -524,12 +524,20 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
         ),
     ),
     (
-        "host_kv stored_kv",
+        "host_kv",
+        "states",
+        Works("e2e/test_state_tiers.py::test_turns_go_on_from_states_in_host_memory"),
+    ),
+    (
+        "stored_kv",
         "states",
         Refused(
-            "--kv-transfer-config: Qwen3NextForCausalLM has layers with a recurrent state, which "
-            "KV connectors do not transfer",
-            STATES,
+            "kv_transfer_config: SharedStorageConnector does not copy recurrent states",
+            "engine_core/kv_connector/test_offload_states.py"
+            "::test_connectors_without_states_are_refused_by_name",
+            part="a folder (`SharedStorageConnector`)",
+            rest="e2e/test_state_tiers.py"
+            "::test_a_restarted_daemon_answers_the_next_turn_from_its_disk",
         ),
     ),
     (
@@ -652,7 +660,13 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
             SCHEDULER_ALONE,
         ),
     ),
-    ("kv_events", "states", Unproven()),
+    (
+        "kv_events",
+        "states",
+        Works(
+            "engine_core/kv_cache/test_kv_events.py::test_states_are_blocks_of_a_group_of_their_own"
+        ),
+    ),
     (
         "kv_events",
         "async",
@@ -737,7 +751,12 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
         Refused(f"--kv-cache-dtype: {UNCACHED}", ENCODER_SETTINGS),
     ),
     ("kv_8_bits", "transformers", Works(DRAFTS_ON_TRANSFORMERS)),
-    ("kv_8_bits", "states cascade", Unproven()),
+    (
+        "kv_8_bits",
+        "states",
+        Works("worker/models/test_states.py::test_int8_kv_goes_with_states_cold_and_warm"),
+    ),
+    ("kv_8_bits", "cascade", Unproven()),
     (
         "states",
         "transformers",
@@ -784,11 +803,7 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
     (
         "states",
         "beams",
-        Refused(
-            "beam search is not supported for models with a recurrent state",
-            "engine_core/kv_cache/test_recurrent_state.py::test_a_beam_search_is_refused_by_name",
-            partial(validate, RequestLimits(100, 100, has_states=True), n=2, beam_width=2),
-        ),
+        Works("worker/models/test_states.py::test_beams_are_those_of_transformers"),
     ),
     (
         "states",
@@ -813,7 +828,8 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
             "::test_the_experts_of_every_router_are_those_of_transformers"
         ),
     ),
-    ("states", "agents pooling", Unproven()),
+    ("states", "agents", Works(LIVES)),
+    ("states", "pooling", Unproven()),
     ("states", "encoders", Meaningless("a model has either")),
     (
         "states transformers",

@@ -299,9 +299,7 @@ class ModelSetup:
         if self.spec.is_bidirectional:
             self._refuse_kv_settings()
         self.device.refuse(self)
-        if self.spec.state_layers:
-            self._refuse_with_states()
-        elif self.config.cache.num_state_slots is not None:
+        if not self.spec.state_layers and self.config.cache.num_state_slots is not None:
             raise ConfigError(
                 f"--num-state-slots: {self.prepared.architecture} has no layers with a recurrent "
                 "state",
@@ -359,12 +357,3 @@ class ModelSetup:
                     "it keeps no KV cache, and computes each text in one step",
                     field,
                 )
-
-    def _refuse_with_states(self) -> None:
-        """Raise ConfigError for what a model with recurrent states does not support so far."""
-        what = f"{self.prepared.architecture} has layers with a recurrent state"
-        if self.config.cache.kv_transfer_config is not None:
-            raise ConfigError(
-                f"--kv-transfer-config: {what}, which KV connectors do not transfer",
-                "kv_transfer_config",
-            )

@@ -30,6 +30,7 @@ from proto.settings.pooler_config import pooler_of
 from proto.settings.speculative_config import HEAD_METHODS
 from proto.settings.turn_ends import with_end_tokens
 from worker.attention.kv_cache import KVLayout, resolve_kv_dtype
+from worker.attention.state_cache import STATE_DTYPE
 from worker.device import Device
 from worker.layers.adapters import AdapterTargets
 from worker.loader.adapters.build import AdapterLimits, AdapterLoader
@@ -64,7 +65,7 @@ from worker.step.adapter_store import AdapterStore
 from worker.step.pooling import PoolingHead
 
 logger = logging.getLogger("tokend.worker")
-LAYOUT_VERSION: Final = 4
+LAYOUT_VERSION: Final = 5
 """Counts changes of the cache layout or of the arithmetic of a layer."""
 
 
@@ -145,20 +146,30 @@ class LoadedModel:
     def fingerprint(self, block_size: int) -> bytes:
         """Return the fingerprint of the model's KV blocks, 32 bytes; see kv_fingerprint."""
         products = sorted(self.weight_format.arithmetic)
-        return self._fingerprint(block_size, self.geometry, self.group.rank, products)
+        states = self.layout.states
+        layout: list[int | str] = []
+        if states is not None:
+            layout = [*states.layer_sizes, str(STATE_DTYPE)]
+        return self._fingerprint(block_size, self.geometry, self.group.rank, products, layout)
 
     def model_fingerprint(self, block_size: int) -> bytes:
         """Return the fingerprint without what tells the ranks of one model apart."""
         geometry = changed(self.geometry, num_kv_heads=0)
-        return self._fingerprint(block_size, geometry, rank=0, products=())
+        return self._fingerprint(block_size, geometry, rank=0, products=(), state_layout=())
 
     def _fingerprint(
-        self, block_size: int, geometry: KVCacheGeometry, rank: int, products: Sequence[str]
+        self,
+        block_size: int,
+        geometry: KVCacheGeometry,
+        rank: int,
+        products: Sequence[str],
+        state_layout: Sequence[int | str],
     ) -> bytes:
         return kv_fingerprint(
             weights_hash=self.weights_hash,
             model_config=self.config,
             geometry=geometry,
+            state_layout=state_layout,
             block_size=block_size,
             compute_dtype=str(self.dtype),
             # Another device sums in another order, and so do the kernels of each format.
@@ -387,6 +398,7 @@ def kv_fingerprint(
     weights_hash: str,
     model_config: dict[str, Any],
     geometry: KVCacheGeometry,
+    state_layout: Sequence[int | str],
     block_size: int,
     compute_dtype: str,
     weight_format: str,
@@ -402,6 +414,7 @@ def kv_fingerprint(
     fact has a default: a forgotten one would make different caches equal.
 
     weights_hash: of all weights where KV outlives the process, else of a sample of them.
+    state_layout: numbers of the states of each recurrent layer, and their dtype; empty without.
     weight_format: the name of a WeightFormat; other products give other KV.
     rank_of: this worker's rank, the number of ranks, and whether they have whole experts; other
         heads and experts give other sums.
@@ -418,6 +431,7 @@ def kv_fingerprint(
         geometry.head_dim,
         geometry.dtype,
         [group.sliding_window for group in geometry.groups],
+        state_layout,
         block_size,
         compute_dtype,
         weight_format,

@@ -81,21 +81,25 @@ class RunnerBuilder:
         Raises ConfigError if memory is missing, or for an impossible connector.
         """
         cache = self._populated(self._create_step_cache(message.num_blocks, message.block_size))
-        connector = self._connect(message, cache)
+        states = self._create_states(message)
+        connector = self._connect(message, cache, states)
         progress: LayerProgress | None = None
         if connector.per_layer:
             progress = self._device.layer_progress(len(cache.layout.layer_slots))
         self._loaded.model.track_layers(progress)
-        runner = self._device.build_runner(self.parts(message, cache))
+        runner = self._device.build_runner(self.parts(message, cache, states))
         return runner, StepConnector(connector, progress, len(cache.layout.layer_slots))
 
     def parts(
         self,
         message: InitializeCache,
         cache: KVCache | None = None,
+        states: StateCache | None = None,
     ) -> RunnerParts:
-        """Return the parts of a runner for an engine. cache: a new one if None."""
+        """Return the parts of a runner for an engine. cache, states: new ones if None."""
         loaded = self._loaded
+        if states is None:
+            states = self._create_states(message)
         if cache is None:
             cache = self._create_step_cache(message.num_blocks, message.block_size)
         batch = self._create_batch(message.max_model_len, message.block_size)
@@ -106,7 +110,7 @@ class RunnerBuilder:
             attention_kernels=loaded.attention_kernels,
             kv_cache=cache,
             batch=batch,
-            states=self._create_states(message),
+            states=states,
             experts=self._experts(cache),
             drafter=self._create_drafter(message, batch),
             pooling_head=loaded.pooling_head,
@@ -162,7 +166,9 @@ class RunnerBuilder:
             return None
         return RoutedExpertsCache(self._loaded.model.spec, cache, record, self._device.zeros)
 
-    def _connect(self, message: InitializeCache, cache: KVCache) -> WorkerConnector:
+    def _connect(
+        self, message: InitializeCache, cache: KVCache, states: StateCache | None
+    ) -> WorkerConnector:
         config, group = self._config, self._loaded.group
         context = WorkerContext(
             group.rank, group.size, message.fingerprint, message.block_size, self._device, config
@@ -170,6 +176,8 @@ class RunnerBuilder:
         transfer = kv_transfer_config(config.cache.kv_transfer_config)
         connector = create_worker_connector(transfer, context)
         connector.register_kv_caches(cache)
+        if states is not None:
+            connector.register_states(states)
         return connector
 
     def _populated(self, cache: KVCache) -> KVCache:

@@ -191,7 +191,7 @@ _LOOKUP_HISTOGRAMS: Final = {
 _OUTSIDE: Final = "outside"
 """Source of drafts by proposers of other packages."""
 _MEDIA: Final = ("CPU", "disk", "remote", "other")
-_TIER_MEDIA: Final = (DEVICE_MEDIUM, *_MEDIA)
+_TIER_MEDIA: Final = (DEVICE_MEDIUM, "CPU states", "disk states", *_MEDIA)
 """Media whose size may be known, of which the first is the KV pool."""
 _TIER_GAUGES: Final = {
     "num_blocks": ("tokend:kv_blocks", "Blocks for KV on a medium."),
@@ -785,9 +785,9 @@ def _known_source(source: str) -> str:
     return source if source in METHODS else _OUTSIDE
 
 
-def _known_medium(medium: str) -> str:
+def _known_medium(medium: str, known: Sequence[str] = _MEDIA) -> str:
     """Return the label `medium` of a medium: a known one, or that of all others."""
-    return medium if medium in _TIER_MEDIA else _MEDIA[-1]
+    return medium if medium in known else _MEDIA[-1]
 
 
 def _gauges(stats: SchedulerStats) -> dict[str, float]:
@@ -795,7 +795,7 @@ def _gauges(stats: SchedulerStats) -> dict[str, float]:
     gauges = {name: float(getattr(stats, name)) for name in (*_ENGINE_GAUGES, "num_deferred")}
     gauges |= {f"{field} {medium}": 0.0 for field in _TIER_GAUGES for medium in _TIER_MEDIA}
     for tier in stats.kv_tiers:
-        medium = _known_medium(tier.medium)
+        medium = _known_medium(tier.medium, _TIER_MEDIA)
         gauges[f"num_blocks {medium}"] += tier.num_blocks
         gauges[f"num_free {medium}"] += max(0, tier.num_blocks - tier.num_used)
     return gauges

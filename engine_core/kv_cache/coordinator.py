@@ -7,10 +7,11 @@ a group hold.
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from engine_core.block_hashing import GroupKeys
+from engine_core.kv_cache.events import PoolObserver, make_pool
 from engine_core.kv_cache.free_queue import NULL_BLOCK
 from engine_core.kv_cache.groups import CacheGroup, RecurrentStateGroup, group_class
 from engine_core.kv_cache.pool import BlockPool, HashedTokens
@@ -60,6 +61,7 @@ class CachedPrefix:
     tails: for a fork, per group the block in which the prefix ends, which the worker copies; the
         null block where it ends with a block. Empty for cached blocks.
     num_with_kv: tokens whose KV is cached, if they are more, because a recurrent state is missing.
+    kv_after: per group the blocks of these further tokens, if no group has a window.
     Valid until the pool changes: pass it to allocate_slots in the same step.
     """
 
@@ -67,6 +69,7 @@ class CachedPrefix:
     num_tokens: int
     tails: tuple[int, ...] = ()
     num_with_kv: int = 0
+    kv_after: tuple[list[int], ...] = ()
 
 
 NO_PREFIX: Final = CachedPrefix((), 0)
@@ -106,12 +109,41 @@ class KVCacheCoordinator:
             num_accepted = num_accepted + 1 if lowered == length else 1
             length = lowered
             turn += 1
+        kv_after: tuple[list[int], ...] = ()
         if num_with_kv == length:
             num_with_kv = 0
+        elif num_with_kv and len(self._skipping) == len(self.state_groups):
+            first, end = length // block_size, num_with_kv // block_size
+            kv_after = tuple([found[group][first:end] for group in self.groups])
         if length == 0:
-            return CachedPrefix((), 0, (), num_with_kv) if num_with_kv else NO_PREFIX
+            return CachedPrefix((), 0, (), num_with_kv, kv_after) if num_with_kv else NO_PREFIX
         block_ids = tuple([found[group][: length // block_size] for group in self.groups])
-        return CachedPrefix(block_ids, length, (), num_with_kv)
+        return CachedPrefix(block_ids, length, (), num_with_kv, kv_after)
+
+    def with_loaded(
+        self, computed: CachedPrefix, block_hashes: Sequence[bytes], num_tokens: int
+    ) -> CachedPrefix:
+        """Return what a request holds when a connector loads the rest of its first tokens.
+
+        Cached KV that has no state in `computed` is used, and so is the state after `num_tokens` if
+        it is cached; the state with which `computed` ends is not needed.
+
+            cached KV        | 7 | 3 | 9 |         cached states  | 0 | 5 |
+            computed         | 7 | 3 |                            | 0 | 5 |
+            with 5 blocks    | 7 | 3 | 9 |                        |           the rest is loaded
+        """
+        num_more = (num_tokens - computed.num_tokens) // self._block_size
+        blocks = []
+        for number, group in enumerate(self.groups):
+            held = computed.block_ids[number] if computed.block_ids else []
+            if isinstance(group, RecurrentStateGroup):
+                state = group.find_longest_hit(block_hashes, num_tokens)
+                held = state if len(state) * self._block_size == num_tokens else []
+            elif computed.kv_after:
+                held = held + computed.kv_after[number][:num_more]
+            blocks.append(held)
+        num_with_kv = computed.num_with_kv if computed.num_with_kv > num_tokens else 0
+        return replace(computed, block_ids=tuple(blocks), num_with_kv=num_with_kv, kv_after=())
 
     def find_fork(self, seq_id: int, num_tokens: int) -> CachedPrefix:
         """Return what a new sequence can share of the first `num_tokens` tokens of a sequence.
@@ -148,23 +180,32 @@ class KVCacheCoordinator:
         """
         num_new = 0
         for number, group in enumerate(self.groups):
-            num_hits = len(computed.block_ids[number]) if computed.num_tokens else 0
+            num_hits = len(computed.block_ids[number]) if computed.block_ids else 0
             num_new += group.num_new_blocks(seq_id, num_tokens, num_hits, num_computed)
         return num_new
 
-    def attach_blocks(self, seq_id: int, computed: CachedPrefix) -> None:
-        for number, group in enumerate(self.groups):
-            group.attach_blocks(seq_id, computed.block_ids[number] if computed.num_tokens else ())
-        if computed.num_with_kv:
-            for state_group in self.state_groups:
-                state_group.want_state(seq_id, computed.num_with_kv)
+    def attach_blocks(self, seq_id: int, computed: CachedPrefix, num_loaded: int = 0) -> None:
+        """Start the block tables of a sequence.
 
-    def can_start(self, computed: CachedPrefix) -> bool:
+        num_loaded: its first tokens, in part loaded by a connector; 0: nothing is loaded.
+        """
+        for number, group in enumerate(self.groups):
+            hits = computed.block_ids[number] if computed.block_ids else ()
+            group.attach_blocks(seq_id, hits)
+            if isinstance(group, RecurrentStateGroup):
+                if computed.tails:
+                    group.receive_state(seq_id, computed.num_tokens, is_loaded=False)
+                elif num_loaded and not hits:
+                    group.receive_state(seq_id, num_loaded, is_loaded=True)
+                if computed.num_with_kv:
+                    group.want_state(seq_id, computed.num_with_kv)
+
+    def can_start(self, computed: CachedPrefix, num_loaded: int) -> bool:
         """Return whether there are slots for the states of one more sequence."""
         for number, group in enumerate(self.groups):
             if isinstance(group, RecurrentStateGroup):
-                hits = computed.block_ids[number] if computed.num_tokens else ()
-                if not group.can_start(hits):
+                hits = computed.block_ids[number] if computed.block_ids else ()
+                if not group.can_start(hits, bool(num_loaded and not hits)):
                     return False
         return True
 
@@ -194,27 +235,28 @@ def make_groups(
     num_state_slots: int,
     eviction_policy: str,
     num_dropped: int,
+    observers: Sequence[PoolObserver],
 ) -> list[CacheGroup]:
     """Return the groups of a model.
 
     num_state_slots: of the pool of states, with the null slot; 0 without such layers.
-    eviction_policy: of that pool. num_dropped: as in `CacheGroup`.
+    eviction_policy: of that pool. num_dropped: as in `CacheGroup`. observers: of that pool.
     """
     groups: list[CacheGroup] = []
     for number, spec in enumerate(specs):
         kind = group_class(spec)
         own = pool
         if kind is RecurrentStateGroup:
-            own = BlockPool(num_state_slots, pool.enable_caching, eviction_policy)
+            own = make_pool(num_state_slots, pool.enable_caching, eviction_policy, observers)
         groups.append(kind(own, GroupKeys(number, block_size), spec, num_dropped))
     return groups
 
 
 class PendingCopies:
-    """Block copies that the worker has to make before the next step.
+    """Copies within one pool that the worker has to make before the next step.
 
-    A fork takes a block of its own for the block in which the shared tokens end; the worker copies
-    the content before it computes anything of the step.
+    A fork takes a block of its own for the block in which the shared tokens end, and a slot for the
+    state after them; the worker copies the content before it computes anything of the step.
     """
 
     def __init__(self) -> None:
@@ -223,16 +265,16 @@ class PendingCopies:
     def __bool__(self) -> bool:
         return bool(self._source_of)
 
-    def add_fork(self, computed: CachedPrefix, new_blocks: BlockIds) -> None:
-        """Copy the tail of each group into the first new block that the fork was given there.
+    def add_fork(self, tail: int, new_blocks: Sequence[int]) -> None:
+        """Copy the tail of a group into the first new block that the fork was given there.
 
         If the source is freed before the step, the copy still reads the old content: another
         request writes to the block within that step at the earliest. A block that is itself a
         pending copy has no content yet, so a fork of it copies from its source.
         """
-        for tail, blocks in zip(computed.tails, new_blocks, strict=False):
-            if tail != NULL_BLOCK:
-                self._source_of[blocks[0]] = self._source_of.get(tail, tail)
+        if tail != NULL_BLOCK:
+            target = next(block for block in new_blocks if block != NULL_BLOCK)
+            self._source_of[target] = self._source_of.get(tail, tail)
 
     def cancel(self, blocks: Iterable[int]) -> None:
         """Cancel copies into blocks that their fork has freed."""

@@ -23,7 +23,7 @@ from proto.messages.kv_events import (
     KVEvent,
     event_hash,
 )
-from proto.messages.lifecycle import KVCacheGeometry
+from proto.messages.lifecycle import RECURRENT_STATE, KVCacheGeometry
 from proto.messages.stats import KVEviction
 
 
@@ -119,6 +119,15 @@ class ObservedBlockPool(BlockPool):
             observer.removed(block, key, is_last)
 
 
+def make_pool(
+    num_blocks: int, enable_caching: bool, eviction_policy: str, observers: Sequence[PoolObserver]
+) -> BlockPool:
+    """Return a pool that notifies the observers, if there are any."""
+    if observers:
+        return ObservedBlockPool(num_blocks, enable_caching, eviction_policy, observers)
+    return BlockPool(num_blocks, enable_caching, eviction_policy)
+
+
 class StoredBlocks(NamedTuple):
     """The blocks of one KV cache group on one medium, as events name them.
 
@@ -140,9 +149,12 @@ class StoredBlocks(NamedTuple):
         """
         size, factor = self.size, self.factor
         hashes = content.block_hashes
-        window = geometry.groups[self.group].sliding_window
+        spec = geometry.groups[self.group]
+        window = spec.sliding_window
         kind = "full_attention" if window is None else "sliding_window"
-        if geometry.num_parts == 1:
+        if spec.kind == RECURRENT_STATE:
+            kind = "mamba"
+        elif geometry.num_parts == 1:
             kind = "mla_attention" if window is None else "sliding_window_mla"
         lora = content.extra_keys.lora_request
         return BlockStored(
@@ -194,7 +206,9 @@ class KVEventLog(PoolObserver):
                 self._events.append(removed)
 
     def cleared(self) -> None:
-        self._events.append(AllBlocksCleared())
+        """Note it once for the pools of KV and of states, which are cleared together."""
+        if not isinstance(self._events[-1] if self._events else None, AllBlocksCleared):
+            self._events.append(AllBlocksCleared())
 
 
 def _published_keys(

@@ -18,7 +18,7 @@ from typing import Final
 
 from engine_core.block_hashing import GroupKeys, split_key
 from engine_core.kv_cache.free_queue import NULL_BLOCK
-from engine_core.kv_cache.pool import BlockPool, HashedTokens
+from engine_core.kv_cache.pool import BlockPool, HashedTokens, TransferRefs
 from proto.messages.lifecycle import NOT_CACHED, RECURRENT_STATE, slots_per_sequence
 from proto.messages.lifecycle import KVGroup as KVGroupSpec
 
@@ -459,9 +459,11 @@ class _StateSequence(_Sequence):
     wanted: indices of entries that get a slot when their block is computed, if one is free.
     kept: indices of entries that stay in the prefix index when they are freed.
     is_begun: whether the ends of the prompt have been added to `kept`.
+    receives: the next entry gets a slot, into which the state is copied or loaded that the sequence
+        begins with.
     """
 
-    __slots__ = ("found", "is_begun", "kept", "num_own", "wanted")
+    __slots__ = ("found", "is_begun", "kept", "num_own", "receives", "wanted")
 
     def __init__(self) -> None:
         super().__init__()
@@ -469,6 +471,7 @@ class _StateSequence(_Sequence):
         self.is_begun = False
         self.kept: set[int] = set()
         self.num_own = 0
+        self.receives = False
         self.wanted: set[int] = set()
 
 
@@ -494,6 +497,7 @@ class RecurrentStateGroup(CacheGroup):
     The sequences of a step are computed in any order, so a hit needs a state of an earlier step:
     `begin_step` makes the states of the last step findable.
 
+    transfer_refs: references of the copies of a KV connector, each of which takes a slot more.
     num_charged: slots reserved: for each sequence the larger of `slots_per_sequence` and what it
         holds, and one more while it holds a cached state that it began with.
     """
@@ -508,6 +512,7 @@ class RecurrentStateGroup(CacheGroup):
         self._per_sequence = slots_per_sequence(pool.enable_caching)
         self._num_usable = pool.num_blocks - 1
         self._fresh: set[int] = set()
+        self.transfer_refs = TransferRefs(pool)
         self.num_charged = 0
 
     @staticmethod
@@ -521,9 +526,52 @@ class RecurrentStateGroup(CacheGroup):
         """Let the states that the steps so far compute be found."""
         self._fresh.clear()
 
-    def can_start(self, hits: Sequence[int]) -> bool:
-        """Return whether there are slots for one more sequence; hits: what it would start with."""
-        return self.num_charged + self._per_sequence + bool(hits) <= self._num_usable
+    def can_start(self, hits: Sequence[int], num_loaded: int = 0) -> bool:
+        """Return whether there are slots for one more sequence.
+
+        hits: what it would start with. num_loaded: states that are loaded for it.
+        """
+        return self._per_sequence + bool(hits) + num_loaded <= self._num_spare
+
+    def can_copy(self, seq_id: int, *, ends: bool) -> bool:
+        """Return whether a state of a sequence may be referenced by a copy.
+
+        ends: the sequence is about to be freed.
+        """
+        sequence = self._record(seq_id) if ends else None
+        num_released = 0 if sequence is None else self._charge_of(sequence)
+        return self._num_spare + num_released > 0
+
+    def held_states(self, seq_id: int, num_tokens: int, *, ends: bool) -> list[tuple[int, int]]:
+        """Return (index of the block, slot) of the states of a sequence that are worth storing.
+
+        num_tokens: computed. ends: the sequence has ended, and the last state is one of them.
+        """
+        sequence = self._record(seq_id)
+        if sequence is None:
+            return []
+        blocks, num_full = sequence.blocks, num_tokens // self.block_size
+        indices = range(sequence.num_skipped, num_full) if ends else sorted(sequence.kept)
+        return [
+            (index, blocks[index])
+            for index in indices
+            if 0 <= index < min(num_full, len(blocks)) and blocks[index] != NULL_BLOCK
+        ]
+
+    def receive_state(self, seq_id: int, num_tokens: int, *, is_loaded: bool) -> None:
+        """Begin a new sequence with the state after these tokens, which is copied or loaded.
+
+        `allocate_blocks` gives it a slot. A loaded one stays in the prefix index.
+        """
+        sequence = self._record(seq_id)
+        assert sequence is not None
+        assert not sequence.blocks, "the sequence has begun already"
+        index = (num_tokens - 1) // self.block_size
+        sequence.blocks += [NULL_BLOCK] * index
+        sequence.num_skipped = index
+        sequence.receives = True
+        if is_loaded:
+            sequence.kept.add(index)
 
     def want_state(self, seq_id: int, num_tokens: int) -> bool:
         """Hold the state after these tokens, whole blocks, when it is computed.
@@ -540,21 +588,30 @@ class RecurrentStateGroup(CacheGroup):
         sequence.kept.add(index)
         if index < len(sequence.blocks):
             return sequence.blocks[index] != NULL_BLOCK
-        return self.num_charged < self._num_usable
+        return self._num_spare > 0
+
+    def find_state(self, block_hash: bytes) -> int | None:
+        """Return the slot with the state at the end of this block; None if no hit may end there."""
+        slot = self.pool.index.get(self._keys.key(block_hash))
+        return None if slot in self._fresh else slot
 
     def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> list[int]:
         """Search from the end: one state is enough, and it is in the last entry."""
-        find, fresh = self.pool.index.get, self._fresh
         end = min(max_tokens // self.block_size, len(block_hashes))
         for index in range(end - 1, -1, -1):
-            slot = find(self._keys.key(block_hashes[index]))
-            if slot is not None and slot not in fresh:
+            slot = self.find_state(block_hashes[index])
+            if slot is not None:
                 return [*[NULL_BLOCK] * index, slot]
         return []
 
     def find_fork(self, seq_id: int, num_tokens: int) -> tuple[list[int], int] | None:
-        """Return None: a state that goes on changing cannot be shared."""
-        return None
+        """Return the current state, to be copied; the manager asks for all computed tokens only.
+
+        The table may have entries for the next ones already.
+        """
+        blocks = self._sequences[seq_id].blocks
+        index = (num_tokens - 1) // self.block_size if self.pool.enable_caching else -1
+        return [], blocks[index]
 
     def remove_skipped_blocks(self, seq_id: int, num_computed: int) -> None:
         """Free the states before the last end of a block."""
@@ -593,18 +650,19 @@ class RecurrentStateGroup(CacheGroup):
         # The step begins with the last state so far, which is also that at the end of its block.
         self._free_before(sequence, first - 1)
         new = [NULL_BLOCK] * (last - first + 1)
-        if not self.pool.enable_caching and first:
+        if not self.pool.enable_caching and first and not sequence.receives:
             new[-1] = blocks[-1]  # the state stays in its slot
             blocks[-1] = NULL_BLOCK
         else:
             new[-1] = self._take_slot(sequence)
         if self.pool.enable_caching:
+            if sequence.receives and first < last:
+                new[0] = self._take_slot(sequence)
             for index in sorted({last - 1, *sequence.wanted}):
-                has_slot = (
-                    sequence.num_own < self._per_sequence or self.num_charged < self._num_usable
-                )
-                if first <= index < last and has_slot:
+                has_slot = sequence.num_own < self._per_sequence or self._num_spare > 0
+                if first <= index < last and not new[index - first] and has_slot:
                     new[index - first] = self._take_slot(sequence)
+        sequence.receives = False
         blocks += new
         return new
 
@@ -624,7 +682,7 @@ class RecurrentStateGroup(CacheGroup):
         for index in range(sequence.num_cached, num_full):
             slot = sequence.blocks[index]
             if slot != NULL_BLOCK:
-                self.pool.cache_full_block(slot, self._keys.key(content.block_hashes[index]))
+                self.pool.cache_full_blocks(sequence.blocks, index, index + 1, self._keys, content)
                 self._fresh.add(slot)
         sequence.num_cached = max(sequence.num_cached, num_full)
         next_fills = (sequence.num_cached + 1) * block_size
@@ -657,7 +715,7 @@ class RecurrentStateGroup(CacheGroup):
         return blocks if self.pool.enable_caching else blocks[-1:] * len(blocks)
 
     def num_valid_tokens(self, seq_id: int, bad_blocks: Collection[int]) -> int | None:
-        """Return 0: KV that is loaded has no states with it."""
+        """Return 0: a state that was not loaded is needed by all tokens after it."""
         return 0
 
     def prefix_blocks(self, seq_id: int, num_tokens: int) -> list[int]:
@@ -688,10 +746,10 @@ class RecurrentStateGroup(CacheGroup):
             found.append(f"room: sequence {seq_id} is not checked before its table ends")
         records = map(self._record, self._sequences)
         charged = sum(self._charge_of(record) for record in records if record is not None)
-        if charged != self.num_charged or charged > self._num_usable:
+        if charged != self.num_charged or self._num_spare < 0:
             found.append(
                 f"charge: sequences may need {charged} slots of {self._num_usable}, "
-                f"{self.num_charged} are recorded"
+                f"{self.num_charged} are recorded, and copies use {self.transfer_refs.num_blocks}"
             )
         return found
 
@@ -699,6 +757,11 @@ class RecurrentStateGroup(CacheGroup):
         sequence = self._sequences.get(seq_id)
         assert sequence is None or isinstance(sequence, _StateSequence)
         return sequence
+
+    @property
+    def _num_spare(self) -> int:
+        """Slots that neither sequences nor copies may need."""
+        return self._num_usable - self.num_charged - self.transfer_refs.num_blocks
 
     def _charge_of(self, sequence: _StateSequence) -> int:
         return max(self._per_sequence, sequence.num_own) + (sequence.found >= 0)

@@ -34,9 +34,9 @@ def check_in_slices(manager: KVCacheManager) -> Iterator[list[str]]:
     references = manager.transfer_refs.reference_tables(), manager.pool.retained.reference_tables()
     yield from check_pool(manager.pool, [*tables, *references[0], *references[1]])
     yield manager.pool.retained.violations()
-    for group in manager.groups:
-        if group.pool is not manager.pool:
-            yield from check_pool(group.pool, list(group.block_tables().values()))
+    for group in manager.state_groups:
+        tables = list(group.block_tables().values())
+        yield from check_pool(group.pool, [*tables, *group.transfer_refs.reference_tables()])
     yield from manager.violations()
 
 

@@ -5,7 +5,7 @@ reads the counters, token ids and hashes of requests and never changes them. Whi
 is preempted is decided elsewhere. Start reading at `KVCacheManager.allocate_slots`.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Final
 
@@ -20,12 +20,12 @@ from engine_core.kv_cache.coordinator import (
 )
 from engine_core.kv_cache.events import (
     NO_RESIDENCY,
-    ObservedBlockPool,
     PoolObserver,
     ResidencyMeter,
+    make_pool,
 )
-from engine_core.kv_cache.groups import CacheGroup, FullAttentionGroup
-from engine_core.kv_cache.pool import BlockPool, TransferRefs
+from engine_core.kv_cache.groups import CacheGroup, FullAttentionGroup, RecurrentStateGroup
+from engine_core.kv_cache.pool import TransferRefs
 from engine_core.request import Request
 from proto.messages.lifecycle import KVGroup as KVGroupSpec
 from proto.messages.scheduler_output import BlockIds
@@ -44,7 +44,8 @@ class KVCacheManager:
     root of the block hashes. hasher: to be given to each Request; None without prefix caching.
     groups: of the model's layers. longest_chunk: maximum tokens of a request in one step;
     None: all of them. reclaim_blocks: frees this many more blocks of retained prefixes.
-    num_state_slots: of the pool of recurrent states, with the null slot. num_dropped_blocks: cached
+    num_state_slots: of the pool of recurrent states, with the null slot. observers,
+    state_observers: of the two pools. num_dropped_blocks: cached
     blocks at the end of a hit that are computed again. 1 for a draft head (EAGLE): its KV at a
     position also depends on the next token, so the last entry of a block is right only for a
     request that continues with the same token.
@@ -66,6 +67,7 @@ class KVCacheManager:
         num_state_slots: int = 0,
         eviction_policy: str = "lru",
         observers: Sequence[PoolObserver] = (),
+        state_observers: Sequence[PoolObserver] = (),
         residency: ResidencyMeter = NO_RESIDENCY,
         num_dropped_blocks: int = 0,
     ) -> None:
@@ -75,17 +77,14 @@ class KVCacheManager:
         self.hasher = BlockHasher(block_size, fingerprint) if enable_caching else None
         if residency.one_in:
             observers = (*observers, residency)
-        self.pool = (
-            ObservedBlockPool(num_blocks, enable_caching, eviction_policy, observers)
-            if observers
-            else BlockPool(num_blocks, enable_caching, eviction_policy)
-        )
+        self.pool = make_pool(num_blocks, enable_caching, eviction_policy, observers)
         self._specs = tuple(groups)
         self._longest_chunk = longest_chunk
         self._residency = residency
         self._coordinator = KVCacheCoordinator(
             make_groups(
-                self.pool, groups, block_size, num_state_slots, eviction_policy, num_dropped_blocks
+                *(self.pool, groups, block_size, num_state_slots, eviction_policy),
+                *(num_dropped_blocks, state_observers),
             )
         )
         self.state_groups = self._coordinator.state_groups
@@ -94,6 +93,7 @@ class KVCacheManager:
             group for group in self._coordinator.groups if group.pool is self.pool
         )
         self._pending_copies = PendingCopies()
+        self._pending_state_copies = PendingCopies()
         self.transfer_refs = TransferRefs(self.pool)
         self.reclaim_blocks: Callable[[int], None] | None = None
         # By seq_id, of all requests with blocks: an allocation for fewer tokens than this
@@ -144,10 +144,13 @@ class KVCacheManager:
         """Return the KV of the first tokens of a request that holds blocks, for another request.
 
         num_tokens: tokens whose KV was computed in an earlier step, or copied or found in this one.
-        Returns nothing if a window of the source has freed what the next token sees, or while KV of
-        the source is being loaded. Changes nothing.
+        Returns nothing if a window of the source has freed what the next token sees, while KV of
+        the source is being loaded, or if its recurrent state is that after more tokens. Changes
+        nothing.
         """
         if source.seq_id in self._confirmed_until:
+            return NO_PREFIX
+        if self.has_states and source.num_computed_tokens != num_tokens:
             return NO_PREFIX
         return self._coordinator.find_fork(source.seq_id, num_tokens)
 
@@ -171,6 +174,31 @@ class KVCacheManager:
         The worker makes them before it computes the step for which the forks were given blocks.
         """
         return self._pending_copies.pop_all()
+
+    def pop_state_copies(self) -> list[int]:
+        """Return the same for slots of recurrent states."""
+        return self._pending_state_copies.pop_all()
+
+    def use_loaded(self, request: Request, computed: CachedPrefix, num_tokens: int) -> CachedPrefix:
+        """Return what a request holds of its first tokens if a connector loads the rest of them.
+
+        computed: from `get_computed_blocks`, without changes of the cache since. Pass the result to
+        `allocate_slots`, with the tokens that `computed` does not have as external ones.
+        """
+        if not self.has_states:
+            return computed
+        return self._coordinator.with_loaded(computed, request.block_hashes, num_tokens)
+
+    def state_ends(self, request: Request, first_token: int) -> frozenset[int]:
+        """Return after how many tokens of a request a state is cached, more than `first_token`."""
+        first, end = first_token // self.block_size, (request.num_tokens - 1) // self.block_size
+        hashes = request.block_hashes[first:end]
+        return frozenset(
+            (index + 1) * self.block_size
+            for group in self.state_groups
+            for index, block_hash in enumerate(hashes, first)
+            if group.find_state(block_hash) is not None
+        )
 
     # Allocation
 
@@ -263,6 +291,9 @@ class KVCacheManager:
             self._coordinator.cache_full_blocks(request.seq_id, request, num_verified)
         if self._pending_copies:
             self._pending_copies.cancel(self._pool_blocks(request.seq_id))
+        if self._pending_state_copies:
+            for group in self.state_groups:
+                self._pending_state_copies.cancel(group.block_table(request.seq_id))
         self._coordinator.free_sequence(request.seq_id)
 
     # Content that is loaded, or wrong
@@ -275,13 +306,27 @@ class KVCacheManager:
                 request.seq_id, request, min(num_tokens, request.num_tokens)
             )
 
-    def num_valid_tokens(self, request: Request, bad_blocks: Collection[int]) -> int | None:
+    def uncache_invalid(self, bad_blocks: Iterable[int], bad_slots: Iterable[int]) -> None:
+        """Make blocks and slots of states unfindable whose load has failed; unknown ones pass."""
+        self.pool.uncache([block for block in bad_blocks if 0 < block < self.pool.num_blocks])
+        for group in self.state_groups:
+            group.pool.uncache([slot for slot in bad_slots if 0 < slot < group.pool.num_blocks])
+
+    def num_valid_tokens(
+        self, request: Request, bad_blocks: Collection[int], bad_slots: Collection[int] = ()
+    ) -> int | None:
         """Return how many leading tokens of a request have no bad block; None: all of them.
 
-        0 if groups have freed what would be needed to compute again from there.
+        0 if groups have freed what would be needed to compute again from there. bad_slots: of
+        recurrent states.
         """
         if not self.is_downward_closed:
-            is_bad = any(block in bad_blocks for block in self._pool_blocks(request.seq_id))
+            seq_id = request.seq_id
+            is_bad = any(block in bad_blocks for block in self._pool_blocks(seq_id)) or any(
+                slot in bad_slots
+                for group in self.state_groups
+                for slot in group.block_table(seq_id)
+            )
             return 0 if is_bad else None
         found = [group.num_valid_tokens(request.seq_id, bad_blocks) for group in self.groups]
         return min([number for number in found if number is not None], default=None)
@@ -319,8 +364,62 @@ class KVCacheManager:
         if not self.pool.reset_prefix_cache(self.transfer_refs.num_alone):
             return False
         for group in self.state_groups:
-            group.pool.reset_prefix_cache()
+            group.pool.reset_prefix_cache(group.transfer_refs.num_alone)
         return True
+
+    # Copies of a connector
+
+    def hold_for_copies(self, tables: BlockIds) -> None:
+        """Reference the blocks and slots of block tables once more, until their copies end."""
+        for group, table in zip(self.groups, tables, strict=True):
+            self._refs_of(group).hold(table)
+
+    def release_copied(self, tables: BlockIds) -> None:
+        """Drop the references taken by `hold_for_copies`."""
+        for group, table in zip(self.groups, tables, strict=True):
+            self._refs_of(group).release(table)
+
+    def release_all_copied(self) -> None:
+        """Drop the references of all copies: none is under way any more."""
+        self.transfer_refs.release_all()
+        for group in self.state_groups:
+            group.transfer_refs.release_all()
+
+    @property
+    def num_copied(self) -> int:
+        """Number of blocks and slots that copies reference."""
+        num_slots = sum(group.transfer_refs.num_blocks for group in self.state_groups)
+        return self.transfer_refs.num_blocks + num_slots
+
+    def awaits_copies(self, request: Request) -> bool:
+        """Return whether a request lacks blocks or slots that only unfinished copies hold."""
+        lacks_blocks = self.max_blocks(request.num_tokens) > self.num_available_blocks
+        if lacks_blocks and self.transfer_refs.num_alone:
+            return True
+        return any(
+            group.transfer_refs.num_alone and not group.can_start(()) for group in self.state_groups
+        )
+
+    @property
+    def state_refs(self) -> TransferRefs:
+        """References that copies have on slots of recurrent states."""
+        (group,) = self.state_groups
+        return group.transfer_refs
+
+    def can_copy_states(self, seq_id: int, *, ends: bool) -> bool:
+        """Return whether a copy may reference a state of a sequence; ends: it is about to end."""
+        return all(group.can_copy(seq_id, ends=ends) for group in self.state_groups)
+
+    def held_states(self, seq_id: int, num_tokens: int, *, ends: bool) -> list[tuple[int, int]]:
+        """Return (index of the block, slot) of the states of a sequence that are worth storing."""
+        return [
+            state
+            for group in self.state_groups
+            for state in group.held_states(seq_id, num_tokens, ends=ends)
+        ]
+
+    def _refs_of(self, group: CacheGroup) -> TransferRefs:
+        return group.transfer_refs if isinstance(group, RecurrentStateGroup) else self.transfer_refs
 
     # Questions and statistics
 
@@ -438,13 +537,13 @@ class KVCacheManager:
         num_loaded = num_computed if num_external else 0
         num_new_blocks = coordinator.num_new_blocks(seq_id, num_positions, computed, num_loaded)
         num_left = self.pool.num_available - num_new_blocks
-        if num_left < 0 or (computed.num_tokens and not self._hits_fit(computed, num_left)):
+        if num_left < 0 or (computed.block_ids and not self._hits_fit(computed, num_left)):
             return None
         is_new = seq_id not in self._unchanged_below
-        if self.has_states and is_new and not coordinator.can_start(computed):
+        if self.has_states and is_new and not coordinator.can_start(computed, num_loaded):
             return None
         if is_new:
-            coordinator.attach_blocks(seq_id, computed)
+            coordinator.attach_blocks(seq_id, computed, num_loaded)
             self._count_lookup(request, computed)
             if num_external:
                 coordinator.remove_skipped_blocks(seq_id, num_computed)
@@ -456,8 +555,10 @@ class KVCacheManager:
                 )
                 self.reclaim_blocks(num_new_blocks - self.pool.num_free)
             new_blocks = coordinator.allocate_blocks(seq_id, num_positions)
-        if computed.tails:
-            self._pending_copies.add_fork(computed, new_blocks)
+        for number, tail in enumerate(computed.tails):
+            of_states = self.groups[number].pool is not self.pool
+            copies = self._pending_state_copies if of_states else self._pending_copies
+            copies.add_fork(tail, new_blocks[number] if new_blocks else ())
         # Drafts and lookahead may still be rejected; only verified tokens are findable.
         if num_external:
             self._confirmed_until[seq_id] = num_computed - num_external

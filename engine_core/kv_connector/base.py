@@ -8,7 +8,7 @@ half (`worker/kv_connector`) copies. Method names are those of vLLM's KVConnecto
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 from engine_core.kv_cache.pool import TransferRefs
 from engine_core.request import Request
@@ -26,6 +26,17 @@ from proto.runtime.plugins import connector_class
 from proto.runtime.sockets import NO_DESCRIPTOR
 from proto.settings.config import ServeConfig
 from proto.settings.kv_transfer_config import FIELD, KVTransferConfig
+
+
+class HeldPrefix(NamedTuple):
+    """What the pools hold of a request after its cached prefix, in a model with recurrent states.
+
+    num_with_kv: its first tokens with KV, states or not. state_ends: numbers of its first tokens
+    after which a state is held; more than the cached prefix has.
+    """
+
+    num_with_kv: int
+    state_ends: frozenset[int]
 
 
 class Match(NamedTuple):
@@ -50,6 +61,26 @@ def always_storable(seq_id: int) -> bool:
     return True
 
 
+class StateSlots(Protocol):
+    """The slots of recurrent states, as far as a connector needs them; a KVCacheManager."""
+
+    @property
+    def state_refs(self) -> TransferRefs:
+        """References that keep slots allocated during a copy."""
+        ...
+
+    def can_copy_states(self, seq_id: int, *, ends: bool) -> bool:
+        """Return whether a copy may reference a state of a sequence; ends: it is about to end."""
+        ...
+
+    def held_states(self, seq_id: int, num_tokens: int, *, ends: bool) -> list[tuple[int, int]]:
+        """Return (index of the block, slot) of the states of a sequence that are worth storing.
+
+        Those after its first `num_tokens` tokens at most.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class SchedulerContext:
     """Parts of the engine that a connector may use.
@@ -62,6 +93,7 @@ class SchedulerContext:
     serve_config: all settings.
     is_storable: whether all loads that a sequence relies on have succeeded; if not, its computed KV
     must not be stored.
+    state_slots: of a model with recurrent states; None for any other.
     """
 
     geometry: KVCacheGeometry
@@ -74,6 +106,7 @@ class SchedulerContext:
     unblock: Callable[[Request], None]
     serve_config: ServeConfig = DEFAULTS
     is_storable: Callable[[int], bool] = always_storable
+    state_slots: StateSlots | None = None
 
 
 class SchedulerConnector:
@@ -81,15 +114,27 @@ class SchedulerConnector:
 
     Subclasses are constructed with (KVTransferConfig, SchedulerContext). All methods are called in
     the engine's thread and must not block. supports_groups: whether the connector works with
-    several KV cache groups (hybrid models).
+    several KV cache groups (hybrid models). supports_states: whether it also copies recurrent
+    states; for a model with states it is refused otherwise.
     """
 
     supports_groups: bool = True
+    supports_states: bool = False
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Match:
         """Return how many tokens can be loaded after the first `num_computed_tokens`.
 
         At least one token of the request is left to compute. May be called repeatedly.
+        """
+        return NO_MATCH
+
+    def match_with_states(
+        self, request: Request, num_computed_tokens: int, held: HeldPrefix
+    ) -> Match:
+        """Return the same for a model with recurrent states.
+
+        The match ends where the pools and the connector together have KV and a state. What the
+        pools hold is not loaded. A load within a step is not supported.
         """
         return NO_MATCH
 
@@ -193,7 +238,10 @@ def create_scheduler_connector(
     module = config.kv_connector_module_path
     make = connector_class(config.kv_connector, module, CONNECTORS, "Scheduler", FIELD)
     connector: SchedulerConnector = make(config, context)
-    num_groups = len(context.geometry.groups)
+    num_groups = context.geometry.num_block_groups
+    if context.state_slots is not None and not connector.supports_states:
+        connector.close()
+        raise ConfigError(f"{FIELD}: {name} does not copy recurrent states", FIELD)
     if num_groups > 1 and not connector.supports_groups:
         connector.close()
         raise ConfigError(

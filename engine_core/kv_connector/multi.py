@@ -5,13 +5,14 @@ after their request has finished, until all ranks have reported that child's end
 """
 
 import select
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
 from engine_core.kv_connector.base import (
     NO_MATCH,
     NOT_KNOWN_YET,
+    HeldPrefix,
     Match,
     SchedulerConnector,
     SchedulerContext,
@@ -40,11 +41,13 @@ class MultiScheduler(SchedulerConnector):
     def __init__(self, config: KVTransferConfig, context: SchedulerContext) -> None:
         """Raises ConfigError if a child's configuration is wrong."""
         self._transfer_refs = context.transfer_refs
+        self._num_block_groups = context.geometry.num_block_groups
         self._num_ranks = context.num_ranks
         self.children: list[SchedulerConnector] = [
             create_scheduler_connector(child, context) for child in child_configs(config)
         ]
         self.supports_groups = all(child.supports_groups for child in self.children)
+        self.supports_states = all(child.supports_states for child in self.children)
         self._poll = select.epoll()
         self._by_descriptor = {
             child.fileno(): child for child in self.children if child.fileno() != NO_DESCRIPTOR
@@ -57,10 +60,26 @@ class MultiScheduler(SchedulerConnector):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Match:
         """Return the first child's match; the request waits if any child does not know yet."""
-        matches = [
-            child.get_num_new_matched_tokens(request, num_computed_tokens)
-            for child in self.children
-        ]
+        return self._choose(
+            request,
+            [
+                child.get_num_new_matched_tokens(request, num_computed_tokens)
+                for child in self.children
+            ],
+        )
+
+    def match_with_states(
+        self, request: Request, num_computed_tokens: int, held: HeldPrefix
+    ) -> Match:
+        return self._choose(
+            request,
+            [
+                child.match_with_states(request, num_computed_tokens, held)
+                for child in self.children
+            ],
+        )
+
+    def _choose(self, request: Request, matches: Sequence[Match]) -> Match:
         if any(match.num_tokens is None for match in matches):
             return NOT_KNOWN_YET
         for index, match in enumerate(matches):
@@ -98,7 +117,11 @@ class MultiScheduler(SchedulerConnector):
             ]
             child.update_connector_output(
                 KVConnectorOutput(
-                    sent, output.finished_recving, output.invalid_block_ids, report.parts[index]
+                    sent,
+                    output.finished_recving,
+                    output.invalid_block_ids,
+                    report.parts[index],
+                    output.invalid_state_slots,
                 )
             )
             for seq_id in sent:
@@ -117,7 +140,7 @@ class MultiScheduler(SchedulerConnector):
             delays, params = child.request_finished(request, block_ids)
             client_params.update(params or {})
             if delays:
-                blocks = list(chain.from_iterable(block_ids))
+                blocks = list(chain.from_iterable(block_ids[: self._num_block_groups]))
                 self._transfer_refs.hold(blocks)
                 self._sending_blocks[index, request.seq_id] = blocks
         return False, client_params or None

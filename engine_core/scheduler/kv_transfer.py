@@ -24,7 +24,12 @@ from typing import ClassVar
 
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.kv_cache.pool import TransferRefs
-from engine_core.kv_connector.base import NO_CONNECTOR, SchedulerConnector
+from engine_core.kv_connector.base import (
+    NO_CONNECTOR,
+    HeldPrefix,
+    Match,
+    SchedulerConnector,
+)
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.features.base import (
     Candidate,
@@ -38,7 +43,7 @@ from engine_core.scheduler.step_plan import StepPlan
 from proto.codec import changed, to_compact_json
 from proto.messages.kv_connector import KVConnectorOutput, LoadFailurePolicy
 from proto.messages.kv_events import KVEvent
-from proto.messages.scheduler_output import SchedulerOutput
+from proto.messages.scheduler_output import BlockIds, SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +177,8 @@ class KVTransferManager(SchedulerFeature):
         self._without_kv: set[int] = set()  # ready requests only
         self._unconfirmed = UnconfirmedLoads(kv_cache)
         self._never_load_again: set[int] = set()
-        self._left_loading: dict[int, list[int]] = {}
-        self._left_sending: dict[int, list[int]] = {}
+        self._left_loading: dict[int, BlockIds] = {}
+        self._left_sending: dict[int, BlockIds] = {}
         self.discard_until_step: dict[int, int] = {}
         self._rewound: dict[int, Request] = {}
         self._num_queried = 0
@@ -192,15 +197,14 @@ class KVTransferManager(SchedulerFeature):
         if not self._may_load(candidate):
             return False
         num_local = candidate.computed.num_tokens
-        match = self.connector.get_num_new_matched_tokens(request, num_local)
+        match = self._match(candidate, num_local)
         if match.num_tokens is None:
             self._awaiting_lookup[request.seq_id] = request
             return True
         usable = self._usable(request, num_local, match.num_tokens)
         if request.num_preemptions and not self._swap_rule.loads(usable):
             usable = 0
-        candidate.num_external_tokens = usable
-        candidate.loads_async = match.is_async and candidate.num_external_tokens > 0
+        candidate.use_external(usable, is_async=match.is_async)
         return False
 
     def on_admitted(self, request: Request, num_new_tokens: int) -> None:
@@ -280,7 +284,7 @@ class KVTransferManager(SchedulerFeature):
     @property
     def is_awaited(self) -> bool:
         """Whether the connector or the workers will report something that may unblock a request."""
-        return bool(self._loads or self._awaiting_lookup or self._kv_cache.transfer_refs.num_blocks)
+        return bool(self._loads or self._awaiting_lookup or self._kv_cache.num_copied)
 
     @property
     def keeps_waiting(self) -> bool:
@@ -293,11 +297,9 @@ class KVTransferManager(SchedulerFeature):
         if self._loads:
             return True
         kv_cache, waiting = self._kv_cache, self._waiting
-        if not waiting.num_ready or not kv_cache.transfer_refs.num_alone:
+        if not waiting.num_ready or not kv_cache.num_copied:
             return False
-        return (
-            kv_cache.max_blocks(waiting.peek_request().num_tokens) > kv_cache.num_available_blocks
-        )
+        return kv_cache.awaits_copies(waiting.peek_request())
 
     def add_connector_metadata(self, output: SchedulerOutput) -> SchedulerOutput:
         """Return the message of a step with the connector's data for the workers."""
@@ -342,21 +344,26 @@ class KVTransferManager(SchedulerFeature):
         for seq_id in output.finished_sending:
             blocks = self._left_sending.pop(seq_id, None)
             if blocks is not None:
-                self._kv_cache.transfer_refs.release(blocks)
+                self._kv_cache.release_copied(blocks)
 
     def discard_invalid_blocks(
-        self, bad_blocks: Sequence[int], requests: Iterable[Request], step: int
+        self,
+        bad_blocks: Sequence[int],
+        bad_slots: Sequence[int],
+        requests: Iterable[Request],
+        step: int,
     ) -> list[Request]:
         """Rewind the requests that depend on blocks whose load has failed.
 
         They compute the tokens from the first bad block on: at once, or when their load has ended.
-        step: the last scheduled one. Returns requests that have to be ended instead, by policy.
+        bad_slots: of recurrent states. step: the last scheduled one. Returns requests that have to
+        be ended instead, by policy.
         """
         kv_cache, bad = self._kv_cache, set(bad_blocks)
-        kv_cache.pool.uncache([block for block in bad if 0 < block < kv_cache.pool.num_blocks])
+        kv_cache.uncache_invalid(bad, bad_slots)
         failed = []
         for request in requests:
-            num_valid = kv_cache.num_valid_tokens(request, bad)
+            num_valid = kv_cache.num_valid_tokens(request, bad, bad_slots)
             if num_valid is None and self._unconfirmed.has_lost(request, bad):
                 num_valid = 0
             elif num_valid is None or num_valid >= request.num_computed_tokens:
@@ -392,13 +399,12 @@ class KVTransferManager(SchedulerFeature):
         delays, params = self.connector.request_finished(request, tables)
         if params:
             request.kv_transfer_params = to_compact_json(params)
-        blocks = list(chain.from_iterable(tables))
         if delays:
-            self._kv_cache.transfer_refs.hold(blocks)
-            self._left_sending[seq_id] = blocks
+            self._kv_cache.hold_for_copies(tables)
+            self._left_sending[seq_id] = tables
         if seq_id in self._loads:
-            self._kv_cache.transfer_refs.hold(blocks)
-            self._left_loading[seq_id] = blocks
+            self._kv_cache.hold_for_copies(tables)
+            self._left_loading[seq_id] = tables
 
     def is_loaded(self, request: Request) -> bool:
         return request.seq_id in self._loaded
@@ -434,9 +440,9 @@ class KVTransferManager(SchedulerFeature):
     def drop_loads(self) -> None:
         """Return requests that load to the queue; their blocks are kept until the copies end."""
         for seq_id, load in list(self._loads.items()):
-            blocks = list(chain.from_iterable(self._kv_cache.block_ids(seq_id)))
-            self._kv_cache.transfer_refs.hold(blocks)
-            self._left_loading[seq_id] = blocks
+            tables = self._kv_cache.block_ids(seq_id)
+            self._kv_cache.hold_for_copies(tables)
+            self._left_loading[seq_id] = tables
             self._abandon(load.request)
         self._loads.clear()
 
@@ -456,7 +462,7 @@ class KVTransferManager(SchedulerFeature):
         self._left_loading.clear()
         self._left_sending.clear()
         self.connector.on_worker_restart()
-        self._kv_cache.transfer_refs.release_all()
+        self._kv_cache.release_all_copied()
 
     def reset_cache(self) -> bool:
         """Clear the connector's cache; False while copies prevent it."""
@@ -466,6 +472,17 @@ class KVTransferManager(SchedulerFeature):
         self.connector.close()
 
     # Internals
+
+    def _match(self, candidate: Candidate, num_local: int) -> Match:
+        """Ask the connector what it has after the tokens that are cached."""
+        request, kv_cache = candidate.request, self._kv_cache
+        if not kv_cache.has_states:
+            return self.connector.get_num_new_matched_tokens(request, num_local)
+        num_with_kv = num_local
+        if candidate.computed.kv_after:
+            num_with_kv = candidate.computed.num_with_kv
+        held = HeldPrefix(num_with_kv, kv_cache.state_ends(request, num_local))
+        return self.connector.match_with_states(request, num_local, held)
 
     def _may_load(self, candidate: Candidate) -> bool:
         """Return whether the connector is asked: not for requests with blocks or a failed load."""
@@ -490,6 +507,8 @@ class KVTransferManager(SchedulerFeature):
         if request.num_tokens == 1:
             return 0
         most -= most % self._kv_cache.block_size
+        if self._kv_cache.has_states and num_matched > most - num_local:
+            return 0  # there may be no state where the load would end
         num_dropped = self._kv_cache.num_dropped_blocks * self._kv_cache.block_size
         if num_dropped and not self._kv_cache.is_downward_closed:
             return 0
@@ -526,7 +545,7 @@ class KVTransferManager(SchedulerFeature):
         if load is None:
             blocks = self._left_loading.pop(seq_id, None)
             if blocks is not None:
-                self._kv_cache.transfer_refs.release(blocks)
+                self._kv_cache.release_copied(blocks)
             return
         request, kv_cache = load.request, self._kv_cache
         if load.failed:

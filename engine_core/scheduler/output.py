@@ -109,6 +109,7 @@ class OutputBuilder:
             finished_seq_ids=finished,
             preempted_seq_ids=[request.seq_id for request in plan.preempted],
             block_copies=self._kv_cache.pop_block_copies(),
+            state_copies=self._kv_cache.pop_state_copies(),
             constrained_seq_ids=(
                 [] if self._grammars is None else self._grammars.constrained_seq_ids(plan)
             ),

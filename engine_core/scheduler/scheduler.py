@@ -475,9 +475,9 @@ class Scheduler:
         Returns the final outputs of requests that fail because their KV could not be loaded.
         """
         outputs: OutputsByFrontEnd = {}
-        if report.invalid_block_ids:
+        if report.invalid_block_ids or report.invalid_state_slots:
             failed = self.kv_transfer.discard_invalid_blocks(
-                report.invalid_block_ids, self.requests, self.step
+                report.invalid_block_ids, report.invalid_state_slots, self.requests, self.step
             )
             outputs = self.fail_requests({request.seq_id: LOAD_ERROR for request in failed})
         self.kv_transfer.apply_report(report)

@@ -44,12 +44,14 @@ class KVConnectorOutput(msgspec.Struct, array_like=True, frozen=True):
     finished_recving: requests whose loads have ended, successfully or not.
     invalid_block_ids: device blocks that a failed load has left without valid KV.
     worker_metadata: message of this rank for the scheduler's half.
+    invalid_state_slots: slots that a failed load has left without a valid recurrent state.
     """
 
     finished_sending: list[int] = []
     finished_recving: list[int] = []
     invalid_block_ids: list[int] = []
     worker_metadata: Payload = NO_PAYLOAD
+    invalid_state_slots: list[int] = []
 
     @property
     def is_empty(self) -> bool:
@@ -57,6 +59,7 @@ class KVConnectorOutput(msgspec.Struct, array_like=True, frozen=True):
             self.finished_sending
             or self.finished_recving
             or self.invalid_block_ids
+            or self.invalid_state_slots
             or self.worker_metadata
         )
 
@@ -86,6 +89,7 @@ class DeviceBlocks(msgspec.Struct, array_like=True, frozen=True):
 
     group: index of the KV cache group. block_ids: in the order of the sequence.
     skip: device blocks of the first offloaded block that precede block_ids[0].
+    Of the group of recurrent states these are slots, each of which is a page of the medium.
     """
 
     group: int
@@ -100,6 +104,7 @@ class TransferJob(msgspec.Struct, array_like=True, frozen=True):
     device: one entry for each KV cache group that takes part.
     slots, keys: offloaded blocks of each entry of `device`. A medium is addressed by slot numbers
         or by keys; the other list is empty.
+    is_of_states: copies recurrent states, else KV; never both.
     """
 
     job_id: int
@@ -108,6 +113,7 @@ class TransferJob(msgspec.Struct, array_like=True, frozen=True):
     device: list[DeviceBlocks]
     slots: list[list[int]] = []
     keys: list[list[bytes]] = []
+    is_of_states: bool = False
 
 
 class OffloadMetadata(msgspec.Struct, array_like=True, frozen=True):
@@ -115,7 +121,8 @@ class OffloadMetadata(msgspec.Struct, array_like=True, frozen=True):
 
     loads: start before the step. stores: start with the following step, so that they do not
     compete with this one. flush: jobs that must finish before the step is computed, because it
-    overwrites their blocks. load_seq_ids: sequence ids that wait for `loads`, parallel to it.
+    overwrites their blocks. load_seq_ids: sequence ids that wait for `loads`, parallel to it; one
+    that waits for KV and for a state is there twice.
     """
 
     loads: list[TransferJob] = []

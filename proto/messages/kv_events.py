@@ -43,7 +43,8 @@ class BlockStored(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     extra_keys: for each block the values of its extra keys in order (a salt is text, a digest
         hexadecimal), None for none; None if no block has any.
     group_idx: KV cache group, from 0.
-    kv_cache_spec_kind: of the group: full_attention, sliding_window, mla_attention, …
+    kv_cache_spec_kind: of the group: full_attention, sliding_window, mla_attention, …; mamba for
+        recurrent states of any kind, of which a block is the state at its end.
     kv_cache_spec_sliding_window: tokens that a token of the group attends to; None for all.
     """
 

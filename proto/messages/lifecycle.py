@@ -212,9 +212,13 @@ class KVCacheGeometry(msgspec.Struct, array_like=True, frozen=True):
     state_bytes: int = 0
 
     @property
+    def block_groups(self) -> tuple[KVGroup, ...]:
+        """Groups whose blocks are those of the KV pool; they precede that of states."""
+        return tuple(group for group in self.groups if group.kind != RECURRENT_STATE)
+
+    @property
     def num_block_groups(self) -> int:
-        """Groups whose blocks are those of the KV pool."""
-        return sum(group.kind != RECURRENT_STATE for group in self.groups)
+        return len(self.block_groups)
 
     @property
     def is_cached(self) -> bool:

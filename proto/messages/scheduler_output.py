@@ -81,6 +81,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_on
     preempted_seq_ids: sequences without KV; keep tokens and parameters, free the row.
     block_copies: source, target, source, target …; block ids of any group, copied before the
         forward pass. No target is the source of another copy.
+    state_copies: the same for slots of recurrent states.
     constrained_seq_ids: sequences that sample under a grammar in this step. Their masks follow in
         a GrammarOutput of this step, because they depend on the tokens of the step before, which
         may still be computed when this message is sent.
@@ -110,6 +111,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_on
     lookahead_seq_ids: list[int] = []
     num_lookahead_tokens: list[int] = []
     min_draft_acceptance_prob: float = 0.0
+    state_copies: list[int] = []
 
     @property
     def drafts(self) -> dict[int, list[int]]:

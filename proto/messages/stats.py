@@ -27,7 +27,8 @@ class KVEviction(msgspec.Struct, array_like=True, frozen=True):
 class KVTier(msgspec.Struct, frozen=True, gc=False):
     """How full a medium for KV is: the pool of the device, or one that a connector copies to.
 
-    medium: its name, in KV events and metrics, too. num_blocks: its size in blocks of its own
+    medium: its name, in KV events and metrics, too; with " states" behind it the part that has
+    recurrent states, each of which is a block. num_blocks: its size in blocks of its own
     size; 0 if unknown. num_used: in the pool, blocks of requests, copies and retained prefixes; on
     other media, blocks with KV.
     """

@@ -6,7 +6,8 @@ Engine and workers derive the same name for a block; there is one file or value 
     Redis            tokend:1:FOLDER:3f0c…:0
     shared storage   SHARED_STORAGE_PATH / fingerprint / HASH.RANK-of-RANKS
 
-FOLDER differs between models, dtypes, numbers of ranks and sizes of offloaded blocks.
+FOLDER differs between models, dtypes, numbers of ranks and sizes of offloaded blocks, and between
+KV and recurrent states.
 """
 
 import contextlib
@@ -26,6 +27,8 @@ REMOTE: Final = "remote"
 """Names of the media, in transfer jobs, metrics and logs."""
 KEY_BYTES: Final = 37
 """Length of an offloaded block's key: hash (32), group (1), number of ranks (2), factor (2)."""
+STATES: Final = 0
+"""In place of a factor in the name of a folder: it has the recurrent states of a model."""
 MAX_KEY_BYTES: Final = 96
 """Limit for keys of connectors from outside; a file name ends at 255 characters."""
 FORMAT_VERSION: Final = 1
@@ -106,7 +109,8 @@ def check_private(folder: str | Path) -> None:
 def media_folder(fingerprint: bytes, num_ranks: int, factor: int) -> str:
     """Return the folder name for blocks of one model, number of ranks and block size.
 
-    factor: device blocks of an offloaded block. Ranks may have blocks of different sizes.
+    factor: device blocks of an offloaded block, or STATES. Ranks may have blocks of different
+    sizes.
     """
     return f"{fingerprint.hex()[:_NAME_CHARACTERS]}-{num_ranks}x{factor}"
 

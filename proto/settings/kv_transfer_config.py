@@ -66,6 +66,8 @@ class OffloadSettings(msgspec.Struct, frozen=True, kw_only=True):
     block_size: tokens of an offloaded block, a multiple of the device's block size; 0: the same.
     store_threshold: lookups of a block before it is stored; 0 and 1 store every block.
     max_tracker_size: blocks whose lookups are counted.
+    state_share: of the medium's bytes, for the states of a model with recurrent states; the rest is
+        for KV. Without a meaning for a server, which evicts by itself.
     """
 
     spec_name: str = CPU_SPEC
@@ -73,6 +75,7 @@ class OffloadSettings(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 0
     store_threshold: int = 0
     max_tracker_size: int = 64_000
+    state_share: float = 0.5
 
 
 class CPUSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,12 +167,16 @@ def child_configs(config: KVTransferConfig) -> list[KVTransferConfig]:
 
 
 def offload_settings(
-    extra: Mapping[str, Any], block_size: int, windows: Sequence[int | None]
+    extra: Mapping[str, Any],
+    block_size: int,
+    windows: Sequence[int | None],
+    *,
+    has_states: bool = False,
 ) -> tuple[OffloadSettings, int]:
     """Return the settings of every medium, and the number of device blocks in an offloaded block.
 
     block_size: tokens of a device block. windows: sliding windows of the KV cache groups, None for
-    full attention.
+    full attention. has_states: whether there is a group of recurrent states, too.
     """
     common = {key: extra[key] for key in OffloadSettings.__struct_fields__ if key in extra}
     settings = _convert_by_key(common, OffloadSettings)
@@ -177,6 +184,12 @@ def offload_settings(
     if size < 1 or size % block_size:
         raise config_key_error(
             "block_size", f"must be a multiple of --block-size {block_size}, got {size}"
+        )
+    if has_states and size > block_size:
+        # States are held at the ends of device blocks, where a larger block ends by chance.
+        raise config_key_error(
+            "block_size",
+            f"must be --block-size {block_size} for a model with recurrent states, got {size}",
         )
     narrowest = min((window for window in windows if window is not None), default=None)
     if narrowest is not None and size > block_size and size >= narrowest:
@@ -191,6 +204,10 @@ def offload_settings(
     if settings.max_tracker_size < 1:
         raise config_key_error(
             "max_tracker_size", f"must be 1 or more, got {settings.max_tracker_size}"
+        )
+    if not 0.0 < settings.state_share < 1.0:
+        raise config_key_error(
+            "state_share", f"must be more than 0 and less than 1, got {settings.state_share}"
         )
     return settings, size // block_size
 

@@ -46,9 +46,12 @@ def remote(server: RedisServer, **extra: object) -> dict[str, object]:
     return offloading(spec_name="RemoteOffloadingSpec", remote_url=server.url, **extra)
 
 
-def start_daemon(connector: dict[str, object], num_workers: int = 1) -> Daemon:
+def start_daemon(
+    connector: dict[str, object], num_workers: int = 1, model: str | None = None
+) -> Daemon:
     """A daemon whose device pool holds one and a half prompts; can import modules of the tests."""
     return Daemon(
+        *([] if model is None else [model]),
         "--dtype",
         "float32",
         "--num-gpu-blocks-override",

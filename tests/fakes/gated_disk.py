@@ -42,7 +42,7 @@ def GatedDisk_manager(extra: Mapping[str, Any], context: Any) -> Any:
 def GatedDisk_handlers(extra: Mapping[str, Any], context: Any) -> Any:
     """Create the handlers of the disk medium behind gates, in a worker."""
     from proto.messages.kv_events import DEVICE_MEDIUM
-    from proto.settings.kv_media import DISK, media_folder
+    from proto.settings.kv_media import DISK
     from proto.settings.kv_transfer_config import disk_settings
     from worker.kv_connector.offload.disk_medium import DiskMedium
     from worker.kv_connector.offload.transfer_queue import MediumError, TransferQueue
@@ -69,8 +69,7 @@ def GatedDisk_handlers(extra: Mapping[str, Any], context: Any) -> Any:
             super().write_block(label, image, seconds_left)
 
     settings = disk_settings(open_for(extra))
-    name = media_folder(context.fingerprint, context.num_ranks, context.factor)
-    medium, limit = GatedDisk(Path(settings.disk_path) / name), settings.load_timeout
+    medium, limit = GatedDisk(Path(settings.disk_path) / context.folder), settings.load_timeout
     return {
         (DISK, DEVICE_MEDIUM): TransferQueue(medium, context, limit),
         (DEVICE_MEDIUM, DISK): TransferQueue(medium, context, settings.store_timeout),

@@ -29,7 +29,7 @@ from proto.messages.kv_connector import (
     pack,
     unpack,
 )
-from proto.messages.lifecycle import KVCacheGeometry, KVGroup
+from proto.messages.lifecycle import RECURRENT_STATE, KVCacheGeometry, KVGroup
 from proto.messages.scheduler_output import SchedulerOutput
 from proto.settings.config import SchedulerConfig, ServeConfig
 from proto.settings.kv_transfer_config import KVTransferConfig
@@ -46,11 +46,17 @@ def device_of(job: TransferJob) -> list[int]:
     return [block for each in job.device for block in each.block_ids]
 
 
+def groups_of(windows: Sequence[int | None], num_state_slots: int) -> tuple[KVGroup, ...]:
+    """Return the groups of a model; that of states is the last."""
+    states = [KVGroup(kind=RECURRENT_STATE)] if num_state_slots else []
+    return (*map(KVGroup, windows), *states)
+
+
 class FakeOffloadWorkers:
     """The workers' side of the connector, for all ranks.
 
     under_way: copies in progress, oldest first. content: the content of offloaded blocks: by (slot,
-    part), then by offset in a device block.
+    part), then by offset in a device block. states: the offloaded states by slot of the medium.
     """
 
     def __init__(self, factor: int, num_ranks: int) -> None:
@@ -60,6 +66,7 @@ class FakeOffloadWorkers:
         self.put_off: list[TransferJob] = []
         self.flushed: list[int] = []
         self.content: dict[tuple[int, int], Content] = {}
+        self.states: dict[int, bytes] = {}
         self._seq_ids: dict[int, int] = {}
 
     def begin(self, metadata: OffloadMetadata) -> None:
@@ -81,20 +88,32 @@ class FakeOffloadWorkers:
         self._copy(job, runner, succeeds)
         failed = [block for each in job.device for block in each.block_ids]
         seq_id = self._seq_ids.pop(job.job_id, None)
+        if seq_id in self._seq_ids.values():
+            seq_id = None  # it waits for another copy, too
         reports = []
         for rank in range(self.num_ranks):
             is_last = rank == self.num_ranks - 1
+            is_bad = job.is_load and is_last and not succeeds
             done = FinishedJob(job.job_id, succeeds or not is_last, 100, 0.5)
             reports.append(
                 KVConnectorOutput(
                     finished_recving=[seq_id] if is_last and seq_id is not None else [],
-                    invalid_block_ids=failed if job.is_load and is_last and not succeeds else [],
+                    invalid_block_ids=failed if is_bad and not job.is_of_states else [],
                     worker_metadata=pack(OffloadReport([done])),
+                    invalid_state_slots=failed if is_bad and job.is_of_states else [],
                 )
             )
         return reports
 
     def _copy(self, job: TransferJob, runner: PagedRunner, succeeds: bool) -> None:
+        if job.is_of_states:
+            ((slot,),), (device,) = job.slots, job.device
+            (state,) = device.block_ids
+            if job.is_load:
+                runner.states[state] = self.states[slot] if succeeds else JUNK
+            else:
+                self.states[slot] = runner.states[state]
+            return
         for device, slots in zip(job.device, job.slots, strict=True):
             for at, block in enumerate(device.block_ids, device.skip):
                 place = (slots[at // self.factor], at % self.factor)
@@ -110,7 +129,8 @@ class FakeOffloadWorkers:
 class OffloadRig(EngineHarness):
     """An engine harness with an offloading connector.
 
-    size: tokens of an offloaded block. num_slots: capacity of the medium. finishes: called for
+    size: tokens of an offloaded block. num_slots: capacity of the medium, in blocks and in states.
+    num_state_slots: of the pool of recurrent states; 0: the model has none. finishes: called for
     every copy in progress after a step; returns None while it runs, else whether it succeeded.
     """
 
@@ -123,6 +143,7 @@ class OffloadRig(EngineHarness):
         num_blocks: int = 1000,
         num_ranks: int = 1,
         windows: Sequence[int | None] = (None,),
+        num_state_slots: int = 0,
         finishes: Callable[[TransferJob], bool | None] = lambda job: True,
         role: str = "kv_both",
         extra: dict[str, Any] | None = None,
@@ -137,6 +158,8 @@ class OffloadRig(EngineHarness):
             num_blocks=num_blocks,
             block_size=block_size,
             windows=windows,
+            groups=(groups := groups_of(windows, num_state_slots)),
+            num_state_slots=num_state_slots,
             num_dropped_blocks=num_dropped_blocks,
             **scheduler,
         )
@@ -145,13 +168,15 @@ class OffloadRig(EngineHarness):
             kv_connector="OffloadingConnector",
             kv_role=role,  # type: ignore[arg-type]
             kv_connector_extra_config={
-                "cpu_bytes_to_use": num_slots * slot_bytes,
+                "cpu_bytes_to_use": num_slots * slot_bytes * (2 if num_state_slots else 1),
                 "block_size": size,
                 **(extra or {}),
             },
         )
-        groups = tuple(KVGroup(window) for window in windows)
-        geometry = KVCacheGeometry(1, 1, 8, "float32", BYTES_PER_TOKEN, groups)
+        state_bytes = size * BYTES_PER_TOKEN if num_state_slots else 0
+        geometry = KVCacheGeometry(
+            1, 1, 8, "float32", BYTES_PER_TOKEN, groups, state_bytes=state_bytes
+        )
         self.finishes = finishes
         self.trusts = True
         self.num_ranks = num_ranks
@@ -173,6 +198,7 @@ class OffloadRig(EngineHarness):
                 unblock,
                 serve_config or ServeConfig(),
                 is_storable=lambda seq_id: self.trusts and is_storable(seq_id),
+                state_slots=self.kv_cache if num_state_slots else None,
             )
             self.offloading = OffloadingScheduler(transfer, context)
             return self.offloading
@@ -243,4 +269,4 @@ class OffloadRig(EngineHarness):
         super().assert_idle()
         assert not self.half.under_way
         assert not self.half.put_off
-        assert len(self.kv_cache.transfer_refs.reference_tables()) == 0
+        assert self.kv_cache.num_copied == 0

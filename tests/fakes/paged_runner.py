@@ -118,6 +118,9 @@ class PagedRunner:
         work = [self._begin(new) for new in output.new_requests] + self._continue(output)
         self._begin_drafts(output)
         self._copy_blocks(output.block_copies)
+        copied = dict(zip(output.state_copies[1::2], output.state_copies[::2], strict=True))
+        assert not copied.keys() & set(copied.values()), "a copy of a copy"
+        self.states |= {copy: self.states[source] for copy, source in copied.items()}
         assert output.total_num_scheduled_tokens == sum(scheduled for _, _, scheduled in work)
         if self.has_states:
             self._run_states(work)

@@ -40,7 +40,7 @@ def runner_of(
     spec = decoder.spec
     layout, geometry = layer_cache(spec, kv_dtype)
     cache = KVCache(geometry, layout, num_blocks, BLOCK)
-    cache.buffer[1:] = float("nan")
+    cache.block_rows()[1:] = 0xFF  # NaN in every dtype of floats, and in the scales of int8
     rows = InputBatch(_MAX_ROWS, spec.max_position, BLOCK, layout.num_groups)
     attention = device.attention("auto", cache, spec.attention_shape)
     if layout.states is not None:

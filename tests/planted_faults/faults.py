@@ -99,10 +99,37 @@ KV_CACHE = (
     Fault(
         "fork_of_a_fork_copies_an_empty_block",
         "engine_core/kv_cache/coordinator.py",
-        "self._source_of[blocks[0]] = self._source_of.get(tail, tail)",
-        "self._source_of[blocks[0]] = tail",
+        "self._source_of[target] = self._source_of.get(tail, tail)",
+        "self._source_of[target] = tail",
         "A choice or beam that forks from a new fork reads KV that was never written.",
         ("tests/engine_core/kv_cache/test_fork.py",),
+    ),
+    Fault(
+        "beam_goes_on_from_a_later_state",
+        "engine_core/kv_cache/groups.py",
+        "index = (num_tokens - 1) // self.block_size if self.pool.enable_caching else -1",
+        "index = -1",
+        "A beam of a model with recurrent layers begins with a slot that nothing was written to.",
+        ("tests/engine_core/kv_cache/test_recurrent_state.py",),
+    ),
+    Fault(
+        "slots_of_copies_promised_to_sequences",
+        "engine_core/kv_cache/groups.py",
+        "self._num_usable - self.num_charged - self.transfer_refs.num_blocks",
+        "self._num_usable - self.num_charged",
+        "An engine without free slots dies while a state of a request that has ended is stored.",
+        (
+            "tests/engine_core/kv_connector/test_offload_states.py",
+            "tests/engine_core/kv_connector/test_offload_random.py",
+        ),
+    ),
+    Fault(
+        "hit_ends_without_its_state",
+        "engine_core/kv_connector/offload/planners.py",
+        "tracked.loads_state = hit not in held.state_ends",
+        "tracked.loads_state = False",
+        "A prompt goes on from a state that was never loaded.",
+        ("tests/engine_core/kv_connector/test_offload_states.py",),
     ),
     Fault(
         "window_released_one_token_early",
@@ -322,7 +349,7 @@ SCHEDULER = (
     Fault(
         "copied_blocks_given_away",
         "engine_core/scheduler/kv_transfer.py",
-        "        if delays:\n            self._kv_cache.transfer_refs.hold(blocks)\n",
+        "        if delays:\n            self._kv_cache.hold_for_copies(tables)\n",
         "        if delays:\n",
         "A KV connector reads blocks that already hold another request.",
         ("tests/engine_core/scheduler/test_kv_transfer.py",),

@@ -107,6 +107,15 @@ class StateCache:
         """Return the states of a layer in all slots, float32 [num_slots, its size]; a view."""
         return self._layers[layer]
 
+    def block_rows(self) -> torch.Tensor:
+        """View the states as uint8 [num_slots, slot_bytes]."""
+        return self.buffer.view(torch.uint8)
+
+    def copy_slots(self, sources: Sequence[int], copies: Sequence[int]) -> None:
+        """Copy slot sources[i] to slot copies[i]; no slot is in both."""
+        for source, copy in zip(sources, copies, strict=True):
+            self.buffer[copy].copy_(self.buffer[source])
+
     def populate(self) -> None:
         """Commit all memory now."""
         self.buffer.zero_()

@@ -10,6 +10,7 @@ from proto.runtime.sockets import NO_DESCRIPTOR
 from proto.settings.config import ServeConfig
 from proto.settings.kv_transfer_config import FIELD, KVTransferConfig
 from worker.attention.kv_cache import KVCache
+from worker.attention.state_cache import StateCache
 from worker.kv_connector.offload.base import BlockDevice
 
 DEFAULTS: Final = ServeConfig()
@@ -67,6 +68,9 @@ class WorkerConnector:
     def register_kv_caches(self, cache: KVCache) -> None:
         """Receive the KV cache. Called once for each epoch."""
 
+    def register_states(self, states: StateCache) -> None:
+        """Receive the recurrent states, of a model with states, after the KV cache."""
+
     def fileno(self) -> int:
         """Descriptor that is readable while a finished copy is unreported; -1: none."""
         return NO_DESCRIPTOR
@@ -98,6 +102,10 @@ class WorkerConnector:
 
     def get_block_ids_with_load_errors(self) -> list[int]:
         """Return device blocks that failed loads have left invalid since the last call."""
+        return []
+
+    def get_state_slots_with_load_errors(self) -> list[int]:
+        """Return slots of states that failed loads have left invalid since the last call."""
         return []
 
     def build_connector_worker_meta(self) -> Payload:

@@ -7,6 +7,7 @@ from proto.messages.kv_connector import NO_PAYLOAD, MultiReport, MultiStep, Payl
 from proto.runtime.sockets import NO_DESCRIPTOR
 from proto.settings.kv_transfer_config import KVTransferConfig, child_configs
 from worker.attention.kv_cache import KVCache
+from worker.attention.state_cache import StateCache
 from worker.kv_connector.base import (
     FinishedTransfers,
     WorkerConnector,
@@ -34,6 +35,10 @@ class MultiWorker(WorkerConnector):
     def register_kv_caches(self, cache: KVCache) -> None:
         for child in self.children:
             child.register_kv_caches(cache)
+
+    def register_states(self, states: StateCache) -> None:
+        for child in self.children:
+            child.register_states(states)
 
     def fileno(self) -> int:
         return self._poll.fileno() if self._has_descriptors else NO_DESCRIPTOR
@@ -79,6 +84,11 @@ class MultiWorker(WorkerConnector):
     def get_block_ids_with_load_errors(self) -> list[int]:
         return [
             block for child in self.children for block in child.get_block_ids_with_load_errors()
+        ]
+
+    def get_state_slots_with_load_errors(self) -> list[int]:
+        return [
+            slot for child in self.children for slot in child.get_state_slots_with_load_errors()
         ]
 
     def build_connector_worker_meta(self) -> Payload:

@@ -143,6 +143,7 @@ class ConnectorSteps:
             finished.recving,
             self.connector.get_block_ids_with_load_errors(),
             self.connector.build_connector_worker_meta(),
+            self.connector.get_state_slots_with_load_errors(),
         )
         if not output.is_empty:
             self._send(KVConnectorReport(self._epoch, self._rank, output))

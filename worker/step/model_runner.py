@@ -23,6 +23,7 @@ from proto.messages.scheduler_output import GrammarOutput, SchedulerOutput
 from proto.runtime.faults import FaultInjector
 from worker.attention.backend import AttentionBackend
 from worker.attention.kv_cache import KVCache
+from worker.attention.state_cache import AttentionWithStates
 from worker.batch.input_batch import InputBatch, build_inputs, dummy_inputs
 from worker.batch.step_inputs import StepInputs, TokenAdapters, decodes_first
 from worker.batch.transfers import Transfers
@@ -195,6 +196,9 @@ class ModelRunner:
         started = time.monotonic()
         step_rows = self.batch.apply(step)
         block_copies = np.array(step.block_copies, dtype=np.int64).reshape(-1, 2).T
+        if step.state_copies:
+            assert isinstance(self._attention, AttentionWithStates), "the model has no states"
+            self._attention.states.copy_slots(step.state_copies[::2], step.state_copies[1::2])
         if len(step_rows) == 0:
             if block_copies.size:
                 sources, targets = self.transfers.to_device(list(block_copies))

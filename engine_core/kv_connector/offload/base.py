@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
 from proto.runtime.plugins import find_class, load_class
+from proto.settings.kv_media import STATES, media_folder
 from proto.settings.kv_transfer_config import (
     CPU_SPEC,
     DISK_SPEC,
@@ -45,6 +46,9 @@ class ManagerContext:
     block_bytes: size of an offloaded block on rank 0, whose blocks are the largest.
     notify: wakes the engine, which retries lookups; may be called from any thread.
     factor: device blocks of an offloaded block.
+    holds_states: the medium is for recurrent states, one in each of its blocks. A model with states
+        has two managers of a medium; the other one is for KV.
+    share: of the medium's bytes, for what this manager keeps.
     """
 
     fingerprint: bytes
@@ -52,6 +56,22 @@ class ManagerContext:
     block_bytes: int
     notify: Callable[[], None]
     factor: int = 1
+    holds_states: bool = False
+    share: float = 1.0
+
+    @property
+    def folder(self) -> str:
+        """Name of the folder of these blocks, see `kv_media.media_folder`."""
+        return self._folder(is_of_states=self.holds_states)
+
+    @property
+    def other_folder(self) -> str:
+        """Name of the folder of the other manager."""
+        return self._folder(is_of_states=not self.holds_states)
+
+    def _folder(self, *, is_of_states: bool) -> str:
+        factor = STATES if is_of_states else self.factor
+        return media_folder(self.fingerprint, self.num_ranks, factor)
 
 
 class OffloadingEvent(NamedTuple):

@@ -166,18 +166,20 @@ class CPUOffloadingManager:
 
 
 def make_manager(extra: Mapping[str, Any], context: ManagerContext) -> OffloadingManager:
-    """Create the manager, with as many slots as fit into cpu_bytes_to_use; raises ConfigError.
+    """Create the manager, with as many slots as fit into its share; raises ConfigError.
 
     cpu_bytes_to_use   [ slot 0 | slot 1 | … ]        a slot: one offloaded block of every rank
     """
     settings = cpu_settings(extra)
     slot_bytes = context.block_bytes * context.num_ranks
-    num_slots = settings.cpu_bytes_to_use // slot_bytes
+    num_bytes = int(settings.cpu_bytes_to_use * context.share)
+    num_slots = num_bytes // slot_bytes
     if num_slots < 1:
+        what = "state" if context.holds_states else "block"
         raise config_key_error(
             "cpu_bytes_to_use",
-            f"holds no block: {settings.cpu_bytes_to_use} bytes, and a block of "
-            f"{context.num_ranks} ranks has {slot_bytes}",
+            f"holds no {what}: {num_bytes} bytes, and a {what} of {context.num_ranks} ranks has "
+            f"{slot_bytes}",
         )
     policy = ARCPolicy(num_slots) if settings.eviction_policy == "arc" else LRUPolicy()
     return CPUOffloadingManager(num_slots, policy)

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from engine_core.kv_connector.offload.base import OffloadKey
+from engine_core.kv_connector.offload.base import ManagerContext, OffloadKey
 from proto.settings.kv_media import TEMPORARY, file_name, is_media_folder, parse_file_name
 
 logger = logging.getLogger("tokend.kv_media")
@@ -62,14 +62,16 @@ Command = Callable[[], None]
 class DiskFolder:
     """Thread that scans and cleans the folder of one model.
 
-    root: folder of all models. name: subfolder of this model. notify: called after each report.
+    root: folder of all models. context: names the subfolder of this model, and that of its states
+    or KV, which another thread cleans. Its `notify` is called after each report.
     """
 
-    def __init__(self, root: Path, name: str, num_ranks: int, notify: Callable[[], None]) -> None:
+    def __init__(self, root: Path, context: ManagerContext) -> None:
         self._root = root
-        self._folder = root / name
-        self._num_ranks = num_ranks
-        self._notify = notify
+        self._folder = root / context.folder
+        self._own_folders = (context.folder, context.other_folder)
+        self._num_ranks = context.num_ranks
+        self._notify = context.notify
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
         self._listed: dict[str, _Listing] = {}
@@ -176,7 +178,8 @@ class DiskFolder:
 
     def _files_of_others(self) -> Iterator["_File"]:
         for folder in _subfolders(self._root):
-            if is_media_folder(Path(folder).name) and folder != str(self._folder):
+            name = os.path.basename(folder)
+            if is_media_folder(name) and name not in self._own_folders:
                 for shard in _subfolders(folder):
                     yield from _files(shard)
 

@@ -31,7 +31,7 @@ from engine_core.kv_connector.offload.disk_folder import (
 )
 from proto.errors import ConfigError
 from proto.runtime.circuit_breaker import CircuitBreaker
-from proto.settings.kv_media import DISK, HEADER_BYTES, media_folder, own_folder
+from proto.settings.kv_media import DISK, HEADER_BYTES, own_folder
 from proto.settings.kv_transfer_config import FIELD, DiskSettings, disk_settings
 
 SCAN_WAIT_SECONDS: Final = 2.0
@@ -363,16 +363,15 @@ class DiskOffloadingManager:
 def make_manager(extra: Mapping[str, Any], context: ManagerContext) -> DiskOffloadingManager:
     """Create the manager and start its folder thread; raises ConfigError naming the wrong key."""
     settings: DiskSettings = disk_settings(extra)
-    capacity = settings.disk_bytes_to_use // (
-        (HEADER_BYTES + context.block_bytes) * context.num_ranks
-    )
-    if capacity < 1:
+    num_bytes = int(settings.disk_bytes_to_use * context.share)
+    set_bytes = (HEADER_BYTES + context.block_bytes) * context.num_ranks
+    if num_bytes < set_bytes:
         raise ConfigError(
-            f"--kv-transfer-config: disk_bytes_to_use is {settings.disk_bytes_to_use}, less than "
-            f"one block takes ({(HEADER_BYTES + context.block_bytes) * context.num_ranks})",
+            f"--kv-transfer-config: disk_bytes_to_use is {num_bytes}, less than one "
+            f"{'state' if context.holds_states else 'block'} takes ({set_bytes})",
             FIELD,
         )
-    name = media_folder(context.fingerprint, context.num_ranks, context.factor)
-    folder = DiskFolder(own_folder(settings.disk_path), name, context.num_ranks, context.notify)
+    capacity = num_bytes // set_bytes
+    folder = DiskFolder(own_folder(settings.disk_path), context)
     folder.start()
     return DiskOffloadingManager(folder, capacity, context)

@@ -7,6 +7,7 @@
                |--device-----|--to be loaded------|              |
     full attention   needs every block from `computed` to `end`
     sliding window   needs only the last window - 1 tokens before `end` that the device lacks
+    states           need one at `end`, in a slot or on the medium (states.py)
 """
 
 from collections import Counter
@@ -14,8 +15,9 @@ from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from engine_core.kv_cache.free_queue import NULL_BLOCK
-from engine_core.kv_connector.base import NO_MATCH, NOT_KNOWN_YET, Match
+from engine_core.kv_connector.base import NO_MATCH, NOT_KNOWN_YET, HeldPrefix, Match
 from engine_core.kv_connector.offload.base import OffloadingManager, OffloadKey, ReuseTracker
+from engine_core.kv_connector.offload.states import StatePages
 from engine_core.kv_connector.offload.tracking import (
     BlockLayout,
     InFlightJob,
@@ -98,12 +100,31 @@ def longest_hit(extent: Extent, groups: Sequence[GroupPresence]) -> int:
     return end
 
 
+def longest_hit_with_state(
+    extent: Extent, groups: Sequence[GroupPresence], num_computed: int, state_ends: frozenset[int]
+) -> int:
+    """Return the longest hit that all groups share and that ends with a state.
+
+    extent: computed are the tokens whose KV the device has, which may be more than `num_computed`,
+    those with a state. state_ends: numbers of tokens after which there is a state.
+    """
+    end = extent.limit
+    while True:
+        with_kv = longest_hit(extent._replace(limit=end), groups) if end > extent.computed else end
+        end = max((number for number in state_ends if number <= with_kv), default=0)
+        if end <= num_computed:
+            return num_computed
+        if end in (with_kv, min(end, extent.computed)):
+            return end
+
+
 class LoadPlanner:
     """Plans loads from one medium.
 
     A block that is being loaded for one request is not loaded again for another: the other request
     waits and then finds it in the prefix cache. unblock: reschedules a waiting request. reuse:
     counts the lookups of each block, once for each request; None: every block is stored.
+    states: of a model with recurrent states.
     """
 
     def __init__(
@@ -113,35 +134,50 @@ class LoadPlanner:
         jobs: JobsInFlight,
         unblock: Callable[[Request], None],
         reuse: ReuseTracker | None,
+        states: StatePages | None = None,
     ) -> None:
         self._layout = layout
         self._manager = manager
         self._jobs = jobs
         self._unblock = unblock
         self._reuse = reuse
+        self._states = states
         self._planned: list[InFlightJob] = []
         self._loading: Counter[OffloadKey] = Counter()
         self._waiting: dict[int, Request] = {}
 
-    def match(self, tracked: TrackedRequest, num_computed: int) -> Match:
-        """Return what the medium can load after the first `num_computed` tokens."""
+    def match(
+        self, tracked: TrackedRequest, num_computed: int, held: HeldPrefix | None = None
+    ) -> Match:
+        """Return what the medium can load after the first `num_computed` tokens.
+
+        held: what else the device has, of a model with recurrent states.
+        """
         request, layout = tracked.request, self._layout
         block_hashes = request.block_hashes
         num_blocks = len(block_hashes) // layout.factor
         is_new_use, tracked.was_looked_up = not tracked.was_looked_up, True
         if is_new_use:
             self._manager.touch(layout.all_keys(block_hashes, num_blocks))
-        if num_blocks * layout.size - num_computed < layout.size:
+        if held is None and num_blocks * layout.size - num_computed < layout.size:
             return NO_MATCH
         limit = (request.num_tokens - 1) // layout.block_size * layout.block_size
-        extent = Extent(num_computed, limit, layout.size)
-        hit = self._find_hit(request, extent, num_blocks, is_new_use)
+        tracked.num_with_kv = num_computed if held is None else held.num_with_kv
+        extent = Extent(tracked.num_with_kv, limit, layout.size)
+        groups = self._look_up(request, extent, num_blocks, is_new_use)
+        if held is None:
+            hit = None if groups is None else longest_hit(extent, groups)
+        else:
+            hit = self._find_state_hit(tracked, extent, groups, num_computed, held, is_new_use)
         if hit is None:
             return self._wait_for_lookup(request)
         if hit <= num_computed:
             return NO_MATCH
-        wanted = self._keys_to_load(block_hashes, num_computed, hit)
+        wanted = self._keys_to_load(block_hashes, tracked.num_with_kv, hit)
         if any(self._loading[key] for keys in wanted for key in keys):
+            return self._wait_for_lookup(request)
+        states = self._states if tracked.loads_state else None
+        if states is not None and states.is_loading(request, hit):
             return self._wait_for_lookup(request)
         tracked.hit = hit
         return Match(hit - num_computed, is_async=True)
@@ -154,10 +190,15 @@ class LoadPlanner:
         """
         layout, request = self._layout, tracked.request
         end = min(tracked.hit, request.num_computed_tokens)
-        num_computed = end - num_external
+        num_computed = max(end - num_external, min(end, tracked.num_with_kv))
+        if self._states is not None and tracked.loads_state:
+            self._states.plan_load(tracked, tables[self._states.group], end)
+            tracked.num_loading += 1
+        if num_computed == end:
+            return  # the device has the KV
         wanted = self._keys_to_load(request.block_hashes, num_computed, end)
         device, slots = [], []
-        for group, (table, keys) in enumerate(zip(tables, wanted, strict=True)):
+        for group, (table, keys) in enumerate(zip(tables, wanted, strict=False)):
             first = self._first_block(group, num_computed, end)
             blocks = table[first : end // layout.block_size]
             assert NULL_BLOCK not in blocks, f"{request!r} lacks blocks to load into"
@@ -170,7 +211,7 @@ class LoadPlanner:
         )
         first = num_computed // layout.size
         self._planned.append(self._jobs.start_job(job, request, flat, first))
-        tracked.is_loading = True
+        tracked.num_loading += 1
         tracked.next_block = max(tracked.next_block, end // layout.size)
         tracked.next_at = (tracked.next_block + 1) * layout.size
 
@@ -184,12 +225,16 @@ class LoadPlanner:
         Blocks that could not be read are removed, and stored again once they are computed.
         """
         if tracked is not None:
-            tracked.is_loading = False
+            tracked.num_loading = max(0, tracked.num_loading - 1)
             if not job.succeeded:
                 tracked.next_block = tracked.next_at = 0
-        self._manager.complete_load(job.keys, success=job.succeeded)
-        self._loading.subtract(job.keys)
-        self._loading = +self._loading
+        if job.transfer.is_of_states:
+            assert self._states is not None
+            self._states.complete_load(job)
+        else:
+            self._manager.complete_load(job.keys, success=job.succeeded)
+            self._loading.subtract(job.keys)
+            self._loading = +self._loading
         self.unblock_all()
 
     def unblock_all(self) -> None:
@@ -210,10 +255,28 @@ class LoadPlanner:
         self._waiting[request.seq_id] = request
         return NOT_KNOWN_YET
 
-    def _find_hit(
-        self, request: Request, extent: Extent, num_blocks: int, is_new_use: bool
+    def _find_state_hit(
+        self,
+        tracked: TrackedRequest,
+        extent: Extent,
+        groups: Sequence[GroupPresence] | None,
+        num_computed: int,
+        held: HeldPrefix,
+        is_new_use: bool,
     ) -> int | None:
-        """Return the longest hit of all groups; None if the medium does not know yet.
+        """Return the longest hit with a state; None if the medium does not know yet."""
+        assert self._states is not None
+        ends = self._states.find_ends(tracked.request, num_computed, is_new_use=is_new_use)
+        if ends is None or groups is None:
+            return None
+        hit = longest_hit_with_state(extent, groups, num_computed, ends | held.state_ends)
+        tracked.loads_state = hit not in held.state_ends
+        return hit
+
+    def _look_up(
+        self, request: Request, extent: Extent, num_blocks: int, is_new_use: bool
+    ) -> list[GroupPresence] | None:
+        """Return which blocks each group can load; None if the medium does not know yet.
 
         All groups are looked up even after a miss, so that every key is counted.
         """
@@ -232,7 +295,7 @@ class LoadPlanner:
                 present = self._manager.contains(keys)
             is_known &= present is not None
             groups.append((window, present or []))
-        return longest_hit(extent, groups) if is_known else None
+        return groups if is_known else None
 
     def _first_block(self, group: int, num_computed: int, end: int) -> int:
         """Return the index of the first device block that a group must load."""

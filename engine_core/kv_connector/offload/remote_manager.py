@@ -23,7 +23,7 @@ from engine_core.kv_connector.offload.base import (
 )
 from engine_core.kv_connector.offload.remote_lookups import RemoteLookups
 from proto.runtime.circuit_breaker import CircuitBreaker
-from proto.settings.kv_media import HEADER_BYTES, REMOTE, media_folder
+from proto.settings.kv_media import HEADER_BYTES, REMOTE
 from proto.settings.kv_transfer_config import RemoteSettings, remote_address, remote_settings
 
 logger = logging.getLogger("tokend.kv_media")
@@ -216,7 +216,7 @@ def make_manager(extra: Mapping[str, Any], context: ManagerContext) -> RemoteOff
         _warn_if_readable(settings.remote_url_file)
     lookups = RemoteLookups(
         remote_address(settings),
-        media_folder(context.fingerprint, context.num_ranks, context.factor),
+        context.folder,
         context.num_ranks,
         settings.remote_timeout,
         settings.remote_retry_seconds,

@@ -7,7 +7,7 @@ offloaded blocks    |   0   |   1   |   2   |          factor 2
 import struct
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from engine_core.block_hashing import HASH_BYTES
@@ -56,17 +56,19 @@ class InFlightJob:
 
 
 class JobsInFlight:
-    """Copies given to the workers of this epoch; keeps their device blocks allocated."""
+    """Copies given to the workers of this epoch; keeps their device blocks allocated.
 
-    def __init__(self, num_ranks: int, transfer_refs: TransferRefs) -> None:
+    numbers: of jobs, shared by all of a connector.
+    """
+
+    def __init__(self, num_ranks: int, transfer_refs: TransferRefs, numbers: Iterator[int]) -> None:
         self._num_ranks = num_ranks
         self._transfer_refs = transfer_refs
         self._jobs: dict[int, InFlightJob] = {}
-        self._next_id = 0
+        self._numbers = numbers
 
     def next_id(self) -> int:
-        self._next_id += 1
-        return self._next_id
+        return next(self._numbers)
 
     def start_job(
         self, transfer: TransferJob, request: Request, keys: Sequence[OffloadKey], first: int
@@ -118,7 +120,9 @@ class TrackedRequest:
     was_looked_up: the medium was asked about it before. next_block: first offloaded block that is
     neither stored nor excluded. next_at: number of tokens with which the next block is full.
     touched: leading blocks that were marked as recently used.
-    hit: total tokens promised by the last match. is_loading: they are being copied.
+    hit: total tokens promised by the last match. num_with_kv: those whose KV the pool has.
+    loads_state: the state after them has to be loaded. num_loading: copies of them in flight.
+    stored_states: blocks at whose ends states are stored.
     unanswered_since: second of the first lookup that the medium has not answered yet; None: all
     lookups are answered.
     """
@@ -129,8 +133,20 @@ class TrackedRequest:
     next_at: int = 0
     touched: int = 0
     hit: int = 0
-    is_loading: bool = False
+    num_with_kv: int = 0
+    loads_state: bool = False
+    num_loading: int = 0
+    stored_states: set[int] = field(default_factory=set)
     unanswered_since: float | None = None
+
+    @property
+    def is_loading(self) -> bool:
+        return self.num_loading > 0
+
+    def on_worker_restart(self) -> None:
+        """Forget what was stored and is being loaded."""
+        self.next_block = self.next_at = self.touched = self.num_loading = 0
+        self.stored_states.clear()
 
 
 class BlockLayout:

@@ -26,12 +26,20 @@ class Candidate:
     that KV is loaded before the request is admitted, not within its first step.
     """
 
-    __slots__ = ("_computed", "_kv_cache", "loads_async", "num_external_tokens", "request")
+    __slots__ = (
+        "_computed",
+        "_kv_cache",
+        "_without_load",
+        "loads_async",
+        "num_external_tokens",
+        "request",
+    )
 
     def __init__(self, request: Request, kv_cache: KVCacheManager) -> None:
         self.request = request
         self._kv_cache = kv_cache
         self._computed: CachedPrefix | None = None
+        self._without_load: CachedPrefix | None = None
         self.num_external_tokens = 0
         self.loads_async = False
 
@@ -52,8 +60,19 @@ class Candidate:
         if blocks.num_tokens >= self.computed.num_tokens:
             self._computed = blocks
 
+    def use_external(self, num_tokens: int, *, is_async: bool) -> None:
+        """Load the tokens after the cached prefix that the connector has."""
+        self.num_external_tokens = num_tokens
+        self.loads_async = is_async and num_tokens > 0
+        if num_tokens:
+            self._without_load = self.computed
+            num_loaded = self.computed.num_tokens + num_tokens
+            self._computed = self._kv_cache.use_loaded(self.request, self.computed, num_loaded)
+
     def drop_external(self) -> None:
         """Load nothing from the connector."""
+        if self.num_external_tokens:
+            self._computed = self._without_load
         self.num_external_tokens = 0
         self.loads_async = False
 

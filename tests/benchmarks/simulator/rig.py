@@ -104,7 +104,9 @@ class SimulatedTier:
 
     def connect(self, kv_cache: KVCacheManager) -> Connect:
         header = self._header
-        extra = {"cpu_bytes_to_use": self._num_slots * header.block_size}
+        # A state counts as a block, of a tier of its own.
+        num_tiers = 2 if kv_cache.has_states else 1
+        extra = {"cpu_bytes_to_use": num_tiers * self._num_slots * header.block_size}
         config = KVTransferConfig(
             kv_connector="OffloadingConnector", kv_connector_extra_config=extra
         )
@@ -113,7 +115,9 @@ class SimulatedTier:
             holds: TransferRefs, unblock: Unblock, is_storable: IsStorable
         ) -> SchedulerConnector:
             context = SchedulerContext(
-                geometry=KVCacheGeometry(1, 1, 1, "none", 1, header.groups),
+                geometry=KVCacheGeometry(
+                    1, 1, 1, "none", 1, header.groups, state_bytes=header.block_size
+                ),
                 block_size=header.block_size,
                 num_blocks=header.num_blocks,
                 fingerprint=bytes(32),
@@ -122,6 +126,7 @@ class SimulatedTier:
                 block_ids=kv_cache.block_ids,
                 unblock=unblock,
                 is_storable=is_storable,
+                state_slots=kv_cache if kv_cache.has_states else None,
             )
             return OffloadingScheduler(config, context)
 
@@ -161,8 +166,10 @@ class SimulatedTier:
         num_blocks = _num_blocks(job)
         num_bytes = num_blocks * self._header.block_size
         done = FinishedJob(job.job_id, True, num_bytes, num_blocks * self._block_seconds)
+        seq_id = self._seq_ids.pop(job.job_id, None)
+        waits = seq_id in self._seq_ids.values()  # for a state, too
         return KVConnectorOutput(
-            finished_recving=[self._seq_ids.pop(job.job_id)] if job.is_load else [],
+            finished_recving=[] if seq_id is None or waits else [seq_id],
             worker_metadata=pack(OffloadReport([done])),
         )
 

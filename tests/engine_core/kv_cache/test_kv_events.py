@@ -5,10 +5,13 @@ from typing import Any
 import pytest
 
 from engine_core.block_hashing import ExtraKeys
+from engine_core.kv_cache.events import KVEventLog
+from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.kv_cache.pool import BlockPool
 from proto.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from proto.messages.lifecycle import RECURRENT_STATE, KVCacheGeometry, KVGroup
 from tests.fakes.kv_events import CachedHashes, event_log, indexed, names
-from tests.fakes.kv_requests import Requests, make_manager
+from tests.fakes.kv_requests import FINGERPRINT, Requests, make_manager
 from tests.fakes.lora import lora_request
 
 
@@ -145,6 +148,42 @@ def test_latents_are_named_as_such():
     kv.requests = Requests(kv.manager)
     kv.run(range(16))
     assert kv.log.pop_events()[0].kv_cache_spec_kind == "mla_attention"
+
+
+def test_states_are_blocks_of_a_group_of_their_own():
+    """Of each block the state at its end; a subscriber ends with what both indices hold."""
+    groups = (KVGroup(), KVGroup(kind=RECURRENT_STATE))
+    log = KVEventLog(KVCacheGeometry(1, 1, 8, "float32", 64, groups, state_bytes=64))
+    manager = KVCacheManager(
+        41,
+        16,
+        True,
+        FINGERPRINT,
+        groups=groups,
+        num_state_slots=9,
+        observers=[log],
+        state_observers=[log],
+    )
+    requests, known = Requests(manager), CachedHashes()
+    (states,) = manager.state_groups
+    kinds = set()
+    for number in range(60):
+        manager.begin_step()
+        request = requests.make([*range(32), *([number] * (number % 50))])
+        assert requests.schedule_groups(request) is not None
+        for token in range(number % 20):
+            requests.decode(request, token)
+        manager.free(request)
+        for event in log.pop_events():
+            known.apply(event)
+            if isinstance(event, BlockStored):
+                kinds.add((event.group_idx, event.kv_cache_spec_kind))
+                assert event.group_idx == 0 or len(event.block_hashes) == 1
+        assert known.held == indexed(manager.pool.index) | indexed(states.pool.index)
+    assert kinds == {(0, "full_attention"), (1, "mamba")}
+    assert {group for group, _ in known.held} == {0, 1}
+    assert manager.reset_prefix_cache()
+    assert log.pop_events() == [AllBlocksCleared()]
 
 
 def test_a_pool_without_observers_is_the_plain_class():

@@ -13,14 +13,11 @@ from engine_core.kv_cache.coordinator import longest_request
 from engine_core.kv_cache.groups import RecurrentStateGroup
 from engine_core.kv_cache.manager import NO_PREFIX, KVCacheManager
 from engine_core.request import Request
-from engine_core.validation import RequestLimits, validate_request
-from proto.errors import InvalidRequestError
-from proto.messages.engine_io import EngineCoreRequest
 from proto.messages.lifecycle import RECURRENT_STATE, KVGroup
-from proto.messages.sampling_params import SamplingParams
-from tests.fakes.engine_harness import EngineHarness
+from tests.fakes.beam_reference import beam_search
+from tests.fakes.engine_harness import EOS, EngineHarness
 from tests.fakes.kv_requests import Requests
-from tests.fakes.paged_runner import undisturbed
+from tests.fakes.paged_runner import hashed_logprobs, undisturbed
 
 SIZE = 4
 GROUPS = (KVGroup(), KVGroup(kind=RECURRENT_STATE))
@@ -151,11 +148,12 @@ def test_without_prefix_caching_a_sequence_has_one_slot_in_all_entries():
     assert integrity.check(manager) == []
 
 
-def test_states_take_no_block_of_the_kv_pool_and_are_not_forked(manager):
+def test_states_take_no_block_of_the_kv_pool_and_are_forked_after_all_tokens(manager):
     requests = Requests(manager)
     request = run(manager, requests, "abcd|efgh|ij")
     assert manager.num_available_blocks == 40 - 3
     assert manager.find_fork(request, 8) is NO_PREFIX
+    assert manager.find_fork(request, 10).tails == (3, states_of(manager, request)[2])
     assert manager.findable_blocks(request) == manager.block_ids(request.seq_id)[0][:2]
     assert longest_request(GROUPS, 10, SIZE, None, 1000) == 40
     heir = requests.make("abcd|efgh|ijkl")
@@ -376,16 +374,57 @@ def test_a_turn_that_ends_with_a_stop_token_goes_on_from_a_state(is_async, cachi
     engine.assert_idle()
 
 
-def test_a_beam_search_is_refused_by_name():
-    message = EngineCoreRequest(
-        epoch=1,
-        request_id=1,
-        prompt_token_ids=[1],
-        sampling_params=SamplingParams(max_tokens=4, beam_width=2),
-        n=2,
-        seed=0,
-        arrival_time=0.0,
+CACHING = pytest.mark.parametrize("caching", [True, False])
+
+
+@IS_ASYNC
+@CACHING
+@pytest.mark.parametrize("width", [1, 2, 5])
+def test_the_beams_of_a_search_are_those_of_the_reference(width, caching, is_async):
+    """Each row goes on from a copy of its parent's state, so nothing is computed twice."""
+    engine = make_engine(
+        async_scheduling=is_async, enable_prefix_caching=caching, max_num_batched_tokens=64
     )
-    with pytest.raises(InvalidRequestError, match="recurrent state") as refusal:
-        validate_request(message, RequestLimits(100, 100, has_states=True))
-    assert refusal.value.param == "use_beam_search"
+    prompt = list(range(19))
+    rows = engine.add(prompt, 14, n=width, beam_width=width)
+    engine.run()
+    assert [engine.tokens_of(row) for row in rows] == beam_search(
+        prompt, hashed_logprobs, width=width, max_tokens=14, stop_ids=(EOS,)
+    )
+    steps = engine.runner.steps
+    assert sum(step.total_num_scheduled_tokens for step in steps) == 19 + width * 13
+    assert sum(len(step.state_copies) for step in steps) >= 2 * (width - 1)
+    engine.assert_idle()
+
+
+@IS_ASYNC
+@CACHING
+def test_searches_with_few_slots_and_blocks_give_the_same_beams(caching, is_async):
+    """Rows are preempted for slots and for blocks; other requests run beside them."""
+    draw = random.Random(caching)
+    searches, others = [], []
+    engine = make_engine(
+        num_blocks=26,
+        num_state_slots=6,
+        async_scheduling=is_async,
+        enable_prefix_caching=caching,
+    )
+    for number in range(8):
+        prompt = draw.choices(range(20), k=draw.randint(1, 30))
+        width = draw.choice([2, 3, 4])
+        searches.append((prompt, width, engine.add(prompt, 9, n=width, beam_width=width)))
+        others.append(engine.add_one([number, *prompt[:9]], 12, ignore_eos=True))
+        for _ in range(draw.randint(1, 9)):
+            engine.step()
+            assert integrity.check(engine.kv_cache) == []
+        if number == 4:
+            engine.lose_workers()
+    engine.run()
+    for prompt, width, rows in searches:
+        assert [engine.tokens_of(row) for row in rows] == beam_search(
+            prompt, hashed_logprobs, width=width, max_tokens=9, stop_ids=(EOS,)
+        )
+    for row in others:
+        assert engine.tokens_of(row) == undisturbed(row.prompt_token_ids, 12)
+    assert engine.scheduler.pop_stats().num_preemptions > 0
+    engine.assert_idle()

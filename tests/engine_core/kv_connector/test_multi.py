@@ -6,7 +6,13 @@ from typing import Any
 import pytest
 
 from engine_core.kv_connector import multi
-from engine_core.kv_connector.base import NO_MATCH, NOT_KNOWN_YET, Match, SchedulerConnector
+from engine_core.kv_connector.base import (
+    NO_MATCH,
+    NOT_KNOWN_YET,
+    HeldPrefix,
+    Match,
+    SchedulerConnector,
+)
 from engine_core.kv_connector.multi import MultiScheduler
 from proto.errors import ConfigError
 from proto.messages.kv_connector import KVConnectorOutput, MultiReport, MultiStep, pack, unpack
@@ -30,6 +36,10 @@ class Child(SchedulerConnector):
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         self.told.append(("asked", num_computed_tokens))
+        return self.match
+
+    def match_with_states(self, request, num_computed_tokens, held):
+        self.told.append(("asked", num_computed_tokens, held))
         return self.match
 
     def update_state_after_alloc(self, request, block_ids, num_external_tokens):
@@ -85,6 +95,19 @@ def test_all_children_are_queried_and_the_first_with_a_hit_loads(parts) -> None:
     assert second.told[1:] == [([[1, 2, 3]], 8)]
     first.match = Match(4, is_async=False)
     assert connector.get_num_new_matched_tokens(request, 0) == first.match
+
+
+def test_children_are_asked_for_states_which_all_of_them_must_support(parts) -> None:
+    connector, (first, second), setup = parts
+    assert not connector.supports_states
+    request = setup.requests.make("abcd efgh ijkl")
+    second.match = Match(8, is_async=True)
+    held = HeldPrefix(8, frozenset({12}))
+    assert connector.match_with_states(request, 4, held) == second.match
+    assert first.told == second.told == [("asked", 4, held)]
+    connector.update_state_after_alloc(request, [[1, 2, 3], [0, 0, 1]], 8)
+    assert first.told[1:] == [([[], []], 0)]
+    assert second.told[1:] == [([[1, 2, 3], [0, 0, 1]], 8)]
 
 
 def test_an_undecided_child_makes_the_request_wait(parts) -> None:

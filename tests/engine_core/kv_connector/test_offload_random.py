@@ -12,8 +12,10 @@ from engine_core.kv_cache.integrity import check
 from engine_core.request import Request
 from proto.messages.engine_io import FinishReason
 from proto.messages.kv_connector import TransferJob
+from tests.fakes.beam_reference import beam_search
+from tests.fakes.engine_harness import EOS
 from tests.fakes.offload_rig import OffloadRig
-from tests.fakes.paged_runner import undisturbed
+from tests.fakes.paged_runner import hashed_logprobs, undisturbed
 
 NUM_STEPS = 80
 
@@ -21,14 +23,17 @@ NUM_STEPS = 80
 class Machine:
     """An OffloadRig and random operations on it."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, has_states: bool = False) -> None:
         self.rng = rng = random.Random(seed)
         self.reliability = rng.choice([1.0, 1.0, 0.8])
         windows = rng.choice([(None,), (None,), (None, 14), (20, None, 14), (14,), (1, None)])
-        size = 4 if 1 in windows else rng.choice([4, 8, 12])
+        size = 4 if has_states or 1 in windows else rng.choice([4, 8, 12])
+        # Some of them so few that requests wait for slots, or are computed one after the other.
+        self.num_state_slots = rng.choice([5, 9, 40]) if has_states else 0
         self.rig = OffloadRig(
             size=size,
             windows=windows,
+            num_state_slots=self.num_state_slots,
             num_slots=rng.choice([3, 10, 40, 200]),
             num_blocks=rng.choice([24, 40, 80]) * len(windows),
             num_ranks=rng.choice([1, 2]),
@@ -42,6 +47,7 @@ class Machine:
         )
         self.prompts = [[rng.randrange(1000) for _ in range(60)] for _ in range(3)]
         self.requests: list[tuple[Request, list[int], int]] = []
+        self.searches: list[tuple[list[Request], list[int]]] = []
         self.aborted: set[int] = set()
         self.is_patient = True
 
@@ -53,6 +59,10 @@ class Machine:
     def add(self) -> None:
         prompt = self.rng.choice(self.prompts)[: self.rng.randint(1, 60)]
         prompt = prompt + [self.rng.randrange(1000)] * self.rng.choice([0, 0, 1, 5])
+        if self.num_state_slots and self.rng.random() < 0.15:
+            rows = self.rig.add(prompt, 8, n=2, beam_width=2)
+            self.searches.append((rows, prompt))
+            return
         num_tokens = self.rng.randint(1, 20)
         request = self.rig.add_one(prompt, num_tokens, ignore_eos=True)
         self.requests.append((request, prompt, num_tokens))
@@ -84,6 +94,10 @@ class Machine:
             if request.seq_id not in self.aborted:
                 assert rig.tokens_of(request) == undisturbed(prompt, num_tokens)
                 assert rig.finish_reason_of(request) is FinishReason.LENGTH
+        for rows, prompt in self.searches:
+            assert [rig.tokens_of(row) for row in rows] == beam_search(
+                prompt, hashed_logprobs, width=2, max_tokens=8, stop_ids=(EOS,)
+            )
         rig.assert_idle()
         assert rig.offloading.reset_cache()
         assert not rig.offloading._loads._loading
@@ -97,3 +111,14 @@ def test_random_requests_keep_the_invariants(first: int) -> None:
     for each in machines:
         each.run()
     assert sum(len(each.rig.loads) for each in machines) > 5
+
+
+@pytest.mark.parametrize("first", [100, 108, 116, 124])
+def test_random_requests_with_states_keep_the_invariants(first: int) -> None:
+    """Run eight random lives each, all of which load states at least once."""
+    machines = [Machine(seed, has_states=True) for seed in range(first, first + 8)]
+    for each in machines:
+        each.run()
+    loads = [job for each in machines for job in each.rig.loads]
+    assert sum(job.is_of_states for job in loads) > 5
+    assert sum(not job.is_of_states for job in loads) > 5

@@ -112,12 +112,16 @@ class CheckedEngine(EngineHarness):
 
     # Blocks
 
+    def kv_tables(self, seq_id: int) -> list[list[int]]:
+        """Return the block tables of a sequence, without that of recurrent states."""
+        return self.kv_cache.block_ids(seq_id)[: len(self.windows)]
+
     def check_blocks(self) -> None:
         """Check the block tables of a step that was just scheduled."""
         before, self._tables = self._tables, {}
         for request in self.scheduler.running:
             name = (request.seq_id, request.num_preemptions)
-            tables = self._tables[name] = self.kv_cache.block_ids(request.seq_id)
+            tables = self._tables[name] = self.kv_tables(request.seq_id)
             self._check_length(request, tables)
             if self.has_connector:
                 continue  # a failed load frees blocks
@@ -147,8 +151,9 @@ class CheckedEngine(EngineHarness):
     def check_references(self) -> None:
         """Recount references and free blocks over all holders of blocks."""
         kv_cache, pool = self.kv_cache, self.kv_cache.pool
-        tables = [table for each in self.scheduler.requests for table in kv_cache.block_ids(
-            each.seq_id)]  # fmt: skip
+        tables = [
+            table for each in self.scheduler.requests for table in self.kv_tables(each.seq_id)
+        ]
         tables += [
             *kv_cache.transfer_refs.reference_tables(),
             *(pin.blocks for pin in self.scheduler._retained_prefixes),
@@ -197,12 +202,27 @@ class CheckedEngine(EngineHarness):
                     f"slot {offset} of block {block} does not hold what its hash names"
                 )
 
+    def _held_states(self) -> set[bytes]:
+        """Return the hashes of blocks with a state at their end, without those of this step.
+
+        The worker fails if a step reads a state that the same step computes.
+        """
+        return {
+            key[:32]
+            for group in self.kv_cache.state_groups
+            for key, slot in group.pool.index.items()
+            if slot not in group._fresh
+        }
+
     def longest_cached(self, request: Request) -> int:
         """Return the tokens of the longest prefix that all groups have for the next token."""
         index, size = self.kv_cache.pool.index, self.block_size
         hashes = self.contents.chain(request)
         num_more = self.settings.get("num_dropped_blocks", 0)
+        states = self._held_states()
         for count in range((request.num_tokens - 1) // size, 0, -1):
+            if self.kv_cache.has_states and hashes[count - 1] not in states:
+                continue
             for number, window in enumerate(self.windows):
                 suffix = bytes([number]) if number else b""
                 first = 0 if window is None else count * size - max(1, window - 1)

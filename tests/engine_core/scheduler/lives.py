@@ -21,6 +21,7 @@ from engine_core.scheduler.features.prefix_sharing import PrefixWait, SiblingFor
 from proto.errors import InvalidRequestError
 from proto.messages.engine_io import AgentHint, FinishReason
 from proto.messages.kv_connector import KVConnectorOutput
+from proto.messages.lifecycle import RECURRENT_STATE, KVGroup
 from proto.settings.config import LoRAConfig
 from tests.engine_core.scheduler.invariants import CheckedEngine
 from tests.fakes.clock import FakeClock
@@ -135,6 +136,17 @@ def with_pins(rng: random.Random) -> dict[str, Any]:
     }
 
 
+def with_states(rng: random.Random) -> dict[str, Any]:
+    """Recurrent states; agents whose KV is retained while their states are not, in some runs."""
+    windows = rng.choice([(None,), (None,), (None, 6)])
+    return {
+        **(with_pins(rng) if rng.random() < 0.5 else {}),
+        "windows": windows,
+        "groups": (*map(KVGroup, windows), KVGroup(kind=RECURRENT_STATE)),
+        "num_state_slots": rng.choice([5, 9, 17, 40]),
+    }
+
+
 def with_loads(rng: random.Random) -> dict[str, Any]:
     return {
         "windows": rng.choice([(None,), (None,), (None, 6), (9,), (5, None, 14)]),
@@ -202,6 +214,13 @@ KINDS = {
         num_tenants=2,
         has_connector=True,
         expects={"pins": 40, "loads": 300},
+    ),
+    "states": Kind(
+        with_states,
+        (("step", 60), ("add", 8), ("open", 4), ("give", 12), ("close", 2), ("abort", 2),
+         ("abort_in_flight", 1), ("turn", 8), ("read", 6), ("reset", 1), ("lose_workers", 1),
+         ("tick", 3)),
+        expects={"preempted": 150, "found": 25, "turns": 20, "pins": 20},
     ),
     "adapters": Kind(
         with_adapters,

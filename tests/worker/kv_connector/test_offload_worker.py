@@ -1,6 +1,8 @@
 """The worker side of the offloading connector: when copies start and how they are reported."""
 
 import select
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +18,11 @@ from proto.messages.kv_connector import (
     pack,
     unpack,
 )
+from proto.settings.kv_media import HEADER_BYTES, KEY_BYTES
 from proto.settings.kv_transfer_config import KVTransferConfig
 from tests.fakes.devices import CPU
-from worker.attention.kv_cache import KVCache, kv_cache_geometry, kv_layout
+from worker.attention.kv_cache import KVCache, StateShape, kv_cache_geometry, kv_layout
+from worker.attention.state_cache import StateCache
 from worker.kv_connector.base import WorkerContext
 from worker.kv_connector.offload.connector import OffloadingWorker
 
@@ -160,3 +164,106 @@ def test_offloaded_blocks_of_several_device_blocks_are_loaded() -> None:
     await_report(worker)
     assert torch.equal(rows(cache)[[5, 6]], before[1:3])
     worker.close()
+
+
+SHAPE = StateShape((12, 5))
+
+
+def make_states() -> StateCache:
+    states = StateCache(SHAPE, 6, BLOCK_SIZE)
+    states.buffer.copy_(torch.randn(states.buffer.shape))
+    return states
+
+
+def make_with_states(states: StateCache, **extra: Any) -> tuple[KVCache, OffloadingWorker]:
+    layout = replace(kv_layout([None]), states=SHAPE)
+    cache = KVCache(kv_cache_geometry(layout, 2, 8, torch.float32), layout, NUM_BLOCKS, BLOCK_SIZE)
+    worker = make(cache, **extra)
+    worker.register_states(states)
+    return cache, worker
+
+
+def of_state(job_id: int, slot: int, medium_slot: int, *, is_load: bool) -> TransferJob:
+    return TransferJob(
+        job_id, "CPU", is_load, [DeviceBlocks(1, [slot])], [[medium_slot]], is_of_states=True
+    )
+
+
+def test_a_request_waits_for_its_kv_and_its_state() -> None:
+    """Both have their own slots of the medium: slot 0 has a block and a state."""
+    states = make_states()
+    cache, worker = make_with_states(states)
+    rows(cache)[3] = 7
+    before = states.buffer[4].clone()
+    stores = [store(1, [3], [0]), of_state(2, 4, 0, is_load=False)]
+    step(worker, OffloadMetadata(stores=stores))
+    step(worker)
+    done: list[int] = []
+    while len(done) < 2:
+        done += await_report(worker)[2]
+    rows(cache)[3] = 0
+    states.buffer.zero_()
+    loads = [load(3, [5], [0]), of_state(4, 2, 0, is_load=True)]
+    step(worker, OffloadMetadata(loads=loads, load_seq_ids=[77, 77]))
+    received, finished = [], []
+    while len(finished) < 2:
+        loaded, invalid, jobs = await_report(worker)
+        received += loaded
+        finished += jobs
+        assert invalid == []
+        assert bool(received) == (len(finished) == 2), "the request waits for both"
+    assert received == [77]
+    assert torch.equal(states.buffer[2], before)
+    assert bool((rows(cache)[5] == 7).all())
+    assert states.buffer[[0, 1, 3, 4, 5]].count_nonzero() == 0
+    worker.close()
+
+
+def test_a_state_that_cannot_be_loaded_is_reported_as_a_slot() -> None:
+    """The medium has no such slot."""
+    _, worker = make_with_states(make_states())
+    step(
+        worker,
+        OffloadMetadata(loads=[of_state(1, 2, 10**9, is_load=True)], load_seq_ids=[5]),
+    )
+    assert await_report(worker) == ([5], [], [1])
+    assert worker.get_state_slots_with_load_errors() == [2]
+    assert worker.get_state_slots_with_load_errors() == []
+    worker.close()
+
+
+def test_states_have_a_share_of_the_memory_and_files_of_their_own(tmp_path: Path) -> None:
+    states = make_states()
+    _, worker = make_with_states(states, cpu_bytes_to_use=1 << 20, state_share=0.25)
+    pools = [
+        len(handlers["GPU", "CPU"]._pool)  # type: ignore[attr-defined]
+        for handlers in (worker._handlers, worker._state_handlers)
+    ]
+    assert pools == [3 * 2**18 // (2 * 2 * 8 * 4 * BLOCK_SIZE), 2**18 // SHAPE.slot_bytes]
+    worker.close()
+    extra = {"disk_path": str(tmp_path / "kv"), "disk_bytes_to_use": 1 << 20}
+    config = KVTransferConfig(
+        kv_connector="OffloadingConnector",
+        kv_connector_extra_config={"spec_name": "DiskOffloadingSpec", **extra},
+    )
+    on_disk = OffloadingWorker(config, WorkerContext(0, 1, b"f" * 32, BLOCK_SIZE, CPU))
+    layout = replace(kv_layout([None]), states=SHAPE)
+    geometry = kv_cache_geometry(layout, 2, 8, torch.float32)
+    on_disk.register_kv_caches(KVCache(geometry, layout, NUM_BLOCKS, BLOCK_SIZE))
+    on_disk.register_states(states)
+    key = bytes(KEY_BYTES)
+    kv, state = (
+        TransferJob(1, "disk", False, [DeviceBlocks(0, [3])], keys=[[key]]),
+        TransferJob(2, "disk", False, [DeviceBlocks(1, [3])], keys=[[key]], is_of_states=True),
+    )
+    step(on_disk, OffloadMetadata(stores=[kv, state]))
+    step(on_disk)
+    done: list[int] = []
+    while len(done) < 2:
+        done += await_report(on_disk)[2]
+    on_disk.close()
+    found = {
+        path.relative_to(tmp_path / "kv").parts[0][-4:]: path.stat().st_size - HEADER_BYTES
+        for path in (tmp_path / "kv").rglob("*.0")
+    }
+    assert found == {"-1x1": 2 * 2 * 8 * 4 * BLOCK_SIZE, "-1x0": SHAPE.slot_bytes}

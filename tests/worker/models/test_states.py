@@ -9,6 +9,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,12 +17,14 @@ from engine_core.request import Request
 from proto.errors import ConfigError, ModelError
 from proto.messages.prepared_model import PreparedModel
 from proto.settings.config import GIB, CacheConfig, ModelConfig, ServeConfig
+from tests.fakes.beam_reference import beam_search
 from tests.fakes.dense_attention import DenseAttention
 from tests.fakes.devices import CPU
 from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.prepared_models import prepare_checkpoint, spec_of
 from tests.fakes.quantised_checkpoints import SCHEMES, quantise_folder
 from tests.fakes.real_engine import BLOCK, engine_for, runner_of
+from tests.fakes.real_engine import load as load_exact
 from tests.fakes.tiny_checkpoints import CONFIGS, architecture_of, save_tiny, tiny_model
 from tests.worker.loader.test_formats import packed
 from tests.worker.test_cuda_device import device_of
@@ -161,6 +164,46 @@ def test_choices_have_states_of_their_own(decoder: Decoder) -> None:
     assert sum(row.num_preemptions for row in rows) > 0
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_beams_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """Each row goes on from a copy of its parent's state; float32, log-probabilities of each."""
+    reference = save_tiny(name, tmp_path)
+
+    @torch.inference_mode()
+    def logprobs(token_ids: list[int]) -> Any:
+        logits = reference(torch.tensor([token_ids])).logits[0, -1]
+        return logits.float().log_softmax(-1).numpy()
+
+    exact = load_exact(prepare_checkpoint(tmp_path, tmp_path / "prepared"))
+    harness = engine_of(exact, max_num_batched_tokens=16)
+    rows = harness.add(PROMPTS[0], 9, n=3, beam_width=3, ignore_eos=True)
+    harness.run()
+    expected = beam_search(PROMPTS[0], logprobs, width=3, max_tokens=9, stop_ids=())
+    assert [harness.tokens_of(row) for row in rows] == expected
+    assert harness.scheduler.pop_stats().num_scheduled_tokens == len(PROMPTS[0]) + 3 * 8
+
+
+@pytest.mark.parametrize("name", ["bamba", "falconh1", "qwen35"])
+def test_int8_kv_goes_with_states_cold_and_warm(name: str, tmp_path: Path) -> None:
+    """Near the log-probabilities of float32 KV, and the same tokens from cached states."""
+    save_tiny(name, tmp_path)
+    exact = load_exact(prepare_checkpoint(tmp_path, tmp_path / "prepared"))
+    found = {}
+    for dtype in (torch.float32, torch.int8):
+        harness, num_blocks = engine_for(exact, 60, NUM_SLOTS, max_num_batched_tokens=16)
+        harness.runner = runner_of(exact, num_blocks, NUM_SLOTS, dtype)
+        (row,) = add(harness, PROMPTS[1])
+        harness.run()
+        (again,) = add(harness, PROMPTS[1])
+        harness.run()
+        assert again.num_cached_tokens > 0
+        assert harness.tokens_of(again) == harness.tokens_of(row)
+        found[dtype] = bits_of(harness, row)[0]
+    of_float, of_int8 = (np.frombuffer(bits, "<f4") for bits in found.values())
+    assert of_int8 == pytest.approx(of_float, abs=0.05)
+    assert found[torch.int8] != found[torch.float32]
+
+
 def plan(prepared: PreparedModel, device: Any = None, **cache: Any) -> MemoryPlan:
     config = ServeConfig(cache=CacheConfig(**cache))
     return plan_memory(config, prepared, device or CpuDevice(config.device))
@@ -188,9 +231,6 @@ def test_what_states_do_not_go_with_is_refused_by_name(
     with pytest.raises(ConfigError, match="runs on a CPU only so far") as on_gpu:
         plan(prepared, device_of(free=60 * GIB))
     assert on_gpu.value.param == "device"
-    with pytest.raises(ConfigError, match="KV connectors do not transfer") as connector:
-        plan(prepared, kv_transfer_config='{"kv_connector": "SharedStorageConnector"}')
-    assert connector.value.param == "kv_transfer_config"
     save_tiny("llama", tmp_path)
     other = prepare_checkpoint(tmp_path, tmp_path / "prepared")
     with pytest.raises(ConfigError, match="LlamaForCausalLM has no layers with a recurrent state"):

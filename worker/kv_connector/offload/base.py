@@ -13,6 +13,7 @@ import torch
 
 from proto.messages.kv_connector import TransferJob
 from proto.runtime.plugins import find_class, load_class
+from proto.settings.kv_media import STATES, media_folder
 from proto.settings.kv_transfer_config import (
     CPU_SPEC,
     DISK_SPEC,
@@ -20,7 +21,6 @@ from proto.settings.kv_transfer_config import (
     REMOTE_SPEC,
     OffloadSettings,
 )
-from worker.attention.kv_cache import KVCache
 from worker.kv_connector.offload.block_image import BlockBytes
 
 _HERE: Final = "worker.kv_connector.offload"
@@ -49,21 +49,38 @@ class BlockDevice(ABC):
         """Return what stores blocks in a new pool of host memory, and what loads them from it."""
 
 
+class BlockRows(Protocol):
+    """What a medium copies: a KVCache, or a StateCache, whose blocks are its slots."""
+
+    def block_rows(self) -> torch.Tensor:
+        """View it as uint8 [num_blocks, block_bytes]."""
+        ...
+
+
 @dataclass(frozen=True)
 class HandlerContext:
     """Facts about the worker that a medium needs.
 
     factor: device blocks of an offloaded block. device: where the cache is. fingerprint: digest of
     everything that changes KV values. notify: call it, from any thread, when a copy has finished.
+    holds_states, share: as in the engine's ManagerContext.
     """
 
-    cache: KVCache
+    cache: BlockRows
     device: BlockDevice
     factor: int
     rank: int
     num_ranks: int
     fingerprint: bytes
     notify: Callable[[], None]
+    holds_states: bool = False
+    share: float = 1.0
+
+    @property
+    def folder(self) -> str:
+        """Name of the folder of these blocks, see `kv_media.media_folder`."""
+        factor = STATES if self.holds_states else self.factor
+        return media_folder(self.fingerprint, self.num_ranks, factor)
 
 
 class TransferResult(NamedTuple):

@@ -22,7 +22,7 @@ def make_handlers(
     extra: Mapping[str, Any], context: HandlerContext
 ) -> Mapping[Direction, OffloadingHandler]:
     """Create the pool and both handlers; raises ConfigError if too little memory is free."""
-    num_bytes = cpu_settings(extra).cpu_bytes_to_use
+    num_bytes = int(cpu_settings(extra).cpu_bytes_to_use * context.share)
     free = available_memory()
     if num_bytes > free:
         raise config_key_error(

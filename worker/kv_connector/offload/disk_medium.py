@@ -21,7 +21,6 @@ from proto.settings.kv_media import (
     file_name,
     is_private,
     make_private,
-    media_folder,
     own_folder,
 )
 from proto.settings.kv_transfer_config import DiskSettings, disk_settings
@@ -133,8 +132,7 @@ class DiskMedium:
 def make_handlers(extra: Mapping[str, Any], context: HandlerContext) -> Handlers:
     """Create the handlers of both directions; raises ConfigError naming the wrong key."""
     settings: DiskSettings = disk_settings(extra)
-    name = media_folder(context.fingerprint, context.num_ranks, context.factor)
-    folder = own_folder(settings.disk_path) / name
+    folder = own_folder(settings.disk_path) / context.folder
     check_private(folder.parent)
     check_private(folder)
     return {

@@ -16,7 +16,7 @@ from proto.runtime.redis_client import (
     RemoteRefusalError,
     RemoteStoreError,
 )
-from proto.settings.kv_media import REMOTE, media_folder, remote_name
+from proto.settings.kv_media import REMOTE, remote_name
 from proto.settings.kv_transfer_config import (
     RemoteAddress,
     RemoteSettings,
@@ -136,12 +136,11 @@ class RemoteMedium:
 def make_handlers(extra: Mapping[str, Any], context: HandlerContext) -> Handlers:
     """Create the handlers of both directions; raises ConfigError naming the wrong key."""
     settings: RemoteSettings = remote_settings(extra)
-    folder = media_folder(context.fingerprint, context.num_ranks, context.factor)
     address = remote_address(settings)
 
     def medium() -> RemoteMedium:
         breaker = CircuitBreaker(settings.remote_retry_seconds)
-        return RemoteMedium(address, folder, settings.remote_timeout, breaker)
+        return RemoteMedium(address, context.folder, settings.remote_timeout, breaker)
 
     return {
         (REMOTE, DEVICE_MEDIUM): TransferQueue(medium(), context, settings.load_timeout),
