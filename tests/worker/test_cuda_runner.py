@@ -86,6 +86,7 @@ SIZES: dict[str, dict[str, int]] = {
     "glm4moelite": _LATENTS | {"num_attention_heads": 5, "num_key_value_heads": 5},
 }
 """Sizes of tiny models for which there are GPU kernels."""
+IN_REHEARSAL = pytest.mark.suite("rehearsal")
 _IN_QUICK = ("llama", "gptoss", "deepseek3")
 """One of each kind of attention and MLP; the others are in the rehearsal."""
 _IN_FLOAT16 = ("gptoss",)
@@ -269,10 +270,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 @pytest.fixture(
-    params=[
-        pytest.param(each, marks=() if each in _IN_QUICK else pytest.mark.suite("rehearsal"))
-        for each in SIZES
-    ]
+    params=[pytest.param(each, marks=() if each in _IN_QUICK else IN_REHEARSAL) for each in SIZES]
 )
 def model(request: pytest.FixtureRequest, models: Models) -> Model:
     return models[request.param]
@@ -367,15 +365,27 @@ def test_prompts_as_embeddings_give_the_tokens_of_their_ids(llama: Model, cuda: 
     assert found == reference_tokens(llama)
 
 
+@pytest.mark.parametrize("cascade_from", [0, pytest.param(2, marks=IN_REHEARSAL)])
 def test_transformers_code_gives_the_tokens_of_the_reference(
-    cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cascade_from: int, cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without graphs, with windows and sinks; no operation of a step waits for the device."""
     monkeypatch.setattr(torch.nn.Module, "to", move_module)
     model = TransformersModel("granite_swa", tmp_path, attention_multiplier=0.25)
-    worker = OnFakeCuda(model, cuda, len(CHUNKS))
-    engine: Any = Engine(SyncRunner(worker.runner), worker.cache)
-    assert engine.generate(model.prompts()) == reference_tokens(model)
+    worker = OnFakeCuda(model, cuda, len(CHUNKS), cascade_attention_from=cascade_from)
+    if cascade_from:
+        windows = worker.cache.layout.windows
+        host = Harness(
+            SyncModelRunner(host_runner(model, len(CHUNKS))), 200, len(CHUNKS), windows=windows
+        )
+        found = Harness(worker.runner, 200, len(CHUNKS), windows=windows, async_scheduling=True)
+        params = REQUEST_PARAMS[:5]
+        tokens = serve(found, params, num_shared=SHARED)
+        assert_mostly_equal(tokens, serve(host, params, num_shared=SHARED))
+        assert num_cascades(worker) > 20
+    else:
+        engine: Any = Engine(SyncRunner(worker.runner), worker.cache)
+        assert engine.generate(model.prompts()) == reference_tokens(model)
     assert cuda.device.num_replays == 0
 
 
@@ -550,14 +560,21 @@ EDITS: list[dict[str, Any]] = [
 
 
 def serve(
-    harness: EngineHarness, requests_params: list[dict[str, Any]] = REQUEST_PARAMS
+    harness: EngineHarness,
+    requests_params: list[dict[str, Any]] = REQUEST_PARAMS,
+    *,
+    num_shared: int = 0,
 ) -> list[list[int]]:
-    """Serve requests that arrive while others run, with mixed lengths and parameters."""
+    """Serve requests that arrive while others run, with mixed lengths and parameters.
+
+    num_shared: tokens with which all prompts begin.
+    """
     generator = torch.Generator().manual_seed(3)
+    shared = list(range(num_shared))
     requests = []
     for index, params in enumerate(requests_params):
         count = 3 + 5 * index % 17
-        prompt = torch.randint(0, 96, (count,), generator=generator).tolist()
+        prompt = shared + torch.randint(0, 96, (count,), generator=generator).tolist()
         requests.append(
             harness.add_one(prompt, 12 + index, seed=index, eos_token_ids=(7,), **params)
         )
@@ -580,10 +597,18 @@ def test_tokens_kept_on_the_device_equal_those_of_the_host(
     assert found == serve(Harness(SyncModelRunner(host_runner(llama, NUM_ROWS)), num_blocks))
 
 
+@pytest.mark.parametrize(
+    "kv_dtype",
+    [DTYPE, pytest.param(torch.float8_e4m3fn, marks=IN_REHEARSAL)],
+    ids=str,
+)
 def test_a_batch_invariant_step_has_decodes_alone(
-    cuda: FakeCuda, llama: Model, monkeypatch: pytest.MonkeyPatch
+    kv_dtype: torch.dtype, cuda: FakeCuda, llama: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts too; no sequence is split, and no step is a graph, whose sequences always are."""
+    """Prompts too; no sequence is split, and no step is a graph, whose sequences always are.
+
+    Tokens are those of the reference, with pages of 8 bits those that each request has alone.
+    """
     plans: list[bool] = []
     plan = PagedWrapper._plan
 
@@ -595,12 +620,84 @@ def test_a_batch_invariant_step_has_decodes_alone(
 
     monkeypatch.setattr(PagedWrapper, "_plan", note_plan)
     products = FixedRowsFormat(llama.dtype)
-    worker = OnFakeCuda(llama, cuda, NUM_ROWS, weight_format=products, batch_invariant=True)
-    found = serve(Harness(worker.runner, 24, async_scheduling=True))
+    settings: dict[str, Any] = {"weight_format": products, "batch_invariant": True}
+    worker = OnFakeCuda(llama, cuda, NUM_ROWS, kv_dtype, **settings)
+    params = REQUEST_PARAMS if kv_dtype == DTYPE else REQUEST_PARAMS[:5]
+    found = serve(Harness(worker.runner, 24, async_scheduling=True), params)
     assert plans
     assert all(plans)
     assert cuda.device.num_replays == 0
-    assert found == serve(Harness(SyncModelRunner(host_runner(llama, NUM_ROWS)), 24))
+    if kv_dtype == DTYPE:
+        expected = Harness(SyncModelRunner(host_runner(llama, NUM_ROWS)), 24)
+    else:
+        expected = Harness(OnFakeCuda(llama, cuda, 1, kv_dtype, **settings).runner, 81, 1)
+    assert found == serve(expected, params)
+
+
+SHARED = 5 * BLOCK
+"""Tokens of a prefix that cascade attention reads once."""
+
+
+def assert_mostly_equal(found: list[list[int]], expected: list[list[int]]) -> None:
+    """Merging attention over a prefix with the rest rounds once more, and bfloat16 has ties."""
+    pairs = [
+        pair
+        for one, other in zip(found, expected, strict=True)
+        for pair in zip(one, other, strict=False)
+    ]
+    same = sum(one == other for one, other in pairs)
+    assert same > 0.8 * len(pairs)
+
+
+def num_cascades(worker: OnFakeCuda) -> int:
+    """Return how many steps read a shared prefix once."""
+    return sum(each.num_plans for each in worker.library.wrappers if each.for_all_queries)
+
+
+@pytest.mark.suite("rehearsal")
+@pytest.mark.parametrize("acceptance", [None, 0.7])
+def test_whole_steps_read_a_shared_prefix_once(
+    acceptance: float | None, cuda: FakeCuda, llama: Model
+) -> None:
+    """With drafts, too, which are several rows of a sequence."""
+    num_rows = 10
+    expected = Harness(SyncModelRunner(host_runner(llama, num_rows)), 200, num_rows)
+    tokens = serve(expected, num_shared=SHARED)
+
+    def answer(request: Request, num_tokens: int) -> list[int]:
+        recorded = expected.tokens[request.request_id, request.choice]
+        first = request.num_output_tokens
+        return recorded[first : first + num_tokens] or [5]
+
+    drafting = (
+        None if acceptance is None else SyntheticDrafts(acceptance, answer, vocab_size=VOCAB_SIZE)
+    )
+    worker = OnFakeCuda(llama, cuda, num_rows, cascade_attention_from=2)
+    found = Harness(worker.runner, 200, num_rows, async_scheduling=True, drafting=drafting)
+    assert_mostly_equal(serve(found, num_shared=SHARED), tokens)
+    assert num_cascades(worker) > 20
+    assert drafting is None or drafting.num_accepted > 5
+
+
+@pytest.mark.suite("rehearsal")
+def test_beams_are_those_of_the_reference(cuda: FakeCuda, llama: Model) -> None:
+    """With overlapped steps, graphs and preemptions, beside other requests."""
+    worker = OnFakeCuda(llama, cuda, 2 * NUM_ROWS)
+    ahead = Harness(worker.runner, 40, 2 * NUM_ROWS, async_scheduling=True)
+    host = Harness(SyncModelRunner(host_runner(llama, 2 * NUM_ROWS)), 40, 2 * NUM_ROWS)
+    answers = []
+    for harness in (ahead, host):
+        rows = [
+            row
+            for width in (2, 3)
+            for row in harness.add(
+                list(range(width, 23)), 16, n=width, beam_width=width, eos_token_ids=(7,)
+            )
+        ]
+        answers.append([*serve(harness), *(harness.tokens_of(row) for row in rows)])
+    assert answers[0] == answers[1]
+    assert ahead.worker.num_preempted > 0
+    assert cuda.device.num_replays > 0
 
 
 def test_experts_of_tokens_need_no_wait_for_the_device(

@@ -356,6 +356,23 @@ def test_a_pool_that_is_too_small_for_the_longest_request_is_refused(tmp_path: P
     assert message.endswith("it fits with --num-gpu-blocks-override 8 or --max-model-len 32")
 
 
+def test_a_second_generation_on_a_gpu_needs_a_pool_of_a_fixed_size(tmp_path: Path) -> None:
+    """A share of the GPU is taken already by the generation that serves."""
+    prepared, share = huge_model(tmp_path), ("--gpu-memory-utilization", "0.45")
+    alone = device_of(free=80 * GIB)
+    taken = plan_memory(config_of(*share), prepared, alone)
+    assert taken.fits
+    beside = device_of(free=80 * GIB - taken.weights.total() - taken.pool_bytes)
+    config = config_of(*share)
+    plan = plan_memory(config, prepared, beside)
+    refused = str(refusal(plan, config, prepared, beside))
+    assert refused.startswith("huge does not fit into the memory of the GPU")
+    fixed = config_of("--kv-cache-memory", "8G")
+    plan = plan_memory(fixed, prepared, beside)
+    assert plan.fits
+    assert 0 <= 8 * GIB - plan.pool_bytes < plan.block_bytes
+
+
 @pytest.mark.parametrize(("utilization", "fits"), [("0.9", True), ("0.05", False)])
 def test_the_plan_of_a_gpu_follows_its_utilization(
     utilization: str, fits: bool, tmp_path: Path

@@ -229,7 +229,11 @@ def sharing_two_pages(step: Step) -> AttentionInputs:
     return replace(step.inputs, block_table=table)
 
 
-@pytest.mark.parametrize("fields", [{}, {"soft_cap": 2.0}, {"sinks": True}], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"soft_cap": 2.0}, {"sinks": True}, {"kv_dtype": torch.float8_e4m3fn}],
+    ids=str,
+)
 @pytest.mark.parametrize("name", SHARING)
 def test_cascade_attention_reads_a_shared_prefix_once(name: str, fields: dict[str, object]) -> None:
     case = case_of(SHARING[name], **fields)
@@ -242,7 +246,8 @@ def test_cascade_attention_reads_a_shared_prefix_once(name: str, fields: dict[st
         backend.plan([inputs])
         parts = (each.query, each.key, each.value, each.rotation, each.sinks)
         results.append(backend.run(LAYER, *parts))
-    assert (results[0] - results[1]).double().norm() < 5e-3 * results[1].double().norm()
+    most = 7e-3 if case.kv_dtype == torch.float8_e4m3fn else 5e-3
+    assert (results[0] - results[1]).double().norm() < most * results[1].double().norm()
     assert len([each for each in fakes.library.wrappers if each.for_all_queries]) == 1
 
 

@@ -25,13 +25,16 @@ from tests.worker.test_cuda_runner import (
     EDITS,
     NUM_ROWS,
     REQUEST_PARAMS,
+    SHARED,
     VOCAB_SIZE,
     ConstrainedThirds,
     Harness,
     Model,
     OnFakeCuda,
+    assert_mostly_equal,
     compute_by_torch,
     host_runner,
+    num_cascades,
     serve,
 )
 from tests.worker.test_model_runner import BLOCK, NUM_BLOCKS
@@ -221,6 +224,33 @@ def test_the_model_itself_drafts_what_it_will_answer(
     assert harness.worker.num_preempted > 0 or not is_full
     assert counts.total() > (3 if is_full else 9)
     assert len(counts) > 2
+
+
+def test_a_draft_model_reads_a_shared_prefix_once(cuda: FakeCuda, models: dict[str, Model]) -> None:
+    model, num_rows = models["llama"], 2 * NUM_ROWS
+    host = new_harness(SyncModelRunner(host_runner(model, num_rows)), model, NUM_BLOCKS, num_rows)
+    expected = serve(host, PARAMS, num_shared=SHARED)
+    answers = {key[0]: found for key, found in host.tokens.items()}
+
+    def answer(request: Request, num_tokens: int) -> list[int]:
+        first = request.num_output_tokens
+        return answers[request.request_id][first : first + num_tokens] or [5]
+
+    worker = OnFakeCuda(
+        model, cuda, num_rows, make_drafter=with_draft_model(model), cascade_attention_from=2
+    )
+    log = ProposalLog(0.3, answer)
+    harness = new_harness(
+        worker.runner, model, NUM_BLOCKS, num_rows, async_scheduling=True, drafting=log
+    )
+    assert_mostly_equal(serve(harness, PARAMS, num_shared=SHARED), expected)
+    assert num_cascades(worker) > 20
+    right = [
+        token == wanted
+        for request, first, proposed in log.found
+        for token, wanted in zip(proposed, answers[request.request_id][first:], strict=False)
+    ]
+    assert sum(right) > 9
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
