@@ -1,17 +1,21 @@
 """Gemma 2: windows in every other layer, norms before and after each part, both soft caps."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from worker.models.config_reader import ConfigReader
-from worker.models.families.base import WINDOW, Family, Gguf, GgufMetadata, add_query_scale
+from worker.models.families.base import (
+    WINDOW,
+    Family,
+    Gguf,
+    GgufMetadata,
+    ModelSpec,
+    add_query_scale,
+)
 from worker.models.layout import FULL, SANDWICH_NORMS, WINDOWED, layer_kinds, layer_windows
 
-if TYPE_CHECKING:
-    from worker.models.spec import ModelSpec
 
-
-def spec(config: ConfigReader) -> "ModelSpec":
+def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; a soft cap that is null is none."""
     from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
 

@@ -3,7 +3,7 @@ bases. EmbeddingGemma attends in both directions.
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from worker.models.config_reader import ConfigReader
 from worker.models.families.base import (
@@ -12,14 +12,12 @@ from worker.models.families.base import (
     Family,
     Gguf,
     GgufMetadata,
+    ModelSpec,
     add_query_scale,
     set_window_theta,
 )
 from worker.models.layout import FULL, SANDWICH_NORMS, WINDOWED, layer_kinds, layer_windows
 from worker.models.rope import KindOfRope, ropes_by_kind
-
-if TYPE_CHECKING:
-    from worker.models.spec import ModelSpec
 
 _PATTERN: Final = 6
 """Every sixth layer has full attention, in GGUF files and where config.json does not say."""
@@ -32,7 +30,7 @@ _GGUF_WINDOW: Final = 4096
 """Of GGUF files that do not say it."""
 
 
-def spec(config: ConfigReader) -> "ModelSpec":
+def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; without `layer_types` every `sliding_window_pattern`th layer has full
     attention.
     """

@@ -1,14 +1,11 @@
 """GLM-4-0414: half of each head rotates, in interleaved pairs; norms before and after each part."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from worker.models.config_reader import ConfigReader
-from worker.models.families.base import Family, Gguf, add_partially_rotated_heads
+from worker.models.families.base import Family, Gguf, ModelSpec, add_partially_rotated_heads
 from worker.models.layout import LayerNorms
-
-if TYPE_CHECKING:
-    from worker.models.spec import ModelSpec
 
 _NORMS: Final = LayerNorms(
     attention=("input_layernorm", "attn_norm"),
@@ -18,7 +15,7 @@ _NORMS: Final = LayerNorms(
 )
 
 
-def spec(config: ConfigReader) -> "ModelSpec":
+def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; `attention_bias` is for queries, keys and values."""
     from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
 

@@ -1,17 +1,13 @@
 """OLMo 2: a norm after each part instead of before it, and one over all query and all key heads."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from worker.models.config_reader import ConfigReader
-from worker.models.families.base import Family, Gguf
+from worker.models.families.base import Family, Gguf, ModelSpec
 from worker.models.layout import POST_NORMS
 
-if TYPE_CHECKING:
-    from worker.models.spec import ModelSpec
 
-
-def spec(config: ConfigReader) -> "ModelSpec":
+def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; `attention_bias` gives all four projections of the attention a bias."""
     from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
 

@@ -1,20 +1,17 @@
 """SmolLM3: every fourth layer does not rotate queries and keys."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from worker.models.config_reader import ConfigReader
-from worker.models.families.base import Family, Gguf
+from worker.models.families.base import Family, Gguf, ModelSpec
 from worker.models.layout import FULL, WINDOWED, layer_kinds, layer_windows, num_layers_of
 from worker.models.rope import NoRope, rope_from_config
-
-if TYPE_CHECKING:
-    from worker.models.spec import ModelSpec
 
 _THETA: Final = 2_000_000.0
 
 
-def spec(config: ConfigReader) -> "ModelSpec":
+def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; `no_rope_layers` has a 1 for each layer that rotates."""
     from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
 
