@@ -16,12 +16,7 @@ from engine_core.busy_loop import OVERLAPPED
 from proto.messages.model_runner_output import ModelRunnerOutput
 from proto.messages.scheduler_output import SchedulerOutput
 from proto.settings.config import DeviceConfig
-from tests.fakes.devices import GPU, REFERENCE
-from tests.fakes.fake_cuda import FakeCuda
-from tests.fakes.fake_flashinfer import FakeFlashInfer
-from tests.fakes.fake_nccl import FakeRanks
-from tests.fakes.ranks import Ranks
-from tests.worker.test_cuda_runner import (
+from tests.fakes.cuda_runner import (
     DTYPE,
     EDITS,
     NUM_ROWS,
@@ -35,7 +30,12 @@ from tests.worker.test_cuda_runner import (
     gpu_of,
     serve,
 )
-from tests.worker.test_model_runner import BLOCK, NUM_BLOCKS
+from tests.fakes.devices import GPU, REFERENCE
+from tests.fakes.fake_cuda import FakeCuda
+from tests.fakes.fake_flashinfer import FakeFlashInfer
+from tests.fakes.fake_nccl import FakeRanks
+from tests.fakes.ranks import Ranks
+from tests.fakes.stepped_engine import BLOCK, NUM_BLOCKS
 from worker.attention.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.cuda.async_runner import AsyncModelRunner
 from worker.cuda.runner_builder import build_runner

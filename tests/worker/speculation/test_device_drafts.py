@@ -15,13 +15,7 @@ import torch
 
 from engine_core.request import Request
 from proto.messages.prepared_model import PreparedModel
-from tests.fakes.devices import GPU, REFERENCE
-from tests.fakes.drafts import SyntheticDrafts
-from tests.fakes.fake_cuda import CUDA, FakeCuda
-from tests.fakes.tiny_heads import head_config, head_tensors, prepare_head, save_head
-from tests.worker.reference.torch_kernels import draw_by_torch
-from tests.worker.sampling.settings import row_params
-from tests.worker.test_cuda_runner import (
+from tests.fakes.cuda_runner import (
     EDITS,
     NUM_ROWS,
     REQUEST_PARAMS,
@@ -37,7 +31,13 @@ from tests.worker.test_cuda_runner import (
     num_cascades,
     serve,
 )
-from tests.worker.test_model_runner import BLOCK, NUM_BLOCKS
+from tests.fakes.devices import GPU, REFERENCE
+from tests.fakes.drafts import SyntheticDrafts
+from tests.fakes.fake_cuda import CUDA, FakeCuda
+from tests.fakes.stepped_engine import BLOCK, NUM_BLOCKS
+from tests.fakes.tiny_heads import head_config, head_tensors, prepare_head, save_head
+from tests.worker.reference.torch_kernels import draw_by_torch
+from tests.worker.sampling.settings import row_params
 from worker.attention.kv_cache import KVCache
 from worker.cuda.sampling.draft_draw import DeviceDraftDraw
 from worker.loader.formats import DenseFormat

@@ -18,13 +18,7 @@ from engine_core.request import Request
 from proto.messages.prepared_model import PreparedModel
 from proto.settings.config import ModelConfig, ServeConfig
 from tests.fakes.devices import CPU, create_backend, create_sampler
-from tests.fakes.drafts import SyntheticDrafts
-from tests.fakes.engine_harness import EngineHarness
-from tests.fakes.lookahead_runner import LOOKAHEAD, LookaheadRunner
-from tests.fakes.prepared_models import prepare_checkpoint, spec_of
-from tests.fakes.ranks import LockstepRunners, Ranks
-from tests.fakes.tiny_checkpoints import CONFIGS, save_tiny, tiny_model
-from tests.worker.test_speculation import (
+from tests.fakes.drafted_engine import (
     BLOCK,
     NUM_ROWS,
     PARAMS,
@@ -34,6 +28,12 @@ from tests.worker.test_speculation import (
     answers_of,
     serve,
 )
+from tests.fakes.drafts import SyntheticDrafts
+from tests.fakes.engine_harness import EngineHarness
+from tests.fakes.lookahead_runner import LOOKAHEAD, LookaheadRunner
+from tests.fakes.prepared_models import prepare_checkpoint, spec_of
+from tests.fakes.ranks import LockstepRunners, Ranks
+from tests.fakes.tiny_checkpoints import CONFIGS, save_tiny, tiny_model
 from worker.attention.kv_cache import KVCache
 from worker.host.device import PREFILL_TOKENS
 from worker.loaded_model import load as load_worker
