@@ -18,9 +18,9 @@ import torch
 
 from tests.chaos.streams import Stream, assert_same, requests, run_undisturbed
 from tests.e2e.daemon import TOKEND, Daemon, eventually
+from tests.e2e.own_models import PROMPT, greedy, save_qwen3
 from tests.e2e.reference import Reference
 from tests.e2e.session_client import FIELDS, TEXTS, merged, opened, send, turn
-from tests.e2e.test_own_models import PROMPT, greedy, save_qwen3
 
 pytestmark = pytest.mark.suite("settings")
 

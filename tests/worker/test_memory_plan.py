@@ -12,10 +12,10 @@ from proto.messages.prepared_model import PreparedModel, TensorEntry, TensorInde
 from proto.settings.config import GIB, ServeConfig, memory_size
 from tests.e2e.reference import packaged_model
 from tests.fakes import tiny_checkpoints
+from tests.fakes.gguf_models import prepared_gguf
 from tests.fakes.prepared_models import prepare, prepare_checkpoint
 from tests.fakes.simulated_gpu import device_of
 from tests.fakes.tiny_checkpoints import CONFIGS, save_tiny
-from tests.worker.loader.test_formats import prepared_gguf
 from tests.worker.test_device import machine
 from worker import loaded_model
 from worker.cpu.device import CpuDevice
