@@ -30,11 +30,8 @@ def spec(config: ConfigReader) -> ModelSpec:
         config, (FULL, WINDOWED), lambda layer: WINDOWED if (layer + 1) % pattern else FULL
     )
     windows = {FULL: None, WINDOWED: config.integer("sliding_window", 4096)}
-    bias = config.flag("attention_bias", False)
     attention = replace(
-        llama_attention(config),
-        qkv_bias=bias,
-        output_bias=bias,
+        llama_attention(config, bias=config.flag("attention_bias", False)),
         interleaved_in=("safetensors", "gguf"),
     )
     layers = attention_layers(

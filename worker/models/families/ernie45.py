@@ -20,9 +20,7 @@ def spec(config: ConfigReader) -> ModelSpec:
     bias = config.flag("use_bias", False)
     rope = rope_from_config(config, config.integer("max_position_embeddings"), _THETA)
     attention = replace(
-        llama_attention(config, head_dim=config.integer("head_dim", 128), rope=rope),
-        qkv_bias=bias,
-        output_bias=bias,
+        llama_attention(config, head_dim=config.integer("head_dim", 128), rope=rope, bias=bias),
         interleaved_in=("safetensors", "gguf"),
     )
     mlp = MlpSpec(

@@ -25,13 +25,14 @@ def spec(config: ConfigReader) -> ModelSpec:
     config.get("sliding_window_size")  # beside `sliding_window` in the first files
     kinds = layer_kinds(config, (FULL, WINDOWED), lambda layer: FULL if layer % 2 else WINDOWED)
     windows = {FULL: None, WINDOWED: config.integer("sliding_window", 4096)}
-    bias = config.flag("attention_bias", False)
     attention = replace(
-        llama_attention(config, head_dim=config.integer("head_dim", 256)),
+        llama_attention(
+            config,
+            head_dim=config.integer("head_dim", 256),
+            bias=config.flag("attention_bias", False),
+        ),
         scale=config.integer("query_pre_attn_scalar", 256) ** -0.5,
         soft_cap=config.soft_cap("attn_logit_softcapping", 50.0),
-        qkv_bias=bias,
-        output_bias=bias,
     )
     layers = attention_layers(config, attention, layer_windows(config, kinds, windows))
     return replace(

@@ -50,12 +50,14 @@ def spec(config: ConfigReader) -> ModelSpec:
         window = window // 2 + 1  # the configuration counts both sides
     windows = layer_windows(config, kinds, {FULL: None, WINDOWED: window})
     ropes = ropes_by_kind(config, _ROPES, config.integer("max_position_embeddings"))
-    bias = config.flag("attention_bias", False)
     attention = replace(
-        llama_attention(config, head_dim=config.integer("head_dim", 256), rope=ropes[FULL]),
+        llama_attention(
+            config,
+            head_dim=config.integer("head_dim", 256),
+            rope=ropes[FULL],
+            bias=config.flag("attention_bias", False),
+        ),
         scale=config.integer("query_pre_attn_scalar", 256) ** -0.5,
-        qkv_bias=bias,
-        output_bias=bias,
         qk_norm=True,
         bidirectional=bidirectional,
     )

@@ -51,9 +51,8 @@ def spec(config: ConfigReader) -> ModelSpec:
     if config.get("rope_scaling") is None and config.get("rope_parameters") is None:
         raise config.refusal("rope_scaling", None, "an object is needed")
     rope = rope_from_config(config, config.integer("max_position_embeddings"), _THETA)
-    bias = config.flag("attention_bias", True)
     attention = replace(
-        llama_attention(config, rope=rope), qkv_bias=bias, output_bias=bias, sinks=True
+        llama_attention(config, rope=rope, bias=config.flag("attention_bias", True)), sinks=True
     )
     layers = attention_layers(config, attention, layer_windows(config, kinds, windows))
     mlps = dense_and_sparse(config, mixture, lambda layer: True)

@@ -10,9 +10,8 @@ def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; `attention_bias` gives all four projections of the attention a bias."""
     from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
 
-    bias = config.flag("attention_bias", False)
     attention = replace(
-        llama_attention(config), qkv_bias=bias, output_bias=bias, interleaved_in=("gguf",)
+        llama_attention(config, bias=config.flag("attention_bias", False)), interleaved_in=("gguf",)
     )
     return decoder(config, attention_layers(config, attention), gated_mlps(config))
 

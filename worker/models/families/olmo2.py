@@ -11,9 +11,8 @@ def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; `attention_bias` gives all four projections of the attention a bias."""
     from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
 
-    bias = config.flag("attention_bias", False)
     attention = replace(
-        llama_attention(config), qkv_bias=bias, output_bias=bias, joint_qk_norm=True
+        llama_attention(config, bias=config.flag("attention_bias", False)), joint_qk_norm=True
     )
     layers = attention_layers(config, attention)
     return replace(decoder(config, layers, gated_mlps(config)), norms=POST_NORMS)

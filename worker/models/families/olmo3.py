@@ -33,11 +33,8 @@ def spec(config: ConfigReader) -> ModelSpec:
     )
     windows = {FULL: None, WINDOWED: config.integer("sliding_window", 4096)}
     ropes = ropes_by_kind(config, _ROPES, config.integer("max_position_embeddings"))
-    bias = config.flag("attention_bias", False)
     attention = replace(
-        llama_attention(config, rope=ropes[FULL]),
-        qkv_bias=bias,
-        output_bias=bias,
+        llama_attention(config, rope=ropes[FULL], bias=config.flag("attention_bias", False)),
         joint_qk_norm=True,
     )
     layers = attention_layers(

@@ -24,9 +24,8 @@ def spec(config: ConfigReader) -> ModelSpec:
         intermediate_size=config.integer("intermediate_size"),
         router=replace(router_from_config(config), normalised=normalised),
     )
-    bias = config.flag("attention_bias", False)
     attention = replace(
-        llama_attention(config), qkv_bias=bias, output_bias=bias, joint_qk_norm=True
+        llama_attention(config, bias=config.flag("attention_bias", False)), joint_qk_norm=True
     )
     return decoder(
         config,

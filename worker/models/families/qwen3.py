@@ -11,11 +11,12 @@ def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; `sliding_window` counts only if `use_sliding_window` is set."""
     from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
 
-    bias = config.flag("attention_bias", False)
     attention = replace(
-        llama_attention(config, head_dim=config.integer("head_dim", 128)),
-        qkv_bias=bias,
-        output_bias=bias,
+        llama_attention(
+            config,
+            head_dim=config.integer("head_dim", 128),
+            bias=config.flag("attention_bias", False),
+        ),
         qk_norm=True,
     )
     layers = attention_layers(config, attention, windows_of_upper_layers(config))

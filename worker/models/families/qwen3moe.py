@@ -26,11 +26,12 @@ def spec(config: ConfigReader) -> ModelSpec:
         intermediate_size=config.integer("moe_intermediate_size"),
         router=replace(router_from_config(config), normalised=normalised),
     )
-    bias = config.flag("attention_bias", False)
     config.get("max_window_layers")  # a window is for all layers of this family
     has_window = config.flag("use_sliding_window", False)
     windows = windows_of_all_layers(config, window_from_config(config) if has_window else None)
-    attention = replace(llama_attention(config), qkv_bias=bias, output_bias=bias, qk_norm=True)
+    attention = replace(
+        llama_attention(config, bias=config.flag("attention_bias", False)), qk_norm=True
+    )
     return decoder(
         config,
         attention_layers(config, attention, windows),

@@ -32,11 +32,8 @@ def spec(config: ConfigReader) -> ModelSpec:
         lambda layer: FULL if rotates[layer] or window is None else WINDOWED,
     )
     rope = rope_from_config(config, config.integer("max_position_embeddings"), _THETA)
-    bias = config.flag("attention_bias", False)
     attention = replace(
-        llama_attention(config, rope=rope),
-        qkv_bias=bias,
-        output_bias=bias,
+        llama_attention(config, rope=rope, bias=config.flag("attention_bias", False)),
         interleaved_in=("gguf",),
     )
     layers = attention_layers(

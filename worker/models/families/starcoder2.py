@@ -16,7 +16,7 @@ def spec(config: ConfigReader) -> ModelSpec:
     config.must_be("norm_type", "layer_norm")
     config.get("activation_function")  # an older name, which transformers does not read
     bias = config.flag("use_bias", True)
-    attention = replace(llama_attention(config), qkv_bias=bias, output_bias=bias)
+    attention = llama_attention(config, bias=bias)
     windows = windows_of_all_layers(config, window_from_config(config))
     mlp = MlpSpec(
         hidden_size=config.integer("hidden_size"),
