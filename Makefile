@@ -19,7 +19,7 @@ serve: $(VENV)/installed $(GPU)
 
 define HELP
 make serve [ARGS="MODEL --port 8001"]  install into $(VENV), and run tokend serve with these arguments
-make test [ARGS="quick chaos"]         lint, types and tests; ARGS: suites of tests/run.py
+make test [ARGS="quick chaos"]         lint, types and tests; ARGS: suites of tests/suites.py
 make test-all                          every suite, and kernels for other CPUs
 make lint, make audit                  lint and types; advisories on the pinned packages
 make wheel                             dist/tokend-....whl, which needs no compiler
@@ -31,7 +31,7 @@ export HELP
 help:
 	@echo "$$HELP"
 
-# Suites, limits and settings are in tests/run.py; ARGS="quick chaos" runs suites by name
+# Suites, limits and settings are in tests/suites.py; ARGS="quick chaos" runs suites by name
 test: lint
 	@$(BIN)/python -m engine_core.build_compiled >/dev/null
 	@$(BIN)/python -m tests.run $(or $(ARGS),test)

@@ -7,7 +7,6 @@ Which path needs a key, and at which listener it is, stands in `access.py`. The 
 check themselves that the client is one.
 """
 
-import asyncio
 import hmac
 import re
 import socket
@@ -302,9 +301,6 @@ def _bearer(value: bytes) -> bytes | None:
     return token.strip() if scheme.lower() == b"bearer" else None
 
 
-DISCONNECT_GRACE_SECONDS: Final = 0.002
-"""Wait before the disconnect check of a new request while other requests run."""
-
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
@@ -335,8 +331,6 @@ class FastPath:
             await self._app(scope, receive, send)
             return
         app_state: AppState = scope[APP_STATE]
-        if app_state.client.num_open:
-            await asyncio.sleep(DISCONNECT_GRACE_SECONDS)
         if client_disconnected(scope):
             app_state.metrics.count_cut_short("disconnect")
             await wait_disconnect(receive)

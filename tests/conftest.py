@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from tests.run import ROOT, SUITES
+from tests.run import ROOT
+from tests.suites import SUITES
 
 HAS_GPU = Path("/dev/nvidiactl").exists()
 if not HAS_GPU:
@@ -44,7 +45,7 @@ def suite_of(item: pytest.Item) -> str:
         return "engine" if in_engine and not item.get_closest_marker("interpreted") else "quick"
     (name,) = marker.args
     if name not in {suite.name for suite in SUITES}:
-        raise pytest.UsageError(f"{item.nodeid}: tests/run.py has no suite {name!r}")
+        raise pytest.UsageError(f"{item.nodeid}: tests/suites.py has no suite {name!r}")
     return str(name)
 
 

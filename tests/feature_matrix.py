@@ -273,7 +273,11 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
     ),
     ("drafts draft_model", "priority agents sessions", Works(LIVES)),
     ("drafts", "transformers", Works(DRAFTS_ON_TRANSFORMERS)),
-    ("drafts", "cascade", Unproven()),
+    (
+        "drafts",
+        "cascade",
+        Works("worker/test_cuda_runner.py::test_whole_steps_read_a_shared_prefix_once"),
+    ),
     (
         "draft_model",
         "ranks",
@@ -314,6 +318,8 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
             "which has no heads",
             DRAFT_SETTINGS,
             part="a head",
+            rest="worker/speculation/test_draft_model.py"
+            "::test_answers_are_those_without_a_draft_model",
         ),
     ),
     (
@@ -330,7 +336,26 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
             "engine_core/scheduler/test_lookahead.py::test_answers_are_those_without_a_draft_model"
         ),
     ),
-    ("draft_model", "cascade prompt_embeds experts", Unproven()),
+    (
+        "draft_model",
+        "cascade",
+        Works(
+            "worker/speculation/test_device_drafts.py"
+            "::test_a_draft_model_reads_a_shared_prefix_once"
+        ),
+    ),
+    (
+        "draft_model",
+        "prompt_embeds",
+        Works("worker/speculation/test_draft_model.py::test_a_prompt_of_embeddings_has_drafts"),
+    ),
+    (
+        "draft_model",
+        "experts",
+        Works(
+            "worker/speculation/test_draft_model.py::test_answers_are_those_without_a_draft_model"
+        ),
+    ),
     # ---- Adapters ----
     (
         "adapters",
@@ -475,6 +500,8 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
             "works",
             NOT_INVARIANT,
             part="on GPUs",
+            rest="worker/parallel/test_engine.py"
+            "::test_bits_of_two_ranks_do_not_depend_on_the_batch",
         ),
     ),
     (
@@ -490,7 +517,12 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
         "pooling encoders",
         Works("worker/test_encoders.py::test_two_ranks_compute_the_embeddings_of_one"),
     ),
-    ("ranks", "kv_8_bits cascade", Unproven()),
+    ("ranks", "kv_8_bits", Works(TWO_RANKS)),
+    (
+        "ranks",
+        "cascade",
+        Works("worker/parallel/test_cuda_ranks.py::test_two_ranks_read_a_shared_prefix_once"),
+    ),
     # ---- KV of connectors, and its events ----
     (
         "host_kv",
@@ -734,6 +766,7 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
             "--kv-cache-dtype auto works",
             NOT_INVARIANT,
             part="int8",
+            rest="worker/test_cuda_runner.py::test_a_batch_invariant_step_has_decodes_alone",
         ),
     ),
     (
@@ -756,7 +789,13 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
         "states",
         Works("worker/models/test_states.py::test_int8_kv_goes_with_states_cold_and_warm"),
     ),
-    ("kv_8_bits", "cascade", Unproven()),
+    (
+        "kv_8_bits",
+        "cascade",
+        Works(
+            "worker/attention/test_flashinfer.py::test_cascade_attention_reads_a_shared_prefix_once"
+        ),
+    ),
     (
         "states",
         "transformers",
@@ -892,7 +931,13 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
             ON_TRANSFORMERS,
         ),
     ),
-    ("transformers", "cascade", Unproven()),
+    (
+        "transformers",
+        "cascade",
+        Works(
+            "worker/test_cuda_runner.py::test_transformers_code_gives_the_tokens_of_the_reference"
+        ),
+    ),
     ("cpu", "cuda", Meaningless("both are values of `--device`")),
     (
         "cpu",
@@ -996,7 +1041,23 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
     ),
     ("cuda", "pooling", Works("worker/test_pooling_cuda.py::test_embeddings_of_a_causal_model")),
     ("cuda", "encoders", Works("worker/test_pooling_cuda.py::test_embeddings_of_encoders")),
-    ("cuda", "reload beams", Unproven()),
+    (
+        "cuda",
+        "reload",
+        Refused(
+            "huge does not fit into the memory of the GPU",
+            "worker/test_memory_plan.py"
+            "::test_a_second_generation_on_a_gpu_needs_a_pool_of_a_fixed_size",
+            part="a pool that is a share of the GPU",
+            rest="worker/test_memory_plan.py"
+            "::test_a_second_generation_on_a_gpu_needs_a_pool_of_a_fixed_size",
+        ),
+    ),
+    (
+        "cuda",
+        "beams",
+        Works("worker/test_cuda_runner.py::test_beams_are_those_of_the_reference"),
+    ),
     (
         "cuda",
         "prompt_embeds",
@@ -1046,7 +1107,11 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
             ATTENTION_ALONE,
         ),
     ),
-    ("cascade", "encoders", Unproven()),
+    (
+        "cascade",
+        "encoders",
+        Refused(f"--cascade-attention-from: {UNCACHED}", ENCODER_SETTINGS),
+    ),
     # ---- What is scheduled ----
     ("async", "priority agents", Works(LIVES)),
     (
@@ -1076,7 +1141,11 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
         "pooling encoders",
         Works(SIDE_BY_SIDE, "the next processes start as the first ones did"),
     ),
-    ("reload", "sessions", Unproven()),
+    (
+        "reload",
+        "sessions",
+        Works("e2e/test_reload.py::test_a_session_goes_on_at_the_engine_that_has_it"),
+    ),
     ("priority", "agents", Meaningless("both are values of `--scheduling-policy`")),
     ("priority", "sessions choices prompt_logprobs", Works(LIVES)),
     (
@@ -1172,7 +1241,7 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
         ),
     ),
     ("prompt_logprobs", "experts", Works(BITS)),
-    ("prompt_embeds", "experts", Unproven()),
+    ("prompt_embeds", "experts", Works(EMBEDS)),
     (
         "agents sessions grammar beams choices prompt_logprobs prompt_embeds experts",
         "pooling encoders",

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests import run
-from tests.run import Suite, run_suite
+from tests.run import run_suite
+from tests.suites import Suite
 
 HANGING = """
 import asyncio, subprocess, sys, time

@@ -350,6 +350,7 @@ class ModelSetup:
             ("kv_transfer_config", cache.kv_transfer_config is not None),
             ("kv_events_config", cache.parsed_kv_events() is not None),
             ("long_prefill_token_threshold", scheduler.long_prefill_token_threshold > 0),
+            ("cascade_attention_from", self.config.device.cascade_attention_from > 0),
         ):
             if is_set:
                 raise ConfigError(

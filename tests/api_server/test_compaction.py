@@ -3,7 +3,7 @@
 import pytest
 from openai.types.responses import ResponseCompactionItem, ResponseUsage
 
-from tests.api_server.test_responses import ask, client, prompt_of
+from tests.api_server.responses_client import ask, client, prompt_of
 
 PATH = "/v1/responses/compact"
 SUMMARY = "They launch on Tuesday."

@@ -417,10 +417,17 @@ async def test_bodies_that_wait_for_their_turn_are_counted(start, scripted, size
 @pytest.mark.parametrize("is_read", [True, False])
 async def test_data_of_a_body_that_is_ended(start, monkeypatch, is_read):
     """The request is refused at once, whether or not the application reads its body by then."""
-    monkeypatch.setattr(middleware, "DISCONNECT_GRACE_SECONDS", 0 if is_read else 0.3)
+    call = middleware.FastPath.__call__
+
+    async def call_later(*args):
+        await asyncio.sleep(0.3)
+        await call(*args)
+
     async with start(accepts=True) as front_end, asyncio.timeout(10):
         running = asyncio.create_task(front_end.complete())
         await front_end.engine.requests.get()
+        if not is_read:
+            monkeypatch.setattr(middleware.FastPath, "__call__", call_later)
         before = set(front_end.server.server_state.connections)
         reader, writer = await opened(front_end)
         writer.write(POST + b"Content-Length: 200000\r\n\r\n" + b" " * 100_000)

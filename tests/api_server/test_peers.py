@@ -12,7 +12,7 @@ from api_server.generation.encoders.responses.stored import History, json_size
 from api_server.turns import INLINE_BYTES
 from proto.settings.config import FrontEndConfig
 from tests.api_server.conftest import counted_turns, message, websocket
-from tests.api_server.test_responses import PATH, answer, ask, error, prompt_of
+from tests.api_server.responses_client import PATH, answer, ask, error, prompt_of
 
 TEXT = "Hi 😀 there"
 

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.api_server.conftest import prepared
+from tests.api_server.responses_client import answer, ask, events, prompt_of
 from tests.api_server.test_reasoning_chat import SAID, TEMPLATE
-from tests.api_server.test_responses import answer, ask, events, prompt_of
 
 
 @pytest.fixture

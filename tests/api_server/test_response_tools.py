@@ -7,7 +7,7 @@ import pytest
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from tests.api_server.test_responses import PATH, client, decoded, error, prompt_of
+from tests.api_server.responses_client import PATH, client, decoded, error, prompt_of
 
 EVENT = TypeAdapter(ResponseStreamEvent)
 WEATHER = {

@@ -24,7 +24,7 @@ from api_server.protocol.responses.input import ItemTranslator, with_id
 from api_server.protocol.responses.request import ResponsesTranslation, parse_request
 from api_server.protocol.responses.tools import ResponseTools
 from proto.errors import InvalidRequestError
-from tests.api_server.test_responses import decoded
+from tests.api_server.responses_client import decoded
 
 WEATHER = {
     "type": "function",

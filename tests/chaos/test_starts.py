@@ -9,8 +9,8 @@ import pytest
 from deploy.bench.processes import pids_by_title
 from tests.chaos.aftermath import ENGINE, FRONT_END, WORKER
 from tests.e2e.daemon import Daemon, eventually
+from tests.e2e.own_models import save_qwen3
 from tests.e2e.reference import packaged_model
-from tests.e2e.test_own_models import save_qwen3
 
 pytestmark = pytest.mark.suite("chaos")
 

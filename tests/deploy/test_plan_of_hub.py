@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.daemon import TOKEND
-from tests.e2e.test_own_models import save_qwen3
+from tests.e2e.own_models import save_qwen3
 from tests.fakes.hub_server import HubServer, Repository
 from tests.fakes.tiny_families import save_gguf
 

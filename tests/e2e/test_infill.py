@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.e2e.daemon import Daemon
+from tests.e2e.own_models import save_qwen3
 from tests.e2e.reference import Reference
-from tests.e2e.test_own_models import save_qwen3
 
 pytestmark = pytest.mark.suite("settings")
 

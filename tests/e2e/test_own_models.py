@@ -8,37 +8,15 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from tests.e2e.daemon import Daemon
-from tests.e2e.reference import Reference, packaged_model, save_random
+from tests.e2e.own_models import PROMPT, greedy, save_qwen3
+from tests.e2e.reference import Reference, packaged_model
 from tests.fakes.tiny_families import save_folder
 from tests.fakes.tiny_wrapped import save_wrapped
 
 pytestmark = pytest.mark.suite("daemons")
-
-PROMPT = list(range(100, 160))
-
-
-def save_qwen3(folder: Path) -> torch.nn.Module:
-    """Save a tiny random Qwen3 with the packaged model's tokenizer; returns it in float32."""
-    from transformers import Qwen3Config
-
-    return save_random(Qwen3Config, folder, head_dim=32)
-
-
-def greedy(daemon: Daemon, prompt: list[int], num_tokens: int) -> list[int]:
-    request = {
-        "prompt": prompt,
-        "max_tokens": num_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
-    response = httpx.post(f"{daemon.url}/v1/completions", json=request, timeout=60)
-    assert response.status_code == 200, response.text
-    return response.json()["choices"][0]["token_ids"]
 
 
 def test_a_hugging_face_folder_is_served(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from proto.messages.logit_edits import LogitEdits
 from tests.e2e.daemon import Daemon, DaemonPool
 from tests.e2e.prompts import prompts
 from tests.e2e.reference import TIE_GAP, Reference
-from tests.worker.sampling.test_edits import edit_one_by_one
+from tests.worker.sampling.edit_cases import edit_one_by_one
 
 pytestmark = pytest.mark.suite("settings")
 

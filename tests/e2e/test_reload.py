@@ -18,8 +18,9 @@ import torch
 
 from tests.chaos.streams import Stream, assert_same, requests, run_undisturbed
 from tests.e2e.daemon import TOKEND, Daemon, eventually
+from tests.e2e.own_models import PROMPT, greedy, save_qwen3
 from tests.e2e.reference import Reference
-from tests.e2e.test_own_models import PROMPT, greedy, save_qwen3
+from tests.e2e.session_client import FIELDS, TEXTS, merged, opened, send, turn
 
 pytestmark = pytest.mark.suite("settings")
 
@@ -99,6 +100,30 @@ def test_reload_side_by_side_keeps_streams(
     assert "it is restarted" not in daemon.text
     assert eventually(lambda: daemon.metric("vllm:num_requests_running") == 0)
     assert daemon.metric("vllm:kv_cache_usage_perc") == 0
+
+
+def test_a_session_goes_on_at_the_engine_that_has_it(daemon: Daemon, reference: Reference) -> None:
+    """Its next turn, too, after a reload side by side; the old processes end with it."""
+    chunks = [list(reference.tokenizer.encode(text)) for text in TEXTS]
+
+    async def reload() -> list[tuple[list[int], list[int]]]:
+        times = daemon.text.count("tokend reloaded after")
+        async with opened(daemon) as client:
+            await send(client, "input", prompt=chunks[0], **FIELDS)
+            turns = [await turn(client)]
+            daemon.process.send_signal(signal.SIGHUP)
+            await printed(daemon, "tokend reloaded after", times + 1)
+            await send(client, "input", prompt=chunks[1])
+            turns.append(await turn(client))
+            assert len(child_configs(daemon)) > len(old), "the old processes serve the session"
+            await send(client, "end")
+        return turns
+
+    before, old = daemon.processes(), child_configs(daemon)
+    turns = asyncio.run(reload())
+    assert [prompt for prompt, _ in turns] == merged(chunks[:2], [output for _, output in turns])
+    reference.assert_greedy(turns)
+    assert eventually(lambda: is_reloaded(daemon, before["api_server"], old))
 
 
 def test_reload_in_place_keeps_streams(expected: list[Stream]) -> None:

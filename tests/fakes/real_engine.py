@@ -15,11 +15,13 @@ from worker.models.decoder import Decoder
 from worker.parallel.group import RankGroup
 from worker.plan.memory_plan import layer_cache
 from worker.step.model_runner import ModelRunner
+from worker.step.routed_experts import RoutedExpertsCache, record_experts
 
 BLOCK = 4
 NUM_STATE_SLOTS = 9
 """Two for each of four sequences, and the null slot."""
 _MAX_ROWS = 64
+_MAX_STEP_TOKENS = 256
 _ALONE = RankGroup()
 
 
@@ -35,8 +37,13 @@ def runner_of(
     num_state_slots: int = NUM_STATE_SLOTS,
     kv_dtype: torch.dtype = torch.float32,
     device: HostDevice = CPU,
+    *,
+    returns_experts: bool = False,
 ) -> ModelRunner:
-    """Return a runner whose KV pool and states have NaN wherever nothing was written."""
+    """Return a runner whose KV pool and states have NaN wherever nothing was written.
+
+    Pages of int8 have the largest number there.
+    """
     spec = decoder.spec
     layout, geometry = layer_cache(spec, kv_dtype)
     cache = KVCache(geometry, layout, num_blocks, BLOCK)
@@ -47,7 +54,13 @@ def runner_of(
         states = StateCache(layout.states, num_state_slots, BLOCK)
         states.buffer.fill_(float("nan"))
         attention = AttentionWithStates(attention, states)
-    return ModelRunner(decoder, attention, device.sampler(), rows, cache, device.transfers())
+    experts = None
+    if returns_experts:
+        record = record_experts(decoder, _MAX_STEP_TOKENS, device.torch_device)
+        experts = RoutedExpertsCache(spec, cache, record)
+    return ModelRunner(
+        decoder, attention, device.sampler(), rows, cache, device.transfers(), experts=experts
+    )
 
 
 def engine_for(

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.copy_streams import CopyingThread, FakeStream, NoWatcher
+from tests.fakes.cuda_runner import compute_by_torch
 from tests.fakes.fake_cuda import ExpertsWithoutTriton, FakeCuda
 from tests.fakes.fake_flashinfer import FakeFlashInfer
 from tests.gpu.hardware import Hardware, Sizes, longest
 from tests.gpu.random_model import CONFIGS
-from tests.worker.kv_connector.test_offload_copies import CopyingThread, FakeStream, NoWatcher
 from tests.worker.reference.torch_kernels import TorchEdits, draw_by_torch, store_by_index
-from tests.worker.test_cuda_runner import compute_by_torch
 from worker.cuda.block_copies import DeviceBlockBytes, DeviceCopies
 from worker.cuda.runner_builder import DeviceKernels
 from worker.kv_connector.offload.cpu_medium import pool_rows

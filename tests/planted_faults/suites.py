@@ -1,4 +1,4 @@
-"""Run the suites of tests/run.py on a copy of the tree."""
+"""Run the suites of tests/suites.py on a copy of the tree."""
 
 import re
 import signal

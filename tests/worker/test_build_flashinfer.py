@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from proto.errors import ConfigError
+from tests.worker.attention.flashinfer_cases import CASES, MIXED, case_of
 from tests.worker.attention.steps import Case
-from tests.worker.attention.test_flashinfer import CASES, MIXED, case_of
 from worker.attention.kv_cache import kv_layout
 from worker.cuda.build_flashinfer import (
     EIGHT_BITS,

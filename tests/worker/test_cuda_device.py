@@ -1,6 +1,5 @@
 """The CUDA device over a simulated GPU."""
 
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -15,44 +14,9 @@ from proto.settings.config import (
     SchedulerConfig,
     ServeConfig,
 )
+from tests.fakes.simulated_gpu import device_of
 from worker.cpu.device import CpuDevice
 from worker.create_device import create_device
-from worker.cuda.device import CudaDevice, DeviceMemory
-
-
-class SimulatedGpu:
-    """A CudaRuntime with fixed memory sizes; a step takes `peak` bytes, or runs out of memory."""
-
-    def __init__(
-        self,
-        free: int,
-        capability: tuple[int, int] = (9, 0),
-        peak: int = GIB,
-        total: int = 80 * GIB,
-    ) -> None:
-        self._free = free
-        self._capability = capability
-        self._peak = peak
-        self._total = total
-
-    def name(self) -> str:
-        return "Some GPU"
-
-    def capability(self) -> tuple[int, int]:
-        return self._capability
-
-    def memory(self) -> DeviceMemory:
-        return DeviceMemory(self._free, self._total)
-
-    def peak_bytes(self, run: Callable[[], None]) -> int:
-        run()
-        if self._peak > self._free:
-            raise torch.cuda.OutOfMemoryError("no room")
-        return self._peak
-
-
-def device_of(free: int, **gpu: object) -> CudaDevice:
-    return CudaDevice(torch.device("cuda", 0), SimulatedGpu(free, **gpu))  # type: ignore[arg-type]
 
 
 def test_the_name_and_dtypes_of_a_gpu() -> None:

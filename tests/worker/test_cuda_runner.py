@@ -6,7 +6,6 @@ a fake device, which refuses calls that would wait or race.
 
 import json
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,80 +16,52 @@ import torch
 from api_server.generation.request_stream import ExpertRows
 from engine_core.busy_loop import OVERLAPPED
 from engine_core.request import Request
-from engine_core.scheduler.step_plan import StepPlan
 from proto.messages.engine_io import EngineCoreOutput
-from proto.messages.logit_edits import LogitEdits
 from proto.messages.model_runner_output import ModelRunnerOutput
-from proto.messages.scheduler_output import CachedRequestData, GrammarOutput, SchedulerOutput
-from proto.settings.config import DeviceConfig
-from tests.fakes.devices import GPU, REFERENCE
+from proto.messages.scheduler_output import CachedRequestData, SchedulerOutput
+from tests.fakes.cuda_runner import (
+    DTYPE,
+    EDITS,
+    IN_REHEARSAL,
+    NUM_ROWS,
+    REQUEST_PARAMS,
+    SHARED,
+    VOCAB_SIZE,
+    ConstrainedThirds,
+    Harness,
+    Model,
+    Models,
+    OnFakeCuda,
+    assert_mostly_equal,
+    host_runner,
+    num_cascades,
+    serve,
+)
+from tests.fakes.devices import REFERENCE
 from tests.fakes.drafts import SyntheticDrafts
 from tests.fakes.engine_harness import EngineHarness
-from tests.fakes.fake_cuda import CUDA, ExpertsWithoutTriton, FakeCuda, SameThreadExecutor
+from tests.fakes.fake_cuda import FakeCuda
 from tests.fakes.fake_device import DeviceError, FakeDevice, FakeEvent, on_host
 from tests.fakes.fake_flashinfer import FakeFlashInfer
 from tests.fakes.fake_paged_wrapper import PagedWrapper
-from tests.fakes.prepared_models import prepare_checkpoint, spec_of
-from tests.fakes.tiny_checkpoints import CONFIGS, tiny_model
+from tests.fakes.prepared_models import prepare_checkpoint
+from tests.fakes.stepped_engine import CHUNKS, Engine, new_request
 from tests.fakes.tiny_transformers import save_tiny_transformers
-from tests.worker.reference.torch_kernels import TorchEdits, draw_by_torch, store_by_index
-from tests.worker.test_model_runner import BLOCK, CHUNKS, NUM_BLOCKS, Engine, new_request
-from worker.attention.kv_cache import KVCache, kv_layout
-from worker.batch.input_batch import InputBatch
 from worker.cuda import device as cuda_device
-from worker.cuda import flashinfer_modules
 from worker.cuda.async_runner import AsyncModelRunner
 from worker.cuda.flashinfer_library import HEAD_DIMS
 from worker.cuda.formats import FixedRowsFormat
 from worker.cuda.layer_progress import EventProgress
 from worker.cuda.runner_builder import (
-    DeviceKernels,
-    Gpu,
-    build_drafter,
-    build_runner,
-    run_largest_pass,
     run_largest_step,
 )
 from worker.cuda.sampling.device_kernels import RowEditArrays
 from worker.device import Device
-from worker.layers.layer_progress import LayerProgress
-from worker.loader import weights
 from worker.loader.formats import DenseFormat, WeightFormat
 from worker.loader.transformers_weights import load_transformers
 from worker.models.decoder import Decoder
 from worker.models.transformers_model import spec_of_transformers
-from worker.plan.memory_plan import layer_cache
-from worker.reference.attention import ReferenceAttention
-from worker.reference.layers import TorchNorm, torch_gate
-from worker.reference.sampling import TorchBackend
-from worker.sampling.sampler import Sampler
-from worker.speculation.drafter import DraftedModel, Drafter
-from worker.speculation.eagle_head import EagleHead
 from worker.step.model_runner import ModelRunner, SyncModelRunner
-from worker.step.routed_experts import RoutedExpertsCache, record_experts
-from worker.step.runner_parts import DrafterParts, PendingStep, Runner, RunnerParts
-
-DTYPE = torch.bfloat16
-STEP_TOKENS = 64
-_LATENTS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_head_dim": 88, "head_dim": 64}
-NUM_ROWS = 5
-VOCAB_SIZE = 96
-SIZES: dict[str, dict[str, int]] = {
-    "llama": {"head_dim": 64},
-    "mistral-window": {"head_dim": 128},
-    "gemma3-pattern-untied": {"head_dim": 256},
-    "gptoss": {"head_dim": 64, "num_experts_per_tok": 6},
-    "mixtral": {"head_dim": 64},
-    "deepseek2": _LATENTS,
-    "deepseek3": _LATENTS,
-    "glm4moelite": _LATENTS | {"num_attention_heads": 5, "num_key_value_heads": 5},
-}
-"""Sizes of tiny models for which there are GPU kernels."""
-_IN_QUICK = ("llama", "gptoss", "deepseek3")
-"""One of each kind of attention and MLP; the others are in the rehearsal."""
-_IN_FLOAT16 = ("gptoss",)
-"""Outputs are rounded before and after the sinks: often another token in bfloat16, and in float16
-in one sequence at most."""
 
 
 class SyncRunner:
@@ -101,53 +72,6 @@ class SyncRunner:
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         return self._runner.launch(step).result()
-
-
-class Model:
-    """A tiny model that can be loaded on any device."""
-
-    dtype: torch.dtype
-
-    def __init__(self, name: str, folder: Path) -> None:
-        self.dtype = torch.float16 if name in _IN_FLOAT16 else DTYPE
-        plain = CONFIGS[name]
-        config = type(plain)(**plain.to_dict() | SIZES[name])
-        tiny_model(config).save_pretrained(folder)
-        self.prepared = prepare_checkpoint(folder, folder / "prepared")
-        self.spec = spec_of(self.prepared)
-        self._reference_tokens: dict[int, list[int]] | None = None
-
-    def load(self, device: Device, weight_format: WeightFormat | None = None) -> Decoder:
-        return weights.load_model(
-            self.prepared, self.spec, self.dtype, device, lambda fraction: None, weight_format
-        )
-
-    def cache(self, device: Device, dtype: torch.dtype | None = None) -> KVCache:
-        layout, geometry = layer_cache(self.spec, dtype or self.dtype)
-        return KVCache(geometry, layout, NUM_BLOCKS, BLOCK, device.zeros)
-
-    def rows(self, count: int) -> InputBatch:
-        layout = kv_layout(self.spec.windows)
-        return InputBatch(count, self.spec.max_position, BLOCK, layout.num_groups)
-
-    def prompts(self) -> dict[int, list[int]]:
-        generator = torch.Generator().manual_seed(1)
-        return {
-            seq_id: torch.randint(0, 96, (sum(chunks),), generator=generator).tolist()
-            for seq_id, chunks in CHUNKS.items()
-        }
-
-
-class Models(dict[str, Model]):
-    """Models by name, each made when it is first asked for."""
-
-    def __init__(self, make: Callable[[str], Model]) -> None:
-        super().__init__()
-        self._make = make
-
-    def __missing__(self, name: str) -> Model:
-        self[name] = self._make(name)
-        return self[name]
 
 
 class TransformersModel(Model):
@@ -176,123 +100,6 @@ def move_module(module: torch.nn.Module, device: torch.device) -> torch.nn.Modul
             for name, tensor in tensors.items():
                 tensors[name] = None if tensor is None else tensor.detach().to(device)
     return module
-
-
-class OnFakeCuda:
-    """A runner on a fake CUDA device, with its library, cache and input batch."""
-
-    def __init__(
-        self,
-        model: Model,
-        cuda: FakeCuda,
-        num_rows: int,
-        kv_dtype: torch.dtype | None = None,
-        library: FakeFlashInfer | None = None,
-        returns_experts: bool = False,
-        weight_format: WeightFormat | None = None,
-        make_drafter: "Callable[[OnFakeCuda, Decoder], Drafter] | None" = None,
-        progress: LayerProgress | None = None,
-        **settings: Any,
-    ) -> None:
-        self.settings = settings
-        self.cuda = cuda
-        self.library = library or FakeFlashInfer(cuda.device)
-        with cuda.loading():
-            decoder = model.load(GPU, weight_format)
-            self.cache = model.cache(GPU, kv_dtype)
-        decoder.track_layers(progress)
-        self.rows = model.rows(num_rows)
-        self.progress: list[float] = []
-        experts = None
-        if returns_experts:
-            record = record_experts(decoder, STEP_TOKENS, CUDA)
-            experts = RoutedExpertsCache(decoder.spec, self.cache, record, GPU.zeros)
-        drafter = make_drafter(self, decoder) if make_drafter else None
-        self.gpu = gpu_of(cuda, self.library)
-        self.parts = RunnerParts(
-            config=DeviceConfig(**settings),
-            model=decoder,
-            dtype=model.dtype,
-            kv_cache=self.cache,
-            batch=self.rows,
-            experts=experts,
-            drafter=drafter,
-            show_captured=self.progress.append,
-        )
-        runner = build_runner(self.gpu, self.parts)
-        assert isinstance(runner, AsyncModelRunner)
-        self.runner = runner
-
-    def build_drafter(
-        self, model: Decoder | EagleHead, dtype: torch.dtype, cache: KVCache, target: DraftedModel
-    ) -> Drafter:
-        """Run the largest pass of a drafter; return another one."""
-        gpu = gpu_of(self.cuda, self.library)
-        parts = DrafterParts(
-            config=DeviceConfig(**self.settings),
-            model=model,
-            dtype=dtype,
-            kv_cache=cache,
-            target=target,
-            show_captured=self.progress.append,
-        )
-        run_largest_pass(gpu, parts, 12, 3)
-        return build_drafter(gpu, parts)
-
-
-def gpu_of(cuda: FakeCuda, library: FakeFlashInfer) -> Gpu:
-    kernels = DeviceKernels(lambda: library, store_by_index, draw_by_torch, TorchEdits())
-    return Gpu(cuda.device, kernels, Sampler(TorchBackend()))
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
-    compute_by_torch(monkeypatch)
-    with FakeCuda() as fake:
-        yield fake
-
-
-def compute_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Load in one thread, and let torch compute what Triton does."""
-    monkeypatch.setattr(weights, "ThreadPoolExecutor", SameThreadExecutor)
-    monkeypatch.setattr(cuda_device, "triton_gate", torch_gate)
-    monkeypatch.setattr(cuda_device, "TritonNorm", TorchNorm)
-    monkeypatch.setattr(cuda_device, "TritonExperts", ExpertsWithoutTriton)
-    for module in (cuda_device, flashinfer_modules):
-        monkeypatch.setattr(module, "is_hopper", lambda device: False)
-    monkeypatch.setattr(cuda_device, "usable_flashinfer", lambda: None)
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return Models(lambda name: Model(name, tmp_path_factory.mktemp(name)))
-
-
-@pytest.fixture(
-    params=[
-        pytest.param(each, marks=() if each in _IN_QUICK else pytest.mark.suite("rehearsal"))
-        for each in SIZES
-    ]
-)
-def model(request: pytest.FixtureRequest, models: Models) -> Model:
-    return models[request.param]
-
-
-@pytest.fixture
-def llama(models: Models) -> Model:
-    return models["llama"]
-
-
-def host_runner(model: Model, num_rows: int, returns_experts: bool = False) -> ModelRunner:
-    """A reference runner of the same model; it rounds like the device, by torch alone."""
-    decoder, cache = model.load(REFERENCE), model.cache(REFERENCE)
-    experts = None
-    if returns_experts:
-        record = record_experts(decoder, STEP_TOKENS, REFERENCE.torch_device)
-        experts = RoutedExpertsCache(decoder.spec, cache, record)
-    attention = ReferenceAttention(cache, model.spec.attention_shape)
-    rows, sampler, transfers = model.rows(num_rows), REFERENCE.sampler(), REFERENCE.transfers()
-    return ModelRunner(decoder, attention, sampler, rows, cache, transfers, experts=experts)
 
 
 def reference_tokens(model: Model) -> dict[int, list[int]]:
@@ -367,15 +174,27 @@ def test_prompts_as_embeddings_give_the_tokens_of_their_ids(llama: Model, cuda: 
     assert found == reference_tokens(llama)
 
 
+@pytest.mark.parametrize("cascade_from", [0, pytest.param(2, marks=IN_REHEARSAL)])
 def test_transformers_code_gives_the_tokens_of_the_reference(
-    cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cascade_from: int, cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without graphs, with windows and sinks; no operation of a step waits for the device."""
     monkeypatch.setattr(torch.nn.Module, "to", move_module)
     model = TransformersModel("granite_swa", tmp_path, attention_multiplier=0.25)
-    worker = OnFakeCuda(model, cuda, len(CHUNKS))
-    engine: Any = Engine(SyncRunner(worker.runner), worker.cache)
-    assert engine.generate(model.prompts()) == reference_tokens(model)
+    worker = OnFakeCuda(model, cuda, len(CHUNKS), cascade_attention_from=cascade_from)
+    if cascade_from:
+        windows = worker.cache.layout.windows
+        host = Harness(
+            SyncModelRunner(host_runner(model, len(CHUNKS))), 200, len(CHUNKS), windows=windows
+        )
+        found = Harness(worker.runner, 200, len(CHUNKS), windows=windows, async_scheduling=True)
+        params = REQUEST_PARAMS[:5]
+        tokens = serve(found, params, num_shared=SHARED)
+        assert_mostly_equal(tokens, serve(host, params, num_shared=SHARED))
+        assert num_cascades(worker) > 20
+    else:
+        engine: Any = Engine(SyncRunner(worker.runner), worker.cache)
+        assert engine.generate(model.prompts()) == reference_tokens(model)
     assert cuda.device.num_replays == 0
 
 
@@ -406,166 +225,6 @@ def test_a_fork_copies_its_block_without_waiting(
     assert cuda.device.completed < cuda.device.queued
 
 
-class LaunchingRunner:
-    """A runner for EngineHarness that launches steps when they are sent.
-
-    most_unknown: the most launched steps whose tokens the host did not know yet.
-    """
-
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-        self._launched: dict[int, PendingStep] = {}
-        self._results: dict[int, ModelRunnerOutput] = {}
-        self.compute_seconds: list[float] = []
-        self._outputs: dict[int, list[int]] = {}
-        self._last_seen = 0
-        self.rows: dict[int, object] = {}
-        self.most_at_once = 0
-        self.most_unknown = 0
-        self.num_preempted = 0
-        self.num_masked = 0
-
-    def launch(self, step: SchedulerOutput) -> None:
-        self.num_preempted += len(step.preempted_seq_ids)
-        self._launched[step.step] = self._runner.launch(step, self.make_masks)
-        self.most_at_once = max(self.most_at_once, len(self._launched))
-        unknown = sum(number > self._last_seen for number in self._launched)
-        self.most_unknown = max(self.most_unknown, unknown)
-
-    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        self._see(step.step)
-        del self._launched[step.step]
-        result = self._results.pop(step.step)
-        self.compute_seconds.append(result.compute_seconds)
-        return result
-
-    def make_masks(self, step: SchedulerOutput) -> GrammarOutput:
-        """Allow three of four tokens, depending on the last one, which is waited for."""
-        self._see(step.step)
-        self.num_masked += 1
-        seq_ids, last, drafts = [], [], step.drafts
-        for each in step.constrained_seq_ids:
-            before = [(self._outputs.get(each) or [0])[-1], *drafts.get(each, ())]
-            seq_ids += [each] * len(before)
-            last += before
-        tokens = np.arange(VOCAB_SIZE)
-        bits = np.array([(tokens + each) % 4 != 0 for each in last])
-        masks = np.packbits(bits, axis=1, bitorder="little").tobytes()
-        return GrammarOutput(1, step.step, seq_ids, masks)
-
-    def _see(self, last: int) -> None:
-        """Collect the tokens of steps launched up to step `last`, once."""
-        for number, launched in self._launched.items():
-            if self._last_seen < number <= last:
-                self._last_seen = number
-                result = self._results[number] = launched.result()
-                for seq_id, tokens in zip(result.seq_ids, result.sampled_token_ids, strict=True):
-                    self._outputs.setdefault(seq_id, []).extend(tokens)
-
-
-class ConstrainedThirds:
-    """Grammars: every third sequence has one; none waits for it."""
-
-    held: set[int] = set()
-
-    def is_blocked(self, request: Request) -> bool:
-        return False
-
-    def forget_request(self, request: Request) -> None: ...
-
-    def num_allowed_tokens(self, request: Request, token_ids: list[int]) -> int:
-        return len(token_ids)
-
-    def constrained_seq_ids(self, plan: StepPlan) -> list[int]:
-        pairs = [
-            *zip(plan.continued, plan.continued_tokens, strict=True),
-            *zip(plan.admitted, plan.admitted_tokens, strict=True),
-        ]
-        return [
-            each.seq_id
-            for each, count in pairs
-            if each.seq_id % 3 == 0
-            and each.num_computed_tokens + count
-            >= len(each.all_token_ids) + each.num_output_placeholders
-        ]
-
-
-class Harness(EngineHarness):
-    """The scheduler over a LaunchingRunner."""
-
-    def __init__(
-        self, runner: Runner, num_blocks: int, num_rows: int = NUM_ROWS, **settings: Any
-    ) -> None:
-        super().__init__(
-            num_blocks=num_blocks,
-            block_size=BLOCK,
-            max_model_len=128,
-            max_num_batched_tokens=16,
-            max_num_seqs=num_rows,
-            **settings,
-        )
-        self.worker = LaunchingRunner(runner)
-        self.runner: Any = self.worker
-
-    def send(self) -> SchedulerOutput:
-        step = super().send()
-        self.worker.launch(step)
-        return step
-
-
-REQUEST_PARAMS: list[dict[str, Any]] = [
-    {"temperature": 0.0},
-    {"temperature": 1.0},
-    {"temperature": 0.8, "top_p": 0.9, "top_k": 20},
-    {"temperature": 0.0, "min_tokens": 3, "stop_token_ids": (5, 6)},
-    {"temperature": 1.2, "min_p": 0.05},
-    {"temperature": 0.0, "logprobs": 2},
-    {"temperature": 0.7},
-    {"temperature": 0.0, "edits": LogitEdits(frequency_penalty=1.5)},
-    {"temperature": 0.0},
-]
-
-
-EDITS: list[dict[str, Any]] = [
-    {"temperature": 0.0, "edits": LogitEdits(frequency_penalty=1.5, presence_penalty=0.5)},
-    {"temperature": 1.0, "logprobs": 3},
-    {"temperature": 0.0, "edits": LogitEdits(repetition_penalty=1.7), "logprobs": 0},
-    {"temperature": 0.0, "min_tokens": 6, "stop_token_ids": tuple(range(40))},
-    {"temperature": 0.9, "edits": LogitEdits(allowed_token_ids=tuple(range(0, 96, 5)))},
-    {
-        "temperature": 0.0,
-        "edits": LogitEdits(
-            allowed_token_ids=(3, 4, 5), bad_words=((4, 4), (5,), (3, 3, 3), (3, 4, 3))
-        ),
-    },
-    {
-        "temperature": 0.7,
-        "edits": LogitEdits(bias_token_ids=(1, 2, 3), bias_values=(5.0, -9.0, 4.5)),
-        "top_p": 0.9,
-    },
-    {"temperature": 0.0, "logprobs": 1, "logprob_token_ids": (8, 2)},
-    {"temperature": 0.0},
-    {"temperature": 1.1, "edits": LogitEdits(repetition_penalty=0.8, frequency_penalty=-0.2)},
-]
-
-
-def serve(
-    harness: EngineHarness, requests_params: list[dict[str, Any]] = REQUEST_PARAMS
-) -> list[list[int]]:
-    """Serve requests that arrive while others run, with mixed lengths and parameters."""
-    generator = torch.Generator().manual_seed(3)
-    requests = []
-    for index, params in enumerate(requests_params):
-        count = 3 + 5 * index % 17
-        prompt = torch.randint(0, 96, (count,), generator=generator).tolist()
-        requests.append(
-            harness.add_one(prompt, 12 + index, seed=index, eos_token_ids=(7,), **params)
-        )
-        harness.step()
-    harness.run()
-    return [harness.tokens_of(each) for each in requests]
-
-
 @pytest.mark.parametrize(("num_blocks", "eager"), [(81, True), (24, False)])
 def test_tokens_kept_on_the_device_equal_those_of_the_host(
     num_blocks: int, eager: bool, cuda: FakeCuda, llama: Model
@@ -580,10 +239,18 @@ def test_tokens_kept_on_the_device_equal_those_of_the_host(
     assert found == serve(Harness(SyncModelRunner(host_runner(llama, NUM_ROWS)), num_blocks))
 
 
+@pytest.mark.parametrize(
+    "kv_dtype",
+    [DTYPE, pytest.param(torch.float8_e4m3fn, marks=IN_REHEARSAL)],
+    ids=str,
+)
 def test_a_batch_invariant_step_has_decodes_alone(
-    cuda: FakeCuda, llama: Model, monkeypatch: pytest.MonkeyPatch
+    kv_dtype: torch.dtype, cuda: FakeCuda, llama: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts too; no sequence is split, and no step is a graph, whose sequences always are."""
+    """Prompts too; no sequence is split, and no step is a graph, whose sequences always are.
+
+    Tokens are those of the reference, with pages of 8 bits those that each request has alone.
+    """
     plans: list[bool] = []
     plan = PagedWrapper._plan
 
@@ -595,12 +262,64 @@ def test_a_batch_invariant_step_has_decodes_alone(
 
     monkeypatch.setattr(PagedWrapper, "_plan", note_plan)
     products = FixedRowsFormat(llama.dtype)
-    worker = OnFakeCuda(llama, cuda, NUM_ROWS, weight_format=products, batch_invariant=True)
-    found = serve(Harness(worker.runner, 24, async_scheduling=True))
+    settings: dict[str, Any] = {"weight_format": products, "batch_invariant": True}
+    worker = OnFakeCuda(llama, cuda, NUM_ROWS, kv_dtype, **settings)
+    params = REQUEST_PARAMS if kv_dtype == DTYPE else REQUEST_PARAMS[:5]
+    found = serve(Harness(worker.runner, 24, async_scheduling=True), params)
     assert plans
     assert all(plans)
     assert cuda.device.num_replays == 0
-    assert found == serve(Harness(SyncModelRunner(host_runner(llama, NUM_ROWS)), 24))
+    if kv_dtype == DTYPE:
+        expected = Harness(SyncModelRunner(host_runner(llama, NUM_ROWS)), 24)
+    else:
+        expected = Harness(OnFakeCuda(llama, cuda, 1, kv_dtype, **settings).runner, 81, 1)
+    assert found == serve(expected, params)
+
+
+@pytest.mark.suite("rehearsal")
+@pytest.mark.parametrize("acceptance", [None, 0.7])
+def test_whole_steps_read_a_shared_prefix_once(
+    acceptance: float | None, cuda: FakeCuda, llama: Model
+) -> None:
+    """With drafts, too, which are several rows of a sequence."""
+    num_rows = 10
+    expected = Harness(SyncModelRunner(host_runner(llama, num_rows)), 200, num_rows)
+    tokens = serve(expected, num_shared=SHARED)
+
+    def answer(request: Request, num_tokens: int) -> list[int]:
+        recorded = expected.tokens[request.request_id, request.choice]
+        first = request.num_output_tokens
+        return recorded[first : first + num_tokens] or [5]
+
+    drafting = (
+        None if acceptance is None else SyntheticDrafts(acceptance, answer, vocab_size=VOCAB_SIZE)
+    )
+    worker = OnFakeCuda(llama, cuda, num_rows, cascade_attention_from=2)
+    found = Harness(worker.runner, 200, num_rows, async_scheduling=True, drafting=drafting)
+    assert_mostly_equal(serve(found, num_shared=SHARED), tokens)
+    assert num_cascades(worker) > 20
+    assert drafting is None or drafting.num_accepted > 5
+
+
+@pytest.mark.suite("rehearsal")
+def test_beams_are_those_of_the_reference(cuda: FakeCuda, llama: Model) -> None:
+    """With overlapped steps, graphs and preemptions, beside other requests."""
+    worker = OnFakeCuda(llama, cuda, 2 * NUM_ROWS)
+    ahead = Harness(worker.runner, 40, 2 * NUM_ROWS, async_scheduling=True)
+    host = Harness(SyncModelRunner(host_runner(llama, 2 * NUM_ROWS)), 40, 2 * NUM_ROWS)
+    answers = []
+    for harness in (ahead, host):
+        rows = [
+            row
+            for width in (2, 3)
+            for row in harness.add(
+                list(range(width, 23)), 16, n=width, beam_width=width, eos_token_ids=(7,)
+            )
+        ]
+        answers.append([*serve(harness), *(harness.tokens_of(row) for row in rows)])
+    assert answers[0] == answers[1]
+    assert ahead.worker.num_preempted > 0
+    assert cuda.device.num_replays > 0
 
 
 def test_experts_of_tokens_need_no_wait_for_the_device(

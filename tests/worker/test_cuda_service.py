@@ -33,12 +33,12 @@ from proto.messages.scheduler_output import (
 from proto.runtime.sockets import Link, Poller
 from proto.settings.config import GIB, CacheConfig, SchedulerConfig, ServeConfig
 from tests.fakes import lifecycle_messages
+from tests.fakes.cuda_runner import Model, compute_by_torch, host_runner
 from tests.fakes.fake_cuda import CUDA, FakeCuda
 from tests.fakes.fake_flashinfer import FakeFlashInfer
+from tests.fakes.simulated_gpu import SimulatedGpu
+from tests.fakes.stepped_engine import BLOCK, new_request
 from tests.worker.reference.torch_kernels import TorchEdits, draw_by_torch, store_by_index
-from tests.worker.test_cuda_device import SimulatedGpu
-from tests.worker.test_cuda_runner import Model, compute_by_torch, host_runner
-from tests.worker.test_model_runner import BLOCK, new_request
 from worker import loaded_model
 from worker import worker as service
 from worker.cuda import device as cuda_device

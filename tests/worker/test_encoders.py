@@ -208,6 +208,10 @@ def test_scores_of_pairs(name: str, num_labels: int, tmp_path: Path) -> None:
             ServeConfig(scheduler=SchedulerConfig(long_prefill_token_threshold=64)),
             "long-prefill-token-threshold: .* it keeps no KV cache",
         ),
+        (
+            ServeConfig(device=DeviceConfig(cascade_attention_from=2)),
+            "cascade-attention-from: .* it keeps no KV cache",
+        ),
     ],
 )
 def test_settings_that_an_encoder_cannot_have(

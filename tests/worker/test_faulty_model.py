@@ -6,8 +6,8 @@ from proto.messages.scheduler_output import CachedRequestData, SchedulerOutput
 from proto.runtime.faults import Fault, FaultInjector
 from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.real_engine import load, runner_of
+from tests.fakes.stepped_engine import new_request
 from tests.fakes.tiny_checkpoints import save_tiny
-from tests.worker.test_model_runner import new_request
 
 
 def test_only_the_chosen_step_fails(tmp_path: Path) -> None:

@@ -11,13 +11,13 @@ import torch
 
 from proto.errors import ConfigError
 from proto.settings.config import DeviceConfig, ServeConfig
+from tests.fakes.cuda_runner import Model, OnFakeCuda, compute_by_torch
 from tests.fakes.fake_cuda import FakeCuda
 from tests.fakes.fake_flashinfer import FakeFlashInfer
 from tests.fakes.fake_flashinfer_modules import FakeModules, attention_module, latent_module
 from tests.fakes.fake_paged_wrapper import ContractError
 from tests.fakes.gpu_families import FAMILIES
-from tests.worker.test_cuda_device import device_of
-from tests.worker.test_cuda_runner import Model, OnFakeCuda, compute_by_torch
+from tests.fakes.simulated_gpu import device_of
 from worker import loaded_model
 from worker.cuda import device as cuda_device
 from worker.cuda import flashinfer_modules

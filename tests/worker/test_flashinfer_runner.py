@@ -14,9 +14,9 @@ from tests.fakes.devices import CPU, create_sampler
 from tests.fakes.fake_device import DeviceAttentionForHost, FakeDevice, cache_on
 from tests.fakes.fake_flashinfer import FakeFlashInfer
 from tests.fakes.prepared_models import prepare_checkpoint, spec_of
+from tests.fakes.stepped_engine import BLOCK, CHUNKS, NUM_BLOCKS, Engine
 from tests.fakes.tiny_checkpoints import CONFIGS, tiny_model
 from tests.worker.reference.torch_kernels import store_by_index
-from tests.worker.test_model_runner import BLOCK, CHUNKS, NUM_BLOCKS, Engine
 from worker.attention.backend import AttentionBackend
 from worker.attention.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.batch.input_batch import InputBatch

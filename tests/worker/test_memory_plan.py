@@ -12,10 +12,10 @@ from proto.messages.prepared_model import PreparedModel, TensorEntry, TensorInde
 from proto.settings.config import GIB, ServeConfig, memory_size
 from tests.e2e.reference import packaged_model
 from tests.fakes import tiny_checkpoints
+from tests.fakes.gguf_models import prepared_gguf
 from tests.fakes.prepared_models import prepare, prepare_checkpoint
+from tests.fakes.simulated_gpu import device_of
 from tests.fakes.tiny_checkpoints import CONFIGS, save_tiny
-from tests.worker.loader.test_formats import prepared_gguf
-from tests.worker.test_cuda_device import device_of
 from tests.worker.test_device import machine
 from worker import loaded_model
 from worker.cpu.device import CpuDevice
@@ -354,6 +354,23 @@ def test_a_pool_that_is_too_small_for_the_longest_request_is_refused(tmp_path: P
     message = str(refusal(plan, config, prepared, cpu_of(config)))
     assert message.startswith("the KV pool of 3 blocks of 16 tokens is too small: 8 are needed")
     assert message.endswith("it fits with --num-gpu-blocks-override 8 or --max-model-len 32")
+
+
+def test_a_second_generation_on_a_gpu_needs_a_pool_of_a_fixed_size(tmp_path: Path) -> None:
+    """A share of the GPU is taken already by the generation that serves."""
+    prepared, share = huge_model(tmp_path), ("--gpu-memory-utilization", "0.45")
+    alone = device_of(free=80 * GIB)
+    taken = plan_memory(config_of(*share), prepared, alone)
+    assert taken.fits
+    beside = device_of(free=80 * GIB - taken.weights.total() - taken.pool_bytes)
+    config = config_of(*share)
+    plan = plan_memory(config, prepared, beside)
+    refused = str(refusal(plan, config, prepared, beside))
+    assert refused.startswith("huge does not fit into the memory of the GPU")
+    fixed = config_of("--kv-cache-memory", "8G")
+    plan = plan_memory(fixed, prepared, beside)
+    assert plan.fits
+    assert 0 <= 8 * GIB - plan.pool_bytes < plan.block_bytes
 
 
 @pytest.mark.parametrize(("utilization", "fits"), [("0.9", True), ("0.05", False)])

@@ -21,17 +21,17 @@ from proto.messages.pooling import PoolingParams
 from proto.messages.prepared_model import PreparedModel
 from proto.messages.scheduler_output import CachedRequestData
 from proto.settings.config import DeviceConfig, ModelConfig
+from tests.fakes.cuda_runner import compute_by_torch, gpu_of
 from tests.fakes.devices import GPU
 from tests.fakes.fake_cuda import FakeCuda
 from tests.fakes.fake_flashinfer import FakeFlashInfer
 from tests.fakes.fake_ragged_wrapper import FakeRagged
 from tests.fakes.pooling_engine import PoolingEngine, prepare
 from tests.fakes.real_engine import BLOCK
+from tests.fakes.stepped_engine import new_request
 from tests.fakes.tiny_encoders import save_encoder
 from tests.fakes.tiny_pooling import hidden_states, pooled, save_causal, save_modules
-from tests.worker.test_cuda_runner import compute_by_torch, gpu_of
 from tests.worker.test_cuda_service import Running, scheduler_output
-from tests.worker.test_model_runner import new_request
 from worker.attention.kv_cache import KVCache
 from worker.batch.input_batch import InputBatch
 from worker.cuda.runner_builder import build_runner

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from proto.messages.engine_io import EngineCoreOutput
 from proto.messages.prepared_model import PreparedModel
 from proto.settings.config import ModelConfig, ServeConfig
 from tests.fakes.devices import CPU
@@ -63,6 +64,18 @@ def serve(
     return found
 
 
+def experts_of(outputs: list[EngineCoreOutput]) -> dict[int, bytes]:
+    """Return the experts of each token, by its position."""
+    found = {}
+    for output in outputs:
+        if (experts := output.routed_experts) is not None:
+            size = experts.num_layers * experts.top_k * experts.num_bytes
+            for offset in range(0, len(experts.data), size):
+                position = experts.first_position + offset // size
+                found[position] = experts.data[offset : offset + size]
+    return found
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "params"),
     [
@@ -71,8 +84,9 @@ def serve(
         ("llama", {}, {"n": 3, "beam_width": 3, "temperature": 0.0}),
         ("llama on transformers", {"async_scheduling": True}, {"temperature": 0.0}),
         ("qwen3next", {"max_num_batched_tokens": 16}, {"temperature": 0.0}),
+        ("mixtral", {}, {"temperature": 0.0, "return_routed_experts": True}),
     ],
-    ids=["overlapped", "choices", "beams", "transformers", "states"],
+    ids=["overlapped", "choices", "beams", "transformers", "states", "experts"],
 )
 def test_embeddings_give_what_their_tokens_give(
     name: str,
@@ -82,12 +96,18 @@ def test_embeddings_give_what_their_tokens_give(
 ) -> None:
     prepared, embedding = saved(name.split()[0], tmp_path)
     decoder = on_transformers(prepared) if "transformers" in name else load(prepared)
-    found = []
+    found, experts = [], []
+    returns_experts = "return_routed_experts" in params
     for given in (None, embedding):
         harness, num_blocks = engine_for(decoder, 200, 60, **settings)
-        harness.runner = runner_of(decoder, num_blocks, 60)  # type: ignore[assignment]
+        harness.runner = runner_of(  # type: ignore[assignment]
+            decoder, num_blocks, 60, returns_experts=returns_experts
+        )
         found.append(serve(harness, given, **params))
+        experts.append([experts_of(outputs) for outputs in harness.outputs.values()])
     assert found[0] == found[1]
+    assert experts[0] == experts[1]
+    assert all(set(each) >= {0, 1} for each in experts[0]) is returns_experts
     assert len({tuple(each) for each in found[0]}) >= len(PROMPTS)
 
 

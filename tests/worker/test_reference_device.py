@@ -11,8 +11,8 @@ from tests.fakes import fake_device
 from tests.fakes.devices import REFERENCE
 from tests.fakes.fake_cuda import CUDA, FakeCuda, SameThreadExecutor
 from tests.fakes.prepared_models import prepare_checkpoint, spec_of
+from tests.fakes.stepped_engine import BLOCK, CHUNKS, NUM_BLOCKS, Engine
 from tests.fakes.tiny_checkpoints import save_tiny
-from tests.worker.test_model_runner import BLOCK, CHUNKS, NUM_BLOCKS, Engine
 from worker.attention.kv_cache import KVCache
 from worker.batch.input_batch import InputBatch
 from worker.batch.transfers import Transfers

@@ -128,22 +128,7 @@ class KernelStack:
     def run(
         self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
     ) -> torch.Tensor:
-        self._run.is_timed = 0
         return self._call(hidden, positions, attention)
-
-    def run_timed(
-        self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
-    ) -> tuple[torch.Tensor, float, float]:
-        """Run the layers; also return the seconds of products, with rounding of inputs, and
-        attention.
-        """
-        run = self._run
-        run.is_timed, run.product_ns, run.attention_ns = 1, 0, 0
-        return (
-            self._call(hidden, positions, attention),
-            run.product_ns * 1e-9,
-            run.attention_ns * 1e-9,
-        )
 
     def _call(
         self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend

@@ -64,13 +64,15 @@ def llama_attention(
     head_dim: int | None = None,
     rotary_fraction: float | None = None,
     rope: Rope | None = None,
+    bias: bool = False,
 ) -> AttentionSpec:
-    """Return rotary attention without biases.
+    """Return rotary attention.
 
     head_dim: None for that of the configuration, by default hidden_size / num_attention_heads.
     rotary_fraction: the default of `partial_rotary_factor` in a family that may rotate a part of
         each head; None for a family that rotates whole heads.
     rope: None for that of the configuration.
+    bias: whether all four projections have one.
     """
     hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     num_kv_heads = config.integer("num_key_value_heads", num_heads)
@@ -96,6 +98,8 @@ def llama_attention(
         rotary_dim=rotary_dim_from_config(config, head_dim, rotary_fraction),
         scale=head_dim**-0.5,
         rope=rope or rope_from_config(config, max_position),
+        qkv_bias=bias,
+        output_bias=bias,
     )
 
 

@@ -9,10 +9,10 @@ from engine_core.kv_cache.integrity import check
 from engine_core.request import RequestStatus
 from proto.errors import ProtocolError
 from proto.messages.engine_io import FinishReason
-from tests.fakes.beam_reference import beam_search
-from tests.fakes.engine_harness import EOS, EngineHarness, scheduled
+from tests.engine_core.scheduler.plain_beams import add, expected, outputs
+from tests.fakes.engine_harness import EngineHarness, scheduled
 from tests.fakes.events import num_cached_tokens
-from tests.fakes.paged_runner import hashed_logprobs, undisturbed
+from tests.fakes.paged_runner import undisturbed
 
 WAITS = RequestStatus.WAITING_FOR_BEAMS
 PROMPT = list(range(19))
@@ -21,20 +21,6 @@ CACHING = pytest.mark.parametrize("caching", [True, False])
 
 def engine_of(caching=True, **settings):
     return EngineHarness(block_size=4, enable_prefix_caching=caching, **settings)
-
-
-def add(engine, prompt, width, max_tokens=8, **params):
-    return engine.add(prompt, max_tokens, n=width, beam_width=width, **params)
-
-
-def expected(prompt, width, max_tokens=8, stop_ids=(EOS,), **params):
-    return beam_search(
-        prompt, hashed_logprobs, width=width, max_tokens=max_tokens, stop_ids=stop_ids, **params
-    )
-
-
-def outputs(engine, rows):
-    return [engine.tokens_of(row) for row in rows]
 
 
 def blocks_in_use(engine):

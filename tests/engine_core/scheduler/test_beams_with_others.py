@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.engine_core.scheduler.test_beams import add, expected, outputs
+from tests.engine_core.scheduler.plain_beams import add, expected, outputs
 from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.kv_connector import FakeConnector, always
 from tests.fakes.offload_rig import OffloadRig

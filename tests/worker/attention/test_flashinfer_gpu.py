@@ -14,8 +14,7 @@ import torch
 
 from tests.fakes.fake_device import FakeDevice
 from tests.fakes.fake_flashinfer import FakeFlashInfer
-from tests.worker.attention.steps import LAYER, Step
-from tests.worker.attention.test_flashinfer import (
+from tests.worker.attention.flashinfer_cases import (
     CASES,
     DECODES,
     LATENT,
@@ -24,6 +23,7 @@ from tests.worker.attention.test_flashinfer import (
     case_of,
     sharing_two_pages,
 )
+from tests.worker.attention.steps import LAYER, Step
 from tests.worker.reference.torch_kernels import store_by_index
 from worker.attention.backend import AttentionInputs
 from worker.cuda.accelerator import Accelerator

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from proto.messages.kv_connector import DeviceBlocks, TransferJob
-from tests.fakes.fake_device import FakeDevice, FakeEvent, on_host
+from tests.fakes.copy_streams import CopyingThread, FakeStream, NoWatcher
+from tests.fakes.fake_device import FakeDevice, on_host
 from worker.cuda.block_copies import DeviceBlockBytes, DeviceCopies, EventWatcher
 from worker.host.block_copies import HostCopies
 from worker.kv_connector.offload.base import STORE_NICENESS, OffloadingHandler, TransferResult
@@ -144,43 +145,6 @@ def test_a_copy_interrupted_by_close_has_failed() -> None:
     assert (result.succeeded, result.failed_blocks) == (False, [3, 4])
 
 
-class FakeStream:
-    """A CopyStream over a FakeDevice; fails if a copy does not wait for the steps before it."""
-
-    def __init__(self, device: FakeDevice) -> None:
-        self._device = device
-        self._follows = -1
-        self.computed = 0
-
-    def compute(self) -> None:
-        """Queue a step."""
-        self.computed += 1
-
-    def wait_for_compute(self) -> None:
-        self._follows = self.computed
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        assert self._follows == self.computed, "a copy races with the step before it"
-        target.copy_(source, non_blocking=True)
-
-    def record_event(self) -> FakeEvent:
-        event = self._device.event()
-        event.record()
-        return event
-
-
-class NoWatcher:
-    """An event watcher that does nothing: the test polls."""
-
-    def __init__(self) -> None:
-        self.closed = False
-
-    def watch(self, event: object) -> None: ...
-
-    def close(self) -> None:
-        self.closed = True
-
-
 class DeviceSide:
     """Blocks on a fake device, and a pool in its pinned memory."""
 
@@ -259,13 +223,6 @@ def test_the_event_watcher_notifies_when_events_are_reached() -> None:
     notifications.wait()
     watcher.close()
     assert not watcher._thread.is_alive()
-
-
-class CopyingThread(FakeStream):
-    """A CopyStream for a thread that itself waits for the steps before it queues a copy."""
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source, non_blocking=True)
 
 
 def test_device_blocks_are_copied_out_and_in_through_a_pinned_page() -> None:

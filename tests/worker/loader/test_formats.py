@@ -4,7 +4,6 @@ Packed weights are compared with a dense model of the dequantised values whose p
 activations like reference/packed.py, so that only the order of sums differs.
 """
 
-import math
 import re
 import sys
 from collections import Counter
@@ -16,16 +15,22 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, PretrainedConfig
 
-from proto.messages.prepared_model import PreparedModel
-from tests.fakes.dense_attention import DenseAttention
 from tests.fakes.devices import CPU
-from tests.fakes.gguf_files import QUANTISED, write
-from tests.fakes.prepared_models import gguf_index, prepare, prepare_checkpoint, spec_of
+from tests.fakes.gguf_files import QUANTISED
+from tests.fakes.gguf_models import (
+    PERPLEXITY,
+    TOKENS,
+    logits,
+    packed,
+    perplexity_change,
+    prepared_gguf,
+)
+from tests.fakes.prepared_models import prepare_checkpoint, spec_of
 from tests.fakes.tiny_checkpoints import save_tiny
-from tests.fakes.tiny_ggufs import NO_KINDS, SIZES, config_of, tiny
+from tests.fakes.tiny_ggufs import NO_KINDS, SIZES
 from tests.worker.reference.packed import quantise_dense, rounded_rows
 from worker.cpu import formats as cpu_formats
-from worker.cpu.formats import Bf16Format, Int8Format, MixedFormat, PackedFormat, RotatedFormat
+from worker.cpu.formats import Bf16Format, Int8Format, MixedFormat, RotatedFormat
 from worker.cpu.kernels import Kernels
 from worker.cpu.linear import is_reordered_by_onednn
 from worker.device import Device
@@ -33,17 +38,14 @@ from worker.layers.embedding import EmbeddingTable, dense_table
 from worker.layers.linear import Linear
 from worker.loader import formats
 from worker.loader.files import read_index
-from worker.loader.formats import DenseFormat, WeightFormat, describe_dense_weights
+from worker.loader.formats import DenseFormat, describe_dense_weights
 from worker.loader.weights import create_builder, load_model
 from worker.parallel.group import RankGroup
 
-TOKENS = torch.randint(0, 64, (30,), generator=torch.Generator().manual_seed(3))
 TIE = 0.1
 """Sums in another order may move an activation by one of its 255 steps, and so what follows."""
 EXACT = 1e-4
 """Where none was moved, as in some of the positions."""
-PERPLEXITY = 0.005
-"""By how much a format may raise the perplexity of the exact numbers, a part of it."""
 
 
 class RoundedLinear(Linear):
@@ -78,33 +80,6 @@ class RoundedFormat(DenseFormat):
         return quantise_dense(weight) if self._new_blocks else weight
 
 
-def prepared_gguf(
-    folder: Path,
-    kind: str,
-    config: PretrainedConfig | None = None,
-    kinds: Mapping[str, str] = NO_KINDS,
-) -> PreparedModel:
-    config = config or LlamaConfig(**SIZES)
-    with torch.no_grad():
-        _, tensors = tiny(kind, config, permuted=True, kinds=kinds)
-    folder.mkdir(exist_ok=True)
-    write(folder / "model.gguf", tensors)
-    return prepare(folder / "prepared", config_of(config), gguf_index(folder / "model.gguf"))
-
-
-def packed(kernels: Kernels, dtype: torch.dtype = torch.float32) -> PackedFormat:
-    return PackedFormat(kernels, DenseFormat(dtype), dtype)
-
-
-def logits(
-    prepared: PreparedModel, form: WeightFormat | None = None, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
-    spec = spec_of(prepared)
-    decoder = load_model(prepared, spec, dtype, CPU, lambda fraction: None, form)
-    positions = torch.arange(len(TOKENS))
-    return decoder.float32_logits(decoder.forward(TOKENS, positions, DenseAttention(spec)))
-
-
 def assert_same_tokens(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert expected.std() > 0.3, "a difference would not be visible"
     differences = (found - expected).abs().amax(1)
@@ -112,15 +87,6 @@ def assert_same_tokens(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert differences.max() < TIE
     best = expected.gather(1, found.argmax(1, keepdim=True))[:, 0]
     assert (expected.amax(1) - best).max() < TIE
-
-
-def perplexity_change(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return by how much the perplexity of texts that the exact model writes grows, a part of it.
-
-    Over all texts, the mean logarithm is the divergence of both distributions: it needs no texts.
-    """
-    exact, own = expected.double().log_softmax(1), found.double().log_softmax(1)
-    return math.expm1(float((exact.exp() * (exact - own)).sum(1).mean()))
 
 
 @pytest.mark.parametrize("kind", QUANTISED)

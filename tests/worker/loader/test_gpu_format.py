@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, Qwen3Config, Qwen3MoeConfig
 
 from proto.errors import ModelError
+from tests.fakes.cuda_runner import compute_by_torch
 from tests.fakes.dense_attention import DenseAttention
 from tests.fakes.devices import GPU
 from tests.fakes.fake_cuda import (
@@ -23,14 +24,13 @@ from tests.fakes.fake_cuda import (
 from tests.fakes.fake_device import FakeDevice, on_host
 from tests.fakes.fake_flashinfer import FakeFlashInfer
 from tests.fakes.fake_fp8 import FakeScaledMm, on_fake_hopper
+from tests.fakes.gguf_models import TOKENS
 from tests.fakes.prepared_models import prepare_checkpoint, spec_of
 from tests.fakes.quantised_checkpoints import SCHEMES, quantise_folder
 from tests.fakes.ranks import Ranks
 from tests.fakes.tiny_checkpoints import CONFIGS, save_mxfp4, tiny_model
-from tests.worker.loader.test_formats import TOKENS
 from tests.worker.loader.test_quantised import DOWN, Case, case
 from tests.worker.models.test_gptoss import SMALL
-from tests.worker.test_cuda_runner import compute_by_torch
 from worker.cuda import formats as gpu_format
 from worker.cuda.formats import GpuFormat
 from worker.cuda.layers import fp8_linear

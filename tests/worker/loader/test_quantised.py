@@ -18,17 +18,11 @@ from proto.errors import ModelError
 from proto.messages.prepared_model import PreparedModel
 from tests.fakes.dense_attention import DenseAttention
 from tests.fakes.devices import CPU
+from tests.fakes.gguf_models import PERPLEXITY, TOKENS, logits, packed, perplexity_change
 from tests.fakes.prepared_models import prepare_checkpoint, spec_of
 from tests.fakes.quantised_checkpoints import SCHEMES, Tensors, quantise_folder
 from tests.fakes.ranks import Ranks
 from tests.fakes.tiny_checkpoints import tiny_model
-from tests.worker.loader.test_formats import (
-    PERPLEXITY,
-    TOKENS,
-    logits,
-    packed,
-    perplexity_change,
-)
 from worker.cpu.kernels import Kernels
 from worker.cpu.weights import Fp8Weight
 from worker.loader.files import TensorFiles, entries_by_name, read_index

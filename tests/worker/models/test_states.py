@@ -21,13 +21,13 @@ from tests.fakes.beam_reference import beam_search
 from tests.fakes.dense_attention import DenseAttention
 from tests.fakes.devices import CPU
 from tests.fakes.engine_harness import EngineHarness
+from tests.fakes.gguf_models import packed
 from tests.fakes.prepared_models import prepare_checkpoint, spec_of
 from tests.fakes.quantised_checkpoints import SCHEMES, quantise_folder
 from tests.fakes.real_engine import BLOCK, engine_for, runner_of
 from tests.fakes.real_engine import load as load_exact
+from tests.fakes.simulated_gpu import device_of
 from tests.fakes.tiny_checkpoints import CONFIGS, architecture_of, save_tiny, tiny_model
-from tests.worker.loader.test_formats import packed
-from tests.worker.test_cuda_device import device_of
 from worker.cpu.device import CpuDevice
 from worker.cpu.kernels import Kernels
 from worker.loaded_model import load

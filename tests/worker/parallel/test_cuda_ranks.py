@@ -16,24 +16,26 @@ from engine_core.busy_loop import OVERLAPPED
 from proto.messages.model_runner_output import ModelRunnerOutput
 from proto.messages.scheduler_output import SchedulerOutput
 from proto.settings.config import DeviceConfig
+from tests.fakes.cuda_runner import (
+    DTYPE,
+    EDITS,
+    NUM_ROWS,
+    REQUEST_PARAMS,
+    SHARED,
+    ConstrainedThirds,
+    Harness,
+    Model,
+    assert_mostly_equal,
+    compute_by_torch,
+    gpu_of,
+    serve,
+)
 from tests.fakes.devices import GPU, REFERENCE
 from tests.fakes.fake_cuda import FakeCuda
 from tests.fakes.fake_flashinfer import FakeFlashInfer
 from tests.fakes.fake_nccl import FakeRanks
 from tests.fakes.ranks import Ranks
-from tests.worker.test_cuda_runner import (
-    DTYPE,
-    EDITS,
-    NUM_ROWS,
-    REQUEST_PARAMS,
-    ConstrainedThirds,
-    Harness,
-    Model,
-    compute_by_torch,
-    gpu_of,
-    serve,
-)
-from tests.worker.test_model_runner import BLOCK, NUM_BLOCKS
+from tests.fakes.stepped_engine import BLOCK, NUM_BLOCKS
 from worker.attention.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.cuda.async_runner import AsyncModelRunner
 from worker.cuda.runner_builder import build_runner
@@ -60,6 +62,7 @@ class RankRunners:
         self._cudas = cudas
         self._threads = [ThreadPoolExecutor(1) for _ in cudas]
         self.runners: list[Runner] = []
+        self.libraries: list[FakeFlashInfer] = []
 
     def run_on_all(self, work: Callable[[int], Result]) -> list[Result]:
         started = [thread.submit(self._on, rank, work) for rank, thread in enumerate(self._threads)]
@@ -120,9 +123,11 @@ def model(tmp_path: Path) -> Model:
 
 @pytest.fixture
 def on_devices(
-    model: Model, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[RankRunners, FakeRanks, list[FakeCuda]]]:
+    """A parameter: blocks that a shared prefix of cascade attention has at least."""
     compute_by_torch(monkeypatch)
+    config = DeviceConfig(cascade_attention_from=getattr(request, "param", 0))
     cudas = [FakeCuda() for _ in range(SIZE)]
     ranks = FakeRanks(SIZE)
     all_ranks = RankRunners(cudas)
@@ -135,20 +140,24 @@ def on_devices(
             decoder = load(model, GPU, group)
             cache = cache_of(decoder, GPU)
         parts = RunnerParts(
-            config=DeviceConfig(),
+            config=config,
             model=decoder,
             dtype=DTYPE,
             kv_cache=cache,
             batch=model.rows(NUM_ROWS),
         )
-        return build_runner(gpu_of(cuda, FakeFlashInfer(cuda.device)), parts)
+        library = FakeFlashInfer(cuda.device)
+        all_ranks.libraries.append(library)
+        return build_runner(gpu_of(cuda, library), parts)
 
     all_ranks.runners = list(all_ranks.run_on_all(start))
     yield all_ranks, ranks, cudas
     all_ranks.close()
 
 
-def tokens_on_cpus(model: Model, params: list[dict[str, Any]]) -> list[list[int]]:
+def tokens_on_cpus(
+    model: Model, params: list[dict[str, Any]], num_shared: int = 0
+) -> list[list[int]]:
     """Tokens of two ranks on CPUs, one step at a time."""
     with Ranks(SIZE) as ranks:
         cudas = [FakeCuda() for _ in range(SIZE)]  # for the arithmetic of the fake device
@@ -164,7 +173,8 @@ def tokens_on_cpus(model: Model, params: list[dict[str, Any]]) -> list[list[int]
             return SyncModelRunner(runner)
 
         all_ranks.runners = list(all_ranks.run_on_all(start))
-        tokens = serve(Harness(all_ranks, 81, grammars=ConstrainedThirds()), params)
+        harness = Harness(all_ranks, 81, grammars=ConstrainedThirds())
+        tokens = serve(harness, params, num_shared=num_shared)
         all_ranks.close()
     return tokens
 
@@ -185,3 +195,17 @@ def test_two_ranks_replay_their_collectives_in_graphs(
     per_step = 1 + 2 * model.spec.num_layers + 1
     assert ranks.num_exchanges[0] - before[0] >= per_step * replays[0]
     assert tokens == tokens_on_cpus(model, params)
+
+
+@pytest.mark.suite("rehearsal")
+@pytest.mark.parametrize("on_devices", [2], indirect=True)
+def test_two_ranks_read_a_shared_prefix_once(
+    model: Model, on_devices: tuple[RankRunners, FakeRanks, list[FakeCuda]]
+) -> None:
+    all_ranks, _, cudas = on_devices
+    ahead = Harness(all_ranks, 81, async_scheduling=True, grammars=ConstrainedThirds())
+    tokens = serve(ahead, FILTERED, num_shared=SHARED)
+    assert_mostly_equal(tokens, tokens_on_cpus(model, FILTERED, SHARED))
+    for library in all_ranks.libraries:
+        assert sum(each.num_plans for each in library.wrappers if each.for_all_queries) > 10
+    assert [cuda.device.num_replays for cuda in cudas] == [0, 0]

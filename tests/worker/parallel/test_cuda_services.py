@@ -22,15 +22,15 @@ from proto.messages.model_runner_output import ModelRunnerOutput
 from proto.runtime.sockets import Link, worker_path
 from proto.settings.config import GIB, CacheConfig, ParallelConfig, SchedulerConfig, ServeConfig
 from tests.fakes import lifecycle_messages
+from tests.fakes.cuda_runner import Model, compute_by_torch
 from tests.fakes.fake_cuda import CUDA, FakeCuda
 from tests.fakes.fake_flashinfer import FakeFlashInfer
 from tests.fakes.fake_nccl import FakeRanks
+from tests.fakes.simulated_gpu import SimulatedGpu
+from tests.fakes.stepped_engine import BLOCK
 from tests.worker.parallel.test_two_workers import receive
 from tests.worker.reference.torch_kernels import TorchEdits, draw_by_torch, store_by_index
-from tests.worker.test_cuda_device import SimulatedGpu
-from tests.worker.test_cuda_runner import Model, compute_by_torch
 from tests.worker.test_cuda_service import steps
-from tests.worker.test_model_runner import BLOCK
 from worker import loaded_model
 from worker import worker as service
 from worker.cuda import device as cuda_device

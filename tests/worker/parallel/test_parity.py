@@ -10,11 +10,11 @@ from proto.errors import ConfigError
 from proto.messages.prepared_model import PreparedModel
 from tests.fakes.dense_attention import DenseAttention, logits_in_chunks
 from tests.fakes.devices import CPU
+from tests.fakes.gguf_models import prepared_gguf
 from tests.fakes.prepared_models import prepare_checkpoint, spec_of
 from tests.fakes.ranks import Ranks
 from tests.fakes.tiny_checkpoints import CONFIGS, MIXTURES, save_tiny
 from tests.fakes.tiny_ggufs import SIZES
-from tests.worker.loader.test_formats import prepared_gguf
 from worker.cpu.formats import Int8Format, MixedFormat, PackedFormat, RotatedFormat
 from worker.cpu.kernels import Kernels
 from worker.loader.block_types import BLOCK_TYPES

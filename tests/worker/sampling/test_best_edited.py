@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from proto.messages.logit_edits import LogitEdits
+from tests.worker.sampling.edit_cases import grown_edits
 from tests.worker.sampling.settings import backend_of, each_backend
-from tests.worker.sampling.test_edits import grown_edits
 from worker.reference.sampling import TorchBackend
 from worker.sampling.backend import RowChange
 from worker.sampling.logit_edits import RowEdits, edit_logits

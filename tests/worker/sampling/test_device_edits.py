@@ -23,8 +23,8 @@ from tests.fakes.fake_device import on_host
 from tests.fakes.triton import interpret_kernels, need_triton
 from tests.worker.ahead_of_time import Kernel, compiled
 from tests.worker.reference.torch_kernels import TorchEdits, draw_by_torch
+from tests.worker.sampling.edit_cases import random_edits
 from tests.worker.sampling.settings import last_positions
-from tests.worker.sampling.test_edits import random_edits
 from worker.batch.input_batch import InputBatch
 from worker.batch.transfers import HostTransfers
 from worker.cuda.sampling.device_kernels import (

@@ -6,12 +6,7 @@ import pytest
 import torch
 
 from tests.worker.reference.filters import check_kept
-from tests.worker.sampling.test_device_sampling import (
-    FILTERED,
-    KINDS,
-    filtered_case,
-    kept_tokens,
-)
+from tests.worker.sampling.filtered_cases import FILTERED, KINDS, filtered_case, kept_tokens
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,7 @@ import torch
 
 from proto.messages.scheduler_output import GrammarOutput
 from tests.worker.sampling.settings import backend_of, each_backend, sampling_rows
-from tests.worker.sampling.test_logprobs import unpack
+from tests.worker.sampling.unpacked import unpack
 from worker.sampling.logit_edits import apply_grammar_masks, grammar_masks
 from worker.sampling.sampler import Sampler
 

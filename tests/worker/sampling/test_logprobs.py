@@ -4,15 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from proto.messages.engine_io import LogprobsArrays
+from tests.worker.sampling.unpacked import unpack
 from worker.sampling import logprobs
 from worker.sampling.token_order import best_tokens, order_keys, token_ids_of, token_ranks
-
-
-def unpack(arrays: LogprobsArrays) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    ids = np.frombuffer(arrays.token_ids, dtype="<i4").reshape(-1, arrays.width).copy()
-    values = np.frombuffer(arrays.logprobs, dtype="<f4").reshape(-1, arrays.width)
-    return ids, values, np.frombuffer(arrays.ranks, dtype="<i4")
 
 
 def random_logits(rows: int, vocab_size: int = 97) -> torch.Tensor:

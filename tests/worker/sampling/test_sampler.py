@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from tests.worker.sampling.settings import backend_of, each_backend, sampling_rows
-from tests.worker.sampling.test_logprobs import unpack
+from tests.worker.sampling.unpacked import unpack
 from worker.cpu.sampling import create_sampler
 from worker.sampling.sampler import Sampler
 

@@ -15,26 +15,29 @@ import torch
 
 from engine_core.request import Request
 from proto.messages.prepared_model import PreparedModel
-from tests.fakes.devices import GPU, REFERENCE
-from tests.fakes.drafts import SyntheticDrafts
-from tests.fakes.fake_cuda import CUDA, FakeCuda
-from tests.fakes.tiny_heads import head_config, head_tensors, prepare_head, save_head
-from tests.worker.reference.torch_kernels import draw_by_torch
-from tests.worker.sampling.settings import row_params
-from tests.worker.test_cuda_runner import (
+from tests.fakes.cuda_runner import (
     EDITS,
     NUM_ROWS,
     REQUEST_PARAMS,
+    SHARED,
     VOCAB_SIZE,
     ConstrainedThirds,
     Harness,
     Model,
     OnFakeCuda,
+    assert_mostly_equal,
     compute_by_torch,
     host_runner,
+    num_cascades,
     serve,
 )
-from tests.worker.test_model_runner import BLOCK, NUM_BLOCKS
+from tests.fakes.devices import GPU, REFERENCE
+from tests.fakes.drafts import SyntheticDrafts
+from tests.fakes.fake_cuda import CUDA, FakeCuda
+from tests.fakes.stepped_engine import BLOCK, NUM_BLOCKS
+from tests.fakes.tiny_heads import head_config, head_tensors, prepare_head, save_head
+from tests.worker.reference.torch_kernels import draw_by_torch
+from tests.worker.sampling.settings import row_params
 from worker.attention.kv_cache import KVCache
 from worker.cuda.sampling.draft_draw import DeviceDraftDraw
 from worker.loader.formats import DenseFormat
@@ -221,6 +224,33 @@ def test_the_model_itself_drafts_what_it_will_answer(
     assert harness.worker.num_preempted > 0 or not is_full
     assert counts.total() > (3 if is_full else 9)
     assert len(counts) > 2
+
+
+def test_a_draft_model_reads_a_shared_prefix_once(cuda: FakeCuda, models: dict[str, Model]) -> None:
+    model, num_rows = models["llama"], 2 * NUM_ROWS
+    host = new_harness(SyncModelRunner(host_runner(model, num_rows)), model, NUM_BLOCKS, num_rows)
+    expected = serve(host, PARAMS, num_shared=SHARED)
+    answers = {key[0]: found for key, found in host.tokens.items()}
+
+    def answer(request: Request, num_tokens: int) -> list[int]:
+        first = request.num_output_tokens
+        return answers[request.request_id][first : first + num_tokens] or [5]
+
+    worker = OnFakeCuda(
+        model, cuda, num_rows, make_drafter=with_draft_model(model), cascade_attention_from=2
+    )
+    log = ProposalLog(0.3, answer)
+    harness = new_harness(
+        worker.runner, model, NUM_BLOCKS, num_rows, async_scheduling=True, drafting=log
+    )
+    assert_mostly_equal(serve(harness, PARAMS, num_shared=SHARED), expected)
+    assert num_cascades(worker) > 20
+    right = [
+        token == wanted
+        for request, first, proposed in log.found
+        for token, wanted in zip(proposed, answers[request.request_id][first:], strict=False)
+    ]
+    assert sum(right) > 9
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])

@@ -16,14 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from engine_core.request import Request
 from proto.messages.prepared_model import PreparedModel
+from proto.settings.config import ModelConfig, ServeConfig
 from tests.fakes.devices import CPU, create_backend, create_sampler
-from tests.fakes.drafts import SyntheticDrafts
-from tests.fakes.engine_harness import EngineHarness
-from tests.fakes.lookahead_runner import LOOKAHEAD, LookaheadRunner
-from tests.fakes.prepared_models import prepare_checkpoint, spec_of
-from tests.fakes.ranks import LockstepRunners, Ranks
-from tests.fakes.tiny_checkpoints import CONFIGS, save_tiny, tiny_model
-from tests.worker.test_speculation import (
+from tests.fakes.drafted_engine import (
     BLOCK,
     NUM_ROWS,
     PARAMS,
@@ -33,8 +28,15 @@ from tests.worker.test_speculation import (
     answers_of,
     serve,
 )
+from tests.fakes.drafts import SyntheticDrafts
+from tests.fakes.engine_harness import EngineHarness
+from tests.fakes.lookahead_runner import LOOKAHEAD, LookaheadRunner
+from tests.fakes.prepared_models import prepare_checkpoint, spec_of
+from tests.fakes.ranks import LockstepRunners, Ranks
+from tests.fakes.tiny_checkpoints import CONFIGS, save_tiny, tiny_model
 from worker.attention.kv_cache import KVCache
 from worker.host.device import PREFILL_TOKENS
+from worker.loaded_model import load as load_worker
 from worker.loader.formats import DenseFormat
 from worker.loader.weights import load_model
 from worker.models.decoder import Decoder
@@ -63,6 +65,12 @@ def load(folder: Path, group: RankGroup | None = None) -> Decoder:
         DenseFormat(dtype),
         group or RankGroup(),
     )
+
+
+def on_transformers(folder: Path) -> Decoder:
+    config = ServeConfig(model=ModelConfig(model_impl="transformers", dtype="float32"))
+    prepared = prepared_in(folder)
+    return load_worker(config, prepared, CPU, RankGroup(), lambda message: None).model
 
 
 def with_drafter(
@@ -225,6 +233,60 @@ def test_drafts_of_the_same_model_are_accepted_with_any_parameters(
         found[request.request_id] += min(len(rest), len(proposed))
     assert len(found) == len(PARAMS)
     assert min(found.values()) > 3
+
+
+@pytest.mark.parametrize(
+    ("target", "draft"), [("mixtral", "qwen3"), ("llama", "llama on transformers")]
+)
+def test_answers_are_those_without_a_draft_model(target: str, draft: str, tmp_path: Path) -> None:
+    """Of a mixture with the experts of all tokens, and if both models run on transformers' code.
+
+    Steps verify drafts of the draft model and others.
+    """
+    loading = on_transformers if "transformers" in draft else load
+    decoder = loading(tiny(target, tmp_path / target))
+    setup = Setup(decoder, torch.float32, returns_experts=target == "mixtral")
+    setup.record_answers()
+    drafting = setup.drafts(0.7)
+    drafting.has_draft_model = True
+    engine = setup.harness(drafting=drafting, is_full=True)
+    with_drafter(engine.runner, loading(tiny(draft.split()[0], tmp_path / "draft")))  # type: ignore[arg-type]
+    found = answers_of(engine, serve(engine))
+    for field in ("tokens", "ends", "ranks", "experts"):
+        assert [each[field] for each in found] == [each[field] for each in setup.expected]
+    assert drafting.num_proposed > 20
+    assert any(each["experts"] for each in found) is (target == "mixtral")
+
+
+def test_a_prompt_of_embeddings_has_drafts(
+    setups: dict[str, Setup], folders: dict[str, Path]
+) -> None:
+    """The draft model does not know its tokens, so that few drafts are right."""
+    setup = setups["llama"]
+    generator = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(0, VOCAB_SIZE, (n,), generator=generator) for n in (23, 3, 11)]
+    answers = []
+    for drafts in (False, True):
+        drafting = SyntheticDrafts(0.0, lambda request, n: [5], vocab_size=VOCAB_SIZE)
+        drafting.has_draft_model = drafts
+        engine = setup.harness(drafting=drafting)
+        if drafts:
+            with_drafter(engine.runner, load(folders["qwen3"]))  # type: ignore[arg-type]
+        requests = [
+            engine.add_one(
+                [0] * len(prompt),
+                30,
+                prompt_embeds=setup.decoder.embed(prompt).float().numpy().tobytes(),
+                temperature=0.0,
+                ignore_eos=True,
+            )
+            for prompt in prompts
+        ]
+        engine.run()
+        answers.append([engine.tokens_of(each) for each in requests])
+    assert drafting.num_proposed > 20
+    assert answers[0] == answers[1]
+    assert len({tuple(each) for each in answers[0]}) == len(prompts)
 
 
 def test_a_draft_ends_where_its_survival_is_too_low(

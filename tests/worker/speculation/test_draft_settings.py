@@ -12,8 +12,8 @@ from proto.errors import ConfigError
 from proto.messages.prepared_model import PreparedModel
 from proto.settings.config import ServeConfig
 from tests.fakes.prepared_models import prepare_checkpoint
+from tests.fakes.simulated_gpu import device_of
 from tests.fakes.tiny_checkpoints import save_tiny
-from tests.worker.test_cuda_device import device_of
 from tests.worker.test_memory_plan import config_of, cpu_of
 from worker.loaded_model import load
 from worker.parallel.group import RankGroup

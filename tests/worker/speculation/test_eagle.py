@@ -27,14 +27,7 @@ from proto.messages.scheduler_output import CachedRequestData, NewRequestData, S
 from proto.runtime.faults import FaultInjector
 from proto.settings.config import ModelConfig, ServeConfig, SpeculationConfig
 from tests.fakes.devices import CPU, create_backend, create_sampler
-from tests.fakes.engine_harness import EngineHarness
-from tests.fakes.events import num_cached_tokens
-from tests.fakes.lookahead_runner import LOOKAHEAD, LookaheadRunner
-from tests.fakes.prepared_models import prepare_checkpoint, spec_of
-from tests.fakes.ranks import LockstepRunners, Ranks
-from tests.fakes.tiny_checkpoints import save_tiny
-from tests.fakes.tiny_heads import head_config, head_tensors, prepare_head, save_head
-from tests.worker.test_speculation import (
+from tests.fakes.drafted_engine import (
     BLOCK,
     NUM_BLOCKS,
     PARAMS,
@@ -44,6 +37,13 @@ from tests.worker.test_speculation import (
     answers_of,
     serve,
 )
+from tests.fakes.engine_harness import EngineHarness
+from tests.fakes.events import num_cached_tokens
+from tests.fakes.lookahead_runner import LOOKAHEAD, LookaheadRunner
+from tests.fakes.prepared_models import prepare_checkpoint, spec_of
+from tests.fakes.ranks import LockstepRunners, Ranks
+from tests.fakes.tiny_checkpoints import save_tiny
+from tests.fakes.tiny_heads import head_config, head_tensors, prepare_head, save_head
 from worker.attention.kv_cache import KVCache
 from worker.create_device import create_device
 from worker.loaded_model import load as worker_load

@@ -12,7 +12,10 @@ from proto.errors import ModelError, shown
 from worker.models.config_reader import ConfigReader
 
 if TYPE_CHECKING:
-    from worker.models.spec import ModelSpec
+    from worker.models.spec import ModelSpec as ModelSpec
+else:
+    ModelSpec = Any
+    """What `spec` of a family returns; its module imports torch."""
 
 WINDOW: Final = "attention.sliding_window"
 WINDOW_PATTERN: Final = "attention.sliding_window_pattern"
@@ -160,7 +163,7 @@ class Family:
 
     models: Mapping[str, str]
     model_types: tuple[str, ...]
-    spec: Callable[[ConfigReader], "ModelSpec"]
+    spec: Callable[[ConfigReader], ModelSpec]
     gguf: Gguf | None = None
     is_encoder: bool = False
     wrapped_types: tuple[str, ...] = ()

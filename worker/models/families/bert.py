@@ -2,15 +2,12 @@
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from worker.models.config_reader import ConfigReader
-from worker.models.families.base import NORM_EPS, Family, Gguf, GgufMetadata
+from worker.models.families.base import NORM_EPS, Family, Gguf, GgufMetadata, ModelSpec
 from worker.models.layout import FULL, LayerNorms, layer_kinds
 from worker.models.rope import NoRope
-
-if TYPE_CHECKING:
-    from worker.models.spec import ModelSpec
 
 _NORMS: Final = LayerNorms(
     attention_sum=("attention.output.LayerNorm", "attn_output_norm"),
@@ -36,11 +33,11 @@ _UNUSED: Final = frozenset(
 """A pooler of the folder that is not used, and buffers of older checkpoints."""
 
 
-def spec(config: ConfigReader) -> "ModelSpec":
+def spec(config: ConfigReader) -> ModelSpec:
     return bert_like(config, first_position=0)
 
 
-def bert_like(config: ConfigReader, *, first_position: int) -> "ModelSpec":
+def bert_like(config: ConfigReader, *, first_position: int) -> ModelSpec:
     """Return the spec of an encoder with BERT's layers.
 
     first_position: row of the table of positions that belongs to the first token.

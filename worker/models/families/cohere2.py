@@ -1,20 +1,17 @@
 """Cohere 2 (Command R7B, Command A): parallel blocks, rotation in layers with a window only."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from worker.models.config_reader import ConfigReader
-from worker.models.families.base import NORM_EPS, WINDOW, Family, Gguf
+from worker.models.families.base import NORM_EPS, WINDOW, Family, Gguf, ModelSpec
 from worker.models.layout import FULL, WINDOWED, LayerNorms, layer_kinds, layer_windows
 from worker.models.rope import NoRope
-
-if TYPE_CHECKING:
-    from worker.models.spec import ModelSpec
 
 _NORMS: Final = LayerNorms(attention=("input_layernorm", "attn_norm"))
 
 
-def spec(config: ConfigReader) -> "ModelSpec":
+def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; without `layer_types` every fourth layer has full attention."""
     from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
 
@@ -33,11 +30,8 @@ def spec(config: ConfigReader) -> "ModelSpec":
         config, (FULL, WINDOWED), lambda layer: WINDOWED if (layer + 1) % pattern else FULL
     )
     windows = {FULL: None, WINDOWED: config.integer("sliding_window", 4096)}
-    bias = config.flag("attention_bias", False)
     attention = replace(
-        llama_attention(config),
-        qkv_bias=bias,
-        output_bias=bias,
+        llama_attention(config, bias=config.flag("attention_bias", False)),
         interleaved_in=("safetensors", "gguf"),
     )
     layers = attention_layers(

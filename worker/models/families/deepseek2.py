@@ -1,7 +1,6 @@
 """DeepSeek-V2: latent attention, and softmax scores of experts, by groups in the large model."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from worker.models.config_reader import ConfigReader
 from worker.models.families.base import (
@@ -14,14 +13,12 @@ from worker.models.families.base import (
     YARN_LOG,
     Family,
     Gguf,
+    ModelSpec,
     add_latent_heads,
 )
 
-if TYPE_CHECKING:
-    from worker.models.spec import ModelSpec
 
-
-def spec(config: ConfigReader) -> "ModelSpec":
+def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; experts are chosen among all, or with `group_limited_greedy` by groups."""
     from worker.models.common import (
         latent_decoder,

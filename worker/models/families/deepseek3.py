@@ -1,7 +1,5 @@
 """DeepSeek-V3, R1 and Kimi K2: latent attention, and sigmoid scores, biased for the choice."""
 
-from typing import TYPE_CHECKING
-
 from worker.models.config_reader import ConfigReader
 from worker.models.families.base import (
     EXPERT_KEYS,
@@ -13,14 +11,12 @@ from worker.models.families.base import (
     YARN_LOG,
     Family,
     Gguf,
+    ModelSpec,
     add_latent_heads,
 )
 
-if TYPE_CHECKING:
-    from worker.models.spec import ModelSpec
 
-
-def spec(config: ConfigReader) -> "ModelSpec":
+def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; rotated parts are interleaved in files unless `rope_interleave` is false."""
     from worker.models.common import latent_decoder, mixtures_above_dense_layers, sigmoid_router
 

@@ -1,20 +1,17 @@
 """ERNIE 4.5, dense: Llama's layers whose heads rotate in interleaved pairs."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from worker.models.config_reader import ConfigReader
-from worker.models.families.base import QUERY_BIAS, Family, Gguf
+from worker.models.families.base import QUERY_BIAS, Family, Gguf, ModelSpec
 from worker.models.layout import num_layers_of
 from worker.models.rope import rope_from_config
-
-if TYPE_CHECKING:
-    from worker.models.spec import ModelSpec
 
 _THETA: Final = 500_000.0
 
 
-def spec(config: ConfigReader) -> "ModelSpec":
+def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; `use_bias` is for all linear layers."""
     from worker.models.common import attention_layers, decoder, llama_attention
     from worker.models.mlp import MlpSpec
@@ -23,9 +20,7 @@ def spec(config: ConfigReader) -> "ModelSpec":
     bias = config.flag("use_bias", False)
     rope = rope_from_config(config, config.integer("max_position_embeddings"), _THETA)
     attention = replace(
-        llama_attention(config, head_dim=config.integer("head_dim", 128), rope=rope),
-        qkv_bias=bias,
-        output_bias=bias,
+        llama_attention(config, head_dim=config.integer("head_dim", 128), rope=rope, bias=bias),
         interleaved_in=("safetensors", "gguf"),
     )
     mlp = MlpSpec(

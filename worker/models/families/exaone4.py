@@ -3,10 +3,17 @@ layers with a window rotate.
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from worker.models.config_reader import ConfigReader
-from worker.models.families.base import WINDOW, WINDOW_PATTERN, Family, Gguf, add_layer_types
+from worker.models.families.base import (
+    WINDOW,
+    WINDOW_PATTERN,
+    Family,
+    Gguf,
+    ModelSpec,
+    add_layer_types,
+)
 from worker.models.layout import (
     FULL,
     POST_NORMS,
@@ -18,13 +25,10 @@ from worker.models.layout import (
 )
 from worker.models.rope import NoRope
 
-if TYPE_CHECKING:
-    from worker.models.spec import ModelSpec
-
 _DEFAULT_PATTERN: Final = 4
 
 
-def spec(config: ConfigReader) -> "ModelSpec":
+def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; without `layer_types` every `sliding_window_pattern`th layer has full
     attention, or, where that is a text such as "LLLG", each layer of a G and the last one.
     """

@@ -1,17 +1,21 @@
 """Gemma 2: windows in every other layer, norms before and after each part, both soft caps."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from worker.models.config_reader import ConfigReader
-from worker.models.families.base import WINDOW, Family, Gguf, GgufMetadata, add_query_scale
+from worker.models.families.base import (
+    WINDOW,
+    Family,
+    Gguf,
+    GgufMetadata,
+    ModelSpec,
+    add_query_scale,
+)
 from worker.models.layout import FULL, SANDWICH_NORMS, WINDOWED, layer_kinds, layer_windows
 
-if TYPE_CHECKING:
-    from worker.models.spec import ModelSpec
 
-
-def spec(config: ConfigReader) -> "ModelSpec":
+def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; a soft cap that is null is none."""
     from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
 
@@ -21,13 +25,14 @@ def spec(config: ConfigReader) -> "ModelSpec":
     config.get("sliding_window_size")  # beside `sliding_window` in the first files
     kinds = layer_kinds(config, (FULL, WINDOWED), lambda layer: FULL if layer % 2 else WINDOWED)
     windows = {FULL: None, WINDOWED: config.integer("sliding_window", 4096)}
-    bias = config.flag("attention_bias", False)
     attention = replace(
-        llama_attention(config, head_dim=config.integer("head_dim", 256)),
+        llama_attention(
+            config,
+            head_dim=config.integer("head_dim", 256),
+            bias=config.flag("attention_bias", False),
+        ),
         scale=config.integer("query_pre_attn_scalar", 256) ** -0.5,
         soft_cap=config.soft_cap("attn_logit_softcapping", 50.0),
-        qkv_bias=bias,
-        output_bias=bias,
     )
     layers = attention_layers(config, attention, layer_windows(config, kinds, windows))
     return replace(

@@ -3,7 +3,7 @@ bases. EmbeddingGemma attends in both directions.
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from worker.models.config_reader import ConfigReader
 from worker.models.families.base import (
@@ -12,14 +12,12 @@ from worker.models.families.base import (
     Family,
     Gguf,
     GgufMetadata,
+    ModelSpec,
     add_query_scale,
     set_window_theta,
 )
 from worker.models.layout import FULL, SANDWICH_NORMS, WINDOWED, layer_kinds, layer_windows
 from worker.models.rope import KindOfRope, ropes_by_kind
-
-if TYPE_CHECKING:
-    from worker.models.spec import ModelSpec
 
 _PATTERN: Final = 6
 """Every sixth layer has full attention, in GGUF files and where config.json does not say."""
@@ -32,7 +30,7 @@ _GGUF_WINDOW: Final = 4096
 """Of GGUF files that do not say it."""
 
 
-def spec(config: ConfigReader) -> "ModelSpec":
+def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; without `layer_types` every `sliding_window_pattern`th layer has full
     attention.
     """
@@ -52,12 +50,14 @@ def spec(config: ConfigReader) -> "ModelSpec":
         window = window // 2 + 1  # the configuration counts both sides
     windows = layer_windows(config, kinds, {FULL: None, WINDOWED: window})
     ropes = ropes_by_kind(config, _ROPES, config.integer("max_position_embeddings"))
-    bias = config.flag("attention_bias", False)
     attention = replace(
-        llama_attention(config, head_dim=config.integer("head_dim", 256), rope=ropes[FULL]),
+        llama_attention(
+            config,
+            head_dim=config.integer("head_dim", 256),
+            rope=ropes[FULL],
+            bias=config.flag("attention_bias", False),
+        ),
         scale=config.integer("query_pre_attn_scalar", 256) ** -0.5,
-        qkv_bias=bias,
-        output_bias=bias,
         qk_norm=True,
         bidirectional=bidirectional,
     )

@@ -1,16 +1,18 @@
 """GLM-4 in transformers' form (glm-4-9b-chat-hf): GLM-4-0414 without the norms after parts."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from worker.models.config_reader import ConfigReader
-from worker.models.families.base import QUERY_BIAS, Family, Gguf, add_partially_rotated_heads
+from worker.models.families.base import (
+    QUERY_BIAS,
+    Family,
+    Gguf,
+    ModelSpec,
+    add_partially_rotated_heads,
+)
 
-if TYPE_CHECKING:
-    from worker.models.spec import ModelSpec
 
-
-def spec(config: ConfigReader) -> "ModelSpec":
+def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; `attention_bias` is for queries, keys and values."""
     from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
 

@@ -1,14 +1,12 @@
 """GLM-4-0414: half of each head rotates, in interleaved pairs; norms before and after each part."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from worker.models.config_reader import ConfigReader
-from worker.models.families.base import Family, Gguf, add_partially_rotated_heads
+from worker.models.families import glm
+from worker.models.families.base import Family, Gguf, ModelSpec, add_partially_rotated_heads
 from worker.models.layout import LayerNorms
-
-if TYPE_CHECKING:
-    from worker.models.spec import ModelSpec
 
 _NORMS: Final = LayerNorms(
     attention=("input_layernorm", "attn_norm"),
@@ -18,21 +16,9 @@ _NORMS: Final = LayerNorms(
 )
 
 
-def spec(config: ConfigReader) -> "ModelSpec":
-    """Return the spec; `attention_bias` is for queries, keys and values."""
-    from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
-
-    attention = replace(
-        llama_attention(config, head_dim=config.integer("head_dim", 128), rotary_fraction=0.5),
-        qkv_bias=config.flag("attention_bias", True),
-        interleaved_in=("safetensors", "gguf"),
-    )
-    layers = attention_layers(config, attention)
-    return replace(
-        decoder(config, layers, gated_mlps(config, stacked_gate_up=True)),
-        norms=_NORMS,
-        norm_eps=config.number("rms_norm_eps", 1.5625e-7),
-    )
+def spec(config: ConfigReader) -> ModelSpec:
+    """Return GLM's spec with norms after each part, too."""
+    return replace(glm.spec(config), norms=_NORMS)
 
 
 FAMILY = Family(

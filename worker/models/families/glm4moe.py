@@ -1,7 +1,6 @@
 """GLM-4.5 and 4.6: sigmoid scores with a bias for the choice of experts, and shared experts."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from worker.models.config_reader import ConfigReader
 from worker.models.families.base import (
@@ -11,15 +10,13 @@ from worker.models.families.base import (
     SIGMOID,
     Family,
     Gguf,
+    ModelSpec,
     add_partially_rotated_heads,
 )
 from worker.models.layout import QWEN_NORMS
 
-if TYPE_CHECKING:
-    from worker.models.spec import ModelSpec
 
-
-def spec(config: ConfigReader) -> "ModelSpec":
+def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; the first `first_k_dense_replace` layers have no experts.
 
     Layers that predict further tokens (`num_nextn_predict_layers`) are not loaded.

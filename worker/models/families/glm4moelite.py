@@ -1,16 +1,11 @@
 """GLM-4.7-Flash: the layers of DeepSeek-V3, some of them with a dense MLP."""
 
-from typing import TYPE_CHECKING
-
 from worker.models.config_reader import ConfigReader
-from worker.models.families.base import Family, Gguf
+from worker.models.families.base import Family, Gguf, ModelSpec
 from worker.models.layout import num_layers_of
 
-if TYPE_CHECKING:
-    from worker.models.spec import ModelSpec
 
-
-def spec(config: ConfigReader) -> "ModelSpec":
+def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; `mlp_layer_types` says which layers have experts, else all but the first."""
     from worker.models.common import (
         deepseek_mixture,

@@ -1,7 +1,7 @@
 """gpt-oss: attention with sinks, windows in every second layer, and a mixture of experts as MLP."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from worker.models.config_reader import ConfigReader
 from worker.models.families.base import (
@@ -12,18 +12,16 @@ from worker.models.families.base import (
     Family,
     Gguf,
     GgufMetadata,
+    ModelSpec,
 )
 from worker.models.layout import FULL, QWEN_NORMS, WINDOWED, layer_kinds, layer_windows
 from worker.models.rope import rope_from_config
-
-if TYPE_CHECKING:
-    from worker.models.spec import ModelSpec
 
 _THETA: Final = 150_000.0
 _WINDOW: Final = 128
 
 
-def spec(config: ConfigReader) -> "ModelSpec":
+def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; the weights of a token's experts are a softmax over their logits."""
     from worker.layers.activation import ALPHA, LIMIT
     from worker.models.common import (
@@ -53,9 +51,8 @@ def spec(config: ConfigReader) -> "ModelSpec":
     if config.get("rope_scaling") is None and config.get("rope_parameters") is None:
         raise config.refusal("rope_scaling", None, "an object is needed")
     rope = rope_from_config(config, config.integer("max_position_embeddings"), _THETA)
-    bias = config.flag("attention_bias", True)
     attention = replace(
-        llama_attention(config, rope=rope), qkv_bias=bias, output_bias=bias, sinks=True
+        llama_attention(config, rope=rope, bias=config.flag("attention_bias", True)), sinks=True
     )
     layers = attention_layers(config, attention, layer_windows(config, kinds, windows))
     mlps = dense_and_sparse(config, mixture, lambda layer: True)

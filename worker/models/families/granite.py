@@ -31,12 +31,9 @@ def granite_attention(config: ConfigReader) -> "AttentionSpec":
     """Return the attention of a layer, with a scale of its own."""
     from worker.models.common import llama_attention
 
-    bias = config.flag("attention_bias", False)
     return replace(
-        llama_attention(config),
+        llama_attention(config, bias=config.flag("attention_bias", False)),
         scale=config.number("attention_multiplier", 1.0),
-        qkv_bias=bias,
-        output_bias=bias,
         interleaved_in=("gguf",),
     )
 

@@ -1,22 +1,17 @@
 """Llama (1, 2, 3, 3.x, SmolLM2 and other models of that architecture)."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from worker.models.config_reader import ConfigReader
-from worker.models.families.base import Family, Gguf
-
-if TYPE_CHECKING:
-    from worker.models.spec import ModelSpec
+from worker.models.families.base import Family, Gguf, ModelSpec
 
 
-def spec(config: ConfigReader) -> "ModelSpec":
+def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; `attention_bias` gives all four projections of the attention a bias."""
     from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
 
-    bias = config.flag("attention_bias", False)
     attention = replace(
-        llama_attention(config), qkv_bias=bias, output_bias=bias, interleaved_in=("gguf",)
+        llama_attention(config, bias=config.flag("attention_bias", False)), interleaved_in=("gguf",)
     )
     return decoder(config, attention_layers(config, attention), gated_mlps(config))
 

@@ -1,10 +1,9 @@
 """Ministral 8B: Mistral with windows in some layers, as `layer_types` says."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from worker.models.config_reader import ConfigReader
-from worker.models.families.base import Family, Gguf
+from worker.models.families.base import Family, Gguf, ModelSpec
 from worker.models.layout import (
     FULL,
     WINDOWED,
@@ -13,11 +12,8 @@ from worker.models.layout import (
     window_from_config,
 )
 
-if TYPE_CHECKING:
-    from worker.models.spec import ModelSpec
 
-
-def spec(config: ConfigReader) -> "ModelSpec":
+def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; without `layer_types` every layer has the window."""
     from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
 

@@ -3,15 +3,12 @@ YaRN extends.
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from worker.models.config_reader import ConfigReader
-from worker.models.families.base import YARN_LOG, Family, Gguf, GgufMetadata
+from worker.models.families.base import YARN_LOG, Family, Gguf, GgufMetadata, ModelSpec
 from worker.models.layout import window_from_config, windows_of_all_layers
 from worker.models.rope import rope_from_config
-
-if TYPE_CHECKING:
-    from worker.models.spec import ModelSpec
 
 _ROPE_KEYS: Final = {
     "attention.temperature_scale": "llama_4_scaling_beta",
@@ -20,7 +17,7 @@ _ROPE_KEYS: Final = {
 """Metadata key → key of rope_parameters with the same meaning."""
 
 
-def spec(config: ConfigReader) -> "ModelSpec":
+def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; `llama_4_scaling_beta` of the rotary embedding scales queries."""
     from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
 

@@ -1,17 +1,13 @@
 """Mistral: every layer with a sliding window (the first 7B) or none (later ones, Nemo, Small)."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from worker.models.config_reader import ConfigReader
-from worker.models.families.base import Family, Gguf
+from worker.models.families.base import Family, Gguf, ModelSpec
 from worker.models.layout import window_from_config, windows_of_all_layers
 
-if TYPE_CHECKING:
-    from worker.models.spec import ModelSpec
 
-
-def spec(config: ConfigReader) -> "ModelSpec":
+def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec. A GGUF file of a Mistral calls itself "llama" and permutes alike."""
     from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
 

@@ -1,17 +1,13 @@
 """Mixtral: Mistral's layers with a mixture of experts as MLP."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from worker.models.config_reader import ConfigReader
-from worker.models.families.base import EXPERT_KEYS, GATING, SOFTMAX, Family, Gguf
+from worker.models.families.base import EXPERT_KEYS, GATING, SOFTMAX, Family, Gguf, ModelSpec
 from worker.models.layout import window_from_config, windows_of_all_layers
 
-if TYPE_CHECKING:
-    from worker.models.spec import ModelSpec
 
-
-def spec(config: ConfigReader) -> "ModelSpec":
+def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; the weights of a token's experts are a softmax over their logits."""
     from worker.models.common import (
         attention_layers,

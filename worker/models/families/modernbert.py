@@ -1,7 +1,7 @@
 """ModernBERT (Warner et al., 2024): rotary positions, gated MLPs, windows in most layers."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from worker.models.config_reader import ConfigReader
 from worker.models.families.base import (
@@ -13,12 +13,10 @@ from worker.models.families.base import (
     Family,
     Gguf,
     GgufMetadata,
+    ModelSpec,
 )
 from worker.models.layout import FULL, WINDOWED, LayerNorms, layer_kinds, layer_windows
 from worker.models.rope import KindOfRope, ropes_by_kind
-
-if TYPE_CHECKING:
-    from worker.models.spec import ModelSpec
 
 _NORMS: Final = LayerNorms(attention=("attn_norm", "attn_norm"), mlp=("mlp_norm", "ffn_norm"))
 _NAMES: Final = (
@@ -45,7 +43,7 @@ _HEAD_KEYS: Final = (
 name that nothing reads."""
 
 
-def spec(config: ConfigReader) -> "ModelSpec":
+def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; `local_attention` is the window to both sides together."""
     from worker.models.encoder import ACTIVATIONS, bidirectional_attention
     from worker.models.mlp import MlpSpec

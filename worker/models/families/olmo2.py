@@ -1,23 +1,18 @@
 """OLMo 2: a norm after each part instead of before it, and one over all query and all key heads."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from worker.models.config_reader import ConfigReader
-from worker.models.families.base import Family, Gguf
+from worker.models.families.base import Family, Gguf, ModelSpec
 from worker.models.layout import POST_NORMS
 
-if TYPE_CHECKING:
-    from worker.models.spec import ModelSpec
 
-
-def spec(config: ConfigReader) -> "ModelSpec":
+def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; `attention_bias` gives all four projections of the attention a bias."""
     from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
 
-    bias = config.flag("attention_bias", False)
     attention = replace(
-        llama_attention(config), qkv_bias=bias, output_bias=bias, joint_qk_norm=True
+        llama_attention(config, bias=config.flag("attention_bias", False)), joint_qk_norm=True
     )
     layers = attention_layers(config, attention)
     return replace(decoder(config, layers, gated_mlps(config)), norms=POST_NORMS)

@@ -1,7 +1,7 @@
 """OLMo 3: OLMo 2 with windows in three of four layers, whose rotary embedding is not scaled."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from worker.models.config_reader import ConfigReader
 from worker.models.families.base import (
@@ -10,14 +10,12 @@ from worker.models.families.base import (
     Family,
     Gguf,
     GgufMetadata,
+    ModelSpec,
     add_layer_types,
     set_window_theta,
 )
 from worker.models.layout import FULL, POST_NORMS, WINDOWED, layer_kinds, layer_windows
 from worker.models.rope import KindOfRope, ropes_by_kind
-
-if TYPE_CHECKING:
-    from worker.models.spec import ModelSpec
 
 _THETA: Final = 500_000.0
 _ROPES: Final = (
@@ -26,7 +24,7 @@ _ROPES: Final = (
 )
 
 
-def spec(config: ConfigReader) -> "ModelSpec":
+def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; without `layer_types` every fourth layer has full attention."""
     from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
 
@@ -35,11 +33,8 @@ def spec(config: ConfigReader) -> "ModelSpec":
     )
     windows = {FULL: None, WINDOWED: config.integer("sliding_window", 4096)}
     ropes = ropes_by_kind(config, _ROPES, config.integer("max_position_embeddings"))
-    bias = config.flag("attention_bias", False)
     attention = replace(
-        llama_attention(config, rope=ropes[FULL]),
-        qkv_bias=bias,
-        output_bias=bias,
+        llama_attention(config, rope=ropes[FULL], bias=config.flag("attention_bias", False)),
         joint_qk_norm=True,
     )
     layers = attention_layers(

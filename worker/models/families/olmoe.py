@@ -1,16 +1,12 @@
 """OLMoE: small experts, and norms over all query heads and all key heads together."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from worker.models.config_reader import ConfigReader
-from worker.models.families.base import EXPERT_KEYS, GATING, SOFTMAX, Family, Gguf
-
-if TYPE_CHECKING:
-    from worker.models.spec import ModelSpec
+from worker.models.families.base import EXPERT_KEYS, GATING, SOFTMAX, Family, Gguf, ModelSpec
 
 
-def spec(config: ConfigReader) -> "ModelSpec":
+def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; `norm_topk_prob` lets the weights of a token's experts sum to 1."""
     from worker.models.common import (
         attention_layers,
@@ -28,9 +24,8 @@ def spec(config: ConfigReader) -> "ModelSpec":
         intermediate_size=config.integer("intermediate_size"),
         router=replace(router_from_config(config), normalised=normalised),
     )
-    bias = config.flag("attention_bias", False)
     attention = replace(
-        llama_attention(config), qkv_bias=bias, output_bias=bias, joint_qk_norm=True
+        llama_attention(config, bias=config.flag("attention_bias", False)), joint_qk_norm=True
     )
     return decoder(
         config,

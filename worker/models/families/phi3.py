@@ -1,7 +1,7 @@
 """Phi-3, Phi-3.5 and Phi-4: stacked projections; LongRoPE and partial rotation in some sizes."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from worker.models.config_reader import ConfigReader
 from worker.models.families.base import (
@@ -9,15 +9,13 @@ from worker.models.families.base import (
     Family,
     Gguf,
     GgufMetadata,
+    ModelSpec,
     add_partially_rotated_heads,
 )
 from worker.models.layout import window_from_config, windows_of_all_layers
 
-if TYPE_CHECKING:
-    from worker.models.spec import ModelSpec
 
-
-def spec(config: ConfigReader) -> "ModelSpec":
+def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; requests beyond the original length select the long factors of LongRoPE."""
     from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
 

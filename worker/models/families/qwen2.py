@@ -1,17 +1,13 @@
 """Qwen2 and Qwen2.5: biases on query, key and value, none on the output projection."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from worker.models.config_reader import ConfigReader
-from worker.models.families.base import Family, Gguf
+from worker.models.families.base import Family, Gguf, ModelSpec
 from worker.models.layout import windows_of_upper_layers
 
-if TYPE_CHECKING:
-    from worker.models.spec import ModelSpec
 
-
-def spec(config: ConfigReader) -> "ModelSpec":
+def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; `sliding_window` counts only if `use_sliding_window` is set."""
     from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
 

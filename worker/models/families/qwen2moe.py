@@ -1,10 +1,10 @@
 """Qwen2 with a mixture of experts and a gated shared expert as MLP: Qwen1.5-MoE, Qwen2-57B-A14B."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from worker.models.config_reader import ConfigReader
-from worker.models.families.base import EXPERT_KEYS, GATING, SOFTMAX, Family, Gguf
+from worker.models.families.base import EXPERT_KEYS, GATING, SOFTMAX, Family, Gguf, ModelSpec
 from worker.models.layout import (
     FULL,
     WINDOWED,
@@ -13,13 +13,10 @@ from worker.models.layout import (
     window_from_config,
 )
 
-if TYPE_CHECKING:
-    from worker.models.spec import ModelSpec
-
 _DEFAULT_MAX_WINDOW_LAYERS: Final = 28
 
 
-def spec(config: ConfigReader) -> "ModelSpec":
+def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; with `use_sliding_window` every other lower layer has a window."""
     from worker.models.common import (
         attention_layers,

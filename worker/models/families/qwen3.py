@@ -1,25 +1,22 @@
 """Qwen3: an RMSNorm over every query and key head, and heads of 128 by default."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from worker.models.config_reader import ConfigReader
-from worker.models.families.base import Family, Gguf
+from worker.models.families.base import Family, Gguf, ModelSpec
 from worker.models.layout import windows_of_upper_layers
 
-if TYPE_CHECKING:
-    from worker.models.spec import ModelSpec
 
-
-def spec(config: ConfigReader) -> "ModelSpec":
+def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; `sliding_window` counts only if `use_sliding_window` is set."""
     from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
 
-    bias = config.flag("attention_bias", False)
     attention = replace(
-        llama_attention(config, head_dim=config.integer("head_dim", 128)),
-        qkv_bias=bias,
-        output_bias=bias,
+        llama_attention(
+            config,
+            head_dim=config.integer("head_dim", 128),
+            bias=config.flag("attention_bias", False),
+        ),
         qk_norm=True,
     )
     layers = attention_layers(config, attention, windows_of_upper_layers(config))

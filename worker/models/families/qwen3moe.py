@@ -1,17 +1,13 @@
 """Qwen3 with a mixture of experts as MLP: Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from worker.models.config_reader import ConfigReader
-from worker.models.families.base import EXPERT_KEYS, GATING, SOFTMAX, Family, Gguf
+from worker.models.families.base import EXPERT_KEYS, GATING, SOFTMAX, Family, Gguf, ModelSpec
 from worker.models.layout import window_from_config, windows_of_all_layers
 
-if TYPE_CHECKING:
-    from worker.models.spec import ModelSpec
 
-
-def spec(config: ConfigReader) -> "ModelSpec":
+def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; `norm_topk_prob` lets the weights of a token's experts sum to 1."""
     from worker.models.common import (
         attention_layers,
@@ -30,11 +26,12 @@ def spec(config: ConfigReader) -> "ModelSpec":
         intermediate_size=config.integer("moe_intermediate_size"),
         router=replace(router_from_config(config), normalised=normalised),
     )
-    bias = config.flag("attention_bias", False)
     config.get("max_window_layers")  # a window is for all layers of this family
     has_window = config.flag("use_sliding_window", False)
     windows = windows_of_all_layers(config, window_from_config(config) if has_window else None)
-    attention = replace(llama_attention(config), qkv_bias=bias, output_bias=bias, qk_norm=True)
+    attention = replace(
+        llama_attention(config, bias=config.flag("attention_bias", False)), qk_norm=True
+    )
     return decoder(
         config,
         attention_layers(config, attention, windows),

@@ -1,16 +1,11 @@
 """RoBERTa and XLM-RoBERTa: BERT whose positions begin after the padding token's id."""
 
-from typing import TYPE_CHECKING
-
 from worker.models.config_reader import ConfigReader
-from worker.models.families.base import Family, Gguf
+from worker.models.families.base import Family, Gguf, ModelSpec
 from worker.models.families.bert import bert_like
 
-if TYPE_CHECKING:
-    from worker.models.spec import ModelSpec
 
-
-def spec(config: ConfigReader) -> "ModelSpec":
+def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; the rows of positions up to `pad_token_id` belong to no token."""
     return bert_like(config, first_position=config.integer("pad_token_id", 1, least=0) + 1)
 

@@ -1,17 +1,13 @@
 """Seed-OSS: Llama's layers with biases of their own for the inputs and the output of attention."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from worker.models.config_reader import ConfigReader
-from worker.models.families.base import QUERY_BIAS, Family, Gguf
+from worker.models.families.base import QUERY_BIAS, Family, Gguf, ModelSpec
 from worker.models.layout import QWEN_NORMS
 
-if TYPE_CHECKING:
-    from worker.models.spec import ModelSpec
 
-
-def spec(config: ConfigReader) -> "ModelSpec":
+def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; `attention_bias` is for queries, keys and values."""
     from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
 

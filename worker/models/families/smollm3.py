@@ -1,20 +1,17 @@
 """SmolLM3: every fourth layer does not rotate queries and keys."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from worker.models.config_reader import ConfigReader
-from worker.models.families.base import Family, Gguf
+from worker.models.families.base import Family, Gguf, ModelSpec
 from worker.models.layout import FULL, WINDOWED, layer_kinds, layer_windows, num_layers_of
 from worker.models.rope import NoRope, rope_from_config
-
-if TYPE_CHECKING:
-    from worker.models.spec import ModelSpec
 
 _THETA: Final = 2_000_000.0
 
 
-def spec(config: ConfigReader) -> "ModelSpec":
+def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; `no_rope_layers` has a 1 for each layer that rotates."""
     from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
 
@@ -35,11 +32,8 @@ def spec(config: ConfigReader) -> "ModelSpec":
         lambda layer: FULL if rotates[layer] or window is None else WINDOWED,
     )
     rope = rope_from_config(config, config.integer("max_position_embeddings"), _THETA)
-    bias = config.flag("attention_bias", False)
     attention = replace(
-        llama_attention(config, rope=rope),
-        qkv_bias=bias,
-        output_bias=bias,
+        llama_attention(config, rope=rope, bias=config.flag("attention_bias", False)),
         interleaved_in=("gguf",),
     )
     layers = attention_layers(

@@ -1,17 +1,13 @@
 """StarCoder 2: LayerNorms, biases everywhere, and an MLP without a gate."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from worker.models.config_reader import ConfigReader
-from worker.models.families.base import NORM_EPS, QUERY_BIAS, WINDOW, Family, Gguf
+from worker.models.families.base import NORM_EPS, QUERY_BIAS, WINDOW, Family, Gguf, ModelSpec
 from worker.models.layout import num_layers_of, window_from_config, windows_of_all_layers
 
-if TYPE_CHECKING:
-    from worker.models.spec import ModelSpec
 
-
-def spec(config: ConfigReader) -> "ModelSpec":
+def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec; `use_bias` is for all linear layers, norms always have a bias."""
     from worker.models.common import attention_layers, decoder, llama_attention
     from worker.models.mlp import MlpSpec
@@ -20,7 +16,7 @@ def spec(config: ConfigReader) -> "ModelSpec":
     config.must_be("norm_type", "layer_norm")
     config.get("activation_function")  # an older name, which transformers does not read
     bias = config.flag("use_bias", True)
-    attention = replace(llama_attention(config), qkv_bias=bias, output_bias=bias)
+    attention = llama_attention(config, bias=bias)
     windows = windows_of_all_layers(config, window_from_config(config))
     mlp = MlpSpec(
         hidden_size=config.integer("hidden_size"),
