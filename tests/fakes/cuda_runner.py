@@ -1,6 +1,6 @@
 """A model runner on the fake CUDA device behind a scheduler, and the reference on the host."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +72,6 @@ SIZES: dict[str, dict[str, int]] = {
 }
 """Sizes of tiny models for which there are GPU kernels."""
 
-IN_REHEARSAL = pytest.mark.suite("rehearsal")
-
-_IN_QUICK = ("llama", "gptoss", "deepseek3")
-"""One of each kind of attention and MLP; the others are in the rehearsal."""
 
 _IN_FLOAT16 = ("gptoss",)
 """Outputs are rounded before and after the sinks: often another token in bfloat16, and in float16
@@ -115,18 +111,6 @@ class Model:
             seq_id: torch.randint(0, 96, (sum(chunks),), generator=generator).tolist()
             for seq_id, chunks in CHUNKS.items()
         }
-
-
-class Models(dict[str, Model]):
-    """Models by name, each made when it is first asked for."""
-
-    def __init__(self, make: Callable[[str], Model]) -> None:
-        super().__init__()
-        self._make = make
-
-    def __missing__(self, name: str) -> Model:
-        self[name] = self._make(name)
-        return self[name]
 
 
 class OnFakeCuda:
@@ -196,13 +180,6 @@ def gpu_of(cuda: FakeCuda, library: FakeFlashInfer) -> Gpu:
     return Gpu(cuda.device, kernels, Sampler(TorchBackend()))
 
 
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
-    compute_by_torch(monkeypatch)
-    with FakeCuda() as fake:
-        yield fake
-
-
 def compute_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Load in one thread, and let torch compute what Triton does."""
     monkeypatch.setattr(weights, "ThreadPoolExecutor", SameThreadExecutor)
@@ -212,23 +189,6 @@ def compute_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (cuda_device, flashinfer_modules):
         monkeypatch.setattr(module, "is_hopper", lambda device: False)
     monkeypatch.setattr(cuda_device, "usable_flashinfer", lambda: None)
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return Models(lambda name: Model(name, tmp_path_factory.mktemp(name)))
-
-
-@pytest.fixture(
-    params=[pytest.param(each, marks=() if each in _IN_QUICK else IN_REHEARSAL) for each in SIZES]
-)
-def model(request: pytest.FixtureRequest, models: Models) -> Model:
-    return models[request.param]
-
-
-@pytest.fixture
-def llama(models: Models) -> Model:
-    return models["llama"]
 
 
 def host_runner(model: Model, num_rows: int, returns_experts: bool = False) -> ModelRunner:

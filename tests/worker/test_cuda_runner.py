@@ -6,6 +6,7 @@ a fake device, which refuses calls that would wait or race.
 
 import json
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +23,17 @@ from proto.messages.scheduler_output import CachedRequestData, SchedulerOutput
 from tests.fakes.cuda_runner import (
     DTYPE,
     EDITS,
-    IN_REHEARSAL,
     NUM_ROWS,
     REQUEST_PARAMS,
     SHARED,
+    SIZES,
     VOCAB_SIZE,
     ConstrainedThirds,
     Harness,
     Model,
-    Models,
     OnFakeCuda,
     assert_mostly_equal,
+    compute_by_torch,
     host_runner,
     num_cascades,
     serve,
@@ -62,6 +63,46 @@ from worker.loader.transformers_weights import load_transformers
 from worker.models.decoder import Decoder
 from worker.models.transformers_model import spec_of_transformers
 from worker.step.model_runner import ModelRunner, SyncModelRunner
+
+IN_REHEARSAL = pytest.mark.suite("rehearsal")
+_IN_QUICK = ("llama", "gptoss", "deepseek3")
+"""One of each kind of attention and MLP; the others are in the rehearsal."""
+
+
+class Models(dict[str, Model]):
+    """Models by name, each made when it is first asked for."""
+
+    def __init__(self, make: Callable[[str], Model]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, name: str) -> Model:
+        self[name] = self._make(name)
+        return self[name]
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    compute_by_torch(monkeypatch)
+    with FakeCuda() as fake:
+        yield fake
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(lambda name: Model(name, tmp_path_factory.mktemp(name)))
+
+
+@pytest.fixture(
+    params=[pytest.param(each, marks=() if each in _IN_QUICK else IN_REHEARSAL) for each in SIZES]
+)
+def model(request: pytest.FixtureRequest, models: Models) -> Model:
+    return models[request.param]
+
+
+@pytest.fixture
+def llama(models: Models) -> Model:
+    return models["llama"]
 
 
 class SyncRunner:
