@@ -367,11 +367,13 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
     ),
     (
         "adapters",
-        "pooling encoders",
-        Refused(
-            "--enable-lora: the model pools, which does not go with adapters",
-            "engine_core/test_adapters.py::test_a_model_that_pools_has_no_adapters",
-        ),
+        "pooling",
+        Works("worker/adapters/test_pooled.py::test_embeddings_of_a_decoder"),
+    ),
+    (
+        "adapters",
+        "encoders",
+        Works("worker/adapters/test_pooled.py::test_embeddings_of_an_encoder"),
     ),
     (
         "drafts",
@@ -397,9 +399,13 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
         "adapters",
         "transformers",
         Refused(
-            "--enable-lora: OtherForCausalLM runs on transformers' code, to whose products no "
-            "adapters are added",
-            REFUSES_ADAPTERS,
+            "tensor base_model.model.lm_head.lora_A.weight: embedding and head of a model on "
+            "transformers' code have no adapters",
+            "worker/adapters/test_transformers_code.py"
+            "::test_what_is_not_supported_is_refused_by_name",
+            part="DoRA, and adapters of embedding and head",
+            rest="worker/adapters/test_transformers_code.py"
+            "::test_greedy_tokens_are_those_of_merged_weights",
         ),
     ),
     ("adapters", "cpu", Works("e2e/test_adapters.py::test_tokens_of_merged_weights_and_deaths")),

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from engine_core.adapters import CALL_SECONDS, MAX_CRASHES, AdapterRegistry
-from engine_core.core import check_adapters
 from engine_core.request import Request
 from proto.errors import ConfigError, ErrorInfo, InvalidRequestError, UnknownModelError
 from proto.messages.lora import (
@@ -17,7 +16,7 @@ from proto.messages.lora import (
     AdapterReply,
     LoRARequest,
 )
-from proto.settings.config import LoRAConfig, ServeConfig
+from proto.settings.config import LoRAConfig
 from proto.settings.lora_modules import LoRAModule
 from tests.fakes.clock import FakeClock
 from tests.fakes.engine_harness import EngineHarness
@@ -463,11 +462,3 @@ def test_the_live_view_shows_where_adapters_are() -> None:
     shown = [(view.name, view.state, view.num_unfinished) for view in scene.registry.views()]
     assert shown == [("a", 1, 1)]
     scene.run(request)
-
-
-def test_a_model_that_pools_has_no_adapters() -> None:
-    config = ServeConfig(lora=LoRAConfig(enable_lora=True))
-    check_adapters(config, pools=False)
-    check_adapters(ServeConfig(), pools=True)
-    with pytest.raises(ConfigError, match="the model pools, which does not go with adapters"):
-        check_adapters(config, pools=True)

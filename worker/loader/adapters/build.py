@@ -6,7 +6,7 @@ Products join the deltas of their weights; a rank keeps the rows and columns tha
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -102,6 +102,7 @@ class AdapterLoader:
         self._spec = spec
         self._weights = spec.weights()
         self._targets = targets
+        self._products = {name for weights in targets.weights for name in weights}
         self._shards = shards
         self._rank = rank
         self._device = device
@@ -172,7 +173,7 @@ class AdapterLoader:
                 parts.rank = max(parts.rank, len(delta.down))
                 yield
         if config is not None:
-            _check_complete(config, places, changed)
+            self._check_complete(config, places, changed)
 
     def _check_allowed(self, tensors: ModuleTensors) -> None:
         allowed, last = self._limits.modules, tensors.module.rpartition(".")[2]
@@ -185,34 +186,61 @@ class AdapterLoader:
     def _add_end(self, parts: _Parts, tensors: ModuleTensors, found: list[Place]) -> bool:
         """Keep the tensors of embedding and head; return whether they are."""
         names = {place.weight.name for place in found}
-        is_head = names == {HEAD} or (not names and tensors.module.endswith(HEAD_NAMES[0]))
+        is_head = names == {HEAD} or tensors.module.endswith(HEAD_NAMES[0])
         if parts.file.format == "gguf":
             is_head = tensors.module == HEAD_NAMES[1]
-        if names == {EMBEDDING} or tensors.module in EMBEDDING_NAMES:
+        is_embedding = names == {EMBEDDING} or tensors.module in EMBEDDING_NAMES
+        if (is_embedding or is_head) and EMBEDDING not in self._weights:
+            raise ModelError(
+                f"tensor {tensors.name()}: embedding and head of a model on transformers' code "
+                "have no adapters"
+            )
+        if is_embedding and self._spec.inputs is not None:
+            raise ModelError(f"tensor {tensors.name()}: an encoder's embedding has no adapters")
+        if is_head and not self._spec.has_head:
+            raise ModelError(f"tensor {tensors.name()}: the model has no head")
+        if is_embedding:
             parts.ends.embedding = tensors
-            return True
-        if is_head:
+        elif is_head:
             parts.ends.head = tensors
-        return is_head
+        return is_embedding or is_head
 
     def _check_place(
         self, tensors: ModuleTensors, found: list[Place], config: PeftConfig | None
     ) -> None:
         """Raise ModelError if a module is not one that adapters change, or not of this adapter."""
         name = tensors.name("down", "up")
-        if not found:
+        if any(place.weight.name.endswith(".router.weight") for place in found):
+            raise ModelError(f"tensor {name}: adapters of a mixture's router are not supported")
+        if not any(map(self._is_product, found)):
             raise ModelError(
                 f"tensor {name} is of no weight of {self._spec.architecture} that an adapter can "
                 "change"
             )
-        if any(place.weight.name.endswith(".router.weight") for place in found):
-            raise ModelError(f"tensor {name}: adapters of a mixture's router are not supported")
         is_fused = ".experts." in found[0].weight.name
         if config is not None and not is_fused and not config.targets(tensors.module):
             raise ModelError(
                 f"tensor {name}: {config.path} leaves the module out (target_modules, "
                 "exclude_modules, layers_to_transform)"
             )
+
+    def _check_complete(self, config: PeftConfig, places: ModulePlaces, changed: set[str]) -> None:
+        """Raise ModelError if a weight has no tensors though the config names its module."""
+        for module, weights in places.modules:
+            names = {place.weight.name for place in weights}
+            is_single = not any(
+                re.search(r"\.(experts|router|shared_gate)\.", name) for name in names
+            )
+            is_missing = is_single and names & self._products and not names & changed
+            if is_missing and config.targets(module):
+                raise ModelError(
+                    f"tensor base_model.model.{module}.lora_A.weight is missing: {config.path} "
+                    "names its module"
+                )
+
+    def _is_product(self, place: Place) -> bool:
+        """Return whether a weight is multiplied as a product, by this rank or another one."""
+        return place.weight.name in self._products or ".experts." in place.weight.name
 
     # ---- Products ----
 
@@ -299,6 +327,8 @@ class AdapterLoader:
 
     def _base(self) -> WeightSource:
         """Return the weights of the whole model in its files."""
+        if EMBEDDING not in self._weights:
+            raise ModelError("use_dora: the weights of a model on transformers' code are not known")
         if self._source is None:
             index = read_index(self._prepared)
             self._source = WeightSource(index, self._spec, torch.float32, self._device)
@@ -462,17 +492,3 @@ def _check_parts(tensors: ModuleTensors, *allowed: Part) -> None:
     for part in tensors.parts:
         if part not in allowed:
             raise ModelError(f"tensor {tensors.name(part)} is not supported in this module")
-
-
-def _check_complete(config: PeftConfig, places: ModulePlaces, changed: Iterable[str]) -> None:
-    """Raise ModelError if a weight has no tensors though the config names its module."""
-    found = set(changed)
-    for module, weights in places.modules:
-        names = {place.weight.name for place in weights}
-        is_layer = all(name.startswith("layers.") for name in names)
-        is_single = not any(re.search(r"\.(experts|router|shared_gate)\.", name) for name in names)
-        if is_layer and is_single and not names & found and config.targets(module):
-            raise ModelError(
-                f"tensor base_model.model.{module}.lora_A.weight is missing: {config.path} names "
-                "its module"
-            )
