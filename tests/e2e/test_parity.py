@@ -5,6 +5,7 @@ over prefix hits; with preemption, also by priority; and while half of them are 
 """
 
 import asyncio
+from typing import Any
 
 import httpx
 import pytest

@@ -6,7 +6,7 @@ Products join the deltas of their weights; a rank keeps the rows and columns tha
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -21,7 +21,9 @@ from worker.layers.adapters import (
     HeadUpdate,
     LowRankPart,
     LowRankUpdate,
+    SlicedLinear,
 )
+from worker.layers.linear import Linear
 from worker.loader.adapters.files import AdapterFile, Slices, read_adapter_file
 from worker.loader.adapters.peft_config import PeftConfig
 from worker.loader.adapters.tensors import (
@@ -46,8 +48,8 @@ from worker.models.layer_device import LayerDevice
 from worker.models.parts import Shard
 from worker.models.spec import ModelSpec
 
-_ROWS_AT_ONCE: Final = 1 << 18
-"""Numbers of a weight whose norms are computed in one piece of work."""
+_NUMBERS_AT_ONCE: Final = 1 << 18
+"""Of a table or weight that are converted or compared in one piece of work, well below 2 ms."""
 _NESTED: Final = ".experts.base_layer"
 
 
@@ -312,15 +314,18 @@ class AdapterLoader:
     def _dora_factors(self, name: str, delta: WeightDelta) -> Slices[torch.Tensor]:
         """Return magnitude / norm of each row of W + B A, float32 [out]."""
         assert delta.magnitude is not None
-        rows, order = self._base().read_rows(name)
+        source = self._base()
         yield
-        index = torch.arange(len(rows)) if order is None else torch.from_numpy(order)
-        norms = []
-        for part in torch.split(torch.arange(len(rows)), max(1, _ROWS_AT_ONCE // rows.shape[1])):
-            whole = rows[index[part]].float().addmm_(delta.up[part], delta.down)
-            norms.append(whole.norm(dim=1))
+        norms = torch.empty(len(delta.up))
+        for part in _row_slices(*self._weights[name].shape):
+            rows, order = source.read_rows(name, rows=part)
+            own = torch.arange(part.start, part.stop)  # the rows of the weight
+            if order is not None:
+                own = torch.from_numpy(order).argsort()[own]
+            whole = rows.to(torch.float32, copy=True).addmm_(delta.up[own], delta.down)
+            norms[own] = whole.norm(dim=1)
             yield
-        factors = delta.magnitude / torch.cat(norms)
+        factors = delta.magnitude / norms
         if not factors.isfinite().all():
             raise ModelError(f"DoRA's magnitudes of {name} belong to rows of zeros")
         return factors
@@ -343,6 +348,8 @@ class AdapterLoader:
         found, vocab_size = tensors.parts, self._spec.vocab_size
         _check_parts(tensors, "saved", "base", "tokens", "embedding_down", "embedding_up")
         saved = yield from self._saved(tensors, parts)
+        if saved is not None:
+            saved = yield from self._converted_table(tensors, saved)
         ids, token_rows = yield from self._token_rows(tensors, parts)
         down = up = None
         if "embedding_down" in found or "embedding_up" in found:
@@ -371,7 +378,10 @@ class AdapterLoader:
         return down, up.t() * ScaleOf(parts.file)(tensors, rank)
 
     def _saved(self, tensors: ModuleTensors, parts: _Parts) -> Slices[torch.Tensor | None]:
-        """Return the whole table of a module in place of the model's; None if it is the same."""
+        """Return the whole table of a module in place of the model's; None if it is the same.
+
+        It is as the file has it, not yet converted.
+        """
         part: Part = "saved" if "saved" in tensors.parts else "base"
         if part not in tensors.parts:
             return None
@@ -384,13 +394,21 @@ class AdapterLoader:
             raise ModelError(
                 f"tensor {tensors.name('saved')}: modules_to_save of {config.path} is empty"
             )
-        rows, _ = self._base().read_rows(self._end_name(tensors))
-        change = 0.0
-        for own, other in zip(torch.split(saved, 1024), torch.split(rows, 1024), strict=True):
-            change = max(change, float((own.float() - other.float()).abs().max()))
+        source, change = self._base(), 0.0
+        yield
+        for rows in _row_slices(*table):
+            other, _ = source.read_rows(self._end_name(tensors), rows=rows)
+            change = max(change, float((saved[rows].float() - other.float()).abs().max()))
             yield
         parts.effect = max(parts.effect, change)
-        return self._converted(self._end_name(tensors), saved) if change else None
+        return saved if change else None
+
+    def _converted_table(self, tensors: ModuleTensors, rows: torch.Tensor) -> Slices[torch.Tensor]:
+        table = torch.empty(rows.shape, dtype=self._dtype)
+        for part in _row_slices(*rows.shape):
+            table[part] = self._converted(self._end_name(tensors), rows[part])
+            yield
+        return table
 
     def _end_name(self, tensors: ModuleTensors) -> str:
         is_head = tensors.module.endswith(HEAD_NAMES)
@@ -424,12 +442,15 @@ class AdapterLoader:
             )
         if len(set(ids.tolist())) < len(ids):
             raise ModelError(f"{config.path}: trainable_token_indices names a token twice")
-        base, _ = self._base().read_rows(self._end_name(tensors))
-        change = float((base[ids].float() - rows.float()).abs().max()) if len(ids) else 0.0
-        parts.effect = max(parts.effect, change)
-        order = ids.argsort()
+        source = self._base()
         yield
-        return ids[order], self._converted(self._end_name(tensors), rows[order])
+        for number, row in zip(ids.tolist(), rows, strict=True):
+            base, _ = source.read_rows(self._end_name(tensors), rows=slice(number, number + 1))
+            parts.effect = max(parts.effect, float((base[0].float() - row.float()).abs().max()))
+            yield
+        order = ids.argsort()
+        table = yield from self._converted_table(tensors, rows[order])
+        return ids[order], table
 
     def _head_update(self, parts: _Parts) -> Slices[HeadUpdate | None]:
         tensors, config = parts.ends.head, parts.file.config
@@ -452,20 +473,22 @@ class AdapterLoader:
         )
         saved = yield from self._saved(tensors, parts)
         ids, token_rows = yield from self._token_rows(tensors, parts)
-        low_rank = self._head_low_rank(tensors, parts)
-        linear = self._device.adapter_head
-        kept = [each for each in (saved, token_rows) if each is not None]
-        update = HeadUpdate(
-            None if saved is None else linear(saved),
-            ids,
-            None if token_rows is None else linear(token_rows),
-            low_rank,
-            sum(each.nbytes for each in kept) + (0 if low_rank is None else low_rank.num_bytes),
-        )
-        yield
-        return update
+        low_rank = yield from self._head_low_rank(tensors, parts)
+        heads: list[Linear | None] = []
+        num_bytes = 0 if low_rank is None else low_rank.num_bytes
+        for table in (saved, token_rows):
+            if table is None:
+                heads.append(None)
+                continue
+            num_bytes += table.numel() * self._dtype.itemsize
+            slices = []
+            for rows in _row_slices(*table.shape):
+                slices.append(self._device.adapter_head(self._converted(HEAD, table[rows])))
+                yield
+            heads.append(slices[0] if len(slices) == 1 else SlicedLinear(slices))
+        return HeadUpdate(heads[0], ids, heads[1], low_rank, num_bytes)
 
-    def _head_low_rank(self, tensors: ModuleTensors, parts: _Parts) -> LowRankUpdate | None:
+    def _head_low_rank(self, tensors: ModuleTensors, parts: _Parts) -> Slices[LowRankUpdate | None]:
         vocab_size, hidden = self._spec.vocab_size, self._spec.hidden_size
         if {"embedding_down", "embedding_up"} & set(tensors.parts):
             up, down = self._embedding_pair(tensors, parts, vocab_size)
@@ -480,11 +503,21 @@ class AdapterLoader:
             parts.rank = max(parts.rank, len(down))
         else:
             return None
+        yield
         largest = (up.abs().amax(0)[:, None] * down.abs()).sum(0).max()
         parts.effect = max(parts.effect, float(largest))
         assert down.shape[1] == hidden
+        yield
         part = LowRankPart(range(vocab_size), range(len(down)), self._converted(HEAD, up.t()))
+        yield
         return self._targets.step.laid_out(LowRankUpdate(self._converted(HEAD, down), (part,)))
+
+
+def _row_slices(rows: int, columns: int) -> Iterator[slice]:
+    """Yield the rows of a matrix in slices that are small pieces of work."""
+    size = max(1, _NUMBERS_AT_ONCE // columns)
+    for first in range(0, rows, size):
+        yield slice(first, min(rows, first + size))
 
 
 def _check_parts(tensors: ModuleTensors, *allowed: Part) -> None:
