@@ -95,6 +95,8 @@ def _batch(rows: Sequence[Sequence[int]], num_known: int) -> Batch:
 
 def _train(model: Any, batches: dict[float, Batch]) -> None:
     """Train until every batch is known with its factor of the adapter."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a second one costs more than it brings, beside other programs
     trained = [each for each in model.parameters() if each.requires_grad]
     optimizer = torch.optim.Adam(trained, lr=5e-3)
     layers = [each for each in model.modules() if isinstance(getattr(each, "scaling", None), dict)]
@@ -109,5 +111,6 @@ def _train(model: Any, batches: dict[float, Batch]) -> None:
         optimizer.step()
         optimizer.zero_grad()
         if worst < _LOSS:
+            torch.set_num_threads(num_threads)
             return
     raise AssertionError(f"the texts are not learned: {worst}")

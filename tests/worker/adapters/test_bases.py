@@ -21,7 +21,7 @@ from tests.fakes.tiny_ggufs import SIZES, config_of, tiny
 from tests.worker.adapters.test_formats import NEAR, write_gguf
 from tests.worker.adapters.test_steps import Model, runner_with
 from worker.attention.kv_cache import kv_layout
-from worker.cpu.formats import Int8Format, PackedFormat, RotatedFormat
+from worker.cpu.formats import Bf16Format, Int8Format, PackedFormat, RotatedFormat
 from worker.cpu.kernels import Kernels
 from worker.loader.formats import DenseFormat, WeightFormat
 
@@ -83,7 +83,7 @@ def test_a_file_of_llama_cpp_on_a_file_of_llama_cpp(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("form", ["packed", "int8"])
+@pytest.mark.parametrize("form", ["packed", "int8", "bf16"])
 def test_products_of_bytes(form: str, settings: str, kernels: Kernels, tmp_path: Path) -> None:
     """The error beside merged weights is that of the same format without an adapter."""
     prepared, model = gguf_model(tmp_path)
@@ -93,7 +93,10 @@ def test_products_of_bytes(form: str, settings: str, kernels: Kernels, tmp_path:
     if form == "int8":
         blocks = Int8Format(kernels, dense, torch.float32)
         weights = RotatedFormat(blocks, dense, kernels)
-    served = Served(prepared, weight_format=weights)
+    dtype = torch.bfloat16 if form == "bf16" else torch.float32
+    if form == "bf16":
+        weights = Bf16Format(kernels)
+    served = Served(prepared, dtype, weights)
     served.load(path, 1)
     error = (logits_of(served, 1) - oracle(merged(model, path))).abs().mean()
     assert error < 2 * (logits_of(served, 0) - oracle(model)).abs().mean()

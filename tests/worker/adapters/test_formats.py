@@ -340,7 +340,7 @@ def test_tables_are_read_and_converted_in_slices(
     """A step waits for one of them. Each operation on a whole table writes its 96 * 64 numbers."""
     for module, name in ((build, "_NUMBERS_AT_ONCE"), (files, "_CHECKED_NUMBERS")):
         monkeypatch.setattr(module, name, 8 * 64)
-    case = Case("llama", tmp_path, {"target_modules": ["q_proj"], "r": 1} | settings)
+    case = Case("llama", tmp_path, {"target_modules": ["q_proj"], "r": 2} | settings)
     served = Served(case.prepared)
     served.load(case.adapter)  # what is done once, for the first adapter
     work, slices = served.loader.load(str(case.adapter)), LargestWork()
