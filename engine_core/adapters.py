@@ -211,8 +211,8 @@ class AdapterRegistry:
         old = {id(name.content): name.content for name in self._names.values()}
         self._names.clear()
         self._default = ""
-        for content in old.values():
-            content.names.clear()
+        for replaced in old.values():
+            replaced.names.clear()
         for card in cards:
             content = self._by_digest.get(card.lora.digest)
             if content is None:
