@@ -426,7 +426,16 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
         ),
     ),
     ("adapters", "cascade", Meaningless("it is for GPUs, which refuse adapters")),
-    ("adapters", "prompt_embeds experts", Unproven()),
+    (
+        "adapters",
+        "prompt_embeds",
+        Works("worker/adapters/test_steps.py::test_prompts_of_embeddings_have_the_adapter"),
+    ),
+    (
+        "adapters",
+        "experts",
+        Works("worker/adapters/test_bases.py::test_experts_are_those_that_the_adapter_leads_to"),
+    ),
     # ---- Ranks ----
     (
         "ranks",

@@ -336,3 +336,25 @@ def test_a_head_of_an_adapter_gives_a_row_the_same_bits_in_every_batch(
     with served.running([0, 1, 0, 0, 1, 0, 0, 0, 0]):
         mixed = served.decoder.logits(hidden)
     assert torch.equal(mixed[[0, 2, 3, 5, 6, 7, 8]], base[[0, 2, 3, 5, 6, 7, 8]])
+
+
+def test_prompts_of_embeddings_have_the_adapter(llama: Model) -> None:
+    """What their tokens give with it."""
+    served, requests = llama.served(), prompts((1, 0, 2, 3, 1))
+    expected, _ = serve(served, requests)
+    zeros = [([0] * len(prompt), number) for prompt, number in requests]
+    harness, blocks = engine_for(served.decoder, 400, max_num_batched_tokens=16)
+    harness.runner = Adapting(runner_with(served, blocks), zeros)  # type: ignore[assignment]
+    embedding = llama.own.get_input_embeddings()
+    rows = [
+        harness.add(
+            tokens,
+            NUM_OUTPUTS,
+            ignore_eos=True,
+            temperature=0.0,
+            prompt_embeds=embedding(torch.tensor(prompt)).detach().numpy().astype("<f4").tobytes(),
+        )[0]
+        for (tokens, _), (prompt, _) in zip(zeros, requests, strict=True)
+    ]
+    harness.run()
+    assert [harness.tokens_of(row) for row in rows] == expected
