@@ -380,7 +380,11 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
         "adapters",
         Works("worker/adapters/test_bases.py::test_drafts_are_verified_with_the_adapter"),
     ),
-    ("draft_model", "adapters", Unproven("a draft model proposes without adapters")),
+    (
+        "draft_model",
+        "adapters",
+        Works("worker/adapters/test_bases.py::test_a_draft_model_proposes_without_the_adapter"),
+    ),
     ("adapters", "ranks", Works("e2e/test_adapters.py::test_two_ranks")),
     (
         "adapters",

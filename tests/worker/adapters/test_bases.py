@@ -14,13 +14,24 @@ from tests.fakes.adapters import SEVEN, Served, make_adapter, merged
 from tests.fakes.dense_attention import DenseAttention, logits_in_chunks
 from tests.fakes.devices import CPU, REFERENCE
 from tests.fakes.gguf_files import write
+from tests.fakes.lookahead_runner import LookaheadRunner
 from tests.fakes.prepared_models import gguf_index, prepare, prepare_checkpoint
 from tests.fakes.quantised_checkpoints import awq, quantise_folder
+from tests.fakes.real_engine import engine_for, load
 from tests.fakes.step_messages import StepMessages
 from tests.fakes.tiny_checkpoints import config_in_blocks, tiny_model
 from tests.fakes.tiny_ggufs import SIZES, config_of, tiny
 from tests.worker.adapters.test_formats import NEAR, write_gguf
-from tests.worker.adapters.test_steps import EXPERTS, Model, runner_with
+from tests.worker.adapters.test_steps import (
+    EXPERTS,
+    TIE,
+    Adapting,
+    Model,
+    prompts,
+    runner_with,
+    serve,
+)
+from tests.worker.speculation.test_draft_model import with_drafter
 from worker.attention.kv_cache import kv_layout
 from worker.cpu.formats import Bf16Format, Int8Format, PackedFormat, RotatedFormat
 from worker.cpu.kernels import Kernels
@@ -162,3 +173,27 @@ def test_experts_are_those_that_the_adapter_leads_to(tmp_path: Path) -> None:
     assert not torch.equal(found, experts_of(served, [0] * len(TOKENS)))
     mixed = [0, 1, 1] * (len(TOKENS) // 3)
     assert torch.equal(experts_of(served, mixed), experts_of(model.served(device=REFERENCE), mixed))
+
+
+def test_a_draft_model_proposes_without_the_adapter(tmp_path: Path) -> None:
+    """What the model itself goes on with, though requests have adapters; answers stay the same."""
+    model = Model(tmp_path, (4, 8))
+    served, requests = model.served(), prompts((1, 0, 2))
+    expected, _ = serve(served, requests)
+    harness, blocks = engine_for(served.decoder, 400)
+    runner = runner_with(served, blocks)
+    with_drafter(runner, load(model.prepared))
+    lookahead = LookaheadRunner(runner)
+    harness.runner = Adapting(lookahead, requests)  # type: ignore[assignment]
+    rows = [
+        harness.add(prompt, len(tokens), ignore_eos=True, temperature=0.0)[0]
+        for (prompt, _), tokens in zip(requests, expected, strict=True)
+    ]
+    harness.run()
+    assert [harness.tokens_of(row) for row in rows] == expected
+    drafts = [(known, draft) for _, known, draft, _ in lookahead.proposals if draft]
+    assert len(drafts) > 6
+    for known, draft in drafts:
+        logits = model.own(torch.tensor([known + draft])).logits[0, len(known) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(draft)[:, None])[:, 0]
+        assert (logits.max(1).values - chosen).max() < TIE
