@@ -17,7 +17,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from engine_core.scheduler.lifecycle import OutputsByFrontEnd
@@ -55,7 +55,7 @@ class _Content:
     """The content of an adapter. digest: empty until workers have loaded it for the first time.
 
     num_bytes: in the memory of all workers. num_crashes: of workers that loaded it, since the last
-    time that they could.
+    time that they could. names: those that it has, in the order in which it got them.
     """
 
     lora_int_id: int
@@ -64,6 +64,7 @@ class _Content:
     rank: int = 0
     num_bytes: int = 0
     num_crashes: int = 0
+    names: dict[str, None] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -117,6 +118,7 @@ class AdapterRegistry:
         self._calls: deque[_OpenCall] = deque()
         self._began_at: dict[int, float] = {}  # loads under way
         self._error = ""  # of a load at the start
+        self._default = ""  # the name of which requests without one have the adapter
         self.adopt_names(adapters)
 
     # Requests
@@ -162,16 +164,22 @@ class AdapterRegistry:
             if message.lora_name and name is None:
                 status, text = 404, _not_found(message.lora_name)
             else:
-                for other in self._names.values():
-                    other.default_scale = message.scale if other is name else 0.0
-                self._announce()
+                changed = [each for each in (self._default, message.lora_name) if each]
+                for each in changed:
+                    if each in self._names:
+                        self._names[each].default_scale = 0.0
+                if name is not None:
+                    name.default_scale = message.scale
+                self._default = message.lora_name
+                self._announce(*changed)
         elif name is None and not message.resent:
             status, text = 404, _not_found(message.lora_name)
         else:
             if name is not None:
                 del self._names[message.lora_name]
+                del name.content.names[message.lora_name]
                 self._forget_if_unnamed(name.content)
-                self._announce()
+                self._announce(message.lora_name)
                 logger.info("adapter %s is unloaded", message.lora_name)
             text = f"Success: LoRA adapter '{message.lora_name}' removed successfully."
         self._reply(front_end, message, status, text)
@@ -202,6 +210,9 @@ class AdapterRegistry:
         """Take over the names of another engine, in place of all present ones."""
         old = {id(name.content): name.content for name in self._names.values()}
         self._names.clear()
+        self._default = ""
+        for replaced in old.values():
+            replaced.names.clear()
         for card in cards:
             content = self._by_digest.get(card.lora.digest)
             if content is None:
@@ -210,15 +221,18 @@ class AdapterRegistry:
                 content.rank, content.num_bytes = card.rank, card.num_bytes
             self._residency.unnamed.discard(content.lora_int_id)
             self._last_number = max(self._last_number, card.number + 1)
-            self._names[card.lora.lora_name] = _Name(
-                content, card.lora.path, card.number, card.default_scale
-            )
+            name = card.lora.lora_name
+            self._names[name] = _Name(content, card.lora.path, card.number, card.default_scale)
+            content.names[name] = None
+            if card.default_scale:
+                self._default = name
         for content in old.values():
             self._forget_if_unnamed(content)
 
     def announce_adopted(self) -> None:
         """Send the list of names to the front ends, but not to the supervisor, which has it."""
-        self._front_ends.send_adapters(self._list())
+        cards = [self._card(name) for name in self._names]
+        self._front_ends.send_adapters(AdapterList(self._epoch, cards))
 
     # Workers
 
@@ -284,17 +298,19 @@ class AdapterRegistry:
         """Return the resident ones and those of requests for the live view, the latter first."""
         residency, gate = self._residency, self._gate
         views = []
-        for name, each in self._names.items():
-            lora_int_id, state = each.content.lora_int_id, ADAPTER_NOT_RESIDENT
+        for lora_int_id in {*residency.resident, *residency.loading, *gate.num_unfinished}:
+            state = ADAPTER_NOT_RESIDENT
             if lora_int_id in residency.resident:
                 state = ADAPTER_RESIDENT
             elif lora_int_id in residency.loading:
                 state = ADAPTER_LOADING
             num_unfinished = gate.num_unfinished.get(lora_int_id, 0)
-            if num_unfinished or state != ADAPTER_NOT_RESIDENT:
-                num_running, num_bytes = gate.num_running(lora_int_id), each.content.num_bytes
-                views.append(AdapterView(name, state, num_running, num_unfinished, num_bytes))
-        views.sort(key=lambda view: (-view.num_unfinished, view.state))
+            num_running, content = gate.num_running(lora_int_id), self._contents[lora_int_id]
+            views += [
+                AdapterView(name, state, num_running, num_unfinished, content.num_bytes)
+                for name in content.names
+            ]
+        views.sort(key=lambda view: (-view.num_unfinished, view.state, view.name))
         return views[:MAX_SHOWN]
 
     # Internals
@@ -361,7 +377,7 @@ class AdapterRegistry:
                 text += " Its effect on a probe is exactly zero: it changes nothing."
                 notice = f"adapter {name} has no effect: on a probe it is exactly zero"
                 self._supervisor.send(Notice("engine_core", 0, notice))
-            self._announce()
+            self._announce(name)
             logger.info("adapter %s is loaded from %s", name, message.path)
             self._reply(call.front_end, message, 200, text)
         else:
@@ -378,7 +394,9 @@ class AdapterRegistry:
             self._last_number += 1
         else:
             replaced, old.content, old.path = old.content, content, path
+            del replaced.names[name]
             self._forget_if_unnamed(replaced)
+        content.names[name] = None
         self._residency.unnamed.discard(content.lora_int_id)
 
     def _new_content(self, path: str, lora_int_id: int = 0) -> _Content:
@@ -394,10 +412,10 @@ class AdapterRegistry:
         other = self._new_content(content.path)
         other.rank, other.num_bytes = content.rank, content.num_bytes
         self._set_digest(other, content.digest)
-        named = [name for name in self._names.values() if name.content is content]
-        for name in named:
-            name.content = other
-        if not named:
+        other.names, content.names = content.names, {}
+        for name in other.names:
+            self._names[name].content = other
+        if not other.names:
             self._residency.unnamed.add(other.lora_int_id)
         return other
 
@@ -416,32 +434,31 @@ class AdapterRegistry:
 
         It stays known by its digest: a name may get it again.
         """
-        others = [name for name in self._names.values() if name.content is content]
-        if others:
-            content.path = others[0].path
+        if content.names:
+            content.path = self._names[next(iter(content.names))].path
         elif content.lora_int_id in self._gate.num_unfinished:
             self._residency.unnamed.add(content.lora_int_id)
         else:
             self._residency.forget(content.lora_int_id)
 
-    def _list(self) -> AdapterList:
-        return AdapterList(
-            self._epoch,
-            [
-                AdapterCard(
-                    LoRARequest(each.content.lora_int_id, name, each.path, each.content.digest),
-                    each.content.rank,
-                    each.content.num_bytes,
-                    each.number,
-                    each.default_scale,
-                )
-                for name, each in self._names.items()
-            ],
+    def _card(self, name: str) -> AdapterCard:
+        each = self._names[name]
+        return AdapterCard(
+            LoRARequest(each.content.lora_int_id, name, each.path, each.content.digest),
+            each.content.rank,
+            each.content.num_bytes,
+            each.number,
+            each.default_scale,
         )
 
-    def _announce(self) -> None:
-        """Send the list of names to the supervisor, and to all front ends before the reply."""
-        adapters = self._list()
+    def _announce(self, *names: str) -> None:
+        """Send what these names are now to the supervisor, and to front ends before the reply."""
+        adapters = AdapterList(
+            self._epoch,
+            [self._card(name) for name in names if name in self._names],
+            is_change=True,
+            removed=[name for name in names if name not in self._names],
+        )
         self._supervisor.send(adapters)
         self._front_ends.send_adapters(adapters)
 

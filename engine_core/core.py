@@ -48,7 +48,6 @@ from engine_core.transport import FrontEndLinks
 from engine_core.validation import RequestLimits
 from engine_core.worker_group import WorkerGroup
 from proto import PROTOCOL_VERSION
-from proto.errors import ConfigError
 from proto.messages.lifecycle import (
     EngineReady,
     Notice,
@@ -89,7 +88,6 @@ def main(boot: ProcessBoot, supervisor: Link) -> None:
         _wait_for_workers(workers, supervisor_io, front_ends, poller, clock)
         if supervisor_io.is_stopped:
             return
-        check_adapters(boot.config, pools=pools)
         config = with_step_tokens(boot.config, workers.workers)
         if pools:
             config = with_pooling_limits(config)
@@ -449,14 +447,6 @@ def with_step_tokens(config: ServeConfig, workers: Sequence[WorkerReady]) -> Ser
     scheduler = msgspec.structs.replace(config.scheduler, max_num_batched_tokens=step_tokens)
     check_token_budget(scheduler)
     return msgspec.structs.replace(config, scheduler=scheduler)
-
-
-def check_adapters(config: ServeConfig, *, pools: bool) -> None:
-    """Raise ConfigError for adapters on a model that pools."""
-    if config.lora.enable_lora and pools:
-        raise ConfigError(
-            "--enable-lora: the model pools, which does not go with adapters", "enable_lora"
-        )
 
 
 def with_pooling_limits(config: ServeConfig) -> ServeConfig:

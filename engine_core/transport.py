@@ -12,7 +12,7 @@ import msgspec
 import zmq
 
 from proto.messages.engine_io import AdminCall, ToEngine
-from proto.messages.lora import AdapterCall, AdapterList
+from proto.messages.lora import AdapterCall, AdapterCard, AdapterList
 from proto.messages.view import Watch
 from proto.runtime.sockets import Link, PeerStalledError, front_end_path
 
@@ -41,7 +41,7 @@ class FrontEndLinks:
         }
         self._stalled: list[tuple[int, Link]] = []
         self._greeting: msgspec.Struct | None = None
-        self._adapters: AdapterList | None = None
+        self._adapters: dict[str, AdapterCard] | None = None
 
     @property
     def links(self) -> list[Link]:
@@ -89,8 +89,10 @@ class FrontEndLinks:
             self.send(front_end, message)
 
     def send_adapters(self, message: AdapterList) -> None:
-        """Send the list of adapters to every front end, and after the greeting to later ones."""
-        self._adapters = message
+        """Send adapters to every front end, and all of them after the greeting to later ones."""
+        if self._adapters is None:
+            self._adapters = {}
+        message.apply_to(self._adapters)
         for front_end in list(self._links):
             self.send(front_end, message)
 
@@ -106,9 +108,10 @@ class FrontEndLinks:
             old.append(self._links.pop(front_end))
         self._incarnations[front_end] = incarnation
         link = self._links[front_end] = self._bind(front_end, incarnation)
-        for message in (self._greeting, self._adapters):
-            if message is not None:
-                self.send(front_end, message)
+        if self._greeting is not None:
+            self.send(front_end, self._greeting)
+        if self._adapters is not None:
+            self.send(front_end, AdapterList(self._epoch, list(self._adapters.values())))
         return old, link
 
     def pop_stalled(self) -> list[tuple[int, Link]]:

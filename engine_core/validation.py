@@ -159,8 +159,6 @@ def _check_adapter(message: EngineCoreRequest) -> None:
         raise InvalidRequestError("the adapter has no name, path or digest", "model")
     if not math.isfinite(lora.scale):
         raise InvalidRequestError("the scale of an adapter must be finite", "lora")
-    if message.pooling_params is not None:
-        raise InvalidRequestError("pooling does not go with adapters", "model")
 
 
 def _check_session(n: int, params: SamplingParams) -> None:

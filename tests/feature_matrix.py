@@ -392,18 +392,24 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
     ),
     (
         "adapters",
-        "pooling encoders",
-        Refused(
-            "--enable-lora: the model pools, which does not go with adapters",
-            "engine_core/test_adapters.py::test_a_model_that_pools_has_no_adapters",
-        ),
+        "pooling",
+        Works("worker/adapters/test_pooled.py::test_embeddings_of_a_decoder"),
+    ),
+    (
+        "adapters",
+        "encoders",
+        Works("worker/adapters/test_pooled.py::test_embeddings_of_an_encoder"),
     ),
     (
         "drafts",
         "adapters",
         Works("worker/adapters/test_bases.py::test_drafts_are_verified_with_the_adapter"),
     ),
-    ("draft_model", "adapters", Unproven("a draft model proposes without adapters")),
+    (
+        "draft_model",
+        "adapters",
+        Works("worker/adapters/test_bases.py::test_a_draft_model_proposes_without_the_adapter"),
+    ),
     ("adapters", "ranks", Works("e2e/test_adapters.py::test_two_ranks")),
     (
         "adapters",
@@ -422,9 +428,13 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
         "adapters",
         "transformers",
         Refused(
-            "--enable-lora: OtherForCausalLM runs on transformers' code, to whose products no "
-            "adapters are added",
-            REFUSES_ADAPTERS,
+            "tensor base_model.model.lm_head.lora_A.weight: embedding and head of a model on "
+            "transformers' code have no adapters",
+            "worker/adapters/test_transformers_code.py"
+            "::test_what_is_not_supported_is_refused_by_name",
+            part="DoRA, and adapters of embedding and head",
+            rest="worker/adapters/test_transformers_code.py"
+            "::test_greedy_tokens_are_those_of_merged_weights",
         ),
     ),
     ("adapters", "cpu", Works("e2e/test_adapters.py::test_tokens_of_merged_weights_and_deaths")),
@@ -445,7 +455,16 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
         ),
     ),
     ("adapters", "cascade", Meaningless("it is for GPUs, which refuse adapters")),
-    ("adapters", "prompt_embeds experts", Unproven()),
+    (
+        "adapters",
+        "prompt_embeds",
+        Works("worker/adapters/test_steps.py::test_prompts_of_embeddings_have_the_adapter"),
+    ),
+    (
+        "adapters",
+        "experts",
+        Works("worker/adapters/test_bases.py::test_experts_are_those_that_the_adapter_leads_to"),
+    ),
     # ---- Ranks ----
     (
         "ranks",

@@ -25,7 +25,6 @@ from proto.settings.config import (
     ServeConfig,
     flag_name,
 )
-from proto.settings.pooler_config import pooler_of
 from worker.attention.backend import AttentionShape
 from worker.attention.kv_cache import resolve_kv_dtype
 from worker.batch.transfers import Transfers
@@ -308,18 +307,6 @@ class ModelSetup:
         self.kv_dtype()
         if self.config.model.enable_return_routed_experts:
             require_routed_experts(self.spec)
-        if self.config.lora.enable_lora:
-            self._refuse_with_adapters()
-
-    def _refuse_with_adapters(self) -> None:
-        """Raise ConfigError for a model on which adapters are not supported so far."""
-        if pooler_of(self.config.model, self.prepared) is not None:
-            what = "pools, and only models that generate have adapters"
-        elif isinstance(self.spec, TransformersSpec):
-            what = "runs on transformers' code, to whose products no adapters are added"
-        else:
-            return
-        raise ConfigError(f"--enable-lora: {self.prepared.architecture} {what}", "enable_lora")
 
     def require_batch_invariance(self) -> None:
         """Raise ConfigError for a model, a setting or a device whose bits depend on the batch."""

@@ -339,7 +339,7 @@ def _load_weights(
         "%s runs on transformers' code, which is slower than a family of tokend's own",
         spec.architecture,
     )
-    return load_transformers(prepared, spec, dtype, device, show_progress, weight_format)
+    return load_transformers(prepared, spec, dtype, device, show_progress, weight_format, adapters)
 
 
 def _load_draft(

@@ -76,20 +76,20 @@ class ServedAdapters:
         """Return the adapters that clients with this key may use. key_name: empty for none."""
         return [
             card
-            for name, card in self._client.adapters.items()
+            for name, card in self._client.adapters.by_name.items()
             if self._access.allows(name, key_name)
         ]
 
     def all_cards(self) -> list[AdapterCard]:
         """Return all adapters, for operators."""
-        return list(self._client.adapters.values())
+        return list(self._client.adapters.by_name.values())
 
     def find(self, model: str | None, key_name: str) -> AdapterCard | None:
         """Return the adapter that a client may use under a name: NAME or BASE:NAME."""
         if model is None or model in self.base_names:
             return None
         name = self._adapter_name(model)
-        card = self._client.adapters.get(name)
+        card = self._client.adapters.by_name.get(name)
         return card if card is not None and self._access.allows(name, key_name) else None
 
     def choose(
@@ -110,8 +110,9 @@ class ServedAdapters:
                 card = self._numbered(used[0].id, key_name, "lora")
                 scale, is_named = used[0].scale, False
         elif card is None and (model is None or model in self.base_names):
-            defaults = (card for card in self.cards(key_name) if card.default_scale != 0.0)
-            card = next(defaults, None)
+            card = self._client.adapters.default
+            if card is not None and not self._access.allows(card.lora.lora_name, key_name):
+                card = None
             scale, is_named = 1.0 if card is None else card.default_scale, False
         if card is None:
             return None
@@ -129,14 +130,15 @@ class ServedAdapters:
         if not isinstance(model, str) or model in self.base_names:
             return
         name = self._adapter_name(model)
-        if name in self._client.adapters or not self._access.allows(name, key_name):
+        if name in self._client.adapters.by_name or not self._access.allows(name, key_name):
             return
         try:
             check_lora_name(name)
         except ValueError:
             return
         await self._client.call_admin("get_pause")  # lists that were sent before have arrived
-        if name in self._client.adapters or self._folder is None or not _is_plain(name):
+        known = self._client.adapters.by_name
+        if name in known or self._folder is None or not _is_plain(name):
             return
         task = self._found.get(name)
         if task is None:
@@ -158,7 +160,7 @@ class ServedAdapters:
             raise InvalidAdapterError(f"lora_name {error}", "lora_name") from None
         path = os.path.abspath(path)
         await self._look_up(self._check_path, path)
-        is_taken = name in self._client.adapters and not in_place
+        is_taken = name in self._client.adapters.by_name and not in_place
         call = AdapterCall(0, 0, "load", name, path, load_inplace=in_place)
         return await self._call(call, "lora_name" if is_taken else "lora_path")
 
@@ -171,7 +173,7 @@ class ServedAdapters:
         used = [entry for entry in scales if entry.scale != 0.0]
         if len(used) > 1:
             raise InvalidRequestError("one adapter at most applies to a request", "scale")
-        cards = {card.number: card for card in self._client.adapters.values()}
+        cards = self._client.adapters.by_number
         for entry in scales:
             if entry.id not in cards:
                 raise InvalidRequestError(f"there is no adapter with the id {entry.id}", "id")
@@ -187,9 +189,9 @@ class ServedAdapters:
         return name if name and base in self.base_names else model
 
     def _numbered(self, number: int, key_name: str, field: str) -> AdapterCard:
-        for card in self.cards(key_name):
-            if card.number == number:
-                return card
+        card = self._client.adapters.by_number.get(number)
+        if card is not None and self._access.allows(card.lora.lora_name, key_name):
+            return card
         raise InvalidRequestError(f"{field}: there is no adapter with the id {number}", field)
 
     async def _call(self, call: AdapterCall, field: str) -> str:
@@ -211,7 +213,9 @@ class ServedAdapters:
         try:
             await self._call(AdapterCall(0, 0, "load", name, path), "model")
         except RequestError as error:
-            if name not in self._client.adapters:  # otherwise another front end has loaded it
+            if (
+                name not in self._client.adapters.by_name
+            ):  # otherwise another front end has loaded it
                 raise InvalidRequestError(
                     f"the adapter {shown(name)} cannot be loaded: {error.message}", "model"
                 ) from None

@@ -16,6 +16,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from api_server.engine.async_link import SupervisorLink
@@ -73,6 +74,36 @@ def connect_engine(boot: ProcessBoot, epoch: int) -> Link:
     return Link.connect(path, FromEngine)
 
 
+@dataclass(slots=True)
+class AdapterTable:
+    """The adapters of an engine.
+
+    by_name: in the order of loading. by_number: by the numbers of their names. default: the one of
+    requests that name none; None if there is none.
+    """
+
+    by_name: dict[str, AdapterCard] = field(default_factory=dict)
+    by_number: dict[int, AdapterCard] = field(default_factory=dict)
+    default: AdapterCard | None = None
+
+    def update(self, message: AdapterList) -> None:
+        """Apply a message of the engine, in time for what has changed."""
+        if not message.is_change:
+            self.by_number.clear()
+            self.default = None
+        for name in (*message.removed, *(card.lora.lora_name for card in message.adapters)):
+            old = self.by_name.get(name)
+            if old is not None:
+                self.by_number.pop(old.number, None)
+            if self.default is not None and self.default.lora.lora_name == name:
+                self.default = None
+        message.apply_to(self.by_name)
+        for card in message.adapters:
+            self.by_number[card.number] = card
+            if card.default_scale:
+                self.default = card
+
+
 class EngineConnection:
     """The connection of an `EngineClient` to the engine of one epoch, on the event loop.
 
@@ -85,7 +116,7 @@ class EngineConnection:
         self._link = link
         self.epoch = epoch
         self.engine: EngineReady | None = None
-        self.adapters: dict[str, AdapterCard] | None = None
+        self.adapters: AdapterTable | None = None
         self._version_error: ProtocolError | None = None
         self._ready_or_closed = asyncio.Event()
         self._closed = self._sent_garbage = False
@@ -198,7 +229,7 @@ class EngineClient:
         self._admin_calls: dict[int, tuple[AdminCall, asyncio.Future[AdminReply]]] = {}
         self._num_admin_calls = 0
         self._adapter_calls: dict[int, tuple[AdapterCall, asyncio.Future[AdapterReply]]] = {}
-        self.adapters: dict[str, AdapterCard] = {}
+        self.adapters = AdapterTable()
         self._engine: EngineReady | None = None
         self._closed = False
         self._receives_views = False
@@ -382,10 +413,12 @@ class EngineClient:
                 self._live_view.publish_view(message)
                 self.update_view_subscription()  # a subscriber that does not read was dropped
         elif isinstance(message, AdapterList):
-            adapters = {card.lora.lora_name: card for card in message.adapters}
-            self._connections[epoch].adapters = adapters
+            connection = self._connections[epoch]
+            if connection.adapters is None:
+                connection.adapters = AdapterTable()
+            connection.adapters.update(message)
             if epoch == self.epoch:
-                self.adapters = adapters
+                self.adapters = connection.adapters
         elif isinstance(message, AdapterUsage):
             if epoch == self.epoch:
                 self._metrics.adapter_usage = message

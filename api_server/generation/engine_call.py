@@ -113,7 +113,9 @@ class EngineCall(Generic[Body]):
             requests,
             streams,
             origin=app_state.request_log.origin(
-                self._context.connection.scope, getattr(self._body, "agent_session_id", None)
+                self._context.connection.scope,
+                getattr(self._body, "agent_session_id", None),
+                None if self._lora is None else self._lora.lora_name,
             ),
             send_buffer=self._send_buffer,
             open_streams=app_state.open_streams,

@@ -67,11 +67,13 @@ class RequestLog:
         self._by_address: OrderedDict[str, TokenBucket] = OrderedDict()
         self._num_left_out = 0
 
-    def origin(self, scope: Scope, session: str | None = None) -> Fields | None:
-        """Return endpoint, tenant, client and session of a request, as fields of its line.
+    def origin(
+        self, scope: Scope, session: str | None = None, adapter: str | None = None
+    ) -> Fields | None:
+        """Return endpoint, tenant, client, session and adapter of a request, as fields of its line.
 
-        session: that of the body; by default the one in the request's header. None if there are
-        no lines.
+        session: that of the body; by default the one in the request's header. adapter: its name;
+        None for the model alone, which has no such field. None if there are no lines.
         """
         if not self._is_on:
             return None
@@ -83,6 +85,8 @@ class RequestLog:
             fields["client"] = self._proxies.client_of(scope)
         session = session or Headers(scope=scope).get(SESSION_HEADER)
         fields["session"] = None if session is None else shown(session)
+        if adapter is not None:
+            fields["adapter"] = shown(adapter)
         return fields
 
     def log_refusal(self, error: RequestError, scope: Scope) -> None:

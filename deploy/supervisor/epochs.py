@@ -38,7 +38,7 @@ class EpochCounter:
     listen_fds, admin_fds: listening sockets of the front ends.
     epoch, worker_epoch: of the current engine and workers.
     pause_mode: the last one that the engine has reported; a new engine starts with it.
-    adapters: likewise, of the model; None before an engine has reported any.
+    adapters: likewise, of the model, by name; None before an engine has reported any.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class EpochCounter:
         self._num_hangs: Counter[tuple[Role, int]] = Counter()
         self.epoch = self.worker_epoch = 1
         self.pause_mode: PauseMode | None = None
-        self.adapters: tuple[AdapterCard, ...] | None = None
+        self.adapters: dict[str, AdapterCard] | None = None
 
     @property
     def generation(self) -> int:
@@ -71,7 +71,7 @@ class EpochCounter:
 
     def next_generation(self, models: ServedModels) -> "EpochCounter":
         """Return a counter for a new generation, with new epochs and the same incarnations."""
-        other = copy.copy(self)
+        other = self.snapshot()
         if models.model.source != self._template.model.source:
             other.adapters = None
         other.epoch = other.worker_epoch = next(self._epochs)
@@ -85,7 +85,9 @@ class EpochCounter:
 
     def snapshot(self) -> "EpochCounter":
         """Return a copy, which keeps the present numbers after `switch_to`."""
-        return copy.copy(self)
+        other = copy.copy(self)
+        other.adapters = None if self.adapters is None else dict(self.adapters)
+        return other
 
     def switch_to(self, other: "EpochCounter") -> None:
         """Make another generation the current one."""
@@ -96,7 +98,13 @@ class EpochCounter:
     def note_adapters(self, message: AdapterList) -> None:
         """Note the adapters of an engine of this generation."""
         if message.epoch >= self.generation:
-            self.adapters = tuple(message.adapters)
+            self.adopt_adapters(message)
+
+    def adopt_adapters(self, message: AdapterList) -> None:
+        """Have later engines start with the adapters of an engine of any generation."""
+        if self.adapters is None:
+            self.adapters = {}
+        message.apply_to(self.adapters)
 
     def make_boot(self, role: Role, index: int, *, hung: bool = False) -> ProcessBoot:
         """Return the boot message of the next incarnation of a process, in the current epochs.
@@ -122,7 +130,7 @@ class EpochCounter:
             metrics_fd=self._template.metrics_fd if is_front_end else None,
             front_ends=tuple(max(0, number - 1) for number in num_starts),
             pause_mode=self.pause_mode,
-            adapters=self.adapters,
+            adapters=None if self.adapters is None else tuple(self.adapters.values()),
         )
 
     def new_engine(self) -> list[Announcement]:

@@ -3,9 +3,9 @@
     front end ── AdapterCall ──▶ engine ── LoadAdapter(id, path) ──▶ workers
                                  engine ◀── AdapterLoaded(id, digest, …) ── each rank
     front end ◀── AdapterReply ── engine ── DropAdapter(id) ──▶ workers
-    front ends ◀── AdapterList ── engine       when they connect, and after each change
+    front ends ◀── AdapterList ── engine       all when they connect, then what has changed
     front ends ◀── AdapterUsage ─ engine       after each change
-    supervisor ◀── AdapterList ── engine       after each change; a later engine starts with it
+    supervisor ◀── AdapterList ── engine       what has changed; a later engine starts with all
 
 A name refers to one content at a time; a reload under the same name refers to other content. The
 engine gives each content an id of its own, which steps name. Two names of equal content (equal
@@ -83,10 +83,24 @@ class AdapterReply(msgspec.Struct, array_like=True, tag=73, frozen=True):
 
 
 class AdapterList(msgspec.Struct, array_like=True, tag=74, frozen=True):
-    """Engine → front ends: all adapters that requests can name, in the order of loading."""
+    """Engine → front ends: the adapters that requests can name, in the order of loading.
+
+    is_change: only those that are new or different, and the names in `removed`, which are gone.
+    """
 
     epoch: int
     adapters: list[AdapterCard]
+    is_change: bool = False
+    removed: list[str] = []
+
+    def apply_to(self, known: dict[str, AdapterCard]) -> None:
+        """Bring the adapters that are known by name up to date."""
+        if not self.is_change:
+            known.clear()
+        for name in self.removed:
+            known.pop(name, None)
+        for card in self.adapters:
+            known[card.lora.lora_name] = card
 
 
 class AdapterUsage(msgspec.Struct, array_like=True, tag=78, frozen=True):

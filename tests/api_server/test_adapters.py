@@ -466,3 +466,50 @@ async def test_metrics_name_the_adapters_of_requests(start: StartFrontEnd) -> No
         assert found["vllm:lora_requests_info,3,a,b,c"] > 1e9
         assert found["tokend:lora_resident"] == 5
         assert found["tokend:lora_evictions_total"] == 0
+
+
+async def test_a_request_looks_at_no_more_adapters_than_it_names(
+    start: StartFrontEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 10,000, which a default and llama.cpp's numbers find at once, too."""
+    looked: list[str] = []
+    allows = LoRAAccess.allows
+
+    def counted(self: LoRAAccess, name: str, key_name: str) -> bool:
+        looked.append(name)
+        return allows(self, name, key_name)
+
+    monkeypatch.setattr(LoRAAccess, "allows", counted)
+    async with start(lora=ON) as front_end:
+        await serve(front_end, *map(card, range(1, 10_001)))
+        request, _ = await asked(front_end)
+        assert request.lora_request is None
+        request, _ = await asked(front_end, lora=[{"id": 9000, "scale": 1.0}])
+        assert request.lora_request == lora_request(9000)
+        front_end.engine.answers_adapter_calls = False
+        front_end.engine.change_adapters(card(5000, default_scale=1.0))
+        front_end.engine.change_adapters(removed=["adapter-1"])
+        await front_end.app_state.client.call_admin("get_pause")
+        request, _ = await asked(front_end)
+        assert request.lora_request == lora_request(5000)
+        front_end.engine.change_adapters(card(5000))
+        await front_end.app_state.client.call_admin("get_pause")
+        request, _ = await asked(front_end)
+        assert request.lora_request is None
+        assert len(looked) < 10
+        _, response = await asked(front_end, model="adapter-1")
+        assert response.status_code == 404
+
+
+async def test_the_line_of_a_request_names_its_adapter(
+    start: StartFrontEnd, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "tokend.requests")
+    async with start(lora=ON) as front_end:
+        await serve(front_end, card(1))
+        await asked(front_end, model="adapter-1")
+        await asked(front_end, lora=[{"id": 1, "scale": 0.5}])
+        await asked(front_end)
+    lines = [each.getMessage() for each in caplog.records if each.name == "tokend.requests"]
+    named = [" adapter=adapter-1 " in line for line in lines]
+    assert (named, "adapter=" in lines[2]) == ([True, True, False], False)

@@ -14,10 +14,13 @@ from openai import AsyncOpenAI
 
 from proto.errors import ErrorInfo
 from proto.messages.engine_io import EngineCoreRequest, FinishReason
+from proto.messages.lora import AdapterCard
 from proto.messages.pooling import MAX_INPUTS, Pooler
 from proto.messages.prepared_model import PreparedModel
+from proto.settings.config import LoRAConfig
 from tests.api_server.conftest import FrontEnd, StartFrontEnd, concurrently, serving
 from tests.fakes.lifecycle_messages import engine_ready
+from tests.fakes.lora import lora_request
 
 SIZE = 4
 EMBEDDER = Pooler(size=SIZE)
@@ -290,3 +293,24 @@ async def test_classes_and_scores_of_pairs(run_dir: str, model: PreparedModel) -
         ):
             response = await front_end.http.post(path, json=given)
             assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+async def test_a_model_names_an_adapter(model: PreparedModel, run_dir: str) -> None:
+    """Each text of a request has it."""
+    pooling = msgspec.structs.replace(model, pooler=EMBEDDER, hidden_size=SIZE)
+    lora = LoRAConfig(enable_lora=True)
+    async with serving(run_dir, pooling, accepts=True, lora=lora) as front_end:
+        front_end.engine.send_adapters(AdapterCard(lora_request(1), 8, 1000, 1))
+        await front_end.app_state.client.call_admin("get_pause")
+        for name, wanted in (("adapter-1", lora_request(1)), (None, None)):
+            body = {"model": name, "input": [[5, 6], [8, 9, 10]]}
+            answer = asyncio.create_task(front_end.http.post("/v1/embeddings", json=body))
+            for _ in range(2):
+                request = await front_end.engine.requests.get()
+                assert request.lora_request == wanted
+                front_end.engine.emit(
+                    request, [], finish=FinishReason.STOP, pooler_output=vector(request).tobytes()
+                )
+            assert (await answer).json()["model"] == (name or front_end.app_state.model_name)
+        body["model"] = "adapter-2"
+        assert (await front_end.http.post("/v1/embeddings", json=body)).status_code == 404

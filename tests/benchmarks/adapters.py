@@ -1,8 +1,9 @@
 """Measure what adapters cost a worker's steps, in turns with the same steps without them.
 
 A worker like the daemon's, without engine and front end: 16 sequences of 256 tokens that decode 128
-more, with random adapters on all products. The cases take turns, so all see the same load of the
-machine. Where other programs use it, `--cpu-time` with one thread counts the time of this process.
+more, or of other sizes by flags, with random adapters on all products. The cases take turns, so all
+see the same load of the machine. Where other programs use it, `--cpu-time` with one thread counts
+the time of this process. tests/benchmarks/served_adapters.py measures whole daemons.
 """
 
 import argparse
@@ -41,7 +42,6 @@ from worker.models.registry import model_spec
 from worker.step.adapter_store import AdapterStore
 
 _ROWS: Final = 16
-_PROMPT, _OUTPUTS = 256, 128
 _SLICE: Final = 3
 """Decode steps of a case in a round."""
 
@@ -134,7 +134,8 @@ def main(words: Sequence[str]) -> None:
         options, config, prepared, workers, process_time if options.cpu_time else perf_counter
     )
     found["load_s_median"] = statistics.median(loads)
-    Console(width=120).print(_table(found))
+    sizes = f"{options.input_tokens} tokens in, {options.output_tokens} out"
+    Console(width=120).print(_table(found, sizes))
     print(f"an adapter of rank {options.rank} is loaded in {found['load_s_median']:.3f} s")
     if options.json:
         Path(options.json).write_text(json.dumps(found, indent=2) + "\n")
@@ -157,7 +158,7 @@ def _measure(
         config=config,
         model=prepared,
         num_rows=_ROWS,
-        context_tokens=_PROMPT,
+        context_tokens=options.input_tokens,
         warm_up_steps=0,
         measured_steps=_SLICE * options.rounds + 1,
     )
@@ -181,7 +182,8 @@ def _measure(
     ]
     return {
         "cases": [
-            _row(case, of_case, typical[0]) for case, of_case in zip(every, typical, strict=True)
+            _row(case, of_case, typical[0], options.output_tokens)
+            for case, of_case in zip(every, typical, strict=True)
         ]
     }
 
@@ -198,11 +200,11 @@ def _typical(samples: list[float]) -> float:
 
 
 def _row(
-    case: Case, of_case: tuple[float, float], of_base: tuple[float, float]
+    case: Case, of_case: tuple[float, float], of_base: tuple[float, float], num_outputs: int
 ) -> dict[str, object]:
     def all_requests(seconds: tuple[float, float]) -> float:
         decode, prompt = seconds
-        return _OUTPUTS * decode + _ROWS * prompt
+        return num_outputs * decode + _ROWS * prompt
 
     return {
         "case": case.name,
@@ -214,8 +216,8 @@ def _row(
     }
 
 
-def _table(found: dict[str, object]) -> Table:
-    table = Table(title=f"{_ROWS} requests at once, {_PROMPT} tokens in, {_OUTPUTS} out")
+def _table(found: dict[str, object], sizes: str) -> Table:
+    table = Table(title=f"{_ROWS} requests at once, {sizes}")
     for name in ("", "decode step, ms", "prompt, ms", "× decode", "× prompt", "× tokens/s"):
         table.add_column(name, justify="left" if not name else "right")
     rows = found["cases"]
@@ -236,6 +238,8 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser = BenchParser(prog="python -m tests.benchmarks.adapters", description=__doc__)
     parser.add_argument("--adapters", type=at_least_one, default=8, help="adapters in one step (8)")
     parser.add_argument("--rank", type=at_least_one, default=16, help="of each (16)")
+    parser.add_argument("--input-tokens", type=at_least_one, default=256, help="of a prompt (256)")
+    parser.add_argument("--output-tokens", type=at_least_one, default=128, help="of each (128)")
     parser.add_argument("--rounds", type=at_least_one, default=24, help="turns of all cases (24)")
     parser.add_argument(
         "--cpu-time", action="store_true", help="time of this process, not the clock's"

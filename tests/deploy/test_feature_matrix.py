@@ -23,7 +23,7 @@ from tests.feature_matrix import (
 
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"
-MOST_UNPROVEN = 4
+MOST_UNPROVEN = 1
 """Pairs that no test shows; lower it with each test, and raise it for none."""
 LEAST_CHARACTERS = 8
 """Of a string in a test that says which message it expects."""

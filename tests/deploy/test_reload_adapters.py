@@ -50,7 +50,7 @@ def test_another_model_has_no_adapters_of_this_one() -> None:
     assert numbers_of(case) == [None] * 3
     case.receive(names(2, 5))  # what it loads at its start
     case.switch(2)
-    assert case.epochs.adapters == tuple(names(2, 5).adapters)
+    assert list((case.epochs.adapters or {}).values()) == names(2, 5).adapters
 
 
 def test_a_load_before_the_switch_postpones_the_reload() -> None:
@@ -74,4 +74,33 @@ def test_a_load_through_a_front_end_that_has_not_switched_reaches_the_new_engine
     case.receive(late)
     (engine,) = [each for each in case.of_generation(2) if each.role == "engine_core"]
     assert engine.received == [late]
-    assert case.epochs.adapters == tuple(late.adapters)
+    assert list((case.epochs.adapters or {}).values()) == late.adapters
+
+
+def change(epoch: int, number: int, *removed: str) -> AdapterList:
+    return AdapterList(epoch, names(epoch, number).adapters, is_change=True, removed=list(removed))
+
+
+def test_later_engines_have_all_names_though_only_changes_are_sent() -> None:
+    """After a death, and beside the old engine, whose changes the new one gets as a whole list."""
+    case = Case()
+    case.recovery.note_message(names(1, 3, 4))
+    case.recovery.note_message(change(1, 5, "adapter-3"))
+    boot = case.epochs.make_boot("engine_core", 0)
+    assert boot.adapters == tuple(names(1, 4, 5).adapters)
+    case.start_reload(changed(NEW, source=case.epochs.models.model.source))
+    case.receive(NextReady(0, 2), NextReady(1, 2), Switched(0, 2))
+    case.receive(change(1, 6, "adapter-4"))
+    (engine,) = [each for each in case.of_generation(2) if each.role == "engine_core"]
+    assert engine.received == [names(1, 5, 6)]
+    assert list((case.epochs.adapters or {}).values()) == names(1, 5, 6).adapters
+
+
+def test_a_reload_that_fails_keeps_the_names_of_the_old_engine() -> None:
+    case = Case()
+    case.recovery.note_message(names(1, 3))
+    case.start_reload(changed(NEW, source=case.epochs.models.model.source))
+    case.receive(change(2, 9))
+    case.receive(change(1, 4))  # which ends the reload
+    case.recovery.note_message(change(1, 4))
+    assert list((case.epochs.adapters or {}).values()) == names(1, 3, 4).adapters

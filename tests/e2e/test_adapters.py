@@ -142,7 +142,7 @@ async def test_tokens_of_merged_weights_and_deaths(adapted: Adapted, daemon: Dae
 async def test_adapters_that_are_loaded_replaced_and_unloaded(
     adapted: Adapted, tmp_path: Path
 ) -> None:
-    """Over two front ends; a request that runs keeps what it began with."""
+    """Over two front ends; 15 requests that run keep what they began with."""
     with Daemon(*flags(adapted, "--api-server-count", "2")) as daemon:
         path = shutil.copytree(adapted.adapters / "large", tmp_path / "mine")
         loaded = post(daemon, "/v1/load_lora_adapter", lora_name="mine", lora_path=str(path))
@@ -158,8 +158,13 @@ async def test_adapters_that_are_loaded_replaced_and_unloaded(
             adapted.assert_greedy("large", [await complete(client, "large", p) for p in PROMPTS])
             assert daemon.metric("vllm:prefix_cache_hits_total") > hits, "equal contents share KV"
 
-            running = asyncio.create_task(complete_long(client, "mine", PROMPTS[4]))
-            await asyncio.to_thread(eventually, lambda: daemon.metric("vllm:num_requests_running"))
+            running = [
+                asyncio.create_task(complete_long(client, "mine", prompt)) for prompt in PROMPTS * 3
+            ]
+            in_all = len(running)
+            await asyncio.to_thread(
+                eventually, lambda: daemon.metric("vllm:num_requests_running") == in_all
+            )
             shutil.rmtree(path)
             shutil.copytree(adapted.adapters / "other", path)
             fields = {"lora_name": "mine", "lora_path": str(path), "load_inplace": True}
@@ -168,7 +173,8 @@ async def test_adapters_that_are_loaded_replaced_and_unloaded(
             second = [await complete(client, "mine", prompt) for prompt in PROMPTS]
             adapted.assert_greedy("other", second)
             assert daemon.metric("vllm:prefix_cache_hits_total") == hits, "stale KV was found"
-            assert (await running)[: len(first[4])] == first[4]
+            for tokens, begun in zip(await asyncio.gather(*running), first * 3, strict=True):
+                assert tokens[: len(begun)] == begun
 
             os.kill(daemon.processes()["engine_core"].pid, signal.SIGKILL)
             assert await complete(client, "mine", PROMPTS[2]) == second[2]

@@ -15,6 +15,7 @@ import torch
 from tokenizers import Tokenizer
 
 from tests.e2e.daemon import REQUEST_GAUGES, Daemon, eventually
+from tests.fakes.adapters import make_adapter, merged
 from tests.fakes.tiny_encoders import save_encoder
 from tests.fakes.tiny_pooling import save_causal, save_modules
 
@@ -42,6 +43,32 @@ async def post(daemon: Daemon, path: str, **body: Any) -> httpx.Response:
 def vectors(response: httpx.Response) -> np.ndarray[Any, np.dtype[np.float32]]:
     assert response.status_code == 200, response.text
     return np.array([entry["embedding"] for entry in response.json()["data"]], np.float32)
+
+
+async def test_embeddings_with_adapters(tmp_path: Path) -> None:
+    """`model` names one; a worker's death changes nothing."""
+    model = save_encoder("bert", tmp_path / "model")
+    save_modules(tmp_path / "model", model.config.hidden_size, "mean_tokens")
+    paths = {
+        name: make_adapter(model, tmp_path / name, seed, target_modules=["query", "value"])
+        for seed, name in enumerate(("one", "two"), 1)
+    }
+    models = {"base": model} | {name: merged(model, path) for name, path in paths.items()}
+    want = {name: np.stack([expected(of, ids) for ids in SHORT]) for name, of in models.items()}
+    assert np.abs(want["one"] - want["two"]).max() > 0.05
+    flags = ("--dtype", "float32", "--served-model-name", "base", "--enable-lora", "--lora-modules")
+    named = [f"{name}={path}" for name, path in paths.items()]
+    with Daemon(str(tmp_path / "model"), *flags, *named) as daemon:
+
+        async def check() -> None:
+            answers = [post(daemon, "/v1/embeddings", input=SHORT, model=name) for name in models]
+            for name, answer in zip(models, await asyncio.gather(*answers), strict=True):
+                assert answer.json()["model"] == name
+                np.testing.assert_allclose(vectors(answer), want[name], atol=1e-5)
+
+        await check()
+        os.kill(daemon.processes()["worker"].pid, signal.SIGKILL)
+        await check()
 
 
 async def test_embeddings(tmp_path: Path) -> None:

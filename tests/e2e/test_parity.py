@@ -5,6 +5,7 @@ over prefix hits; with preemption, also by priority; and while half of them are 
 """
 
 import asyncio
+from typing import Any
 
 import httpx
 import pytest
@@ -52,9 +53,13 @@ def client_of(daemon: Daemon) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=daemon.url, timeout=300)
 
 
-async def complete_concurrently(daemon: Daemon, token_prompts: list[list[int]]) -> Outputs:
+async def complete_concurrently(
+    daemon: Daemon, token_prompts: list[list[int]], **changes: Any
+) -> Outputs:
     async with client_of(daemon) as client:
-        return await asyncio.gather(*(complete(client, prompt) for prompt in token_prompts))
+        return await asyncio.gather(
+            *(complete(client, prompt, **changes) for prompt in token_prompts)
+        )
 
 
 async def complete_half(daemon: Daemon, token_prompts: list[list[int]]) -> Outputs:

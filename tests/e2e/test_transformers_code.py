@@ -16,6 +16,7 @@ import pytest
 from tests.e2e.daemon import Daemon
 from tests.e2e.reference import Reference, packaged_model
 from tests.e2e.test_parity import assert_greedy_tokens, complete_concurrently
+from tests.fakes.adapters import make_adapter, merged
 from tests.fakes.tiny_transformers import save_tiny_transformers
 
 pytestmark = pytest.mark.suite("models")
@@ -37,11 +38,17 @@ async def test_tokens_of_transformers_under_pressure_and_after_a_death(
     )
     shutil.copy(Path(packaged_model().folder) / "tokenizer.json", tmp_path)
     reference = Reference(model, None)
-    flags = ("--dtype", "float32", "--model-impl", "transformers", *TIGHT)
+    targets = ["q_proj", "o_proj"]
+    path = make_adapter(model, tmp_path / "adapter", size=2.0, target_modules=targets)
+    adapted = Reference(merged(model, path), None)
+    adapters = ("--served-model-name", "base", "--enable-lora", "--lora-modules", f"mine={path}")
+    flags = ("--dtype", "float32", "--model-impl", "transformers", *TIGHT, *adapters)
     with Daemon(str(tmp_path), *flags) as daemon:
         assert "which is slower than a family of tokend's own" in daemon.text
         assert_greedy_tokens(reference, PROMPTS, await complete_concurrently(daemon, PROMPTS))
         assert daemon.metric("vllm:num_preemptions_total") > 0
+        found = await complete_concurrently(daemon, PROMPTS, model="mine")
+        assert_greedy_tokens(adapted, PROMPTS, found)
         os.kill(daemon.processes()["worker"].pid, signal.SIGKILL)
         some = PROMPTS[4:6]
         assert_greedy_tokens(reference, some, await complete_concurrently(daemon, some))

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from engine_core.adapters import CALL_SECONDS, MAX_CRASHES, AdapterRegistry
-from engine_core.core import check_adapters
 from engine_core.request import Request
 from proto.errors import ConfigError, ErrorInfo, InvalidRequestError, UnknownModelError
 from proto.messages.lora import (
@@ -17,7 +16,7 @@ from proto.messages.lora import (
     AdapterReply,
     LoRARequest,
 )
-from proto.settings.config import LoRAConfig, ServeConfig
+from proto.settings.config import LoRAConfig
 from proto.settings.lora_modules import LoRAModule
 from tests.fakes.clock import FakeClock
 from tests.fakes.engine_harness import EngineHarness
@@ -82,11 +81,13 @@ class FakeLinks:
 
     def __init__(self) -> None:
         self.replies: list[tuple[int, AdapterReply]] = []
-        self.lists: list[AdapterList] = []
+        self.sent: list[AdapterList] = []
+        self.cards: dict[str, AdapterCard] = {}
         self.supervisor: list[Any] = []
 
     def send_adapters(self, message: AdapterList) -> None:
-        self.lists.append(message)
+        self.sent.append(message)
+        message.apply_to(self.cards)
 
     def send(self, *message: Any) -> None:
         if len(message) == 1:
@@ -101,7 +102,7 @@ class FakeLinks:
 
     @property
     def names(self) -> list[str]:
-        return [card.lora.lora_name for card in self.lists[-1].adapters]
+        return list(self.cards)
 
 
 class Scene:
@@ -142,10 +143,7 @@ class Scene:
         return self.links.pop_reply()
 
     def lora(self, name: str) -> LoRARequest:
-        (found,) = [
-            card.lora for card in self.links.lists[-1].adapters if card.lora.lora_name == name
-        ]
-        return found
+        return self.links.cards[name].lora
 
     def add(self, lora: LoRARequest, *, accepted: bool = False, max_tokens: int = 3) -> Request:
         found = self.registry.find(lora, accepted=accepted)
@@ -179,9 +177,9 @@ def scene() -> Scene:
 
 def test_a_loaded_name_is_listed_and_served(scene: Scene) -> None:
     assert scene.load("a") == (200, "Success: LoRA adapter 'a' added successfully.")
-    (card,) = scene.links.lists[-1].adapters
+    (card,) = scene.links.cards.values()
     assert (card.rank, card.num_bytes, card.lora.digest) == (8, 1000, digest_of(b"a"))
-    assert scene.links.supervisor == [scene.links.lists[-1]]
+    assert scene.links.supervisor == scene.links.sent
     request = scene.add(scene.lora("a"))
     scene.run(request)
     assert scene.workers.sent == [("load", 1)]
@@ -241,7 +239,7 @@ def test_a_load_that_fails_is_answered_and_leaves_nothing(scene: Scene) -> None:
     scene.workers.answer()
     scene.exchange()
     assert scene.links.pop_reply() == (400, "/nowhere has no adapter")
-    assert scene.links.lists == []
+    assert scene.links.sent == []
     assert scene.load("a")[0] == 200
 
 
@@ -268,7 +266,7 @@ def test_an_adapter_without_effect_is_reported(scene: Scene) -> None:
 def test_ranks_must_read_the_same() -> None:
     scene = Scene(num_ranks=2)
     assert scene.load("a")[0] == 200
-    (card,) = scene.links.lists[-1].adapters
+    (card,) = scene.links.cards.values()
     assert card.num_bytes == 2000
     scene.workers.files["/b"] = b"b"
     scene.call("load", "b", "/b")
@@ -390,10 +388,10 @@ def test_another_engine_has_the_names_and_finds_the_contents(scene: Scene) -> No
     scene.call("unload", "b")
     unnamed = scene.lora("a")
     unloaded = LoRARequest(2, "b", "/b", digest_of(b"b"))
-    successor = Scene(adapters=tuple(scene.links.lists[-1].adapters))
+    successor = Scene(adapters=tuple(scene.links.cards.values()))
     successor.workers.files = scene.workers.files
     successor.registry.announce_adopted()
-    assert successor.links.lists == [scene.links.lists[-1]]
+    assert successor.links.sent == [AdapterList(1, list(scene.links.cards.values()))]
     assert successor.workers.sent == [], "nothing is loaded before a request needs it"
     named, running = successor.add(unnamed), successor.add(unloaded, accepted=True)
     successor.run(named, running)
@@ -405,7 +403,7 @@ def test_another_engine_has_the_names_and_finds_the_contents(scene: Scene) -> No
 def test_an_engine_takes_over_what_another_one_changes_meanwhile(scene: Scene) -> None:
     scene.load("a")
     scene.load("b", b"b")
-    cards = scene.links.lists[-1].adapters
+    cards = list(scene.links.cards.values())
     scene.registry.adopt_names(cards[1:])
     scene.registry.announce_adopted()
     assert scene.links.names == ["b"]
@@ -429,10 +427,10 @@ def test_one_adapter_may_apply_to_requests_that_name_none(scene: Scene) -> None:
     for name, scales in (("a", [0.5, 0.0]), ("b", [0.0, 0.5]), ("", [0.0, 0.0])):
         scene.call("default", name, scale=0.5)
         assert scene.links.pop_reply()[0] == 200
-        assert [card.default_scale for card in scene.links.lists[-1].adapters] == scales
+        assert [card.default_scale for card in scene.links.cards.values()] == scales
     scene.call("default", "c", scale=0.5)
     assert scene.links.pop_reply()[0] == 404
-    assert [card.number for card in scene.links.lists[-1].adapters] == [0, 1]
+    assert [card.number for card in scene.links.cards.values()] == [0, 1]
 
 
 def pump(scene: Scene) -> Callable[[], bool]:
@@ -465,9 +463,16 @@ def test_the_live_view_shows_where_adapters_are() -> None:
     scene.run(request)
 
 
-def test_a_model_that_pools_has_no_adapters() -> None:
-    config = ServeConfig(lora=LoRAConfig(enable_lora=True))
-    check_adapters(config, pools=False)
-    check_adapters(ServeConfig(), pools=True)
-    with pytest.raises(ConfigError, match="the model pools, which does not go with adapters"):
-        check_adapters(config, pools=True)
+def test_what_is_sent_grows_with_the_changes_and_not_with_the_names(scene: Scene) -> None:
+    """To front ends and supervisor, though all names have the same content."""
+    for number in range(100):
+        assert scene.load(f"name-{number}", b"ab"[number % 2 :][:1])[0] == 200
+    scene.call("default", "name-3", scale=0.5)
+    scene.call("default", "name-4", scale=0.5)
+    for number in range(99):
+        scene.call("unload", f"name-{number}")
+    sent = scene.links.sent
+    assert sum(len(each.adapters) + len(each.removed) for each in sent) == 100 + 1 + 2 + 99
+    assert sent == scene.links.supervisor
+    assert scene.links.names == ["name-99"]
+    assert scene.links.cards["name-99"].default_scale == 0.0

@@ -7,6 +7,7 @@ from proto.messages.engine_io import EngineCoreOutputs
 from proto.messages.lifecycle import CacheReady, EngineReady, Fatal, InitializeCache, NewFrontEnd
 from proto.messages.lora import (
     AdapterCall,
+    AdapterCard,
     AdapterList,
     AdapterLoaded,
     AdapterReply,
@@ -45,12 +46,14 @@ def test_adapters_of_the_start_are_listed_when_the_engine_is_ready(start: Start)
     for path in ("/a", "/b"):
         assert answer_load(engine).path == path
     engine.expect(engine.supervisor, EngineReady)
-    listed = engine.expect(engine.front_ends[0], AdapterList, lambda each: len(each.adapters) == 2)
-    assert [card.lora.lora_name for card in listed.adapters] == ["a", "b"]
+    cards: dict[str, AdapterCard] = {}
+    while len(cards) < 2:
+        engine.expect(engine.front_ends[0], AdapterList).apply_to(cards)
+    assert list(cards) == ["a", "b"]
     later = engine.add_front_end(0, 1)
     engine.supervisor.send(NewFrontEnd(0, 1))
     assert isinstance(engine.expect(later, EngineReady), EngineReady)
-    assert engine.expect(later, AdapterList).adapters == listed.adapters
+    assert engine.expect(later, AdapterList).adapters == list(cards.values())
 
 
 def test_an_adapter_of_the_start_that_cannot_be_loaded_ends_it_by_name(start: Start) -> None:

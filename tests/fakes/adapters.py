@@ -13,6 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 from proto.messages.lora import LoadAdapter
 from proto.messages.prepared_model import PreparedModel
+from proto.settings.config import ServeConfig
 from tests.fakes.devices import CPU
 from tests.fakes.prepared_models import spec_of
 from worker.batch.step_inputs import TokenAdapters
@@ -20,11 +21,14 @@ from worker.device import Device
 from worker.layers.adapters import Adapter, AdapterTargets
 from worker.loader.adapters.build import AdapterLimits, AdapterLoader
 from worker.loader.files import read_index
-from worker.loader.formats import WeightFormat
+from worker.loader.formats import DenseFormat, WeightFormat
 from worker.loader.source import block_columns
+from worker.loader.transformers_weights import load_transformers
 from worker.loader.weights import load_model
 from worker.models.decoder import Decoder
+from worker.models.registry import model_spec
 from worker.models.sharding import shard_model
+from worker.models.transformers_model import TransformersSpec
 from worker.parallel.group import RankGroup
 from worker.step.adapter_store import AdapterStore
 
@@ -77,13 +81,22 @@ class Served:
         weight_format: WeightFormat | None = None,
         group: RankGroup = ALONE,
         device: Device = CPU,
+        config: ServeConfig | None = None,
         **limits: Any,
     ) -> None:
-        spec = spec_of(prepared)
+        spec = spec_of(prepared) if config is None else model_spec(prepared, config)
         self.targets = AdapterTargets(device.step_adapters())
-        self.decoder: Decoder = load_model(
-            prepared, spec, dtype, device, _show, weight_format, group, self.targets
-        )
+        self.decoder: Decoder
+        if isinstance(spec, TransformersSpec):
+            dense = weight_format or DenseFormat(dtype)
+            assert isinstance(dense, DenseFormat)
+            self.decoder = load_transformers(
+                prepared, spec, dtype, device, _show, dense, self.targets
+            )
+        else:
+            self.decoder = load_model(
+                prepared, spec, dtype, device, _show, weight_format, group, self.targets
+            )
         shards = shard_model(spec, group.size, block_columns(spec, read_index(prepared)))
         self.loader = AdapterLoader(
             prepared,

@@ -274,6 +274,12 @@ class FakeEngine:
         self.adapters = {card.lora.lora_name: card for card in adapters}
         self._send(AdapterList(self.epoch, list(adapters)))
 
+    def change_adapters(self, *adapters: AdapterCard, removed: Sequence[str] = ()) -> None:
+        """Send what has changed, as after a load or an unload."""
+        message = AdapterList(self.epoch, list(adapters), is_change=True, removed=list(removed))
+        message.apply_to(self.adapters)
+        self._send(message)
+
     def answer_adapter_call(self, call: AdapterCall) -> None:
         """Carry out a call as an engine does whose workers can load everything."""
         status, text = 200, f"Success: LoRA adapter '{call.lora_name}' "

@@ -12,6 +12,7 @@ from proto.messages.pooling import PoolingParams, PoolingTask
 from proto.messages.prepared_model import PreparedModel
 from proto.settings.config import ModelConfig, ServeConfig
 from proto.settings.pooler_config import pooler_of
+from tests.fakes.adapters import Served
 from tests.fakes.devices import CPU, create_backend, create_sampler
 from tests.fakes.real_engine import BLOCK, engine_for
 from worker.attention.kv_cache import KVCache
@@ -42,15 +43,24 @@ class PoolingEngine:
     """A scheduler and a runner of a pooling model, in float32."""
 
     def __init__(
-        self, prepared: PreparedModel, config: ModelConfig = _AS_THE_FOLDER_SAYS, **settings: object
+        self,
+        prepared: PreparedModel,
+        config: ModelConfig = _AS_THE_FOLDER_SAYS,
+        served: Served | None = None,
+        **settings: object,
     ) -> None:
+        """served: the model with its adapters; None to load it without."""
         pooler = pooler_of(config, prepared)
         assert pooler is not None
         self.pooler = pooler
         self.prepared = prepared
         spec = model_spec(prepared, ServeConfig(model=config))
-        cpu = CPU
-        self.decoder: Decoder = load_model(prepared, spec, torch.float32, cpu, lambda part: None)
+        self.adapters = None if served is None else served.store
+        self.decoder: Decoder = (
+            load_model(prepared, spec, torch.float32, CPU, lambda part: None)
+            if served is None
+            else served.decoder
+        )
         defaults: dict[str, object] = {"max_num_batched_tokens": CHUNK}
         if spec.is_bidirectional:
             defaults = {
@@ -72,7 +82,9 @@ class PoolingEngine:
         attention = create_backend("auto", cache, spec.attention_shape)
         head = PoolingHead.load(self.pooler, self.prepared)
         return PoolingRunner(
-            head, self.decoder, attention, create_sampler(), rows, cache, CPU.transfers()
+            head,
+            *(self.decoder, attention, create_sampler(), rows, cache, CPU.transfers()),
+            adapters=self.adapters,
         )
 
     def add(

@@ -25,14 +25,18 @@ from deploy.models import gguf_header, gguf_tokenizer
 from tests.e2e.daemon import Daemon, DaemonPool
 from tests.fakes.tiny_encoders import save_encoder
 from tests.fakes.tiny_pooling import save_modules
+from tests.peers.story_model import story_model
 
 MODELS: Final = {
     "ggml-org/test-model-stories260K": "smollm2-135m-instruct",
     "ggml-org/test-model-stories260K-infill": "smollm2-135m-instruct",
     "bert-bge-small/ggml-model-f16.gguf": "encoder",
     "jina-reranker-v1-tiny-en/ggml-model-f16.gguf": "reranker",
+    "stories15M_MOE-F16.gguf": "stories",
 }
 """Small models by the repository or file of theirs. Encoders are random, with BGE's vocabulary."""
+ADAPTER: Final = "moe_shakespeare15M.gguf"
+"""Their file with an adapter, in place of which ours is served."""
 TEMPLATES: Final = {"llama3": "meta-llama-Llama-3.1-8B-Instruct"}
 """Files in models/templates for names of templates in llama.cpp's code."""
 PATHS_WITHOUT_VERSION: Final = ("/chat/completions", "/responses", "/models")
@@ -40,14 +44,14 @@ PATHS_WITHOUT_VERSION: Final = ("/chat/completions", "/responses", "/models")
 COMPLETIONS: Final = ("/completion", "/completions")
 """Paths of completions in llama.cpp's own format, of which text and length are translated."""
 OWN_PATHS: Final = (
-    *("/embeddings", "/slots", "/props", "/lora-adapters", "/predict"),
+    *("/embeddings", "/slots", "/props", "/predict"),
     *("/tools", "/cors-proxy", "/chat/completions/input_tokens"),
 )
 """Paths of llama.cpp's own API, which tokend does not have."""
 TRANSLATED: Final = {
     *("model_hf_repo", "model_hf_file", "model_alias", "n_ctx", "n_slots", "kv_unified"),
     *("pooling", "api_key", "no_ui", "chat_template", "chat_template_file", "reasoning", "seed"),
-    *("temperature", "n_predict"),
+    *("temperature", "n_predict", "lora_files"),
 }
 WITHOUT_EFFECT: Final = {
     *("debug", "server_port", "offline", "n_batch", "n_ubatch", "fa", "external_server", "process"),
@@ -79,7 +83,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     utils.ServerProcess.make_request = _requesting(utils.ServerProcess.make_request)
     utils.ServerProcess.make_stream_request = _streaming(utils.ServerProcess.make_stream_request)
     utils.ServerPreset.load_all = lambda: None
-    utils.download_file = _refuse_download
+    utils.download_file = _download
     openai.OpenAI = _Client
     atexit.register(POOL.stop_all)
 
@@ -169,9 +173,14 @@ def _flags(server: Any) -> list[str]:
             raise NotImplementedError("no flags for pooling none")
         if server.pooling:
             flags += ["--pooler-config", json.dumps({"pooling_type": server.pooling.upper()})]
-    elif server.n_ctx:
+    elif model == "stories":
+        flags[0] = str(story_model(Path(_workspace.name)).folder)
+    if server.n_ctx and model not in ("encoder", "reranker"):
         length = server.n_ctx // (1 if server.kv_unified else server.n_slots or 1)
         flags += ["--max-model-len", str(length)]
+    if server.lora_files:
+        modules = (f"adapter-{number}={path}" for number, path in enumerate(server.lora_files))
+        flags += ["--enable-lora", "--lora-modules", *modules]
     if server.model_alias:
         flags += ["--served-model-name", server.model_alias]
     if server.api_key:
@@ -194,6 +203,8 @@ def _translated(server: Any, path: str, data: Any) -> tuple[str, Any]:
         raise NotImplementedError(f"llama.cpp's own {path}")
     if path.startswith(PATHS_WITHOUT_VERSION):
         path = "/v1" + path
+    if path == "/lora-adapters":
+        return path, data
     data = data and dict(data)
     if data and data.get("model"):
         data["model"] = server.model_alias  # llama.cpp serves its model by any name
@@ -270,5 +281,8 @@ def _encoder(kind: str) -> Path:
     return folder
 
 
-def _refuse_download(url: str, output_file_path: str | None = None) -> str:
+def _download(url: str, output_file_path: str | None = None) -> str:
+    """Return the path of our adapter for theirs; replaces download_file."""
+    if url.endswith(f"/{ADAPTER}"):
+        return str(story_model(Path(_workspace.name)).gguf)
     raise NotImplementedError(f"{url} is not downloaded")

@@ -73,6 +73,14 @@ VLLM: Final = PeerPackage(
 )
 """vLLM's wheel, of which single modules are read; it is not installed."""
 
+HUD: Final = PeerPackage(
+    "hud-python",
+    "0.4.45",
+    "hud_python-0.4.45-py3-none-any.whl",
+    "4111241e2019648f1fb49c8494292880c2f094c85142f20e38f79c5f366e538d",
+)
+"""A toolkit of reinforcement learning, with a client for vLLM's routes of adapters."""
+
 SCHEMATHESIS: Final = "schemathesis==4.32.5"
 """Makes requests from an OpenAPI document and checks the answers."""
 

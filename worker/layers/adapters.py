@@ -90,6 +90,16 @@ class EmbeddingUpdate:
         return found
 
 
+class SlicedLinear(Linear):
+    """A product whose outputs are computed slice by slice, by one layer for each."""
+
+    def __init__(self, slices: Sequence[Linear]) -> None:
+        self._slices = slices
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([each(x) for each in self._slices], dim=1)
+
+
 @dataclass(frozen=True, slots=True)
 class HeadUpdate:
     """What an adapter changes in the logits.

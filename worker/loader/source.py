@@ -316,18 +316,21 @@ class WeightSource:
         self._files.release()
 
     def read_rows(
-        self, name: str, dtype: torch.dtype | None = None
+        self, name: str, dtype: torch.dtype | None = None, rows: slice | None = None
     ) -> tuple[torch.Tensor, npt.NDArray[np.int64] | None]:
         """Return the rows [rows, columns] of a weight in the file's order, and that order.
 
-        A view of the mapped file if neither conversion nor transposition is needed.
+        A view of the mapped file if neither conversion nor transposition is needed. rows: which of
+        them, in the file's order; None for all.
         The order is int64 [rows], row i of the weight is row order[i] of these; None for the same.
         """
         shard = self._shards[name]
         weight = self._own_rows(name)
+        if rows is not None:
+            weight = weight.with_rows(rows)
         stored = weight.read(self._files)[:, shard.columns]
-        rows = stored.contiguous() if weight.is_transposed else stored
-        return rows.to(dtype or stored.dtype), self._row_order(name)
+        found = stored.contiguous() if weight.is_transposed else stored
+        return found.to(dtype or stored.dtype), self._row_order(name)
 
     def splits_block(self, name: str, block_size: int) -> bool:
         """Return whether the shard's columns begin or end within a quantisation block.

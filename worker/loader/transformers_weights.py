@@ -11,6 +11,7 @@ import torch
 
 from proto.errors import ModelError
 from proto.messages.prepared_model import PreparedModel
+from worker.layers.adapters import AdapterTargets
 from worker.loader.files import TensorFiles, entries_by_name, read_index
 from worker.loader.formats import DenseFormat
 from worker.models.layer_device import LayerDevice
@@ -33,11 +34,14 @@ def load_transformers(
     device: LayerDevice,
     progress: Callable[[float], None],
     weight_format: DenseFormat,
+    adapters: AdapterTargets | None = None,
 ) -> TransformersDecoder:
     """Load a model with activations of `dtype` onto `device`.
 
-    progress: called with the finished part, 0 to 1. Raises ModelError naming the first tensor that
-    is missing, unknown or of another shape.
+    progress: called with the finished part, 0 to 1.
+    adapters: gets the products that adapters can change, which ask it in each step; None: there are
+    none.
+    Raises ModelError naming the first tensor that is missing, unknown or of another shape.
     """
     config, index = read_config(prepared), read_index(prepared)
     files = TensorFiles(index)
@@ -71,6 +75,9 @@ def load_transformers(
     for number, (name, linear) in enumerate(linears):
         bias = None if linear.bias is None else linear.bias.detach()
         built = weight_format.build(device, linear.weight.detach(), bias)
+        if adapters is not None and name in spec.row_linears:
+            adapters.add_products([(f"{name}.weight",)])
+            built = adapters.adapted(built, (f"{name}.weight",))
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, LinearModule(built, linear))
         progress(0.5 + 0.5 * (number + 1) / len(linears))

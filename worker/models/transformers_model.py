@@ -37,6 +37,7 @@ from worker.attention.backend import AttentionBackend, AttentionShape, Rotation
 from worker.layers.layer_progress import LayerProgress
 from worker.layers.linear import Linear
 from worker.models.decoder import Decoder
+from worker.models.parts import WeightSpec
 from worker.models.rope import Rope
 from worker.models.spec import ModelSpec
 
@@ -88,6 +89,7 @@ class TransformersSpec(ModelSpec):
     """A model that runs on transformers' code. It has no `layers`; `calls` describes them.
 
     linear_shapes: [out, in] of each linear layer that a step calls, by name, the head included.
+    row_linears: those that get one row for each token, so that adapters can change them.
     other_size: numbers in all other weights. head_dims: sizes of heads that the device has kernels
     for, ascending; empty for any multiple of 8.
     """
@@ -95,7 +97,16 @@ class TransformersSpec(ModelSpec):
     calls: tuple[AttentionArguments, ...]
     linear_shapes: dict[str, tuple[int, int]]
     other_size: int
+    row_linears: frozenset[str] = frozenset()
     head_dims: tuple[int, ...] = ()
+
+    def weights(self) -> dict[str, WeightSpec]:
+        """Return the weights that adapters can change, by their names in transformers."""
+        names = {f"{name}.weight": self.linear_shapes[name] for name in sorted(self.row_linears)}
+        return {
+            name: WeightSpec(name=name, shape=shape, hugging_face=name, gguf="")
+            for name, shape in names.items()
+        }
 
     @property
     def num_weights(self) -> int:
@@ -412,7 +423,7 @@ def spec_of_transformers(
         raise refuse(f"layer_types has {', '.join(kinds)}, whose state is not that of KV pages")
     model = _build_of_zeros(config)
     _check_modules(model, refuse)
-    recorder, linear_shapes = _CallRecorder(refuse), _record_linear_shapes(model)
+    recorder, linears = _CallRecorder(refuse), _LinearRecorder(model)
     token_ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64)
     try:
         with torch.inference_mode(), _WithoutProducts(), _attention_function(recorder):
@@ -438,8 +449,9 @@ def spec_of_transformers(
         norm_eps=0.0,
         layers=(),
         calls=calls,
-        linear_shapes=linear_shapes,
-        other_size=numbers - sum(rows * columns for rows, columns in linear_shapes.values()),
+        linear_shapes=linears.shapes,
+        row_linears=frozenset(linears.shapes) - linears.of_some_rows,
+        other_size=numbers - sum(rows * columns for rows, columns in linears.shapes.values()),
         head_dims=head_dims,
     )
 
@@ -508,17 +520,26 @@ def _has_several_models(settings: Any) -> bool:
     return settings.get_text_config() is not settings
 
 
-def _record_linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Return the [out, in] of linear layers by name, filled by the steps that call them."""
-    shapes: dict[str, tuple[int, int]] = {}
+class _LinearRecorder:
+    """Notes the linear layers of a model that the examined step calls.
 
-    def record(linear: nn.Linear, name: str) -> None:
-        shapes[name] = linear.out_features, linear.in_features
+    shapes: their [out, in] by name. of_some_rows: names of those that do not get one row for each
+    token, or not in each step, as single experts.
+    """
 
-    for name, module in model.named_modules():
-        if type(module) is nn.Linear:
-            module.register_forward_pre_hook(lambda linear, _, name=name: record(linear, name))
-    return shapes
+    def __init__(self, model: nn.Module) -> None:
+        self.shapes: dict[str, tuple[int, int]] = {}
+        self.of_some_rows: set[str] = set()
+        for name, module in model.named_modules():
+            if type(module) is nn.Linear:
+                module.register_forward_pre_hook(
+                    lambda linear, given, name=name: self._record(linear, name, given[0].numel())
+                )
+
+    def _record(self, linear: nn.Linear, name: str, num_inputs: int) -> None:
+        self.shapes[name] = linear.out_features, linear.in_features
+        if num_inputs != _PROBE_TOKENS * linear.in_features or ".experts." in name:
+            self.of_some_rows.add(name)
 
 
 def _unchanged_rope(settings: Any) -> float:

@@ -11,6 +11,7 @@ read. Start at plan_memory. worker/plan/memory_refusal.py says which flags would
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
@@ -32,7 +33,8 @@ from worker.attention.scratch_pages import SCRATCH_BLOCK, num_scratch_blocks
 from worker.batch.input_batch import InputBatch
 from worker.device import Device, ModelSetup
 from worker.loader.formats import WeightFormat
-from worker.loader.weights import DecoderBuilder, create_builder
+from worker.loader.weights import create_builder
+from worker.models.parts import WeightSpec
 from worker.models.registry import model_spec
 from worker.models.sharding import shard_model
 from worker.models.spec import ModelSpec
@@ -57,8 +59,6 @@ STATE_SHARE: Final = 0.25
 _HEAD_VECTORS: Final = 4
 """Vectors of a token in a head's step beside the residuals, recorded and joined: e, f, e ‖ f."""
 _FLOAT32: Final = 4
-_ADAPTERS_IN_MEMORY: Final = 4
-"""Adapters that workers keep in memory for each that a step may have, unless set."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -359,6 +359,10 @@ def _sharded_memory(
         if isinstance(setup.spec, TransformersSpec):
             weights[setup.weight_format.name] += setup.spec.num_weights * setup.dtype.itemsize
             work += _step_memory(setup, setup.spec)
+            if has_adapters:
+                work += _adapters_memory(
+                    setup, ((weight, weight.shape) for weight in setup.spec.weights().values())
+                )
             continue
         builder = create_builder(
             setup.prepared,
@@ -373,9 +377,17 @@ def _sharded_memory(
         conversion += sizes.conversion
         work += _step_memory(setup, builder.spec)
         if has_adapters:
-            lora = setup.config.lora
-            number = lora.max_cpu_loras or _ADAPTERS_IN_MEMORY * lora.max_loras
-            work[f"{number} adapters"] += number * adapter_bytes(setup, builder)
+            named = setup.spec.weights()
+            work += _adapters_memory(
+                setup,
+                (
+                    (named[name], builder.source.joined_shape(name))
+                    for layer in range(builder.spec.num_layers)
+                    for product in builder.products(layer)
+                    if not product.is_expert
+                    for name in product.weights
+                ),
+            )
     return _ModelMemory(
         weights=weights,
         work=work,
@@ -385,22 +397,20 @@ def _sharded_memory(
     )
 
 
-def adapter_bytes(setup: ModelSetup, builder: DecoderBuilder) -> int:
-    """Return what an adapter of the largest rank takes of a worker, on all products that it may
-    change but those of a mixture's experts.
+def _adapters_memory(
+    setup: ModelSetup, weights: Iterable[tuple[WeightSpec, tuple[int, ...]]]
+) -> Counter[str]:
+    """Return the memory of a worker's adapters, all of the largest rank.
 
-    builder: of the worker's part of the model.
+    weights: those of products, without a mixture's experts, with the [out, in] that the worker has.
     """
-    lora, weights, numbers = setup.config.lora, setup.spec.weights(), 0
-    for layer in range(builder.spec.num_layers):
-        for product in builder.products(layer):
-            if product.is_expert:
-                continue
-            for name in product.weights:
-                module = weights[name].hugging_face.removesuffix(".weight").rpartition(".")[2]
-                if not lora.lora_target_modules or module in lora.lora_target_modules:
-                    numbers += lora.max_lora_rank * sum(builder.source.joined_shape(name))
-    return numbers * setup.dtype.itemsize
+    lora, numbers = setup.config.lora, 0
+    for weight, shape in weights:
+        module = weight.hugging_face.removesuffix(".weight").rpartition(".")[2]
+        if not lora.lora_target_modules or module in lora.lora_target_modules:
+            numbers += lora.max_lora_rank * sum(shape)
+    size = lora.num_resident * numbers * setup.dtype.itemsize
+    return Counter({f"{lora.num_resident} adapters": size})
 
 
 def _step_memory(setup: ModelSetup, shard: ModelSpec) -> Counter[str]:

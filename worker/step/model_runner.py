@@ -217,11 +217,8 @@ class ModelRunner:
         if block_copies.size:
             self._copy_blocks(sources, targets, block_copies)
         beside = others[len(expert_slots) :]
-        if inputs.adapters is None:
+        with self._adapting(inputs.adapters):
             hidden = self._run_model(inputs, token_ids, positions, beside)
-        else:
-            with self._adapting(inputs.adapters):
-                hidden = self._run_model(inputs, token_ids, positions, beside)
         if self._fault_injector is not None and self._fault_injector.injects_nan:
             hidden = hidden * float("nan")
         states = None if self._drafter is None else self._drafter.keep_states(hidden)
@@ -247,15 +244,20 @@ class ModelRunner:
         """Return the logits [N, vocab] of the sampled positions, in the head's dtype."""
         inputs = forward.inputs
         hidden = inputs.sampled_hidden(forward.hidden, forward.sample_tokens)
-        if inputs.adapters is None:
-            return self._model.logits(hidden)
-        with self._adapting(inputs.adapters.at(inputs.sample_tokens)):
+        with self._adapting(inputs.adapters, inputs.sample_tokens):
             return self._model.logits(hidden)
 
-    def _adapting(self, adapters: TokenAdapters) -> AbstractContextManager[None]:
-        """Let the model add the adapters of the rows that it computes."""
+    def _adapting(
+        self, adapters: TokenAdapters | None, tokens: NDArray[np.int64] | slice = slice(None)
+    ) -> AbstractContextManager[None]:
+        """Let the model add the adapters of the rows that it computes.
+
+        adapters: of the step's tokens; None if none has one. tokens: the rows among these.
+        """
+        if adapters is None:
+            return nullcontext()
         assert self._adapters is not None, "a step names adapters without --enable-lora"
-        return self._adapters.running(adapters)
+        return self._adapters.running(adapters.at(tokens))
 
     @torch.inference_mode()
     def finish_on_host(
@@ -453,7 +455,7 @@ class ModelRunner:
         found = []
         for start in range(0, len(token_ids), size):
             tokens = slice(start, start + size)
-            with nullcontext() if adapters is None else self._adapting(adapters.at(tokens)):
+            with self._adapting(adapters, tokens):
                 logits = self.transfers.to_host(self._model.float32_logits(hidden[tokens]))
             found.append(prompt_logprobs(logits, token_ids[tokens], num_logprobs, first + start))
         return concatenate(found)

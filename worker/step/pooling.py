@@ -251,7 +251,8 @@ class PoolingRunner(ModelRunner):
             ends = forward.inputs.query_start[1:][complete].astype(np.int64)
             (last,) = self.transfers.to_device([ends - 1])
             hidden = forward.hidden.index_select(0, last)
-            logits = self.transfers.to_host(self._model.float32_logits(hidden))
+            with self._adapting(forward.inputs.adapters, ends - 1):
+                logits = self.transfers.to_host(self._model.float32_logits(hidden))
             scores = logits[:, list(pooler.logit_tokens)]
             pooled = iter(scores[:, :1] - scores[:, 1:] if scores.shape[1] > 1 else scores)
         elif vectors:

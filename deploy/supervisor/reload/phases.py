@@ -229,7 +229,7 @@ class ConnectingFrontEnds(ReloadPhase):
         elif not self._is_other_model:
             if not self._in_place:  # the new engine was started with others
                 return self._stop("adapters were loaded or unloaded meanwhile", retry=True)
-            self._epochs.adapters = tuple(message.adapters)
+            self._epochs.adopt_adapters(message)
         return self
 
     @property
@@ -295,10 +295,11 @@ class DrainingOldEngine(ReloadPhase):
         """Give the new engine the adapters of the old one, which a front end has called late."""
         epochs = self._context.epochs
         if self._old.models.model.source == epochs.models.model.source:
-            epochs.adapters = tuple(message.adapters)
+            epochs.adopt_adapters(message)
+            whole = AdapterList(message.epoch, list((epochs.adapters or {}).values()))
             for child in self._context.children.of_generation(epochs.generation):
                 if child.role == "engine_core":
-                    child.send(message)
+                    child.send(whole)
 
     def handles_death_of(self, dead: Child) -> bool:
         return _is_of_generation(dead, self._old)

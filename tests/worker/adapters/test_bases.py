@@ -11,19 +11,32 @@ from transformers import LlamaConfig
 from proto.messages.prepared_model import PreparedModel
 from proto.messages.scheduler_output import SchedulerOutput
 from tests.fakes.adapters import SEVEN, Served, make_adapter, merged
-from tests.fakes.dense_attention import logits_in_chunks
+from tests.fakes.dense_attention import DenseAttention, logits_in_chunks
+from tests.fakes.devices import CPU, REFERENCE
 from tests.fakes.gguf_files import write
+from tests.fakes.lookahead_runner import LookaheadRunner
 from tests.fakes.prepared_models import gguf_index, prepare, prepare_checkpoint
 from tests.fakes.quantised_checkpoints import awq, quantise_folder
+from tests.fakes.real_engine import engine_for, load
 from tests.fakes.step_messages import StepMessages
 from tests.fakes.tiny_checkpoints import config_in_blocks, tiny_model
 from tests.fakes.tiny_ggufs import SIZES, config_of, tiny
 from tests.worker.adapters.test_formats import NEAR, write_gguf
-from tests.worker.adapters.test_steps import Model, runner_with
+from tests.worker.adapters.test_steps import (
+    EXPERTS,
+    TIE,
+    Adapting,
+    Model,
+    prompts,
+    runner_with,
+    serve,
+)
+from tests.worker.speculation.test_draft_model import with_drafter
 from worker.attention.kv_cache import kv_layout
-from worker.cpu.formats import Int8Format, PackedFormat, RotatedFormat
+from worker.cpu.formats import Bf16Format, Int8Format, PackedFormat, RotatedFormat
 from worker.cpu.kernels import Kernels
 from worker.loader.formats import DenseFormat, WeightFormat
+from worker.step.routed_experts import record_experts
 
 TOKENS = torch.randint(0, 60, (30,), generator=torch.Generator().manual_seed(7))
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -83,7 +96,7 @@ def test_a_file_of_llama_cpp_on_a_file_of_llama_cpp(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("form", ["packed", "int8"])
+@pytest.mark.parametrize("form", ["packed", "int8", "bf16"])
 def test_products_of_bytes(form: str, settings: str, kernels: Kernels, tmp_path: Path) -> None:
     """The error beside merged weights is that of the same format without an adapter."""
     prepared, model = gguf_model(tmp_path)
@@ -93,7 +106,10 @@ def test_products_of_bytes(form: str, settings: str, kernels: Kernels, tmp_path:
     if form == "int8":
         blocks = Int8Format(kernels, dense, torch.float32)
         weights = RotatedFormat(blocks, dense, kernels)
-    served = Served(prepared, weight_format=weights)
+    dtype = torch.bfloat16 if form == "bf16" else torch.float32
+    if form == "bf16":
+        weights = Bf16Format(kernels)
+    served = Served(prepared, dtype, weights)
     served.load(path, 1)
     error = (logits_of(served, 1) - oracle(merged(model, path))).abs().mean()
     assert error < 2 * (logits_of(served, 0) - oracle(model)).abs().mean()
@@ -128,3 +144,56 @@ def test_drafts_are_verified_with_the_adapter(tmp_path: Path) -> None:
     drafts = {1: outputs[0][1:4], 2: [outputs[1][1], wrong, 5]}
     verified = runner.execute(messages.next_step(drafts=drafts)).sampled_token_ids
     assert verified == [outputs[0][1:5], outputs[1][1:3]]
+
+
+def experts_of(served: Served, ids: list[int]) -> torch.Tensor:
+    """Return the experts of a step whose tokens have these adapters, int64 [mixtures, T, top_k]."""
+    record = record_experts(served.decoder, len(ids), CPU.torch_device)
+    attention = DenseAttention(served.decoder.spec)
+    attention.begin_chunk(len(ids))
+    with served.running(ids):
+        served.decoder.forward(TOKENS, torch.arange(len(TOKENS)), attention)
+    return record.long().sort(2).values
+
+
+def test_experts_are_those_that_the_adapter_leads_to(tmp_path: Path) -> None:
+    """Of a step with one adapter, and of rows with and without one as on the reference device."""
+    targets = {"target_modules": SEVEN[:4], "target_parameters": EXPERTS}
+    model = Model(tmp_path, (4,), "qwen3moe", **targets)
+    oracle_of, chosen = merged(model.own, model.paths[0]), list[torch.Tensor]()
+    for module in oracle_of.modules():
+        if type(module).__name__.endswith("Experts"):
+            module.register_forward_pre_hook(
+                lambda module, given: chosen.append(given[1].sort(1).values)
+            )
+    oracle(oracle_of)
+    served = model.served()
+    found = experts_of(served, [1] * len(TOKENS))
+    assert torch.equal(found, torch.stack(chosen))
+    assert not torch.equal(found, experts_of(served, [0] * len(TOKENS)))
+    mixed = [0, 1, 1] * (len(TOKENS) // 3)
+    assert torch.equal(experts_of(served, mixed), experts_of(model.served(device=REFERENCE), mixed))
+
+
+def test_a_draft_model_proposes_without_the_adapter(tmp_path: Path) -> None:
+    """What the model itself goes on with, though requests have adapters; answers stay the same."""
+    model = Model(tmp_path, (4, 8))
+    served, requests = model.served(), prompts((1, 0, 2))
+    expected, _ = serve(served, requests)
+    harness, blocks = engine_for(served.decoder, 400)
+    runner = runner_with(served, blocks)
+    with_drafter(runner, load(model.prepared))
+    lookahead = LookaheadRunner(runner)
+    harness.runner = Adapting(lookahead, requests)  # type: ignore[assignment]
+    rows = [
+        harness.add(prompt, len(tokens), ignore_eos=True, temperature=0.0)[0]
+        for (prompt, _), tokens in zip(requests, expected, strict=True)
+    ]
+    harness.run()
+    assert [harness.tokens_of(row) for row in rows] == expected
+    drafts = [(known, draft) for _, known, draft, _ in lookahead.proposals if draft]
+    assert len(drafts) > 6
+    for known, draft in drafts:
+        logits = model.own(torch.tensor([known + draft])).logits[0, len(known) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(draft)[:, None])[:, 0]
+        assert (logits.max(1).values - chosen).max() < TIE

@@ -3,17 +3,19 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.fakes.adapters import SEVEN, Served, edit_config, make_adapter, merged
 from tests.fakes.dense_attention import logits_in_chunks
 from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.tiny_checkpoints import save_tiny
+from worker.loader.adapters import build, files
 
 TOKENS = torch.randint(0, 96, (30,), generator=torch.Generator().manual_seed(7))
 NEAR = 2e-4
@@ -303,3 +305,47 @@ def test_an_adapter_of_zeros_has_no_effect(tmp_path: Path) -> None:
         }
 
     assert Served(case.prepared).load(case.rewritten(without_effect)).effect == 0.0
+
+
+class LargestWork(TorchDispatchMode):
+    """Notes how many numbers operations write between two yields of a load."""
+
+    FREE: ClassVar = {"empty", "view", "_unsafe_view", "slice", "select", "t", "transpose"}
+    """Operations that write none: memory, and views of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function.overloadpacket.__name__ not in self.FREE and isinstance(result, torch.Tensor):
+            self.now += result.numel()
+            self.most = max(self.most, self.now)
+        return result
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"modules_to_save": ["lm_head", "embed_tokens"]},
+        {"trainable_token_indices": {"embed_tokens": list(range(0, 96, 2))}},
+    ],
+)
+def test_tables_are_read_and_converted_in_slices(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step waits for one of them. Each operation on a whole table writes its 96 * 64 numbers."""
+    for module, name in ((build, "_NUMBERS_AT_ONCE"), (files, "_CHECKED_NUMBERS")):
+        monkeypatch.setattr(module, name, 8 * 64)
+    case = Case("llama", tmp_path, {"target_modules": ["q_proj"], "r": 2} | settings)
+    served = Served(case.prepared)
+    served.load(case.adapter)  # what is done once, for the first adapter
+    work, slices = served.loader.load(str(case.adapter)), LargestWork()
+    with slices:
+        for _ in work:
+            slices.now = 0
+    assert 8 * 64 <= slices.most <= 1.5 * 96 * 64
+    case.assert_served(case.adapter)

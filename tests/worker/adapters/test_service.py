@@ -30,10 +30,8 @@ from proto.settings.config import CacheConfig, DeviceConfig, LoRAConfig, ModelCo
 from tests.fakes import lifecycle_messages
 from tests.fakes.adapters import make_adapter, merged
 from tests.fakes.devices import CPU, GPU
-from tests.fakes.pooling_engine import prepare
 from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.tiny_checkpoints import save_tiny
-from tests.fakes.tiny_pooling import save_causal, save_modules
 from worker.plan.memory_plan import plan_memory
 from worker.worker import FromEngine, Worker
 
@@ -264,16 +262,9 @@ def test_the_plan_counts_adapters_of_the_largest_rank(model: Model) -> None:
     assert some == 4 * 3 * (128 + 176)
 
 
-def test_what_does_not_support_adapters_refuses_them(model: Model, tmp_path: Path) -> None:
+def test_what_does_not_support_adapters_refuses_them() -> None:
     lora = LoRAConfig(enable_lora=True)
     on_gpu = ServeConfig(device=DeviceConfig(device="cuda"), lora=lora)
     with pytest.raises(ConfigError, match=r"--enable-lora: .* GPU") as raised:
         GPU.refuse(Mock(config=on_gpu))
     assert raised.value.param == "enable_lora"
-    save_causal(tmp_path / "model")
-    save_modules(tmp_path / "model", 64, "mean")
-    with pytest.raises(ConfigError, match="--enable-lora: Qwen3ForCausalLM pools"):
-        plan_memory(ServeConfig(lora=lora), prepare(tmp_path / "model"), CPU)
-    on_transformers = ServeConfig(model=ModelConfig(model_impl="transformers"), lora=lora)
-    with pytest.raises(ConfigError, match=r"--enable-lora: .* transformers' code"):
-        plan_memory(on_transformers, model.prepared, CPU)

@@ -6,6 +6,7 @@ Alone and together, in chunks, after preemptions, with cached prefixes, drafts, 
 import gc
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from engine_core.request import Request
+from proto.messages.engine_io import FinishReason
 from proto.messages.model_runner_output import ModelRunnerOutput
 from proto.messages.prepared_model import PreparedModel
 from proto.messages.scheduler_output import SchedulerOutput
@@ -24,10 +26,12 @@ from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.ranks import LockstepRunners, Ranks
 from tests.fakes.real_engine import engine_for, runner_of
 from tests.fakes.tiny_checkpoints import save_tiny
+from worker.layers.linear import DenseLinear
 from worker.step.model_runner import ModelRunner
 
 NUM_OUTPUTS = 10
 TIE = 1e-3
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 Adapted = tuple[list[int], int]
 """A prompt and its adapter; 0: none."""
 
@@ -135,6 +139,50 @@ def test_thirty_two_adapters_in_one_batch(tmp_path: Path) -> None:
     found, _ = serve(model.served(), requests, max_num_seqs=34)
     for (prompt, number), tokens in zip(requests, found, strict=True):
         model.assert_greedy(prompt, number, tokens)
+
+
+def test_greedy_tokens_of_a_mixture(tmp_path: Path) -> None:
+    settings = {"target_modules": SEVEN[:4], "target_parameters": EXPERTS}
+    model = Model(tmp_path, (4, 12), "qwen3moe", **settings)
+    requests = prompts((1, 2, 0, 2, 1))
+    found, _ = serve(model.served(), requests, max_num_batched_tokens=16)
+    for (prompt, number), tokens in zip(requests, found, strict=True):
+        model.assert_greedy(prompt, number, tokens)
+
+
+@pytest.mark.parametrize("part", ["down", "up", "head"])
+def test_an_adapter_that_becomes_nan_harms_its_own_requests_only(part: str, tmp_path: Path) -> None:
+    """Bit for bit, in prompts and decodes: the numbers change when all requests run."""
+    model = Model(tmp_path, (4, 16), modules_to_save=["lm_head"])
+    served = model.served()
+    requests = prompts((1, 0, 2, 1, 2))
+    expected, _ = serve(served, requests)
+    harness, blocks = engine_for(served.decoder, 400)
+    harness.runner = Adapting(runner_with(served, blocks), requests)  # type: ignore[assignment]
+    rows = [
+        harness.add(prompt, NUM_OUTPUTS, ignore_eos=True, temperature=0.0)[0]
+        for prompt, _ in requests
+    ]
+    for _ in range(3):
+        harness.step()
+    assert all(len(harness.tokens_of(row)) > 0 for row in rows)
+    broken = served.store._adapters[2]
+    if part == "head":
+        assert broken.head is not None
+        nan = DenseLinear(torch.full((96, 64), torch.nan), None)
+        served.store._adapters[2] = replace(broken, head=replace(broken.head, saved=nan))
+        served.store._latest = (b"", ())
+    else:
+        update = broken.products[3]
+        numbers = update.down if part == "down" else update.parts[0].up
+        numbers.fill_(torch.nan)
+    harness.run()
+    for row, (_, number), tokens in zip(rows, requests, expected, strict=True):
+        reason = harness.finish_reason_of(row)
+        if number == 2:
+            assert reason is FinishReason.ERROR
+        else:
+            assert (reason, harness.tokens_of(row)) == (FinishReason.LENGTH, tokens)
 
 
 @pytest.mark.parametrize(
@@ -288,3 +336,25 @@ def test_a_head_of_an_adapter_gives_a_row_the_same_bits_in_every_batch(
     with served.running([0, 1, 0, 0, 1, 0, 0, 0, 0]):
         mixed = served.decoder.logits(hidden)
     assert torch.equal(mixed[[0, 2, 3, 5, 6, 7, 8]], base[[0, 2, 3, 5, 6, 7, 8]])
+
+
+def test_prompts_of_embeddings_have_the_adapter(llama: Model) -> None:
+    """What their tokens give with it."""
+    served, requests = llama.served(), prompts((1, 0, 2, 3, 1))
+    expected, _ = serve(served, requests)
+    zeros = [([0] * len(prompt), number) for prompt, number in requests]
+    harness, blocks = engine_for(served.decoder, 400, max_num_batched_tokens=16)
+    harness.runner = Adapting(runner_with(served, blocks), zeros)  # type: ignore[assignment]
+    embedding = llama.own.get_input_embeddings()
+    rows = [
+        harness.add(
+            tokens,
+            NUM_OUTPUTS,
+            ignore_eos=True,
+            temperature=0.0,
+            prompt_embeds=embedding(torch.tensor(prompt)).detach().numpy().astype("<f4").tobytes(),
+        )[0]
+        for (tokens, _), (prompt, _) in zip(zeros, requests, strict=True)
+    ]
+    harness.run()
+    assert [harness.tokens_of(row) for row in rows] == expected

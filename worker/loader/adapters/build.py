@@ -6,7 +6,7 @@ Products join the deltas of their weights; a rank keeps the rows and columns tha
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -21,7 +21,9 @@ from worker.layers.adapters import (
     HeadUpdate,
     LowRankPart,
     LowRankUpdate,
+    SlicedLinear,
 )
+from worker.layers.linear import Linear
 from worker.loader.adapters.files import AdapterFile, Slices, read_adapter_file
 from worker.loader.adapters.peft_config import PeftConfig
 from worker.loader.adapters.tensors import (
@@ -46,8 +48,8 @@ from worker.models.layer_device import LayerDevice
 from worker.models.parts import Shard
 from worker.models.spec import ModelSpec
 
-_ROWS_AT_ONCE: Final = 1 << 18
-"""Numbers of a weight whose norms are computed in one piece of work."""
+_NUMBERS_AT_ONCE: Final = 1 << 18
+"""Of a table or weight that are converted or compared in one piece of work, well below 2 ms."""
 _NESTED: Final = ".experts.base_layer"
 
 
@@ -102,6 +104,7 @@ class AdapterLoader:
         self._spec = spec
         self._weights = spec.weights()
         self._targets = targets
+        self._products = {name for weights in targets.weights for name in weights}
         self._shards = shards
         self._rank = rank
         self._device = device
@@ -172,7 +175,7 @@ class AdapterLoader:
                 parts.rank = max(parts.rank, len(delta.down))
                 yield
         if config is not None:
-            _check_complete(config, places, changed)
+            self._check_complete(config, places, changed)
 
     def _check_allowed(self, tensors: ModuleTensors) -> None:
         allowed, last = self._limits.modules, tensors.module.rpartition(".")[2]
@@ -185,34 +188,61 @@ class AdapterLoader:
     def _add_end(self, parts: _Parts, tensors: ModuleTensors, found: list[Place]) -> bool:
         """Keep the tensors of embedding and head; return whether they are."""
         names = {place.weight.name for place in found}
-        is_head = names == {HEAD} or (not names and tensors.module.endswith(HEAD_NAMES[0]))
+        is_head = names == {HEAD} or tensors.module.endswith(HEAD_NAMES[0])
         if parts.file.format == "gguf":
             is_head = tensors.module == HEAD_NAMES[1]
-        if names == {EMBEDDING} or tensors.module in EMBEDDING_NAMES:
+        is_embedding = names == {EMBEDDING} or tensors.module in EMBEDDING_NAMES
+        if (is_embedding or is_head) and EMBEDDING not in self._weights:
+            raise ModelError(
+                f"tensor {tensors.name()}: embedding and head of a model on transformers' code "
+                "have no adapters"
+            )
+        if is_embedding and self._spec.inputs is not None:
+            raise ModelError(f"tensor {tensors.name()}: an encoder's embedding has no adapters")
+        if is_head and not self._spec.has_head:
+            raise ModelError(f"tensor {tensors.name()}: the model has no head")
+        if is_embedding:
             parts.ends.embedding = tensors
-            return True
-        if is_head:
+        elif is_head:
             parts.ends.head = tensors
-        return is_head
+        return is_embedding or is_head
 
     def _check_place(
         self, tensors: ModuleTensors, found: list[Place], config: PeftConfig | None
     ) -> None:
         """Raise ModelError if a module is not one that adapters change, or not of this adapter."""
         name = tensors.name("down", "up")
-        if not found:
+        if any(place.weight.name.endswith(".router.weight") for place in found):
+            raise ModelError(f"tensor {name}: adapters of a mixture's router are not supported")
+        if not any(map(self._is_product, found)):
             raise ModelError(
                 f"tensor {name} is of no weight of {self._spec.architecture} that an adapter can "
                 "change"
             )
-        if any(place.weight.name.endswith(".router.weight") for place in found):
-            raise ModelError(f"tensor {name}: adapters of a mixture's router are not supported")
         is_fused = ".experts." in found[0].weight.name
         if config is not None and not is_fused and not config.targets(tensors.module):
             raise ModelError(
                 f"tensor {name}: {config.path} leaves the module out (target_modules, "
                 "exclude_modules, layers_to_transform)"
             )
+
+    def _check_complete(self, config: PeftConfig, places: ModulePlaces, changed: set[str]) -> None:
+        """Raise ModelError if a weight has no tensors though the config names its module."""
+        for module, weights in places.modules:
+            names = {place.weight.name for place in weights}
+            is_single = not any(
+                re.search(r"\.(experts|router|shared_gate)\.", name) for name in names
+            )
+            is_missing = is_single and names & self._products and not names & changed
+            if is_missing and config.targets(module):
+                raise ModelError(
+                    f"tensor base_model.model.{module}.lora_A.weight is missing: {config.path} "
+                    "names its module"
+                )
+
+    def _is_product(self, place: Place) -> bool:
+        """Return whether a weight is multiplied as a product, by this rank or another one."""
+        return place.weight.name in self._products or ".experts." in place.weight.name
 
     # ---- Products ----
 
@@ -284,21 +314,26 @@ class AdapterLoader:
     def _dora_factors(self, name: str, delta: WeightDelta) -> Slices[torch.Tensor]:
         """Return magnitude / norm of each row of W + B A, float32 [out]."""
         assert delta.magnitude is not None
-        rows, order = self._base().read_rows(name)
+        source = self._base()
         yield
-        index = torch.arange(len(rows)) if order is None else torch.from_numpy(order)
-        norms = []
-        for part in torch.split(torch.arange(len(rows)), max(1, _ROWS_AT_ONCE // rows.shape[1])):
-            whole = rows[index[part]].float().addmm_(delta.up[part], delta.down)
-            norms.append(whole.norm(dim=1))
+        norms = torch.empty(len(delta.up))
+        for part in _row_slices(*self._weights[name].shape):
+            rows, order = source.read_rows(name, rows=part)
+            own = torch.arange(part.start, part.stop)  # the rows of the weight
+            if order is not None:
+                own = torch.from_numpy(order).argsort()[own]
+            whole = rows.to(torch.float32, copy=True).addmm_(delta.up[own], delta.down)
+            norms[own] = whole.norm(dim=1)
             yield
-        factors = delta.magnitude / torch.cat(norms)
+        factors = delta.magnitude / norms
         if not factors.isfinite().all():
             raise ModelError(f"DoRA's magnitudes of {name} belong to rows of zeros")
         return factors
 
     def _base(self) -> WeightSource:
         """Return the weights of the whole model in its files."""
+        if EMBEDDING not in self._weights:
+            raise ModelError("use_dora: the weights of a model on transformers' code are not known")
         if self._source is None:
             index = read_index(self._prepared)
             self._source = WeightSource(index, self._spec, torch.float32, self._device)
@@ -313,6 +348,8 @@ class AdapterLoader:
         found, vocab_size = tensors.parts, self._spec.vocab_size
         _check_parts(tensors, "saved", "base", "tokens", "embedding_down", "embedding_up")
         saved = yield from self._saved(tensors, parts)
+        if saved is not None:
+            saved = yield from self._converted_table(tensors, saved)
         ids, token_rows = yield from self._token_rows(tensors, parts)
         down = up = None
         if "embedding_down" in found or "embedding_up" in found:
@@ -341,7 +378,10 @@ class AdapterLoader:
         return down, up.t() * ScaleOf(parts.file)(tensors, rank)
 
     def _saved(self, tensors: ModuleTensors, parts: _Parts) -> Slices[torch.Tensor | None]:
-        """Return the whole table of a module in place of the model's; None if it is the same."""
+        """Return the whole table of a module in place of the model's; None if it is the same.
+
+        It is as the file has it, not yet converted.
+        """
         part: Part = "saved" if "saved" in tensors.parts else "base"
         if part not in tensors.parts:
             return None
@@ -354,13 +394,21 @@ class AdapterLoader:
             raise ModelError(
                 f"tensor {tensors.name('saved')}: modules_to_save of {config.path} is empty"
             )
-        rows, _ = self._base().read_rows(self._end_name(tensors))
-        change = 0.0
-        for own, other in zip(torch.split(saved, 1024), torch.split(rows, 1024), strict=True):
-            change = max(change, float((own.float() - other.float()).abs().max()))
+        source, change = self._base(), 0.0
+        yield
+        for rows in _row_slices(*table):
+            other, _ = source.read_rows(self._end_name(tensors), rows=rows)
+            change = max(change, float((saved[rows].float() - other.float()).abs().max()))
             yield
         parts.effect = max(parts.effect, change)
-        return self._converted(self._end_name(tensors), saved) if change else None
+        return saved if change else None
+
+    def _converted_table(self, tensors: ModuleTensors, rows: torch.Tensor) -> Slices[torch.Tensor]:
+        table = torch.empty(rows.shape, dtype=self._dtype)
+        for part in _row_slices(*rows.shape):
+            table[part] = self._converted(self._end_name(tensors), rows[part])
+            yield
+        return table
 
     def _end_name(self, tensors: ModuleTensors) -> str:
         is_head = tensors.module.endswith(HEAD_NAMES)
@@ -394,12 +442,15 @@ class AdapterLoader:
             )
         if len(set(ids.tolist())) < len(ids):
             raise ModelError(f"{config.path}: trainable_token_indices names a token twice")
-        base, _ = self._base().read_rows(self._end_name(tensors))
-        change = float((base[ids].float() - rows.float()).abs().max()) if len(ids) else 0.0
-        parts.effect = max(parts.effect, change)
-        order = ids.argsort()
+        source = self._base()
         yield
-        return ids[order], self._converted(self._end_name(tensors), rows[order])
+        for number, row in zip(ids.tolist(), rows, strict=True):
+            base, _ = source.read_rows(self._end_name(tensors), rows=slice(number, number + 1))
+            parts.effect = max(parts.effect, float((base[0].float() - row.float()).abs().max()))
+            yield
+        order = ids.argsort()
+        table = yield from self._converted_table(tensors, rows[order])
+        return ids[order], table
 
     def _head_update(self, parts: _Parts) -> Slices[HeadUpdate | None]:
         tensors, config = parts.ends.head, parts.file.config
@@ -422,20 +473,22 @@ class AdapterLoader:
         )
         saved = yield from self._saved(tensors, parts)
         ids, token_rows = yield from self._token_rows(tensors, parts)
-        low_rank = self._head_low_rank(tensors, parts)
-        linear = self._device.adapter_head
-        kept = [each for each in (saved, token_rows) if each is not None]
-        update = HeadUpdate(
-            None if saved is None else linear(saved),
-            ids,
-            None if token_rows is None else linear(token_rows),
-            low_rank,
-            sum(each.nbytes for each in kept) + (0 if low_rank is None else low_rank.num_bytes),
-        )
-        yield
-        return update
+        low_rank = yield from self._head_low_rank(tensors, parts)
+        heads: list[Linear | None] = []
+        num_bytes = 0 if low_rank is None else low_rank.num_bytes
+        for table in (saved, token_rows):
+            if table is None:
+                heads.append(None)
+                continue
+            num_bytes += table.numel() * self._dtype.itemsize
+            slices = []
+            for rows in _row_slices(*table.shape):
+                slices.append(self._device.adapter_head(self._converted(HEAD, table[rows])))
+                yield
+            heads.append(slices[0] if len(slices) == 1 else SlicedLinear(slices))
+        return HeadUpdate(heads[0], ids, heads[1], low_rank, num_bytes)
 
-    def _head_low_rank(self, tensors: ModuleTensors, parts: _Parts) -> LowRankUpdate | None:
+    def _head_low_rank(self, tensors: ModuleTensors, parts: _Parts) -> Slices[LowRankUpdate | None]:
         vocab_size, hidden = self._spec.vocab_size, self._spec.hidden_size
         if {"embedding_down", "embedding_up"} & set(tensors.parts):
             up, down = self._embedding_pair(tensors, parts, vocab_size)
@@ -450,11 +503,21 @@ class AdapterLoader:
             parts.rank = max(parts.rank, len(down))
         else:
             return None
+        yield
         largest = (up.abs().amax(0)[:, None] * down.abs()).sum(0).max()
         parts.effect = max(parts.effect, float(largest))
         assert down.shape[1] == hidden
+        yield
         part = LowRankPart(range(vocab_size), range(len(down)), self._converted(HEAD, up.t()))
+        yield
         return self._targets.step.laid_out(LowRankUpdate(self._converted(HEAD, down), (part,)))
+
+
+def _row_slices(rows: int, columns: int) -> Iterator[slice]:
+    """Yield the rows of a matrix in slices that are small pieces of work."""
+    size = max(1, _NUMBERS_AT_ONCE // columns)
+    for first in range(0, rows, size):
+        yield slice(first, min(rows, first + size))
 
 
 def _check_parts(tensors: ModuleTensors, *allowed: Part) -> None:
@@ -462,17 +525,3 @@ def _check_parts(tensors: ModuleTensors, *allowed: Part) -> None:
     for part in tensors.parts:
         if part not in allowed:
             raise ModelError(f"tensor {tensors.name(part)} is not supported in this module")
-
-
-def _check_complete(config: PeftConfig, places: ModulePlaces, changed: Iterable[str]) -> None:
-    """Raise ModelError if a weight has no tensors though the config names its module."""
-    found = set(changed)
-    for module, weights in places.modules:
-        names = {place.weight.name for place in weights}
-        is_layer = all(name.startswith("layers.") for name in names)
-        is_single = not any(re.search(r"\.(experts|router|shared_gate)\.", name) for name in names)
-        if is_layer and is_single and not names & found and config.targets(module):
-            raise ModelError(
-                f"tensor base_model.model.{module}.lora_A.weight is missing: {config.path} names "
-                "its module"
-            )
