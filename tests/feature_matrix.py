@@ -73,8 +73,7 @@ class Refused:
     """message: an example of what the user sees. test: shows the refusal.
 
     run: raises an error with the message; None where that needs a model: then a string of the test
-    matches the message. part: what alone is refused; the rest works, which `rest` shows, a test;
-    without one that is unproven.
+    matches the message. part: what alone is refused; the rest works, which `rest` shows, a test.
     """
 
     message: str
@@ -89,14 +88,7 @@ class Meaningless:
     reason: str
 
 
-@dataclass(frozen=True)
-class Unproven:
-    """Neither refused nor shown by a test. note: what is known."""
-
-    note: str = ""
-
-
-Cell = Works | Refused | Meaningless | Unproven
+Cell = Works | Refused | Meaningless
 
 
 def serve(*words: str) -> None:
@@ -887,7 +879,7 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
         ),
     ),
     ("states", "agents", Works(LIVES)),
-    ("states", "pooling", Unproven()),
+    ("states", "pooling", Works("worker/test_pooling.py::test_models_with_recurrent_states")),
     ("states", "encoders", Meaningless("a model has either")),
     (
         "states transformers",
@@ -1288,13 +1280,6 @@ def cells() -> dict[tuple[str, str], list[Cell]]:
     return found
 
 
-def is_unproven(cell: Cell) -> bool:
-    """Return whether a pair, or what a refusal leaves of it, is not shown by a test."""
-    return isinstance(cell, Unproven) or (
-        isinstance(cell, Refused) and bool(cell.part) and not cell.rest
-    )
-
-
 def table() -> str:
     """Return the table with its notes, in Markdown; a row has the features before its own."""
     found, names = cells(), list(FEATURES)
@@ -1313,8 +1298,7 @@ def table() -> str:
                 text = cell.reason
                 note = f"–[{notes.setdefault(text, len(notes) + 1)}]"
             works = isinstance(cell, Works) or (isinstance(cell, Refused) and cell.part)
-            mark = "?" if is_unproven(cell) else "✓" if works else ""
-            marks.append(f"{mark}{note}")
+            marks.append(f"{'✓' if works else ''}{note}")
         marks += [""] * (len(columns) - len(marks))
         lines.append(f"| {number} {FEATURES[name]} | {' | '.join(marks)} |")
     lines.append("")

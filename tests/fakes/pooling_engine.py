@@ -14,9 +14,10 @@ from proto.settings.config import ModelConfig, ServeConfig
 from proto.settings.pooler_config import pooler_of
 from tests.fakes.adapters import Served
 from tests.fakes.devices import CPU, create_backend, create_sampler
-from tests.fakes.real_engine import BLOCK, engine_for
+from tests.fakes.real_engine import BLOCK, NUM_STATE_SLOTS, engine_for
 from worker.attention.kv_cache import KVCache
 from worker.attention.scratch_pages import SCRATCH_BLOCK, num_scratch_blocks
+from worker.attention.state_cache import AttentionWithStates, StateCache
 from worker.batch.input_batch import InputBatch
 from worker.loader.weights import load_model
 from worker.models.decoder import Decoder
@@ -80,6 +81,10 @@ class PoolingEngine:
         cache.buffer[0 if layout.is_scratch else 1 :] = float("nan")
         rows = InputBatch(64, spec.max_position, BLOCK, layout.num_groups)
         attention = create_backend("auto", cache, spec.attention_shape)
+        if layout.states is not None:
+            states = StateCache(layout.states, NUM_STATE_SLOTS, BLOCK)
+            states.buffer.fill_(float("nan"))
+            attention = AttentionWithStates(attention, states)
         head = PoolingHead.load(self.pooler, self.prepared)
         return PoolingRunner(
             head,

@@ -66,11 +66,11 @@ def save_modules(
 
 
 def save_causal(
-    folder: Path, *, with_head: bool = False, head_dim: int | None = None
+    folder: Path, *, name: str = "qwen3", with_head: bool = False, head_dim: int | None = None
 ) -> torch.nn.Module:
     """Save a causal model; without its head tensors are named as in Qwen3-Embedding."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = CONFIGS["qwen3"]
+    config = CONFIGS[name]
     if head_dim:
         config = type(config).from_dict(config.to_dict() | {"head_dim": head_dim})
     model = tiny_model(config)

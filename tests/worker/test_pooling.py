@@ -94,6 +94,26 @@ def test_the_last_token_in_all_situations(
     assert harness.kv_cache.usage == 0
 
 
+@pytest.mark.parametrize("name", ["granitehybrid", "lfm2"])
+def test_models_with_recurrent_states(tmp_path: Path, name: str) -> None:
+    """In chunks, beside others, from a cached prefix with its state, and for a new worker."""
+    model = save_causal(tmp_path / "model", name=name)
+    save_modules(tmp_path / "model", model.config.hidden_size, "lasttoken")
+    engine = PoolingEngine(prepare(tmp_path / "model"))
+    for lost in (False, True):
+        requests = [engine.add(prompt) for prompt in PROMPTS]
+        engine.harness.step()
+        if lost:
+            engine.harness.lose_workers(runner=engine.new_runner())  # type: ignore[arg-type]
+        engine.harness.run()
+        again = engine.add(PROMPTS[4])
+        engine.harness.run()
+        assert again.num_cached_tokens == (len(PROMPTS[4]) - 1) // BLOCK * BLOCK
+        for request in [*requests, again]:
+            want = expected(model, request.prompt_token_ids, "lasttoken")
+            torch.testing.assert_close(engine.result(request), want, atol=1e-5, rtol=0)
+
+
 def test_pooling_of_all_tokens_over_chunks(
     last_token: tuple[PreparedModel, torch.nn.Module], tmp_path: Path
 ) -> None:
