@@ -119,13 +119,13 @@ class AttentionWithStates:
     """
 
     def __init__(self, attention: AttentionBackend, states: StateCache) -> None:
-        self._attention = attention
+        self.attention = attention
         self.states = states
         self.query_split = attention.query_split
 
     def plan(self, inputs: Sequence[AttentionInputs]) -> None:
         *attention, states = inputs
-        self._attention.plan(attention)
+        self.attention.plan(attention)
         self.states.plan_step(states)
 
     def run(
@@ -137,4 +137,4 @@ class AttentionWithStates:
         rotation: Rotation,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self._attention.run(layer, query, key, value, rotation, sinks)
+        return self.attention.run(layer, query, key, value, rotation, sinks)

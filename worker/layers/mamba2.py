@@ -62,6 +62,10 @@ class Mamba2Shape:
         return self.inner + self.channels + self.num_heads
 
     @property
+    def input_sizes(self) -> tuple[int, ...]:
+        return (self.num_inputs,)
+
+    @property
     def matrix_floats(self) -> int:
         """Floats of the matrices in a state: [heads, column tiles, state_size, 32]."""
         return self.num_heads * -(-self.head_size // TILE) * self.state_size * TILE

@@ -36,6 +36,11 @@ class RecurrenceShape(Protocol):
         ...
 
     @property
+    def input_sizes(self) -> tuple[int, ...]:
+        """Columns of each projection of the input."""
+        ...
+
+    @property
     def num_outputs(self) -> int:
         """Columns of the output."""
         ...

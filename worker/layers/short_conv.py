@@ -28,6 +28,10 @@ class ShortConvShape:
         return 3 * self.channels
 
     @property
+    def input_sizes(self) -> tuple[int, ...]:
+        return (self.num_inputs,)
+
+    @property
     def state_floats(self) -> int:
         """Floats of a state, the window [num_taps - 1, channels]."""
         return (self.num_taps - 1) * self.channels

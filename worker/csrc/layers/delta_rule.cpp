@@ -228,11 +228,12 @@ void run_layer(const TokendDeltaRule& layer, const TokendRecurrenceRun& run) {
     const Sizes sizes(layer);
     float* scratch = static_cast<float*>(run.scratch);
     float* zeros = scratch + run.num_tokens * sizes.token;
-    std::fill_n(zeros, sizes.tile, 0.0f);
     const int64_t heads = layer.num_value_heads, tiles = heads * sizes.tiles;
     constexpr int64_t SPAN = 1024;
     const int64_t spans = (sizes.channels + SPAN - 1) / SPAN;
     in_team(run.num_tokens * tiles * sizes.tile > PARALLEL_ELEMENTS, [&] {
+#pragma omp for schedule(static) nowait
+        for (int64_t index = 0; index < sizes.tile; index++) zeros[index] = 0.0f;
 #pragma omp for schedule(static)
         for (int64_t index = 0; index < run.num_tokens * layer.num_key_heads; index++) {
             const int64_t token = index / layer.num_key_heads, sequence = sequence_of(run, token);
@@ -276,13 +277,13 @@ extern "C" int64_t tokend_delta_state(const TokendDeltaRule* layer) {
     return sizes.matrices + (layer->num_taps - 1) * sizes.channels;
 }
 
-extern "C" int64_t tokend_delta_bytes(const TokendDeltaRule* layer, int64_t num_tokens) {
-    const tokend::Sizes sizes(*layer);
+extern "C" int64_t tokend_delta_bytes(const void* layer, int64_t num_tokens) {
+    const tokend::Sizes sizes(*static_cast<const TokendDeltaRule*>(layer));
     return (num_tokens * sizes.token + sizes.tile) * int64_t(sizeof(float));
 }
 
-extern "C" void tokend_delta_run(const TokendDeltaRule* layer, const TokendRecurrenceRun* run) {
+extern "C" void tokend_delta_run(const void* layer, const TokendRecurrenceRun* run) {
     tokend::with_type(run->dtype, [&](auto* type) {
-        tokend::run_layer<std::remove_pointer_t<decltype(type)>>(*layer, *run);
+        tokend::run_layer<std::remove_pointer_t<decltype(type)>>(*static_cast<const TokendDeltaRule*>(layer), *run);
     });
 }

@@ -42,8 +42,6 @@ struct TokendDeltaRule {
 // Floats of the state of a layer.
 __attribute__((visibility("default"))) int64_t tokend_delta_state(const TokendDeltaRule* layer);
 
-// Bytes of scratch memory for a step.
-__attribute__((visibility("default"))) int64_t tokend_delta_bytes(const TokendDeltaRule* layer, int64_t num_tokens);
-
-__attribute__((visibility("default"))) void tokend_delta_run(const TokendDeltaRule* layer, const TokendRecurrenceRun* run);
+__attribute__((visibility("default"))) TokendRecurrenceBytes tokend_delta_bytes;
+__attribute__((visibility("default"))) TokendRecurrenceKernel tokend_delta_run;
 }

@@ -142,13 +142,14 @@ void run_layer(const TokendMamba2& layer, const TokendRecurrenceRun& run) {
     const Taps taps{layer.num_taps, sizes.channels, layer.taps, layer.conv_bias};
     float* scratch = static_cast<float*>(run.scratch);
     float* zeros = scratch + run.num_tokens * sizes.token;
-    std::fill_n(zeros, sizes.tile, 0.0f);
     const T* rows = static_cast<const T*>(run.rows);
     const int64_t tiles = layer.num_heads * sizes.tiles;
     constexpr int64_t SPAN = 1024;
     const int64_t spans = (sizes.channels + SPAN - 1) / SPAN;
     const int64_t group_size = sizes.inner / layer.num_groups;
     in_team(run.num_tokens * tiles * sizes.tile > PARALLEL_ELEMENTS, [&] {
+#pragma omp for schedule(static) nowait
+        for (int64_t index = 0; index < sizes.tile; index++) zeros[index] = 0.0f;
 #pragma omp for schedule(static)
         for (int64_t index = 0; index < run.num_tokens * spans; index++) {
             const int64_t token = index / spans, first = index % spans * SPAN, sequence = sequence_of(run, token);
@@ -192,18 +193,19 @@ extern "C" int64_t tokend_mamba2_state(const TokendMamba2* layer) {
     return sizes.matrices + (layer->num_taps - 1) * sizes.channels;
 }
 
-extern "C" int64_t tokend_mamba2_bytes(const TokendMamba2* layer, int64_t num_tokens) {
-    const tokend::Sizes sizes(*layer);
+extern "C" int64_t tokend_mamba2_bytes(const void* layer, int64_t num_tokens) {
+    const tokend::Sizes sizes(*static_cast<const TokendMamba2*>(layer));
     return (num_tokens * sizes.token + sizes.tile) * int64_t(sizeof(float));
 }
 
-extern "C" void tokend_mamba2_run(const TokendMamba2* layer, const TokendRecurrenceRun* run) {
+extern "C" void tokend_mamba2_run(const void* layer, const TokendRecurrenceRun* run) {
+    const TokendMamba2& own = *static_cast<const TokendMamba2*>(layer);
     tokend::with_type(run->dtype, [&](auto* type) {
         using T = std::remove_pointer_t<decltype(type)>;
-        if (layer->has_wide_output) {
-            tokend::run_layer<T, float>(*layer, *run);
+        if (own.has_wide_output) {
+            tokend::run_layer<T, float>(own, *run);
         } else {
-            tokend::run_layer<T, T>(*layer, *run);
+            tokend::run_layer<T, T>(own, *run);
         }
     });
 }

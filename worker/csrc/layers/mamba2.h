@@ -47,8 +47,6 @@ struct TokendMamba2 {
 // Floats of the state of a layer.
 __attribute__((visibility("default"))) int64_t tokend_mamba2_state(const TokendMamba2* layer);
 
-// Bytes of scratch memory for a step.
-__attribute__((visibility("default"))) int64_t tokend_mamba2_bytes(const TokendMamba2* layer, int64_t num_tokens);
-
-__attribute__((visibility("default"))) void tokend_mamba2_run(const TokendMamba2* layer, const TokendRecurrenceRun* run);
+__attribute__((visibility("default"))) TokendRecurrenceBytes tokend_mamba2_bytes;
+__attribute__((visibility("default"))) TokendRecurrenceKernel tokend_mamba2_run;
 }

@@ -33,7 +33,12 @@ struct TokendRecurrenceRun {
     const int32_t* write_slots;
     float* states;        // of this layer in slot 0
     int64_t slot_stride;  // floats
-    void* scratch;        // as many bytes as the kind says
+    void* scratch;        // as many bytes as the kind says, aligned to 64
     void* out;
 };
+
+// The two functions of a kind. layer: the structure of the kind, such as TokendMamba2 of mamba2.h. The bytes are
+// those of scratch memory for a step. A run may be called by one thread, or by every thread of a team (common/team.h).
+typedef int64_t TokendRecurrenceBytes(const void* layer, int64_t num_tokens);
+typedef void TokendRecurrenceKernel(const void* layer, const TokendRecurrenceRun* run);
 }

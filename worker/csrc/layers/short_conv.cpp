@@ -59,12 +59,12 @@ void run_layer(const TokendShortConv& layer, const TokendRecurrenceRun& run) {
 }  // namespace
 }  // namespace tokend
 
-extern "C" int64_t tokend_short_conv_bytes(const TokendShortConv* layer, int64_t num_tokens) {
-    return num_tokens * layer->channels * int64_t(sizeof(float));
+extern "C" int64_t tokend_short_conv_bytes(const void* layer, int64_t num_tokens) {
+    return num_tokens * static_cast<const TokendShortConv*>(layer)->channels * int64_t(sizeof(float));
 }
 
-extern "C" void tokend_short_conv_run(const TokendShortConv* layer, const TokendRecurrenceRun* run) {
+extern "C" void tokend_short_conv_run(const void* layer, const TokendRecurrenceRun* run) {
     tokend::with_type(run->dtype, [&](auto* type) {
-        tokend::run_layer<std::remove_pointer_t<decltype(type)>>(*layer, *run);
+        tokend::run_layer<std::remove_pointer_t<decltype(type)>>(*static_cast<const TokendShortConv*>(layer), *run);
     });
 }

@@ -21,10 +21,6 @@ struct TokendShortConv {
     const float* bias;  // [channels]
 };
 
-// Bytes of scratch memory for a step.
-__attribute__((visibility("default"))) int64_t tokend_short_conv_bytes(const TokendShortConv* layer, int64_t num_tokens);
-
-__attribute__((visibility("default"))) void tokend_short_conv_run(
-    const TokendShortConv* layer, const TokendRecurrenceRun* run
-);
+__attribute__((visibility("default"))) TokendRecurrenceBytes tokend_short_conv_bytes;
+__attribute__((visibility("default"))) TokendRecurrenceKernel tokend_short_conv_run;
 }
