@@ -95,118 +95,146 @@ void prepare_head(
 
 // ---- matrices -----------------------------------------------------------------
 
-// S^T k and S^T q of a tile. Even and odd rows are summed apart: twice as many chains.
+// Columns of a tile that pass through the tokens together: so many that their sums stay in registers.
+constexpr int COLUMNS = VECTORS >= 2 ? 2 : 1;  // vectors
+constexpr int GROUPS = VECTORS / COLUMNS;
+
+// S^T k and S^T q of such columns. Even and odd rows are summed apart: twice as many chains.
 struct Products {
-    F<N> key[2][VECTORS] = {}, query[2][VECTORS] = {};
+    F<N> key[2][COLUMNS] = {}, query[2][COLUMNS] = {};
 
     template <int HALF>
-    TOKEND_INLINE void add(const F<N> (&row)[VECTORS], float k, float q) {
-        each<VECTORS>([&](auto j) {
+    TOKEND_INLINE void add(const F<N> (&row)[COLUMNS], float k, float q) {
+        each<COLUMNS>([&](auto j) {
             key[HALF][j] = multiply_add<N>(row[j], splat<N>(k), key[HALF][j]);
             query[HALF][j] = multiply_add<N>(row[j], splat<N>(q), query[HALF][j]);
         });
     }
 };
 
-template <int HALF>
-TOKEND_INLINE void read_row(const float* from, float k, float q, Products& products) {
-    F<N> row[VECTORS];
-    each<VECTORS>([&](auto j) { row[j] = load<N>(from + j * N); });
-    products.add<HALF>(row, k, q);
+// Calls body(half, i) for every row of a tile; half: i modulo 2, a constant.
+template <class Body>
+TOKEND_INLINE void each_tile_row(int64_t size, Body body) {
+    int64_t i = 0;
+    for (; i + 1 < size; i += 2) {
+        body(std::integral_constant<int, 0>(), i);
+        body(std::integral_constant<int, 1>(), i + 1);
+    }
+    if (i < size) body(std::integral_constant<int, 0>(), i);
 }
 
 TOKEND_FLATTEN Products products_of(const float* from, int64_t size, const float* key, const float* query) {
     Products products;
-    int64_t i = 0;
-    for (; i + 1 < size; i += 2) {
-        read_row<0>(from + i * TILE, key[i], query[i], products);
-        read_row<1>(from + (i + 1) * TILE, key[i + 1], query[i + 1], products);
-    }
-    if (i < size) read_row<0>(from + i * TILE, key[i], query[i], products);
-    return products;
-}
-
-template <int HALF, bool MORE>
-TOKEND_INLINE void update_row(
-    const float* from, float* to, float a, float k, const F<N> (&correction)[VECTORS], const float* next_key,
-    const float* next_query, Products& products
-) {
-    F<N> row[VECTORS];
-    each<VECTORS>([&](auto j) {
-        row[j] = multiply_add<N>(splat<N>(k), correction[j], load<N>(from + j * N) * a);
-        store<N>(to + j * N, row[j]);
+    each_tile_row(size, [&](auto half, int64_t i) {
+        F<N> row[COLUMNS];
+        each<COLUMNS>([&](auto j) { row[j] = load<N>(from + i * TILE + j * N); });
+        products.add<half>(row, key[i], query[i]);
     });
-    if constexpr (MORE) products.add<HALF>(row, *next_key, *next_query);
+    return products;
 }
 
 // to = a from + k correction^T, and with MORE the products of that for the next token.
 template <bool MORE>
 TOKEND_FLATTEN Products update(
-    const float* from, float* to, int64_t size, float a, const float* key, const F<N> (&correction)[VECTORS],
+    const float* from, float* to, int64_t size, float a, const float* key, const F<N> (&correction)[COLUMNS],
     const float* next_key, const float* next_query
 ) {
     Products products;
-    int64_t i = 0;
-    for (; i + 1 < size; i += 2) {
-        update_row<0, MORE>(from + i * TILE, to + i * TILE, a, key[i], correction, next_key + i, next_query + i, products);
-        update_row<1, MORE>(
-            from + (i + 1) * TILE, to + (i + 1) * TILE, a, key[i + 1], correction, next_key + i + 1, next_query + i + 1,
-            products
-        );
-    }
-    if (i < size)
-        update_row<0, MORE>(from + i * TILE, to + i * TILE, a, key[i], correction, next_key + i, next_query + i, products);
+    each_tile_row(size, [&](auto half, int64_t i) {
+        F<N> row[COLUMNS];
+        each<COLUMNS>([&](auto j) {
+            row[j] = multiply_add<N>(splat<N>(key[i]), correction[j], load<N>(from + i * TILE + j * N) * a);
+            store<N>(to + i * TILE + j * N, row[j]);
+        });
+        if constexpr (MORE) products.add<half>(row, next_key[i], next_query[i]);
+    });
     return products;
 }
 
-// The tokens [first, end) of a sequence for one tile of one value head. Outputs take the place of
-// values.
-TOKEND_FLATTEN void run_tile(
-    const TokendDeltaRule& layer, const Sizes& sizes, const TokendRecurrenceRun& run, int64_t sequence, int64_t head,
-    int64_t tile, const float* zeros
-) {
-    float* scratch = static_cast<float*>(run.scratch);
-    const int64_t key_head = layer.is_tiled ? head % layer.num_key_heads : head / sizes.heads_per_key;
-    const int64_t size = layer.key_size, shift = key_head * size;
-    const int64_t column = tile * TILE, width = std::min<int64_t>(TILE, layer.value_size - column);
-    const int64_t value_at = head * layer.value_size + column;
-    float* const states = run.states + (head * sizes.tiles + tile) * sizes.tile;
-    const int32_t source = run.sources[sequence];
-    const float* from = source < 0 ? zeros : states + source * run.slot_stride;
-    int64_t write = run.write_start[sequence];
-    const int64_t end = run.query_start[sequence + 1];
-    int64_t at = run.query_start[sequence];
-    Products products;
-    {
-        const Token token(scratch + at * sizes.token, layer, sizes);
-        products = products_of(from, size, token.key + shift, token.query + shift);
+// Tokens that all tiles of a thread pass through before the next ones: what the tiles of a head read of them stays in
+// the second cache.
+constexpr int64_t CHUNK = 64;
+
+// The tokens of a sequence for one tile of one value head. Outputs take the place of values.
+class Tile {
+  public:
+    Tile(
+        const TokendDeltaRule& layer, const Sizes& sizes, const TokendRecurrenceRun& run, const float* zeros,
+        int64_t sequence, int64_t index
+    )
+        : layer_(layer), sizes_(sizes), run_(run), head_(index / sizes.tiles),
+          states_(run.states + index * sizes.tile), write_(run.write_start[sequence]),
+          at_(run.query_start[sequence]), end_(run.query_start[sequence + 1]) {
+        const int32_t source = run.sources[sequence];
+        from_ = source < 0 ? zeros : states_ + source * run.slot_stride;
+        const int64_t key_head = layer.is_tiled ? head_ % layer.num_key_heads : head_ / sizes.heads_per_key;
+        shift_ = key_head * layer.key_size;
+        const int64_t column = index % sizes.tiles * TILE;
+        width_ = std::min<int64_t>(TILE, layer.value_size - column);
+        value_at_ = head_ * layer.value_size + column;
+        const Token first = token(at_);
+        for (int group = 0; group < GROUPS; group++)
+            products_[group] =
+                products_of(from_ + group * COLUMNS * N, layer.key_size, first.key + shift_, first.query + shift_);
     }
-    for (; at < end; at++) {
-        const Token token(scratch + at * sizes.token, layer, sizes);
-        float* value = token.value + value_at;
-        const float a = token.decay[head], strength = token.strength[head], product = token.product[head];
-        F<N> correction[VECTORS];
-        each<VECTORS>([&](auto j) {
-            const int64_t count = width - j * N;
-            const F<N> seen = (products.key[0][j] + products.key[1][j]) * a;
-            const F<N> own = count > 0 ? load_part(value + j * N, count) : F<N>{};
-            correction[j] = (own - seen) * strength;
-            const F<N> read = (products.query[0][j] + products.query[1][j]) * a;
-            if (count > 0) store_part(value + j * N, count, multiply_add<N>(splat<N>(product), correction[j], read));
-        });
-        float* to = states + run.write_slots[write] * run.slot_stride;
-        if (at + 1 < end) {
-            const Token next(scratch + (at + 1) * sizes.token, layer, sizes);
-            products = update<true>(
-                from, to, size, a, token.key + shift, correction, next.key + shift, next.query + shift
-            );
-        } else {
-            update<false>(from, to, size, a, token.key + shift, correction, token.key, token.query);
+
+    // Computes the tokens before `end`.
+    void run_until(int64_t end) {
+        for (int group = 0; group < GROUPS; group++) run_columns(group, end);
+        for (; at_ < end; at_++) {
+            from_ = to(write_);
+            if (at_ + 1 == run_.write_ends[write_]) write_++;
         }
-        from = to;
-        if (at + 1 == run.write_ends[write]) write++;
     }
-}
+
+  private:
+    TOKEND_FLATTEN void run_columns(int group, int64_t end) {
+        const int64_t size = layer_.key_size, shift = shift_, first = group * COLUMNS * N;
+        const float* from = from_ + first;
+        int64_t write = write_;
+        Products products = products_[group];
+        for (int64_t at = at_; at < end; at++) {
+            const Token own = token(at);
+            float* value = own.value + value_at_ + first;
+            const float a = own.decay[head_], strength = own.strength[head_], product = own.product[head_];
+            F<N> correction[COLUMNS];
+            each<COLUMNS>([&](auto j) {
+                const int64_t count = width_ - first - j * N;
+                const F<N> seen = (products.key[0][j] + products.key[1][j]) * a;
+                correction[j] = ((count > 0 ? load_part(value + j * N, count) : F<N>{}) - seen) * strength;
+                const F<N> read = (products.query[0][j] + products.query[1][j]) * a;
+                if (count > 0) store_part(value + j * N, count, multiply_add<N>(splat<N>(product), correction[j], read));
+            });
+            float* next_state = to(write) + first;
+            if (at + 1 < end_) {
+                const Token next = token(at + 1);
+                products = update<true>(
+                    from, next_state, size, a, own.key + shift, correction, next.key + shift, next.query + shift
+                );
+            } else {
+                update<false>(from, next_state, size, a, own.key + shift, correction, own.key, own.query);
+            }
+            from = next_state;
+            if (at + 1 == run_.write_ends[write]) write++;
+        }
+        products_[group] = products;
+    }
+
+    float* to(int64_t write) const { return states_ + run_.write_slots[write] * run_.slot_stride; }
+
+    Token token(int64_t at) const {
+        return Token(static_cast<float*>(run_.scratch) + at * sizes_.token, layer_, sizes_);
+    }
+
+    const TokendDeltaRule& layer_;
+    const Sizes& sizes_;
+    const TokendRecurrenceRun& run_;
+    int64_t head_, shift_, width_, value_at_;
+    float* states_;
+    const float* from_;
+    int64_t write_, at_, end_;
+    Products products_[GROUPS];
+};
 
 // ---- output -------------------------------------------------------------------
 
@@ -244,11 +272,9 @@ void run_layer(const TokendDeltaRule& layer, const TokendRecurrenceRun& run) {
                 Token(scratch + token * sizes.token, layer, sizes)
             );
         }
-#pragma omp for schedule(dynamic, 1) nowait
-        for (int64_t index = 0; index < run.num_seqs * tiles; index++)
-            run_tile(
-                layer, sizes, run, index / tiles, index % tiles / sizes.tiles, index % sizes.tiles, zeros
-            );
+        for_each_tile(run, tiles, CHUNK, [&](int64_t sequence, int64_t index) {
+            return Tile(layer, sizes, run, zeros, sequence, index);
+        });
 #pragma omp for schedule(static)
         for (int64_t index = 0; index < run.num_seqs * spans; index++) {
             const int64_t first = index % spans * SPAN;

@@ -1,7 +1,10 @@
 // What the kernels of recurrent layers share: vectors of any length, the convolution, windows.
 #pragma once
 
+#include <omp.h>
+
 #include <cmath>
+#include <vector>
 
 #include "common/row_vectors.h"
 #include "layers/recurrence.h"
@@ -115,6 +118,24 @@ void write_windows(
 // Tokens of a step by sequence: the sequence of a token.
 inline int64_t sequence_of(const TokendRecurrenceRun& run, int64_t token) {
     return std::upper_bound(run.query_start, run.query_start + run.num_seqs + 1, token) - run.query_start - 1;
+}
+
+// Computes the tiles of all sequences, by a team. `make` returns what computes a tile of a sequence, given their
+// numbers. A thread passes through a chunk of tokens with all of its tiles before the next chunk, so that what tiles
+// share of the tokens stays in a cache.
+template <class Make>
+void for_each_tile(const TokendRecurrenceRun& run, int64_t num_tiles, int64_t chunk, Make make) {
+    const int64_t total = run.num_seqs * num_tiles, threads = omp_get_num_threads(), thread = omp_get_thread_num();
+    const int64_t end = total * (thread + 1) / threads;
+    std::vector<decltype(make(0, 0))> tiles;
+    for (int64_t index = total * thread / threads; index < end;) {
+        const int64_t sequence = index / num_tiles, last = std::min(end, (sequence + 1) * num_tiles);
+        tiles.clear();
+        for (; index < last; index++) tiles.push_back(make(sequence, index % num_tiles));
+        const int64_t begin = run.query_start[sequence], until = run.query_start[sequence + 1];
+        for (int64_t at = begin; at < until; at += chunk)
+            for (auto& tile : tiles) tile.run_until(std::min(at + chunk, until));
+    }
 }
 
 }  // namespace
