@@ -35,13 +35,18 @@ def runner_of(
     num_state_slots: int = NUM_STATE_SLOTS,
     kv_dtype: torch.dtype = torch.float32,
     device: HostDevice = CPU,
+    max_logged: int = 0,
 ) -> ModelRunner:
-    """Return a runner whose KV pool and states have NaN wherever nothing was written."""
+    """Return a runner whose KV pool and states have NaN wherever nothing was written.
+
+    max_logged: tokens of a draft that a state has a log of.
+    """
     spec = decoder.spec
-    layout, geometry = layer_cache(spec, kv_dtype)
+    layout, geometry = layer_cache(spec, kv_dtype, max_logged)
     cache = KVCache(geometry, layout, num_blocks, BLOCK)
     cache.buffer[1:] = float("nan")
-    rows = InputBatch(_MAX_ROWS, spec.max_position, BLOCK, layout.num_groups)
+    has_states = layout.states is not None
+    rows = InputBatch(_MAX_ROWS, spec.max_position, BLOCK, layout.num_groups, has_states=has_states)
     attention = device.attention("auto", cache, spec.attention_shape)
     if layout.states is not None:
         states = StateCache(layout.states, num_state_slots, BLOCK)

@@ -25,8 +25,9 @@ from tests.fakes.events import num_cached_tokens
 from tests.fakes.prepared_models import prepare_checkpoint, spec_of
 from tests.fakes.tiny_checkpoints import save_tiny
 from worker.attention.kv_cache import KVCache
+from worker.attention.state_cache import AttentionWithStates, StateCache
 from worker.batch.input_batch import InputBatch
-from worker.cpu.formats import choose_format
+from worker.cpu.formats import Bf16Format, choose_format
 from worker.cpu.kernels import load_kernels
 from worker.loader.files import read_index
 from worker.loader.formats import DenseFormat, WeightFormat
@@ -39,6 +40,8 @@ from worker.step.routed_experts import RoutedExpertsCache, record_experts
 BLOCK = 4
 NUM_BLOCKS = 300
 NUM_ROWS = 12
+NUM_STATE_SLOTS = 1 + 3 * NUM_ROWS
+MAX_LOGGED = 16
 STEP_TOKENS = 48
 VOCAB_SIZE = 96
 EOS = 7
@@ -91,10 +94,21 @@ class Setup:
 
     def runner(self, backend: str = "cpu") -> ModelRunner:
         spec = self.decoder.spec
-        layout, geometry = layer_cache(spec, self._kv_dtype)
+        layout, geometry = layer_cache(spec, self._kv_dtype, MAX_LOGGED)
         cache = KVCache(geometry, layout, NUM_BLOCKS, BLOCK)
-        rows = InputBatch(NUM_ROWS, spec.max_position, BLOCK, layout.num_groups)
+        states = layout.states
+        rows = InputBatch(
+            NUM_ROWS,
+            spec.max_position,
+            BLOCK,
+            layout.num_groups,
+            has_states=states is not None,
+        )
         attention = create_backend(backend, cache, spec.attention_shape)
+        if states is not None:
+            slots = StateCache(states, NUM_STATE_SLOTS, BLOCK)
+            slots.buffer[:, : sum(states.layer_sizes)] = float("nan")
+            attention = AttentionWithStates(attention, slots)
         experts = None
         if self.returns_experts:
             record = record_experts(self.decoder, STEP_TOKENS, torch.device("cpu"))
@@ -107,8 +121,11 @@ class Setup:
         self, *, is_full: bool = False, drafting: SyntheticDrafts | None = None, **settings: Any
     ) -> EngineHarness:
         """is_full: the pool has room for two requests of average length."""
-        windows = layer_cache(self.decoder.spec, self._kv_dtype)[0].windows
+        layout, geometry = layer_cache(self.decoder.spec, self._kv_dtype, MAX_LOGGED)
+        windows = layout.windows
         engine = EngineHarness(
+            groups=geometry.groups,
+            num_state_slots=NUM_STATE_SLOTS if layout.states else 0,
             num_blocks=30 * len(windows) if is_full else NUM_BLOCKS,
             block_size=BLOCK,
             max_model_len=self.decoder.spec.max_position,
@@ -215,6 +232,11 @@ MODELS = {
     "gemma3": (torch.bfloat16, torch.bfloat16),
     "mixtral": (torch.bfloat16, torch.bfloat16),
     "deepseek2": (torch.bfloat16, torch.bfloat16),
+    "granitehybrid": (torch.bfloat16, torch.bfloat16),
+    "granitehybrid-dense int8 pages": (torch.bfloat16, torch.int8),
+    "lfm2": (torch.float32, torch.float32),
+    "nemotronh": (torch.bfloat16, torch.bfloat16),
+    "qwen35": (torch.bfloat16, torch.float32),
 }
 """Activations and pages."""
 
@@ -227,7 +249,10 @@ def setup(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Setup:
     save_tiny(name, folder)
     prepared = prepare_checkpoint(folder, folder / "prepared")
     weight_format: WeightFormat = DenseFormat(dtype)
-    decoder = load_model(prepared, spec_of(prepared), dtype, CPU, lambda _: None, weight_format)
+    spec = spec_of(prepared)
+    if spec.state_layers:  # the products of most of their sizes have other bits in other batches
+        weight_format = Bf16Format(load_kernels())
+    decoder = load_model(prepared, spec, dtype, CPU, lambda _: None, weight_format)
     made = Setup(decoder, kv_dtype, returns_experts=name == "mixtral")
     made.record_answers()
     return made

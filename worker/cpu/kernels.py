@@ -112,14 +112,14 @@ class Kernels:
     adapters_add = _Function(None, POINTER(AdaptersRun))
 
     # csrc/layers/stack.h, moe.h, delta_rule.h, mamba2.h and short_conv.h
-    stack_bytes = _Function(c_int64, POINTER(Stack), c_int64, c_int64)
+    stack_bytes = _Function(c_int64, POINTER(Stack), c_int64, c_int64, c_int64)
     stack_run = _Function(c_int64, POINTER(Stack), POINTER(StackRun))
     moe_bytes = _Function(c_int64, POINTER(MoeStructure), c_int64, c_int64)
     moe_run = _Function(None, POINTER(MoeStructure), POINTER(MoeRun))
-    delta_state = _Function(c_int64, POINTER(DeltaRuleStructure))
+    delta_state = _Function(c_int64, POINTER(DeltaRuleStructure), c_int64)
     delta_bytes = _Function(c_int64, c_void_p, c_int64)
     delta_run = _Function(None, c_void_p, POINTER(RecurrenceRun))
-    mamba2_state = _Function(c_int64, POINTER(Mamba2Structure))
+    mamba2_state = _Function(c_int64, POINTER(Mamba2Structure), c_int64)
     mamba2_bytes = _Function(c_int64, c_void_p, c_int64)
     mamba2_run = _Function(None, c_void_p, POINTER(RecurrenceRun))
     short_conv_bytes = _Function(c_int64, c_void_p, c_int64)

@@ -35,12 +35,15 @@ def describe_step(states: StateCache) -> RecurrenceRun:
     return RecurrenceRun(
         num_seqs=len(plan.sources),
         query_start=plan.query_start.ctypes.data,
+        token_start=plan.token_start.ctypes.data,
         sources=plan.sources.ctypes.data,
         write_start=plan.write_start.ctypes.data,
+        write_bases=plan.write_bases.ctypes.data,
         write_ends=plan.write_ends.ctypes.data,
         write_slots=plan.write_slots.ctypes.data,
         states=states.buffer.data_ptr(),
         slot_stride=states.buffer.stride(0),
+        max_logged=states.shape.max_logged,
     )
 
 
@@ -77,7 +80,8 @@ class KernelRecurrence:
         assert gates.dtype == rows.dtype
         assert rows.stride(1) == gates.stride(1) == 1
         own = states.of_layer(layer)
-        assert own.shape[1] == shape.state_floats
+        max_logged = states.shape.max_logged
+        assert own.shape[1] == shape.state_floats + max_logged * shape.logged_floats
         dtype = torch.float32 if self._is_wide else rows.dtype
         out = rows.new_empty((num_rows, shape.num_outputs), dtype=dtype)
         run, layer_address = describe_step(states), ctypes.addressof(self.structure)
@@ -85,7 +89,8 @@ class KernelRecurrence:
         run.rows, run.row_stride = rows.data_ptr(), rows.stride(0)
         run.gates, run.gate_stride = gates.data_ptr(), gates.stride(0)
         run.states, run.out = own.data_ptr(), out.data_ptr()
-        run.scratch = memory.address(self.num_bytes(layer_address, num_rows))
+        num_tokens = int(states.plan.token_start[-1])
+        run.scratch = memory.address(self.num_bytes(layer_address, num_tokens))
         self.kernel(layer_address, run)
         return out
 
@@ -106,7 +111,7 @@ def _delta_rule(
         norm=weights.norm.data_ptr(),
         norm_eps=weights.norm_eps,
     )
-    assert kernels.delta_state(structure) == shape.state_floats
+    assert kernels.delta_state(structure, 1) == shape.state_floats + shape.logged_floats
     return KernelRecurrence(shape, weights, structure, kernels.delta_bytes, kernels.delta_run)
 
 
@@ -133,7 +138,7 @@ def _mamba2(kernels: Kernels, shape: Mamba2Shape, weights: Mamba2Weights) -> Ker
         gate_factor=weights.gate_factor,
         time_factor=weights.time_factor,
     )
-    assert kernels.mamba2_state(structure) == shape.state_floats
+    assert kernels.mamba2_state(structure, 1) == shape.state_floats + shape.logged_floats
     return KernelRecurrence(shape, weights, structure, kernels.mamba2_bytes, kernels.mamba2_run)
 
 

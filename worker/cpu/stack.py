@@ -210,16 +210,19 @@ class KernelStack:
         run, dtype = self._run, DTYPE_CODES[hidden.dtype]
         run.dtype, run.num_rows, run.hidden = dtype, len(hidden), hidden.data_ptr()
         run.positions = positions.data_ptr()
+        num_tokens = len(hidden)
         if self._has_states:
             assert isinstance(attention, AttentionWithStates), "the step has no states"
             step = describe_step(attention.states)
             assert attention.states.plan is not None
             assert attention.states.plan.query_start[-1] == len(hidden)
             run.recurrence = ctypes.addressof(step)
+            num_tokens = int(attention.states.plan.token_start[-1])
         kv = _without_states(attention)
         assert isinstance(kv, CpuAttention)
         run.attention_calls = kv.layer_calls(len(hidden))
-        run.scratch = self._memory.address(self._kernels.stack_bytes(stack, dtype, len(hidden)))
+        num_bytes = self._kernels.stack_bytes(stack, dtype, len(hidden), num_tokens)
+        run.scratch = self._memory.address(num_bytes)
         run.progress = 0 if self._progress is None else self._progress.address
         run.adapters = None
         if self._adapters is not None and self._adapters.groups:
@@ -254,9 +257,9 @@ class StackDescription:
         attentions = [part for part in _parts_of(layers) if isinstance(part, Mixer)]
         dense = next((layer.mlp.spec for layer in layers if isinstance(layer.mlp, Mlp)), None)
         rotaries = list(dict.fromkeys(attention.rotary for attention in attentions))
-        self._state_sizes = [
-            part.spec.state_floats for part in _parts_of(layers) if isinstance(part, RecurrentMixer)
-        ]
+        recurrent = [part.spec for part in _parts_of(layers) if isinstance(part, RecurrentMixer)]
+        self._state_sizes = [spec.state_floats for spec in recurrent]
+        self._log_sizes = [spec.logged_floats for spec in recurrent]
         described = [self._layer(layer, rotaries) for layer in layers]
         self.complete = self._products.complete and self._norms_complete and self._mixtures_complete
         self._layers = (StackLayer * len(described))(*described)
@@ -329,6 +332,7 @@ class StackDescription:
             input_factor=input_factor,
             output_factor=output_factor,
             state_offset=sum(self._state_sizes[: mixer.layer]),
+            log_offset=sum(self._log_sizes[: mixer.layer]),
             layer=ctypes.addressof(kernel.structure),
             bytes=ctypes.cast(kernel.num_bytes, ctypes.c_void_p),
             run=ctypes.cast(kernel.kernel, ctypes.c_void_p),

@@ -69,6 +69,10 @@ class DeltaRuleShape:
         return self.matrix_floats + (self.num_taps - 1) * self.channels
 
     @property
+    def logged_floats(self) -> int:
+        return self.channels + 2 * self.num_value_heads
+
+    @property
     def scratch_floats(self) -> int:
         """Floats of memory that a token takes while a layer runs."""
         return self.channels + 3 * self.num_value_heads

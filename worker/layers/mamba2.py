@@ -76,6 +76,10 @@ class Mamba2Shape:
         return self.matrix_floats + (self.num_taps - 1) * self.channels
 
     @property
+    def logged_floats(self) -> int:
+        return self.channels + self.num_heads
+
+    @property
     def scratch_floats(self) -> int:
         return self.channels + 2 * self.num_heads
 

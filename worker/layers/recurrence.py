@@ -26,6 +26,11 @@ class RecurrenceShape(Protocol):
         ...
 
     @property
+    def logged_floats(self) -> int:
+        """Floats of the log of a token: inputs of the convolution, and of the gates."""
+        ...
+
+    @property
     def scratch_floats(self) -> int:
         """Floats of memory that a token takes while a layer runs."""
         ...

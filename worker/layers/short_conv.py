@@ -37,6 +37,10 @@ class ShortConvShape:
         return (self.num_taps - 1) * self.channels
 
     @property
+    def logged_floats(self) -> int:
+        return self.channels
+
+    @property
     def scratch_floats(self) -> int:
         return self.channels
 

@@ -30,6 +30,10 @@ class RecurrentSpec(PartSpec):
         return self.shape.state_floats
 
     @property
+    def logged_floats(self) -> int:
+        return self.shape.logged_floats
+
+    @property
     def flops_per_token(self) -> int:
         return product_flops(self.weights) + self.shape.flops_per_token
 

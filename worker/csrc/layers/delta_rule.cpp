@@ -30,8 +30,13 @@ struct Sizes {
           matrices(layer.num_value_heads * tiles * tile),
           token(channels + 3 * layer.num_value_heads) {}
 
+    // Floats of a state before the gates in its log.
+    int64_t gates_at(const TokendDeltaRule& layer, int64_t max_logged) const {
+        return matrices + (layer.num_taps - 1 + max_logged) * channels;
+    }
+
     int64_t keys, values, channels, heads_per_key, tiles, tile;
-    int64_t matrices;  // floats of a state before the window
+    int64_t matrices;  // floats of a state before the inputs
     int64_t token;     // floats of scratch memory
 };
 
@@ -62,25 +67,19 @@ float inverse_norm(const float* x, int64_t size) {
     return float(1.0 / std::sqrt(double(dot(x, x, size)) + HEAD_EPS));
 }
 
-// Everything of a token and a key head that needs no matrix.
-template <class T>
+// Everything of a token and a key head that needs no matrix. gates: b and a of the token. convolved(first, count, out)
+// computes some channels.
+template <class T, class Convolved>
 void prepare_head(
-    const TokendDeltaRule& layer, const Sizes& sizes, const TokendRecurrenceRun& run, int64_t token,
-    int64_t before, const float* window, int64_t head, const Token& to
+    const TokendDeltaRule& layer, const Sizes& sizes, const T* gates, int64_t head, const Token& to, Convolved convolved
 ) {
-    const T* row = static_cast<const T*>(run.rows) + token * run.row_stride;
     const int64_t size = layer.key_size, shift = head * size;
-    const Taps taps{layer.num_taps, sizes.channels, layer.taps, nullptr};
-    const auto convolved = [&](int64_t first, int64_t count, float* out) {
-        convolve<true>(taps, row, run.row_stride, before, window, first, count, out);
-    };
     float *query = to.query + shift, *key = to.key + shift;
     convolved(shift, size, query);
     convolved(sizes.keys + shift, size, key);
     scale(query, size, inverse_norm(query, size) * float(1.0 / std::sqrt(double(size))));
     scale(key, size, inverse_norm(key, size));
     const float product = dot(query, key, size);
-    const T* gates = static_cast<const T*>(run.gates) + token * run.gate_stride;
     for (int64_t index = 0; index < sizes.heads_per_key; index++) {
         const int64_t own =
             layer.is_tiled ? index * layer.num_key_heads + head : head * sizes.heads_per_key + index;
@@ -159,41 +158,38 @@ constexpr int64_t CHUNK = 64;
 class Tile {
   public:
     Tile(
-        const TokendDeltaRule& layer, const Sizes& sizes, const TokendRecurrenceRun& run, const float* zeros,
+        const TokendDeltaRule& layer, const Sizes& sizes, const TokendRecurrenceRun& run, float* zeros,
         int64_t sequence, int64_t index
     )
-        : layer_(layer), sizes_(sizes), run_(run), head_(index / sizes.tiles),
-          states_(run.states + index * sizes.tile), write_(run.write_start[sequence]),
-          at_(run.query_start[sequence]), end_(run.query_start[sequence + 1]) {
-        const int32_t source = run.sources[sequence];
-        from_ = source < 0 ? zeros : states_ + source * run.slot_stride;
+        : layer_(layer), sizes_(sizes), scratch_(static_cast<float*>(run.scratch)), head_(index / sizes.tiles),
+          path_(run, sequence, index * sizes.tile, layer.key_size, zeros, zeros + (1 + omp_get_thread_num()) * sizes.tile),
+          end_(run.token_start[sequence + 1]) {
         const int64_t key_head = layer.is_tiled ? head_ % layer.num_key_heads : head_ / sizes.heads_per_key;
         shift_ = key_head * layer.key_size;
         const int64_t column = index % sizes.tiles * TILE;
         width_ = std::min<int64_t>(TILE, layer.value_size - column);
         value_at_ = head_ * layer.value_size + column;
-        const Token first = token(at_);
+        const Token first = token(path_.at());
         for (int group = 0; group < GROUPS; group++)
             products_[group] =
-                products_of(from_ + group * COLUMNS * N, layer.key_size, first.key + shift_, first.query + shift_);
+                products_of(path_.from() + group * COLUMNS * N, layer.key_size, first.key + shift_, first.query + shift_);
     }
 
     // Computes the tokens before `end`.
     void run_until(int64_t end) {
-        for (int group = 0; group < GROUPS; group++) run_columns(group, end);
-        for (; at_ < end; at_++) {
-            from_ = to(write_);
-            if (at_ + 1 == run_.write_ends[write_]) write_++;
+        const TilePath begin = path_;
+        for (int group = 0; group < GROUPS; group++) {
+            path_ = begin;
+            run_columns(group, end);
         }
     }
 
   private:
     TOKEND_FLATTEN void run_columns(int group, int64_t end) {
         const int64_t size = layer_.key_size, shift = shift_, first = group * COLUMNS * N;
-        const float* from = from_ + first;
-        int64_t write = write_;
         Products products = products_[group];
-        for (int64_t at = at_; at < end; at++) {
+        for (int64_t at = path_.at(); at < end; at++) {
+            const float* from = path_.from() + first;
             const Token own = token(at);
             float* value = own.value + value_at_ + first;
             const float a = own.decay[head_], strength = own.strength[head_], product = own.product[head_];
@@ -205,34 +201,27 @@ class Tile {
                 const F<N> read = (products.query[0][j] + products.query[1][j]) * a;
                 if (count > 0) store_part(value + j * N, count, multiply_add<N>(splat<N>(product), correction[j], read));
             });
-            float* next_state = to(write) + first;
+            float* to = path_.to() + first;
             if (at + 1 < end_) {
                 const Token next = token(at + 1);
-                products = update<true>(
-                    from, next_state, size, a, own.key + shift, correction, next.key + shift, next.query + shift
-                );
+                products =
+                    update<true>(from, to, size, a, own.key + shift, correction, next.key + shift, next.query + shift);
             } else {
-                update<false>(from, next_state, size, a, own.key + shift, correction, own.key, own.query);
+                update<false>(from, to, size, a, own.key + shift, correction, own.key, own.query);
             }
-            from = next_state;
-            if (at + 1 == run_.write_ends[write]) write++;
+            path_.advance(at + 1, first, COLUMNS * N);
         }
         products_[group] = products;
     }
 
-    float* to(int64_t write) const { return states_ + run_.write_slots[write] * run_.slot_stride; }
-
-    Token token(int64_t at) const {
-        return Token(static_cast<float*>(run_.scratch) + at * sizes_.token, layer_, sizes_);
-    }
+    Token token(int64_t at) const { return Token(scratch_ + at * sizes_.token, layer_, sizes_); }
 
     const TokendDeltaRule& layer_;
     const Sizes& sizes_;
-    const TokendRecurrenceRun& run_;
+    float* scratch_;
     int64_t head_, shift_, width_, value_at_;
-    float* states_;
-    const float* from_;
-    int64_t write_, at_, end_;
+    TilePath path_;
+    int64_t end_;
     Products products_[GROUPS];
 };
 
@@ -254,23 +243,34 @@ TOKEND_FLATTEN void gate_head(const TokendDeltaRule& layer, const float* o, cons
 template <class T>
 void run_layer(const TokendDeltaRule& layer, const TokendRecurrenceRun& run) {
     const Sizes sizes(layer);
+    const int64_t num_tokens = run.token_start[run.num_seqs];
     float* scratch = static_cast<float*>(run.scratch);
-    float* zeros = scratch + run.num_tokens * sizes.token;
+    float* zeros = scratch + num_tokens * sizes.token;
+    const T *rows = static_cast<const T*>(run.rows), *gates = static_cast<const T*>(run.gates);
     const int64_t heads = layer.num_value_heads, tiles = heads * sizes.tiles;
+    const int64_t gates_at = sizes.gates_at(layer, run.max_logged);
+    const Taps taps{layer.num_taps, sizes.channels, layer.taps, nullptr};
     constexpr int64_t SPAN = 1024;
     const int64_t spans = (sizes.channels + SPAN - 1) / SPAN;
-    in_team(run.num_tokens * tiles * sizes.tile > PARALLEL_ELEMENTS, [&] {
+    in_team(num_tokens * tiles * sizes.tile > PARALLEL_ELEMENTS, [&] {
 #pragma omp for schedule(static) nowait
         for (int64_t index = 0; index < sizes.tile; index++) zeros[index] = 0.0f;
 #pragma omp for schedule(static)
-        for (int64_t index = 0; index < run.num_tokens * layer.num_key_heads; index++) {
-            const int64_t token = index / layer.num_key_heads, sequence = sequence_of(run, token);
-            const int32_t source = run.sources[sequence];
-            const float* window = source < 0 ? nullptr : run.states + source * run.slot_stride + sizes.matrices;
-            prepare_head<T>(
-                layer, sizes, run, token, token - run.query_start[sequence], window, index % layer.num_key_heads,
-                Token(scratch + token * sizes.token, layer, sizes)
-            );
+        for (int64_t index = 0; index < num_tokens * layer.num_key_heads; index++) {
+            const int64_t token = index / layer.num_key_heads, head = index % layer.num_key_heads;
+            const int64_t sequence = sequence_of(run, token);
+            const SequenceTokens of(run, sequence);
+            const float* before = inputs_before(run, sequence, sizes.matrices);
+            const Token to(scratch + token * sizes.token, layer, sizes);
+            const auto convolved = [&](int64_t first, int64_t count, float* out) {
+                convolve_token<true>(taps, of, token, rows, run.row_stride, before, first, count, out);
+            };
+            if (token < of.own) {
+                const float* logged = before + gates_at - sizes.matrices + (token - of.first) * 2 * heads;
+                prepare_head(layer, sizes, logged, head, to, convolved);
+            } else {
+                prepare_head(layer, sizes, gates + (of.row + token - of.own) * run.gate_stride, head, to, convolved);
+            }
         }
         for_each_tile(run, tiles, CHUNK, [&](int64_t sequence, int64_t index) {
             return Tile(layer, sizes, run, zeros, sequence, index);
@@ -278,18 +278,21 @@ void run_layer(const TokendDeltaRule& layer, const TokendRecurrenceRun& run) {
 #pragma omp for schedule(static)
         for (int64_t index = 0; index < run.num_seqs * spans; index++) {
             const int64_t first = index % spans * SPAN;
-            write_windows(
-                run, static_cast<const T*>(run.rows), run.row_stride, sizes.matrices, layer.num_taps - 1, sizes.channels,
-                index / spans, first, std::min(first + SPAN, sizes.channels)
+            write_inputs(
+                run, rows, run.row_stride, sizes.matrices, layer.num_taps - 1, sizes.channels, index / spans, first,
+                std::min(first + SPAN, sizes.channels)
             );
+            if (first == 0) write_gates(run, gates, run.gate_stride, gates_at, 2 * heads, index / spans);
         }
 #pragma omp for schedule(static) nowait
-        for (int64_t index = 0; index < run.num_tokens * heads; index++) {
+        for (int64_t index = 0; index < num_tokens * heads; index++) {
             const int64_t token = index / heads, at = index % heads * layer.value_size;
-            const T* row = static_cast<const T*>(run.rows) + token * run.row_stride;
+            const SequenceTokens of(run, sequence_of(run, token));
+            if (token < of.own) continue;
+            const int64_t row = of.row + token - of.own;
             gate_head(
-                layer, Token(scratch + token * sizes.token, layer, sizes).value + at, row + sizes.channels + at,
-                static_cast<T*>(run.out) + token * sizes.values + at
+                layer, Token(scratch + token * sizes.token, layer, sizes).value + at,
+                rows + row * run.row_stride + sizes.channels + at, static_cast<T*>(run.out) + row * sizes.values + at
             );
         }
     });
@@ -298,14 +301,13 @@ void run_layer(const TokendDeltaRule& layer, const TokendRecurrenceRun& run) {
 }  // namespace
 }  // namespace tokend
 
-extern "C" int64_t tokend_delta_state(const TokendDeltaRule* layer) {
-    const tokend::Sizes sizes(*layer);
-    return sizes.matrices + (layer->num_taps - 1) * sizes.channels;
+extern "C" int64_t tokend_delta_state(const TokendDeltaRule* layer, int64_t max_logged) {
+    return tokend::Sizes(*layer).gates_at(*layer, max_logged) + max_logged * 2 * layer->num_value_heads;
 }
 
 extern "C" int64_t tokend_delta_bytes(const void* layer, int64_t num_tokens) {
     const tokend::Sizes sizes(*static_cast<const TokendDeltaRule*>(layer));
-    return (num_tokens * sizes.token + sizes.tile) * int64_t(sizeof(float));
+    return (num_tokens * sizes.token + (1 + omp_get_max_threads()) * sizes.tile) * int64_t(sizeof(float));
 }
 
 extern "C" void tokend_delta_run(const void* layer, const TokendRecurrenceRun* run) {

@@ -23,21 +23,29 @@ struct Sizes {
           matrices(layer.num_heads * tiles * tile),
           token(channels + 2 * layer.num_heads) {}
 
+    // Floats of a state before the gates in its log.
+    int64_t gates_at(const TokendMamba2& layer, int64_t max_logged) const {
+        return matrices + (layer.num_taps - 1 + max_logged) * channels;
+    }
+
     int64_t inner, groups, channels, heads_per_group, tiles, tile;
-    int64_t matrices;  // floats of a state before the window
+    int64_t matrices;  // floats of a state before the inputs
     int64_t token;     // floats of scratch memory
 };
 
 // The tokens of a step in scratch memory. What the heads of a group share lies close together, since each of them
 // reads it:
 //
-//   | x, then y, of each token | B | C of each token | a | d of each token |    a, d: of each head
+//   | x, then y, of each token | B | C of each token | a | d of each token | zeros | spare tiles |    a, d: of each head
 struct Tokens {
     Tokens(void* scratch, int64_t count, const TokendMamba2& layer, const Sizes& sizes)
         : x(static_cast<float*>(scratch)),
           states(x + count * sizes.inner),
           times(states + count * 2 * sizes.groups),
           zeros(times + count * 2 * layer.num_heads) {}
+
+    // A tile of this thread.
+    float* spare(const Sizes& sizes) const { return zeros + (1 + omp_get_thread_num()) * sizes.tile; }
 
     float *x, *states, *times;
     float* zeros;  // a tile
@@ -99,34 +107,28 @@ class Tile {
         const TokendMamba2& layer, const Sizes& sizes, const TokendRecurrenceRun& run, const Tokens& tokens,
         int64_t sequence, int64_t index
     )
-        : layer_(layer), sizes_(sizes), run_(run), tokens_(tokens), head_(index / sizes.tiles),
-          states_(run.states + index * sizes.tile), write_(run.write_start[sequence]), at_(run.query_start[sequence]) {
-        const int32_t source = run.sources[sequence];
-        from_ = source < 0 ? tokens.zeros : states_ + source * run.slot_stride;
-        column_ = head_ * layer.head_size + index % sizes.tiles * TILE;
-        width_ = std::min<int64_t>(TILE, (head_ + 1) * layer.head_size - column_);
-    }
+        : layer_(layer), sizes_(sizes), tokens_(tokens), head_(index / sizes.tiles),
+          column_(head_ * layer.head_size + index % sizes.tiles * TILE),
+          width_(std::min<int64_t>(TILE, (head_ + 1) * layer.head_size - column_)),
+          path_(run, sequence, index * sizes.tile, layer.state_size, tokens.zeros, tokens.spare(sizes)) {}
 
     // Computes the tokens before `end`.
     TOKEND_FLATTEN void run_until(int64_t end) {
-        while (at_ < end) {
-            float* to = states_ + run_.write_slots[write_] * run_.slot_stride;
-            const int64_t count = std::min<int64_t>(PASS, std::min<int64_t>(end, run_.write_ends[write_]) - at_);
+        while ((at_ = path_.at()) < end) {
+            const int64_t count = std::min<int64_t>(PASS, path_.next_stop(end) - at_);
             switch (count) {
-                case 1: pass<1>(to); break;
-                case 2: pass<2>(to); break;
-                case 3: pass<3>(to); break;
-                default: pass<PASS>(to);
+                case 1: pass<1>(); break;
+                case 2: pass<2>(); break;
+                case 3: pass<3>(); break;
+                default: pass<PASS>();
             }
-            from_ = to;
-            at_ += count;
-            if (at_ == run_.write_ends[write_]) write_++;
+            path_.advance(at_ + count, 0, TILE);
         }
     }
 
   private:
     template <int COUNT>
-    TOKEND_INLINE void pass(float* to) {
+    TOKEND_INLINE void pass() {
         alignas(64) float scaled[COUNT][TILE], sums[COUNT][TILE];
         PassToken tokens[COUNT];
         const int64_t group = head_ / sizes_.heads_per_group * layer_.state_size;
@@ -138,7 +140,7 @@ class Tile {
             });
             tokens[t] = {scaled[t], shared, shared + sizes_.groups, times[0]};
         });
-        pass_tokens<COUNT>(from_, to, layer_.state_size, tokens, sums[0]);
+        pass_tokens<COUNT>(path_.from(), path_.to(), layer_.state_size, tokens, sums[0]);
         const float skip = layer_.skip[head_];
         each<COUNT>([&](auto t) {
             each<VECTORS>([&](auto j) {
@@ -157,12 +159,10 @@ class Tile {
 
     const TokendMamba2& layer_;
     const Sizes& sizes_;
-    const TokendRecurrenceRun& run_;
     const Tokens& tokens_;
     int64_t head_, column_, width_;
-    float* states_;
-    const float* from_;
-    int64_t write_, at_;
+    TilePath path_;
+    int64_t at_ = 0;
 };
 
 float inverse_root(const TokendMamba2& layer, const float* y, int64_t size) {
@@ -195,30 +195,37 @@ template <class T, class To>
 void run_layer(const TokendMamba2& layer, const TokendRecurrenceRun& run) {
     const Sizes sizes(layer);
     const Taps taps{layer.num_taps, sizes.channels, layer.taps, layer.conv_bias};
-    const Tokens tokens(run.scratch, run.num_tokens, layer, sizes);
+    const int64_t num_tokens = run.token_start[run.num_seqs], heads = layer.num_heads;
+    const Tokens tokens(run.scratch, num_tokens, layer, sizes);
     const T* rows = static_cast<const T*>(run.rows);
-    const int64_t tiles = layer.num_heads * sizes.tiles;
+    const T* inputs = rows + sizes.inner;
+    const int64_t tiles = heads * sizes.tiles, gates_at = sizes.gates_at(layer, run.max_logged);
     constexpr int64_t SPAN = 1024;
     const int64_t spans = (sizes.channels + SPAN - 1) / SPAN, own_spans = (sizes.inner + SPAN - 1) / SPAN;
     const int64_t all_spans = own_spans + (2 * sizes.groups + SPAN - 1) / SPAN;
     const int64_t group_size = sizes.inner / layer.num_groups;
-    in_team(run.num_tokens * tiles * sizes.tile > PARALLEL_ELEMENTS, [&] {
+    in_team(num_tokens * tiles * sizes.tile > PARALLEL_ELEMENTS, [&] {
 #pragma omp for schedule(static) nowait
         for (int64_t index = 0; index < sizes.tile; index++) tokens.zeros[index] = 0.0f;
 #pragma omp for schedule(static)
-        for (int64_t index = 0; index < run.num_tokens * all_spans; index++) {
+        for (int64_t index = 0; index < num_tokens * all_spans; index++) {
             const int64_t token = index / all_spans, span = index % all_spans, sequence = sequence_of(run, token);
-            const int32_t source = run.sources[sequence];
-            const float* window = source < 0 ? nullptr : run.states + source * run.slot_stride + sizes.matrices;
-            const T* row = rows + token * run.row_stride + sizes.inner;
+            const SequenceTokens of(run, sequence);
+            const float* before = inputs_before(run, sequence, sizes.matrices);
             const bool is_own = span < own_spans;
             const int64_t from = (is_own ? span : span - own_spans) * SPAN;
-            convolve<true>(
-                taps, row, run.row_stride, token - run.query_start[sequence], window, is_own ? from : sizes.inner + from,
+            convolve_token<true>(
+                taps, of, token, inputs, run.row_stride, before, is_own ? from : sizes.inner + from,
                 std::min(SPAN, (is_own ? sizes.inner : 2 * sizes.groups) - from),
                 (is_own ? tokens.x + token * sizes.inner : tokens.states + token * 2 * sizes.groups) + from
             );
-            if (span == 0) prepare_times(layer, row + sizes.channels, tokens.times + token * 2 * layer.num_heads);
+            if (span != 0) continue;
+            float* times = tokens.times + token * 2 * heads;
+            if (token < of.own) {
+                prepare_times(layer, before + gates_at - sizes.matrices + (token - of.first) * heads, times);
+            } else {
+                prepare_times(layer, inputs + (of.row + token - of.own) * run.row_stride + sizes.channels, times);
+            }
         }
         for_each_tile(run, tiles, CHUNK, [&](int64_t sequence, int64_t index) {
             return Tile(layer, sizes, run, tokens, sequence, index);
@@ -226,17 +233,21 @@ void run_layer(const TokendMamba2& layer, const TokendRecurrenceRun& run) {
 #pragma omp for schedule(static)
         for (int64_t index = 0; index < run.num_seqs * spans; index++) {
             const int64_t first = index % spans * SPAN;
-            write_windows(
-                run, rows + sizes.inner, run.row_stride, sizes.matrices, layer.num_taps - 1, sizes.channels, index / spans,
-                first, std::min(first + SPAN, sizes.channels)
+            write_inputs(
+                run, inputs, run.row_stride, sizes.matrices, layer.num_taps - 1, sizes.channels, index / spans, first,
+                std::min(first + SPAN, sizes.channels)
             );
+            if (first == 0) write_gates(run, inputs + sizes.channels, run.row_stride, gates_at, heads, index / spans);
         }
 #pragma omp for schedule(static) nowait
-        for (int64_t index = 0; index < run.num_tokens * layer.num_groups; index++) {
+        for (int64_t index = 0; index < num_tokens * layer.num_groups; index++) {
             const int64_t token = index / layer.num_groups, at = index % layer.num_groups * group_size;
+            const SequenceTokens of(run, sequence_of(run, token));
+            if (token < of.own) continue;
+            const int64_t row = of.row + token - of.own;
             finish_group(
-                layer, tokens.x + token * sizes.inner + at, rows + token * run.row_stride + at,
-                layer.norm ? layer.norm + at : nullptr, group_size, static_cast<To*>(run.out) + token * sizes.inner + at
+                layer, tokens.x + token * sizes.inner + at, rows + row * run.row_stride + at,
+                layer.norm ? layer.norm + at : nullptr, group_size, static_cast<To*>(run.out) + row * sizes.inner + at
             );
         }
     });
@@ -245,14 +256,13 @@ void run_layer(const TokendMamba2& layer, const TokendRecurrenceRun& run) {
 }  // namespace
 }  // namespace tokend
 
-extern "C" int64_t tokend_mamba2_state(const TokendMamba2* layer) {
-    const tokend::Sizes sizes(*layer);
-    return sizes.matrices + (layer->num_taps - 1) * sizes.channels;
+extern "C" int64_t tokend_mamba2_state(const TokendMamba2* layer, int64_t max_logged) {
+    return tokend::Sizes(*layer).gates_at(*layer, max_logged) + max_logged * layer->num_heads;
 }
 
 extern "C" int64_t tokend_mamba2_bytes(const void* layer, int64_t num_tokens) {
     const tokend::Sizes sizes(*static_cast<const TokendMamba2*>(layer));
-    return (num_tokens * sizes.token + sizes.tile) * int64_t(sizeof(float));
+    return (num_tokens * sizes.token + (1 + omp_get_max_threads()) * sizes.tile) * int64_t(sizeof(float));
 }
 
 extern "C" void tokend_mamba2_run(const void* layer, const TokendRecurrenceRun* run) {

@@ -4,8 +4,8 @@
 // rows of a run: | B | C | x | of each token, `channels` numbers each. There are no gates.
 // out: [num_tokens, channels].
 //
-// The state of a layer in one slot, floats: the window [num_taps - 1, channels], the last inputs B * x of the
-// convolution, oldest first.
+// The state of a layer in one slot, floats: the inputs B * x of the convolution (recurrence.h). There are no gates, and
+// nothing is computed again.
 #pragma once
 
 #include <cstdint>

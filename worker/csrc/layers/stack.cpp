@@ -44,7 +44,8 @@ struct Space {
     void* recurrence;  // memory of a recurrence
     RunMemory memory;
 
-    Space(const TokendStack& stack, int64_t dtype, int64_t num_rows, void* scratch) : memory(scratch) {
+    Space(const TokendStack& stack, int64_t dtype, int64_t num_rows, int64_t num_tokens, void* scratch)
+        : memory(scratch) {
         const int64_t width = bytes_of(dtype), query_heads = stack.num_heads;
         const int64_t all_heads = query_heads + 2 * stack.num_kv_heads;
         normed = memory.input_rows(num_rows, stack.hidden_size * width);
@@ -73,7 +74,7 @@ struct Space {
                 projections = std::max(projections, each->inputs[0].out_features);
                 gate_columns = std::max(gate_columns, each->inputs[1].out_features);
                 outputs = std::max(outputs, each->output.in_features);
-                recurrence_bytes = std::max(recurrence_bytes, each->bytes(each->layer, num_rows));
+                recurrence_bytes = std::max(recurrence_bytes, each->bytes(each->layer, num_tokens));
             }
         scaled = memory.input_rows(num_rows, scales_inputs(stack) ? stack.hidden_size * width : 0);
         projected = memory.rows(num_rows, projections * width);
@@ -315,7 +316,7 @@ class Layers {
         run.row_stride = projected.stride / width;
         run.gates = gates.memory;
         run.gate_stride = gates.stride / width;
-        run.states += mixer.state_offset;
+        run.states += mixer.state_offset + run.max_logged * mixer.log_offset;
         run.scratch = space_.recurrence;
         run.out = space_.mixed.memory;
         mixer.run(mixer.layer, &run);
@@ -571,15 +572,19 @@ class Layers {
 }  // namespace
 }  // namespace tokend
 
-extern "C" int64_t tokend_stack_bytes(const TokendStack* stack, int64_t dtype, int64_t num_rows) {
-    return tokend::Space(*stack, dtype, num_rows, nullptr).memory.num_bytes();
+extern "C" int64_t tokend_stack_bytes(
+    const TokendStack* stack, int64_t dtype, int64_t num_rows, int64_t num_tokens
+) {
+    return tokend::Space(*stack, dtype, num_rows, num_tokens, nullptr).memory.num_bytes();
 }
 
 extern "C" int64_t tokend_stack_run(const TokendStack* stack, TokendStackRun* run) {
     for (int64_t row = 0; row < run->num_rows; row++)
         for (int64_t index = 0; index < stack->num_rope_tables; index++)
             if (run->positions[row] < 0 || run->positions[row] >= stack->rope_tables[index].num_positions) return row;
-    const tokend::Space space(*stack, run->dtype, run->num_rows, run->scratch);
+    const TokendRecurrenceRun* recurrence = run->recurrence;
+    const int64_t num_tokens = recurrence ? recurrence->token_start[recurrence->num_seqs] : run->num_rows;
+    const tokend::Space space(*stack, run->dtype, run->num_rows, num_tokens, run->scratch);
 #pragma omp parallel
     {
         tokend::Layers layers(*stack, *run, space);

@@ -83,7 +83,8 @@ struct TokendStackRecurrence {
     TokendStackLinear output;
     double input_factor;
     double output_factor;
-    int64_t state_offset;  // floats before its state in a slot
+    int64_t state_offset;  // floats before its state in a slot, without logs
+    int64_t log_offset;    // floats of the logs of a token before its state
     const void* layer;     // the structure of its kind
     TokendRecurrenceBytes* bytes;
     TokendRecurrenceKernel* run;
@@ -173,9 +174,10 @@ struct TokendStackRun {
     void* adapter_scratch;               // tokend_adapters_bytes, aligned to 64
 };
 
-// Returns the bytes of scratch memory for a run of `num_rows` rows.
+// Returns the bytes of scratch memory for a run of `num_rows` rows. num_tokens: the rows, and logged tokens that
+// recurrences compute again.
 __attribute__((visibility("default"))) int64_t tokend_stack_bytes(
-    const TokendStack* stack, int64_t dtype, int64_t num_rows);
+    const TokendStack* stack, int64_t dtype, int64_t num_rows, int64_t num_tokens);
 
 // Runs all layers. Returns num_rows, or the first row whose position is outside a table; then
 // nothing was done.
