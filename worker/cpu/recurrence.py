@@ -6,7 +6,7 @@ with the same bits.
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -23,6 +23,9 @@ from worker.layers.mamba2 import Mamba2Shape, Mamba2Weights
 from worker.layers.recurrence import Recurrence, RecurrenceShape
 from worker.layers.scratch import ByteBuffer
 from worker.layers.short_conv import ShortConvShape, ShortConvWeights
+
+if TYPE_CHECKING:
+    from ctypes import _NamedFuncPointer
 
 
 def describe_step(states: StateCache) -> RecurrenceRun:
@@ -50,8 +53,8 @@ def describe_step(states: StateCache) -> RecurrenceRun:
 class KernelRecurrence:
     """One recurrent layer by the C++ kernel of its kind.
 
-    structure: the layer as the kernel takes it, which has addresses of `weights`. bytes, kernel:
-    the functions of the kind, a TokendRecurrenceBytes and a TokendRecurrenceKernel.
+    structure: the layer as the kernel takes it, which has addresses of `weights`.
+    num_bytes, kernel: of the kind, a TokendRecurrenceBytes and a TokendRecurrenceKernel.
     """
 
     def __init__(
@@ -59,8 +62,8 @@ class KernelRecurrence:
         shape: RecurrenceShape,
         weights: object,
         structure: ctypes.Structure,
-        num_bytes: Callable[..., int],
-        kernel: Callable[..., None],
+        num_bytes: "_NamedFuncPointer",
+        kernel: "_NamedFuncPointer",
     ) -> None:
         self.structure = structure
         self.num_bytes = num_bytes

@@ -37,14 +37,16 @@ def scan(
     plan, slots = states.plan, states.of_layer(layer)
     assert plan is not None
     size, max_logged = shape.state_floats, states.shape.max_logged
-    logs = slots[:, size:].split([max_logged * inputs.shape[1], max_logged * gates.shape[1]], 1)
+    sizes = [max_logged * inputs.shape[1], max_logged * gates.shape[1]]
+    logs = slots[:, size:].split_with_sizes(sizes, 1)
     outputs = []
     for sequence, source in enumerate(plan.sources.tolist()):
         state = torch.zeros_like(slots[0, :size]) if source < 0 else slots[source, :size].clone()
         first, end = plan.query_start[sequence : sequence + 2].tolist()
         num_again = int(np.diff(plan.token_start)[sequence]) - (end - first)
         for index in range(num_again):
-            step(*(log[source].view(max_logged, -1)[index] for log in logs), state)
+            logged, logged_gates = (log[source].view(max_logged, -1)[index] for log in logs)
+            step(logged, logged_gates, state)
         before = {}
         for token in range(first, end):
             outputs.append(step(inputs[token], gates[token], state))
@@ -53,8 +55,8 @@ def scan(
             slot, base = int(plan.write_slots[write]), int(plan.write_bases[write])
             slots[slot, :size] = before[base]
             for log, rows in zip(logs, (inputs, gates), strict=True):
-                logged = rows[base : int(plan.write_ends[write])]
-                log[slot, : logged.numel()] = logged.flatten()
+                draft = rows[base : int(plan.write_ends[write])]
+                log[slot, : draft.numel()] = draft.flatten()
     return torch.stack(outputs)
 
 
@@ -148,7 +150,7 @@ class TorchMamba2:
         (projected,) = inputs
         shape = self._shape
         sizes = [shape.inner, shape.channels, shape.num_heads]
-        gates, rows, times = projected.float().split(sizes, 1)
+        gates, rows, times = projected.float().split_with_sizes(sizes, 1)
         outputs = scan(states, layer, rows, times, shape, self._step).flatten(1)
         # One by one: vectorised functions round the ends of their vectors otherwise.
         gated = torch.stack([self._gated(*each) for each in zip(outputs, gates, strict=True)])
