@@ -162,8 +162,9 @@ class KernelStack:
         self._progress = progress
 
     def takes(self, num_rows: int, attention: AttentionBackend) -> bool:
+        kv = attention.attention if isinstance(attention, AttentionWithStates) else attention
         return (
-            isinstance(_without_states(attention), CpuAttention)
+            isinstance(kv, CpuAttention)
             and num_rows > 0
             and self._description(num_rows).complete
             and (self._adapters is None or not self._multiplies_outputs(self._adapters, num_rows))
@@ -218,7 +219,7 @@ class KernelStack:
             assert attention.states.plan.query_start[-1] == len(hidden)
             run.recurrence = ctypes.addressof(step)
             num_tokens = int(attention.states.plan.token_start[-1])
-        kv = _without_states(attention)
+        kv = attention.attention if isinstance(attention, AttentionWithStates) else attention
         assert isinstance(kv, CpuAttention)
         run.attention_calls = kv.layer_calls(len(hidden))
         num_bytes = self._kernels.stack_bytes(stack, dtype, len(hidden), num_tokens)
@@ -416,11 +417,6 @@ def _adapters_of(layer: DecoderLayer) -> KernelAdapters | None:
             assert isinstance(linear.adapters, KernelAdapters)
             return linear.adapters
     return None
-
-
-def _without_states(attention: AttentionBackend) -> AttentionBackend:
-    """Return the backend of the layers with attention."""
-    return attention.attention if isinstance(attention, AttentionWithStates) else attention
 
 
 def _parts_of(layers: Sequence[DecoderLayer]) -> Iterator[RecurrentMixer | Mixer]:
