@@ -389,10 +389,11 @@ class EngineCore:
     ) -> Drafting | None:
         # By default only where drafts cannot change an answer.
         settings = config.speculation.parsed(DEFAULT_METHODS if worker.is_batch_invariant else ())
-        if pools or self.kv_cache.has_states:
+        if pools:
             if config.speculation.speculative_config is not None and settings.methods:
-                reason = "its outputs are pooled" if pools else "its states cannot be taken back"
-                logger.warning("--speculative-config: no drafts for this model: %s", reason)
+                logger.warning(
+                    "--speculative-config: no drafts for this model: its outputs are pooled"
+                )
             return None
         return make_drafting(settings, structured_output, worker.draft_method, worker.max_draft_len)
 

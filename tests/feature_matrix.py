@@ -233,7 +233,7 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
     (
         "drafts",
         "states",
-        Refused(f"{NO_DRAFT_MESSAGE}its states cannot be taken back", NO_DRAFTS),
+        Works(BITS),
     ),
     (
         "drafts",
@@ -292,8 +292,8 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
         "draft_model",
         "states",
         Refused(
-            "--speculative-config: no drafts for m: the states of Qwen3NextForCausalLM cannot be "
-            "taken back",
+            "--speculative-config: method draft_model: Qwen3NextForCausalLM has recurrent states, "
+            "with which no model drafts",
             DRAFT_SETTINGS,
         ),
     ),

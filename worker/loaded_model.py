@@ -58,7 +58,7 @@ from worker.plan.draft_settings import (
     naming_draft,
     require_draft_model,
 )
-from worker.plan.memory_plan import MemoryPlan, layer_cache, plan_memory
+from worker.plan.memory_plan import MemoryPlan, layer_cache, max_logged_tokens, plan_memory
 from worker.plan.memory_refusal import refusal
 from worker.speculation.eagle_head import EagleHead, load_head, read_head
 from worker.step.adapter_store import AdapterStore
@@ -256,7 +256,7 @@ def load(
     logger.info("weights: %s", describe_weights(memory))
     if notice := describe_dense_weights(weight_format):
         report(Notice("worker", group.rank, notice))
-    layout, geometry = layer_cache(model.spec, kv_dtype)
+    layout, geometry = layer_cache(model.spec, kv_dtype, max_logged_tokens(config))
     attention_kernels = device.choose_attention(
         model.spec.attention_shape, dtype, kv_dtype, prepared.folder
     )

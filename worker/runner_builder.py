@@ -204,6 +204,7 @@ class RunnerBuilder:
             max_model_len,
             block_size,
             self._loaded.layout.num_groups,
+            has_states=self._loaded.layout.states is not None,
         )
 
     def _run_largest_step(self) -> None:

@@ -55,7 +55,7 @@ class ClockedAttention(AttentionWithStates):
     """An attention backend whose layers are timed, with its states; it is planned elsewhere."""
 
     def __init__(self, attention: AttentionBackend, clock: StepClock) -> None:
-        self._attention = attention
+        self.attention = attention
         self._clock = clock
         self.plan = attention.plan  # type: ignore[method-assign]
         if isinstance(attention, AttentionWithStates):
@@ -63,7 +63,7 @@ class ClockedAttention(AttentionWithStates):
 
     def run(self, *arguments: Any) -> torch.Tensor:
         started = perf_counter()
-        result = self._attention.run(*arguments)
+        result = self.attention.run(*arguments)
         self._clock.attention += perf_counter() - started
         return result
 
@@ -133,6 +133,8 @@ def _clocked_part(part: LayerPart, clock: StepClock) -> LayerPart:
         if isinstance(value, ResidualLinear):
             linear = ClockedLinear(value.linear, clock)
             setattr(clocked, name, ResidualLinear(linear, value.output))
-        elif name in ("qkv", "gate_up", "inputs", "gates"):
+        elif name in ("qkv", "gate_up") or isinstance(value, Linear):
             setattr(clocked, name, ClockedLinear(value, clock))
+        elif name == "inputs":  # of a recurrent mixer
+            setattr(clocked, name, [ClockedLinear(each, clock) for each in value])
     return clocked

@@ -31,6 +31,7 @@ class DenseAttention(AttentionWithStates):
     """
 
     def __init__(self, spec: ModelSpec) -> None:
+        self.attention = self
         self._num_tokens = 0
         if spec.state_shape is not None:
             self.states = StateCache(spec.state_shape, 2, _ONE_BLOCK)

@@ -14,6 +14,7 @@ from tests.fakes.drafts import SyntheticDrafts
 from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.events import num_cached_tokens
 from worker.attention.kv_cache import KVCache
+from worker.attention.state_cache import AttentionWithStates, StateCache
 from worker.batch.input_batch import InputBatch
 from worker.models.decoder import Decoder
 from worker.plan.memory_plan import layer_cache
@@ -25,6 +26,10 @@ BLOCK = 4
 NUM_BLOCKS = 300
 
 NUM_ROWS = 12
+
+NUM_STATE_SLOTS = 1 + 3 * NUM_ROWS
+
+MAX_LOGGED = 16
 
 STEP_TOKENS = 48
 
@@ -80,10 +85,21 @@ class Setup:
 
     def runner(self, backend: str = "cpu") -> ModelRunner:
         spec = self.decoder.spec
-        layout, geometry = layer_cache(spec, self._kv_dtype)
+        layout, geometry = layer_cache(spec, self._kv_dtype, MAX_LOGGED)
         cache = KVCache(geometry, layout, NUM_BLOCKS, BLOCK)
-        rows = InputBatch(NUM_ROWS, spec.max_position, BLOCK, layout.num_groups)
+        states = layout.states
+        rows = InputBatch(
+            NUM_ROWS,
+            spec.max_position,
+            BLOCK,
+            layout.num_groups,
+            has_states=states is not None,
+        )
         attention = create_backend(backend, cache, spec.attention_shape)
+        if states is not None:
+            slots = StateCache(states, NUM_STATE_SLOTS, BLOCK)
+            slots.buffer[:, : sum(states.layer_sizes)] = float("nan")
+            attention = AttentionWithStates(attention, slots)
         experts = None
         if self.returns_experts:
             record = record_experts(self.decoder, STEP_TOKENS, torch.device("cpu"))
@@ -96,8 +112,11 @@ class Setup:
         self, *, is_full: bool = False, drafting: SyntheticDrafts | None = None, **settings: Any
     ) -> EngineHarness:
         """is_full: the pool has room for two requests of average length."""
-        windows = layer_cache(self.decoder.spec, self._kv_dtype)[0].windows
+        layout, geometry = layer_cache(self.decoder.spec, self._kv_dtype, MAX_LOGGED)
+        windows = layout.windows
         engine = EngineHarness(
+            groups=geometry.groups,
+            num_state_slots=NUM_STATE_SLOTS if layout.states else 0,
             num_blocks=30 * len(windows) if is_full else NUM_BLOCKS,
             block_size=BLOCK,
             max_model_len=self.decoder.spec.max_position,

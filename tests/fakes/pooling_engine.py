@@ -79,7 +79,8 @@ class PoolingEngine:
             num_blocks, size = num_scratch_blocks(spec.max_position, 64), SCRATCH_BLOCK
         cache = KVCache(geometry, layout, num_blocks, size)
         cache.buffer[0 if layout.is_scratch else 1 :] = float("nan")
-        rows = InputBatch(64, spec.max_position, BLOCK, layout.num_groups)
+        has_states = layout.states is not None
+        rows = InputBatch(64, spec.max_position, BLOCK, layout.num_groups, has_states=has_states)
         attention = create_backend("auto", cache, spec.attention_shape)
         if layout.states is not None:
             states = StateCache(layout.states, NUM_STATE_SLOTS, BLOCK)

@@ -39,16 +39,19 @@ def runner_of(
     device: HostDevice = CPU,
     *,
     returns_experts: bool = False,
+    max_logged: int = 0,
 ) -> ModelRunner:
     """Return a runner whose KV pool and states have NaN wherever nothing was written.
 
-    Pages of int8 have the largest number there.
+    Pages of int8 have the largest number there. max_logged: tokens of a draft that a state has a
+    log of.
     """
     spec = decoder.spec
-    layout, geometry = layer_cache(spec, kv_dtype)
+    layout, geometry = layer_cache(spec, kv_dtype, max_logged)
     cache = KVCache(geometry, layout, num_blocks, BLOCK)
     cache.block_rows()[1:] = 0xFF  # NaN in every dtype of floats, and in the scales of int8
-    rows = InputBatch(_MAX_ROWS, spec.max_position, BLOCK, layout.num_groups)
+    has_states = layout.states is not None
+    rows = InputBatch(_MAX_ROWS, spec.max_position, BLOCK, layout.num_groups, has_states=has_states)
     attention = device.attention("auto", cache, spec.attention_shape)
     if layout.states is not None:
         states = StateCache(layout.states, num_state_slots, BLOCK)

@@ -519,6 +519,8 @@ def config_in_blocks(name: str) -> PretrainedConfig:
     config.intermediate_size = 96
     if hasattr(config, "moe_intermediate_size"):
         config.moe_intermediate_size = 64
+    if hasattr(config, "shared_intermediate_size"):
+        config.shared_intermediate_size = 96
     if hasattr(config, "kv_lora_rank"):
         latent = _LATENT_IN_BLOCKS | {"q_lora_rank": config.q_lora_rank and 64}
         config = type(config)(**config.to_dict() | latent)

@@ -19,7 +19,7 @@ from tests.fakes.drafted_engine import EOS, Setup, all_requests, answers_of, ser
 from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.prepared_models import prepare_checkpoint, spec_of
 from tests.fakes.tiny_checkpoints import save_tiny
-from worker.cpu.formats import choose_format
+from worker.cpu.formats import Bf16Format, choose_format
 from worker.cpu.kernels import load_kernels
 from worker.loader.files import read_index
 from worker.loader.formats import DenseFormat, WeightFormat
@@ -41,6 +41,11 @@ MODELS = {
     "gemma3": (torch.bfloat16, torch.bfloat16),
     "mixtral": (torch.bfloat16, torch.bfloat16),
     "deepseek2": (torch.bfloat16, torch.bfloat16),
+    "granitehybrid": (torch.bfloat16, torch.bfloat16),
+    "granitehybrid-dense int8 pages": (torch.bfloat16, torch.int8),
+    "lfm2": (torch.float32, torch.float32),
+    "nemotronh": (torch.bfloat16, torch.bfloat16),
+    "qwen35": (torch.bfloat16, torch.float32),
 }
 """Activations and pages."""
 
@@ -53,7 +58,10 @@ def setup(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Setup:
     save_tiny(name, folder)
     prepared = prepare_checkpoint(folder, folder / "prepared")
     weight_format: WeightFormat = DenseFormat(dtype)
-    decoder = load_model(prepared, spec_of(prepared), dtype, CPU, lambda _: None, weight_format)
+    spec = spec_of(prepared)
+    if spec.state_layers:  # the products of most of their sizes have other bits in other batches
+        weight_format = Bf16Format(load_kernels())
+    decoder = load_model(prepared, spec, dtype, CPU, lambda _: None, weight_format)
     made = Setup(decoder, kv_dtype, returns_experts=name == "mixtral")
     made.record_answers()
     return made

@@ -34,12 +34,15 @@ class AttentionInputs:
         entries beyond its last page, and pages before its window, are never read.
     slot_mapping: int64 [T], block * block_size + offset at which each token's K
         and V are written.
+    num_drafts: int32 [S], tokens at the end of each sequence's that may be rejected; None: not
+        known, of a backend that need not know them.
     """
 
     query_start: npt.NDArray[np.int32]
     seq_lens: npt.NDArray[np.int32]
     block_table: npt.NDArray[np.int32]
     slot_mapping: npt.NDArray[np.int64]
+    num_drafts: npt.NDArray[np.int32] | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -68,15 +68,17 @@ class LayerSlot(NamedTuple):
 class StateShape:
     """The states that a model on one rank keeps of a sequence (worker/attention/state_cache.py).
 
-    layer_sizes: float32 numbers of each layer with a state.
+    layer_sizes: float32 numbers of each layer with a state, its log included.
+    max_logged: tokens of a draft that a state has a log of; 0: no drafts are verified.
     """
 
     layer_sizes: tuple[int, ...]
+    max_logged: int = 0
 
     @property
     def num_floats(self) -> int:
-        """Float32 numbers of all layers."""
-        return sum(self.layer_sizes)
+        """Float32 numbers of all layers, and with a log that of its position."""
+        return sum(self.layer_sizes) + (self.max_logged > 0)
 
     @property
     def slot_bytes(self) -> int:

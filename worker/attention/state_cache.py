@@ -12,6 +12,15 @@ writes those after tokens 7 and 13, but not the one after token 11:
                          ^ read, then written   ^ written
 
 A sequence begins with zeros at position 0 and does not read its slot there.
+
+Tokens of a draft may be rejected. So a slot never has the state after one: it has the state after
+the last token before the draft, its base, and a log of what the draft's tokens gave the layers. The
+next step computes the accepted ones again, without outputs, before its own tokens. Draft d:
+
+    step        | x d d d |                slot: state after x, log d d d
+    next step     accepted: d d | y d |    begins with the state after x, computes d d again, then y
+
+The position of the base is in the slot, too: the number of tokens before it.
 """
 
 from collections.abc import Sequence
@@ -35,20 +44,31 @@ class StatePlan:
     """Which slots the sequences of a step read and write.
 
     query_start: int32 [S + 1], where each sequence's tokens begin.
+    token_start: int32 [S + 1], the same with the logged tokens that each computes again.
     sources: int32 [S], the slot with which a sequence begins; -1 for zeros.
     write_start: int32 [S + 1], where each sequence's writes begin.
-    write_ends: int32 [W], tokens of the step before each write. write_slots: int32 [W].
+    write_bases: int32 [W], tokens of the step before the base of each write. write_ends: int32 [W],
+        before the end of its log. write_slots: int32 [W]. positions: int32 [W], tokens of the
+        sequence before the base.
     """
 
     query_start: NDArray[np.int32]
+    token_start: NDArray[np.int32]
     sources: NDArray[np.int32]
     write_start: NDArray[np.int32]
+    write_bases: NDArray[np.int32]
     write_ends: NDArray[np.int32]
     write_slots: NDArray[np.int32]
+    positions: NDArray[np.int32]
 
 
-def plan_states(inputs: AttentionInputs, block_size: int) -> StatePlan:
-    """Return the plan of a step, given the inputs of the state group."""
+def plan_states(
+    inputs: AttentionInputs, block_size: int, positions: NDArray[np.int32] | None = None
+) -> StatePlan:
+    """Return the plan of a step, given the inputs of the state group.
+
+    positions: int32 [slots], of the base in each slot; None: no slot has a log.
+    """
     start, ends, table = inputs.query_start, inputs.seq_lens, inputs.block_table
     rows = np.arange(len(ends))
     computed = ends - np.diff(start)
@@ -56,6 +76,12 @@ def plan_states(inputs: AttentionInputs, block_size: int) -> StatePlan:
         computed > 0, table[rows, np.maximum(computed - 1, 0) // block_size], _NO_SOURCE
     ).astype(np.int32)
     assert sources.all(), "a sequence goes on from a state that was not kept"
+    token_start = start
+    if positions is not None:
+        repeated = np.where(sources >= 0, computed - positions[sources], 0)
+        assert (repeated >= 0).all(), "a state is after the tokens of its sequence"
+        token_start = start.copy()
+        token_start[1:] += np.cumsum(repeated, dtype=np.int32)
     # The blocks in which a sequence computes tokens, and the tokens after which these end.
     first, last = computed // block_size, (ends - 1) // block_size
     counts = last - first + 1
@@ -65,23 +91,28 @@ def plan_states(inputs: AttentionInputs, block_size: int) -> StatePlan:
     slots = table[owners, blocks]
     is_kept = (slots != 0) | (blocks == last[owners])
     reached = np.minimum((blocks + 1) * block_size, ends[owners])
-    write_ends = reached - computed[owners] + start[owners]
+    num_drafts = 0 if inputs.num_drafts is None else inputs.num_drafts
+    bases = np.minimum(reached, (ends - num_drafts)[owners])
+    first_tokens = start[owners] - computed[owners]
     write_start = np.zeros(len(start), dtype=np.int32)
     np.cumsum(np.add.reduceat(is_kept.astype(np.int32), begin), out=write_start[1:])
     return StatePlan(
         start,
+        token_start,
         sources,
         write_start,
-        write_ends[is_kept].astype(np.int32),
-        slots[is_kept].astype(np.int32),
+        *(
+            each[is_kept].astype(np.int32)
+            for each in (bases + first_tokens, reached + first_tokens, slots, bases)
+        ),
     )
 
 
 class StateCache:
     """The states of all sequences of one worker.
 
-    buffer: float32 [num_slots, floats of all layers]; slot 0 is written by steps without
-        sequences and never read.
+    buffer: float32 [num_slots, floats of all layers and the position]; slot 0 is written by steps
+        without sequences and never read.
     plan: of the current step.
     """
 
@@ -96,12 +127,21 @@ class StateCache:
         self.shape = shape
         self.block_size = block_size
         self.buffer = zeros((num_slots, shape.num_floats), STATE_DTYPE)
-        self._layers = self.buffer.split_with_sizes(shape.layer_sizes, 1)
+        self._layers = self.buffer[:, : sum(shape.layer_sizes)].split_with_sizes(
+            shape.layer_sizes, 1
+        )
+        self._positions: NDArray[np.int32] | None = None
+        if shape.max_logged:
+            self._positions = self.buffer.numpy()[:, -1:].view(np.int32)[:, 0]
         self.plan: StatePlan | None = None
 
     def plan_step(self, inputs: AttentionInputs) -> None:
         """Note which slots a step reads and writes; called once before its layers run."""
-        self.plan = plan_states(inputs, self.block_size)
+        self.plan = plan = plan_states(inputs, self.block_size, self._positions)
+        if self._positions is None:
+            assert inputs.num_drafts is None or not inputs.num_drafts.any(), "states have no log"
+        else:
+            self._positions[plan.write_slots] = plan.positions
 
     def of_layer(self, layer: int) -> torch.Tensor:
         """Return the states of a layer in all slots, float32 [num_slots, its size]; a view."""
@@ -128,13 +168,13 @@ class AttentionWithStates:
     """
 
     def __init__(self, attention: AttentionBackend, states: StateCache) -> None:
-        self._attention = attention
+        self.attention = attention
         self.states = states
         self.query_split = attention.query_split
 
     def plan(self, inputs: Sequence[AttentionInputs]) -> None:
         *attention, states = inputs
-        self._attention.plan(attention)
+        self.attention.plan(attention)
         self.states.plan_step(states)
 
     def run(
@@ -146,4 +186,4 @@ class AttentionWithStates:
         rotation: Rotation,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self._attention.run(layer, query, key, value, rotation, sinks)
+        return self.attention.run(layer, query, key, value, rotation, sinks)

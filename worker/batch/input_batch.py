@@ -8,7 +8,7 @@ sequence keeps its tokens and gives up its row. Rows never move. Start with `Inp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,8 +120,15 @@ class InputBatch:
     """
 
     def __init__(
-        self, num_rows: int, max_model_len: int, block_size: int, num_groups: int = 1
+        self,
+        num_rows: int,
+        max_model_len: int,
+        block_size: int,
+        num_groups: int = 1,
+        *,
+        has_states: bool = False,
     ) -> None:
+        self.has_states = has_states
         self.block_table = BlockTable(num_rows, max_model_len, block_size, num_groups)
         self.token_ids = np.zeros((num_rows, max_model_len + 1), dtype=np.int32)
         self.num_tokens = np.zeros(num_rows, dtype=np.int32)
@@ -444,6 +451,20 @@ def build_inputs(
     # A sequence is sampled from its last known token on.
     num_sampled = np.maximum(seq_lens + 1 - batch.num_tokens[step_rows], 0)
     sample_start, sample_tokens = sample_last_tokens(query_start, num_sampled)
+    table = batch.block_table
+    attention = attention_inputs(
+        table.ids,
+        table.block_size,
+        token_rows,
+        positions,
+        _split_queries(query_start, num_sampled, query_split),
+    )
+    if batch.has_states:  # a sequence with a draft is one sequence there
+        (states,) = attention_inputs(
+            table.ids[-1:], table.block_size, token_rows, positions, query_start
+        )
+        num_drafts = np.maximum(num_sampled - 1, 0)
+        attention = (*attention[:-1], replace(states, num_drafts=num_drafts))
     return StepInputs(
         token_ids=batch.token_ids[token_rows, positions].astype(np.int64),
         positions=positions,
@@ -453,13 +474,7 @@ def build_inputs(
         num_computed=num_computed,
         sample_start=sample_start,
         sample_tokens=sample_tokens,
-        attention=attention_inputs(
-            batch.block_table.ids,
-            batch.block_table.block_size,
-            token_rows,
-            positions,
-            _split_queries(query_start, num_sampled, query_split),
-        ),
+        attention=attention,
         embeddings=(
             _step_embeddings(batch, step_rows, query_start, num_computed, seq_lens)
             if batch.prompt_embeds

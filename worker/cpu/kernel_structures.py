@@ -271,10 +271,28 @@ class LatentStructure(ctypes.Structure):
     ]
 
 
+class StackRecurrence(ctypes.Structure):
+    """TokendStackRecurrence of csrc/layers/stack.h."""
+
+    _fields_ = [
+        ("rows", StackLinear),
+        ("gates", StackLinear),
+        ("output", StackLinear),
+        ("input_factor", c_double),
+        ("output_factor", c_double),
+        ("state_offset", c_int64),
+        ("log_offset", c_int64),
+        ("layer", c_void_p),
+        ("bytes", c_void_p),
+        ("run", c_void_p),
+    ]
+
+
 class StackLayer(ctypes.Structure):
     """TokendStackLayer of csrc/layers/stack.h."""
 
     _fields_ = [
+        ("recurrence", c_void_p),
         ("attention_norm", RowNorm),
         ("qkv", StackLinear),
         ("query_norm", RowNorm),
@@ -291,6 +309,9 @@ class StackLayer(ctypes.Structure):
         ("rope_table", c_int64),
         ("sinks", c_void_p),
         ("latent", c_void_p),
+        ("attention_call", c_int64),
+        ("input_factor", c_double),
+        ("output_factor", c_double),
     ]
 
 
@@ -378,6 +399,9 @@ class Stack(ctypes.Structure):
         ("head_dim", c_int64),
         ("gate", c_int64),
         ("is_gated", c_int64),
+        ("gate_factor", c_double),
+        ("output_factor", c_double),
+        ("gates_attention", c_int64),
         ("is_parallel", c_int64),
         ("norms_heads_jointly", c_int64),
         ("num_rope_tables", c_int64),
@@ -406,6 +430,7 @@ class StackRun(ctypes.Structure):
         ("hidden", c_void_p),
         ("positions", c_void_p),
         ("attention_calls", c_void_p),
+        ("recurrence", c_void_p),
         ("scratch", c_void_p),
         ("is_timed", c_int64),
         ("product_ns", c_int64),
@@ -486,12 +511,15 @@ class RecurrenceRun(ctypes.Structure):
         ("rows", c_void_p),
         ("gates", c_void_p),
         ("query_start", c_void_p),
+        ("token_start", c_void_p),
         ("sources", c_void_p),
         ("write_start", c_void_p),
+        ("write_bases", c_void_p),
         ("write_ends", c_void_p),
         ("write_slots", c_void_p),
         ("states", c_void_p),
         ("slot_stride", c_int64),
+        ("max_logged", c_int64),
         ("scratch", c_void_p),
         ("out", c_void_p),
     ]

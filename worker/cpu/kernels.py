@@ -38,7 +38,6 @@ from worker.cpu.kernel_structures import (
     Product,
     RecurrenceRun,
     RotatedShape,
-    ShortConvStructure,
     Stack,
     StackRun,
     StepAdaptersStructure,
@@ -113,18 +112,18 @@ class Kernels:
     adapters_add = _Function(None, POINTER(AdaptersRun))
 
     # csrc/layers/stack.h, moe.h, delta_rule.h, mamba2.h and short_conv.h
-    stack_bytes = _Function(c_int64, POINTER(Stack), c_int64, c_int64)
+    stack_bytes = _Function(c_int64, POINTER(Stack), c_int64, c_int64, c_int64)
     stack_run = _Function(c_int64, POINTER(Stack), POINTER(StackRun))
     moe_bytes = _Function(c_int64, POINTER(MoeStructure), c_int64, c_int64)
     moe_run = _Function(None, POINTER(MoeStructure), POINTER(MoeRun))
-    delta_state = _Function(c_int64, POINTER(DeltaRuleStructure))
-    delta_bytes = _Function(c_int64, POINTER(DeltaRuleStructure), c_int64)
-    delta_run = _Function(None, POINTER(DeltaRuleStructure), POINTER(RecurrenceRun))
-    mamba2_state = _Function(c_int64, POINTER(Mamba2Structure))
-    mamba2_bytes = _Function(c_int64, POINTER(Mamba2Structure), c_int64)
-    mamba2_run = _Function(None, POINTER(Mamba2Structure), POINTER(RecurrenceRun))
-    short_conv_bytes = _Function(c_int64, POINTER(ShortConvStructure), c_int64)
-    short_conv_run = _Function(None, POINTER(ShortConvStructure), POINTER(RecurrenceRun))
+    delta_state = _Function(c_int64, POINTER(DeltaRuleStructure), c_int64)
+    delta_bytes = _Function(c_int64, c_void_p, c_int64)
+    delta_run = _Function(None, c_void_p, POINTER(RecurrenceRun))
+    mamba2_state = _Function(c_int64, POINTER(Mamba2Structure), c_int64)
+    mamba2_bytes = _Function(c_int64, c_void_p, c_int64)
+    mamba2_run = _Function(None, c_void_p, POINTER(RecurrenceRun))
+    short_conv_bytes = _Function(c_int64, c_void_p, c_int64)
+    short_conv_run = _Function(None, c_void_p, POINTER(RecurrenceRun))
 
     # csrc/products/weight_formats.h
     product_kernels = _Function(c_void_p)

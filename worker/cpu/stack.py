@@ -7,12 +7,14 @@ the attention; the bits are those of EagerLayers.
 
 import ctypes
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from worker.attention.backend import AttentionBackend
+from worker.attention.state_cache import AttentionWithStates
 from worker.cpu.adapters import KernelAdapters
 from worker.cpu.attention import CpuAttention
 from worker.cpu.kernel_structures import (
@@ -22,47 +24,94 @@ from worker.cpu.kernel_structures import (
     Stack,
     StackLayer,
     StackLinear,
+    StackRecurrence,
     StackRun,
 )
 from worker.cpu.kernels import DTYPE_CODES, Kernels
 from worker.cpu.layers import GATE_CODES, KernelNorm
 from worker.cpu.linear import ProductDescriptions, format_thresholds
 from worker.cpu.moe import KERNEL, KernelMoe
+from worker.cpu.recurrence import KernelRecurrence, describe_step
 from worker.layers.adapters import AdaptedLinear
 from worker.layers.layer_progress import HostProgress, LayerProgress
 from worker.layers.linear import Linear
 from worker.layers.norm import Norm
 from worker.layers.scratch import ByteBuffer
 from worker.models.attention import Attention
+from worker.models.composite import NoPart, ParallelMixer
 from worker.models.latent_attention import LatentAttention, LatentAttentionSpec
 from worker.models.layer_stack import DecoderLayer
 from worker.models.mlp import Mlp
 from worker.models.moe import MoeMlp, report_mixtures
 from worker.models.parts import LayerPart
+from worker.models.recurrence import RecurrentMixer
+from worker.models.rotary import RotaryEmbedding
 
 Mixer = Attention | LatentAttention
 
 
+@dataclass(frozen=True, slots=True)
+class LayerMixers:
+    """The mixers of a layer, in the order in which the kernel adds them to the residual.
+
+    Factors are those of the input and of the output of each.
+    """
+
+    recurrent: RecurrentMixer | None = None
+    attention: Mixer | None = None
+    recurrent_factors: tuple[float, float] = (1.0, 1.0)
+    attention_factors: tuple[float, float] = (1.0, 1.0)
+
+
+def mixers_of(layer: DecoderLayer) -> LayerMixers | None:
+    """Return the mixers of a layer; None if csrc/layers/stack.cpp does not know them."""
+    mixer = layer.mixer
+    if isinstance(mixer, NoPart):
+        return LayerMixers()
+    if isinstance(mixer, RecurrentMixer):
+        return LayerMixers(recurrent=mixer)
+    if isinstance(mixer, Mixer):
+        return LayerMixers(attention=mixer)
+    if not isinstance(mixer, ParallelMixer) or len(mixer.parts) != 2:
+        return None
+    (recurrent, *first), (attention, *second) = mixer.parts
+    if not isinstance(recurrent, RecurrentMixer) or not isinstance(attention, Mixer):
+        return None
+    if not attention.output.output.is_plain:
+        return None
+    return LayerMixers(recurrent, attention, (first[0], first[1]), (second[0], second[1]))
+
+
 def is_describable(layers: Sequence[DecoderLayer]) -> bool:
-    """Return whether csrc/layers/stack.cpp knows these layers, alike in mixer and MLP."""
+    """Return whether csrc/layers/stack.cpp knows these layers, alike in attention and MLP."""
     kinds = set()
     dense_kinds = set()
     for layer in layers:
-        mixer, mlp = layer.mixer, layer.mlp
-        if not isinstance(mixer, Mixer) or mixer.output.output.group.size > 1:
+        mixers, mlp = mixers_of(layer), layer.mlp
+        if mixers is None:
             return False
-        if mixer.rotary.query_scales is not None:
+        recurrent, attention = mixers.recurrent, mixers.attention
+        if recurrent is not None and not (
+            isinstance(recurrent.recurrence, KernelRecurrence)
+            and recurrent.finish is None
+            and recurrent.output.output.is_plain
+        ):
             return False
-        if isinstance(mixer, Attention) and mixer.spec.output_gate:
-            return False
-        kinds.add((mixer.spec.shape, _kind(mixer), layer.is_parallel))
-        if isinstance(mlp, Mlp):
-            if (mlp.spec.gate_factor, mlp.spec.output_factor) != (1.0, 1.0):
+        if attention is not None:
+            if attention.output.output.group.size > 1 or attention.rotary.query_scales is not None:
                 return False
-            dense_kinds.add((mlp.spec.intermediate_size, mlp.spec.activation, mlp.spec.is_gated))
-        elif not isinstance(mlp, MoeMlp) or not isinstance(mlp.fused, KernelMoe):
+            kinds.add((attention.spec.shape, _kind(attention), layer.is_parallel))
+        elif layer.is_parallel:
             return False
-    return len(kinds) == 1 and len(dense_kinds) <= 1
+        if isinstance(mlp, Mlp):
+            spec = mlp.spec
+            factors = (spec.gate_factor, spec.output_factor)
+            dense_kinds.add((spec.intermediate_size, spec.activation, spec.is_gated, factors))
+        elif not isinstance(mlp, NoPart) and not (
+            isinstance(mlp, MoeMlp) and isinstance(mlp.fused, KernelMoe)
+        ):
+            return False
+    return len(kinds) <= 1 and len(dense_kinds) <= 1
 
 
 def _kind(mixer: Mixer) -> tuple[int | None, ...]:
@@ -70,7 +119,7 @@ def _kind(mixer: Mixer) -> tuple[int | None, ...]:
     spec = mixer.spec
     if isinstance(spec, LatentAttentionSpec):
         return (spec.q_lora_rank, spec.qk_nope_head_dim, spec.v_head_dim)
-    return (spec.joint_qk_norm,)
+    return (spec.joint_qk_norm, spec.output_gate)
 
 
 class KernelStack:
@@ -91,6 +140,7 @@ class KernelStack:
         self._progress: HostProgress | None = None
         self._has_mixtures = any(isinstance(layer.mlp, MoeMlp) for layer in layers)
         self._adapters = _adapters_of(layers[0])
+        self._has_states = any(isinstance(part, RecurrentMixer) for part in _parts_of(layers))
 
     def record_experts(self, record: torch.Tensor) -> None:
         assert record.is_contiguous()
@@ -112,8 +162,9 @@ class KernelStack:
         self._progress = progress
 
     def takes(self, num_rows: int, attention: AttentionBackend) -> bool:
+        kv = attention.attention if isinstance(attention, AttentionWithStates) else attention
         return (
-            isinstance(attention, CpuAttention)
+            isinstance(kv, CpuAttention)
             and num_rows > 0
             and self._description(num_rows).complete
             and (self._adapters is None or not self._multiplies_outputs(self._adapters, num_rows))
@@ -133,7 +184,6 @@ class KernelStack:
     def _call(
         self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
     ) -> torch.Tensor:
-        assert isinstance(attention, CpuAttention)
         assert hidden.is_contiguous()
         assert positions.is_contiguous()
         assert (positions.shape, positions.dtype) == (hidden.shape[:1], torch.int64)
@@ -146,8 +196,19 @@ class KernelStack:
         run, dtype = self._run, DTYPE_CODES[hidden.dtype]
         run.dtype, run.num_rows, run.hidden = dtype, len(hidden), hidden.data_ptr()
         run.positions = positions.data_ptr()
-        run.attention_calls = attention.layer_calls(len(hidden))
-        run.scratch = self._memory.address(self._kernels.stack_bytes(stack, dtype, len(hidden)))
+        num_tokens = len(hidden)
+        if self._has_states:
+            assert isinstance(attention, AttentionWithStates), "the step has no states"
+            step = describe_step(attention.states)
+            assert attention.states.plan is not None
+            assert attention.states.plan.query_start[-1] == len(hidden)
+            run.recurrence = ctypes.addressof(step)
+            num_tokens = int(attention.states.plan.token_start[-1])
+        kv = attention.attention if isinstance(attention, AttentionWithStates) else attention
+        assert isinstance(kv, CpuAttention)
+        run.attention_calls = kv.layer_calls(len(hidden))
+        num_bytes = self._kernels.stack_bytes(stack, dtype, len(hidden), num_tokens)
+        run.scratch = self._memory.address(num_bytes)
         run.progress = 0 if self._progress is None else self._progress.address
         run.adapters = None
         if self._adapters is not None and self._adapters.groups:
@@ -177,28 +238,34 @@ class StackDescription:
         self._num_rows = num_rows
         self._products = ProductDescriptions()
         self._latents: list[LatentStructure] = []
+        self._recurrences: list[StackRecurrence] = []
         self._norms_complete = self._mixtures_complete = True
-        attentions = [_attention_of(layer) for layer in layers]
+        attentions = [part for part in _parts_of(layers) if isinstance(part, Mixer)]
         dense = next((layer.mlp.spec for layer in layers if isinstance(layer.mlp, Mlp)), None)
         rotaries = list(dict.fromkeys(attention.rotary for attention in attentions))
-        described = [
-            self._layer(layer, attention, rotaries.index(attention.rotary))
-            for layer, attention in zip(layers, attentions, strict=True)
-        ]
+        recurrent = [part.spec for part in _parts_of(layers) if isinstance(part, RecurrentMixer)]
+        self._state_sizes = [spec.state_floats for spec in recurrent]
+        self._log_sizes = [spec.logged_floats for spec in recurrent]
+        described = [self._layer(layer, rotaries) for layer in layers]
         self.complete = self._products.complete and self._norms_complete and self._mixtures_complete
         self._layers = (StackLayer * len(described))(*described)
         tables = [RopeTable(len(rotary.table), rotary.table.data_ptr()) for rotary in rotaries]
         self._tables = (RopeTable * len(tables))(*tables)
-        shape = attentions[0].spec.shape
+        shape = attentions[0].spec.shape if attentions else None
         self.structure = Stack(
             num_layers=len(layers),
             hidden_size=hidden_size,
             inner_size=0 if dense is None else dense.intermediate_size,
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
+            num_heads=0 if shape is None else shape.num_heads,
+            num_kv_heads=0 if shape is None else shape.num_kv_heads,
+            head_dim=0 if shape is None else shape.head_dim,
             gate=0 if dense is None else GATE_CODES[dense.activation],
             is_gated=dense is not None and dense.is_gated,
+            gate_factor=1.0 if dense is None else dense.gate_factor,
+            output_factor=1.0 if dense is None else dense.output_factor,
+            gates_attention=any(
+                isinstance(each, Attention) and each.spec.output_gate for each in attentions
+            ),
             is_parallel=layers[0].is_parallel,
             norms_heads_jointly=any(
                 isinstance(each, Attention) and each.spec.joint_qk_norm for each in attentions
@@ -208,28 +275,62 @@ class StackDescription:
             layers=ctypes.addressof(self._layers),
         )
 
-    def _layer(self, layer: DecoderLayer, attention: Mixer, rope_table: int) -> StackLayer:
-        parts = (
-            self._latent_attention(attention)
-            if isinstance(attention, LatentAttention)
-            else self._attention(attention)
-        )
-        return StackLayer(
+    def _layer(self, layer: DecoderLayer, rotaries: Sequence[RotaryEmbedding]) -> StackLayer:
+        mixers = mixers_of(layer)
+        assert mixers is not None
+        described = StackLayer(
             attention_norm=self._norm(layer.mixer_norm),
-            attention_post_norm=self._norm(attention.output.output.norm),
             attention_sum_norm=self._norm(layer.mixer_sum_norm),
             mlp_norm=self._norm(layer.mlp_norm),
             mlp_sum_norm=self._norm(layer.mlp_sum_norm),
-            rope_table=rope_table,
-            **parts,
+            input_factor=1.0,
+            output_factor=1.0,
             **self._mlp(layer.mlp),
         )
+        if mixers.recurrent is not None:
+            described.recurrence = self._recurrence(mixers.recurrent, *mixers.recurrent_factors)
+        attention = mixers.attention
+        if attention is not None:
+            parts = (
+                self._latent_attention(attention)
+                if isinstance(attention, LatentAttention)
+                else self._attention(attention)
+            )
+            for name, value in parts.items():
+                setattr(described, name, value)
+            described.attention_post_norm = self._norm(attention.output.output.norm)
+            described.rope_table = rotaries.index(attention.rotary)
+            described.attention_call = attention.layer
+            described.input_factor, described.output_factor = mixers.attention_factors
+        return described
+
+    def _recurrence(self, mixer: RecurrentMixer, input_factor: float, output_factor: float) -> int:
+        """Return the address of the description of a recurrent mixer."""
+        shape, hidden, kernel = mixer.spec.shape, self._hidden_size, mixer.recurrence
+        assert isinstance(kernel, KernelRecurrence)
+        inputs = [
+            self._linear(linear, hidden, size)
+            for linear, size in zip(mixer.inputs, shape.input_sizes, strict=True)
+        ]
+        described = StackRecurrence(
+            *inputs[:2],
+            output=self._linear(mixer.output.linear, shape.num_outputs, hidden),
+            input_factor=input_factor,
+            output_factor=output_factor,
+            state_offset=sum(self._state_sizes[: mixer.layer]),
+            log_offset=sum(self._log_sizes[: mixer.layer]),
+            layer=ctypes.addressof(kernel.structure),
+            bytes=ctypes.cast(kernel.num_bytes, ctypes.c_void_p),
+            run=ctypes.cast(kernel.kernel, ctypes.c_void_p),
+        )
+        self._recurrences.append(described)
+        return ctypes.addressof(described)
 
     def _attention(self, attention: Attention) -> dict[str, ctypes.Structure | int | None]:
         spec, hidden = attention.spec, self._hidden_size
         query_norm, key_norm = attention.head_norms or (None, None)
         return {
-            "qkv": self._linear(attention.qkv, hidden, spec.query_size + 2 * spec.kv_size),
+            "qkv": self._linear(attention.qkv, hidden, spec.query_rows + 2 * spec.kv_size),
             "query_norm": self._norm(query_norm),
             "key_norm": self._norm(key_norm),
             "output": self._linear(attention.output.linear, spec.query_size, hidden),
@@ -263,6 +364,8 @@ class StackDescription:
 
     def _mlp(self, mlp: LayerPart) -> dict[str, ctypes.Structure | int]:
         hidden = self._hidden_size
+        if isinstance(mlp, NoPart):
+            return {}
         if isinstance(mlp, Mlp):
             inner = mlp.spec.intermediate_size
             return {
@@ -294,30 +397,44 @@ class StackDescription:
 
 def _adapters_of(layer: DecoderLayer) -> KernelAdapters | None:
     """Return what the products of a layer ask for the adapters of a step; None without adapters."""
-    linear = _attention_of(layer).output.linear
-    if not isinstance(linear, AdaptedLinear):
-        return None
-    assert isinstance(linear.adapters, KernelAdapters)
-    return linear.adapters
+    for linear in _products_of(layer):
+        if isinstance(linear, AdaptedLinear):
+            assert isinstance(linear.adapters, KernelAdapters)
+            return linear.adapters
+    return None
 
 
-def _attention_of(layer: DecoderLayer) -> Mixer:
-    assert isinstance(layer.mixer, Mixer)
-    return layer.mixer
+def _parts_of(layers: Sequence[DecoderLayer]) -> Iterator[RecurrentMixer | Mixer]:
+    """Yield the mixers of all layers, in their order."""
+    for layer in layers:
+        mixers = mixers_of(layer)
+        assert mixers is not None
+        for each in (mixers.recurrent, mixers.attention):
+            if each is not None:
+                yield each
+
+
+def _products_of(layer: DecoderLayer) -> list[Linear]:
+    """Return the products of a layer, without those of experts."""
+    products: list[Linear] = []
+    for mixer in _parts_of([layer]):
+        products.append(mixer.output.linear)
+        if isinstance(mixer, RecurrentMixer):
+            products += mixer.inputs
+        elif isinstance(mixer, LatentAttention):
+            products += [mixer.inputs, *mixer.keys.linears, *mixer.values.linears]
+            products += [] if mixer.query is None else [mixer.query]
+        else:
+            products.append(mixer.qkv)
+    if isinstance(layer.mlp, Mlp):
+        products += [layer.mlp.gate_up, layer.mlp.down.linear]
+    return products
 
 
 def _thresholds(layer: DecoderLayer) -> set[int]:
     """Return the numbers of rows from which on another format multiplies in this layer."""
-    attention, mlp = _attention_of(layer), layer.mlp
-    products = [attention.output.linear]
-    if isinstance(attention, LatentAttention):
-        products += [attention.inputs, *attention.keys.linears, *attention.values.linears]
-        products += [] if attention.query is None else [attention.query]
-    else:
-        products.append(attention.qkv)
-    if isinstance(mlp, Mlp):
-        products += [mlp.gate_up, mlp.down.linear]
-    found = {rows for product in products for rows in format_thresholds(product)}
+    mlp = layer.mlp
+    found = {rows for product in _products_of(layer) for rows in format_thresholds(product)}
     if isinstance(mlp, MoeMlp) and isinstance(mlp.fused, KernelMoe):
         found |= set(mlp.fused.thresholds)
     return found

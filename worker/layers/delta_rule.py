@@ -55,6 +55,10 @@ class DeltaRuleShape:
         return self.channels + self.values
 
     @property
+    def input_sizes(self) -> tuple[int, ...]:
+        return (self.num_inputs, 2 * self.num_value_heads)
+
+    @property
     def matrix_floats(self) -> int:
         """Floats of the matrices in a state: [value heads, column tiles, key_size, 32]."""
         return self.num_value_heads * -(-self.value_size // TILE) * self.key_size * TILE
@@ -63,6 +67,10 @@ class DeltaRuleShape:
     def state_floats(self) -> int:
         """Floats of a state: the matrices, and the window [num_taps - 1, channels]."""
         return self.matrix_floats + (self.num_taps - 1) * self.channels
+
+    @property
+    def logged_floats(self) -> int:
+        return self.channels + 2 * self.num_value_heads
 
     @property
     def scratch_floats(self) -> int:

@@ -62,6 +62,10 @@ class Mamba2Shape:
         return self.inner + self.channels + self.num_heads
 
     @property
+    def input_sizes(self) -> tuple[int, ...]:
+        return (self.num_inputs,)
+
+    @property
     def matrix_floats(self) -> int:
         """Floats of the matrices in a state: [heads, column tiles, state_size, 32]."""
         return self.num_heads * -(-self.head_size // TILE) * self.state_size * TILE
@@ -70,6 +74,10 @@ class Mamba2Shape:
     def state_floats(self) -> int:
         """Floats of a state: the matrices, and the window [num_taps - 1, channels]."""
         return self.matrix_floats + (self.num_taps - 1) * self.channels
+
+    @property
+    def logged_floats(self) -> int:
+        return self.channels + self.num_heads
 
     @property
     def scratch_floats(self) -> int:

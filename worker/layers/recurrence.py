@@ -26,6 +26,11 @@ class RecurrenceShape(Protocol):
         ...
 
     @property
+    def logged_floats(self) -> int:
+        """Floats of the log of a token: inputs of the convolution, and of the gates."""
+        ...
+
+    @property
     def scratch_floats(self) -> int:
         """Floats of memory that a token takes while a layer runs."""
         ...
@@ -33,6 +38,11 @@ class RecurrenceShape(Protocol):
     @property
     def flops_per_token(self) -> int:
         """FLOPs of a token between the projections; a convolution of a few taps is left out."""
+        ...
+
+    @property
+    def input_sizes(self) -> tuple[int, ...]:
+        """Columns of each projection of the input."""
         ...
 
     @property

@@ -28,9 +28,17 @@ class ShortConvShape:
         return 3 * self.channels
 
     @property
+    def input_sizes(self) -> tuple[int, ...]:
+        return (self.num_inputs,)
+
+    @property
     def state_floats(self) -> int:
         """Floats of a state, the window [num_taps - 1, channels]."""
         return (self.num_taps - 1) * self.channels
+
+    @property
+    def logged_floats(self) -> int:
+        return self.channels
 
     @property
     def scratch_floats(self) -> int:

@@ -244,7 +244,7 @@ class Attention:
         self.rotary = rotary
         self.output = output
         self.sinks = sinks
-        self._layer = layer
+        self.layer = layer
         self._gate = gate
         self._parts = (
             spec.query_rows // spec.head_dim,
@@ -268,7 +268,7 @@ class Attention:
         if scales is not None:
             query = (query * scales[:, None, None]).to(query.dtype)
         rotation = context.rotation(self.rotary)
-        attended = context.attention.run(self._layer, query, key, value, rotation, self.sinks)
+        attended = context.attention.run(self.layer, query, key, value, rotation, self.sinks)
         if self._gate is not None and gates is not None:
             rows = torch.cat((gates, attended), dim=2).flatten(0, 1)
             attended = self._gate(rows).view(attended.shape)

@@ -22,7 +22,8 @@ _ANY_NUMBER = 1 << 20
 class ParallelMixerSpec(PartSpec):
     """Mixers that read the same input and add up their outputs; names of weights differ.
 
-    input_factors: of the input of each. output_factors: of the output of each.
+    input_factors: of the input of each. output_factors: of the output of each, whose multiple is
+        rounded before it is added.
     """
 
     parts: tuple[PartSpec, ...]
@@ -67,15 +68,18 @@ class ParallelMixer:
 
     def __init__(self, spec: ParallelMixerSpec, parts: Sequence[LayerPart]) -> None:
         self.spec = spec
-        self._parts = list(zip(parts, spec.input_factors, spec.output_factors, strict=True))
+        self.parts = list(zip(parts, spec.input_factors, spec.output_factors, strict=True))
 
     def add_to(
         self, residual: torch.Tensor, x: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
-        for part, input_factor, output_factor in self._parts:
+        for part, input_factor, output_factor in self.parts:
             own = x if input_factor == 1.0 else x * input_factor
-            output = part.add_to(torch.zeros_like(residual), own, context)
-            residual.add_(output, alpha=output_factor)
+            if output_factor == 1.0:
+                residual = part.add_to(residual, own, context)
+            else:
+                output = part.add_to(torch.zeros_like(residual), own, context)
+                residual.add_(output.mul_(output_factor))
         return residual
 
 

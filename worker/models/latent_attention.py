@@ -234,7 +234,7 @@ class LatentAttention:
         self.keys = keys
         self.values = values
         self.output = output
-        self._layer = layer
+        self.layer = layer
 
     def add_to(
         self, residual: torch.Tensor, x: torch.Tensor, context: ForwardContext
@@ -252,7 +252,7 @@ class LatentAttention:
         query[..., rank:] = heads[..., nope:]
         key = torch.cat((self.key_norm(latent), rotating), dim=1).unsqueeze(1)
         rotation = context.rotation(self.rotary)
-        attended = context.attention.run(self._layer, query, key, None, rotation)
+        attended = context.attention.run(self.layer, query, key, None, rotation)
         values = x.new_empty((len(x), num_heads, spec.v_head_dim))
         self.values.into(attended, values)
         return self.output.add_to(residual, values.flatten(1))

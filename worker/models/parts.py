@@ -390,6 +390,11 @@ class PartSpec(Protocol):
         return (self,)
 
     @property
+    def logged_floats(self) -> int:
+        """Float32 numbers of a token in the log of a state (worker/attention/state_cache.py)."""
+        return 0
+
+    @property
     def state_floats(self) -> int:
         """Floats of the state that the part keeps of a sequence; 0 if it keeps none."""
         return 0

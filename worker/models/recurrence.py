@@ -30,6 +30,10 @@ class RecurrentSpec(PartSpec):
         return self.shape.state_floats
 
     @property
+    def logged_floats(self) -> int:
+        return self.shape.logged_floats
+
+    @property
     def flops_per_token(self) -> int:
         return product_flops(self.weights) + self.shape.flops_per_token
 
@@ -44,7 +48,8 @@ class RecurrentMixer:
     """A recurrent layer with its weights.
 
     layer: its number among the layers that have a state. inputs: the projections that the
-    recurrence reads. finish: what lies between the recurrence and the output; None: nothing.
+    recurrence reads, one or two. finish: what lies between the recurrence and the output; None:
+    nothing.
     """
 
     def __init__(
@@ -57,11 +62,11 @@ class RecurrentMixer:
         finish: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self.spec = spec
+        self.layer = layer
         self.inputs = inputs
+        self.recurrence = recurrence
         self.output = output
-        self._layer = layer
-        self._recurrence = recurrence
-        self._finish = finish
+        self.finish = finish
 
     def add_to(
         self, residual: torch.Tensor, x: torch.Tensor, context: ForwardContext
@@ -69,7 +74,7 @@ class RecurrentMixer:
         attention = context.attention
         assert isinstance(attention, AttentionWithStates), "the step has no states"
         rows = [project(x) for project in self.inputs]
-        mixed = self._recurrence.run(rows, attention.states, self._layer, context.memory)
-        if self._finish is not None:
-            mixed = self._finish(mixed).to(x.dtype)
+        mixed = self.recurrence.run(rows, attention.states, self.layer, context.memory)
+        if self.finish is not None:
+            mixed = self.finish(mixed).to(x.dtype)
         return self.output.add_to(residual, mixed)

@@ -136,9 +136,15 @@ class ModelSpec:
 
     @property
     def state_shape(self) -> StateShape | None:
-        """The state of a sequence; None for a model whose layers keep none."""
-        sizes = tuple(mixer.state_floats for mixer in self.state_layers)
-        return StateShape(sizes) if sizes else None
+        """The state of a sequence without a log; None for a model whose layers keep none."""
+        return self.state_shape_with_log(0)
+
+    def state_shape_with_log(self, max_logged: int) -> StateShape | None:
+        """Return the state of a sequence with a log of so many tokens, as `state_shape`."""
+        sizes = tuple(
+            mixer.state_floats + max_logged * mixer.logged_floats for mixer in self.state_layers
+        )
+        return StateShape(sizes, max_logged) if sizes else None
 
     def cache_layer(self, layer: int) -> int:
         """Return the number of layers below this one that keep KV."""

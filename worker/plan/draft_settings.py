@@ -69,7 +69,7 @@ def require_draft_model(
         raise _error(f"no drafts for {prepared.name}: its outputs are pooled")
     spec = model_spec(prepared, config, device.head_dims)
     if spec.state_layers:
-        raise _error(f"no drafts for {prepared.name}: the states of {served} cannot be taken back")
+        raise _error(f"method {method}: {served} has recurrent states, with which no model drafts")
     if None not in spec.windows:
         raise _error(
             f"model: all layers of {prepared.name} have windows, and the blocks of a draft model "

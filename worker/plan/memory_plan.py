@@ -27,7 +27,7 @@ from proto.messages.lifecycle import (
 )
 from proto.messages.prepared_model import PreparedModel
 from proto.settings.config import GIB, ServeConfig, flag_name, memory_size
-from proto.settings.speculative_config import HEAD_METHODS
+from proto.settings.speculative_config import DEFAULT_METHODS, HEAD_METHODS
 from worker.attention.kv_cache import KVLayout, kv_cache_geometry, kv_layout, scratch_layout
 from worker.attention.scratch_pages import SCRATCH_BLOCK, num_scratch_blocks
 from worker.batch.input_batch import InputBatch
@@ -205,7 +205,7 @@ def plan_memory(
     cache = config.cache
     setup = ModelSetup.choose(config, prepared, device, rank, weight_format)
     setup.require_possible()
-    layout, _ = layer_cache(setup.spec, setup.kv_dtype())
+    layout, _ = layer_cache(setup.spec, setup.kv_dtype(), max_logged_tokens(config))
 
     model = _served_memory(setup)
     drafter = _ModelMemory.none(setup.num_ranks) if draft is None else _drafter_memory(setup, draft)
@@ -482,20 +482,33 @@ def _row_bytes(
 # ---- States and blocks ----
 
 
-def layer_cache(spec: ModelSpec, kv_dtype: torch.dtype) -> tuple[KVLayout, KVCacheGeometry]:
-    """Return how the layers of a worker share its KV cache, and the shape of that."""
+def layer_cache(
+    spec: ModelSpec, kv_dtype: torch.dtype, max_logged: int = 0
+) -> tuple[KVLayout, KVCacheGeometry]:
+    """Return how the layers of a worker share its KV cache, and the shape of that.
+
+    max_logged: from `max_logged_tokens`.
+    """
     heads = spec.attention_shape
     layout = scratch_layout(spec.windows) if heads.bidirectional else kv_layout(spec.windows)
-    layout = replace(layout, states=spec.state_shape)
+    layout = replace(layout, states=spec.state_shape_with_log(max_logged))
     num_parts = 1 if heads.latent_dim else 2
     return layout, kv_cache_geometry(
         layout, heads.num_kv_heads, heads.head_dim, kv_dtype, num_parts
     )
 
 
+def max_logged_tokens(config: ServeConfig) -> int:
+    """Return the tokens of which recurrent states have a log: the longest draft; 0 without any."""
+    settings = config.speculation.parsed(DEFAULT_METHODS)
+    return settings.max_tokens if settings.methods else 0
+
+
 def _state_bytes(setup: ModelSetup) -> int:
     """Return the bytes of a slot for the states of a sequence, on the ranks of a setup."""
-    shapes = [shard.spec.state_shape for shard in shard_model(setup.spec, setup.num_ranks)]
+    max_logged = max_logged_tokens(setup.config)
+    shards = shard_model(setup.spec, setup.num_ranks)
+    shapes = [shard.spec.state_shape_with_log(max_logged) for shard in shards]
     return sum(shape.slot_bytes for rank in setup.ranks if (shape := shapes[rank]) is not None)
 
 

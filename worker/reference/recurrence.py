@@ -3,39 +3,60 @@
 from collections.abc import Callable, Sequence
 from typing import Final
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from worker.attention.state_cache import StateCache
 from worker.layers.delta_rule import DeltaRuleShape, DeltaRuleWeights
 from worker.layers.mamba2 import Mamba2Shape, Mamba2Weights
-from worker.layers.recurrence import TILE, Recurrences
+from worker.layers.recurrence import TILE, Recurrences, RecurrenceShape
 from worker.layers.scratch import ByteBuffer
 from worker.layers.short_conv import ShortConvShape, ShortConvWeights
 
 _HEAD_EPS: Final = 1e-6
 
 
-def scan(
-    states: StateCache, layer: int, step: Callable[[int, torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
-    """Return the outputs [T, columns] of all tokens of the planned step, in order.
+Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
-    step: takes a token's number and the state before it, float32 [size], which it updates; returns
-    the token's output. The states that the plan writes are copied to the cache.
+
+def scan(
+    states: StateCache,
+    layer: int,
+    inputs: torch.Tensor,
+    gates: torch.Tensor,
+    shape: RecurrenceShape,
+    step: Step,
+) -> torch.Tensor:
+    """Return the outputs [T, ...] of all tokens of the planned step, in order.
+
+    inputs: float32 [T, channels], of the convolution; gates: float32 [T, numbers]: what a log has
+    of a token. step: takes both of a token and the state before it, float32 [state_floats], which
+    it updates; returns the token's output. The states that the plan writes are copied to the cache.
     """
     plan, slots = states.plan, states.of_layer(layer)
     assert plan is not None
+    size, max_logged = shape.state_floats, states.shape.max_logged
+    sizes = [max_logged * inputs.shape[1], max_logged * gates.shape[1]]
+    logs = slots[:, size:].split_with_sizes(sizes, 1)
     outputs = []
     for sequence, source in enumerate(plan.sources.tolist()):
-        state = torch.zeros_like(slots[0]) if source < 0 else slots[source].clone()
-        token = int(plan.query_start[sequence])
-        first, last = plan.write_start[sequence : sequence + 2].tolist()
-        for write in range(first, last):
-            end = int(plan.write_ends[write])
-            outputs += [step(each, state) for each in range(token, end)]
-            token = end
-            slots[int(plan.write_slots[write])] = state
+        state = torch.zeros_like(slots[0, :size]) if source < 0 else slots[source, :size].clone()
+        first, end = plan.query_start[sequence : sequence + 2].tolist()
+        num_again = int(np.diff(plan.token_start)[sequence]) - (end - first)
+        for index in range(num_again):
+            logged, logged_gates = (log[source].view(max_logged, -1)[index] for log in logs)
+            step(logged, logged_gates, state)
+        before = {}
+        for token in range(first, end):
+            outputs.append(step(inputs[token], gates[token], state))
+            before[token + 1] = state.clone()
+        for write in range(*plan.write_start[sequence : sequence + 2].tolist()):
+            slot, base = int(plan.write_slots[write]), int(plan.write_bases[write])
+            slots[slot, :size] = before[base]
+            for log, rows in zip(logs, (inputs, gates), strict=True):
+                draft = rows[base : int(plan.write_ends[write])]
+                log[slot, : draft.numel()] = draft.flatten()
     return torch.stack(outputs)
 
 
@@ -81,21 +102,22 @@ class TorchDeltaRule:
     ) -> torch.Tensor:
         shape = self._shape
         rows, gates = (each.float() for each in inputs)
-        outputs = scan(
-            states, layer, lambda token, state: self._step(rows[token], gates[token], state)
-        )
+        outputs = scan(states, layer, rows[:, : shape.channels], gates, shape, self._step)
         gate = rows[:, shape.channels :].view(outputs.shape)
         size = [shape.value_size]
         normed = F.rms_norm(outputs, size, self._weights.norm, self._weights.norm_eps)
         return (normed * F.silu(gate)).flatten(1).to(inputs[0].dtype)
 
     def _step(self, row: torch.Tensor, gates: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        """Return the output [value heads, value_size] of a token; update its state."""
+        """Return the output [value heads, value_size] of a token; update its state.
+
+        row: [channels]. gates: b ‖ a.
+        """
         shape, weights = self._shape, self._weights
         matrices = state[: shape.matrix_floats]
         matrices = matrices.view(shape.num_value_heads, -1, shape.key_size, TILE)
         window = state[shape.matrix_floats :].view(shape.num_taps - 1, shape.channels)
-        mixed = F.silu(convolve(window, row[: shape.channels], weights.taps))
+        mixed = F.silu(convolve(window, row, weights.taps))
         query, key, value = mixed.tensor_split([shape.keys, 2 * shape.keys])
         num_each = shape.num_value_heads // shape.num_key_heads
         query, key = (part.view(shape.num_key_heads, shape.key_size) for part in (query, key))
@@ -126,17 +148,31 @@ class TorchMamba2:
         self, inputs: Sequence[torch.Tensor], states: StateCache, layer: int, memory: ByteBuffer
     ) -> torch.Tensor:
         (projected,) = inputs
-        rows = projected.float()
-        outputs = scan(states, layer, lambda token, state: self._step(rows[token], state))
-        return outputs if self._shape.has_wide_output else outputs.to(projected.dtype)
+        shape = self._shape
+        sizes = [shape.inner, shape.channels, shape.num_heads]
+        gates, rows, times = projected.float().split_with_sizes(sizes, 1)
+        outputs = scan(states, layer, rows, times, shape, self._step).flatten(1)
+        # One by one: vectorised functions round the ends of their vectors otherwise.
+        gated = torch.stack([self._gated(*each) for each in zip(outputs, gates, strict=True)])
+        return gated if shape.has_wide_output else gated.to(projected.dtype)
 
-    def _step(self, row: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        """Return the output [inner] of a token; update its state."""
+    def _gated(self, output: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """Return the output [inner] of a token with gate and norm."""
+        kind = self._shape.gate_norm
+        gate = F.silu(gate * self._weights.gate_factor)
+        if kind == "gated norm":
+            return self._normed(output) * gate
+        return output * gate if kind == "none" else self._normed(output * gate)
+
+    def _step(self, row: torch.Tensor, times: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """Return the output [heads, head_size] of a token; update its state.
+
+        row: [channels]. times: dt, [heads].
+        """
         shape, weights = self._shape, self._weights
         matrices = state[: shape.matrix_floats]
         matrices = matrices.view(shape.num_heads, -1, shape.state_size, TILE)
         window = state[shape.matrix_floats :].view(shape.num_taps - 1, shape.channels)
-        gate, row, times = row.tensor_split([shape.inner, shape.inner + shape.channels])
         mixed = F.silu(convolve(window, row, weights.taps, weights.conv_bias))
         x, write, read = mixed.tensor_split([shape.inner, shape.inner + shape.group_states])
         x = x.view(shape.num_heads, shape.head_size)
@@ -148,12 +184,7 @@ class TorchMamba2:
         times = F.softplus(times * weights.time_factor + weights.time_bias)
         matrices *= (weights.decay * times).exp()[:, None, None, None]
         matrices += write[:, None, :, None] * in_tiles(x * times[:, None])
-        output = product_with(matrices, read, shape.head_size) + weights.skip[:, None] * x
-        gate = F.silu(gate * weights.gate_factor)
-        if shape.gate_norm == "gated norm":
-            return self._normed(output.flatten()) * gate
-        gated = output.flatten() * gate
-        return self._normed(gated) if shape.gate_norm == "norm of gated" else gated
+        return product_with(matrices, read, shape.head_size) + weights.skip[:, None] * x
 
     def _normed(self, row: torch.Tensor) -> torch.Tensor:
         """Return the norm of a row [inner], group by group."""
@@ -178,11 +209,12 @@ class TorchShortConv:
         into, gates, rows = projected.float().chunk(3, 1)
         rows = into * rows
 
-        def step(token: int, state: torch.Tensor) -> torch.Tensor:
+        def step(row: torch.Tensor, nothing: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
             window = state.view(self._shape.num_taps - 1, self._shape.channels)
-            return convolve(window, rows[token], self._weights.taps, self._weights.bias)
+            return convolve(window, row, self._weights.taps, self._weights.bias)
 
-        return (gates * scan(states, layer, step)).to(projected.dtype)
+        outputs = scan(states, layer, rows, rows[:, :0], self._shape, step)
+        return (gates * outputs).to(projected.dtype)
 
 
 RECURRENCES: Final[Recurrences] = {

@@ -11,7 +11,10 @@ and the worker accepts it as far as the sampled tokens agree with it:
                   KV of the first two drafts is valid; that of the third will be overwritten
 
 What a rejected draft leaves behind is only KV that no request can find: blocks become findable up
-to the known tokens, and windows free blocks up to the confirmed length.
+to the known tokens, and windows free blocks up to the confirmed length. A recurrent state is never
+that after a token of a draft: its slot has a log of them (worker/attention/state_cache.py), and the
+next step computes the accepted ones again. So that the slots of a sequence are those of a step
+without a draft, a draft then ends in the block after that of the last computed token.
 
 With `--async-scheduling` a step is planned while the one before computes. A request whose step in
 flight verifies a draft is left out, because how many tokens it gets is unknown; all others are
@@ -162,8 +165,7 @@ def is_drafted_for(request: Request) -> bool:
     """Return whether a request may ever be drafted for.
 
     Not the rows of a beam search, whose next token depends on the other rows, nor requests that
-    are pooled, nor one with a single token, which no draft brings sooner. Models with recurrent
-    states are excluded as a whole, see `SpeculativeDecoding`.
+    are pooled, nor one with a single token, which no draft brings sooner.
     """
     params = request.sampling_params
     return request.pooling_params is None and not params.beam_width and request.max_tokens > 1
@@ -227,8 +229,7 @@ class DraftKVIndex:
 class SpeculativeDecoding(SchedulerFeature):
     """Gives each step its drafts.
 
-    A model with recurrent states is not drafted for: a state after a rejected token cannot be taken
-    back. is_active: whether any request may have a draft; if not, `fill_drafts` is not called.
+    is_active: whether any request may have a draft; if not, `fill_drafts` is not called.
     max_num_seqs, num_draft_positions: together max_positions, which a step may sample and the
     workers' memory is planned for. drafting: None without a method. max_usage: share of the blocks
     in use up to which lookahead takes new ones. computes_ahead: steps are planned before the result
@@ -249,7 +250,7 @@ class SpeculativeDecoding(SchedulerFeature):
         computes_ahead: bool,
         held: set[int],
     ) -> None:
-        self._drafting = None if kv_cache.has_states else drafting
+        self._drafting = drafting
         self.is_active = self._drafting is not None
         self._kv_cache = kv_cache
         self._min_free_blocks = int((1.0 - max_usage) * kv_cache.num_usable_blocks)
@@ -346,6 +347,12 @@ class SpeculativeDecoding(SchedulerFeature):
         """
         num_known = len(request.all_token_ids) + request.num_output_placeholders
         num_left = request.num_prompt_tokens + request.max_tokens - num_known
+        if self._kv_cache.has_states:
+            # The last computed token is num_known - 2.
+            block_size = self._kv_cache.block_size
+            num_left = min(
+                num_left, ((num_known - 2) // block_size + 2) * block_size - num_known + 1
+            )
         return min(num_left, self._longest_chunk) - 1
 
     def _cut_draft(self, request: Request, most: int) -> int:

@@ -285,9 +285,73 @@ def test_a_wide_output_of_half_precision_is_not_rounded(kernels: Kernels | None)
     assert torch.equal(half, wide)
 
 
+def log_of(shape: Any, num_slots: int = 40, max_logged: int = 8) -> StateCache:
+    """A cache whose states have logs, with NaN wherever nothing was written."""
+    sizes = (5, *[shape.state_floats + max_logged * shape.logged_floats] * 2)
+    cache = StateCache(StateShape(sizes, max_logged), num_slots, BLOCK)
+    cache.buffer[:, :-1] = float("nan")
+    return cache
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_verified_rows_have_the_same_bits_and_rejected_ones_leave_no_trace(
+    name: str, kernels: Kernels | None
+) -> None:
+    """Steps with drafts of any length, of which any number is accepted, beside another sequence."""
+    shape = SHAPES[name]
+    rule, rows = rule_of(kernels, shape), rows_of(shape)
+    whole = run_in_steps(rule, shape, rows, [NUM_TOKENS])
+    random = np.random.default_rng(len(name))
+    for _ in range(4):
+        cache, table = log_of(shape), [0] * 12
+        done, other = 0, 0
+        while done < NUM_TOKENS:
+            room = (max(done - 1, 0) // BLOCK + 2) * BLOCK if done else 6
+            num_drafts = int(random.integers(0, min(room, NUM_TOKENS) - done))
+            num_accepted = int(random.integers(0, num_drafts + 1))
+            end = done + 1 + num_drafts
+            for block in range(max(done - 1, 0) // BLOCK, (end - 1) // BLOCK + 1):
+                table[block] = block + 1
+            chunks, tables, drafts = [(done, end)], [table], [num_drafts]
+            parts = [rows[done:end].clone()]
+            parts[0][1 + num_accepted :] += 1.0
+            if other < NUM_TOKENS:  # the same tokens without drafts
+                chunks.append((other, other + 1))
+                tables.append([20 + block for block in range(10)])
+                drafts.append(0)
+                parts.append(rows[other : other + 1])
+                other += 1
+            inputs = replace(inputs_of(chunks, tables), num_drafts=np.array(drafts, dtype=np.int32))
+            cache.plan_step(inputs)
+            outputs = run(rule, shape, torch.cat(parts), cache, 1)
+            number = 1 + num_accepted
+            assert torch.equal(outputs[:number], whole[done : done + number])
+            assert torch.equal(
+                outputs[len(parts[0]) :], whole[other - len(outputs) + end - done : other]
+            )
+            done += number
+
+
+def test_a_plan_of_drafts_keeps_the_state_before_them_and_computes_accepted_ones_again() -> None:
+    """The example of worker/attention/state_cache.py, over the end of a block."""
+    positions = np.zeros(10, dtype=np.int32)
+    positions[9] = 6
+    inputs = inputs_of([(8, 12), (0, 3)], [[0, 9, 7], [5]])
+    plan = plan_states(
+        replace(inputs, num_drafts=np.array([3, 0], dtype=np.int32)), BLOCK, positions
+    )
+    assert plan.query_start.tolist() == [0, 4, 7]
+    assert plan.token_start.tolist() == [0, 6, 9], "tokens 6 and 7 are computed again"
+    assert plan.write_bases.tolist() == [1, 7]
+    assert plan.write_ends.tolist() == [4, 7]
+    assert plan.positions.tolist() == [9, 3]
+
+
 def test_a_plan_reads_the_state_before_and_writes_those_that_have_a_slot() -> None:
     """The example of worker/attention/state_cache.py, beside a sequence that begins."""
     plan = plan_states(inputs_of([(6, 14), (0, 3)], [[0, 9, 0, 7], [5]]), BLOCK)
+    assert plan.write_bases.tolist() == plan.write_ends.tolist()
+    assert plan.positions.tolist() == [8, 14, 3]
     assert plan.sources.tolist() == [9, -1]
     assert plan.write_start.tolist() == [0, 2, 3]
     assert plan.write_ends.tolist() == [2, 8, 11]

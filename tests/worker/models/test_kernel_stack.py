@@ -28,8 +28,9 @@ from tests.worker.kernel_variants import (
     threads_of_torch,
     with_each,
 )
-from worker.attention.backend import AttentionInputs
+from worker.attention.backend import AttentionBackend, AttentionInputs
 from worker.attention.kv_cache import KVCache, kv_layout
+from worker.attention.state_cache import AttentionWithStates, StateCache
 from worker.cpu import kernel_choice
 from worker.cpu.attention import CpuAttention
 from worker.cpu.build_kernels import KernelVariant
@@ -56,7 +57,12 @@ FAMILIES = (
     *("mixtral", "qwen2moe", "qwen3moe-dense-layers", "olmoe", "granitemoe", "glm4moe-groups"),
     *("gptoss", "gptoss-full"),
     *("deepseek2", "deepseek2-groups", "deepseek3", "deepseek3-halves", "glm4moelite"),
+    *("bamba", "bamba-biases", "falconh1", "falconh1-norms", "granitehybrid"),
+    *("granitehybrid-dense", "lfm2", "lfm2-biases", "lfm2moe", "mamba2", "mamba2-biases"),
+    *("nemotronh", "qwen35", "qwen35-biases", "qwen35moe", "qwen3next"),
 )
+HYBRIDS = ("falconh1", "granitehybrid", "lfm2", "qwen35")
+"""Attention beside a mixer of each kind."""
 Checkpoint = Callable[[str], PreparedModel]
 best_variant = with_each(LOADABLE[:1])
 
@@ -116,8 +122,12 @@ class StackRunner:
         self._num_groups = layout.num_groups
         _, geometry = layer_cache(spec, torch.float32)
         self.cache = KVCache(geometry, layout, 1 + 2 * self._num_groups * PAGES, BLOCK)
-        shape = spec.attention_shape
-        self.attention = CpuAttention(kernels, self.cache, shape)
+        self.attention: AttentionBackend = CpuAttention(kernels, self.cache, spec.attention_shape)
+        self.buffers = [self.cache.buffer]
+        if spec.state_shape is not None:
+            states = StateCache(spec.state_shape, 1 + 2 * PAGES, BLOCK)
+            self.buffers.append(states.buffer)
+            self.attention = AttentionWithStates(self.attention, states)
 
     def run(self) -> list[torch.Tensor]:
         return [self._step(step) for step in STEPS]
@@ -127,8 +137,10 @@ class StackRunner:
         positions = np.concatenate([np.arange(at, at + count) for at, count in step])
         rows = np.repeat(np.arange(len(step)), [count for _, count in step])
         groups = []
-        for group in range(self._num_groups):
-            first = 1 + (np.arange(len(step)) * self._num_groups + group) * PAGES
+        of_states = isinstance(self.attention, AttentionWithStates)
+        for group in [*range(self._num_groups), *([0] if of_states else [])]:
+            num_groups = 1 if len(groups) == self._num_groups else self._num_groups
+            first = 1 + (np.arange(len(step)) * num_groups + group) * PAGES
             table = (first[:, None] + np.arange(PAGES)).astype(np.int32)
             slots = table[rows, positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK
             lens = np.array([sum(each) for each in step], dtype=np.int32)
@@ -150,7 +162,7 @@ def assert_same_bits(model: Decoder, kernels: Kernels, threads: Sequence[int] = 
             assert wanted.isfinite().all()
             assert wanted.float().std() > 0.1, "a difference would not be visible"
             assert torch.equal(found, wanted)
-        assert torch.equal(one.cache.buffer, parts.cache.buffer)
+        assert all(map(torch.equal, one.buffers, parts.buffers))
 
 
 @best_variant
@@ -173,7 +185,7 @@ def test_every_kernel_variant_gives_the_same_bits(
     variant: KernelVariant, use_variant: Callable[[KernelVariant], Kernels], checkpoint: Checkpoint
 ) -> None:
     kernels = use_variant(variant)
-    names = ("llama", "gemma3-pattern-untied", "qwen2moe", "deepseek3")
+    names = ("llama", "gemma3-pattern-untied", "qwen2moe", "deepseek3", *HYBRIDS)
     for name, dtype in product(names, (torch.bfloat16, torch.float32)):
         assert_same_bits(load(checkpoint(name), dtype, int8(kernels, dtype)), kernels)
 
@@ -259,7 +271,9 @@ def test_products_of_several_libraries_give_the_same_bits(
 
 
 @best_variant
-@pytest.mark.parametrize("name", ["llama", "gemma3-pattern-untied", "olmo2", "deepseek3"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma3-pattern-untied", "olmo2", "deepseek3", "nemotronh", "qwen35"]
+)
 def test_the_residuals_before_layers_are_recorded(
     name: str,
     variant: KernelVariant,
@@ -345,7 +359,7 @@ def test_the_number_of_rows_selects_the_stack(
 ) -> None:
     """Steps of few rows use the first format, those of many the second."""
     kernels = use_variant(variant)
-    names = ("qwen2", "gemma3-pattern-untied", "deepseek3")
+    names = ("qwen2", "gemma3-pattern-untied", "deepseek3", "granitehybrid")
     for name, dtype in product(names, (torch.bfloat16, torch.float32)):
         model = load(checkpoint(name), dtype, MixedFormat(int8(kernels, dtype), kernels))
         assert_same_bits(model, kernels)

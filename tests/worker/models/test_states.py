@@ -16,7 +16,13 @@ import torch
 from engine_core.request import Request
 from proto.errors import ConfigError, ModelError
 from proto.messages.prepared_model import PreparedModel
-from proto.settings.config import GIB, CacheConfig, ModelConfig, ServeConfig
+from proto.settings.config import (
+    GIB,
+    CacheConfig,
+    ModelConfig,
+    ServeConfig,
+    SpeculationConfig,
+)
 from tests.fakes.beam_reference import beam_search
 from tests.fakes.dense_attention import DenseAttention
 from tests.fakes.devices import CPU
@@ -213,9 +219,16 @@ def test_the_plan_counts_a_slot_for_each_state(prepared: PreparedModel, decoder:
     shape = decoder.spec.state_shape
     assert shape is not None
     assert shape.slot_bytes == SLOT_BYTES[prepared.architecture]
+    logged = decoder.spec.state_shape_with_log(16)
+    assert logged is not None
     found = plan(prepared, num_state_slots=100)
-    assert (found.num_state_slots, found.state_bytes) == (101, shape.slot_bytes)
-    assert found.states_bytes == 101 * shape.slot_bytes
+    assert (found.num_state_slots, found.state_bytes) == (101, logged.slot_bytes)
+    assert found.states_bytes == 101 * logged.slot_bytes
+    floats = sum(mixer.logged_floats for mixer in decoder.spec.state_layers)
+    assert logged.slot_bytes == shape.slot_bytes + 4 * (16 * floats + 1)
+    undrafted = ServeConfig(speculation=SpeculationConfig(speculative_config='{"method": "none"}'))
+    without = plan_memory(undrafted, prepared, CpuDevice(undrafted.device))
+    assert without.state_bytes == shape.slot_bytes
     assert any(line.split()[0] == "states" for line in found.table())
     usual = plan(prepared)
     assert usual.num_state_slots == 1 + 4 * ServeConfig().scheduler.max_num_seqs

@@ -78,7 +78,7 @@ def test_models_of_other_families_can_draft(
             {"method": "eagle"},
             "runs on transformers' code, which has no heads",
         ),
-        ("qwen3next", "llama", (), {}, "the states of Qwen3Next"),
+        ("qwen3next", "llama", (), {}, "Qwen3NextForCausalLM has recurrent states"),
         ("llama", "qwen3next", (), {}, "layers with a recurrent state"),
         ("mistral-window", "llama", (), {}, "all layers of mistral-window have windows"),
         (

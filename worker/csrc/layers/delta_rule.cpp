@@ -30,8 +30,13 @@ struct Sizes {
           matrices(layer.num_value_heads * tiles * tile),
           token(channels + 3 * layer.num_value_heads) {}
 
+    // Floats of a state before the gates in its log.
+    int64_t gates_at(const TokendDeltaRule& layer, int64_t max_logged) const {
+        return matrices + (layer.num_taps - 1 + max_logged) * channels;
+    }
+
     int64_t keys, values, channels, heads_per_key, tiles, tile;
-    int64_t matrices;  // floats of a state before the window
+    int64_t matrices;  // floats of a state before the inputs
     int64_t token;     // floats of scratch memory
 };
 
@@ -62,25 +67,19 @@ float inverse_norm(const float* x, int64_t size) {
     return float(1.0 / std::sqrt(double(dot(x, x, size)) + HEAD_EPS));
 }
 
-// Everything of a token and a key head that needs no matrix.
-template <class T>
+// Everything of a token and a key head that needs no matrix. gates: b and a of the token. convolved(first, count, out)
+// computes some channels.
+template <class T, class Convolved>
 void prepare_head(
-    const TokendDeltaRule& layer, const Sizes& sizes, const TokendRecurrenceRun& run, int64_t token,
-    int64_t before, const float* window, int64_t head, const Token& to
+    const TokendDeltaRule& layer, const Sizes& sizes, const T* gates, int64_t head, const Token& to, Convolved convolved
 ) {
-    const T* row = static_cast<const T*>(run.rows) + token * run.row_stride;
     const int64_t size = layer.key_size, shift = head * size;
-    const Taps taps{layer.num_taps, sizes.channels, layer.taps, nullptr};
-    const auto convolved = [&](int64_t first, int64_t count, float* out) {
-        convolve<true>(taps, row, run.row_stride, before, window, first, count, out);
-    };
     float *query = to.query + shift, *key = to.key + shift;
     convolved(shift, size, query);
     convolved(sizes.keys + shift, size, key);
     scale(query, size, inverse_norm(query, size) * float(1.0 / std::sqrt(double(size))));
     scale(key, size, inverse_norm(key, size));
     const float product = dot(query, key, size);
-    const T* gates = static_cast<const T*>(run.gates) + token * run.gate_stride;
     for (int64_t index = 0; index < sizes.heads_per_key; index++) {
         const int64_t own =
             layer.is_tiled ? index * layer.num_key_heads + head : head * sizes.heads_per_key + index;
@@ -95,118 +94,136 @@ void prepare_head(
 
 // ---- matrices -----------------------------------------------------------------
 
-// S^T k and S^T q of a tile. Even and odd rows are summed apart: twice as many chains.
+// Columns of a tile that pass through the tokens together: so many that their sums stay in registers.
+constexpr int COLUMNS = VECTORS >= 2 ? 2 : 1;  // vectors
+constexpr int GROUPS = VECTORS / COLUMNS;
+
+// S^T k and S^T q of such columns. Even and odd rows are summed apart: twice as many chains.
 struct Products {
-    F<N> key[2][VECTORS] = {}, query[2][VECTORS] = {};
+    F<N> key[2][COLUMNS] = {}, query[2][COLUMNS] = {};
 
     template <int HALF>
-    TOKEND_INLINE void add(const F<N> (&row)[VECTORS], float k, float q) {
-        each<VECTORS>([&](auto j) {
+    TOKEND_INLINE void add(const F<N> (&row)[COLUMNS], float k, float q) {
+        each<COLUMNS>([&](auto j) {
             key[HALF][j] = multiply_add<N>(row[j], splat<N>(k), key[HALF][j]);
             query[HALF][j] = multiply_add<N>(row[j], splat<N>(q), query[HALF][j]);
         });
     }
 };
 
-template <int HALF>
-TOKEND_INLINE void read_row(const float* from, float k, float q, Products& products) {
-    F<N> row[VECTORS];
-    each<VECTORS>([&](auto j) { row[j] = load<N>(from + j * N); });
-    products.add<HALF>(row, k, q);
+// Calls body(half, i) for every row of a tile; half: i modulo 2, a constant.
+template <class Body>
+TOKEND_INLINE void each_tile_row(int64_t size, Body body) {
+    int64_t i = 0;
+    for (; i + 1 < size; i += 2) {
+        body(std::integral_constant<int, 0>(), i);
+        body(std::integral_constant<int, 1>(), i + 1);
+    }
+    if (i < size) body(std::integral_constant<int, 0>(), i);
 }
 
 TOKEND_FLATTEN Products products_of(const float* from, int64_t size, const float* key, const float* query) {
     Products products;
-    int64_t i = 0;
-    for (; i + 1 < size; i += 2) {
-        read_row<0>(from + i * TILE, key[i], query[i], products);
-        read_row<1>(from + (i + 1) * TILE, key[i + 1], query[i + 1], products);
-    }
-    if (i < size) read_row<0>(from + i * TILE, key[i], query[i], products);
-    return products;
-}
-
-template <int HALF, bool MORE>
-TOKEND_INLINE void update_row(
-    const float* from, float* to, float a, float k, const F<N> (&correction)[VECTORS], const float* next_key,
-    const float* next_query, Products& products
-) {
-    F<N> row[VECTORS];
-    each<VECTORS>([&](auto j) {
-        row[j] = multiply_add<N>(splat<N>(k), correction[j], load<N>(from + j * N) * a);
-        store<N>(to + j * N, row[j]);
+    each_tile_row(size, [&](auto half, int64_t i) {
+        F<N> row[COLUMNS];
+        each<COLUMNS>([&](auto j) { row[j] = load<N>(from + i * TILE + j * N); });
+        products.add<half>(row, key[i], query[i]);
     });
-    if constexpr (MORE) products.add<HALF>(row, *next_key, *next_query);
+    return products;
 }
 
 // to = a from + k correction^T, and with MORE the products of that for the next token.
 template <bool MORE>
 TOKEND_FLATTEN Products update(
-    const float* from, float* to, int64_t size, float a, const float* key, const F<N> (&correction)[VECTORS],
+    const float* from, float* to, int64_t size, float a, const float* key, const F<N> (&correction)[COLUMNS],
     const float* next_key, const float* next_query
 ) {
     Products products;
-    int64_t i = 0;
-    for (; i + 1 < size; i += 2) {
-        update_row<0, MORE>(from + i * TILE, to + i * TILE, a, key[i], correction, next_key + i, next_query + i, products);
-        update_row<1, MORE>(
-            from + (i + 1) * TILE, to + (i + 1) * TILE, a, key[i + 1], correction, next_key + i + 1, next_query + i + 1,
-            products
-        );
-    }
-    if (i < size)
-        update_row<0, MORE>(from + i * TILE, to + i * TILE, a, key[i], correction, next_key + i, next_query + i, products);
+    each_tile_row(size, [&](auto half, int64_t i) {
+        F<N> row[COLUMNS];
+        each<COLUMNS>([&](auto j) {
+            row[j] = multiply_add<N>(splat<N>(key[i]), correction[j], load<N>(from + i * TILE + j * N) * a);
+            store<N>(to + i * TILE + j * N, row[j]);
+        });
+        if constexpr (MORE) products.add<half>(row, next_key[i], next_query[i]);
+    });
     return products;
 }
 
-// The tokens [first, end) of a sequence for one tile of one value head. Outputs take the place of
-// values.
-TOKEND_FLATTEN void run_tile(
-    const TokendDeltaRule& layer, const Sizes& sizes, const TokendRecurrenceRun& run, int64_t sequence, int64_t head,
-    int64_t tile, const float* zeros
-) {
-    float* scratch = static_cast<float*>(run.scratch);
-    const int64_t key_head = layer.is_tiled ? head % layer.num_key_heads : head / sizes.heads_per_key;
-    const int64_t size = layer.key_size, shift = key_head * size;
-    const int64_t column = tile * TILE, width = std::min<int64_t>(TILE, layer.value_size - column);
-    const int64_t value_at = head * layer.value_size + column;
-    float* const states = run.states + (head * sizes.tiles + tile) * sizes.tile;
-    const int32_t source = run.sources[sequence];
-    const float* from = source < 0 ? zeros : states + source * run.slot_stride;
-    int64_t write = run.write_start[sequence];
-    const int64_t end = run.query_start[sequence + 1];
-    int64_t at = run.query_start[sequence];
-    Products products;
-    {
-        const Token token(scratch + at * sizes.token, layer, sizes);
-        products = products_of(from, size, token.key + shift, token.query + shift);
+// Tokens that all tiles of a thread pass through before the next ones: what the tiles of a head read of them stays in
+// the second cache.
+constexpr int64_t CHUNK = 64;
+
+// The tokens of a sequence for one tile of one value head. Outputs take the place of values.
+class Tile {
+  public:
+    Tile(
+        const TokendDeltaRule& layer, const Sizes& sizes, const TokendRecurrenceRun& run, float* zeros,
+        int64_t sequence, int64_t index
+    )
+        : layer_(layer), sizes_(sizes), scratch_(static_cast<float*>(run.scratch)), head_(index / sizes.tiles),
+          path_(run, sequence, index * sizes.tile, layer.key_size, zeros, zeros + (1 + omp_get_thread_num()) * sizes.tile),
+          end_(run.token_start[sequence + 1]) {
+        const int64_t key_head = layer.is_tiled ? head_ % layer.num_key_heads : head_ / sizes.heads_per_key;
+        shift_ = key_head * layer.key_size;
+        const int64_t column = index % sizes.tiles * TILE;
+        width_ = std::min<int64_t>(TILE, layer.value_size - column);
+        value_at_ = head_ * layer.value_size + column;
+        const Token first = token(path_.at());
+        for (int group = 0; group < GROUPS; group++)
+            products_[group] =
+                products_of(path_.from() + group * COLUMNS * N, layer.key_size, first.key + shift_, first.query + shift_);
     }
-    for (; at < end; at++) {
-        const Token token(scratch + at * sizes.token, layer, sizes);
-        float* value = token.value + value_at;
-        const float a = token.decay[head], strength = token.strength[head], product = token.product[head];
-        F<N> correction[VECTORS];
-        each<VECTORS>([&](auto j) {
-            const int64_t count = width - j * N;
-            const F<N> seen = (products.key[0][j] + products.key[1][j]) * a;
-            const F<N> own = count > 0 ? load_part(value + j * N, count) : F<N>{};
-            correction[j] = (own - seen) * strength;
-            const F<N> read = (products.query[0][j] + products.query[1][j]) * a;
-            if (count > 0) store_part(value + j * N, count, multiply_add<N>(splat<N>(product), correction[j], read));
-        });
-        float* to = states + run.write_slots[write] * run.slot_stride;
-        if (at + 1 < end) {
-            const Token next(scratch + (at + 1) * sizes.token, layer, sizes);
-            products = update<true>(
-                from, to, size, a, token.key + shift, correction, next.key + shift, next.query + shift
-            );
-        } else {
-            update<false>(from, to, size, a, token.key + shift, correction, token.key, token.query);
+
+    // Computes the tokens before `end`.
+    void run_until(int64_t end) {
+        const TilePath begin = path_;
+        for (int group = 0; group < GROUPS; group++) {
+            path_ = begin;
+            run_columns(group, end);
         }
-        from = to;
-        if (at + 1 == run.write_ends[write]) write++;
     }
-}
+
+  private:
+    TOKEND_FLATTEN void run_columns(int group, int64_t end) {
+        const int64_t size = layer_.key_size, shift = shift_, first = group * COLUMNS * N;
+        Products products = products_[group];
+        for (int64_t at = path_.at(); at < end; at++) {
+            const float* from = path_.from() + first;
+            const Token own = token(at);
+            float* value = own.value + value_at_ + first;
+            const float a = own.decay[head_], strength = own.strength[head_], product = own.product[head_];
+            F<N> correction[COLUMNS];
+            each<COLUMNS>([&](auto j) {
+                const int64_t count = width_ - first - j * N;
+                const F<N> seen = (products.key[0][j] + products.key[1][j]) * a;
+                correction[j] = ((count > 0 ? load_part(value + j * N, count) : F<N>{}) - seen) * strength;
+                const F<N> read = (products.query[0][j] + products.query[1][j]) * a;
+                if (count > 0) store_part(value + j * N, count, multiply_add<N>(splat<N>(product), correction[j], read));
+            });
+            float* to = path_.to() + first;
+            if (at + 1 < end_) {
+                const Token next = token(at + 1);
+                products =
+                    update<true>(from, to, size, a, own.key + shift, correction, next.key + shift, next.query + shift);
+            } else {
+                update<false>(from, to, size, a, own.key + shift, correction, own.key, own.query);
+            }
+            path_.advance(at + 1, first, COLUMNS * N);
+        }
+        products_[group] = products;
+    }
+
+    Token token(int64_t at) const { return Token(scratch_ + at * sizes_.token, layer_, sizes_); }
+
+    const TokendDeltaRule& layer_;
+    const Sizes& sizes_;
+    float* scratch_;
+    int64_t head_, shift_, width_, value_at_;
+    TilePath path_;
+    int64_t end_;
+    Products products_[GROUPS];
+};
 
 // ---- output -------------------------------------------------------------------
 
@@ -226,43 +243,56 @@ TOKEND_FLATTEN void gate_head(const TokendDeltaRule& layer, const float* o, cons
 template <class T>
 void run_layer(const TokendDeltaRule& layer, const TokendRecurrenceRun& run) {
     const Sizes sizes(layer);
+    const int64_t num_tokens = run.token_start[run.num_seqs];
     float* scratch = static_cast<float*>(run.scratch);
-    float* zeros = scratch + run.num_tokens * sizes.token;
-    std::fill_n(zeros, sizes.tile, 0.0f);
+    float* zeros = scratch + num_tokens * sizes.token;
+    const T *rows = static_cast<const T*>(run.rows), *gates = static_cast<const T*>(run.gates);
     const int64_t heads = layer.num_value_heads, tiles = heads * sizes.tiles;
+    const int64_t gates_at = sizes.gates_at(layer, run.max_logged);
+    const Taps taps{layer.num_taps, sizes.channels, layer.taps, nullptr};
     constexpr int64_t SPAN = 1024;
     const int64_t spans = (sizes.channels + SPAN - 1) / SPAN;
-    in_team(run.num_tokens * tiles * sizes.tile > PARALLEL_ELEMENTS, [&] {
+    in_team(num_tokens * tiles * sizes.tile > PARALLEL_ELEMENTS, [&] {
+#pragma omp for schedule(static) nowait
+        for (int64_t index = 0; index < sizes.tile; index++) zeros[index] = 0.0f;
 #pragma omp for schedule(static)
-        for (int64_t index = 0; index < run.num_tokens * layer.num_key_heads; index++) {
-            const int64_t token = index / layer.num_key_heads, sequence = sequence_of(run, token);
-            const int32_t source = run.sources[sequence];
-            const float* window = source < 0 ? nullptr : run.states + source * run.slot_stride + sizes.matrices;
-            prepare_head<T>(
-                layer, sizes, run, token, token - run.query_start[sequence], window, index % layer.num_key_heads,
-                Token(scratch + token * sizes.token, layer, sizes)
-            );
+        for (int64_t index = 0; index < num_tokens * layer.num_key_heads; index++) {
+            const int64_t token = index / layer.num_key_heads, head = index % layer.num_key_heads;
+            const int64_t sequence = sequence_of(run, token);
+            const SequenceTokens of(run, sequence);
+            const float* before = inputs_before(run, sequence, sizes.matrices);
+            const Token to(scratch + token * sizes.token, layer, sizes);
+            const auto convolved = [&](int64_t first, int64_t count, float* out) {
+                convolve_token<true>(taps, of, token, rows, run.row_stride, before, first, count, out);
+            };
+            if (token < of.own) {
+                const float* logged = before + gates_at - sizes.matrices + (token - of.first) * 2 * heads;
+                prepare_head(layer, sizes, logged, head, to, convolved);
+            } else {
+                prepare_head(layer, sizes, gates + (of.row + token - of.own) * run.gate_stride, head, to, convolved);
+            }
         }
-#pragma omp for schedule(dynamic, 1) nowait
-        for (int64_t index = 0; index < run.num_seqs * tiles; index++)
-            run_tile(
-                layer, sizes, run, index / tiles, index % tiles / sizes.tiles, index % sizes.tiles, zeros
-            );
+        for_each_tile(run, tiles, CHUNK, [&](int64_t sequence, int64_t index) {
+            return Tile(layer, sizes, run, zeros, sequence, index);
+        });
 #pragma omp for schedule(static)
         for (int64_t index = 0; index < run.num_seqs * spans; index++) {
             const int64_t first = index % spans * SPAN;
-            write_windows(
-                run, static_cast<const T*>(run.rows), run.row_stride, sizes.matrices, layer.num_taps - 1, sizes.channels,
-                index / spans, first, std::min(first + SPAN, sizes.channels)
+            write_inputs(
+                run, rows, run.row_stride, sizes.matrices, layer.num_taps - 1, sizes.channels, index / spans, first,
+                std::min(first + SPAN, sizes.channels)
             );
+            if (first == 0) write_gates(run, gates, run.gate_stride, gates_at, 2 * heads, index / spans);
         }
 #pragma omp for schedule(static) nowait
-        for (int64_t index = 0; index < run.num_tokens * heads; index++) {
+        for (int64_t index = 0; index < num_tokens * heads; index++) {
             const int64_t token = index / heads, at = index % heads * layer.value_size;
-            const T* row = static_cast<const T*>(run.rows) + token * run.row_stride;
+            const SequenceTokens of(run, sequence_of(run, token));
+            if (token < of.own) continue;
+            const int64_t row = of.row + token - of.own;
             gate_head(
-                layer, Token(scratch + token * sizes.token, layer, sizes).value + at, row + sizes.channels + at,
-                static_cast<T*>(run.out) + token * sizes.values + at
+                layer, Token(scratch + token * sizes.token, layer, sizes).value + at,
+                rows + row * run.row_stride + sizes.channels + at, static_cast<T*>(run.out) + row * sizes.values + at
             );
         }
     });
@@ -271,18 +301,17 @@ void run_layer(const TokendDeltaRule& layer, const TokendRecurrenceRun& run) {
 }  // namespace
 }  // namespace tokend
 
-extern "C" int64_t tokend_delta_state(const TokendDeltaRule* layer) {
-    const tokend::Sizes sizes(*layer);
-    return sizes.matrices + (layer->num_taps - 1) * sizes.channels;
+extern "C" int64_t tokend_delta_state(const TokendDeltaRule* layer, int64_t max_logged) {
+    return tokend::Sizes(*layer).gates_at(*layer, max_logged) + max_logged * 2 * layer->num_value_heads;
 }
 
-extern "C" int64_t tokend_delta_bytes(const TokendDeltaRule* layer, int64_t num_tokens) {
-    const tokend::Sizes sizes(*layer);
-    return (num_tokens * sizes.token + sizes.tile) * int64_t(sizeof(float));
+extern "C" int64_t tokend_delta_bytes(const void* layer, int64_t num_tokens) {
+    const tokend::Sizes sizes(*static_cast<const TokendDeltaRule*>(layer));
+    return (num_tokens * sizes.token + (1 + omp_get_max_threads()) * sizes.tile) * int64_t(sizeof(float));
 }
 
-extern "C" void tokend_delta_run(const TokendDeltaRule* layer, const TokendRecurrenceRun* run) {
+extern "C" void tokend_delta_run(const void* layer, const TokendRecurrenceRun* run) {
     tokend::with_type(run->dtype, [&](auto* type) {
-        tokend::run_layer<std::remove_pointer_t<decltype(type)>>(*layer, *run);
+        tokend::run_layer<std::remove_pointer_t<decltype(type)>>(*static_cast<const TokendDeltaRule*>(layer), *run);
     });
 }

@@ -13,7 +13,8 @@
 // The state of a layer in one slot, floats:
 //
 //   matrices   [value head, column tile, key_size, TOKEND_STATE_TILE]    columns: value_size, padded
-//   window     [num_taps - 1, channels]                                 the last inputs, oldest first
+//   inputs     [num_taps - 1 + max_logged, channels]                    of the convolution (recurrence.h)
+//   gates      [max_logged, 2 * num_value_heads]                        of logged tokens
 #pragma once
 
 #include <cstdint>
@@ -40,10 +41,10 @@ struct TokendDeltaRule {
 };
 
 // Floats of the state of a layer.
-__attribute__((visibility("default"))) int64_t tokend_delta_state(const TokendDeltaRule* layer);
+__attribute__((visibility("default"))) int64_t tokend_delta_state(
+    const TokendDeltaRule* layer, int64_t max_logged
+);
 
-// Bytes of scratch memory for a step.
-__attribute__((visibility("default"))) int64_t tokend_delta_bytes(const TokendDeltaRule* layer, int64_t num_tokens);
-
-__attribute__((visibility("default"))) void tokend_delta_run(const TokendDeltaRule* layer, const TokendRecurrenceRun* run);
+__attribute__((visibility("default"))) TokendRecurrenceBytes tokend_delta_bytes;
+__attribute__((visibility("default"))) TokendRecurrenceKernel tokend_delta_run;
 }

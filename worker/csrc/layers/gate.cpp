@@ -106,7 +106,34 @@ void with_kind(int64_t dtype, int64_t kind, Body body) {
     });
 }
 
+// out = compute(x, out), vector by vector.
+template <class T, class Compute>
+TOKEND_FLATTEN void map_span(const T* x, int64_t size, T* out, Compute compute) {
+    for (int64_t at = 0; at < size; at += N) {
+        const int64_t count = std::min<int64_t>(N, size - at);
+        if (count == N) {
+            store<N>(out + at, compute(load<N>(x + at), load<N>(out + at)));
+        } else {
+            store_some<N>(out + at, count, compute(load_some<N>(x + at, count, 0.0f), load_some<N>(out + at, count, 0.0f)));
+        }
+    }
+}
+
 }  // namespace
+
+void scale_row(int64_t dtype, int64_t size, double factor, const void* x, void* out) {
+    with_type(dtype, [&]<class T>(T*) {
+        map_span(static_cast<const T*>(x), size, static_cast<T*>(out), [&](F<N> value, F<N>) {
+            return value * float(factor);
+        });
+    });
+}
+
+void accumulate_row(int64_t dtype, int64_t size, const void* x, void* out) {
+    with_type(dtype, [&]<class T>(T*) {
+        map_span(static_cast<const T*>(x), size, static_cast<T*>(out), [](F<N> value, F<N> sum) { return sum + value; });
+    });
+}
 
 void gate_row(int64_t kind, int64_t is_gated, int64_t dtype, int64_t size, const void* x, void* out) {
     with_kind(dtype, kind, [&]<class T>(T*, auto known) {

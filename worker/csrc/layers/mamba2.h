@@ -11,7 +11,8 @@
 // The state of a layer in one slot, floats:
 //
 //   matrices   [head, column tile, state_size, TOKEND_STATE_TILE]    columns: head_size, padded
-//   window     [num_taps - 1, channels]                             the last inputs, oldest first
+//   inputs     [num_taps - 1 + max_logged, channels]                of the convolution (recurrence.h)
+//   gates      [max_logged, num_heads]                              dt of logged tokens
 #pragma once
 
 #include <cstdint>
@@ -45,10 +46,10 @@ struct TokendMamba2 {
 };
 
 // Floats of the state of a layer.
-__attribute__((visibility("default"))) int64_t tokend_mamba2_state(const TokendMamba2* layer);
+__attribute__((visibility("default"))) int64_t tokend_mamba2_state(
+    const TokendMamba2* layer, int64_t max_logged
+);
 
-// Bytes of scratch memory for a step.
-__attribute__((visibility("default"))) int64_t tokend_mamba2_bytes(const TokendMamba2* layer, int64_t num_tokens);
-
-__attribute__((visibility("default"))) void tokend_mamba2_run(const TokendMamba2* layer, const TokendRecurrenceRun* run);
+__attribute__((visibility("default"))) TokendRecurrenceBytes tokend_mamba2_bytes;
+__attribute__((visibility("default"))) TokendRecurrenceKernel tokend_mamba2_run;
 }

@@ -35,11 +35,14 @@ void run_layer(const TokendShortConv& layer, const TokendRecurrenceRun& run) {
 #pragma omp for schedule(static)
         for (int64_t index = 0; index < run.num_tokens * spans; index++) {
             const int64_t token = index / spans, first = index % spans * SPAN, size = std::min(SPAN, channels - first);
-            const int64_t sequence = sequence_of(run, token), before = token - run.query_start[sequence];
-            const int32_t source = run.sources[sequence];
-            const float* window = source < 0 ? nullptr : run.states + source * run.slot_stride;
+            const int64_t sequence =
+                std::upper_bound(run.query_start, run.query_start + run.num_seqs + 1, token) - run.query_start - 1;
+            const SequenceTokens tokens(run, sequence);
             float convolved[SPAN];
-            convolve<false>(taps, inputs + token * channels, channels, before, window, first, size, convolved);
+            convolve_token<false>(
+                taps, tokens, tokens.own + token - tokens.row, inputs, channels, inputs_before(run, sequence, 0), first, size,
+                convolved
+            );
             multiply(
                 rows + token * run.row_stride + channels + first, convolved, size,
                 static_cast<T*>(run.out) + token * channels + first
@@ -48,7 +51,7 @@ void run_layer(const TokendShortConv& layer, const TokendRecurrenceRun& run) {
 #pragma omp for schedule(static) nowait
         for (int64_t index = 0; index < run.num_seqs * spans; index++) {
             const int64_t first = index % spans * SPAN;
-            write_windows(
+            write_inputs(
                 run, inputs, channels, 0, layer.num_taps - 1, channels, index / spans, first,
                 std::min(first + SPAN, channels)
             );
@@ -59,12 +62,12 @@ void run_layer(const TokendShortConv& layer, const TokendRecurrenceRun& run) {
 }  // namespace
 }  // namespace tokend
 
-extern "C" int64_t tokend_short_conv_bytes(const TokendShortConv* layer, int64_t num_tokens) {
-    return num_tokens * layer->channels * int64_t(sizeof(float));
+extern "C" int64_t tokend_short_conv_bytes(const void* layer, int64_t num_tokens) {
+    return num_tokens * static_cast<const TokendShortConv*>(layer)->channels * int64_t(sizeof(float));
 }
 
-extern "C" void tokend_short_conv_run(const TokendShortConv* layer, const TokendRecurrenceRun* run) {
+extern "C" void tokend_short_conv_run(const void* layer, const TokendRecurrenceRun* run) {
     tokend::with_type(run->dtype, [&](auto* type) {
-        tokend::run_layer<std::remove_pointer_t<decltype(type)>>(*layer, *run);
+        tokend::run_layer<std::remove_pointer_t<decltype(type)>>(*static_cast<const TokendShortConv*>(layer), *run);
     });
 }

@@ -4,8 +4,8 @@
 // rows of a run: | B | C | x | of each token, `channels` numbers each. There are no gates.
 // out: [num_tokens, channels].
 //
-// The state of a layer in one slot, floats: the window [num_taps - 1, channels], the last inputs B * x of the
-// convolution, oldest first.
+// The state of a layer in one slot, floats: the inputs B * x of the convolution (recurrence.h). There are no gates, and
+// nothing is computed again.
 #pragma once
 
 #include <cstdint>
@@ -21,10 +21,6 @@ struct TokendShortConv {
     const float* bias;  // [channels]
 };
 
-// Bytes of scratch memory for a step.
-__attribute__((visibility("default"))) int64_t tokend_short_conv_bytes(const TokendShortConv* layer, int64_t num_tokens);
-
-__attribute__((visibility("default"))) void tokend_short_conv_run(
-    const TokendShortConv* layer, const TokendRecurrenceRun* run
-);
+__attribute__((visibility("default"))) TokendRecurrenceBytes tokend_short_conv_bytes;
+__attribute__((visibility("default"))) TokendRecurrenceKernel tokend_short_conv_run;
 }

@@ -32,21 +32,27 @@ namespace {
 // The scratch memory of a run, in this order.
 struct Space {
     Rows normed, heads, attended, gate_up, inner, added;
+    Rows scaled;                                        // the input of a mixer with a factor
+    Rows gated;                                         // heads, where queries have gates
+    Rows projected, gates, mixed;                       // inputs and output of a recurrence
     Rows inputs, query_latents, queries, keys, values;  // of latent attention
     char* prepared_heads = nullptr;  // prepared input of each head's product, one head after the other
     int64_t prepared_head_bytes = 0;
     Rows rotations;  // those of the first of the tables, then those of the next, …
     void* prepared;  // input rows of one product at a time (weight_formats.h)
     void* mixture;   // memory of a mixture of experts
+    void* recurrence;  // memory of a recurrence
     RunMemory memory;
 
-    Space(const TokendStack& stack, int64_t dtype, int64_t num_rows, void* scratch) : memory(scratch) {
+    Space(const TokendStack& stack, int64_t dtype, int64_t num_rows, int64_t num_tokens, void* scratch)
+        : memory(scratch) {
         const int64_t width = bytes_of(dtype), query_heads = stack.num_heads;
         const int64_t all_heads = query_heads + 2 * stack.num_kv_heads;
         normed = memory.input_rows(num_rows, stack.hidden_size * width);
-        const TokendLatentAttention* latent = stack.layers->latent;
+        const TokendLatentAttention* latent = latent_of(stack);
         heads = memory.rows(num_rows, (latent ? query_heads : all_heads) * stack.head_dim * width);
         attended = memory.rows(num_rows, query_heads * (latent ? latent->rank : stack.head_dim) * width);
+        gated = memory.rows(num_rows, stack.gates_attention ? (all_heads + query_heads) * stack.head_dim * width : 0);
         gate_up = memory.rows(num_rows, 2 * stack.inner_size * width);
         inner = memory.input_rows(num_rows, stack.inner_size * width);
         added = memory.rows(num_rows, stack.hidden_size * width);
@@ -62,7 +68,20 @@ struct Space {
             prepared_head_bytes = max_prepared_head_bytes(stack, num_rows);
             prepared_heads = memory.take(query_heads * prepared_head_bytes);
         }
-        const int64_t widest = std::max({stack.hidden_size, output_inputs, stack.inner_size, query_rank});
+        int64_t projections = 0, gate_columns = 0, outputs = 0, recurrence_bytes = 0;
+        for (int64_t index = 0; index < stack.num_layers; index++)
+            if (const TokendStackRecurrence* each = stack.layers[index].recurrence) {
+                projections = std::max(projections, each->inputs[0].out_features);
+                gate_columns = std::max(gate_columns, each->inputs[1].out_features);
+                outputs = std::max(outputs, each->output.in_features);
+                recurrence_bytes = std::max(recurrence_bytes, each->bytes(each->layer, num_tokens));
+            }
+        scaled = memory.input_rows(num_rows, scales_inputs(stack) ? stack.hidden_size * width : 0);
+        projected = memory.rows(num_rows, projections * width);
+        gates = memory.rows(num_rows, gate_columns * width);
+        mixed = memory.rows(num_rows, outputs * width);
+        recurrence = memory.take(recurrence_bytes);
+        const int64_t widest = std::max({stack.hidden_size, output_inputs, stack.inner_size, query_rank, outputs});
         prepared = memory.take(max_prepared_bytes(stack, num_rows, widest));
         int64_t mixture_bytes = 0;
         for (int64_t index = 0; index < stack.num_layers; index++)
@@ -74,33 +93,48 @@ struct Space {
 
     // Numbers of a head that rotate.
     static int64_t rotary_dim(const TokendStack& stack) {
-        return stack.layers->latent ? stack.layers->latent->rotated_size : stack.head_dim;
+        const TokendLatentAttention* latent = latent_of(stack);
+        return latent ? latent->rotated_size : stack.head_dim;
     }
 
     // Numbers of all query heads before keys are multiplied into them.
     static int64_t query_numbers(const TokendStack& stack) {
-        const TokendLatentAttention& latent = *stack.layers->latent;
+        const TokendLatentAttention& latent = *latent_of(stack);
         return stack.num_heads * (latent.plain_size + latent.rotated_size);
     }
 
     // Numbers of the input products of latent attention before the latent.
     static int64_t plain_inputs(const TokendStack& stack) {
-        const int64_t query_rank = stack.layers->latent->query_rank;
+        const int64_t query_rank = latent_of(stack)->query_rank;
         return query_rank ? query_rank : query_numbers(stack);
     }
 
   private:
+    // The latent attention of a layer; null if no layer has it.
+    static const TokendLatentAttention* latent_of(const TokendStack& stack) {
+        for (int64_t index = 0; index < stack.num_layers; index++)
+            if (stack.layers[index].latent) return stack.layers[index].latent;
+        return nullptr;
+    }
+
+    static bool scales_inputs(const TokendStack& stack) {
+        return std::any_of(stack.layers, stack.layers + stack.num_layers, [](const TokendStackLayer& layer) {
+            return layer.input_factor != 1.0 || (layer.recurrence && layer.recurrence->input_factor != 1.0);
+        });
+    }
+
     // Bytes of the prepared input of one head's product, in any layer.
     static int64_t max_prepared_head_bytes(const TokendStack& stack, int64_t num_rows) {
         int64_t most = 0;
         const TokendProductKernels* last = nullptr;
         for (int64_t index = 0; index < stack.num_layers; index++) {
-            const TokendLatentAttention& latent = *stack.layers[index].latent;
-            for (const TokendStackLinear* linears : {latent.keys, latent.values})
+            const TokendLatentAttention* latent = stack.layers[index].latent;
+            if (!latent) continue;
+            for (const TokendStackLinear* linears : {latent->keys, latent->values})
                 for (int64_t head = 0; head < stack.num_heads; head++) {
                     const TokendProductKernels* kernels = linears[head].parts->kernels;
                     if (kernels == last) continue;
-                    for (const int64_t size : {latent.plain_size, latent.rank})
+                    for (const int64_t size : {latent->plain_size, latent->rank})
                         most = std::max(most, kernels->max_prepared_bytes(num_rows, size));
                     last = kernels;
                 }
@@ -115,11 +149,17 @@ struct Space {
         for (int64_t index = 0; index < stack.num_layers; index++) {
             const TokendStackLayer& layer = stack.layers[index];
             const TokendStackLinear* query = layer.latent ? &layer.latent->query : &layer.qkv;
-            for (const TokendStackLinear* linear : {&layer.qkv, query, &layer.output, &layer.gate_up, &layer.down}) {
-                if (linear->num_parts == 0) continue;  // the layer has no such product
-                const TokendProductKernels* kernels = linear->parts->kernels;
+            const auto count = [&](const TokendStackLinear& linear) {
+                if (linear.num_parts == 0) return;  // the layer has no such product
+                const TokendProductKernels* kernels = linear.parts->kernels;
                 if (kernels != last) most = std::max(most, kernels->max_prepared_bytes(num_rows, in_features));
                 last = kernels;
+            };
+            for (const TokendStackLinear* linear : {&layer.qkv, query, &layer.output, &layer.gate_up, &layer.down})
+                count(*linear);
+            if (const TokendStackRecurrence* recurrence = layer.recurrence) {
+                for (const TokendStackLinear& linear : recurrence->inputs) count(linear);
+                count(recurrence->output);
             }
         }
         return most;
@@ -195,16 +235,10 @@ class Layers {
     void layer(int64_t index) {
         const TokendStackLayer& layer = stack_.layers[index];
         const Rows from = normed(layer.attention_norm, residual());
-        const TokendAttentionCall& call = run_.attention_calls[index];
-        if (layer.latent) {
-            multiply(layer.qkv, from, space_.inputs);
-            attend_to_latents(layer, *layer.latent, call);
-        } else {
-            multiply(layer.qkv, from, space_.heads);
-            attend(layer, call);
-        }
-        end_block(layer.output, layer.latent ? space_.values : space_.attended, layer.attention_post_norm);
+        if (layer.recurrence) recur(*layer.recurrence, from);
+        if (layer.qkv.num_parts) attend(layer, from);
         norm_sum(layer.attention_sum_norm);
+        if (!layer.moe && !layer.gate_up.num_parts) return;
         const Rows mlp_input = normed(layer.mlp_norm, stack_.is_parallel ? from : residual());
         if (layer.moe) {
             mix_experts(layer, mlp_input);
@@ -212,8 +246,11 @@ class Layers {
         }
         multiply(layer.gate_up, mlp_input, space_.gate_up);
         each_row([&](int64_t row) {
-            gate_row(stack_.gate, stack_.is_gated, run_.dtype, stack_.inner_size, space_.gate_up.row(row),
-                     space_.inner.row(row));
+            void *gate_up = space_.gate_up.row(row), *inner = space_.inner.row(row);
+            const int64_t size = stack_.inner_size;
+            if (stack_.gate_factor != 1.0) scale_row(run_.dtype, size, stack_.gate_factor, gate_up, gate_up);
+            gate_row(stack_.gate, stack_.is_gated, run_.dtype, size, gate_up, inner);
+            if (stack_.output_factor != 1.0) scale_row(run_.dtype, size, stack_.output_factor, inner, inner);
         });
         end_block(layer.down, space_.inner, layer.mlp_post_norm);
         norm_sum(layer.mlp_sum_norm);
@@ -237,23 +274,69 @@ class Layers {
     }
 
     // Query and key heads where they lie.
-    void norm_heads(const TokendStackLayer& layer) {
+    void norm_heads(const TokendStackLayer& layer, const Rows& queries, const Rows& keys) {
         if (!layer.query_norm.weight) return;
         const int64_t joint = stack_.norms_heads_jointly;
         each_row([&](int64_t row) {
-            char* heads = static_cast<char*>(space_.heads.row(row));
-            heads = norm_each(layer.query_norm, joint ? stack_.num_heads : 1, stack_.num_heads, heads);
-            norm_each(layer.key_norm, joint ? stack_.num_kv_heads : 1, stack_.num_kv_heads, heads);
+            norm_each(layer.query_norm, joint, stack_.num_heads, queries.row(row));
+            norm_each(layer.key_norm, joint, stack_.num_kv_heads, keys.row(row));
         });
-#pragma omp barrier
     }
 
-    // Norms `count` heads in place, `together` at a time; returns their end.
-    char* norm_each(const TokendRowNorm& norm, int64_t together, int64_t count, char* heads) {
-        const int64_t size = together * stack_.head_dim;
-        for (int64_t index = 0; index < count; index += together, heads += size * bytes_of(run_.dtype))
-            norm_row(run_.dtype, size, norm, heads, heads);
-        return heads;
+    // Norms `count` heads in place, one by one or jointly.
+    void norm_each(const TokendRowNorm& norm, bool joint, int64_t count, void* heads) {
+        const int64_t size = (joint ? count : 1) * stack_.head_dim, bytes = size * bytes_of(run_.dtype);
+        for (int64_t index = 0; index < (joint ? 1 : count); index++)
+            norm_row(run_.dtype, size, norm, static_cast<char*>(heads) + index * bytes,
+                     static_cast<char*>(heads) + index * bytes);
+    }
+
+    // What a mixer reads: the rows, times a factor.
+    Rows scaled(double factor, const Rows& from) {
+        if (factor == 1.0) return from;
+        each_row([&](int64_t row) {
+            scale_row(run_.dtype, stack_.hidden_size, factor, from.row(row), space_.scaled.row(row));
+        });
+        return space_.scaled;
+    }
+
+    // Adds a recurrent mixer to the residual.
+    void recur(const TokendStackRecurrence& mixer, const Rows& rows) {
+        const Rows from = scaled(mixer.input_factor, rows);
+        const int64_t width = bytes_of(run_.dtype);
+        const Rows projected = {space_.projected.memory, mixer.inputs[0].out_features * width};
+        const Rows gates = {space_.gates.memory, mixer.inputs[1].out_features * width};
+        multiply(mixer.inputs[0], from, projected);
+        if (mixer.inputs[1].num_parts) multiply(mixer.inputs[1], from, gates);
+        clock_.lap();
+        TokendRecurrenceRun run = *run_.recurrence;
+        run.dtype = run_.dtype;
+        run.num_tokens = run_.num_rows;
+        run.rows = projected.memory;
+        run.row_stride = projected.stride / width;
+        run.gates = gates.memory;
+        run.gate_stride = gates.stride / width;
+        run.states += mixer.state_offset + run.max_logged * mixer.log_offset;
+        run.scratch = space_.recurrence;
+        run.out = space_.mixed.memory;
+        mixer.run(mixer.layer, &run);
+        clock_.lap(run_.attention_ns);
+        end_block(mixer.output, {space_.mixed.memory, mixer.output.in_features * width}, {}, mixer.output_factor);
+    }
+
+    // Adds attention to the residual.
+    void attend(const TokendStackLayer& layer, const Rows& rows) {
+        const Rows from = scaled(layer.input_factor, rows);
+        const TokendAttentionCall& call = run_.attention_calls[layer.attention_call];
+        if (layer.latent) {
+            multiply(layer.qkv, from, space_.inputs);
+            attend_to_latents(layer, *layer.latent, call);
+        } else {
+            multiply(layer.qkv, from, stack_.gates_attention ? space_.gated : space_.heads);
+            attend_to_heads(layer, call);
+        }
+        end_block(layer.output, layer.latent ? space_.values : space_.attended, layer.attention_post_norm,
+                  layer.output_factor);
     }
 
     // Prepares the thread's own rows, then multiplies.
@@ -289,22 +372,50 @@ class Layers {
     }
 
     //   heads   | query heads | key heads | value heads |   of a row
-    void attend(const TokendStackLayer& layer, const TokendAttentionCall& attention) {
-        norm_heads(layer);
+    //   gated   | query | its gate | query | its gate | … | key heads | value heads |
+    void attend_to_heads(const TokendStackLayer& layer, const TokendAttentionCall& attention) {
+        const int64_t width = bytes_of(run_.dtype), head_bytes = stack_.head_dim * width;
+        const bool gated = stack_.gates_attention;
+        const Rows queries = space_.heads, from = gated ? space_.gated : space_.heads;
+        const Rows keys = {from.memory + (gated ? 2 : 1) * stack_.num_heads * head_bytes, from.stride};
+        if (gated)
+            each_row([&](int64_t row) {
+                const char* query = static_cast<const char*>(from.row(row));
+                char* to = static_cast<char*>(queries.row(row));
+                for (int64_t head = 0; head < stack_.num_heads; head++)
+                    std::copy_n(query + 2 * head * head_bytes, head_bytes, to + head * head_bytes);
+            });
+        norm_heads(layer, queries, keys);
+        if (gated || layer.query_norm.weight) {
+#pragma omp barrier
+        }
         clock_.lap();
-        const int64_t head_bytes = stack_.head_dim * bytes_of(run_.dtype);
         TokendAttentionLayer arguments = *attention.layer;
         arguments.dtype = run_.dtype;
-        arguments.query = space_.heads.memory;
-        arguments.key = space_.heads.memory + stack_.num_heads * head_bytes;
-        arguments.value = space_.heads.memory + (stack_.num_heads + stack_.num_kv_heads) * head_bytes;
-        arguments.query_stride = space_.heads.stride / bytes_of(run_.dtype);
-        arguments.key_stride = arguments.value_stride = arguments.query_stride;
+        arguments.query = queries.memory;
+        arguments.key = keys.memory;
+        arguments.value = keys.memory + stack_.num_kv_heads * head_bytes;
+        arguments.query_stride = queries.stride / width;
+        arguments.key_stride = arguments.value_stride = keys.stride / width;
         arguments.rotation = rotation(layer.rope_table, 0);
         arguments.sinks = layer.sinks;
         arguments.output = space_.attended.memory;
         attention.run(attention.step, attention.plan, &arguments);
         clock_.lap(run_.attention_ns);
+        if (gated) each_row([&](int64_t row) { gate_heads(row); });
+    }
+
+    // Multiplies the attention of a row by the sigmoid of its gates. What follows a gate is not needed any more:
+    //
+    //   gated   | query | gate | query | …       becomes       | query | gate | attended | …
+    void gate_heads(int64_t row) {
+        const int64_t head_bytes = stack_.head_dim * bytes_of(run_.dtype);
+        char* gate = static_cast<char*>(space_.gated.row(row)) + head_bytes;
+        char* attended = static_cast<char*>(space_.attended.row(row));
+        for (int64_t head = 0; head < stack_.num_heads; head++, gate += 2 * head_bytes, attended += head_bytes) {
+            std::copy_n(attended, head_bytes, gate + head_bytes);
+            gate_row(TOKEND_SIGMOID_GATE, true, run_.dtype, stack_.head_dim, gate, attended);
+        }
     }
 
     //   inputs  | query, or its latent | latent | rotated |        heads  | latent | rotated | … of each head
@@ -394,8 +505,17 @@ class Layers {
 
     void* prepared_head(int64_t head) const { return space_.prepared_heads + head * space_.prepared_head_bytes; }
 
-    // Adds a product, or its norm, to the residual.
-    void end_block(const TokendStackLinear& linear, const Rows& from, const TokendRowNorm& post_norm) {
+    // Adds a product, its multiple or its norm, to the residual.
+    void end_block(const TokendStackLinear& linear, const Rows& from, const TokendRowNorm& post_norm,
+                   double factor = 1.0) {
+        if (factor != 1.0) {
+            multiply(linear, from, space_.added);
+            return each_row([&](int64_t row) {
+                void* added = space_.added.row(row);
+                scale_row(run_.dtype, stack_.hidden_size, factor, added, added);
+                accumulate_row(run_.dtype, stack_.hidden_size, added, hidden(row));
+            });
+        }
         multiply(linear, from, post_norm.weight ? space_.added : residual(), !post_norm.weight);
         if (post_norm.weight) add_norm(post_norm);
     }
@@ -452,15 +572,19 @@ class Layers {
 }  // namespace
 }  // namespace tokend
 
-extern "C" int64_t tokend_stack_bytes(const TokendStack* stack, int64_t dtype, int64_t num_rows) {
-    return tokend::Space(*stack, dtype, num_rows, nullptr).memory.num_bytes();
+extern "C" int64_t tokend_stack_bytes(
+    const TokendStack* stack, int64_t dtype, int64_t num_rows, int64_t num_tokens
+) {
+    return tokend::Space(*stack, dtype, num_rows, num_tokens, nullptr).memory.num_bytes();
 }
 
 extern "C" int64_t tokend_stack_run(const TokendStack* stack, TokendStackRun* run) {
     for (int64_t row = 0; row < run->num_rows; row++)
         for (int64_t index = 0; index < stack->num_rope_tables; index++)
             if (run->positions[row] < 0 || run->positions[row] >= stack->rope_tables[index].num_positions) return row;
-    const tokend::Space space(*stack, run->dtype, run->num_rows, run->scratch);
+    const TokendRecurrenceRun* recurrence = run->recurrence;
+    const int64_t num_tokens = recurrence ? recurrence->token_start[recurrence->num_seqs] : run->num_rows;
+    const tokend::Space space(*stack, run->dtype, run->num_rows, num_tokens, run->scratch);
 #pragma omp parallel
     {
         tokend::Layers layers(*stack, *run, space);

@@ -2,13 +2,15 @@
 //
 //   x                                                       the residual, [num_rows, hidden_size]
 //   heads = qkv(norm(x))           query ‖ key ‖ value of each row; normed per head where a model does
-//   x    += output(attention(heads))                        or its norm (attention_post_norm)
+//   x    += output(attention(heads))                        or its norm (attention_post_norm);
+//           after it or instead of it a recurrent mixer
 //   x     = attention_sum_norm(x)                           where a model does
 //   x    += down(gate(gate_up(norm(x))))                    or its norm (mlp_post_norm);
 //           or a mixture of experts (moe.h) of norm(x)
 //   x     = mlp_sum_norm(x)                                 where a model does
 //
-// A part without a norm before it reads x itself, or in a parallel block what the attention reads.
+// A part without a norm before it reads x itself, or in a parallel block what the attention reads. A layer may lack
+// the attention or the MLP: products that it does not have are without parts.
 //
 // Results between two products are rounded to the dtype, as they are when each part is a call of
 // its own (worker/models/layer_stack.py), so the bits are the same.
@@ -18,6 +20,7 @@
 
 #include "attention/attention.h"
 #include "layers/adapters.h"
+#include "layers/recurrence.h"
 #include "layers/rows.h"
 
 extern "C" {
@@ -72,7 +75,23 @@ struct TokendLatentAttention {
     const TokendStackLinear* values;  // of each head, one part each: rank to value_size
 };
 
+// A recurrent mixer (recurrence.h):
+//
+//   x += output_factor * output(recurrence(inputs(input_factor * norm(x))))
+struct TokendStackRecurrence {
+    TokendStackLinear inputs[2];  // the rows and the gates that the kind reads; without parts: it has no gates
+    TokendStackLinear output;
+    double input_factor;
+    double output_factor;
+    int64_t state_offset;  // floats before its state in a slot, without logs
+    int64_t log_offset;    // floats of the logs of a token before its state
+    const void* layer;     // the structure of its kind
+    TokendRecurrenceBytes* bytes;
+    TokendRecurrenceKernel* run;
+};
+
 struct TokendStackLayer {
+    const TokendStackRecurrence* recurrence;  // added before the attention; or null
     TokendRowNorm attention_norm;
     TokendStackLinear qkv;
     TokendRowNorm query_norm;
@@ -88,7 +107,10 @@ struct TokendStackLayer {
     const TokendMoe* moe;  // in place of gate_up and down; or null
     int64_t rope_table;  // index into the tables of the stack
     const float* sinks;  // of the attention, [num_heads]; or null
-    const TokendLatentAttention* latent;  // of all layers with equal sizes; or null
+    const TokendLatentAttention* latent;  // of all attention with equal sizes; or null
+    int64_t attention_call;  // index into those of a run
+    double input_factor;     // of what the attention reads
+    double output_factor;    // and of what it adds
 };
 
 // Cosines and sines of every position of the model.
@@ -106,6 +128,9 @@ struct TokendStack {
     int64_t head_dim;
     int64_t gate;  // a TokendGateKind of rows.h
     int64_t is_gated;  // 0: gate_up has no gate and inner_size outputs
+    double gate_factor;    // of the MLP's gate before the activation
+    double output_factor;  // of the MLP's inner columns
+    int64_t gates_attention;  // 1: qkv has a gate after each query head, whose sigmoid multiplies the head's output
     int64_t is_parallel;  // 1: the MLP reads what the attention reads
     int64_t norms_heads_jointly;  // 1: query_norm is one norm of all query heads, key_norm of all key heads
     int64_t num_rope_tables;
@@ -132,11 +157,12 @@ struct TokendStackRun {
     int64_t num_rows;
     void* hidden;               // [num_rows, hidden_size]
     const int64_t* positions;   // [num_rows]
-    const TokendAttentionCall* attention_calls;  // of each layer
+    const TokendAttentionCall* attention_calls;  // of each layer with attention
+    const TokendRecurrenceRun* recurrence;  // the sequences of the step, and the states of slot 0; null without states
     void* scratch;              // tokend_stack_bytes, aligned to 64
     int64_t is_timed;           // 1: adds to the two fields below
     int64_t product_ns;         // of products and the rounding of their inputs
-    int64_t attention_ns;
+    int64_t attention_ns;       // of attention and of recurrences between their products
     int32_t* chosen;  // receives the experts of each row in each mixture, [num_rows, top_k]; or null
     int64_t chosen_stride;  // elements from one mixture to the next
     int64_t num_recorded;   // places where the residual is recorded
@@ -148,9 +174,10 @@ struct TokendStackRun {
     void* adapter_scratch;               // tokend_adapters_bytes, aligned to 64
 };
 
-// Returns the bytes of scratch memory for a run of `num_rows` rows.
+// Returns the bytes of scratch memory for a run of `num_rows` rows. num_tokens: the rows, and logged tokens that
+// recurrences compute again.
 __attribute__((visibility("default"))) int64_t tokend_stack_bytes(
-    const TokendStack* stack, int64_t dtype, int64_t num_rows);
+    const TokendStack* stack, int64_t dtype, int64_t num_rows, int64_t num_tokens);
 
 // Runs all layers. Returns num_rows, or the first row whose position is outside a table; then
 // nothing was done.
