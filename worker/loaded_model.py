@@ -149,7 +149,7 @@ class LoadedModel:
         states = self.layout.states
         layout: list[int | str] = []
         if states is not None:
-            layout = [*states.layer_sizes, str(STATE_DTYPE)]
+            layout = [*states.layer_sizes, states.max_logged, str(STATE_DTYPE)]
         return self._fingerprint(block_size, self.geometry, self.group.rank, products, layout)
 
     def model_fingerprint(self, block_size: int) -> bytes:
@@ -414,7 +414,8 @@ def kv_fingerprint(
     fact has a default: a forgotten one would make different caches equal.
 
     weights_hash: of all weights where KV outlives the process, else of a sample of them.
-    state_layout: numbers of the states of each recurrent layer, and their dtype; empty without.
+    state_layout: numbers of the states of each recurrent layer, tokens of their log, and their
+        dtype; empty without.
     weight_format: the name of a WeightFormat; other products give other KV.
     rank_of: this worker's rank, the number of ranks, and whether they have whole experts; other
         heads and experts give other sums.
