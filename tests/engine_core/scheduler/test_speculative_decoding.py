@@ -297,14 +297,17 @@ def test_beams_and_pooled_requests_are_not_drafted_for() -> None:
     assert not engine.scheduler._speculation._drafting.num_known  # type: ignore[union-attr]
 
 
-def test_a_model_with_states_is_not_drafted_for() -> None:
+def test_a_model_with_states_has_drafts_from_text_only() -> None:
+    """A proposal of the workers, of a draft model or a head, is not used."""
     groups = [KVGroup(None), KVGroup(None, kind=RECURRENT_STATE)]
     engine = engine_with(3, groups=groups, num_state_slots=20)
     request = engine.add_one(PROMPT, 10, ignore_eos=True)
     engine.step()
     engine.scheduler._result_pass.keep_proposal(request.seq_id, 2, [1, 2], [0.9, 0.8])
     engine.run()
-    assert not any(step.drafts for step in engine.runner.steps)
+    drafts = [draft for step in engine.runner.steps for draft in step.drafts.values()]
+    assert drafts
+    assert [1, 2] not in drafts
     assert engine.tokens_of(request) == undisturbed(PROMPT, 10)
 
 

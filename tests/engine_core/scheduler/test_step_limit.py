@@ -71,7 +71,7 @@ def test_the_last_token_of_a_request_is_in_flight():
 
 def test_a_request_that_defers_to_another_tenant_finds_no_room():
     engine = EngineHarness(num_blocks=6, max_num_batched_tokens=48)
-    engine.add_one(list(range(80)), tenant="a")
+    engine.add_one(list(range(80)), tenant=1)
     engine.step()
-    engine.add_one(list(range(500, 520)), tenant="b")
+    engine.add_one(list(range(500, 520)), tenant=2)
     assert limit_of(engine) == "blocks"
