@@ -168,16 +168,14 @@ class KVCacheManager:
                 return shared
         return 0
 
-    def pop_block_copies(self) -> list[int]:
+    def pop_copies(self) -> tuple[list[int], list[int]]:
         """Return source, target, source, target …: copies for forks since the last call.
 
-        The worker makes them before it computes the step for which the forks were given blocks.
+        Of blocks, and of slots of recurrent states. The worker makes them before it computes the
+        step for which the forks were given blocks.
         """
-        return self._pending_copies.pop_all()
-
-    def pop_state_copies(self) -> list[int]:
-        """Return the same for slots of recurrent states."""
-        return self._pending_state_copies.pop_all()
+        states = self._pending_state_copies.pop_all() if self.has_states else []
+        return self._pending_copies.pop_all(), states
 
     def use_loaded(self, request: Request, computed: CachedPrefix, num_tokens: int) -> CachedPrefix:
         """Return what a request holds of its first tokens if a connector loads the rest of them.

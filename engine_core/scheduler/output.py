@@ -100,6 +100,7 @@ class OutputBuilder:
                 self._known.add(request.seq_id)
                 new.append(self._describe(request, num_tokens))
         finished, self._finished = self._finished, []
+        block_copies, state_copies = self._kv_cache.pop_copies()
         return SchedulerOutput(
             epoch=self.epoch,
             step=self.step,
@@ -108,8 +109,8 @@ class OutputBuilder:
             total_num_scheduled_tokens=sum(plan.continued_tokens) + sum(plan.admitted_tokens),
             finished_seq_ids=finished,
             preempted_seq_ids=[request.seq_id for request in plan.preempted],
-            block_copies=self._kv_cache.pop_block_copies(),
-            state_copies=self._kv_cache.pop_state_copies(),
+            block_copies=block_copies,
+            state_copies=state_copies,
             constrained_seq_ids=(
                 [] if self._grammars is None else self._grammars.constrained_seq_ids(plan)
             ),

@@ -238,7 +238,7 @@ class Preemption:
         for request in self._requests.values():
             request.num_output_placeholders = 0
             request.spec_token_ids.clear()
-        self._kv_cache.pop_block_copies()  # of steps that will not be computed
+        self._kv_cache.pop_copies()  # of steps that will not be computed
         forgotten = self._kv_cache.reset_prefix_cache()
         assert forgotten, "a request that is not idle, queued or running holds blocks"
 

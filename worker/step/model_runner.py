@@ -217,7 +217,7 @@ class ModelRunner:
         if block_copies.size:
             self._copy_blocks(sources, targets, block_copies)
         beside = others[len(expert_slots) :]
-        with self._adapting(inputs.adapters):
+        with nullcontext() if inputs.adapters is None else self._adapting(inputs.adapters):
             hidden = self._run_model(inputs, token_ids, positions, beside)
         if self._fault_injector is not None and self._fault_injector.injects_nan:
             hidden = hidden * float("nan")
@@ -244,6 +244,8 @@ class ModelRunner:
         """Return the logits [N, vocab] of the sampled positions, in the head's dtype."""
         inputs = forward.inputs
         hidden = inputs.sampled_hidden(forward.hidden, forward.sample_tokens)
+        if inputs.adapters is None:
+            return self._model.logits(hidden)
         with self._adapting(inputs.adapters, inputs.sample_tokens):
             return self._model.logits(hidden)
 

@@ -152,7 +152,7 @@ class KVCacheMachine(RuleBasedStateMachine):
             shared,
         )
         new_blocks = self.manager.allocate_slots(request, min(chunk, len(tail)), computed)
-        copies = self.manager.pop_block_copies()
+        copies = self.manager.pop_copies()[0]
         if expected is None:
             assert new_blocks is None
             assert copies == []
@@ -190,7 +190,7 @@ class KVCacheMachine(RuleBasedStateMachine):
                 pairs = [(tail, blocks[0]) for tail, blocks in zip(tails, new, strict=True) if tail]
                 break
         assert self.manager.fork_blocks(request, source, computed) == num_shared
-        assert self.manager.pop_block_copies() == [block for pair in pairs for block in pair]
+        assert self.manager.pop_copies()[0] == [block for pair in pairs for block in pair]
         request.num_computed_tokens = num_shared
         if not num_shared:
             self.running.remove(request)
