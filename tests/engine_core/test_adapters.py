@@ -449,7 +449,7 @@ def test_adapters_at_the_start_are_loaded_before_the_engine_is_ready(scene: Scen
     with pytest.raises(ConfigError, match="--lora-modules c: /c has no adapter"):
         scene.registry.load_modules([LoRAModule("c", "/c")], pump(scene))
     scene.registry.load_modules([LoRAModule("d", "/a")], lambda: False)
-    assert scene.links.names == ["a", "b"], "the engine is told to stop"
+    assert scene.links.names == ["a", "b"], "a shutdown ends the loading"
 
 
 def test_the_live_view_shows_where_adapters_are() -> None:

@@ -21,7 +21,7 @@ SCRATCH_BLOCK: Final = 16
 
 
 def num_scratch_blocks(num_tokens: int, num_seqs: int) -> int:
-    """Return how many pages are enough for a step of so many tokens and sequences."""
+    """Return how many pages are enough for a step with these numbers of tokens and sequences."""
     return num_tokens // SCRATCH_BLOCK + min(num_seqs, num_tokens)
 
 

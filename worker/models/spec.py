@@ -140,7 +140,7 @@ class ModelSpec:
         return self.state_shape_with_log(0)
 
     def state_shape_with_log(self, max_logged: int) -> StateShape | None:
-        """Return the state of a sequence with a log of so many tokens, as `state_shape`."""
+        """Return the state of a sequence with a log of `max_logged` tokens, as `state_shape`."""
         sizes = tuple(
             mixer.state_floats + max_logged * mixer.logged_floats for mixer in self.state_layers
         )

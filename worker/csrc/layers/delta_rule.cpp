@@ -94,7 +94,7 @@ void prepare_head(
 
 // ---- matrices -----------------------------------------------------------------
 
-// Columns of a tile that pass through the tokens together: so many that their sums stay in registers.
+// Columns of a tile that pass through the tokens together, few enough that their sums stay in registers.
 constexpr int COLUMNS = VECTORS >= 2 ? 2 : 1;  // vectors
 constexpr int GROUPS = VECTORS / COLUMNS;
 
