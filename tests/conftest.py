@@ -24,6 +24,9 @@ HAS_GPU = Path("/dev/nvidiactl").exists()
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so starts a shell what it runs behind it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the programs of tests inherit it
+
 PROGRESS = os.environ.get("TOKEND_TEST_PROGRESS")
 """The file in which tests/run.py sees which test runs."""
 

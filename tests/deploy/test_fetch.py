@@ -131,6 +131,25 @@ def test_a_damaged_wheel_is_refused(
     assert refused(model, environment)
 
 
+def test_a_folder_that_pip_removes_at_this_moment_has_no_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed, kept, scandir = tmp_path / "a" / "pip-unpack", tmp_path / "b", os.scandir
+    for folder in (removed, kept):
+        folder.mkdir(parents=True)
+        (folder / "wheel").write_bytes(b"12345")
+
+    def late(path: str | int) -> object:
+        if path == str(removed):
+            monkeypatch.setattr(os, "scandir", scandir)
+            shutil.rmtree(removed)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", late)
+    assert fetch.bytes_below(str(tmp_path)) == 5
+    assert not removed.exists()
+
+
 def test_every_packaged_model_is_pinned() -> None:
     for model in catalogue.MODELS:
         assert len(model.sha256) == 64

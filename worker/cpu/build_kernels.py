@@ -206,12 +206,12 @@ def _build(variants: Sequence[KernelVariant], output_dir: Path) -> list[str]:
     refusals: list[str] = []
     objects_dir = output_dir / "objects"
     objects_dir.mkdir(exist_ok=True)
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool, _ended_by_interrupt(pool):
+    with _ended_by_signals(), ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         objects = _compile(pool, compiler, variants, objects_dir)
         for variant in variants:
             try:
                 parts = [objects[part].result() for part in _parts(variant)]
-                _link(compiler, parts, variant.library(output_dir))
+                pool.submit(_link, compiler, parts, variant.library(output_dir)).result()
             except KernelBuildError as refusal:
                 refusals.append(f"{variant.name}: {refusal}")
     if len(refusals) < len(variants):
@@ -259,7 +259,7 @@ def _object_name(part: _Part) -> str:
 
 
 def _show_progress(names: Mapping[Future[Path], str], num_done: int) -> None:
-    """Print a line on stderr for each kernel that is compiled, until all are.
+    """Print a line on stderr for each kernel that is compiled, until all are or the build is ended.
 
     A kernel is a source with a set of flags; its name has the least variant with these flags.
     num_done: kernels that an earlier build left. On a terminal the lines replace each other.
@@ -268,6 +268,8 @@ def _show_progress(names: Mapping[Future[Path], str], num_done: int) -> None:
     on_terminal = sys.stderr.isatty()
     total = num_done + len(names)
     for number, future in enumerate(as_completed(names), num_done + 1):
+        if _compilers.are_stopped:
+            return
         seconds = time.monotonic() - started
         name = "" if future.exception() else f": {names[future]}"
         line = f"kernel {number} of {total}, {seconds:.0f} s{name}"
@@ -315,8 +317,10 @@ def _run(command: list[str]) -> None:
 
 
 class _Compilers:
-    """Processes of the compiler. lock: held while one starts, so that none starts after the stop.
+    """Processes of the compiler.
 
+    lock: held while one starts, so that none starts after the stop; not by the main thread, whose
+    signal handler waits for it.
     are_stopped: whether the build was interrupted.
     """
 
@@ -336,17 +340,44 @@ class _Compilers:
 _compilers: Final = _Compilers()
 
 
+class BuildInterrupted(KeyboardInterrupt):
+    """A signal has ended the build. number: of the signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
 @contextmanager
-def _ended_by_interrupt(pool: ThreadPoolExecutor) -> Iterator[None]:
-    """End the compilers and what waits for one if the block is interrupted."""
+def _ended_by_signals() -> Iterator[None]:
+    """End the compilers at a signal, and raise BuildInterrupted at the end of the block.
+
+    The handler itself raises nothing: an exception between any two instructions of this thread
+    would leave locked what the threads of the pool wait for. Further signals do nothing. In another
+    thread than the main one, signals are left as they are.
+    """
+    received: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if not received:
+            received.append(number)
+            _compilers.stop()
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        handlers = {number: signal.getsignal(number) for number in _ENDING}
+        # nohup has SIGHUP ignored, a shell SIGINT for what it runs in the background
+        before = {number: old for number, old in handlers.items() if old is not signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, stop)
     try:
         yield
-    except KeyboardInterrupt:
-        pool.shutdown(wait=False, cancel_futures=True)
-        _compilers.stop()
-        pool.shutdown()
-        _compilers.are_stopped = False
-        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if received:
+            _compilers.are_stopped = False
+            raise BuildInterrupted(received[0])
 
 
 _ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -354,27 +385,15 @@ _ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 def main(arguments: Sequence[str]) -> int:
     """Build, and return the exit status: 128 and the number of the signal that stopped it."""
-    stopped_by = 0
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        nonlocal stopped_by
-        for further in _ENDING:
-            signal.signal(further, signal.SIG_IGN)
-        stopped_by = number
-        raise KeyboardInterrupt
-
-    for number in _ENDING:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup sets it
-            signal.signal(number, stop)
     try:
         print(*(build_here if list(arguments) == ["--here"] else build)(SOURCE_DIR), sep="\n")
     except KernelBuildError as reason:
         print(f"kernels not built: {reason}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         line = "\n" if sys.stderr.isatty() else ""
         print(f"{line}stopped; make serve goes on from here", file=sys.stderr)
-        return 128 + stopped_by
+        return 128 + getattr(interrupt, "number", signal.SIGINT)
     return 0
 
 
