@@ -556,8 +556,7 @@ class KVTransferManager(SchedulerFeature):
             kv_cache.confirm_loaded(request, load.num_tokens)
             request.num_computed_tokens = min(load.num_tokens, request.num_tokens - 1)
             self._loaded[seq_id] = request
-            self._non_running_blocks.add_idle(request)
-            self._non_running_blocks.move_to_queued(request)
+            self._non_running_blocks.add_pending(request)
         else:
             kv_cache.free(request)
             request.num_computed_tokens = 0

@@ -409,10 +409,11 @@ class Scheduler:
         return self._crash_isolation.progress()
 
     def reset_prefix_cache(self, *, preempting: bool = False) -> bool:
-        """Forget all cached prefixes; False, changing nothing, while any block is in use.
+        """Forget all cached prefixes; False, with the cache unchanged, while any block is in use.
 
         preempting: first preempt all requests that hold blocks. They return to the queue in the
-        order of admission, and are new sequences to the workers.
+        order of admission, and are new sequences to the workers. In any case earlier outputs give
+        no drafts any more, and without requests that hold blocks no prefix stays retained.
         """
         if preempting:
             self.kv_transfer.drop_loads()

@@ -319,8 +319,7 @@ class SiblingForks(SchedulerFeature):
         heir.num_computed_tokens = self._kv_cache.fork_blocks(heir, request, shared)
         if heir.num_computed_tokens:
             self._num_cached_of_heir[heir.seq_id] = request.num_cached_tokens
-            self._non_running_blocks.add_idle(heir)
-            self._non_running_blocks.move_to_queued(heir)
+            self._non_running_blocks.add_pending(heir)
 
     def on_released(self, request: Request) -> None:
         self._num_cached_of_heir.pop(request.seq_id, None)

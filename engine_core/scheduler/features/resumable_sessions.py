@@ -205,7 +205,7 @@ class ResumableSessions(SchedulerFeature):
         request.append_input(message.prompt_token_ids, params)
         request.record_event(EventType.QUEUED, self._clock())
         del self._resting_since[request.request_id]
-        self.non_running_blocks.move_to_queued(request)
+        self.non_running_blocks.add_pending(request)
         self._unblock(request)
 
     # Blocks of sessions that rest

@@ -306,7 +306,7 @@ class SpeculativeDecoding(SchedulerFeature):
         for request, limit in zip(candidates, limits, strict=True):
             if request.spec_token_ids:
                 num_drafts = self._cut_draft(request, min(limit, room))
-                plan.num_draft_grants += num_drafts
+                plan.max_draft_tokens += num_drafts
                 room -= num_drafts
 
     def clear_drafts(self) -> None:
