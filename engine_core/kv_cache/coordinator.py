@@ -76,7 +76,7 @@ NO_PREFIX: Final = CachedPrefix((), 0)
 
 
 class KVCacheCoordinator:
-    """All groups of a model; they are given blocks in their order, of the same number of tokens."""
+    """All groups of a model. Each gets blocks for the same tokens, the first group first."""
 
     def __init__(self, groups: Sequence[CacheGroup]) -> None:
         self.groups = tuple(groups)

@@ -163,7 +163,7 @@ class BlockPool:
         blocks = [queue.popleft()] if count == 1 else queue.popleft_n(count)
         for block in blocks:
             if hashes[block] is not None:
-                self._evict(block)
+                self._drop_hash(block)
         return blocks
 
     def touch(self, blocks: Sequence[int]) -> None:
@@ -229,10 +229,13 @@ class BlockPool:
             self.cache_full_block(table[index], keys.key(block_hashes[index]))
 
     def uncache(self, blocks: Iterable[int]) -> None:
-        """Make blocks unfindable, because their content is wrong; references stay."""
+        """Make blocks unfindable; references stay.
+
+        Their content is wrong, will be overwritten, or is a state that no request looks for.
+        """
         for block in blocks:
             if self.hashes[block] is not None:
-                self._evict(block)
+                self._drop_hash(block)
 
     def uncache_key(self, key: bytes) -> None:
         """Make every block with this content unfindable."""
@@ -254,7 +257,7 @@ class BlockPool:
     def _release(self, blocks: Sequence[int]) -> None:
         self.free_queue.release(blocks)
 
-    def _evict(self, block: int) -> None:
+    def _drop_hash(self, block: int) -> None:
         key = self.hashes[block]
         assert key is not None
         self.index.remove(key, block)

@@ -150,7 +150,7 @@ KV_CACHE = (
     Fault(
         "overwritten_block_stays_findable",
         "engine_core/kv_cache/pool.py",
-        "            if hashes[block] is not None:\n                self._evict(block)",
+        "            if hashes[block] is not None:\n                self._drop_hash(block)",
         "            if hashes[block] is None:\n                continue",
         "A prompt is answered from KV that another request has overwritten.",
         ("tests/engine_core/kv_cache/test_pool.py",),
