@@ -32,7 +32,7 @@ from api_server.http.http_protocol import LimitedHttpProtocol
 from api_server.http.http_server import HttpServer
 from api_server.http.request_log import RequestLog
 from api_server.http.websocket_protocol import LimitedWebSocketProtocol
-from api_server.lifecycle import EngineSwitch, run_commands
+from api_server.supervisor_commands import EngineSwitch, run_commands
 from api_server.live_view.publisher import LiveViewPublisher
 from api_server.metrics.metric_sheet import Gauge, MetricSheet
 from api_server.metrics.metrics import Metrics

@@ -20,7 +20,7 @@ from engine_core.frontend_io import InputProcessor, OutputDispatcher
 from engine_core.kv_cache.integrity import check_in_slices
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request
-from engine_core.scheduler.lifecycle import OutputsByFrontEnd
+from engine_core.scheduler.request_lifecycle import OutputsByFrontEnd
 from engine_core.scheduler.result import ImpossibleResultError
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.structured_output.manager import NO_VIOLATIONS, StructuredOutputManager

@@ -24,7 +24,7 @@ from engine_core.kv_cache.groups import CacheGroup
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.kv_cache.pool import BlockPool
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.lifecycle import OutputsByFrontEnd
+from engine_core.scheduler.request_lifecycle import OutputsByFrontEnd
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.transport import FrontEndLinks
 from proto.messages.engine_io import EventType

@@ -37,7 +37,7 @@ from engine_core.scheduler.features.base import (
     SchedulerObserver,
     Unblock,
 )
-from engine_core.scheduler.lifecycle import RequestLifecycle
+from engine_core.scheduler.request_lifecycle import RequestLifecycle
 from engine_core.scheduler.preemption import NonRunningBlocks, SwapRule
 from engine_core.scheduler.step_plan import StepPlan
 from proto.codec import changed, to_compact_json

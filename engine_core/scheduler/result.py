@@ -19,7 +19,7 @@ from engine_core.scheduler.features.retention.agent_sessions import AgentSession
 from engine_core.scheduler.features.speculative_decoding import SpeculativeDecoding
 from engine_core.scheduler.features.tenant_usage import TenantUsage
 from engine_core.scheduler.kv_transfer import KVTransferManager
-from engine_core.scheduler.lifecycle import OutputsByFrontEnd, RequestLifecycle, completion
+from engine_core.scheduler.request_lifecycle import OutputsByFrontEnd, RequestLifecycle, completion
 from engine_core.scheduler.step_plan import num_sampled_positions
 from proto.errors import ErrorInfo, ProtocolError
 from proto.messages.engine_io import (

@@ -2,7 +2,7 @@
 
 `Scheduler` is the public face and builds its parts: requests are added and aborted, `schedule()`
 plans a step (`planner.py`), and `update_from_output()` processes its result (`result.py`).
-`lifecycle.py` owns the requests. Sockets, text and tensors are unknown here.
+`request_lifecycle.py` owns the requests. Sockets, text and tensors are unknown here.
 
 There is no prefill phase and no decode phase. Each request has tokens that are known and tokens
 that are computed, and a step lets the second number catch up with the first, within one token
@@ -39,7 +39,7 @@ from engine_core.scheduler.features.retention.ttl_rule import NoRetention, make_
 from engine_core.scheduler.features.speculative_decoding import DraftProvider, SpeculativeDecoding
 from engine_core.scheduler.features.tenant_usage import TenantUsage
 from engine_core.scheduler.kv_transfer import Connect, KVTransferManager, no_connector
-from engine_core.scheduler.lifecycle import OutputsByFrontEnd, RequestLifecycle
+from engine_core.scheduler.request_lifecycle import OutputsByFrontEnd, RequestLifecycle
 from engine_core.scheduler.limits import (
     ChunkRule,
     Deadlines,

@@ -277,7 +277,7 @@ SCHEDULER = (
     ),
     Fault(
         "stop_token_ends_before_min_tokens",
-        "engine_core/scheduler/lifecycle.py",
+        "engine_core/scheduler/request_lifecycle.py",
         "        and num_output_tokens >= request.sampling_params.min_tokens\n    ):\n"
         "        return RequestStatus.FINISHED_STOPPED\n",
         "    ):\n        return RequestStatus.FINISHED_STOPPED\n",
