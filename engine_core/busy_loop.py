@@ -166,13 +166,13 @@ class BusyLoop:
         if self._structured_output is None:
             return
         if self._in_flight:
-            void_until = self._scheduler.kv_transfer.discard_until_step
-            self._structured_output.request_masks(self._in_flight[0], void_until)
+            rewound_until_step = self._scheduler.kv_transfer.rewound_until_step
+            self._structured_output.request_masks(self._in_flight[0], rewound_until_step)
         masks = self._structured_output.pop_masks()
         if masks is not None and self._in_flight and masks.step == self._in_flight[0].step:
             self._workers.send_masks(masks.message())
             if masks.late:
-                self._scheduler.void_rows(self._in_flight[0], masks.late)
+                self._scheduler.rewind_rows(self._in_flight[0], masks.late)
         if overdue := self._structured_output.pop_overdue():
             self._io.publish(self._scheduler.fail_requests(overdue))
 

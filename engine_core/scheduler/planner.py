@@ -169,7 +169,7 @@ class StepPlanner:
         The first of them that applies is returned. While the engine is paused nothing is planned,
         and `Scheduler.schedule` says "pause". Two things that shorten a step have no word: a
         draft is dropped for lack of blocks (`_plan_running`), and a row is taken out after planning
-        because its mask is late (`Scheduler.void_rows`).
+        because its mask is late (`Scheduler.rewind_rows`).
         """
         waiting, chunks = self._waiting, self._chunks
         if plan.budget <= 0:

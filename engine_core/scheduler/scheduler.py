@@ -488,7 +488,7 @@ class Scheduler:
         """End requests, by seq_id, with an error; ignores requests that have ended already."""
         return self._result_pass.fail_requests(errors)
 
-    def void_rows(self, output: SchedulerOutput, seq_ids: Sequence[int]) -> None:
+    def rewind_rows(self, output: SchedulerOutput, seq_ids: Sequence[int]) -> None:
         """Take rows out of the oldest step in flight, because their masks are late.
 
         Their requests are as they were before the step, and what it and a later one in flight
@@ -513,7 +513,7 @@ class Scheduler:
                 continue
             is_running = request.status is RequestStatus.RUNNING
             num_valid = starts[seq_id] if is_running and keeps_blocks else 0
-            self.kv_transfer.void_steps(request, num_valid, self.step)
+            self.kv_transfer.rewind_request(request, num_valid, self.step)
 
     @property
     def kv_tiers(self) -> list[KVTier]:
