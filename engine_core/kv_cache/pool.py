@@ -11,6 +11,10 @@ of three states:
     in use      reference count ≥ 1, not in the free queue, with or without hash
     cached      reference count 0, in the free queue, with hash: can be found or overwritten
     free        reference count 0, in the free queue, no hash
+
+A cached block is evicted when it is taken to be overwritten (`get_new_blocks`). A block is uncached
+when it loses its hash otherwise. Blocks in use are reclaimed from retained prefixes
+(`RetainedPrefixes.reclaim_blocks`).
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -503,14 +503,14 @@ class KVTransferManager(SchedulerFeature):
         computed again (`KVCacheManager`); with windows nothing is loaded then, because
         a connector has matched the blocks that the end of the match needs.
         """
-        most = request.num_tokens - (1 if not self._kv_cache.is_downward_closed else 0)
+        most = request.num_tokens - (1 if not self._kv_cache.caches_all_prefixes else 0)
         if request.num_tokens == 1:
             return 0
         most -= most % self._kv_cache.block_size
         if self._kv_cache.has_states and num_matched > most - num_local:
             return 0  # there may be no state where the load would end
         num_dropped = self._kv_cache.num_dropped_blocks * self._kv_cache.block_size
-        if num_dropped and not self._kv_cache.is_downward_closed:
+        if num_dropped and not self._kv_cache.caches_all_prefixes:
             return 0
         return max(0, min(num_matched, most - num_local) - num_dropped)
 

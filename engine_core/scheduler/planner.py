@@ -119,7 +119,7 @@ class StepPlanner:
         self._kv_transfer = kv_transfer
         self._refusal: _Refusal | None = None
         self._remembers = (
-            not self._rules and not kv_transfer.connected and kv_cache.is_downward_closed
+            not self._rules and not kv_transfer.connected and kv_cache.caches_all_prefixes
         )
 
     def plan_requests(self, plan: StepPlan) -> None:

@@ -75,9 +75,9 @@ class PreemptionOrder:
             victim = victims.first()
             if served > served_above and victim is not None:
                 key, _, request = victim
-                rank = (-policy.priority_key(request), -served, key)
-                if first is None or rank < least:
-                    first, least = request, rank
+                urgency = (-policy.priority_key(request), -served, key)
+                if first is None or urgency < least:
+                    first, least = request, urgency
         return first
 
 

@@ -504,7 +504,7 @@ class Scheduler:
         )
         starts |= {new.seq_id: new.num_computed_tokens for new in output.new_requests}
         kv_cache = self._kv_cache
-        keeps_blocks = kv_cache.is_downward_closed or (
+        keeps_blocks = kv_cache.caches_all_prefixes or (
             not kv_cache.has_states and self.step == output.step
         )
         for seq_id in seq_ids:

@@ -74,14 +74,14 @@ class TenantFairness(SchedulerFeature):
         several = usage.num_tenants > 1
         if (usage.prefills or several) and (several or self._had_several):
             self._had_several = several
-            self._deferred = self._order(sorted(usage.prefills.values(), key=self._policy.rank))
+            self._deferred = self._order(sorted(usage.prefills.values(), key=self._policy.admission_key))
         return self._deferred
 
     def is_behind(self, request: Request) -> bool:
         """Return whether the deferred requests of this step go before this waiting request."""
         if not self._deferred:
             return False
-        return self._policy.rank(request) >= min(map(self._policy.rank, self._deferred))
+        return self._policy.admission_key(request) >= min(map(self._policy.admission_key, self._deferred))
 
     def may_preempt_for(self, request: Request) -> bool:
         """Return whether running requests may be preempted for this waiting request."""
@@ -126,8 +126,8 @@ class TenantFairness(SchedulerFeature):
         return self._usage.served(request.tenant) + request.num_tokens
 
     def _order(self, prompts: list[Request]) -> list[Request]:
-        """Order the end of the running list; return the deferred requests. prompts: by rank."""
-        rank = self._policy.rank
+        """Order the end of the running list; return the deferred requests. prompts: by admission key."""
+        key = self._policy.admission_key
         deferred: list[Request] = []
         first = prompts[0] if prompts else None
         head = self._waiting.peek_request() if self._waiting.num_ready else None
@@ -135,10 +135,10 @@ class TenantFairness(SchedulerFeature):
             deferred = [
                 prompt
                 for prompt in prompts
-                if prompt.tenant != head.tenant and rank(prompt) > rank(head)
+                if prompt.tenant != head.tenant and key(prompt) > key(head)
             ]
         in_time = [prompt for prompt in prompts if prompt not in deferred]
-        if head is not None and (first is None or rank(head) < rank(first)):
+        if head is not None and (first is None or key(head) < key(first)):
             deferred = [*self._deferring_decodes(head, self._threshold(head)), *deferred]
         elif first is not None:
             decodes = self._deferring_decodes(first, self._usage.served(first.tenant))

@@ -305,7 +305,7 @@ class SiblingForks(SchedulerFeature):
         """
         siblings = self._choices[request.request_id]
         kv_cache = self._kv_cache
-        if len(siblings) == 1 or kv_cache.enable_caching or not kv_cache.is_downward_closed:
+        if len(siblings) == 1 or kv_cache.enable_caching or not kv_cache.caches_all_prefixes:
             return  # a window may free what the next one needs while it waits
         if not request.num_output_tokens and request.seq_id not in self._num_cached_of_heir:
             return  # the prompt may not be complete

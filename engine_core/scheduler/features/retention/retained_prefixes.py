@@ -7,7 +7,7 @@
 Retained prefixes never keep a request from running: the KV cache counts blocks that only they
 reference as free, and reclaims the missing number at an allocation (`reclaim_blocks`). The least
 valuable prefixes are cut first, each from its end, so that the rest is still the beginning of a
-prompt. With groups that are not downward-closed (sliding windows) a prefix is released as a whole,
+prompt. With groups that lose early blocks (sliding windows) a prefix is released as a whole,
 because a shorter part of it could not be found.
 
 `TTLRule` decides how long a prefix is retained and what it is worth.
@@ -76,7 +76,7 @@ class RetainedPrefixes:
         observer: SchedulerObserver,
     ) -> None:
         self._pool = kv_cache.pool
-        self._whole = not kv_cache.is_downward_closed
+        self._whole = not kv_cache.caches_all_prefixes
         self._block_size = kv_cache.block_size
         num_usable = kv_cache.num_usable_blocks
         self._max_blocks = int(num_usable * max_share)
