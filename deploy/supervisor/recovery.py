@@ -212,7 +212,8 @@ class Recovery:
             for key, outage in self._outages.items()
             if not outage.started and outage.due <= now and key not in occupied
         ]
-        return [self._plan_restart(key) for key in sorted(due, key=_engine_first)]
+        due.sort(key=lambda key: key[0] != "engine_core")
+        return list(map(self._plan_restart, due))
 
     def note_message(self, message: Message) -> None:
         """Note a message: readiness, progress, a pause, adapters, or a protocol violation."""
@@ -286,6 +287,3 @@ class Recovery:
 def _key_of(process: Child | ProcessBoot) -> ProcessKey:
     return process.role, 0 if process.role == "worker" else process.index
 
-
-def _engine_first(key: ProcessKey) -> bool:
-    return key[0] != "engine_core"

@@ -1,14 +1,6 @@
 """The plan of a step: what running requests compute, and which waiting ones are admitted.
 
-    preempt_above_watermark    the pool may be too full for all that run
-    order_running              requests of tenants that were served more defer to others
-    _prompt_budget             how many tokens of prompts a step with decodes may have
-    fill_drafts                what running requests may compute ahead
-    _plan_running              tokens and blocks of running requests, in the order of admission
-    _admit_waiting             requests from the head of the queue go to the end of the running list
-    _plan_deferred             requests that defer to those that were just admitted
-    plan_lookahead             what the workers' draft model proposes after the step
-    step_limit                 what made the step shorter than its token budget
+Start with `StepPlanner.plan_requests`.
 
 No request starves. A request is admitted only with budget left after every running request was
 planned, no more requests run than a step has tokens, and what a running request needs (the rest of
@@ -154,7 +146,7 @@ class StepPlanner:
         drafts         they take the positions (rows that a step samples) of another request
                        (`_has_position`)
         tenants        the next request waits for others that were served less
-                       (`TenantFairness.is_behind`)
+                       (`TenantFairness.waits_for_deferred`)
         chunks         the next prompt fits in no chunk (--no-enable-chunked-prefill), or a prompt
                        has as many tokens as one may (--long-prefill-token-threshold)
                        (`ChunkRule.first_chunk`, `_plan_running`)
@@ -186,7 +178,7 @@ class StepPlanner:
                 return "drafts"
             if head.num_output_placeholders:
                 return "results"
-            if self._fairness.is_behind(head):
+            if self._fairness.waits_for_deferred(head):
                 return "tenants"
             num_missing = head.num_tokens - head.num_computed_tokens
             return "blocks" if self._first_chunk(num_missing, plan) else "chunks"
@@ -470,7 +462,7 @@ class StepPlanner:
             return False  # preempted; its next input is unknown until the token in flight arrives
         if request in plan.preempted:
             return False  # preempted in this pass, in which it must not take the room back
-        if self._fairness.is_behind(request):
+        if self._fairness.waits_for_deferred(request):
             return False
         if candidate.loads_async:
             return self._load(candidate, plan)

@@ -3,10 +3,6 @@
 `Scheduler` is the public face and builds its parts: requests are added and aborted, `schedule()`
 plans a step (`planner.py`), and `update_from_output()` processes its result (`result.py`).
 `request_lifecycle.py` owns the requests. Sockets, text and tensors are unknown here.
-
-There is no prefill phase and no decode phase. Each request has tokens that are known and tokens
-that are computed, and a step lets the second number catch up with the first, within one token
-budget.
 """
 
 import itertools
@@ -527,7 +523,7 @@ class Scheduler:
         queries, hits = self._kv_cache.pop_prefix_cache_stats()
         external_queries, external_hits = self.kv_transfer.pop_stats()
         agent_session_seconds, tool_seconds = self.agent_sessions.pop_durations()
-        num_taken, num_hit, num_expired, num_given_up = self._retained_prefixes.pop_counts()
+        num_taken, num_hit, num_expired, num_evicted = self._retained_prefixes.pop_counts()
         num_drafts, num_drafted, num_accepted, per_pos, num_invalid = self._speculation.pop_stats()
         sources = self._speculation.pop_source_counts()
         num_waiting = len(self.waiting)
@@ -558,7 +554,7 @@ class Scheduler:
             num_pins_taken=num_taken,
             num_pins_hit=num_hit,
             num_pins_expired=num_expired,
-            num_pins_given_up=num_given_up,
+            num_pins_given_up=num_evicted,
             agent_session_seconds=agent_session_seconds,
             tool_seconds=tool_seconds,
             num_discarded_tokens=self._result_pass.pop_num_discarded(),

@@ -77,7 +77,7 @@ class TenantFairness(SchedulerFeature):
             self._deferred = self._order(sorted(usage.prefills.values(), key=self._policy.admission_key))
         return self._deferred
 
-    def is_behind(self, request: Request) -> bool:
+    def waits_for_deferred(self, request: Request) -> bool:
         """Return whether the deferred requests of this step go before this waiting request."""
         if not self._deferred:
             return False
@@ -126,7 +126,7 @@ class TenantFairness(SchedulerFeature):
         return self._usage.served(request.tenant) + request.num_tokens
 
     def _order(self, prompts: list[Request]) -> list[Request]:
-        """Order the end of the running list; return the deferred requests. prompts: by admission key."""
+        """Order the end of the running list; return those that defer. prompts: by admission key."""
         key = self._policy.admission_key
         deferred: list[Request] = []
         first = prompts[0] if prompts else None

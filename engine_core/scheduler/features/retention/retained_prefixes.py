@@ -64,7 +64,7 @@ class RetainedPrefixes:
 
     max_share, max_share_of_tenant: of the usable blocks, 0 to 1; a shared block counts once.
     Counters since `pop_counts`: num_taken; num_hit: the next turn found a cached prefix;
-    num_expired: of these also prefixes whose TTL had passed when it became known; num_given_up:
+    num_expired: of these also prefixes whose TTL had passed when it became known; num_evicted:
     evicted for room or over a limit, each once, even if only a part was.
     """
 
@@ -87,7 +87,7 @@ class RetainedPrefixes:
         self._values: KeyedHeap[RetainedPrefix] = KeyedHeap()  # per block
         self._tenants: dict[int, _TenantPrefixes] = {}
         self._num_retained = 0
-        self.num_taken = self.num_hit = self.num_expired = self.num_given_up = 0
+        self.num_taken = self.num_hit = self.num_expired = self.num_evicted = 0
         self._changed: dict[str, None] = {}
         kv_cache.reclaim_blocks = self.reclaim_blocks
 
@@ -98,8 +98,8 @@ class RetainedPrefixes:
 
     def pop_counts(self) -> tuple[int, int, int, int]:
         """Return how many prefixes were retained, hit, expired and evicted since the last call."""
-        counts = self.num_taken, self.num_hit, self.num_expired, self.num_given_up
-        self.num_taken = self.num_hit = self.num_expired = self.num_given_up = 0
+        counts = self.num_taken, self.num_hit, self.num_expired, self.num_evicted
+        self.num_taken = self.num_hit = self.num_expired = self.num_evicted = 0
         return counts
 
     def __len__(self) -> int:
@@ -254,7 +254,7 @@ class RetainedPrefixes:
         while first and num_blocks and not self._whole:
             first -= 1
             num_blocks -= counts[blocks[first]] == 1
-        self.num_given_up += not prefix.was_cut
+        self.num_evicted += not prefix.was_cut
         if self._whole or not first:
             self._release(prefix, "room")
             return
