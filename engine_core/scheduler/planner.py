@@ -536,17 +536,15 @@ class StepPlanner:
     def _has_room(self, request: Request, num_new: int, candidate: Candidate) -> bool:
         """Allocate blocks, if the rules admit the request and enough are free or reclaimable."""
         non_running_blocks = self._non_running_blocks
-        while not self._fits(num_new, candidate):
+        while not (
+            (not self._running or self._rules_admit(candidate, num_new))
+            and self._allocate_blocks(candidate, num_new)
+        ):
             if non_running_blocks.free_idle():
                 continue
             if self._running or not non_running_blocks.free_pending(request):
                 return False
         return True
-
-    def _fits(self, num_new: int, candidate: Candidate) -> bool:
-        if self._running and not self._rules_admit(candidate, num_new):
-            return False
-        return self._allocate_blocks(candidate, num_new)
 
     def _rules_admit(self, candidate: Candidate, num_new: int) -> bool:
         """Return whether every rule admits the external tokens and `num_new` tokens after them."""

@@ -594,9 +594,8 @@ class Scheduler:
             placeholders                                   | ? |
             next step computes                             |-1-|   and samples another
 
-        Hashing a block, stop tokens and recomputation need the ids and wait for the result. A step
-        that verifies a draft may yield a token for each of its positions; the result takes back
-        what was counted for rejected ones.
+        What needs the ids waits for the result, which takes back what was counted for rejected
+        drafts.
         """
         if self._compute_meter is not None:
             self._compute_meter.record_step(step, plan)

@@ -74,14 +74,16 @@ class TenantFairness(SchedulerFeature):
         several = usage.num_tenants > 1
         if (usage.prefills or several) and (several or self._had_several):
             self._had_several = several
-            self._deferred = self._order(sorted(usage.prefills.values(), key=self._policy.admission_key))
+            prompts = sorted(usage.prefills.values(), key=self._policy.admission_key)
+            self._deferred = self._order(prompts)
         return self._deferred
 
     def waits_for_deferred(self, request: Request) -> bool:
         """Return whether the deferred requests of this step go before this waiting request."""
         if not self._deferred:
             return False
-        return self._policy.admission_key(request) >= min(map(self._policy.admission_key, self._deferred))
+        key = self._policy.admission_key
+        return key(request) >= min(map(key, self._deferred))
 
     def may_preempt_for(self, request: Request) -> bool:
         """Return whether running requests may be preempted for this waiting request."""

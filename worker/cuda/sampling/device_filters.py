@@ -39,10 +39,10 @@ _SEARCH_WARPS: Final = 8
 class RowFilters:
     """Filters of F of the N rows of a step, on one device or on the host.
 
-    needs_search: whether a row has a top-k or a top-p. rows: int64 [F], the row of the logits that
-    each filter belongs to. filter_of_row: int64 [N], the reverse: the index in `rows` of each row of
-    the logits, or −1. top_k: int64 [F], below V; 0 keeps all. top_p: float64 [F], 1 keeps all.
-    min_p: float64 [F], 0 keeps all.
+    needs_search: whether a row has a top-k or a top-p. rows: int64 [F], the row of the logits of
+    each filter. filter_of_row: int64 [N], the reverse: the index in `rows` of each row of the
+    logits, or −1. top_k: int64 [F], below V; 0 keeps all. top_p: float64 [F], 1 keeps all. min_p:
+    float64 [F], 0 keeps all.
     """
 
     needs_search: bool
