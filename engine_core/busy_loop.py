@@ -131,9 +131,9 @@ class BusyLoop:
         if not self._workers.is_ready:
             return None
         connector_wants_step = self._scheduler.kv_transfer.wants_step
-        self._scheduler.isolate_suspect()
+        self._scheduler.crash_isolation.isolate_suspect()
         output = self._scheduler.schedule()
-        self._io.publish_crash_progress(self._scheduler.crash_progress())
+        self._io.publish_crash_progress(self._scheduler.crash_isolation.progress())
         if output.total_num_scheduled_tokens:
             self._in_flight.append(output)
         elif not (

@@ -557,10 +557,9 @@ class KVTransferManager(SchedulerFeature):
             request.num_computed_tokens = min(load.num_tokens, request.num_tokens - 1)
             self._loaded[seq_id] = request
             self._non_running_blocks.add_pending(request)
+            self._unblock(request)
         else:
-            kv_cache.free(request)
-            request.num_computed_tokens = 0
-        self._unblock(request)
+            self._abandon(request)
 
     def _abandon(self, request: Request) -> None:
         """Return a request to the queue without its blocks."""

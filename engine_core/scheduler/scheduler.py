@@ -74,8 +74,9 @@ class Scheduler:
 
     next_seq_id: returns a name for a new sequence, never the same twice.
     step_limit: what made the last step shorter than its token budget (`StepPlanner.step_limit`).
-    resumable_sessions, agent_sessions, queue_limits, deadlines, kv_transfer, adapters: parts that
-        the engine's input and loop also use directly; the last is None if no adapters are served.
+    resumable_sessions, agent_sessions, queue_limits, deadlines, crash_isolation, kv_transfer,
+        adapters: parts that the engine's input and loop also use directly; the last is None if no
+        adapters are served.
 
     epoch: of the workers, until `begin_worker_epoch`. max_model_len: maximum tokens of prompt and
     output. vocab_size: sampled token ids are below it. more_features: asked before the last ones.
@@ -149,7 +150,7 @@ class Scheduler:
         # Features
         self._chunks = ChunkRule.from_config(config)
         self._pause = Pause(lifecycle)
-        self._crash_isolation = CrashIsolation(
+        self.crash_isolation = CrashIsolation(
             lifecycle, self._pause, self._preemption, config.crashes_until_isolated, report_begun
         )
         fairness = TenantFairness(
@@ -201,7 +202,7 @@ class Scheduler:
         )
         self.adapters: AdapterGate | None = None
         if lora is not None:
-            self.adapters = AdapterGate(lifecycle, lora, self._pause, self._crash_isolation)
+            self.adapters = AdapterGate(lifecycle, lora, self._pause, self.crash_isolation)
         beams = BeamGroups(kv_cache, self._preemption, forced_tokens, unblock)
         context = FeatureContext(config, kv_cache, unblock, clock)
         outside: list[SchedulerFeature] = [
@@ -237,7 +238,7 @@ class Scheduler:
         #   holds only if the request is admitted or loaded for at once.
         features += [
             self._pause,
-            self._crash_isolation,
+            self.crash_isolation,
             fairness,
             self.agent_sessions,
             self.resumable_sessions,
@@ -382,7 +383,7 @@ class Scheduler:
         final outputs of requests that have crashed the workers too often.
         """
         self._observer.on_event("restart", f"workers of epoch {epoch}")
-        crashing = self._crash_isolation.note_crash()
+        crashing = self.crash_isolation.note_crash()
         self.kv_transfer.forget_transfers()
         self._retained_prefixes.release_all("restart")
         self._preemption.requeue_all(self._clock())
@@ -399,10 +400,6 @@ class Scheduler:
                 error = repeated_crash_error(request.crash_count)
                 self._result_pass.fail_request(request, error, outputs)
         return outputs
-
-    def crash_progress(self) -> list[tuple[Request, int]]:
-        """Return running requests that may have crashed an engine, and their computed tokens."""
-        return self._crash_isolation.progress()
 
     def reset_prefix_cache(self, *, preempting: bool = False) -> bool:
         """Forget all cached prefixes; False, with the cache unchanged, while any block is in use.
@@ -424,10 +421,6 @@ class Scheduler:
         return self._kv_cache.reset_prefix_cache()
 
     # A step
-
-    def isolate_suspect(self) -> None:
-        """Choose which suspect of crashes runs alone, before a step: see `CrashIsolation`."""
-        self._crash_isolation.isolate_suspect()
 
     def schedule(self) -> SchedulerOutput:
         """Plan the next step and return the message for the workers."""
@@ -491,13 +484,8 @@ class Scheduler:
         compute for them does not count. A recurrent state cannot be taken back, nor the blocks of a
         window that a later step has freed, so such a request computes all of its tokens again.
         """
-        starts = dict(
-            zip(
-                output.cached_requests.seq_ids,
-                output.cached_requests.num_computed_tokens,
-                strict=True,
-            )
-        )
+        cached = output.cached_requests
+        starts = dict(zip(cached.seq_ids, cached.num_computed_tokens, strict=True))
         starts |= {new.seq_id: new.num_computed_tokens for new in output.new_requests}
         kv_cache = self._kv_cache
         keeps_blocks = kv_cache.caches_all_prefixes or (

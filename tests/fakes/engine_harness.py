@@ -209,7 +209,7 @@ class EngineHarness:
 
     def send(self) -> SchedulerOutput:
         """Schedule a step."""
-        self.scheduler.isolate_suspect()
+        self.scheduler.crash_isolation.isolate_suspect()
         output = self.scheduler.schedule()
         if self.adapters is not None:
             self.adapters.begin_step(output)

@@ -156,6 +156,7 @@ class CrashIsolation(SchedulerFeature):
         self._report_begun(tried)
 
     def progress(self) -> list[tuple[Request, int]]:
+        """Return running requests that may have crashed an engine, and their computed tokens."""
         if not self._records:
             return []
         return [
