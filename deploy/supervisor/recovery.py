@@ -286,4 +286,3 @@ class Recovery:
 
 def _key_of(process: Child | ProcessBoot) -> ProcessKey:
     return process.role, 0 if process.role == "worker" else process.index
-

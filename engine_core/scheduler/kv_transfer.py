@@ -37,8 +37,8 @@ from engine_core.scheduler.features.base import (
     SchedulerObserver,
     Unblock,
 )
-from engine_core.scheduler.request_lifecycle import RequestLifecycle
 from engine_core.scheduler.preemption import NonRunningBlocks, SwapRule
+from engine_core.scheduler.request_lifecycle import RequestLifecycle
 from engine_core.scheduler.step_plan import StepPlan
 from proto.codec import changed, to_compact_json
 from proto.messages.kv_connector import KVConnectorOutput, LoadFailurePolicy

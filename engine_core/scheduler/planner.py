@@ -32,9 +32,9 @@ from engine_core.scheduler.features.base import Candidate, SchedulerFeature, fea
 from engine_core.scheduler.features.fairness import TenantFairness
 from engine_core.scheduler.features.speculative_decoding import SpeculativeDecoding
 from engine_core.scheduler.kv_transfer import KVTransferManager
-from engine_core.scheduler.request_lifecycle import RequestLifecycle
 from engine_core.scheduler.limits import ChunkRule, PrefillThrottle
 from engine_core.scheduler.preemption import Preemption
+from engine_core.scheduler.request_lifecycle import RequestLifecycle
 from engine_core.scheduler.step_plan import Lookup, StepPlan
 from proto.messages.engine_io import EventType
 from proto.settings.config import SchedulerConfig

@@ -16,8 +16,8 @@ from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.admission_rules import KVWatermarks
 from engine_core.scheduler.keyed_heap import KeyedHeap
-from engine_core.scheduler.request_lifecycle import RequestLifecycle
 from engine_core.scheduler.queues.policies import FairSchedulingPolicy
+from engine_core.scheduler.request_lifecycle import RequestLifecycle
 from engine_core.scheduler.step_plan import StepPlan
 from proto.messages.engine_io import EventType
 from proto.settings.config import PreemptionMode

@@ -35,7 +35,6 @@ from engine_core.scheduler.features.retention.ttl_rule import NoRetention, make_
 from engine_core.scheduler.features.speculative_decoding import DraftProvider, SpeculativeDecoding
 from engine_core.scheduler.features.tenant_usage import TenantUsage
 from engine_core.scheduler.kv_transfer import Connect, KVTransferManager, no_connector
-from engine_core.scheduler.request_lifecycle import OutputsByFrontEnd, RequestLifecycle
 from engine_core.scheduler.limits import (
     ChunkRule,
     Deadlines,
@@ -52,6 +51,7 @@ from engine_core.scheduler.preemption import (
     SwapRule,
 )
 from engine_core.scheduler.queues.policies import FairSchedulingPolicy
+from engine_core.scheduler.request_lifecycle import OutputsByFrontEnd, RequestLifecycle
 from engine_core.scheduler.result import ResultPass
 from engine_core.scheduler.step_plan import StepPlan, num_sampled_positions
 from proto.errors import ErrorInfo

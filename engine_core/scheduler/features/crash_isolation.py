@@ -36,8 +36,8 @@ from typing import ClassVar, Final
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.features.base import Candidate, SchedulerFeature
 from engine_core.scheduler.features.pause import Pause
-from engine_core.scheduler.request_lifecycle import RequestLifecycle
 from engine_core.scheduler.preemption import Preemption
+from engine_core.scheduler.request_lifecycle import RequestLifecycle
 from engine_core.scheduler.step_plan import StepPlan
 from proto.errors import ErrorInfo
 

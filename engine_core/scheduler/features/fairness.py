@@ -24,10 +24,10 @@ from typing import Final
 from engine_core.request import Request
 from engine_core.scheduler.features.base import SchedulerFeature
 from engine_core.scheduler.features.tenant_usage import TenantUsage
-from engine_core.scheduler.request_lifecycle import RequestLifecycle
 from engine_core.scheduler.limits import ChunkRule
 from engine_core.scheduler.preemption import Preemption, PreemptionOrder
 from engine_core.scheduler.queues.policies import FairSchedulingPolicy
+from engine_core.scheduler.request_lifecycle import RequestLifecycle
 from engine_core.scheduler.step_plan import StepPlan
 
 STEPS_FOR_DECODES: Final = 1

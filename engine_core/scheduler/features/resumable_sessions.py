@@ -23,8 +23,8 @@ import msgspec
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.features.base import SchedulerFeature
-from engine_core.scheduler.request_lifecycle import OutputsByFrontEnd, RequestLifecycle
 from engine_core.scheduler.preemption import NonRunningBlocks
+from engine_core.scheduler.request_lifecycle import OutputsByFrontEnd, RequestLifecycle
 from engine_core.validation import check_length
 from proto.errors import ErrorInfo, InvalidRequestError
 from proto.messages.engine_io import EngineCoreOutput, EventType, FinishReason, SessionInput

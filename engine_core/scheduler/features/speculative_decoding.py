@@ -41,8 +41,8 @@ from engine_core.kv_cache.manager import NO_NEW_BLOCKS, NO_PREFIX, KVCacheManage
 from engine_core.request import Request
 from engine_core.scheduler.features.base import SchedulerFeature
 from engine_core.scheduler.features.grammars import Grammars
-from engine_core.scheduler.request_lifecycle import RequestLifecycle
 from engine_core.scheduler.limits import ChunkRule
+from engine_core.scheduler.request_lifecycle import RequestLifecycle
 from engine_core.scheduler.step_plan import StepPlan
 
 
