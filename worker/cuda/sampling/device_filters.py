@@ -84,13 +84,13 @@ class TritonFilters:
         sums = logits.new_empty((num_filters, 3, BINS), dtype=torch.int64)
         cuts = logits.new_empty((num_filters, 2), dtype=torch.int32)
         candidates = logits.new_empty(
-            (2, num_filters, vocab_size if filters.searches else 0), dtype=torch.int32
+            (2, num_filters, vocab_size if filters.needs_search else 0), dtype=torch.int32
         )
         rows = (logits, temperature, filters.rows)
         settings = (filters.top_k, filters.top_p, filters.min_p)
         grid = num_filters, num_chunks
         range_chunk[grid](*rows, ranges, sums, vocab_size, num_chunks, bins=BINS, chunk_size=_CHUNK)
-        if filters.searches:
+        if filters.needs_search:
             bins_chunk[grid](
                 *rows,
                 *settings,
