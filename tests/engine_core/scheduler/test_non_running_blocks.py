@@ -56,6 +56,7 @@ def test_pending_requests_lose_blocks_last_and_the_newest_first(idle, four):
 
 def test_requests_without_blocks_are_skipped(idle, manager, four):
     nothing = Requests(manager).make([7])
+    nothing.seq_id = len(four)
     idle.add_idle(nothing)
     idle.add_pending(nothing)
     assert len(idle) == 4
