@@ -47,8 +47,10 @@ def suite_of(item: pytest.Item) -> str:
     # The mark of a parameter is the last one.
     marker = own[-1] if own else item.get_closest_marker("suite")
     if marker is None:
-        suite = SUITE_OF.get(item.path.relative_to(ROOT / "tests").parts[0], "quick")
-        return "quick" if item.get_closest_marker("interpreted") else suite
+        if item.get_closest_marker("interpreted"):
+            return "quick"
+        folders = [each for each in SUITE_OF if item.path.is_relative_to(ROOT / "tests" / each)]
+        return SUITE_OF[folders[0]] if folders else "quick"
     (name,) = marker.args
     if name not in {suite.name for suite in SUITES}:
         raise pytest.UsageError(f"{item.nodeid}: tests/suites.py has no suite {name!r}")
