@@ -41,6 +41,8 @@ from worker.loader.weights import load_model
 from worker.models.registry import spec_from_config
 from worker.sampling.row_params import FILTERS, torch_columns
 
+pytestmark = pytest.mark.suite("devices")
+
 ROOT = Path(__file__).parents[2]
 
 
