@@ -32,12 +32,12 @@ from api_server.http.http_protocol import LimitedHttpProtocol
 from api_server.http.http_server import HttpServer
 from api_server.http.request_log import RequestLog
 from api_server.http.websocket_protocol import LimitedWebSocketProtocol
-from api_server.lifecycle import EngineSwitch, run_commands
 from api_server.live_view.publisher import LiveViewPublisher
 from api_server.metrics.metric_sheet import Gauge, MetricSheet
 from api_server.metrics.metrics import Metrics
 from api_server.middleware import with_cors
 from api_server.routes.system import daemon_version
+from api_server.supervisor_commands import EngineSwitch, run_commands
 from api_server.turns import return_freed_blocks
 from proto.messages.engine_io import request_ids
 from proto.messages.lifecycle import FrontEndReady, PhaseClock, ProcessBoot

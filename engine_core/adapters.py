@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from engine_core.scheduler.lifecycle import OutputsByFrontEnd
+from engine_core.scheduler.request_lifecycle import OutputsByFrontEnd
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.transport import FrontEndLinks
 from engine_core.worker_group import WorkerGroup

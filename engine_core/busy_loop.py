@@ -21,7 +21,7 @@ from engine_core.frontend_io import InputProcessor, OutputDispatcher
 from engine_core.kv_cache.integrity import check_in_slices
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request
-from engine_core.scheduler.lifecycle import OutputsByFrontEnd
+from engine_core.scheduler.request_lifecycle import OutputsByFrontEnd
 from engine_core.scheduler.result import ImpossibleResultError
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.structured_output.manager import NO_VIOLATIONS, StructuredOutputManager
@@ -137,9 +137,9 @@ class BusyLoop:
         if not self._workers.is_ready:
             return None
         connector_wants_step = self._scheduler.kv_transfer.wants_step
-        self._scheduler.isolate_suspect()
+        self._scheduler.crash_isolation.isolate_suspect()
         output = self._scheduler.schedule()
-        self._io.publish_crash_progress(self._scheduler.crash_progress())
+        self._io.publish_crash_progress(self._scheduler.crash_isolation.progress())
         if output.total_num_scheduled_tokens:
             self._in_flight.append(output)
         elif not (
@@ -172,13 +172,13 @@ class BusyLoop:
         if self._structured_output is None:
             return
         if self._in_flight:
-            void_until = self._scheduler.kv_transfer.discard_until_step
-            self._structured_output.request_masks(self._in_flight[0], void_until)
+            rewound_until_step = self._scheduler.kv_transfer.rewound_until_step
+            self._structured_output.request_masks(self._in_flight[0], rewound_until_step)
         masks = self._structured_output.pop_masks()
         if masks is not None and self._in_flight and masks.step == self._in_flight[0].step:
             self._workers.send_masks(masks.message())
             if masks.late:
-                self._scheduler.void_rows(self._in_flight[0], masks.late)
+                self._scheduler.rewind_rows(self._in_flight[0], masks.late)
         if overdue := self._structured_output.pop_overdue():
             self._io.publish(self._scheduler.fail_requests(overdue))
 

@@ -18,7 +18,7 @@ from engine_core.live_view import EngineViewPublisher
 from engine_core.profiler import PROFILER_OFF, EngineProfiler
 from engine_core.request import Request, choices_of
 from engine_core.scheduler.features.crash_isolation import is_repeated_crash, repeated_crash_error
-from engine_core.scheduler.lifecycle import OutputsByFrontEnd, completion, stop_token
+from engine_core.scheduler.request_lifecycle import OutputsByFrontEnd, completion, stop_token
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.structured_output.compiler import UNAVAILABLE
 from engine_core.structured_output.manager import StructuredOutputManager, grammar_source_of

@@ -24,7 +24,7 @@ from engine_core.kv_cache.groups import CacheGroup
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.kv_cache.pool import BlockPool
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.lifecycle import OutputsByFrontEnd
+from engine_core.scheduler.request_lifecycle import OutputsByFrontEnd
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.transport import FrontEndLinks
 from proto.messages.engine_io import EventType
@@ -270,7 +270,7 @@ def request_view(request: Request, owner: int, num_blocks: int) -> RequestView:
 def num_blocks_by_sequence(kv_cache: KVCacheManager) -> dict[int, int]:
     """Return the number of blocks in the tables of each seq_id, without the null block."""
     num_blocks: dict[int, int] = {}
-    has_windows = not kv_cache.is_downward_closed
+    has_windows = not kv_cache.caches_all_prefixes
     for group in kv_cache.block_groups:
         for seq_id, table in group.block_tables().items():
             number = len(table) - (table.count(NULL_BLOCK) if has_windows else 0)

@@ -22,8 +22,9 @@ from proto.messages.sampling_params import SamplingParams
 class RequestStatus(enum.IntEnum):
     """Status of a request; numbers grow from waiting to finished.
 
-    WAITING: in the queue, without blocks (except a session's next turn, which has those of the
-        last one).
+    WAITING: in the queue, without blocks (except the next turn of a session, which has those of
+        the last one, a choice that was given those of a sibling, and a request whose KV a connector
+        has loaded).
     WAITING_FOR_*: parked in the queue until something other than room is there: a grammar, KV from
         a connector, more input, a prefix that another request is computing, the end of a pause, the
         prompt's KV of another choice, the other rows of a beam search, the trial of a request that
@@ -77,7 +78,10 @@ _FINISH_REASONS = {
 
 
 class Request:
-    """One choice that is being generated. Only engine_core/scheduler and retention change it.
+    """One choice that is being generated. Only engine_core/scheduler changes it.
+
+    Except its drafts (speculation/drafting.py), and the status of a choice that is complete when it
+    arrives (frontend_io.py).
 
     Identity, fixed:
         seq_id: its name in messages to workers, never used twice in an epoch.

@@ -173,8 +173,8 @@ class Delta:
     tokens: text offset and log-probabilities of each new token, if requested.
     num_tokens: output tokens of the choice so far, including the new ones.
     finish_reason: set only in the last delta of a choice.
-    content_end: where the content ends in the text, if a stop string ended it and the text goes on
-        behind it (`ContentStops`); else None.
+    num_certain: how much of the content so far the client may get (`ContentStops`); None without
+        `ContentStops`: then `text` is certain.
     """
 
     index: int
@@ -184,7 +184,7 @@ class Delta:
     num_tokens: int
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    content_end: int | None = None
+    num_certain: int | None = None
 
 
 @dataclass(slots=True)
@@ -320,7 +320,7 @@ class Choice:
         )
         self._num_sent = len(self.token_ids)
         if isinstance(self.stop_strings, ContentStops):
-            delta.content_end = self.stop_strings.content_end
+            delta.num_certain = self.stop_strings.num_certain
         if self.finished and not self._end_reported:
             self._end_reported = True
             delta.finish_reason = str(self.finish_reason)
@@ -349,15 +349,15 @@ class Choice:
     def _end(self, finish_reason: FinishReason, stop_reason: int | None) -> None:
         if self._add_text(self.detokenizer.flush_text()):
             return
-        if self.stop_strings is not None:
-            held, stop = self.stop_strings.finish_text(
+        if isinstance(self.stop_strings, ContentStops):
+            stop = self.stop_strings.end_text(
                 is_cut=finish_reason is not FinishReason.STOP,
                 min_tokens_reached=len(self.token_ids) > self.min_tokens,
             )
-            if held:
-                self._show(held)
             if self._ends_with(stop):
                 return
+        elif self.stop_strings is not None and (held := self.stop_strings.pop_held()):
+            self._show(held)
         self.finish_reason, self.stop_reason = finish_reason, stop_reason
         if finish_reason is FinishReason.REPETITION:
             self.stop_reason = REPETITION_DETECTED

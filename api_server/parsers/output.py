@@ -138,18 +138,18 @@ class ChoiceParser:
         self.has_tool_calls = False
 
     def parse_delta(
-        self, text: str, finish_reason: str | None = None, content_end: int | None = None
+        self, text: str, finish_reason: str | None = None, num_certain: int | None = None
     ) -> list[OutputPart]:
         """Return the parts of additional text. finish_reason: None unless the choice ends here.
 
-        content_end: see `ContentStops`; None for an answer without stop strings.
+        num_certain: see `ContentStops`; None for an answer without them.
         """
         parts = [*self._parser.parse_delta(text)]
         is_last = finish_reason is not None
         if is_last:
             parts += self._parser.parse_end(is_cut=finish_reason != "stop")
-        if content_end is not None:
-            parts = self._cut_parts(parts, content_end)
+        if num_certain is not None:
+            parts = self._cut_parts(parts, num_certain)
         if self._call_parser is not PLAIN_TEXT:
             parts = self._find_calls(parts)
             if is_last:
@@ -169,15 +169,15 @@ class ChoiceParser:
                 found.append(part)
         return found
 
-    def _cut_parts(self, parts: Sequence[OutputPart], content_end: int) -> list[OutputPart]:
-        """Hold back content after `content_end` characters; after a stop string nothing follows."""
+    def _cut_parts(self, parts: Sequence[OutputPart], num_certain: int) -> list[OutputPart]:
+        """Hold back content after `num_certain` characters; nothing follows a stop string."""
         cut: list[OutputPart] = []
         for part in (*parts, None):
             if isinstance(part, ContentText):
                 self._held += part.text
                 continue
-            room = content_end - self._num_content
-            certain, self._held = self._held[:room], self._held[room:]
+            num_new = num_certain - self._num_content
+            certain, self._held = self._held[:num_new], self._held[num_new:]
             self._num_content += len(certain)
             if certain:
                 cut.append(ContentText(certain))
@@ -192,28 +192,28 @@ class ContentStops:
 
     They are looked for in the content alone, which `parser` finds in the text; see
     `OutputFormat.new_reasoning_parser`. The text is returned whole, because the parser of the
-    response (`ChoiceParser`) separates it again; `content_end` says to that parser how many
-    characters of content the client may get.
-    Content is not joined over another part.
+    response (`ChoiceParser`) separates it again. num_certain: characters of content so far that
+    belong to no stop string, nor to what may be the beginning of one; that parser holds back the
+    content after them. A stop string does not match across another part, such as reasoning.
 
-        <think>Which?</think>  Let me │ look.    stop string " look", content_end 6
+        <think>Which?</think>  Let me │ look.    stop string " look", num_certain 6
     """
 
     def __init__(self, stop_strings: StopStrings, parser: OutputParser) -> None:
         self._stop_strings = stop_strings
         self._parser = parser
-        self.content_end = 0
+        self.num_certain = 0
 
     def filter_text(self, piece: str, *, min_tokens_reached: bool) -> tuple[str, str | None]:
         """Return the text, and the stop string that its content completes or None."""
         return piece, self._find_stop(self._parser.parse_delta(piece), min_tokens_reached)
 
-    def finish_text(self, *, is_cut: bool, min_tokens_reached: bool) -> tuple[str, str | None]:
-        """Return what `filter_text` does, for the end of the text. is_cut: see `OutputParser`."""
+    def end_text(self, *, is_cut: bool, min_tokens_reached: bool) -> str | None:
+        """Return the stop string that the end of the text completes. is_cut: see `OutputParser`."""
         stop = self._find_stop(self._parser.parse_end(is_cut=is_cut), min_tokens_reached)
         if stop is None:
-            self.content_end += len(self._stop_strings.flush_text())
-        return "", stop
+            self.num_certain += len(self._stop_strings.pop_held())
+        return stop
 
     def _find_stop(self, parts: Sequence[OutputPart], min_tokens_reached: bool) -> str | None:
         for part in parts:
@@ -222,9 +222,9 @@ class ContentStops:
                     part.text, min_tokens_reached=min_tokens_reached
                 )
                 if stop is not None:
-                    self.content_end += len(certain)
+                    self.num_certain += len(certain)
                     return stop
             else:
-                certain = self._stop_strings.flush_text()
-            self.content_end += len(certain)
+                certain = self._stop_strings.pop_held()
+            self.num_certain += len(certain)
         return None

@@ -71,14 +71,10 @@ class StopStrings:
         self._state, self._held = state, text[len(text) - keep :]
         return text[: len(text) - keep], None
 
-    def flush_text(self) -> str:
+    def pop_held(self) -> str:
         """Return the text that was held back; text that follows is another text."""
         text, self._state, self._held = self._held, 0, ""
         return text
-
-    def finish_text(self, *, is_cut: bool, min_tokens_reached: bool) -> tuple[str, str | None]:
-        """Return the text that was held back; no text follows, so no string gets complete."""
-        return self.flush_text(), None
 
 
 class _Automaton:

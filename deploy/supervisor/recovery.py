@@ -78,8 +78,8 @@ class RestartBudget:
             self._num_restarts = 0
 
 
-Slot = tuple[Role, int]
-"""Role and index of a process; all workers of a model share the slot of the first."""
+ProcessKey = tuple[Role, int]
+"""Role and index of a process; all workers of a model share the key of the first."""
 
 
 @dataclass(slots=True)
@@ -120,8 +120,8 @@ class Recovery:
         self._display = display
         self._num_workers = num_workers
         self._clock = clock
-        self._outages: dict[Slot, _Outage] = {}
-        self._disconnected: set[Slot] = set()
+        self._outages: dict[ProcessKey, _Outage] = {}
+        self._disconnected: set[ProcessKey] = set()
         self._violations: dict[Role, int] = {}
 
     def can_restart(self, dead: Child) -> bool:
@@ -146,11 +146,11 @@ class Recovery:
         The others wait for its successor, so its further messages have no effect. Nothing more is
         announced when it has died.
         """
-        slot = _slot(hung)
-        if slot in self._disconnected:
+        key = _key_of(hung)
+        if key in self._disconnected:
             return []
-        self._disconnected.add(slot)
-        return self._announce(slot)
+        self._disconnected.add(key)
+        return self._announce(key)
 
     def note_death(self, dead: Child) -> None:
         """Plan the restart of a dead process."""
@@ -158,9 +158,9 @@ class Recovery:
             return
         wait = self._budget.count_restart()
         now = self._clock()
-        before = self._outages.get(_slot(dead))
+        before = self._outages.get(_key_of(dead))
         since = now if before is None else before.since
-        self._outages[_slot(dead)] = _Outage(since, now + wait)
+        self._outages[_key_of(dead)] = _Outage(since, now + wait)
         lines = [f"(pid {dead.pid}) {exit_report.describe_exit(dead)}; it is restarted"]
         if wait:
             lines[0] += f" in {wait:g} s"
@@ -173,8 +173,8 @@ class Recovery:
         if self._budget.exhausted:
             raise error
         wait = max(_FIRST_DELAY, self._budget.count_restart())
-        slot = _slot(boot)
-        self._outages[slot] = _Outage(self._outages[slot].since, self._clock() + wait)
+        key = _key_of(boot)
+        self._outages[key] = _Outage(self._outages[key].since, self._clock() + wait)
         text = f"cannot be started: {error.reason}; it is tried again in {wait:g} s"
         self._display.event(process_name(boot.role, boot.index), text, "WARNING")
 
@@ -193,9 +193,9 @@ class Recovery:
     def not_ready(self) -> list[NotReady]:
         """Return the reasons why the daemon is not ready: a missing engine or missing workers."""
         return [
-            NotReady(f"{process_name(*slot)} is being restarted", outage.since)
-            for slot, outage in self._outages.items()
-            if slot[0] != "api_server"
+            NotReady(f"{process_name(*key)} is being restarted", outage.since)
+            for key, outage in self._outages.items()
+            if key[0] != "api_server"
         ]
 
     def seconds_to_next_restart(self) -> float | None:
@@ -206,13 +206,14 @@ class Recovery:
     def pop_due_restarts(self, running: Iterable[Child]) -> list[RestartPlan]:
         """Return the restarts that are due, the engine first. running: processes that exist."""
         now = self._clock()
-        occupied = {_slot(child) for child in running}
+        occupied = {_key_of(child) for child in running}
         due = [
-            slot
-            for slot, outage in self._outages.items()
-            if not outage.started and outage.due <= now and slot not in occupied
+            key
+            for key, outage in self._outages.items()
+            if not outage.started and outage.due <= now and key not in occupied
         ]
-        return [self._plan_restart(slot) for slot in sorted(due, key=_engine_first)]
+        due.sort(key=lambda key: key[0] != "engine_core")
+        return list(map(self._plan_restart, due))
 
     def note_message(self, message: Message) -> None:
         """Note a message: readiness, progress, a pause, adapters, or a protocol violation."""
@@ -234,32 +235,32 @@ class Recovery:
         elif isinstance(message, ProtocolViolation):
             self._note_violation(message)
 
-    def _plan_restart(self, slot: Slot) -> RestartPlan:
-        role, index = slot
-        self._outages[slot].started = True
-        hung = slot in self._disconnected
-        announcements = [] if hung else self._announce(slot)
-        self._disconnected.discard(slot)
+    def _plan_restart(self, key: ProcessKey) -> RestartPlan:
+        role, index = key
+        self._outages[key].started = True
+        hung = key in self._disconnected
+        announcements = [] if hung else self._announce(key)
+        self._disconnected.discard(key)
         announcements.append(("api_server", Restarted(role, hung)))
         indices = range(self._num_workers) if role == "worker" else (index,)
         boots = [self._epochs.make_boot(role, number, hung=hung) for number in indices]
         return RestartPlan(announcements, boots)
 
-    def _announce(self, slot: Slot) -> list[Announcement]:
+    def _announce(self, key: ProcessKey) -> list[Announcement]:
         """Assign the epoch of the successor; return the messages that announce it."""
-        role, index = slot
+        role, index = key
         if role == "engine_core":
             return self._epochs.new_engine()
         if role == "worker":
             return self._epochs.new_workers()
         return self._epochs.new_front_end(index)
 
-    def _end_outage(self, slot: Slot) -> None:
-        outage = self._outages.get(slot)
+    def _end_outage(self, key: ProcessKey) -> None:
+        outage = self._outages.get(key)
         if outage is not None and outage.started:
-            del self._outages[slot]
+            del self._outages[key]
             seconds = self._clock() - outage.since
-            self._display.event(process_name(*slot), f"is back after {seconds:.1f} s")
+            self._display.event(process_name(*key), f"is back after {seconds:.1f} s")
 
     def _note_violation(self, message: ProtocolViolation) -> None:
         """Note a violation, unless it is by a process of an older epoch, which has ended."""
@@ -283,9 +284,5 @@ class Recovery:
         return role == "worker" and outage is not None and not outage.started
 
 
-def _slot(process: Child | ProcessBoot) -> Slot:
+def _key_of(process: Child | ProcessBoot) -> ProcessKey:
     return process.role, 0 if process.role == "worker" else process.index
-
-
-def _engine_first(slot: Slot) -> bool:
-    return slot[0] != "engine_core"

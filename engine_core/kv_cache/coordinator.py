@@ -76,12 +76,12 @@ NO_PREFIX: Final = CachedPrefix((), 0)
 
 
 class KVCacheCoordinator:
-    """All groups of a model; they are given blocks in their order, of the same number of tokens."""
+    """All groups of a model. Each gets blocks for the same tokens, the first group first."""
 
     def __init__(self, groups: Sequence[CacheGroup]) -> None:
         self.groups = tuple(groups)
         self._block_size = groups[0].block_size
-        self._skipping = tuple(group for group in groups if not group.is_downward_closed)
+        self._skipping = tuple(group for group in groups if not group.caches_all_prefixes)
         self.state_groups = tuple(
             group for group in groups if isinstance(group, RecurrentStateGroup)
         )
@@ -89,15 +89,16 @@ class KVCacheCoordinator:
     def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> CachedPrefix:
         """Return the longest prefix of at most `max_tokens` tokens that every group has cached.
 
-        The length is lowered until every group accepts it. A downward-closed group is asked once,
-        because any shorter part of its hit is a hit. Other groups may have a shorter prefix and not
-        a longer one, so such a group is asked again whenever another one lowered the length.
+        The length is lowered until every group accepts it. A group that caches all prefixes is
+        asked once, because any shorter part of its hit is a hit. Other groups may have a shorter
+        prefix and not a longer one, so such a group is asked again whenever another one lowered the
+        length.
         """
         block_size = self._block_size
         found: dict[CacheGroup, list[int]] = {}
         length = max_tokens - max_tokens % block_size
         for group in self.groups:
-            if group.is_downward_closed:
+            if group.caches_all_prefixes:
                 found[group] = group.find_longest_hit(block_hashes, length)
                 length = len(found[group]) * block_size
         num_with_kv = length if self.state_groups and found else 0

@@ -48,7 +48,7 @@ class PoolObserver:
         """The blocks [first, end) of a block table, first < end, have become findable."""
 
     def uncached(self, blocks: Sequence[int]) -> None:
-        """Blocks are about to lose their hashes, because their content is wrong."""
+        """Blocks are about to lose their hashes: see `BlockPool.uncache`."""
 
     def removed(self, block: int, key: bytes, is_last: bool) -> None:
         """A block has lost its hash. is_last: no other block has this content."""
@@ -110,9 +110,9 @@ class ObservedBlockPool(BlockPool):
                 observer.cleared()
         return done
 
-    def _evict(self, block: int) -> None:
+    def _drop_hash(self, block: int) -> None:
         key = self.hashes[block]
-        super()._evict(block)
+        super()._drop_hash(block)
         assert key is not None
         is_last = self.index.get(key) is None
         for observer in self._observers:

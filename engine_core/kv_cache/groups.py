@@ -49,10 +49,10 @@ class CacheGroup(ABC):
     block_size: tokens that one entry of a block table stands for.
     pool: the pool from which it takes its blocks.
     num_dropped: cached blocks at the end of a hit that are computed again (`KVCacheManager`).
-    is_downward_closed: if a prefix is cached, every shorter prefix that ends with a block is too.
+    caches_all_prefixes: if a prefix is cached, every shorter prefix that ends with a block is too.
     """
 
-    is_downward_closed = True
+    caches_all_prefixes = True
 
     def __init__(
         self, pool: BlockPool, keys: GroupKeys, spec: KVGroupSpec, num_dropped: int = 0
@@ -147,7 +147,7 @@ class CacheGroup(ABC):
     def num_valid_tokens(self, seq_id: int, bad_blocks: Collection[int]) -> int | None:
         """Return how many leading tokens of a sequence have no bad block; None: all of them.
 
-        The manager asks only if all groups are downward-closed.
+        The manager asks only if `caches_all_prefixes` holds for all groups.
         """
 
     @abstractmethod
@@ -313,7 +313,7 @@ class SlidingWindowGroup(FullAttentionGroup):
                           ^ num_skipped = 2
     """
 
-    is_downward_closed = False
+    caches_all_prefixes = False
 
     def __init__(
         self, pool: BlockPool, keys: GroupKeys, spec: KVGroupSpec, num_dropped: int = 0
@@ -502,7 +502,7 @@ class RecurrentStateGroup(CacheGroup):
         holds, and one more while it holds a cached state that it began with.
     """
 
-    is_downward_closed = False
+    caches_all_prefixes = False
 
     def __init__(
         self, pool: BlockPool, keys: GroupKeys, spec: KVGroupSpec, num_dropped: int = 0

@@ -318,7 +318,7 @@ class KVCacheManager:
         0 if groups have freed what would be needed to compute again from there. bad_slots: of
         recurrent states.
         """
-        if not self.is_downward_closed:
+        if not self.caches_all_prefixes:
             seq_id = request.seq_id
             is_bad = any(block in bad_blocks for block in self._pool_blocks(seq_id)) or any(
                 slot in bad_slots
@@ -495,9 +495,9 @@ class KVCacheManager:
         return None
 
     @property
-    def is_downward_closed(self) -> bool:
+    def caches_all_prefixes(self) -> bool:
         """Whether every shorter prefix of a cached prefix is cached too, in all groups."""
-        return all(group.is_downward_closed for group in self.groups)
+        return all(group.caches_all_prefixes for group in self.groups)
 
     @property
     def num_usable_blocks(self) -> int:

@@ -27,7 +27,7 @@ class EvictionOrder(ABC):
 
     @abstractmethod
     def put_first(self, blocks: Sequence[int]) -> None:
-        """Evict these free blocks next, in this order: their content cannot be found any more."""
+        """Evict these free blocks next, in this order; until then their content can be found."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[int]:

@@ -11,6 +11,10 @@ of three states:
     in use      reference count ≥ 1, not in the free queue, with or without hash
     cached      reference count 0, in the free queue, with hash: can be found or overwritten
     free        reference count 0, in the free queue, no hash
+
+A cached block is evicted when it is taken to be overwritten (`get_new_blocks`). A block is uncached
+when it loses its hash otherwise. Blocks in use are reclaimed from retained prefixes
+(`RetainedPrefixes.reclaim_blocks`).
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -163,7 +167,7 @@ class BlockPool:
         blocks = [queue.popleft()] if count == 1 else queue.popleft_n(count)
         for block in blocks:
             if hashes[block] is not None:
-                self._evict(block)
+                self._drop_hash(block)
         return blocks
 
     def touch(self, blocks: Sequence[int]) -> None:
@@ -229,10 +233,13 @@ class BlockPool:
             self.cache_full_block(table[index], keys.key(block_hashes[index]))
 
     def uncache(self, blocks: Iterable[int]) -> None:
-        """Make blocks unfindable, because their content is wrong; references stay."""
+        """Make blocks unfindable; references stay.
+
+        Their content is wrong, will be overwritten, or is a state that no request looks for.
+        """
         for block in blocks:
             if self.hashes[block] is not None:
-                self._evict(block)
+                self._drop_hash(block)
 
     def uncache_key(self, key: bytes) -> None:
         """Make every block with this content unfindable."""
@@ -254,7 +261,7 @@ class BlockPool:
     def _release(self, blocks: Sequence[int]) -> None:
         self.free_queue.release(blocks)
 
-    def _evict(self, block: int) -> None:
+    def _drop_hash(self, block: int) -> None:
         key = self.hashes[block]
         assert key is not None
         self.index.remove(key, block)

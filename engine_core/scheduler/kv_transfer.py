@@ -37,8 +37,8 @@ from engine_core.scheduler.features.base import (
     SchedulerObserver,
     Unblock,
 )
-from engine_core.scheduler.lifecycle import RequestLifecycle
 from engine_core.scheduler.preemption import NonRunningBlocks, SwapRule
+from engine_core.scheduler.request_lifecycle import RequestLifecycle
 from engine_core.scheduler.step_plan import StepPlan
 from proto.codec import changed, to_compact_json
 from proto.messages.kv_connector import KVConnectorOutput, LoadFailurePolicy
@@ -142,8 +142,8 @@ class _Load:
 class KVTransferManager(SchedulerFeature):
     """Asks the connector for KV of waiting requests, and keeps the transfers that are under way.
 
-    connector: also used directly by the engine's loop. discard_until_step: by seq_id, the last step
-    whose result does not count for a request, because it read KV that was never loaded, or was
+    connector: also used directly by the engine's loop. rewound_until_step: by seq_id, the last step
+    whose result is ignored for a request, because the step read KV that was never loaded, or
     sampled without a mask; written here only.
     """
 
@@ -179,7 +179,7 @@ class KVTransferManager(SchedulerFeature):
         self._never_load_again: set[int] = set()
         self._left_loading: dict[int, BlockIds] = {}
         self._left_sending: dict[int, BlockIds] = {}
-        self.discard_until_step: dict[int, int] = {}
+        self.rewound_until_step: dict[int, int] = {}
         self._rewound: dict[int, Request] = {}
         self._num_queried = 0
         self._num_hit = 0
@@ -220,7 +220,7 @@ class KVTransferManager(SchedulerFeature):
         self._without_kv.discard(seq_id)
         self._unconfirmed.forget_request(seq_id)
         self._never_load_again.discard(seq_id)
-        self.discard_until_step.pop(seq_id, None)
+        self.rewound_until_step.pop(seq_id, None)
         self._rewound.pop(seq_id, None)
 
     # Admission
@@ -330,9 +330,9 @@ class KVTransferManager(SchedulerFeature):
 
     def confirm_loads(self, step: int) -> None:
         self._unconfirmed.confirm_loads(step)
-        for seq_id, last in list(self.discard_until_step.items()):
+        for seq_id, last in list(self.rewound_until_step.items()):
             if last < step:
-                del self.discard_until_step[seq_id]
+                del self.rewound_until_step[seq_id]
 
     # Reports
 
@@ -374,7 +374,7 @@ class KVTransferManager(SchedulerFeature):
                 load.failed = True
                 request.num_computed_tokens = load.num_tokens
             else:
-                self._rewind(request, num_valid, step)
+                self._rewind_lost(request, num_valid, step)
             if self.fails_requests:
                 failed.append(request)
         return failed
@@ -457,7 +457,7 @@ class KVTransferManager(SchedulerFeature):
         self._without_kv.clear()
         self._unconfirmed.clear()
         self._never_load_again.clear()
-        self.discard_until_step.clear()
+        self.rewound_until_step.clear()
         self._rewound.clear()
         self._left_loading.clear()
         self._left_sending.clear()
@@ -503,14 +503,14 @@ class KVTransferManager(SchedulerFeature):
         computed again (`KVCacheManager`); with windows nothing is loaded then, because
         a connector has matched the blocks that the end of the match needs.
         """
-        most = request.num_tokens - (1 if not self._kv_cache.is_downward_closed else 0)
+        most = request.num_tokens - (1 if not self._kv_cache.caches_all_prefixes else 0)
         if request.num_tokens == 1:
             return 0
         most -= most % self._kv_cache.block_size
         if self._kv_cache.has_states and num_matched > most - num_local:
             return 0  # there may be no state where the load would end
         num_dropped = self._kv_cache.num_dropped_blocks * self._kv_cache.block_size
-        if num_dropped and not self._kv_cache.is_downward_closed:
+        if num_dropped and not self._kv_cache.caches_all_prefixes:
             return 0
         return max(0, min(num_matched, most - num_local) - num_dropped)
 
@@ -556,12 +556,10 @@ class KVTransferManager(SchedulerFeature):
             kv_cache.confirm_loaded(request, load.num_tokens)
             request.num_computed_tokens = min(load.num_tokens, request.num_tokens - 1)
             self._loaded[seq_id] = request
-            self._non_running_blocks.add_idle(request)
-            self._non_running_blocks.move_to_queued(request)
+            self._non_running_blocks.add_pending(request)
+            self._unblock(request)
         else:
-            kv_cache.free(request)
-            request.num_computed_tokens = 0
-        self._unblock(request)
+            self._abandon(request)
 
     def _abandon(self, request: Request) -> None:
         """Return a request to the queue without its blocks."""
@@ -569,25 +567,25 @@ class KVTransferManager(SchedulerFeature):
         request.num_computed_tokens = 0
         self._unblock(request)
 
-    def _rewind(self, request: Request, num_valid: int, step: int) -> None:
-        """Rewind a request to its last valid token; ignore its rows of steps in flight."""
+    def _rewind_lost(self, request: Request, num_valid: int, step: int) -> None:
+        """Rewind a request whose KV after its last valid token was not loaded."""
         seq_id = request.seq_id
         num_valid = min(num_valid, request.num_tokens - 1)  # drafts in flight may be beyond
         self._unconfirmed.forget_request(seq_id)
         self._never_load_again.add(seq_id)
         self._kv_cache.rewind(request, num_valid)
-        self.void_steps(request, num_valid, step)
+        self.rewind_request(request, num_valid, step)
 
-    def void_steps(self, request: Request, num_valid: int, step: int) -> None:
+    def rewind_request(self, request: Request, num_valid: int, step: int) -> None:
         """Have a request compute its tokens from `num_valid` on again.
 
-        step: the last scheduled one; the results of steps in flight do not count for the request.
+        step: the last scheduled one; the results of steps in flight are ignored for the request.
         """
         seq_id = request.seq_id
         request.num_computed_tokens = num_valid
         request.num_output_placeholders = 0
         request.spec_token_ids.clear()
-        self.discard_until_step[seq_id] = step
+        self.rewound_until_step[seq_id] = step
         if request.status is RequestStatus.RUNNING:
             self._rewound[seq_id] = request
         if not num_valid:

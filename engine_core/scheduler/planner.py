@@ -1,14 +1,6 @@
 """The plan of a step: what running requests compute, and which waiting ones are admitted.
 
-    preempt_above_watermark    the pool may be too full for all that run
-    order_running              requests of tenants that were served more defer to others
-    _prompt_budget             how many tokens of prompts a step with decodes may have
-    fill_drafts                what running requests may compute ahead
-    _plan_running              tokens and blocks of running requests, in the order of admission
-    _admit_waiting             requests from the head of the queue go to the end of the running list
-    _plan_deferred             requests that defer to those that were just admitted
-    plan_lookahead             what the workers' draft model proposes after the step
-    step_limit                 what made the step shorter than its token budget
+Start with `StepPlanner.plan_requests`.
 
 No request starves. A request is admitted only with budget left after every running request was
 planned, no more requests run than a step has tokens, and what a running request needs (the rest of
@@ -40,9 +32,9 @@ from engine_core.scheduler.features.base import Candidate, SchedulerFeature, fea
 from engine_core.scheduler.features.fairness import TenantFairness
 from engine_core.scheduler.features.speculative_decoding import SpeculativeDecoding
 from engine_core.scheduler.kv_transfer import KVTransferManager
-from engine_core.scheduler.lifecycle import RequestLifecycle
 from engine_core.scheduler.limits import ChunkRule, PrefillThrottle
 from engine_core.scheduler.preemption import Preemption
+from engine_core.scheduler.request_lifecycle import RequestLifecycle
 from engine_core.scheduler.step_plan import Lookup, StepPlan
 from proto.messages.engine_io import EventType
 from proto.settings.config import SchedulerConfig
@@ -59,12 +51,16 @@ class _Refusal:
     next_one: hash of the last cached block of its prefix, and of the block after it; empty if there
     is none.
 
-    Another attempt fails until more blocks are free, an idle request holds blocks, a running
-    request has to defer, fewer tokens are needed, or that prefix has become longer, or shorter (the
-    next chunk then begins, and ends, at an earlier token and needs fewer blocks). A refusal is not
-    remembered in three cases: with rules or a connector, which consider more than this; with
-    windows, where an earlier block may be lost or a later one found; and in a step that admitted a
-    request, because this one may share that request's blocks as a fork in the next step.
+    Another attempt is made once one of these holds:
+
+        no request runs, or an idle one holds blocks
+        a running request may be preempted for it (`TenantFairness`)
+        more blocks are free, or its first chunk is shorter
+        its cached prefix is longer, or shorter: the first chunk then ends at an earlier token
+
+    A refusal is not remembered in three cases: with rules or a connector, which consider more than
+    this; with windows, where an earlier block may be lost or a later one found; and in a step that
+    admitted a request, because this one may share that request's blocks as a fork in the next step.
     """
 
     request: Request
@@ -115,11 +111,15 @@ class StepPlanner:
         self._kv_transfer = kv_transfer
         self._refusal: _Refusal | None = None
         self._remembers = (
-            not self._rules and not kv_transfer.connected and kv_cache.is_downward_closed
+            not self._rules and not kv_transfer.connected and kv_cache.caches_all_prefixes
         )
 
     def plan_requests(self, plan: StepPlan) -> None:
-        """Plan running requests, then admit waiting ones, if no request was preempted."""
+        """Plan running requests, then admit waiting ones, if no request was preempted until then.
+
+        Preemptions within `_admit_waiting` do not end it: for another tenant (`preempt_for`), for
+        the trial of a suspect (`CrashIsolation`), or for a row of a beam search (`BeamGroups`).
+        """
         self._preemption.preempt_above_watermark(plan)
         deferred = self._fairness.order_running()
         plan.prompt_budget = self._prompt_budget()
@@ -138,20 +138,30 @@ class StepPlanner:
     def step_limit(self, plan: StepPlan) -> str:
         """Return what made a planned step shorter than its token budget; "" if it is full.
 
-        preemption     blocks ran out and requests were preempted, so none was admitted
-        prompt tokens  decoding requests would wait too long with more of them (`PrefillThrottle`)
+        preemption     requests were preempted and none was admitted (`plan_requests`)
+        prompt tokens  decoding requests would wait too long with more of them
+                       (`PrefillThrottle.prompt_tokens`, `_plan_running`, `_admit`)
         sequences      --max-num-seqs requests run, or as many as a step has tokens
+                       (`_can_run_one_more`)
         drafts         they take the positions (rows that a step samples) of another request
-        tenants        the next request waits for others that were served less (`TenantFairness`)
+                       (`_has_position`)
+        tenants        the next request waits for others that were served less
+                       (`TenantFairness.waits_for_deferred`)
         chunks         the next prompt fits in no chunk (--no-enable-chunked-prefill), or a prompt
                        has as many tokens as one may (--long-prefill-token-threshold)
-        blocks         the pool has no room for a request, or a rule (admission_rules.py) keeps it
-        blocked        features hold all waiting requests back; their statuses say which
+                       (`ChunkRule.first_chunk`, `_plan_running`)
+        blocks         the pool has no block, or no slot for a recurrent state, for a request, or a
+                       rule keeps it (`_has_room`, admission_rules.py:rules_of)
+        blocked        features hold all waiting requests back (`_is_blocked`); their statuses say
+                       which
         results        requests wait for the result of a step in flight, or for a mask
+                       (`_plan_running`, `_admit`)
         requests       all have their tokens, and none waits
 
         The first of them that applies is returned. While the engine is paused nothing is planned,
-        and `Scheduler.schedule` says "pause".
+        and `Scheduler.schedule` says "pause". Two things that shorten a step have no word: a
+        draft is dropped for lack of blocks (`_plan_running`), and a row is taken out after planning
+        because its mask is late (`Scheduler.rewind_rows`).
         """
         waiting, chunks = self._waiting, self._chunks
         if plan.budget <= 0:
@@ -168,7 +178,7 @@ class StepPlanner:
                 return "drafts"
             if head.num_output_placeholders:
                 return "results"
-            if self._fairness.is_behind(head):
+            if self._fairness.waits_for_deferred(head):
                 return "tenants"
             num_missing = head.num_tokens - head.num_computed_tokens
             return "blocks" if self._first_chunk(num_missing, plan) else "chunks"
@@ -217,8 +227,7 @@ class StepPlanner:
     def _prompt_budget(self) -> int:
         """Return how many prompt tokens the step may have, with decoding requests or without."""
         num_running, num_prefilling = len(self._running), self._fairness.num_prefilling
-        num_seats = max(0, self._max_running - num_running)
-        num_startable = min(self._waiting.num_ready, num_seats)
+        num_startable = min(self._waiting.num_ready, max(0, self._max_running - num_running))
         return self._throttle.prompt_tokens(
             num_running - num_prefilling, num_running + num_startable
         )
@@ -366,14 +375,13 @@ class StepPlanner:
         return plan.budget > 0 and (plan.prompt_budget > 0 or self._kv_transfer.connected)
 
     def _has_position(self, plan: StepPlan) -> bool:
-        """Return whether drafts leave a position for one more request; True where no seat is free.
+        """Return whether drafts leave a position for one more request.
 
-        Then a request can only be admitted in place of another one, and takes its position.
+        True also if no more may run: one is then admitted only in place of another, and takes its
+        position.
         """
-        num_running = len(self._running)
-        has_seat = num_running < self._max_running
-        return not has_seat or (
-            num_running + plan.num_draft_grants < self._speculation.max_positions
+        return not self._can_run_one_more() or (
+            len(self._running) + plan.max_draft_tokens < self._speculation.max_positions
         )
 
     def _needs_prompt_tokens(self, candidate: Candidate) -> bool:
@@ -438,7 +446,7 @@ class StepPlanner:
         return False
 
     def _admit(self, candidate: Candidate, plan: StepPlan) -> bool:
-        """Admit the head of the queue; False, changing nothing, if it has to wait.
+        """Admit the head of the queue; False if it has to wait.
 
         Also returns True if a running request was preempted for it: then it is considered again,
         because the prefix that it found in the cache may be gone.
@@ -454,7 +462,7 @@ class StepPlanner:
             return False  # preempted; its next input is unknown until the token in flight arrives
         if request in plan.preempted:
             return False  # preempted in this pass, in which it must not take the room back
-        if self._fairness.is_behind(request):
+        if self._fairness.waits_for_deferred(request):
             return False
         if candidate.loads_async:
             return self._load(candidate, plan)
@@ -503,7 +511,7 @@ class StepPlanner:
         """Park the head of the queue with blocks for KV to be loaded; False if it has to wait.
 
         The admission rules apply as to a request that runs at once, because its blocks are taken
-        now. If no request runs or loads, whose end would free blocks, queued requests lose their
+        now. If no request runs or loads, whose end would free blocks, pending requests lose their
         blocks: otherwise each might wait for the others' blocks. If even that is not enough, the
         request computes everything, which may need fewer blocks at a time.
         """
@@ -518,7 +526,7 @@ class StepPlanner:
                 continue
             if others:
                 return False
-            if not non_running_blocks.free_queued(candidate.request):
+            if not non_running_blocks.free_pending(candidate.request):
                 candidate.drop_external()
                 return self._admit(candidate, plan)
         _note_lookup(candidate, plan)
@@ -528,17 +536,15 @@ class StepPlanner:
     def _has_room(self, request: Request, num_new: int, candidate: Candidate) -> bool:
         """Allocate blocks, if the rules admit the request and enough are free or reclaimable."""
         non_running_blocks = self._non_running_blocks
-        while not self._fits(num_new, candidate):
+        while not (
+            (not self._running or self._rules_admit(candidate, num_new))
+            and self._allocate_blocks(candidate, num_new)
+        ):
             if non_running_blocks.free_idle():
                 continue
-            if self._running or not non_running_blocks.free_queued(request):
+            if self._running or not non_running_blocks.free_pending(request):
                 return False
         return True
-
-    def _fits(self, num_new: int, candidate: Candidate) -> bool:
-        if self._running and not self._rules_admit(candidate, num_new):
-            return False
-        return self._allocate_blocks(candidate, num_new)
 
     def _rules_admit(self, candidate: Candidate, num_new: int) -> bool:
         """Return whether every rule admits the external tokens and `num_new` tokens after them."""

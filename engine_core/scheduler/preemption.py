@@ -16,8 +16,8 @@ from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.admission_rules import KVWatermarks
 from engine_core.scheduler.keyed_heap import KeyedHeap
-from engine_core.scheduler.lifecycle import RequestLifecycle
 from engine_core.scheduler.queues.policies import FairSchedulingPolicy
+from engine_core.scheduler.request_lifecycle import RequestLifecycle
 from engine_core.scheduler.step_plan import StepPlan
 from proto.messages.engine_io import EventType
 from proto.settings.config import PreemptionMode
@@ -75,9 +75,9 @@ class PreemptionOrder:
             victim = victims.first()
             if served > served_above and victim is not None:
                 key, _, request = victim
-                rank = (-policy.priority_key(request), -served, key)
-                if first is None or rank < least:
-                    first, least = request, rank
+                urgency = (-policy.priority_key(request), -served, key)
+                if first is None or urgency < least:
+                    first, least = request, urgency
         return first
 
 
@@ -93,9 +93,9 @@ class NonRunningBlocks:
 
         idle      waits for input: its blocks are freed for any request that needs some; the one
                   that has been idle longest first
-        queued    has its input, or its KV was loaded, and will run soon: its blocks are freed only
-                  if no other request runs than the one that needs some, to guarantee progress; the
-                  last one in the queue first
+        pending   has its input, a sibling's prompt or loaded KV, and will run soon: its blocks are
+                  freed only if no other request runs than the one that needs some, to guarantee
+                  progress; the one that became pending last goes first
 
     A request that has lost its blocks is recomputed when it runs, except for what the prefix cache
     still holds.
@@ -104,10 +104,10 @@ class NonRunningBlocks:
     def __init__(self, kv_cache: KVCacheManager) -> None:
         self._kv_cache = kv_cache
         self._idle: dict[int, Request] = {}
-        self._queued: dict[int, Request] = {}
+        self._pending: dict[int, Request] = {}
 
     def __len__(self) -> int:
-        return len(self._idle) + len(self._queued)
+        return len(self._idle) + len(self._pending)
 
     @property
     def any_idle(self) -> bool:
@@ -117,14 +117,15 @@ class NonRunningBlocks:
         if request.num_computed_tokens:
             self._idle[request.seq_id] = request
 
-    def move_to_queued(self, request: Request) -> None:
-        """Note that an idle request has received its input."""
-        if self._idle.pop(request.seq_id, None) is not None:
-            self._queued[request.seq_id] = request
+    def add_pending(self, request: Request) -> None:
+        """Note that a request will run soon; an idle one is not idle any more."""
+        self._idle.pop(request.seq_id, None)
+        if request.num_computed_tokens:
+            self._pending[request.seq_id] = request
 
     def forget_request(self, request: Request) -> None:
         self._idle.pop(request.seq_id, None)
-        self._queued.pop(request.seq_id, None)
+        self._pending.pop(request.seq_id, None)
 
     def free_idle(self) -> bool:
         """Free the blocks of one idle request; False if none has any."""
@@ -133,16 +134,16 @@ class NonRunningBlocks:
         self._free(next(iter(self._idle.values())))
         return True
 
-    def free_queued(self, spared: Request) -> bool:
-        """Free the blocks of one queued request other than `spared`; False if none has any."""
-        for request in reversed(self._queued.values()):
+    def free_pending(self, spared: Request) -> bool:
+        """Free the blocks of one pending request other than `spared`; False if none has any."""
+        for request in reversed(self._pending.values()):
             if request is not spared:
                 self._free(request)
                 return True
         return False
 
     def free_all(self) -> None:
-        for request in [*self._idle.values(), *self._queued.values()]:
+        for request in [*self._idle.values(), *self._pending.values()]:
             self._free(request)
 
     def _free(self, request: Request) -> None:
@@ -187,9 +188,9 @@ class Preemption:
     def preempt_one(self, plan: StepPlan, num_planned: int) -> int:
         """Preempt one running request; return its index in the running list.
 
-        If a request that does not run holds blocks, it loses them instead; then the returned index
-        is the length of the list, behind all running requests. Queued requests lose theirs only to
-        the last running one.
+        An idle request that holds blocks loses them instead, and if only one request runs, so does
+        a pending one; then the returned index is the length of the list, behind all running
+        requests.
 
         num_planned: leading requests of the running list that the plan may include. If the plan
         includes the preempted request, it is removed: its tokens return to the budget, and blocks
@@ -198,7 +199,7 @@ class Preemption:
         num_running = len(self._running)
         if self.non_running_blocks.free_idle():
             return num_running
-        if num_running == 1 and self.non_running_blocks.free_queued(self._running[0]):
+        if num_running == 1 and self.non_running_blocks.free_pending(self._running[0]):
             return num_running
         victim = self._preemption_order.next_victim()
         assert victim is not None, "nothing runs"
@@ -240,7 +241,7 @@ class Preemption:
             request.spec_token_ids.clear()
         self._kv_cache.pop_copies()  # of steps that will not be computed
         forgotten = self._kv_cache.reset_prefix_cache()
-        assert forgotten, "a request that is not idle, queued or running holds blocks"
+        assert forgotten, "a request that is not idle, pending or running holds blocks"
 
     def _requeue(self, victim: Request, now: float) -> None:
         self._preemption_order.remove_running(victim)

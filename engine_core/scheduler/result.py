@@ -19,7 +19,7 @@ from engine_core.scheduler.features.retention.agent_sessions import AgentSession
 from engine_core.scheduler.features.speculative_decoding import SpeculativeDecoding
 from engine_core.scheduler.features.tenant_usage import TenantUsage
 from engine_core.scheduler.kv_transfer import KVTransferManager
-from engine_core.scheduler.lifecycle import OutputsByFrontEnd, RequestLifecycle, completion
+from engine_core.scheduler.request_lifecycle import OutputsByFrontEnd, RequestLifecycle, completion
 from engine_core.scheduler.step_plan import num_sampled_positions
 from proto.errors import ErrorInfo, ProtocolError
 from proto.messages.engine_io import (
@@ -153,8 +153,7 @@ class RowExtras:
 class ResultPass:
     """Appends the tokens of a result to the requests and builds the outputs.
 
-    discard_until_step: by seq_id, the last step whose result is void for a request, because KV that
-    the step read turned out to be wrong. vocab_size: sampled token ids are below it.
+    rewound_until_step: see `KVTransferManager`. vocab_size: sampled token ids are below it.
     """
 
     def __init__(
@@ -183,7 +182,7 @@ class ResultPass:
         self._learns_outputs = speculation.is_active
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
-        self._discard_until_step: Mapping[int, int] = kv_transfer.discard_until_step
+        self._rewound_until_step: Mapping[int, int] = kv_transfer.rewound_until_step
         self._num_corrupted = 0
         self._num_discarded = 0
 
@@ -236,7 +235,7 @@ class ResultPass:
         for seq_id, draft, acceptance_probs in zip(
             result.draft_seq_ids, result.draft_token_ids, result.draft_acceptance_probs, strict=True
         ):
-            if self._discard_until_step.get(seq_id, 0) < output.step:
+            if self._rewound_until_step.get(seq_id, 0) < output.step:
                 self.keep_proposal(seq_id, asked.get(seq_id, len(draft)), draft, acceptance_probs)
 
     def _apply_rows(
@@ -249,7 +248,7 @@ class ResultPass:
         """
         self._fail_corrupted(result.failed_seq_ids, output.step, outputs)
         extras = RowExtras(output, result)
-        requests, discard_until_step = self._requests, self._discard_until_step
+        requests, rewound_until_step = self._requests, self._rewound_until_step
         invalid: ImpossibleResultError | None = None
         try:
             for seq_id, token_ids, end in zip(
@@ -257,7 +256,7 @@ class ResultPass:
             ):
                 request = requests.get(seq_id)
                 if request is None or (
-                    discard_until_step and discard_until_step.get(seq_id, 0) >= output.step
+                    rewound_until_step and rewound_until_step.get(seq_id, 0) >= output.step
                 ):
                     self._num_discarded += len(token_ids)
                 elif request.pooling_params is not None:
@@ -398,7 +397,7 @@ class ResultPass:
         """
         for seq_id in seq_ids:
             request = self._requests.get(seq_id)
-            if self._discard_until_step.get(seq_id, 0) >= step:
+            if self._rewound_until_step.get(seq_id, 0) >= step:
                 continue
             if request is not None:
                 self._discard_kv(request)

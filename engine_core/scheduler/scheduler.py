@@ -2,11 +2,7 @@
 
 `Scheduler` is the public face and builds its parts: requests are added and aborted, `schedule()`
 plans a step (`planner.py`), and `update_from_output()` processes its result (`result.py`).
-`lifecycle.py` owns the requests. Sockets, text and tensors are unknown here.
-
-There is no prefill phase and no decode phase. Each request has tokens that are known and tokens
-that are computed, and a step lets the second number catch up with the first, within one token
-budget.
+`request_lifecycle.py` owns the requests. Sockets, text and tensors are unknown here.
 """
 
 import itertools
@@ -39,7 +35,6 @@ from engine_core.scheduler.features.retention.ttl_rule import NoRetention, make_
 from engine_core.scheduler.features.speculative_decoding import DraftProvider, SpeculativeDecoding
 from engine_core.scheduler.features.tenant_usage import TenantUsage
 from engine_core.scheduler.kv_transfer import Connect, KVTransferManager, no_connector
-from engine_core.scheduler.lifecycle import OutputsByFrontEnd, RequestLifecycle
 from engine_core.scheduler.limits import (
     ChunkRule,
     Deadlines,
@@ -56,6 +51,7 @@ from engine_core.scheduler.preemption import (
     SwapRule,
 )
 from engine_core.scheduler.queues.policies import FairSchedulingPolicy
+from engine_core.scheduler.request_lifecycle import OutputsByFrontEnd, RequestLifecycle
 from engine_core.scheduler.result import ResultPass
 from engine_core.scheduler.step_plan import StepPlan, num_sampled_positions
 from proto.errors import ErrorInfo
@@ -78,8 +74,9 @@ class Scheduler:
 
     next_seq_id: returns a name for a new sequence, never the same twice.
     step_limit: what made the last step shorter than its token budget (`StepPlanner.step_limit`).
-    resumable_sessions, agent_sessions, queue_limits, deadlines, kv_transfer, adapters: parts that
-        the engine's input and loop also use directly; the last is None if no adapters are served.
+    resumable_sessions, agent_sessions, queue_limits, deadlines, crash_isolation, kv_transfer,
+        adapters: parts that the engine's input and loop also use directly; the last is None if no
+        adapters are served.
 
     epoch: of the workers, until `begin_worker_epoch`. max_model_len: maximum tokens of prompt and
     output. vocab_size: sampled token ids are below it. more_features: asked before the last ones.
@@ -153,7 +150,7 @@ class Scheduler:
         # Features
         self._chunks = ChunkRule.from_config(config)
         self._pause = Pause(lifecycle)
-        self._crash_isolation = CrashIsolation(
+        self.crash_isolation = CrashIsolation(
             lifecycle, self._pause, self._preemption, config.crashes_until_isolated, report_begun
         )
         fairness = TenantFairness(
@@ -205,7 +202,7 @@ class Scheduler:
         )
         self.adapters: AdapterGate | None = None
         if lora is not None:
-            self.adapters = AdapterGate(lifecycle, lora, self._pause, self._crash_isolation)
+            self.adapters = AdapterGate(lifecycle, lora, self._pause, self.crash_isolation)
         beams = BeamGroups(kv_cache, self._preemption, forced_tokens, unblock)
         context = FeatureContext(config, kv_cache, unblock, clock)
         outside: list[SchedulerFeature] = [
@@ -241,7 +238,7 @@ class Scheduler:
         #   holds only if the request is admitted or loaded for at once.
         features += [
             self._pause,
-            self._crash_isolation,
+            self.crash_isolation,
             fairness,
             self.agent_sessions,
             self.resumable_sessions,
@@ -386,7 +383,7 @@ class Scheduler:
         final outputs of requests that have crashed the workers too often.
         """
         self._observer.on_event("restart", f"workers of epoch {epoch}")
-        crashing = self._crash_isolation.note_crash()
+        crashing = self.crash_isolation.note_crash()
         self.kv_transfer.forget_transfers()
         self._retained_prefixes.release_all("restart")
         self._preemption.requeue_all(self._clock())
@@ -404,15 +401,12 @@ class Scheduler:
                 self._result_pass.fail_request(request, error, outputs)
         return outputs
 
-    def crash_progress(self) -> list[tuple[Request, int]]:
-        """Return running requests that may have crashed an engine, and their computed tokens."""
-        return self._crash_isolation.progress()
-
     def reset_prefix_cache(self, *, preempting: bool = False) -> bool:
-        """Forget all cached prefixes; False, changing nothing, while any block is in use.
+        """Forget all cached prefixes; False, with the cache unchanged, while any block is in use.
 
         preempting: first preempt all requests that hold blocks. They return to the queue in the
-        order of admission, and are new sequences to the workers.
+        order of admission, and are new sequences to the workers. In any case earlier outputs give
+        no drafts any more, and without requests that hold blocks no prefix stays retained.
         """
         if preempting:
             self.kv_transfer.drop_loads()
@@ -427,10 +421,6 @@ class Scheduler:
         return self._kv_cache.reset_prefix_cache()
 
     # A step
-
-    def isolate_suspect(self) -> None:
-        """Choose which suspect of crashes runs alone, before a step: see `CrashIsolation`."""
-        self._crash_isolation.isolate_suspect()
 
     def schedule(self) -> SchedulerOutput:
         """Plan the next step and return the message for the workers."""
@@ -487,23 +477,18 @@ class Scheduler:
         """End requests, by seq_id, with an error; ignores requests that have ended already."""
         return self._result_pass.fail_requests(errors)
 
-    def void_rows(self, output: SchedulerOutput, seq_ids: Sequence[int]) -> None:
+    def rewind_rows(self, output: SchedulerOutput, seq_ids: Sequence[int]) -> None:
         """Take rows out of the oldest step in flight, because their masks are late.
 
         Their requests are as they were before the step, and what it and a later one in flight
         compute for them does not count. A recurrent state cannot be taken back, nor the blocks of a
         window that a later step has freed, so such a request computes all of its tokens again.
         """
-        starts = dict(
-            zip(
-                output.cached_requests.seq_ids,
-                output.cached_requests.num_computed_tokens,
-                strict=True,
-            )
-        )
+        cached = output.cached_requests
+        starts = dict(zip(cached.seq_ids, cached.num_computed_tokens, strict=True))
         starts |= {new.seq_id: new.num_computed_tokens for new in output.new_requests}
         kv_cache = self._kv_cache
-        keeps_blocks = kv_cache.is_downward_closed or (
+        keeps_blocks = kv_cache.caches_all_prefixes or (
             not kv_cache.has_states and self.step == output.step
         )
         for seq_id in seq_ids:
@@ -512,7 +497,7 @@ class Scheduler:
                 continue
             is_running = request.status is RequestStatus.RUNNING
             num_valid = starts[seq_id] if is_running and keeps_blocks else 0
-            self.kv_transfer.void_steps(request, num_valid, self.step)
+            self.kv_transfer.rewind_request(request, num_valid, self.step)
 
     @property
     def kv_tiers(self) -> list[KVTier]:
@@ -526,7 +511,7 @@ class Scheduler:
         queries, hits = self._kv_cache.pop_prefix_cache_stats()
         external_queries, external_hits = self.kv_transfer.pop_stats()
         agent_session_seconds, tool_seconds = self.agent_sessions.pop_durations()
-        num_taken, num_hit, num_expired, num_given_up = self._retained_prefixes.pop_counts()
+        num_taken, num_hit, num_expired, num_evicted = self._retained_prefixes.pop_counts()
         num_drafts, num_drafted, num_accepted, per_pos, num_invalid = self._speculation.pop_stats()
         sources = self._speculation.pop_source_counts()
         num_waiting = len(self.waiting)
@@ -557,7 +542,7 @@ class Scheduler:
             num_pins_taken=num_taken,
             num_pins_hit=num_hit,
             num_pins_expired=num_expired,
-            num_pins_given_up=num_given_up,
+            num_pins_given_up=num_evicted,
             agent_session_seconds=agent_session_seconds,
             tool_seconds=tool_seconds,
             num_discarded_tokens=self._result_pass.pop_num_discarded(),
@@ -597,9 +582,8 @@ class Scheduler:
             placeholders                                   | ? |
             next step computes                             |-1-|   and samples another
 
-        Hashing a block, stop tokens and recomputation need the ids and wait for the result. A step
-        that verifies a draft may yield a token for each of its positions; the result takes back
-        what was counted for rejected ones.
+        What needs the ids waits for the result, which takes back what was counted for rejected
+        drafts.
         """
         if self._compute_meter is not None:
             self._compute_meter.record_step(step, plan)

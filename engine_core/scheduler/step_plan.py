@@ -18,9 +18,9 @@ def num_sampled_positions(num_known_tokens: int, num_computed_tokens: int) -> in
                            |------------------------|     1: the last known token gives the next one
                            |------------------------|d|d| 3: so does each of two drafts
 
-    This is the only place that knows: the placeholders of a step in flight, the rows that need a
-    grammar mask and the check of a worker's result all use it. A row that samples k positions may
-    bring 1 to k tokens.
+    The engine counts them here only: for the placeholders of a step in flight, the rows that need a
+    grammar mask and the check of a worker's result. The worker counts them in
+    `InputBatch.build_inputs`. A row that samples k positions may bring 1 to k tokens.
     """
     num_positions = num_computed_tokens + 1 - num_known_tokens
     return num_positions if num_positions > 0 else 0
@@ -50,7 +50,7 @@ class StepPlan:
         counts cached tokens.
     drafts: by seq_id, the drafts of continued requests that the step verifies; their tokens are
         counted in continued_tokens.
-    num_draft_grants: draft tokens that running requests may compute in this step, planned or not.
+    max_draft_tokens: draft tokens that running requests may compute in this step, planned or not.
     lookahead: by seq_id, how many tokens the workers' draft model proposes for continued requests
         after this step; their tables have room for them. min_draft_acceptance_prob: where it ends.
     preempted: running requests that lost their blocks in this step.
@@ -70,7 +70,7 @@ class StepPlan:
         self.admitted: list[Request] = []
         self.admitted_tokens: list[int] = []
         self.drafts: dict[int, list[int]] = {}
-        self.num_draft_grants = 0
+        self.max_draft_tokens = 0
         self.lookahead: dict[int, int] = {}
         self.min_draft_acceptance_prob = 0.0
         self.preempted: list[Request] = []

@@ -14,10 +14,10 @@ The masks are computed in threads while the model computes the step:
     worker        step N: inputs, forward ───────────────── wait ─▶ sample
 
 A step waits for MAX_WAIT_SECONDS at most. A row whose mask is late then costs only itself: what
-the step computes for it is void (`Scheduler.void_rows`), and the scheduler leaves it out until the
-mask is there. A step never waits for a row of a grammar that was slow (`matchers.py:GrammarCost`):
-the row is planned when its mask is ready, in every second step at most. A request whose mask takes
-longer than MAX_LATE_SECONDS ends with an error.
+the step computes for it is ignored (`Scheduler.rewind_rows`), and the scheduler leaves it out until
+the mask is there. A step never waits for a row of a grammar that was slow
+(`matchers.py:GrammarCost`): the row is planned when its mask is ready, in every second step at
+most. A request whose mask takes longer than MAX_LATE_SECONDS ends with an error.
 
     row of a slow grammar   planned ─▶ result ─▶ mask ─▶ planned ─▶ …
     in `held`               |------------------------|   |-----
@@ -150,7 +150,7 @@ class StepMasks:
 
     deadline: monotonic seconds. awaited: by seq_id, rows whose masks the step waits for. rows: by
     seq_id, of each sampled position the mask, and a message for the client if the text cannot
-    continue there. late: sequences whose result is void.
+    continue there. late: sequences whose result is ignored.
     """
 
     epoch: int
@@ -434,10 +434,10 @@ class StructuredOutputManager:
 
     # The masks of steps.
 
-    def request_masks(self, output: SchedulerOutput, void_until: Mapping[int, int]) -> None:
+    def request_masks(self, output: SchedulerOutput, rewound_until_step: Mapping[int, int]) -> None:
         """Compute the masks of the oldest step in flight in the threads; once per step.
 
-        void_until: by seq_id, the last step whose result does not count for the sequence.
+        rewound_until_step: by seq_id, the last step whose result is ignored for the sequence.
         """
         if not output.constrained_seq_ids or output.step <= self._last_masked_step:
             return
@@ -448,7 +448,7 @@ class StructuredOutputManager:
         drafts = output.drafts
         for seq_id in output.constrained_seq_ids:
             row = self._rows.get(seq_id)
-            if row is None or void_until.get(seq_id, 0) >= output.step:
+            if row is None or rewound_until_step.get(seq_id, 0) >= output.step:
                 continue  # ended, or late in the step before, since the step was sent
             assert row.task is None, "a row was planned whose mask is late"
             draft = drafts.get(seq_id, [])
@@ -505,7 +505,7 @@ class StructuredOutputManager:
             row = self._rows.get(seq_id)
             if row is None or row.task is not None or row.num_in_flight or seq_id not in self.held:
                 continue
-            if row.has_mask:  # the result was void
+            if row.has_mask:  # the result was ignored
                 self._release(row)
             else:
                 tasks.append(self._begin_late(row))

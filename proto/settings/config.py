@@ -108,8 +108,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling defaults of requests; auto: of the model's generation_config.json or GGUF file;
     vllm: none; else of a generation_config.json in this folder."""
     override_generation_config: str | None = None
-    """Sampling defaults as JSON (temperature, top_k, top_p, min_p, repetition_penalty,
-    max_new_tokens), over those of --generation-config; null for none."""
+    """Sampling defaults as JSON (temperature, top_k, max_new_tokens, …), over those of
+    --generation-config; null for none."""
     runner: Runner = "auto"
     """What the model does: generate text, or pool it into vectors or scores; auto: as its folder
     says."""

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from api_server.lifecycle import EngineSwitch
+from api_server.supervisor_commands import EngineSwitch
 from proto.messages.engine_io import FinishReason
 from proto.messages.lifecycle import (
     NewEngine,

@@ -34,7 +34,7 @@ def run(strings: list[str], pieces: list[str]) -> tuple[str, str | None, list[st
         shown.append(text)
         if stop is not None:
             return "".join(shown), stop, shown
-    shown.append(matcher.flush_text())
+    shown.append(matcher.pop_held())
     return "".join(shown), None, shown
 
 
@@ -184,7 +184,7 @@ def answer(
         choice.extend([index], [], last, None)
         if choice.has_delta:
             delta = choice.pop_delta()
-            parts += encoder.parse_delta(delta.text, delta.finish_reason, delta.content_end)
+            parts += encoder.parse_delta(delta.text, delta.finish_reason, delta.num_certain)
         if choice.finished:
             break
     assert choice.finished

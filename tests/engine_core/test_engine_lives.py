@@ -107,7 +107,7 @@ class FrontEnd:
 def step(engine):
     """An engine that crashes when the poisonous request is in its queue, or runs."""
     scheduler = engine.scheduler
-    scheduler.isolate_suspect()
+    scheduler.crash_isolation.isolate_suspect()
     ready = [each for each in scheduler.waiting if not each.status.is_blocked]
     if any(each.prompt_token_ids == GUILTY for each in [*scheduler.running, *ready]):
         raise EngineDiesError

@@ -23,8 +23,8 @@ from engine_core.scheduler.features.base import (
 from engine_core.scheduler.features.grammars import Grammars
 from engine_core.scheduler.features.speculative_decoding import DraftProvider
 from engine_core.scheduler.kv_transfer import IsStorable
-from engine_core.scheduler.lifecycle import OutputsByFrontEnd
 from engine_core.scheduler.limits import ChunkRule
+from engine_core.scheduler.request_lifecycle import OutputsByFrontEnd
 from engine_core.scheduler.scheduler import Scheduler
 from proto.messages.engine_io import EngineCoreOutput, EngineCoreRequest, FinishReason, SessionInput
 from proto.messages.kv_connector import KVConnectorOutput, LoadFailurePolicy
@@ -209,7 +209,7 @@ class EngineHarness:
 
     def send(self) -> SchedulerOutput:
         """Schedule a step."""
-        self.scheduler.isolate_suspect()
+        self.scheduler.crash_isolation.isolate_suspect()
         output = self.scheduler.schedule()
         if self.adapters is not None:
             self.adapters.begin_step(output)

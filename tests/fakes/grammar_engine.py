@@ -180,13 +180,13 @@ class GrammarEngine:
     def compute(self) -> ModelRunnerOutput:
         """Return the worker's result of the oldest step, with masks."""
         output = self.harness.in_flight[0]
-        void_until = self.harness.scheduler.kv_transfer.discard_until_step
-        self.manager.request_masks(output, void_until)
+        rewound_until_step = self.harness.scheduler.kv_transfer.rewound_until_step
+        self.manager.request_masks(output, rewound_until_step)
         self.runner.masks = GrammarOutput(0, 0, [], b"")
         if output.constrained_seq_ids:
             masks = self._masks(output.step)
             self.runner.masks = masks.message()
-            self.harness.scheduler.void_rows(output, masks.late)
+            self.harness.scheduler.rewind_rows(output, masks.late)
             self.voided += masks.late
         return self.runner.execute(output)
 

@@ -15,7 +15,7 @@ from engine_core.request import Request
 from engine_core.scheduler.features.base import NO_OBSERVER, SchedulerObserver, Unblock
 from engine_core.scheduler.features.speculative_decoding import DraftProvider
 from engine_core.scheduler.kv_transfer import IsStorable
-from engine_core.scheduler.lifecycle import OutputsByFrontEnd
+from engine_core.scheduler.request_lifecycle import OutputsByFrontEnd
 from engine_core.scheduler.scheduler import Scheduler
 from proto.messages.engine_io import EngineCoreOutput
 from proto.messages.kv_connector import (

@@ -61,8 +61,8 @@ def tiny(
             )
             place.copy_(torch.from_numpy(part) - (1.0 if is_norm and spec.norms_add_one else 0.0))
         data: npt.NDArray[np.generic] = values if place.dim() == 1 else rows
-        interleaved_in = () if first.head_rows is None else first.head_rows.interleaved_in
-        if permuted and interleaved_in == ("gguf",):
+        rope_interleaved_in = () if first.head_rows is None else first.head_rows.rope_interleaved_in
+        if permuted and rope_interleaved_in == ("gguf",):
             is_query = ".q." in first.name
             heads = config.num_attention_heads if is_query else config.num_key_value_heads
             data = permute_heads(data, heads)

@@ -36,8 +36,10 @@ from tests.gpu.random_model import CONFIGS
 from tests.gpu.rehearsal import SMALL, rehearsed
 from tests.gpu.report import Failed, Report
 from tests.worker.reference.filters import apply_filters
+from tests.worker.sampling.settings import row_params
 from worker.loader.weights import load_model
 from worker.models.registry import spec_from_config
+from worker.sampling.row_params import FILTERS, torch_columns
 
 pytestmark = pytest.mark.suite("devices")
 
@@ -70,12 +72,8 @@ def test_prefill_operations_of_a_prompt() -> None:
 def test_exact_shares_equal_the_filtered_distribution(settings: dict[str, Any]) -> None:
     logits = 2 * torch.randn(50, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     scores = logits.float()[None].clone()
-    apply_filters(
-        scores,
-        torch.tensor([settings.get("top_k", 0)]),
-        torch.tensor([settings.get("top_p", 1.0)], dtype=torch.float64),
-        torch.tensor([settings.get("min_p", 0.0)], dtype=torch.float64),
-    )
+    columns = torch_columns(row_params(1, **settings), FILTERS)
+    apply_filters(scores, *map(torch.from_numpy, columns))
     found = exact_shares(logits.numpy(), **settings)
     assert np.allclose(found, scores[0].softmax(0).numpy(), atol=1e-6)
 

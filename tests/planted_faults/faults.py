@@ -150,7 +150,7 @@ KV_CACHE = (
     Fault(
         "overwritten_block_stays_findable",
         "engine_core/kv_cache/pool.py",
-        "            if hashes[block] is not None:\n                self._evict(block)",
+        "            if hashes[block] is not None:\n                self._drop_hash(block)",
         "            if hashes[block] is None:\n                continue",
         "A prompt is answered from KV that another request has overwritten.",
         ("tests/engine_core/kv_cache/test_pool.py",),
@@ -277,7 +277,7 @@ SCHEDULER = (
     ),
     Fault(
         "stop_token_ends_before_min_tokens",
-        "engine_core/scheduler/lifecycle.py",
+        "engine_core/scheduler/request_lifecycle.py",
         "        and num_output_tokens >= request.sampling_params.min_tokens\n    ):\n"
         "        return RequestStatus.FINISHED_STOPPED\n",
         "    ):\n        return RequestStatus.FINISHED_STOPPED\n",

@@ -300,9 +300,9 @@ class Pages(Protocol):
         ...
 
     def write(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Write tokens [T, num_kv_heads, head_dim] to slots int64 [T].
+        """Write tokens [T, num_kv_heads, head_dim] to their KV slots, int64 [T].
 
-        A slot is block * block_size + offset.
+        A KV slot is block * block_size + offset.
         """
         ...
 

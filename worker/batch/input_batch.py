@@ -1,8 +1,9 @@
 """What the worker remembers of each sequence between steps, and how a step's inputs are built.
 
 A running sequence has a row in arrays that a step reads with one index operation. A preempted
-sequence keeps its tokens and gives up its row. Rows never move. Start with `InputBatch.apply`, then
-`build_inputs`, which is the one place that says how many positions of a row are sampled.
+sequence keeps its prompt and gives up its row; the engine sends its outputs and its block table
+when it runs again. Rows never move. Start with `InputBatch.apply`, then `build_inputs`, which
+counts the sampled positions of each row as `num_sampled_positions` does in the engine.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reads a Hugging Face configuration without ignoring any key that changes the arithmetic.
 
-A family reads the keys that it understands; refuse_leftovers then looks at the others. Keys that
+A family reads the keys that it understands; refuse_unread_keys then looks at the others. Keys that
 change no number pass, and so does a key whose value switches its feature off; a key whose name
 suggests arithmetic is refused by name.
 """
@@ -128,7 +128,7 @@ class ConfigReader:
             works = ", ".join(repr(value) for value in allowed)
             raise self.refusal(key, value, f"supported: {works}")
 
-    def refuse_leftovers(self) -> None:
+    def refuse_unread_keys(self) -> None:
         """Raise ModelError for the first unread key that may change the arithmetic."""
         for key, value in self._config.items():
             if key in self._read or key in _HARMLESS or "dropout" in key:

@@ -169,8 +169,8 @@ class LatentAttentionSpec(PartSpec):
 
     def _in_order(self, weights: tuple[WeightSpec, ...], head_dim: int) -> list[WeightSpec]:
         """Return weights whose heads rotate in their last rows."""
-        interleaved_in = ("gguf", "safetensors") if self.is_interleaved else ()
-        head_rows = HeadRows(head_dim, self.rotary_dim, interleaved_in, rotates_last=True)
+        rope_interleaved_in = ("gguf", "safetensors") if self.is_interleaved else ()
+        head_rows = HeadRows(head_dim, self.rotary_dim, rope_interleaved_in, rotates_last=True)
         return [replace(weight, head_rows=head_rows) for weight in weights]
 
     def _head_weights(self, head: int) -> tuple[WeightSpec, ...]:

@@ -41,8 +41,8 @@ class HeadRows:
     """The order in which a file has the rows of each query and key head.
 
     rotary_dim: the first rows, which rotate; the others stay as they are.
-    interleaved_in: "gguf", "safetensors": files in which rows 2i and 2i + 1 rotate together. In
-        others these are rows i and i + rotary_dim / 2.
+    rope_interleaved_in: kinds of files ("gguf", "safetensors") in which rows 2i and 2i + 1 rotate
+        together. In others these are rows i and i + rotary_dim / 2.
 
     This program rotates row i together with row i + head_dim / 2, so the loader changes the order:
 
@@ -62,13 +62,13 @@ class HeadRows:
 
     head_dim: int
     rotary_dim: int
-    interleaved_in: tuple[str, ...] = ()
+    rope_interleaved_in: tuple[str, ...] = ()
     rotates_last: bool = False
     gated: bool = False
 
     def order(self, num_rows: int, file_format: str) -> npt.NDArray[np.int64] | None:
         """Return int64 [num_rows], row i is row order[i] in the file; None for the same order."""
-        interleaved = file_format in self.interleaved_in
+        interleaved = file_format in self.rope_interleaved_in
         if not interleaved and (self.rotates_last or self.rotary_dim == self.head_dim):
             return None
         rotated = np.arange(self.rotary_dim, dtype=np.int64)

@@ -31,7 +31,7 @@ def spec_from_config(config: Mapping[str, Any], max_model_len: int | None = None
     family = family_of(architectures[0])
     reader.must_be("model_type", *family.model_types)
     spec = family.spec(reader)
-    reader.refuse_leftovers()
+    reader.refuse_unread_keys()
     return spec
 
 

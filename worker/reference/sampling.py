@@ -1,7 +1,7 @@
 """Sampling in torch and numpy.
 
 noise      Philox-4x32-10 words, a function of (seed, choice, position, token id) alone
-filters    min-p, top-k, top-p, each applied to the result of the one before
+filters    see FILTERS in row_params.py
 """
 
 from collections.abc import Sequence
@@ -72,8 +72,8 @@ def filter_logits(
 ) -> torch.Tensor:
     """Return logits float32 [N, V] with −inf over the tokens that a row's filters remove.
 
-    The order is min-p, top-k, top-p, each applied to the result of the one before. The best token
-    always stays. Sorts the rows; the kernels for CPUs and GPUs do not.
+    They are applied in the order of `FILTERS`' docstring. The best token always stays. Sorts the
+    rows; the kernels for CPUs and GPUs do not.
     temperature: float32 [N], above 0. The others: DRAW_PARAMETERS as `torch_columns` gives them,
     top_k int64 [N], top_p and min_p float64 [N].
     """

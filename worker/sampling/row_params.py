@@ -1,6 +1,6 @@
 """The sampling parameters of the rows of a batch: one record for each row.
 
-    seed | choice | position | temperature | top_k | top_p | min_p
+    seed | choice | position | the fields of DRAW_PARAMETERS
 
 The batch holds an array of these records; a step selects the records of its rows. Both backends
 read them: the C++ kernels as `struct RowParams`, torch and Triton as one tensor for each field. The
@@ -30,9 +30,10 @@ seed, choice, position: the key of a draw; position is the index of the output t
 The others: DRAW_PARAMETERS of proto/messages/sampling_params.py, in that order.
 """
 FILTERS: Final = tuple(name for name in DRAW_PARAMETERS if name != "temperature")
-"""Parameters that remove tokens; a row with all of them at their defaults needs no filter.
+"""Parameters that remove tokens, in the order of fields and arguments.
 
-The order is that of fields and arguments. Filters run min-p, then top-k, then top-p (sampler.py).
+They are applied in another order, on every device: min-p, then top-k, then top-p, each to the
+tokens that the one before leaves. A row with all of them at their defaults needs no filter.
 """
 
 RowParams = npt.NDArray[np.void]

@@ -7,7 +7,7 @@
     penalties      repetition, then frequency and presence, see logit_edits.py
     grammars       −inf for tokens that a grammar mask rules out, only in constrained rows
     greedy rows    argmax, lowest id among equals
-    filters        min-p, then top-k, then top-p of logits / T, only for rows that have one
+    filters        on logits / T, see FILTERS in row_params.py; only for rows that have one
     draw           Gumbel-max of logits / T, keyed by (seed, choice, position)
 
 `StepSampler` (worker/step/step_sampler.py) chooses the rows of a step. Most rows need only their

@@ -168,7 +168,7 @@ def _spec_from_config(
         has_head=is_third,
         unused_tensors=_UNUSED | {D2T},
     )
-    config.refuse_leftovers()
+    config.refuse_unread_keys()
     if found.num_layers != 1:
         raise config.refusal("num_hidden_layers", found.num_layers, "a head has one layer")
     if found.hidden_size != target.hidden_size:
@@ -206,7 +206,7 @@ def _residual_layers(config: ConfigReader, num_layers: int) -> tuple[int, ...]:
     settings.must_be("use_aux_hidden_state", True)
     key = "eagle_aux_hidden_state_layer_ids"
     given = settings.get(key)
-    settings.refuse_leftovers()
+    settings.refuse_unread_keys()
     if given is None:
         given = [2, num_layers // 2, num_layers - 3]
     if not isinstance(given, list) or not all(type(layer) is int for layer in given):

@@ -54,10 +54,11 @@ class ForwardOutput:
     """A step whose hidden states are computed, or queued to be computed.
 
     started: monotonic time at which the step began. seq_ids: of the sequences, in the order of
-    `inputs`. step_order: index in that order of each sequence of the step. hidden [T, H] and
-    sample_tokens, those of the inputs, are on the model's device, and so are states, which the
-    drafter keeps, and experts [n, mixtures, top_k], those of the positions of expert_spans, one
-    after the other. row_versions: int64 [S], those of the batch.
+    `inputs`. step_order: index in that order of each sequence of the step. row_versions: int64 [S],
+    those of the batch. On the model's device:
+
+    hidden: [T, H], of all tokens. sample_tokens: `inputs.sample_tokens`. states: kept by the
+    drafter. experts: [n, mixtures, top_k], of the positions in expert_spans, span by span.
     """
 
     step: SchedulerOutput

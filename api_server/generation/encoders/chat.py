@@ -66,9 +66,9 @@ class ChatEncoder(OpenAIStreamEncoder):
                 before, between = self._chunk_head
                 text = json_string(delta.text)
                 return f"{opening}{before}{index}{between}{text}{self._chunk_tail}"
-            parts = parser.parse_delta(delta.text, None, delta.content_end)
+            parts = parser.parse_delta(delta.text, None, delta.num_certain)
             return opening + self._parts_chunk(delta, parts) if parts else opening
-        parts = parser.parse_delta(delta.text, delta.finish_reason, delta.content_end)
+        parts = parser.parse_delta(delta.text, delta.finish_reason, delta.num_certain)
         return opening + self._parts_chunk(delta, parts)
 
     async def encode_body(self, deltas: Sequence[Delta], usage: Usage) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class ChatEncoder(OpenAIStreamEncoder):
 
     def _whole_choice(self, delta: Delta) -> dict[str, Any]:
         parser = self._choice_parsers[delta.index]
-        parts = parser.parse_delta(delta.text, delta.finish_reason, delta.content_end)
+        parts = parser.parse_delta(delta.text, delta.finish_reason, delta.num_certain)
         choice = {"index": delta.index, "message": full_message(parts)}
         return choice | self._choice_fields(delta)
 

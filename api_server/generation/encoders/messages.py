@@ -109,7 +109,7 @@ class MessageEncoder(ResponseEncoder):
 
     def _add_delta(self, delta: Delta) -> None:
         self._last_delta = delta
-        parts = self._parser.parse_delta(delta.text, delta.finish_reason, delta.content_end)
+        parts = self._parser.parse_delta(delta.text, delta.finish_reason, delta.num_certain)
         for part in parts:
             self._add_part(part)
 

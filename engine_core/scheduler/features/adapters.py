@@ -27,7 +27,7 @@ from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.features.base import Candidate, SchedulerFeature
 from engine_core.scheduler.features.crash_isolation import CrashIsolation
 from engine_core.scheduler.features.pause import Pause
-from engine_core.scheduler.lifecycle import RequestLifecycle
+from engine_core.scheduler.request_lifecycle import RequestLifecycle
 from engine_core.scheduler.step_plan import StepPlan
 from proto.messages.lora import AdapterUsage
 from proto.messages.stats import LoRAStats

@@ -134,8 +134,7 @@ class BeamGroups(SchedulerFeature):
         """Preempt rows that have reported while another row of their group waits for room.
 
         The waiting row has to get the room in this step, or a search without other requests would
-        have a step without tokens. So, unlike any other preemption, this one does not stop
-        admission.
+        have a step without tokens. So admission goes on after this preemption.
         """
         for group in self._reporting.values():
             reported = group.reported

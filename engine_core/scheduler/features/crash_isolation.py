@@ -36,8 +36,8 @@ from typing import ClassVar, Final
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.features.base import Candidate, SchedulerFeature
 from engine_core.scheduler.features.pause import Pause
-from engine_core.scheduler.lifecycle import RequestLifecycle
 from engine_core.scheduler.preemption import Preemption
+from engine_core.scheduler.request_lifecycle import RequestLifecycle
 from engine_core.scheduler.step_plan import StepPlan
 from proto.errors import ErrorInfo
 
@@ -156,6 +156,7 @@ class CrashIsolation(SchedulerFeature):
         self._report_begun(tried)
 
     def progress(self) -> list[tuple[Request, int]]:
+        """Return running requests that may have crashed an engine, and their computed tokens."""
         if not self._records:
             return []
         return [

@@ -24,10 +24,10 @@ from typing import Final
 from engine_core.request import Request
 from engine_core.scheduler.features.base import SchedulerFeature
 from engine_core.scheduler.features.tenant_usage import TenantUsage
-from engine_core.scheduler.lifecycle import RequestLifecycle
 from engine_core.scheduler.limits import ChunkRule
 from engine_core.scheduler.preemption import Preemption, PreemptionOrder
 from engine_core.scheduler.queues.policies import FairSchedulingPolicy
+from engine_core.scheduler.request_lifecycle import RequestLifecycle
 from engine_core.scheduler.step_plan import StepPlan
 
 STEPS_FOR_DECODES: Final = 1
@@ -74,14 +74,16 @@ class TenantFairness(SchedulerFeature):
         several = usage.num_tenants > 1
         if (usage.prefills or several) and (several or self._had_several):
             self._had_several = several
-            self._deferred = self._order(sorted(usage.prefills.values(), key=self._policy.rank))
+            prompts = sorted(usage.prefills.values(), key=self._policy.admission_key)
+            self._deferred = self._order(prompts)
         return self._deferred
 
-    def is_behind(self, request: Request) -> bool:
+    def waits_for_deferred(self, request: Request) -> bool:
         """Return whether the deferred requests of this step go before this waiting request."""
         if not self._deferred:
             return False
-        return self._policy.rank(request) >= min(map(self._policy.rank, self._deferred))
+        key = self._policy.admission_key
+        return key(request) >= min(map(key, self._deferred))
 
     def may_preempt_for(self, request: Request) -> bool:
         """Return whether running requests may be preempted for this waiting request."""
@@ -126,8 +128,8 @@ class TenantFairness(SchedulerFeature):
         return self._usage.served(request.tenant) + request.num_tokens
 
     def _order(self, prompts: list[Request]) -> list[Request]:
-        """Order the end of the running list; return the deferred requests. prompts: by rank."""
-        rank = self._policy.rank
+        """Order the end of the running list; return those that defer. prompts: by admission key."""
+        key = self._policy.admission_key
         deferred: list[Request] = []
         first = prompts[0] if prompts else None
         head = self._waiting.peek_request() if self._waiting.num_ready else None
@@ -135,10 +137,10 @@ class TenantFairness(SchedulerFeature):
             deferred = [
                 prompt
                 for prompt in prompts
-                if prompt.tenant != head.tenant and rank(prompt) > rank(head)
+                if prompt.tenant != head.tenant and key(prompt) > key(head)
             ]
         in_time = [prompt for prompt in prompts if prompt not in deferred]
-        if head is not None and (first is None or rank(head) < rank(first)):
+        if head is not None and (first is None or key(head) < key(first)):
             deferred = [*self._deferring_decodes(head, self._threshold(head)), *deferred]
         elif first is not None:
             decodes = self._deferring_decodes(first, self._usage.served(first.tenant))

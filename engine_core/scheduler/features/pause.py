@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.features.base import Candidate, SchedulerFeature
-from engine_core.scheduler.lifecycle import RequestLifecycle
+from engine_core.scheduler.request_lifecycle import RequestLifecycle
 from proto.messages.engine_io import PauseMode
 
 

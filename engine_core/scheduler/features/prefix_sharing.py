@@ -305,7 +305,7 @@ class SiblingForks(SchedulerFeature):
         """
         siblings = self._choices[request.request_id]
         kv_cache = self._kv_cache
-        if len(siblings) == 1 or kv_cache.enable_caching or not kv_cache.is_downward_closed:
+        if len(siblings) == 1 or kv_cache.enable_caching or not kv_cache.caches_all_prefixes:
             return  # a window may free what the next one needs while it waits
         if not request.num_output_tokens and request.seq_id not in self._num_cached_of_heir:
             return  # the prompt may not be complete
@@ -319,8 +319,7 @@ class SiblingForks(SchedulerFeature):
         heir.num_computed_tokens = self._kv_cache.fork_blocks(heir, request, shared)
         if heir.num_computed_tokens:
             self._num_cached_of_heir[heir.seq_id] = request.num_cached_tokens
-            self._non_running_blocks.add_idle(heir)
-            self._non_running_blocks.move_to_queued(heir)
+            self._non_running_blocks.add_pending(heir)
 
     def on_released(self, request: Request) -> None:
         self._num_cached_of_heir.pop(request.seq_id, None)

@@ -23,8 +23,8 @@ import msgspec
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.features.base import SchedulerFeature
-from engine_core.scheduler.lifecycle import OutputsByFrontEnd, RequestLifecycle
 from engine_core.scheduler.preemption import NonRunningBlocks
+from engine_core.scheduler.request_lifecycle import OutputsByFrontEnd, RequestLifecycle
 from engine_core.validation import check_length
 from proto.errors import ErrorInfo, InvalidRequestError
 from proto.messages.engine_io import EngineCoreOutput, EventType, FinishReason, SessionInput
@@ -205,7 +205,7 @@ class ResumableSessions(SchedulerFeature):
         request.append_input(message.prompt_token_ids, params)
         request.record_event(EventType.QUEUED, self._clock())
         del self._resting_since[request.request_id]
-        self.non_running_blocks.move_to_queued(request)
+        self.non_running_blocks.add_pending(request)
         self._unblock(request)
 
     # Blocks of sessions that rest

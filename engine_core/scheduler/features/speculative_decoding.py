@@ -41,8 +41,8 @@ from engine_core.kv_cache.manager import NO_NEW_BLOCKS, NO_PREFIX, KVCacheManage
 from engine_core.request import Request
 from engine_core.scheduler.features.base import SchedulerFeature
 from engine_core.scheduler.features.grammars import Grammars
-from engine_core.scheduler.lifecycle import RequestLifecycle
 from engine_core.scheduler.limits import ChunkRule
+from engine_core.scheduler.request_lifecycle import RequestLifecycle
 from engine_core.scheduler.step_plan import StepPlan
 
 
@@ -306,7 +306,7 @@ class SpeculativeDecoding(SchedulerFeature):
         for request, limit in zip(candidates, limits, strict=True):
             if request.spec_token_ids:
                 num_drafts = self._cut_draft(request, min(limit, room))
-                plan.num_draft_grants += num_drafts
+                plan.max_draft_tokens += num_drafts
                 room -= num_drafts
 
     def clear_drafts(self) -> None:

@@ -158,8 +158,8 @@ class FairSchedulingPolicy:
     def make_queue(self) -> RequestQueue:
         return FairQueue(self._make_tenant_queue, self.priority_key, self._usage)
 
-    def rank(self, request: Request) -> tuple[int, float]:
-        """Return the rank of a request; the lower is admitted first."""
+    def admission_key(self, request: Request) -> tuple[int, float]:
+        """Return the key of a request among all tenants; the lowest is admitted first."""
         return self.priority_key(request), self._usage.served(request.tenant)
 
     def served(self, tenant: int) -> float:

@@ -93,7 +93,7 @@ class Follower:
 
     def _step(self, line: Step) -> str:
         scheduler = self._rig.scheduler
-        scheduler.isolate_suspect()
+        scheduler.crash_isolation.isolate_suspect()
         self._drafts.begin(line.step)
         output = scheduler.schedule()
         result = self._rig.worker.answer(output, self._drafts.accepted)

@@ -270,7 +270,7 @@ class Simulation:
         if not scheduler.has_work or len(self._in_flight) == self._max_in_flight:
             return False
         wanted = scheduler.kv_transfer.wants_step
-        scheduler.isolate_suspect()
+        scheduler.crash_isolation.isolate_suspect()
         output = scheduler.schedule()
         result = self._rig.worker.answer(output)
         may_begin = self._tier.begin(output.connector_metadata, self.now)

@@ -689,7 +689,7 @@ class Life:
         assert len(scheduler.queue_limits) == scheduler.queue_limits.num_tokens == 0
         assert scheduler._usage.num_tenants == 0
         assert not scheduler._usage.prefills
-        assert scheduler.kv_transfer.discard_until_step == {}
+        assert scheduler.kv_transfer.rewound_until_step == {}
         if (adapters := scheduler.adapters) is not None:
             left = (adapters.num_unfinished, adapters._waits, adapters._parked, adapters._names)
             assert left == ({}, {}, {}, {})

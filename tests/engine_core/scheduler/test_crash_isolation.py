@@ -169,7 +169,7 @@ def test_progress_of_requests_that_saw_a_crash_is_reported(overlapped):
     reports = []
     while not engine.tokens_of(request):
         engine.send()
-        ((reported, computed),) = engine.scheduler.crash_progress() or [(None, 0)]
+        ((reported, computed),) = engine.scheduler.crash_isolation.progress() or [(None, 0)]
         if reported is not None:
             assert reported is request
             reports.append((computed, request.num_computed_tokens))
@@ -178,7 +178,7 @@ def test_progress_of_requests_that_saw_a_crash_is_reported(overlapped):
     assert all(computed <= under_way - 8 for computed, under_way in reports[:3])
     assert reports[3][0] >= 8
     engine.run()
-    assert engine.scheduler.crash_progress() == []
+    assert engine.scheduler.crash_isolation.progress() == []
     assert engine.tokens_of(other) == undisturbed([9], 3)
 
 
@@ -281,14 +281,14 @@ def test_isolation_is_reported_first_and_other_requests_are_held():
     first, second = [engine.add_one([each], 3, crash_count=3) for each in (1, 2)]
     late = engine.add_one([9], 3)
     for _ in range(2):
-        engine.scheduler.isolate_suspect()
+        engine.scheduler.crash_isolation.isolate_suspect()
         assert sink.reports == [(first, True)]
         assert next(iter(engine.scheduler.waiting)) is first
         assert engine.scheduler.waiting.num_ready == 1
         assert {second.status, late.status} == {RequestStatus.WAITING_FOR_ISOLATION}
     engine.step()
     newcomer = engine.add_one([8], 3)
-    engine.scheduler.isolate_suspect()
+    engine.scheduler.crash_isolation.isolate_suspect()
     assert newcomer.status is RequestStatus.WAITING_FOR_ISOLATION
     assert engine.scheduler.waiting.num_ready == 0
     engine.run()
@@ -302,7 +302,7 @@ def test_without_suspects_no_request_is_held():
     engine = EngineHarness(max_num_seqs=1)
     requests = [engine.add_one([each], 3, crash_count=2) for each in (1, 2)]
     engine.step()
-    engine.scheduler.isolate_suspect()
+    engine.scheduler.crash_isolation.isolate_suspect()
     assert [each.status for each in requests] == [RequestStatus.RUNNING, RequestStatus.WAITING]
 
 
@@ -312,7 +312,7 @@ def test_results_of_the_step_in_flight_are_kept():
     running = engine.add_one([1], 5)
     engine.step()
     engine.add_one([9], 5, crash_count=3)
-    engine.scheduler.isolate_suspect()
+    engine.scheduler.crash_isolation.isolate_suspect()
     assert sink.reports == [], "the request does not run alone yet"
     assert running.status is RequestStatus.RUNNING
     assert engine.scheduler.waiting.num_ready == 1
@@ -342,7 +342,7 @@ def test_requests_continue_when_a_pause_forbids_the_isolation():
     sink = CrashProgressSink(engine)
     begun = engine.add_one([2], 6, output_token_ids=(tuple(undisturbed([2], 1)),))
     suspect = engine.add_one([1], 3, crash_count=3)
-    engine.scheduler.isolate_suspect()
+    engine.scheduler.crash_isolation.isolate_suspect()
     assert begun.status is RequestStatus.WAITING_FOR_ISOLATION
     engine.scheduler.pause("finish_running")
     engine.step()

@@ -40,34 +40,35 @@ def test_the_longest_idle_session_is_evicted_first(idle, manager, four):
     assert len(idle) == 2
 
 
-def test_queued_requests_lose_blocks_last_and_from_the_end_of_the_queue(idle, four):
+def test_pending_requests_lose_blocks_last_and_the_newest_first(idle, four):
     for each in four[:3]:
-        idle.move_to_queued(each)
+        idle.add_pending(each)
     assert idle.any_idle
     assert idle.free_idle()
     assert not idle.any_idle
     assert not idle.free_idle()
-    assert idle.free_queued(four[2])
+    assert idle.free_pending(four[2])
     assert have_blocks(four) == [True, False, True, False]
-    assert idle.free_queued(four[2])
-    assert not idle.free_queued(four[2])
+    assert idle.free_pending(four[2])
+    assert not idle.free_pending(four[2])
     assert have_blocks(four) == [False, False, True, False]
 
 
 def test_requests_without_blocks_are_skipped(idle, manager, four):
     nothing = Requests(manager).make([7])
+    nothing.seq_id = len(four)
     idle.add_idle(nothing)
-    idle.move_to_queued(nothing)
+    idle.add_pending(nothing)
     assert len(idle) == 4
     for each in four:
         idle.forget_request(each)
     assert len(idle) == 0
     assert not idle.free_idle()
-    assert not idle.free_queued(nothing)
+    assert not idle.free_pending(nothing)
 
 
 def test_all_blocks_can_be_freed_in_one_call(idle, manager, four):
-    idle.move_to_queued(four[0])
+    idle.add_pending(four[0])
     idle.free_all()
     assert have_blocks(four) == [False] * 4
     assert manager.usage == 0

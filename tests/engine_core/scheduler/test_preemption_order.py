@@ -44,8 +44,8 @@ class Book:
         ]
         if not candidates:
             return None
-        last = max(self.policy.rank(each) for each in candidates)
-        equals = [each for each in candidates if self.policy.rank(each) == last]
+        last = max(self.policy.admission_key(each) for each in candidates)
+        equals = [each for each in candidates if self.policy.admission_key(each) == last]
         return max(equals, key=lambda each: each.order) if by_priority else equals[-1]
 
 

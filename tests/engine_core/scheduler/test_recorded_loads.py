@@ -242,7 +242,7 @@ class RecordedLife(Life):
         output = self.engine.in_flight[0]
         late = output.constrained_seq_ids[index % 2 :: 2]
         self.num_of["voided"] += len(late)
-        self.engine.scheduler.void_rows(output, late)
+        self.engine.scheduler.rewind_rows(output, late)
         self.engine.receive()
 
     def add_timed(

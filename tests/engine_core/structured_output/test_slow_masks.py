@@ -87,7 +87,7 @@ def assert_nothing_is_left(engine: GrammarEngine) -> None:
     assert engine.num_constrained == 0
     assert not engine.manager.held
     assert not engine.manager._late
-    assert engine.harness.scheduler.kv_transfer.discard_until_step == {}
+    assert engine.harness.scheduler.kv_transfer.rewound_until_step == {}
 
 
 def test_rows_whose_masks_are_late_sit_out_and_say_the_same(engine, before_masks):

@@ -57,7 +57,7 @@ def test_the_family_of_the_recipe() -> None:
     assert (found.module, found.gguf_names) == ("foo", ("foo",))
     config = ConfigReader(family("FooForCausalLM", layer_norm_eps=1e-3))
     spec, llama = found.spec(config), spec_from_config(LLAMA)
-    config.refuse_leftovers()
+    config.refuse_unread_keys()
     assert (spec.architecture, spec.norm_type, spec.norm_eps) == ("FooForCausalLM", "layer", 1e-3)
     assert spec.weights().keys() == llama.weights().keys()
 
@@ -82,8 +82,8 @@ def test_families_set_their_own_options() -> None:
     mistral = attention_of(family("MistralForCausalLM", sliding_window=None))
     qwen2 = attention_of(family("Qwen2ForCausalLM", sliding_window=64))
     qwen3 = attention_of(family("Qwen3ForCausalLM", attention_bias=True))
-    assert (mistral.interleaved_in, mistral.qkv_bias) == (("gguf",), False)
-    assert (qwen2.qkv_bias, qwen2.output_bias, qwen2.interleaved_in) == (True, False, ())
+    assert (mistral.rope_interleaved_in, mistral.qkv_bias) == (("gguf",), False)
+    assert (qwen2.qkv_bias, qwen2.output_bias, qwen2.rope_interleaved_in) == (True, False, ())
     assert (qwen3.qk_norm, qwen3.output_bias, qwen3.head_dim) == (True, True, 128)
 
 

@@ -45,7 +45,7 @@ __attribute__((visibility("default"))) void tokend_edit(
     float* logits, int64_t row_stride, int64_t vocab_size, int64_t num_rows, const int64_t* rows,
     const TokendEdits* const* edits);
 
-// Sets logits that min-p, then top-k, then top-p drop to -infinity.
+// Sets logits that the filters of a row drop to -infinity (FILTERS of worker/sampling/row_params.py).
 //   rows: which rows of logits, of row_stride floats, are filtered
 //   params: one entry for each of them
 __attribute__((visibility("default"))) void tokend_filter(

@@ -39,13 +39,13 @@ _SEARCH_WARPS: Final = 8
 class RowFilters:
     """Filters of F of the N rows of a step, on one device or on the host.
 
-    searches: whether a row has a top-k or a top-p. rows: int64 [F], the row of the logits that each
-    filter belongs to. filter_of_row: int64 [N], the reverse: the index in `rows` of each row of the
+    needs_search: whether a row has a top-k or a top-p. rows: int64 [F], the row of the logits of
+    each filter. filter_of_row: int64 [N], the reverse: the index in `rows` of each row of the
     logits, or −1. top_k: int64 [F], below V; 0 keeps all. top_p: float64 [F], 1 keeps all. min_p:
     float64 [F], 0 keeps all.
     """
 
-    searches: bool
+    needs_search: bool
     rows: torch.Tensor
     filter_of_row: torch.Tensor
     top_k: torch.Tensor
@@ -56,13 +56,12 @@ class RowFilters:
 class TritonFilters:
     """Finds the cuts of rows with filters; the kernels are only queued.
 
-    The filters keep what tests/worker/reference/filters.py defines: min-p, top-k, top-p, each
-    applied to the result of the one before; of equal tokens those with the lowest ids; always the
-    best token. Min-p and top-k are exact. Top-p is exact up to the rounding of probabilities: where
-    the sum of the kept tokens comes within about 1e-6 of p, the cut may be a token before or behind
-    that of the host, or as many tokens as are needed for a difference of 1e-6. It differs by
-    nothing from one step to the next: sums over chunks and candidates are of integers, whose order
-    does not matter, and those within a chunk always have the same order.
+    The filters keep what tests/worker/reference/filters.py defines: of equal tokens those with the
+    lowest ids; always the best token. Min-p and top-k are exact. Top-p is exact up to the rounding
+    of probabilities: where the sum of the kept tokens comes within about 1e-6 of p, the cut may be
+    a token before or after that of the host, or as many tokens as are needed for a difference of
+    1e-6. It differs by nothing from one step to the next: sums over chunks and candidates are of
+    integers, whose order does not matter, and those within a chunk always have the same order.
 
     A NaN is not counted, −inf is never kept, and a row with +inf has any cut.
     """
@@ -85,13 +84,13 @@ class TritonFilters:
         sums = logits.new_empty((num_filters, 3, BINS), dtype=torch.int64)
         cuts = logits.new_empty((num_filters, 2), dtype=torch.int32)
         candidates = logits.new_empty(
-            (2, num_filters, vocab_size if filters.searches else 0), dtype=torch.int32
+            (2, num_filters, vocab_size if filters.needs_search else 0), dtype=torch.int32
         )
         rows = (logits, temperature, filters.rows)
         settings = (filters.top_k, filters.top_p, filters.min_p)
         grid = num_filters, num_chunks
         range_chunk[grid](*rows, ranges, sums, vocab_size, num_chunks, bins=BINS, chunk_size=_CHUNK)
-        if filters.searches:
+        if filters.needs_search:
             bins_chunk[grid](
                 *rows,
                 *settings,

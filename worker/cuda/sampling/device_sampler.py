@@ -455,15 +455,15 @@ class DeviceDraw:
             *torch_columns(params, ("seed", "choice", "position")),
         ]
         filtered = (random & needs_filter(params)).nonzero()[0]
-        searches = False
+        needs_search = False
         if len(filtered):
             filter_of_row = np.full(len(params), -1, dtype=np.int64)
             filter_of_row[filtered] = np.arange(len(filtered))
             top_k, top_p, min_p = torch_columns(params[filtered], ("top_k", "top_p", "min_p"))
             top_k[top_k >= logits.shape[1]] = 0
-            searches = bool(((top_k > 0) | (top_p < 1)).any())
+            needs_search = bool(((top_k > 0) | (top_p < 1)).any())
             arrays += [filtered, filter_of_row, top_k, top_p, min_p]
         temperatures, seed, choice, position, *sent = self._transfers.to_device(arrays)
-        filters = RowFilters(searches, *sent) if sent else None
+        filters = RowFilters(needs_search, *sent) if sent else None
         wide = logits.float().contiguous()
         return self._draw(wide, temperatures, seed, choice, position, filters, masks_dropped)

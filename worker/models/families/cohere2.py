@@ -32,7 +32,7 @@ def spec(config: ConfigReader) -> ModelSpec:
     windows = {FULL: None, WINDOWED: config.integer("sliding_window", 4096)}
     attention = replace(
         llama_attention(config, bias=config.flag("attention_bias", False)),
-        interleaved_in=("safetensors", "gguf"),
+        rope_interleaved_in=("safetensors", "gguf"),
     )
     layers = attention_layers(
         config,

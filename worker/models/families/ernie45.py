@@ -21,7 +21,7 @@ def spec(config: ConfigReader) -> ModelSpec:
     rope = rope_from_config(config, config.integer("max_position_embeddings"), _THETA)
     attention = replace(
         llama_attention(config, head_dim=config.integer("head_dim", 128), rope=rope, bias=bias),
-        interleaved_in=("safetensors", "gguf"),
+        rope_interleaved_in=("safetensors", "gguf"),
     )
     mlp = MlpSpec(
         hidden_size=config.integer("hidden_size"),

@@ -19,7 +19,7 @@ def spec(config: ConfigReader) -> ModelSpec:
     attention = replace(
         llama_attention(config, head_dim=config.integer("head_dim", 128), rotary_fraction=0.5),
         qkv_bias=config.flag("attention_bias", True),
-        interleaved_in=("safetensors", "gguf"),
+        rope_interleaved_in=("safetensors", "gguf"),
     )
     layers = attention_layers(config, attention)
     return replace(

@@ -34,7 +34,7 @@ def granite_attention(config: ConfigReader) -> "AttentionSpec":
     return replace(
         llama_attention(config, bias=config.flag("attention_bias", False)),
         scale=config.number("attention_multiplier", 1.0),
-        interleaved_in=("gguf",),
+        rope_interleaved_in=("gguf",),
     )
 
 

@@ -48,7 +48,7 @@ def spec(config: ConfigReader) -> "ModelSpec":
     attention = granite_attention(config)
     config.must_be("position_embedding_type", "rope", "nope")
     if config.get("position_embedding_type") != "rope":
-        attention = replace(attention, rope=NoRope(), interleaved_in=())
+        attention = replace(attention, rope=NoRope(), rope_interleaved_in=())
     mamba = mamba2_mixer(
         config,
         Mamba2Keys(),

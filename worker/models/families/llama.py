@@ -11,7 +11,8 @@ def spec(config: ConfigReader) -> ModelSpec:
     from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
 
     attention = replace(
-        llama_attention(config, bias=config.flag("attention_bias", False)), interleaved_in=("gguf",)
+        llama_attention(config, bias=config.flag("attention_bias", False)),
+        rope_interleaved_in=("gguf",),
     )
     return decoder(config, attention_layers(config, attention), gated_mlps(config))
 

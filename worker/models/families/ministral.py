@@ -23,7 +23,7 @@ def spec(config: ConfigReader) -> ModelSpec:
         (FULL,) if window is None else (FULL, WINDOWED),
         lambda layer: FULL if window is None else WINDOWED,
     )
-    attention = replace(llama_attention(config), interleaved_in=("gguf",))
+    attention = replace(llama_attention(config), rope_interleaved_in=("gguf",))
     windows = layer_windows(config, kinds, {FULL: None, WINDOWED: window})
     return decoder(config, attention_layers(config, attention, windows), gated_mlps(config))
 

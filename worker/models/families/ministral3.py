@@ -29,7 +29,7 @@ def spec(config: ConfigReader) -> ModelSpec:
         ),
     )
     windows = windows_of_all_layers(config, window_from_config(config))
-    layers = attention_layers(config, replace(attention, interleaved_in=("gguf",)), windows)
+    layers = attention_layers(config, replace(attention, rope_interleaved_in=("gguf",)), windows)
     return replace(
         decoder(config, layers, gated_mlps(config)), norm_eps=config.number("rms_norm_eps", 1e-5)
     )

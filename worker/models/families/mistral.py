@@ -11,7 +11,7 @@ def spec(config: ConfigReader) -> ModelSpec:
     """Return the spec. A GGUF file of a Mistral calls itself "llama" and permutes alike."""
     from worker.models.common import attention_layers, decoder, gated_mlps, llama_attention
 
-    attention = replace(llama_attention(config), interleaved_in=("gguf",))
+    attention = replace(llama_attention(config), rope_interleaved_in=("gguf",))
     windows = windows_of_all_layers(config, window_from_config(config))
     return decoder(config, attention_layers(config, attention, windows), gated_mlps(config))
 

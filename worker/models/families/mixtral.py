@@ -31,7 +31,7 @@ def spec(config: ConfigReader) -> ModelSpec:
             down="w2",
         ),
     )
-    attention = replace(llama_attention(config), interleaved_in=("gguf",))
+    attention = replace(llama_attention(config), rope_interleaved_in=("gguf",))
     windows = windows_of_all_layers(config, window_from_config(config))
     return decoder(
         config,

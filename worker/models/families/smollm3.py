@@ -34,7 +34,7 @@ def spec(config: ConfigReader) -> ModelSpec:
     rope = rope_from_config(config, config.integer("max_position_embeddings"), _THETA)
     attention = replace(
         llama_attention(config, rope=rope, bias=config.flag("attention_bias", False)),
-        interleaved_in=("gguf",),
+        rope_interleaved_in=("gguf",),
     )
     layers = attention_layers(
         config,

@@ -169,11 +169,11 @@ class ResponsesEncoder(ResponseEncoder):
     def _read_delta(self, delta: Delta) -> Iterator[None]:
         """Add a delta; yields after each piece of its text."""
         for text in self._content_tokens.split_delta(delta):
-            self._add_parts(self._parser.parse_delta(text, None, delta.content_end))
+            self._add_parts(self._parser.parse_delta(text, None, delta.num_certain))
             yield
         if delta.finish_reason is not None:
             self._finish_reason = delta.finish_reason
-            parts = self._parser.parse_delta("", delta.finish_reason, delta.content_end)
+            parts = self._parser.parse_delta("", delta.finish_reason, delta.num_certain)
             self._add_parts(parts)
 
     def _add_parts(self, parts: Sequence[OutputPart]) -> None:

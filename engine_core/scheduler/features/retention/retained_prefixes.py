@@ -7,7 +7,7 @@
 Retained prefixes never keep a request from running: the KV cache counts blocks that only they
 reference as free, and reclaims the missing number at an allocation (`reclaim_blocks`). The least
 valuable prefixes are cut first, each from its end, so that the rest is still the beginning of a
-prompt. With groups that are not downward-closed (sliding windows) a prefix is released as a whole,
+prompt. With groups that lose early blocks (sliding windows) a prefix is released as a whole,
 because a shorter part of it could not be found.
 
 `TTLRule` decides how long a prefix is retained and what it is worth.
@@ -64,7 +64,7 @@ class RetainedPrefixes:
 
     max_share, max_share_of_tenant: of the usable blocks, 0 to 1; a shared block counts once.
     Counters since `pop_counts`: num_taken; num_hit: the next turn found a cached prefix;
-    num_expired: of these also prefixes whose TTL had passed when it became known; num_given_up:
+    num_expired: of these also prefixes whose TTL had passed when it became known; num_evicted:
     evicted for room or over a limit, each once, even if only a part was.
     """
 
@@ -76,7 +76,7 @@ class RetainedPrefixes:
         observer: SchedulerObserver,
     ) -> None:
         self._pool = kv_cache.pool
-        self._whole = not kv_cache.is_downward_closed
+        self._whole = not kv_cache.caches_all_prefixes
         self._block_size = kv_cache.block_size
         num_usable = kv_cache.num_usable_blocks
         self._max_blocks = int(num_usable * max_share)
@@ -87,7 +87,7 @@ class RetainedPrefixes:
         self._values: KeyedHeap[RetainedPrefix] = KeyedHeap()  # per block
         self._tenants: dict[int, _TenantPrefixes] = {}
         self._num_retained = 0
-        self.num_taken = self.num_hit = self.num_expired = self.num_given_up = 0
+        self.num_taken = self.num_hit = self.num_expired = self.num_evicted = 0
         self._changed: dict[str, None] = {}
         kv_cache.reclaim_blocks = self.reclaim_blocks
 
@@ -98,8 +98,8 @@ class RetainedPrefixes:
 
     def pop_counts(self) -> tuple[int, int, int, int]:
         """Return how many prefixes were retained, hit, expired and evicted since the last call."""
-        counts = self.num_taken, self.num_hit, self.num_expired, self.num_given_up
-        self.num_taken = self.num_hit = self.num_expired = self.num_given_up = 0
+        counts = self.num_taken, self.num_hit, self.num_expired, self.num_evicted
+        self.num_taken = self.num_hit = self.num_expired = self.num_evicted = 0
         return counts
 
     def __len__(self) -> int:
@@ -254,7 +254,7 @@ class RetainedPrefixes:
         while first and num_blocks and not self._whole:
             first -= 1
             num_blocks -= counts[blocks[first]] == 1
-        self.num_given_up += not prefix.was_cut
+        self.num_evicted += not prefix.was_cut
         if self._whole or not first:
             self._release(prefix, "room")
             return
