@@ -20,7 +20,7 @@ from rich.table import Table
 
 from deploy.bench.limits import Limit, check_limits, limits_json, limits_table, quantile
 from deploy.bench.options import BenchParser, at_least_one, positive, writable, write
-from deploy.bench.plot import PlotPanel, Points, plot_page
+from tests.benchmarks.plot import PlotPanel, Points, plot_page
 from deploy.bench.processes import IdleState, find_leftovers
 from deploy.bench.servers import MeasuredDaemon
 from tests.benchmarks.command import run
