@@ -226,7 +226,11 @@ BIG_TOOL = {"name": "f", "parameters": {"properties": {"a": {"const": BIG}}}, "s
 @pytest.mark.parametrize(
     ("path", "fields", "named"),
     [
-        ("/v1/completions", {"prompt": "x", "guided_json": {"items": {"enum": [BIG]}}}, "guided_json"),
+        (
+            "/v1/completions",
+            {"prompt": "x", "guided_json": {"items": {"enum": [BIG]}}},
+            "guided_json",
+        ),
         (
             CHAT,
             {"messages": USER, "tools": [{"type": "function", "function": BIG_TOOL}]},
