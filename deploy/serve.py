@@ -26,7 +26,7 @@ from deploy.supervisor.epochs import ServedModels
 from deploy.supervisor.launch import Commands, Launch, admin_listeners, check_length, listen, url_of
 from deploy.supervisor.processes import child_environment, process_age
 from deploy.supervisor.supervisor import Supervisor
-from proto.codec import encode
+from proto.codec import Message, encode
 from proto.errors import ConfigError, install_command
 from proto.messages.lifecycle import PhaseClock, PlanBoot
 from proto.messages.prepared_model import read_model_file
@@ -114,16 +114,17 @@ def plan(config: ServeConfig, environment: HostEnvironment, *, as_json: bool) ->
             model, draft_model = _prepare_models(config, environment, display)
         check_length(config, model)
         boot = PlanBoot(config=config, model=model, as_json=as_json, draft_model=draft_model)
-        process = _run_plan(boot, environment)
+        process = run_worker_program("worker.commands.plan", boot, config, environment)
     print(process.stdout.decode(), end="")
     return process.returncode if process.returncode >= 0 else 1
 
 
-def _run_plan(boot: PlanBoot, environment: HostEnvironment) -> subprocess.CompletedProcess[bytes]:
-    """Run the program that plans with the environment of a worker; it prints the plan."""
-    config = boot.config
+def run_worker_program(
+    module: str, boot: Message, config: ServeConfig, environment: HostEnvironment
+) -> subprocess.CompletedProcess[bytes]:
+    """Run a program with the environment of a worker; it reads `boot` and prints its result."""
     return subprocess.run(
-        (sys.executable, "-P", "-m", "worker.commands.plan"),
+        (sys.executable, "-P", "-m", module),
         input=encode(boot),
         env=child_environment(
             environment.variables, "worker", config.device, config.parallel.tensor_parallel_size
