@@ -129,7 +129,6 @@ usage: tokend bench NAME [flags]; flags: tokend bench NAME --help
   startup     time from the command to readiness and to the first token
   chaos       kill processes under load; exit status 1 if clients are affected, or wait long for
               the next token in the median of three gaps or more
-  products    a model's matrix products by every kernel that can compute them
 """
 _VERSION: Final = """\
 usage: tokend version
@@ -141,7 +140,6 @@ _BENCHES: Final = {
     "compare": "deploy.bench.compare",
     "startup": "deploy.bench.startup",
     "chaos": "deploy.bench.chaos.bench",
-    "products": "deploy.bench.products",
 }
 _ENDING: Final = (signal.SIGTERM, signal.SIGHUP)
 

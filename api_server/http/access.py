@@ -1,7 +1,7 @@
 """Which key a route needs at which listener: the table, and the rules it names.
 
-docs/security.md has the table as `markdown_table` prints it. `AccessMiddleware` and the operators'
-routes take their decisions from it.
+docs/security.md has the same table. `AccessMiddleware` and the operators' routes take their
+decisions from it.
 """
 
 import re
@@ -109,19 +109,6 @@ def access_of(path: str) -> Access:
     """Return the row of a path, exactly as routing sees it."""
     folder = f"{path[: path.find('/', 1)]}/…" if path.count("/") > 1 else ""
     return _BY_PATH.get(path) or _BY_PATH.get(folder) or API
-
-
-def markdown_table() -> str:
-    """Return the table for docs/security.md."""
-    lines = [
-        "| routes | public port | `--admin-port` | `--admin-socket` |",
-        "|---|---|---|---|",
-    ]
-    for access in TABLE:
-        paths = ", ".join(f"`{path}`" for path in access.paths)
-        rules = (RULES[access.public], RULES[access.admin_port], RULES[access.admin_socket])
-        lines.append(f"| {access.what}{': ' if paths else ''}{paths} | {' | '.join(rules)} |")
-    return "\n".join(lines)
 
 
 # ---- Operators ----

@@ -34,11 +34,11 @@ from api_server.parsers.output import (
 )
 from api_server.parsers.output_format import OutputFormat
 from api_server.parsers.tool_calls import offered_tools, strict_field
-from api_server.parsers.tools.base import json_argument_rules, quoted
+from api_server.parsers.tools.base import json_argument_rule, quoted
 from api_server.parsers.tools.call_parser import new_call_id, read_arguments
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.fields import IgnoredFields, errors_of
-from api_server.protocol.json_lark import json_rules
+from api_server.protocol.json_lark import json_rule
 from api_server.protocol.json_schema import SchemaWork
 from api_server.protocol.tools import FunctionTool
 from api_server.text.detokenizer import Detokenizer
@@ -437,7 +437,7 @@ class Harmony:
             )
             rules.append(f'call: {channel} "commentary to=functions." ({calls})')
             for index, tool in enumerate(tools):
-                rules += json_argument_rules(f"arguments_{index}", tool, work)
+                rules.append(json_argument_rule(f"arguments_{index}", tool, work))
         return [*rules, f"answer: {' '.join(opening)} ({' | '.join(last)})"]
 
     def _token(self, name: str) -> str:
@@ -449,7 +449,7 @@ def _text_rules(grammar: GrammarSource, work: SchemaWork) -> list[str]:
     """Return the rule `text` and those that it needs, for the text of the final message."""
     if grammar.kind == "json_schema":
         with errors_of(grammar.field):
-            return json_rules("text", decoded(grammar.source), work, compact=grammar.compact)
+            return [json_rule("text", decoded(grammar.source), work, compact=grammar.compact)]
     if grammar.kind == "choice":
         return [f"text: {' | '.join(map(quoted, decoded(grammar.source)))}"]
     if grammar.kind == "regex":

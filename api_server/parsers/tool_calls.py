@@ -28,7 +28,7 @@ from api_server.parsers.tools.base import (
 )
 from api_server.parsers.tools.registry import DEFAULT_FORMAT, tool_call_format
 from api_server.protocol.fields import IgnoredFields, errors_of
-from api_server.protocol.json_lark import json_rules
+from api_server.protocol.json_lark import json_rule
 from api_server.protocol.json_schema import SchemaWork, rewrite_schema
 from api_server.protocol.tools import FunctionTool, ToolFields
 from api_server.text.chat_template import Conversation, TemplateFacts, arguments_text
@@ -235,10 +235,10 @@ def _calls_or_schema(
             text_grammar.field,
         )
     with errors_of(text_grammar.field):
-        answer = json_rules("answer", decoded(text_grammar.source), rules.work)
+        answer = json_rule("answer", decoded(text_grammar.source), rules.work)
     has_strict = any(tool.strict for tool in rules.tools)
     field = strict_field(rules.tools) if has_strict else text_grammar.field
-    lines = ["start: calls | answer", *answer, *call_format.grammar(rules)]
+    lines = ["start: calls | answer", answer, *call_format.grammar(rules)]
     return _grammar_source(lines, rules, field=field)
 
 

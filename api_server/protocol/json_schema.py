@@ -4,8 +4,9 @@ Start at `rewrite_schema`. The compiler (llguidance) implements most of JSON Sch
 file translates older drafts, replaces constraints that the compiler would refuse by equal or
 stricter ones, and removes constraints that no grammar of it can express. Removed keywords are
 returned, so that the answer can name them; every other constraint holds for every answer.
-Numbers that the compiler would round are dealt with in `json_lark.py`. A few hundred bytes can
-stand for a schema of any size, so what is rewritten counts against a `SchemaWork`.
+The compiler keeps numbers as float64: bounds from 2^53 on are tightened to one that it holds, and
+literals that it does not hold are refused. A few hundred bytes can stand for a schema of any size,
+so what is rewritten counts against a `SchemaWork`.
 `ecmascript_regex` gives classes such as ``\\d`` the meaning that JSON Schema gives them.
 """
 
@@ -104,6 +105,15 @@ _CONTROL: Final = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f\ud800-\udfff]")
 """All but those with an escape of their own, which are the only escapes that answers use."""
 _UNBOUNDED: Final = 1e300
 """A bound from here on excludes no number that a client could read."""
+_MIN_LARGE: Final = 1 << 53
+"""From here on a float64 does not hold every integer, and nothing but integers."""
+_MAX_INTEGER: Final = (1 << 63) - 1024
+"""The largest float64 below 2^63: the compiler keeps integers in 64 bits."""
+_MAX_NUMBER: Final = 10**18
+"""The compiler builds no ranges of numbers beyond about 1e18, and none of integers that is open at
+the far end."""
+_LOWER: Final = ("minimum", "exclusiveMinimum")
+_UPPER: Final = ("maximum", "exclusiveMaximum")
 _MAX_DEPENDENCIES: Final = 4
 """Each doubles the alternatives of an object."""
 _MAX_COUNTED_PROPERTIES: Final = 16
@@ -300,6 +310,8 @@ class _Rewriter:
         self._bounds(rewritten)
         for key in ("enum", "const", "required"):
             _refuse_control_characters(key, rewritten.get(key))
+        for key in ("enum", "const"):
+            _refuse_inexact_integers(key, rewritten.get(key))
         if rewritten.get("uniqueItems") is False:
             del rewritten["uniqueItems"]
         elif "uniqueItems" in rewritten:
@@ -656,12 +668,10 @@ class _Rewriter:
     def _bounds(self, schema: dict[str, Any]) -> None:
         """Write exclusive bounds as in 2020-12, and leave out those that no number exceeds.
 
-        `exclusiveMinimum: true` of draft 4 makes `minimum` exclusive.
+        `exclusiveMinimum: true` of draft 4 makes `minimum` exclusive. Large bounds are tightened to
+        numbers that the compiler keeps.
         """
-        for name, exclusive_name, sign in (
-            ("minimum", "exclusiveMinimum", -1),
-            ("maximum", "exclusiveMaximum", 1),
-        ):
+        for (name, exclusive_name), sign in ((_LOWER, -1), (_UPPER, 1)):
             if isinstance(schema.get(exclusive_name), bool):
                 is_exclusive = schema.pop(exclusive_name)
                 if is_exclusive and name in schema:
@@ -669,6 +679,7 @@ class _Rewriter:
             for key in (name, exclusive_name):
                 if schema.get(key, 0) * sign >= _UNBOUNDED:
                     del schema[key]
+        _tighten_large_bounds(schema)
 
 
 def _has_nested_id(root: Any, name: str) -> bool:
@@ -769,6 +780,50 @@ def _refuse_control_characters(key: str, value: Any) -> None:
             _refuse_control_characters(key, part)
     elif isinstance(value, dict):
         _refuse_control_characters(key, [*value.keys(), *value.values()])
+
+
+def _refuse_inexact_integers(key: str, value: Any) -> None:
+    """Raise InvalidRequestError for an integer in a literal that the compiler would change."""
+    if isinstance(value, int):
+        if abs(value) > _MAX_INTEGER or int(float(value)) != value:
+            raise InvalidRequestError(
+                f"{key}: {_shown(value)} is not supported, only integers that a float64 holds "
+                "exactly (all up to 2^53)"
+            )
+    elif isinstance(value, list):
+        for part in value:
+            _refuse_inexact_integers(key, part)
+    elif isinstance(value, dict):
+        _refuse_inexact_integers(key, list(value.values()))
+
+
+def _tighten_large_bounds(schema: dict[str, Any]) -> None:
+    """Tighten bounds from 2^53 on to a float64; an exclusive one becomes inclusive.
+
+    The compiler would add 1 to it as float64. Raises InvalidRequestError for a bound that leaves no
+    number that the compiler keeps.
+    """
+    if all(abs(schema.get(key, 0)) < _MIN_LARGE for key in (*_LOWER, *_UPPER)):
+        return
+    integers = listed_types(schema.get("type", [])) == {"integer"}
+    limit = _MAX_INTEGER if integers else _MAX_NUMBER
+    for (name, exclusive_name), sign in ((_LOWER, -1), (_UPPER, 1)):
+        for key in (name, exclusive_name):
+            if abs(schema.get(key, 0)) < _MIN_LARGE:
+                continue
+            bound = schema.pop(key)
+            if bound * sign < -limit:
+                raise InvalidRequestError(f"{key}: bounds beyond {limit:.3g} are not supported")
+            tight = sign * limit if bound * sign > limit else int(float(bound))
+            if (tight - bound) * sign > 0 or (key != name and tight == bound):
+                tight = int(math.nextafter(float(bound), -sign * math.inf))
+            other = schema.get(name, tight)
+            schema[name] = min(tight, other) if sign > 0 else max(tight, other)
+    if integers:
+        if schema.get("minimum", 0) >= _MAX_NUMBER:
+            schema.setdefault("maximum", _MAX_INTEGER)
+        if schema.get("maximum", 0) <= -_MAX_NUMBER:
+            schema.setdefault("minimum", -_MAX_INTEGER)
 
 
 def _shown(value: Any) -> str:

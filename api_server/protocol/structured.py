@@ -19,7 +19,6 @@ from api_server.protocol.fields import (
     Strict,
     errors_of,
 )
-from api_server.protocol.json_lark import with_exact_numbers
 from api_server.protocol.json_schema import (
     SchemaWork,
     ecmascript_regex,
@@ -163,9 +162,7 @@ async def text_grammar(body: StructuredFields, ignored: IgnoredFields) -> Gramma
 
     It is made on a thread if it takes long, see `write_grammar`.
     """
-    return await write_grammar(
-        lambda work: with_exact_numbers(body.grammar_source(ignored, work), work)
-    )
+    return await write_grammar(lambda work: body.grammar_source(ignored, work))
 
 
 def _source(

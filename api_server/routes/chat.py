@@ -23,7 +23,6 @@ from api_server.parsers.tool_calls import TEXT_ONLY, ToolCallPlan
 from api_server.protocol.chat import ChatCompletionRequest, ConversationFields, Effort
 from api_server.protocol.chat_translation import ChatTranslation
 from api_server.protocol.fields import CHAT_NEUTRAL
-from api_server.protocol.json_lark import with_exact_numbers
 from api_server.protocol.json_schema import SchemaWork, write_grammar
 from api_server.routes.common import read_request
 from api_server.text.chat_prompt import build_conversation, num_characters
@@ -75,9 +74,9 @@ async def build_chat_turn(
         text_grammar = body.grammar_source(ignored, work)
         if harmony is not None:
             grammar = harmony.answer_grammar(body, text_grammar, ignored, work)
-            return TEXT_ONLY, with_exact_numbers(grammar, work)
+            return TEXT_ONLY, grammar
         plan = app_state.tool_calls(template).plan(body, text_grammar, ignored, work)
-        return plan, with_exact_numbers(plan.grammar, work)
+        return plan, plan.grammar
 
     tool_calls, grammar = await write_grammar(plan_answer)
     builder = RequestBuilder(context, body, id_prefix, grammar)

@@ -1,4 +1,4 @@
-"""Figures of a load test, defined as by `vllm bench serve`: calculation, tables, page of plots."""
+"""Figures of a load test, defined as by `vllm bench serve`: calculation and tables."""
 
 import hashlib
 import json
@@ -13,11 +13,9 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from deploy.bench import plot
 from deploy.bench.client import BenchRequest
 from deploy.bench.limits import percentile
 from deploy.bench.load import LoadResult
-from deploy.bench.plot import PlotPanel, Points
 from deploy.bench.stream import RequestResult
 
 
@@ -207,7 +205,7 @@ def _peak_concurrency(done: Sequence[RequestResult]) -> int:
     return peak
 
 
-# ---- Tables and plots ----
+# ---- Tables ----
 
 
 TITLES: Final = {
@@ -216,11 +214,9 @@ TITLES: Final = {
     "itl": "between tokens (ITL), ms",
     "e2el": "to the last token (E2EL), ms",
 }
-_NAMES: Final = {metric: title.removesuffix(", ms") for metric, title in TITLES.items()}
 _SHOWN: Final = 10
 _WIDEST: Final = 1000
 """Width in characters at which the width of a table is measured; no table needs so much."""
-_CURVE_STEPS: Final = 200
 
 
 def show(
@@ -283,57 +279,6 @@ def notes(runs: Sequence[RunFigures], answers: AnswerComparison) -> list[str]:
     return found
 
 
-def html_page(
-    title: str, head: Sequence[str], runs: Sequence[RunFigures], answers: AnswerComparison
-) -> str:
-    """Return an HTML page: `head`, distributions of latencies, and latency by throughput."""
-    panels = [
-        PlotPanel(
-            f"{_NAMES[metric]}, cumulative share",
-            {run.name: _distribution(run.times[metric]) for run in runs},
-            "milliseconds",
-            log_x=True,
-            shares=True,
-        )
-        for metric in METRICS
-    ]
-    for metric in ("ttft", "tpot"):
-        known = sorted(
-            (run for run in runs if run.times[metric]),
-            key=lambda known_run: known_run.output_tokens_per_s,
-        )
-        curves = {
-            f"p{percent}": [
-                (run.output_tokens_per_s, run.time_ms(metric, percent)) for run in known
-            ]
-            for percent in (99, 50)
-        }
-        panels.append(
-            PlotPanel(
-                f"{_NAMES[metric]} in milliseconds, by throughput",
-                curves,
-                "output tokens/s",
-                names=[run.name for run in known],
-            )
-        )
-    return plot.plot_page(
-        title, [*head, *notes(runs, answers)], panels, "milliseconds", _rows(runs)
-    )
-
-
-_PAGE_COLUMNS: Final = ("load", "done", "failed", "output tokens/s", "requests/s")
-
-
-def _rows(runs: Sequence[RunFigures]) -> plot.Table:
-    """Return the table of the page: some of all columns."""
-    rows = []
-    for run in runs:
-        cells = _overview(run)
-        row = {name: cells[name] for name in _PAGE_COLUMNS} | _latencies(run)
-        rows.append(row | {"client CPU": cells["client CPU"]})
-    return list(rows[0]), [list(row.values()) for row in rows]
-
-
 def _overview(run: RunFigures) -> dict[str, str]:
     """Return what was done and how fast, by column."""
     return {
@@ -386,14 +331,3 @@ def _table(first: str, *others: str) -> Table:
     for name in others:
         table.add_column(name, justify="right")
     return table
-
-
-def _distribution(values: Sequence[float]) -> Points:
-    """Return the cumulative distribution as points (value, share), with at most 200 steps."""
-    ordered = sorted(values)
-    number = min(len(ordered), _CURVE_STEPS)
-    points = []
-    for step in range(1, number + 1):
-        value = ordered[math.ceil(step * len(ordered) / number) - 1]
-        points += [(value, (step - 1) / number), (value, step / number)]
-    return points

@@ -26,7 +26,7 @@ from deploy.bench.datasets import (
     prompts_of,
     unused_options,
 )
-from deploy.bench.figures import AnswerComparison, RunFigures, figures_of, html_page, show
+from deploy.bench.figures import AnswerComparison, RunFigures, figures_of, show
 from deploy.bench.load import LoadPattern, gamma_arrivals, measure, ramped, warm_up
 from deploy.bench.options import (
     BenchParser,
@@ -160,7 +160,6 @@ def _add_rest(group: "argparse._ArgumentGroup") -> None:
         help="limits for goodput: ttft:500 tpot:50 e2el:10000",
     )
     group.add_argument("--json", metavar="FILE", help="write the figures to a file")
-    group.add_argument("--html", metavar="FILE", help="write a page with plots to a file")
 
 
 _CONCURRENCY: Final = [16]
@@ -173,17 +172,15 @@ def main(words: Sequence[str]) -> None:
     options = parse(words, __doc__ or "")
     dataset = dataset_of(options)
     url = base_url(options.url)
-    with writable("--json", options.json) as rows, writable("--html", options.html) as pages:
+    with writable("--json", options.json) as rows:
         model = options.model or first_model(url, options.api_key)
         target = Target(url, model, options.api_key, options.timeout, _fields(options))
         started = datetime.now(UTC)
         runs, answers = _measure(target, options, dataset)
         head = _head(options, started, runs)
-        title = f"{model} at {url}"
         console = Console() if sys.stdout.isatty() else Console(width=150)
-        show(console, [title, *head], runs, answers)
+        show(console, [f"{model} at {url}", *head], runs, answers)
         write(rows, _document(options, target, started, runs, answers))
-        write(pages, html_page(title, head, runs, answers))
     if not any(run.num_completed for run in runs):
         raise TokendError("bench serve: all requests failed")
 
@@ -253,7 +250,7 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(options).items()
-        if name not in ("api_key", "json", "html", "url", "model")
+        if name not in ("api_key", "json", "url", "model")
     }
 
 

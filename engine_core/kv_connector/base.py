@@ -8,8 +8,9 @@ half (`worker/kv_connector`) copies. Method names are those of vLLM's KVConnecto
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
+from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.kv_cache.pool import TransferRefs
 from engine_core.request import Request
 from proto.errors import ConfigError
@@ -61,26 +62,6 @@ def always_storable(seq_id: int) -> bool:
     return True
 
 
-class StateSlots(Protocol):
-    """The slots of recurrent states, as far as a connector needs them; a KVCacheManager."""
-
-    @property
-    def state_refs(self) -> TransferRefs:
-        """References that keep slots allocated during a copy."""
-        ...
-
-    def can_copy_states(self, seq_id: int, *, ends: bool) -> bool:
-        """Return whether a copy may reference a state of a sequence; ends: it is about to end."""
-        ...
-
-    def held_states(self, seq_id: int, num_tokens: int, *, ends: bool) -> list[tuple[int, int]]:
-        """Return (index of the block, slot) of the states of a sequence that are worth storing.
-
-        Those after its first `num_tokens` tokens at most.
-        """
-        ...
-
-
 @dataclass(frozen=True)
 class SchedulerContext:
     """Parts of the engine that a connector may use.
@@ -93,7 +74,7 @@ class SchedulerContext:
     serve_config: all settings.
     is_storable: whether all loads that a sequence relies on have succeeded; if not, its computed KV
     must not be stored.
-    state_slots: of a model with recurrent states; None for any other.
+    state_slots: has the slots of a model with recurrent states; None for any other.
     """
 
     geometry: KVCacheGeometry
@@ -106,7 +87,7 @@ class SchedulerContext:
     unblock: Callable[[Request], None]
     serve_config: ServeConfig = DEFAULTS
     is_storable: Callable[[int], bool] = always_storable
-    state_slots: StateSlots | None = None
+    state_slots: KVCacheManager | None = None
 
 
 class SchedulerConnector:

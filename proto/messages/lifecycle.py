@@ -132,14 +132,6 @@ class PlanBoot(msgspec.Struct, frozen=True, kw_only=True):
     draft_model: PreparedModel | None = None
 
 
-class ProductsBoot(msgspec.Struct, frozen=True, kw_only=True):
-    """What the process of `tokend bench products` needs. rows: of the products."""
-
-    config: ServeConfig
-    model: PreparedModel
-    rows: list[int]
-
-
 class StartPhase(msgspec.Struct, array_like=True, frozen=True):
     """One phase of a process's start, and its duration."""
 

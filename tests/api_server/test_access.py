@@ -17,9 +17,9 @@ from api_server.http.access import (
     LIVE_VIEW,
     OPERATORS,
     PAGE,
+    RULES,
     TABLE,
     access_of,
-    markdown_table,
 )
 from api_server.page.files import page_files
 from api_server.routes import adapters, admin, live_view, system
@@ -34,8 +34,21 @@ def paths_of(router: APIRouter) -> set[str]:
     return {route.path for route in router.routes}
 
 
+def markdown_table() -> str:
+    """Return the table for docs/security.md."""
+    lines = [
+        "| routes | public port | `--admin-port` | `--admin-socket` |",
+        "|---|---|---|---|",
+    ]
+    for access in TABLE:
+        paths = ", ".join(f"`{path}`" for path in access.paths)
+        rules = (RULES[access.public], RULES[access.admin_port], RULES[access.admin_socket])
+        lines.append(f"| {access.what}{': ' if paths else ''}{paths} | {' | '.join(rules)} |")
+    return "\n".join(lines)
+
+
 def test_the_table_of_the_documentation_is_current() -> None:
-    """To update it: `print(markdown_table())` of api_server.http.access."""
+    """To update it: `print(markdown_table())` of this file."""
     assert f"\n\n{markdown_table()}\n\n" in (ROOT / "docs" / "security.md").read_text()
 
 

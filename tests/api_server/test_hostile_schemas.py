@@ -12,7 +12,6 @@ from api_server.parsers.tool_calls import ModelToolCalls
 from api_server.parsers.tools.registry import TOOL_CALL_FORMATS
 from api_server.parsers.tools.tagged_values import value_types
 from api_server.protocol.fields import IgnoredFields
-from api_server.protocol.json_lark import with_exact_numbers
 from api_server.protocol.json_schema import (
     MAX_WAITING,
     SchemaWork,
@@ -50,9 +49,7 @@ def tools_grammar(parser, schema):
 
 
 def text_grammar(schema):
-    work = SchemaWork()
-    fields = StructuredFields(guided_json=schema)
-    return with_exact_numbers(fields.grammar_source(IgnoredFields(), work), work)
+    return StructuredFields(guided_json=schema).grammar_source(IgnoredFields(), SchemaWork())
 
 
 @pytest.fixture(autouse=True, scope="module")

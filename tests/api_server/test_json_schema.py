@@ -10,8 +10,6 @@ from typing import Any
 import jsonschema
 import pytest
 
-from api_server.protocol import json_lark
-from api_server.protocol.json_lark import json_rules, with_exact_numbers
 from api_server.protocol.json_schema import SchemaWork, ecmascript_regex, rewrite_schema
 from engine_core.structured_output.backend import LLGuidanceBackend, LLGuidanceMatcher
 from engine_core.structured_output.matchers import GrammarError
@@ -28,8 +26,7 @@ def backend(tmp_path_factory: pytest.TempPathFactory) -> LLGuidanceBackend:
 
 
 def compiled(backend: LLGuidanceBackend, schema: Any) -> LLGuidanceMatcher:
-    source = GrammarSource("json_schema", json.dumps(schema))
-    matcher = backend.compile(with_exact_numbers(source, SchemaWork()))
+    matcher = backend.compile(GrammarSource("json_schema", json.dumps(schema)))
     assert isinstance(matcher, LLGuidanceMatcher)
     return matcher
 
@@ -64,115 +61,26 @@ def test_json_schema_test_suite(backend):
     assert counts["invalid False"] > 500
 
 
-def test_schemas_written_as_rules_accept_the_same(backend, monkeypatch):
-    """Schemas of the suite without large numbers: as Lark rules and as the compiler takes them."""
-    nested = {"properties", "required", "additionalProperties", "items", "prefixItems", "anyOf"}
-    nested |= {"minItems", "maxItems", "$ref"}
-    monkeypatch.setattr(
-        json_lark._RuleWriter,
-        "_is_large",
-        lambda self, schema: any(nested & part.keys() for part in json_lark._parts_within(schema)),
-    )
-    monkeypatch.setattr(json_lark, "has_large_numbers", lambda schema: True)
-    num_written, num_instances = 0, 0
-    for line in SUITE.read_text().splitlines():
-        case = json.loads(line)
-        try:
-            schema, _ = rewrite_schema(case["schema"], SchemaWork())
-            as_json = backend.compile(GrammarSource("json_schema", json.dumps(schema)))
-        except (InvalidRequestError, GrammarError):
-            continue
-        rules = json_rules("start", schema, SchemaWork())
-        as_rules = backend.compile(GrammarSource("grammar", "\n".join(rules)))
-        num_written += len(rules) > 2
-        for value, _ in case["tests"]:
-            for separators in ((", ", ": "), (" , ", ":"), (",  ", ":")):
-                text = json.dumps(value, ensure_ascii=False, separators=separators)
-                assert accepts(as_rules, text) == accepts(as_json, text), (schema, text)
-                num_instances += 1
-    assert num_written > 150
-    assert num_instances > 5_000
-
-
 BIG = 2**53 + 1
 
 
 @pytest.mark.parametrize(
     ("schema", "valid", "invalid", "removed"),
     [
-        ({"const": BIG}, [BIG], [BIG - 1, BIG + 1], []),
-        ({"enum": [-(2**63), 10**40 + 1, "a"]}, [-(2**63), 10**40 + 1, '"a"'], [10**40, 1], []),
-        (
-            {"const": {"a": [BIG, "x"]}},
-            [f'{{"a": [{BIG}, "x"]}}'],
-            [f'{{"a": [{BIG - 1}, "x"]}}'],
-            [],
-        ),
-        ({"type": "integer", "enum": [BIG, 2**70, "a"], "maximum": 2**60}, [BIG], [2**70], []),
-        ({"type": "string", "enum": [BIG, "a"]}, ['"a"'], [BIG], []),
         (
             {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
-            [-(2**63), -BIG, -5, 0, 5, BIG, 2**63 - 1],
+            [-(2**63) + 1024, -BIG, -5, 0, 5, BIG, 2**63 - 1024],
             [-(2**63) - 1, 2**63, "5.0"],
             [],
         ),
         (
-            {"type": "integer", "exclusiveMinimum": BIG, "exclusiveMaximum": BIG + 3},
-            [BIG + 1, BIG + 2],
-            [BIG, BIG + 3],
+            {"type": "integer", "exclusiveMinimum": BIG, "exclusiveMaximum": BIG + 6},
+            [BIG + 1, BIG + 2, BIG + 3],
+            [BIG, BIG + 6],
             [],
         ),
-        ({"type": "integer", "minimum": 10**30 - 7}, [10**30 - 7, 10**35], [10**30 - 8, 5], []),
-        ({"type": "integer", "maximum": -(10**63)}, [-(10**63), -(10**70)], [1 - 10**63, 0], []),
-        (
-            {"type": "number", "exclusiveMinimum": BIG, "maximum": 10**30},
-            [f"{BIG}.001", BIG + 1, 10**30, f"{10**30}.0"],
-            [BIG, f"{BIG}.0", f"{10**30}.1", 10**30 + 1],
-            [],
-        ),
-        ({"type": "number", "minimum": 0.5, "maximum": 2**64}, ["0.5", "7.25", 2**64], ["0.4"], []),
-        ({"exclusiveMinimum": 1e20}, [10**20 + 1, '"a"', "null"], [10**20, 7], []),
-        ({"type": ["integer", "null"], "maximum": BIG}, [BIG, "null", -1], [BIG + 1, '"a"'], []),
-        (
-            {
-                "type": "object",
-                "properties": {
-                    "id": {"$ref": "#/$defs/id"},
-                    "ids": {"type": "array", "items": {"$ref": "#/$defs/id"}, "maxItems": 2},
-                    "name": {"$ref": "#/$defs/name"},
-                    "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]},
-                },
-                "required": ["id"],
-                "$defs": {
-                    "id": {"type": "integer", "minimum": 1, "maximum": 2**64 - 1},
-                    "name": {"type": "string", "maxLength": 3},
-                    "node": {
-                        "type": "object",
-                        "properties": {
-                            "id": {"$ref": "#/$defs/id"},
-                            "next": {"$ref": "#/$defs/node"},
-                        },
-                        "additionalProperties": False,
-                    },
-                },
-            },
-            [
-                '{"id": 18446744073709551615, "name": "abc", "other": [1, {}]}',
-                '{"id": 1, "ids": [], "next": {"next": {"id": 2}}}',
-                '{"id":2,\n  "ids":[1 ,2] }',
-            ],
-            [
-                '{"id": 18446744073709551616}',
-                '{"ids": [1]}',
-                '{"id": 1, "ids": [1, 2, 3]}',
-                '{"id": 1, "id": 2}',
-                '{"id": 1, "name": "abcd"}',
-                '{"id": 1,  "name": "abc"}',
-                '{"id": 1, "next": {"x": 1}}',
-            ],
-            [],
-        ),
-        # Where rules cannot express a schema, bounds are tightened
+        ({"type": "number", "minimum": 0.5, "maximum": 2**64}, ["0.5", "7.25", 2**53], ["0.4"], []),
+        ({"type": ["integer", "null"], "maximum": BIG}, [2**53, "null", -1], [BIG, '"a"'], []),
         (
             {"allOf": [{"type": "integer", "maximum": BIG}, {"minimum": 3}]},
             [3, 2**53],
@@ -407,15 +315,13 @@ def test_counts_of_properties(backend, minimum, maximum):
         ({"properties": {"a": 3}}, "an object or a boolean"),
         (
             {"patternProperties": {"^a": {"enum": [1, {"a": [2**60 + 1]}]}}},
-            "enum: 1152921504606846977 is not supported beside patternProperties",
+            "enum: 1152921504606846977 is not supported",
         ),
-        (
-            {"properties": {"a": {"const": BIG}, "b": {"$ref": "#"}}},
-            f"const: {BIG} is not supported in a schema with a $ref to other than definitions",
-        ),
+        ({"properties": {"a": {"const": BIG}}}, f"const: {BIG} is not supported"),
+        ({"const": 2**63}, f"const: {2**63} is not supported"),
+        ({"items": {"enum": [10**4000]}}, f"enum: {10**39}… is not supported"),
         ({"allOf": [{"type": "integer", "minimum": 2**63}]}, "minimum: bounds beyond 9.22e+18"),
-        ({"type": "integer", "minimum": 10**70}, "minimum: bounds beyond 1e64"),
-        ({"type": "string", "const": BIG}, "no text satisfies the schema"),
+        ({"exclusiveMinimum": 1e20}, "exclusiveMinimum: bounds beyond 1e+18"),
         ({"enum": ["a\x00b"]}, "enum: control characters"),
         ({"required": ["a\x1b"]}, "required: control characters"),
         ({"dependencies": []}, "dependencies must be an object"),
@@ -440,7 +346,7 @@ def test_counts_of_properties(backend, minimum, maximum):
 )
 def test_unsupported_schemas_are_refused_by_name(schema, words):
     with pytest.raises(InvalidRequestError, match=re.escape(words)):
-        json_rules("start", rewrite_schema(schema, SchemaWork())[0], SchemaWork())
+        rewrite_schema(schema, SchemaWork())
 
 
 @pytest.mark.parametrize(

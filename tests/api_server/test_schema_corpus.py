@@ -24,7 +24,6 @@ import pytest
 from pydantic import BaseModel
 from referencing.exceptions import Unresolvable
 
-from api_server.protocol.json_lark import with_exact_numbers
 from api_server.protocol.json_schema import SchemaWork, rewrite_schema
 from engine_core.structured_output.backend import LLGuidanceBackend
 from engine_core.structured_output.matchers import GrammarError, Matcher, mask_words
@@ -140,7 +139,7 @@ def test_schemas_of_others(backend, documents, compiled_floor, ended_floor):
         try:
             rewritten, removed = rewrite_schema(schema, SchemaWork())
             source = GrammarSource("json_schema", json.dumps(rewritten))
-            matcher = backend.compile(with_exact_numbers(source, SchemaWork()))
+            matcher = backend.compile(source)
         except (InvalidRequestError, GrammarError) as error:
             refused.append((name, error.message))
             continue

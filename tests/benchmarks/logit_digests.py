@@ -48,7 +48,7 @@ from tests.fakes.tiny_families import IN_GGUF_FILES, save_gguf
 from tests.fakes.tiny_ggufs import SIZES, config_of, tiny
 from worker.cpu import kernels
 from worker.cpu.build_kernels import SOURCE_DIR, KernelVariant
-from worker.cpu.formats import choose_format, kernel_weights
+from worker.cpu.formats import OwnFormat, choose_format
 from worker.cpu.kernels import candidate_kernels, load_kernels, runnable_variants
 from worker.host.device import HostDevice, cpu_model_name
 from worker.loader.block_types import BLOCK_TYPES
@@ -173,7 +173,8 @@ def load(prepared: PreparedModel, form: Form, device: HostDevice = CPU) -> Decod
     weight_format = choose_format(config, form.dtype, read_index(prepared), load_kernels())
     spec = spec_of(prepared)
     model = load_model(prepared, spec, form.dtype, device, lambda fraction: None, weight_format)
-    used = {weight.multiplied_by.variant for weight in kernel_weights(weight_format)}
+    weights = weight_format.kernel_weights if isinstance(weight_format, OwnFormat) else []
+    used = {weight.multiplied_by.variant for weight in weights}
     assert used <= {load_kernels().variant}
     return model
 

@@ -20,11 +20,11 @@ from rich.table import Table
 
 from deploy.bench.limits import Limit, check_limits, limits_json, limits_table, quantile
 from deploy.bench.options import BenchParser, at_least_one, positive, writable, write
-from deploy.bench.plot import PlotPanel, Points, plot_page
 from deploy.bench.processes import IdleState, find_leftovers
 from deploy.bench.servers import MeasuredDaemon
 from tests.benchmarks.command import run
 from tests.benchmarks.null_daemon import NULL_DAEMON
+from tests.benchmarks.plot import PlotPanel, Points, plot_page
 from tests.benchmarks.usage import ProcessUsage, usage_by_title
 
 # A keep-alive HTTP/1.1 connection with little overhead, for a load from the same machine: requests

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from deploy.bench.limits import quantile
-from deploy.bench.plot import PlotPanel, plot_page
 from tests.benchmarks import soak
 from tests.benchmarks.command import run
+from tests.benchmarks.plot import PlotPanel, plot_page
 from tests.benchmarks.soak import (
     AnswerError,
     Connection,

@@ -7,9 +7,7 @@ from typing import NoReturn
 import pytest
 import torch
 
-from proto.settings.config import ServeConfig
 from worker.attention.backend import AttentionShape
-from worker.commands import products as products_command
 from worker.cpu import kernel_choice
 from worker.cpu.kernel_choice import (
     ROWS,
@@ -194,44 +192,6 @@ def test_attention_stays_with_the_default_kernels(
 ) -> None:
     shape = AttentionShape(2, 2, head_dim, 0.1)
     assert choose_attention(shape, BF16, BF16, str(tmp_path / folder)) == (None, [])
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "num_libraries", "folder", "chosen", "timed"),
-    [
-        (64, 1, "", "default", {"default"}),
-        (64, 2, "missing", "default", {"default", "other"}),
-        (12, 2, "", "reference", {"reference"}),
-    ],
-    ids=["one-library", "cannot-be-kept", "no-kernels"],
-)
-def test_the_benchmark_shows_the_attention_of_a_worker_without_a_choice(
-    tmp_path: Path,
-    candidates: tuple[Kernels, ...],
-    monkeypatch: pytest.MonkeyPatch,
-    head_dim: int,
-    num_libraries: int,
-    folder: str,
-    chosen: str,
-    timed: set[str],
-) -> None:
-    libraries = candidates[:num_libraries]
-    for module in (kernel_choice, products_command):
-        monkeypatch.setattr(module, "candidate_kernels", lambda: libraries)
-    monkeypatch.setattr(products_command, "_SECONDS", 0.0)
-    names = dict(zip(("default", "other"), (each.variant for each in candidates), strict=False))
-    shape = AttentionShape(2, 2, head_dim, 0.1)
-    found = products_command.attention_times(
-        ServeConfig(),
-        str(tmp_path / folder),
-        shape,
-        BF16,
-        [1, 8],
-    )
-    assert found["name"] == f"attention 1x{head_dim} bfloat16 bfloat16"
-    assert found["chosen"] == names.get(chosen, chosen)
-    assert found["ms"].keys() == {names.get(name, name) for name in timed}
-    assert all(len(times) == 2 for times in found["ms"].values())
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""The programs of a worker besides serving: `tokend plan`, `tokend bench products`."""
+"""The program of a worker besides serving: `tokend plan`."""

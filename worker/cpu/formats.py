@@ -146,11 +146,6 @@ class OwnFormat:
         )
 
 
-def kernel_weights(weight_format: WeightFormat) -> list[KernelWeight]:
-    """Return the weights built so far that kernels of ours multiply."""
-    return weight_format.kernel_weights if isinstance(weight_format, OwnFormat) else []
-
-
 class Bf16Format(OwnFormat, DenseFormat):
     """bfloat16 in the layout of the kernels. A tied weight exists once."""
 

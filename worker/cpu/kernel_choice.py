@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from proto.messages.prepared_model import KernelTimes
-from worker.attention.backend import AttentionBackend, AttentionInputs, AttentionShape
+from worker.attention.backend import AttentionInputs, AttentionShape
 from worker.attention.kv_cache import KVCache, kv_cache_geometry, kv_layout
 from worker.cpu.attention import CpuAttention, UnsupportedShapeError
 from worker.cpu.kernels import Kernels, candidate_kernels
@@ -122,71 +122,57 @@ def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def product_sample(weight: KernelWeight, dtype: torch.dtype) -> KernelSample:
-    """Return products with a weight; a call changes the kernels of the weight."""
+def share_sample(weight: KernelWeight, dtype: torch.dtype) -> KernelSample:
+    """Return products with some of the rows that one of the threads multiplies, all zero."""
+    share = weight.out_features // torch.get_num_threads()
+    most = min(share, _SAMPLE_NUMBERS // weight.in_features)
+    zeros = weight.zeros_like(max(32, most // 32 * 32))
 
     def call(kernels: Kernels, num_rows: int) -> Callable[[], object]:
-        x = torch.ones(num_rows, weight.in_features, dtype=dtype)
+        x = torch.ones(num_rows, zeros.in_features, dtype=dtype)
 
         def multiply() -> torch.Tensor:
-            weight.use_kernels(kernels)
-            return weight.multiply(x)
+            zeros.use_kernels(kernels)
+            return zeros.multiply(x)
 
         return multiply
 
     return call
 
 
-def share_sample(weight: KernelWeight, dtype: torch.dtype) -> KernelSample:
-    """Return products with some of the rows that one of the threads multiplies, all zero."""
-    share = weight.out_features // torch.get_num_threads()
-    most = min(share, _SAMPLE_NUMBERS // weight.in_features)
-    return product_sample(weight.zeros_like(max(32, most // 32 * 32)), dtype)
-
-
 def attention_sample(
     shape: AttentionShape, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> KernelSample:
-    """Return attention of one sequence under one KV head.
+    """Return attention with rows of one sequence under one KV head, on zeros.
 
-    A call raises UnsupportedShapeError if the kernels do not support the heads.
-    """
-    return lambda kernels, num_rows: attention_call(
-        partial(CpuAttention, kernels), shape, dtype, kv_dtype, num_rows
-    )
-
-
-def attention_call(
-    backend: Callable[[KVCache, AttentionShape], AttentionBackend],
-    shape: AttentionShape,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    num_rows: int,
-) -> Callable[[], object]:
-    """Return a function that attends with rows of one sequence under one KV head, on zeros.
-
-    Bidirectional attention sees the rows alone.
+    Bidirectional attention sees the rows alone. A call raises UnsupportedShapeError if the kernels
+    do not support the heads.
     """
     shape = replace(shape, num_heads=shape.group_size, num_kv_heads=1)
-    context = num_rows
-    if not shape.bidirectional:
-        context = max(num_rows, min(_MOST_CONTEXT, _SAMPLE_NUMBERS // shape.head_dim))
     layout, num_parts = kv_layout([None]), 1 if shape.latent_dim else 2
     geometry = kv_cache_geometry(layout, 1, shape.head_dim, kv_dtype, num_parts)
-    blocks = np.arange(-(-context // _BLOCK_SIZE), dtype=np.int32)
-    attention = backend(KVCache(geometry, layout, len(blocks), _BLOCK_SIZE), shape)
-    inputs = AttentionInputs(
-        query_start=np.array([0, num_rows], dtype=np.int32),
-        seq_lens=np.array([context], dtype=np.int32),
-        block_table=blocks[None],
-        slot_mapping=np.arange(context - num_rows, context, dtype=np.int64),
-    )
-    attention.plan([inputs])
-    query = torch.ones(num_rows, shape.num_heads, shape.head_dim, dtype=dtype)
-    key = query[:, :1].contiguous()
-    value = None if shape.latent_dim else key.clone()
-    rotation = torch.zeros(num_rows, 2, shape.rotary_dim // 2)
-    return partial(attention.run, 0, query, key, value, rotation)
+
+    def call(kernels: Kernels, num_rows: int) -> Callable[[], object]:
+        context = num_rows
+        if not shape.bidirectional:
+            context = max(num_rows, min(_MOST_CONTEXT, _SAMPLE_NUMBERS // shape.head_dim))
+        blocks = np.arange(-(-context // _BLOCK_SIZE), dtype=np.int32)
+        cache = KVCache(geometry, layout, len(blocks), _BLOCK_SIZE)
+        attention = CpuAttention(kernels, cache, shape)
+        inputs = AttentionInputs(
+            query_start=np.array([0, num_rows], dtype=np.int32),
+            seq_lens=np.array([context], dtype=np.int32),
+            block_table=blocks[None],
+            slot_mapping=np.arange(context - num_rows, context, dtype=np.int64),
+        )
+        attention.plan([inputs])
+        query = torch.ones(num_rows, shape.num_heads, shape.head_dim, dtype=dtype)
+        key = query[:, :1].contiguous()
+        value = None if shape.latent_dim else key.clone()
+        rotation = torch.zeros(num_rows, 2, shape.rotary_dim // 2)
+        return partial(attention.run, 0, query, key, value, rotation)
+
+    return call
 
 
 def _choose_kernels(

@@ -225,10 +225,6 @@ class DecoderBuilder:
         """Let the fastest kernels multiply with the weights that were built so far."""
         return self.weight_format.choose_kernels(self.source.dtype, self._folder)
 
-    def build_ends(self) -> None:
-        """Build embedding and head without the layers, for measurements."""
-        self._read_table_and_head()()
-
     def _read_table_and_head(self) -> Callable[[], tuple[EmbeddingTable, Linear | None]]:
         """Read embedding and head; of a model without a head only the embedding."""
         if self.spec.has_head:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final
 from api_server.parsers.output import OutputParser
 from api_server.parsers.tools.call_parser import read_arguments
 from api_server.protocol.fields import errors_of
-from api_server.protocol.json_lark import json_rules
+from api_server.protocol.json_lark import json_rule
 from api_server.protocol.json_schema import SchemaWork
 from api_server.protocol.tools import FunctionTool
 from proto.errors import InvalidRequestError
@@ -94,7 +94,7 @@ class ToolCallFormat:
 
         Raises InvalidRequestError for a schema that this format cannot enforce.
         """
-        return json_argument_rules(rule, tool, rules.work)
+        return [json_argument_rule(rule, tool, rules.work)]
 
     def render_arguments(self, arguments: str) -> str:
         """Return arguments, which are JSON, as the model writes them."""
@@ -187,14 +187,14 @@ class ToolCallFormat:
         return f"{layout.begin}{layout.between.join(rendered)}{layout.end}"
 
 
-def json_argument_rules(name: str, tool: FunctionTool, work: SchemaWork) -> list[str]:
-    """Return Lark rules for the arguments of a tool as JSON; the first one has this name.
+def json_argument_rule(name: str, tool: FunctionTool, work: SchemaWork) -> str:
+    """Return the Lark rule of this name for the arguments of a tool as JSON.
 
     Arguments of a strict tool conform to its schema.
     """
     with errors_of(f"{tool.field}.function.parameters"):
         schema = compact_schema(tool.parameters) if tool.strict else ANY_OBJECT
-        return json_rules(name, schema, work)
+        return json_rule(name, schema, work)
 
 
 @dataclass(frozen=True, slots=True)

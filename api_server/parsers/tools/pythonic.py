@@ -24,7 +24,7 @@ from api_server.parsers.tools.base import (
 )
 from api_server.parsers.tools.call_parser import CallParser, ToolCall, python_scanner
 from api_server.protocol.fields import errors_of
-from api_server.protocol.json_lark import json_rules
+from api_server.protocol.json_lark import json_rule
 from api_server.protocol.json_schema import SchemaWork
 from api_server.protocol.tools import FunctionTool
 
@@ -66,7 +66,7 @@ def _keyword_rules(rule: str, tool: FunctionTool, work: SchemaWork) -> list[str]
     with errors_of(f"{tool.field}.function.parameters"):
         properties = schema_properties(compact_schema(tool.parameters))
         values = [
-            _value_rules(f"{rule}_value_{index}", schema, work)
+            _value_rule(f"{rule}_value_{index}", schema, work)
             for index, (_, _, schema) in enumerate(properties)
         ]
     for index, (name, required, _) in enumerate(properties):
@@ -78,17 +78,17 @@ def _keyword_rules(rule: str, tool: FunctionTool, work: SchemaWork) -> list[str]
         rules += [
             f"{rule}_first_{index}: {pair} {then}{skipped_first}",
             f'{rule}_then_{index}: ", " {pair} {then}{skipped_then}',
-            *values[index],
+            values[index],
         ]
     end = len(properties)
     rules += [f"{rule}: {rule}_first_0", f'{rule}_first_{end}: ""', f'{rule}_then_{end}: ""']
     return rules
 
 
-def _value_rules(name: str, schema: Mapping[str, Any], work: SchemaWork) -> list[str]:
+def _value_rule(name: str, schema: Mapping[str, Any], work: SchemaWork) -> str:
     if schema.get("type") == "boolean" and not {"enum", "const"} & schema.keys():
-        return [f'{name}: "True" | "False"']
-    return json_rules(name, schema, work)
+        return f'{name}: "True" | "False"'
+    return json_rule(name, schema, work)
 
 
 class PythonicParser(CallParser):

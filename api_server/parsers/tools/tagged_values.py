@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from api_server.parsers.tools.base import described_properties, quoted
 from api_server.parsers.tools.pythonic import python_value
-from api_server.protocol.json_lark import json_rules
+from api_server.protocol.json_lark import json_rule
 from api_server.protocol.json_schema import SchemaWork, listed_types, type_of
 from proto.errors import InvalidRequestError, shown
 
@@ -282,7 +282,7 @@ def text_rules(
     if not texts:
         return [
             " ".join([f"{name}_json", *quoted_end, behind]),
-            *json_rules(f"{name}_json", schema, work),
+            json_rule(f"{name}_json", schema, work),
         ]
     types_of = schemas.of
     other_types = frozenset[str]().union(*map(types_of, others))
@@ -303,7 +303,7 @@ def text_rules(
         definitions = {place: schema[place] for place in _DEFINITIONS if place in schema}
         union = {"anyOf": written, **definitions} if len(written) > 1 else written[0] | definitions
         alternatives.append(" ".join([f"{name}_json", *quoted_end]))
-        rules += json_rules(f"{name}_json", union, work)
+        rules.append(json_rule(f"{name}_json", union, work))
     return [f"({' | '.join(alternatives)}) {behind}", *rules]
 
 

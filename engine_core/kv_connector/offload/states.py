@@ -9,7 +9,7 @@ A medium has a manager for states beside that for KV, whose blocks have another 
 from collections import Counter
 from collections.abc import Sequence
 
-from engine_core.kv_connector.base import StateSlots
+from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.kv_connector.offload.base import OffloadingManager, OffloadKey, ReuseTracker
 from engine_core.kv_connector.offload.tracking import (
     BlockLayout,
@@ -35,7 +35,7 @@ class StatePages:
         layout: BlockLayout,
         manager: OffloadingManager,
         jobs: JobsInFlight,
-        slots: StateSlots,
+        slots: KVCacheManager,
         reuse: ReuseTracker | None,
     ) -> None:
         self.group = group

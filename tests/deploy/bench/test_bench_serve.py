@@ -2,7 +2,6 @@
 
 import json
 import math
-import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Iterable
 from datetime import datetime
@@ -30,11 +29,11 @@ def document(file: Path) -> dict[str, Any]:
 
 
 def test_several_loads_in_two_rounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows, curves = tmp_path / "rows.json", tmp_path / "curves.html"
+    rows = tmp_path / "rows.json"
     rows.write_text("what was there before, and is longer" * 1000)
     words = ["--concurrency", "1..4", "--rounds", "2", "--max-requests", "10", "--warm-ups", "3"]
     sizes = ["--input-tokens", "20", "--output-tokens", "5", "--range-ratio", "0.5"]
-    files = ["--json", str(rows), "--html", str(curves)]
+    files = ["--json", str(rows)]
     with fake_openai() as fake:
         assert bench(fake, *words, *sizes, *files, "--check-share", "0.2") == 0
     asked = [body for _, body in fake.seen[3:]]
@@ -58,11 +57,6 @@ def test_several_loads_in_two_rounds(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (found["answers_compared"], found["answers_different"]) == (10, 0)
     assert found["runs"][0]["ttft_ms_p50"] <= found["runs"][0]["ttft_ms_p99"]
 
-    page = curves.read_text()
-    for drawing in page.split("<svg")[1:]:
-        ElementTree.fromstring("<svg" + drawing.split("</svg>")[0] + "</svg>")
-    assert page.count("<svg") == 6
-    assert "http" not in page.replace(fake.url, "")
     printed = capsys.readouterr().out
     started = datetime.fromisoformat(found["started"])
     mean_in, mean_out = (
@@ -76,7 +70,6 @@ def test_several_loads_in_two_rounds(tmp_path: Path, capsys: pytest.CaptureFixtu
         "(--check-share) were answered again 10 times, 0 of them with another text",
     ):
         assert line in " ".join(printed.split())
-        assert line in page
 
 
 @pytest.mark.parametrize(

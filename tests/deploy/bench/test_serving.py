@@ -23,7 +23,6 @@ from deploy.bench.datasets import (
 from deploy.bench.figures import (
     PERCENTILES,
     AnswerComparison,
-    _distribution,
     figures_of,
 )
 from deploy.bench.limits import percentile
@@ -262,18 +261,3 @@ async def test_failed_answers_are_not_compared() -> None:
     one = single(BenchRequest(COMPLETIONS, {"prompt": "x"}, 2, checked=True))
     load_result = await run(FakeClient(fail_every=1), iter([one]), LoadPattern(1))
     assert (len(load_result.results), load_result.checked) == (1, [])
-
-
-@pytest.mark.parametrize("number", [1, 3, 16, 200, 1234])
-def test_a_distribution_is_a_step_function(number: int) -> None:
-    """At every height the given share of the values is at most the step's value."""
-    rng = random.Random(number)
-    values = [rng.expovariate(1.0) for _ in range(number)]
-    points = _distribution(values)
-    assert len(points) == 2 * min(number, 200)
-    assert [points[0][1], points[-1]] == [0.0, (max(values), 1.0)]
-    assert list(points) == sorted(points)
-    for value, part in points[1::2]:
-        not_above = sum(each <= value for each in values) / number
-        assert -1e-9 <= not_above - part < 1 / number - 1e-9
-    assert not _distribution([])

@@ -14,7 +14,7 @@ A drawing, in units of its viewBox:
 import html
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 # ---- Axes ----
@@ -22,23 +22,17 @@ from typing import Final
 
 _STEPS: Final = 4
 _ROUND: Final = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
-_OF_A_DECADE: Final = (1.0, 2.0, 5.0, 10.0)
-_MOST_TICKS: Final = 12
 
 
 @dataclass(frozen=True)
 class Scale:
-    """An axis from the first of its ticks to the last, linear or logarithmic."""
+    """An axis from the first of its ticks, 0, to the last."""
 
     ticks: Sequence[float]
-    is_log: bool = False
 
     def position(self, value: float) -> float:
         """Return the position of a value: 0 at the low end, 1 at the high end."""
-        low, high = self.ticks[0], self.ticks[-1]
-        if self.is_log:
-            return math.log(max(value, low) / low) / math.log(high / low)
-        return (value - low) / (high - low)
+        return value / self.ticks[-1]
 
 
 def linear_scale(values: Sequence[float]) -> Scale:
@@ -47,36 +41,8 @@ def linear_scale(values: Sequence[float]) -> Scale:
     return Scale([high * step / _STEPS for step in range(_STEPS + 1)])
 
 
-def log_scale(values: Sequence[float]) -> Scale:
-    """Return a logarithmic axis that includes all values above 0.
-
-    Ticks are 1, 2, 5, 10, 20, …; with many decades only powers of ten and the ends.
-    """
-    above = [value for value in values if value > 0] or [1.0]
-    low = max(value for value in _nice(min(above)) if value <= min(above) * (1 + 1e-9))
-    high = min(value for value in _nice(max(above)) if value >= max(above) * (1 - 1e-9))
-    if high <= low:
-        high = 10 * low
-    ticks, value = [], low
-    while value < high * (1 - 1e-9):
-        ticks.append(value)
-        value = min(tick for tick in _nice(value) if tick > value * (1 + 1e-9))
-    ticks.append(high)
-    if len(ticks) > _MOST_TICKS:
-        ticks = [low, *(tick for tick in ticks[1:-1] if math.log10(tick).is_integer()), high]
-    return Scale(ticks, is_log=True)
-
-
 def label(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 or not value else f"{value:.3g}"
-
-
-def _nice(value: float) -> list[float]:
-    """Return 1, 2, 5 and 10 times the power of ten of a value, and of its neighbours."""
-    power = math.floor(math.log10(value))
-    return [
-        factor * 10.0**near for near in (power - 1, power, power + 1) for factor in _OF_A_DECADE
-    ]
 
 
 def _round_end(highest: float) -> float:
@@ -98,8 +64,6 @@ _TOP: Final = 16
 _COLOURS: Final = 7
 """Colours in the style sheet; further curves repeat them, dashed."""
 _FEW: Final = 24
-_NAME_WIDTH: Final = 74
-"""Width of the name of a point; names that would overlap are omitted."""
 
 _STYLE: Final = """
 :root{color-scheme:light dark;
@@ -113,12 +77,6 @@ margin:2em auto;padding:0 1.2em}
 h1{font-size:22px;margin:0 0 .6em}
 h2{font-size:14px;margin:0 0 .3em}
 ul{color:var(--soft);padding-left:1.2em;margin:.8em 0 1.6em}
-.table{overflow-x:auto}
-table{border-collapse:collapse;font-variant-numeric:tabular-nums}
-th,td{padding:.3em 0 .3em 1.2em;text-align:right;border-bottom:1px solid var(--line);
-white-space:nowrap}
-th{color:var(--soft);font-weight:600;white-space:normal;vertical-align:bottom}
-th:first-child,td:first-child{text-align:left;padding-left:0;white-space:nowrap}
 main{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr));gap:1.8em 2em}
 figure{margin:0}
 figcaption{color:var(--soft);font-size:13px;min-height:1.5em}
@@ -127,7 +85,6 @@ i{display:inline-block;width:1.5em;border-top:3px solid;margin-right:.4em;vertic
 i.again{border-top-style:dashed}
 svg{display:block;width:100%;height:auto}
 svg text{font:12px system-ui,sans-serif;fill:var(--soft)}
-svg .name{font-size:11px;fill:var(--ink);paint-order:stroke;stroke:var(--paper);stroke-width:3px}
 .grid{stroke:var(--line)}
 .axis{stroke:var(--axis)}
 polyline{fill:none;stroke-width:2;stroke-linejoin:round}
@@ -136,70 +93,37 @@ polyline{fill:none;stroke-width:2;stroke-linejoin:round}
 
 @dataclass(frozen=True)
 class PlotPanel:
-    """One plot.
-
-    curves: points (x, y) by name; curves with few points get markers, unless `shares`.
-    x_title: overrides that of the page. log_x: logarithmic x axis; otherwise axes begin at 0.
-    shares: whether y is a share, from 0 to 1, shown in percent.
-    names: labels of the points of the first curve, in order.
-    """
+    """One plot. curves: points (x, y) by name; curves with few points get markers."""
 
     title: str
     curves: Mapping[str, Points]
-    x_title: str = ""
-    log_x: bool = False
-    shares: bool = False
-    names: Sequence[str] = field(default_factory=tuple)
 
 
-Table = tuple[Sequence[str], Sequence[Sequence[str]]]
-"""Head and rows of a table above the plots."""
-
-
-def plot_page(
-    title: str,
-    notes: Sequence[str],
-    panels: Sequence[PlotPanel],
-    x_title: str,
-    table: Table | None = None,
-) -> str:
+def plot_page(title: str, notes: Sequence[str], panels: Sequence[PlotPanel], x_title: str) -> str:
     """Return the whole HTML file. notes: lines above the plots."""
     lines = "".join(f"<li>{html.escape(note)}</li>" for note in notes)
-    drawings = "".join(_figure(panel, panel.x_title or x_title) for panel in panels)
+    drawings = "".join(_figure(panel, x_title) for panel in panels)
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width">'
         f"<title>{html.escape(title)}</title><style>{_STYLE}</style>"
-        f"<h1>{html.escape(title)}</h1>{_table(table) if table else ''}<ul>{lines}</ul>"
+        f"<h1>{html.escape(title)}</h1><ul>{lines}</ul>"
         f"<main>{drawings}</main></html>\n"
     )
 
 
-def _table(table: Table) -> str:
-    def row(cells: Sequence[str], tag: str) -> str:
-        return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
-
-    head, rows = table
-    lines = "".join(row(cells, "td") for cells in rows)
-    return f'<div class="table"><table>{row(head, "th")}{lines}</table></div>'
-
-
 def _figure(panel: PlotPanel, x_title: str) -> str:
     curves = {name: points for name, points in panel.curves.items() if points}
-    xs = [x for points in curves.values() for x, _ in points]
-    ys = [y for points in curves.values() for _, y in points]
-    x_scale = log_scale(xs) if panel.log_x else linear_scale(xs)
-    y_scale = linear_scale([1.0] if panel.shares else ys)
-    shapes = _axes(x_scale, y_scale, x_title, panel.shares)
+    x_scale = linear_scale([x for points in curves.values() for x, _ in points])
+    y_scale = linear_scale([y for points in curves.values() for _, y in points])
+    shapes = _axes(x_scale, y_scale, x_title)
     legend = []
     for number, (name, points) in enumerate(curves.items()):
         places = [(_x(x_scale, x), _y(y_scale, y)) for x, y in points]
-        shapes += _curve(name, points, places, number, markers=not panel.shares)
+        shapes += _curve(name, points, places, number)
         again = ' class="again"' if number >= _COLOURS else ""
         legend.append(f'<span><i{again} style="border-color:{_colour(number)}"></i>'
                       f"{html.escape(name)}</span>")  # fmt: skip
-        if number == 0 and panel.names:
-            shapes += _names(places, panel.names)
     return (
         f"<figure><h2>{html.escape(panel.title)}</h2><figcaption>{''.join(legend)}</figcaption>"
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{"".join(shapes)}</svg></figure>'
@@ -218,15 +142,14 @@ def _colour(number: int) -> str:
     return f"var(--c{number % _COLOURS})"
 
 
-def _axes(x_scale: Scale, y_scale: Scale, x_title: str, shares: bool) -> list[str]:
+def _axes(x_scale: Scale, y_scale: Scale, x_title: str) -> list[str]:
     right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
     found = []
     for value in y_scale.ticks:
         y = _y(y_scale, value)
-        text = f"{value:.0%}" if shares else label(value)
         found += [
             f'<line class="grid" x1="{_LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}"/>',
-            f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{text}</text>',
+            f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{label(value)}</text>',
         ]
     for value in x_scale.ticks:
         x = _x(x_scale, value)
@@ -240,7 +163,7 @@ def _axes(x_scale: Scale, y_scale: Scale, x_title: str, shares: bool) -> list[st
     return found
 
 
-def _curve(name: str, points: Points, places: Points, number: int, *, markers: bool) -> list[str]:
+def _curve(name: str, points: Points, places: Points, number: int) -> list[str]:
     """Return a line and, of few points, their markers. places: of the points in the drawing."""
     dashes = ' stroke-dasharray="6 4"' if number >= _COLOURS else ""
     title, colour = html.escape(name), _colour(number)
@@ -249,23 +172,10 @@ def _curve(name: str, points: Points, places: Points, number: int, *, markers: b
         f'<polyline points="{line}" style="stroke:{colour}"{dashes}>'
         f"<title>{title}</title></polyline>"
     ]
-    if markers and len(points) <= _FEW:
+    if len(points) <= _FEW:
         found += [
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" style="fill:{colour}">'
             f"<title>{title}: {label(point[0])}, {label(point[1])}</title></circle>"
             for point, (x, y) in zip(points, places, strict=True)
         ]
-    return found
-
-
-def _names(places: Points, names: Sequence[str]) -> list[str]:
-    """Return labels above the points, from the right to the left."""
-    found, free = [], float("inf")
-    for (x, y), name in sorted(zip(places, names, strict=True), reverse=True):
-        if x <= free:
-            found.append(
-                f'<text class="name" x="{x - 6:.1f}" y="{y - 8:.1f}" text-anchor="end">'
-                f"{html.escape(name)}</text>"
-            )
-            free = x - _NAME_WIDTH
     return found
