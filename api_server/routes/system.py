@@ -116,7 +116,7 @@ async def list_models(request: Request) -> Response:
         cards = app_state.adapters.cards(RequestContext(request).key_name)
         names += [card.lora.lora_name for card in cards]
     if not expects_anthropic(request.scope):
-        listed = {"object": "list", "data": _model_cards(request, names)}
+        listed: dict[str, Any] = {"object": "list", "data": _model_cards(request, names)}
     else:
         page, has_more = _page(names, request)
         listed = {

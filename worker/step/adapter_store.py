@@ -218,10 +218,11 @@ class AdapterStore:
         return None
 
     def _read(self, message: LoadAdapter, work: Slices[Adapter]) -> str | None:
-        """Do a piece of work that may wait for a disk."""
+        """Do a piece of work that may wait for a disk; return what it yields."""
         self._reading = message
         try:
-            return next(work)
+            what: str | None = next(work)
+            return what
         finally:
             if self._reading is message:  # otherwise another thread reads
                 self._reading = None

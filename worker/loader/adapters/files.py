@@ -14,7 +14,7 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 
@@ -47,11 +47,11 @@ _MAX_DIMENSIONS: Final = 4
 
 Result = TypeVar("Result")
 READS: Final = "reads"
-Slices = Generator[Literal["reads"] | None, None, Result]
+Slices = Generator[Any, None, Result]
 """Work that yields after each small piece, and returns its result.
 
-It yields READS before a piece that may wait for a disk, and computes little in it. The first piece
-of `read_adapter_file` is such a piece.
+It yields READS before a piece that may wait for a disk, and computes little in it; None before
+others. The first piece of `read_adapter_file` is one that reads.
 """
 
 
