@@ -43,9 +43,12 @@ logger = logging.getLogger("tokend.adapters")
 MAX_CRASHES: Final = 3
 """Crashes of workers while they load an adapter after which it is not tried again."""
 CALL_SECONDS: Final = 300.0
-"""Time after which a load that was asked for is given up, because its disk may be gone."""
+"""Time after which a load is given up, because its disk may be gone."""
 MAX_SHOWN: Final = 64
 """Adapters in a live view: those of requests first, then resident ones."""
+_NOT_READ: Final = ErrorInfo(
+    "internal", f"the adapter could not be read within {CALL_SECONDS:g} s", "model"
+)
 _NO_FRONT_END: Final = -1
 """In place of the front end of a call: this process itself, or one that has died."""
 
@@ -178,6 +181,7 @@ class AdapterRegistry:
             if name is not None:
                 del self._names[message.lora_name]
                 del name.content.names[message.lora_name]
+                self._gate.num_corrupted.pop(message.lora_name, None)
                 self._forget_if_unnamed(name.content)
                 self._announce(message.lora_name)
                 logger.info("adapter %s is unloaded", message.lora_name)
@@ -244,12 +248,11 @@ class AdapterRegistry:
         outputs: OutputsByFrontEnd = {}
         for answers in self._workers.pop_loaded_adapters():
             self._end_load(answers, outputs)
-        if self._calls and self.seconds_to_next_end == 0.0:
-            call = self._calls[0]
-            assert call.content is not None
-            error = f"it could not be read within {CALL_SECONDS:g} s"
-            self._residency.forget(call.content.lora_int_id)
-            self._end_call(ErrorInfo("internal", error))
+        if (self._began_at or self._calls) and self.seconds_to_next_end == 0.0:
+            self._end_overdue(outputs)
+        for name in self._gate.pop_newly_corrupted():
+            notice = f"adapter {name}: the logits of a request contain NaN or infinity"
+            self._supervisor.send(Notice("engine_core", 0, notice))
         if self._workers.is_ready:
             for lora_int_id, is_load in self._residency.pop_commands():
                 if is_load:
@@ -289,10 +292,11 @@ class AdapterRegistry:
 
     @property
     def seconds_to_next_end(self) -> float | None:
-        """Time until the load of a call is given up; None without one."""
-        if not self._calls or self._calls[0].content is None:
-            return None
-        return max(0.0, self._calls[0].since + CALL_SECONDS - self._clock())
+        """Time until a load is given up; None without one."""
+        since = list(self._began_at.values())
+        if self._calls and self._calls[0].content is not None:
+            since.append(self._calls[0].since)
+        return max(0.0, min(since) + CALL_SECONDS - self._clock()) if since else None
 
     def views(self) -> list[AdapterView]:
         """Return the resident ones and those of requests for the live view, the latter first."""
@@ -337,6 +341,26 @@ class AdapterRegistry:
                 call.since = self._clock()
                 self._residency.load_now(call.content.lora_int_id)
 
+    def _end_overdue(self, outputs: OutputsByFrontEnd) -> None:
+        """Give up loads that take too long, and end the requests that wait for them."""
+        latest = self._clock() - CALL_SECONDS
+        overdue = [each for each, began_at in self._began_at.items() if began_at <= latest]
+        for lora_int_id in overdue:
+            del self._began_at[lora_int_id]
+            errors = {
+                request.seq_id: _NOT_READ
+                for request in self._scheduler.requests
+                if request.lora_request is not None
+                and request.lora_request.lora_int_id == lora_int_id
+            }
+            logger.warning("adapter %d: %s", lora_int_id, _NOT_READ.message)
+            self._residency.forget(lora_int_id)
+            _add_outputs(outputs, self._scheduler.fail_requests(errors))
+        call = self._calls[0] if self._calls else None
+        if call is not None and call.content is not None and call.since <= latest:
+            self._residency.forget(call.content.lora_int_id)
+            self._end_call(_NOT_READ)
+
     def _end_load(self, answers: Sequence[AdapterLoaded], outputs: OutputsByFrontEnd) -> None:
         """Process the answers of all ranks to a load."""
         lora_int_id = answers[0].lora_int_id
@@ -352,8 +376,7 @@ class AdapterRegistry:
         waiting = self._gate.end_load(lora_int_id, succeeded=error is None, seconds=seconds)
         if error is not None and waiting:
             errors = {request.seq_id: error for request in waiting}
-            for front_end, ended in self._scheduler.fail_requests(errors).items():
-                outputs.setdefault(front_end, []).extend(ended)
+            _add_outputs(outputs, self._scheduler.fail_requests(errors))
         if self._calls and self._calls[0].content is content:
             self._end_call(error, answers)
 
@@ -395,6 +418,7 @@ class AdapterRegistry:
         else:
             replaced, old.content, old.path = old.content, content, path
             del replaced.names[name]
+            self._gate.num_corrupted.pop(name, None)
             self._forget_if_unnamed(replaced)
         content.names[name] = None
         self._residency.unnamed.discard(content.lora_int_id)
@@ -467,6 +491,11 @@ class AdapterRegistry:
         if front_end != _NO_FRONT_END:
             reply = AdapterReply(self._epoch, message.call_id, status, text)
             self._front_ends.send(front_end, reply)
+
+
+def _add_outputs(outputs: OutputsByFrontEnd, more: OutputsByFrontEnd) -> None:
+    for front_end, ended in more.items():
+        outputs.setdefault(front_end, []).extend(ended)
 
 
 def _added(name: str) -> str:

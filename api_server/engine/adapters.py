@@ -235,19 +235,30 @@ class ServedAdapters:
 
     def _check_path(self, path: str) -> None:
         """Raise UnknownModelError or InvalidAdapterError unless an adapter may be loaded."""
-        if self._allowed:
-            real = os.path.realpath(path)
-            inside = any(
-                os.path.commonpath([folder, real]) == folder and real != folder
-                for folder in self._allowed
+        if self._allowed and not all(map(self._is_allowed, _with_files(path))):
+            raise InvalidAdapterError(
+                "lora_path, or a file in it, is outside the folders of --lora-allowed-dirs",
+                "lora_path",
             )
-            if not inside:
-                raise InvalidAdapterError(
-                    "lora_path is outside the folders of --lora-allowed-dirs", "lora_path"
-                )
         is_file = os.path.isfile(path) and path.endswith(_GGUF)
         if not is_file and not os.path.isfile(os.path.join(path, _CONFIG)):
             raise UnknownModelError(f"No adapter found for {path}", "lora_path")
+
+    def _is_allowed(self, path: str) -> bool:
+        """Return whether a path lies in a folder of --lora-allowed-dirs, links resolved."""
+        real = os.path.realpath(path)
+        return any(
+            os.path.commonpath([folder, real]) == folder and real != folder
+            for folder in self._allowed
+        )
+
+
+def _with_files(path: str) -> list[str]:
+    """Return a path and, of a folder, the paths of its files, which may be links."""
+    try:
+        return [path, *(os.path.join(path, name) for name in os.listdir(path))]
+    except OSError:
+        return [path]
 
 
 def _is_plain(name: str) -> bool:

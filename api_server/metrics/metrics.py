@@ -738,6 +738,14 @@ class Metrics(Collector):
             "Adapters in the workers' memory.",
             0 if usage is None else usage.num_resident,
         )
+        corrupted = GaugeMetricFamily(
+            "tokend:lora_corrupted_requests",
+            "Requests of an adapter whose logits were not finite, since it was loaded.",
+            labels=("adapter",),
+        )
+        for name, number in () if usage is None else usage.num_corrupted.items():
+            corrupted.add_metric((name,), number)
+        yield corrupted
 
     def _common_labels(self, name: str) -> dict[str, str]:
         return self._vllm_labels if name.startswith("vllm:") else {}

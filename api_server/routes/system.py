@@ -1,5 +1,6 @@
 """Routes for load balancers, monitoring and clients: health, version, load, metrics, models."""
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -104,10 +105,10 @@ def daemon_version() -> str:
 
 
 @router.get(MODELS_PATH)
-async def list_models(request: Request) -> dict[str, Any]:
+async def list_models(request: Request) -> Response:
     """List the names of the model, and the adapters that the client may use.
 
-    In Anthropic's format for clients with `anthropic-version`.
+    In Anthropic's format for clients with `anthropic-version`. There may be thousands.
     """
     app_state = app_state_of(request)
     names = [app_state.model_name, *app_state.aliases]
@@ -115,14 +116,16 @@ async def list_models(request: Request) -> dict[str, Any]:
         cards = app_state.adapters.cards(RequestContext(request).key_name)
         names += [card.lora.lora_name for card in cards]
     if not expects_anthropic(request.scope):
-        return {"object": "list", "data": [_model_card(request, name) for name in names]}
-    page, has_more = _page(names, request)
-    return {
-        "data": [_model_card(request, name) for name in page],
-        "has_more": has_more,
-        "first_id": page[0] if page else None,
-        "last_id": page[-1] if page else None,
-    }
+        listed: dict[str, Any] = {"object": "list", "data": _model_cards(request, names)}
+    else:
+        page, has_more = _page(names, request)
+        listed = {
+            "data": _model_cards(request, page),
+            "has_more": has_more,
+            "first_id": page[0] if page else None,
+            "last_id": page[-1] if page else None,
+        }
+    return Response(to_compact_json(listed), media_type="application/json")
 
 
 @router.get(f"{MODELS_PATH}/{{name:path}}")
@@ -131,7 +134,8 @@ async def show_model(request: Request, name: str) -> dict[str, Any]:
     if context.app_state.adapters is not None:
         await context.app_state.adapters.prepare(name, context.key_name)
     context.check_model(name)
-    return _model_card(request, name)
+    (card,) = _model_cards(request, [name])
+    return card
 
 
 def _page(names: list[str], request: Request) -> tuple[list[str], bool]:
@@ -150,34 +154,44 @@ def _page(names: list[str], request: Request) -> tuple[list[str], bool]:
     return names[:limit], len(names) > limit
 
 
-def _model_card(request: Request, name: str) -> dict[str, Any]:
-    app_state = app_state_of(request)
+def _model_cards(request: Request, names: Sequence[str]) -> list[dict[str, Any]]:
+    context = RequestContext(request)
+    app_state, adapters = context.app_state, context.app_state.adapters
     max_model_len = app_state.client.engine.max_model_len
     if expects_anthropic(request.scope):
         created = datetime.fromtimestamp(app_state.created, UTC)
-        return {
-            "type": "model",
-            "id": name,
-            "display_name": name,
-            "created_at": created.isoformat().replace("+00:00", "Z"),
-            "lifecycle": "active",
-            "max_input_tokens": max_model_len,
-            "max_tokens": max_model_len,
-        }
-    root, parent = app_state.model.name, None
-    context = RequestContext(request)
-    card = None if app_state.adapters is None else app_state.adapters.find(name, context.key_name)
-    if card is not None:  # where it lies is the operators' alone
-        root = card.lora.path if has_operators_key(request) else card.lora.lora_name
-        parent = app_state.model_name
-    return {
-        "id": name,
-        "object": "model",
-        "created": app_state.created,
-        "owned_by": "tokend",
-        "root": root,
-        "parent": parent,
-        "max_model_len": max_model_len,
-        "supported_tasks": app_state.supported_tasks,
-        "default_sampling_params": dict(app_state.generation_defaults.values),
-    }
+        return [
+            {
+                "type": "model",
+                "id": name,
+                "display_name": name,
+                "created_at": created.isoformat().replace("+00:00", "Z"),
+                "lifecycle": "active",
+                "max_input_tokens": max_model_len,
+                "max_tokens": max_model_len,
+            }
+            for name in names
+        ]
+    is_operator, key_name = has_operators_key(request), context.key_name
+    tasks, defaults = app_state.supported_tasks, dict(app_state.generation_defaults.values)
+    cards = []
+    for name in names:
+        root, parent = app_state.model.name, None
+        adapter = None if adapters is None else adapters.find(name, key_name)
+        if adapter is not None:  # where it lies is the operators' alone
+            root = adapter.lora.path if is_operator else adapter.lora.lora_name
+            parent = app_state.model_name
+        cards.append(
+            {
+                "id": name,
+                "object": "model",
+                "created": app_state.created,
+                "owned_by": "tokend",
+                "root": root,
+                "parent": parent,
+                "max_model_len": max_model_len,
+                "supported_tasks": tasks,
+                "default_sampling_params": defaults,
+            }
+        )
+    return cards

@@ -462,7 +462,7 @@ class StepPlanner:
             return False  # preempted; its next input is unknown until the token in flight arrives
         if request in plan.preempted:
             return False  # preempted in this pass, in which it must not take the room back
-        if self._fairness.waits_for_deferred(request):
+        if self._fairness.waits_for_deferred(request) or self._fairness.leaves_room(request, plan):
             return False
         if candidate.loads_async:
             return self._load(candidate, plan)

@@ -13,6 +13,7 @@ import numpy as np
 
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request, RequestStatus
+from engine_core.scheduler.features.adapters import AdapterGate
 from engine_core.scheduler.features.beam_groups import BeamGroup, BeamGroups
 from engine_core.scheduler.features.resumable_sessions import ResumableSessions
 from engine_core.scheduler.features.retention.agent_sessions import AgentSessions
@@ -21,7 +22,7 @@ from engine_core.scheduler.features.tenant_usage import TenantUsage
 from engine_core.scheduler.kv_transfer import KVTransferManager
 from engine_core.scheduler.request_lifecycle import OutputsByFrontEnd, RequestLifecycle, completion
 from engine_core.scheduler.step_plan import num_sampled_positions
-from proto.errors import ErrorInfo, ProtocolError
+from proto.errors import ErrorInfo, ProtocolError, shown
 from proto.messages.engine_io import (
     EngineCoreOutput,
     FinishReason,
@@ -34,7 +35,7 @@ from proto.messages.scheduler_output import SchedulerOutput
 CORRUPTED: Final = ErrorInfo(
     "internal", "the model's logits contain NaN or infinity; this request cannot go on"
 )
-"""Error of a request whose logits were not finite."""
+"""Error of a request without an adapter whose logits were not finite."""
 
 
 class ImpossibleResultError(ProtocolError):
@@ -153,7 +154,8 @@ class RowExtras:
 class ResultPass:
     """Appends the tokens of a result to the requests and builds the outputs.
 
-    rewound_until_step: see `KVTransferManager`. vocab_size: sampled token ids are below it.
+    rewound_until_step: see `KVTransferManager`. vocab_size: sampled token ids are below it. adapters:
+    None if none are served.
     """
 
     def __init__(
@@ -166,6 +168,7 @@ class ResultPass:
         agent_sessions: AgentSessions,
         usage: TenantUsage,
         speculation: SpeculativeDecoding,
+        adapters: AdapterGate | None,
         *,
         max_model_len: int,
         vocab_size: int,
@@ -179,6 +182,7 @@ class ResultPass:
         self._agent_sessions = agent_sessions
         self._usage = usage
         self._speculation = speculation
+        self._adapters = adapters
         self._learns_outputs = speculation.is_active
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
@@ -403,7 +407,9 @@ class ResultPass:
                 self._discard_kv(request)
                 request.num_computed_tokens = 0
                 self._num_corrupted += 1
-                self.fail_request(request, CORRUPTED, outputs)
+                if self._adapters is not None:
+                    self._adapters.count_corrupted(request)
+                self.fail_request(request, _corrupted_error(request), outputs)
             elif seq_id in self._lifecycle.recently_ended:
                 self._discard_kv(self._lifecycle.recently_ended[seq_id][0])
 
@@ -523,6 +529,17 @@ def without_last(experts: RoutedExperts, num_tokens: int) -> RoutedExperts:
     return RoutedExperts(
         experts.first_position, experts.num_layers, experts.top_k, experts.num_bytes, data
     )
+
+
+def _corrupted_error(request: Request) -> ErrorInfo:
+    lora = request.lora_request
+    if lora is None:
+        return CORRUPTED
+    message = (
+        f"the model's logits contain NaN or infinity with the adapter {shown(lora.lora_name)}; "
+        "this request cannot go on"
+    )
+    return ErrorInfo("internal", message, "model")
 
 
 def _full_output(

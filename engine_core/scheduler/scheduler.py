@@ -279,6 +279,7 @@ class Scheduler:
             self.agent_sessions,
             self._usage,
             self._speculation,
+            self.adapters,
             max_model_len=max_model_len,
             vocab_size=vocab_size,
         )

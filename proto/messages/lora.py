@@ -107,13 +107,15 @@ class AdapterUsage(msgspec.Struct, array_like=True, tag=78, frozen=True):
     """Engine → front ends: which adapters are used, after each change.
 
     running: names of adapters with a running request; waiting: of those with requests of which none
-    runs. num_resident: adapters in the workers' memory.
+    runs. num_resident: adapters in the workers' memory. num_corrupted: by name, requests that ended
+    because their logits were not finite, since the engine started or the name got its content.
     """
 
     epoch: int
     running: list[str]
     waiting: list[str]
     num_resident: int
+    num_corrupted: dict[str, int] = {}
 
 
 class LoadAdapter(msgspec.Struct, array_like=True, tag=75, frozen=True):

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import os
+import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from api_server.live_view.events import EncodedView, SubscriberScope
 from proto.errors import ErrorInfo
 from proto.messages.engine_io import FinishReason
 from proto.messages.lora import AdapterCard, AdapterUsage
+from proto.messages.stats import LoRAStats, SchedulerStats
 from proto.messages.view import AdapterView, BlockMap, EngineView
 from proto.settings.config import FrontEndConfig, LoRAConfig
 from proto.settings.lora_modules import LoRAAccess
@@ -283,6 +286,9 @@ async def test_bad_calls_are_refused_by_field(start: StartFrontEnd, tmp_path: Pa
     folder, allowed = make_folder(tmp_path / "a"), tmp_path / "allowed"
     make_folder(allowed / "inside")
     (allowed / "link").symlink_to(folder)
+    linked = make_folder(allowed / "linked") / "adapter_model.safetensors"
+    linked.unlink()
+    linked.symlink_to(folder / "adapter_model.safetensors")
     (tmp_path / "empty").mkdir()
     lora = LoRAConfig(enable_lora=True, lora_allowed_dirs=(str(allowed),))
     cases: list[tuple[dict[str, object], int, str | None]] = [
@@ -311,7 +317,7 @@ async def test_bad_calls_are_refused_by_field(start: StartFrontEnd, tmp_path: Pa
         assert missing.json()["error"]["message"] == "No adapter found for /no/such/folder"
         assert front_end.engine.adapter_calls == []
     async with start(lora=lora) as front_end:
-        for path in (folder, allowed / "link", allowed / ".." / "a"):
+        for path in (folder, allowed / "link", allowed / "linked", allowed / ".." / "a"):
             response = await load(front_end, lora_name="a", lora_path=str(path))
             assert response.status_code == 400
             assert "--lora-allowed-dirs" in response.json()["error"]["message"]
@@ -467,12 +473,25 @@ async def test_a_disk_that_does_not_answer_stalls_no_other_request(
 
 async def test_metrics_name_the_adapters_of_requests(start: StartFrontEnd) -> None:
     async with start(lora=LoRAConfig(enable_lora=True, max_loras=3)) as front_end:
-        front_end.engine.send_adapter_usage(AdapterUsage(1, ["a", "b"], ["c"], 5))
+        front_end.engine.send_adapter_usage(AdapterUsage(1, ["a", "b"], ["c"], 5, {"d": 2}))
         await front_end.app_state.client.call_admin("get_pause")
         found = await samples(front_end)
         assert found["vllm:lora_requests_info,3,a,b,c"] > 1e9
         assert found["tokend:lora_resident"] == 5
+        assert found["tokend:lora_corrupted_requests,d"] == 2
         assert found["tokend:lora_evictions_total"] == 0
+
+
+async def test_loads_and_evictions_are_counted(start: StartFrontEnd) -> None:
+    async with start(lora=ON) as front_end:
+        for lora in (LoRAStats(2, [0.05, 2.0]), LoRAStats(1, [])):
+            front_end.engine.send_outputs(stats=SchedulerStats(0, 0, 0.0, lora=lora))
+        await front_end.app_state.client.call_admin("get_pause")
+        found = await samples(front_end)
+        assert found["tokend:lora_evictions_total"] == 3
+        assert found["tokend:lora_load_seconds_count"] == 2
+        assert found["tokend:lora_load_seconds_sum"] == 2.05
+        assert found["tokend:lora_load_seconds_bucket,0.1"] == 1
 
 
 async def test_a_request_looks_at_no_more_adapters_than_it_names(
@@ -506,6 +525,30 @@ async def test_a_request_looks_at_no_more_adapters_than_it_names(
         assert len(looked) < 10
         _, response = await asked(front_end, model="adapter-1")
         assert response.status_code == 404
+
+
+async def test_ten_thousand_adapters_are_listed(
+    start: StartFrontEnd, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And one more is found in a folder of as many; the times are printed."""
+    for number in range(10_000):
+        (tmp_path / f"other-{number}").mkdir()
+    make_folder(tmp_path / "a")
+    async with start(lora=LoRAConfig(enable_lora=True, lora_dir=str(tmp_path))) as front_end:
+        await serve(front_end, *map(card, range(1, 10_001)))
+        times = [time.monotonic()]
+        listed = (await front_end.http.get("/v1/models")).json()["data"]
+        times.append(time.monotonic())
+        operators = (await front_end.http.get("/lora-adapters")).json()
+        times.append(time.monotonic())
+        request, _ = await asked(front_end, model="a")
+        times.append(time.monotonic())
+    assert [each["id"] for each in listed] == [MODEL, *(f"adapter-{n}" for n in range(1, 10_001))]
+    assert [each["id"] for each in operators] == list(range(1, 10_001))
+    assert request.lora_request.path == str(tmp_path / "a")
+    shown = ", ".join(f"{1e3 * (end - begin):.0f} ms" for begin, end in pairwise(times))
+    with capsys.disabled():
+        print(f"\n10,000 adapters: /v1/models, /lora-adapters, a lookup: {shown}")
 
 
 async def test_the_line_of_a_request_names_its_adapter(

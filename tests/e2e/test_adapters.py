@@ -208,6 +208,46 @@ async def test_reload_keeps_adapters_and_their_answers(adapted: Adapted, daemon:
         adapted.assert_greedy("dora", [await complete(client, "mine", p) for p in PROMPTS])
 
 
+async def test_an_adapter_that_becomes_nan_is_named_and_harms_no_other_request(
+    adapted: Adapted, daemon: Daemon, tmp_path: Path
+) -> None:
+    """Tokens and log-probabilities of the others are those of a run without it."""
+    from safetensors.torch import load_file, save_file
+
+    path = shutil.copytree(adapted.adapters / "small", tmp_path / "huge")
+    file = path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file({name: it * 1e18 for name, it in tensors.items()}, file)  # q · k overflows
+    loaded = post(daemon, "/v1/load_lora_adapter", lora_name="huge", lora_path=str(path))
+    assert loaded.status_code == 200, loaded.text
+
+    async def choices(client: httpx.AsyncClient, names: list[str], salt: str) -> list[Any]:
+        asked = [
+            body(prompt, model=name or "base", logprobs=3, cache_salt=salt)
+            for prompt in PROMPTS
+            for name in names
+        ]
+        answers = await asyncio.gather(
+            *(client.post("/v1/completions", json=each) for each in asked)
+        )
+        found = []
+        for each, answer in zip(asked, answers, strict=True):
+            if each["model"] == "huge":
+                error = answer.json()["error"]
+                assert (answer.status_code, error["param"]) == (500, "model")
+                assert "NaN or infinity with the adapter huge" in error["message"]
+            else:
+                found.append(answer.json()["choices"])
+        return found
+
+    async with client_of(daemon) as client:
+        alone = await choices(client, ["", "small"], "1")
+        assert await choices(client, ["huge", "", "huge", "small"], "2") == alone
+    assert daemon.metric('tokend:lora_corrupted_requests{adapter="huge"}') == 2 * len(PROMPTS)
+    assert daemon.metric("vllm:corrupted_requests_total") == 2 * len(PROMPTS)
+    assert daemon.text.count("adapter huge: the logits of a request contain NaN or infinity") == 1
+
+
 def test_adapters_that_cannot_be_loaded_harm_nothing(
     adapted: Adapted, daemon: Daemon, tmp_path: Path
 ) -> None:

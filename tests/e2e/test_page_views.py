@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.daemon import Daemon
 from tests.e2e.test_page_chat import act, answer, scripted, send, sent, shown
-from tests.e2e.visitor import CHROMIUM, PHONE, Visitor
+from tests.e2e.visitor import CHROMIUM, PHONE, Visitor, script_answers
 from tests.fakes.tiny_encoders import save_encoder
 from tests.fakes.tiny_pooling import save_modules
 
@@ -329,7 +329,46 @@ def test_a_model_without_a_chat_template_opens_on_completion(visit: Visit) -> No
     assert page.locator(".tabs button:visible").all_inner_texts() == ["Completion", "Live"]
 
 
+def test_an_adapter_is_chosen_in_the_menu_of_models(visit: Visit) -> None:
+    page = visit("chat").page
+    card = {"max_model_len": 64, "supported_tasks": ["generate"], "default_sampling_params": {}}
+    cards = [card | {"id": "base", "parent": None}, card | {"id": "pirate", "parent": "base"}]
+    page.route("**/v1/models", lambda route: route.fulfill(json={"data": cards}))
+    page.reload()
+    page.select_option("#model select", "pirate")
+    script_answers(page)
+    send(page, "hello")
+    assert page.evaluate("chats.at(-1).body.model") == "pirate"
+    answer(page, "Arr")
+
+
 # Live.
+
+
+def test_the_live_view_shows_where_adapters_are(visit: Visit) -> None:
+    hello = {"model": "toy", "version": "1", "num_blocks": 99, "block_size": 16}
+    hello |= {"blocks_per_cell": 1, "max_num_seqs": 8, "max_model_len": 64}
+    view = dict.fromkeys(("time_s", "step", "running", "waiting", "preemptions"), 0)
+    view |= dict.fromkeys(("prompt_tokens_per_s", "generation_tokens_per_s"), 0)
+    view |= dict.fromkeys(("prefix_cache_queries", "prefix_cache_hits"), 0)
+    view |= dict.fromkeys(("num_omitted_requests", "drafts", "draft_tokens", "accepted_tokens"), 0)
+    view |= {"requests": [], "cells": [[99, 0, 0]]}
+    idle = {"running": 0, "requests": 0, "bytes": 3 << 20}
+    view["adapters"] = [
+        {"name": "pirate", "state": "resident", "running": 1, "requests": 2, "bytes": 5 << 20},
+        {"name": "poems", "state": "loading", **idle},
+    ]
+    page = visit("chat").page
+    events = (("hello", hello), ("view", view))
+    body = "".join(f"event: {name}\ndata: {json.dumps(data)}\n\n" for name, data in events)
+    page.route("**/view/events", lambda route: route.fulfill(body=body))
+    page.click("#tab-live")
+    page.wait_for_selector("#adapters-list >> text=pirate")
+    shown_texts = page.locator("#adapters-list li").all_inner_texts()
+    assert [" ".join(text.split()) for text in shown_texts] == [
+        "pirate resident, 5 MiB, 1 of 2 requests run",
+        "poems loading, 3 MiB, no requests",
+    ]
 
 
 def test_the_map_draws_what_was_used_and_says_what_it_leaves_out(visit: Visit) -> None:

@@ -4,10 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from msgspec.structs import replace as changed
 
 from engine_core.adapters import CALL_SECONDS, MAX_CRASHES, AdapterRegistry
 from engine_core.request import Request
 from proto.errors import ConfigError, ErrorInfo, InvalidRequestError, UnknownModelError
+from proto.messages.engine_io import FinishReason
 from proto.messages.lora import (
     AdapterCall,
     AdapterCard,
@@ -156,6 +158,18 @@ class Scene:
             self.workers.answer()
             self.exchange()
 
+    def fail_corrupted(self, request: Request) -> None:
+        """Answer a step with logits of a request that are not finite."""
+        output = self.engine.scheduler.schedule()
+        result = self.engine.runner.execute(output)
+        result = changed(result, failed_seq_ids=[request.seq_id], sampled_token_ids=[[]])
+        self.engine.record_outputs(self.engine.scheduler.update_from_output(output, result))
+
+    def corrupted(self) -> dict[str, int]:
+        gate = self.engine.scheduler.adapters
+        assert gate is not None
+        return gate.usage(1).num_corrupted
+
     def run(self, *requests: Request) -> None:
         for _ in range(100):
             if all(self.engine.finish_reason_of(each) is not None for each in requests):
@@ -263,6 +277,24 @@ def test_an_adapter_without_effect_is_reported(scene: Scene) -> None:
     assert any("exactly zero" in getattr(each, "message", "") for each in scene.links.supervisor)
 
 
+def test_an_adapter_whose_numbers_become_nan_is_reported_once(scene: Scene) -> None:
+    """By name, until the name gets another content."""
+    for content in (b"a", b"b"):
+        scene.load("a", content, load_inplace=True)
+        scene.links.supervisor.clear()
+        for number in (1, 2):
+            request = scene.add(scene.lora("a"))
+            scene.step()
+            scene.fail_corrupted(request)
+            scene.exchange()
+            assert "the adapter a" in error_of(scene, request).message
+            assert scene.corrupted() == {"a": number}
+        notices = [each.message for each in scene.links.supervisor]
+        assert notices == ["adapter a: the logits of a request contain NaN or infinity"]
+    scene.call("unload", "a")
+    assert scene.corrupted() == {}
+
+
 def test_ranks_must_read_the_same() -> None:
     scene = Scene(num_ranks=2)
     assert scene.load("a")[0] == 200
@@ -361,6 +393,30 @@ def test_a_disk_that_does_not_answer_holds_back_no_later_call(scene: Scene) -> N
     scene.exchange()
     assert scene.links.pop_reply() == (200, "Success: LoRA adapter 'b' added successfully.")
     assert list(scene.workers.held) == [2]
+
+
+def test_a_disk_that_does_not_answer_ends_the_requests_that_wait_for_it(scene: Scene) -> None:
+    """After a while, and no others; once the disk is back, the adapter is read again."""
+    scene.load("a")
+    scene.registry.lose_workers()
+    scene.engine.lose_workers()
+    scene.registry.begin_worker_epoch()
+    scene.workers.held.clear()
+    waiting, other = scene.add(scene.lora("a")), scene.engine.add_one([7], 3)
+    scene.step(answers=False)
+    assert scene.registry.seconds_to_next_end == CALL_SECONDS
+    scene.clock.now += CALL_SECONDS
+    scene.exchange()
+    error = error_of(scene, waiting)
+    assert (error.kind, error.param) == ("internal", "model")
+    assert "could not be read within 300 s" in error.message
+    assert scene.workers.sent[-2:] == [("load", 1), ("drop", 1)]
+    assert scene.registry.seconds_to_next_end is None
+    scene.run(other)
+    assert scene.engine.finish_reason_of(other) is FinishReason.LENGTH
+    again = scene.add(scene.lora("a"))
+    scene.run(again)
+    assert scene.engine.finish_reason_of(again) is FinishReason.LENGTH
 
 
 def test_an_adapter_that_was_dropped_while_it_was_read_gets_another_id(scene: Scene) -> None:

@@ -309,7 +309,7 @@ MESSAGES = [
     AdapterCall(3, 1, "load", "a", "/a", True, 0.5, True),
     AdapterReply(3, 1, 404, "no adapter"),
     AdapterList(3, [AdapterCard(LORA, 8, 1 << 20, 2, 0.5)], is_change=True, removed=["b"]),
-    AdapterUsage(3, ["a"], ["b"], 4),
+    AdapterUsage(3, ["a"], ["b"], 4, {"a": 5}),
     LoadAdapter(3, 7, "/a", bytes(32)),
     AdapterLoaded(3, 1, 7, bytes(32), 8, 1 << 20, 0.25, ERROR),
     DropAdapter(3, 7),

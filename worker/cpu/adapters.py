@@ -1,6 +1,7 @@
 """Adapters of a step's rows by the C++ kernels, csrc/layers/adapters.cpp."""
 
 import ctypes
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -84,6 +85,9 @@ class KernelAdapters(StepAdapters):
             shift=None if shift is None else shift.data_ptr(),
         )
         return KernelUpdate(down, parts, gain, shift, structure, array)
+
+    def _matrix_bytes(self, lanes: int, length: int, dtype: torch.dtype) -> int:
+        return math.prod(_packed_shape(lanes, length, dtype)) * dtype.itemsize
 
     def _packed(self, matrix: torch.Tensor) -> torch.Tensor:
         """Return a packed matrix in large pages, from which it is read a third faster."""
@@ -197,11 +201,17 @@ def _products_array(adapter: Adapter, num_products: int) -> ctypes.Array[ctypes.
     return array
 
 
+def _packed_shape(lanes: int, length: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """Return tiles, groups of neighbours along the length, lanes of a tile, size of a group."""
+    group = 2 if dtype == torch.bfloat16 else 1
+    return -(-lanes // _LANES), -(-length // group), _LANES, group
+
+
 def packed(matrix: torch.Tensor) -> torch.Tensor:
     """Return [lanes, length] as tiles of lanes; see csrc/layers/adapters.h."""
     lanes, length = matrix.shape
-    group = 2 if matrix.dtype == torch.bfloat16 else 1
-    padded = matrix.new_zeros(-(-lanes // _LANES) * _LANES, -(-length // group) * group)
+    num_tiles, num_groups, _, group = _packed_shape(lanes, length, matrix.dtype)
+    padded = matrix.new_zeros(num_tiles * _LANES, num_groups * group)
     padded[:lanes, :length] = matrix
-    tiles = padded.view(-1, _LANES, padded.shape[1] // group, group)
+    tiles = padded.view(num_tiles, _LANES, num_groups, group)
     return tiles.permute(0, 2, 1, 3).contiguous()

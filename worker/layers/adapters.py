@@ -213,6 +213,21 @@ class StepAdapters:
     def forget(self) -> None:
         """Keep nothing of a step that has ended: an adapter is freed."""
 
+    def update_bytes(
+        self, rank: int, changed: Sequence[tuple[int, int]], num_outputs: int, dtype: torch.dtype
+    ) -> int:
+        """Return the largest `num_bytes` of an update of a product as `laid_out` returns it.
+
+        changed: [out, in] of the product's weights that the adapter changes, each by this rank.
+        num_outputs: of the product; with DoRA and biases each has a gain and a shift.
+        """
+        down = self._matrix_bytes(rank * len(changed), changed[0][1], dtype)
+        up = sum(self._matrix_bytes(outputs, rank, dtype) for outputs, _ in changed)
+        return down + up + 2 * num_outputs * torch.float32.itemsize
+
+    def _matrix_bytes(self, lanes: int, length: int, dtype: torch.dtype) -> int:
+        return lanes * length * dtype.itemsize
+
     def laid_out(self, update: LowRankUpdate) -> LowRankUpdate:
         """Return an update as `add` reads it fastest."""
         return update

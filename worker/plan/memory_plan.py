@@ -11,7 +11,7 @@ read. Start at plan_memory. worker/plan/memory_refusal.py says which flags would
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
@@ -59,6 +59,8 @@ STATE_SHARE: Final = 0.25
 _HEAD_VECTORS: Final = 4
 """Vectors of a token in a head's step beside the residuals, recorded and joined: e, f, e ‖ f."""
 _FLOAT32: Final = 4
+_OWN_TABLES: Final = frozenset({"embed_tokens", "lm_head"})
+"""Modules that adapters may have as a whole (PEFT's modules_to_save)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -364,7 +366,7 @@ def _sharded_memory(
             work += _step_memory(setup, setup.spec)
             if has_adapters:
                 work += _adapters_memory(
-                    setup, ((weight, weight.shape) for weight in setup.spec.weights().values())
+                    setup, ([(weight, weight.shape)] for weight in setup.spec.weights().values())
                 )
             continue
         builder = create_builder(
@@ -384,11 +386,10 @@ def _sharded_memory(
             work += _adapters_memory(
                 setup,
                 (
-                    (named[name], builder.source.joined_shape(name))
+                    [(named[name], builder.source.joined_shape(name)) for name in product.weights]
                     for layer in range(builder.spec.num_layers)
                     for product in builder.products(layer)
                     if not product.is_expert
-                    for name in product.weights
                 ),
             )
     return _ModelMemory(
@@ -401,19 +402,30 @@ def _sharded_memory(
 
 
 def _adapters_memory(
-    setup: ModelSetup, weights: Iterable[tuple[WeightSpec, tuple[int, ...]]]
+    setup: ModelSetup, products: Iterable[Sequence[tuple[WeightSpec, tuple[int, ...]]]]
 ) -> Counter[str]:
     """Return the memory of a worker's adapters, all of the largest rank.
 
-    weights: those of products, without a mixture's experts, with the [out, in] that the worker has.
+    They have an embedding and a head of their own if --lora-target-modules names these.
+
+    products: without a mixture's experts, the weights of each with the [out, in] that the worker
+    has.
     """
-    lora, numbers = setup.config.lora, 0
-    for weight, shape in weights:
-        module = weight.hugging_face.removesuffix(".weight").rpartition(".")[2]
-        if not lora.lora_target_modules or module in lora.lora_target_modules:
-            numbers += lora.max_lora_rank * sum(shape)
-    size = lora.num_resident * numbers * setup.dtype.itemsize
-    return Counter({f"{lora.num_resident} adapters": size})
+    lora, step, size = setup.config.lora, setup.device.step_adapters(), 0
+    modules = lora.lora_target_modules
+    for product in products:
+        changed = [
+            (shape[0], shape[1])
+            for weight, shape in product
+            if not modules
+            or weight.hugging_face.removesuffix(".weight").rpartition(".")[2] in modules
+        ]
+        if changed:
+            num_outputs = sum(shape[0] for _, shape in product)
+            size += step.update_bytes(lora.max_lora_rank, changed, num_outputs, setup.dtype)
+    num_tables = len(_OWN_TABLES.intersection(modules))
+    size += num_tables * setup.spec.vocab_size * setup.spec.hidden_size * setup.dtype.itemsize
+    return Counter({f"{lora.num_resident} adapters": lora.num_resident * size})
 
 
 def _step_memory(setup: ModelSetup, shard: ModelSpec) -> Counter[str]:

@@ -5,7 +5,9 @@
     DropAdapter ─▶ AdapterStore.drop
 
 The cores of a CPU belong to the steps. So the thread works in slices of two milliseconds, none of
-which begins while a step is computed; a step waits for the end of one slice at most.
+which begins while a step is computed; a step waits for the end of one slice at most. It reads files
+between slices, because a disk may not answer; then another thread takes its place when the adapter
+is dropped.
 """
 
 import logging
@@ -13,8 +15,8 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from queue import SimpleQueue
+from contextlib import AbstractContextManager, contextmanager, suppress
+from queue import Empty, SimpleQueue
 from typing import Final
 
 import numpy as np
@@ -28,12 +30,15 @@ from proto.runtime.sockets import EventFd
 from worker.batch.step_inputs import TokenAdapters
 from worker.layers.adapters import Adapter, AdapterRows, StepAdapters
 from worker.loader.adapters.build import AdapterLoader
+from worker.loader.adapters.files import READS, Slices
 
 logger = logging.getLogger("tokend.worker")
 
 _SLICE_SECONDS: Final = 0.002
 _PAUSE_SECONDS: Final = 0.0005
 """Between two slices, so that a step that waits begins first."""
+_JOIN_SECONDS: Final = 1.0
+"""Longest wait for the end of a thread whose disk may not answer."""
 
 
 class AdapterStore:
@@ -50,6 +55,7 @@ class AdapterStore:
         self._adapters: dict[int, Adapter] = {}
         self._wanted: dict[int, LoadAdapter] = {}
         self._queue: SimpleQueue[LoadAdapter | None] = SimpleQueue()
+        self._reading: LoadAdapter | None = None
         self._finished: SimpleQueue[tuple[LoadAdapter, Adapter | None, AdapterLoaded]] = (
             SimpleQueue()
         )
@@ -67,7 +73,9 @@ class AdapterStore:
         """Have the thread load an adapter; `take_finished` returns the answer."""
         self._wanted[message.lora_int_id] = message
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="adapters", daemon=True)
+            self._thread = threading.Thread(
+                target=self._run, args=(self._queue,), name="adapters", daemon=True
+            )
             self._thread.start()
         self._queue.put(message)
 
@@ -87,7 +95,9 @@ class AdapterStore:
 
     def drop(self, lora_int_id: int) -> None:
         """Free an adapter, or do not finish loading it."""
-        self._wanted.pop(lora_int_id, None)
+        message = self._wanted.pop(lora_int_id, None)
+        if message is not None and self._reading is message:
+            self._replace_thread()
         self._adapters.pop(lora_int_id, None)
         self._latest = (b"", ())
         self._step.forget()
@@ -95,6 +105,8 @@ class AdapterStore:
     def clear(self) -> None:
         """Free all adapters: another engine gives ids of its own."""
         self._wanted.clear()
+        if self._reading is not None:
+            self._replace_thread()
         self._adapters.clear()
         self._latest = (b"", ())
         self._step.forget()
@@ -104,7 +116,7 @@ class AdapterStore:
         self._wanted.clear()
         if self._thread is not None:
             self._queue.put(None)
-            self._thread.join()
+            self._thread.join(_JOIN_SECONDS)
             self._thread = None
         self._signal.close()
 
@@ -136,12 +148,22 @@ class AdapterStore:
             self._latest = (key, tuple(groups))
         return self._latest[1]
 
+    def _replace_thread(self) -> None:
+        """Let later loads have another thread: this one may wait for a disk for ever."""
+        with suppress(Empty):
+            while True:
+                self._queue.get_nowait()
+        self._queue.put(None)
+        self._queue, self._thread, self._reading = SimpleQueue(), None, None
+        for message in list(self._wanted.values()):
+            self.begin_load(message)
+
     # ---- The thread ----
 
-    def _run(self) -> None:
+    def _run(self, queue: SimpleQueue[LoadAdapter | None]) -> None:
         torch.set_num_threads(1)  # a team of its own would spin on the cores of the steps
         os.sched_setaffinity(0, ALLOWED_CPUS)
-        while (message := self._queue.get()) is not None:
+        while (message := queue.get()) is not None:
             adapter: Adapter | None = None
             try:
                 adapter = self._load(message)
@@ -168,20 +190,39 @@ class AdapterStore:
                     num_bytes=adapter.num_bytes,
                     effect=adapter.effect,
                 )
+            if self._wanted.get(message.lora_int_id) is not message:
+                continue  # the store may be closed
             self._finished.put((message, adapter, answer))
             self._signal.notify()
 
     def _load(self, message: LoadAdapter) -> Adapter | None:
         """Load an adapter in slices; return None if it is not wanted any more."""
         work = self._loader.load(message.path, message.digest)
-        while self._wanted.get(message.lora_int_id) is message:
-            with self._slice:
-                end = time.monotonic() + _SLICE_SECONDS
-                while time.monotonic() < end:
-                    try:
-                        next(work)
-                    except StopIteration as finished:
-                        found: Adapter = finished.value
-                        return found
-            time.sleep(_PAUSE_SECONDS)
+        what: str | None = READS
+        paused = time.monotonic()
+        try:
+            while self._wanted.get(message.lora_int_id) is message:
+                if what == READS:
+                    what = self._read(message, work)
+                else:
+                    with self._slice:
+                        end = time.monotonic() + _SLICE_SECONDS
+                        while what != READS and time.monotonic() < end:
+                            what = next(work)
+                if what != READS or time.monotonic() > paused + _SLICE_SECONDS:
+                    time.sleep(_PAUSE_SECONDS)
+                    paused = time.monotonic()
+        except StopIteration as finished:
+            found: Adapter = finished.value
+            return found
         return None
+
+    def _read(self, message: LoadAdapter, work: Slices[Adapter]) -> str | None:
+        """Do a piece of work that may wait for a disk; return what it yields."""
+        self._reading = message
+        try:
+            what: str | None = next(work)
+            return what
+        finally:
+            if self._reading is message:  # otherwise another thread reads
+                self._reading = None

@@ -37,6 +37,8 @@ Key = TypeVar("Key", int, str)
 
 NO_ADAPTER: Final = 0
 """In place of the id of an adapter."""
+MAX_CORRUPTED_NAMES: Final = 64
+"""Adapters whose corrupted requests are counted; the one with the earliest of them is forgotten."""
 
 
 class AdapterResidency:
@@ -185,6 +187,7 @@ class AdapterGate(SchedulerFeature):
     """Holds requests back whose adapter is not resident, or does not fit beside those that run.
 
     residency: which adapters the workers hold. num_unfinished: requests by adapter.
+    num_corrupted: by name, requests that ended because their logits were not finite.
     """
 
     status: ClassVar[RequestStatus] = RequestStatus.WAITING_FOR_ADAPTER
@@ -213,6 +216,8 @@ class AdapterGate(SchedulerFeature):
         # step. They stay until they are admitted, also if they are ready or wait for more.
         self._waits: dict[int, tuple[Request, int]] = {}
         self._parked: dict[int, Request] = {}
+        self.num_corrupted: dict[str, int] = {}
+        self._newly_corrupted: list[str] = []
 
     # Life of a request
 
@@ -304,6 +309,25 @@ class AdapterGate(SchedulerFeature):
         for request in parked.values():
             self._unblock(request)
 
+    def count_corrupted(self, request: Request) -> None:
+        """Count a request whose logits were not finite for its adapter, if it has one."""
+        lora = request.lora_request
+        if lora is None:
+            return
+        number = self.num_corrupted.pop(lora.lora_name, 0)
+        if not number:
+            self._newly_corrupted.append(lora.lora_name)
+        self.num_corrupted[lora.lora_name] = number + 1
+        if len(self.num_corrupted) > MAX_CORRUPTED_NAMES:
+            del self.num_corrupted[next(iter(self.num_corrupted))]
+
+    def pop_newly_corrupted(self) -> list[str]:
+        """Return names whose first corrupted request was counted since the last call."""
+        if not self._newly_corrupted:
+            return self._newly_corrupted
+        names, self._newly_corrupted = self._newly_corrupted, []
+        return names
+
     def pop_stats(self) -> LoRAStats:
         """Return counts since the last call."""
         num_evicted, load_seconds = self.residency.pop_counts()
@@ -316,7 +340,8 @@ class AdapterGate(SchedulerFeature):
         for lora_int_id, names in self._names.items():
             found = running if lora_int_id in self._running else waiting
             found += names
-        return AdapterUsage(epoch, running, waiting, len(self.residency.resident))
+        num_resident, corrupted = len(self.residency.resident), dict(self.num_corrupted)
+        return AdapterUsage(epoch, running, waiting, num_resident, corrupted)
 
     def num_running(self, lora_int_id: int) -> int:
         """Return the running requests of an adapter, as of the last step."""

@@ -55,6 +55,7 @@ class TenantFairness(SchedulerFeature):
         self._chunks = chunks
         self._had_several = False  # several tenants had requests in the last step
         self._deferred: Sequence[Request] = ()
+        self._gave_way: set[int] = set()  # tenants of requests that were preempted in this step
 
     def order_running(self) -> Sequence[Request]:
         """Order the running list for a step; return the requests at its end that defer.
@@ -71,6 +72,7 @@ class TenantFairness(SchedulerFeature):
         usage = self._usage
         usage.begin_step()
         self._deferred = ()
+        self._gave_way.clear()
         several = usage.num_tenants > 1
         if (usage.prefills or several) and (several or self._had_several):
             self._had_several = several
@@ -103,7 +105,16 @@ class TenantFairness(SchedulerFeature):
         if victim is None or self._policy.priority_key(victim) < self._policy.priority_key(request):
             return False
         self._preemption.preempt(victim, plan)
+        self._gave_way.add(victim.tenant)
         return True
+
+    def leaves_room(self, request: Request, plan: StepPlan) -> bool:
+        """Return whether a request leaves room for which one of its tenant was just preempted.
+
+        The request of the other tenant may have to wait after all, as for a prefix of which the
+        victim had a part. If no request runs, none is held back.
+        """
+        return request.tenant in self._gave_way and not plan.admitted and bool(self._running)
 
     @property
     def num_prefilling(self) -> int:

@@ -7,7 +7,9 @@ from engine_core.kv_cache.integrity import check
 from engine_core.request import RequestStatus
 from proto.errors import InternalRequestError, ProtocolError
 from proto.messages.engine_io import FinishReason
+from proto.settings.config import LoRAConfig
 from tests.fakes.engine_harness import EngineHarness, scheduled
+from tests.fakes.lora import lora_request
 from tests.fakes.paged_runner import undisturbed
 
 
@@ -46,6 +48,23 @@ def test_a_corrupt_request_ends_with_one_error_output():
     assert good.output_token_ids == undisturbed(prompt(20, 5), 8)
     assert engine.scheduler.pop_stats().num_corrupted == 1
     assert engine.scheduler.pop_stats().num_corrupted == 0
+
+
+def test_the_error_and_the_count_name_the_adapter():
+    engine = EngineHarness(lora=LoRAConfig(enable_lora=True))
+    bad = engine.add_one(prompt(20), 8, lora_request=lora_request(3))
+    good = engine.add_one(prompt(20, 5), 8)
+    while not good.output_token_ids or not bad.output_token_ids:
+        engine.step()
+    (outputs,) = answer(engine, engine.scheduler.schedule(), bad).values()
+    (error,) = [output.error for output in outputs if output.error is not None]
+    assert (error.kind, error.param) == ("internal", "model")
+    assert "NaN or infinity with the adapter adapter-3" in error.message
+    assert engine.scheduler.adapters.usage(1).num_corrupted == {"adapter-3": 1}
+    assert engine.scheduler.pop_stats().num_corrupted == 1
+    while engine.scheduler.num_unfinished:
+        engine.step()
+    assert good.output_token_ids == undisturbed(prompt(20, 5), 8)
 
 
 @pytest.mark.parametrize("windows", [(None,), (8,), (None, 8)])

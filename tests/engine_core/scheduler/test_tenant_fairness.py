@@ -4,6 +4,7 @@ import pytest
 
 from engine_core.request import RequestStatus
 from tests.fakes.engine_harness import EngineHarness, scheduled
+from tests.fakes.gates import FakeGate
 from tests.fakes.paged_runner import undisturbed
 
 HEAVY, LIGHT, OTHER = 1, 2, 3
@@ -282,6 +283,43 @@ def test_choices_beams_and_lost_workers(overlapped):
         wanted = undisturbed(each.prompt_token_ids, each.max_tokens, each.choice)
         assert engine.tokens_of(each) == wanted
     engine.assert_idle()
+
+
+class LateGate(FakeGate):
+    """Holds a request back from the second time on that it is asked, and others always."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late = None
+        self.num_asked = 0
+
+    def is_blocked(self, candidate) -> bool:
+        if candidate.request is self.late:
+            self.num_asked += 1
+            if self.num_asked > 1:
+                self.blocked.add(candidate.request)
+        return super().is_blocked(candidate)
+
+
+def test_no_request_of_its_tenant_takes_the_seat_of_a_victim():
+    """What it gave way to has to wait after all, as for a prefix of which the victim had a part."""
+    gate = LateGate()
+    engine = engine_with(max_num_seqs=2, gates=[gate])
+    add(engine, OTHER, 4)
+    old = add(engine, HEAVY, 40)
+    engine.step()
+    light = gate.late = add(engine, LIGHT, 4)
+    young = add(engine, HEAVY, 4)
+    gate.blocked.add(old)
+    output = engine.step()
+    assert output.preempted_seq_ids == [old.seq_id]
+    assert gate.num_asked == 2
+    assert young.status is RequestStatus.WAITING
+    gate.unblock(old, light)
+    gate.late = None
+    engine.step()
+    assert light.status is RequestStatus.RUNNING
+    run_and_check(engine, old, light, young)
 
 
 def test_a_victim_is_not_resumed_in_the_same_step():

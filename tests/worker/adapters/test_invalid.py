@@ -1,6 +1,7 @@
 """Adapters that cannot be served: errors that name the tensor or the key."""
 
 import json
+import os
 import shutil
 import struct
 from collections.abc import Callable
@@ -211,6 +212,29 @@ def test_an_adapter_of_another_model(llama: tuple[PreparedModel, Path], tmp_path
 def test_pickled_weights(llama: tuple[PreparedModel, Path], adapter: Path) -> None:
     (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model.bin")
     assert "adapter_model.bin is pickled" in refused(llama, adapter)
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
+def test_a_pipe_in_place_of_a_file(
+    name: str, llama: tuple[PreparedModel, Path], adapter: Path
+) -> None:
+    """Opening it would wait for a writer for ever."""
+    (adapter / name).unlink()
+    os.mkfifo(adapter / name)
+    assert f"{name} is no regular file" in refused(llama, adapter)
+
+
+def test_an_effect_that_is_not_finite(llama: tuple[PreparedModel, Path], adapter: Path) -> None:
+    """Though each number of the file is."""
+    change_tensors(
+        adapter,
+        lambda tensors: tensors.update(
+            {name: it * 1e25 for name, it in tensors.items() if name.startswith(QUERY)}
+        ),
+    )
+    message = refused(llama, adapter)
+    assert "changes a probe of ordinary numbers by NaN or infinity" in message
+    assert "layers.0" in message
 
 
 def test_files_that_are_missing(llama: tuple[PreparedModel, Path], adapter: Path) -> None:

@@ -1,7 +1,9 @@
 """A worker over its sockets: adapters are loaded while steps go on, dropped, and loaded again."""
 
+import select
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,11 +30,14 @@ from proto.messages.scheduler_output import CachedRequestData, NewRequestData, S
 from proto.runtime.sockets import Link, Poller
 from proto.settings.config import CacheConfig, DeviceConfig, LoRAConfig, ModelConfig, ServeConfig
 from tests.fakes import lifecycle_messages
-from tests.fakes.adapters import make_adapter, merged
+from tests.fakes.adapters import SEVEN, Served, make_adapter, merged
 from tests.fakes.devices import CPU, GPU
 from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.tiny_checkpoints import save_tiny
+from worker.layers.adapters import Adapter, StepAdapters
+from worker.loader.adapters.files import Slices
 from worker.plan.memory_plan import plan_memory
+from worker.step.adapter_store import AdapterStore
 from worker.worker import FromEngine, Worker
 
 LIMIT_SECONDS = 30.0
@@ -220,6 +225,43 @@ def test_an_adapter_that_cannot_be_read_harms_no_step(
     assert engine.tokens() == [model.first_token(0)]
 
 
+class HangingLoader:
+    """A loader whose disk does not give the adapter "/gone" until it is released."""
+
+    def __init__(self) -> None:
+        self.reads, self.is_released = threading.Event(), threading.Event()
+
+    def load(self, path: str, digest: bytes) -> Slices[Adapter]:
+        if path == "/gone":
+            self.reads.set()
+            assert self.is_released.wait(LIMIT_SECONDS)
+        yield
+        return Adapter(products={})
+
+
+def test_a_disk_that_does_not_answer_delays_no_step_and_no_later_load() -> None:
+    """The load behind it goes on when it is given up."""
+    loader = HangingLoader()
+    store = AdapterStore(loader, StepAdapters())  # type: ignore[arg-type]
+    try:
+        store.begin_load(LoadAdapter(1, 1, "/gone"))
+        store.begin_load(LoadAdapter(1, 2, "/there"))
+        assert loader.reads.wait(LIMIT_SECONDS)
+        began = time.monotonic()
+        with store.computing():
+            assert time.monotonic() < began + 1.0
+        store.drop(1)
+        assert select.select([store.descriptor], [], [], LIMIT_SECONDS)[0]
+        assert [answer.lora_int_id for answer in store.take_finished()] == [2]
+        loader.is_released.set()
+        store.begin_load(LoadAdapter(1, 3, "/there"))
+        assert select.select([store.descriptor], [], [], LIMIT_SECONDS)[0]
+        assert [answer.lora_int_id for answer in store.take_finished()] == [3]
+    finally:
+        loader.is_released.set()
+        store.close()
+
+
 def test_the_next_engine_loads_its_adapters_again(model: Model, running: Running) -> None:
     """By ids of its own; a load that the last engine has begun has no answer."""
     first = running.engine(1)
@@ -245,21 +287,38 @@ def test_a_worker_without_adapters_refuses_them(model: Model) -> None:
             link.close()
 
 
-def test_the_plan_counts_adapters_of_the_largest_rank(model: Model) -> None:
-    def planned(**lora: Any) -> int:
-        config = ServeConfig(
-            model=ModelConfig(dtype="float32"), lora=LoRAConfig(enable_lora=True, **lora)
-        )
-        work = plan_memory(config, model.prepared, CPU).work
-        (found,) = (size for what, size in work.items() if what.endswith(" adapters"))
-        return found
-
-    # Of each layer: 64 + 64, 2 * (64 + 32), 64 + 64, 3 * (64 + 112) numbers of a rank.
-    rank = 4 * 3 * (128 + 2 * 96 + 128 + 3 * 176)
-    assert planned(max_cpu_loras=5, max_lora_rank=8) == 5 * 8 * rank
-    assert planned(max_loras=2, max_lora_rank=1) == 4 * 2 * rank
-    some = planned(max_cpu_loras=1, max_lora_rank=1, lora_target_modules=("q_proj", "down_proj"))
-    assert some == 4 * 3 * (128 + 176)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("settings", "modules"),
+    [
+        ({"r": 5, "use_dora": True}, ()),
+        ({"r": 16, "target_modules": ["q_proj", "down_proj"]}, ("q_proj", "down_proj")),
+        (
+            {"r": 3, "modules_to_save": ["lm_head", "embed_tokens"]},
+            (*SEVEN, "lm_head", "embed_tokens"),
+        ),
+    ],
+    ids=["factors", "two modules", "head and embedding"],
+)
+def test_an_adapter_takes_the_memory_that_the_plan_says(
+    settings: dict[str, Any], modules: tuple[str, ...], dtype: Any, model: Model, tmp_path: Path
+) -> None:
+    """What it lacks of a gain and a shift for each output is what the plan has more."""
+    rank = settings["r"]
+    path = make_adapter(model.own, tmp_path, **{"lora_alpha": rank, **settings})
+    served = Served(model.prepared, getattr(torch, dtype), max_rank=rank)
+    loaded = served.load(path)
+    lora = LoRAConfig(
+        enable_lora=True, max_cpu_loras=7, max_lora_rank=rank, lora_target_modules=modules
+    )
+    config = ServeConfig(model=ModelConfig(dtype=dtype), lora=lora)
+    planned = plan_memory(config, model.prepared, CPU).work["7 adapters"]
+    lacking = 0
+    for number, update in loaded.products.items():
+        names = served.targets.weights[number]
+        outputs = sum(served.loader._weights[name].shape[0] for name in names)
+        lacking += 4 * outputs * [update.gain, update.shift].count(None)
+    assert planned == 7 * (loaded.num_bytes + lacking)
 
 
 def test_what_does_not_support_adapters_refuses_them() -> None:

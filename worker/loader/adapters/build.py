@@ -257,6 +257,11 @@ class AdapterLoader:
             change = delta.up @ (delta.down @ probes[size])
             if delta.bias is not None:
                 change = change + delta.bias
+            if not change.isfinite().all():
+                raise ModelError(
+                    f"the adapter of {delta.name} changes a probe of ordinary numbers by NaN or "
+                    "infinity"
+                )
             parts.effect = max(parts.effect, float(change.abs().max()))
             yield
 

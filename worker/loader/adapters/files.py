@@ -1,15 +1,17 @@
 """The tensors of an adapter: a folder of PEFT, or a GGUF file of llama.cpp.
 
-read_adapter_file is the only function that opens files. Everything that a file says about sizes and
-places is checked before memory is allocated for it.
+read_adapter_file is the only function that opens files; their disk may not answer. Everything that
+a file says about sizes and places is checked before memory is allocated for it.
 """
 
 import hashlib
 import json
 import math
 import os
+import stat
 import struct
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
 from typing import Any, Final, TypeVar
@@ -44,8 +46,13 @@ _MAX_ITEMS: Final = 1 << 20
 _MAX_DIMENSIONS: Final = 4
 
 Result = TypeVar("Result")
-Slices = Generator[None, None, Result]
-"""Work that yields after each small piece, and returns its result."""
+READS: Final = "reads"
+Slices = Generator[Any, None, Result]
+"""Work that yields after each small piece, and returns its result.
+
+It yields READS before a piece that may wait for a disk, and computes little in it; None before
+others. The first piece of `read_adapter_file` is one that reads.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +87,24 @@ def read_adapter_file(path: str) -> Slices[AdapterFile]:
     try:
         if os.path.isdir(path):
             return (yield from _read_folder(path))
-        with open(path, "rb") as file:
+        with _open_file(path) as file:
             return (yield from _read_gguf(path, file))
     except OSError as error:
         raise ModelError(f"{path}: {error.strerror or error}") from None
+
+
+@contextmanager
+def _open_file(path: str) -> Iterator[BufferedReader]:
+    """Open a regular file; raises ModelError for a FIFO or a device, which might never end."""
+    with open(path, "rb", opener=_open_at_once) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ModelError(f"{path} is no regular file")
+        yield file
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file; a FIFO does not wait for a writer."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _read_folder(folder: str) -> Slices[AdapterFile]:
@@ -93,10 +114,10 @@ def _read_folder(folder: str) -> Slices[AdapterFile]:
         files = sorted(name for name in os.listdir(folder) if name.endswith(".gguf"))
         if len(files) == 1:
             path = os.path.join(folder, files[0])
-            with open(path, "rb") as file:
+            with _open_file(path) as file:
                 return (yield from _read_gguf(path, file))
         raise ModelError(f"{folder} has no {CONFIG_NAME}, and no single GGUF file")
-    with open(config_path, "rb") as file:
+    with _open_file(config_path) as file:
         config = read_peft_config(config_path, file.read(_MAX_CONFIG))
     if not os.path.exists(weights_path):
         pickled = [name for name in PICKLED_NAMES if os.path.exists(os.path.join(folder, name))]
@@ -106,8 +127,7 @@ def _read_folder(folder: str) -> Slices[AdapterFile]:
                 f"adapter as {WEIGHTS_NAME}"
             )
         raise ModelError(f"{folder} has no {WEIGHTS_NAME}")
-    yield
-    with open(weights_path, "rb") as file:
+    with _open_file(weights_path) as file:
         places = _safetensors_places(weights_path, file)
         tensors, digest = yield from _read_tensors(weights_path, file, places, config.facts)
     return AdapterFile(folder, "safetensors", tensors, digest, config)
@@ -162,10 +182,11 @@ def _read_tensors(
         file.seek(place.offset)
         for begin in range(0, len(data), _READ_BYTES):
             part = view[begin : begin + _READ_BYTES]
+            yield READS
             if file.readinto(part) != len(part):
                 raise ModelError(f"{path} ended within tensor {shown(name)}")
-            digest.update(part)
             yield
+            digest.update(part)
         tensors[name] = tensor = _decoded(place, data)
         for numbers in torch.split(tensor.view(-1), _CHECKED_NUMBERS):
             if not numbers.isfinite().all():
@@ -268,7 +289,6 @@ def _read_gguf(path: str, file: BufferedReader) -> Slices[AdapterFile]:
         num_bytes = _gguf_bytes(name, kind_name, shape)
         places[name] = TensorPlace(kind_name, shape, first + offset, num_bytes)
         _check_place(path, name, places[name], num_bytes, reader.size)
-    yield
     facts = {"adapter.lora.alpha": alpha}
     tensors, digest = yield from _read_tensors(path, file, places, facts)
     return AdapterFile(path, "gguf", tensors, digest, alpha=alpha)
