@@ -8,8 +8,8 @@ each of --variants:
 
   alone       nothing else happens
   shortened   a prompt has the last half of each answer only: templates leave reasoning out
-  others      between two turns --others sessions send a prompt each, as long as --other-tokens
-  restarted   the server is stopped and started before the turn in the middle
+  others      before the turn in the middle --others sessions send a prompt of --other-tokens each
+  restarted   the server is stopped and started before that turn
   killed      tokend's engine is killed before it, llama.cpp's only process
 
 Both have room for the KV of --pool-tokens tokens, and --host-memory for what leaves it. For the
@@ -317,10 +317,7 @@ def run_session(server: MeasuredServer, options: argparse.Namespace, variant: st
     num_known = 0
     for number in range(options.turns):
         if number == options.turns // 2:
-            if variant == RESTARTED:
-                server.restart()
-            elif variant == KILLED:
-                server.kill()
+            _interrupt(server, options, variant, draw)
         length = max(len(prompt) + 1, int(options.first_tokens + number * growth))
         prompt += draw.choices(_TOKENS, k=length - len(prompt))
         reply = server.ask(prompt, options.answer_tokens)
@@ -333,11 +330,21 @@ def run_session(server: MeasuredServer, options: argparse.Namespace, variant: st
         if variant == SHORTENED:
             num_known, answer = len(prompt), answer[len(answer) // 2 :]
         prompt += answer
-        if variant == OTHERS:
-            others = [draw.choices(_TOKENS, k=options.other_tokens) for _ in range(options.others)]
-            with ThreadPoolExecutor(_CLIENTS) as clients:
-                list(clients.map(lambda each: server.ask(each, 2), others))
     return turns
+
+
+def _interrupt(
+    server: MeasuredServer, options: argparse.Namespace, variant: str, draw: random.Random
+) -> None:
+    """Do what a variant does before the turn in the middle."""
+    if variant == OTHERS:
+        others = [draw.choices(_TOKENS, k=options.other_tokens) for _ in range(options.others)]
+        with ThreadPoolExecutor(_CLIENTS) as clients:
+            list(clients.map(lambda each: server.ask(each, 2), others))
+    elif variant == RESTARTED:
+        server.restart()
+    elif variant == KILLED:
+        server.kill()
 
 
 @dataclass(frozen=True)
@@ -424,11 +431,11 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         ("--tokens", at_least_one, 32_768, "of the last prompt"),
         ("--first-tokens", at_least_one, 2048, "of the first prompt"),
         ("--answer-tokens", at_least_one, 32, ""),
-        ("--others", from_zero, 20, "sessions between two turns"),
+        ("--others", from_zero, 20, "other sessions"),
         ("--other-tokens", at_least_one, 2048, ""),
         ("--pool-tokens", at_least_one, None, "by default one and a half times --tokens"),
         ("--host-memory", from_zero_number, 4.0, "GiB for KV and states that leave the pool"),
-        ("--pause", from_zero_number, 0.5, "seconds between two turns"),
+        ("--pause", from_zero_number, 0.2, "seconds between two turns"),
         ("--seed", from_zero, 0, ""),
         ("--cpu-threads", at_least_one, len(os.sched_getaffinity(0)), "of each server"),
     )
