@@ -305,7 +305,8 @@ SERVERS: Final[tuple[type[MeasuredServer], ...]] = (Tokend, LlamaCpp)
 
 def longest(options: argparse.Namespace) -> int:
     """Return the tokens that the last turn may have, its answer included, in whole slots."""
-    return -(-(options.tokens + options.answer_tokens + 1) // 256) * 256
+    tokens: int = options.tokens + options.answer_tokens + 1
+    return -(-tokens // 256) * 256
 
 
 def run_session(server: MeasuredServer, options: argparse.Namespace, variant: str) -> list[Turn]:
