@@ -452,7 +452,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     if options.first_tokens > options.tokens:
         raise ConfigError("--first-tokens must not be more than --tokens")
     if options.pool_tokens is None:
-        options.pool_tokens = options.tokens * 3 // 2 + _BLOCK
+        options.pool_tokens = max(options.tokens * 3 // 2, longest(options)) + _BLOCK
     return options
 
 
