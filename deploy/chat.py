@@ -44,6 +44,8 @@ _COMMANDS: Final = ("/system", "/clear", "/help", "/exit")
 _TEMPERATURE: Final = 0.7
 _REPETITION: Final = {"min_pattern_size": 8, "max_pattern_size": 256, "min_count": 4}
 """Field `repetition_detection`: an answer ends when 8 to 256 tokens come four times in a row."""
+_LOG_LEVEL: Final = "warning"
+"""Of a daemon that is started for the chat: a terminal has its progress, and nothing its end."""
 _START_POLL_SECONDS: Final = 0.1
 _START_SECONDS: Final = 120.0
 _ANSWER_SECONDS: Final = 600.0
@@ -121,7 +123,7 @@ def _started(model: str, environment: HostEnvironment) -> Iterator[str]:
     variables = dict(environment.variables)
     if "api_key" in environment.settings:
         variables[API_KEY_VARIABLE] = environment.settings["api_key"]
-    flags = ["--port", "0", "--log-level", "warning", "--no-page", "--max-num-seqs", "4"]
+    flags = ["--port", "0", "--log-level", _LOG_LEVEL, "--no-page", "--max-num-seqs", "4"]
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "deploy.cli", "serve", model, *flags],
         stdin=subprocess.DEVNULL,
@@ -135,7 +137,7 @@ def _started(model: str, environment: HostEnvironment) -> Iterator[str]:
 
 def _check_chats(model: str, environment: HostEnvironment) -> None:
     """Raise ConfigError if a model does not chat, ModelError if there is none of this name."""
-    with contextlib.closing(open_display(sys.stderr)) as display:
+    with contextlib.closing(open_display(sys.stderr, log_level=_LOG_LEVEL)) as display:
         prepared = prepared_model(model, environment, display)
     if not prepared.generates:
         raise ConfigError(f"{model} gives vectors or scores, no text: tokend serve {model}")

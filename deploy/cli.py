@@ -259,7 +259,9 @@ def serve_with(
     from proto.runtime.log_lines import guard_output
 
     guard_output("tokend", config.frontend.log_format)
-    display = open_display(sys.stderr, config.frontend.log_format)
+    display = open_display(
+        sys.stderr, config.frontend.log_format, log_level=config.frontend.log_level
+    )
     for notice in parsed.notices:
         display.notice(notice)
     from deploy.serve import Terminated, serve

@@ -4,10 +4,11 @@ Closing a display removes its bars; notices stay, and more may follow. After the
 begin with the time and the level, as those of the other processes do.
 """
 
-from typing import TYPE_CHECKING, Literal, TextIO
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final, Literal, TextIO
 
 from proto.runtime.log_lines import notice_line, text_line
-from proto.settings.config import LogFormat
+from proto.settings.config import LogFormat, LogLevel
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -15,15 +16,28 @@ if TYPE_CHECKING:
     from deploy.notify import SystemdNotifier
 
 NoticeLevel = Literal["INFO", "WARNING"]
+_HIDDEN: Final[Mapping[LogLevel, Sequence[NoticeLevel]]] = {
+    "debug": (),
+    "info": (),
+    "warning": ("INFO",),
+    "error": ("INFO", "WARNING"),
+}
+"""Levels of the lines that are left out, by the lowest level of lines."""
 
 
 def open_display(
-    stream: TextIO, log_format: LogFormat = "text", notifier: "SystemdNotifier | None" = None
+    stream: TextIO,
+    log_format: LogFormat = "text",
+    notifier: "SystemdNotifier | None" = None,
+    log_level: LogLevel = "info",
 ) -> "Display":
-    """Return the display for a stream. notifier: also gets all progress."""
+    """Return the display for a stream. notifier: also gets all progress.
+
+    log_level: lowest level of lines; bars on a terminal have none.
+    """
     if log_format == "text" and stream.isatty():
-        return TerminalDisplay(stream, notifier)
-    return Display(stream, notifier, log_format)
+        return TerminalDisplay(stream, notifier, log_level)
+    return Display(stream, notifier, log_format, log_level)
 
 
 def error_line(message: str, log_format: LogFormat = "text") -> str:
@@ -41,10 +55,12 @@ class Display:
         stream: TextIO,
         notifier: "SystemdNotifier | None" = None,
         log_format: LogFormat = "text",
+        log_level: LogLevel = "info",
     ) -> None:
         self._stream = stream
         self._notifier = notifier
         self._log_format = log_format
+        self._hidden = _HIDDEN[log_level]
         self._last: dict[str, str] = {}
         self._is_log = False
 
@@ -81,6 +97,8 @@ class Display:
         **fields: str | float,
     ) -> None:
         """Print a sentence. process: that it comes from. fields: of the JSON object."""
+        if level in self._hidden:
+            return
         if self._log_format == "json":
             line = notice_line(message, process, level, **fields)
         else:
@@ -89,6 +107,8 @@ class Display:
 
     def event(self, process: str, what: str, level: NoticeLevel = "INFO") -> None:
         """Print an event. what: a sentence without its subject, which is the process."""
+        if level in self._hidden:
+            return
         sentence = f"{process} {what}"
         if self._log_format == "json":
             self.notice(sentence, process, level)
@@ -120,11 +140,16 @@ class Display:
 class TerminalDisplay(Display):
     """Shows a progress bar for each process, removed at the end."""
 
-    def __init__(self, stream: TextIO, notifier: "SystemdNotifier | None" = None) -> None:
+    def __init__(
+        self,
+        stream: TextIO,
+        notifier: "SystemdNotifier | None" = None,
+        log_level: LogLevel = "info",
+    ) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-        super().__init__(stream, notifier)
+        super().__init__(stream, notifier, log_level=log_level)
         self._tasks: dict[str, TaskID] = {}
         self._bars = Progress(
             SpinnerColumn(),

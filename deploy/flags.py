@@ -28,7 +28,7 @@ from proto.settings.config_checks import validate
 from worker.models.families import use_families
 
 BYTE_FIELDS: Final = frozenset({"kv_cache_memory", "sched_trace_max_bytes"})
-"""Fields in bytes, whose values may have a suffix K, M or G."""
+"""Fields in bytes, whose values may have a suffix K, M, G or T."""
 
 COUNT_FIELDS: Final = frozenset({"max_model_len", "max_num_batched_tokens"})
 """Fields whose numbers may have a suffix as in vLLM: 8k is 8,000 and 8K is 8,192."""
@@ -43,7 +43,7 @@ HIDDEN: Final = "***"
 
 _PAIR: Final = re.compile(r"\{|[^-/][^=]*=")
 
-_UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _YAML_TYPES: Final = {
     "int": "a whole number",
     "bytes": "a whole number",
@@ -55,7 +55,7 @@ _MAX_VALUES: Final = {"int": (1 << 64) - 1, "bytes": (1 << 63) - 1, "float": 10*
 _WHOLE: Final = re.compile(r"[+-]?[0-9]{1,20}")
 _FRACTION: Final = re.compile(r"[0-9]{1,20}(\.[0-9]*)?|\.[0-9]+")
 _COUNT: Final = re.compile(r"(?:([0-9]{1,20})([KMGT])|([0-9]{1,20}(?:\.[0-9]{1,20})?)([kmgt]))")
-_BYTES: Final = re.compile(r"([0-9]{1,20})\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
+_BYTES: Final = re.compile(r"([0-9]{1,20})\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
 
 _MEANT: Final = {("--attention-backend", "reference"): "--device reference"}

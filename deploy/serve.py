@@ -20,19 +20,21 @@ from typing import NoReturn
 from deploy.display import Display, open_display
 from deploy.environment import FAULTS_VARIABLE, HostEnvironment
 from deploy.models import tokenizer_check
-from deploy.models.store import prepared_draft_model, prepared_model
+from deploy.models.store import note_start, prepared_draft_model, prepared_model
 from deploy.notify import SystemdNotifier
 from deploy.supervisor.epochs import ServedModels
 from deploy.supervisor.launch import Commands, Launch, admin_listeners, check_length, listen, url_of
-from deploy.supervisor.processes import child_environment, process_age
+from deploy.supervisor.processes import child_environment, computes_on_cpu, process_age
 from deploy.supervisor.supervisor import Supervisor
 from proto.codec import Message, encode
 from proto.errors import ConfigError, install_command
 from proto.messages.lifecycle import PhaseClock, PlanBoot
 from proto.messages.prepared_model import read_model_file
 from proto.runtime.faults import Fault, parse_faults
+from proto.runtime.host_resources import available_memory, total_memory
+from proto.runtime.run_directory import TORCH_FOLDER_VARIABLE
 from proto.runtime.security import read_api_keys, readable_key_files
-from proto.settings.config import ServeConfig
+from proto.settings.config import ServeConfig, memory_size
 from proto.settings.generation_config import generation_defaults
 from proto.settings.kv_media import make_private, own_folder
 from proto.settings.kv_media_checks import disk_paths
@@ -62,6 +64,7 @@ def serve(config: ServeConfig, environment: HostEnvironment, commands: Commands)
     _check_profiler(config)
     _check_disks(config)
     _check_files(config)
+    _check_pool(config)
     scheme = _scheme(config)
     read_api_keys(config.frontend)
     faults = _faults(config, environment)
@@ -70,7 +73,9 @@ def serve(config: ServeConfig, environment: HostEnvironment, commands: Commands)
         listener = resources.enter_context(listen(config.frontend.host, config.frontend.port))
         url = url_of(listener, scheme)
         notifier = SystemdNotifier(environment.service_manager)
-        display = open_display(sys.stderr, config.frontend.log_format, notifier)
+        display = open_display(
+            sys.stderr, config.frontend.log_format, notifier, config.frontend.log_level
+        )
         resources.enter_context(closing(display))
         for file in readable_key_files(config.frontend):
             display.notice(f"every user of this machine may read {file}", level="WARNING")
@@ -79,6 +84,7 @@ def serve(config: ServeConfig, environment: HostEnvironment, commands: Commands)
         operators = resources.enter_context(admin_listeners(config.frontend))
         model, draft_model = _prepare_models(config, environment, display)
         check_length(config, model)
+        note_start(model, draft_model)
         defaults = generation_defaults(config.model, model)
         clock.end("model")
         faulthandler.enable()  # print the stacks if the service manager aborts a hung supervisor
@@ -105,6 +111,7 @@ def plan(config: ServeConfig, environment: HostEnvironment, *, as_json: bool) ->
 
     Raises ConfigError and ModelError.
     """
+    _check_pool(config)
     with tempfile.TemporaryDirectory(prefix="tokend-plan-") as headers:
         environment = replace(
             environment.with_hub_token(config.model.hf_token),
@@ -123,16 +130,18 @@ def run_worker_program(
     module: str, boot: Message, config: ServeConfig, environment: HostEnvironment
 ) -> subprocess.CompletedProcess[bytes]:
     """Run a program with the environment of a worker; it reads `boot` and prints its result."""
-    return subprocess.run(
-        (sys.executable, "-P", "-m", module),
-        input=encode(boot),
-        env=child_environment(
-            environment.variables, "worker", config.device, config.parallel.tensor_parallel_size
-        ),
-        stdout=subprocess.PIPE,
-        check=False,
-        process_group=0,  # Ctrl-C goes to this process, which ends it
+    variables = child_environment(
+        environment.variables, "worker", config.device, config.parallel.tensor_parallel_size
     )
+    with tempfile.TemporaryDirectory(prefix="tokend-torch-") as folder:
+        return subprocess.run(
+            (sys.executable, "-P", "-m", module),
+            input=encode(boot),
+            env={TORCH_FOLDER_VARIABLE: folder, **variables},
+            stdout=subprocess.PIPE,
+            check=False,
+            process_group=0,  # Ctrl-C goes to this process, which ends it
+        )
 
 
 def _prepare_models(
@@ -197,6 +206,20 @@ def _check_files(config: ServeConfig) -> None:
                 f"--lora-modules: {module.name}: {module.path}: there is no such file or folder",
                 "lora_modules",
             )
+
+
+def _check_pool(config: ServeConfig) -> None:
+    """Raise ConfigError for a KV pool that is larger than the memory of this machine.
+
+    A pool that fits beside nothing else is refused later, when the model is known.
+    """
+    size, total = config.cache.kv_cache_memory, total_memory()
+    if size is not None and size > total and computes_on_cpu(config.device):
+        raise ConfigError(
+            f"--kv-cache-memory {memory_size(size)} is more than the {memory_size(total)} of "
+            f"memory here, of which {memory_size(available_memory())} are free",
+            "kv_cache_memory",
+        )
 
 
 def _scheme(config: ServeConfig) -> str:

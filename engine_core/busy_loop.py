@@ -13,6 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 from typing import Final
 
 from engine_core.adapters import AdapterRegistry
@@ -31,12 +32,15 @@ from proto.errors import TokendError
 from proto.messages.kv_connector import KVConnectorOutput
 from proto.messages.model_runner_output import ModelRunnerOutput
 from proto.messages.scheduler_output import SchedulerOutput
+from proto.runtime.log_lines import FIELDS
 from proto.runtime.sockets import NO_DESCRIPTOR, Link, Poller
 
 logger = logging.getLogger("tokend.busy_loop")
 
 IDLE_SECONDS: Final = 1.0
 """After this time without a message the engine runs its integrity check."""
+MAX_LISTED_REQUESTS: Final = 50
+"""Ids in the log line about the requests of a front end that is gone."""
 
 SYNCHRONOUS: Final = 1
 """Steps in flight: the next is scheduled when the tokens of the last are known."""
@@ -116,6 +120,8 @@ class BusyLoop:
         elif self._in_flight:
             self._io.receive_messages()
         elif not self._io.receive_messages(IDLE_SECONDS):
+            if self._structured_output is not None and self._workers.is_ready:
+                self._structured_output.warm_up()
             self._check_integrity_until_message()
         if not self._io.is_stopped:
             for epoch in self._io.pop_worker_epochs():
@@ -387,8 +393,7 @@ class EngineIO:
             for link in old:
                 self._disconnect(link)
             self._poller.add(new)
-            num_aborted = self._abort_front_end(message.index)
-            logger.warning("front end %d died: %d requests are aborted", message.index, num_aborted)
+            self._abort_front_end(message.index, "died")
             self._output_dispatcher.flush()  # the gauges that the dead front end received are lost
         return any_commands
 
@@ -419,7 +424,7 @@ class EngineIO:
     def _drop_stalled_front_ends(self) -> None:
         for front_end, link in self._front_ends.pop_stalled():
             self._disconnect(link)
-            num_aborted = self._abort_front_end(front_end)
+            num_aborted = self._abort_front_end(front_end, "does not read its messages")
             incarnation = self._front_ends.incarnation(front_end)
             self._supervisor_io.report_stalled_front_end(front_end, incarnation, num_aborted)
             self._output_dispatcher.flush()
@@ -428,8 +433,25 @@ class EngineIO:
         self._poller.remove(link)
         link.close()
 
-    def _abort_front_end(self, front_end: int) -> int:
-        """Abort the requests of a front end that is gone. Return their number."""
+    def _abort_front_end(self, front_end: int, cause: str) -> int:
+        """Abort the requests of a front end that is gone. Return their number.
+
+        They have no other line in the log, because the front end writes those. cause: why it is
+        gone, as the end of a sentence.
+        """
         self._live_view.watch(front_end, wanted=False)
         self._input_processor.forget_front_end(front_end)
-        return self._scheduler.abort_front_end_requests(front_end)
+        labels = {
+            request.request_id: request.label
+            for request in self._scheduler.requests
+            if request.front_end_index == front_end
+        }
+        self._scheduler.abort_front_end_requests(front_end)
+        ids = " ".join(islice(labels.values(), MAX_LISTED_REQUESTS))
+        more = " …" if len(labels) > MAX_LISTED_REQUESTS else ""
+        logger.warning(
+            "front end %d %s: %d requests are aborted%s",
+            *(front_end, cause, len(labels), f": {ids}{more}" if labels else ""),
+            extra={FIELDS: {"front_end": front_end, "aborted": len(labels), "ids": ids}},
+        )
+        return len(labels)

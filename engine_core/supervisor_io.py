@@ -132,7 +132,8 @@ class SupervisorIO:
                 "engine_core",
                 0,
                 f"front end {front_end} does not read its messages: it is replaced, "
-                f"and its {num_aborted} running requests are aborted",
+                f"and its {num_aborted} requests are aborted",
+                is_warning=True,
             )
         )
         self.link.send(FrontEndStalled(front_end, incarnation))

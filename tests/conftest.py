@@ -27,6 +27,9 @@ if not HAS_GPU:
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so starts a shell what it runs behind it
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the programs of tests inherit it
 
+SUITE_OF = {"engine_core": "engine", "benchmarks": "bench"}
+"""Suites of the folders in tests/ whose tests are not `quick`."""
+
 PROGRESS = os.environ.get("TOKEND_TEST_PROGRESS")
 """The file in which tests/run.py sees which test runs."""
 
@@ -36,7 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def suite_of(item: pytest.Item) -> str:
-    """The suite that the nearest marker of an item names, or that of its folder.
+    """The suite that the nearest marker of an item names, or that of its folder (`SUITE_OF`).
 
     Tests of the engine that replace parts of the scheduler need its sources: they are `quick`.
     """
@@ -44,8 +47,10 @@ def suite_of(item: pytest.Item) -> str:
     # The mark of a parameter is the last one.
     marker = own[-1] if own else item.get_closest_marker("suite")
     if marker is None:
-        in_engine = item.path.is_relative_to(ROOT / "tests" / "engine_core")
-        return "engine" if in_engine and not item.get_closest_marker("interpreted") else "quick"
+        if item.get_closest_marker("interpreted"):
+            return "quick"
+        folders = [each for each in SUITE_OF if item.path.is_relative_to(ROOT / "tests" / each)]
+        return SUITE_OF[folders[0]] if folders else "quick"
     (name,) = marker.args
     if name not in {suite.name for suite in SUITES}:
         raise pytest.UsageError(f"{item.nodeid}: tests/suites.py has no suite {name!r}")

@@ -6,11 +6,11 @@
     python -m tests.run all --table      the same, and write the table of tests/README.md
 
 A test belongs to the suite that its marker names, `pytest.mark.suite("chaos")`; without one to
-`engine` in tests/engine_core and to `quick` elsewhere. Each suite is one pytest process tree. It
-ends when its time limit has passed, or when no test has started or ended for STALL_SECONDS, or for
-the limit of a single test if that is longer; the tests that were running are then printed by name.
-A single test that exceeds the limit for tests of its suite fails with the stacks of all threads and
-asyncio tasks (see tests/conftest.py).
+`engine` in tests/engine_core, to `bench` in tests/benchmarks and to `quick` elsewhere. Each suite
+is one pytest process tree. It ends when its time limit has passed, or when no test has started or
+ended for STALL_SECONDS, or for the limit of a single test if that is longer; the tests that were
+running are then printed by name. A single test that exceeds the limit for tests of its suite fails
+with the stacks of all threads and asyncio tasks (see tests/conftest.py).
 """
 
 import argparse

@@ -56,7 +56,7 @@ SUITES = (
     Suite(
         "quick",
         "unit tests of all parts except the engine: no daemon, no real model",
-        *(1200, 120),
+        *(900, 120),
         environment=ONE_THREAD,
         in_test=True,
     ),
@@ -71,8 +71,14 @@ SUITES = (
     Suite(
         "daemons",
         "the real daemon with the packaged model: tokens, APIs, start, end, killed processes",
-        *(1200, 240),
+        *(900, 240),
         in_test=True,
+    ),
+    Suite(
+        "devices",
+        "the code for GPUs on a fake GPU and in Triton's interpreter, and the reference device",
+        *(300, 120),
+        environment=ONE_THREAD,
     ),
     Suite(
         "transformers",
@@ -126,7 +132,7 @@ SUITES = (
         processes=0,
         environment=ONE_THREAD | {"TOKEND_TEST_SOFTWARE_TILES": "1"},
     ),
-    Suite("bench", "benchmarks that replay a load in processes of their own", 300, 120),
+    Suite("bench", "benchmarks: their figures and the loads that they replay", 400, 120),
     Suite(
         "examples",
         "examples of README and docs with every kernel kind and weight format of this CPU",

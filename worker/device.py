@@ -91,6 +91,11 @@ class Device(LayerDevice, BlockDevice):
         """Where weights and KV lie, for the operator; "" on a device with one memory."""
         return ""
 
+    @property
+    def division(self) -> str:
+        """How ranks share the cores of a device, for the operator; "" if they share none."""
+        return ""
+
     @abstractmethod
     def resolve_dtype(self, dtype: DType) -> torch.dtype:
         """Return the torch dtype of a setting; "auto" is the fastest one of the device."""
@@ -152,6 +157,10 @@ class Device(LayerDevice, BlockDevice):
     @abstractmethod
     def free_bytes(self, config: CacheConfig) -> int:
         """Return the bytes that weights, steps and KV pool may take now."""
+
+    @abstractmethod
+    def total_bytes(self) -> int:
+        """Return the bytes of the memory that `memory_name` names, taken ones included."""
 
     @abstractmethod
     def default_pool_bytes(self, left: int) -> int:

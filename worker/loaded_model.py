@@ -217,6 +217,8 @@ def load(
     if pooler is None and group.rank == 0:
         ends = with_end_tokens(prepared, config.model).ends_notice
         logger.info("end tokens of %s: %s", prepared.name, ends)
+    if device.division and group.rank == 0:
+        logger.info("%s", device.division)
     if device.placement:
         logger.info("%s", device.placement)
     whole = model_spec(prepared, config, device.head_dims)

@@ -17,6 +17,7 @@ supervisor; the same happens when another worker dies. Start with `Worker.run`.
 import gc
 import logging
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -42,6 +43,7 @@ from proto.messages.profiler import ProfileCall
 from proto.messages.scheduler_output import GrammarOutput, SchedulerOutput
 from proto.runtime.faults import FaultInjector
 from proto.runtime.process import describe, freeze_heap
+from proto.runtime.run_directory import TORCH_FOLDER_VARIABLE
 from proto.runtime.sockets import Link, Poller, worker_path
 from worker.create_device import create_device
 from worker.device import Device
@@ -153,6 +155,7 @@ def main(boot: ProcessBoot, supervisor: Link) -> None:
         path = worker_path(boot.run_dir, worker_epoch, boot.index)
         return Link.connect(path, FromEngine)
 
+    os.environ.setdefault(TORCH_FOLDER_VARIABLE, os.path.join(boot.run_dir, "torch"))
     Worker(boot, connect_engine, supervisor).run()
 
 

@@ -113,6 +113,8 @@ def _is_harmony(config: FrontEndConfig, template: str | None) -> bool:
 
 APP_STATE: Final = "tokend.app_state"
 """Key of the AppState in the ASGI scope of a request."""
+_MAX_LISTED: Final = 20
+"""Names of models and adapters in an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,13 +162,20 @@ class AppState:
     seeds: Iterator[int] = field(default_factory=lambda: seeds(None, 0))
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def check_model(self, name: str | None) -> None:
-        """Raise UnknownModelError unless `name` is served; None means the only model."""
+    def check_model(self, name: str | None, key_name: str) -> None:
+        """Raise UnknownModelError unless `name` is served; None means the only model.
+
+        key_name: of the client, whose adapters the error lists, too.
+        """
         if name is not None and name != self.model_name and name not in self.aliases:
             shown = name.encode("ascii", "backslashreplace").decode()[:100]
-            available = ", ".join((self.model_name, *self.aliases))
+            adapters = [] if self.adapters is None else self.adapters.cards(key_name)
+            names = [self.model_name, *self.aliases, *(card.lora.lora_name for card in adapters)]
+            more = ", …" if names[_MAX_LISTED:] else ""
             raise UnknownModelError(
-                f"the model {shown} does not exist; available: {available}", "model"
+                f"the model {shown} does not exist; available: "
+                f"{', '.join(names[:_MAX_LISTED])}{more}",
+                "model",
             )
 
     @property
@@ -278,7 +287,7 @@ class RequestContext:
         """Raise UnknownModelError unless the client may use a model or an adapter of this name."""
         adapters = self.app_state.adapters
         if adapters is None or adapters.find(name, self.key_name) is None:
-            self.app_state.check_model(name)
+            self.app_state.check_model(name, self.key_name)
 
     @property
     def trace_headers(self) -> TraceHeaders:

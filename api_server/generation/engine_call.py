@@ -32,7 +32,7 @@ class EngineCall(Generic[Body]):
         if adapters is not None:
             chosen = adapters.choose(body.model, getattr(body, "lora", None), context.key_name)
         if chosen is None or not chosen.is_named:
-            context.app_state.check_model(body.model)
+            context.app_state.check_model(body.model, context.key_name)
         self._lora = None if chosen is None else chosen.lora
         self.model_name = context.app_state.model_name
         if chosen is not None and chosen.is_named:

@@ -57,6 +57,8 @@ _SIZES: Final = frozenset(
     {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
 )
 _COUNTS: Final = frozenset({"minProperties", "maxProperties"})
+_TYPES: Final = ("null", "boolean", "object", "array", "number", "string", "integer")
+_TYPE_NAMES: Final = f"one of {', '.join(_TYPES)}, or a list of these"
 _KINDS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "an object": lambda value: isinstance(value, dict),
     "a list": lambda value: isinstance(value, list),
@@ -71,6 +73,13 @@ _KINDS: Final[Mapping[str, Callable[[Any], bool]]] = {
         and value >= 0
         and value % 1 == 0
     ),
+    "a number above 0": lambda value: (
+        isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    ),
+    _TYPE_NAMES: lambda value: (
+        value in _TYPES
+        or (isinstance(value, list) and value != [] and all(part in _TYPES for part in value))
+    ),
 }
 _KIND_OF: Final = {
     **dict.fromkeys(("properties", "patternProperties", "$defs", "definitions"), "an object"),
@@ -80,6 +89,8 @@ _KIND_OF: Final = {
     **dict.fromkeys(("$ref", "format", "pattern"), "a string"),
     **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), "a number"),
     **dict.fromkeys(_SIZES, "a whole number"),
+    "multipleOf": "a number above 0",
+    "type": _TYPE_NAMES,
 }
 """Keyword → kind of its value, where this pass relies on it."""
 _COMPOSITION: Final = ("$ref", "allOf", "anyOf", "oneOf")
@@ -89,7 +100,6 @@ _PLAIN_ID_DRAFT: Final = re.compile(r"draft-0[34]\b")
 _DEFINITION: Final = re.compile(r"#/(?:\$defs|definitions)/[^/%~]+")
 """A reference to a definition of the document, which keeps its place."""
 _INDEX: Final = re.compile("[0-9]{1,9}")
-_TYPES: Final = ("null", "boolean", "object", "array", "number", "string", "integer")
 _CONTROL: Final = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f\ud800-\udfff]")
 """All but those with an escape of their own, which are the only escapes that answers use."""
 _UNBOUNDED: Final = 1e300
@@ -103,6 +113,8 @@ MAX_STEPS: Final = 100_000
 _STEPS_OF_SLICE: Final = 2_000
 _PAUSE_SECONDS: Final = 0.001
 _STEPS_OF_SCHEMA: Final = 16
+_MAX_PLACE: Final = 200
+"""Characters of a JSON pointer in an error."""
 _MAX_COMPARISONS: Final = 10_000
 """Of two branches of `oneOf`, or of two properties in them."""
 
@@ -180,18 +192,27 @@ def rewrite_schema(schema: Any, work: SchemaWork) -> tuple[JsonSchema, list[str]
 
     work: of the request's schemas. Raises InvalidRequestError for a
     schema that no text satisfies, for one whose constraints the compiler would change, naming the
-    keyword, and for one that takes too much work.
+    keyword and its place in the schema, and for one that takes too much work.
     """
     work.read(schema)
     rewriter = _Rewriter(schema, work)
-    rewritten = rewriter.rewrite_document()
+    try:
+        rewritten = rewriter.rewrite_document()
+    except InvalidRequestError as error:
+        place = rewriter.place
+        if work.is_used_up or not place:
+            raise
+        raise type(error)(f"at {place}: {error.message}") from None
     if rewritten is False:
         raise InvalidRequestError("no text satisfies the schema")
     return ({} if rewritten is True else rewritten), sorted(rewriter.removed)
 
 
 class _Rewriter:
-    """One pass over a schema; `removed` collects the keywords that are left out."""
+    """One pass over a schema; `removed` collects the keywords that are left out.
+
+    An error leaves `place` where it occurred.
+    """
 
     def __init__(self, root: Any, work: SchemaWork) -> None:
         self._root = root
@@ -204,6 +225,8 @@ class _Rewriter:
         self._targets: dict[str, Any] = {}  # by reference
         self._moved: dict[int, str] = {}  # target, by its identity -> reference to its new place
         self._num_names = 0
+        self._path: list[str] = []  # to the schema that is being rewritten
+        self._pointers: dict[str, str] = {}  # reference to a new place -> to the old one
         self._facts: dict[int, _Facts] = {}  # by the identity of the schema
         self._comparisons: dict[tuple[int, int, int], bool] = {}
         self.removed: set[str] = set()
@@ -214,10 +237,31 @@ class _Rewriter:
         targets: dict[str, JsonSchema] = {}
         while len(targets) < len(self._moved):  # a target may contain further references
             for reference in list(self._moved.values())[len(targets) :]:
+                self._path = unquote(self._pointers[reference]).split("/")[1:]
                 targets[reference.rpartition("/")[2]] = self.rewrite(self._targets[reference])
         if targets and isinstance(root, dict):
             root["$defs"] = {**root.get("$defs", {}), **targets}
         return root
+
+    @property
+    def place(self) -> str:
+        """JSON pointer to the schema being rewritten, or to the nearest one that the client sent.
+
+        Rewriting nests some parts deeper than they were.
+        """
+        place, part = "", self._root
+        for key in self._path:
+            name = key.replace("~1", "/").replace("~0", "~")
+            if name == "prefixItems" and isinstance(part, dict) and name not in part:
+                key = name = "items"
+            if isinstance(part, dict) and name in part:
+                part = part[name]
+            elif isinstance(part, list) and _INDEX.fullmatch(name) and int(name) < len(part):
+                part = part[int(name)]
+            else:
+                break
+            place += f"/{key}"
+        return place if len(place) <= _MAX_PLACE else f"…{place[-_MAX_PLACE:]}"
 
     def rewrite(self, schema: Any) -> JsonSchema:
         """Rewrite a schema and all schemas in it."""
@@ -266,18 +310,31 @@ class _Rewriter:
     def _rewrite_value(self, key: str, value: Any) -> Any:
         """The value of one keyword; what is not a schema stays as it is."""
         if key in ("additionalProperties", "items"):
-            return self.rewrite(value)
+            return self._rewrite_part(value, key)
         if key in ("anyOf", "oneOf", "allOf", "prefixItems"):
-            return [self.rewrite(part) for part in value]
+            return [self._rewrite_part(part, key, str(at)) for at, part in enumerate(value)]
         if key in ("properties", "$defs", "definitions"):
             self._work.read(list(value))
-            return {name: self.rewrite(part) for name, part in value.items()}
+            return {name: self._rewrite_part(part, key, name) for name, part in value.items()}
         if key == "patternProperties":
-            return {self._regex(name): self.rewrite(part) for name, part in value.items()}
+            return {
+                self._regex(name): self._rewrite_part(part, key, name)
+                for name, part in value.items()
+            }
         if key == "pattern":
             return self._regex(value)
         self._work.read(value)
         return value
+
+    def _rewrite_part(self, schema: Any, keyword: str, name: str | None = None) -> JsonSchema:
+        """Rewrite a schema in the value of a keyword. name: in that value, if it has several."""
+        depth = len(self._path)
+        self._path.append(keyword)
+        if name is not None:
+            self._path.append(name.replace("~", "~0").replace("/", "~1"))
+        rewritten = self.rewrite(schema)
+        del self._path[depth:]
+        return rewritten
 
     def _regex(self, pattern: str) -> str:
         self._work.take_steps(len(pattern))
@@ -318,6 +375,7 @@ class _Rewriter:
         if target is not None and not _DEFINITION.fullmatch(reference):
             if id(target) not in self._moved:
                 self._moved[id(target)] = self._new_reference(target)
+                self._pointers[self._moved[id(target)]] = reference
             schema["$ref"] = self._moved[id(target)]
         return schema
 

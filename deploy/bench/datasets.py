@@ -495,6 +495,24 @@ def is_chat(options: argparse.Namespace) -> bool:
     return bool((options.endpoint or default) == "chat")
 
 
+def unused_options(options: argparse.Namespace) -> set[str]:
+    """Return the options that say nothing about the requests of the selected data set."""
+    name = "trace" if options.trace else options.dataset
+    unused = {"trace_scale", "trace_block_size"} if name != "trace" else {"dataset"}
+    unused |= {"prefix_groups", "prefix_tokens"} if name != "shared-prefix" else set()
+    unused |= {"turns"} if name not in _CHATS else set()
+    unused |= {"system_tokens", "tools"} if name != "agent" else set()
+    if name in ("trace", "file"):
+        unused |= {"input_tokens", "range_ratio"}
+    if name == "trace":
+        unused.add("output_tokens")
+    if name in (*_CHATS, "file") or is_chat(options):
+        unused.add("prompts")
+    if "prompts" in unused or options.prompts == "text":
+        unused |= {"lowest_token_id", "highest_token_id"}
+    return unused
+
+
 class Dataset(NamedTuple):
     """A data set. offsets: seconds at which the sessions of a trace begin; None without one."""
 

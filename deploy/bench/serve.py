@@ -24,6 +24,7 @@ from deploy.bench.datasets import (
     dataset_of,
     is_chat,
     prompts_of,
+    unused_options,
 )
 from deploy.bench.figures import AnswerComparison, RunFigures, figures_of, html_page, show
 from deploy.bench.load import LoadPattern, gamma_arrivals, measure, ramped, warm_up
@@ -257,16 +258,21 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _head(options: argparse.Namespace, started: datetime, runs: Sequence[RunFigures]) -> list[str]:
-    """Return date, lengths and settings of the measurement, for people."""
+    """Return date, lengths and settings of the measurement, for people.
+
+    Settings without effect are left out.
+    """
     num_answers = sum(run.num_completed for run in runs) or 1
     num_in, num_out = (
         sum(getattr(run, name) for run in runs) / num_answers
         for name in ("input_tokens", "output_tokens")
     )
+    unused = unused_options(options) | ({"ramp_seconds"} if options.trace else set())
+    unused |= set() if options.request_rate else {"burstiness"}
     settings = " ".join(
         f"--{name.replace('_', '-')}={_text(value)}"
         for name, value in _settings(options).items()
-        if value not in (None, False, [], {})
+        if name not in unused and value not in (None, False, [], {})
     )
     return [
         f"started {started:%Y-%m-%d %H:%M:%S} UTC; per request on average {num_in:,.0f} tokens in, "

@@ -8,9 +8,10 @@ too, and stays when the model's files are moved or removed by others.
 import contextlib
 import os
 import shutil
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -20,7 +21,7 @@ from deploy.models.gguf_parts import part_names
 from deploy.models.hub import HubName
 from deploy.models.lock_file import exclusive
 from deploy.models.prepared_folder import size_text
-from deploy.models.store import read_manifest
+from deploy.models.store import last_start, read_manifest
 from proto.errors import ModelError
 
 if TYPE_CHECKING:
@@ -37,14 +38,14 @@ class StoredModel:
     """A model on the disk.
 
     name: as `tokend serve` takes it, or the path of a model that is gone. form: format of the
-    weights. last_used: when its weights were last read or written, as far as the file system notes
-    it, in seconds of the Unix clock.
+    weights. last_used: when tokend last started with it, in seconds of the Unix clock; None if it
+    has not.
     """
 
     name: str
     num_bytes: int
     form: str
-    last_used: float
+    last_used: float | None
 
 
 def stored_models(environment: HostEnvironment) -> list[StoredModel]:
@@ -53,11 +54,12 @@ def stored_models(environment: HostEnvironment) -> list[StoredModel]:
     Repositories of the hub without weights that tokend reads are left out. What was prepared of
     models that are gone comes with them.
     """
+    starts = _starts(environment)
     gone = [
-        _stored(source, _GONE, [path for each in folders for path in each.rglob("*")])
+        _stored(source, _GONE, chain(*(each.rglob("*") for each in folders)), starts, Path(source))
         for source, folders in _gone(environment).items()
     ]
-    found = [*_packaged(environment), *_of_hub(environment), *gone]
+    found = [*_packaged(environment, starts), *_of_hub(environment, starts), *gone]
     return sorted(found, key=lambda model: (model.form == _GONE, model.name.lower()))
 
 
@@ -66,26 +68,43 @@ def table(models: list[StoredModel]) -> list[str]:
     width = max([4, *(min(len(model.name), _MAX_WIDTH) for model in models)])
     lines = [f"{'NAME':{width}}  {'SIZE':>9}  {'FORMAT':24}LAST USED"]
     for model in models:
-        used = datetime.fromtimestamp(model.last_used).strftime("%Y-%m-%d %H:%M")
+        used = "-"
+        if model.last_used is not None:
+            used = datetime.fromtimestamp(model.last_used).strftime("%Y-%m-%d %H:%M")
         size = size_text(model.num_bytes)
         lines.append(f"{model.name:{width}}  {size:>9}  {model.form:24}{used}")
     return lines
 
 
-def _packaged(environment: HostEnvironment) -> Iterator[StoredModel]:
+Starts = Mapping[str, float]
+"""When tokend last started with a model, by the path of its source, where links lead."""
+
+
+def _starts(environment: HostEnvironment) -> Starts:
+    starts: dict[str, float] = {}
+    for folder in map(str, Path(catalogue.prepared_root(environment.cache)).glob("*")):
+        manifest, start = read_manifest(folder), last_start(folder)
+        if manifest is not None and start is not None:
+            source = os.path.realpath(manifest.source)
+            starts[source] = max(start, starts.get(source, start))
+    return starts
+
+
+def _packaged(environment: HostEnvironment, starts: Starts) -> Iterator[StoredModel]:
     for model in catalogue.MODELS:
         if catalogue.is_fetched(model, environment.cache):
             path = Path(catalogue.file_path(model, environment.cache))
-            yield _stored(model.name, f"GGUF {hub.quantisation(model.file_name)}", [path])
+            yield _stored(model.name, f"GGUF {hub.quantisation(model.file_name)}", [path], starts)
 
 
-def _of_hub(environment: HostEnvironment) -> Iterator[StoredModel]:
+def _of_hub(environment: HostEnvironment, starts: Starts) -> Iterator[StoredModel]:
     repositories = _repositories(environment)
     for name, repository in repositories.items():
         unfinished = f", {_UNFINISHED}" if _has_unfinished(repository.repo_path) else ""
         files = _blobs(repository)
         if any(each.endswith(".safetensors") and "/" not in each for each in files):
-            yield _stored(name, f"safetensors{unfinished}", set().union(*files.values()))
+            form, blobs = f"safetensors{unfinished}", set().union(*files.values())
+            yield _stored(name, form, blobs, starts, repository.repo_path)
             continue
         models = hub.gguf_models(files)
         kinds = [hub.quantisation(each) for each in models]
@@ -93,17 +112,22 @@ def _of_hub(environment: HostEnvironment) -> Iterator[StoredModel]:
             tag = kind if kind and kinds.count(kind) == 1 else os.path.basename(first)
             hub_name = HubName(name, tag if len(models) > 1 else "")
             blobs = {blob for part in part_names(first) for blob in files.get(part, ())}
-            yield _stored(str(hub_name), f"GGUF {kind}{unfinished}", blobs)
+            yield _stored(str(hub_name), f"GGUF {kind}{unfinished}", blobs, starts)
     for folder in Path(environment.hugging_face_cache).glob("models--*--*"):
         name = hub.repository_of(folder)
         if name not in repositories and _has_unfinished(folder):
-            yield _stored(name, _UNFINISHED, (folder / "blobs").iterdir())
+            yield _stored(name, _UNFINISHED, (folder / "blobs").iterdir(), starts)
 
 
-def _stored(name: str, form: str, files: Iterable[Path]) -> StoredModel:
-    stats = [each.stat() for each in files]
-    used = max(max(each.st_atime, each.st_mtime) for each in stats)
-    return StoredModel(name, sum(each.st_size for each in stats), form, used)
+def _stored(
+    name: str, form: str, files: Iterable[Path], starts: Starts, root: Path | None = None
+) -> StoredModel:
+    """Describe a model. root: its path, or a folder above it, if it is not one of the files."""
+    paths = list(files)
+    roots = paths if root is None else [root]
+    used = [start for source, start in starts.items() if _is_below(source, roots)]
+    num_bytes = sum(each.stat().st_size for each in paths)
+    return StoredModel(name, num_bytes, form, max(used, default=None))
 
 
 def _repositories(environment: HostEnvironment) -> "dict[str, CachedRepoInfo]":

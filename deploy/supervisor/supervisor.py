@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Final
 
-from deploy.display import Display
+from deploy.display import Display, NoticeLevel
 from deploy.notify import SystemdNotifier
 from deploy.supervisor.epochs import Announcement, EpochCounter
 from deploy.supervisor.exit_report import FailureLog
@@ -228,7 +228,8 @@ class Supervisor:
             if not self._readiness.complete:
                 self._display.progress(message.what, message.fraction, child.name)
         elif isinstance(message, Notice):
-            self._display.notice(message.message, child.name)
+            level: NoticeLevel = "WARNING" if message.is_warning else "INFO"
+            self._display.notice(message.message, child.name, level)
         elif isinstance(message, FrontEndStalled):
             self._kill_stalled_front_end(message)
         elif isinstance(message, DrainProgress):

@@ -45,9 +45,11 @@ STEP_COLUMNS: Final = (
     "limit",
     "host",
     "others",
+    "kept",
 )
 """Integers per step. prefill, decode, local, external: tokens. limit: index in `limits`. host,
-others: blocks with KV in host memory, and on other media of the connector."""
+others: blocks with KV in host memory, and on other media of the connector. kept: sequences that
+were there from the end of the step before until this one."""
 
 
 HOST_MEDIUM: Final = "CPU"
@@ -112,6 +114,7 @@ class Condenser:
         self._complete_after: dict[int, list[int]] = {}
         self._pins: dict[str, tuple[int, int]] = {}
         self._rows: dict[int, int] = {}  # of sequences, in the order of their arrival
+        self._num_kept = self._kept_before = 0  # since the last step; rows that count
 
     def add_line(self, line: TraceLine) -> None:
         condensed = self.condensed
@@ -179,7 +182,9 @@ class Condenser:
             condensed.limits.index(decision.limit),
             sum(tier.num_used for tier in snapshot.tiers if tier.medium == HOST_MEDIUM),
             sum(tier.num_used for tier in snapshot.tiers if tier.medium != HOST_MEDIUM),
+            self._num_kept,
         )
+        self._begin_rest()
         for tier in snapshot.tiers:
             condensed.tiers[tier.medium] = tier.num_blocks
         for name, value in zip(STEP_COLUMNS, values, strict=True):
@@ -209,12 +214,17 @@ class Condenser:
         index = self._index_of_step.pop(line.step, None)
         if index is not None:
             self.condensed.step_ends[index] = line.time_us
+        self._begin_rest()
         for seq_id in line.first:
             self.condensed.firsts[seq_id] = line.time_us
         for seq_id in self._complete_after.pop(line.step, ()):
             state = self._states.get(seq_id)
             if state is not None and state.state is State.PREFILL:
                 self._set_state(seq_id, State.DECODE, line.time_us)
+
+    def _begin_rest(self) -> None:
+        """Count the sequences that stay until the next step, from those that are here now on."""
+        self._num_kept, self._kept_before = len(self._states), len(self.condensed.arrivals)
 
     def _set_state(self, seq_id: int, state: State, time: int) -> None:
         sequence = self._states.get(seq_id)
@@ -230,6 +240,7 @@ class Condenser:
     def _end(self, seq_id: int, time: int) -> None:
         state = self._states.pop(seq_id, None)
         if state is not None:
+            self._num_kept -= state.row < self._kept_before
             self._segment(state.row, state.state, state.since, time)
 
     def _unpin(self, job: str, time: int) -> None:

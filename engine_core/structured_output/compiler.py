@@ -10,7 +10,8 @@ most, and slow grammars occupy one core however many there are. In both queues t
 
 Loading a vocabulary holds the interpreter lock for a moment, so a thread does it first, while
 the workers load. An engine that replaces one that died has streams waiting and nothing to load
-meanwhile; it loads the vocabulary with the first grammar.
+meanwhile; it loads the vocabulary with the first grammar. The process of the sandbox takes seconds
+to start on a busy machine: it starts when the engine is idle for the first time (`warm_up`).
 """
 
 import logging
@@ -48,6 +49,8 @@ COMPILE_SECONDS: Final = 2.0
 
 UNAVAILABLE: Final = "structured output is not available for this model"
 """Error of requests with a grammar if the model's tokenizer has no backend."""
+
+_WARM_UP: Final = GrammarSource("regex", "a")
 
 CompiledGrammar = Matcher | GrammarError | CompilerFailedError
 """A matcher to copy, or why there is none."""
@@ -165,6 +168,7 @@ class GrammarCompiler:
         self._results: queue.SimpleQueue[tuple[GrammarSource, CompiledGrammar, int]] = (
             queue.SimpleQueue()
         )
+        self._is_warm = False
         self._backend_lock = threading.Lock()
         self._is_backend_made = False
         self._backend: LLGuidanceBackend | None = None
@@ -190,6 +194,12 @@ class GrammarCompiler:
                 tenants.add(tenant)
                 self._quick.put(tenant, source)
         return compiled
+
+    def warm_up(self) -> None:
+        """Start the sandbox by a grammar that no request waits for; later calls do nothing."""
+        if not self._is_warm:
+            self._is_warm = True
+            self.request_grammar(_WARM_UP, 0)
 
     def withdraw_grammar(self, source: GrammarSource) -> None:
         """Drop a grammar that no request waits for, unless it is being compiled."""

@@ -220,6 +220,10 @@ class StructuredOutputManager:
         """Make the descriptor unreadable; call it before the pop methods."""
         self._event_fd.clear()
 
+    def warm_up(self) -> None:
+        """Start what the first grammar would wait for; later calls do nothing."""
+        self._compiler.warm_up()
+
     def close(self) -> None:
         """End the threads."""
         self._compiler.close()

@@ -424,11 +424,12 @@ class Progress(msgspec.Struct, array_like=True, tag=15, frozen=True):
 
 
 class Notice(msgspec.Struct, array_like=True, tag=16, frozen=True):
-    """One line for the operator."""
+    """One line for the operator. is_warning: something is wrong."""
 
     role: Role
     index: int
     message: str
+    is_warning: bool = False
 
 
 class Fatal(msgspec.Struct, array_like=True, tag=17, frozen=True):

@@ -204,6 +204,17 @@ def available_memory(root: Path = Path("/")) -> int:
     return free if left is None else min(free, left)
 
 
+def total_memory(root: Path = Path("/")) -> int:
+    """Return the bytes of memory of the machine, or fewer if control groups allow less."""
+    limits = [
+        limit
+        for folder in _folders(root, "memory")
+        for name in ("memory.max", "memory.limit_in_bytes")
+        if (limit := _number(folder / name)) is not None
+    ]
+    return min([_meminfo(root, "MemTotal"), *limits])
+
+
 def is_memory_limited(root: Path = Path("/")) -> bool:
     """Return whether control groups, and not the machine, limit what can be allocated now."""
     left = memory_left(root)
@@ -212,10 +223,15 @@ def is_memory_limited(root: Path = Path("/")) -> bool:
 
 def _free_memory(root: Path) -> int:
     """Return the bytes that the machine can provide without swapping."""
+    return _meminfo(root, "MemAvailable")
+
+
+def _meminfo(root: Path, name: str) -> int:
+    """Return a number of /proc/meminfo in bytes."""
     fields = dict(
         line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines() if line
     )
-    return int(fields["MemAvailable"].split()[0]) * 1024
+    return int(fields[name].split()[0]) * 1024
 
 
 def resident_memory(pid: int, root: Path = Path("/")) -> int:

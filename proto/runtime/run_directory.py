@@ -14,10 +14,15 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Final
 
 from proto.codec import from_json, to_json
 from proto.errors import ConfigError
 from proto.messages.lifecycle import DaemonState
+
+TORCH_FOLDER_VARIABLE: Final = "TORCHINDUCTOR_CACHE_DIR"
+"""Names a folder that torch makes, elsewhere in TMPDIR, when its profiler or transformers is
+imported; nothing of tokend compiles into it, so it is one that ends with the process."""
 
 _PREFIX = "tokend-"
 _LOCK = "lock"

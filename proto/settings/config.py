@@ -136,8 +136,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_dtype: KVCacheDType = "auto"
     """Data type of the KV cache: int8 has scales (CPU), fp8 is e4m3 (GPU); others are unscaled."""
     kv_cache_memory: int | None = None
-    """Bytes of the KV pool of all workers (suffixes K, M, G); by default on a CPU three quarters of
-    the memory that weights and steps leave free."""
+    """Bytes of the KV pool of all workers (suffixes K, M, G, T); by default on a CPU three quarters
+    of the memory that weights and steps leave free."""
     num_state_slots: int | None = None
     """Slots for the states of recurrent layers. A running sequence takes two, three while it holds
     a cached state that it began with, and one without prefix caching; by default twice the two
@@ -482,7 +482,7 @@ class TraceConfig(msgspec.Struct, frozen=True, kw_only=True):
     sched_trace: str | None = None
     """File (.jsonl) for the scheduler's trace; see `tokend trace`."""
     sched_trace_max_bytes: int = 4 << 30
-    """Maximum size of the trace file (suffixes K, M, G); then tracing stops."""
+    """Maximum size of the trace file (suffixes K, M, G, T); then tracing stops."""
     profiler_config: str | None = None
     """Profiles at POST /start_profile, as JSON with vLLM's keys: profiler (torch),
     torch_profiler_dir, torch_profiler_with_stack, max_iterations …; by default none."""

@@ -265,6 +265,9 @@ async def serving(
     app = create_app(app_state)
     server = make_server(app, app_state.config, app_state.metrics.connections, admin_sockets)
     listener = socket.create_server((host, port))
+    for each in (listener, *admin_sockets):
+        if each.family != socket.AF_UNIX:  # uvloop does this, asyncio's loop waits 40 ms for an ACK
+            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     server.lifespan = server.config.lifespan_class(server.config)
     await server.startup(sockets=[listener])

@@ -171,6 +171,13 @@ async def test_only_some_keys_see_and_use_an_adapter(start: StartFrontEnd, tmp_p
                 assert response.status_code == (200 if number in seen else 404)
                 _, response = await asked(front_end, lora=[{"id": number}])
                 assert response.status_code == (200 if number in seen else 400)
+            for response in (
+                await front_end.complete(model="other"),
+                await front_end.http.get("/v1/models/other"),
+            ):
+                names = ", ".join([MODEL, *(f"adapter-{each}" for each in sorted(seen))])
+                message = response.json()["error"]["message"]
+                assert message == f"the model other does not exist; available: {names}"
             shown = EncodedView(all_resident(1, 2, 4), 0.0, LoRAAccess(lora.lora_access))
             name = "alice" if key == "a1" else "bob"
             event = shown.event_for(SubscriberScope(1, key_name=name)).decode()

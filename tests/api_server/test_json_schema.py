@@ -426,11 +426,49 @@ def test_counts_of_properties(backend, minimum, maximum):
         ({"allOf": 1, "oneOf": [{}]}, "allOf must be a list"),
         ({"exclusiveMaximum": []}, "exclusiveMaximum must be a number"),
         ({"maxItems": -1}, "maxItems must be a whole number"),
+        (
+            {"type": "strin"},
+            "type must be one of null, boolean, object, array, number, string, integer, or a list "
+            'of these, not "strin"',
+        ),
+        ({"type": ["string", "nil"]}, "type must be one of null, "),
+        ({"type": []}, "type must be one of null, "),
+        ({"type": None}, "type must be one of null, "),
+        ({"multipleOf": 0}, "multipleOf must be a number above 0, not 0"),
+        ({"multipleOf": "2"}, "multipleOf must be a number above 0"),
     ],
 )
 def test_unsupported_schemas_are_refused_by_name(schema, words):
     with pytest.raises(InvalidRequestError, match=re.escape(words)):
         json_rules("start", rewrite_schema(schema, SchemaWork())[0], SchemaWork())
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"type": "x"}, ""),
+        ({"properties": {"a": {"type": "x"}}}, "/properties/a"),
+        ({"properties": {"": {"items": {"anyOf": [{}, {"type": "x"}]}}}}, None),
+        ({"properties": {"a/b~": {"items": {"anyOf": [{}, {"type": "x"}]}}}}, None),
+        ({"items": [{}, {"type": "x"}]}, "/items/1"),
+        ({"$defs": {"a": {"type": "x"}}, "$ref": "#/$defs/a"}, "/$defs/a"),
+        (
+            {"components": {"a": {"items": {"type": "x"}}}, "$ref": "#/components/a"},
+            "/components/a/items",
+        ),
+        ({"dependentSchemas": {"a": {"properties": {"b": {"type": "x"}}}}}, ""),
+        ({"properties": {"a": {"enum": ["\x00"]}, "b": {}}}, "/properties/a"),
+    ],
+)
+def test_a_refused_schema_is_refused_with_the_place(schema, place):
+    if place is None:
+        (name,) = schema["properties"]
+        pointer = name.replace("~", "~0").replace("/", "~1")
+        place = f"/properties/{pointer}/items/anyOf/1"
+    with pytest.raises(InvalidRequestError) as raised:
+        rewrite_schema(schema, SchemaWork())
+    at = f"at {place}: " if place else ""
+    assert re.match(re.escape(at) + "(type must|enum: control)", str(raised.value))
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,11 @@ def test_free_text_and_compact_json():
         ({"response_format": {"type": "xml"}}, "response_format", "type"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "missing"),
         (
+            {"guided_json": {"properties": {"a": {"type": "strin"}}}},
+            "guided_json",
+            "guided_json: at /properties/a: type must be one of null, ",
+        ),
+        (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
             "response_format",
             "schema",

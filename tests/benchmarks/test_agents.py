@@ -17,7 +17,6 @@ def bench(file: Path, *words: str) -> dict:
     return json.loads(file.read_text())
 
 
-@pytest.mark.suite("bench")
 def test_a_grid_is_measured_and_reproducible(tmp_path: Path, capsys) -> None:
     place = ["--pools", "500", "--rates", "90"]
     found = bench(tmp_path / "first.json", *place)
@@ -46,7 +45,6 @@ def test_a_grid_is_measured_and_reproducible(tmp_path: Path, capsys) -> None:
     assert again["measured"] == [measured[4]]
 
 
-@pytest.mark.suite("bench")
 def test_other_requests_are_measured_separately(tmp_path: Path, capsys) -> None:
     place = ["--pools", "500", "--rates", "90", "--seeds", "3", "--policies", "fcfs"]
     alone = bench(tmp_path / "alone.json", *place)
@@ -59,7 +57,6 @@ def test_other_requests_are_measured_separately(tmp_path: Path, capsys) -> None:
     assert "others" in capsys.readouterr().out
 
 
-@pytest.mark.suite("bench")
 def test_an_interrupted_grid_is_resumed(tmp_path: Path, monkeypatch, capsys) -> None:
     place = ["--pools", "500", "--rates", "90", "--seeds", "3"]
     ledger = tmp_path / "replays.jsonl"

@@ -30,7 +30,6 @@ def small(name: str, kv_cache_dtype: str) -> AttentionWorkload:
     )
 
 
-@pytest.mark.suite("bench")
 def test_a_workload_runs_in_a_separate_process() -> None:
     try:
         variant = load_kernels().variant

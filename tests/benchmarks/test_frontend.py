@@ -166,7 +166,6 @@ def test_incomplete_peer_flags_are_refused() -> None:
         commands(["--step-ms", "-1"])
 
 
-@pytest.mark.suite("daemons")
 def test_a_run_against_the_daemon(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "figures.json"
     words = ["--streams", "8", "--step-ms", "10", "--seconds", "1", "--rounds", "1"]

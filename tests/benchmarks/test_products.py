@@ -13,7 +13,6 @@ from tests.fakes.tiny_model_files import tokenizer_json
 from worker.cpu.device import CpuDevice
 
 
-@pytest.mark.suite("bench")
 @pytest.mark.skipif(not isinstance(CPU, CpuDevice), reason="no compiled kernels")
 def test_json_output(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

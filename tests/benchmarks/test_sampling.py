@@ -12,7 +12,6 @@ from tests.benchmarks.messages import SamplingCaseTimings, SamplingTimings, Samp
 from worker.cpu.kernels import KernelsUnavailableError, load_kernels
 
 
-@pytest.mark.suite("bench")
 def test_cases_alternate_in_a_separate_process() -> None:
     try:
         variant = load_kernels().variant

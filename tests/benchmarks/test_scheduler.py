@@ -32,7 +32,6 @@ def bench(*words: str) -> int:
     return run(scheduler.main, words)
 
 
-@pytest.mark.suite("bench")
 def test_json_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "rows.json"
     assert bench("decode16", "hash1k", "--rounds", "1", "--json", str(file)) == 0
@@ -47,7 +46,6 @@ def test_json_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "decode16" in capsys.readouterr().out
 
 
-@pytest.mark.suite("bench")
 def test_live_views_are_not_part_of_the_step_time(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     assert bench("full64", "full64-watched", "--rounds", "1", "--json", str(file)) == 0
@@ -57,7 +55,6 @@ def test_live_views_are_not_part_of_the_step_time(tmp_path: Path) -> None:
     assert alone["num_scheduled"] == watched["num_scheduled"] == 64
 
 
-@pytest.mark.suite("bench")
 def test_a_peer_runs_the_same_workloads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The peer is a second copy of our own program."""
     peer = program(
@@ -97,7 +94,6 @@ def test_usage_errors_are_one_line(
     assert expected in line
 
 
-@pytest.mark.suite("bench")
 def test_a_failing_peer_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     peer = program(tmp_path / "python", "exit 3")
     assert bench("hash1k", "--peer-python", peer) == 1

@@ -90,7 +90,6 @@ def test_the_pool_holds_the_longest_job() -> None:
         next(SeedGrid(grid, 0).measure_cells(measured))
 
 
-@pytest.mark.suite("daemons")
 def test_a_daemon_gets_the_drawn_jobs() -> None:
     turns = [JobTurn(20, 5, "shell", 0.5), JobTurn(30, 4, "shell", 0.2), JobTurn(8, 3)]
     jobs = [AgentJob(0.1 * each, each % 2, turns) for each in range(5)]
@@ -110,7 +109,6 @@ def test_a_daemon_gets_the_drawn_jobs() -> None:
     assert 64 // 16 < done.live_blocks_mean < done.live_blocks_peak <= most
 
 
-@pytest.mark.suite("daemons")
 def test_concurrent_jobs_are_limited() -> None:
     turns = [JobTurn(20, 5, "shell", 9.0), JobTurn(30, 4)]
     jobs = [AgentJob(1000.0 * each, 0, turns) for each in range(4)]

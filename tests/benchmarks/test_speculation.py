@@ -87,7 +87,6 @@ def test_usage_errors_are_one_line(
     assert expected in line
 
 
-@pytest.mark.suite("bench")
 def test_json_output(tmp_path: Path) -> None:
     """Two daemons with the packaged model: the same answers, figures of both."""
     file = tmp_path / "rows.json"

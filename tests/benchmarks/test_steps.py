@@ -15,7 +15,6 @@ def bench(*words: str) -> int:
     return run(steps.main, words)
 
 
-@pytest.mark.suite("bench")
 def test_json_output(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,6 @@ def target() -> Target:
     return Target(packaged_model())
 
 
-@pytest.mark.suite("daemons")
 def test_training_and_serving_compute_the_same(target: Target, tmp_path: Path) -> None:
     """Every position, and the states that follow the head's own."""
     torch.manual_seed(3)
@@ -82,7 +81,6 @@ def test_questions_held_out_are_about_other_subjects() -> None:
     assert min(len(trained), len(held_out)) > 100
 
 
-@pytest.mark.suite("daemons")
 def test_a_head_is_trained_and_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In seconds: it learns nothing that is worth a figure."""
     words = ["--questions", "6", "--max-tokens", "8", "--minutes", "0.05", "--measured", "3"]

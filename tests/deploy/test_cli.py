@@ -6,13 +6,18 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
-from deploy import cli
+from deploy import cli, serve
+from deploy.environment import HostEnvironment
+from proto.messages.lifecycle import NewFrontEnd
 from proto.runtime import process
+from proto.runtime.run_directory import TORCH_FOLDER_VARIABLE
+from proto.settings.config import ServeConfig
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,6 +73,17 @@ def test_models_are_listed(
             ["serve", "--enable-lora", "--lora-modules", "pirate=/nowhere"],
             "--lora-modules: pirate: /nowhere: there is no such file or folder",
         ),
+        (
+            ["serve", "--port", "0", "./nosuch.gguf"],
+            f"no model './nosuch.gguf': there is no file {os.path.abspath('nosuch.gguf')}",
+        ),
+        (["serve", "--port", "0", "models/x.gguf"], "there is no file "),
+        (["plan", "/abs/nosuch"], "no model '/abs/nosuch': there is no file or folder /abs/nosuch"),
+        (
+            ["serve", "--device", "cpu", "--kv-cache-memory", "1000T"],
+            "--kv-cache-memory 1,024,000.00 GiB is more than the ",
+        ),
+        (["plan", "--device", "cpu", "--kv-cache-memory", "1000T"], " of memory here, of which "),
         (["pull"], "tokend pull takes one name"),
         (["pull", "gpt-5"], "no model 'gpt-5': the packaged models are smollm2-135m-instruct"),
         (["pull", "smollm2-135m-instruct", "--revision", "v1"], "is for names on the Hugging Face"),
@@ -210,6 +226,19 @@ def test_every_command_has_help(
         status = exit.code
     assert status == 0
     assert f"usage: tokend {command}" in capsys.readouterr().out
+
+
+def test_programs_of_a_worker_leave_nothing_of_torch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    program = f"import os\nprint(os.listdir(os.environ[{TORCH_FOLDER_VARIABLE!r}]))\n"
+    (tmp_path / "program.py").write_text(program)
+    variables = {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = HostEnvironment.of({**os.environ, **variables})
+    done = serve.run_worker_program("program", NewFrontEnd(0, 1), ServeConfig(), environment)
+    assert done.stdout == b"[]\n"
+    assert [each.name for each in tmp_path.iterdir()] == ["program.py"]
 
 
 def test_an_unknown_model(

@@ -15,7 +15,7 @@ from api_server.http.access import HEALTH
 from api_server.metrics.metric_sheet import MetricSheet
 from api_server.metrics.metrics import Metrics
 from api_server.routes import completions
-from deploy.environment import HostEnvironment
+from deploy.environment import API_KEY_VARIABLE, HostEnvironment
 from deploy.supervisor.shutdown import ON_REQUEST
 from proto.settings.config import FrontEndConfig, ReliabilityConfig
 from worker.cuda.build_flashinfer import PACKAGE, parser
@@ -177,6 +177,10 @@ def test_compose_mounts_existing_files_and_outlasts_the_shutdown() -> None:
     assert all((ROOT / path).exists() for path in mounted)
     scraped = yaml.safe_load((ROOT / "deploy" / "docker" / "prometheus.yml").read_text())
     (job,) = scraped["scrape_configs"]
+    (config,) = services["prometheus"]["configs"]
+    assert job["authorization"] == {"credentials_file": config["target"]}
+    compose = yaml.safe_load((ROOT / "compose.yaml").read_text())
+    assert compose["configs"][config["source"]] == {"content": f"${{{API_KEY_VARIABLE}:-none}}"}
     assert job["static_configs"][0]["targets"] == [f"tokend:{PORT}"]
 
 

@@ -72,4 +72,4 @@ def test_a_drain_ends_at_its_timeout() -> None:
     case.now += 1.0
     assert case.draining.done
     case.draining.report_unfinished()
-    assert case.notices.lines[1:] == ["tokend: 1 request not finished: aborted"]
+    assert case.notices.lines[1:] == ["WARNING tokend: 1 request not finished: aborted"]

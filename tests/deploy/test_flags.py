@@ -81,7 +81,14 @@ def test_arguments_of_every_type() -> None:
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [("4096", 4096), ("3K", 3 << 10), ("4G", 4 << 30), ("2GiB", 2 << 30), ("1 M", 1 << 20)],
+    [
+        ("4096", 4096),
+        ("3K", 3 << 10),
+        ("4G", 4 << 30),
+        ("2GiB", 2 << 30),
+        ("1 M", 1 << 20),
+        ("1T", 1 << 40),
+    ],
 )
 def test_bytes(text: str, number: int) -> None:
     assert built("--kv-cache-memory", text).cache.kv_cache_memory == number

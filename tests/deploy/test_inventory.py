@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deploy.environment import HostEnvironment
-from deploy.models import catalogue, inventory
+from deploy.models import catalogue, inventory, store
 from proto.codec import to_json
 from proto.errors import ModelError
 from proto.messages.prepared_model import PreparedModel
@@ -103,8 +103,36 @@ def test_models_are_listed(environment: HostEnvironment) -> None:
     }
     head, *rows = inventory.table(inventory.stored_models(environment))
     assert head.split() == ["NAME", "SIZE", "FORMAT", "LAST", "USED"]
-    pattern = r"\S+ +[\d.]+ [MG]B  [\w, ]+ \d{4}-\d\d-\d\d \d\d:\d\d"
-    assert all(re.fullmatch(pattern, row) for row in rows)
+    assert all(re.fullmatch(r"\S+ +[\d.]+ [MG]B  [\w, ]+ -", row) for row in rows)
+
+
+def test_a_start_is_listed_and_changes_no_file_of_the_model(environment: HostEnvironment) -> None:
+    path = write_packaged(environment)
+    write(environment, "org/many-GGUF", COMMITS[0], GGUFS)
+    write(environment, "org/folder", COMMITS[0], FOLDER)
+    write(environment, "org/other", COMMITS[0], {"model.safetensors": b"o"})
+    snapshots = repository(environment, "org/many-GGUF") / "snapshots" / COMMITS[0]
+    sources = [
+        path,
+        repository(environment, "org/folder") / "snapshots" / COMMITS[0],
+        snapshots / "Q8_0/x-Q8_0-00001-of-00002.gguf",
+    ]
+    before = [each.stat() for each in sources]
+    manifests = [store.read_manifest(str(prepare(environment, each))) for each in sources]
+    store.note_start(*manifests, None)
+    for each in manifests:
+        assert each is not None
+        os.utime(Path(each.folder, store.START_STAMP), (1e9, 1e9))
+    times = {each.name: each.last_used for each in inventory.stored_models(environment)}
+    assert times == {
+        PACKAGED.name: 1e9,
+        "org/folder": 1e9,
+        "org/many-GGUF:Q8_0": 1e9,
+        "org/many-GGUF:Q4_K_M": None,
+        "org/other": None,
+    }
+    assert [each.stat() for each in sources] == before
+    assert "2001-09-0" in "\n".join(inventory.table(inventory.stored_models(environment)))
 
 
 def test_one_gguf_model_is_removed_with_what_was_prepared(environment: HostEnvironment) -> None:

@@ -38,6 +38,7 @@ from proto.settings.config import (
     DeviceConfig,
     FrontEndConfig,
     LogFormat,
+    LogLevel,
     ModelConfig,
     ServeConfig,
 )
@@ -408,6 +409,17 @@ class TestDisplay:
             "INFO tokend: a reload is in progress",
             "ERROR tokend: worker 0 ended by itself",
         ]
+
+    @pytest.mark.parametrize(("level", "number"), [("info", 5), ("warning", 2), ("error", 1)])
+    def test_lines_below_the_log_level_are_left_out(self, level: LogLevel, number: int) -> None:
+        stream = io.StringIO()
+        display = open_display(stream, log_level=level)
+        display.progress("loading", 0.5, "worker 0")
+        display.event("worker 0", "is back after 1 s")
+        display.notice("stopped; nothing is left running")
+        display.event("worker 0", "(pid 7) was killed by SIGKILL", "WARNING")
+        display.error("worker 0 ended by itself")
+        assert len(stream.getvalue().splitlines()) == number
 
     def test_json_lines(self) -> None:
         stream = io.StringIO()

@@ -218,7 +218,7 @@ def test_a_model_of_the_hub_is_served_listed_stopped_and_removed(
         assert daemon.wait_exit() == 0
     assert "pull" not in daemon.text
     _, row = run(None, tmp_path, "list", **own).splitlines()
-    assert re.match(r"org/small-GGUF +98\.4 MB +GGUF Q4_1 ", row)
+    assert re.fullmatch(r"org/small-GGUF +98\.4 MB +GGUF Q4_1 +\d{4}-\d\d-\d\d \d\d:\d\d", row)
     assert run(None, tmp_path, "rm", name, **own) == f"removed {name}: 98.4 MB\n"
     assert run(None, tmp_path, "list", **own) == ""
     left = [each for each in (tmp_path / "hf").rglob("*") if each.is_file()]
@@ -239,7 +239,8 @@ def test_a_chat_starts_a_daemon_and_ends_it(tmp_path: Path) -> None:
     output, errors = process.communicate("Hello.", timeout=120)
     assert process.returncode == 0, errors
     assert output.strip()
-    assert not list(tmp_path.glob("tokend-*")), "no daemon is left"
+    assert errors in ("", "\n(cut after 5 tokens, see --max-tokens)\n")
+    assert list(tmp_path.iterdir()) == [], "no daemon is left, and nothing of torch"
 
 
 @pytest.mark.suite("settings")

@@ -6,7 +6,7 @@ import pytest
 from tests.e2e import daemon as shared
 from tests.e2e.daemon import Daemon, DaemonPool, reset
 
-pytestmark = pytest.mark.suite("daemons")
+pytestmark = pytest.mark.suite("settings")
 
 REQUEST = {"prompt": "word " * 100, "max_tokens": 4, "temperature": 0}
 

@@ -122,7 +122,14 @@ def reload(daemon: Daemon) -> None:
     assert eventually(lambda: daemon.text.count("tokend reloaded after") > times, 60)
 
 
-@pytest.mark.parametrize("event", [kill("worker"), kill("engine_core"), reload])
+@pytest.mark.parametrize(
+    "event",
+    [
+        kill("worker"),
+        pytest.param(kill("engine_core"), marks=pytest.mark.suite("settings")),
+        pytest.param(reload, marks=pytest.mark.suite("settings")),
+    ],
+)
 def test_drafts_go_on_after(
     daemon: Daemon, expected: list[list[int]], event: Callable[[Daemon], None]
 ) -> None:
@@ -130,6 +137,7 @@ def test_drafts_go_on_after(
     assert accepts_drafts(daemon, expected)
 
 
+@pytest.mark.suite("settings")
 def test_two_workers(models: tuple[str, str], expected: list[list[int]]) -> None:
     with drafting(models, "--tensor-parallel-size", "2") as daemon:
         assert accepts_drafts(daemon, expected, num_tokens=30, num_wanted=1)

@@ -45,6 +45,7 @@ def vectors(response: httpx.Response) -> np.ndarray[Any, np.dtype[np.float32]]:
     return np.array([entry["embedding"] for entry in response.json()["data"]], np.float32)
 
 
+@pytest.mark.suite("adapters")
 async def test_embeddings_with_adapters(tmp_path: Path) -> None:
     """`model` names one; a worker's death changes nothing."""
     model = save_encoder("bert", tmp_path / "model")

@@ -17,6 +17,8 @@ import pytest
 from tests.e2e.daemon import Daemon, eventually
 from tests.e2e.prompts import source_text
 
+pytestmark = pytest.mark.suite("media")
+
 SMOLLM, GEMMA = "smollm2-135m-instruct", "gemma3-270m"
 NUM_PROMPTS = 4
 NUM_OUTPUT_TOKENS = 16
@@ -86,26 +88,14 @@ def has_started(daemon: Daemon, num_loads: float) -> bool:
 ROUNDS = [*range(NUM_PROMPTS), *range(NUM_PROMPTS)]
 
 
-@pytest.fixture(
-    scope="module", params=[SMOLLM, pytest.param(GEMMA, marks=pytest.mark.suite("media"))]
-)
+@pytest.fixture(scope="module", params=[SMOLLM, GEMMA])
 def case(request: pytest.FixtureRequest) -> tuple[str, Tokens]:
     """A model and its tokens without a connector."""
     with Daemon(*flags(request.param, 1)) as daemon:
         return request.param, generate(daemon, list(range(NUM_PROMPTS)))
 
 
-@pytest.mark.suite("daemons")
-@pytest.mark.parametrize(
-    ("factor", "num_workers"),
-    [
-        (4, 1),
-        *(
-            pytest.param(*each, marks=pytest.mark.suite("media"))
-            for each in ((1, 1), (1, 2), (4, 2))
-        ),
-    ],
-)
+@pytest.mark.parametrize(("factor", "num_workers"), [(4, 1), (1, 1), (1, 2), (4, 2)])
 def test_offloading_does_not_change_greedy_tokens(
     case: tuple[str, Tokens], factor: int, num_workers: int
 ) -> None:
@@ -120,7 +110,6 @@ def test_offloading_does_not_change_greedy_tokens(
         assert 0 < daemon.metric("vllm:kv_offload_cpu_cache_usage_perc") < 1
 
 
-@pytest.mark.suite("media")
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 async def test_concurrent_requests_with_overlapped_steps_and_a_small_medium(
     case: tuple[str, Tokens], policy: str
@@ -134,7 +123,6 @@ async def test_concurrent_requests_with_overlapped_steps_and_a_small_medium(
         assert daemon.metric("vllm:kv_offload_load_size_count") > 0
 
 
-@pytest.mark.suite("media")
 @pytest.mark.parametrize("victim", ["worker", "engine_core"])
 async def test_a_death_during_copies_changes_no_token(
     case: tuple[str, Tokens], victim: str

@@ -149,6 +149,7 @@ BAD_MODELS: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
+@pytest.mark.suite("settings")
 @pytest.mark.parametrize("kind", BAD_MODELS)
 def test_a_bad_model_is_one_clear_error_before_a_weight_is_read(kind: str, tmp_path: Path) -> None:
     change, message = BAD_MODELS[kind]

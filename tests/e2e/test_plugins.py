@@ -59,7 +59,11 @@ def tokens(daemon: Daemon, prompt: list[int], num_tokens: int = 12) -> list[int]
 
 
 @pytest.mark.suite("daemons")
-@pytest.mark.parametrize("registered", [True, False], ids=["names", "modules"])
+@pytest.mark.parametrize(
+    "registered",
+    [True, pytest.param(False, marks=pytest.mark.suite("settings"))],
+    ids=["names", "modules"],
+)
 def test_parts_of_an_installed_package_serve(
     registered: bool, environment: dict[str, str], tmp_path: Path
 ) -> None:
@@ -112,7 +116,7 @@ def test_parts_of_an_installed_package_serve(
         assert any(each.is_file() for each in (tmp_path / "kv").rglob("*"))
 
 
-@pytest.mark.suite("daemons")
+@pytest.mark.suite("settings")
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

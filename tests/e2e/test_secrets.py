@@ -27,7 +27,9 @@ def commands_and_environments(daemon: Daemon) -> dict[str, tuple[str, str]]:
     }
 
 
-@pytest.mark.parametrize("way", ["flag", "environment"])
+@pytest.mark.parametrize(
+    "way", ["flag", pytest.param("environment", marks=pytest.mark.suite("settings"))]
+)
 def test_tls_and_a_key_that_stays_secret(way: str, tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     certificate, key_file = authority.sign("server")

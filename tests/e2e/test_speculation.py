@@ -74,7 +74,9 @@ async def test_answers_are_those_without_drafts(daemons: DaemonPool) -> None:
         assert daemon.metric("vllm:spec_decode_num_accepted_tokens_total") > accepted
 
 
-@pytest.mark.parametrize("victim", ["worker", "engine_core"])
+@pytest.mark.parametrize(
+    "victim", ["worker", pytest.param("engine_core", marks=pytest.mark.suite("settings"))]
+)
 async def test_answers_survive_a_death(victim: str, daemons: DaemonPool) -> None:
     with daemons.borrow(*WITHOUT) as daemon:
         expected = await answers(daemon)

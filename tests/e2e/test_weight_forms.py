@@ -22,7 +22,7 @@ from tests.e2e.reference import Reference
 
 pytestmark = pytest.mark.suite("daemons")
 
-NUM_TOKENS = 32
+NUM_TOKENS = 16
 TIE_NATS = 0.5
 """Seen: 0.22, once in 32 answers of 32 tokens. The noise is some 0.07 nats in the mean."""
 
@@ -68,7 +68,7 @@ def test_a_plan_that_does_not_fit_has_exit_status_2_and_names_flags() -> None:
 async def test_packed_weights_alone_and_in_a_batch_of_sixteen(
     dtype: str, reference: Reference
 ) -> None:
-    token_prompts = [each[:200] for each in prompts(reference.tokenizer.encode)[:16]]
+    token_prompts = [each[:100] for each in prompts(reference.tokenizer.encode)[:16]]
     flags = ("--cpu-weights", "packed", "--dtype", dtype, "--no-enable-prefix-caching")
     flags += ("--kv-cache-memory", "1G")
     planned = json.loads(run_plan(*flags, "--json").stdout)
@@ -95,10 +95,10 @@ async def test_packed_weights_alone_and_in_a_batch_of_sixteen(
 @pytest.mark.parametrize(
     "form",
     [
-        *("auto", "int8", "bf16"),
+        "auto",
         *(
             pytest.param(each, marks=pytest.mark.suite("settings"))
-            for each in ("packed+int8", "f32")
+            for each in ("int8", "bf16", "packed+int8", "f32")
         ),
     ],
 )

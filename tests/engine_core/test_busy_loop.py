@@ -142,6 +142,23 @@ def test_the_loop_steps_until_idle_and_checks_the_kv_cache_once(depth):
     loop.engine.assert_idle()
 
 
+@pytest.mark.parametrize("is_ready", [True, False])
+def test_an_idle_engine_starts_what_grammars_need_once_the_workers_are_ready(is_ready):
+    class Grammars:
+        num_calls = 0
+
+        def warm_up(self):
+            self.num_calls += 1
+
+    loop, grammars = Loop([lambda io: None]), Grammars()
+    loop.workers.is_ready = is_ready
+    loop.busy_loop._structured_output = grammars
+    loop.busy_loop._receive(wait=True)
+    assert grammars.num_calls == 0, "a message came"
+    loop.busy_loop._receive(wait=True)
+    assert grammars.num_calls == is_ready
+
+
 @pytest.mark.parametrize("depth", [SYNCHRONOUS, OVERLAPPED])
 def test_steps_without_tokens_leave_no_memory(depth):
     """They only tell workers which sequences have ended, and no result is processed for them."""

@@ -164,7 +164,7 @@ def test_statistics_travel_with_outputs_and_skip_dead_front_ends(run_dir, closin
     )
 
 
-def test_engine_state_held_by_a_dead_front_end_is_resent_to_another(run_dir, closing):
+def test_engine_state_held_by_a_dead_front_end_is_resent_to_another(run_dir, closing, caplog):
     """Its requests are aborted; without a message the gauges would still count them."""
     engine = EngineHarness()
     front_ends = closing(FrontEndLinks(run_dir, EPOCH, (0, 0)))
@@ -175,11 +175,17 @@ def test_engine_state_held_by_a_dead_front_end_is_resent_to_another(run_dir, clo
     supervisor_io = SupervisorIO(link, FakeWorkers())
     io = EngineIO(supervisor_io, front_ends, Poller([link]), engine.scheduler, processor, outputs)
     other = closing(Link.connect(front_end_path(run_dir, EPOCH, 1), EngineCoreOutputs))
-    engine.add_one([1], front_end=0)
+    engine.add_one([1], front_end=0, label="cmpl-1")
+    engine.add([2], n=2, front_end=0, label="cmpl-2")
+    engine.add_one([3], front_end=1, label="cmpl-3")
     supervisor.send(NewFrontEnd(0, 1))
     assert io.receive_messages(WAIT_SECONDS)
     (message,) = hear(other, front_ends)
-    assert (message.stats.num_waiting, message.stats.num_running) == (0, 0)
+    assert (message.stats.num_waiting, message.stats.num_running) == (1, 0)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage() == "front end 0 died: 2 requests are aborted: cmpl-1 cmpl-2"
+    assert record.fields == {"front_end": 0, "aborted": 2, "ids": "cmpl-1 cmpl-2"}
 
 
 def test_live_views_are_sent_until_the_front_end_dies(run_dir, closing):
@@ -256,6 +262,7 @@ def test_a_front_end_that_does_not_read_is_dropped_with_its_requests(run_dir, cl
         told += [each for each in peer.receive() if isinstance(each, Notice | FrontEndStalled)]
         received += good.receive()
     assert "front end 1" in told[0].message
+    assert told[0].is_warning
     assert told[1] == FrontEndStalled(1, 7), "the incarnation of the link"
 
 

@@ -199,7 +199,7 @@ class EngineProcess:
         poller = Poller([self.supervisor])
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while not self.supervisor.flush() and time.monotonic() < deadline:
-            poller.wait(TIMEOUT_SECONDS)  # ends when the engine connects
+            poller.wait(0.05)  # a connection alone does not end it
         return self.process.wait(TIMEOUT_SECONDS)
 
     def close(self) -> None:

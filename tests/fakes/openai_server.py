@@ -95,6 +95,8 @@ class FakeOpenAI:
 
     async def serve(self, listener: socket.socket, stopped: asyncio.Event) -> None:
         """Serve until `stopped` is set; then cancel open requests."""
+        # uvloop does this; asyncio's loop would wait 40 ms for an acknowledgement
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         server = await asyncio.start_server(self._serve, sock=listener)
         await stopped.wait()
         server.close()

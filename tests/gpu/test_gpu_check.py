@@ -39,6 +39,8 @@ from tests.worker.reference.filters import apply_filters
 from worker.loader.weights import load_model
 from worker.models.registry import spec_from_config
 
+pytestmark = pytest.mark.suite("devices")
+
 ROOT = Path(__file__).parents[2]
 
 

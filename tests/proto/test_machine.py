@@ -15,6 +15,7 @@ from proto.runtime.host_resources import (
     cores_by_node,
     cpu_limit,
     node_of_rank,
+    total_memory,
     usable_cores,
 )
 
@@ -210,3 +211,11 @@ def test_a_crash_within_limits_leaves_no_core_file(tmp_path) -> None:
     env = {**os.environ, "PYTHONPATH": str(Path.cwd())}
     subprocess.run(command, cwd=tmp_path, env=env, preexec_fn=set_limits, check=True)
     assert not list(tmp_path.iterdir())
+
+
+def test_total_memory_is_that_of_the_machine_or_of_the_tightest_group(tmp_path: Path) -> None:
+    own, limit = "sys/fs/cgroup/a/b/memory.max", "sys/fs/cgroup/a/memory.max"
+    root = write(tmp_path, {"proc/self/cgroup": "0::/a/b\n", own: "max\n", limit: "50000\n"})
+    assert total_memory(root) == 50_000
+    (root / limit).write_text("max\n")
+    assert total_memory(root) == 99 * 1024

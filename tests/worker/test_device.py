@@ -20,7 +20,9 @@ def machine(
     (root / "proc").mkdir(parents=True)
     cpu = f"processor\t: 0\nmodel name\t: Some CPU\nflags\t\t: {flags}\n\n"
     (root / "proc/cpuinfo").write_text(cpu + "processor\t: 1\nmodel name\t: Other\n\n")
-    (root / "proc/meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable:   {free // 1024} kB\n")
+    memory = {"MemTotal": 64 * GIB, "MemAvailable": free}
+    lines = [f"{name}: {size // 1024} kB\n" for name, size in memory.items()]
+    (root / "proc/meminfo").write_text("".join(lines))
     return root
 
 
@@ -55,5 +57,12 @@ def test_workers_of_a_machine_share_its_cores(tmp_path: Path) -> None:
     root = machine(tmp_path, free=16 * GIB)
     assert CpuDevice(DeviceConfig(), root, num_workers=1000).num_threads == 1
     assert CpuDevice(DeviceConfig(cpu_threads=3), root, num_workers=2).num_threads == 3
+    assert CpuDevice(DeviceConfig(), root).division == ""
+    device = CpuDevice(DeviceConfig(), root, num_workers=1000)
+    cores, threads = usable_cores(root), torch.get_num_threads()
+    assert device.division == (
+        f"1000 ranks share {cores} cores: {threads} thread{'s' if threads > 1 else ''} each, "
+        "more than there are"
+    )
     device = CpuDevice(DeviceConfig(), root, num_workers=2)
     assert device.num_threads == max(1, usable_cores(tmp_path) // 2)

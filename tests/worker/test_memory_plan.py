@@ -266,6 +266,10 @@ def test_the_default_pool_respects_the_container(version: str, tmp_path: Path) -
     config = config_of()
     plan = plan_memory(config, prepared, cpu_of(config, root))
     assert (plan.free, plan.device) == (4 * GIB, "memory of this container")
+    assert plan.table()[-1] == (
+        "  free            4.00 GiB  now, of 5.00 GiB: memory of this container"
+    )
+    assert plan.to_dict()["total_bytes"] == 5 * GIB
     assert 0 <= plan.left * 3 // 4 - plan.pool_bytes < plan.block_bytes
     (root / "sys/fs/cgroup" / limit).write_text("max\n")
     plan = plan_memory(config, prepared, cpu_of(config, root))

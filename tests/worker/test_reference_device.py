@@ -24,6 +24,8 @@ from worker.plan.memory_plan import layer_cache
 from worker.reference.device import ReferenceDevice
 from worker.step.runner_parts import RunnerParts
 
+pytestmark = pytest.mark.suite("devices")
+
 
 class ReferenceOnAccelerator(ReferenceDevice):
     """Plain torch in the memory of a fake accelerator, which may be waited for."""

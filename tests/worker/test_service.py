@@ -1,5 +1,6 @@
 """The worker process: its start, changes of the engine, and messages that cannot be decoded."""
 
+import os
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import msgspec
 import pytest
 
 from proto import PROTOCOL_VERSION
@@ -24,6 +26,7 @@ from proto.messages.lifecycle import (
 )
 from proto.messages.model_runner_output import ModelRunnerOutput
 from proto.messages.scheduler_output import CachedRequestData, SchedulerOutput
+from proto.runtime.run_directory import TORCH_FOLDER_VARIABLE
 from proto.runtime.sockets import Link, Poller, worker_path
 from proto.settings.config import CacheConfig, CpuWeights, ModelConfig, ServeConfig
 from tests.fakes import lifecycle_messages
@@ -60,6 +63,19 @@ def test_a_kv_pool_beyond_the_memory_is_refused_before_the_weights_are_loaded(
     assert raised.value.param is not None
     assert getattr(cache, raised.value.param) is not None
     load_model.assert_not_called()
+
+
+@pytest.mark.parametrize("given", [None, "/mine"])
+def test_what_torch_leaves_ends_with_the_daemon(
+    given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TORCH_FOLDER_VARIABLE, given or "")
+    if given is None:
+        monkeypatch.delenv(TORCH_FOLDER_VARIABLE)
+    monkeypatch.setattr(service, "Worker", Mock())
+    boot = msgspec.structs.replace(lifecycle_messages.boot("worker"), run_dir=str(tmp_path))
+    service.main(boot, Mock())
+    assert os.environ[TORCH_FOLDER_VARIABLE] == (given or str(tmp_path / "torch"))
 
 
 class Running:

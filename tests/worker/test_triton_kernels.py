@@ -11,6 +11,8 @@ from tests.worker.ahead_of_time import Kernel, compiled
 from worker.cuda.sampling.device_filters import BINS, UNIT, WIDEST
 from worker.cuda.sampling.device_kernels import SEEN
 
+pytestmark = pytest.mark.suite("devices")
+
 KV_DTYPES = [("bf16", "bf16", 0.0), ("fp16", "fp16", 0.0), ("bf16", "fp8e4nv", 448.0)]
 
 

@@ -319,6 +319,9 @@ class CudaDevice(Device):
             return free
         return int(total * config.gpu_memory_utilization) - (total - free)
 
+    def total_bytes(self) -> int:
+        return self._runtime.memory().total
+
     def default_pool_bytes(self, left: int) -> int:
         """Return all of it: --gpu-memory-utilization leaves a share already."""
         return left

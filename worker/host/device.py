@@ -13,7 +13,13 @@ import torch
 
 from proto.errors import ConfigError
 from proto.messages.lifecycle import LEAST_STATE_SLOTS
-from proto.runtime.host_resources import available_memory, cores_of_worker, is_memory_limited
+from proto.runtime.host_resources import (
+    available_memory,
+    cores_of_worker,
+    is_memory_limited,
+    total_memory,
+    usable_cores,
+)
 from proto.settings.config import (
     DEFAULT_POOL_SHARE,
     CacheConfig,
@@ -75,6 +81,7 @@ class HostDevice(Device):
         self, config: DeviceConfig, root: Path = Path("/"), *, num_workers: int = 1
     ) -> None:
         self._root = root
+        self._num_workers = num_workers
         self._model_name, self._flags = _read_cpuinfo(root)
         self.num_threads = config.cpu_threads or cores_of_worker(num_workers, root)
 
@@ -82,6 +89,16 @@ class HostDevice(Device):
     def matrix_flags(self) -> tuple[str, ...]:
         """Features of the CPU that multiply bfloat16 matrices."""
         return tuple(flag for flag in _MATRIX_FLAGS if flag in self._flags)
+
+    @property
+    def division(self) -> str:
+        """For example "2 ranks share 8 cores: 4 threads each"."""
+        if self._num_workers == 1:
+            return ""
+        cores, threads = usable_cores(self._root), torch.get_num_threads()
+        each = f"{threads} thread{'s' if threads > 1 else ''} each"
+        too_many = ", more than there are" if self._num_workers * threads > cores else ""
+        return f"{self._num_workers} ranks share {cores} cores: {each}{too_many}"
 
     @property
     def name(self) -> str:
@@ -152,6 +169,9 @@ class HostDevice(Device):
 
     def free_bytes(self, config: CacheConfig) -> int:
         return available_memory(self._root)
+
+    def total_bytes(self) -> int:
+        return total_memory(self._root)
 
     def default_pool_bytes(self, left: int) -> int:
         """Return DEFAULT_POOL_SHARE of it: other programs take more now and then."""

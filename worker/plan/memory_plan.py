@@ -72,7 +72,7 @@ class MemoryPlan:
     num_blocks: blocks of the KV pool, with the null block. least_blocks: fewest that it needs.
     num_state_slots, state_bytes: slots for the states of recurrent layers, with the null slot, and
         bytes of each; 0 without such layers. slots_per_sequence: of a sequence that runs.
-    free: what the model may take of the device now.
+    free: what the model may take of the device now. total: memory of the device.
     """
 
     model: str
@@ -86,6 +86,7 @@ class MemoryPlan:
     num_blocks: int
     least_blocks: int
     free: int
+    total: int
     num_state_slots: int = 0
     state_bytes: int = 0
     slots_per_sequence: int = 0
@@ -146,7 +147,7 @@ class MemoryPlan:
             *([("states", self.states_bytes, self._states())] if self.states_bytes else []),
             ("work space", self.work.total(), work),
             ("needed", needed, ""),
-            ("free", self.free, self.device),
+            ("free", self.free, f"now, of {memory_size(self.total)}: {self.device}"),
         )
         return [f"  {name:<11}{size / GIB:>9.2f} GiB  {note}".rstrip() for name, size, note in rows]
 
@@ -169,6 +170,7 @@ class MemoryPlan:
             **(states if self.states_bytes else {}),
             "work_space_bytes": dict(self.work),
             "free_bytes": self.free,
+            "total_bytes": self.total,
         }
 
     def _states(self) -> str:
@@ -245,6 +247,7 @@ def plan_memory(
         num_blocks=num_blocks,
         least_blocks=least_blocks,
         free=free,
+        total=device.total_bytes(),
         num_state_slots=num_state_slots,
         state_bytes=state_bytes,
         slots_per_sequence=slots_per_sequence(cache.enable_prefix_caching),

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+from deploy.models.store import note_start
 from deploy.supervisor import exit_report
 from deploy.supervisor.epochs import EpochCounter, ServedModels
 from deploy.supervisor.processes import Child, ChildProcesses, StartError
@@ -155,6 +156,7 @@ class PreparingModel(ReloadPhase):
             self._models = models
         if context.recovery.has_outages:
             return self
+        note_start(*self._models)
         in_place = not self._run_side_by_side(self._models)
         return ConnectingFrontEnds(context, self._models, in_place=in_place).begin()
 

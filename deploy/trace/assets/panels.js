@@ -2,7 +2,8 @@
 //
 //     lasting   what a step computes is drawn while it computes
 //     standing  what a step found is drawn until the next one looked; while nothing computes it is
-//               the lower of both, as what one of them held was given back or had not come
+//               the lower of both, as what one of them held was given back or had not come. Of
+//               sequences it is at most those that were there all the time
 
 const PANELS = [
   { title: "Tokens a step", names: ["decode", "prefill"], stacked: true, lasting: true },
@@ -75,7 +76,7 @@ function drawPanel(canvas, panel, view) {
       if (idle > 0) drawStack(pen, pens, valuesAt(after), x + wide, idle, y);
     } else panel.names.forEach((name, index) => {
       pen.fillStyle = pens[index];
-      drawLine(pen, x, wide, idle, [columns[name][step], resting(columns[name], last), next(name, at)].map(y));
+      drawLine(pen, x, wide, idle, [columns[name][step], resting(columns, name, last), next(name, at)].map(y));
     });
   }
   if (panel.events) drawEvents(pen, view, inner, height);
@@ -83,9 +84,10 @@ function drawPanel(canvas, panel, view) {
   pen.restore();
 }
 
-// What a curve stands at between a step and the next one.
-function resting(column, step) {
-  return step + 1 < column.length ? Math.min(column[step], column[step + 1]) : 0;
+// What a curve of sequences stands at between a step and the next one.
+function resting(columns, name, step) {
+  const { [name]: column, kept } = columns, after = step + 1;
+  return after < column.length ? Math.min(column[step], column[after], kept[after]) : 0;
 }
 
 // A curve for `wide` pixels, then for `idle` pixels at rest, and on to the next value.

@@ -79,6 +79,37 @@ def test_several_loads_in_two_rounds(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert line in page
 
 
+@pytest.mark.parametrize(
+    ("words", "shown", "hidden"),
+    [
+        (
+            "--request-rate 100 --burstiness 2",
+            "--burstiness=2 --lowest-token-id --input-tokens",
+            "--trace-scale --prefix-groups --turns --system-tokens",
+        ),
+        (
+            "--endpoint chat --dataset shared-prefix --prefix-groups 3",
+            "--prefix-groups=3 --prefix-tokens",
+            "--burstiness --prompts --lowest-token-id --highest-token-id",
+        ),
+        ("--prompts text", "--prompts=text", "--lowest-token-id"),
+        ("--dataset agent --turns 2", "--turns=2 --system-tokens --tools", "--prompts"),
+        ("--trace {trace}", "--trace-scale --prompts", "--dataset --input-tokens --output-tokens"),
+    ],
+)
+def test_only_settings_in_effect_are_printed(
+    words: str, shown: str, hidden: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 5, "output_length": 2, "hash_ids": []}\n')
+    with fake_openai() as fake:
+        assert bench(fake, *words.format(trace=trace).split(), "--max-requests", "1") == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    settings = printed.partition("settings: ")[2]
+    assert [each for each in shown.split() if each not in settings] == []
+    assert [each for each in hidden.split() if f"{each}=" in settings] == []
+
+
 def test_wide_tables_are_transposed_on_a_narrow_screen() -> None:
     times = {metric: [1.0, 2.0] for metric in METRICS}
     runs = [RunFigures(f"concurrency {number}", 1.0, 0.5, None, times, []) for number in (1, 2)]

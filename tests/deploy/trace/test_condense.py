@@ -104,6 +104,24 @@ def test_steps_are_columns() -> None:
     assert list(condensed.step_ends) == [30, 40, 50, 0, 70]
 
 
+def test_sequences_that_stay_from_step_to_step_are_counted() -> None:
+    """One that has ended is not taken for another that comes before the next step."""
+    lines = [
+        arrival(10),
+        step(20, 1, new=[0], new_tokens=[30]),
+        arrival(25, 1),
+        Result(time_us=30, step=1),
+        Finish(time_us=31, seq_id=0, reason="error", num_output_tokens=0),
+        arrival(40, 2),
+        step(41, 2, new=[2], new_tokens=[3]),
+        Finish(time_us=42, seq_id=1, reason="error", num_output_tokens=0),
+        Finish(time_us=43, seq_id=2, reason="error", num_output_tokens=0),
+        arrival(50, 3),
+        step(51, 3, new=[3], new_tokens=[3]),
+    ]
+    assert list(condense([HEADER, *lines]).steps["kept"]) == [0, 1, 0]
+
+
 def test_unfinished_states_last_until_the_end() -> None:
     lines = [
         *SEQUENCE[:2],

@@ -19,8 +19,8 @@ LIES = ("ls", "", "pytest", "a tool that nobody has", "x" * 256)
     [
         (500, None),
         (500, LONG_MS),
-        pytest.param(10_000, None, marks=pytest.mark.suite("daemons")),
-        pytest.param(10_000, LONG_MS, marks=pytest.mark.suite("daemons")),
+        pytest.param(10_000, None, marks=pytest.mark.suite("lives")),
+        pytest.param(10_000, LONG_MS, marks=pytest.mark.suite("lives")),
     ],
 )
 def test_agent_sessions_that_never_return(num_sessions: int, ttl_ms: float | None) -> None:

@@ -70,6 +70,18 @@ def test_an_unused_backend_is_not_created_after_a_crash(backend):
     assert case.made == 0
 
 
+def test_the_sandbox_starts_once_before_a_request_needs_it(backend):
+    sandbox = GatedSandbox()
+    case = Case(lambda: backend, sandbox)
+    case.compiler.warm_up()
+    case.compiler.warm_up()
+    sandbox.gate.release()
+    case.take(1)
+    case.compiler.warm_up()
+    case.compiler.close()
+    assert len(sandbox.names) == 1
+
+
 def test_refusals_of_each_stage_name_the_field(backend):
     class Suspicious(NoSandbox):
         def check(self, source, seconds):

@@ -180,7 +180,10 @@ def drafts_of(answers: dict[tuple[int, int], list[int]]) -> SyntheticDrafts:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("drafts", [False, True], ids=["", "drafts"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed",
+    [0, 1, *(pytest.param(each, marks=pytest.mark.suite("lives")) for each in (2, 3))],
+)
 def test_delays_change_no_text(tokenizer_folder, before_masks, mode, drafts, seed):
     """Masks are late at random, blocks are few, workers die, and grammars turn slow and quick."""
     plain = GrammarEngine(tokenizer_folder)

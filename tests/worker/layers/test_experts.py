@@ -17,6 +17,8 @@ from worker.cuda.layers.triton_experts import PairBlocks, TritonExperts
 from worker.cuda.layers.triton_kernels import triton_gate
 from worker.layers.experts import DenseExperts, ExpertRanks, Experts, StackedWeights
 
+pytestmark = pytest.mark.suite("devices")
+
 EXPERTS, HIDDEN, INNER, TOP_K = 6, 72, 40, 2
 F32, BF16 = torch.float32, torch.bfloat16
 

@@ -14,9 +14,12 @@ from worker.cuda.layers.triton_kernels import triton_gate
 from worker.layers.experts import StackedWeights
 from worker.loader.quantised import NF4_NUMBERS
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed"
-)
+pytestmark = [
+    pytest.mark.suite("devices"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None, reason="triton is not installed"
+    ),
+]
 
 F16, F32 = torch.float16, torch.float32
 SIZES = [(72, 160, 32), (40, 256, 128), (64, 96, 96), (1, 64, 64)]

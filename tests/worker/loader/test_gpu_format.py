@@ -44,6 +44,8 @@ from worker.loader.source import WeightSource
 from worker.loader.weights import create_builder, load_model
 from worker.models.decoder import Decoder
 
+pytestmark = pytest.mark.suite("devices")
+
 __all__ = ["case"]
 
 BF16 = torch.bfloat16

@@ -20,7 +20,7 @@ from worker.loader.weights import load_model
 @pytest.mark.parametrize(
     ("name", "num_tokens"),
     [
-        pytest.param("smollm2-135m-instruct", 300, marks=pytest.mark.suite("daemons")),
+        pytest.param("smollm2-135m-instruct", 150, marks=pytest.mark.suite("daemons")),
         # Its window is 512 tokens.
         pytest.param("gemma3-270m", 700, marks=pytest.mark.suite("models")),
     ],

@@ -72,7 +72,13 @@ def prove_on_one_rank(prepared: PreparedModel, model: Any, device: HostDevice = 
     prove(harness, lambda: runner_of(decoder, num_blocks, device=device), Reference(model, None))
 
 
-@pytest.mark.parametrize("device", [CPU, REFERENCE], ids=["cpu", "reference"])
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param(CPU, id="cpu"),
+        pytest.param(REFERENCE, id="reference", marks=pytest.mark.suite("devices")),
+    ],
+)
 @pytest.mark.parametrize("architecture", GENERATING)
 def test_a_folder(architecture: str, device: HostDevice, tmp_path: Path) -> None:
     model = save_folder(architecture, tmp_path)

@@ -49,6 +49,8 @@ from worker.sampling.sampler import Sampler
 from worker.step.model_runner import GrammarMaskSource, ModelRunner, SyncModelRunner, no_grammars
 from worker.step.runner_parts import PendingStep, Runner, RunnerParts
 
+pytestmark = pytest.mark.suite("devices")
+
 FILTERED = [each for each in REQUEST_PARAMS if "top_k" in each or "min_p" in each]
 LIMIT_SECONDS = 120.0
 SIZE = 2

@@ -37,6 +37,8 @@ from worker.cuda import device as cuda_device
 from worker.cuda.device import CudaDevice
 from worker.worker import FromEngine
 
+pytestmark = pytest.mark.suite("devices")
+
 LIMIT_SECONDS = 60.0
 SIZE = 2
 NUM_BLOCKS = 20

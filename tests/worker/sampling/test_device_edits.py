@@ -47,6 +47,8 @@ from worker.sampling.logit_edits import apply_grammar_masks, edit_logits, gramma
 from worker.sampling.logprobs import pack_logprobs
 from worker.sampling.sampler import Sampler, SamplingBatch
 
+pytestmark = pytest.mark.suite("devices")
+
 NUM_ROWS = 12
 SIZES = [97, 1024, 1031, 2500]
 

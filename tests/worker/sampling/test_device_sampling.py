@@ -25,6 +25,8 @@ from worker.cuda.transfers import QueuedTransfers
 from worker.reference.sampling import ROUNDS, TorchBackend
 from worker.sampling.row_params import RowParams
 
+pytestmark = pytest.mark.suite("devices")
+
 VOCAB_SIZE = 3001
 
 
