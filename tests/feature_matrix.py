@@ -576,8 +576,8 @@ ENTRIES: Final[tuple[tuple[str, str, Cell], ...]] = (
         "states",
         Refused(
             "kv_transfer_config: SharedStorageConnector does not copy recurrent states",
-            "engine_core/kv_connector/test_offload_states.py"
-            "::test_connectors_without_states_are_refused_by_name",
+            "worker/test_memory_plan.py"
+            "::test_a_connector_without_states_is_refused_before_a_weight_is_read",
             part="a folder (`SharedStorageConnector`)",
             rest="e2e/test_state_tiers.py"
             "::test_a_restarted_daemon_answers_the_next_turn_from_its_disk",

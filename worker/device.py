@@ -25,6 +25,7 @@ from proto.settings.config import (
     ServeConfig,
     flag_name,
 )
+from proto.settings.kv_media_checks import require_copies_of_states
 from worker.attention.backend import AttentionShape
 from worker.attention.kv_cache import resolve_kv_dtype
 from worker.batch.transfers import Transfers
@@ -307,7 +308,9 @@ class ModelSetup:
         if self.spec.is_bidirectional:
             self._refuse_kv_settings()
         self.device.refuse(self)
-        if not self.spec.state_layers and self.config.cache.num_state_slots is not None:
+        if self.spec.state_layers:
+            require_copies_of_states(self.config)
+        elif self.config.cache.num_state_slots is not None:
             raise ConfigError(
                 f"--num-state-slots: {self.prepared.architecture} has no layers with a recurrent "
                 "state",

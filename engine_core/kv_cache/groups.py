@@ -512,6 +512,8 @@ class RecurrentStateGroup(CacheGroup):
         self._per_sequence = slots_per_sequence(pool.enable_caching)
         self._num_usable = pool.num_blocks - 1
         self._fresh: set[int] = set()
+        # By seq_id: first new entry of the step in planning, and what its message has of them.
+        self._planned: dict[int, tuple[int, list[int]]] = {}
         self.transfer_refs = TransferRefs(pool)
         self.num_charged = 0
 
@@ -525,6 +527,7 @@ class RecurrentStateGroup(CacheGroup):
     def begin_step(self) -> None:
         """Let the states that the steps so far compute be found."""
         self._fresh.clear()
+        self._planned.clear()
 
     def can_start(self, hits: Sequence[int], num_loaded: int = 0) -> bool:
         """Return whether there are slots for one more sequence.
@@ -573,12 +576,13 @@ class RecurrentStateGroup(CacheGroup):
         if is_loaded:
             sequence.kept.add(index)
 
-    def want_state(self, seq_id: int, num_tokens: int) -> bool:
+    def want_state(self, seq_id: int, num_tokens: int, content: HashedTokens | None = None) -> bool:
         """Hold the state after these tokens, whole blocks, when it is computed.
 
+        content: of the sequence; None before its first step is planned.
         Returns whether it is held, or will be unless other sequences take the last slots before.
-        A step's slots are given out with its tokens, so a state that this step passes is held only
-        if it has one already.
+        A state that the step in planning passes gets a slot now, if one is free; the state of an
+        earlier step that had none is lost.
         """
         sequence = self._record(seq_id)
         index = num_tokens // self.block_size - 1
@@ -586,9 +590,19 @@ class RecurrentStateGroup(CacheGroup):
             return False
         sequence.wanted.add(index)
         sequence.kept.add(index)
-        if index < len(sequence.blocks):
-            return sequence.blocks[index] != NULL_BLOCK
-        return self._num_spare > 0
+        blocks = sequence.blocks
+        if index >= len(blocks):
+            return self._num_spare > 0
+        if blocks[index] != NULL_BLOCK:
+            return True
+        first, new = self._planned.get(seq_id, (len(blocks), []))
+        if content is None or index < first or not self._has_slot(sequence):
+            return False
+        blocks[index] = new[index - first] = self._take_slot(sequence)
+        if index < sequence.num_cached:
+            self.pool.cache_full_blocks(blocks, index, index + 1, self._keys, content)
+            self._fresh.add(blocks[index])
+        return True
 
     def find_state(self, block_hash: bytes) -> int | None:
         """Return the slot with the state at the end of this block; None if no hit may end there."""
@@ -659,11 +673,11 @@ class RecurrentStateGroup(CacheGroup):
             if sequence.receives and first < last:
                 new[0] = self._take_slot(sequence)
             for index in sorted({last - 1, *sequence.wanted}):
-                has_slot = sequence.num_own < self._per_sequence or self._num_spare > 0
-                if first <= index < last and not new[index - first] and has_slot:
+                if first <= index < last and not new[index - first] and self._has_slot(sequence):
                     new[index - first] = self._take_slot(sequence)
         sequence.receives = False
         blocks += new
+        self._planned[seq_id] = first, new
         return new
 
     def cache_full_blocks(self, seq_id: int, content: HashedTokens, num_tokens: int) -> int:
@@ -694,6 +708,7 @@ class RecurrentStateGroup(CacheGroup):
         if sequence is None:
             return
         del self._sequences[seq_id]
+        self._planned.pop(seq_id, None)
         sequence.kept.update(range(sequence.num_cached))
         for index in range(len(sequence.blocks) - 1, sequence.num_skipped - 1, -1):
             self._free_entry(sequence, index)
@@ -702,6 +717,7 @@ class RecurrentStateGroup(CacheGroup):
     def rename_sequence(self, seq_id: int, new_seq_id: int) -> None:
         """Give the block table to the next turn, whose prompt ends elsewhere."""
         super().rename_sequence(seq_id, new_seq_id)
+        self._planned.pop(seq_id, None)
         sequence = self._record(new_seq_id)
         assert sequence is not None
         sequence.is_begun = False
@@ -762,6 +778,10 @@ class RecurrentStateGroup(CacheGroup):
     def _num_spare(self) -> int:
         """Slots that neither sequences nor copies may need."""
         return self._num_usable - self.num_charged - self.transfer_refs.num_blocks
+
+    def _has_slot(self, sequence: _StateSequence) -> bool:
+        """Return whether a sequence may take one more slot."""
+        return sequence.num_own < self._per_sequence or self._num_spare > 0
 
     def _charge_of(self, sequence: _StateSequence) -> int:
         return max(self._per_sequence, sequence.num_own) + (sequence.found >= 0)

@@ -116,7 +116,7 @@ class KVCacheManager:
         """
         are_held = True
         for group in self.state_groups:
-            are_held &= group.want_state(request.seq_id, num_tokens)
+            are_held &= group.want_state(request.seq_id, num_tokens, request)
         return are_held
 
     @property

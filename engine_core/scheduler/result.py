@@ -154,8 +154,9 @@ class RowExtras:
 class ResultPass:
     """Appends the tokens of a result to the requests and builds the outputs.
 
-    rewound_until_step: see `KVTransferManager`. vocab_size: sampled token ids are below it. adapters:
-    None if none are served.
+    rewound_until_step: see `KVTransferManager`.
+    vocab_size: sampled token ids are below it.
+    adapters: None if none are served.
     """
 
     def __init__(

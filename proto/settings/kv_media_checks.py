@@ -55,6 +55,16 @@ def check_media(config: ServeConfig) -> None:
             _check_medium(extra, config)
 
 
+def require_copies_of_states(config: ServeConfig) -> None:
+    """Raise ConfigError for a connector of tokend that does not copy recurrent states.
+
+    The engine checks those of other modules, which it alone imports.
+    """
+    for part in _flatten(kv_transfer_config(config.cache.kv_transfer_config)):
+        if part.kv_connector == SHARED_STORAGE and not part.kv_connector_module_path:
+            raise ConfigError(f"{FIELD}: {SHARED_STORAGE} does not copy recurrent states", FIELD)
+
+
 def disk_paths(config: ServeConfig) -> list[str]:
     """Return the folders of all disks that KV is stored on."""
     return [

@@ -28,7 +28,7 @@ from deploy.bench.servers import PORT, ServerSpec
 from deploy.environment import HostEnvironment
 from proto.errors import ConfigError
 from tests.benchmarks.command import run
-from tests.benchmarks.synthetic import FORMS, SHAPES, synthetic_file
+from tests.benchmarks.synthetic import FORMS, SHAPES, HybridShape, synthetic_file
 
 _DEFAULTS: Final = {
     "input_tokens": 512,
@@ -169,7 +169,8 @@ def _commands(options: argparse.Namespace) -> dict[str, list[str]]:
     longest = max(options.input_tokens, options.alone_input_tokens) * (1 + options.range_ratio)
     num_slots = max(options.concurrency)
     slot = -(-int(longest + options.output_tokens) // 256) * 256
-    model = _FOLDER if options.form == "bf16" else _GGUF
+    is_folder = options.form == "bf16" and not isinstance(SHAPES[options.synthetic], HybridShape)
+    model = _FOLDER if is_folder else _GGUF
     program = str(Path(sys.executable).with_name("tokend"))
     found = {}
     for threads in options.cpu_threads:
@@ -189,7 +190,7 @@ def _commands(options: argparse.Namespace) -> dict[str, list[str]]:
             *("-np", str(num_slots), "-c", str(num_slots * slot)),
         ]
     vllm = shutil.which("vllm")
-    if vllm and options.form == "bf16":
+    if vllm and is_folder:
         found["vllm"] = [
             *("env", "VLLM_CPU_KVCACHE_SPACE=1", f"VLLM_CPU_OMP_THREADS_BIND=0-{threads - 1}"),
             *(vllm, "serve", _FOLDER, "--port", PORT, "--dtype", "bfloat16"),

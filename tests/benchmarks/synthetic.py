@@ -33,6 +33,9 @@ TOKENIZER_OF: Final = "smollm2-135m-instruct"
 """The packaged model whose tokenizer synthetic models have."""
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _CONTEXT: Final = 8192
+_HYBRID_CONTEXT: Final = 131_072
+_MAMBA_HEAD: Final = 64
+"""Channels of a head of a Mamba-2 layer."""
 _EPSILON: Final = 1e-5
 _THETA: Final = 500_000.0
 
@@ -108,7 +111,7 @@ class Shape:
         Q4_K_M has Q6_K for the head, and for half of attn_v and ffn_down: the first and last
         eighth of the layers, and every third between them.
         """
-        if len(weight.shape) == 1 or weight.gguf.endswith("ffn_gate_inp"):
+        if weight.is_float32 or len(weight.shape) == 1 or weight.gguf.endswith("ffn_gate_inp"):
             return "F32"
         if form != "q4_k_m":
             return form.upper()
@@ -165,17 +168,119 @@ class Shape:
             **(experts if self.num_experts else {}),
         }
 
+    def metadata(self) -> dict[str, Any]:
+        """Return the metadata of a GGUF file, without that of the tokenizer."""
+        architecture = "qwen3moe" if self.num_experts else "llama"
+        experts = {
+            "expert_count": self.num_experts,
+            "expert_used_count": self.top_k,
+            "expert_feed_forward_length": self.intermediate_size,
+        }
+        return self._of_architecture(architecture, experts if self.num_experts else {})
+
+    def _of_architecture(self, architecture: str, others: Mapping[str, Any]) -> dict[str, Any]:
+        sizes: dict[str, Any] = {
+            "block_count": self.num_layers,
+            "context_length": _CONTEXT,
+            "embedding_length": self.hidden_size,
+            "feed_forward_length": self.intermediate_size,
+            "attention.head_count": self.num_heads,
+            "attention.head_count_kv": self.num_kv_heads,
+            "attention.key_length": self.head_dim,
+            "attention.value_length": self.head_dim,
+            "attention.layer_norm_rms_epsilon": _EPSILON,
+            "rope.dimension_count": self.head_dim,
+            "rope.freq_base": _THETA,
+            "vocab_size": self.vocab_size,
+            **others,
+        }
+        return {
+            "general.architecture": architecture,
+            "general.alignment": _ALIGNMENT,
+            **{f"{architecture}.{key}": size for key, size in sizes.items()},
+        }
+
+
+@dataclass(frozen=True)
+class HybridShape(Shape):
+    """Sizes of a Granite 4 hybrid without experts, of which there are only GGUF files.
+
+    attention_layers: the others are Mamba-2 layers. state_size: of their heads, which have 64
+    channels each and are twice as wide together as the hidden size.
+    """
+
+    attention_layers: tuple[int, ...] = ()
+    state_size: int = 128
+
+    @property
+    def inner(self) -> int:
+        return 2 * self.hidden_size
+
+    def weights(self, stacked: bool = True) -> Iterator["Weight"]:
+        """Yield the weights of a hybrid, whose Mamba-2 layers replace the attention."""
+        for weight in super().weights(stacked):
+            _, _, rest = weight.gguf.partition("blk.")
+            layer, _, part = rest.partition(".")
+            if not rest or int(layer) in self.attention_layers or not part.startswith("attn_"):
+                yield weight
+            elif part == "attn_norm":
+                yield weight
+                yield from self._mixer(f"blk.{layer}.")
+
+    def _mixer(self, prefix: str) -> Iterator["Weight"]:
+        """Yield the weights of a Mamba-2 layer. A state forgets half of itself in 14 tokens."""
+        inner, heads = self.inner, self.inner // _MAMBA_HEAD
+        channels = inner + 2 * self.state_size
+        yield Weight(f"{prefix}ssm_in", "", (inner + channels + heads, self.hidden_size))
+        yield Weight(f"{prefix}ssm_conv1d", "", (channels, 4), is_float32=True)
+        for name, suffix, shape, value in (
+            ("ssm_conv1d", ".bias", (channels,), 0.0),
+            ("ssm_dt", ".bias", (heads,), -3.0),
+            ("ssm_a", "", (heads, 1), -1.0),
+            ("ssm_d", "", (heads, 1), 1.0),
+            ("ssm_norm", ".weight", (1, inner), 1.0),
+        ):
+            yield Weight(prefix + name, "", shape, suffix, is_float32=True, value=value)
+        yield Weight(f"{prefix}ssm_out", "", (self.hidden_size, inner))
+
+    def metadata(self) -> dict[str, Any]:
+        layers = range(self.num_layers)
+        kv_heads = [self.num_kv_heads * (layer in self.attention_layers) for layer in layers]
+        return self._of_architecture(
+            "granitehybrid",
+            {
+                "context_length": _HYBRID_CONTEXT,
+                "expert_shared_feed_forward_length": self.intermediate_size,
+                "attention.head_count_kv": kv_heads,
+                "attention.scale": 1 / self.head_dim,
+                "embedding_scale": 2.0,  # more, and a token is followed by itself
+                "logit_scale": 1.0,
+                "residual_scale": 0.22,
+                "rope.scaling.finetuned": False,
+                "ssm.conv_kernel": 4,
+                "ssm.inner_size": self.inner,
+                "ssm.state_size": self.state_size,
+                "ssm.time_step_rank": self.inner // _MAMBA_HEAD,
+                "ssm.group_count": 1,
+            },
+        )
+
 
 @dataclass(frozen=True)
 class Weight:
     """A weight. gguf, hugging_face: its names, without ".weight".
 
     shape: [out, in], [width] or [experts, out, in].
+    suffix: the end of its name in a GGUF file. is_float32: in files of any form.
+    value: all of its numbers; None for random ones, or for ones of a norm.
     """
 
     gguf: str
     hugging_face: str
     shape: tuple[int, ...]
+    suffix: str = ".weight"
+    is_float32: bool = False
+    value: float | None = None
 
 
 SHAPES: Final[Mapping[str, Shape]] = {
@@ -184,9 +289,16 @@ SHAPES: Final[Mapping[str, Shape]] = {
     "8b": Shape(4096, 32, 32, 8, 128, 14_336, 49_152, tied=False),
     "wide": Shape(1536, 10, 12, 4, 128, 12_288, 151_936, tied=False),
     "7b-a1b": Shape(2048, 16, 16, 16, 128, 1024, 49_152, tied=False, num_experts=64, top_k=8),
+    "1b-hybrid": HybridShape(
+        1536, 22, 24, 6, 64, 6144, 49_152, tied=True, attention_layers=(5, 15)
+    ),
+    "0.2b-hybrid": HybridShape(
+        768, 12, 12, 3, 64, 3072, 49_152, tied=True, attention_layers=(3, 8)
+    ),
 }
 """3b and 8b: Llama 3.2 3B and Llama 3.1 8B with a smaller vocabulary. wide: 1.1 billion parameters
-in other proportions. 7b-a1b: the sizes of OLMoE-1B-7B, a mixture of experts, as a Qwen3-MoE."""
+in other proportions. 7b-a1b: the sizes of OLMoE-1B-7B, a mixture of experts, as a Qwen3-MoE.
+1b-hybrid, 0.2b-hybrid: the ratios of Granite 4 micro, of which every tenth layer has attention."""
 
 
 def synthetic_file(
@@ -248,7 +360,7 @@ def _write_folder(target: Path, shape: Shape, tokenizer: Path) -> None:
     with open(target / "model.safetensors", "wb") as file:
         file.write(struct.pack("<Q", len(packed)) + packed)
         for number, weight in enumerate(shape.weights(stacked=False)):
-            _write_weight(file, "BF16", weight.shape, number)
+            _write_weight(file, "BF16", weight, number)
 
 
 def _pad_tokenizer(path: Path, vocab_size: int) -> None:
@@ -279,41 +391,20 @@ def _write_gguf(target: Path, shape: Shape, types: Sequence[str], source: str) -
     offset = 0
     for weight, kind in zip(weights, types, strict=True):
         dimensions = struct.pack(f"<{len(weight.shape)}Q", *reversed(weight.shape))
-        head += _text(f"{weight.gguf}.weight") + struct.pack("<I", len(weight.shape)) + dimensions
+        head += (
+            _text(weight.gguf + weight.suffix) + struct.pack("<I", len(weight.shape)) + dimensions
+        )
         head += struct.pack("<IQ", _TYPE_NUMBERS[kind], offset)
         offset += _aligned(_num_bytes(kind, weight.shape))
     with open(target, "wb") as file:
         file.write(head.ljust(_aligned(len(head)), b"\0"))
         for number, (weight, kind) in enumerate(zip(weights, types, strict=True)):
-            _write_weight(file, kind, weight.shape, number)
+            _write_weight(file, kind, weight, number)
             file.write(bytes(-file.tell() % _ALIGNMENT))
 
 
 def _metadata(shape: Shape, source: Mapping[str, Any]) -> dict[str, Any]:
-    architecture = "qwen3moe" if shape.num_experts else "llama"
-    sizes: dict[str, Any] = {
-        "block_count": shape.num_layers,
-        "context_length": _CONTEXT,
-        "embedding_length": shape.hidden_size,
-        "feed_forward_length": shape.intermediate_size,
-        "attention.head_count": shape.num_heads,
-        "attention.head_count_kv": shape.num_kv_heads,
-        "attention.key_length": shape.head_dim,
-        "attention.value_length": shape.head_dim,
-        "attention.layer_norm_rms_epsilon": _EPSILON,
-        "rope.dimension_count": shape.head_dim,
-        "rope.freq_base": _THETA,
-        "vocab_size": shape.vocab_size,
-    }
-    if shape.num_experts:
-        sizes["expert_count"] = shape.num_experts
-        sizes["expert_used_count"] = shape.top_k
-        sizes["expert_feed_forward_length"] = shape.intermediate_size
-    values: dict[str, Any] = {
-        "general.architecture": architecture,
-        "general.alignment": _ALIGNMENT,
-        **{f"{architecture}.{key}": size for key, size in sizes.items()},
-    }
+    values = shape.metadata()
     values |= {key: value for key, value in source.items() if key.startswith("tokenizer.")}
     tokens = values["tokenizer.ggml.tokens"]
     unused = range(len(tokens), shape.vocab_size)
@@ -367,11 +458,13 @@ _SCALES: Final[Mapping[str, Mapping[int, float]]] = {
 all other bytes are random. Q4_K is d · scale · q - dmin · minimum, where q is 7.5 on average."""
 
 
-def _write_weight(file: BinaryIO, kind: str, shape: Sequence[int], seed: int) -> None:
+def _write_weight(file: BinaryIO, kind: str, weight: Weight, seed: int) -> None:
     """Write random numbers with standard deviation 1 / sqrt(columns), or ones for a norm."""
-    if len(shape) == 1:
-        ones = struct.pack("<f", 1.0) if kind == "F32" else b"\x80\x3f"
-        file.write(ones * shape[0])
+    shape = weight.shape
+    if len(shape) == 1 or weight.value is not None:
+        value = 1.0 if weight.value is None else weight.value
+        # The upper half of a float32 is a bfloat16.
+        file.write(struct.pack("<f", value)[0 if kind == "F32" else 2 :] * prod(shape))
         return
     import numpy as np
 

@@ -17,7 +17,7 @@ from proto.errors import ConfigError, ModelError
 from proto.messages.prepared_model import PreparedModel
 from tests.benchmarks import sizes, synthetic
 from tests.benchmarks.sizes import SizesBench, specs_of
-from tests.benchmarks.synthetic import FORMS, SHAPES, Form, Shape, synthetic_file
+from tests.benchmarks.synthetic import FORMS, SHAPES, Form, HybridShape, Shape, synthetic_file
 from tests.e2e.reference import packaged_model
 from tests.fakes.dense_attention import DenseAttention
 from tests.fakes.devices import CPU
@@ -65,7 +65,11 @@ def num_bytes(shape: Shape, form: Form) -> int:
 def test_the_shapes_have_the_sizes_of_their_names() -> None:
     billions = {name: num_weights(shape) / 1e9 for name, shape in SHAPES.items()}
     assert billions == pytest.approx(
-        {"1b": 1.07, "3b": 2.97, "8b": 7.38, "wide": 1.1, "7b-a1b": 6.92}, abs=0.01
+        {
+            **{"1b": 1.07, "3b": 2.97, "8b": 7.38, "wide": 1.1, "7b-a1b": 6.92},
+            **{"1b-hybrid": 1.01, "0.2b-hybrid": 0.17},
+        },
+        abs=0.01,
     )
     mixture = SHAPES["7b-a1b"]
     assert mixture.bytes_of_a_token("bf16") / 2e9 == pytest.approx(1.18, abs=0.01)
@@ -74,7 +78,9 @@ def test_the_shapes_have_the_sizes_of_their_names() -> None:
     assert bits == pytest.approx({"q4_k_m": 4.97, "q8_0": 8.5, "bf16": 16.0}, abs=0.01)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    "name", [name for name, shape in SHAPES.items() if not isinstance(shape, HybridShape)]
+)
 def test_q4_k_m_has_the_types_of_llama_cpp(name: str) -> None:
     """The rule is that of its quantiser for dense Llama models (src/llama-quant.cpp)."""
     shape = SHAPES[name]
@@ -180,6 +186,25 @@ def test_logits_are_those_of_transformers(
     assert logits.shape[1] == TINY[shape].vocab_size
     assert 0.3 < logits.std() < 3, "a difference would not be visible"
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_hybrid_is_a_granite_with_states(
+    form: Form, environment: HostEnvironment, tmp_path: Path
+) -> None:
+    """llama.cpp loads the same names; its answers are compared by hand."""
+    tiny = {"hybrid": HybridShape(256, 3, 4, 2, 64, 512, 49_152, tied=True, attention_layers=(1,))}
+    path = synthetic_file("hybrid", form, "gguf", environment, tiny)
+    names = {tensor.name: tensor for tensor in gguf_header.read(path).tensors}
+    assert {"blk.0.ssm_a", "blk.0.ssm_dt.bias", "blk.1.attn_q.weight"} <= names.keys()
+    assert "blk.0.attn_q.weight" not in names
+    assert {names[f"blk.0.ssm_{each}"].type for each in ("a", "d", "conv1d.weight")} == {"F32"}
+    contents = gguf_file.read(path, lambda *_: None)
+    assert contents.config["layer_types"] == [
+        *("linear_attention", "full_attention", "linear_attention"),
+    ]
+    spec = spec_of(prepare(tmp_path / "prepared", contents.config, contents.tensors))
+    assert [layer.shape.num_heads for layer in spec.state_layers] == [8, 8]
 
 
 def test_files_are_written_once_and_only_where_there_is_space(

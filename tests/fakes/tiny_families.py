@@ -84,6 +84,8 @@ class TinyGguf:
         file has no metadata for them.
     permuted: rows of query and key heads are in interleaved order.
     name: of the architecture, if it is not the family's first one.
+    is_older: the file is of a version of the converter that left the projections of Qwen3-Next's
+        linear attention as they are in the folder.
     """
 
     keys: dict[str, str] = field(default_factory=dict)
@@ -91,6 +93,7 @@ class TinyGguf:
     changes: dict[str, Any] = field(default_factory=dict)
     permuted: bool = False
     name: str = ""
+    is_older: bool = False
 
 
 _OLMO3_ROPE: Final = {
@@ -115,6 +118,15 @@ _YARN_VALUES: Final = {
 _YARN_OF_LATENTS: Final = _OLMO3_ROPE["full_attention"] | {"mscale": 0.7, "mscale_all_dim": 0.7}
 _LATENT_YARN_VALUES: Final = _YARN_VALUES | {"rope.scaling.yarn_log_multiplier": 0.07}
 GGUFS: Final[dict[str, TinyGguf]] = {
+    "bamba": TinyGguf(
+        _MAMBA2,
+        {
+            "attention.head_count_kv": [0, 2, 0, 0, 2],
+            "rope.scaling.finetuned": True,
+            "ssm.inner_size": 128,
+        },
+        permuted=True,
+    ),
     "cohere2": TinyGguf(_WINDOW | _LAYER_NORM | {"logit_scale": "logit_scale"}, changes=_FULL_AT),
     "deepseek2": TinyGguf(
         {key: name for key, name in _LATENT.items() if key != "expert_weights_norm"},
@@ -285,6 +297,25 @@ GGUFS: Final[dict[str, TinyGguf]] = {
         _DELTA_VALUES,
         _DELTA_CHANGES,
     ),
+    "qwen3next": TinyGguf(
+        _DELTA_RULE
+        | _MANY_EXPERTS
+        | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+        {
+            "attention.recurrent_layers": [True, False, True, False, True],
+            "full_attention_interval": 4,
+            "ssm.inner_size": 4 * 16,
+        },
+    ),
+    "qwen3next-older": TinyGguf(
+        _DELTA_RULE
+        | _MANY_EXPERTS
+        | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+        {"ssm.inner_size": 4 * 16},
+        _DELTA_CHANGES,
+        name="qwen3next",
+        is_older=True,
+    ),
     "smollm3": TinyGguf(changes=_FULL_AT | {"no_rope_layers": None}, permuted=True),
     "starcoder2": TinyGguf({"attention.layer_norm_epsilon": "norm_epsilon"}),
 }
@@ -296,6 +327,7 @@ GENERATING = tuple(name for name, family in FAMILIES.items() if not family.is_en
 IN_GGUF_FILES = (
     *(name for name in GENERATING if FAMILIES[name].gguf_names),
     "NemotronHForCausalLM-experts",
+    "Qwen3NextForCausalLM-older",
 )
 """Those with GGUF files; after a dash a variation whose files have another architecture."""
 
@@ -308,7 +340,8 @@ def _key_of(name: str) -> str:
 
 def config_of_family(architecture: str, **changes: Any) -> PretrainedConfig:
     """Return the configuration of a family's tiny model, with the vocabulary of TOKENS."""
-    config = CONFIGS[_key_of(architecture)]
+    key = _key_of(architecture)
+    config = CONFIGS[key if key in CONFIGS else key.partition("-")[0]]
     config = type(config)(**config.to_dict() | changes) if changes else copy.deepcopy(config)
     config.vocab_size = len(TOKENS)
     return config
@@ -418,6 +451,8 @@ def _converted(
     converted: Arrays = {}
     if architecture.startswith("qwen35"):
         tensors = _with_tiled_heads(tensors, config)
+    elif architecture == "qwen3next":
+        tensors = _with_linear_attention(tensors, config, grouped=rules.is_older)
     tensors = _with_mamba2_layers(tensors, config)
     if architecture == "falcon-h1":
         tensors = _with_factors(tensors, config)
@@ -428,7 +463,7 @@ def _converted(
             is_query = ".q_proj." in name
             heads = config.num_attention_heads if is_query else config.num_key_value_heads
             array = permute_heads(array, heads)
-        adds_one = architecture.startswith(("gemma", "qwen35"))
+        adds_one = architecture.startswith(("gemma", "qwen35", "qwen3next"))
         if adds_one and name.endswith("norm.weight") and "linear_attn" not in name:
             array = array + 1.0
         is_of_mamba = ".mamba." in name or ".mixer." in name
@@ -509,6 +544,32 @@ def _with_tiled_heads(tensors: Arrays, config: PretrainedConfig) -> Arrays:
         elif kind == "out_proj.weight":
             array = np.ascontiguousarray(tiled(np.ascontiguousarray(array.T)).T)
         found[name.replace("dt_bias", "dt_proj.bias")] = array
+    return found
+
+
+def _with_linear_attention(tensors: Arrays, config: PretrainedConfig, *, grouped: bool) -> Arrays:
+    """Return the tensors of Qwen3-Next's linear attention as llama.cpp has them.
+
+    Rows of q, k, v and z, which a folder has key head by key head, are those of all heads one after
+    the other, unless they are `grouped`. Decays are as in `_with_tiled_heads`.
+    """
+    groups, size = config.linear_num_key_heads, config.linear_key_head_dim
+    values = config.linear_num_value_heads // groups * config.linear_value_head_dim
+    found: Arrays = {}
+    for name, array in tensors.items():
+        layer, _, kind = name.rpartition("linear_attn.")
+        if kind == "A_log":
+            array = -np.exp(array)
+        if kind == "in_proj_qkvz.weight" and not grouped:
+            of_groups = array.reshape(groups, -1, array.shape[1])
+            ends = [size, 2 * size, 2 * size + values]
+            *qkv, z = (
+                part.reshape(-1, array.shape[1]) for part in np.split(of_groups, ends, axis=1)
+            )
+            found[f"{layer}linear_attn.in_proj_qkv.weight"] = np.concatenate(qkv)
+            found[f"{layer}linear_attn.in_proj_z.weight"] = z
+        else:
+            found[name.replace("dt_bias", "dt_proj.bias")] = array
     return found
 
 

@@ -1,5 +1,6 @@
 """The memory plan: equal to what a loaded model takes, and refusals with figures and flags."""
 
+import json
 import shlex
 from collections import Counter
 from pathlib import Path
@@ -183,6 +184,27 @@ def test_what_depends_on_the_batch_is_refused_where_bits_shall_not(
     with pytest.raises(ConfigError, match=f"--batch-invariant: .*{message}") as raised:
         plan_memory(config, prepared, device)
     assert raised.value.param == "batch_invariant"
+
+
+def test_a_connector_without_states_is_refused_before_a_weight_is_read(
+    kernels: Kernels, tmp_path: Path
+) -> None:
+    save_tiny("granitehybrid", tmp_path)
+    prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")
+    shared = {
+        "kv_connector": "SharedStorageConnector",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+    }
+    several = {
+        "kv_connector": "MultiConnector",
+        "kv_connector_extra_config": {"connectors": [shared]},
+    }
+    device = cpu_of(config_of("--device", "cpu"), machine(tmp_path))
+    for connector in (shared, several):
+        config = config_of("--device", "cpu", "--kv-transfer-config", json.dumps(connector))
+        with pytest.raises(ConfigError, match="SharedStorageConnector does not copy rec") as raised:
+            plan_memory(config, prepared, device)
+        assert raised.value.param == "kv_transfer_config"
 
 
 def test_cascade_attention_on_a_cpu_is_refused(kernels: Kernels, tmp_path: Path) -> None:

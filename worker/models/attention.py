@@ -34,7 +34,7 @@ class AttentionSpec(PartSpec):
     scale: factor of query times key before the softmax.
     soft_cap: see AttentionShape.
     rotary_dim: first dimensions of a head, which are rotated; 0: all of them.
-    rope_interleaved_in: see HeadRows.
+    rope_interleaved_in, interleaves_all: see HeadRows.
     window: sliding window in tokens, the query's own included; None for full attention.
     bidirectional: a query sees later tokens, too; the window then reaches to both sides.
     qkv_bias, output_bias: biases of the projections.
@@ -55,6 +55,7 @@ class AttentionSpec(PartSpec):
     soft_cap: float = 0.0
     rotary_dim: int = 0
     rope_interleaved_in: tuple[str, ...] = ()
+    interleaves_all: bool = False
     window: int | None = None
     bidirectional: bool = False
     qkv_bias: bool = False
@@ -118,7 +119,12 @@ class AttentionSpec(PartSpec):
             for name in ("q", "k")
             if self.has_qk_norm
         ]
-        head_rows = HeadRows(head, self.rotary_dim or head, self.rope_interleaved_in)
+        head_rows = HeadRows(
+            head,
+            self.rotary_dim or head,
+            self.rope_interleaved_in,
+            interleaves_all=self.interleaves_all,
+        )
         sinks = WeightSpec(
             name="sinks",
             shape=(self.num_heads,),

@@ -45,16 +45,16 @@ class DeltaRuleSpec(RecurrentSpec):
     """A gated delta-rule layer.
 
     eps: of the norm of each value head.
-    grouped_inputs: files have the rows of q, k, v and z in one tensor, key head by key head, and
-        those of b and a in another.
-    of_llama_cpp: weights are as llama.cpp's converter leaves them: value heads are tiled (see
-        DeltaRuleShape), the taps of a channel are a row, and the decay is that of the layer itself
-        instead of its logarithm.
+    grouped_inputs: files have the rows of q, k, v and z in one tensor, key head by key head.
+    grouped_gates: files have those of b and a in one tensor, key head by key head.
+    of_llama_cpp: weights are as llama.cpp's converter leaves them: the taps of a channel are a row,
+        and the decay is that of the layer itself instead of its logarithm.
     """
 
     shape: DeltaRuleShape
     eps: float
     grouped_inputs: bool = False
+    grouped_gates: bool = False
     of_llama_cpp: bool = False
 
     @property
@@ -96,36 +96,33 @@ class DeltaRuleSpec(RecurrentSpec):
     def _inputs(self) -> tuple[WeightSpec, ...]:
         """Return the projections of the input, in the order of `inputs`."""
         shape, hidden = self.shape, self.hidden_size
-        if not self.grouped_inputs:
+        num_each = shape.num_value_heads // shape.num_key_heads
+        if self.grouped_inputs:
+            values = num_each * shape.value_size
+            sizes = (shape.key_size, shape.key_size, values, values)
+            inputs = self._grouped("qkvz", "ssm_in", sizes)
+        else:
             rows = {"q": shape.keys, "k": shape.keys, "v": shape.values}
             qkv = [
                 projection(f"in_{name}", "linear_attn.in_proj_qkv", "attn_qkv", (size, hidden))[0]
                 for name, size in rows.items()
             ]
-            heads = (shape.num_value_heads, hidden)
-            return (
-                *stacked(*qkv),
-                *projection("in_z", "linear_attn.in_proj_z", "attn_gate", (shape.values, hidden)),
-                *projection("in_b", "linear_attn.in_proj_b", "ssm_beta", heads),
-                *projection("in_a", "linear_attn.in_proj_a", "ssm_alpha", heads),
-            )
-        num_each = shape.num_value_heads // shape.num_key_heads
-        values = num_each * shape.value_size
-        groups = {
-            "qkvz": (shape.key_size, shape.key_size, values, values),
-            "ba": (num_each, num_each),
-        }
-        names = {"qkvz": "ssm_in", "ba": "ssm_ba"}
-        return tuple(
-            replace(weight, head_rows=GroupedRows(sizes))
-            for name, sizes in groups.items()
-            for weight in projection(
-                f"in_{name}",
-                f"linear_attn.in_proj_{name}",
-                names[name],
-                (shape.num_key_heads * sum(sizes), hidden),
-            )
+            z = projection("in_z", "linear_attn.in_proj_z", "attn_gate", (shape.values, hidden))
+            inputs = (*stacked(*qkv), *z)
+        if self.grouped_gates:
+            return (*inputs, *self._grouped("ba", "ssm_ba", (num_each, num_each)))
+        heads = (shape.num_value_heads, hidden)
+        return (
+            *inputs,
+            *projection("in_b", "linear_attn.in_proj_b", "ssm_beta", heads),
+            *projection("in_a", "linear_attn.in_proj_a", "ssm_alpha", heads),
         )
+
+    def _grouped(self, name: str, gguf: str, sizes: tuple[int, ...]) -> tuple[WeightSpec, ...]:
+        """Return a projection whose rows files have key head by key head."""
+        shape = (self.shape.num_key_heads * sum(sizes), self.hidden_size)
+        weights = projection(f"in_{name}", f"linear_attn.in_proj_{name}", gguf, shape)
+        return tuple(replace(weight, head_rows=GroupedRows(sizes)) for weight in weights)
 
     @property
     def inputs(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -133,9 +130,10 @@ class DeltaRuleSpec(RecurrentSpec):
 
         Files often have the second ones in more bits, and a product has weights of one kind.
         """
-        if self.grouped_inputs:
-            return ("in_qkvz",), ("in_ba",)
-        return ("in_q", "in_k", "in_v", "in_z"), ("in_b", "in_a")
+        return (
+            ("in_qkvz",) if self.grouped_inputs else ("in_q", "in_k", "in_v", "in_z"),
+            ("in_ba",) if self.grouped_gates else ("in_b", "in_a"),
+        )
 
     @property
     def max_ranks(self) -> int:

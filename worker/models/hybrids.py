@@ -21,6 +21,7 @@ from worker.models.common import (
 )
 from worker.models.config_reader import ConfigReader
 from worker.models.delta_rule import DeltaRuleSpec
+from worker.models.families.base import GROUPED_INPUTS
 from worker.models.layout import FULL, LINEAR, QWEN_NORMS, layer_kinds
 from worker.models.mamba2 import Mamba2Spec
 from worker.models.parts import PartSpec
@@ -131,12 +132,15 @@ def short_conv_mixer(config: ConfigReader) -> ShortConvSpec:
 
 
 def delta_rule_decoder(
-    config: ConfigReader, mlps: Sequence[PartSpec] | None = None, *, grouped_inputs: bool = False
+    config: ConfigReader, mlps: Sequence[PartSpec] | None = None, *, grouped: bool = False
 ) -> ModelSpec:
     """Return the spec of a decoder of Qwen's in which most layers are gated delta-rule layers.
 
-    The others have attention with a gate. mlps: gated MLPs if None. grouped_inputs: see
-    DeltaRuleSpec. Layers that predict further tokens are not loaded.
+    The others have attention with a gate. Layers that predict further tokens are not loaded.
+
+    mlps: gated MLPs if None. grouped: folders have the projections of the input key head by key
+    head. Newer GGUF files of such a model have only those of the gates so, and value heads are in
+    the order of the folder; in those of other models they are tiled.
     """
     config.must_be("hidden_act", "silu", "swish")
     config.must_be("attn_output_gate", True)
@@ -163,10 +167,11 @@ def delta_rule_decoder(
             key_size=config.integer("linear_key_head_dim", 128, most=MAX_HEAD_DIM),
             value_size=config.integer("linear_value_head_dim", 128, most=MAX_HEAD_DIM),
             num_taps=config.integer("linear_conv_kernel_dim", 4, most=_MAX_TAPS),
-            is_tiled=of_llama_cpp and key_heads < value_heads,
+            is_tiled=of_llama_cpp and not grouped and key_heads < value_heads,
         ),
         eps=config.number("rms_norm_eps", 1e-6),
-        grouped_inputs=grouped_inputs,
+        grouped_inputs=grouped and (not of_llama_cpp or config.flag(GROUPED_INPUTS, False)),
+        grouped_gates=grouped,
         of_llama_cpp=of_llama_cpp,
     )
     bias = config.flag("attention_bias", False)

@@ -51,6 +51,10 @@ class HeadRows:
 
     Query times key does not depend on an order that both have.
 
+    interleaves_all: in those files the rows that do not rotate are interleaved, too, as if all did:
+
+        head of 8, 4 rotate     file [ 0 4 1 5 | 2 6 3 7 ]     here [ 0 1 4 5 | 2 3 6 7 ]
+
     gated: each head has as many rows again behind its own, which do not rotate: those of its gate.
 
     rotates_last: the last `rotary_dim` rows rotate instead of the first, and row i of these
@@ -65,6 +69,7 @@ class HeadRows:
     rope_interleaved_in: tuple[str, ...] = ()
     rotates_last: bool = False
     gated: bool = False
+    interleaves_all: bool = False
 
     def order(self, num_rows: int, file_format: str) -> npt.NDArray[np.int64] | None:
         """Return int64 [num_rows], row i is row order[i] in the file; None for the same order."""
@@ -72,7 +77,8 @@ class HeadRows:
         if not interleaved and (self.rotates_last or self.rotary_dim == self.head_dim):
             return None
         rotated = np.arange(self.rotary_dim, dtype=np.int64)
-        pairs = rotated.reshape(-1, 2).T if interleaved else rotated.reshape(2, -1)
+        only_these = interleaved and not self.interleaves_all
+        pairs = rotated.reshape(-1, 2).T if only_these else rotated.reshape(2, -1)
         num_others = self.head_dim - self.rotary_dim
         if self.rotates_last:
             others = np.arange(num_others, dtype=np.int64)
@@ -80,6 +86,8 @@ class HeadRows:
         else:
             others = np.arange(self.rotary_dim, self.head_dim, dtype=np.int64)
             head = np.concatenate((pairs, others.reshape(2, -1)), axis=1).reshape(-1)
+        if interleaved and self.interleaves_all:
+            head = np.arange(self.head_dim, dtype=np.int64).reshape(-1, 2).T.reshape(-1)[head]
         if self.gated:
             head = np.concatenate((head, np.arange(self.head_dim, 2 * self.head_dim)))
         firsts = np.arange(0, num_rows, len(head), dtype=np.int64)

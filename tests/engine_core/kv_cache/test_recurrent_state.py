@@ -208,7 +208,7 @@ def test_random_operations_keep_the_states_apart(num_blocks, num_slots):
     requests = Requests(manager)
     waiting: list[Request] = []
     running: list[Request] = []
-    num_found = num_wanted = 0
+    num_found = num_wanted = num_late = 0
     for _ in range(900):
         manager.begin_step()
         step = []
@@ -235,6 +235,8 @@ def test_random_operations_keep_the_states_apart(num_blocks, num_slots):
                 first = request.num_computed_tokens
                 request.num_computed_tokens += num_new
                 step.append((request, first))
+                if draw.random() < 0.2 and num_new > SIZE:
+                    num_late += manager.want_state(request, first // SIZE * SIZE + SIZE)
         for request in draw.sample(waiting, len(waiting)):
             computed = manager.get_computed_blocks(request)
             num_new = min(request.num_tokens - computed.num_tokens, draw.choice([30, 6, 1]))
@@ -253,6 +255,7 @@ def test_random_operations_keep_the_states_apart(num_blocks, num_slots):
         assert integrity.check(manager) == []
     assert num_found > 500
     assert num_wanted > 10
+    assert num_late > 3
     for request in running:
         manager.free(request)
     assert integrity.check(manager) == []
@@ -280,11 +283,14 @@ def test_requests_that_share_a_prefix_wait_and_find_its_state(is_async):
 
 
 @IS_ASYNC
-@pytest.mark.parametrize(("num_shared", "num_found"), [(10, 8), (5, 0)])
-def test_requests_admitted_with_a_short_leader_wait_only_for_a_state_that_it_holds(
+@pytest.mark.parametrize(("num_shared", "num_found"), [(10, 8), (5, 4), (3, 0)])
+def test_requests_admitted_with_a_short_leader_wait_for_a_state_of_its_step(
     is_async, num_shared, num_found
 ):
-    """The leader's 10 tokens fit into one step, which holds the states after 8 and 10 of them."""
+    """The leader's 10 tokens fit into one step, which holds the states after 8 and 10 of them.
+
+    That after 4 is held for the other request.
+    """
     engine = make_engine(async_scheduling=is_async, max_num_batched_tokens=64)
     prompts = [[*range(1, num_shared + 1), *[50 + number] * (10 - num_shared)] for number in (0, 1)]
     rows = [engine.add_one(prompt, 3, ignore_eos=True) for prompt in prompts]
@@ -294,9 +300,34 @@ def test_requests_admitted_with_a_short_leader_wait_only_for_a_state_that_it_hol
     engine.assert_idle()
 
 
-def test_a_state_is_not_wanted_from_a_step_that_has_passed_it(manager):
+def test_the_step_in_planning_gets_a_slot_for_a_state_that_is_wanted(manager):
+    requests = Requests(manager)
+    request = requests.make("abcd|efgh|ijkl|mnop")
+    manager.begin_step()
+    new = requests.schedule_groups(request, 10)
+    slots = new[-1]
+    assert [slot > 0 for slot in slots] == [False, True, True]
+    assert manager.want_state(request, 4)
+    assert slots == states_of(manager, request)
+    assert all(slots), "the message of the step has the slot, too"
+    assert found(manager, requests, "abcd|x") == 0, "it is not computed yet"
+    manager.begin_step()
+    assert found(manager, requests, "abcd|x") == 4
+
+
+def test_without_a_slot_a_state_of_the_step_in_planning_is_not_held():
+    manager = make(60, 3)
     requests = Requests(manager)
     request = run(manager, requests, "abcd|efgh|ijkl|mnop", 10)
+    assert not manager.want_state(request, 4)
+    assert states_of(manager, request)[0] == 0
+    assert integrity.check(manager) == []
+
+
+def test_a_state_is_not_wanted_from_an_earlier_step_that_has_passed_it(manager):
+    requests = Requests(manager)
+    request = run(manager, requests, "abcd|efgh|ijkl|mnop", 10)
+    manager.begin_step()
     assert [manager.want_state(request, length) for length in (4, 8, 12, 16)] == [
         False,  # the step passed it
         True,

@@ -1,10 +1,22 @@
 """Bamba: most layers are Mamba-2 layers."""
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from worker.models.config_reader import ConfigReader
-from worker.models.families.base import Family
+from worker.models.families.base import (
+    MAMBA2_KEYS,
+    ROTATES,
+    VALUES_OF_ALL_HEADS,
+    Family,
+    Gguf,
+    GgufMetadata,
+    add_mamba_expansion,
+    add_partially_rotated_heads,
+    layers_with_attention,
+)
+from worker.models.families.granite import GRANITE_KEYS
 from worker.models.layout import LayerNorms, num_layers_of
 
 if TYPE_CHECKING:
@@ -30,7 +42,11 @@ def spec(config: ConfigReader) -> "ModelSpec":
         raise config.refusal("attn_layer_indices", indices, "a list of layers is needed")
     bias = config.flag("attention_bias", False)
     attention = replace(
-        llama_attention(config, rotary_fraction=0.5), qkv_bias=bias, output_bias=bias
+        llama_attention(config, rotary_fraction=0.5),
+        qkv_bias=bias,
+        output_bias=bias,
+        rope_interleaved_in=("gguf",),
+        interleaves_all=True,
     )
     config.must_be("attn_rotary_emb", attention.rotary_dim)
     mamba = mamba2_mixer(
@@ -49,4 +65,32 @@ def spec(config: ConfigReader) -> "ModelSpec":
     )
 
 
-FAMILY = Family(models={"BambaForCausalLM": "Bamba"}, model_types=("bamba",), spec=spec)
+def _is_bamba(keys: Mapping[str, Any]) -> bool:
+    """Return whether a file that calls itself a Granite hybrid is of Bamba.
+
+    Its queries and keys rotate, and it has none of Granite's factors.
+    """
+    return bool(keys.get(ROTATES)) and GRANITE_KEYS.keys().isdisjoint(keys)
+
+
+def _finish(config: dict[str, Any], metadata: GgufMetadata) -> None:
+    """Add the layers with attention and the channels of Mamba-2 layers."""
+    has_attention = layers_with_attention(config, metadata)
+    config["attn_layer_indices"] = [layer for layer, each in enumerate(has_attention) if each]
+    add_mamba_expansion(config, metadata)
+    config["of_llama_cpp"] = True
+
+
+FAMILY = Family(
+    models={"BambaForCausalLM": "Bamba"},
+    model_types=("bamba",),
+    spec=spec,
+    gguf=Gguf(
+        name="granitehybrid",
+        is_marked=_is_bamba,
+        keys=MAMBA2_KEYS,
+        other_keys=(VALUES_OF_ALL_HEADS,),
+        add_heads=add_partially_rotated_heads,
+        finish=_finish,
+    ),
+)

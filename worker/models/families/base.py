@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from proto.errors import ModelError, shown
 from worker.models.config_reader import ConfigReader
+from worker.models.layout import FULL, LINEAR
 
 if TYPE_CHECKING:
     from worker.models.spec import ModelSpec as ModelSpec
@@ -60,12 +61,18 @@ DELTA_RULE_KEYS: Final = {
     "nextn_predict_layers": "num_nextn_predict_layers",
 }
 VALUES_OF_ALL_HEADS: Final = "ssm.inner_size"
+RECURRENT_LAYERS: Final = "attention.recurrent_layers"
+"""Whether each layer is a recurrent one; older files have only the interval."""
+GROUPED_INPUTS: Final = "linear_grouped_inputs"
+"""Key of config.json that only GGUF files set: see DeltaRuleSpec."""
 MAMBA2_KEYS: Final = {
     "ssm.conv_kernel": "mamba_d_conv",
     "ssm.state_size": "mamba_d_state",
     "ssm.group_count": "mamba_n_groups",
     "ssm.time_step_rank": "mamba_n_heads",
 }
+ROTATES: Final = "rope.scaling.finetuned"
+"""Whether queries and keys of a hybrid rotate."""
 KV_HEADS: Final = "attention.head_count_kv"
 IMAGE_SECTIONS: Final = "rope.dimension_sections"
 """Dimensions of a head that rotate by the time, row and column of an image: text needs none."""
@@ -245,7 +252,8 @@ def add_query_scale(config: dict[str, Any], is_27b: bool) -> None:
 
 
 def finish_delta_rule(config: dict[str, Any], metadata: GgufMetadata) -> None:
-    """Add the size of a value head, and that weights are as llama.cpp's converter leaves them."""
+    """Add the size of a value head, the kinds of layers if the file lists them, and that weights
+    are as llama.cpp's converter leaves them."""
     size, heads = (metadata.keys.get(key) for key in (VALUES_OF_ALL_HEADS, "ssm.time_step_rank"))
     if type(size) is not int or type(heads) is not int or heads < 1 or size % heads:
         raise ModelError(
@@ -253,6 +261,9 @@ def finish_delta_rule(config: dict[str, Any], metadata: GgufMetadata) -> None:
             f"{shown(heads)}: the values of all heads and the number of these heads are needed"
         )
     config["linear_value_head_dim"] = size // heads
+    recurrent, num_layers = metadata.keys.get(RECURRENT_LAYERS), config["num_hidden_layers"]
+    if isinstance(recurrent, list):  # layers that predict further tokens come last
+        config["layer_types"] = [LINEAR if each else FULL for each in recurrent[:num_layers]]
     config["of_llama_cpp"] = True
 
 
@@ -270,6 +281,17 @@ def layers_with_attention(config: dict[str, Any], metadata: GgufMetadata) -> lis
         )
     config["num_key_value_heads"] = max(heads)
     return [count > 0 for count in heads]
+
+
+def add_mamba_expansion(config: dict[str, Any], metadata: GgufMetadata) -> None:
+    """Add how many channels a Mamba-2 layer has for each of the hidden size."""
+    inner, hidden = metadata.keys.get(VALUES_OF_ALL_HEADS), config["hidden_size"]
+    if type(inner) is not int or type(hidden) is not int or hidden < 1 or inner % hidden:
+        raise ModelError(
+            f"{metadata.prefix}{VALUES_OF_ALL_HEADS} {shown(inner)}: a multiple of "
+            f"embedding_length {shown(hidden)} is needed"
+        )
+    config["mamba_expand"] = inner // hidden
 
 
 def add_heads_of_width(config: dict[str, Any], metadata: GgufMetadata) -> None:

@@ -3,18 +3,19 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from proto.errors import ModelError, shown
 from worker.models.config_reader import ConfigReader
 from worker.models.families.base import (
     EXPERT_KEYS,
     GATING,
     MAMBA2_KEYS,
+    ROTATES,
     SOFTMAX,
     VALUES_OF_ALL_HEADS,
     Family,
     Gguf,
     GgufMetadata,
     add_heads_of_width,
+    add_mamba_expansion,
     layers_with_attention,
 )
 from worker.models.families.granite import GRANITE_KEYS, granite_attention, granite_decoder
@@ -83,17 +84,9 @@ def _finish(config: dict[str, Any], metadata: GgufMetadata) -> None:
     """Add the kinds of layers and the channels of Mamba-2 layers."""
     has_attention = layers_with_attention(config, metadata)
     config["layer_types"] = [FULL if each else LINEAR for each in has_attention]
-    config["position_embedding_type"] = (
-        "rope" if metadata.keys.get("rope.scaling.finetuned") else "nope"
-    )
+    config["position_embedding_type"] = "rope" if metadata.keys.get(ROTATES) else "nope"
     config.setdefault("num_local_experts", 0)
-    inner, hidden = metadata.keys.get(VALUES_OF_ALL_HEADS), config["hidden_size"]
-    if type(inner) is not int or type(hidden) is not int or hidden < 1 or inner % hidden:
-        raise ModelError(
-            f"{metadata.prefix}{VALUES_OF_ALL_HEADS} {shown(inner)}: a multiple of "
-            f"embedding_length {shown(hidden)} is needed"
-        )
-    config["mamba_expand"] = inner // hidden
+    add_mamba_expansion(config, metadata)
     config["of_llama_cpp"] = True
 
 

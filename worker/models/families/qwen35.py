@@ -6,6 +6,7 @@ from worker.models.config_reader import ConfigReader
 from worker.models.families.base import (
     DELTA_RULE_KEYS,
     IMAGE_SECTIONS,
+    RECURRENT_LAYERS,
     VALUES_OF_ALL_HEADS,
     Family,
     Gguf,
@@ -30,7 +31,7 @@ FAMILY = Family(
     gguf=Gguf(
         name="qwen35",
         keys=DELTA_RULE_KEYS,
-        other_keys=(VALUES_OF_ALL_HEADS, IMAGE_SECTIONS),
+        other_keys=(VALUES_OF_ALL_HEADS, RECURRENT_LAYERS, IMAGE_SECTIONS),
         add_heads=add_partially_rotated_heads,
         finish=finish_delta_rule,
     ),

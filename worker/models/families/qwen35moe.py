@@ -8,6 +8,7 @@ from worker.models.families.base import (
     EXPERT_KEYS,
     GATING,
     IMAGE_SECTIONS,
+    RECURRENT_LAYERS,
     SOFTMAX,
     VALUES_OF_ALL_HEADS,
     Family,
@@ -36,7 +37,7 @@ FAMILY = Family(
     gguf=Gguf(
         name="qwen35moe",
         keys={**EXPERT_KEYS, **DELTA_RULE_KEYS},
-        other_keys=(VALUES_OF_ALL_HEADS, IMAGE_SECTIONS),
+        other_keys=(VALUES_OF_ALL_HEADS, RECURRENT_LAYERS, IMAGE_SECTIONS),
         values={GATING: SOFTMAX},
         optional_keys=("feed_forward_length",),
         add_heads=add_partially_rotated_heads,
