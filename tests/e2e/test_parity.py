@@ -1,7 +1,7 @@
 """Greedy tokens of the packaged model in float32 equal transformers' on the same file.
 
-22 prompts are completed concurrently, with preemption, also by priority; with a budget of 64 tokens a
-step; and while half of them are aborted. Every third is completed alone, and over prefix hits.
+22 prompts are completed concurrently, with preemption, also by priority; with a budget of 64 tokens
+a step; and while half of them are aborted. Every third is completed alone, and over prefix hits.
 """
 
 import asyncio
