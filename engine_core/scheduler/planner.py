@@ -380,8 +380,9 @@ class StepPlanner:
         True also if no more may run: one is then admitted only in place of another, and takes its
         position.
         """
-        return not self._can_run_one_more() or (
-            len(self._running) + plan.max_draft_tokens < self._speculation.max_positions
+        num_running = len(self._running)
+        return num_running >= self._max_running or (
+            num_running + plan.max_draft_tokens < self._speculation.max_positions
         )
 
     def _needs_prompt_tokens(self, candidate: Candidate) -> bool:
@@ -462,7 +463,9 @@ class StepPlanner:
             return False  # preempted; its next input is unknown until the token in flight arrives
         if request in plan.preempted:
             return False  # preempted in this pass, in which it must not take the room back
-        if self._fairness.waits_for_deferred(request) or self._fairness.leaves_room(request, plan):
+        if self._fairness.waits_for_deferred(request):
+            return False
+        if self._fairness.must_wait_after_preemption(request, plan):
             return False
         if candidate.loads_async:
             return self._load(candidate, plan)

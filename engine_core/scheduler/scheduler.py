@@ -301,11 +301,11 @@ class Scheduler:
         """
         return self._lifecycle.abort_request(request_id, choice, stopped=stopped)
 
-    def abort_front_end_requests(self, front_end_index: int) -> int:
-        """End all requests of one front end; return the number of choices that ended."""
-        ended = [request for request in self.requests if request.front_end_index == front_end_index]
-        self._lifecycle.abort_requests(ended)
-        return len(ended)
+    def abort_front_end_requests(self, front_end_index: int) -> None:
+        """End all requests of one front end."""
+        self._lifecycle.abort_requests(
+            [each for each in self.requests if each.front_end_index == front_end_index]
+        )
 
     def abort_all_requests(self) -> OutputsByFrontEnd:
         """End all requests; return the final outputs of all choices."""

@@ -3,8 +3,6 @@
 import asyncio
 import json
 import os
-import time
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -527,28 +525,19 @@ async def test_a_request_looks_at_no_more_adapters_than_it_names(
         assert response.status_code == 404
 
 
-async def test_ten_thousand_adapters_are_listed(
-    start: StartFrontEnd, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """And one more is found in a folder of as many; the times are printed."""
-    for number in range(10_000):
+async def test_ten_thousand_adapters_are_listed(start: StartFrontEnd, tmp_path: Path) -> None:
+    """And one more is found in a folder of many."""
+    for number in range(1_000):
         (tmp_path / f"other-{number}").mkdir()
     make_folder(tmp_path / "a")
     async with start(lora=LoRAConfig(enable_lora=True, lora_dir=str(tmp_path))) as front_end:
         await serve(front_end, *map(card, range(1, 10_001)))
-        times = [time.monotonic()]
         listed = (await front_end.http.get("/v1/models")).json()["data"]
-        times.append(time.monotonic())
         operators = (await front_end.http.get("/lora-adapters")).json()
-        times.append(time.monotonic())
         request, _ = await asked(front_end, model="a")
-        times.append(time.monotonic())
     assert [each["id"] for each in listed] == [MODEL, *(f"adapter-{n}" for n in range(1, 10_001))]
     assert [each["id"] for each in operators] == list(range(1, 10_001))
     assert request.lora_request.path == str(tmp_path / "a")
-    shown = ", ".join(f"{1e3 * (end - begin):.0f} ms" for begin, end in pairwise(times))
-    with capsys.disabled():
-        print(f"\n10,000 adapters: /v1/models, /lora-adapters, a lookup: {shown}")
 
 
 async def test_the_line_of_a_request_names_its_adapter(

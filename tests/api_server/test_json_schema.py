@@ -373,7 +373,7 @@ def test_a_refused_schema_is_refused_with_the_place(schema, place):
         place = f"/properties/{pointer}/items/anyOf/1"
     with pytest.raises(InvalidRequestError) as raised:
         rewrite_schema(schema, SchemaWork())
-    at = f"at {place}: " if place else ""
+    at = f"at #{place}: " if place else ""
     assert re.match(re.escape(at) + "(type must|enum: control)", str(raised.value))
 
 

@@ -118,7 +118,7 @@ def test_free_text_and_compact_json():
         (
             {"guided_json": {"properties": {"a": {"type": "strin"}}}},
             "guided_json",
-            "guided_json: at /properties/a: type must be one of null, ",
+            "guided_json: at #/properties/a: type must be one of null, ",
         ),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
@@ -214,6 +214,14 @@ async def test_headers_and_errors_name_the_field_of_the_api(start, path, fields,
         found = (await front_end.http.post(path, json=wrong)).json()["error"]
         assert found["message"].startswith(f"{field}: ")
         assert found.get("param", field) == field
+        nested = '"properties": {"a/b\\ud800": {"type": "no"}}'
+        wrong = json.dumps(body).replace('"uniqueItems": true', nested)
+        response = await front_end.http.post(
+            path, content=wrong, headers={"content-type": "application/json"}
+        )
+        message = response.json()["error"]["message"]
+        assert "at #/" in message
+        assert "/properties/a~1b\\ud800: type must be one of" in message
 
         async with front_end.http.stream("POST", path, json=body | {"stream": True}) as response:
             request = await front_end.engine.requests.get()

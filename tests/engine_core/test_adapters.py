@@ -419,6 +419,26 @@ def test_a_disk_that_does_not_answer_ends_the_requests_that_wait_for_it(scene: S
     assert scene.engine.finish_reason_of(again) is FinishReason.LENGTH
 
 
+def test_a_load_behind_one_that_is_given_up_has_its_whole_time() -> None:
+    """Workers read one adapter after the other."""
+    scene = Scene(max_loras=2)
+    for name in "ab":
+        scene.load(name, name.encode())
+    scene.registry.lose_workers()
+    scene.engine.lose_workers()
+    scene.registry.begin_worker_epoch()
+    scene.workers.held.clear()
+    waiting = [scene.add(scene.lora(name)) for name in "ab"]
+    scene.step(answers=False)
+    assert scene.workers.sent[-2:] == [("load", 1), ("load", 2)]
+    for request in waiting:
+        assert scene.registry.seconds_to_next_end == CALL_SECONDS
+        scene.clock.now += CALL_SECONDS
+        scene.exchange()
+        assert "could not be read within 300 s" in error_of(scene, request).message
+    assert scene.registry.seconds_to_next_end is None
+
+
 def test_an_adapter_that_was_dropped_while_it_was_read_gets_another_id(scene: Scene) -> None:
     """A worker may have answered before it heard of that, and dropped it after its answer."""
     scene.load("a")

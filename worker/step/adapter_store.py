@@ -221,6 +221,8 @@ class AdapterStore:
         """Do a piece of work that may wait for a disk; return what it yields."""
         self._reading = message
         try:
+            if self._wanted.get(message.lora_int_id) is not message:
+                return READS  # dropped before `drop` could see that it is read
             what: str | None = next(work)
             return what
         finally:

@@ -62,7 +62,7 @@ class ReloadReporter:
 
     def report_delay(self, reason: str) -> None:
         """Report why a requested reload does not begin yet, or never."""
-        self._display.notice(reason)
+        self._display.notice(reason, level="WARNING")
 
     def report_end(
         self,

@@ -38,7 +38,8 @@ Key = TypeVar("Key", int, str)
 NO_ADAPTER: Final = 0
 """In place of the id of an adapter."""
 MAX_CORRUPTED_NAMES: Final = 64
-"""Adapters whose corrupted requests are counted; the one with the earliest of them is forgotten."""
+"""Adapters whose corrupted requests are counted; beyond that, the one whose last such request is
+longest ago is forgotten."""
 
 
 class AdapterResidency:

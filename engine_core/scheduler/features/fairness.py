@@ -55,7 +55,7 @@ class TenantFairness(SchedulerFeature):
         self._chunks = chunks
         self._had_several = False  # several tenants had requests in the last step
         self._deferred: Sequence[Request] = ()
-        self._gave_way: set[int] = set()  # tenants of requests that were preempted in this step
+        self._preempted_tenants: set[int] = set()  # in this step, for other tenants
 
     def order_running(self) -> Sequence[Request]:
         """Order the running list for a step; return the requests at its end that defer.
@@ -72,7 +72,7 @@ class TenantFairness(SchedulerFeature):
         usage = self._usage
         usage.begin_step()
         self._deferred = ()
-        self._gave_way.clear()
+        self._preempted_tenants.clear()
         several = usage.num_tenants > 1
         if (usage.prefills or several) and (several or self._had_several):
             self._had_several = several
@@ -105,16 +105,18 @@ class TenantFairness(SchedulerFeature):
         if victim is None or self._policy.priority_key(victim) < self._policy.priority_key(request):
             return False
         self._preemption.preempt(victim, plan)
-        self._gave_way.add(victim.tenant)
+        self._preempted_tenants.add(victim.tenant)
         return True
 
-    def leaves_room(self, request: Request, plan: StepPlan) -> bool:
-        """Return whether a request leaves room for which one of its tenant was just preempted.
+    def must_wait_after_preemption(self, request: Request, plan: StepPlan) -> bool:
+        """Return whether a request waits because one of its tenant was preempted in this step.
 
-        The request of the other tenant may have to wait after all, as for a prefix of which the
-        victim had a part. If no request runs, none is held back.
+        The room is another tenant's, also if the request of that one has to wait after all, as for
+        a prefix of which the victim had a part. If no request runs, none waits.
         """
-        return request.tenant in self._gave_way and not plan.admitted and bool(self._running)
+        return (
+            request.tenant in self._preempted_tenants and not plan.admitted and bool(self._running)
+        )
 
     @property
     def num_prefilling(self) -> int:

@@ -90,7 +90,7 @@ def test_a_disconnected_client_aborts_only_its_own_requests():
     mine = [engine.add_one([each], max_tokens=3) for each in range(3)]
     others = [engine.add_one([10 + each], max_tokens=3, front_end=1) for each in range(3)]
     engine.step()
-    assert engine.scheduler.abort_front_end_requests(1) == 3
+    engine.scheduler.abort_front_end_requests(1)
     engine.run()
     assert all(len(engine.tokens_of(each)) == 3 for each in mine)
     assert all(engine.finish_reason_of(each) is None for each in others)

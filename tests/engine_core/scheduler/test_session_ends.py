@@ -75,7 +75,7 @@ def test_sessions_end_with_their_front_end():
         idle_session(engine, [1, 2], front_end=1),
         idle_session(engine, [3, 4], front_end=2),
     )
-    assert engine.scheduler.abort_front_end_requests(1) == 1
+    engine.scheduler.abort_front_end_requests(1)
     assert not engine.scheduler.resumable_sessions.accepts_input(1, mine.request_id)
     engine.add_session_input(theirs, [5], 1, last=True)
     engine.run()

@@ -113,13 +113,22 @@ def test_an_adapter_without_a_layer_is_refused(tmp_path: Path) -> None:
         served.load(path)
 
 
-def test_the_plan_counts_adapters(tmp_path: Path) -> None:
-    prepared, _ = tiny("gpt_oss", tmp_path)
+def test_an_adapter_takes_the_memory_that_the_plan_says(tmp_path: Path) -> None:
+    """What it lacks of a gain and a shift for each output is what the plan has more."""
+    prepared, own = tiny("gpt_oss", tmp_path)
+    loaded = Served(prepared, config=ON_TRANSFORMERS).load(
+        make_adapter(own, tmp_path / "a", r=4, target_modules=["q_proj"])
+    )
     config = ServeConfig(
         model=ModelConfig(model_impl="transformers", dtype="float32"),
         lora=LoRAConfig(
             enable_lora=True, max_loras=2, max_lora_rank=4, lora_target_modules=("q_proj",)
         ),
     )
-    work = plan_memory(config, prepared, CPU).work
-    assert work["8 adapters"] == 8 * 4 * 4 * (4 * (64 + 4 * 16))
+    planned = plan_memory(config, prepared, CPU).work["8 adapters"]
+    num_heads, head_dim = own.config.num_attention_heads, own.config.head_dim
+    lacking = sum(
+        4 * num_heads * head_dim * [update.gain, update.shift].count(None)
+        for update in loaded.products.values()
+    )
+    assert planned == 8 * (loaded.num_bytes + lacking)
