@@ -1,6 +1,6 @@
 """What happens to a request before its route: metrics, access, host, drain state, fast path.
 
-    metrics ─▶ access ─▶ host, origin ─▶ client ─▶ drain ─▶ FastPath ─ /v1/completions ─▶ endpoint
+    metrics ─▶ access ─▶ host, origin ─▶ client ─▶ drain ─▶ FastPath ─ POST of a model ─▶ endpoint
                                                                 └───── anything else ──▶ router
 
 Which path needs a key, and at which listener it is, stands in `access.py`. The routes for operators

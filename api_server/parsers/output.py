@@ -170,7 +170,7 @@ class ChoiceParser:
         return found
 
     def _cut_parts(self, parts: Sequence[OutputPart], num_certain: int) -> list[OutputPart]:
-        """Hold back content after `num_certain` characters; nothing follows a stop string."""
+        """Hold back content after `num_certain` characters; drop what comes after a stop string."""
         cut: list[OutputPart] = []
         for part in (*parts, None):
             if isinstance(part, ContentText):

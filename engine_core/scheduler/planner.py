@@ -3,7 +3,7 @@
 Start with `StepPlanner.plan_requests`.
 
 No request starves. A request is admitted only with budget left after every running request was
-planned, no more requests run than a step has tokens, and what a running request needs (the rest of
+planned, but for those that defer to it (`TenantFairness`), no more requests run than a step has tokens, and what a running request needs (the rest of
 its prompt, then one token) never grows. So running requests together never need more than a step
 has, and the order of admission is also fair. For the same reason fewer requests than --max-num-seqs
 run if the token budget is smaller.

@@ -246,7 +246,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def step_tokens(self) -> int:
-        """Largest step of the workers; a CPU's default if none is set and no worker reports one."""
+        """Largest step of the workers.
+
+        Without a setting a CPU's default, until the engine has put what workers report in its place
+        (`with_step_tokens`).
+        """
         return self.max_num_batched_tokens or CPU_STEP_TOKENS
 
     @property

@@ -21,7 +21,7 @@ OLDEST_SECONDS: Final = 3600.0
 class FCFSQueue(OrderedQueue):
     """Requests in the order of arrival; a preempted one goes back to the head.
 
-    Preemption takes the youngest running request first, so several preempted requests are in their
+    Preemption takes the last of the running list first, so several preempted requests are in their
     old order again.
     """
 

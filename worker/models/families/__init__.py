@@ -1,6 +1,6 @@
 """The families of models: one file each, which says all that tokend knows of the family.
 
-A file has a FAMILY (base.py) and is found by being here. Families of other packages are found by
+A file here has a FAMILY (base.py) and is found by its architecture in double quotes. Families of other packages are found by
 entry points (proto/runtime/plugins.py) and --model-families. docs/extending.md says how to add one.
 """
 
