@@ -30,7 +30,7 @@ class RequestStatus(enum.IntEnum):
         prompt's KV of another choice, the other rows of a beam search, the trial of a request that
         may have crashed processes, an adapter, a feature from outside.
     RUNNING: holds blocks and is scheduled.
-    PREEMPTED: back in the queue; its KV is lost, its tokens are kept.
+    PREEMPTED: back in the queue; its tokens are kept, its KV can be found until it is overwritten.
     FINISHED_*: ended; the number decides the finish reason.
     """
 

@@ -3,10 +3,10 @@
 Start with `StepPlanner.plan_requests`.
 
 No request starves. A request is admitted only with budget left after every running request was
-planned, but for those that defer to it (`TenantFairness`), no more requests run than a step has tokens, and what a running request needs (the rest of
-its prompt, then one token) never grows. So running requests together never need more than a step
-has, and the order of admission is also fair. For the same reason fewer requests than --max-num-seqs
-run if the token budget is smaller.
+planned (but for those that defer to it, see below), no more requests run than a step has tokens,
+and what a running request needs (the rest of its prompt, then one token) never grows. So running
+requests together never need more than a step has, and the order of admission is also fair. For the
+same reason fewer requests than --max-num-seqs run if the token budget is smaller.
 
 Drafts are computed only with what is left when each of these has a token, and no request is
 preempted for one (`features/speculative_decoding.py`). A request whose draft is being verified is

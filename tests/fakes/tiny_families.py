@@ -319,7 +319,7 @@ GGUFS: Final[dict[str, TinyGguf]] = {
     "smollm3": TinyGguf(changes=_FULL_AT | {"no_rope_layers": None}, permuted=True),
     "starcoder2": TinyGguf({"attention.layer_norm_epsilon": "norm_epsilon"}),
 }
-"""By the family's module in worker.models."""
+"""By the family's module in worker.models.families."""
 
 
 GENERATING = tuple(name for name, family in FAMILIES.items() if not family.is_encoder)

@@ -1,7 +1,8 @@
 """The families of models: one file each, which says all that tokend knows of the family.
 
-A file here has a FAMILY (base.py) and is found by its architecture in double quotes. Families of other packages are found by
-entry points (proto/runtime/plugins.py) and --model-families. docs/extending.md says how to add one.
+A file here has a FAMILY (base.py) and is found by its architecture in double quotes. Families of
+other packages are found by entry points (proto/runtime/plugins.py) and --model-families.
+docs/extending.md says how to add one.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -31,7 +31,8 @@ class RetainedPrefix:
     tokens; the last ones are released first. num_tokens: tokens with KV in all groups.
     ended: when the turn ended, in seconds. by_client: whether the client has set the TTL.
     ttl: seconds from `ended` for which it is retained. value: what keeping it is worth, in seconds.
-    is_awaited: whether the next turn is waiting. was_cut: whether blocks at its end were released before.
+    is_awaited: whether the next turn is waiting.
+    was_cut: whether blocks at its end were released before.
     """
 
     number: int
