@@ -156,8 +156,8 @@ class Preemption:
     """Frees blocks: first of requests that do not run, then of one running request at a time.
 
     watermarks: None without any. The planner reads these and `non_running_blocks`, too.
-    Nothing is copied: the tokens of a preempted request stay in the Request, and it recomputes, or a
-    connector loads (`SwapRule`), what the prefix cache does not hold any more.
+    Nothing is copied: the tokens of a preempted request stay in the Request. What the prefix cache
+    does not hold any more is recomputed, or loaded by a connector (`SwapRule`).
     """
 
     def __init__(
