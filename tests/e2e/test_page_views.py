@@ -331,7 +331,11 @@ def test_a_model_without_a_chat_template_opens_on_completion(visit: Visit) -> No
 
 def test_an_adapter_is_chosen_in_the_menu_of_models(visit: Visit) -> None:
     page = visit("chat").page
-    card = {"max_model_len": 64, "supported_tasks": ["generate"], "default_sampling_params": {}}
+    card = {
+        "max_model_len": 64,
+        "supported_tasks": ["generate", "chat"],
+        "default_sampling_params": {},
+    }
     cards = [card | {"id": "base", "parent": None}, card | {"id": "pirate", "parent": "base"}]
     page.route("**/v1/models", lambda route: route.fulfill(json={"data": cards}))
     page.reload()
