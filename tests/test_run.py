@@ -11,6 +11,8 @@ from tests import run
 from tests.run import run_suite
 from tests.suites import Suite
 
+pytestmark = pytest.mark.suite("settings")
+
 HANGING = """
 import asyncio, subprocess, sys, time
 import pytest

@@ -9,6 +9,7 @@ A token that differs counts as a tie if the two logits lie within TIE_GAP.
 import functools
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,23 +37,32 @@ class Difference:
 
 
 class Reference:
-    """A causal language model of transformers in float32."""
+    """A causal language model of transformers in float32.
 
-    def __init__(self, model: torch.nn.Module, tokenizer: object) -> None:
-        self.model = model
+    model: the model, or a function that loads it.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module | Callable[[], torch.nn.Module], tokenizer: object
+    ) -> None:
+        self._model = model
         self.tokenizer = tokenizer
         self._checked: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Difference]] = {}
 
     @classmethod
     @functools.cache
     def load(cls, name: str = DEFAULT_MODEL) -> "Reference":
-        """Load once per run: transformers takes half a minute to read a GGUF file."""
+        """Load the tokenizer once per run, and the model when it is needed."""
         from tokenizers import pre_tokenizers
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         source = Path(packaged_model(name).source)
         where = {"gguf_file": source.name}
-        model = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.float32, **where)
+
+        def load_model() -> torch.nn.Module:
+            folder, dtype = source.parent, torch.float32
+            return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **where).eval()
+
         tokenizer = AutoTokenizer.from_pretrained(source.parent, **where)
         if name == DEFAULT_MODEL:
             # Digits stand apart in the model's own tokenizer.json; transformers' reading of the
@@ -60,7 +70,12 @@ class Reference:
             tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
                 [pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)]
             )
-        return cls(model.eval(), tokenizer)
+        return cls(load_model, tokenizer)
+
+    @functools.cached_property
+    def model(self) -> torch.nn.Module:
+        """The model; transformers takes half a minute to read a GGUF file."""
+        return self._model if isinstance(self._model, torch.nn.Module) else self._model()
 
     @torch.inference_mode()
     def differences(self, prompt: list[int], output: list[int]) -> list[Difference]:

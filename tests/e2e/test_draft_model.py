@@ -55,7 +55,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return str(root / "large"), str(root / "small")
 
 
-def answers(url: str, num_tokens: int = 120) -> list[list[int]]:
+def answers(url: str, num_tokens: int = 60) -> list[list[int]]:
     found = []
     for body in BODIES:
         request = body | {"max_tokens": num_tokens, "ignore_eos": True, "return_token_ids": True}
@@ -87,7 +87,7 @@ def num_accepted(daemon: Daemon) -> float:
 
 
 def accepts_drafts(
-    daemon: Daemon, expected: list[list[int]], num_tokens: int = 120, num_wanted: int = 20
+    daemon: Daemon, expected: list[list[int]], num_tokens: int = 60, num_wanted: int = 20
 ) -> bool:
     """Ask for answers of so many tokens until as many drafted tokens as wanted were accepted.
 

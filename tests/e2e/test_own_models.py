@@ -60,6 +60,7 @@ def test_the_sampling_defaults_of_a_folder_are_applied(tmp_path: Path) -> None:
     assert f"{folder}/generation_config.json: temperature must be between" in daemon.text
 
 
+@pytest.mark.suite("models")
 def test_the_language_model_of_a_folder_for_images_is_served(tmp_path: Path) -> None:
     """Chat with the template of the processor; an image is refused."""
     folder = tmp_path / "my-gemma"

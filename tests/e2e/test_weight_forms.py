@@ -92,16 +92,8 @@ async def test_packed_weights_alone_and_in_a_batch_of_sixteen(
     assert same >= 0.75 * len(alone)
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        "auto",
-        *(
-            pytest.param(each, marks=pytest.mark.suite("settings"))
-            for each in ("int8", "bf16", "packed+int8", "f32")
-        ),
-    ],
-)
+@pytest.mark.suite("settings")
+@pytest.mark.parametrize("form", ["auto", "int8", "bf16", "packed+int8", "f32"])
 async def test_every_weight_format_predicts_a_text_like_float32(
     form: str, reference: Reference
 ) -> None:

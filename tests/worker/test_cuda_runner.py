@@ -64,6 +64,8 @@ from worker.models.decoder import Decoder
 from worker.models.transformers_model import spec_of_transformers
 from worker.step.model_runner import ModelRunner, SyncModelRunner
 
+pytestmark = pytest.mark.suite("devices")
+
 IN_REHEARSAL = pytest.mark.suite("rehearsal")
 _IN_QUICK = ("llama", "gptoss", "deepseek3")
 """One of each kind of attention and MLP; the others are in the rehearsal."""

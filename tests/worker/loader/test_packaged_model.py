@@ -17,12 +17,13 @@ from tests.fakes.prepared_models import spec_of
 from worker.loader.weights import load_model
 
 
+@pytest.mark.suite("models")
 @pytest.mark.parametrize(
     ("name", "num_tokens"),
     [
-        pytest.param("smollm2-135m-instruct", 150, marks=pytest.mark.suite("daemons")),
+        ("smollm2-135m-instruct", 300),
         # Its window is 512 tokens.
-        pytest.param("gemma3-270m", 700, marks=pytest.mark.suite("models")),
+        ("gemma3-270m", 700),
     ],
 )
 def test_logits_are_as_exact_as_those_of_transformers(name: str, num_tokens: int) -> None:
