@@ -67,7 +67,7 @@ from worker.step.model_runner import ModelRunner, SyncModelRunner
 pytestmark = pytest.mark.suite("devices")
 
 IN_REHEARSAL = pytest.mark.suite("rehearsal")
-_IN_QUICK = ("llama", "gptoss", "deepseek3")
+_OF_EACH_KIND = ("llama", "gptoss", "deepseek3")
 """One of each kind of attention and MLP; the others are in the rehearsal."""
 
 
@@ -96,7 +96,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 @pytest.fixture(
-    params=[pytest.param(each, marks=() if each in _IN_QUICK else IN_REHEARSAL) for each in SIZES]
+    params=[pytest.param(each, marks=() if each in _OF_EACH_KIND else IN_REHEARSAL) for each in SIZES]
 )
 def model(request: pytest.FixtureRequest, models: Models) -> Model:
     return models[request.param]
