@@ -177,6 +177,6 @@ def test_beams_of_agents_whose_prompts_are_loaded(
             for prompt in token_prompts[1:]:
                 searches.assert_equal(prompt, params, complete(daemon, prompt, asked))
             complete(daemon, long[::-1] * 2, {"n": 1})  # evicts the searches' prompts
-        assert daemon.metric("tokend:kv_offload_loads_total") > 0
+        assert daemon.metric("vllm:kv_offload_load_size_count") > 0
         assert daemon.metric("tokend:pins_taken_total") == 0
         assert daemon.metric("vllm:num_requests_running") == 0
