@@ -35,7 +35,8 @@ def assert_unharmed(daemon: Daemon, restarted: Collection[str] = ()) -> Iterator
     before, pids = IdleState.of(daemon), pids_by_title(daemon.pid)
     yield
     assert httpx.get(f"{daemon.url}/health").status_code == 200
-    assert find_leftovers(before, daemon) == []
+    leftovers = find_leftovers(before, daemon)
+    assert not leftovers, leftovers
     now = pids_by_title(daemon.pid)
     assert {title for title in pids if now[title] != pids[title]} == set(restarted)
     assert control(daemon) == answer
