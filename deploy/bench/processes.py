@@ -72,6 +72,7 @@ GAUGES: Final = (
     "vllm:num_requests_waiting",
     "vllm:kv_cache_usage_perc",
 )
+_GRAMMARS: Final = "tokend grammar sandbox"
 _SETTLE_SECONDS: Final = 15.0
 _POLL_SECONDS: Final = 0.1
 
@@ -87,6 +88,17 @@ class IdleState:
     gauges: dict[str, float]
     descriptors: dict[str, int]
     num_paths: int = 0
+
+    @classmethod
+    def settled(cls, daemon: MeasuredDaemon) -> "IdleState":
+        """Return the state once the engine has its process for grammars, or after 15 s.
+
+        That process starts in the engine's first idle second.
+        """
+        deadline = time.monotonic() + _SETTLE_SECONDS
+        while len(pids_by_title(daemon.pid, _GRAMMARS)) == 1 and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        return cls.of(daemon)
 
     @classmethod
     def of(cls, daemon: MeasuredDaemon) -> "IdleState":

@@ -24,11 +24,6 @@ def is_idle(daemon: Daemon) -> bool:
     return not any(daemon.metric(name) for name in GAUGES)
 
 
-def compiles_grammars(daemon: Daemon) -> bool:
-    """Return whether the engine has its process for grammars, which starts in an idle second."""
-    return len(pids_by_title(daemon.pid, "tokend grammar sandbox")) > 1  # besides the supervisor
-
-
 @contextmanager
 def assert_unharmed(daemon: Daemon, restarted: Collection[str] = ()) -> Iterator[None]:
     """Assert that tokens, gauges, blocks, processes and open descriptors are as before the block.
@@ -36,8 +31,8 @@ def assert_unharmed(daemon: Daemon, restarted: Collection[str] = ()) -> Iterator
     restarted: titles of the processes that must have been replaced.
     """
     answer = control(daemon)
-    assert eventually(lambda: is_idle(daemon) and compiles_grammars(daemon))
-    before, pids = IdleState.of(daemon), pids_by_title(daemon.pid)
+    assert eventually(lambda: is_idle(daemon))
+    before, pids = IdleState.settled(daemon), pids_by_title(daemon.pid)
     yield
     assert httpx.get(f"{daemon.url}/health").status_code == 200
     leftovers = find_leftovers(before, daemon)

@@ -96,7 +96,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 @pytest.fixture(
-    params=[pytest.param(each, marks=() if each in _OF_EACH_KIND else IN_REHEARSAL) for each in SIZES]
+    params=[
+        pytest.param(each, marks=() if each in _OF_EACH_KIND else IN_REHEARSAL) for each in SIZES
+    ]
 )
 def model(request: pytest.FixtureRequest, models: Models) -> Model:
     return models[request.param]

@@ -208,7 +208,7 @@ async def _run(daemon: MeasuredDaemon, options: argparse.Namespace) -> ChaosFind
     bodies = request_bodies(options.tokens)
     expected = await reference_answers(daemon.url, bodies)
     comparison = _compare(expected, await reference_answers(daemon.url, bodies))
-    before = await asyncio.to_thread(IdleState.of, daemon)
+    before = await asyncio.to_thread(IdleState.settled, daemon)
     findings = await _disturb(daemon, options, expected)
     try:
         comparison.merge(_compare(expected, await reference_answers(daemon.url, bodies)))
