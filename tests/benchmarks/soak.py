@@ -422,7 +422,7 @@ def _soak(options: argparse.Namespace) -> Report:
     with MeasuredDaemon(options.serve_flags, command) as daemon:
         warm_up = _load(daemon, options, lambda number: number >= _warm_up_requests(options))
         asyncio.run(warm_up.run())
-        before = IdleState.of(daemon)
+        before = IdleState.settled(daemon)
         load = _load(daemon, options, _end_of(options))
         samples = asyncio.run(_observe(daemon, load, options.every))
         after = find_leftovers(before, daemon)

@@ -7,6 +7,7 @@ and changes no token.
 import asyncio
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -247,8 +248,13 @@ def test_two_workers_share_a_disk(tmp_path: Path, expected: Tokens) -> None:
     assert loads >= NUM_PROMPTS
 
 
-def test_an_unwritable_folder_changes_no_token(expected: Tokens) -> None:
-    with start_daemon(on_disk(Path("/proc/no/such"))) as running:
+def test_a_folder_that_can_no_longer_be_written_changes_no_token(
+    tmp_path: Path, expected: Tokens
+) -> None:
+    folder = tmp_path / "kv"
+    with start_daemon(on_disk(folder)) as running:
+        shutil.rmtree(folder)
+        folder.write_text("no folder")
         assert generate(running) == expected
         assert running.metric(STORED) == 0
 
