@@ -203,7 +203,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class HybridShape(Shape):
-    """Sizes of a Granite 4 hybrid without experts, of which there are only GGUF files.
+    """Sizes of a Granite 4 hybrid without experts. It is written as a GGUF file only.
 
     attention_layers: the others are Mamba-2 layers. state_size: of their heads, which have 64
     channels each and are twice as wide together as the hidden size.

@@ -349,14 +349,21 @@ def test_an_adapter_is_chosen_in_the_menu_of_models(visit: Visit) -> None:
 # Live.
 
 
-def test_the_live_view_shows_where_adapters_are(visit: Visit) -> None:
-    hello = {"model": "toy", "version": "1", "num_blocks": 99, "block_size": 16}
+def events_of_an_idle_pool(num_blocks: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the data of the events `hello` and `view`, the latter without cells."""
+    hello = {"model": "toy", "version": "1", "num_blocks": num_blocks, "block_size": 16}
     hello |= {"blocks_per_cell": 1, "max_num_seqs": 8, "max_model_len": 64}
-    view = dict.fromkeys(("time_s", "step", "running", "waiting", "preemptions"), 0)
+    view: dict[str, Any] = dict.fromkeys(("time_s", "step", "running", "waiting", "preemptions"), 0)
     view |= dict.fromkeys(("prompt_tokens_per_s", "generation_tokens_per_s"), 0)
     view |= dict.fromkeys(("prefix_cache_queries", "prefix_cache_hits"), 0)
     view |= dict.fromkeys(("num_omitted_requests", "drafts", "draft_tokens", "accepted_tokens"), 0)
-    view |= {"requests": [], "cells": [[99, 0, 0]]}
+    view["requests"] = []
+    return hello, view
+
+
+def test_the_live_view_shows_where_adapters_are(visit: Visit) -> None:
+    hello, view = events_of_an_idle_pool(99)
+    view["cells"] = [[99, 0, 0]]
     idle = {"running": 0, "requests": 0, "bytes": 3 << 20}
     view["adapters"] = [
         {"name": "pirate", "state": "resident", "running": 1, "requests": 2, "bytes": 5 << 20},
@@ -376,13 +383,8 @@ def test_the_live_view_shows_where_adapters_are(visit: Visit) -> None:
 
 
 def test_the_map_draws_what_was_used_and_says_what_it_leaves_out(visit: Visit) -> None:
-    hello = {"model": "toy", "version": "1", "num_blocks": 9_999, "block_size": 16}
-    hello |= {"blocks_per_cell": 1, "max_num_seqs": 8, "max_model_len": 64}
-    view = dict.fromkeys(("time_s", "step", "running", "waiting", "preemptions"), 0)
-    view |= dict.fromkeys(("prompt_tokens_per_s", "generation_tokens_per_s"), 0)
-    view |= dict.fromkeys(("prefix_cache_queries", "prefix_cache_hits"), 0)
-    view |= dict.fromkeys(("num_omitted_requests", "drafts", "draft_tokens", "accepted_tokens"), 0)
-    view |= {"requests": [], "state_slots": 24, "held_states": 3}
+    hello, view = events_of_an_idle_pool(9_999)
+    view |= {"state_slots": 24, "held_states": 3}
     view |= {"state_cells": [[2, 2, 1], [1, 1, 0], [1, 2, 2], [20, 0, 0]]}
     first = view | {"cells": [[1, 5, 0], [9, 2, 1], [5000, 0, 0], [10, 4, 0], [4980, 0, 0]]}
     later = view | {"cells": [[1, 5, 0], [9, 0, 0], [5000, 0, 0], [10, 4, 0], [4980, 0, 0]]}
