@@ -140,7 +140,7 @@ class BusyLoop:
         self._scheduler.crash_isolation.isolate_suspect()
         output = self._scheduler.schedule()
         self._io.publish_crash_progress(self._scheduler.crash_isolation.progress())
-        if output.total_num_scheduled_tokens:
+        if output.has_result:
             self._in_flight.append(output)
         elif not (
             connector_wants_step

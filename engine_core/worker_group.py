@@ -152,7 +152,7 @@ class WorkerGroup:
     def send_step(self, output: SchedulerOutput) -> None:
         """Send a step to all ranks; never blocks. Raises WorkerFailedError if a worker stalls."""
         assert self.is_ready, "no worker accepts steps"
-        if output.total_num_scheduled_tokens:
+        if output.has_result:
             self._faults.begin_step()
         self._num_sent += 1
         self._send(output)

@@ -365,7 +365,7 @@ class Worker:
         if self._runner is None:
             raise ProtocolError("the engine sent a step before InitializeCache")
         with self._reporting_errors(step):
-            if step.total_num_scheduled_tokens:
+            if step.has_result:
                 self._fault_injector.begin_step()
             self._connector.before_step(step)
             keep_cores = nullcontext() if self._adapters is None else self._adapters.computing()

@@ -159,6 +159,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_
     prompt_embeds: little-endian float32 [num_prompt_tokens, hidden], what the first layer gets in
         place of the embedding of the prompt's tokens, which are all 0 then; empty for none.
     lora_request: the adapter; None for the model alone.
+    mm_features: images of the prompt, in its order.
     """
 
     epoch: int
@@ -188,6 +189,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_
     skip_reading_prefix_cache: bool = False
     prompt_embeds: bytes = b""
     lora_request: LoRARequest | None = None
+    mm_features: list[MultiModalFeature] = []
 
     @property
     def trace_id(self) -> str:

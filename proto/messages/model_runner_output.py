@@ -54,6 +54,8 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True):
         the draft model still computes its prompt, or if it has reached the length of that model.
     draft_pass_rows, draft_pass_seconds: parallel; tokens and time of each pass of the draft model,
         which is not part of compute_seconds.
+    encoder_seconds: time of the step's encoder slices, not part of compute_seconds.
+    failed_mm_hashes: images that could not be encoded; their slices count as done, without output.
     """
 
     epoch: int
@@ -73,3 +75,5 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True):
     draft_acceptance_probs: list[list[float]] = []
     draft_pass_rows: list[int] = []
     draft_pass_seconds: list[float] = []
+    encoder_seconds: float = 0.0
+    failed_mm_hashes: list[bytes] = []

@@ -199,6 +199,24 @@ def file_stamp(path: str) -> FileStamp:
     return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
+class VisionFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What processes need to know of a model's vision part before they load it.
+
+    Its settings are in the folder: `vision_config` in config.json, the image processor's in
+    preprocessor_config.json, and its tensors are among the others.
+
+    architecture: of the model with its vision part, e.g. "Idefics3ForConditionalGeneration".
+    image_token_id: id of the token whose embedding is replaced by a row of encoder output.
+    max_embeds: most rows of the encoder output of one image.
+    is_bidirectional: whether the tokens of an image attend to each other in both directions.
+    """
+
+    architecture: str
+    image_token_id: int
+    max_embeds: int
+    is_bidirectional: bool = False
+
+
 class PreparedModel(msgspec.Struct, frozen=True, kw_only=True):
     """The manifest: facts that processes need before they load the model.
 
@@ -212,8 +230,9 @@ class PreparedModel(msgspec.Struct, frozen=True, kw_only=True):
         text, and in brackets which files say so.
     pooler: how the model pools, if its folder says so; None for a model that only generates.
     generates: whether it has a language head. hidden_size: numbers of a hidden state.
-    unloaded_parts: what the source has beside this language model, such as "vision".
+    unloaded_parts: what the source has beside what is loaded, such as "audio".
     generation_settings: about sampling, of generation_config.json or the GGUF file.
+    vision: of a model that reads images, too; None for any other.
     weights_sample: hex digest of names, types, shapes and some bytes of all tensors. It tells
         models apart, but not two states of an edited one; part of the fingerprint of KV that ends
         with the process.
@@ -236,6 +255,7 @@ class PreparedModel(msgspec.Struct, frozen=True, kw_only=True):
     hidden_size: int = 0
     unloaded_parts: tuple[str, ...] = ()
     generation_settings: tuple[ModelSetting, ...] = ()
+    vision: VisionFacts | None = None
 
     @property
     def ends_notice(self) -> str:

@@ -10,6 +10,7 @@ keeps prompt, sampling parameters and sampled tokens until the seq_id is listed 
 import msgspec
 
 from proto.messages.kv_connector import NO_PAYLOAD, Payload
+from proto.messages.multimodal import EncoderSlice, MultiModalFeature
 from proto.messages.pooling import PoolingParams
 from proto.messages.sampling_params import SamplingParams
 
@@ -31,6 +32,7 @@ class NewRequestData(msgspec.Struct, array_like=True, frozen=True, kw_only=True)
     prompt_embeds: as in EngineCoreRequest.
     lora_int_id: the adapter of the sequence, which the workers hold; 0 for none. lora_scale: factor
         of its effect.
+    mm_features: as in EngineCoreRequest.
     """
 
     seq_id: int
@@ -47,6 +49,7 @@ class NewRequestData(msgspec.Struct, array_like=True, frozen=True, kw_only=True)
     prompt_embeds: bytes = b""
     lora_int_id: int = 0
     lora_scale: float = 1.0
+    mm_features: list[MultiModalFeature] = []
 
 
 class CachedRequestData(msgspec.Struct, array_like=True, frozen=True):
@@ -76,7 +79,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_on
 
     epoch: the worker epoch. step: number of the step, from 1 for each engine process.
     new_requests, cached_requests: what to compute, running sequences first.
-    total_num_scheduled_tokens: sum over both; with 0 the step only frees or copies.
+    total_num_scheduled_tokens: sum over both; with 0 the step only frees, copies or encodes images.
     finished_seq_ids: sequences to drop; their blocks may be reused in this step.
     preempted_seq_ids: sequences without KV; keep tokens and parameters, free the row.
     block_copies: source, target, source, target …; block ids of any group, copied before the
@@ -94,6 +97,8 @@ class SchedulerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_on
         draft model proposes at most this many tokens, to follow those that this step samples. Their
         block tables have room for them, after all tokens of the step.
     min_draft_acceptance_prob: acceptance probability below which such a proposal ends.
+    scheduled_encoder_inputs: what of images is encoded before the tokens of the step, in this order.
+    free_encoder_mm_hashes: images whose encoder output workers forget before that, finished or not.
     """
 
     epoch: int
@@ -112,6 +117,13 @@ class SchedulerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_on
     num_lookahead_tokens: list[int] = []
     min_draft_acceptance_prob: float = 0.0
     state_copies: list[int] = []
+    scheduled_encoder_inputs: list[EncoderSlice] = []
+    free_encoder_mm_hashes: list[bytes] = []
+
+    @property
+    def has_result(self) -> bool:
+        """Whether the workers compute something, whose result the engine waits for."""
+        return bool(self.total_num_scheduled_tokens or self.scheduled_encoder_inputs)
 
     @property
     def drafts(self) -> dict[int, list[int]]:

@@ -1,0 +1,62 @@
+"""Images in a prompt: where they stand, what they are, and how much of one a step encodes.
+
+    prompt        | text | <m> <i> <i> <i> <m> <i> <m> | text |      <i> the image token, <m> markers
+    feature               |-------- length ------------|
+    encoder rows               0   1   2       3                      num_embeds = 4
+
+The front end puts the pixels into shared memory once; the workers read them from there.
+"""
+
+import msgspec
+
+MM_HASH_BYTES = 32
+"""Length of `MultiModalFeature.mm_hash`."""
+
+
+class SharedPixels(msgspec.Struct, array_like=True, frozen=True):
+    """Pixels of an image as its model takes them, in shared memory.
+
+    name: of a file in the folder for pixels, without a path. shape: of the float32 numbers, which
+    are little-endian, in C order.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+
+
+class MultiModalFeature(msgspec.Struct, array_like=True, frozen=True):
+    """An image in a prompt.
+
+    offset, length: the prompt tokens [offset, offset + length) belong to it, markers included.
+    num_embeds: rows of its encoder output. So many tokens of the range are the image token; each
+        takes a row in place of its embedding, in order.
+    mm_hash: SHA-256 of the encoded image, of how it is processed, and of the tenant and the salt
+        that may find it in a cache.
+    grid: sizes that the encoder needs besides the shape of the pixels, as its model counts them.
+    """
+
+    offset: int
+    length: int
+    num_embeds: int
+    mm_hash: bytes
+    pixels: SharedPixels
+    grid: tuple[int, ...] = ()
+
+    @property
+    def end(self) -> int:
+        """Position of the first token after the image."""
+        return self.offset + self.length
+
+
+class EncoderSlice(msgspec.Struct, array_like=True, frozen=True):
+    """A part of the work of encoding an image, which a step does before its tokens.
+
+    index: of the image among those of the sequence. start, end: the share [start / num_embeds,
+    end / num_embeds) of its work; a slice follows those of earlier steps. With end = num_embeds the
+    output is complete, and the tokens of this step may take it.
+    """
+
+    seq_id: int
+    index: int
+    start: int
+    end: int
