@@ -45,6 +45,7 @@ import msgspec
 from proto.errors import ErrorInfo
 from proto.messages.grammar import GrammarSource
 from proto.messages.lora import AdapterCall, LoRARequest
+from proto.messages.multimodal import MultiModalFeature
 from proto.messages.pooling import PoolingParams
 from proto.messages.sampling_params import SamplingParams, ThinkingRule
 from proto.messages.stats import SchedulerStats

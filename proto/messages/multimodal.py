@@ -1,8 +1,8 @@
 """Images in a prompt: where they stand, what they are, and how much of one a step encodes.
 
-    prompt        | text | <m> <i> <i> <i> <m> <i> <m> | text |      <i> the image token, <m> markers
-    feature               |-------- length ------------|
-    encoder rows               0   1   2       3                      num_embeds = 4
+    prompt       | text | <m> <i> <i> <i> <m> <i> <m> | text |   <i>: the image token, <m>: markers
+    feature               |--------- length ---------|
+    encoder rows               0   1   2       3           num_embeds = 4
 
 The front end puts the pixels into shared memory once; the workers read them from there.
 """

@@ -97,7 +97,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_on
         draft model proposes at most this many tokens, to follow those that this step samples. Their
         block tables have room for them, after all tokens of the step.
     min_draft_acceptance_prob: acceptance probability below which such a proposal ends.
-    scheduled_encoder_inputs: what of images is encoded before the tokens of the step, in this order.
+    scheduled_encoder_inputs: what is encoded of images before the step's tokens, in this order.
     free_encoder_mm_hashes: images whose encoder output workers forget before that, finished or not.
     """
 
