@@ -82,6 +82,7 @@ class _Weights:
     ) -> None:
         index = read_vision_index(prepared)
         self._files, self._entries = TensorFiles(index), entries_by_name(index)
+        self._is_gguf = index.format == "gguf"
         self._shapes = spec.weights()
         self._dtype, self._device = dtype, device
         for name, shape in self._shapes.items():
@@ -123,9 +124,9 @@ class _Weights:
         return self._device.norm(NormWeight(weight, eps, True, bias))
 
     def centred_rms_norm(self, name: str, eps: float) -> Norm:
-        """Return the RMSNorm that multiplies by 1 + weight."""
+        """Return the RMSNorm that multiplies by 1 + weight; a GGUF file stores the sum."""
         weight = self.tensor(f"{name}.weight", torch.float32)
-        return self._device.norm(NormWeight(weight + 1.0, eps))
+        return self._device.norm(NormWeight(weight if self._is_gguf else weight + 1.0, eps))
 
     def release(self) -> None:
         self._files.release()
