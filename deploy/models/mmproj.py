@@ -7,7 +7,6 @@ that one reader has both. A file of another kind, or for another model, is left 
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -17,6 +16,7 @@ from deploy.models.gguf_header import GgufHeader
 from deploy.models.vision_files import VisionContents, vision_contents
 from proto.errors import ModelError, shown
 from proto.messages.prepared_model import TensorEntry
+from worker.models.vision import VISION_FAMILIES
 from worker.models.vision.spec import PROJECTOR, TOWER
 
 _VISION: Final = "clip.vision."
@@ -30,6 +30,8 @@ _TOWER_KEYS: Final = {
     "attention.layer_norm_epsilon": "layer_norm_eps",
 }
 """Key of the metadata, without its prefix → key of vision_config."""
+_SCALE: Final = 4
+"""Patches of a side that become a row of the output, where a file does not say."""
 _LAYER_NAMES: Final = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -53,28 +55,6 @@ _NAMES: Final = {
 _LAYER: Final = re.compile(r"v\.blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """A type of projector.
-
-    architecture: of the whole model. text: of the language model in its GGUF file.
-    image_token: the token that stands for a row of the output. processor: transformers' class, and
-    in front of "Processor" the name of that of the image processor.
-    """
-
-    architecture: str
-    text: str
-    image_token: str
-    processor: str
-
-
-_KINDS: Final = {
-    "gemma3": _Kind("Gemma3ForConditionalGeneration", "gemma3", "<image_soft_token>", "Gemma3"),
-    "idefics3": _Kind("Idefics3ForConditionalGeneration", "llama", "<image>", "Idefics3"),
-}
-"""By clip.projector_type."""
-
-
 def read(
     path: str, header: GgufHeader, text: Mapping[str, Any], file: int
 ) -> VisionContents | None:
@@ -88,7 +68,9 @@ def read(
     vision = {
         key.removeprefix(_VISION): value for key, value in values.items() if key.startswith(_VISION)
     }
-    kind = _KINDS.get(values.get("clip.projector_type", vision.get("projector_type")))
+    projector = values.get("clip.projector_type", vision.get("projector_type"))
+    formats = (family.gguf for family in VISION_FAMILIES.values() if family.gguf is not None)
+    kind = next((each for each in formats if each.projector == projector), None)
     tokens = header.values.get("tokenizer.ggml.tokens", ())
     if (
         kind is None
@@ -98,27 +80,26 @@ def read(
         or kind.image_token not in tokens
     ):
         return None
-    tower = {key: vision[name] for name, key in _TOWER_KEYS.items() if name in vision}
     missing = next((name for name in _TOWER_KEYS if name not in vision), None)
     if missing is not None:
         raise ModelError(f"{path} has no {_VISION}{missing}")
-    tower["hidden_act"] = _activation(values)
-    scale = vision.get("projector.scale_factor", 4)
+    tower = {key: vision[name] for name, key in _TOWER_KEYS.items()}
     side = _whole(tower, "image_size") // _whole(tower, "patch_size")
+    scale = vision.get("projector.scale_factor", _SCALE)
     if type(scale) is not int or not 0 < scale <= side:
         raise ModelError(f"{path}: {_VISION}projector.scale_factor = {shown(repr(scale))}")
-    embeds = (side // scale) ** 2
-    settings = {"mm_tokens_per_image": embeds} if kind.text == "gemma3" else {"scale_factor": scale}
-    images, processor = _processors(kind, vision, tower["image_size"], embeds)
+    settings = kind.settings(vision, side, scale)
+    colours = {key: vision[key] for key in ("image_mean", "image_std") if key in vision}
+    rounded = {key: [float(f"{each:.7g}") for each in colours[key]] for key in colours}
     return vision_contents(
         kind.architecture,
         tokens.index(kind.image_token),
-        tower,
-        settings,
+        tower | {"hidden_act": _activation(values)},
+        settings.projector,
         text,
         tuple(_renamed(own.tensors, tower, file)),
-        images,
-        processor,
+        {**settings.images, **rounded},
+        settings.processor,
     )
 
 
@@ -134,23 +115,6 @@ def _activation(values: Mapping[str, Any]) -> str:
     if values.get("clip.use_gelu"):
         return "gelu_pytorch_tanh"
     return "silu" if values.get("clip.use_silu") else "quick_gelu"
-
-
-def _processors(
-    kind: _Kind, vision: Mapping[str, Any], image_size: int, embeds: int
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings of transformers' image processor and processor."""
-    images: dict[str, Any] = {"image_processor_type": f"{kind.processor}ImageProcessor"}
-    for key in ("image_mean", "image_std"):
-        if (numbers := vision.get(key)) is not None:
-            images[key] = [float(f"{number:.7g}") for number in numbers]
-    processor: dict[str, Any] = {"processor_class": f"{kind.processor}Processor"}
-    if kind.text == "gemma3":
-        images["size"] = {"height": image_size, "width": image_size}
-        return images, processor | {"image_seq_length": embeds}
-    images["max_image_size"] = {"longest_edge": image_size}
-    images["size"] = {"longest_edge": vision.get("preproc_image_size", 4 * image_size)}
-    return images, processor | {"image_seq_len": embeds}
 
 
 def _renamed(

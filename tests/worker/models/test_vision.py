@@ -162,7 +162,7 @@ def test_bfloat16(name: str, tmp_path: Path) -> None:
     ("name", "changes"),
     [
         ("llava", {"vision_feature_layer": -1}),
-        ("llava", {"vision_feature_layer": 0}),
+        ("llava", {"vision_feature_layer": 1}),
         ("llava", {"vision_feature_layer": [-1, 1]}),
         ("llava", {"vision_feature_select_strategy": "full"}),
         ("llava", {"multimodal_projector_bias": False, "projector_hidden_act": "relu"}),

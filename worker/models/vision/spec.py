@@ -322,6 +322,36 @@ def feature_layers(
 
 
 @dataclass(frozen=True, kw_only=True)
+class GgufSettings:
+    """What a GGUF file of a vision part means in a Hugging Face folder.
+
+    projector: settings beside the tower. images, processor: of preprocessor_config.json and
+    processor_config.json.
+    """
+
+    projector: Mapping[str, Any]
+    images: Mapping[str, Any]
+    processor: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionGguf:
+    """The GGUF files of a family of vision parts, beside those of its language model.
+
+    projector: value of clip.projector_type. architecture: of the whole model.
+    text: architecture of the language model's file. image_token: its token for a row of the output.
+    settings: makes GgufSettings of the keys behind `clip.vision.`, the patches of a tile's side,
+        and the patches of a side that become one row.
+    """
+
+    projector: str
+    architecture: str
+    text: str
+    image_token: str
+    settings: Callable[[Mapping[str, Any], int, int], GgufSettings]
+
+
+@dataclass(frozen=True, kw_only=True)
 class VisionFamily:
     """What the file of a family of vision parts says of it, as FAMILY.
 
@@ -329,9 +359,11 @@ class VisionFamily:
     tower_types: values of `model_type` in vision_config; empty for any. Others load as text.
     settings: keys of config.json beside the tower that the arithmetic reads.
     spec: returns the arithmetic; raises ModelError naming what is not supported.
+    gguf: its GGUF files; None if they are not supported.
     """
 
     models: Mapping[str, str]
     settings: tuple[str, ...]
     spec: Callable[[VisionConfig], VisionSpec]
     tower_types: tuple[str, ...] = ()
+    gguf: VisionGguf | None = None
