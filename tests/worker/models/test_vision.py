@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from proto.errors import ModelError
 from proto.messages.prepared_model import PreparedModel
 from tests.fakes.dense_attention import DenseAttention
-from tests.fakes.devices import CPU, REFERENCE
+from tests.fakes.devices import CPU, GPU, REFERENCE
 from tests.fakes.prepared_models import spec_of
 from tests.fakes.tiny_vision import (
     GEMMA_PLACEHOLDER,
@@ -28,7 +29,12 @@ from tests.fakes.tiny_vision import (
 from worker.host.device import HostDevice
 from worker.loader.weights import load_model
 from worker.models.vision import VISION_FAMILIES, vision_spec
-from worker.models.vision.encoder import VisionEncoder, load_vision, read_vision_spec
+from worker.models.vision.encoder import (
+    VisionEncoder,
+    load_vision,
+    read_vision_spec,
+    vision_bytes,
+)
 
 IMAGES = {"tall": (40, 60), "wide": (90, 20), "small": (9, 14), "square": (24, 24)}
 DEVICES = [pytest.param(CPU, id="cpu"), pytest.param(REFERENCE, id="reference")]
@@ -256,14 +262,27 @@ def test_bytes_for_the_memory_plan(name: str, tmp_path: Path) -> None:
     is_text = ("language_model", "model.text_model", "lm_head")
     files = sum(each.nbytes for key, each in tensors.items() if not key.startswith(is_text))
     assert 0.7 * files < spec.weight_bytes(4) <= files
-    assert spec.weight_bytes(2) * 2 == spec.weight_bytes(4)
-    encoder = load_vision(prepared, torch.float32, CPU)
+    sizes = vision_bytes(prepared, torch.float32, CPU)
+    assert sizes.weights == spec.weight_bytes(4) == 2 * spec.weight_bytes(2)
     inputs = inputs_of(name, [image("tall")])
-    assert len(pixels_of(inputs)) == spec.max_tiles
-    assert encode(encoder, pixels_of(inputs)).nbytes == spec.output_bytes(4)
-    tokens = spec.max_tiles * spec.tower.num_tokens(6)
-    assert spec.activation_bytes(4) == 4 * tokens * 4 * spec.tower.hidden_size
-    assert spec.activation_bytes(4, num_tiles=1) == spec.activation_bytes(4) // spec.max_tiles
+    pixels = pixels_of(inputs)
+    assert len(pixels) == spec.max_tiles
+    encoder = load_vision(prepared, torch.float32, CPU)
+    assert encode(encoder, pixels).nbytes == sizes.output
+    with torch.profiler.profile(profile_memory=True) as profile:
+        output = encode(encoder, pixels)
+    taken = _peak(profile) - output.nbytes
+    assert taken < sizes.activations < 3 * taken
+    half = vision_bytes(prepared, torch.bfloat16, GPU)
+    assert half.output * 2 == sizes.output
+    assert (half.activations > sizes.activations / 2) == (spec.most_tokens > 64)
+
+
+def _peak(profile: Any) -> int:
+    """Return the most bytes that tensors had at once during a profile."""
+    events = profile.profiler.kineto_results.events()
+    changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
+    return max(accumulate(size for _, size in sorted(changes)))
 
 
 @pytest.mark.parametrize(

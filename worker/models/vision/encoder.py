@@ -14,6 +14,7 @@ threads does not change. A unit has rows of one tile, or whole tiles where these
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -60,6 +61,36 @@ def read_vision_spec(prepared: PreparedModel) -> VisionSpec:
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: {error}") from None
     return vision_spec(prepared.vision.architecture, read_config(prepared), images)
+
+
+@dataclass(frozen=True)
+class VisionBytes:
+    """Memory of a vision part on one rank, in bytes.
+
+    weights: as they are loaded. activations: of the largest image while it is encoded, its output
+    not included. output: the rows of that image.
+    """
+
+    weights: int
+    activations: int
+    output: int
+
+
+def vision_bytes(prepared: PreparedModel, dtype: torch.dtype, device: LayerDevice) -> VisionBytes:
+    """Return the memory that `load_vision` and its encodings take; no weight is read.
+
+    Raises ModelError as `read_vision_spec` does.
+    """
+    spec, size = read_vision_spec(prepared), dtype.itemsize
+    return VisionBytes(
+        spec.weight_bytes(size),
+        spec.activation_bytes(size) + spec.unit_bytes(size, _unit_rows(device)),
+        spec.output_bytes(size),
+    )
+
+
+def _unit_rows(device: LayerDevice) -> int:
+    return _UNIT_ROWS if device.has_results else _ALL_ROWS
 
 
 def load_vision(
@@ -276,7 +307,7 @@ class VisionEncoder:
         self.dtype = dtype
         self.max_embeds = spec.max_embeds
         self.device = device.torch_device
-        self.unit_rows = _UNIT_ROWS if device.has_results else _ALL_ROWS
+        self.unit_rows = _unit_rows(device)
         self._patches = weights.linear(f"{TOWER}embeddings.patch_embedding")
         self._positions = weights.tensor(f"{TOWER}embeddings.position_embedding.weight")
         self._class_token: torch.Tensor | None = None

@@ -176,6 +176,11 @@ class VisionSpec:
         return (side // self.projector.scale) ** 2
 
     @property
+    def most_tokens(self) -> int:
+        """Tokens of the tower for the largest image."""
+        return self.max_tiles * self.tower.num_tokens(self.tower.side)
+
+    @property
     def max_embeds(self) -> int:
         """Most rows of output of an image."""
         return self.max_tiles * self.embeds_per_tile(self.tower.side)
@@ -219,16 +224,20 @@ class VisionSpec:
         """Return the bytes of the weights. itemsize: bytes of a number."""
         return itemsize * sum(math.prod(shape) for shape in self.weights().values())
 
-    def activation_bytes(self, itemsize: int, num_tiles: int | None = None) -> int:
-        """Return the bytes that encoding an image keeps between slices, without its output.
+    def activation_bytes(self, itemsize: int) -> int:
+        """Return the bytes that encoding the largest image keeps between slices, but its output.
 
-        num_tiles: None for those of the largest image. Residual, queries, keys and values of all
-        tokens, and the residuals of other layers that the projector reads.
+        Residual, queries, keys and values of all tokens, and residuals of other layers that the
+        projector reads.
         """
         vectors = 3 + len({*self.feature_layers})
-        tiles = self.max_tiles if num_tiles is None else num_tiles
-        tokens = tiles * self.tower.num_tokens(self.tower.side)
-        return itemsize * vectors * tokens * self.tower.hidden_size
+        return itemsize * vectors * self.most_tokens * self.tower.hidden_size
+
+    def unit_bytes(self, itemsize: int, num_rows: int) -> int:
+        """Return the bytes of the results of the products of this many tokens, at most."""
+        tower, rows = self.tower, min(num_rows, self.most_tokens)
+        widest = 2 * max(tower.intermediate_size, tower.patch_numbers) + 4 * tower.hidden_size
+        return itemsize * rows * widest
 
     def output_bytes(self, itemsize: int) -> int:
         """Return the bytes of the output of the largest image."""
