@@ -22,8 +22,8 @@ from tests.fakes.tiny_vision import (
     save_vision_model,
     write_mmproj,
 )
+from worker.loader.vision import load_vision, read_vision_spec
 from worker.loader.weights import load_model
-from worker.models.vision.encoder import load_vision, read_vision_spec
 
 __all__ = ["around"]
 TEXT = {"hidden_size": 32, "head_dim": 8}

@@ -1,5 +1,6 @@
 """Prepared folders of models that read images, and of those whose vision part is left out."""
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +16,19 @@ from proto.errors import ModelError
 from proto.messages.prepared_model import VISION_PREFIX, VisionFacts
 from tests.fakes.devices import CPU
 from tests.fakes.prepared_models import spec_of
-from tests.fakes.tiny_vision import IMAGE_ID, VISION_MODELS, prepare_vision_model, save_vision_model
+from tests.fakes.quantised_checkpoints import SCHEMES, quantise_folder
+from tests.fakes.tiny_vision import (
+    IMAGE_ID,
+    VISION_MODELS,
+    prepare_vision_model,
+    read_vision_model,
+    save_vision_model,
+)
 from tests.fakes.tiny_wrapped import rename_tensors
+from tests.worker.models.test_transformers_model import assert_same_tokens, load_index
 from worker.loader.digest import weights_digest
 from worker.loader.files import read_index, read_vision_index, read_whole_index
+from worker.loader.vision import load_vision
 from worker.loader.weights import load_model
 
 
@@ -150,6 +160,37 @@ def test_a_setting_that_is_not_supported_is_named(tmp_path: Path) -> None:
     edit(tmp_path / "config.json", lambda config: config["vision_config"].update(hidden_act="mish"))
     with pytest.raises(ModelError, match="vision_config: hidden_act = 'mish': supported: 'gelu'"):
         read(tmp_path)
+
+
+def test_a_quantised_vision_part_is_read_as_numbers(tmp_path: Path) -> None:
+    """Language model and tower in FP8, norms, biases, patches and projector as they were."""
+    folder, plain = tmp_path / "quantised", tmp_path / "plain"
+    save_vision_model("gemma3", folder)
+    model = save_vision_model("gemma3", plain)
+    chosen = copy.deepcopy(SCHEMES["fp8 one scale"])
+    chosen.config["ignore"] = ["lm_head"]
+    quantise_folder(
+        folder, chosen, plain, lambda name: name.endswith(("_proj.weight", "fc1.weight"))
+    )
+    save_file(load_file(plain / "model.safetensors"), plain / "model.safetensors", {"format": "pt"})
+    model = read_vision_model(plain)
+    prepared = prepare_vision_model(folder, tmp_path / "prepared")
+    found = {entry.name for entry in read_vision_index(prepared).tensors if entry.parts}
+    assert len(found) == 3 * 5
+    pixels = torch.randn(1, 3, 24, 24)
+    encoding = load_vision(prepared, torch.float32, CPU).begin(pixels)
+    encoding.advance(1.0)
+    with torch.inference_mode():
+        (expected,) = model.get_image_features(pixels).pooler_output
+    assert (encoding.output - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", ["llava", "gemma3"])
+def test_the_language_model_on_the_code_of_transformers(name: str, tmp_path: Path) -> None:
+    model = save_vision_model(name, tmp_path / "model")
+    contents = read(tmp_path / "model")
+    decoder = load_index(tmp_path / "prepared", dict(contents.config), contents.tensors)
+    assert_same_tokens(model, decoder)
 
 
 def test_the_hash_of_the_weights_has_the_vision_part(tmp_path: Path) -> None:

@@ -27,14 +27,10 @@ from tests.fakes.tiny_vision import (
     save_vision_model,
 )
 from worker.host.device import HostDevice
+from worker.loader.vision import load_vision, read_vision_spec, vision_bytes
 from worker.loader.weights import load_model
 from worker.models.vision import VISION_FAMILIES, vision_spec
-from worker.models.vision.encoder import (
-    VisionEncoder,
-    load_vision,
-    read_vision_spec,
-    vision_bytes,
-)
+from worker.models.vision.encoder import VisionEncoder
 
 IMAGES = {"tall": (40, 60), "wide": (90, 20), "small": (9, 14), "square": (24, 24)}
 DEVICES = [pytest.param(CPU, id="cpu"), pytest.param(REFERENCE, id="reference")]
@@ -97,7 +93,7 @@ def test_rows_of_images(name: str, device: HostDevice, tmp_path: Path) -> None:
     assert most == encoder.max_embeds == prepared.vision.max_embeds
 
 
-@pytest.mark.parametrize("rows", [1, 5, 16, 64])
+@pytest.mark.parametrize("rows", [1, 5, 16, 64, 1000])
 @pytest.mark.parametrize("name", VISION_MODELS)
 def test_slices_do_not_change_a_bit(name: str, rows: int, tmp_path: Path) -> None:
     model, prepared = saved(name, tmp_path)
