@@ -138,32 +138,42 @@ class StepPlanner:
     def step_limit(self, plan: StepPlan) -> str:
         """Return what made a planned step shorter than its token budget; "" if it is full.
 
+        The first of these that applies, in this order:
+
         preemption     requests were preempted and none was admitted (`plan_requests`,
                        `TenantFairness.must_wait_after_preemption`)
         prompt tokens  decoding requests would wait too long with more of them
                        (`PrefillThrottle.prompt_tokens`, `_plan_running`, `_admit`)
+
+        if a request waits that no feature holds back:
+
         sequences      --max-num-seqs requests run, or as many as a step has tokens
                        (`_can_run_one_more`)
         drafts         they take the positions (rows that a step samples) of another request
                        (`_has_position`)
-        results        the next request waits for the result of a step in flight (`_admit`)
-        tenants        the next request waits for others that were served less
+        results        it waits for the result of a step in flight (`_admit`)
+        tenants        it waits for others that were served less
                        (`TenantFairness.waits_for_deferred`)
-        chunks         the next prompt fits in no chunk (--no-enable-chunked-prefill), or a prompt
-                       has as many tokens as one may (--long-prefill-token-threshold)
-                       (`ChunkRule.first_chunk`, `_plan_running`)
-        blocks         the pool has no block, or no slot for a recurrent state, for a request, or a
-                       rule keeps it (`_has_room`, `_load`, admission_rules.py:rules_of)
+        chunks         its prompt fits in no chunk (--no-enable-chunked-prefill,
+                       `ChunkRule.first_chunk`)
+        blocks         the pool has no block, or no slot for a recurrent state, for it, or a rule
+                       keeps it (`_has_room`, `_load`, admission_rules.py:rules_of)
+
+        if none does:
+
+        chunks         a prompt has as many tokens as one may (--long-prefill-token-threshold,
+                       `_plan_running`)
+        blocks         a running request lacks them and may preempt none (`_plan_running`)
         blocked        features hold all waiting requests back (`_is_blocked`): for each
                        RequestStatus.WAITING_FOR_… one
         results        running requests wait for the result of a step in flight, or for a mask
                        (`_plan_running`)
         requests       all have their tokens, and none waits
 
-        The first of them that applies is returned. While the engine is paused nothing is planned,
-        and `Scheduler.schedule` says "pause". Two things that shorten a step have no word: a
-        draft is dropped for lack of blocks (`_plan_running`), and a row is taken out after planning
-        because its mask is late (`Scheduler.rewind_rows`).
+        While the engine is paused nothing is planned, and `Scheduler.schedule` says "pause". Three
+        things that shorten a step have no word: a draft is dropped for lack of blocks
+        (`_plan_running`), a request that this step has preempted is not admitted by it (`_admit`),
+        and a row is taken out after planning because its mask is late (`Scheduler.rewind_rows`).
         """
         waiting, chunks = self._waiting, self._chunks
         if plan.budget <= 0:
