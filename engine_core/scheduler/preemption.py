@@ -153,7 +153,7 @@ class NonRunningBlocks:
 
 
 class Preemption:
-    """Frees blocks of idle requests first, then of one running request at a time; see `preempt_one`.
+    """Frees blocks of idle requests, then of one running request at a time: `preempt_one`.
 
     watermarks: None without any. The planner reads the watermarks and `non_running_blocks`, too.
     Nothing is copied: the tokens of a preempted request stay in the Request. What the prefix cache
