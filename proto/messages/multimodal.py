@@ -54,9 +54,11 @@ class EncoderSlice(msgspec.Struct, array_like=True, frozen=True):
     index: of the image among those of the sequence. start, end: the share [start / num_embeds,
     end / num_embeds) of its work; a slice follows those of earlier steps. With end = num_embeds the
     output is complete, and the tokens of this step may take it.
+    feature: the image, of a sequence that the workers do not have yet; None: they know it.
     """
 
     seq_id: int
     index: int
     start: int
     end: int
+    feature: MultiModalFeature | None = None
