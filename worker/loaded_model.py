@@ -62,6 +62,7 @@ from worker.plan.memory_plan import MemoryPlan, layer_cache, max_logged_tokens, 
 from worker.plan.memory_refusal import refusal
 from worker.speculation.eagle_head import EagleHead, load_head, read_head
 from worker.step.adapter_store import AdapterStore
+from worker.step.encoder_cache import VisionEncoder
 from worker.step.pooling import PoolingHead
 
 logger = logging.getLogger("tokend.worker")
@@ -110,7 +111,8 @@ class LoadedModel:
     pooling_head: None for a model that generates. attention_kernels: "" for the default ones.
     weights_hash: all weights, or the manifest's sample of them if no KV outlives the process.
     draft: the model that proposes drafts; None without one. adapters: those that requests may use;
-    None without --enable-lora.
+    None without --enable-lora. vision: what encodes images, whole on each rank; None for a model
+    that reads none.
     """
 
     prepared: PreparedModel
@@ -128,6 +130,7 @@ class LoadedModel:
     attention_kernels: str = ""
     draft: LoadedDraft | None = None
     adapters: AdapterStore | None = None
+    vision: VisionEncoder | None = None
 
     @property
     def is_batch_invariant(self) -> bool:
