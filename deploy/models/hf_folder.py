@@ -2,7 +2,8 @@
 
 Only data is read, never code of the folder: neither modules named by `auto_map` nor pickled files.
 The weights are not copied; the tensor index refers to their files. Of a folder that has a language
-model beside a vision or an audio part, the language model is read (wrapped_model.py).
+model beside a vision or an audio part, the language model is read (wrapped_model.py), and the
+vision part if it is supported (vision_files.py).
 """
 
 import contextlib
@@ -23,6 +24,12 @@ from deploy.models.prepared_folder import (
     architecture_of,
     as_model_error,
     is_token_id,
+)
+from deploy.models.vision_files import (
+    IMAGES_FILE,
+    PROCESSOR_FILE,
+    VisionContents,
+    read_vision,
 )
 from proto.errors import ModelError, shown
 from proto.messages.prepared_model import (
@@ -72,12 +79,18 @@ def read(path: str, report: ProgressCallback) -> ModelContents:
     # refuses before a file of weights is opened
     scheme = quantised_folder.read_scheme(config, of_modelopt)
     entries, files = safetensors_entries(folder)
+    vision, unloaded = None, () if wrapped is None else wrapped.other_parts
     if wrapped is not None:
         report(f"finding the language model of {wrapped.architecture}")
+        vision = _read_vision(folder, wrapped, entries)
         entries = wrapped_model.language_tensors(entries, wrapped.architecture)
-        entries, files = _used_files(entries, files)
         if any(entry.name.startswith("lm_head.") for entry in entries):
             config["tie_word_embeddings"] = False
+        if vision is not None:
+            entries += vision.tensors
+            config |= vision.settings
+            unloaded = tuple(part for part in unloaded if part != "vision")
+        entries, files = _used_files(entries, files)
     tensors = pooling.joined_to(_joined(scheme, entries, files))
     report("reading the tokenizer")
     tokenizer_json, tokenizer_config = _tokenizer(folder, report)
@@ -91,9 +104,19 @@ def read(path: str, report: ProgressCallback) -> ModelContents:
         bos_token_id=_first_token(generation, config),
         pooler=pooling.pooler,
         max_tokens=pooling.max_tokens,
-        unloaded_parts=() if wrapped is None else wrapped.other_parts,
+        unloaded_parts=unloaded,
         generation_settings=model_settings(generation),
+        vision=None if vision is None else vision.facts,
+        files={} if vision is None else vision.files,
     )
+
+
+def _read_vision(
+    folder: Path, wrapped: wrapped_model.WrappedModel, entries: Sequence[TensorEntry]
+) -> VisionContents | None:
+    """Return the vision part of a folder; None if it is not read."""
+    settings = (read_object(folder / name) for name in (IMAGES_FILE, PROCESSOR_FILE))
+    return read_vision(wrapped.architecture, wrapped.outer, wrapped.config, entries, *settings)
 
 
 def check_config(config: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ from proto.messages.prepared_model import (
     ModelSetting,
     PreparedModel,
     TensorIndex,
+    VisionFacts,
 )
 from proto.settings.turn_ends import find_turn_ends
 from worker.models.families import FAMILIES, family_of
@@ -87,7 +88,8 @@ class ModelContents:
     ends: ids of tokens that end an answer, as the model's files name them, each with the place.
     pooler: how the model pools; None for one that only generates. max_tokens: longest text of a
         model that pools, if it is shorter than the model's length.
-    unloaded_parts, generation_settings: as in PreparedModel.
+    unloaded_parts, generation_settings, vision: as in PreparedModel.
+    files: further files of the prepared folder, by name.
     """
 
     config: Mapping[str, Any]
@@ -101,6 +103,8 @@ class ModelContents:
     max_tokens: int | None = None
     unloaded_parts: tuple[str, ...] = ()
     generation_settings: tuple[ModelSetting, ...] = ()
+    vision: VisionFacts | None = None
+    files: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def write(
@@ -138,8 +142,10 @@ def write(
         hidden_size=_hidden_size(config),
         unloaded_parts=contents.unloaded_parts,
         generation_settings=contents.generation_settings,
+        vision=contents.vision,
     )
     files = {
+        **contents.files,
         "config.json": _json(config),
         "tokenizer.json": contents.tokenizer_json,
         "tokenizer_config.json": _json(contents.tokenizer_config),

@@ -10,7 +10,7 @@ alone:
     language_model.model.layers.0.mlp.…               model.layers.0.mlp.…
     model.language_model.embed_tokens.weight          model.embed_tokens.weight
     language_model.lm_head.weight                     lm_head.weight
-    vision_tower.…, model.visual.…                    left out
+    vision_tower.…, model.visual.…                    left out, or read by vision_files.py
 
 So nothing behind these two knows of the other parts.
 """
@@ -46,12 +46,14 @@ _BODY_OF_OPT: Final = "model.decoder"
 class WrappedModel:
     """A language model in the configuration of a larger one.
 
-    architecture: of the larger one. config: of the language model; its `tie_word_embeddings` holds
-    if the folder has no head, as in transformers.
+    architecture: of the larger one. outer: its configuration with all defaults.
+    config: of the language model; its `tie_word_embeddings` holds if the folder has no head, as in
+    transformers.
     other_parts: "vision", "audio" and so on.
     """
 
     architecture: str
+    outer: dict[str, Any]
     config: dict[str, Any]
     other_parts: tuple[str, ...]
 
@@ -81,6 +83,7 @@ def find(config: Mapping[str, Any]) -> WrappedModel | None:
         if outer.is_encoder_decoder or text.is_encoder_decoder:
             return None
         settings: dict[str, Any] = json.loads(text.to_json_string(use_diff=False))
+        whole: dict[str, Any] = json.loads(outer.to_json_string(use_diff=False))
     settings = _as_causal_model(settings, architecture)
     inner = config.get(keys[0]) or {}
     for key in _OUTER_KEYS:
@@ -90,7 +93,7 @@ def find(config: Mapping[str, Any]) -> WrappedModel | None:
     ties = (getattr(each, "tie_word_embeddings", False) for each in (outer, text))
     settings["tie_word_embeddings"] = any(ties)
     parts = (key.removesuffix("_config") for key in others if getattr(outer, key, None))
-    return WrappedModel(architecture, settings, tuple(parts))
+    return WrappedModel(architecture, whole, settings, tuple(parts))
 
 
 def _check_text_config(config: Mapping[str, Any], key: str, architecture: str) -> None:

@@ -9,6 +9,9 @@ and chat template. The folder contains
     tokenizer_config.json
     chat_template.jinja, additional_chat_templates/tool_use.jinja
                          absent for a model without them
+    preprocessor_config.json, processor_config.json
+                         of a model that reads images: settings of its image processor, and of what
+                         joins images and text; the latter is absent if the source has none
     tensors.msgpack      TensorIndex
     digest.msgpack       WeightsDigest; written by the first worker that needs it
     kernel_times.msgpack KernelTimes; written by the first worker on each kind of machine
@@ -34,6 +37,8 @@ CHAT_TEMPLATES: Final = {
 }
 """Name of a chat template → its file, as in folders of transformers. `tool_use` renders requests
 with tools, `default` all others, and all of a model without the former."""
+VISION_PREFIX: Final = "vision."
+"""How the names of the tensors of a vision part begin."""
 TEMPLATE_FILES: Final = "additional_chat_templates/*.jinja"
 """Files of a folder's templates other than the default one."""
 ModelSetting = tuple[str, bool | int | float | str | None]
@@ -202,8 +207,9 @@ def file_stamp(path: str) -> FileStamp:
 class VisionFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What processes need to know of a model's vision part before they load it.
 
-    Its settings are in the folder: `vision_config` in config.json, the image processor's in
-    preprocessor_config.json, and its tensors are among the others.
+    Its settings are in the folder: `vision_config` and `vision_projector` in config.json, the image
+    processor's in preprocessor_config.json, and its tensors are among the others, with names that
+    begin with VISION_PREFIX.
 
     architecture: of the model with its vision part, e.g. "Idefics3ForConditionalGeneration".
     image_token_id: id of the token whose embedding is replaced by a row of encoder output.

@@ -30,7 +30,7 @@ from proto.messages.prepared_model import (
     file_stamp,
 )
 from proto.runtime.host_resources import ALLOWED_CPUS
-from worker.loader.files import TensorFiles, read_index
+from worker.loader.files import TensorFiles, read_whole_index
 from worker.loader.kept_file import locked, read_kept, write_kept
 
 DIGEST_FILE: Final = "digest.msgpack"
@@ -47,7 +47,7 @@ def hashing(prepared: PreparedModel) -> Iterator[Future[str]]:
     Raises ModelError if a file changes meanwhile, since other bytes may have been loaded then. An
     exception of the body does not wait for the hash, and neither does the end of the process.
     """
-    index = read_index(prepared)
+    index = read_whole_index(prepared)
     stamps = _stamps(index)
     digest: Future[str] = Future()
     thread = threading.Thread(
@@ -73,7 +73,7 @@ def weights_digest(prepared: PreparedModel) -> str:
     Does not depend on how tensors are distributed over files. Raises ModelError if a file changes
     meanwhile. Of several processes one hashes, and the others wait for its result.
     """
-    index = read_index(prepared)
+    index = read_whole_index(prepared)
     path = os.path.join(prepared.folder, DIGEST_FILE)
     try:
         with locked(prepared.folder):

@@ -1,6 +1,7 @@
 """Tensors in the memory-mapped files of a prepared model: GGUF or safetensors.
 
-`read_index` returns the position of each tensor in these files, `TensorFiles` reads tensors.
+`read_index` returns the position of each tensor of the language model in these files,
+`read_vision_index` those of its vision part; `TensorFiles` reads tensors.
 `StoredBlocks` is a quantised weight in blocks, as kernels pack them, without dequantisation.
 """
 
@@ -11,13 +12,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from proto.codec import MessageDecoder
 from proto.errors import ModelError, ProtocolError
-from proto.messages.prepared_model import FP8, PreparedModel, TensorEntry, TensorIndex, TensorPart
+from proto.messages.prepared_model import (
+    FP8,
+    VISION_PREFIX,
+    PreparedModel,
+    TensorEntry,
+    TensorIndex,
+    TensorPart,
+)
 from worker.loader import quantised
 from worker.loader.block_types import BLOCK_TYPES
 from worker.loader.dequantize import BLOCKS_OF_FILES, dequantize, has_wrong_scale
@@ -42,6 +51,22 @@ _GGUF_DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch
 
 
 def read_index(prepared: PreparedModel) -> TensorIndex:
+    """Read the index of the language model in a prepared folder; raises as `read_whole_index`."""
+    return _select(read_whole_index(prepared), is_vision=False)
+
+
+def read_vision_index(prepared: PreparedModel) -> TensorIndex:
+    """Read the index of the vision part in a prepared folder; raises as `read_whole_index`."""
+    return _select(read_whole_index(prepared), is_vision=True)
+
+
+def _select(index: TensorIndex, *, is_vision: bool) -> TensorIndex:
+    """Return the index of one part of a model."""
+    tensors = [each for each in index.tensors if each.name.startswith(VISION_PREFIX) is is_vision]
+    return msgspec.structs.replace(index, tensors=tuple(tensors))
+
+
+def read_whole_index(prepared: PreparedModel) -> TensorIndex:
     """Read the index in the prepared folder.
 
     Raises ModelError for an index that is missing or undecodable, and for a tensor outside its

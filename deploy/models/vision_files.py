@@ -1,0 +1,95 @@
+"""The vision part of a folder whose language model is wrapped (wrapped_model.py).
+
+It is read if worker/models/vision has its family, and the folder its tensors and the settings of
+its image processor; else the model loads as its language model alone. Its tensors get other names,
+the same for all versions of transformers that wrote the file:
+
+    vision_tower.…, vision_tower.vision_model.…, model.vision_model.…      vision.tower.…
+    multi_modal_projector.…, model.connector.…                             vision.projector.…
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+
+from proto.messages.prepared_model import TensorEntry, VisionFacts
+from worker.models.vision import VISION_FAMILIES, vision_spec
+from worker.models.vision.spec import PROJECTOR, SETTINGS_KEY, TOWER, TOWER_KEY
+
+IMAGES_FILE: Final = "preprocessor_config.json"
+PROCESSOR_FILE: Final = "processor_config.json"
+_PARTS: Final = (
+    (re.compile(r"(?:model\.)?(?:vision_tower|vision_model)\.(?:vision_model\.)?"), TOWER),
+    (re.compile(r"(?:model\.)?(?:multi_modal_projector|connector)\."), PROJECTOR),
+)
+_IMAGE_TOKENS: Final = ("image_token_id", "image_token_index")
+
+
+@dataclass(frozen=True)
+class VisionContents:
+    """What is read of a vision part.
+
+    facts: for the manifest. settings: further keys of config.json. tensors: renamed.
+    files: of the prepared folder, by name.
+    """
+
+    facts: VisionFacts
+    settings: Mapping[str, Any]
+    tensors: tuple[TensorEntry, ...]
+    files: Mapping[str, bytes]
+
+
+def read_vision(
+    architecture: str,
+    outer: Mapping[str, Any],
+    text: Mapping[str, Any],
+    entries: Iterable[TensorEntry],
+    images: Mapping[str, Any],
+    processor: Mapping[str, Any],
+) -> VisionContents | None:
+    """Return the vision part of a model; None if it is not supported, or not whole.
+
+    outer: the configuration of the whole model with all defaults, text: that of its language model.
+    entries: all tensors of the folder. images, processor: IMAGES_FILE and PROCESSOR_FILE.
+    Raises ModelError naming a setting that its family does not support.
+    """
+    family, tower = VISION_FAMILIES.get(architecture), outer.get(TOWER_KEY)
+    if family is None or not isinstance(tower, Mapping):
+        return None
+    if family.tower_types and tower.get("model_type") not in family.tower_types:
+        return None
+    token = next((outer[key] for key in _IMAGE_TOKENS if outer.get(key) is not None), None)
+    vocab_size = text.get("vocab_size")
+    if type(token) is not int or type(vocab_size) is not int or not 0 <= token < vocab_size:
+        return None  # no token can stand for an image
+    inner = processor.get("image_processor")
+    images = inner if isinstance(inner, Mapping) else images
+    tensors = tuple(_renamed(entries))
+    if not tensors or not images:
+        return None
+    settings = {
+        TOWER_KEY: dict(tower),
+        SETTINGS_KEY: {key: outer[key] for key in family.settings if outer.get(key) is not None},
+    }
+    spec = vision_spec(architecture, {**text, **settings}, images)
+    facts = VisionFacts(
+        architecture=architecture,
+        image_token_id=token,
+        max_embeds=spec.max_embeds,
+        is_bidirectional=spec.is_bidirectional,
+    )
+    files = {IMAGES_FILE: images, PROCESSOR_FILE: processor}
+    written = {name: json.dumps(each, indent=2).encode() for name, each in files.items() if each}
+    return VisionContents(facts, settings, tensors, written)
+
+
+def _renamed(entries: Iterable[TensorEntry]) -> Iterable[TensorEntry]:
+    """Yield the tensors of the vision part."""
+    for entry in entries:
+        for pattern, prefix in _PARTS:
+            if match := pattern.match(entry.name):
+                yield msgspec.structs.replace(entry, name=prefix + entry.name[match.end() :])

@@ -1,0 +1,451 @@
+"""Computes a vision part: pixels of an image to rows that take the place of token embeddings.
+
+An image is encoded in many small units, each a range of rows in a stage of a layer:
+
+    patches    pixels of the rows, their product, positions
+    keys       norm, queries, keys and values of the rows                       for each layer
+    mixing     attention of the rows to their whole tile, its product, MLP      for each layer
+    outputs    the projector's rows
+
+`Encoding.advance` computes some of them, so a step may stop anywhere. The units are the same
+however they are divided into slices, and so are all bits of the output, as long as the number of
+threads does not change. A unit has rows of one tile, or whole tiles where these are small.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+
+from proto.errors import ModelError
+from proto.messages.prepared_model import PreparedModel
+from worker.layers.linear import Linear
+from worker.layers.norm import Norm, NormWeight
+from worker.loader.files import TensorFiles, entries_by_name, read_vision_index
+from worker.models.layer_device import LayerDevice
+from worker.models.registry import read_config
+from worker.models.vision import vision_spec
+from worker.models.vision.spec import (
+    PROJECTOR,
+    TOWER,
+    MlpProjector,
+    PoolProjector,
+    ShuffleProjector,
+    TowerSpec,
+    VisionActivation,
+    VisionSpec,
+)
+
+_UNIT_ROWS: Final = 64
+"""Rows of a unit on a device whose results are there when a call returns: enough for a product to
+be fast, and a few milliseconds of one core."""
+_ALL_ROWS: Final = 1 << 20
+"""Rows of a unit on other devices, which compute an image as a whole."""
+_QUICK: Final = 1.702
+IMAGES_FILE: Final = "preprocessor_config.json"
+
+
+def read_vision_spec(prepared: PreparedModel) -> VisionSpec:
+    """Return the vision part of a prepared model that has one; no weight is read.
+
+    Raises ModelError naming a setting that is not supported.
+    """
+    assert prepared.vision is not None
+    path = Path(prepared.folder, IMAGES_FILE)
+    try:
+        images = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: {error}") from None
+    return vision_spec(prepared.vision.architecture, read_config(prepared), images)
+
+
+def load_vision(
+    prepared: PreparedModel, dtype: torch.dtype, device: LayerDevice
+) -> "VisionEncoder":
+    """Load the vision part of a prepared model, whole on each rank.
+
+    dtype: of weights and activations. Raises ModelError for a setting that is not supported, and
+    for a tensor that is missing, unknown, of another shape or of a type that cannot be read.
+    """
+    spec = read_vision_spec(prepared)
+    return VisionEncoder(spec, _Weights(prepared, spec, dtype, device), dtype, device)
+
+
+class _Weights:
+    """Reads the tensors of a vision part and builds layers of them."""
+
+    def __init__(
+        self, prepared: PreparedModel, spec: VisionSpec, dtype: torch.dtype, device: LayerDevice
+    ) -> None:
+        index = read_vision_index(prepared)
+        self._files, self._entries = TensorFiles(index), entries_by_name(index)
+        self._shapes = spec.weights()
+        self._dtype, self._device = dtype, device
+        for name, shape in self._shapes.items():
+            entry = self._entries.get(name)
+            if entry is None:
+                raise ModelError(f"tensor {name} of shape {list(shape)} is missing")
+            if entry.shape != shape:
+                raise ModelError(
+                    f"tensor {name} has shape {list(entry.shape)}, "
+                    f"the configuration asks for {list(shape)}"
+                )
+        unknown = [
+            name for name in self._entries if name not in self._shapes and not spec.is_unused(name)
+        ]
+        if unknown:
+            raise ModelError(
+                f"tensor {unknown[0]} is no part of {spec.architecture} with this configuration "
+                f"({len(unknown)} such tensors)"
+            )
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return a copy of a tensor on the device."""
+        stored = self._files.read(self._entries[name])
+        return stored.to(self._device.torch_device, dtype or self._dtype, copy=True)
+
+    def linear(self, *names: str) -> Linear:
+        """Return the products NAME.weight, one below the other, with their biases if any."""
+        weights = [self.tensor(f"{name}.weight") for name in names]
+        biases = [self.tensor(each) for name in names if (each := f"{name}.bias") in self._shapes]
+        weight = torch.cat([each.flatten(1) for each in weights])
+        return self._device.linear(weight, torch.cat(biases) if biases else None)
+
+    def transposed_linear(self, name: str) -> Linear:
+        """Return the product with a matrix that is stored as [in, out]."""
+        return self._device.linear(self.tensor(name).t().contiguous())
+
+    def layer_norm(self, name: str, eps: float) -> Norm:
+        weight, bias = self.tensor(f"{name}.weight"), self.tensor(f"{name}.bias")
+        return self._device.norm(NormWeight(weight, eps, True, bias))
+
+    def centred_rms_norm(self, name: str, eps: float) -> Norm:
+        """Return the RMSNorm that multiplies by 1 + weight."""
+        weight = self.tensor(f"{name}.weight", torch.float32)
+        return self._device.norm(NormWeight(weight + 1.0, eps))
+
+    def release(self) -> None:
+        self._files.release()
+
+
+def _activation(
+    name: VisionActivation, device: LayerDevice
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    match name:
+        case "quick_gelu":
+            return lambda x: x * torch.sigmoid(_QUICK * x)
+        case "relu":
+            return torch.relu
+        case _:
+            return device.gate(name, is_gated=False)
+
+
+class _Layer:
+    """A layer of a tower with its weights."""
+
+    def __init__(
+        self, spec: TowerSpec, number: int, weights: _Weights, device: LayerDevice
+    ) -> None:
+        prefix = f"{TOWER}encoder.layers.{number}."
+        attention = f"{prefix}self_attn."
+        self._heads, self._head_dim = spec.num_heads, spec.hidden_size // spec.num_heads
+        self._norm1 = weights.layer_norm(f"{prefix}layer_norm1", spec.norm_eps)
+        self._norm2 = weights.layer_norm(f"{prefix}layer_norm2", spec.norm_eps)
+        self._qkv = weights.linear(*(f"{attention}{name}_proj" for name in "qkv"))
+        self._out = weights.linear(f"{attention}out_proj")
+        self._fc1, self._fc2 = (weights.linear(f"{prefix}mlp.{name}") for name in ("fc1", "fc2"))
+        self._activation = _activation(spec.activation, device)
+
+    def compute_keys(self, residual: torch.Tensor, qkv: torch.Tensor) -> None:
+        """Write queries, keys and values [tiles, rows, 3 * hidden] of these rows."""
+        own = residual.view(-1, residual.shape[-1])
+        self._qkv.into(self._norm1(own), qkv.view(-1, qkv.shape[-1]))
+
+    def mix(self, residual: torch.Tensor, rows: slice, qkv: torch.Tensor) -> None:
+        """Add attention and MLP to these rows of the residual [tiles, rows, hidden].
+
+        qkv: of whole tiles.
+        """
+        tiles, tokens, _ = qkv.shape
+        heads = qkv.view(tiles, tokens, 3, self._heads, self._head_dim).permute(2, 0, 3, 1, 4)
+        query, key, value = heads.unbind()
+        mixed = F.scaled_dot_product_attention(query[:, :, rows], key, value)
+        own = residual.view(-1, residual.shape[-1])
+        own.copy_(self._out.add_to(own, mixed.transpose(1, 2).reshape(own.shape)))
+        inner = self._activation(self._fc1(self._norm2(own)))
+        own.copy_(self._fc2.add_to(own, inner))
+
+
+class _MlpProjection:
+    """MlpProjector with its weights."""
+
+    def __init__(self, spec: VisionSpec, weights: _Weights, device: LayerDevice) -> None:
+        projector = spec.projector
+        assert isinstance(projector, MlpProjector)
+        size, out = spec.tower.hidden_size * len(projector.feature_layers), spec.output_size
+        self.flops_per_row = 2 * (size + out) * out
+        self._skipped = int(projector.drops_first_token)
+        self._first, self._second = (
+            weights.linear(f"{PROJECTOR}{name}") for name in ("linear_1", "linear_2")
+        )
+        self._activation = _activation(projector.activation, device)
+
+    def rows_per_line(self, side: int) -> int:
+        return 1
+
+    def project(self, features: Sequence[torch.Tensor], rows: slice, side: int) -> torch.Tensor:
+        tokens = slice(rows.start + self._skipped, rows.stop + self._skipped)
+        joined = torch.cat([each[:, tokens] for each in features], dim=-1)
+        return self._second(self._activation(self._first(joined.flatten(0, 1))))
+
+
+class _SquareProjection:
+    """Output rows of squares of patches, of which a line of the output has whole ones."""
+
+    def __init__(self, spec: VisionSpec, weights: _Weights) -> None:
+        assert isinstance(spec.projector, ShuffleProjector | PoolProjector)
+        self._scale = spec.projector.scale
+        self._norm = weights.layer_norm(f"{TOWER}post_layernorm", spec.tower.norm_eps)
+
+    def rows_per_line(self, side: int) -> int:
+        return side // self._scale
+
+    def squares(self, residual: torch.Tensor, rows: slice, side: int) -> torch.Tensor:
+        """Return the normed patches [output rows, scale, scale, hidden] of each output row."""
+        scale, line, size = self._scale, side // self._scale, residual.shape[-1]
+        lines = slice(rows.start // line, rows.stop // line)
+        patches = residual[:, lines.start * scale * side : lines.stop * scale * side]
+        normed = self._norm(patches.reshape(-1, size))
+        cut = normed.view(-1, lines.stop - lines.start, scale, line, scale, size)
+        return cut.permute(0, 1, 3, 2, 4, 5).flatten(0, 2)
+
+
+class _ShuffleProjection(_SquareProjection):
+    """ShuffleProjector with its weights."""
+
+    def __init__(self, spec: VisionSpec, weights: _Weights, device: LayerDevice) -> None:
+        super().__init__(spec, weights)
+        self.flops_per_row = 2 * self._scale**2 * spec.tower.hidden_size * spec.output_size
+        self._product = weights.linear(f"{PROJECTOR}modality_projection.proj")
+
+    def project(self, features: Sequence[torch.Tensor], rows: slice, side: int) -> torch.Tensor:
+        return self._product(self.squares(features[0], rows, side).flatten(1))
+
+
+class _PoolProjection(_SquareProjection):
+    """PoolProjector with its weights."""
+
+    def __init__(self, spec: VisionSpec, weights: _Weights, device: LayerDevice) -> None:
+        super().__init__(spec, weights)
+        size, name = spec.tower.hidden_size, f"{PROJECTOR}mm_soft_emb_norm"
+        self.flops_per_row = 2 * size * spec.output_size
+        self._pooled_norm = weights.centred_rms_norm(name, spec.tower.norm_eps)
+        self._product = weights.transposed_linear(f"{PROJECTOR}mm_input_projection_weight")
+
+    def project(self, features: Sequence[torch.Tensor], rows: slice, side: int) -> torch.Tensor:
+        squares = self.squares(features[0], rows, side)
+        pooled = squares.mean(dim=(1, 2), dtype=torch.float32).to(squares.dtype)
+        return self._product(self._pooled_norm(pooled))
+
+
+_PROJECTIONS: Final[
+    Mapping[type, type[_MlpProjection] | type[_ShuffleProjection] | type[_PoolProjection]]
+] = {
+    MlpProjector: _MlpProjection,
+    ShuffleProjector: _ShuffleProjection,
+    PoolProjector: _PoolProjection,
+}
+
+
+class VisionEncoder:
+    """The vision part of a model with its weights.
+
+    spec: its arithmetic. dtype: of weights, activations and output. max_embeds: most rows of output
+    of an image.
+    """
+
+    def __init__(
+        self, spec: VisionSpec, weights: _Weights, dtype: torch.dtype, device: LayerDevice
+    ) -> None:
+        tower = spec.tower
+        self.spec = spec
+        self.dtype = dtype
+        self.max_embeds = spec.max_embeds
+        self.device = device.torch_device
+        self.unit_rows = _UNIT_ROWS if device.has_results else _ALL_ROWS
+        self._patches = weights.linear(f"{TOWER}embeddings.patch_embedding")
+        self._positions = weights.tensor(f"{TOWER}embeddings.position_embedding.weight")
+        self._class_token: torch.Tensor | None = None
+        self._first_norm: Norm | None = None
+        if tower.has_class_token:
+            token = weights.tensor(f"{TOWER}embeddings.class_embedding")
+            self._class_token = token + self._positions[0]
+            self._first_norm = weights.layer_norm(f"{TOWER}pre_layrnorm", tower.norm_eps)
+        self.layers = [_Layer(tower, each, weights, device) for each in range(spec.num_layers)]
+        self.projector = _PROJECTIONS[type(spec.projector)](spec, weights, device)
+        weights.release()
+
+    def begin(self, pixels: torch.Tensor, grid: tuple[int, ...] = ()) -> "Encoding":
+        """Return the encoding of an image, of which nothing is computed yet.
+
+        pixels: float32 [tiles, channels, height, width], or without tiles for one; they must stay
+        as they are until the output is complete. grid: not needed by these models.
+        Raises ValueError for pixels of a shape that the model does not take.
+        """
+        if pixels.dim() == 3:
+            pixels = pixels[None]
+        tower = self.spec.tower
+        side = pixels.shape[-1] // tower.patch_size
+        projector = self.spec.projector
+        scale = 1 if isinstance(projector, MlpProjector) else projector.scale
+        if (
+            pixels.dim() != 4
+            or pixels.shape[1] != 3
+            or pixels.shape[2] != pixels.shape[3]
+            or (pixels.shape[3] != tower.image_size and not tower.takes_other_sizes)
+            or not 1 <= len(pixels) <= self.spec.max_tiles
+            or not scale <= side
+            or side % scale
+            or len(pixels) * self.spec.embeds_per_tile(side) > self.max_embeds
+        ):
+            raise ValueError(
+                f"pixels of shape {list(pixels.shape)}: at most {self.spec.max_tiles} tiles of "
+                f"3 x {tower.image_size} x {tower.image_size} are needed"
+            )
+        return Encoding(self, pixels, side)
+
+    def write_patches(self, pixels: torch.Tensor, rows: slice, residual: torch.Tensor) -> None:
+        """Write the residual [tiles, rows, hidden] before the first layer, of these rows."""
+        tower, (tiles, num_rows, size) = self.spec.tower, residual.shape
+        patch, side = tower.patch_size, pixels.shape[-1] // tower.patch_size
+        skipped = int(tower.has_class_token)
+        if skipped and rows.start == 0:
+            assert self._class_token is not None
+            residual[:, 0] = self._class_token
+        # Rows of patches that contain these; a convolution leaves pixels behind the last patch out.
+        first, end = max(0, rows.start - skipped), rows.stop - skipped
+        lines = slice(first // side, -(-end // side))
+        area = pixels[:, :, lines.start * patch : lines.stop * patch, : side * patch]
+        cut = area.reshape(tiles, 3, -1, patch, side, patch).permute(0, 2, 4, 1, 3, 5)
+        numbers = cut.reshape(tiles, -1, tower.patch_numbers)
+        numbers = numbers[:, first - lines.start * side : end - lines.start * side]
+        numbers = numbers.to(self.device, self.dtype)
+        products = self._patches(numbers.reshape(-1, tower.patch_numbers))
+        positions = self._positions[self.position_ids(side)[first:end] + skipped]
+        target = residual[:, num_rows - (end - first) :]
+        torch.add(products.view(tiles, -1, size), positions, out=target)
+        if self._first_norm is not None:
+            residual.copy_(self._first_norm(residual.reshape(-1, size)).view(residual.shape))
+
+    def position_ids(self, side: int) -> torch.Tensor:
+        """Return the row of the table of positions for each patch of a tile, without class tokens.
+
+        Of a tile of another size, those at the same fractions of the sides, as transformers' code
+        for Idefics 3 rounds them.
+        """
+        own = self.spec.tower.side
+        if not self.spec.tower.takes_other_sizes:
+            return torch.arange(side * side, device=self.device)
+        boundaries = torch.arange(1 / own, 1.0, 1 / own)
+        step = 1.0 / torch.tensor([side])
+        fractions = (torch.arange(side, dtype=torch.float32) * step).clamp(max=1.0 - 1e-6)
+        index = torch.bucketize(fractions, boundaries, right=True)
+        return (index[:, None] * own + index).view(-1).to(self.device)
+
+
+class Encoding:
+    """An image that is being encoded; it holds what was computed so far.
+
+    num_embeds: rows of its output.
+    """
+
+    def __init__(self, encoder: VisionEncoder, pixels: torch.Tensor, side: int) -> None:
+        spec, tower = encoder.spec, encoder.spec.tower
+        self._encoder = encoder
+        self._side = side
+        self._num_tiles, self._num_tokens = len(pixels), tower.num_tokens(side)
+        self._embeds_per_tile = spec.embeds_per_tile(side)
+        self.num_embeds = self._num_tiles * self._embeds_per_tile
+        size = tower.hidden_size
+        self._patch_flops = 2 * tower.patch_numbers * size
+        self._key_flops = 6 * size * size
+        self._mixing_flops = 2 * size * (size + 2 * tower.intermediate_size + 2 * self._num_tokens)
+        of_token = self._patch_flops + spec.num_layers * (self._key_flops + self._mixing_flops)
+        of_outputs = self.num_embeds * encoder.projector.flops_per_row
+        self._total = self._num_tiles * self._num_tokens * of_token + of_outputs
+        self._done = 0
+        self._work = self._compute(pixels)
+        self._output: torch.Tensor | None = None
+
+    @torch.inference_mode()
+    def advance(self, share: float) -> None:
+        """Compute until at least this share of the work is done, 0 < share <= 1."""
+        goal = self._total if share >= 1.0 else share * self._total
+        while self._done < goal:
+            self._done += next(self._work)
+        if self._done == self._total:
+            for _ in self._work:  # ends it, and so frees what it holds
+                raise AssertionError("more work than was counted")
+
+    @property
+    def output(self) -> torch.Tensor:
+        """Rows [num_embeds, output size] in the encoder's dtype, once all work is done."""
+        assert self._output is not None, "the image is not encoded yet"
+        return self._output
+
+    def _compute(self, pixels: torch.Tensor) -> Iterator[int]:
+        """Compute the units in their order; yield the FLOPs of each, about."""
+        encoder, spec = self._encoder, self._encoder.spec
+        size, dtype, device = spec.tower.hidden_size, encoder.dtype, encoder.device
+        shape = self._num_tiles, self._num_tokens
+        residual = torch.empty(*shape, size, dtype=dtype, device=device)
+        qkv = torch.empty(*shape, 3 * size, dtype=dtype, device=device)
+        output = torch.empty(self.num_embeds, spec.output_size, dtype=dtype, device=device)
+        blocks = list(self._blocks(self._num_tokens, 1))
+        for tiles, rows in blocks:
+            encoder.write_patches(pixels[tiles], rows, residual[tiles, rows])
+            yield self._patch_flops * _num_rows(tiles, rows)
+        features: dict[int, torch.Tensor] = {}
+        for number, layer in enumerate(encoder.layers):
+            if number in spec.feature_layers:
+                features[number] = residual.clone()
+            for tiles, rows in blocks:
+                layer.compute_keys(residual[tiles, rows], qkv[tiles, rows])
+                yield self._key_flops * _num_rows(tiles, rows)
+            for tiles, rows in blocks:
+                layer.mix(residual[tiles, rows], rows, qkv[tiles])
+                yield self._mixing_flops * _num_rows(tiles, rows)
+        features[spec.num_layers] = residual
+        projector = encoder.projector
+        read = [features[number] for number in spec.feature_layers]
+        by_tile = output.view(self._num_tiles, self._embeds_per_tile, -1)
+        for tiles, rows in self._blocks(self._embeds_per_tile, projector.rows_per_line(self._side)):
+            projected = projector.project([each[tiles] for each in read], rows, self._side)
+            by_tile[tiles, rows] = projected.view(by_tile[tiles, rows].shape)
+            if tiles.stop == self._num_tiles and rows.stop == self._embeds_per_tile:
+                self._output = output
+            yield projector.flops_per_row * _num_rows(tiles, rows)
+
+    def _blocks(self, num_rows: int, multiple: int) -> Iterator[tuple[slice, slice]]:
+        """Yield tiles and rows of them, all of the image's, about unit_rows at a time.
+
+        num_rows: of a tile. Rows of a part of a tile begin and end at multiples of `multiple`.
+        """
+        most = self._encoder.unit_rows
+        if num_rows <= most:
+            step = most // num_rows
+            for first in range(0, self._num_tiles, step):
+                yield slice(first, min(first + step, self._num_tiles)), slice(0, num_rows)
+            return
+        step = max(1, most // multiple) * multiple
+        for tile in range(self._num_tiles):
+            for first in range(0, num_rows, step):
+                yield slice(tile, tile + 1), slice(first, min(first + step, num_rows))
+
+
+def _num_rows(tiles: slice, rows: slice) -> int:
+    count: int = (tiles.stop - tiles.start) * (rows.stop - rows.start)
+    return count

@@ -1,0 +1,43 @@
+"""Gemma 3 from 4B: SigLIP, whose patches are pooled; tokens of an image see each other."""
+
+import math
+
+from worker.models.vision.spec import (
+    PoolProjector,
+    VisionConfig,
+    VisionFamily,
+    VisionSpec,
+    read_tower,
+)
+
+
+def spec(config: VisionConfig) -> VisionSpec:
+    tower = read_tower(config.tower)
+    tokens = config.settings.integer("mm_tokens_per_image", 256)
+    side = math.isqrt(tokens)
+    if side * side != tokens or tower.side % side:
+        reason = f"the square of a divisor of {tower.side}, the patches of a side, is needed"
+        raise config.settings.refusal("mm_tokens_per_image", tokens, reason)
+    return VisionSpec(
+        architecture=config.architecture,
+        tower=tower,
+        projector=PoolProjector(scale=tower.side // side),
+        output_size=config.output_size,
+        max_tiles=_max_tiles(config),
+        is_bidirectional=True,
+    )
+
+
+def _max_tiles(config: VisionConfig) -> int:
+    """Return the image and its crops, if the image processor makes some."""
+    if not config.images.flag("do_pan_and_scan", False):
+        return 1
+    return 1 + config.images.integer("pan_and_scan_max_num_crops", 4)
+
+
+FAMILY = VisionFamily(
+    models={"Gemma3ForConditionalGeneration": "Gemma 3 from 4B"},
+    tower_types=("siglip_vision_model",),
+    settings=("mm_tokens_per_image",),
+    spec=spec,
+)
